@@ -1,12 +1,14 @@
 """Reply to the policy's turns: environments, the tools that they run, and the host that runs many of them at once."""
 
 from megarl.environments import games
+from megarl.environments.agent import AgentEnvironment
 from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, open_environments, tools_of
 from megarl.environments.tools import ToolEnvironment
 
 __all__ = [
     "ENVIRONMENTS",
     "Action",
+    "AgentEnvironment",
     "Environment",
     "Reply",
     "ToolEnvironment",

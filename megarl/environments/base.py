@@ -17,12 +17,15 @@ from megarl.types import Message, Prompt
 class Action:
     """A turn of the policy, the first has number 0; `text` has no special tokens.
 
-    is_cut: whether a limit ended the turn, so that the policy had not finished it.
+    is_cut: whether a limit ended the turn, so that the policy had not finished it. num_tokens: those of the turn.
+    num_before: the tokens that the policy read before it.
     """
 
     text: str
     turn: int
     is_cut: bool = False
+    num_tokens: int = 0
+    num_before: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,11 @@ class Environment:
     """
 
     # Schemas of functions that the chat template writes into the prompt, in OpenAI's form.
-    tools: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+    # Whether `start` returns the whole prompt, instead of what follows the messages of the row.
+    owns_prompt: ClassVar[bool] = False
+    # Limit of the policy's next turn, besides those of the configuration. It may change with every reply.
+    max_turn_tokens: int | None = None
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
         """Begin a conversation; return messages that follow those of the prompt, which the policy answers first."""

@@ -18,12 +18,16 @@ from megarl.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpec:
-    """The settings with which a host of environments starts; `names` are the environments that rows use."""
+    """The settings with which a host of environments starts; `names` are the environments that rows use.
+
+    max_prompt_tokens: a conversation that an environment opens with more tokens fails; None: there is no limit.
+    """
 
     model_path: str
     chat_template: Mapping[str, Any]
     names: tuple[str, ...]
     config: EnvironmentConfig
+    max_prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +40,15 @@ class StartRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """A request to reply to a turn of the policy; is_cut: a limit ended the turn."""
+    """A request to reply to a turn of the policy.
+
+    is_cut: a limit ended the turn. num_before: the tokens of prompt and conversation before it.
+    """
 
     token_ids: Sequence[int]
     turn: int
     is_cut: bool = False
+    num_before: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +56,13 @@ class HostReply:
     """The result of a request to a host.
 
     token_ids: after a turn, what follows it up to the policy's next turn; after a start, the whole prompt if the
-    environment added messages to it, else nothing. is_anew: a conversation that was to go on begins again. failure:
-    the kind of failure (`raised`, `timed_out`, `died`), in which case the rest says nothing; reason: one line.
+    environment added messages to it, else nothing. max_turn_tokens: the environment's limit of the next turn. is_anew:
+    a conversation that was to go on begins again. failure: the kind of failure (`raised`, `timed_out`, `died`), in
+    which case the rest says nothing; reason: one line.
     """
 
     token_ids: tuple[int, ...] = ()
+    max_turn_tokens: int | None = None
     done: bool = False
     reward: float = 0.0
     num_calls: int = 0
@@ -69,7 +79,7 @@ class EpisodeHost:
     """
 
     def __init__(self, spec: HostSpec, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        self._config = spec.config
+        self._config, self._max_prompt_tokens = spec.config, spec.max_prompt_tokens
         self._makers = open_environments(spec.config, spec.names)
         tokenizer = tokenizer or load_tokenizer(spec.model_path, arguments=spec.chat_template)
         self._bridges, self._decode = Bridges(tokenizer), response_decoder(tokenizer)
@@ -87,8 +97,12 @@ class EpisodeHost:
                 if await environment.resume(request.prompt, actions):
                     return HostReply()
             opening = await environment.start(request.prompt)
-            ids = self._bridges.opening([*request.prompt.messages, *opening], environment.tools) if opening else ()
-            return HostReply(token_ids=tuple(ids), is_anew=bool(request.turns))
+            messages = opening if environment.owns_prompt else [*request.prompt.messages, *opening]
+            ids = self._bridges.opening(messages, environment.tools) if opening else []
+            if self._max_prompt_tokens is not None and len(ids) > self._max_prompt_tokens:
+                raise ValueError(f"the prompt has {len(ids)} tokens, data.max_prompt_tokens={self._max_prompt_tokens}")
+            limit = environment.max_turn_tokens
+            return HostReply(token_ids=tuple(ids), max_turn_tokens=limit, is_anew=bool(request.turns))
 
         return await self._limited(key, begin)
 
@@ -97,8 +111,14 @@ class EpisodeHost:
         environment, began = self._live[key]
 
         async def reply() -> HostReply:
-            text = self._decode(list(request.token_ids))
-            said = await environment.reply(Action(text=text, turn=request.turn, is_cut=request.is_cut))
+            action = Action(
+                text=self._decode(list(request.token_ids)),
+                turn=request.turn,
+                is_cut=request.is_cut,
+                num_tokens=len(request.token_ids),
+                num_before=request.num_before,
+            )
+            said = await environment.reply(action)
             if not math.isfinite(said.reward):
                 raise ValueError(f"the reward is {said.reward}, expected a finite number")
             ids: list[int] = []
@@ -110,6 +130,7 @@ class EpisodeHost:
                 ids = self._bridges.bridge(messages, last_token=request.token_ids[-1])
             return HostReply(
                 token_ids=tuple(ids),
+                max_turn_tokens=environment.max_turn_tokens,
                 done=said.done,
                 reward=float(said.reward),
                 num_calls=said.num_calls,

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from megarl.registry import Registry
@@ -11,11 +11,12 @@ from megarl.registry import Registry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call of a tool that the policy wrote. error: why it cannot be read; empty: it can."""
+    """A call of a tool that the policy wrote. error: why it cannot be read; empty: it can. source: the text of it."""
 
     name: str = ""
     arguments: Mapping[str, Any]
     error: str = ""
+    source: str = ""
 
 
 Parser: TypeAlias = Callable[[str], Sequence[ToolCall]]
@@ -32,7 +33,7 @@ def parse_hermes(text: str) -> list[ToolCall]:
     >>> parse_hermes('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')[0].arguments
     {'a': 1}
     """
-    return [_from_json(body) for body in _HERMES.findall(text)]
+    return [replace(_from_json(found[1]), source=found[0]) for found in _HERMES.finditer(text)]
 
 
 @PARSERS.register("llama")
@@ -49,8 +50,9 @@ def parse_llama(text: str) -> list[ToolCall]:
             _, end = decoder.raw_decode(text)
         except json.JSONDecodeError:
             return [*calls, _from_json(text)]
-        calls.append(_from_json(text[:end]))
-        text = text[end:].lstrip("; \n")
+        rest = text[end:].lstrip("; \n")
+        calls.append(replace(_from_json(text[:end]), source=text.removesuffix(rest)))
+        text = rest
     return calls
 
 
@@ -61,7 +63,7 @@ def parse_python(text: str) -> list[ToolCall]:
     >>> parse_python("so\\n```python\\nprint(2)\\n```")[0].arguments
     {'code': 'print(2)\\n'}
     """
-    return [ToolCall(name="python", arguments={"code": code}) for code in _FENCED.findall(text)]
+    return [ToolCall(name="python", arguments={"code": f[1]}, source=f[0]) for f in _FENCED.finditer(text)]
 
 
 def pattern_parser(patterns: Mapping[str, str]) -> Parser:
@@ -77,7 +79,7 @@ def pattern_parser(patterns: Mapping[str, str]) -> Parser:
     def parse(text: str) -> list[ToolCall]:
         for name, pattern in compiled.items():
             if found := pattern.fullmatch(text.strip()):
-                return [ToolCall(name=name, arguments=found.groupdict())]
+                return [ToolCall(name=name, arguments=found.groupdict(), source=text)]
         return []
 
     return parse

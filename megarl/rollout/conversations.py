@@ -123,7 +123,10 @@ class Conversations:
         """Take the reply to the start of a conversation: the policy speaks next, unless it just has."""
         if self._has_failed(talk, reply):
             return
-        if reply.is_anew:
+        has_turns = any(segment.source is SegmentSource.POLICY for segment in talk.sample.segments)
+        # What the policy wrote after another prompt belongs to that.
+        is_other = bool(reply.token_ids) and list(reply.token_ids) != talk.sample.prompt_token_ids.tolist()
+        if reply.is_anew or (has_turns and is_other):
             kept = [s for s in talk.sample.segments if s.source in (SegmentSource.PROMPT, SegmentSource.DEMONSTRATION)]
             talk.sample = replace(talk.sample, segments=tuple(kept))
             talk.note(num_turns=0, num_calls=0, awaits_reply=False, is_cut=False, details={})
@@ -132,7 +135,7 @@ class Conversations:
         if talk.episode.awaits_reply:
             self._act(talk)
         else:
-            self._next_turn(talk)
+            self._next_turn(talk, reply.max_turn_tokens)
 
     def _act(self, talk: Conversation) -> None:
         """Pass the policy's last turn to the environment."""
@@ -142,7 +145,11 @@ class Conversations:
         elif talk.key is None:
             self._start(talk)
         else:
-            request = TurnRequest(token_ids=talk.turns()[-1], turn=episode.num_turns - 1, is_cut=episode.is_cut)
+            turn = talk.turns()[-1]
+            num_before = len(talk.sample.prompt_token_ids) + len(talk.sample.response_token_ids) - len(turn)
+            request = TurnRequest(
+                token_ids=turn, turn=episode.num_turns - 1, is_cut=episode.is_cut, num_before=num_before
+            )
             self._episodes.act(talk.key, request, lambda reply: self._replied(talk, reply))
 
     def _replied(self, talk: Conversation, reply: HostReply) -> None:
@@ -160,15 +167,14 @@ class Conversations:
             self._finish(talk, FinishReason.LENGTH)
         else:
             talk.sample = replace(talk.sample, segments=(*talk.sample.segments, environment_segment(reply.token_ids)))
-            self._next_turn(talk)
+            self._next_turn(talk, reply.max_turn_tokens)
 
-    def _next_turn(self, talk: Conversation) -> None:
-        """Ask an engine for the next turn, or for the rest of one under way."""
-        limit = self._num_left(talk)
-        if self._max_turn_tokens is not None:
-            begun = talk.turns()[talk.num_replies() :]
-            limit = min(limit, max(1, self._max_turn_tokens - len(begun[0] if begun else ())))
-        self._ask(talk, limit)
+    def _next_turn(self, talk: Conversation, own_limit: int | None) -> None:
+        """Ask an engine for the next turn, or for the rest of one under way. own_limit: that of the environment."""
+        begun = talk.turns()[talk.num_replies() :]
+        limits = [limit for limit in (self._max_turn_tokens, own_limit) if limit is not None]
+        left = [max(1, limit - len(begun[0] if begun else ())) for limit in limits]
+        self._ask(talk, min([self._num_left(talk), *left]))
 
     def _num_left(self, talk: Conversation) -> int:
         return talk.batch.plan.max_response_tokens - len(talk.sample.response_token_ids)

@@ -99,13 +99,13 @@ def test_turns_and_replies_follow_each_other_until_the_environment_ends() -> Non
     world.reply()
     first = world.speak(100, END)
     assert (first.token_ids, first.max_tokens, first.num_before, first.engine) == ((5, 6), 20, 0, None)
-    assert world.acts == [TurnRequest(token_ids=(100, END), turn=0)]
+    assert world.acts == [TurnRequest(token_ids=(100, END), turn=0, num_before=2)]
     world.reply(7, 8, reward=0.25, num_calls=2, details={"a": 1, "b": 1}, seconds=0.5)
     second = world.speak(101, END, engine=0)
     # It goes to the engine that has the keys, with the seed of its place among the policy's tokens.
     assert (second.token_ids, second.max_tokens) == ((5, 6, 100, END, 7, 8), 16)
     assert (second.num_before, second.engine, second.seed) == (2, 1, first.seed)
-    assert world.acts[1] == TurnRequest(token_ids=(101, END), turn=1)
+    assert world.acts[1] == TurnRequest(token_ids=(101, END), turn=1, num_before=6)
     assert not batch.is_complete
     world.reply(done=True, reward=1.0, num_calls=1, details={"a": 3}, seconds=0.25)
     assert batch.is_complete
@@ -129,6 +129,29 @@ def test_an_opening_replaces_the_prompt_of_this_sample() -> None:
     assert world.speak(100, END).token_ids == (5, 6, 30)
     world.reply(done=True)
     assert sample_of(batch).prompt_token_ids.tolist() == [5, 6, 30]
+
+
+def test_what_was_written_after_another_prompt_is_dropped() -> None:
+    """A conversation from a checkpoint, whose environment opens it anew: with the same messages it goes on."""
+    world, source, _ = begin()
+    world.reply(5, 6, 30)
+    world.speak(100, END)
+    (saved,) = source.unfinished()
+    resumed, _, _ = begin(begun=[saved])
+    resumed.reply(5, 6, 30)
+    assert resumed.acts == [TurnRequest(token_ids=(100, END), turn=0, num_before=3)]
+    resumed, _, _ = begin(begun=[saved])
+    resumed.reply(5, 6, 31)
+    assert resumed.acts == []
+    assert resumed.requests[0][0].token_ids == (5, 6, 31)
+
+
+def test_an_environment_may_limit_the_next_turn() -> None:
+    world, _, _ = begin(max_turn_tokens=5)
+    world.reply(max_turn_tokens=3)
+    assert world.speak(100, END).max_tokens == 3
+    world.reply(7, max_turn_tokens=9)
+    assert world.speak(101, END).max_tokens == 5
 
 
 @pytest.mark.parametrize(
@@ -155,7 +178,7 @@ def test_a_turn_that_its_limit_cuts_gets_a_reply_and_one_that_the_conversation_c
     world, _, batch = begin(plan=replace(PLAN, max_response_tokens=5), max_turn_tokens=2)
     world.reply()
     world.speak(100, 101, reason=FinishReason.LENGTH)
-    assert world.acts == [TurnRequest(token_ids=(100, 101), turn=0, is_cut=True)]
+    assert world.acts == [TurnRequest(token_ids=(100, 101), turn=0, is_cut=True, num_before=2)]
     world.reply(7)
     assert world.speak(102, 103, reason=FinishReason.LENGTH).max_tokens == 2
     assert len(world.acts) == 1
@@ -179,7 +202,7 @@ def test_a_prefix_that_is_a_whole_turn_goes_to_the_environment() -> None:
     prefix = Prefix(token_ids=(50, END), is_complete=True)
     world, _, batch = begin(plan=replace(PLAN, prefixes={("a", 0): prefix}))
     world.reply()
-    assert world.acts == [TurnRequest(token_ids=(50, END), turn=0)]
+    assert world.acts == [TurnRequest(token_ids=(50, END), turn=0, num_before=2)]
     world.reply(7)
     request = world.speak(100, END)
     assert (request.token_ids, request.num_before) == ((5, 6, 50, END, 7), 0)
@@ -198,7 +221,7 @@ def test_a_lost_host_costs_a_conversation_its_environment_only_where_that_cannot
     world.speak(101, END)
     assert world.started[1] == StartRequest(prompt=PROMPT, turns=((100, END),))
     world.reply()
-    assert world.acts[-1] == TurnRequest(token_ids=(101, END), turn=1)
+    assert world.acts[-1] == TurnRequest(token_ids=(101, END), turn=1, num_before=5)
     world.tells.clear()
     # It dies again, while it owes a reply; this environment cannot go on.
     world.losses[1](True)
@@ -235,11 +258,11 @@ def test_a_checkpoint_holds_conversations_wherever_they_are() -> None:
     assert [request.turns for request in resumed.started] == [(), ((100, END),), ()]
     for _ in range(3):
         resumed.reply()
-    assert resumed.acts == [TurnRequest(token_ids=(100, END), turn=0)]
+    assert resumed.acts == [TurnRequest(token_ids=(100, END), turn=0, num_before=2)]
     assert [(r.token_ids, r.num_before, r.max_tokens) for r, *_ in resumed.requests] == [
         ((5, 6, 100, END, 7, 99), 3, 16),
         ((5, 6, 99), 1, 19),
     ]
     resumed.speak(101, END)
-    assert resumed.acts[1] == TurnRequest(token_ids=(99, 101, END), turn=1)
+    assert resumed.acts[1] == TurnRequest(token_ids=(99, 101, END), turn=1, num_before=5)
     assert not batch.samples

@@ -1,0 +1,162 @@
+"""Let an agent with a loop of its own lead the conversation: it asks the policy for turns as it asks OpenAI's API."""
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, load_object
+from megarl.environments.endpoint import Chat, TurnAsked, chat_server
+from megarl.environments.parsers import PARSERS
+from megarl.errors import ConfigError
+from megarl.types import Message, Prompt
+
+KEY = "environment.entries.*.arguments"
+# The chat's URL is its secret; clients want some key all the same.
+API_KEY = "megarl"
+
+
+@ENVIRONMENTS.register("agent")
+class AgentEnvironment(Environment):
+    """An environment whose other side is an agent: a function or a program that uses an OpenAI client.
+
+    The agent's first request is the prompt, what it adds in later ones are replies, and its end ends the conversation.
+    What it returns is the reward, or a mapping with `reward` and further findings.
+    """
+
+    owns_prompt = True
+
+    def __init__(
+        self,
+        *,
+        agent: str | Callable[..., Any] | None = None,
+        command: Sequence[str] = (),
+        parser: str | None = "hermes",
+    ) -> None:
+        """Make the environment of one sample.
+
+        agent: a function as MODULE:NAME or FILE.py:NAME, called with `prompt`, `base_url` and `api_key`; async ones
+        share the host's event loop, others get a thread. command: instead, a program and its arguments. It gets
+        OPENAI_BASE_URL and OPENAI_API_KEY, and reads the row as JSON; if its last line is a JSON object, that is what
+        it returns. parser: how the policy writes calls of tools, see `tools`; null: a turn is text.
+        """
+        if (agent is None) == (not command):
+            raise ConfigError(f"{KEY}: got agent={agent!r} and command={list(command)}, expected one of them")
+        if command and shutil.which(command[0]) is None:
+            raise ConfigError(f"{KEY}.command: there is no program {command[0]!r}; name one on PATH, or its path")
+        function = load_object(agent, f"{KEY}.agent") if isinstance(agent, str) else agent
+        self._call: Callable[[Prompt, str], Awaitable[Any]]
+        if function is None:
+            self._call = lambda prompt, url: _run_program(command, prompt, url)
+        elif inspect.iscoroutinefunction(function):
+            self._call = lambda prompt, url: function(prompt=prompt, base_url=url, api_key=API_KEY)
+        else:
+            self._call = lambda prompt, url: _run_in_thread(
+                lambda: function(prompt=prompt, base_url=url, api_key=API_KEY)
+            )
+        self._chat = Chat(PARSERS.get(parser) if parser else None)
+        self._running: asyncio.Future[Any] | None = None
+
+    async def start(self, prompt: Prompt) -> Sequence[Message]:
+        self._running = asyncio.ensure_future(self._call(prompt, chat_server().open(self._chat)))
+        if (asked := await self._next_request(self._running)) is None:
+            raise RuntimeError("the agent ended without a request")
+        self.tools = asked.tools
+        return asked.messages
+
+    async def reply(self, action: Action) -> Reply:
+        assert self._running is not None, "it was started"
+        num_calls = self._chat.answer(action)
+        if (asked := await self._next_request(self._running)) is not None:
+            return Reply(messages=asked.messages, num_calls=num_calls)
+        returned = self._running.result()
+        if returned is None or isinstance(returned, int | float):
+            return Reply(done=True, reward=float(returned or 0), num_calls=num_calls)
+        if not isinstance(returned, Mapping):
+            raise TypeError(f"the agent returned {type(returned).__name__}, expected a number or a mapping with reward")
+        details = {str(name): value for name, value in returned.items() if name != "reward"}
+        return Reply(done=True, reward=float(returned.get("reward", 0)), num_calls=num_calls, details=details)
+
+    async def close(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            chat_server().close(self._chat)
+            await asyncio.wait([self._running])
+            if not self._running.cancelled():
+                # Nobody asks any more how it ended.
+                self._running.exception()
+
+    async def _next_request(self, running: asyncio.Future[Any]) -> TurnAsked | None:
+        """Wait for the agent's next request; return None if it ended without another. Raises what it ended with."""
+        asked = asyncio.ensure_future(self._chat.next_request())
+        try:
+            await asyncio.wait([asked, running], return_when=asyncio.FIRST_COMPLETED)
+            # An agent may end with an error because its request was wrong: the request says more.
+            if asked.done():
+                request = asked.result()
+                self.max_turn_tokens = request.max_tokens
+                return request
+            running.result()
+            return None
+        finally:
+            asked.cancel()
+
+
+def _run_in_thread(function: Callable[[], Any]) -> asyncio.Future[Any]:
+    """Call a function in a thread of its own, since agents block theirs for a whole conversation."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: Exception | None) -> None:
+        if not future.done():
+            future.set_result(result) if error is None else future.set_exception(error)
+
+    def work() -> None:
+        result, failed = None, None
+        try:
+            result = function()
+        except Exception as error:
+            failed = error
+        # The loop may have ended before its agent.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(settle, result, failed)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
+async def _run_program(command: Sequence[str], prompt: Prompt, url: str) -> Mapping[str, Any] | None:
+    """Run an agent's program; return the JSON object in the last line that it writes, if there is one.
+
+    Raises RuntimeError with the last line of its errors if it fails. Whatever it started in its session ends with it.
+    """
+    row: dict[str, Any] = {"uid": prompt.uid, "messages": [message.as_dict() for message in prompt.messages]}
+    row |= {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info}
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": API_KEY},
+        start_new_session=True,
+    )
+    try:
+        out, errors = await process.communicate(json.dumps(row, default=str).encode())
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+    if process.returncode:
+        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        raise RuntimeError(f"the agent's program ended with {process.returncode}: {last}")
+    last = out.decode(errors="replace").strip().rpartition("\n")[2]
+    with contextlib.suppress(ValueError):
+        found = json.loads(last)
+        return found if isinstance(found, dict) else None
+    return None

@@ -1,0 +1,126 @@
+"""Agents that own their loop drive real vLLM: what trains are the tokens that the engine returned, and nothing else."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
+from megarl.data.chat import encode_chats, load_tokenizer
+from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
+from megarl.environments.host import HostSpec
+from megarl.rollout.engine import engine_spec
+from megarl.rollout.source import SamplingPlan
+from megarl.types import FinishReason, Message, Prompt, Sample, SegmentSource
+from tests.e2e.agent_run import Outcome, converse
+from tests.e2e.support import small_config
+from tests.helpers.chat_agent import MAX_TOKENS, NUM_TURNS
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.verifiers_venv import verifiers_command
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+TOOLS = "{% for tool in tools or [] %}<|im_start|>tools\n{{ tool.function.name }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights, so that turns are bytes that no text is tokenised to; its template has a place for tools."""
+    path = tmp_path_factory.mktemp("agents") / "model"
+    sizes = TinyModelConfig(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=96)
+    make_tiny_model(path, sizes, seed=0)
+    template = path / "chat_template.jinja"
+    template.write_text(TOOLS + template.read_text(encoding="utf-8"), encoding="utf-8")
+    return path
+
+
+def talk_with(process: RankPool, model: Path, arguments: Mapping[str, Any], num_samples: int) -> Outcome:
+    """Samples of one prompt, of which the agent knows and the host makes nothing."""
+    environment = EnvironmentConfig(
+        entries={"mine": EnvironmentEntry(type="agent", arguments=arguments)}, max_turns=20, reply_timeout_s=150.0
+    )
+    config = small_config(model, "data.max_prompt_tokens=128", "rollout.max_response_tokens=256", "rollout.engine.tp=1")
+    host = HostSpec(model_path=str(model), chat_template={}, names=("mine",), config=environment, max_prompt_tokens=128)
+    prompt = Prompt(
+        uid="a",
+        token_ids=(5, 6),
+        data_source="d",
+        ground_truth="777",
+        messages=(Message(role="user", content="37*21=?"),),
+        extra_info={"max_tokens": MAX_TOKENS},
+        environment="mine",
+    )
+    plan = SamplingPlan(
+        step=1,
+        num_samples=num_samples,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=-1,
+        max_response_tokens=config.rollout.max_response_tokens,
+        run_seed=0,
+    )
+    return process.run(converse, engine_spec(config), host, [prompt], plan, timeout_s=280.0)[0]
+
+
+def turns_of(sample: Sample, outcome: Outcome) -> list[list[int]]:
+    """The policy's turns; each is what the engine returned when it was asked to go on with all tokens before."""
+    returned = {(before, seed): completion for before, seed, completion in outcome.returned}
+    before: list[int] = sample.prompt_token_ids.tolist()
+    turns = []
+    for segment in sample.segments[1:]:
+        if segment.source is SegmentSource.POLICY:
+            completion = returned.pop((tuple(before), sample.seed))
+            assert segment.token_ids.tolist() == completion.token_ids.tolist()
+            assert segment.rollout_logprobs is not None
+            assert np.array_equal(segment.rollout_logprobs, completion.logprobs)
+            assert segment.loss_mask.all()
+            turns.append(segment.token_ids.tolist())
+        else:
+            assert segment.source is SegmentSource.ENVIRONMENT
+            assert not segment.loss_mask.any()
+        before += segment.token_ids.tolist()
+    assert not [key for key in returned if key[1] == sample.seed]
+    return turns
+
+
+def test_an_openai_client_trains_on_what_the_engine_returned(engine_process: RankPool, talker: Path) -> None:
+    outcome = talk_with(engine_process, talker, {"agent": f"{HELPERS / 'chat_agent.py'}:ask_often"}, num_samples=6)
+    tokenizer = load_tokenizer(talker)
+    chat = [Message(role="system", content="Be brief."), Message(role="user", content="37*21=?")]
+    num_unlike = 0
+    for sample in outcome.samples:
+        assert sample.episode is not None
+        assert (sample.finish_reason, sample.episode.reason) == (FinishReason.STOP, "")
+        assert sample.prompt_token_ids.tolist() == encode_chats(tokenizer, [chat])[0]
+        turns = turns_of(sample, outcome)
+        texts = [tokenizer.decode(turn, skip_special_tokens=True) for turn in turns]
+        assert sample.episode.details["texts"] == texts
+        assert len(turns) == NUM_TURNS
+        assert max(map(len, turns)) <= MAX_TOKENS
+        for i, turn in enumerate(turns):
+            again = tokenizer(texts[i], add_special_tokens=False)["input_ids"]
+            num_unlike += again != [token for token in turn if token not in tokenizer.all_special_ids]
+        assert sample.segments[-1].reward == len(texts[-1]) % 3
+    # Tokenised again, the texts would be other tokens.
+    assert num_unlike > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_verifiers_trains_on_what_the_engine_returned(engine_process: RankPool, talker: Path) -> None:
+    """Its harness goes through a server of its own; its user asks twice after the first answer."""
+    command = verifiers_command()
+    outcome = talk_with(engine_process, talker, {"command": command}, num_samples=2)
+    tokenizer = load_tokenizer(talker)
+    for sample in outcome.samples:
+        assert sample.episode is not None
+        assert (sample.finish_reason, sample.episode.reason) == (FinishReason.STOP, "")
+        opening = tokenizer.decode(sample.prompt_token_ids)
+        assert opening.startswith(
+            "<|im_start|>tools\nmultiplier_multiply<|im_end|>\n<|im_start|>user\n37*21=?<|im_end|>"
+        )
+        texts = [tokenizer.decode(turn, skip_special_tokens=True).strip() for turn in turns_of(sample, outcome)]
+        assert sample.episode.details["texts"] == texts
+        assert sample.episode.details["errors"] == []
+        assert len(texts) == 3

@@ -1,0 +1,22 @@
+"""An agent for whole runs with a model of random weights: it asks for four turns, and returns what it read."""
+
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from megarl.types import Prompt
+
+NUM_TURNS = 4
+MAX_TOKENS = 40
+
+
+async def ask_often(prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
+    messages: list[Any] = [{"role": "system", "content": "Be brief."}, *(m.as_dict() for m in prompt.messages)]
+    texts = []
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        for i in range(NUM_TURNS):
+            completion = await client.chat.completions.create(model="any", messages=messages, max_tokens=MAX_TOKENS)
+            answer = completion.choices[0].message
+            texts.append(answer.content)
+            messages += [answer, {"role": "user", "content": f"And then, {i}?"}]
+    return {"reward": float(len(texts[-1] or "") % 3), "texts": texts}

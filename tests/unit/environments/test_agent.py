@@ -1,0 +1,521 @@
+"""Agents with a loop of their own: OpenAI's client asks a host for turns, which the test writes for the policy."""
+
+import asyncio
+import contextlib
+import json
+import re
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+import uvloop
+import yaml
+
+from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
+from megarl.data.tiny_model import make_byte_tokenizer
+from megarl.environments import open_environments
+from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TurnRequest
+from megarl.errors import ConfigError
+from megarl.types import Message, Prompt
+from tests.helpers.verifiers_venv import verifiers_command
+
+DOCS = Path(__file__).parents[3] / "docs" / "environments.md"
+TOKENIZER = make_byte_tokenizer()
+TOKENIZER.chat_template = (
+    "{% if tools %}<|im_start|>tools\n{{ tools | map(attribute='function.name') | join(' ') }}<|im_end|>\n{% endif %}"
+    + str(TOKENIZER.chat_template)
+)
+END = 2
+ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+QUESTION = [{"role": "user", "content": "1+2?"}]
+BREAKS = "ChatBrokenError: the request does not go on with the conversation: "
+
+
+@dataclass
+class Talk:
+    """What a conversation became: the host's replies, and the tokens of prompt, turns and bridges."""
+
+    replies: list[HostReply] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return str(TOKENIZER.decode(self.tokens))
+
+    @property
+    def last(self) -> HostReply:
+        return self.replies[-1]
+
+
+async def converse(
+    arguments: Mapping[str, Any], *turns: str, think_s: float = 0.0, max_prompt_tokens: int | None = None, **limits: Any
+) -> Talk:
+    """Lead a conversation in which the policy says `turns`, each after a while; one that ends in … was cut."""
+    config = EnvironmentConfig(
+        entries={"mine": EnvironmentEntry(type="agent", arguments=arguments)}, **{"reply_timeout_s": 20.0} | limits
+    )
+    spec = HostSpec(
+        model_path="",
+        chat_template={},
+        names=("mine",),
+        config=config,
+        max_prompt_tokens=max_prompt_tokens,
+    )
+    host = EpisodeHost(spec, TOKENIZER)
+    row = Prompt(
+        uid="a",
+        token_ids=(5,),
+        data_source="d",
+        ground_truth="3",
+        messages=(Message(role="user", content="1+2?"),),
+        extra_info={"level": 2, "max_tokens": 40},
+        environment="mine",
+    )
+    talk = Talk(replies=[await host.start(7, StartRequest(prompt=row))])
+    talk.tokens += talk.last.token_ids
+    for number, text in enumerate(turns):
+        if talk.last.done or talk.last.failure:
+            break
+        await asyncio.sleep(think_s)
+        is_cut = text.endswith("…")
+        ids = TOKENIZER(text, add_special_tokens=False)["input_ids"] + ([] if is_cut else [END])
+        request = TurnRequest(token_ids=ids, turn=number, is_cut=is_cut, num_before=len(talk.tokens))
+        talk.replies.append(await host.act(7, request))
+        talk.tokens += [*ids, *talk.last.token_ids]
+    await host.close(7)
+    return talk
+
+
+def lead(agent: Callable[..., Any] | None, *turns: str, **settings: Any) -> Talk:
+    return asyncio.run(converse({"agent": agent}, *turns, **settings))
+
+
+def client(base_url: str, api_key: str, **settings: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, **settings)
+
+
+async def ask(there: openai.AsyncOpenAI, messages: Sequence[Any], **rest: Any) -> Any:
+    return await there.chat.completions.create(model="any", messages=list(messages), **rest)
+
+
+async def use_tools(prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
+    """Answers calls of `add`, sending back the client's own objects, until there is a turn without one."""
+    messages: list[Any] = [{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}]
+    messages += [message.as_dict() for message in prompt.messages]
+    seen = []
+    async with client(base_url, api_key) as there:
+        while True:
+            completion = await ask(there, messages, tools=[ADD], temperature=0.3, seed=5)
+            seen.append(completion)
+            message = completion.choices[0].message
+            if not message.tool_calls:
+                break
+            messages.append(message)
+            for call in message.tool_calls:
+                total = sum(json.loads(call.function.arguments).values())
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": str(total)})
+    right = message.content == prompt.ground_truth
+    return {"reward": float(right), "correct": right, "seen": seen, "level": prompt.extra_info["level"]}
+
+
+def test_an_agent_with_tools_has_a_conversation_whose_tokens_only_grow() -> None:
+    talk = lead(use_tools, f"Let me see.\n{CALL}", "3")
+    assert talk.text == (
+        "<|im_start|>tools\nadd<|im_end|>\n<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+2?<|im_end|>\n"
+        f"<|im_start|>assistant\nLet me see.\n{CALL}<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n"
+        "<|im_start|>assistant\n3<|im_end|>"
+    )
+    assert [reply.num_calls for reply in talk.replies] == [0, 1, 0]
+    assert (talk.last.done, talk.last.reward, talk.last.failure) == (True, 1.0, "")
+    details = dict(talk.last.details)
+    first, last = details.pop("seen")
+    assert details == {"correct": True, "level": 2}
+    (choice,) = first.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": 2})
+    assert (last.choices[0].finish_reason, last.choices[0].message.content) == ("stop", "3")
+    # Each byte is a token, and each special token one.
+    used = (first.usage.prompt_tokens, first.usage.completion_tokens)
+    assert used == (len(talk.replies[0].token_ids), len(f"Let me see.\n{CALL}") + 1)
+    assert last.usage.total_tokens == len(talk.tokens)
+
+
+@pytest.mark.parametrize("turn", ["<tool_call>{nonsense}</tool_call>", f"{CALL[:20]}…"])
+def test_what_is_no_whole_call_is_text(turn: str) -> None:
+    talk = lead(use_tools, turn)
+    assert (talk.last.done, talk.last.num_calls) == (True, 0)
+    (choice,) = talk.last.details["seen"][0].choices
+    assert choice.message.content == turn
+    assert choice.finish_reason == ("length" if turn.endswith("…") else "stop")
+
+
+def test_a_synchronous_agent_has_a_thread_and_may_read_streams() -> None:
+    def stream(prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
+        assert threading.current_thread() is not threading.main_thread()
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as there:
+            options: Any = {"stream": True, "stream_options": {"include_usage": True}, "tools": [ADD]}
+            chunks = list(there.chat.completions.create(model="any", messages=QUESTION, **options))  # type: ignore[call-overload]
+        return {"chunks": chunks}
+
+    talk = lead(stream, f"So {CALL}")
+    assert (talk.last.done, talk.last.reward) == (True, 0.0)
+    told, end, usage = talk.last.details["chunks"]
+    delta = told.choices[0].delta
+    assert (delta.role, delta.content) == ("assistant", "So")
+    assert (delta.tool_calls[0].index, delta.tool_calls[0].function.name) == (0, "add")
+    assert end.choices[0].finish_reason == "tool_calls"
+    assert usage.usage.completion_tokens == len(f"So {CALL}") + 1
+
+
+def test_more_agents_wait_in_threads_at_once_than_a_pool_has() -> None:
+    def one(prompt: Prompt, base_url: str, api_key: str) -> float:
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as there:
+            there.chat.completions.create(model="any", messages=QUESTION)  # type: ignore[arg-type]
+        return 1.0
+
+    async def all_of_them() -> list[Talk]:
+        barrier = asyncio.Barrier(40)
+
+        async def lead_one() -> Talk:
+            await barrier.wait()
+            return await converse({"agent": one}, "3")
+
+        return await asyncio.gather(*(lead_one() for _ in range(40)))
+
+    assert [talk.last.reward for talk in asyncio.run(all_of_them())] == [1.0] * 40
+
+
+def test_the_example_of_the_documentation(tmp_path: Path) -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    code, settings = text.partition("    # agent.py\n")[2].split("    environment:\n", 1)
+    (tmp_path / "agent.py").write_text(textwrap.dedent(code), encoding="utf-8")
+    entries = yaml.safe_load("    environment:\n" + settings.partition("\n\n")[0])["environment"]["entries"]
+    assert entries == {"solver": {"type": "agent", "arguments": {"agent": "agent.py:solve"}}}
+    agent = f"{tmp_path}/{entries['solver']['arguments']['agent']}"
+    talk = asyncio.run(converse({"agent": agent}, "4", " 3"))
+    assert (talk.last.done, talk.last.reward) == (True, 1.0)
+    assert talk.text == (
+        "<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+        "<|im_start|>user\nNo. Try again.<|im_end|>\n<|im_start|>assistant\n 3<|im_end|>"
+    )
+    assert asyncio.run(converse({"agent": agent}, "4", "5", "6")).last.reward == 0.0
+
+
+def program(tmp_path: Path, code: str) -> dict[str, Any]:
+    path = tmp_path / "agent.py"
+    path.write_text(textwrap.dedent(code), encoding="utf-8")
+    return {"command": [sys.executable, str(path)]}
+
+
+def test_a_program_reads_the_row_and_its_last_line_is_the_reward(tmp_path: Path) -> None:
+    command = program(
+        tmp_path,
+        """
+        import json, sys
+        import openai
+
+        row = json.load(sys.stdin)
+        answer = openai.OpenAI().chat.completions.create(model="any", messages=row["messages"])
+        text = answer.choices[0].message.content
+        print("said", text)
+        print(json.dumps({"reward": float(text == row["ground_truth"]), "level": row["extra_info"]["level"]}))
+        """,
+    )
+    # In an actor of Ray, the loop is uvloop's, and runs in another thread than the main one.
+    talks: list[Talk] = []
+
+    def lead_in_thread() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            talks.append(runner.run(converse(command, "3")))
+
+    thread = threading.Thread(target=lead_in_thread)
+    thread.start()
+    thread.join(60.0)
+    (talk,) = talks
+    assert (talk.last.done, talk.last.reward, talk.last.details) == (True, 1.0, {"level": 2}), talk.last
+    assert talk.text == "<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n3<|im_end|>"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_verifiers_calls_its_tool_and_goes_on() -> None:
+    call = '<tool_call>{"name": "multiplier_multiply", "arguments": {"b": 21, "a": 37}}</tool_call>'
+    talk = asyncio.run(
+        converse({"command": verifiers_command()}, f"So {call}", "It is 777", "3", "3.", reply_timeout_s=300.0)
+    )
+    assert (talk.last.done, talk.last.reward, talk.last.failure) == (True, 1.0, ""), talk.last
+    assert talk.last.details == {"texts": ["It is 777", "3", "3."], "errors": []}
+    assert [reply.num_calls for reply in talk.replies] == [0, 1, 0, 0, 0]
+    assert talk.text == (
+        "<|im_start|>tools\nmultiplier_multiply<|im_end|>\n<|im_start|>user\n1+2?<|im_end|>\n"
+        f"<|im_start|>assistant\nSo {call}<|im_end|>\n<|im_start|>tool\n777<|im_end|>\n"
+        "<|im_start|>assistant\nIt is 777<|im_end|>\n<|im_start|>user\nAre you sure, 0?<|im_end|>\n"
+        "<|im_start|>assistant\n3<|im_end|>\n<|im_start|>user\nAre you sure, 1?<|im_end|>\n"
+        "<|im_start|>assistant\n3.<|im_end|>"
+    )
+
+
+def test_a_program_that_fails_costs_the_sample(tmp_path: Path) -> None:
+    talk = asyncio.run(converse(program(tmp_path, "import sys; sys.exit('no luck')"), "3"))
+    assert (talk.last.failure, talk.last.reason) == (
+        "raised",
+        "RuntimeError: the agent's program ended with 1: no luck",
+    )
+
+
+def test_nothing_of_a_program_is_left_when_its_conversation_ends(tmp_path: Path) -> None:
+    """It is stopped while it waits for a turn, with what it started."""
+    command = program(
+        tmp_path,
+        f"""
+        import subprocess, openai
+        print(subprocess.Popen(["sleep", "600"]).pid, file=open({str(tmp_path / "pid")!r}, "w"), flush=True)
+        openai.OpenAI().chat.completions.create(model="any", messages={QUESTION!r})
+        """,
+    )
+    talk = asyncio.run(converse(command))
+    assert talk.last.failure == "", talk.last
+    child = int((tmp_path / "pid").read_text(encoding="utf-8"))
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(child) and psutil.Process(child).status() != "zombie" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
+
+
+def test_the_first_request_is_the_prompt_and_has_its_limit() -> None:
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
+        async with client(base_url, api_key) as there:
+            await ask(there, [{"role": "user", "content": "x" * 100}], max_completion_tokens=7)
+
+    talk = lead(agent)
+    assert (talk.last.max_turn_tokens, talk.last.failure) == (7, "")
+    talk = lead(agent, max_prompt_tokens=len(talk.tokens))
+    assert talk.last.failure == ""
+    talk = lead(agent, max_prompt_tokens=len(talk.tokens) - 1)
+    assert re.fullmatch(r"ValueError: the prompt has \d+ tokens, data.max_prompt_tokens=\d+", talk.last.reason)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 2}, "n is 2, expected it to be left out"),
+        ({"logprobs": True}, "logprobs is True, expected it to be left out"),
+        ({"stop": ["\n"]}, r"stop is .*; set rollout.stop"),
+        ({"response_format": {"type": "json_object"}}, "response_format is"),
+        ({"tool_choice": "required", "tools": [ADD]}, "tool_choice is 'required'"),
+        ({"max_tokens": 0}, "max_tokens is 0, expected a whole number of at least 1"),
+        ({"messages": []}, "messages is missing or empty"),
+        ({"messages": [{"role": "critic", "content": "hm"}]}, r"messages\[0\] is .*a role among system"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+            r"messages\[0\].content has a part that is no text",
+        ),
+        ({"messages": [*QUESTION, {"role": "assistant", "content": "It"}]}, "the last message is the assistant's"),
+        ({"messages": [{"role": "user", "content": 5}]}, "the body is not what OpenAI's API takes: TypeError"),
+    ],
+)
+def test_a_request_that_cannot_be_honoured_is_refused_and_costs_nothing_else(
+    fields: Mapping[str, Any], message: str
+) -> None:
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> float:
+        async with client(base_url, api_key) as there:
+            with pytest.raises(openai.BadRequestError, match=message):
+                await ask(there, **{"messages": QUESTION} | dict(fields))
+            await ask(there, QUESTION, n=1, logprobs=False, stop=[], tool_choice="auto")
+            return 1.0
+
+    talk = lead(agent, "3")
+    assert (talk.last.reward, talk.last.failure) == (1.0, "")
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("second", "fields", "reason"),
+    [
+        ([{"role": "user", "content": "2+2?"}, said("3")], {}, r"messages\[0\] was user '1\+2\?' and is user '2\+2\?'"),
+        ([*QUESTION, said("4")], {}, r"messages\[1\] was assistant '3' and is assistant '4'"),
+        ([], {}, r"messages\[0\] was user '1\+2\?' and is user 'sure\?'"),
+        ([*QUESTION, said("3"), said("4")], {}, "a new message is the assistant's"),
+        ([*QUESTION, said("3")], {"tools": [ADD]}, "the tools differ from those of the first request"),
+    ],
+)
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_rewritten_conversation_fails_the_sample_even_if_the_agent_goes_on(
+    second: list[Any], fields: Mapping[str, Any], reason: str, goes_on: bool
+) -> None:
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> float:
+        async with client(base_url, api_key) as there:
+            await ask(there, QUESTION)
+            with contextlib.suppress(openai.BadRequestError) if goes_on else contextlib.nullcontext():
+                await ask(there, [*second, {"role": "user", "content": "sure?"}], **fields)
+        return 1.0
+
+    talk = lead(agent, "3", "3")
+    assert talk.last.failure == "raised"
+    assert re.match(re.escape(BREAKS) + reason, talk.last.reason), talk.last.reason
+
+
+def test_a_turn_cannot_be_asked_for_twice() -> None:
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
+        async with client(base_url, api_key) as there:
+            await ask(there, QUESTION)
+            await ask(there, QUESTION)
+
+    assert lead(agent, "3", "4").last.reason.startswith(f"{BREAKS}1 messages are not more than the 2 so far")
+
+
+def test_turns_cannot_be_asked_for_side_by_side() -> None:
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> float:
+        async with client(base_url, api_key) as there:
+            other = [{"role": "user", "content": "2+2?"}]
+            await asyncio.gather(ask(there, QUESTION), ask(there, other), return_exceptions=True)
+        return 1.0
+
+    talk = lead(agent, "3", think_s=0.5)
+    assert talk.last.reason.startswith(f"{BREAKS}a request came before the last one was answered")
+
+
+def test_two_equal_requests_side_by_side_are_no_two_samples() -> None:
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
+        async with client(base_url, api_key) as there:
+            both = await asyncio.gather(ask(there, QUESTION), ask(there, QUESTION), return_exceptions=True)
+        return {"kinds": sorted(type(each).__name__ for each in both)}
+
+    assert lead(agent, "3", think_s=0.5).last.details == {"kinds": ["BadRequestError", "ChatCompletion"]}
+
+
+def test_a_client_that_gave_up_waiting_may_ask_again() -> None:
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> float:
+        async with client(base_url, api_key, timeout=0.3, max_retries=0) as impatient:
+            with pytest.raises(openai.APITimeoutError):
+                await ask(impatient, QUESTION)
+        async with client(base_url, api_key) as there:
+            return float((await ask(there, QUESTION)).choices[0].message.content)
+
+    assert lead(agent, "3", think_s=1.0).last.reward == 3.0
+
+
+async def raises(prompt: Prompt, base_url: str, api_key: str) -> None:
+    raise LookupError("no such row")
+
+
+async def raises_later(prompt: Prompt, base_url: str, api_key: str) -> None:
+    async with client(base_url, api_key) as there:
+        await ask(there, QUESTION)
+    raise LookupError("no such answer")
+
+
+async def never_asks(prompt: Prompt, base_url: str, api_key: str) -> float:
+    return 1.0
+
+
+async def hangs(prompt: Prompt, base_url: str, api_key: str) -> None:
+    await asyncio.sleep(60)
+
+
+def hangs_in_a_thread(prompt: Prompt, base_url: str, api_key: str) -> None:
+    time.sleep(3)
+
+
+async def hangs_later(prompt: Prompt, base_url: str, api_key: str) -> None:
+    async with client(base_url, api_key) as there:
+        await ask(there, QUESTION)
+    await asyncio.sleep(60)
+
+
+async def returns_text(prompt: Prompt, base_url: str, api_key: str) -> str:
+    async with client(base_url, api_key) as there:
+        await ask(there, QUESTION)
+    return "well done"
+
+
+async def returns_nan(prompt: Prompt, base_url: str, api_key: str) -> float:
+    await returns_text(prompt, base_url, api_key)
+    return float("nan")
+
+
+LATE = "no reply within environment.reply_timeout_s"
+
+
+@pytest.mark.parametrize(
+    ("agent", "failure", "reason"),
+    [
+        (raises, "raised", "LookupError: no such row"),
+        (raises_later, "raised", "LookupError: no such answer"),
+        (never_asks, "raised", "RuntimeError: the agent ended without a request"),
+        (hangs, "timed_out", LATE),
+        (hangs_in_a_thread, "timed_out", LATE),
+        (hangs_later, "timed_out", LATE),
+        (returns_text, "raised", "TypeError: the agent returned str, expected a number or a mapping with reward"),
+        (returns_nan, "raised", "ValueError: the reward is nan, expected a finite number"),
+    ],
+)
+def test_what_goes_wrong_in_an_agent_costs_the_sample(agent: Callable[..., Any], failure: str, reason: str) -> None:
+    settings = {"reply_timeout_s": 1.5} if failure == "timed_out" else {}
+    talk = lead(agent, "3", **settings)
+    assert (talk.last.failure, talk.last.reason) == (failure, reason)
+
+
+def test_an_agent_whose_conversation_ends_is_stopped() -> None:
+    """The policy's turn never comes, since a limit ended all: a coroutine is cancelled, and a thread refused."""
+    ends: list[str] = []
+
+    async def waits(prompt: Prompt, base_url: str, api_key: str) -> None:
+        async with client(base_url, api_key) as there:
+            try:
+                await ask(there, QUESTION)
+            except asyncio.CancelledError:
+                ends.append("cancelled")
+                raise
+
+    refused = threading.Event()
+
+    def waits_in_a_thread(prompt: Prompt, base_url: str, api_key: str) -> None:
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as there:
+            try:
+                there.chat.completions.create(model="any", messages=QUESTION)  # type: ignore[arg-type]
+            except openai.BadRequestError as error:
+                ends.append(str(error))
+            with contextlib.suppress(openai.NotFoundError):
+                there.chat.completions.create(model="any", messages=QUESTION)  # type: ignore[arg-type]
+                return
+            refused.set()
+
+    async def both() -> None:
+        await converse({"agent": waits})
+        await converse({"agent": waits_in_a_thread})
+        await asyncio.to_thread(refused.wait, 10)
+
+    asyncio.run(both())
+    assert ends[0] == "cancelled"
+    assert "the conversation has ended" in ends[1]
+    assert refused.is_set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, r"got agent=None and command=\[\], expected one of them"),
+        ({"agent": raises, "command": ["true"]}, "expected one of them"),
+        ({"agent": f"{__name__}:nobody"}, "has no 'nobody'"),
+        ({"command": ["no-such-program-here"]}, "there is no program 'no-such-program-here'"),
+        ({"agent": raises, "parser": "hermse"}, "did you mean 'hermes'"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_the_start(arguments: Mapping[str, Any], message: str) -> None:
+    config = EnvironmentConfig(entries={"mine": EnvironmentEntry(type="agent", arguments=arguments)})
+    with pytest.raises(ConfigError, match=message):
+        open_environments(config, ["mine"])
