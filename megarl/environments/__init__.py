@@ -1,8 +1,8 @@
 """Reply to the policy's turns: environments, the tools that they run, and the host that runs many of them at once."""
 
-from megarl.environments import games
+from megarl.environments import code, games
 from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, open_environments, tools_of
-from megarl.environments.tools import ToolEnvironment
+from megarl.environments.tools import ToolEnvironment, ToolError
 
 __all__ = [
     "ENVIRONMENTS",
@@ -10,6 +10,8 @@ __all__ = [
     "Environment",
     "Reply",
     "ToolEnvironment",
+    "ToolError",
+    "code",
     "games",
     "open_environments",
     "tools_of",

@@ -16,6 +16,10 @@ from megarl.types import Message, Prompt
 KEY = "environment.entries.*.arguments"
 
 
+class ToolError(Exception):
+    """The error of a tool that says itself what the policy is to read."""
+
+
 @ENVIRONMENTS.register("tools")
 class ToolEnvironment(Environment):
     """An environment in which the policy calls tools; a turn without a call ends the conversation.
@@ -96,6 +100,8 @@ class ToolEnvironment(Environment):
             result = await asyncio.wait_for(running, self._timeout_s)
         except TimeoutError:
             return f"error: {call.name} took longer than {self._timeout_s:g} s", True
+        except ToolError as error:
+            return self._cut(str(error)), True
         except Exception as error:
             return self._cut(f"error: {type(error).__name__}: {error}"), True
         return self._cut(result if isinstance(result, str) else json.dumps(result, default=str)), False
