@@ -10,7 +10,7 @@ from transformers.utils import get_json_schema
 
 from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, load_object
 from megarl.environments.parsers import PARSERS, ToolCall, pattern_parser
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, WorkerError
 from megarl.types import Message, Prompt
 
 KEY = "environment.entries.*.arguments"
@@ -100,6 +100,9 @@ class ToolEnvironment(Environment):
             result = await asyncio.wait_for(running, self._timeout_s)
         except TimeoutError:
             return f"error: {call.name} took longer than {self._timeout_s:g} s", True
+        except (ConfigError, WorkerError):
+            # What is wrong with the run is not the policy's to mend.
+            raise
         except ToolError as error:
             return self._cut(str(error)), True
         except Exception as error:

@@ -28,8 +28,8 @@ from megarl.sandbox.jail.serve import Server
 from megarl.sandbox.jail.testing import Suite, run_suite
 from megarl.sandbox.jail.usual import USUAL
 
-# Descriptors after input, output and errors. Cells come through the one that follows the answer; a program that is tested
-# has a reader and a writer in place of an answer.
+# Descriptors after input, output and errors. Cells come through the one after the answer; a program that is tested has
+# a reader and a writer in place of an answer.
 _ANSWER = 3
 _CELLS = 4
 _READER = 4
