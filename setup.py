@@ -70,6 +70,7 @@ setup(
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
+            "gymnasium",
             "hypothesis",
             "ruff",
             "mypy",

@@ -1,6 +1,6 @@
 """Reply to the policy's turns: environments, the tools that they run, and the host that runs many of them at once."""
 
-from megarl.environments import code, games, mcp_tools
+from megarl.environments import code, games, gym, mcp_tools
 from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, open_environments, tools_of
 from megarl.environments.tools import ToolEnvironment, ToolError
 
@@ -13,6 +13,7 @@ __all__ = [
     "ToolError",
     "code",
     "games",
+    "gym",
     "mcp_tools",
     "open_environments",
     "tools_of",

@@ -35,7 +35,7 @@ _THINK = ("<think>", "</think>")
 _ANSWER = ("<answer>", "</answer>")
 SEARCH_CHARS = 300  # the answer stands at the end; a bounded search stays quick on any text
 _MARK = "#### "
-_LAST_ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
+LAST_ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 # A fraction or a power after it is another number than its first digits.
 _NUMBER = re.compile(r"####\s*\**\s*\$?(-?\$?[.,]*[0-9][0-9.,]*)(?!\s*[/^*]\s*[0-9])(?![0-9.,])")
 
@@ -140,7 +140,7 @@ def score_short_answer(response: str, ground_truth: str, extra_info: Mapping[str
         plain = "".join(c for c in text.lower() if c not in string.punctuation)
         return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", plain).split())
 
-    answers = _LAST_ANSWER.findall(response)
+    answers = LAST_ANSWER.findall(response)
     correct = bool(answers) and normalised(answers[-1]) in {normalised(answer) for answer in accepted}
     return reward_of(correct, parse_failed=not answers)
 
