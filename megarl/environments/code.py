@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -142,8 +143,8 @@ class RepairEnvironment(Environment):
     """An environment that tests programs. While a test fails the policy reads why, and may write another program.
 
     The last block of a turn that is fenced as Python, or else the whole turn, is the program. A row's ground truth is
-    the test code, such as assertions about the program's functions (see `megarl.sandbox.Check`). The reward is 1 for a
-    program that passes, which ends the conversation; so does `environment.max_turns`.
+    the test code, such as assertions about the program's functions (see `megarl.sandbox.Check`); the policy reads the
+    text of the assertion that failed. The reward is 1 for a program that passes, which ends the conversation.
     """
 
     def __init__(
@@ -179,6 +180,7 @@ class RepairEnvironment(Environment):
         if outcome.succeeded and (verdict := json.loads(outcome.answer))["passed"]:
             return ""
         if outcome.succeeded and not verdict["message"].startswith("BrokenProgram"):
-            return str(verdict["message"])
+            told = re.fullmatch(r"AssertionError: (.+) \(line \d+ of test\)", verdict["message"], re.DOTALL)
+            return told[1] if told else str(verdict["message"])
         last = outcome.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         return last if outcome.ending is Ending.EXITED and last else f"it {_excess_of(outcome, self._options.limits)}"

@@ -176,8 +176,8 @@ def test_a_program_is_repaired_by_what_its_test_says() -> None:
     turns = ("def f(x): return x + 3", fenced("def f(x): return x + 6"), "def f(x): return x * 4")
     first, second, last = talk(RepairEnvironment(), *turns, test=TEST)
     assert contents([first, second]) == [
-        "AssertionError: f(2) is 5, not 8 (line 2 of test)",
-        "AssertionError: f(5) is 11, not 20 (line 2 of test)",
+        "f(2) is 5, not 8",
+        "f(5) is 11, not 20",
     ]
     assert (first.reward, first.done, first.details) == (0.0, False, {"correct": False})
     assert (last.reward, last.done, last.details) == (1.0, True, {"correct": True})
@@ -192,7 +192,7 @@ def test_a_program_is_repaired_by_what_its_test_says() -> None:
         ("def f(x): return 1 / 0", "ZeroDivisionError: division by zero (line 2 of test)"),
         ("import os\nos._exit(0)", "it ended the interpreter with exit code 0"),
         # A program cannot see its test, nor answer for it.
-        ("class E:\n    def __eq__(self, other): return True\ndef f(x): return E()", "AssertionError: "),
+        ("class E:\n    def __eq__(self, other): return True\ndef f(x): return E()", "f(2) is "),
     ],
 )
 def test_why_programs_fail(source: str, said: str) -> None:
