@@ -72,6 +72,7 @@ setup(
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
+            "gymnasium",
             "hypothesis",
             "ruff",
             "mypy",

@@ -6,10 +6,12 @@ python tools/prepare_data.py --chats sums --out DIR
 python tools/prepare_data.py --gsm8k train.jsonl test.jsonl --out DIR
 python tools/prepare_data.py --countdown train.parquet --out DIR
 python tools/prepare_data.py --distinct dapo-math-17k.parquet --out DIR
+python tools/prepare_data.py --reasoning-gym chain_sum 'leg_counting={"max_animals": 5}' --out DIR
 python tools/prepare_data.py --math MATH/train --math-test MATH-500/test.jsonl --out DIR
 """
 
 import argparse
+import json
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +20,7 @@ import pyarrow.parquet as pq
 from megarl.data.gsm8k import convert_gsm8k
 from megarl.data.hendrycks_math import TEST_SOURCE, TRAIN_SOURCE, convert_math
 from megarl.data.public_files import convert_countdown, write_distinct
+from megarl.data.reasoning_gym import write_reasoning_gym
 from megarl.data.tasks import TASKS, LevelMix
 from megarl.data.tasks.generate import (
     ChatConfig,
@@ -72,6 +75,12 @@ def _parse() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
         metavar="FILE",
         help="of hendrycks MATH, or its directories: writes train.parquet with the problems of all",
     )
+    source.add_argument(
+        "--reasoning-gym",
+        nargs="+",
+        metavar="NAME[=JSON]",
+        help="datasets of the package reasoning-gym, with settings: writes train and val .parquet",
+    )
     parser.add_argument(
         "--math-test",
         nargs="+",
@@ -111,6 +120,11 @@ def _write(options: argparse.Namespace) -> list[Path]:
         target = Path(options.out) / "distinct.parquet"
         print(f"left out {write_distinct(options.distinct, target)} rows whose prompt had come before")
         return [target]
+    if options.reasoning_gym:
+        named = (text.partition("=") for text in options.reasoning_gym)
+        datasets = {name: json.loads(settings or "{}") for name, _, settings in named}
+        numbers = {"num_train": options.num_train or 10_000, "num_val": options.num_val or 200}
+        return write_reasoning_gym(datasets, options.out, **numbers, seed=options.seed)
     if options.gsm8k:
         return [convert_gsm8k(path, options.out) for path in options.gsm8k]
     splits = ("train", "val") if options.preferences or options.chats else ("sft", "train", "val")

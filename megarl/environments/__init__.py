@@ -1,9 +1,9 @@
 """Reply to the policy's turns: environments, the tools that they run, and the host that runs many of them at once."""
 
-from megarl.environments import games
+from megarl.environments import code, games, gym, mcp_tools
 from megarl.environments.agent import AgentEnvironment
 from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, open_environments, tools_of
-from megarl.environments.tools import ToolEnvironment
+from megarl.environments.tools import ToolEnvironment, ToolError
 
 __all__ = [
     "ENVIRONMENTS",
@@ -12,7 +12,11 @@ __all__ = [
     "Environment",
     "Reply",
     "ToolEnvironment",
+    "ToolError",
+    "code",
     "games",
+    "gym",
+    "mcp_tools",
     "open_environments",
     "tools_of",
 ]

@@ -10,10 +10,14 @@ from transformers.utils import get_json_schema
 
 from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, load_object
 from megarl.environments.parsers import PARSERS, ToolCall, pattern_parser
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, WorkerError
 from megarl.types import Message, Prompt
 
 KEY = "environment.entries.*.arguments"
+
+
+class ToolError(Exception):
+    """The error of a tool that says itself what the policy is to read."""
 
 
 @ENVIRONMENTS.register("tools")
@@ -96,6 +100,11 @@ class ToolEnvironment(Environment):
             result = await asyncio.wait_for(running, self._timeout_s)
         except TimeoutError:
             return f"error: {call.name} took longer than {self._timeout_s:g} s", True
+        except (ConfigError, WorkerError):
+            # What is wrong with the run is not the policy's to mend.
+            raise
+        except ToolError as error:
+            return self._cut(str(error)), True
         except Exception as error:
             return self._cut(f"error: {type(error).__name__}: {error}"), True
         return self._cut(result if isinstance(result, str) else json.dumps(result, default=str)), False

@@ -2,7 +2,7 @@
 models.
 """
 
-from megarl.rewards import code, countdown, luffy, mathematics
+from megarl.rewards import code, countdown, luffy, mathematics, reasoning_gym
 from megarl.rewards.scorers import PARSE_FAILED, SCORERS, Scorer
 from megarl.rewards.sources import SOURCES, SourceSpec, score, source_spec
 
@@ -16,6 +16,7 @@ __all__ = [
     "countdown",
     "luffy",
     "mathematics",
+    "reasoning_gym",
     "score",
     "source_spec",
 ]

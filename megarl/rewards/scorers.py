@@ -35,7 +35,7 @@ _THINK = ("<think>", "</think>")
 _ANSWER = ("<answer>", "</answer>")
 SEARCH_CHARS = 300  # the answer stands at the end; a bounded search stays quick on any text
 _MARK = "#### "
-_LAST_ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
+LAST_ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 _NUMBER = re.compile(r"####\s*\**\s*\\?\$?(-?\\?\$?[.,]*[0-9][0-9.,]*)(?![0-9.,])")
 # After it, these make another number than its digits, or two answers: 18/2, 18 1/2, 18e3, 18x, 18 million, 18 or 19.
 _GOES_ON = re.compile(
@@ -145,7 +145,7 @@ def score_short_answer(response: str, ground_truth: str, extra_info: Mapping[str
         plain = "".join(c for c in text.lower() if c not in string.punctuation)
         return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", plain).split())
 
-    answers = _LAST_ANSWER.findall(response)
+    answers = LAST_ANSWER.findall(response)
     correct = bool(answers) and normalised(answers[-1]) in {normalised(answer) for answer in accepted}
     return reward_of(correct, parse_failed=not answers)
 

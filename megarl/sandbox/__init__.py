@@ -2,10 +2,12 @@
 
 from megarl.sandbox.options import Isolation, Limits, SandboxOptions
 from megarl.sandbox.process import Program, Sandbox
-from megarl.sandbox.task import Call, Check, Ending, Outcome, ProgramTask, RunWithInput
+from megarl.sandbox.shared import shared_sandbox
+from megarl.sandbox.task import Call, Cell, Check, Ending, Outcome, ProgramTask, RunWithInput
 
 __all__ = [
     "Call",
+    "Cell",
     "Check",
     "Ending",
     "Isolation",
@@ -16,4 +18,5 @@ __all__ = [
     "RunWithInput",
     "Sandbox",
     "SandboxOptions",
+    "shared_sandbox",
 ]

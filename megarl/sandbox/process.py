@@ -77,7 +77,9 @@ class RefusedError(ConfigError):
 
 
 class Program(AbstractContextManager["Program"]):
-    """A program in its sandbox. `run` starts it anew for each task; leaving the context deletes its files."""
+    """A program in its sandbox. `run` starts it anew for each task, except for a `Cell` after another; leaving the
+    context deletes its files.
+    """
 
     def __init__(self, connection: socket.socket, options: SandboxOptions, scratch: str, source: str) -> None:
         """Send the source to its keeper. `options.isolation` is the tier that the launcher was started with."""

@@ -38,13 +38,27 @@ class Check:
     tolerance: float | None = None
 
 
-ProgramTask: TypeAlias = RunWithInput | Call | Check
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Run code in an interpreter that has run the program, and that keeps names and files from one cell to the next.
+
+    What the last statement evaluates to is printed, as an interactive interpreter does. Limits of output and of
+    wall-clock time hold for each cell, the others for all together. An interpreter that goes over a limit, or ends, is
+    ended; the next cell begins a new one, and so does a cell after another task.
+    """
+
+    code: str
+
+
+ProgramTask: TypeAlias = RunWithInput | Call | Check | Cell
 
 
 class Ending(StrEnum):
     """How a run of a program ended: `EXITED` by itself, or else ended by the sandbox or by a signal."""
 
     EXITED = "exited"
+    # A cell is over, and its interpreter waits for the next one.
+    WAITS = "waits"
     SIGNALLED = "signalled"
     CPU_TIME = "cpu_time"
     WALL_TIME = "wall_time"
@@ -56,7 +70,10 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The outcome of a task; `answer` is the result of `Call` (see `jail/values.py`) or the verdict of `Check`."""
+    """The outcome of a task; `answer` is the result of `Call` (see `jail/values.py`) or the verdict of `Check`.
+
+    exit_code: that of the process; after a cell whose interpreter waits, that which a script would have.
+    """
 
     ending: Ending
     exit_code: int | None = None
@@ -69,5 +86,5 @@ class Outcome:
 
     @property
     def succeeded(self) -> bool:
-        """Return whether the program ended by itself, with exit code 0."""
-        return self.ending is Ending.EXITED and self.exit_code == 0
+        """Return whether the program, or the cell, ended by itself with exit code 0."""
+        return self.ending in (Ending.EXITED, Ending.WAITS) and self.exit_code == 0

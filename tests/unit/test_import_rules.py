@@ -37,6 +37,7 @@ FLOORS = (
     ("types",),
     ("config", "doctor"),
     ("sandbox", "registry", "seeds", "host", "device"),
+    ("optional",),
     ("errors", "text_table"),
 )
 FLOOR_OF = {room: height for height, floor in enumerate(FLOORS) for room in floor}

@@ -1,10 +1,7 @@
 """Score programs: extract the code of a response, and run it in a sandbox against the tests of its problem."""
 
-import atexit
-import os
 import re
 import textwrap
-import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +13,7 @@ from megarl.errors import ConfigError
 from megarl.rewards.code.formats import TEST_FORMATS, parse_tests
 from megarl.rewards.code.tests import Test
 from megarl.rewards.scorers import PARSE_FAILED, SCORERS
-from megarl.sandbox import Ending, Sandbox, SandboxOptions
+from megarl.sandbox import Ending, SandboxOptions, shared_sandbox
 from megarl.types import Reward
 
 # The name of this scorer, which reads tests of any form; `code/FORM` reads those of one form.
@@ -25,8 +22,6 @@ CODE = "code"
 _BLOCK = re.compile(
     r"^[ \t]*```(?:python3?|py)[ \t]*\n(.*?)(?=^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE | re.IGNORECASE
 )
-_LOCK = threading.Lock()
-_SANDBOXES: dict[tuple[int, SandboxOptions], Sandbox] = {}
 
 
 class Credit(StrEnum):
@@ -124,13 +119,8 @@ for _form in TEST_FORMATS:
 
 def run_tests(code: str, tests: Sequence[Test], options: CodeOptions) -> list[TestVerdict]:
     """Run a program on all tests in one sandbox, and return the outcome of each test."""
-    # There is one sandbox per process and options, because starting one takes longer than running a program.
-    key = os.getpid(), options.sandbox
-    with _LOCK:
-        if key not in _SANDBOXES:
-            _SANDBOXES[key] = Sandbox(options.sandbox)
     verdicts: list[TestVerdict] = []
-    with _SANDBOXES[key].program(code) as program:
+    with shared_sandbox(options.sandbox).program(code) as program:
         for test in tests:
             outcome = program.run(test.task)
             if outcome.ending is not Ending.EXITED:
@@ -154,10 +144,3 @@ def extract_code(response: str) -> str | None:
     """
     blocks = _BLOCK.findall(response.rpartition("</think>")[2])
     return textwrap.dedent(blocks[-1]) if blocks else None
-
-
-@atexit.register
-def _close_sandboxes() -> None:
-    for (pid, _), sandbox in _SANDBOXES.items():
-        if pid == os.getpid():
-            sandbox.close()

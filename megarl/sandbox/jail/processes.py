@@ -33,14 +33,18 @@ class Family:
             parents = children
         return total * _PAGE
 
+    def send(self, number: int) -> None:
+        """Send a signal to every process of the task that can still get one."""
+        # To process 1, -1 is everyone else. Elsewhere orphans become children of this process, and have their turn.
+        for pid in [-1] if self._kills_all else self._children(self._own):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def end(self) -> dict[int, tuple[int, struct_rusage]]:
         """Kill every process of the task and wait for each; return the wait status and resource usage of each."""
         ended: dict[int, tuple[int, struct_rusage]] = {}
         while True:
-            # To process 1, -1 is everyone else. Elsewhere orphans become children of this process, and have their turn.
-            for pid in [-1] if self._kills_all else self._children(self._own):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            self.send(signal.SIGKILL)
             try:
                 pid, status, usage = os.wait4(-1, 0)
             except ChildProcessError:

@@ -1,14 +1,18 @@
 """Run one task, or the test code of one, in a child process that first confines itself."""
 
 import _sitebuiltins
+import ast
 import atexit
 import builtins
+import itertools
 import json
+import linecache
 import os
 import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +28,10 @@ from megarl.sandbox.jail.serve import Server
 from megarl.sandbox.jail.testing import Suite, run_suite
 from megarl.sandbox.jail.usual import USUAL
 
-# Descriptors after input, output and errors. A program that is tested has a reader and a writer in place of an answer.
+# Descriptors after input, output and errors. Cells come through the one after the answer; a program that is tested has
+# a reader and a writer in place of an answer.
 _ANSWER = 3
+_CELLS = 4
 _READER = 4
 _WRITER = 5
 _CONNECTION = 6
@@ -76,8 +82,16 @@ class Child:
 
     def _perform(self, task: Mapping[str, Any]) -> None:
         """Perform the task, and write its answer if it has one."""
-        if task["kind"] == "RunWithInput":
-            _execute(self.source, ModuleType("__main__"))
+        if task["kind"] in ("RunWithInput", "Cell"):
+            module = ModuleType("__main__")
+            _execute(self.source, module)
+            if task["kind"] == "Cell":
+                # The interpreter's own hook finds no lines of cells.
+                sys.excepthook = traceback.print_exception
+                cells = Channel(_CELLS, _ANSWER, limit=self.bounds.memory_mib * MIB // 8)
+                for number in itertools.count(1):
+                    run = partial(_run_cell, cells.receive()["code"], f"cell {number}", module)
+                    _write(bytes([_exit_code(run, is_last=False)]))
             return
         module = ModuleType("program")
         module.__dict__.update(USUAL)
@@ -94,8 +108,18 @@ class Child:
         Server(names, by_value, Channel(_READER - 1, _WRITER - 1, limit=self.bounds.memory_mib * MIB)).serve()
 
 
-def _exit_code(perform: Callable[[], None]) -> int:
-    """Perform the task, run the program's exit handlers, and return the exit code.
+def _run_cell(code: str, name: str, module: ModuleType) -> None:
+    """Run a cell in this module, and print what its last statement evaluates to."""
+    # Tracebacks quote from here.
+    linecache.cache[name] = len(code), None, code.splitlines(keepends=True), name
+    tree: Any = compile(code, name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+    last = [tree.body.pop()] if tree.body and isinstance(tree.body[-1], ast.Expr) else []
+    exec(compile(tree, name, "exec", dont_inherit=True), module.__dict__)
+    exec(compile(ast.Interactive(body=last), name, "single", dont_inherit=True), module.__dict__)
+
+
+def _exit_code(perform: Callable[[], None], *, is_last: bool = True) -> int:
+    """Perform the task, or a cell, and return the exit code; is_last: run the program's exit handlers.
 
     The interpreter itself is not shut down, which would take six times as long.
     """
@@ -108,11 +132,15 @@ def _exit_code(perform: Callable[[], None]) -> int:
         elif error.code is not None:
             print(error.code, file=sys.stderr)
             code = 1
-    except BaseException:  # what a program raises is its own matter, and ends here
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:  # what a program raises is its own matter, and ends here
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
         code = 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
+    if is_last:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

@@ -1,13 +1,17 @@
-"""Run the tasks of one program, each in a child process of its own that starts from the same state."""
+"""Run the tasks of one program, each in a child process of its own that starts from the same state. Only cells follow
+one another in the same child.
+"""
 
 import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from megarl.sandbox import wire
+from megarl.sandbox.jail.channel import Channel
 from megarl.sandbox.jail.processes import Family
 from megarl.sandbox.jail.program import PROGRAM_ENDED, Child
 from megarl.sandbox.jail.rights import MIB, Bounds
@@ -15,6 +19,19 @@ from megarl.sandbox.jail.scratch import Scratch
 from megarl.sandbox.jail.watch import Stream, has_ended, watch
 
 _STDERR_KEPT = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Running:
+    """What was started for a task: the program, what decides its end, and the streams of output, errors and answer.
+
+    cells: the descriptor through which an interpreter of cells gets them.
+    """
+
+    program: int
+    judge: int
+    streams: Sequence[Stream]
+    cells: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,19 +46,27 @@ class Tasks:
 
     def serve(self) -> NoReturn:
         """Answer tasks until the outer side closes the connection, then exit."""
+        waiting: _Running | None = None
         try:
             _, (source,) = wire.receive(self.connection)
             while True:
                 task, _ = wire.receive(self.connection)
-                self.scratch.renew()
-                header, streams = self._run(source.decode("utf-8", "surrogatepass"), task)
-                wire.send(self.connection, header, *(bytes(stream.data) for stream in streams))
+                is_cell = task["kind"] == "Cell"
+                if waiting is not None and not is_cell:
+                    self._end(waiting, None)
+                    waiting = None
+                if waiting is None:
+                    self.scratch.renew()
+                running = waiting or self._start(source.decode("utf-8", "surrogatepass"), task)
+                header = self._run_cell(running, task["code"]) if is_cell else self._end(running, self._watch(running))
+                waiting = running if header["ending"] == "waits" else None
+                wire.send(self.connection, header, *(bytes(stream.data) for stream in running.streams))
         except ConnectionError:
             self.scratch.remove()
             os._exit(0)
 
-    def _run(self, source: str, task: dict[str, Any]) -> tuple[dict[str, Any], list[Stream]]:
-        """Run a task; return the header of its outcome, and what came of output, errors and answer."""
+    def _start(self, source: str, task: dict[str, Any]) -> _Running:
+        """Start what a task needs."""
         given = _input(task.pop("text", ""))
         pairs = [os.pipe() for _ in range(3)]
         keeps = (None, _STDERR_KEPT, None)
@@ -51,6 +76,7 @@ class Tasks:
         ]
         (_, output), (_, errors), (_, answer) = pairs
         opened = [given, output, errors, answer]
+        cells: int | None = None
 
         def fork(run: Callable[[Child], NoReturn], others: Sequence[int]) -> int:
             child = os.fork()
@@ -74,33 +100,58 @@ class Tasks:
             # Its text comes through the connection, so that the program has never been near it.
             fds = [nothing, nothing, nothing, answer, responses[0], requests[1], self.connection.fileno()]
             judge = fork(Child.run_tests, fds)
+        elif task["kind"] == "Cell":
+            reader, cells = os.pipe()
+            opened.append(reader)
+            program = judge = fork(Child.run_program, opened)
         else:
             program = judge = fork(Child.run_program, opened)
         for fd in opened:
             os.close(fd)
-        return self._finish(program, judge, streams), streams
+        return _Running(program=program, judge=judge, streams=streams, cells=cells)
 
-    def _finish(self, program: int, judge: int, streams: Sequence[Stream]) -> dict[str, Any]:
-        """Wait for the end, kill everything that was started, and return the outcome of the task."""
-        bounds = self.bounds
-        ending = watch(
-            judge,
-            streams,
-            wall_s=bounds.wall_s,
-            excess=self._excess,
-        )
+    def _run_cell(self, running: _Running, code: str) -> dict[str, Any]:
+        """Have an interpreter run a cell. Until the next one, all its processes stand still."""
+        assert running.cells is not None
+        self.family.send(signal.SIGCONT)
+        for stream in running.streams:
+            stream.empty()
+        with suppress(BrokenPipeError):
+            Channel(-1, running.cells, limit=0).send({"code": code})
+        answer = running.streams[2]
+        ending = self._watch(running, is_done=lambda: bool(answer.data))
+        if ending is None and answer.data:
+            self.family.send(signal.SIGSTOP)
+            for stream in running.streams:
+                stream.drain()
+            if not any(stream.is_over for stream in running.streams):
+                return {"ending": "waits", "exit_code": answer.data[0]}
+        return self._end(running, ending)
+
+    def _watch(self, running: _Running, *, is_done: Callable[[], bool] = lambda: False) -> str | None:
+        return watch(running.judge, running.streams, wall_s=self.bounds.wall_s, excess=self._excess, is_done=is_done)
+
+    def _end(self, running: _Running, ending: str | None) -> dict[str, Any]:
+        """Kill everything that was started, and return the header of the task's outcome.
+
+        ending: the limit that the task went over, if any.
+        """
         # Where the test ended because the program had, the program's end is the outcome.
-        decisive = program if _exit_code_of(judge) == PROGRAM_ENDED and has_ended(program) else judge
+        is_over = _exit_code_of(running.judge) == PROGRAM_ENDED and has_ended(running.program)
+        decisive = running.program if is_over else running.judge
         ended = self.family.end()
-        for stream in streams:
+        for stream in running.streams:
             stream.drain()
+            os.close(stream.fd)
+        if running.cells is not None:
+            os.close(running.cells)
         status, usage = ended[decisive]
         cpu_s = usage.ru_utime + usage.ru_stime
         code = os.waitstatus_to_exitcode(status)
-        if ending is None and any(stream.is_over for stream in streams):
+        if ending is None and any(stream.is_over for stream in running.streams):
             ending = "output"
         if ending is None and code < 0:
-            over_cpu = -code == signal.SIGXCPU or (-code == signal.SIGKILL and cpu_s >= bounds.cpu_s)
+            over_cpu = -code == signal.SIGXCPU or (-code == signal.SIGKILL and cpu_s >= self.bounds.cpu_s)
             ending = "cpu_time" if over_cpu else "signalled"
         return {
             "ending": ending or "exited",

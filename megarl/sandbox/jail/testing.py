@@ -58,9 +58,10 @@ def run_suite(suite: Suite, make_peer: Callable[[dict[str, type[Any]]], Peer]) -
             for run in _test_functions(own, names):
                 run()
     except BaseException as error:  # whatever a test raises, it has not passed
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        message = f"{type(error).__name__}: {error}"[:1000] + f" (line {where.lineno} of {where.filename})"
-        return False, message, not peer.is_broken
+        # Where the test's own code was, not what it called.
+        frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename in ("test", "setup")]
+        where = f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames else ""
+        return False, f"{type(error).__name__}: {error}"[:1000] + where, not peer.is_broken
     return not peer.is_broken, "", not peer.is_broken
 
 

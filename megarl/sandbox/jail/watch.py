@@ -38,16 +38,30 @@ class Stream:
         return bool(chunk)
 
     def drain(self) -> None:
-        """Read what a dead writer left behind, and close the stream."""
+        """Read what has arrived, without waiting for more."""
         os.set_blocking(self.fd, False)
         with suppress(BlockingIOError):
             while not self.is_over and self.read():
                 pass
-        os.close(self.fd)
+
+    def empty(self) -> None:
+        """Forget what was read, and count anew."""
+        self.data.clear()
+        self._total, self.is_over = 0, False
 
 
-def watch(child: int, streams: Sequence[Stream], *, wall_s: float, excess: Callable[[], str | None]) -> str | None:
-    """Wait until the child ends (return None) or goes over a limit (return which). The child is not ended here."""
+def watch(
+    child: int,
+    streams: Sequence[Stream],
+    *,
+    wall_s: float,
+    excess: Callable[[], str | None],
+    is_done: Callable[[], bool] = lambda: False,
+) -> str | None:
+    """Wait until the child ends or `is_done` (return None), or until it goes over a limit (return which).
+
+    The child is not ended here.
+    """
     deadline = time.monotonic() + wall_s
     end = os.pidfd_open(child)
     poll = select.poll()
@@ -62,7 +76,7 @@ def watch(child: int, streams: Sequence[Stream], *, wall_s: float, excess: Calla
                     poll.unregister(fd)
             if any(stream.is_over for stream in streams):
                 return "output"
-            if end in ready:
+            if end in ready or is_done():
                 return None
             if over := excess():
                 return over

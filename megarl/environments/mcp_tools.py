@@ -1,0 +1,210 @@
+"""Let the policy call the tools of an MCP server, which runs beside the host of environments or anywhere."""
+
+import asyncio
+import json
+import shlex
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from weakref import WeakKeyDictionary
+
+from megarl.environments.base import ENVIRONMENTS, Action
+from megarl.environments.tools import KEY, ToolEnvironment, ToolError
+from megarl.errors import ConfigError
+from megarl.types import Message, Prompt
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """A server: its URL, or the command that starts it with its arguments and environment."""
+
+    where: str | tuple[str, ...]
+    env: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    """A session with a server, which begins when it is first asked for, and again after it broke.
+
+    A task of its own holds it open, since a client must be left in the task that entered it.
+    """
+
+    server: _Server
+    timeout_s: float
+    _client: "asyncio.Future[Client] | None" = None
+    _over: asyncio.Event = field(default_factory=asyncio.Event)
+    _task: "asyncio.Task[None] | None" = None
+
+    async def use(self, request: "Callable[[Client], Awaitable[T]]") -> T:
+        """Make a request. Raises ConfigError if the server cannot be reached, and else what the request raises."""
+        from mcp import MCPError
+        from mcp_types import CONNECTION_CLOSED
+
+        if self._client is None:
+            self._client, self._over = asyncio.get_running_loop().create_future(), asyncio.Event()
+            self._task = asyncio.create_task(self._hold(self._client, self._over))
+        opened = self._client
+        try:
+            client = await asyncio.wait_for(asyncio.shield(opened), self.timeout_s)
+        except Exception as error:
+            self.end(opened)
+            cause: BaseException = error
+            while isinstance(cause, BaseExceptionGroup):
+                cause = cause.exceptions[0]
+            raise ConfigError(
+                f"{KEY}.server: got {self.server.where!r}, which does not answer as an MCP server within "
+                f"{self.timeout_s:g} s: {type(cause).__name__}: {cause}; give a URL of streamable HTTP, or a command "
+                "that serves on its standard streams"
+            ) from error
+        try:
+            return await request(client)
+        except MCPError as error:
+            if error.code == CONNECTION_CLOSED:
+                self.end(opened)
+            raise
+
+    def end(self, opened: "asyncio.Future[Client] | None" = None) -> None:
+        """End the session; with `opened` only if it is still this one."""
+        if opened is None or opened is self._client:
+            self._over.set()
+            self._client = None
+
+    async def _hold(self, client: "asyncio.Future[Client]", over: asyncio.Event) -> None:
+        from mcp import Client, StdioServerParameters
+
+        where = self.server.where
+        try:
+            target = (
+                where
+                if isinstance(where, str)
+                else StdioServerParameters(command=where[0], args=list(where[1:]), env=dict(self.server.env) or None)
+            )
+            async with Client(target) as opened:
+                client.set_result(opened)
+                await over.wait()
+        except Exception as error:
+            if not client.done():
+                client.set_exception(error)
+
+
+# Sessions that all samples of an event loop share, and the schemas of tools that were listed.
+_SHARED: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Server, _Session]]" = WeakKeyDictionary()
+_SCHEMAS: dict[_Server, Sequence[Mapping[str, Any]]] = {}
+
+
+@ENVIRONMENTS.register("mcp")
+class McpEnvironment(ToolEnvironment):
+    """An environment in which the policy calls the tools of an MCP server.
+
+    All samples of a host share one session with the server, and calls run in it side by side. For a server that keeps
+    state for its client, `session: sample` gives each sample a session of its own, with a process of its own if the
+    server is a command. Such a conversation begins again after a resume. A session that broke is begun again by the
+    next call, and the policy is told.
+    """
+
+    def __init__(
+        self,
+        *,
+        server: str | Sequence[str],
+        env: Mapping[str, str] | None = None,
+        only: Sequence[str] | None = None,
+        session: Literal["host", "sample"] = "host",
+        start_timeout_s: float = 30.0,
+        **arguments: Any,
+    ) -> None:
+        """Make the environment of one sample.
+
+        server: a URL, or a command with its arguments. env: environment variables of the command, besides the usual
+        ones. only: names of the tools that the policy may call, all by default. session: whose a session is.
+        start_timeout_s: time to reach the server. arguments: those of `ToolEnvironment`, except `tools` and `patterns`.
+        """
+        super().__init__(**arguments)
+        if session not in ("host", "sample"):
+            raise ConfigError(f"{KEY}.session: got {session!r}, expected host or sample")
+        is_url = isinstance(server, str) and server.startswith(("http://", "https://"))
+        words = server if is_url else tuple(shlex.split(server) if isinstance(server, str) else server)
+        if not words:
+            raise ConfigError(f"{KEY}.server: got {server!r}, expected a URL or a command")
+        self._server = _Server(words if isinstance(words, str) else tuple(words), tuple(sorted((env or {}).items())))
+        self._only, self._is_shared, self._start_timeout_s = only, session == "host", start_timeout_s
+        self._session: _Session | None = None
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:  # type: ignore[override]
+        """Return the schemas of the server's tools. Raises ConfigError if it cannot be reached."""
+        if not self._in_prompt:
+            return ()
+        if self._server not in _SCHEMAS:
+            # Tools may be asked for inside an event loop, which cannot run another one.
+            failure: list[Exception] = []
+
+            def list_tools() -> None:
+                try:
+                    asyncio.run(self._list(_Session(self._server, self._start_timeout_s)))
+                except Exception as error:
+                    failure.append(error)
+
+            thread = threading.Thread(target=list_tools)
+            thread.start()
+            thread.join()
+            if failure:
+                raise failure[0]
+        return self._chosen()
+
+    async def start(self, prompt: Prompt) -> Sequence[Message]:
+        if self._is_shared:
+            sessions = _SHARED.setdefault(asyncio.get_running_loop(), {})
+            self._session = sessions.setdefault(self._server, _Session(self._server, self._start_timeout_s))
+        else:
+            self._session = _Session(self._server, self._start_timeout_s)
+        if self._server in _SCHEMAS:
+            # The first call is not to wait for the server.
+            await self._session.use(lambda client: asyncio.sleep(0))
+        else:
+            await self._list(self._session)
+        names = [schema["function"]["name"] for schema in self._chosen()]
+        self._functions = {name: partial(self._call, name) for name in names}
+        return ()
+
+    async def resume(self, prompt: Prompt, actions: Sequence[Action]) -> bool:
+        if self._is_shared:
+            await self.start(prompt)
+        return self._is_shared
+
+    async def close(self) -> None:
+        if self._session is not None and not self._is_shared:
+            self._session.end()
+
+    async def _list(self, session: _Session) -> None:
+        from mcp import Client
+
+        schemas, cursor = list[Mapping[str, Any]](), None
+        while True:
+            page = await session.use(partial(Client.list_tools, cursor=cursor))
+            for tool in page.tools:
+                described = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+                schemas.append({"type": "function", "function": described})
+            if not (cursor := page.next_cursor):
+                break
+        _SCHEMAS[self._server] = schemas
+
+    def _chosen(self) -> Sequence[Mapping[str, Any]]:
+        found = {schema["function"]["name"]: schema for schema in _SCHEMAS[self._server]}
+        if missing := [name for name in self._only or () if name not in found]:
+            raise ConfigError(f"{KEY}.only: the server has no tool {missing[0]!r}; it has: {', '.join(found)}")
+        return [found[name] for name in (found if self._only is None else self._only)]
+
+    async def _call(self, name: str, /, **arguments: Any) -> str:
+        assert self._session is not None, "the conversation has started"
+        result = await self._session.use(lambda client: client.call_tool(name, arguments))
+        texts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
+        if result.is_error:
+            raise ToolError("error: " + "\n".join(texts))
+        return "\n".join(texts) if texts else json.dumps(result.structured_content)

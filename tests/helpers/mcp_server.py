@@ -1,0 +1,49 @@
+"""An MCP server for tests: on its standard streams, or with a port as argument by HTTP."""
+
+import asyncio
+import os
+import sys
+
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("tests", log_level="CRITICAL")
+notes: list[str] = []
+
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+@server.tool()
+def note(text: str) -> str:
+    """Keep a note, and say all notes of this process."""
+    notes.append(text)
+    return " ".join(notes)
+
+
+@server.tool()
+async def doze(seconds: float) -> str:
+    """Sleep."""
+    await asyncio.sleep(seconds)
+    return "awake"
+
+
+@server.tool()
+def whoami() -> str:
+    """Say the process and the variable NAME."""
+    return f"{os.getpid()} {os.environ.get('NAME')}"
+
+
+@server.tool()
+def die() -> str:
+    """End the server."""
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+    else:
+        server.run()

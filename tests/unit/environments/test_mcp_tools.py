@@ -1,0 +1,180 @@
+"""Tools of a real MCP server, on its standard streams and by HTTP."""
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
+from megarl.environments import Action, Reply, tools_of
+from megarl.environments.mcp_tools import McpEnvironment
+from megarl.errors import ConfigError
+from megarl.types import Prompt
+
+SERVER = [sys.executable, str(Path(__file__).parents[2] / "helpers" / "mcp_server.py")]
+PROMPT = Prompt(uid="a", token_ids=(1,), data_source="d", ground_truth="")
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def text(reply: Reply) -> str:
+    return "|".join(message.content for message in reply.messages)
+
+
+async def say(environment: McpEnvironment, *turns: str) -> list[Reply]:
+    return [await environment.reply(Action(text=turn, turn=i)) for i, turn in enumerate(turns)]
+
+
+def together(talk: Callable[[Sequence[McpEnvironment]], Awaitable[None]], *environments: McpEnvironment) -> None:
+    """Run a conversation, or several, of environments that have started."""
+
+    async def run() -> None:
+        await asyncio.gather(*(each.start(PROMPT) for each in environments))
+        await talk(environments)
+        await asyncio.gather(*(each.close() for each in environments))
+
+    asyncio.run(run())
+
+
+def test_the_policy_is_told_of_the_tools() -> None:
+    entries = {
+        "all": EnvironmentEntry(type="mcp", arguments={"server": SERVER}),
+        "one": EnvironmentEntry(type="mcp", arguments={"server": " ".join(SERVER), "only": ["add"]}),
+        "none": EnvironmentEntry(type="mcp", arguments={"server": ["no-such-command"], "in_prompt": False}),
+    }
+    config = EnvironmentConfig(entries=entries)
+    names = [tool["function"]["name"] for tool in tools_of(config, "all")]
+    assert names == ["add", "note", "doze", "whoami", "die"]
+    (schema,) = tools_of(config, "one")
+    assert schema["type"] == "function"
+    assert schema["function"]["description"] == "Add two numbers."
+    assert schema["function"]["parameters"]["properties"]["a"]["type"] == "integer"
+    assert schema["function"]["parameters"]["required"] == ["a", "b"]
+    assert tools_of(config, "none") == ()
+
+
+def test_calls_are_answered_side_by_side_and_errors_told() -> None:
+    async def talk(environments: Sequence[McpEnvironment]) -> None:
+        (tools,) = environments
+        sums, error, unknown, late, last = await say(
+            tools,
+            call("doze", seconds=0.5) + call("doze", seconds=0.5) + call("add", a=2, b=40),
+            call("add", a="two"),
+            call("ad"),
+            call("doze", seconds=60),
+            "42",
+        )
+        assert text(sums) == "awake|awake|42"
+        assert (sums.num_calls, sums.details) == (3, {"tool_errors": 0})
+        assert text(error).startswith("error: Error executing tool add: 2 validation errors")
+        assert error.details == {"tool_errors": 1}
+        assert text(unknown) == "error: there is no tool 'ad'; there are: add, note, doze, whoami, die"
+        assert text(late) == "error: doze took longer than 5 s"
+        assert last.done
+
+    together(talk, McpEnvironment(server=SERVER, timeout_s=5))
+
+
+def test_samples_share_a_session_or_have_their_own() -> None:
+    async def shared(environments: Sequence[McpEnvironment]) -> None:
+        replies = [(await say(each, call("note", text=f"n{i}")))[0] for i, each in enumerate(environments)]
+        assert [text(reply) for reply in replies] == ["n0", "n0 n1"]
+
+    async def own(environments: Sequence[McpEnvironment]) -> None:
+        replies = [(await say(each, call("note", text=f"n{i}"), call("whoami"))) for i, each in enumerate(environments)]
+        assert [text(first) for first, _ in replies] == ["n0", "n1"]
+        pids, names = zip(*(text(second).split() for _, second in replies), strict=True)
+        assert names == ("mine", "mine")
+        processes.extend(psutil.Process(int(pid)) for pid in pids)
+
+    processes: list[psutil.Process] = []
+    together(shared, *(McpEnvironment(server=SERVER) for _ in range(2)))
+    together(own, *(McpEnvironment(server=SERVER, session="sample", env={"NAME": "mine"}) for _ in range(2)))
+    assert len(set(processes)) == 2
+    assert psutil.wait_procs(processes, timeout=20)[1] == []
+
+
+def test_a_server_that_died_is_started_again() -> None:
+    async def talk(environments: Sequence[McpEnvironment]) -> None:
+        (tools,) = environments
+        died, after = await say(tools, call("die") + call("doze", seconds=60), call("note", text="new"))
+        assert text(died) == "|".join(["error: MCPError: Connection closed"] * 2)
+        assert text(after) == "new"
+
+    together(talk, McpEnvironment(server=SERVER))
+
+
+def test_a_conversation_goes_on_where_the_session_is_shared() -> None:
+    async def run(environment: McpEnvironment) -> bool:
+        goes_on = await environment.resume(PROMPT, [Action(text="x", turn=0)])
+        if goes_on:
+            assert text((await say(environment, call("add", a=1, b=2)))[0]) == "3"
+        await environment.close()
+        return goes_on
+
+    assert asyncio.run(run(McpEnvironment(server=SERVER)))
+    assert not asyncio.run(run(McpEnvironment(server=SERVER, session="sample")))
+
+
+def test_a_server_by_http() -> None:
+    async def talk(environments: Sequence[McpEnvironment]) -> None:
+        (tools,) = environments
+        assert text((await say(tools, call("add", a=20, b=22)))[0]) == "42"
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with subprocess.Popen([*SERVER, str(port)]) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline:
+                with socket.socket() as probe:
+                    if probe.connect_ex(("127.0.0.1", port)) == 0:
+                        break
+                time.sleep(0.1)
+            together(talk, McpEnvironment(server=f"http://127.0.0.1:{port}/mcp"))
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"server": []}, r"server: got \[\], expected a URL or a command"),
+        ({"server": "x", "session": "mine"}, "session: got 'mine', expected host or sample"),
+        ({"server": "x", "tool": 1}, "entries.mine.arguments: .*unexpected keyword argument 'tool'"),
+        (
+            {"server": ["no-such-command"]},
+            r"server: got \('no-such-command',\), which does not answer .*no-such-command",
+        ),
+        ({"server": [sys.executable, "-c", ""]}, "which does not answer as an MCP server"),
+        ({"server": SERVER, "only": ["ad"]}, "only: the server has no tool 'ad'; it has: add, note"),
+    ],
+)
+def test_what_is_wrong_is_said_at_the_start(arguments: dict[str, Any], message: str) -> None:
+    config = EnvironmentConfig(entries={"mine": EnvironmentEntry(type="mcp", arguments=arguments)})
+    with pytest.raises(ConfigError, match=message):
+        tools_of(config, "mine")
+
+
+def test_a_server_that_is_gone_for_good_fails_the_sample_and_is_not_the_policys_to_read() -> None:
+    async def run() -> None:
+        tools = McpEnvironment(server=SERVER)
+        await tools.start(PROMPT)
+        assert tools._session is not None
+        tools._session.end()
+        tools._session.server = type(tools._server)(("no-such-command",))
+        await tools.reply(Action(text=call("add", a=1, b=2), turn=0))
+
+    with pytest.raises(ConfigError, match="no-such-command"):
+        asyncio.run(run())
