@@ -141,7 +141,7 @@ def render_page(runs: Sequence[Run]) -> str:
         full_gain=FULL_GAIN,
         full_surprise=FULL_SURPRISE,
         has_gains=any(row.tokens for row in (*run.first_rollouts, *run.last_rollouts)),
-        has_turns=any(row.turns for row in (*run.first_rollouts, *run.last_rollouts, *run.answers)),
+        has_turns=any(bool(row.turns) for rows in (run.first_rollouts, run.last_rollouts, run.answers) for row in rows),
         key_settings=[(label, settings[key]) for key, label in KEY_SETTINGS.items() if key in settings],
         settings=settings,
         versions=run.versions,
