@@ -203,6 +203,7 @@ class Cluster:
                 chat_template=config.data.chat_template,
                 names=tuple(sorted(environments)),
                 config=config.environment,
+                max_prompt_tokens=config.data.max_prompt_tokens,
             )
             self.engines.hosts = EpisodeHosts(spec, timeout_s=config.cluster.start_timeout_s)
             self.pids |= {process.name: process.location.pid for process in self.engines.hosts.processes}

@@ -18,12 +18,16 @@ from megarl.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpec:
-    """The settings with which a host of environments starts; `names` are the environments that rows use."""
+    """The settings with which a host of environments starts; `names` are the environments that rows use.
+
+    max_prompt_tokens: limits prompts to which environments added messages; None: no limit.
+    """
 
     model_path: str
     chat_template: Mapping[str, Any]
     names: tuple[str, ...]
     config: EnvironmentConfig
+    max_prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +73,7 @@ class EpisodeHost:
     """
 
     def __init__(self, spec: HostSpec, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        self._config = spec.config
+        self._config, self._max_prompt_tokens = spec.config, spec.max_prompt_tokens
         self._makers = open_environments(spec.config, spec.names)
         tokenizer = tokenizer or load_tokenizer(spec.model_path, arguments=spec.chat_template)
         self._bridges, self._decode = Bridges(tokenizer), response_decoder(tokenizer)
@@ -87,7 +91,10 @@ class EpisodeHost:
                 if await environment.resume(request.prompt, actions):
                     return HostReply()
             opening = await environment.start(request.prompt)
-            ids = self._bridges.opening([*request.prompt.messages, *opening], environment.tools) if opening else ()
+            ids = self._bridges.opening([*request.prompt.messages, *opening], environment.tools) if opening else []
+            if len(ids) > (self._max_prompt_tokens or len(ids)):
+                limit = f"data.max_prompt_tokens is {self._max_prompt_tokens}"
+                raise ValueError(f"the opening makes a prompt of {len(ids)} tokens, {limit}")
             return HostReply(token_ids=tuple(ids), is_anew=bool(request.turns))
 
         return await self._limited(key, begin)

@@ -173,9 +173,9 @@ def _require_own_prompts(rows: Sequence[Row], prompts: Mapping[str, Prompt]) -> 
         prompt = prompts[row.uid]
         if prompt.environment and row.token_ids[: row.num_prompt_tokens].tolist() != list(prompt.token_ids):
             raise DataError(
-                f"row {row.label}: its environment {prompt.environment!r} opens conversations with messages of its own, and "
-                "hints are written into those of the data alone; move the messages to the data's prompts, or set "
-                "algo.cpo.method=none"
+                f"row {row.label}: its environment {prompt.environment!r} opens conversations with messages of its "
+                "own, and hints are written into those of the data alone; move the messages to the data's prompts, "
+                "or set algo.cpo.method=none"
             )
 
 
