@@ -153,7 +153,9 @@ environment's: the policy only read it, and its tokens are masked.</p>
 <span class="verdict">{{ "right" if example.is_right else "wrong" }}</span>
 <span class="note">reward {{ "%.3g" | format(example.row.reward) }} ·
 {{ example.row.num_response_tokens }} tokens ·
-{% if example.row.turns %}{{ example.row.num_calls }} tool calls ·{% endif %}
+{% if example.row.turns %}
+{{ example.row.num_calls }} tool call{{ "" if example.row.num_calls == 1 else "s" }} ·
+{% endif %}
 finish: {{ example.row.finish_reason }} · {{ example.row.data_source }}</span>
 <pre class="prompt">{{ example.prompt }}</pre>
 {% for part in example.parts %}

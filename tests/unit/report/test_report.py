@@ -345,7 +345,7 @@ def test_conversations_show_who_wrote_what_and_what_is_masked(tmp_path: Path) ->
         '<span class="token">&lt;|im_start|&gt;</span>tool\n1776<span class="token">&lt;|im_end|&gt;</span></pre>'
         in html
     )
-    assert "1 tool calls" in html
+    assert "10 tokens ·\n1 tool call ·\nfinish: stop" in html
     for title in ("Turns of a conversation", "Tool calls", "Time of environments", "Failed conversations"):
         assert title in html
 
