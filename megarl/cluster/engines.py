@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from megarl.cluster.episodes import EpisodeHosts
 from megarl.cluster.processes import take_ready, wait_all, wait_living, wait_streams
@@ -29,6 +30,17 @@ class _Open:
 
 def _nobody(position: int, completion: Completion) -> None:
     """Ignore the completion of a request that had finished before."""
+
+
+def _has_succeeded(call: Any) -> bool:
+    """Return whether a call has ended without an error, without waiting for it."""
+    if not ray.wait([call], timeout=0)[0]:
+        return False
+    try:
+        ray.get(call)
+    except RayError:
+        return False
+    return True
 
 
 def deal_requests(requests: Sequence[GenerationRequest], order: Sequence[int]) -> list[int]:
@@ -139,7 +151,8 @@ class EngineGroup:
                 self.hosts.take(part)
 
         wait_streams([*engines, *hosts], take, until=until, timeout_s=timeout_s, doing=doing)
-        self._adding = [each for each in self._adding if not ray.wait([each[1]], timeout=0)[0]]
+        # One that failed meanwhile is explained by the next wait.
+        self._adding = [each for each in self._adding if not _has_succeeded(each[1])]
         if self.hosts is not None:
             self.hosts.mend()
 

@@ -6,6 +6,7 @@ that was sampled without it; the trainer computes the log-probs of that response
 prompt, so all samples of a prompt have the same hint.
 """
 
+import functools
 import random
 import re
 from collections import Counter, defaultdict
@@ -20,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.config.algo import HintConfig
 from megarl.data.chat import render_chats
+from megarl.data.prompts import ToolsOf, no_tools
 from megarl.errors import DataError
 from megarl.types import BoolArray, IntArray, Message, Prompt, Row
 
@@ -93,11 +95,19 @@ def hinted_messages(messages: Sequence[Message], hint: str, cfg: HintConfig) -> 
 
 class HintPlacer:
     """A writer of hints into prompts. It shortens hints to `cfg.max_tokens`, and further if the prompt would be too
-    long.
+    long. tools_of: returns the schemas of an environment's tools, which stand in the prompts as in those without hints.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: HintConfig, *, max_prompt_tokens: int) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        cfg: HintConfig,
+        *,
+        max_prompt_tokens: int,
+        tools_of: ToolsOf = no_tools,
+    ) -> None:
         self.cfg, self.max_prompt_tokens, self._tokenizer = cfg, max_prompt_tokens, tokenizer
+        self._tools_of = functools.cache(tools_of)
 
     def place(self, prompt: Prompt, donor: Prompt | None = None) -> HintedPrompt:
         """Return the prompt with its own hint or, if `donor` is given, with the hint of that other prompt.
@@ -151,7 +161,7 @@ class HintPlacer:
         token_ids = np.asarray(prompt.token_ids, dtype=np.int64)
         if hint is None:
             return HintedPrompt(token_ids=token_ids, missing=Missing.NO_TEXT)
-        parts = self._rendered(prompt.messages, hint)
+        parts = self._rendered(prompt, hint)
         if parts is None:
             return HintedPrompt(token_ids=token_ids, missing=Missing.NO_PLACE)
         before, text, after = parts
@@ -174,17 +184,18 @@ class HintPlacer:
             count -= excess
         return HintedPrompt(token_ids=token_ids, missing=Missing.NO_ROOM)
 
-    def _rendered(self, messages: Sequence[Message], hint: str) -> tuple[str, str, str] | None:
+    def _rendered(self, prompt: Prompt, hint: str) -> tuple[str, str, str] | None:
         """Render a chat with a hint; return the text before the hint, the hint, and the text after it.
 
         Returns None if the chat has no place for the hint. The template may change the hint, for example strip it; so a
         second rendering with a unique placeholder shows where the hint stands.
         """
-        marked, hinted = (hinted_messages(messages, text, self.cfg) for text in (_MARKER, hint))
+        marked, hinted = (hinted_messages(prompt.messages, text, self.cfg) for text in (_MARKER, hint))
         if not hinted:
             return None
         try:
-            with_marker, whole = render_chats(self._tokenizer, [marked, hinted])
+            tools = self._tools_of(prompt.environment) if prompt.environment else ()
+            with_marker, whole = render_chats(self._tokenizer, [marked, hinted], tools=tools)
         except TemplateError:
             return None
         before, *rest = with_marker.split(_MARKER)

@@ -33,7 +33,7 @@ class Reply:
     """An environment's reply to a turn: messages for the policy to read, and whether the conversation ends here.
 
     reward: the reward of the turn. num_calls: the tools that the turn called. details: further findings; numbers among
-    them become metrics `environment/…`, each with its mean, and later replies override earlier ones of the same name.
+    them become metrics `environment/detail/…`, as means; later replies override earlier ones of the same name.
     """
 
     messages: tuple[Message, ...] = ()

@@ -100,7 +100,8 @@ class EpisodeHost:
             messages = opening if environment.owns_prompt else [*request.prompt.messages, *opening]
             ids = self._bridges.opening(messages, environment.tools) if opening else []
             if self._max_prompt_tokens is not None and len(ids) > self._max_prompt_tokens:
-                raise ValueError(f"the prompt has {len(ids)} tokens, data.max_prompt_tokens={self._max_prompt_tokens}")
+                most = f"data.max_prompt_tokens is {self._max_prompt_tokens}"
+                raise ValueError(f"the opening makes a prompt of {len(ids)} tokens, {most}")
             limit = environment.max_turn_tokens
             return HostReply(token_ids=tuple(ids), max_turn_tokens=limit, is_anew=bool(request.turns))
 

@@ -15,7 +15,7 @@ TABLE, SAMPLES = "table.parquet", "samples.parquet"
 
 def results_text(results: Sequence[SourceResult]) -> str:
     """Return a table with a row per data source of each file."""
-    first = results[0]
+    first, with_turns = results[0], any(result.turns is not None for result in results)
     header = (
         "data",
         "source",
@@ -26,11 +26,12 @@ def results_text(results: Sequence[SourceResult]) -> str:
         "greedy",
         "tokens",
         "truncated",
+        *(("turns", "calls") if with_turns else ()),
     )
-    return "\n".join(align([header, *(_row(result) for result in results)], left=(0, 1)))
+    return "\n".join(align([header, *(_row(result, with_turns=with_turns) for result in results)], left=(0, 1)))
 
 
-def _row(result: SourceResult) -> tuple[str, ...]:
+def _row(result: SourceResult, *, with_turns: bool) -> tuple[str, ...]:
     error = "" if result.avg_std_error is None else f" ± {result.avg_std_error:.3f}"
     return (
         result.data,
@@ -42,6 +43,7 @@ def _row(result: SourceResult) -> tuple[str, ...]:
         "" if result.greedy is None else f"{result.greedy:.3f}",
         f"{result.response_tokens:.1f}",
         f"{result.truncated_frac:.1%}",
+        *(("" if n is None else f"{n:.2f}" for n in (result.turns, result.tool_calls)) if with_turns else ()),
     )
 
 

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.data.answer_span import final_answer
+from megarl.record.turns import TURNS_TYPE, Turn, last_turn, read_turns, turns_of
 from megarl.types import FinishReason, Prompt, Reward, Sample
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ class Answer:
     correct: bool
     finish_reason: str
     num_response_tokens: int
+    # Of a conversation: the response by authors, and how many tools were called.
+    turns: tuple[Turn, ...] = ()
+    num_calls: int = 0
 
     @classmethod
     def of(
@@ -63,10 +67,18 @@ class Answer:
             correct=reward.correct,
             finish_reason=sample.finish_reason.value,
             num_response_tokens=len(sample.response_token_ids),
+            turns=turns_of(sample, tokenizer),
+            num_calls=0 if sample.episode is None else sample.episode.num_calls,
         )
 
 
-_ARROW_TYPES = {int: pa.int64(), str: pa.string(), float: pa.float64(), bool: pa.bool_()}
+_ARROW_TYPES = {
+    int: pa.int64(),
+    str: pa.string(),
+    float: pa.float64(),
+    bool: pa.bool_(),
+    tuple[Turn, ...]: TURNS_TYPE,
+}
 _SCHEMA = pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in Answer.__annotations__.items()])
 
 
@@ -79,8 +91,9 @@ def write_answers(path: Path, answers: Sequence[Answer]) -> None:
 
 
 def read_answers(path: Path) -> list[Answer]:
-    """Read the answers that `write_answers` wrote."""
-    return [Answer(**row) for row in pq.read_table(path, schema=_SCHEMA).to_pylist()]
+    """Read the answers that `write_answers` wrote; files of earlier versions have no turns."""
+    rows = pq.read_table(path, schema=_SCHEMA).to_pylist()
+    return [Answer(**{**row, "turns": read_turns(row["turns"]), "num_calls": row["num_calls"] or 0}) for row in rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +103,8 @@ class SourceResult:
     avg: share of correct answers among `num_samples` per prompt, mean over prompts (avg@n). avg_std_error: its standard
     error over prompts, sd / √num_prompts; None for a single prompt. pass_at: k → pass@k, mean over prompts. maj:
     accuracy of the majority of a prompt's answers (maj@n), see `majority_correct`. greedy: accuracy of greedy answers,
-    None without any. reward, response_tokens, truncated_frac: means over sampled answers.
+    None without any. reward, response_tokens, truncated_frac: means over sampled answers. turns, tool_calls: means over
+    sampled conversations, of the policy's turns and of the tools called; None without any.
     """
 
     data: str
@@ -105,6 +119,8 @@ class SourceResult:
     reward: float
     response_tokens: float
     truncated_frac: float
+    turns: float | None = None
+    tool_calls: float | None = None
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -121,12 +137,12 @@ def majority_correct(answers: Sequence[Answer]) -> float:
     """Return whether the majority's final answer is correct, as a share: 1 if it is, 0 if not.
 
     The majority are the answers of a prompt with the most frequent final answer (see `final_answer`), compared as text
-    without spaces; responses without a final answer do not vote. If several are most frequent, the result is the mean
-    over them. It is 0 if no response has a final answer.
+    without spaces; responses without a final answer do not vote, and of a conversation the last turn alone counts. If
+    several are most frequent, the result is the mean over them. It is 0 if no response has a final answer.
     """
     votes: dict[str, list[bool]] = defaultdict(list)
     for answer in answers:
-        if text := final_answer(answer.response):
+        if text := final_answer(last_turn(answer.turns, answer.response)):
             votes["".join(text.split())].append(answer.correct)
     most = max(map(len, votes.values()), default=0)
     return _mean([_mean([float(c) for c in group]) for group in votes.values() if len(group) == most] or [0.0])
@@ -151,6 +167,7 @@ def _result(data: str, source: str, answers: Sequence[Answer], ks: Sequence[int]
     counts = [(len(group), sum(answer.correct for answer in group)) for group in by_prompt.values()]
     shares = [correct / total for total, correct in counts]
     greedy = [float(answer.correct) for answer in answers if answer.greedy]
+    talks = [answer for answer in sampled if answer.turns]
     return SourceResult(
         data=data,
         data_source=source,
@@ -164,6 +181,8 @@ def _result(data: str, source: str, answers: Sequence[Answer], ks: Sequence[int]
         reward=_mean([answer.reward for answer in sampled]),
         response_tokens=_mean([float(answer.num_response_tokens) for answer in sampled]),
         truncated_frac=_mean([float(answer.finish_reason == FinishReason.LENGTH) for answer in sampled]),
+        turns=_mean([1.0 + sum(turn.is_read for turn in answer.turns) for answer in talks]) if talks else None,
+        tool_calls=_mean([float(answer.num_calls) for answer in talks]) if talks else None,
     )
 
 

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from megarl.errors import DataError
 from megarl.record.json_lines import append_lines, open_lines, read_lines
+from megarl.record.turns import TURNS_TYPE, Turn, read_turns
 
 
 class RunPaths:
@@ -243,6 +244,9 @@ class RolloutRecord:
     hint_gain: tuple[float, ...] = ()
     base_advantage: tuple[float, ...] = ()
     advantage: tuple[float, ...] = ()
+    # Of a conversation: the response by authors, and how many tools were called.
+    turns: tuple[Turn, ...] = ()
+    num_calls: int = 0
 
 
 _ARROW_TYPES = {
@@ -252,9 +256,11 @@ _ARROW_TYPES = {
     bool: pa.bool_(),
     tuple[str, ...]: pa.list_(pa.string()),
     tuple[float, ...]: pa.list_(pa.float64()),
+    tuple[Turn, ...]: TURNS_TYPE,
 }
-# Columns that files of earlier versions lack.
 _TOKEN_COLUMNS = ("tokens", "hint_gain", "base_advantage", "advantage")
+# Columns that files of earlier versions lack, with what such a file would say.
+_LATER_COLUMNS: Mapping[str, Any] = {**{key: [] for key in (*_TOKEN_COLUMNS, "turns")}, "num_calls": 0}
 ROLLOUT_SCHEMA = pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in RolloutRecord.__annotations__.items()])
 
 
@@ -272,13 +278,16 @@ def read_rollouts(path: Path) -> list[RolloutRecord]:
         table = pq.read_table(path)
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path}: not a rollout file ({error}), expected parquet as megarl writes it") from error
-    for name in _TOKEN_COLUMNS:
+    for name, value in _LATER_COLUMNS.items():
         if name not in table.column_names:
-            table = table.append_column(name, pa.array([[]] * len(table), ROLLOUT_SCHEMA.field(name).type))
+            table = table.append_column(name, pa.array([value] * len(table), ROLLOUT_SCHEMA.field(name).type))
     if not table.schema.equals(ROLLOUT_SCHEMA):
         raise DataError(
             f"{path}: got columns {table.column_names}, expected {ROLLOUT_SCHEMA.names} as megarl writes them"
         )
     return [
-        RolloutRecord(**{**row, **{name: tuple(row[name]) for name in _TOKEN_COLUMNS}}) for row in table.to_pylist()
+        RolloutRecord(
+            **{**row, **{name: tuple(row[name]) for name in _TOKEN_COLUMNS}, "turns": read_turns(row["turns"])}
+        )
+        for row in table.to_pylist()
     ]

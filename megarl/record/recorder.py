@@ -34,6 +34,7 @@ from megarl.record.metrics import (
 from megarl.record.problems import ProblemRecord, append_problems, pick_problems
 from megarl.record.timeline import append_timeline, idle_metrics, step_intervals
 from megarl.record.trackers import open_trackers, require_trackers
+from megarl.record.turns import turns_of
 from megarl.rewards.judge import Trouble
 from megarl.types import FinishReason, FloatArray, Reward, RolloutBatch, Row, Sample, Score, SegmentSource
 
@@ -180,6 +181,8 @@ class RunRecorder:
                     num_response_tokens=len(sample.response_token_ids),
                     correct=reward.correct,
                     details=json.dumps({**reward.details, **reward.notes}),
+                    turns=turns_of(sample, tokenizer, with_tokens=True),
+                    num_calls=0 if sample.episode is None else sample.episode.num_calls,
                     **_token_columns(sample, scores.get((sample.uid, sample.sample_index), {}), tokenizer),
                 )
             )

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
 
+from megarl.record.episodes import FAILURES
 from megarl.report.run import Run, Series
 from megarl.report.style import MUTED, EndLabel, color_of, label_ends
 from megarl.report.summary import GREEDY, SAMPLED, Estimate, data_sources, validation_curve
@@ -92,16 +93,21 @@ def _plot_estimates(ax: Axes, points: Sequence[Estimate], color: str, style: str
     ax.plot(steps, scores, style, color=color, marker="o", markersize=3.5, label=label or "_nolegend_")
 
 
-def draw_length(ax: Axes, runs: Sequence[Run]) -> None:
-    run, color = runs[0], color_of(0)
-    mean, low, high = (run.get(f"response_length/{name}") for name in ("mean", "min", "max"))
-    _plot_smoothed(ax, mean, color)
-    labels = [EndLabel(mean.values[-1], "mean", color)]
-    if low and high and low.steps == high.steps:
-        ax.fill_between(low.steps, low.values, high.values, color=color, alpha=0.15, linewidth=0)
-        labels += [EndLabel(low.values[-1], "min", MUTED), EndLabel(high.values[-1], "max", MUTED)]
-    ax.set_ylim(bottom=0)
-    label_ends(ax, labels)
+def draw_spread(prefix: str) -> Callable[[Axes, Sequence[Run]], None]:
+    """Return a function that draws the mean of a quantity of the first run, and a band from its least to its most."""
+
+    def draw(ax: Axes, runs: Sequence[Run]) -> None:
+        run, color = runs[0], color_of(0)
+        mean, low, high = (run.get(f"{prefix}/{name}") for name in ("mean", "min", "max"))
+        _plot_smoothed(ax, mean, color)
+        labels = [EndLabel(mean.values[-1], "mean", color)]
+        if low and high and low.steps == high.steps:
+            ax.fill_between(low.steps, low.values, high.values, color=color, alpha=0.15, linewidth=0)
+            labels += [EndLabel(low.values[-1], "min", MUTED), EndLabel(high.values[-1], "max", MUTED)]
+        ax.set_ylim(bottom=0)
+        label_ends(ax, labels)
+
+    return draw
 
 
 def draw_mismatch(ax: Axes, runs: Sequence[Run]) -> None:
@@ -191,7 +197,11 @@ def draw_lags(ax: Axes, runs: Sequence[Run]) -> None:
 
 
 def _stack(
-    ax: Axes, steps: Sequence[int], columns: Mapping[str, npt.NDArray[np.float64]], colors: Sequence[str]
+    ax: Axes,
+    steps: Sequence[int],
+    columns: Mapping[str, npt.NDArray[np.float64]],
+    colors: Sequence[str],
+    title: str = "mean per step",
 ) -> None:
     """Draw columns, one value per step each, as areas on top of one another, with their names on the right."""
     # A step fills the interval around its number; the last value is repeated as the right edge.
@@ -201,7 +211,7 @@ def _stack(
     ax.set_ylim(bottom=0)
     handles, texts = ax.get_legend_handles_labels()
     legend = ax.legend(handles[::-1], texts[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), alignment="left")
-    legend.set_title("mean per step")
+    legend.set_title(title)
 
 
 def time_per_phase(run: Run) -> tuple[list[int], dict[str, npt.NDArray[np.float64]]]:
@@ -225,6 +235,14 @@ def time_per_phase(run: Run) -> tuple[list[int], dict[str, npt.NDArray[np.float6
 def phase_order(names: Iterable[str]) -> list[str]:
     """Sort names of phases by the order in which a step runs them; others follow by name."""
     return sorted(names, key=lambda name: (PHASES.index(name) if name in PHASES else len(PHASES), name))
+
+
+def draw_failures(ax: Axes, runs: Sequence[Run]) -> None:
+    """Draw the numbers of conversations that failed, by the kind of failure, on top of one another."""
+    kinds = {kind: runs[0].get(f"environment/{kind}") for kind in FAILURES}
+    steps = sorted({step for series in kinds.values() for step in series.steps})
+    columns = {f"{kind}  {sum(series.values):.0f}": _dense(series, steps) for kind, series in kinds.items()}
+    _stack(ax, steps, columns, [color_of(index) for index in range(len(columns))], title="in all steps")
 
 
 def draw_idle(ax: Axes, runs: Sequence[Run]) -> None:

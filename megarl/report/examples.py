@@ -1,5 +1,6 @@
 """Pick example rollouts for a report, and make everything invisible in their text visible."""
 
+import math
 import re
 from collections.abc import Sequence
 from typing import TypeVar
@@ -14,6 +15,8 @@ RIGHT_REWARD = 0.5
 NUM_EXAMPLES = 3
 # A token whose log-prob a hint changes by so many nats has the full colour.
 FULL_GAIN = 2.0
+# So has a token of a conversation that the policy found so unlikely, in nats.
+FULL_SURPRISE = 4.0
 
 # Tokens such as <|im_start|>, and tags such as <think> or </answer>.
 _SPECIAL_TOKEN = re.compile(r"(<\|[^|<>\n]{1,60}\|>|</?[A-Za-z_][A-Za-z0-9_]{0,30}>)")
@@ -60,6 +63,17 @@ def gain_text(tokens: Sequence[str], gains: Sequence[float], notes: Sequence[str
                 "good" if gain > 0 else "bad", share, title, token.translate(_CONTROL_PICTURES).replace("\n", "↵\n")
             )
         )
+    return Markup("").join(pieces)
+
+
+def surprise_text(tokens: Sequence[str], logprobs: Sequence[float]) -> Markup:
+    """Return tokens as HTML, the stronger coloured the less likely the engine found them; tooltips show log-probs."""
+    span = Markup('<span style="background: color-mix(in srgb, var(--series-0) {}%, transparent)" title="{}">{}</span>')
+    pieces = []
+    for token, logprob in zip(tokens, logprobs, strict=True):
+        share = round(60 * min(-logprob / FULL_SURPRISE, 1))
+        title = f"log-prob {logprob:.3f}, probability {math.exp(logprob):.1%}"
+        pieces.append(span.format(share, title, token.translate(_CONTROL_PICTURES).replace("\n", "↵\n")))
     return Markup("").join(pieces)
 
 

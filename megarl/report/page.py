@@ -9,7 +9,16 @@ from markupsafe import Markup
 
 from megarl.record.answers import Answer
 from megarl.record.metrics import RolloutRecord, summarize
-from megarl.report.examples import FULL_GAIN, Response, gain_text, is_right, pick_examples, visible_text
+from megarl.report.examples import (
+    FULL_GAIN,
+    FULL_SURPRISE,
+    Response,
+    gain_text,
+    is_right,
+    pick_examples,
+    surprise_text,
+    visible_text,
+)
 from megarl.report.figures import available_panels, panel_svg
 from megarl.report.problems import problem_group, problem_kinds, problem_shares
 from megarl.report.run import Run
@@ -25,6 +34,7 @@ from megarl.report.summary import (
 )
 from megarl.report.template import PAGE, STYLE
 from megarl.report.timeline import timeline_svg, timeline_windows
+from megarl.types import SegmentSource
 
 # What a reader asks first of a run: configuration key → words. Keys a run does not have are left out.
 KEY_SETTINGS = {
@@ -70,13 +80,22 @@ class ScoreRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A part of a response with one author; `is_read`: the policy only read it."""
+
+    label: str
+    text: Markup
+    is_read: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
     """A response, in the form in which the page shows it."""
 
     row: RolloutRecord | Answer
     is_right: bool
     prompt: Markup
-    response: Markup
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +139,9 @@ def render_page(runs: Sequence[Run]) -> str:
         problem_shares=problem_shares(run),
         problems=[problem_group(*kind) for kind in problem_kinds(run)],
         full_gain=FULL_GAIN,
+        full_surprise=FULL_SURPRISE,
         has_gains=any(row.tokens for row in (*run.first_rollouts, *run.last_rollouts)),
+        has_turns=any(bool(row.turns) for rows in (run.first_rollouts, run.last_rollouts, run.answers) for row in rows),
         key_settings=[(label, settings[key]) for key, label in KEY_SETTINGS.items() if key in settings],
         settings=settings,
         versions=run.versions,
@@ -170,7 +191,7 @@ def example_group(name: str, rows: Sequence[Response]) -> ExampleGroup:
             row=row,
             is_right=is_right(row),
             prompt=visible_text(row.prompt),
-            response=_response(row),
+            parts=tuple(_conversation(row)) if row.turns else (Part(label="response", text=_response(row)),),
         )
         for row in pick_examples(rows)
     )
@@ -178,13 +199,33 @@ def example_group(name: str, rows: Sequence[Response]) -> ExampleGroup:
     return ExampleGroup(title=f"{name}: {num_right} of {len(rows)} recorded responses right", examples=examples)
 
 
-def _response(row: RolloutRecord | Answer) -> Markup:
-    """Return a response as the page shows it: coloured by the gain of its tokens if the run recorded a hint's."""
+def _response(row: RolloutRecord | Answer, start: int = 0, end: int | None = None) -> Markup:
+    """Return a response, or these tokens of it, coloured by the gain of the tokens if the run recorded a hint's."""
     if isinstance(row, Answer) or not row.tokens:
         return visible_text(row.response)
-    pairs = zip(row.base_advantage, row.advantage, strict=True)
+    part = slice(start, end)
+    pairs = zip(row.base_advantage[part], row.advantage[part], strict=True)
     notes = [f"advantage {before:+.3f} → {after:+.3f}" for before, after in pairs]
-    return gain_text(row.tokens, row.hint_gain, notes)
+    return gain_text(row.tokens[part], row.hint_gain[part], notes)
+
+
+def _conversation(row: RolloutRecord | Answer) -> Iterator[Part]:
+    """Yield the parts of a conversation. What trains is coloured by a hint's gain or else by log-prob, if the run
+    recorded either.
+    """
+    number, end = 0, 0
+    for turn in row.turns:
+        start, end = end, end + len(turn.tokens)
+        if turn.is_read:
+            text = visible_text(turn.text.strip("\n"))
+            yield Part(label="environment: read, not trained on", text=text, is_read=True)
+            continue
+        number += turn.author == SegmentSource.POLICY
+        label = f"policy, turn {number}" if turn.author == SegmentSource.POLICY else turn.author
+        text = surprise_text(turn.tokens, turn.logprobs) if turn.tokens else visible_text(turn.text)
+        if isinstance(row, RolloutRecord) and row.tokens:
+            text = _response(row, start, end)
+        yield Part(label=f"{label}, reward {turn.reward:+.3g}" if turn.reward else label, text=text)
 
 
 def metric_rows(run: Run) -> list[MetricRow]:

@@ -56,6 +56,7 @@ pre {
   font: 12.5px/1.5 ui-monospace, "DejaVu Sans Mono", monospace;
 }
 .token { background: var(--token); color: var(--muted); border-radius: 4px; padding: 0 3px; }
+pre.read { border-left: 3px dashed var(--muted); padding-left: 9px; color: var(--muted); }
 summary { cursor: pointer; color: var(--muted); margin: 12px 0; }
 """
 
@@ -138,6 +139,12 @@ requests. <code>megarl trace RUN</code> writes the whole run for ui.perfetto.dev
 likelier</span> or <span style="background: color-mix(in srgb, var(--bad) 60%, transparent)">less likely</span>; the
 colour is full from {{ full_gain }} nats on. Point at a token for its gain and its advantage before and after CPO.</p>
 {% endif %}
+{% if has_turns %}
+<p class="note">Conversations: the policy trains on what it wrote itself; the <span style="background:
+color-mix(in srgb, var(--series-0) 60%, transparent)">less likely</span> a token was, the more colour it has, full from
+{{ full_surprise }} nats on. Point at a token for its log-prob. What stands grey beside a dashed line is an
+environment's: the policy only read it, and its tokens are masked.</p>
+{% endif %}
 {% for group in examples %}
 <h3>{{ group.title }}</h3>
 <div class="examples">
@@ -146,11 +153,18 @@ colour is full from {{ full_gain }} nats on. Point at a token for its gain and i
 <span class="verdict">{{ "right" if example.is_right else "wrong" }}</span>
 <span class="note">reward {{ "%.3g" | format(example.row.reward) }} ·
 {{ example.row.num_response_tokens }} tokens ·
+{% if example.row.turns %}
+{{ example.row.num_calls }} tool call{{ "" if example.row.num_calls == 1 else "s" }} ·
+{% endif %}
 finish: {{ example.row.finish_reason }} · {{ example.row.data_source }}</span>
 <pre class="prompt">{{ example.prompt }}</pre>
-<span class="note">response</span>
-<pre class="response">{{ example.response }}</pre>
+{% for part in example.parts %}
+<span class="note">{{ part.label }}</span>
+<pre class="response{% if part.is_read %} read{% endif %}">{{ part.text }}</pre>
+{% endfor %}
+{% if example.row.ground_truth %}
 <span class="note">expected</span> <code>{{ example.row.ground_truth }}</code>
+{% endif %}
 </article>
 {% endfor %}
 </div>

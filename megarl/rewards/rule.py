@@ -161,7 +161,7 @@ class RuleSession:
 
     def add(self, item: FinishedSample) -> None:
         needs_ids = self.judge.rules.custom.need_ids(item.prompt.data_source)
-        ids = tuple(item.sample.response_token_ids.tolist()) if needs_ids else ()
+        ids = tuple(item.sample.last_turn_ids.tolist()) if needs_ids else ()
         question = Question(
             data_source=item.prompt.data_source,
             prompt=item.prompt_text,

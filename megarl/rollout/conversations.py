@@ -128,8 +128,11 @@ class Conversations:
         is_other = bool(reply.token_ids) and list(reply.token_ids) != talk.sample.prompt_token_ids.tolist()
         if reply.is_anew or (has_turns and is_other):
             kept = [s for s in talk.sample.segments if s.source in (SegmentSource.PROMPT, SegmentSource.DEMONSTRATION)]
+            rest = talk.sample.segments[len(kept) :]
+            # A demonstration may be a whole turn.
+            is_whole = len(kept) > 1 and bool(rest) and rest[0].source is SegmentSource.ENVIRONMENT
             talk.sample = replace(talk.sample, segments=tuple(kept))
-            talk.note(num_turns=0, num_calls=0, awaits_reply=False, is_cut=False, details={})
+            talk.note(num_turns=int(is_whole), num_calls=0, awaits_reply=is_whole, is_cut=False, details={})
         if reply.token_ids:
             talk.sample = replace(talk.sample, segments=(prompt_segment(reply.token_ids), *talk.sample.segments[1:]))
         if talk.episode.awaits_reply:

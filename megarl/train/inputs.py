@@ -231,7 +231,8 @@ def open_hints(config: Config, tokenizer: "PreTrainedTokenizerBase", max_positio
     context.
     """
     room = max_hinted_row_tokens(config, max_positions) - config.rollout.max_response_tokens
-    return HintWriter(tokenizer, config.algo.cpo, max_prompt_tokens=room)
+    tools = partial(tools_of, config.environment)
+    return HintWriter(tokenizer, config.algo.cpo, max_prompt_tokens=room, tools_of=tools)
 
 
 def _open_conversations(config: Config, tokenizer: "PreTrainedTokenizerBase") -> ConversationEncoder:

@@ -23,9 +23,9 @@ class ConversationEncoder:
     """An encoder of samples as a reward model reads them: prompt, response, and what its template writes after an
     answer.
 
-    A reward model with the policy's tokenizer and template reads exactly the sampled tokens, and nothing after a
-    response that was cut. For any other reward model, the response is decoded, and the chat is rendered by its own
-    template.
+    A reward model with the policy's tokenizer and template reads exactly the sampled tokens, those of environments
+    between them, and nothing after a response that was cut. For any other reward model, the last turn is decoded, and
+    rendered as the answer to the prompt by its own template.
     """
 
     def __init__(self, policy: "PreTrainedTokenizerBase", own: "PreTrainedTokenizerBase") -> None:
@@ -41,12 +41,12 @@ class ConversationEncoder:
 
     def encode(self, prompt: Prompt, sample: Sample) -> IntArray:
         """Return the token ids of the conversation made of a prompt and one of its samples."""
-        response = sample.response_token_ids
         if self._ending is None:
-            answer = Message(role="assistant", content=self._decode(response.tolist()))
+            answer = Message(role="assistant", content=self._decode(sample.last_turn_ids.tolist()))
             return np.asarray(
                 encode_chats(self._own, [[*prompt.messages, answer]], add_generation_prompt=False)[0], dtype=np.int64
             )
+        response = sample.response_token_ids
         is_ended = len(response) and response[-1] == self._eos
         return np.concatenate([sample.prompt_token_ids, response, self._ending if is_ended else self._ending[:0]])
 

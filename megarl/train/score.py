@@ -19,6 +19,8 @@ from megarl.config.schema import Config
 from megarl.data.answer_span import answer_mask
 from megarl.data.chat import response_decoder
 from megarl.data.hints import HintPlacer, donors, hinted_rows
+from megarl.data.prompts import ToolsOf, no_tools
+from megarl.errors import DataError
 from megarl.record.metrics import Timers
 from megarl.train.update import RoleScorer
 from megarl.types import Advantages, Algorithm, FloatArray, Prompt, Row, Score
@@ -136,6 +138,7 @@ class ScoringPasses:
         """Run one pass of a role over rows with and without hints, packed together."""
         assert self.hints is not None, "an algorithm with hints needs a HintWriter"
         placer, count = self.hints.placer, len(rows)
+        _require_own_prompts(rows, prompts)
         own = placer.place_all(prompts)
         # Every score of hints is compared with the log-probs under the own hint.
         variants = {Score.HINT_LOGPROBS: hinted_rows(rows, own)}
@@ -162,6 +165,18 @@ class ScoringPasses:
             kept = [e if has else np.ones_like(e) for e, has in zip(excluded, has_hint, strict=True)]
             rows = with_scores(rows, {EXCLUDED: kept})
         return rows, variants[Score.HINT_LOGPROBS].metrics()
+
+
+def _require_own_prompts(rows: Sequence[Row], prompts: Mapping[str, Prompt]) -> None:
+    """Raise DataError for a row that does not begin with its prompt alone, so that nobody knows where its hint goes."""
+    for row in rows:
+        prompt = prompts[row.uid]
+        if prompt.environment and row.token_ids[: row.num_prompt_tokens].tolist() != list(prompt.token_ids):
+            raise DataError(
+                f"row {row.label}: its environment {prompt.environment!r} opens conversations with messages of its "
+                "own, and hints are written into those of the data alone; move the messages to the data's prompts, "
+                "or set algo.cpo.method=none"
+            )
 
 
 def _plain_scores(role: Role, found: Mapping[str, list[FloatArray]]) -> dict[Score, list[FloatArray]]:
@@ -202,13 +217,30 @@ class HintWriter:
     change.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", cfg: CpoConfig, *, max_prompt_tokens: int) -> None:
-        self.placer = HintPlacer(tokenizer, cfg.hint, max_prompt_tokens=max_prompt_tokens)
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        cfg: CpoConfig,
+        *,
+        max_prompt_tokens: int,
+        tools_of: ToolsOf = no_tools,
+    ) -> None:
+        """Make a writer; for the arguments see `HintPlacer`."""
+        self.placer = HintPlacer(tokenizer, cfg.hint, max_prompt_tokens=max_prompt_tokens, tools_of=tools_of)
         self._cfg, self._decode = cfg, response_decoder(tokenizer)
 
     def exclude_answers(self, rows: list[Row]) -> list[Row]:
-        """Return the rows with their final answers marked if `exclude_answer` is set, otherwise unchanged."""
+        """Return the rows with their final answers marked if `exclude_answer` is set, otherwise unchanged.
+
+        Of a conversation, answers are looked for in the last turn.
+        """
         if not self._cfg.exclude_answer:
             return rows
-        responses = (row.token_ids[row.num_prompt_tokens :].tolist() for row in rows)
-        return with_scores(rows, {EXCLUDED: [answer_mask(ids, self._decode).astype(np.float32) for ids in responses]})
+        marks = []
+        for row in rows:
+            # Masked tokens stand between turns.
+            start = int(np.flatnonzero(~row.loss_mask).max(initial=-1)) + 1
+            last = row.token_ids[row.num_prompt_tokens + start :].tolist()
+            mark = np.concatenate([np.zeros(start, np.bool_), answer_mask(last, self._decode)])
+            marks.append(mark.astype(np.float32))
+        return with_scores(rows, {EXCLUDED: marks})

@@ -106,7 +106,8 @@ def validation_metrics(result: SourceResult) -> dict[str, float]:
     """Return the metrics `val/…/{data source}` of one data source.
 
     test_score: share of correct answers (avg@n), with test_score_std_error over prompts; test_score_greedy: the same of
-    greedy answers; pass@k, maj@n; reward, response_length and truncated_frac: means over sampled answers; num_prompts.
+    greedy answers; pass@k, maj@n; reward, response_length and truncated_frac: means over sampled answers; of
+    conversations turns and tool_calls, too; num_prompts.
     """
     values = {
         "val/test_score": result.avg,
@@ -117,6 +118,8 @@ def validation_metrics(result: SourceResult) -> dict[str, float]:
         "val/reward": result.reward,
         "val/response_length": result.response_tokens,
         "val/truncated_frac": result.truncated_frac,
+        "val/turns": result.turns,
+        "val/tool_calls": result.tool_calls,
         "val/num_prompts": float(result.num_prompts),
     }
     return {f"{name}/{result.data_source}": value for name, value in values.items() if value is not None}

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,9 @@ from transformers import AutoModelForCausalLM
 from megarl.rollout.replay import read_record, record_path
 from megarl.train.checkpoint import last_checkpoint
 from megarl.types import Sample, SegmentSource
+from tests.helpers import chat_agent
 from tests.helpers.expert_checkpoint import make_moe
+from tests.helpers.talk import talk_settings
 from tools.bench.kill_resume import SCHEDULES, SmallRun, asynchronous_faults, differences, make_inputs
 from tools.bench.killed import kill
 
@@ -34,23 +37,26 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # Whether vLLM's engine core is a process of its own, which is vLLM's default on CUDA.
 INSIDE, APART = ({"VLLM_ENABLE_V1_MULTIPROCESSING": value} for value in "01")
-EXPERTS = ("model.path={inputs}/experts", "actor.layout={{tp: 1, sequence_parallel: false, dp: 2, ep: 2}}")
-TALK = Path(__file__).parents[1] / "helpers" / "talk.py"
-CONVERSATIONS = (f"environment.default={TALK}:Talk", "environment.max_turn_tokens=40")
-FORGETFUL = (f"environment.default={TALK}:Forgetful", *CONVERSATIONS[1:])
 AGENTS = (
     "environment.default=asks",
-    f"environment.entries={{asks: {{type: agent, arguments: {{agent: {TALK.with_name('chat_agent.py')}:ask_often}}}}}}",
+    f"environment.entries={{asks: {{type: agent, arguments: {{agent: {chat_agent.__file__}:ask_often}}}}}}",
 )
-VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    "one engine": ((), INSIDE),
-    "two engines": (("rollout.engine.num_engines=2",), INSIDE),
+
+
+def with_experts(inputs: Path) -> tuple[str, ...]:
+    make_moe(inputs / "experts", seed=0)
+    return (f"model.path={inputs}/experts", "actor.layout={tp: 1, sequence_parallel: false, dp: 2, ep: 2}")
+
+
+VARIANTS: dict[str, tuple[Callable[[Path], tuple[str, ...]], dict[str, str]]] = {
+    "one engine": (lambda _: (), INSIDE),
+    "two engines": (lambda _: ("rollout.engine.num_engines=2",), INSIDE),
     # Updates come in the middle of turns and between them.
-    "conversations": (CONVERSATIONS, INSIDE),
+    "conversations": (lambda inputs: talk_settings(calls=inputs / "calls"), INSIDE),
     # The agent's turns have limits of their own, which no setting says.
-    "agents": (AGENTS, INSIDE),
-    "experts": (EXPERTS, INSIDE),
-    "core apart": ((), APART),
+    "agents": (lambda _: AGENTS, INSIDE),
+    "experts": (with_experts, INSIDE),
+    "core apart": (lambda _: (), APART),
 }
 FIRST, TURNS, *FURTHER = "one engine", "conversations", "two engines", "agents", "experts", "core apart"
 
@@ -60,13 +66,11 @@ FIRST, TURNS, *FURTHER = "one engine", "conversations", "two engines", "agents",
 )
 def recorded(inputs: Path, request: pytest.FixtureRequest) -> SmallRun:
     """An asynchronous run, with every version of its policy in NAME-versions."""
-    settings, environment = VARIANTS[request.param]
-    if settings == EXPERTS:
-        make_moe(inputs / "experts", seed=0)
+    settings_of, environment = VARIANTS[request.param]
     run = SmallRun(
         inputs=inputs,
         name=request.param.replace(" ", "-"),
-        settings=(*ASYNC, *(setting.format(inputs=inputs) for setting in settings)),
+        settings=(*ASYNC, *settings_of(inputs)),
         environment=environment,
     )
     arguments = run.arguments[run.arguments.index("train") :]
@@ -89,6 +93,12 @@ def versions_directory(run: SmallRun) -> Path:
 def samples_of(run: SmallRun) -> list[Sample]:
     steps = range(1, NUM_STEPS + 1)
     return [sample for step in steps for sample in read_record(record_path(run.paths.records, step)).samples]
+
+
+def num_tool_calls(run: SmallRun) -> int:
+    """How often environments of these inputs replied so far, in all runs."""
+    calls = run.inputs / "calls"
+    return calls.stat().st_size if calls.exists() else 0
 
 
 def versions_of(sample: Sample) -> np.ndarray:
@@ -128,6 +138,8 @@ def test_staleness_is_bounded_and_logged(recorded: SmallRun) -> None:
         for step in range(1, NUM_STEPS + 1)
     }
     assert max(int(lag.max()) for each in lags.values() for lag in each) == 2
+    # The trainer's log-probs are the engine's, in all turns of tokens that the step's own weights sampled.
+    assert max(record.metrics.get("mismatch/abs_max", 0.0) for record in recorded.records()) <= 1e-4
     for record in recorded.records():
         tokens = np.concatenate(lags[record.step])
         assert record.metrics["staleness/lag_max"] == tokens.max()
@@ -136,9 +148,25 @@ def test_staleness_is_bounded_and_logged(recorded: SmallRun) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_recorded_run_is_executed_again_to_the_bit(recorded: SmallRun) -> None:
-    """Prompts come in the order of the synchronous run; tokens, log-probs and the final weights are equal."""
+    """Prompts come in the order of the synchronous run; tokens, log-probs and the final weights are equal. No tool is
+    called again."""
+    num_calls = num_tool_calls(recorded)
     faults, _ = asynchronous_faults(recorded, recorded, NUM_STEPS)
     assert faults == []
+    assert num_tool_calls(recorded) == num_calls
+    assert (num_calls > 0) == ("conversations" in recorded.name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recorded", [TURNS], indirect=True)
+def test_a_replay_trains_to_the_same_weights_and_calls_no_tool(recorded: SmallRun) -> None:
+    num_calls = num_tool_calls(recorded)
+    replay = ("rollout.record=false", "rollout.source=replay", f"rollout.replay_dir={recorded.paths.records}")
+    run = replace(recorded, name="conversations-replayed", settings=(*recorded.settings, *replay))
+    assert run.start().wait() == 0, run.paths.root.with_suffix(".log").read_text()
+    exports = [(each.paths.export / "model.safetensors").read_bytes() for each in (run, recorded)]
+    assert exports[0] == exports[1]
+    assert num_tool_calls(recorded) == num_calls
 
 
 @pytest.mark.long
@@ -162,14 +190,23 @@ def test_what_is_sampled_differently_is_named(recorded: SmallRun) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_deterministic_run_one_step_off_equals_its_repetition(inputs: Path) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        # Turns and replies of several samples come in another order each time.
+        pytest.param((*talk_settings(), "rollout.max_response_tokens=128"), marks=pytest.mark.long),
+    ],
+    ids=["answers", "conversations"],
+)
+def test_a_deterministic_run_one_step_off_equals_its_repetition(more: tuple[str, ...], inputs: Path) -> None:
     """Also when it is resumed from a checkpoint, with groups that engines had finished for the next step."""
-    settings = ("trainer.total_steps=6", "use.schedule=one_step_off", "data.val=[]")
-    whole = SmallRun(inputs=inputs, name="whole", settings=(*settings, "checkpoint.keep_last=6"))
+    settings = ("trainer.total_steps=6", "use.schedule=one_step_off", "data.val=[]", *more)
+    whole = SmallRun(inputs=inputs, name=f"whole{len(more)}", settings=(*settings, "checkpoint.keep_last=6"))
     assert whole.start().wait() == 0
     lags = [record.metrics["staleness/lag_mean"] for record in whole.records()]
     assert lags == [0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-    part = SmallRun(inputs=inputs, name="part", settings=settings)
+    part = SmallRun(inputs=inputs, name=f"part{len(more)}", settings=settings)
     part.paths.root.mkdir(parents=True)
     checkpoint = "checkpoints/step_000002"
     (part.paths.root / "checkpoints").mkdir()
@@ -184,14 +221,14 @@ def test_a_deterministic_run_one_step_off_equals_its_repetition(inputs: Path) ->
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("environment", "more"),
-    [(INSIDE, ()), (APART, ()), (INSIDE, CONVERSATIONS), (INSIDE, FORGETFUL)],
+    [(INSIDE, ()), (APART, ()), (INSIDE, talk_settings()), (INSIDE, talk_settings(kind="Forgetful"))],
     ids=["core inside", "core apart", "conversations", "conversations begin again"],
 )
 def test_a_killed_run_goes_on_with_its_unfinished_samples(
-    environment: dict[str, str], more: tuple[str, ...], inputs: Path
+    environment: dict[str, str], more: tuple[str, ...], inputs: Path, request: pytest.FixtureRequest
 ) -> None:
     """It loses no prompt and repeats none, and what it sampled in parts is sampled again to the bit."""
-    name = f"killed-{'apart' if environment is APART else 'inside'}-{[(), CONVERSATIONS, FORGETFUL].index(more)}"
+    name = f"killed-{request.node.callspec.id}".replace(" ", "-")
     settings = (*ASYNC, *more, "checkpoint.every_steps=1")
     run = SmallRun(inputs=inputs, name=name, settings=settings, environment=environment)
     process = run.start()
@@ -213,7 +250,7 @@ def test_a_killed_run_goes_on_with_its_unfinished_samples(
     assert whole.start().wait() == 0
     faults, _ = asynchronous_faults(run, whole, NUM_STEPS)
     assert faults == []
-    if more == FORGETFUL:
+    if "Forgetful" in str(more):
         return
     sources = [[each.source for each in sample.segments] for sample in samples_of(run)]
     # What an engine wrote after the resume is a segment of its own.

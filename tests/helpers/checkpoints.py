@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, Qwen3ForCausalLM, Qwen3ForSequenceClassification
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
 
@@ -46,9 +46,9 @@ def make_checkpoint(
 
 
 def load_hf(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The checkpoint in transformers, with its plain attention."""
-    model = Qwen3ForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
-    assert model.config.vocab_size == VOCAB_SIZE
+    """The checkpoint in transformers, with its plain attention and experts, which run in every precision."""
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **plain)
     return model.eval()
 
 

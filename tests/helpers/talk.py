@@ -3,6 +3,7 @@
 import asyncio
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 
 from megarl.environments import Action, Environment, Reply
 from megarl.types import Message, Prompt
@@ -10,12 +11,25 @@ from megarl.types import Message, Prompt
 NUM_REPLIES = 5
 
 
+def talk_settings(*, calls: Path | None = None, kind: str = "Talk") -> tuple[str, ...]:
+    """Settings of a run whose samples all talk to such an environment; each reply adds a byte to `calls`."""
+    arguments = f"arguments: {{calls: {calls}}}" if calls else "arguments: {}"
+    entry = f"{{type: {Path(__file__).resolve()}:{kind}, {arguments}}}"
+    return (f"environment.entries={{talk: {entry}}}", "environment.default=talk", "environment.max_turn_tokens=40")
+
+
 class Talk(Environment):
     """Replies five times, each time with the length of the turn, after a moment."""
 
     delay_s = 0.02
 
+    def __init__(self, *, calls: str | None = None) -> None:
+        self._calls = calls
+
     async def reply(self, action: Action) -> Reply:
+        if self._calls is not None:
+            with Path(self._calls).open("a") as file:
+                file.write(".")
         await asyncio.sleep(self.delay_s)
         reward = float(len(action.text) % 3)
         if action.turn == NUM_REPLIES:

@@ -79,7 +79,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def group(ray_session: None, model: Path) -> Iterator[EngineGroup]:
     """No engines, and two hosts."""
     engines = EngineGroup([], timeout_s=10.0)
-    engines.hosts = EpisodeHosts(spec(model, hosts=2, max_host_restarts=2), timeout_s=60.0)
+    engines.hosts = EpisodeHosts(spec(model, hosts=2, max_host_restarts=3), timeout_s=60.0)
     yield engines
     engines.hosts.close()
 
@@ -111,16 +111,21 @@ def test_conversations_are_dealt_to_hosts_and_their_replies_come_in_waits_and_po
     assert [replies[1].reward for replies in told.replies.values()] == [1.0] * 4
 
 
-def test_a_host_that_hangs_is_replaced(group: EngineGroup) -> None:
+@pytest.mark.parametrize("blocks", [False, True], ids=["stopped", "blocked by an environment"])
+def test_a_host_that_hangs_is_replaced(group: EngineGroup, blocks: bool) -> None:
+    assert group.hosts is not None
     told = told_by(group)
     told.start("a")
     wait(group, lambda: told.count() == 1)
     roster = group.hosts.processes[0].roster
     roster.silence_s = 1.0
-    os.kill(group.hosts.processes[0].location.pid, signal.SIGSTOP)
+    if blocks:
+        told.act("a", "block")
+    else:
+        os.kill(group.hosts.processes[told.keys["a"] % 2].location.pid, signal.SIGSTOP)
     wait(group, lambda: "a" in told.lost)
     roster.silence_s = SILENCE_S
-    assert told.lost == {"a": False}
+    assert told.lost == {"a": blocks}
 
 
 def test_a_host_that_dies_is_replaced_and_its_conversations_learn_of_it(
@@ -138,7 +143,7 @@ def test_a_host_that_dies_is_replaced_and_its_conversations_learn_of_it(
     told.start("a")
     wait(group, lambda: len(told.replies["a"]) == 2 and len(told.replies["b"]) == 2)
     written = capsys.readouterr()
-    assert re.search(r"talking: environment host \d died on .*; restart 2 of 2", written.out + written.err)
+    assert re.search(r"talking: environment host \d died on .*; restart 3 of 3", written.out + written.err)
     # No restart is left.
     told.act("a", "die")
     began = time.monotonic()

@@ -124,6 +124,22 @@ TOKENIZERS = [make_byte_tokenizer, merging_tokenizer, slow_tokenizer]
 # --- texts
 
 
+def test_tools_stand_in_the_hinted_prompt_as_in_the_plain_one() -> None:
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% if tools %}{{ tools | length }} tools: {{ tools[0].function.name }}\n{% endif %}"
+        + str(tokenizer.chat_template)
+    )
+    tools = {"shop": [{"type": "function", "function": {"name": "buy", "description": "Buy.", "parameters": {}}}]}
+    placer = HintPlacer(tokenizer, LINE, max_prompt_tokens=999, tools_of=tools.__getitem__)
+    question = asked(tokenizer, "1+2=?")
+    plain, talking = (
+        text_of(tokenizer, placer.place(each)) for each in (question, replace(question, environment="shop"))
+    )
+    assert "1+2=3" in plain
+    assert talking == f"1 tools: buy\n{plain}"
+
+
 def test_text_of_a_solution_and_of_an_answer() -> None:
     answer = HintConfig(source="answer")
     assert hint_text(prompt(gold_solution="1+2", solution="other"), HintConfig()) == "1+2"

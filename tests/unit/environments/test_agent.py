@@ -302,7 +302,9 @@ def test_the_first_request_is_the_prompt_and_has_its_limit() -> None:
     talk = lead(agent, max_prompt_tokens=len(talk.tokens))
     assert talk.last.failure == ""
     talk = lead(agent, max_prompt_tokens=len(talk.tokens) - 1)
-    assert re.fullmatch(r"ValueError: the prompt has \d+ tokens, data.max_prompt_tokens=\d+", talk.last.reason)
+    assert re.fullmatch(
+        r"ValueError: the opening makes a prompt of \d+ tokens, data.max_prompt_tokens is \d+", talk.last.reason
+    )
 
 
 @pytest.mark.parametrize(

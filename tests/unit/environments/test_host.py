@@ -68,14 +68,16 @@ class Resumable(Echo):
         return Reply(done=True, details={"past": "+".join(self.past)})
 
 
-def host(**limits: Any) -> EpisodeHost:
+def host(max_prompt_tokens: int | None = None, **limits: Any) -> EpisodeHost:
     entries = {
         "echo": EnvironmentEntry(type=f"{HERE}Echo"),
         "opens": EnvironmentEntry(type=f"{HERE}Echo", arguments={"opening": "hi"}),
         "resumes": EnvironmentEntry(type=f"{HERE}Resumable"),
     }
     config = EnvironmentConfig(entries=entries, **limits)
-    spec = HostSpec(model_path="", chat_template={}, names=tuple(entries), config=config)
+    spec = HostSpec(
+        model_path="", chat_template={}, names=tuple(entries), config=config, max_prompt_tokens=max_prompt_tokens
+    )
     return EpisodeHost(spec, TOKENIZER)
 
 
@@ -127,6 +129,14 @@ def test_an_environment_may_open_the_conversation() -> None:
     assert TOKENIZER.decode(reply.token_ids) == (
         "<|im_start|>user\n?<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+@pytest.mark.parametrize(("limit", "failure"), [(16, ""), (15, "raised")])
+def test_an_opening_must_leave_the_prompt_within_its_limit(limit: int, failure: str) -> None:
+    """Of bytes and marks: 5 marks, 3 roles of a token each, 3 characters, 5 line feeds: 16 tokens."""
+    (reply,) = replies(environment="opens", max_prompt_tokens=limit)
+    reason = "ValueError: the opening makes a prompt of 16 tokens, data.max_prompt_tokens is 15" if failure else ""
+    assert (reply.failure, reply.reason) == (failure, reason)
 
 
 @pytest.mark.parametrize(

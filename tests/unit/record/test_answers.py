@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.evaluation.output import results_text
 from megarl.record.answers import (
     Answer,
     majority_correct,
@@ -18,6 +19,7 @@ from megarl.record.answers import (
     results_by_source,
     write_answers,
 )
+from megarl.record.turns import Turn
 
 
 @pytest.mark.parametrize(
@@ -74,6 +76,37 @@ def answers(
     first = sampled[0]
     fields = {name: getattr(first, name) for name in Answer.__annotations__}
     return [Answer(**fields | {"greedy": True, "correct": greedy, "num_response_tokens": 99}), *sampled]
+
+
+def test_of_a_conversation_the_last_turn_votes_and_turns_and_calls_are_counted() -> None:
+    """Two tools said 7, the policy said 8 twice and nothing once."""
+    said = [("#### 7", "#### 8"), ("#### 7", "#### 8"), ("#### 7", "so be it")]
+    talks = []
+    for (tool, last), answer in zip(
+        said, answers("calculator", "a", [True, True, False], greedy=True)[1:], strict=True
+    ):
+        turns = (
+            Turn(author="policy", text="calc"),
+            Turn(author="environment", text=tool),
+            Turn(author="demonstration", text="####"),
+            Turn(author="policy", text=last.removeprefix("####")),
+        )
+        response = "".join(turn.text for turn in turns)
+        talks.append(
+            replace(answer, turns=turns if "8" in last else turns[:2] + turns[3:], response=response, num_calls=2)
+        )
+    assert majority_correct(talks) == 1.0
+    (result,) = results_by_source(talks, [1])
+    assert (result.turns, result.tool_calls) == (2.0, 2.0)
+    assert results_text([result]).splitlines()[0].split()[-2:] == ["turns", "calls"]
+    assert results_text([result]).splitlines()[1].split()[-2:] == ["2.00", "2.00"]
+
+
+def test_conversations_come_back_from_files(tmp_path: Path) -> None:
+    turn = Turn(author="policy", text="ab", reward=0.5, tokens=("a", "b"), logprobs=(-1.0, -0.5))
+    talk = replace(answers("calculator", "a", [True], greedy=True)[0], turns=(turn,), num_calls=1)
+    write_answers(tmp_path / "a.parquet", [talk])
+    assert read_answers(tmp_path / "a.parquet") == [talk]
 
 
 def test_results_by_source() -> None:

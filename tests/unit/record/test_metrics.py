@@ -25,6 +25,7 @@ from megarl.record.metrics import (
     summarize,
     write_rollouts,
 )
+from megarl.record.turns import Turn
 
 ROLLOUT = RolloutRecord(
     step=12,
@@ -206,6 +207,12 @@ def test_rollouts_round_trip_with_the_documented_columns(tmp_path: Path) -> None
         ("hint_gain", "list<element: double>"),
         ("base_advantage", "list<element: double>"),
         ("advantage", "list<element: double>"),
+        (
+            "turns",
+            "list<element: struct<author: string, text: string, reward: double, tokens: list<element: string>, "
+            "logprobs: list<element: double>>>",
+        ),
+        ("num_calls", "int64"),
     ]
     assert [file.name for file in path.parent.iterdir()] == ["step_000012.parquet"]
 
@@ -214,10 +221,13 @@ def test_rollouts_of_tokens_and_those_of_earlier_versions(tmp_path: Path) -> Non
     shaped = replace(
         ROLLOUT, tokens=("7", "<|im_end|>"), hint_gain=(0.5, -1.0), base_advantage=(1.0, 1.0), advantage=(1.2, 0.8)
     )
+    turns = (Turn(author="policy", text="7", reward=0.5, tokens=("7",), logprobs=(-1.0,)),)
+    shaped = replace(shaped, turns=turns, num_calls=2)
     path = RunPaths(tmp_path).rollouts(1)
     write_rollouts(path, [shaped, ROLLOUT])
     assert read_rollouts(path) == [shaped, ROLLOUT]
-    pq.write_table(pq.read_table(path).drop_columns(["tokens", "hint_gain", "base_advantage", "advantage"]), path)
+    later = ["tokens", "hint_gain", "base_advantage", "advantage", "turns", "num_calls"]
+    pq.write_table(pq.read_table(path).drop_columns(later), path)
     assert read_rollouts(path) == [ROLLOUT, ROLLOUT]
 
 

@@ -15,6 +15,7 @@ import yaml
 
 from megarl.config.schema import Config, RunConfig
 from megarl.errors import DataError
+from megarl.record.episodes import FAILURES
 from megarl.record.metrics import (
     JsonlSink,
     MetricsLogger,
@@ -24,6 +25,7 @@ from megarl.record.metrics import (
     write_rollouts,
 )
 from megarl.record.recorder import RunRecorder
+from megarl.record.turns import Turn
 from megarl.report import write_report
 from megarl.report.curves import smooth, time_per_phase
 from megarl.report.examples import pick_examples, visible_text
@@ -302,6 +304,68 @@ def test_tokens_of_a_run_with_hints_are_coloured_and_its_panels_are_there(tmp_pa
     assert "colour is full from 2.0 nats on" in html
     for title in ("CPO: what the hint tells", "CPO: change of advantages", "CPO: changes of single tokens"):
         assert title in html
+
+
+TALK = (
+    Turn(
+        author="policy",
+        text="calc <37<|im_end|>",
+        reward=-0.25,
+        tokens=("calc <37", "<|im_end|>"),
+        logprobs=(-2.0, -0.0),
+    ),
+    Turn(author="environment", text="\n<|im_start|>tool\n1776<|im_end|>\n", tokens=("1776",), logprobs=(0.0,)),
+    Turn(author="demonstration", text="####", tokens=("####",), logprobs=(0.0,)),
+    Turn(author="policy", text=" 1776", reward=1.0, tokens=(" 1776",), logprobs=(-8.0,)),
+)
+LABEL = '<span class="note">{}</span>\n<pre class="response{}">'
+
+
+def test_conversations_show_who_wrote_what_and_what_is_masked(tmp_path: Path) -> None:
+    root = write_run(tmp_path / "calculator")
+    paths = RunPaths(root)
+    write_rollouts(paths.rollouts(40), [replace(rollout(40, "q1", 1.0), turns=TALK, num_calls=1)])
+    metrics = {"environment/turns/mean": 2.0, "environment/turns/min": 1.0, "environment/turns/max": 3.0}
+    metrics |= {"environment/tool_calls": 0.5, "perf/environment_reply_s": 0.1, "environment/failed_frac": 0.25}
+    metrics |= {f"environment/{kind}": float(i) for i, kind in enumerate(FAILURES)}
+    with MetricsLogger([JsonlSink(root / "metrics.jsonl")]) as logger:
+        logger.log(41, metrics)
+    html = write_report(root).html.read_text(encoding="utf-8")
+    shown = [LABEL.format(label, "") for label in ("policy, turn 1, reward -0.25", "demonstration")]
+    shown += [LABEL.format("environment: read, not trained on", " read"), LABEL.format("policy, turn 2, reward +1", "")]
+    assert all(each in html for each in shown)
+    # Half of the four nats of the full colour is 30 of 60 %; beyond them it stays full.
+    color = (
+        '<span style="background: color-mix(in srgb, var(--series-0) {}%, transparent)" title="log-prob {}">{}</span>'
+    )
+    assert color.format(30, "-2.000, probability 13.5%", "calc &lt;37") in html
+    assert color.format(60, "-8.000, probability 0.0%", " 1776") in html
+    # What was read has no colour, only its special tokens are marked.
+    assert (
+        '<span class="token">&lt;|im_start|&gt;</span>tool\n1776<span class="token">&lt;|im_end|&gt;</span></pre>'
+        in html
+    )
+    assert "10 tokens ·\n1 tool call ·\nfinish: stop" in html
+    for title in ("Turns of a conversation", "Tool calls", "Time of environments", "Failed conversations"):
+        assert title in html
+
+
+def test_the_colours_of_a_hint_stay_with_their_tokens_in_conversations(tmp_path: Path) -> None:
+    root = write_run(tmp_path / "calculator")
+    tokens = tuple(token for turn in TALK for token in turn.tokens)
+    shaped = replace(
+        rollout(40, "q1", 1.0),
+        turns=TALK,
+        tokens=tokens,
+        hint_gain=(1.0, 0.0, 9.0, 0.0, -1.0),
+        base_advantage=(0.5,) * 5,
+        advantage=(0.75,) * 5,
+    )
+    write_rollouts(RunPaths(root).rollouts(40), [shaped])
+    html = write_report(root).html.read_text(encoding="utf-8")
+    assert 'title="+1.000 nats, advantage +0.500 → +0.750">calc &lt;37</span>' in html
+    assert 'title="-1.000 nats, advantage +0.500 → +0.750"> 1776</span>' in html
+    assert "+9.000 nats" not in html
 
 
 def test_comparison_names_every_run_with_before_after_and_gain(tmp_path: Path) -> None:

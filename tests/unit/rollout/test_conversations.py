@@ -211,6 +211,30 @@ def test_a_prefix_that_is_a_whole_turn_goes_to_the_environment() -> None:
     assert sources[1:] == [SegmentSource.DEMONSTRATION, SegmentSource.ENVIRONMENT, SegmentSource.POLICY]
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_conversation_that_begins_again_keeps_its_demonstration(is_whole: bool) -> None:
+    prefix = Prefix(token_ids=(50, END) if is_whole else (50,), is_complete=is_whole)
+    world, _, batch = begin(plan=replace(PLAN, prefixes={("a", 0): prefix}))
+    world.reply()
+    if not is_whole:
+        world.speak(100, END)
+    world.reply(7, reward=0.5)
+    # The host dies while the engine writes a turn, and the environment cannot go on.
+    world.losses[0](False)
+    world.speak(101, END)
+    world.reply(is_anew=True)
+    first = (50, END) if is_whole else (50, 102, END)
+    if not is_whole:
+        assert world.speak(102, END).token_ids == (5, 6, 50)
+    assert world.acts[-1] == TurnRequest(token_ids=first, turn=0)
+    world.reply(done=True, reward=0.25)
+    sample = sample_of(batch)
+    assert sample.response_token_ids.tolist() == list(first)
+    assert sample.turn_rewards.sum() == 0.25
+    assert sample.episode is not None
+    assert sample.episode.num_turns == 1
+
+
 def test_a_lost_host_costs_a_conversation_its_environment_only_where_that_cannot_go_on() -> None:
     world, _, _ = begin()
     world.reply()

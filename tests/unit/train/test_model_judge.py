@@ -1,6 +1,7 @@
 """What a reward model is shown of samples, and how its scores come back."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,17 @@ from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import DataError
 from megarl.rewards.judge import FinishedSample
 from megarl.train.model_judge import ConversationEncoder, ModelJudge, ModelRewards
-from megarl.types import FinishReason, FloatArray, Message, Prompt, RolloutBatch, Row, Sample, prompt_segment
+from megarl.types import (
+    FinishReason,
+    FloatArray,
+    Message,
+    Prompt,
+    RolloutBatch,
+    Row,
+    Sample,
+    environment_segment,
+    prompt_segment,
+)
 from tests.helpers.segments import policy_segment
 
 TOKENIZER = make_byte_tokenizer()
@@ -75,6 +86,20 @@ def test_another_template_of_the_same_tokens_is_another_view() -> None:
     own.chat_template = "{% for m in messages %}{{ m['content'] }}{{ '<|im_end|>' }}{% endfor %}"
     encoder = ConversationEncoder(TOKENIZER, own)
     assert own.decode(encoder.encode(prompt(), sample("#### 8<|im_end|>"))) == "5+3=?<|im_end|>#### 8<|im_end|>"
+
+
+def test_a_conversation_is_read_as_it_is_or_as_its_last_turn() -> None:
+    """Another model's template is never shown a tool's output as part of the answer."""
+    whole = sample("calc 5+3<|im_end|>")
+    reply = TOKENIZER("\n<|im_start|>tool\n8<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+    answer = sample("#### 8<|im_end|>").segments[1]
+    whole = replace(whole, segments=(*whole.segments, environment_segment(reply), answer))
+    assert TOKENIZER.decode(ConversationEncoder(TOKENIZER, make_byte_tokenizer()).encode(prompt(), whole)) == (
+        "<|im_start|>user\n5+3=?<|im_end|>\n<|im_start|>assistant\ncalc 5+3<|im_end|>\n"
+        "<|im_start|>tool\n8<|im_end|>\n<|im_start|>assistant\n#### 8<|im_end|>\n"
+    )
+    own = other_tokenizer("{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}")
+    assert own.decode(ConversationEncoder(TOKENIZER, own).encode(prompt(), whole)) == "[user] 5+3=?[assistant] #### 8"
 
 
 def test_a_template_that_rewrites_answers_is_applied() -> None:

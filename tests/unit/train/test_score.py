@@ -5,7 +5,7 @@ in the right place passes; rows, hints and answers are those of the byte tokeniz
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from megarl.data.chat import encode_chats
 from megarl.data.hints import hinted_rows
 from megarl.data.records import Message
 from megarl.data.tiny_model import make_byte_tokenizer
+from megarl.errors import DataError
 from megarl.record.metrics import Timers
 from megarl.train.score import HintWriter, ScoringPasses, needed_scores
 from megarl.train.update import RoleScorer
@@ -353,6 +354,41 @@ def test_answers_are_marked_if_they_are_to_keep_their_advantage(
             assert tokenizer.decode(response_of(row)[10:11]) == str(place)
             marked = [10] * exclude if row.uid != "none" else list(range(row.num_response_tokens))
             assert np.flatnonzero(row.scores["cpo_excluded"]).tolist() == marked
+
+
+def test_of_a_conversation_only_the_last_turn_has_an_answer(
+    tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
+) -> None:
+    """What a tool wrote is no answer, also where the policy gave none."""
+    parts = ["\\boxed{1}", "\\boxed{2}", "\\boxed{3}"]
+    first, reply, last = (encode(tokenizer, part) for part in parts)
+    nothing = encode(tokenizer, "so be it")
+    before = rows[0].token_ids[: rows[0].num_prompt_tokens]
+    talks = [
+        replace(
+            rows[0],
+            token_ids=np.concatenate([before, first, reply, ending]),
+            loss_mask=np.repeat([True, False, True], [len(first), len(reply), len(ending)]),
+            scores={},
+        )
+        for ending in (last, nothing)
+    ]
+    bench = Bench(writer(tokenizer, exclude_answer=True))
+    got, _ = bench.run(talks, {"a": replace(prompts["a"], environment="game")}, HINTED)
+    place = len(first) + len(reply) + len("\\boxed{")
+    assert np.flatnonzero(got[0].scores["cpo_excluded"]).tolist() == [place]
+    assert not got[1].scores["cpo_excluded"].any()
+
+
+def test_a_conversation_that_its_environment_opened_cannot_have_a_hint(
+    tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
+) -> None:
+    opened = replace(
+        rows[0], token_ids=np.concatenate([[5], rows[0].token_ids]), num_prompt_tokens=rows[0].num_prompt_tokens + 1
+    )
+    talking = {"a": replace(prompts["a"], environment="game")}
+    with pytest.raises(DataError, match="row a/0: its environment 'game' opens conversations with messages of its own"):
+        Bench(writer(tokenizer)).run([opened], talking, HINTED)
 
 
 def test_no_hint_reaches_what_is_trained(
