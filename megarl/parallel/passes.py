@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
+from megarl.device.accelerators import FP8_RECIPES
 from megarl.device.platform import platform
 from megarl.errors import NonFiniteError
 from megarl.host.stage import tell_stage
@@ -55,6 +56,7 @@ def _run_schedule(
         tp=layout.config.tp if layout.config.sequence_parallel else 1,
         cp=layout.config.cp,
         cp_rank=layout.cp_group.rank(),
+        block=1 if model.config.fp8 is None else FP8_RECIPES[model.config.fp8_recipe].block,
     )
 
     started = itertools.count(1)

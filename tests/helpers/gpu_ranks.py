@@ -2,8 +2,9 @@
 
 import importlib.util
 import multiprocessing
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from megarl.cluster import residency
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.device.platform import platform
 from megarl.parallel.backend import BACKENDS, cuda_backend
-from megarl.rollout.engine import EngineSpec, VllmEngine
+from megarl.rollout.engine import Completion, EngineSpec, GenerationRequest, VllmEngine
 from megarl.sync.plan.build import build_plan
 from megarl.sync.wire.ends import BridgeReceiver, BridgeSender
 from megarl.sync.wire.meetings import Meeting, open_store
@@ -157,6 +158,40 @@ def sleep_and_wake(
     return SleepTrace(calls=recorder.calls, free=free, before=before, after=after)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateTrace:
+    """Seconds until the engine was there, what it generated at first, and what it was generating during an update."""
+
+    start_s: float
+    first: list[Completion]
+    updated: list[Completion]
+
+
+def update_in_flight(
+    context: RankContext, spec: EngineSpec, files: Sequence[str], requests: Sequence[GenerationRequest]
+) -> UpdateTrace:
+    """Generate requests; then again, with the weights of `files` from some token on as version 1."""
+    start = time.monotonic()
+    with _engine(spec) as engine, ThreadPoolExecutor(1) as pool:
+        start_s = time.monotonic() - start
+        first = engine.generate(requests)
+        engine.add(dict(enumerate(requests)))
+        found: dict[int, Completion] = {}
+
+        def serve() -> None:
+            for part in engine.serve():
+                found.update(part)
+                if len(found) == len(requests):
+                    return
+
+        serving = pool.submit(serve)
+        while len(engine.unfinished()) < len(requests):
+            time.sleep(0.001)
+        load_files(engine, files, version=1)
+        serving.result(timeout=120.0)
+    return UpdateTrace(start_s=start_s, first=first, updated=[found[i] for i in range(len(requests))])
+
+
 @contextmanager
 def _engine(spec: EngineSpec) -> Iterator[VllmEngine]:
     # On CUDA vLLM's engine is a process of its own, which the daemons that ranks are could not start.
@@ -199,7 +234,7 @@ def exchange_by_ipc(
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
         answer = pool.submit(_receive_by_ipc, shares[1])
-        sender = BridgeSender(shares[0], SharedMemorySender(shares[0]))
+        sender = BridgeSender(shares[0], SharedMemorySender(shares[0], platform().device()))
         on_device = {name: value.to(platform().device()) for name, value in values.items()}
         for transfer in (1, 2):
             slices = [Slice(tensor=name, index=(), view=value, owned=True) for name, value in on_device.items()]
@@ -211,5 +246,6 @@ def exchange_by_ipc(
 
 def _receive_by_ipc(share: Share) -> list[dict[str, torch.Tensor]]:
     """Both transfers, on the host: in the process that has the other end."""
-    receiver = BridgeReceiver(share, SharedMemoryReceiver(share), platform().device())
+    device = platform().device()
+    receiver = BridgeReceiver(share, SharedMemoryReceiver(share, device), device)
     return [{name: tensor.cpu() for name, tensor in receiver.receive(transfer)} for transfer in (1, 2)]
