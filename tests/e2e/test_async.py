@@ -38,21 +38,15 @@ EXPERTS = ("model.path={inputs}/experts", "actor.layout={{tp: 1, sequence_parall
 TALK = Path(__file__).parents[1] / "helpers" / "talk.py"
 CONVERSATIONS = (f"environment.default={TALK}:Talk", "environment.max_turn_tokens=40")
 FORGETFUL = (f"environment.default={TALK}:Forgetful", *CONVERSATIONS[1:])
-AGENTS = (
-    "environment.default=asks",
-    f"environment.entries={{asks: {{type: agent, arguments: {{agent: {TALK.with_name('chat_agent.py')}:ask_often}}}}}}",
-)
 VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "one engine": ((), INSIDE),
     "two engines": (("rollout.engine.num_engines=2",), INSIDE),
     # Updates come in the middle of turns and between them.
     "conversations": (CONVERSATIONS, INSIDE),
-    # The agent's turns have limits of their own, which no setting says.
-    "agents": (AGENTS, INSIDE),
     "experts": (EXPERTS, INSIDE),
     "core apart": ((), APART),
 }
-FIRST, TURNS, *FURTHER = "one engine", "conversations", "two engines", "agents", "experts", "core apart"
+FIRST, TURNS, *FURTHER = "one engine", "conversations", "two engines", "experts", "core apart"
 
 
 @pytest.fixture(
