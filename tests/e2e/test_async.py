@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM
 from megarl.rollout.replay import read_record, record_path
 from megarl.train.checkpoint import last_checkpoint
 from megarl.types import Sample, SegmentSource
-from tests.helpers import chat_agent
 from tests.helpers.expert_checkpoint import make_moe
 from tests.helpers.talk import talk_settings
 from tools.bench.kill_resume import SCHEDULES, SmallRun, asynchronous_faults, differences, make_inputs
@@ -37,10 +36,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # Whether vLLM's engine core is a process of its own, which is vLLM's default on CUDA.
 INSIDE, APART = ({"VLLM_ENABLE_V1_MULTIPROCESSING": value} for value in "01")
-AGENTS = (
-    "environment.default=asks",
-    f"environment.entries={{asks: {{type: agent, arguments: {{agent: {chat_agent.__file__}:ask_often}}}}}}",
-)
 
 
 def with_experts(inputs: Path) -> tuple[str, ...]:
@@ -53,12 +48,10 @@ VARIANTS: dict[str, tuple[Callable[[Path], tuple[str, ...]], dict[str, str]]] = 
     "two engines": (lambda _: ("rollout.engine.num_engines=2",), INSIDE),
     # Updates come in the middle of turns and between them.
     "conversations": (lambda inputs: talk_settings(calls=inputs / "calls"), INSIDE),
-    # The agent's turns have limits of their own, which no setting says.
-    "agents": (lambda _: AGENTS, INSIDE),
     "experts": (with_experts, INSIDE),
     "core apart": (lambda _: (), APART),
 }
-FIRST, TURNS, *FURTHER = "one engine", "conversations", "two engines", "agents", "experts", "core apart"
+FIRST, TURNS, *FURTHER = "one engine", "conversations", "two engines", "experts", "core apart"
 
 
 @pytest.fixture(
