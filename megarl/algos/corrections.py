@@ -214,7 +214,7 @@ _GATED = _WEIGHTED | {"only_negative"}
 _GATED_RATIO = _GATED | _BOUNDS | {"token_cap"}
 
 # No correction.
-CORRECTIONS.register("none")(CorrectionRule(weight=one))
+CORRECTIONS.register("none")(CorrectionRule(weight=one, options=frozenset({"forced"})))
 # The policy loss's ratio is to the engine's log-probs: policy change and mismatch in one ratio, clipped as one.
 CORRECTIONS.register("rollout_ratio")(CorrectionRule(weight=one, options=frozenset({"veto"}), rollout_ratio=True))
 # Truncated importance sampling as in OpenRLHF: small weights are raised to `low`.

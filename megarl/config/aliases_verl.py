@@ -162,7 +162,7 @@ VERL: Entries = {
         translate.choose({"naive": "gloo", "gloo": "gloo", "nccl": "device"}),
     ),
     "actor_rollout_ref.rollout.data_parallel_size": ("rollout.engine.num_engines",),
-    "actor_rollout_ref.rollout.dtype": ("model.dtype",),
+    "actor_rollout_ref.rollout.dtype": ("rollout.engine.dtype",),
     "actor_rollout_ref.rollout.enable_prefix_caching": ("rollout.engine.prefix_caching",),
     "actor_rollout_ref.rollout.enforce_eager": ("rollout.engine.enforce_eager",),
     "actor_rollout_ref.rollout.free_cache_engine": ("placement.offload", "", translate.SWITCH),

@@ -61,10 +61,11 @@ def check_schedule(config: Config) -> None:
             f"{ahead} with placement.mode=colocated, but engines that share the trainer's devices cannot generate "
             "while it works; set placement.mode=split, or staleness=0"
         )
-    if config.algo.correction.name == "none":
+    if config.algo.correction.name == "none" and not config.algo.correction.forced:
         raise ConfigError(
             f"{ahead} with algo.correction.name=none, but then ratios would be to weights that did not sample; set "
-            "algo.correction.name, as use.schedule=one_step_off (rollout_ratio) and use.schedule=async (tis_upper) do"
+            "algo.correction.name, as use.schedule=one_step_off (rollout_ratio) and use.schedule=async (tis_upper) do, "
+            "or algo.correction.forced=true to see what that costs"
         )
     if config.rollout.source != "vllm":
         return

@@ -12,6 +12,8 @@ class EngineConfig:
 
     num_engines: int = setting(1, AT_LEAST_1)  # Number of engines; each holds a full copy of the policy.
     tp: int = setting(1, AT_LEAST_1)  # Tensor-parallel size of each engine.
+    # Data type in which engines hold weights and compute; null: model.dtype.
+    dtype: Literal["float32", "bfloat16"] | None = None
     max_num_seqs: int = setting(256, AT_LEAST_1)  # Maximum number of sequences that an engine decodes concurrently.
     max_model_tokens: int | None = setting(None, AT_LEAST_1)  # Context length; null: the longest possible row.
     kv_cache_mib: int | None = setting(None, AT_LEAST_1)  # Size of the KV cache per device.

@@ -101,7 +101,7 @@ def engine_spec(config: Config) -> EngineSpec:
         engine = replace(engine, prefix_caching=False)
     return EngineSpec(
         model_path=config.model.path,
-        dtype=config.model.dtype,
+        dtype=engine.dtype or config.model.dtype,
         seed=config.run.seed,
         max_model_tokens=engine.max_model_tokens or needed,
         config=engine,

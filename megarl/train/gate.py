@@ -78,7 +78,8 @@ class MismatchGate:
     """A check that refuses to train if engine and trainer disagree before the first update."""
 
     def __init__(self, config: Config) -> None:
-        self._limit = config.trainer.mismatch_gate_nats or MISMATCH_GATE_NATS[config.model.dtype]
+        dtypes = {config.model.dtype, config.rollout.engine.dtype or config.model.dtype}
+        self._limit = config.trainer.mismatch_gate_nats or max(MISMATCH_GATE_NATS[dtype] for dtype in dtypes)
         self.passed = False
 
     def check(self, rows: Sequence[Row]) -> None:

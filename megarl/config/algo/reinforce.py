@@ -43,6 +43,8 @@ class CorrectionConfig:
     """
 
     name: str = "none"  # Name of the correction; see docs/algorithms.md.
+    # With name=none: train on stale samples (rollout.schedule.staleness) as if they were fresh, to see what that costs.
+    forced: bool = False
     low: float = setting(0.5, AT_LEAST_0)  # Lower threshold, inclusive; at most 1.
     high: float = setting(5.0, POSITIVE)  # Upper threshold, inclusive; at least 1.
     max_kl_nats: float = setting(0.1, POSITIVE)  # sequence_mask: mask rows whose mean of −ln ρ exceeds this.

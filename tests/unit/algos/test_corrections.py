@@ -410,7 +410,7 @@ def algo(name: str, loss: str = "ppo_clip", **cfg: Any) -> AlgoConfig:
             algo("sequence", only_negative=True),
             r"only_negative: got true, .*takes high, normalise, veto; leave it at f",
         ),
-        (algo("none", veto=9.0), r"veto: got 9\.0, .*algo\.correction\.name=none, which takes no options"),
+        (algo("none", veto=9.0), r"veto: got 9\.0, .*algo\.correction\.name=none, which takes forced"),
         (algo("none", low=0.9), r"low: got 0\.9, .*algo\.correction\.name=none, .*leave it at 0\.5"),
         (algo("rollout_ratio", high=2.0), r"high: got 2\.0, .*algo\.correction\.name=rollout_ratio, which takes veto;"),
         (algo("tis_upper", low=0.9), r"low: got 0\.9, .*which takes high, normalise, veto"),

@@ -179,3 +179,5 @@ def test_schedules_that_suit_the_run(schedule: dict[str, Any]) -> None:
         "rollout": {"schedule": schedule},
     }
     check_train(from_dict(Config, tree))
+    # Who wants to know what staleness costs without a correction has to say so.
+    check_train(from_dict(Config, tree | {"algo": {"correction": {"forced": True}}}))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megarl.config.algo import CorrectionConfig
-from megarl.config.schema import Config, ModelConfig, TrainerConfig
+from megarl.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig, TrainerConfig
 from megarl.errors import MismatchError
 from megarl.train.gate import MismatchGate, engine_metrics, mismatch_of
 from megarl.types import Row
@@ -71,6 +71,13 @@ def test_limits(dtype: Literal["float32", "bfloat16"], limit: float | None, diff
         with pytest.raises(MismatchError, match=r"differ from the trainer's by .* nats on average before the first"):
             checked.check(rows)
     assert checked.passed == passes
+
+
+def test_engines_in_bfloat16_have_its_limit_whatever_the_trainer_computes_in() -> None:
+    engine = RolloutConfig(engine=EngineConfig(dtype="bfloat16"))
+    checked = MismatchGate(Config(model=ModelConfig(dtype="float32"), rollout=engine))
+    checked.check([make_row([-1.0], [-1.049])])
+    assert checked.passed
 
 
 def test_the_message_has_both_numbers_and_the_key() -> None:
