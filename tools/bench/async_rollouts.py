@@ -3,12 +3,11 @@
     python -m tools.bench.async_rollouts --out DIR
 
 Each contender is a run of the command line on two CPU cores: colocated and split synchronous, one step off, and
-asynchronous with staleness 2. They take turns, `--turns` times; the time of a step is the median over steps, without
+asynchronous with staleness 2. They take turns, `--turns` times; the time of a step is the mean over steps, without
 the first ones, and the median turn counts. `slow rewards` judges with a function that sleeps for a log-normal time of
 mean 1 s; `slow tools` has conversations with an environment that replies twice and sleeps as long each time. Prints a
-table with the load of the machine and what each side was idle; then what `megarl plan-async` says of all four
-contenders from what the run with staleness 2 measured. Checks the limits, writes DIR/records.json, and exits with 1 if
-a limit is exceeded.
+table with the load of the machine and what each side was idle. Checks the limits, writes DIR/records.json, and exits
+with 1 if a limit is exceeded. `tools.bench.async_plan` compares `megarl plan-async` with runs.
 """
 
 import argparse
@@ -24,8 +23,6 @@ from pathlib import Path
 from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import GenerateConfig, generate
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
-from megarl.plan.async_fit import measure as measure_costs
-from megarl.plan.simulate import simulate
 from megarl.record.metrics import read_metrics
 from megarl.text_table import align
 from tools.bench.kill_resume import RUN_FILES
@@ -52,9 +49,6 @@ CONTENDERS: Mapping[str, tuple[str, ...]] = {
     "split, one step off": ("use.schedule=one_step_off",),
     "split, staleness 2": ("use.schedule=async",),
 }
-# The run whose costs `plan-async` simulates the others with. Its trainer and engine work side by side, as on two CPU
-# cores they slow each other, which no synchronous run measures.
-BASIS = "split, staleness 2"
 SCENARIOS: Mapping[str, tuple[str, ...]] = {
     "long tail": ("trainer.prompts_per_step=32",),
     "slow rewards": ("trainer.prompts_per_step=4", "rewards.custom.workers=32", "rewards.custom.name=compute_score"),
@@ -67,8 +61,6 @@ LIMITS = {
     ("slow rewards", "split, synchronous"): 0.5,
     ("slow tools", "split, synchronous"): 0.5,
 }
-# How far a simulated step may be off.
-PLAN_LIMIT = 0.15
 SLOW_REWARD = '''"""Judge slowly: the time is log-normal with mean 1 s, and depends on the response alone."""
 import math
 import random
@@ -108,13 +100,9 @@ class Measured:
     load: float
 
 
-def run_name(scenario: str, contender: str, turn: int) -> str:
-    return f"{scenario}-{contender}-{turn}".replace(", ", "-").replace(" ", "-")
-
-
 def measure(inputs: Path, scenario: str, contender: str, turn: int, *, steps: int, skipped: int) -> Measured:
     """Run a contender and read its metrics."""
-    name = run_name(scenario, contender, turn)
+    name = f"{scenario}-{contender}-{turn}".replace(", ", "-").replace(" ", "-")
     settings = [*COMMON, *SCENARIOS[scenario], *CONTENDERS[contender], f"trainer.total_steps={steps}"]
     if scenario == "slow rewards":
         (inputs / "slow.py").write_text(SLOW_REWARD)
@@ -198,28 +186,7 @@ def main() -> None:
             failed |= (ratio := asynchronous / other) > limit
             verdict = "holds" if ratio <= limit else "EXCEEDED"
             print(f"{verdict}  {scenario}: staleness 2 ÷ {contender}: {ratio:.2f}, limit {limit:.2f}")
-    if "long tail" in arguments.scenarios and set(CONTENDERS) <= set(arguments.contenders):
-        failed |= not check_plan(
-            inputs / "runs", arguments.turns, {name: medians["long tail", name] for name in CONTENDERS}
-        )
     raise SystemExit(failed)
-
-
-def check_plan(runs: Path, turns: int, step_s: Mapping[str, float]) -> bool:
-    """Print the simulated times of the contenders, the median over turns; return whether they hold the limit."""
-    holds = True
-    for contender, took in step_s.items():
-        simulated = []
-        for turn in range(turns):
-            source, own = (measure_costs(runs / run_name("long tail", name, turn)) for name in (BASIS, contender))
-            simulated.append(simulate(source.workload, source.costs, own.setting, num_steps=32).step_s)
-        off = statistics.median(simulated) / took - 1
-        holds &= abs(off) <= PLAN_LIMIT
-        verdict = "holds" if abs(off) <= PLAN_LIMIT else "EXCEEDED"
-        print(
-            f"{verdict}  plan-async: {contender}: {statistics.median(simulated):.3f} s/step, {off:+.0%} of what it took"
-        )
-    return holds
 
 
 if __name__ == "__main__":

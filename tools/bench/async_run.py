@@ -1,8 +1,9 @@
 """Run `megarl ARGUMENTS` with response lengths that are drawn from a log-normal distribution.
 
-    python -m tools.bench.async_run MEAN SIGMA CAP ARGUMENTS
+    python -m tools.bench.async_run [--paced] MEAN SIGMA CAP ARGUMENTS
 
-Every request may have as many tokens as its seed draws; a model of random weights rarely ends a response earlier.
+Every request may have as many tokens as its seed draws; a model of random weights rarely ends a response earlier. With
+`--paced`, trainer and engines keep the pace of `tools.bench.paced`.
 """
 
 import math
@@ -18,9 +19,13 @@ apply_environment()
 from megarl import cli  # noqa: E402
 from megarl.rollout import vllm_source  # noqa: E402
 from megarl.rollout.engine import GenerationRequest  # noqa: E402
+from tools.bench.paced import pace_driver  # noqa: E402
 
 
 def main(argv: Sequence[str]) -> None:
+    if argv[0] == "--paced":
+        pace_driver()
+        argv = argv[1:]
     mean, sigma, cap = map(float, argv[:3])
 
     def drawn(*, seed: int, max_tokens: int, **given: Any) -> GenerationRequest:
