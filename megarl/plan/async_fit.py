@@ -33,8 +33,8 @@ _LENGTHS = ("response_length/mean", "response_length/max", "prompt_length/mean")
 class Measured:
     """What a run says of its costs and samples.
 
-    step_s: the mean time of its steps. scores: whether its steps score old log-probs. notes: say what was
-    estimated rather than measured.
+    step_s: the mean time of the later half of its steps, those from which lengths are drawn. scores: whether its steps
+    score old log-probs. notes: say what was estimated rather than measured.
     """
 
     config: Config
@@ -114,7 +114,7 @@ def measure(run_dir: Path) -> Measured:
         config=config,
         costs=costs,
         workload=workload,
-        step_s=float(np.mean(_column(steps, "timing_s/step"))),
+        step_s=float(np.mean(_column(steps, "timing_s/step")[len(steps) // 2 :])),
         scores=is_extra and float(np.median(scored_s)) > 0,
         notes=tuple(notes),
     )

@@ -30,7 +30,7 @@ from tools.bench.kill_resume import RUN_FILES
 # How far a simulated step may be off, as a share.
 LIMIT = 0.15
 # Mean, σ and largest of the response lengths.
-LENGTHS = ("30", "1.0", "150")
+LENGTHS = ("24", "1.0", "100")
 SETTINGS = (
     "use.model=qwen3-tiny",
     "placement.mode=split",
@@ -40,7 +40,7 @@ SETTINGS = (
     "data.val=[]",
     "trainer.prompts_per_step=8",
     "rollout.num_samples=4",
-    "rollout.max_response_tokens=150",
+    "rollout.max_response_tokens=100",
     "rollout.engine.max_num_seqs=128",
     "logging.tensorboard=false",
     "logging.num_rollouts=32",
@@ -99,7 +99,7 @@ def compare(runs: Mapping[str, Path], *, skipped: int) -> list[Compared]:
 def run(inputs: Path, contender: str, root: Path, *, steps: int) -> float:
     """Run a contender, unless it has taken place; return the load of the machine in the middle of it."""
     metrics, load = RunPaths(root).metrics, root.with_suffix(".load")
-    if metrics.exists() and read_metrics(metrics)[-1].step == steps:
+    if load.exists() and read_metrics(metrics)[-1].step == steps:
         return float(load.read_text())
     arguments = [
         *(sys.executable, "-W", "ignore", "-m", "tools.bench.async_run", "--paced", *LENGTHS),
@@ -121,8 +121,8 @@ def run(inputs: Path, contender: str, root: Path, *, steps: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a directory to work in")
-    parser.add_argument("--steps", type=int, default=18)
-    parser.add_argument("--skipped", type=int, default=6, help="first steps that do not count")
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--skipped", type=int, default=5, help="first steps that do not count")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     inputs = arguments.out

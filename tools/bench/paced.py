@@ -24,18 +24,19 @@ class Pace:
     score_token_s: float
 
 
-PACE = Pace(decode_step_s=0.020, decode_sequence_s=0.0004, train_token_s=0.0010, score_token_s=0.00033)
+PACE = Pace(decode_step_s=0.040, decode_sequence_s=0.0005, train_token_s=0.0021, score_token_s=0.0007)
 
 
 def pace_engines() -> None:
     """Pace the engine that this process may become: a step is counted only after the time that it has to take.
 
-    The first step after an update also pays for the tokens whose keys and values the update dropped.
+    While steps follow one another, one that took too long is made up for by the next ones. The first step after an
+    update also pays for the tokens whose keys and values the update dropped.
     """
-    from megarl.rollout.stepping import EngineWork, Stepper
+    from megarl.rollout.stepping import MAX_PAUSE_S, EngineWork, Stepper
 
     counted, held = EngineWork.add_step, Stepper.held
-    owed = 0
+    owed, due, ended = 0, 0.0, 0.0
 
     @contextmanager
     def held_for_update(stepper: Stepper) -> Iterator[bool]:
@@ -46,11 +47,13 @@ def pace_engines() -> None:
             owed += stepper.work.recomputed_tokens - before
 
     def add_step(work: EngineWork, start: float, end: float, num_sequences: int) -> None:
-        nonlocal owed
+        nonlocal owed, due, ended
         length = PACE.decode_step_s + num_sequences * PACE.decode_sequence_s + owed * PACE.score_token_s
+        due = (due if start - ended < MAX_PAUSE_S else start) + length
         owed = 0
-        time.sleep(max(0.0, start + length - end))
-        counted(work, start, max(end, start + length), num_sequences)
+        time.sleep(max(0.0, due - end))
+        ended = time.time()
+        counted(work, start, ended, num_sequences)
 
     Stepper.held = held_for_update  # type: ignore[method-assign, assignment]
     EngineWork.add_step = add_step  # type: ignore[method-assign, assignment]

@@ -115,6 +115,12 @@ def test_costs_are_those_of_the_counted_steps(tmp_path: Path) -> None:
     ]
 
 
+def test_the_time_of_a_step_is_that_of_the_steps_whose_lengths_count(tmp_path: Path) -> None:
+    """Of steps 2 to 5 the later two: a run whose responses grow is compared with what it has become."""
+    later = [step_metrics(step, counted=True)["timing_s/step"] for step in (4, 5)]
+    assert measure(make_run(tmp_path / "run")).step_s == pytest.approx(sum(later) / 2)
+
+
 def test_without_counters_decoding_is_estimated_from_the_longest_and_from_all_tokens(tmp_path: Path) -> None:
     measured = measure(make_run(tmp_path / "run", counted=False))
     assert measured.costs.decode_step_s == pytest.approx(0.01)
