@@ -74,6 +74,7 @@ def test_a_paced_engine_takes_its_time_and_makes_up_for_a_step_that_took_too_lon
     paced.pace_engines()
     work = EngineWork()
     # A step of 10 sequences takes 45 ms, however fast it was.
+    clock.now = 100.001
     work.add_step(100.0, 100.001, 10)
     assert clock.now == pytest.approx(100.045)
     # The next one took 70 ms: it is 25 ms late, and the one after it has 20 ms left.

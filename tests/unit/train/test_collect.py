@@ -23,7 +23,7 @@ from megarl.config.algo import AdvantageConfig, AlgoConfig, FilterConfig
 from megarl.config.generation import RolloutConfig, ScheduleConfig
 from megarl.config.schema import Config, TrainerConfig
 from megarl.data.sampler import MixtureSampler, PromptSampler
-from megarl.errors import RunError
+from megarl.errors import RunError, WorkerError
 from megarl.record.metrics import Timers
 from megarl.rewards.judge import Judged, Tally, Trouble
 from megarl.rollout.scheduler import Scheduler
@@ -515,6 +515,26 @@ def test_the_pipeline_replaces_what_the_filter_removes() -> None:
     assert collected.metrics["filter/num_refills"] == 2
     assert world.asked == [(1, [0, 1]), (2, [2, 3]), (3, [4]), (3, [5])]
     assert rollouts.scheduler.pipeline == {1: 0, 3: 0, 4: 0, 5: 0}
+
+
+def test_a_pipeline_without_progress_names_its_oldest_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt 1 has finished, but strict order waits for prompt 0, of which a sample is missing."""
+    world = World([MIXED] * 9)
+    rollouts = world.collector(FilterConfig(), 2, schedule=AHEAD)
+    rollouts.admit(0)
+    batch, samples = world.pending[0]
+    for prompt, sample in samples:
+        if (prompt.uid, sample.sample_index) != ("q:0", 1):
+            batch.finish(prompt, sample)
+
+    def wait(until: Callable[[], bool], *, timeout_s: float, doing: Doing) -> None:
+        assert not until()
+        raise WorkerError(f"no progress within {timeout_s:g} s: {doing()}")
+
+    monkeypatch.setattr(world, "wait", wait)
+    message = r"within 3600 s: generating: the oldest ticket, 0 \(q:0\), has 1 of 2 samples"
+    with pytest.raises(WorkerError, match=message):
+        rollouts.take(1)
 
 
 def test_no_prompt_is_under_way_twice() -> None:
