@@ -77,6 +77,8 @@ class OptimizerConfig:
     decay_frac: float = setting(1.0, SHARE)
     min_lr_frac: float = setting(0.0, FRACTION)  # Learning rate at the end of the decay, as a fraction of lr.
     distributed: bool = True  # Shard the optimizer state over the data-parallel ranks.
+    # Sum gradients over the data-parallel ranks while backward computes further ones; null: on CUDA.
+    overlap_grad_reduce: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

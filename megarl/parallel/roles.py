@@ -1,6 +1,6 @@
 """Load a rank's models (actor, reference, critic); wrap trained ones in Megatron's DDP and (distributed) AdamW."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from megarl.config.schema import OptimizerConfig
+from megarl.device.platform import platform
 from megarl.parallel.head.policy import HeadRequest
 from megarl.parallel.layout import Layout
 from megarl.parallel.model import PackedModel, build_model
@@ -71,16 +72,47 @@ def load_role(spec: RoleSpec, layout: Layout) -> LoadedRole:
     return LoadedRole(spec=spec, model_spec=model_spec, chunks=chunks, ddp=ddp, optimizer=optimizer)
 
 
+class HeadAwareDdp(DistributedDataParallel):
+    """Megatron's DDP for models whose log-prob head adds the gradient of its weight to `main_grad` itself.
+
+    Autograd then has no gradient for an untied weight, without which Megatron refuses to overlap: a gradient that is
+    not there might still come. Here it is final, since the head's part is added before autograd reaches the weight.
+    """
+
+    def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
+        hook = super()._make_backward_post_hook(param)
+
+        def count_as_ready(*_: Any) -> None:
+            is_absent = param.grad is None
+            if is_absent:
+                # It takes the memory of one element, and is not added.
+                param.grad = param.detach().new_zeros(()).expand_as(param)
+                param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            hook()
+            if is_absent:
+                # In the next micro-batch the weight may have one, if it is also the embedding.
+                param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+        return count_as_ready
+
+
 def wrap_ddp(chunks: Sequence[PackedModel], config: OptimizerConfig) -> list[DistributedDataParallel]:
     """Wrap a rank's model chunks in Megatron's DDP, which sums gradients over replicas in float32, not averages."""
-    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=config.distributed)
-    wrapped = [DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks]
+    overlaps = platform().name == "cuda" if config.overlap_grad_reduce is None else config.overlap_grad_reduce
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=config.distributed, overlap_grad_reduce=overlaps
+    )
+    wrapped: list[DistributedDataParallel] = [HeadAwareDdp(chunk.config, ddp_config, chunk) for chunk in chunks]
 
     def finalize(models: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
         # The loss is already divided by global denominators: no second division by tokens.
         finalize_model_grads(models, None, **kwargs)
 
     chunks[0].config.finalize_model_grads_func = finalize
+    if overlaps:
+        # Only the last micro-batch's gradients are complete.
+        no_sync = [each.no_sync for each in wrapped]
+        chunks[0].config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped
 
 

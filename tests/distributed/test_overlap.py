@@ -1,0 +1,65 @@
+"""Summing gradients while backward computes further ones changes no bit, also of those that the head adds itself."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.config.schema import ActorConfig, HeadConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from tests.helpers.overlap_ranks import train_in_small_buckets
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.rows import random_rows
+
+ROWS = random_rows([(5, 12), (3, 20), (9, 7), (4, 15), (6, 9), (2, 18)])
+NUM_STEPS = 3
+
+
+@pytest.mark.parametrize(
+    ("tied", "head", "layout"),
+    [
+        pytest.param(False, HeadConfig(regime="recompute", chunk_tokens=16), LayoutConfig(dp=2), id="untied"),
+        pytest.param(True, HeadConfig(regime="recompute", chunk_tokens=16), LayoutConfig(dp=2), id="tied"),
+        pytest.param(False, HeadConfig(regime="in_chunk", chunk_tokens=16), LayoutConfig(dp=2), id="in chunks"),
+        pytest.param(
+            False,
+            HeadConfig(regime="keep"),
+            LayoutConfig(dp=2, pp=2, virtual_pp=2, overlap_p2p=True),
+            id="two stages of two chunks",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_overlap_changes_no_bit(
+    rank_pool: Callable[[int], RankPool],
+    checkpoint: Callable[..., Path],
+    tied: bool,
+    head: HeadConfig,
+    layout: LayoutConfig,
+) -> None:
+    """Two replicas add the same two numbers in either case. Several micro-batches, of which the last one counts.
+
+    The norm is a sum over shards, which lie otherwise in buckets; so nothing is scaled by it.
+    """
+    model = ModelConfig(path=str(checkpoint(tied=tied, num_layers=4)), dtype="float32")
+    optimizer = OptimizerConfig(lr=1e-2, clip_grad_norm=1e9)
+    actor = ActorConfig(layout=layout, head=head, micro_batch_tokens=32, optimizer=optimizer)
+    overlapping = replace(actor, optimizer=replace(optimizer, overlap_grad_reduce=True))
+    pool = rank_pool(layout.world_size)
+    expected = pool.run(train_in_small_buckets, actor, model, ROWS, NUM_STEPS)
+    got = pool.run(train_in_small_buckets, overlapping, model, ROWS, NUM_STEPS)
+    assert any(rank.history for rank in got)
+    for one, other in zip(got, expected, strict=True):
+        for (loss, norm), (its_loss, its_norm) in zip(one.history, other.history, strict=True):
+            assert loss == its_loss
+            assert norm == pytest.approx(its_norm, rel=1e-6)
+        assert one.weights.keys() == other.weights.keys()
+        for name, weight in one.weights.items():
+            assert torch.equal(weight, other.weights[name]), name
+        assert [started for started, _ in other.under_way] == [0] * NUM_STEPS
+        # In its first step Megatron learns which gradients there are.
+        assert one.under_way[0][0] == 0
+        for started, num_groups in one.under_way[1:]:
+            assert started == num_groups
+    assert max(num_groups for rank in got for _, num_groups in rank.under_way) > 1
