@@ -8,9 +8,10 @@ from megarl.cluster.processes import wait_all
 from megarl.cluster.roster import Process
 from megarl.errors import EngineDiedError, WeightSyncError
 from megarl.rollout.engine import Received
-from megarl.sync.plan.build import Holding, Parcel, Plan, build_plan
+from megarl.sync.plan.build import Holding, Parcel, build_plan
 from megarl.sync.wire.casts import SCALED, scale_of
 from megarl.sync.wire.meetings import Meeting, give_up
+from megarl.sync.wire.routed import passed_on
 from megarl.sync.wire.wires import Share
 from megarl.weights.boxes import num_elements
 from megarl.weights.safetensors_map import TensorSpec
@@ -68,9 +69,9 @@ class BridgeSync:
             {sink: needs[i % self._tp] for i, sink in enumerate(sinks)},
             neighbours=neighbours,
         )
-        self._open(
-            self.plan, segments, over_devices=over_devices, cuda_ipc=cuda_ipc, delta=delta_full_every is not None
-        )
+        # NCCL takes no device twice: an engine's worker gets what other hosts send from the rank on its device.
+        relays = {sink: ranks[0] for sink, ranks in neighbours.items()} if over_devices else {}
+        self._open(segments, relays, over_devices=over_devices, cuda_ipc=cuda_ipc, delta=delta_full_every is not None)
 
     def push(self, version: int, *, verify: bool) -> dict[str, float]:
         """Send the trainer's current weights to the engines, which generate with them as `version`; return metrics.
@@ -135,13 +136,15 @@ class BridgeSync:
         """
         return len(self._ranks) + engine * self._tp + worker
 
-    def _open(self, plan: Plan, segments: Path, **options: bool) -> None:
-        first = self._ranks[0]
+    def _open(self, segments: Path, relays: dict[int, int], **options: bool) -> None:
+        plan, first = self.plan, self._ranks[0]
         self._address = first.location.address
         (self._port,) = self._call([first], [("offer_meeting", (self._address,))])
-        size = len(self._ranks) + len(plan.needs)
         hosts = [rank.location.host for rank in self._ranks]
         hosts += [engine.location.host for engine in self._engines for _ in range(self._tp)]
+        # The members of the process group between hosts.
+        size = len(self._ranks) if relays else len(hosts)
+        passed = passed_on(plan.messages, relays, hosts)
 
         def share(process: int, messages: list[Parcel]) -> Share:
             return Share(
@@ -153,6 +156,8 @@ class BridgeSync:
                     address=self._address, port=self._port, rank=process, size=size, timeout_s=self._timeout_s
                 ),
                 hosts=tuple(hosts),
+                relays=relays,
+                passed=tuple(passed.get(process, ())),
                 **options,
             )
 

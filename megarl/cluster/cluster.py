@@ -221,7 +221,7 @@ class Cluster:
             segments=self.scope.shm_file("bridge"),
             timeout_s=self._config.rollout.timeout_s,
             over_devices=config.host_group == "device",
-            cuda_ipc=config.cuda_ipc,
+            cuda_ipc=platform().has_ipc if config.cuda_ipc is None else config.cuda_ipc,
             delta_full_every=config.delta_full_every if config.delta else None,
         )
 

@@ -84,12 +84,6 @@ def check_schedule(config: Config) -> None:
 def check_sync(config: Config) -> None:
     """Raise ConfigError for weight-sync settings that exclude each other or that the placement does not allow."""
     sync = config.sync
-    # A process group over devices has one member per device, so trainer and engines must not share any.
-    if sync.host_group == "device" and config.placement.mode == "colocated":
-        raise ConfigError(
-            "sync.host_group: got device with placement.mode=colocated, but NCCL takes no device twice; set "
-            "sync.host_group=gloo or placement.mode=split"
-        )
     if sync.dtype == config.model.dtype:
         raise ConfigError(f"sync.dtype: got {sync.dtype}, which model.dtype already is; set sync.dtype=null")
     if sync.delta and sync.host_group == "device":

@@ -97,8 +97,9 @@ class SyncConfig:
     """Configure how the policy's weights are sent from the trainer to the engines after every update."""
 
     verify: bool = False  # Compare checksums of every tensor on both sides after each sync; slow, for debugging.
-    # Connection between hosts. gloo: the network; device: the devices' own links (NCCL), only with
-    # placement.mode=split. Within a host, weights go through shared memory.
+    # Connection between hosts. gloo: the network; device: the devices' own links (NCCL), with
+    # placement.mode=colocated between the trainer's ranks, which pass on what their engines lack. Within a host,
+    # weights go through shared memory.
     host_group: Literal["gloo", "device"] = setting("gloo", affects=("workers",))
     # Data type to which weights are cast for the transfer; null: no cast. float8_e4m3 has one
     # scale per matrix and is expanded to float32 before vLLM loads it, so engines sample from less precise
@@ -109,9 +110,9 @@ class SyncConfig:
     delta: bool = setting(False, affects=("workers",))
     # With delta: every this many syncs, send all elements.
     delta_full_every: int = setting(50, AT_LEAST_1, affects=("workers",))
-    # On CUDA: ranks and engine workers on the same device exchange weights in device memory
-    # instead of host memory. This takes up to two messages of 128 MiB of device memory per pair.
-    cuda_ipc: bool = setting(False, affects=("workers",))
+    # Ranks and engine workers on the same device exchange weights in device memory instead of host memory; null:
+    # on CUDA. This takes up to two messages of 128 MiB of device memory per pair.
+    cuda_ipc: bool | None = setting(None, affects=("workers",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@
 `parallel/backend.py` and `rollout/engine.py` adapt Megatron and vLLM to each kind of device.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import os
@@ -82,10 +83,6 @@ class Platform:
     def select_devices(self, ids: Sequence[str]) -> None:
         """Restrict this process to devices with these ids, which Ray gave to another process; call before using any."""
 
-    def device_index(self) -> int:
-        """Return the index of torch's current device among the devices that this process sees."""
-        return 0
-
     def generator(self) -> "torch.Generator":
         """Return torch's default random number generator on this process's device."""
         import torch
@@ -104,9 +101,11 @@ class Platform:
     def release_cached_memory(self) -> None:
         """Give unused memory that torch's caching allocator holds back to the device (torch.cuda.empty_cache)."""
 
-    def new_group(self, store: "dist.Store", rank: int, size: int, timeout: timedelta) -> "dist.ProcessGroup":
-        """Make a process group beside torch's default one (NCCL on GPUs, else gloo). All members must call it
-        together.
+    def new_group(
+        self, store: "dist.Store", rank: int, size: int, timeout: timedelta, device: "torch.device"
+    ) -> "dist.ProcessGroup":
+        """Make a process group beside torch's default one (NCCL on GPUs, else gloo). All members must call it together,
+        each with the device that it computes on.
         """
         return gloo_group(store, rank, size, timeout)
 
@@ -154,11 +153,6 @@ class CudaPlatform(Platform):
     def select_devices(self, ids: Sequence[str]) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)
 
-    def device_index(self) -> int:
-        import torch
-
-        return torch.cuda.current_device()
-
     def generator(self) -> "torch.Generator":
         import torch
 
@@ -184,13 +178,18 @@ class CudaPlatform(Platform):
 
         torch.cuda.empty_cache()
 
-    def new_group(self, store: "dist.Store", rank: int, size: int, timeout: timedelta) -> "dist.ProcessGroup":
+    def new_group(
+        self, store: "dist.Store", rank: int, size: int, timeout: timedelta, device: "torch.device"
+    ) -> "dist.ProcessGroup":
         import torch.distributed as dist
 
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         # torch's stubs do not say that it is one.
-        return cast("dist.ProcessGroup", dist.ProcessGroupNCCL(store, rank, size, options))
+        group = cast("dist.ProcessGroup", dist.ProcessGroupNCCL(store, rank, size, options))
+        # Otherwise the first message would make the communicator, and members without one would be waited for.
+        group.eager_connect_single_device(device)  # type: ignore[attr-defined]
+        return group
 
 
 PLATFORMS: dict[str, type[Platform]] = {"cpu": CpuPlatform, "cuda": CudaPlatform}
@@ -229,3 +228,17 @@ def gloo_group(store: "dist.Store", rank: int, size: int, timeout: timedelta) ->
 
     # torch's stubs do not say that it is one.
     return cast("dist.ProcessGroup", dist.ProcessGroupGloo(store, rank, size, timeout))
+
+
+def abort_group(group: "dist.ProcessGroup") -> None:
+    """Let all operations of a group fail, those that other threads wait for too; gloo's also in other processes."""
+    import torch
+    import torch.distributed as dist
+
+    if not isinstance(group, dist.ProcessGroupGloo):
+        group.abort()
+        return
+    # Gloo's groups ignore `abort`, but close all connections when an operation is late. Nothing has the highest tag.
+    with contextlib.suppress(RuntimeError):
+        late = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), (1 << 31) - 1)
+        late.wait(timedelta(milliseconds=1))

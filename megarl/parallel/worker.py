@@ -131,9 +131,11 @@ class PolicyWorker:
 
     def open_bridge(self, share: "Share") -> None:
         """Join the weight sync from trainer to engines as a sending rank."""
-        from megarl.sync.wire.ends import BridgeSender, RoutedSender
+        from megarl.device.platform import platform
+        from megarl.sync.wire.ends import BridgeSender
+        from megarl.sync.wire.routed import RoutedSender
 
-        self.bridge_wire = RoutedSender(share)
+        self.bridge_wire = RoutedSender(share, platform().device())
         self.bridge = BridgeSender(share, self.bridge_wire)
 
     def largest_weights(self) -> dict[str, float]:

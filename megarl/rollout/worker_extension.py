@@ -22,7 +22,8 @@ from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from megarl.errors import WeightSyncError
 from megarl.rollout.engine import NUM_BEFORE, SEED
 from megarl.seeds import span_seed
-from megarl.sync.wire.ends import BridgeReceiver, RoutedReceiver
+from megarl.sync.wire.ends import BridgeReceiver
+from megarl.sync.wire.routed import RoutedReceiver
 from megarl.sync.wire.wires import Share
 
 
@@ -39,7 +40,7 @@ class WeightReceiver:
         """Join the weight sync from the trainer's ranks; this worker's part of the plan is one of `shares`."""
         worker: Any = self
         share: Share = pickle.loads(shares[worker.rank])
-        self.bridge_wire = RoutedReceiver(share)
+        self.bridge_wire = RoutedReceiver(share, worker.device)
         self.bridge = BridgeReceiver(share, self.bridge_wire, worker.device)
 
     def load_bridge(

@@ -199,7 +199,7 @@ def exchange_by_ipc(
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
         answer = pool.submit(_receive_by_ipc, shares[1])
-        sender = BridgeSender(shares[0], SharedMemorySender(shares[0]))
+        sender = BridgeSender(shares[0], SharedMemorySender(shares[0], platform().device()))
         on_device = {name: value.to(platform().device()) for name, value in values.items()}
         for transfer in (1, 2):
             slices = [Slice(tensor=name, index=(), view=value, owned=True) for name, value in on_device.items()]
@@ -211,5 +211,6 @@ def exchange_by_ipc(
 
 def _receive_by_ipc(share: Share) -> list[dict[str, torch.Tensor]]:
     """Both transfers, on the host: in the process that has the other end."""
-    receiver = BridgeReceiver(share, SharedMemoryReceiver(share), platform().device())
+    device = platform().device()
+    receiver = BridgeReceiver(share, SharedMemoryReceiver(share, device), device)
     return [{name: tensor.cpu() for name, tensor in receiver.receive(transfer)} for transfer in (1, 2)]

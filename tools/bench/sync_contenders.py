@@ -15,6 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,18 +25,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.device.platform import gloo_group
 from megarl.sync.plan.build import Parcel, Plan, build_plan
 from megarl.sync.wire.ends import BridgeReceiver, BridgeSender
-from megarl.sync.wire.meetings import Meeting
-from megarl.sync.wire.point_to_point import PointToPointReceiver, PointToPointSender
-from megarl.sync.wire.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from megarl.sync.wire.meetings import Meeting, open_store
+from megarl.sync.wire.routed import RoutedReceiver, RoutedSender
 from megarl.sync.wire.wires import ReceivingEnd, SendingEnd, Share
 from megarl.weights.boxes import Box, Index, slices_of
 from megarl.weights.slices import Slice
 from tools.bench.sync_model import NUM_RANKS, Layout, Model, check, make_model, shards
 
 TIMEOUT_S = 300.0
+CPU = torch.device("cpu")
+# Those that this process has opened, which last as long as it.
+_stores: list[dist.TCPStore] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +87,13 @@ class Contender:
 
 
 def plan_of(model: Model, bucket_bytes: int | None) -> Plan:
-    """Every rank is a source and a sink, and its own neighbour."""
+    """Every rank is a source, and a sink beside it."""
     ranks = range(NUM_RANKS)
     return build_plan(
         model.specs,
         {rank: model.held(rank) for rank in ranks},
-        {rank: model.wanted(rank) for rank in ranks},
-        neighbours={rank: [rank] for rank in ranks},
+        {NUM_RANKS + rank: model.wanted(rank) for rank in ranks},
+        neighbours={NUM_RANKS + rank: [rank] for rank in ranks},
         bucket_bytes=bucket_bytes,
     )
 
@@ -100,9 +102,7 @@ def bridge(wire: str, rank: Rank, *, full_shape: bool = False) -> Contender:
     """megarl's plan, its ends and a wire. What is local is copied from shard to shard."""
     plan, label = plan_of(rank.model, rank.job.bucket_bytes), f"{wire}-{full_shape}"
     held, wanted = rank.model.held(rank.number), rank.model.wanted(rank.number)
-    outgoing = _share(rank, plan, label, plan.of_source(rank.number))
-    incoming = _share(rank, plan, label, plan.of_sink(rank.number))
-    source, sink = _ends(label, wire, outgoing, incoming)
+    outgoing, source, incoming, sink = _ends(rank, plan, label, wire)
     sender = BridgeSender(outgoing, source)
     slices = [
         Slice(tensor=name, index=slices_of(held[name]), view=view, owned=True) for name, view in rank.held.items()
@@ -110,11 +110,11 @@ def bridge(wire: str, rank: Rank, *, full_shape: bool = False) -> Contender:
     local = [
         (rank.got[part.tensor][slices_of(part.box, wanted[part.tensor])],
          rank.held[part.tensor][slices_of(part.box, held[part.tensor])])
-        for message in plan.of_sink(rank.number) if message.local for part in message.parts
+        for message in plan.of_sink(NUM_RANKS + rank.number) if message.local for part in message.parts
     ]  # fmt: skip
     loads = loads_of(incoming.messages, rank.got, wanted)
     turns = itertools.count()
-    receiver = BridgeReceiver(incoming, sink, torch.device("cpu"))
+    receiver = BridgeReceiver(incoming, sink, CPU)
 
     def sync() -> None:
         turn = next(turns)
@@ -160,26 +160,33 @@ def loads_of(
     return loads
 
 
-def _share(rank: Rank, plan: Plan, name: str, messages: Sequence[Parcel]) -> Share:
-    meeting = Meeting(address="127.0.0.1", port=rank.job.port, rank=rank.number, size=NUM_RANKS, timeout_s=TIMEOUT_S)
-    return Share(
-        messages=tuple(message for message in messages if not message.local),
-        specs=plan.specs,
-        needs={},
-        segments=f"{rank.job.directory}/{name}",
-        meeting=meeting,
-        hosts=("here",) * NUM_RANKS,
-    )
+def _ends(rank: Rank, plan: Plan, name: str, wire: str) -> tuple[Share, SendingEnd, Share, ReceivingEnd]:
+    """Both ends of this process, which are members of their own: for gloo each process is a host."""
+    job, timeout = rank.job, timedelta(seconds=TIMEOUT_S)
+    store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timeout)
+    if rank.number == 0:
+        # One for every bridge, as in a run: two groups cannot meet at the same keys.
+        _stores.append(open_store("127.0.0.1"))
+        store.set(f"port of {name}", str(_stores[-1].port))
+    port = int(store.get(f"port of {name}"))
 
+    def share(process: int, messages: Sequence[Parcel]) -> Share:
+        return Share(
+            messages=tuple(message for message in messages if not message.local),
+            specs=plan.specs,
+            needs={},
+            segments=f"{job.directory}/{name}",
+            meeting=Meeting(address="127.0.0.1", port=port, rank=process, size=2 * NUM_RANKS, timeout_s=TIMEOUT_S),
+            hosts=tuple("here" if wire == "shared_memory" else f"host {i % NUM_RANKS}" for i in range(2 * NUM_RANKS)),
+        )
 
-def _ends(name: str, wire: str, outgoing: Share, incoming: Share) -> tuple[SendingEnd, ReceivingEnd]:
-    if wire == "shared_memory":
-        return SharedMemorySender(outgoing), SharedMemoryReceiver(incoming)
-    # Keys of its own: two groups cannot meet at the same.
-    meeting, timeout = outgoing.meeting, timedelta(seconds=TIMEOUT_S)
-    store = dist.PrefixStore(name, dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=timeout))
-    group = gloo_group(store, meeting.rank, meeting.size, timeout)
-    return PointToPointSender(outgoing, group), PointToPointReceiver(incoming, group)
+    outgoing = share(rank.number, plan.of_source(rank.number))
+    incoming = share(NUM_RANKS + rank.number, plan.of_sink(NUM_RANKS + rank.number))
+    with ThreadPoolExecutor(2) as pool:
+        # They wait for each other.
+        source = pool.submit(RoutedSender, outgoing, CPU)
+        sink = pool.submit(RoutedReceiver, incoming, CPU)
+        return outgoing, source.result(), incoming, sink.result()
 
 
 def megatron(rank: Rank) -> Contender:

@@ -17,12 +17,12 @@ _DEVICE = 6
 class DeviceSegments:
     """Device memory shared between two processes by name; its CUDA IPC handles are exchanged through a TCPStore."""
 
-    def __init__(self, store: dist.TCPStore) -> None:
-        self._store = store
+    def __init__(self, store: dist.TCPStore, device: torch.device) -> None:
+        self._store, self._device = store, device
 
     def create(self, path: Path, num_bytes: int) -> torch.Tensor:
         """Allocate a uint8 tensor [num_bytes] that the other process can `open`, as long as this tensor exists."""
-        segment = torch.empty(num_bytes, dtype=torch.uint8, device=platform().device())
+        segment = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         # The store only takes text.
         self._store.set(str(path), base64.b64encode(pickle.dumps(reduce_tensor(segment))).decode())
         return segment
@@ -33,7 +33,7 @@ class DeviceSegments:
         """
         rebuild, arguments = pickle.loads(base64.b64decode(self._store.get(str(path))))
         own = [*arguments]
-        own[_DEVICE] = platform().device_index()
+        own[_DEVICE] = self._device.index
         segment: torch.Tensor = rebuild(*own)
         return segment
 

@@ -1,12 +1,14 @@
 """Let the processes of a weight sync find each other through a TCPStore on the first trainer rank's host."""
 
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
-from megarl.device.platform import gloo_group, platform
+from megarl.device.platform import abort_group, gloo_group, platform
 from megarl.errors import WeightSyncError
 
 # How often a wait checks whether the transfer was given up.
@@ -29,13 +31,42 @@ class Meeting:
         timeout = timedelta(seconds=self.timeout_s)
         return dist.TCPStore(self.address, self.port, is_master=False, timeout=timeout)
 
-    def join(self, *, over_devices: bool) -> dist.ProcessGroup:
-        """Make a process group of all `size` processes, over the devices' links (NCCL) or the network (gloo).
+    def join(self, device: torch.device | None) -> dist.ProcessGroup:
+        """Make a process group of the first `size` processes, over the links of their devices (NCCL) or the network
+        (gloo).
 
-        Every process must call this at the same time.
+        Every one of them must call this at the same time, with the device that it computes on, or None for gloo.
         """
-        group = platform().new_group if over_devices else gloo_group
-        return group(self.connect(), self.rank, self.size, timedelta(seconds=self.timeout_s))
+        store, timeout = self.connect(), timedelta(seconds=self.timeout_s)
+        if device is None:
+            return gloo_group(store, self.rank, self.size, timeout)
+        return platform().new_group(store, self.rank, self.size, timeout, device)
+
+
+class DeathWatch:
+    """A thread that aborts a group's operations once the current transfer is given up: who waits in one cannot look."""
+
+    def __init__(self, meeting: Meeting, group: dist.ProcessGroup) -> None:
+        self.transfer, self.has_aborted = 0, False
+        self._store, self._group, self._closed = meeting.connect(), group, threading.Event()
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread, and let go of the group."""
+        self._closed.set()
+
+    def _look(self) -> None:
+        while not self._closed.wait(POLL_S):
+            try:
+                is_given_up = self._store.check([f"{self.transfer}/given up"])
+            except RuntimeError:
+                # The first trainer rank has died, and with it the store: the run ends.
+                is_given_up = True
+            if is_given_up:
+                self.has_aborted = True
+                abort_group(self._group)
+                break
+        del self._group
 
 
 def open_store(address: str) -> dist.TCPStore:

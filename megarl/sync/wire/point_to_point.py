@@ -1,44 +1,102 @@
-"""Carry messages between hosts by send and receive over a process group; receives are posted ahead of their use."""
+"""Carry messages between hosts over a process group: what a process sends and receives in a bucket is one grouped call.
 
+With NCCL a grouped call uses the one communicator of the group; single sends would make a communicator for each pair.
+Nobody waits within a group for another order of its messages, and all processes post their groups bucket by bucket, so
+there is no deadlock.
+"""
+
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megarl.device.platform import platform
+from megarl.errors import WeightSyncError
 from megarl.sync.plan.build import Parcel
-from megarl.sync.wire.wires import DEPTH, Arrival, Share, pack
+from megarl.sync.wire.meetings import DeathWatch
+from megarl.sync.wire.wires import DEPTH, Arrival, Share
+
+_Slot = tuple[int, int, int]
 
 
-class _Member:
-    """A process's membership in the group, with `DEPTH` staging buffers per (source, sink) pair and their pending
-    operations.
+class Exchange:
+    """A process's membership in the group, with `DEPTH` staging buffers per (source, sink) pair and what is under way.
+
+    It may both send and receive: a message whose source is another process is received from that.
     """
 
-    def __init__(self, share: Share, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, share: Share, device: torch.device) -> None:
+        self._rank, self._relays = share.meeting.rank, share.relays
         # Messages are staged in memory that the group can send from: on the devices, or on the host.
-        self._device = platform().device() if share.over_devices else torch.device("cpu")
+        self._device = device if share.over_devices else torch.device("cpu")
         self._num_turns = Counter((message.source, message.sink) for message in share.messages)
-        self._sizes = dict[tuple[int, int, int], int]()
+        self._sizes = dict[_Slot, int]()
         for message in share.messages:
             slot = _slot(message)
             self._sizes[slot] = max(self._sizes.get(slot, 0), message.num_bytes)
-        self._buffers = dict[tuple[int, int, int], torch.Tensor]()
-        self._under_way = dict[tuple[int, int, int], tuple[Parcel, Any]]()
+        self._buffers = dict[_Slot, torch.Tensor]()
+        self._staged = list[Parcel]()
+        self._under_way = dict[_Slot, tuple[Parcel, Any]]()
         self._transfer = 0
+        # torch's stubs do not say what backends can besides sending and receiving.
+        self._group: Any = share.join(device)
+        self._watch = DeathWatch(share.meeting, self._group)
 
     def start(self, transfer: int) -> None:
         """Begin the weight sync number `transfer`; pending messages of a failed earlier one are dropped."""
-        self._transfer = transfer
+        self._transfer = self._watch.transfer = transfer
+        self._staged.clear()
         self._under_way.clear()
 
     def close(self) -> None:
         """Leave the group and close its connections, so that processes waiting for this one fail."""
         self._under_way.clear()
+        self._watch.close()
         del self._group
+
+    def stage(self, message: Parcel) -> torch.Tensor:
+        """Take a message into the next group, and return its buffer. Wait first if the buffer is still in use."""
+        self._wait(_slot(message))
+        self._staged.append(message)
+        return self._bytes_of(message)
+
+    def post(self) -> None:
+        """Start to send and receive the staged messages, as one grouped call if the group can (NCCL), else one by
+        one.
+        """
+        if not self._staged:
+            return
+        if self._group.supports_coalescing:
+            self._group._start_coalescing(self._device)
+        started = [self._start(message) for message in self._staged]
+        if self._group.supports_coalescing:
+            started = [self._group._end_coalescing(self._device)] * len(started)
+        self._under_way |= {_slot(m): (m, work) for m, work in zip(self._staged, started, strict=True)}
+        self._staged.clear()
+
+    def is_under_way(self, message: Parcel) -> bool:
+        """Return whether a message has been posted and not yet been waited for."""
+        return self._under_way.get(_slot(message), (None, None))[0] is message
+
+    def arrived(self, message: Parcel) -> torch.Tensor:
+        """Wait for a posted message, and return its bytes."""
+        self._wait(_slot(message))
+        return self._bytes_of(message)
+
+    def flush(self) -> None:
+        """Wait until every posted message has been sent or received."""
+        for slot in list(self._under_way):
+            self._wait(slot)
+
+    def _start(self, message: Parcel) -> Any:
+        buffers = [self._bytes_of(message)]
+        # The tag differs between messages of a pair, also between those of different weight syncs.
+        tag = self._transfer * self._num_turns[message.source, message.sink] + message.turn
+        if message.source == self._rank:
+            return self._group.send(buffers, self._relays.get(message.sink, message.sink), tag)
+        return self._group.recv(buffers, message.source, tag)
 
     def _bytes_of(self, message: Parcel) -> torch.Tensor:
         slot = _slot(message)
@@ -46,66 +104,44 @@ class _Member:
             self._buffers[slot] = torch.empty(self._sizes[slot], dtype=torch.uint8, device=self._device)
         return self._buffers[slot][: message.num_bytes]
 
-    def _tag(self, message: Parcel) -> int:
-        """Return a tag that differs between messages of a pair, also between those of different weight syncs."""
-        return self._transfer * self._num_turns[message.source, message.sink] + message.turn
-
-    def _wait(self, slot: tuple[int, int, int]) -> None:
+    def _wait(self, slot: _Slot) -> None:
         """Wait until the pending send or receive in a staging buffer, if any, has finished."""
-        if (under_way := self._under_way.pop(slot, None)) is not None:
+        if (under_way := self._under_way.pop(slot, None)) is None:
+            return
+        try:
             under_way[1].wait()
+            if self._device.type != "cpu":
+                # NCCL's wait is one of the stream, which an abort ends without an error.
+                platform().synchronize()
+        except RuntimeError:
+            if not self._watch.has_aborted:
+                raise
+        if self._watch.has_aborted:
+            raise WeightSyncError("a process that took part in this sync has died")
 
 
-class PointToPointSender(_Member):
-    """The sender of messages over a process group (gloo or NCCL)."""
-
-    def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
-        """Copy tensors into a staging buffer and start to send it. Wait first if the buffer is still being sent."""
-        self._wait(_slot(message))
-        buffer = self._bytes_of(message)
-        pack(parts, buffer)
-        self._under_way[_slot(message)] = message, self._group.send([buffer], message.sink, self._tag(message))
-
-    def flush(self) -> None:
-        """Wait until every message has been sent."""
-        for slot in list(self._under_way):
-            self._wait(slot)
-
-
-class PointToPointReceiver(_Member):
+class PointToPointReceiver:
     """The receiver of messages over a process group (gloo or NCCL)."""
 
-    def __init__(self, share: Share, group: dist.ProcessGroup) -> None:
-        super().__init__(share, group)
-        self._held = set[tuple[int, int, int]]()
-
-    def start(self, transfer: int) -> None:
-        """Begin the weight sync number `transfer`, with all staging buffers free."""
-        super().start(transfer)
-        self._held.clear()
+    def __init__(self, share: Share, device: torch.device) -> None:
+        self._exchange = Exchange(share, device)
+        self.start, self.close = self._exchange.start, self._exchange.close
 
     def expect(self, messages: Iterable[Parcel]) -> None:
-        """Post receives for those messages whose staging buffers are free; `receive` posts the remaining ones."""
-        for message in messages:
-            if _slot(message) not in self._under_way and _slot(message) not in self._held:
-                self._post(message)
+        """Post the receives of messages, those of each bucket as one group, unless that has been done before."""
+        waiting = [message for message in messages if not self._exchange.is_under_way(message)]
+        for _, bucket in itertools.groupby(waiting, key=lambda message: message.bucket):
+            for message in bucket:
+                self._exchange.stage(message)
+            self._exchange.post()
 
     def receive(self, message: Parcel) -> Arrival:
-        """Wait for a message, whose receive is posted first unless `expect` has done so."""
-        if self._under_way.get(_slot(message), (None, None))[0] is not message:
-            self._post(message)
-        self._wait(_slot(message))
-        self._held.add(_slot(message))
-        return Arrival(self._bytes_of(message))
+        """Wait for a message that `expect` has announced."""
+        return Arrival(self._exchange.arrived(message))
 
     def release(self, message: Parcel) -> None:
-        """Mark the staging buffer of a message as free, after the message has been read."""
-        self._held.discard(_slot(message))
-
-    def _post(self, message: Parcel) -> None:
-        work = self._group.recv([self._bytes_of(message)], message.source, self._tag(message))
-        self._under_way[_slot(message)] = message, work
+        """Do nothing: `expect` announces at most two messages of a pair, for which there are two buffers."""
 
 
-def _slot(message: Parcel) -> tuple[int, int, int]:
+def _slot(message: Parcel) -> _Slot:
     return message.source, message.sink, message.turn % DEPTH

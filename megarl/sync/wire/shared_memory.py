@@ -20,7 +20,7 @@ from megarl.sync.wire.wires import DEPTH, Arrival, Share, pack
 class _Segments:
     """A process's shared-memory segments: `DEPTH` per (source, sink) pair, each as long as its longest message."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: Share, device: torch.device) -> None:
         self._prefix, self._timeout_s = share.segments, share.meeting.timeout_s
         self._store = share.meeting.connect()
         self._sizes, self._on_device = defaultdict[Path, int](int), set[Path]()
@@ -30,7 +30,7 @@ class _Segments:
             self._sizes[path] = max(self._sizes[path], message.num_bytes)
             if share.cuda_ipc and message.local:
                 self._on_device.add(path)
-        self._device = DeviceSegments(self._store)
+        self._device = DeviceSegments(self._store, device)
         self._maps = dict[Path, torch.Tensor]()
         self._transfer = 0
 
@@ -75,8 +75,8 @@ class _Segments:
 class SharedMemorySender(_Segments):
     """The sender of messages through shared-memory segments; it creates them, and `close` removes them."""
 
-    def __init__(self, share: Share) -> None:
-        super().__init__(share)
+    def __init__(self, share: Share, device: torch.device) -> None:
+        super().__init__(share, device)
         for path, size in self._sizes.items():
             if path in self._on_device:
                 self._maps[path] = self._device.create(path, size)

@@ -5,7 +5,7 @@ packing, carrying and unpacking overlap while staging memory stays bounded.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -25,7 +25,9 @@ class Share:
     specs: the full tensors. needs: the box of each tensor that an engine worker needs. segments: path prefix of
     shared-memory files. meeting: the rendezvous of all processes; its ranks are their numbers in the plan. hosts: the
     host of each process. over_devices: whether messages between hosts use the devices' links (NCCL), not gloo. delta:
-    whether to send differences from the last sync. cuda_ipc: whether local messages stay on the device.
+    whether to send differences from the last sync. cuda_ipc: whether local messages stay on the device. relays: for
+    each engine worker, the rank that passes on to it what comes from other hosts; empty: it is sent to the worker.
+    passed: the messages that this rank passes on.
     """
 
     messages: tuple[Parcel, ...]
@@ -37,14 +39,16 @@ class Share:
     over_devices: bool = False
     delta: bool = False
     cuda_ipc: bool = False
+    relays: Mapping[int, int] = field(default_factory=dict)
+    passed: tuple[Parcel, ...] = ()
 
     @property
     def num_hosts(self) -> int:
         return len(set(self.hosts))
 
-    def join(self) -> dist.ProcessGroup:
-        """Make the process group that carries messages between hosts. Every process must call this at the same time."""
-        return self.meeting.join(over_devices=self.over_devices)
+    def join(self, device: torch.device) -> dist.ProcessGroup:
+        """Make the process group that carries messages between hosts. Every member must call this at the same time."""
+        return self.meeting.join(device if self.over_devices else None)
 
 
 class SendingEnd(Protocol):

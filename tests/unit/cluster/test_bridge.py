@@ -14,14 +14,16 @@ from megarl.cluster.bridge import BridgeSync
 from megarl.errors import NonFiniteError, WeightSyncError
 from megarl.rollout.engine import Received
 from megarl.sync.plan.build import Parcel
-from megarl.sync.wire.ends import BridgeReceiver, BridgeSender, RoutedReceiver, RoutedSender, holding_of
+from megarl.sync.wire.ends import BridgeReceiver, BridgeSender, holding_of
 from megarl.sync.wire.meetings import give_up, open_store
+from megarl.sync.wire.routed import RoutedReceiver, RoutedSender
 from megarl.sync.wire.wires import Arrival, Share
 from megarl.weights.boxes import Box
 from megarl.weights.safetensors_map import TensorSpec
 from megarl.weights.slices import Slice
 from tests.helpers.threaded_processes import MakeProcess, threaded_processes
 
+CPU = torch.device("cpu")
 SHAPE = (4, 3)
 SPECS = {"a": TensorSpec(shape=SHAPE, dtype=torch.float32)}
 VALUES = torch.arange(1.0, 13.0).view(SHAPE)
@@ -44,7 +46,7 @@ class Rank:
         return self.store.port
 
     def open_bridge(self, share: Share) -> None:
-        self.wire = RoutedSender(share)
+        self.wire = RoutedSender(share, CPU)
         self.bridge = BridgeSender(share, self.wire)
 
     def largest_weights(self) -> dict[str, float]:
@@ -84,8 +86,7 @@ class Engine:
 
     def open_bridge(self, shares: Sequence[Share]) -> None:
         self.workers = [
-            BridgeReceiver(share, wire(share), torch.device("cpu"))
-            for share, wire in zip(shares, self.wires, strict=True)
+            BridgeReceiver(share, wire(share, CPU), CPU) for share, wire in zip(shares, self.wires, strict=True)
         ]
 
     def receive_over_bridge(

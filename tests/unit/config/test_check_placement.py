@@ -60,11 +60,6 @@ def config(
             "engine lies on one node; change it or placement.trainer",
         ),
         (
-            {"sync": {"host_group": "device"}},
-            "sync.host_group: got device with placement.mode=colocated, but NCCL takes no device twice; set "
-            "sync.host_group=gloo or placement.mode=split",
-        ),
-        (
             {"sync": {"dtype": "bfloat16"}},
             "sync.dtype: got bfloat16, which model.dtype already is; set sync.dtype=null",
         ),

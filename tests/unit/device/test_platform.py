@@ -55,7 +55,7 @@ def test_a_cpu_process_computes_on_one_thread_with_torchs_default_generator() ->
 
 
 def test_groups_beside_the_default_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gloo's on the CPU; NCCL's on CUDA, whose options carry the time-out."""
+    """Gloo's on the CPU; NCCL's on CUDA, with the time-out and a communicator of the caller's device from the start."""
 
     class FakeNccl:
         class Options:
@@ -64,15 +64,19 @@ def test_groups_beside_the_default_one(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, *arguments: object) -> None:
             self.arguments = arguments
 
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            self.connected = device
+
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
     store, timeout = dist.HashStore(), timedelta(seconds=7)
-    group = CudaPlatform().new_group(store, 2, 3, timeout)
+    group = CudaPlatform().new_group(store, 2, 3, timeout, torch.device("cuda", 2))
     assert isinstance(group, FakeNccl)
     *where, options = group.arguments
     assert where == [store, 2, 3]
     assert isinstance(options, FakeNccl.Options)
     assert options._timeout == timeout
-    alone = CpuPlatform().new_group(store, 0, 1, timeout)
+    assert group.connected == torch.device("cuda", 2)
+    alone = CpuPlatform().new_group(store, 0, 1, timeout, torch.device("cpu"))
     assert isinstance(alone, dist.ProcessGroupGloo)
     assert (alone.rank(), alone.size()) == (0, 1)
 

@@ -1,6 +1,5 @@
 """Tensors reach engine workers bit for bit over every wire; processes are threads."""
 
-import dataclasses
 import errno
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +15,9 @@ from megarl.sync.plan.build import Parcel, Plan, build_plan
 from megarl.sync.plan.engine_shards import EnginePosition, engine_shards
 from megarl.sync.wire import shared_memory
 from megarl.sync.wire.casts import scale_of, wire_specs
-from megarl.sync.wire.ends import BridgeReceiver, BridgeSender, RoutedReceiver, RoutedSender, holding_of
+from megarl.sync.wire.ends import BridgeReceiver, BridgeSender, holding_of
 from megarl.sync.wire.meetings import Meeting, open_store
-from megarl.sync.wire.point_to_point import PointToPointReceiver, PointToPointSender
+from megarl.sync.wire.routed import RoutedReceiver, RoutedSender, passed_on
 from megarl.sync.wire.shared_memory import SharedMemoryReceiver, SharedMemorySender, create_segment
 from megarl.sync.wire.wires import Share
 from megarl.weights.boxes import box_of, num_elements, slices_of
@@ -29,21 +28,22 @@ from tests.unit.weights.test_slices import hf_tensors, make_spec, rank_slices
 CPU = torch.device("cpu")
 TP, DP, ENGINE_TP = 4, 2, 2
 NUM_RANKS = TP * DP
+# The ranks on whose devices the two workers are, each on its host.
+RELAYS = {NUM_RANKS: 0, NUM_RANKS + 1: 5}
 # Bits that arithmetic on floats would not keep: NaN with a payload, negative zero, a subnormal, infinity.
 ODD = torch.tensor([0x7FC12345, -0x80000000, 1, 0x7F800000, -1, 7], dtype=torch.int32).view(torch.float32)
-WIRES: dict[str, tuple[Callable[[Share], Any], Callable[[Share], Any]]] = {
+WIRES: dict[str, tuple[Callable[[Share, torch.device], Any], Callable[[Share, torch.device], Any]]] = {
     "shared memory": (SharedMemorySender, SharedMemoryReceiver),
     "both": (RoutedSender, RoutedReceiver),
-    "both, over devices": (
-        lambda share: RoutedSender(dataclasses.replace(share, over_devices=True)),
-        lambda share: RoutedReceiver(dataclasses.replace(share, over_devices=True)),
-    ),
-    "process group": (
-        lambda share: PointToPointSender(share, share.join()),
-        lambda share: PointToPointReceiver(share, share.join()),
-    ),
 }
-wires = pytest.mark.parametrize("wire", WIRES)
+# How a run's bridge fills in the shares of "both", over gloo here as over NCCL on GPUs.
+ROUTES: dict[str, dict[str, Any]] = {
+    "shared memory": {},
+    "both": {},
+    "both, over devices": {"over_devices": True},
+    "both, passed on": {"over_devices": True, "relays": RELAYS},
+}
+wires = pytest.mark.parametrize("wire", ROUTES)
 
 
 def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -72,40 +72,46 @@ def make_plan(ranks: Sequence[Sequence[Slice]], bucket_bytes: int, dtype: str | 
         wire_specs(spec, {name: TensorSpec(shape=s, dtype=torch.float32) for name, s in shapes.items()}, dtype),
         {i: holding_of(slices, shapes) for i, slices in enumerate(ranks)},
         needs,
-        neighbours={NUM_RANKS: [0], NUM_RANKS + 1: [3]},
+        neighbours={worker: [rank] for worker, rank in RELAYS.items()},
         bucket_bytes=bucket_bytes,
     )
 
 
 def open_ends(
-    plan: Plan, wire: str, path: Path, *, timeout_s: float = 30.0, **options: bool
+    plan: Plan, wire: str, path: Path, *, timeout_s: float = 30.0, **options: Any
 ) -> tuple[list[Any], list[Any]]:
     store, size = open_store("127.0.0.1"), NUM_RANKS + ENGINE_TP
+    options |= ROUTES[wire]
+    sender_of, receiver_of = WIRES[wire.partition(",")[0]]
+    # Ranks 0 to 3 and the first worker on one host, the others on another.
+    hosts = ["near" if i < TP or i == NUM_RANKS else "far" for i in range(size)]
+    passed = passed_on(plan.messages, options.get("relays", {}), hosts)
+    members = NUM_RANKS if "relays" in options else size
 
     def share(process: int, messages: list[Parcel]) -> Share:
-        meeting = Meeting(address="127.0.0.1", port=store.port, rank=process, size=size, timeout_s=timeout_s)
+        meeting = Meeting(address="127.0.0.1", port=store.port, rank=process, size=members, timeout_s=timeout_s)
         return Share(
             messages=tuple(messages),
             specs=plan.specs,
             needs=plan.needs.get(process, {}),
             segments=str(path / "segment"),
             meeting=meeting,
-            # Ranks 0 to 3 and the first worker on one host, the others on another.
-            hosts=tuple("near" if i < TP or i == NUM_RANKS else "far" for i in range(size)),
+            hosts=tuple(hosts),
+            passed=tuple(passed.get(process, ())),
             **options,
         )
 
     def sender(i: int) -> BridgeSender:
         mine = share(i, plan.of_source(i))
-        return BridgeSender(mine, WIRES[wire][0](mine))
+        return BridgeSender(mine, sender_of(mine, CPU))
 
     def receiver(i: int) -> BridgeReceiver:
         mine = share(i, plan.of_sink(i))
-        return BridgeReceiver(mine, WIRES[wire][1](mine), CPU)
+        return BridgeReceiver(mine, receiver_of(mine, CPU), CPU)
 
-    members: list[Callable[[], Any]] = [lambda i=i: sender(i) for i in range(NUM_RANKS)]  # type: ignore[misc]
-    members += [lambda i=i: receiver(NUM_RANKS + i) for i in range(ENGINE_TP)]  # type: ignore[misc]
-    opened = at_once(members)
+    openings: list[Callable[[], Any]] = [lambda i=i: sender(i) for i in range(NUM_RANKS)]  # type: ignore[misc]
+    openings += [lambda i=i: receiver(NUM_RANKS + i) for i in range(ENGINE_TP)]  # type: ignore[misc]
+    opened = at_once(openings)
     # The store lives as long as somebody holds it.
     opened[0].store = store
     return opened[:NUM_RANKS], opened[NUM_RANKS:]
@@ -174,7 +180,7 @@ def test_checksums_of_both_sides_agree_and_find_a_flipped_bit(wire: str, tmp_pat
         assert receiver.checksum(name, tensor) != expected[name]
 
 
-@wires
+@pytest.mark.parametrize("wire", ["shared memory", "both", "both, over devices"])
 def test_differences_give_the_same_bits_and_send_fewer_bytes(wire: str, tmp_path: Path) -> None:
     """Also after a full transfer in between, after one that changed nothing, and after one that failed."""
     ranks, expected = make_slices(), full_tensors()
@@ -249,8 +255,8 @@ def test_neighbours_share_device_memory_and_others_the_hosts(tmp_path: Path, mon
         segments: ClassVar[dict[Path, torch.Tensor]] = {}
         num_synchronized: ClassVar[list[int]] = []
 
-        def __init__(self, store: Any) -> None:
-            pass
+        def __init__(self, store: Any, device: torch.device) -> None:
+            assert device == CPU
 
         def create(self, path: Path, num_bytes: int) -> torch.Tensor:
             self.segments[path] = torch.empty(num_bytes, dtype=torch.uint8)

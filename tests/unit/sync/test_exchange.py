@@ -1,0 +1,133 @@
+"""The process group between hosts: what one grouped call holds, on which device, and how a wait in it ends early."""
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.errors import WeightSyncError
+from megarl.sync.plan.build import Parcel
+from megarl.sync.wire.meetings import Meeting, give_up, open_store
+from megarl.sync.wire.point_to_point import Exchange, PointToPointReceiver
+from megarl.sync.wire.routed import RoutedSender
+from megarl.sync.wire.wires import Share
+
+CPU = torch.device("cpu")
+BYTES = 8
+
+
+def parcel(bucket: int, source: int, sink: int, turn: int | None = None) -> Parcel:
+    return Parcel(bucket, bucket if turn is None else turn, source, sink, False, (), BYTES)
+
+
+def share_of(rank: int, messages: list[Parcel], port: int, *, size: int = 3, **options: Any) -> Share:
+    return Share(
+        messages=tuple(messages),
+        specs={},
+        needs={},
+        segments="",
+        meeting=Meeting(address="127.0.0.1", port=port, rank=rank, size=size, timeout_s=300.0),
+        **{"hosts": tuple(f"host {i}" for i in range(size)), **options},
+    )
+
+
+class Group:
+    """A group that coalesces, as NCCL's does; notes the calls."""
+
+    supports_coalescing = True
+
+    def __init__(self) -> None:
+        self.calls = list[Any]()
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.calls.append(f"group on {device}")
+
+    def _end_coalescing(self, device: torch.device) -> "Group":
+        self.calls.append("end")
+        return self
+
+    def send(self, buffers: list[torch.Tensor], peer: int, tag: int) -> None:
+        self.calls.append(f"send to {peer} from {buffers[0].device.type}")
+
+    def recv(self, buffers: list[torch.Tensor], peer: int, tag: int) -> None:
+        self.calls.append(f"receive from {peer} to {buffers[0].device.type}")
+
+    def wait(self) -> None:
+        self.calls.append("wait")
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> dict[torch.device, Group]:
+    """The groups that processes join instead of NCCL's, by the device that they name."""
+    groups: dict[torch.device, Group] = {}
+    monkeypatch.setattr(Share, "join", lambda share, device: groups.setdefault(device, Group()))
+    return groups
+
+
+def test_a_bucket_is_one_grouped_call_on_the_workers_device(joined: Mapping[torch.device, Group]) -> None:
+    """Of a worker on cuda:1, pretended by torch's meta device, from two ranks, of which one skips the second bucket."""
+    store, device = open_store("127.0.0.1"), torch.device("meta", 1)
+    first, second = [parcel(0, 0, 2), parcel(0, 1, 2)], [parcel(1, 1, 2)]
+    receiver = PointToPointReceiver(share_of(2, [*first, *second], store.port, over_devices=True), device)
+    receiver.start(1)
+    receiver.expect([*first, *second])
+    receiver.expect(second)
+    opening = "group on meta:1"
+    assert joined[device].calls == [
+        opening, "receive from 0 to meta", "receive from 1 to meta", "end",
+        opening, "receive from 1 to meta", "end",
+    ]  # fmt: skip
+    receiver.close()
+
+
+def test_a_rank_sends_and_passes_on_in_one_group(joined: Mapping[torch.device, Group], tmp_path: Any) -> None:
+    """Rank 0 has a message for the worker on rank 1's device, and passes one of rank 1's on to its own worker."""
+    store, device = open_store("127.0.0.1"), torch.device("meta", 0)
+    here, there = ("a", "b", "a", "b"), {2: 0, 3: 1}
+    passed = parcel(4, 1, 2)
+    share = share_of(
+        0, [parcel(0, 0, 3)], store.port, size=4, hosts=here, relays=there, passed=(passed,), over_devices=True
+    )
+    sender = RoutedSender(Share(**{**fields_of(share), "segments": str(tmp_path / "s")}), device)
+    sender.start(1)
+    sender.send(parcel(0, 0, 3), [torch.zeros(BYTES, dtype=torch.uint8, device=device)])
+    assert joined[device].calls == []
+    sender._post(before=5)
+    opening = "group on meta:0"
+    assert joined[device].calls == [
+        opening, "send to 1 from meta", "end",
+        opening, "receive from 1 to meta", "end",
+    ]  # fmt: skip
+    sender.close()
+
+
+def fields_of(share: Share) -> dict[str, Any]:
+    return {name: getattr(share, name) for name in Share.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("waits", ["sender", "receiver"])
+def test_who_waits_for_a_process_that_has_died_is_woken_at_once(waits: str) -> None:
+    """Long before the time-out of 300 s, by gloo as by NCCL. The peer lives, and knows of nothing."""
+    store, message = open_store("127.0.0.1"), parcel(0, 0, 1)
+    with ThreadPoolExecutor(2) as pool:
+        opening = [pool.submit(Exchange, share_of(i, [message], store.port, size=2), CPU) for i in (0, 1)]
+        ends: list[Exchange] = [each.result(timeout=30) for each in opening]
+        waiting = ends[0 if waits == "sender" else 1]
+        for end in ends:
+            end.start(7)
+        waiting.stage(message)
+        waiting.post()
+        wait: Callable[[], None] = waiting.flush
+        future = pool.submit(wait)
+        with pytest.raises(TimeoutError):
+            future.result(timeout=1.0)
+        start = time.monotonic()
+        give_up("127.0.0.1", store.port, 7)
+        with pytest.raises(WeightSyncError, match="a process that took part in this sync has died"):
+            future.result(timeout=30.0)
+        assert time.monotonic() - start < 10
+        for end in ends:
+            end.close()
