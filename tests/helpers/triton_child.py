@@ -3,8 +3,10 @@
 Started as `python -m tests.helpers.triton_child FUNCTION PATH`; the results go to PATH.
 """
 
+import subprocess
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -114,10 +116,12 @@ def choose_on_cpu() -> tuple[str, list[str]]:
 
 
 def compile_for_hopper() -> dict[str, Any]:
-    """Without the interpreter: PTX for compute capability 9.0 of aligned logits, and the choice where there is no GPU.
+    """Without the interpreter: PTX for compute capability 9.0 of aligned logits, what NVIDIA's assembler says of it, and
+    the choice where there is no GPU.
 
     Triton takes pointers and sizes that are multiples of 16 as such, and a stride of 1 as a constant.
     """
+    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -147,7 +151,19 @@ def compile_for_hopper() -> dict[str, Any]:
             )
             options = {"num_warps": TritonKernels().num_warps}
             ptx[f"{name} {dtype}"] = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    return {"ptx": ptx, "chosen": choose_on_cpu()}
+    # It comes with Triton.
+    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    assembled = {
+        name: subprocess.run(
+            [assembler, "--verbose", "--gpu-name", "sm_90a", "--output-file", "/dev/null", "/dev/stdin"],
+            input=code,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+        for name, code in ptx.items()
+    }
+    return {"ptx": ptx, "assembled": assembled, "chosen": choose_on_cpu()}
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ float64, and that Triton's compiler takes them. Triton is on the import path of 
 """
 
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -109,6 +110,17 @@ def test_the_compiler_reads_16_bytes_at_a_time(children: Mapping[str, Any]) -> N
         assert "ld.global.v4.b32" in code, name
         assert ("st.global.v4.b32" in code) == name.startswith("gradient"), name
         assert ("cvt.rn.bf16x2.f32" in code) == (name.startswith("gradient") and name.endswith("bf16")), name
+
+
+def test_registers_suffice_and_none_is_spilled(children: Mapping[str, Any]) -> None:
+    """Nothing is spilled to memory. With 64 of the 65,536 registers of a multiprocessor, half of its 2,048 threads run."""
+    assembled: dict[str, str] = children["compile"]["assembled"]
+    assert assembled.keys() == children["compile"]["ptx"].keys()
+    for name, told in assembled.items():
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in told, name
+        used = re.search(r"Used (\d+) registers", told)
+        assert used is not None, told
+        assert int(used[1]) <= 64, name
 
 
 def test_without_a_gpu_pytorch_is_chosen_and_the_reason_told(children: Mapping[str, Any]) -> None:
