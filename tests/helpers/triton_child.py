@@ -116,8 +116,8 @@ def choose_on_cpu() -> tuple[str, list[str]]:
 
 
 def compile_for_hopper() -> dict[str, Any]:
-    """Without the interpreter: PTX for compute capability 9.0 of aligned logits, what NVIDIA's assembler says of it, and
-    the choice where there is no GPU.
+    """Without the interpreter: PTX for compute capability 9.0 of aligned logits, what NVIDIA's assembler says of it,
+    and the choice where there is no GPU.
 
     Triton takes pointers and sizes that are multiples of 16 as such, and a stride of 1 as a constant.
     """

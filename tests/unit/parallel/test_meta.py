@@ -1,5 +1,5 @@
-"""Losses and the log-prob head on torch's meta device, whose tensors have no values: what would mix devices, or wait for
-numbers of the device, fails there as on no CPU. The head's ranks are those of torch's `fake` process group.
+"""Losses and the log-prob head on torch's meta device, whose tensors have no values: what would mix devices, or wait
+for numbers of the device, fails there as on no CPU. The head's ranks are those of torch's `fake` process group.
 """
 
 from collections.abc import Iterator

@@ -113,7 +113,7 @@ def test_the_compiler_reads_16_bytes_at_a_time(children: Mapping[str, Any]) -> N
 
 
 def test_registers_suffice_and_none_is_spilled(children: Mapping[str, Any]) -> None:
-    """Nothing is spilled to memory. With 64 of the 65,536 registers of a multiprocessor, half of its 2,048 threads run."""
+    """With 64 of the 65,536 registers of a multiprocessor each, half of its 2,048 threads run at a time."""
     assembled: dict[str, str] = children["compile"]["assembled"]
     assert assembled.keys() == children["compile"]["ptx"].keys()
     for name, told in assembled.items():
