@@ -1,0 +1,157 @@
+"""What megarl calls of vLLM is in its sources, also what only GPUs run; no engine worker takes the default device."""
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import megarl
+from megarl.config.schema import EngineConfig
+from megarl.device.platform import PLATFORMS
+from megarl.rollout.engine import EngineSpec, _engine_arguments
+
+PACKAGE = Path(megarl.__file__).parent
+(FOUND,) = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr, misc]
+VLLM = Path(FOUND)
+# By how megarl reaches an object: the files and classes of vLLM of whose methods it has some.
+RECEIVERS = {
+    "llm": (("entrypoints/llm.py", "LLM"), ("entrypoints/rl/offline.py", "RLOfflineMixin")),
+    "llm_engine": (("v1/engine/llm_engine.py", "LLMEngine"),),
+}
+# Attributes of vLLM's worker that `WeightReceiver` reads, and where a worker on a GPU gets them.
+WORKER = {
+    "device": "v1/worker/gpu_worker.py",
+    "model_runner": "v1/worker/gpu_worker.py",
+    "rank": "v1/worker/worker_base.py",
+    "vllm_config": "v1/worker/worker_base.py",
+}
+# What an engine worker's process executes of megarl.
+IN_WORKERS = [PACKAGE / "rollout/worker_extension.py", *sorted((PACKAGE / "sync/wire").glob("*.py"))]
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def calls(tree: ast.AST) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def methods(receiver: str) -> dict[str, ast.FunctionDef]:
+    """The methods of the objects behind a receiver, by name."""
+    return {
+        function.name: function
+        for file, name in RECEIVERS[receiver]
+        for owner in ast.walk(tree_of(VLLM / file))
+        if isinstance(owner, ast.ClassDef) and owner.name == name
+        for function in owner.body
+        if isinstance(function, ast.FunctionDef)
+    }
+
+
+def receiver_of(call: ast.Call) -> tuple[str, str] | None:
+    """(receiver, method) of a call such as `self.llm.sleep(...)` or `self._llm.llm_engine.abort_request(...)`."""
+    *path, method = ast.unparse(call.func).split(".")
+    receiver = path[-1].lstrip("_") if path else ""
+    return (receiver, method) if receiver in RECEIVERS else None
+
+
+def test_every_method_and_keyword_exists() -> None:
+    seen, missing = set[str](), list[str]()
+    for path in sorted((PACKAGE / "rollout").glob("*.py")):
+        for call in calls(tree_of(path)):
+            if (found := receiver_of(call)) is None:
+                continue
+            receiver, method = found
+            seen.add(method)
+            function = methods(receiver).get(method)
+            known = [] if function is None else [*function.args.args, *function.args.kwonlyargs]
+            missing += [
+                f"{receiver}.{method}({keyword.arg})"
+                for keyword in call.keywords
+                if keyword.arg is not None and keyword.arg not in {argument.arg for argument in known}
+            ]
+            missing += [f"{receiver}.{method}"] if function is None else []
+    assert {"collective_rpc", "sleep", "wake_up", "reset_prefix_cache", "abort_request"} <= seen
+    assert missing == []
+
+
+def test_every_imported_name_exists() -> None:
+    missing, count = [], 0
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(tree_of(path)):
+            if not (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"):
+                continue
+            place = VLLM.joinpath(*(node.module or "").split(".")[1:])
+            text = (place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text(encoding="utf-8")
+            words = {part for part in text.replace('"', " ").replace(",", " ").replace("(", " ").split() if part}
+            words |= {part.rstrip(":") for part in words}
+            count += len(node.names)
+            missing += [f"{node.module}.{name.name}" for name in node.names if name.name not in words]
+    assert count > 15
+    assert missing == []
+
+
+def test_a_gpus_worker_has_what_the_receiver_reads() -> None:
+    for name, file in WORKER.items():
+        targets = [
+            ast.unparse(target)
+            for node in ast.walk(tree_of(VLLM / file))
+            if isinstance(node, ast.Assign | ast.AnnAssign)
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        ]
+        assert f"self.{name}" in targets
+    worker = {
+        node.name: node for node in ast.walk(tree_of(VLLM / WORKER["device"])) if isinstance(node, ast.FunctionDef)
+    }
+    assert "level" in {argument.arg for argument in worker["sleep"].args.args}
+    assert "tags" in {argument.arg for argument in worker["wake_up"].args.args}
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_engine_arguments_are_those_of_vllm(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megarl.rollout import engine
+
+    monkeypatch.setattr(engine, "platform", PLATFORMS[platform])
+    spec = EngineSpec(
+        model_path="m", dtype="bfloat16", seed=0, max_model_tokens=8, config=EngineConfig(), can_sleep=True
+    )
+    (fields,) = (node for node in ast.walk(tree_of(VLLM / "engine/arg_utils.py")) if is_engine_args(node))
+    known = {ast.unparse(node.target) for node in fields.body if isinstance(node, ast.AnnAssign)}
+    assert len(known) > 100
+    assert set(_engine_arguments(spec)) - {*known, "use_tqdm_on_load"} == set()
+
+
+def is_engine_args(node: ast.AST) -> bool:
+    return isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
+
+
+def test_every_environment_variable_is_known() -> None:
+    known = (VLLM / "envs.py").read_text(encoding="utf-8")
+    names = {name for platform in PLATFORMS.values() for name in platform.environment if name.startswith("VLLM_")}
+    assert {name for name in {*names, "VLLM_BATCH_INVARIANT"} if f'"{name}"' not in known} == set()
+
+
+def test_no_engine_worker_asks_for_the_default_device() -> None:
+    """Worker k of an engine computes on cuda:k, and passes its device on; `platform().device()` would say cuda:0."""
+    asking = []
+    for path in IN_WORKERS:
+        tree = tree_of(path)
+        asking += [
+            f"{path.name}: {ast.unparse(call)}"
+            for call in calls(tree)
+            if ast.unparse(call.func) in ("platform().device", "torch.cuda.current_device", "torch.cuda.set_device")
+            or (ast.unparse(call.func) == "torch.device" and ast.unparse(call) != "torch.device('cpu')")
+        ]
+        asking += [
+            f"{path.name}: {node.value!r}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda")
+        ]
+    assert len(IN_WORKERS) > 8
+    assert asking == []
+    opened = [ast.unparse(call) for call in calls(tree_of(IN_WORKERS[0])) if "Receiver" in ast.unparse(call.func)]
+    assert len(opened) == 2
+    assert all("worker.device" in call for call in opened)
