@@ -24,6 +24,7 @@ from megarl.config.check_batches import (
 )
 from megarl.config.check_experts import check_expert_width, check_experts, check_moe_settings, check_replayed_routing
 from megarl.config.check_keep_best import check_scores_for_keep_best, check_supervised_scores_for_keep_best
+from megarl.config.check_kernels import check_kernels
 from megarl.config.check_layout import check_layout, check_role_layouts, check_stages, check_tp, model_dimension
 from megarl.config.check_placement import (
     check_engine_tp,
@@ -252,6 +253,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     _require_model_path,
     _require_sound_layout,
     _require_dtype_of_layers,
+    check_kernels,
     check_trainer_nodes,
     _require_joined_cluster,
 )

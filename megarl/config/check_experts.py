@@ -35,6 +35,11 @@ def check_moe_settings(config: Config, hf_config: Mapping[str, object]) -> None:
     """Raise ConfigError if `actor.moe` is set for a model without experts."""
     if _first(_NUM_EXPERTS, hf_config) is None and config.actor.moe != MoeConfig():
         raise ConfigError("actor.moe: is set, but the model has no experts; remove it")
+    if config.actor.moe.fuse_router and (num_groups := int(str(hf_config.get("n_group") or 1))) > 1:
+        raise ConfigError(
+            f"actor.moe.fuse_router: got true, but the model has n_group={num_groups}, and the fused kernel rates "
+            f"groups of experts in its own way; set actor.moe.fuse_router=false"
+        )
 
 
 def check_expert_width(config: Config, hf_config: Mapping[str, object], multiple: int) -> None:

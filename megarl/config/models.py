@@ -106,6 +106,13 @@ class MoeConfig:
     # Send each token to the experts recorded during rollout (Sample.routed_experts), with weights from the
     # trainer's routers.
     replay_routing: bool = False
+    # How tokens reach the experts of other ranks. alltoall: NCCL; deepep: DeepEP's kernels, on CUDA.
+    dispatcher: Literal["alltoall", "deepep"] = "alltoall"
+    # Multiply by all of a rank's experts in one grouped GEMM, on CUDA; null: where Transformer Engine is installed.
+    grouped_gemm: bool | None = None
+    fuse_permute: bool = False  # Reorder tokens by expert in one kernel of Transformer Engine, on CUDA.
+    # Choose experts in one kernel of Transformer Engine, on CUDA; not for models that choose groups of experts first.
+    fuse_router: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +126,10 @@ class ActorConfig:
     moe: MoeConfig = field(default_factory=MoeConfig)
     # Activations that backward recomputes: none, those of attention (selective), or those of whole layers (full).
     recompute: Literal["none", "selective", "full"] = "none"
+    # Matrix products of the layers in float8, with a scale per block (recipes of Transformer Engine); weights, their
+    # gradients and the output head stay in model.dtype. blockwise: 128 × 128 weights and 1 × 128 activations, on H100
+    # and later; mxfp8: 1 × 32, on B200. null: none.
+    fp8: Literal["blockwise", "mxfp8"] | None = None
     # Tokens, prompts included, in one micro-batch on one data-parallel rank, for scoring and for updates.
     micro_batch_tokens: int = setting(16384, AT_LEAST_1)
     head: HeadConfig = field(default_factory=HeadConfig)

@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 from dataclasses import dataclass
+from math import inf
 
 # Dense bfloat16 peaks in TFLOP/s, by what device names begin with; the first that fits counts.
 _BFLOAT16_PEAKS = (
@@ -15,17 +16,44 @@ _BFLOAT16_PEAKS = (
     ("NVIDIA H100", 989.4),
     ("NVIDIA A100", 312.0),
 )
-_QUERY = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+_QUERY = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_cap", "--format=csv,noheader,nounits"]
 _TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """An accelerator of this host: its name, its memory in GiB, and its driver's version."""
+    """An accelerator of this host: its name, memory in GiB, driver's version, and compute capability if known."""
 
     name: str
     memory_gib: float
     driver: str
+    capability: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Recipe:
+    """How Transformer Engine scales float8: on devices of a compute capability of at least one number, below another.
+
+    block: numbers with one scale; it must divide a rank's tokens.
+    """
+
+    at_least: float
+    below: float
+    block: int
+
+    @property
+    def expected(self) -> str:
+        return f">= {self.at_least:.1f} and < {self.below:.1f}" if self.below < inf else f">= {self.at_least:.1f}"
+
+    def runs_on(self, capability: float) -> bool:
+        return self.at_least <= capability < self.below
+
+
+# By the values of actor.fp8; from transformer_engine/pytorch/quantization.py of 2.11.0.
+FP8_RECIPES = {
+    "blockwise": Fp8Recipe(at_least=9.0, below=inf, block=128),
+    "mxfp8": Fp8Recipe(at_least=10.0, below=12.0, block=32),
+}
 
 
 def nvidia_devices() -> list[Device]:
@@ -38,9 +66,12 @@ def nvidia_devices() -> list[Device]:
 
 
 def parse_devices(listing: str) -> list[Device]:
-    """Parse the output of nvidia-smi, with one line `name, MiB, driver version` per device."""
-    rows = [[cell.strip() for cell in line.rsplit(",", 2)] for line in listing.splitlines() if line.strip()]
-    return [Device(name=name, memory_gib=float(mib) / 1024, driver=driver) for name, mib, driver in rows]
+    """Parse the output of nvidia-smi, with one line `name, MiB, driver version, compute capability` per device."""
+    rows = [[cell.strip() for cell in line.rsplit(",", 3)] for line in listing.splitlines() if line.strip()]
+    return [
+        Device(name=name, memory_gib=float(mib) / 1024, driver=driver, capability=float(capability))
+        for name, mib, driver, capability in rows
+    ]
 
 
 def peak_tflops(name: str, dtype: str) -> float | None:

@@ -1,5 +1,6 @@
 """Check the machine: devices, memory, shared memory, open files, and whether programs can be isolated."""
 
+import importlib.util
 import os
 import resource
 import shutil
@@ -7,7 +8,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megarl.device.accelerators import Device, torch_build
+from megarl.device.accelerators import FP8_RECIPES, Device, torch_build
 from megarl.device.platform import Platform
 from megarl.doctor.finding import Finding, Status
 from megarl.errors import ConfigError, WorkerError
@@ -57,6 +58,7 @@ def check_machine(platform: Platform) -> Iterator[Finding]:
         yield Finding(subject=str(SHM_DIR), found="absent", status=Status.MISSING, advice="mount a tmpfs there")
     yield files_finding(*resource.getrlimit(resource.RLIMIT_NOFILE))
     if platform.name == "cuda":
+        yield kernels_finding(platform.devices())
         yield compiler_finding(Path(sysconfig.get_path("include")))
 
 
@@ -73,6 +75,18 @@ def devices_finding(name: str, devices: Sequence[Device]) -> Finding:
         )
     kinds = {f"{d.name}, {d.memory_gib:.0f} GiB, driver {d.driver}" for d in devices}
     return Finding(subject="devices", found=f"{len(devices)} × {'; '.join(sorted(kinds))}")
+
+
+def kernels_finding(devices: Sequence[Device]) -> Finding:
+    """Report which recipes of float8 (actor.fp8) all devices compute, and whether DeepEP is there for experts."""
+    known = [device.capability for device in devices if device.capability is not None]
+    recipes = [name for name, recipe in FP8_RECIPES.items() if known and all(map(recipe.runs_on, known))]
+    has_deepep = importlib.util.find_spec("deep_ep") is not None
+    return Finding(
+        subject="kernels",
+        found=f"actor.fp8: {', '.join(recipes) or 'none'}; actor.moe.dispatcher: alltoall"
+        f"{', deepep' if has_deepep else ' (DeepEP is not installed)'}",
+    )
 
 
 def available_bytes(meminfo: str) -> int:

@@ -260,10 +260,8 @@ def transformer_config(spec: ModelSpec, dtype: torch.dtype, actor: ActorConfig, 
         context_parallel_size=parallel.cp,
         # Packs differ in length, so stages tell each other the shape of what they send.
         variable_seq_lengths=parallel.pp > 1,
-        moe_token_dispatcher_type="alltoall",
         overlap_p2p_comm=parallel.overlap_p2p,
         batch_p2p_comm=not parallel.overlap_p2p,
-        **expert_options(dims, parallel),
         **_RECOMPUTE[actor.recompute],
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=dtype,
@@ -271,7 +269,16 @@ def transformer_config(spec: ModelSpec, dtype: torch.dtype, actor: ActorConfig, 
         bf16=dtype is torch.bfloat16,
         # We divide by our own global denominators; Megatron must not divide again.
         calculate_per_token_loss=True,
-        **{**BACKENDS[platform().name].options, **_ACTIVATIONS[family.activation], **latent_options(spec)},
+        # In blocks, E4M3 serves gradients as well.
+        **({} if actor.fp8 is None else {"fp8": "e4m3", "fp8_recipe": actor.fp8}),
+        **{
+            # Megatron's default is refused for dense models too.
+            "moe_token_dispatcher_type": "alltoall",
+            **BACKENDS[platform().name].options,
+            **_ACTIVATIONS[family.activation],
+            **latent_options(spec),
+            **expert_options(dims, parallel, actor.moe),
+        },
     )
 
 

@@ -22,11 +22,13 @@ class PackAlignment:
     """What the length of each row, and the total length of a pack, must be multiples of under a parallel layout.
 
     tp: the tensor-parallel size under sequence parallelism, else 1. cp, cp_rank: the context-parallel size and rank.
+    block: what must divide the tokens of every rank, because float8 has a scale per block.
     """
 
     tp: int = 1
     cp: int = 1
     cp_rank: int = 0
+    block: int = 1
 
     @property
     def sequence_multiple(self) -> int:
@@ -38,7 +40,7 @@ class PackAlignment:
 
     @property
     def total_multiple(self) -> int:
-        return self.sequence_multiple * self.tp
+        return self.sequence_multiple * self.tp * self.block
 
 
 @dataclass

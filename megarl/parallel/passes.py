@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
+from megarl.device.accelerators import FP8_RECIPES
 from megarl.device.platform import platform
 from megarl.errors import NonFiniteError
 from megarl.parallel.head.differentiable import LossGradients
@@ -53,6 +54,7 @@ def _run_schedule(
         tp=layout.config.tp if layout.config.sequence_parallel else 1,
         cp=layout.config.cp,
         cp_rank=layout.cp_group.rank(),
+        block=1 if model.config.fp8 is None else FP8_RECIPES[model.config.fp8_recipe].block,
     )
 
     def forward_step(batches: Iterator[Sequence[int]], chunk: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:

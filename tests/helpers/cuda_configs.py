@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,16 +12,31 @@ from megarl.device.platform import CudaPlatform
 from megarl.weights.families import read_model_spec
 from tests.helpers.rank_pool import RankContext
 
+# The kernels of Transformer Engine that Megatron looks for if tokens are to be reordered in one.
+FUSED = (
+    "fused_permute",
+    "fused_permute_with_probs",
+    "fused_sort_chunks_by_index",
+    "fused_sort_chunks_by_index_with_probs",
+    "fused_unpermute",
+)
 RECOMPUTES = ("none", "selective", "full")
 
 
 def rope_fusions(context: RankContext, path: str, layouts: Sequence[LayoutConfig]) -> list[bool]:
     """Whether Megatron fuses rotary embeddings, under each layout and way to recompute. It checks the rest itself."""
+    actors = [ActorConfig(layout=layout, recompute=recompute) for layout in layouts for recompute in RECOMPUTES]
+    return [fields["apply_rope_fusion"] for fields in built(context, path, actors)]
+
+
+def built(context: RankContext, path: str, actors: Sequence[ActorConfig]) -> list[dict[str, Any]]:
+    """The fields of Megatron's configurations that these settings give."""
     from megarl.parallel.backend import prepare_megatron
 
     prepare_megatron()
     from megatron.core import utils
     from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.moe import moe_utils
     from packaging.version import Version
 
     from megarl.parallel import backend, model
@@ -32,16 +47,18 @@ def rope_fusions(context: RankContext, path: str, layouts: Sequence[LayoutConfig
         patch.setattr(utils, "get_te_version", lambda: Version("2.11.0"))
         for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
             patch.setattr(rope_utils, name, object())
+        for name in FUSED:
+            # Without Transformer Engine it has not even the names.
+            patch.setattr(moe_utils, name, object(), raising=False)
         patch.setitem(backend.BACKENDS, "cuda", backend.cuda_backend(transformer_engine=True))
         patch.setattr(model, "platform", CudaPlatform)
         configs = [
             model.transformer_config(
                 spec,
                 torch.bfloat16,
-                ActorConfig(layout=layout, recompute=recompute),
-                cast(Layout, SimpleNamespace(config=layout)),
+                actor,
+                cast(Layout, SimpleNamespace(config=actor.layout)),
             )
-            for layout in layouts
-            for recompute in RECOMPUTES
+            for actor in actors
         ]
-    return [config.apply_rope_fusion for config in configs]
+    return [vars(config) for config in configs]

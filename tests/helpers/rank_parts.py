@@ -159,3 +159,12 @@ def rms_norm(
     with torch.no_grad():
         norm.weight.copy_(weight)
         return norm(x), getattr(norm.weight, "sequence_parallel", False)
+
+
+def pack_lengths(context: RankContext, rows: Sequence[Row], tp: int, cp: int, block: int) -> list[tuple[int, int]]:
+    """The tokens of each context-parallel rank, and those of the whole pack."""
+    from megarl.parallel.packing import PackAlignment, pack_rows
+
+    alignments = [PackAlignment(tp=tp, cp=cp, cp_rank=i, block=block) for i in range(cp)]
+    packs = [pack_rows(rows, alignment=alignment, device=torch.device("cpu")) for alignment in alignments]
+    return [(pack.input_ids.shape[1], int(pack.cu_seqlens[-1])) for pack in packs]

@@ -10,7 +10,7 @@ from megarl.parallel.moe.router import moe_layers
 from megarl.weights.dims import Dims
 
 
-def expert_options(dims: Dims, layout: LayoutConfig) -> dict[str, Any]:
+def expert_options(dims: Dims, layout: LayoutConfig, config: MoeConfig) -> dict[str, Any]:
     """Return the fields of Megatron's configuration for experts, or {} for a dense model."""
     experts = dims.experts
     if experts is None:
@@ -31,7 +31,13 @@ def expert_options(dims: Dims, layout: LayoutConfig) -> dict[str, Any]:
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
+        "moe_permute_fusion": config.fuse_permute,
+        "moe_router_fusion": config.fuse_router,
     }
+    if config.dispatcher == "deepep":
+        options |= {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"}
+    if config.grouped_gemm is not None:
+        options["moe_grouped_gemm"] = config.grouped_gemm
     if (routing := experts.routing) is not None:
         grouped = routing.num_groups > 1
         options |= {

@@ -14,6 +14,13 @@ MIXTRAL = {"num_local_experts": 6, "intermediate_size": 80}
 DENSE = {"intermediate_size": 80}
 
 
+def test_groups_of_experts_are_not_chosen_by_the_fused_router() -> None:
+    config = Config(actor=ActorConfig(moe=MoeConfig(fuse_router=True)))
+    check_moe_settings(config, {**QWEN, "n_group": 1})
+    with pytest.raises(ConfigError, match=r"^actor.moe.fuse_router: got true, but the model has n_group=8, and the"):
+        check_moe_settings(config, {**QWEN, "n_group": 8})
+
+
 def test_experts_are_split_over_the_ranks_of_a_stage() -> None:
     message = (
         "x.ep: ep 2 × etp 3 = 6, expected a divisor of the tp 2 × cp 1 × dp 2 = 4 ranks of a pipeline stage, over "

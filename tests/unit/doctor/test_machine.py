@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from megarl.doctor.machine import (
     compiler_finding,
     devices_finding,
     files_finding,
+    kernels_finding,
     memory_finding,
     shm_finding,
     stale_files,
@@ -38,11 +40,21 @@ def test_devices() -> None:
 
 
 def test_a_listing_of_the_driver() -> None:
-    listing = "NVIDIA H100 80GB HBM3, 81559, 570.86.15\nNVIDIA, odd name, 40960, 570.86.15\n\n"
+    listing = "NVIDIA H100 80GB HBM3, 81559, 570.86.15, 9.0\nNVIDIA, odd name, 40960, 570.86.15, 12.0\n\n"
     assert parse_devices(listing) == [
-        Device(name="NVIDIA H100 80GB HBM3", memory_gib=81559 / 1024, driver="570.86.15"),
-        Device(name="NVIDIA, odd name", memory_gib=40.0, driver="570.86.15"),
+        Device(name="NVIDIA H100 80GB HBM3", memory_gib=81559 / 1024, driver="570.86.15", capability=9.0),
+        Device(name="NVIDIA, odd name", memory_gib=40.0, driver="570.86.15", capability=12.0),
     ]
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "recipes"),
+    [([9.0], "blockwise"), ([10.3], "blockwise, mxfp8"), ([10.0, 9.0], "blockwise"), ([8.0], "none"), ([], "none")],
+)
+def test_kernels_that_all_devices_have(capabilities: list[float], recipes: str) -> None:
+    devices = [replace(H100, capability=each) for each in capabilities]
+    expected = f"actor.fp8: {recipes}; actor.moe.dispatcher: alltoall (DeepEP is not installed)"
+    assert kernels_finding(devices).found == expected
 
 
 def test_known_peaks() -> None:
@@ -89,7 +101,7 @@ def test_files_of_dead_runs(tmp_path: Path) -> None:
 def test_every_part_of_the_machine_is_looked_at() -> None:
     subjects = [finding.subject for finding in check_machine(CpuPlatform())]
     assert subjects == ["devices", "collectives", "memory", "cores", "/dev/shm", "stale files", "open files"]
-    assert [finding.subject for finding in check_machine(CudaPlatform())] == [*subjects, "C compiler"]
+    assert [finding.subject for finding in check_machine(CudaPlatform())] == [*subjects, "kernels", "C compiler"]
 
 
 def test_the_c_compiler_is_looked_for_as_triton_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

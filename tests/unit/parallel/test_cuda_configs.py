@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.schema import LayoutConfig
-from tests.helpers.cuda_configs import RECOMPUTES, rope_fusions
+from megarl.config.schema import ActorConfig, LayoutConfig, MoeConfig
+from tests.helpers.cuda_configs import RECOMPUTES, built, rope_fusions
 from tests.helpers.hf_models import MODELS, WITH_EXPERTS, make_model
 from tests.helpers.rank_pool import RankPool
 
@@ -25,3 +25,36 @@ def test_megatron_accepts_every_family(rank_pool: Callable[[int], RankPool], tmp
     layouts = [*LAYOUTS, LayoutConfig(tp=2, ep=2, sequence_parallel=True)] if name in WITH_EXPERTS else LAYOUTS
     (fused,) = rank_pool(1).run(rope_fusions, str(path), layouts)
     assert fused == [not name.startswith("deepseek")] * len(layouts) * len(RECOMPUTES)
+
+
+@pytest.mark.parametrize(
+    ("actor", "expected"),
+    [
+        (ActorConfig(), {"fp8": None, "moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True}),
+        (ActorConfig(fp8="blockwise"), {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": False}),
+        (ActorConfig(fp8="mxfp8", recompute="full"), {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param": False}),
+        (
+            ActorConfig(
+                fp8="blockwise",
+                layout=LayoutConfig(tp=2, ep=2, sequence_parallel=True),
+                moe=MoeConfig(dispatcher="deepep", fuse_permute=True, fuse_router=True),
+            ),
+            {
+                "moe_token_dispatcher_type": "flex",
+                "moe_flex_dispatcher_backend": "deepep",
+                "moe_permute_fusion": True,
+                "moe_router_fusion": True,
+                "moe_grouped_gemm": True,
+                "moe_router_dtype": "fp32",
+            },
+        ),
+        (ActorConfig(moe=MoeConfig(grouped_gemm=False)), {"moe_grouped_gemm": False, "moe_permute_fusion": False}),
+    ],
+)
+def test_settings_of_kernels_reach_megatron(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path, actor: ActorConfig, expected: dict[str, object]
+) -> None:
+    """In its names and values, which it checks against each other as it does on GPUs."""
+    path = make_model(tmp_path / "model", "qwen3_moe", tied=False)
+    ((fields,),) = rank_pool(1).run(built, str(path), [actor])
+    assert {name: fields[name] for name in expected} == expected

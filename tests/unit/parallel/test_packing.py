@@ -138,3 +138,12 @@ def test_experts_of_tokens_by_hand(rank_pool: GetPool) -> None:
 def test_experts_are_those_of_every_token() -> None:
     with pytest.raises(ValueError, match=r"row q/0: routed_experts has shape \(3, 1, 2\), expected \(4, layers"):
         replace(make_row([1, 2, 3, 4], [True]), routed_experts=np.zeros((3, 1, 2), dtype=np.int16))
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_float8_scales_whole_blocks_of_tokens_on_every_rank(rank_pool: Callable[[int], RankPool], cp: int) -> None:
+    """Under sequence parallelism each of two ranks has a half of its tokens."""
+    rows = random_rows([(5, 12), (3, 20)])
+    for own, total in rank_pool(1).run(rank_parts.pack_lengths, rows, 2, cp, 32)[0]:
+        assert own % (2 * 32) == 0
+        assert total == own * cp

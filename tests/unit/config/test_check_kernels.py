@@ -1,0 +1,110 @@
+"""Settings that need kernels: refused without CUDA, without the package, and on devices that cannot compute them."""
+
+import re
+from typing import Any
+
+import pytest
+
+from megarl.config import check_kernels as module
+from megarl.config.check_kernels import check_kernels
+from megarl.config.schema import ActorConfig, Config, LayoutConfig, ModelConfig, MoeConfig
+from megarl.device.accelerators import Device
+from megarl.device.platform import PLATFORMS
+from megarl.errors import ConfigError
+
+FUSED = MoeConfig(grouped_gemm=True, fuse_permute=True, fuse_router=True, dispatcher="deepep")
+SPLIT = LayoutConfig(dp=2, ep=2)
+
+
+def config(dtype: Any = "bfloat16", **actor: Any) -> Config:
+    return Config(model=ModelConfig(path="m", dtype=dtype), actor=ActorConfig(**actor))
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[Device]:
+    """CUDA with all packages; the devices to fill in."""
+    devices: list[Device] = []
+    platform = PLATFORMS["cuda"]()
+    monkeypatch.setattr(platform, "devices", lambda: devices)
+    monkeypatch.setattr(module, "platform", lambda: platform)
+    monkeypatch.setattr(module, "find_spec", lambda name: name)
+    return devices
+
+
+def device(capability: float | None) -> Device:
+    return Device(name="NVIDIA X", memory_gib=80, driver="1", capability=capability)
+
+
+@pytest.mark.parametrize(
+    ("actor", "message"),
+    [
+        ({"fp8": "blockwise"}, "actor.fp8: got blockwise, which needs CUDA, but this is cpu; set actor.fp8=null"),
+        (
+            {"moe": MoeConfig(dispatcher="deepep")},
+            "actor.moe.dispatcher: got deepep, which needs CUDA, but this is cpu; set actor.moe.dispatcher=alltoall",
+        ),
+        (
+            {"moe": MoeConfig(grouped_gemm=True)},
+            "actor.moe.grouped_gemm: got true, which needs CUDA, but this is cpu; set actor.moe.grouped_gemm=false",
+        ),
+        (
+            {"moe": MoeConfig(fuse_permute=True)},
+            "actor.moe.fuse_permute: got true, which needs CUDA, but this is cpu; set actor.moe.fuse_permute=false",
+        ),
+        (
+            {"moe": MoeConfig(fuse_router=True)},
+            "actor.moe.fuse_router: got true, which needs CUDA, but this is cpu; set actor.moe.fuse_router=false",
+        ),
+    ],
+)
+def test_a_cpu_has_none_of_them(actor: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        check_kernels(config(**actor))
+    check_kernels(config(moe=MoeConfig(grouped_gemm=False)))
+
+
+@pytest.mark.parametrize(
+    ("actor", "package"),
+    [({"fp8": "mxfp8"}, "transformer_engine"), ({"moe": MoeConfig(dispatcher="deepep")}, "deep_ep")],
+)
+def test_their_package_must_be_there(
+    actor: dict[str, Any], package: str, on_cuda: list[Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=f"which needs the package {package}, but it is not installed; set actor"):
+        check_kernels(config(layout=SPLIT, **actor))
+
+
+@pytest.mark.parametrize(
+    ("fp8", "capability", "expected"),
+    [
+        ("blockwise", 8.0, ">= 9.0"),
+        ("mxfp8", 9.0, ">= 10.0 and < 12.0"),
+        ("mxfp8", 12.0, ">= 10.0 and < 12.0"),
+        ("blockwise", 9.0, None),
+        ("mxfp8", 10.3, None),
+        ("mxfp8", None, None),
+    ],
+)
+def test_every_device_must_compute_the_recipe(
+    fp8: str, capability: float | None, expected: str | None, on_cuda: list[Device]
+) -> None:
+    on_cuda += [device(10.0), device(capability)]
+    if expected is None:
+        check_kernels(config(fp8=fp8, layout=SPLIT, moe=FUSED))
+        return
+    message = (
+        f"actor.fp8: got {fp8}, which needs compute capability {expected}, but NVIDIA X has {capability}; set "
+        "actor.fp8 to another recipe, or to null"
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        check_kernels(config(fp8=fp8))
+
+
+def test_what_does_not_combine(on_cuda: list[Device]) -> None:
+    with pytest.raises(ConfigError, match=r"^actor.fp8: got blockwise with model.dtype=float32, expected bfloat16;"):
+        check_kernels(config("float32", fp8="blockwise"))
+    with pytest.raises(ConfigError, match=r"^actor.moe.dispatcher: got deepep with ep=1 and etp=1, where no token"):
+        check_kernels(config(moe=FUSED))
+    with pytest.raises(ConfigError, match=r"^actor.moe.fuse_router: got true with actor.moe.replay_routing=true, but"):
+        check_kernels(config(moe=MoeConfig(fuse_router=True, replay_routing=True)))
