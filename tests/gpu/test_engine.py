@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megarl.config.schema import ActorConfig, EngineConfig, ModelConfig
-from megarl.rollout.engine import EngineSpec
+from megarl.rollout.engine import EngineSpec, GenerationRequest
 from megarl.types.messages import Role, RoleSpec
 from tests.helpers.checkpoints import VOCAB_SIZE, load_hf
 from tests.helpers.cuda import needs_devices
-from tests.helpers.gpu_ranks import sleep_and_wake
+from tests.helpers.gpu_ranks import sleep_and_wake, update_in_flight
 from tests.helpers.rank_pool import RankPool
 
 pytestmark = [pytest.mark.gpu, needs_devices(1)]
@@ -64,3 +64,45 @@ def test_sleep_sync_wake(gpu_pool: Callable[[int], RankPool], checkpoint: Callab
     assert np.abs(before - hf_logprobs(first, sequences)).mean() < MEAN_NATS
     assert np.abs(after - hf_logprobs(second, sequences)).mean() < MEAN_NATS
     assert np.abs(after - before).mean() > 10 * MEAN_NATS
+
+
+# Graphs are captured for at most 8 sequences; a first start also compiles.
+COLD_START_S = 300.0
+NUM_TOKENS = 512
+
+
+def test_an_update_in_flight_with_graphs(gpu_pool: Callable[[int], RankPool], checkpoint: Callable[..., Path]) -> None:
+    """Every token has the log-prob of the one version that it names, in an engine process of its own, with graphs."""
+    first, second = checkpoint(dtype="bfloat16", seed=0), checkpoint(dtype="bfloat16", seed=1)
+    spec = EngineSpec(
+        model_path=str(first),
+        dtype="bfloat16",
+        seed=0,
+        max_model_tokens=NUM_TOKENS + 16,
+        config=EngineConfig(kv_cache_mib=KV_CACHE_MIB, max_num_seqs=8, enforce_eager=False),
+    )
+    rng = np.random.default_rng(0)
+    requests = [
+        GenerationRequest(
+            token_ids=tuple(rng.integers(3, VOCAB_SIZE, 8).tolist()),
+            seed=i,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=-1,
+            max_tokens=NUM_TOKENS,
+        )
+        for i in range(8)
+    ]
+    files = [str(file) for file in second.glob("*.safetensors")]
+    (trace,) = gpu_pool(1).run(update_in_flight, spec, files, requests, timeout_s=2 * COLD_START_S)
+    assert trace.start_s < COLD_START_S
+    versions = np.concatenate([completion.weight_versions for completion in trace.updated])
+    assert set(versions) == {0, 1}
+    for completions, paths in ((trace.first, {0: first}), (trace.updated, {0: first, 1: second})):
+        for version, path in paths.items():
+            apart = []
+            for request, completion in zip(requests, completions, strict=True):
+                tokens = [*request.token_ids, *completion.token_ids.tolist()]
+                expected = hf_logprobs(path, [tokens])[len(request.token_ids) - 1 :]
+                apart.append(np.abs(completion.logprobs - expected)[completion.weight_versions == version])
+            assert np.concatenate(apart).mean() < MEAN_NATS

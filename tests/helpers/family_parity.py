@@ -60,9 +60,9 @@ def make_rows() -> list[Row]:
     ]
 
 
-def load_transformers(path: Path) -> PreTrainedModel:
+def load_transformers(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model as transformers reads it, with its plain attention."""
-    hf: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    hf: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
     return hf.eval()
 
 
@@ -73,9 +73,9 @@ def dense_logits(path: Path) -> list[FloatArray]:
     return [hf(torch.from_numpy(row.token_ids)[None]).logits[0].numpy() for row in make_rows()]
 
 
-def run_transformers(path: Path, routers: Routers | None = None) -> Reference:
+def run_transformers(path: Path, routers: Routers | None = None, *, dtype: torch.dtype = torch.float32) -> Reference:
     """Row by row, without packing or padding, reading the same config.json; with experts, `routers` watches these."""
-    rows, hf = make_rows(), load_transformers(path)
+    rows, hf = make_rows(), load_transformers(path, dtype)
     if routers is not None:
         routers.attach(hf)
     num_tokens = sum(row.num_loss_tokens for row in rows)
@@ -84,7 +84,7 @@ def run_transformers(path: Path, routers: Routers | None = None) -> Reference:
         tokens = torch.from_numpy(row.token_ids)
         if routers is not None:
             routers.begin(i)
-        out = hf(tokens[None]).logits[0]
+        out = hf(tokens[None]).logits[0].float()
         log_p = out.log_softmax(-1)[row.num_prompt_tokens - 1 : -1]
         masked = log_p.gather(1, tokens[row.num_prompt_tokens :, None])[:, 0] * torch.from_numpy(row.loss_mask)
         loss = -masked.sum() / num_tokens
@@ -93,7 +93,7 @@ def run_transformers(path: Path, routers: Routers | None = None) -> Reference:
         loss.backward()
         logits.append(out.detach().numpy())
         logprobs.append(masked.detach().numpy())
-    grads = [parameter.grad for parameter in hf.parameters() if parameter.grad is not None]
+    grads = [parameter.grad.float() for parameter in hf.parameters() if parameter.grad is not None]
     norm = math.sqrt(sum(grad.square().sum().item() for grad in grads))
     return Reference(path=path, logits=logits, logprobs=logprobs, gradients=_gradients(hf), grad_norm=norm)
 
@@ -120,11 +120,12 @@ def run_ranks(
     rows: Sequence[Row],
     moe: MoeConfig,
     recompute: Literal["none", "selective", "full"],
+    dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> list[Measured]:
-    specs = weight_specs(read_model_spec(path), "float32")
+    specs = weight_specs(read_model_spec(path), dtype)
     weights, gradients = (create_model_files(target / name, specs) for name in ("weights", "gradients"))
     case = MeasureCase(
-        model=ModelConfig(path=str(path), dtype="float32", vocab_multiple=4),
+        model=ModelConfig(path=str(path), dtype=dtype, vocab_multiple=4),
         actor=ActorConfig(
             layout=layout,
             optimizer=OptimizerConfig(distributed=False, clip_grad_norm=1e9),

@@ -2,8 +2,9 @@
 
 import importlib.util
 import multiprocessing
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from megarl.cluster import residency
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.device.platform import platform
 from megarl.parallel.backend import BACKENDS, cuda_backend
-from megarl.rollout.engine import EngineSpec, VllmEngine
+from megarl.rollout.engine import Completion, EngineSpec, GenerationRequest, VllmEngine
 from megarl.sync.plan.build import build_plan
 from megarl.sync.wire.ends import BridgeReceiver, BridgeSender
 from megarl.sync.wire.meetings import Meeting, open_store
@@ -155,6 +156,40 @@ def sleep_and_wake(
         free["generate"] = _free_bytes()
         after = engine.prompt_logprobs(sequences)
     return SleepTrace(calls=recorder.calls, free=free, before=before, after=after)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateTrace:
+    """Seconds until the engine was there, what it generated at first, and what it was generating during an update."""
+
+    start_s: float
+    first: list[Completion]
+    updated: list[Completion]
+
+
+def update_in_flight(
+    context: RankContext, spec: EngineSpec, files: Sequence[str], requests: Sequence[GenerationRequest]
+) -> UpdateTrace:
+    """Generate requests; then again, with the weights of `files` from some token on as version 1."""
+    start = time.monotonic()
+    with _engine(spec) as engine, ThreadPoolExecutor(1) as pool:
+        start_s = time.monotonic() - start
+        first = engine.generate(requests)
+        engine.add(dict(enumerate(requests)))
+        found: dict[int, Completion] = {}
+
+        def serve() -> None:
+            for part in engine.serve():
+                found.update(part)
+                if len(found) == len(requests):
+                    return
+
+        serving = pool.submit(serve)
+        while len(engine.unfinished()) < len(requests):
+            time.sleep(0.001)
+        load_files(engine, files, version=1)
+        serving.result(timeout=120.0)
+    return UpdateTrace(start_s=start_s, first=first, updated=[found[i] for i in range(len(requests))])
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -90,7 +89,7 @@ def dense_logits(
         # A filler sequence may end the pack.
         for i, (start, stop) in zip(by_length, itertools.pairwise(pack.cu_seqlens.tolist()), strict=False):
             assert pack.input_ids[0, start:stop].tolist() == rows[i].token_ids.tolist()
-            collected[i] = np.asarray(logits[start:stop])
+            collected[i] = logits[start:stop].float().cpu().numpy()
 
     loaded = worker.roles[Role.ACTOR]
     chunks = [_LogitsModel(chunk) for chunk in loaded.chunks]
