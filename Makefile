@@ -54,6 +54,7 @@ check: install ## Lint, format check, types, shell scripts, containers, import r
 	"$(VENV)/bin/ruff" format --check .
 	"$(VENV)/bin/mypy" megarl tools
 	"$(VENV)/bin/shellcheck" .ci/run slurm/*.sh slurm/*.sbatch containers/*.sh
+	"$(VENV)/bin/shellcheck" --external-sources tests/gpu/*.sh
 	"$(VENV)/bin/hadolint" containers/Dockerfile
 	"$(VENV)/bin/python" -m pytest tests/unit/test_import_rules.py
 

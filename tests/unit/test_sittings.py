@@ -1,0 +1,50 @@
+"""The scripts of tests/gpu: each test file has its sitting, none passes without a device, files are carried whole."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+GPU = Path(__file__).resolve().parents[1] / "gpu"
+SITTINGS = sorted(GPU.glob("sitting_*.sh"))
+MIB = 1 << 20
+
+
+def test_every_file_of_tests_belongs_to_one_sitting() -> None:
+    named = [name for script in SITTINGS for name in re.findall(r"tests/gpu/(test_\w+\.py)", script.read_text())]
+    assert sorted(named) == sorted(path.name for path in GPU.glob("test_*.py"))
+
+
+def test_the_sittings_take_45_minutes_at_most_on_time() -> None:
+    """By what their headers promise; the limits of single steps leave room for one that hangs."""
+    promised = [re.search(r"of about (\d+) minutes", script.read_text()) for script in SITTINGS]
+    assert [int(found[1]) for found in promised if found] == [20, 25]
+
+
+def test_a_sitting_without_a_device_says_so(tmp_path: Path) -> None:
+    for script in SITTINGS:
+        done = subprocess.run([script, sys.prefix, tmp_path / "out"], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert done.stderr.endswith("torch finds no CUDA device, so every test would be skipped\n")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_environment_is_carried_in_small_files(tmp_path: Path) -> None:
+    venv, parts, there = tmp_path / "venv", tmp_path / "parts", tmp_path / "there"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin/python").write_text("#!/bin/sh\n")
+    (venv / "bin/python").chmod(0o755)
+    with (venv / "large").open("wb") as file:
+        file.truncate(60 * MIB)
+    subprocess.run([GPU / "carry.sh", "pack", venv, parts], check=True)
+    assert len(list(parts.glob("venv.tar.*"))) == 2
+    assert all(part.stat().st_size <= 57 * MIB for part in parts.iterdir())
+    venv.rename(tmp_path / "elsewhere")
+    there.mkdir()
+    subprocess.run([GPU / "carry.sh", "unpack", parts], check=True, cwd=there)
+    assert (venv / "large").stat().st_size == 60 * MIB
+    assert (there / "megarl/megarl/__init__.py").is_file()
+    with next(parts.glob("megarl.tar.*")).open("r+b") as file:
+        file.write(b"x")
+    broken = subprocess.run([GPU / "carry.sh", "unpack", parts], capture_output=True, text=True, cwd=there)
+    assert broken.returncode != 0
