@@ -22,6 +22,7 @@ from megarl.config.check_batches import (
     check_whole_mini_batches,
     longest_row,
 )
+from megarl.config.check_engine import check_engine_arguments
 from megarl.config.check_experts import check_expert_width, check_experts, check_moe_settings, check_replayed_routing
 from megarl.config.check_keep_best import check_scores_for_keep_best, check_supervised_scores_for_keep_best
 from megarl.config.check_layout import check_layout, check_role_layouts, check_stages, check_tp, model_dimension
@@ -273,6 +274,7 @@ TRAIN_RULES: tuple[Rule, ...] = (
     check_replayed_routing,
     check_train_outlasts_warmup,
     check_engines,
+    check_engine_arguments,
     check_schedule,
     check_sync,
     _require_ipc,
@@ -305,6 +307,7 @@ EVAL_RULES: tuple[Rule, ...] = (
     check_row_fits_engine,
     check_trainer_nodes,
     check_engines,
+    check_engine_arguments,
     check_sync,
     _require_ipc,
     _require_joined_cluster,

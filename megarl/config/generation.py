@@ -1,7 +1,8 @@
 """Define the sections for rollouts, vLLM engines, placement, weight syncs and validation."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, SHARE, Range, section, setting
 
@@ -19,6 +20,9 @@ class EngineConfig:
     block_size: int | None = setting(None, AT_LEAST_1)  # Tokens per block of the KV cache.
     enforce_eager: bool = False  # Disable CUDA graphs.
     prefix_caching: bool = True  # Share the KV cache of common prompt prefixes.
+    # Further engine arguments by vLLM's own names, as in {max_num_batched_tokens: 16384}. Unknown names, and those that
+    # follow from other settings, are errors.
+    vllm: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,7 +125,7 @@ class VllmEngine:
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
         from vllm import LLM
 
-        self.llm = LLM(**_engine_arguments(spec))
+        self.llm = LLM(**engine_arguments_of(spec))
         self.llm.update_weight_version("0")
         self._version = 0
         self._stepper = Stepper(self.llm, max_num_seqs=spec.config.max_num_seqs)
@@ -289,7 +289,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+def engine_arguments_of(spec: EngineSpec) -> dict[str, Any]:
+    """Return the arguments with which vLLM's engine starts."""
     config, device = spec.config, platform().name
     chosen: dict[str, Any] = {
         "kv_cache_memory_bytes": None if config.kv_cache_mib is None else config.kv_cache_mib << 20,
@@ -317,4 +318,5 @@ def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         **_DEFAULTS[device],
         **({"enable_sleep_mode": True} if spec.can_sleep and device in _SLEEPING_DEVICES else {}),
         **{key: value for key, value in chosen.items() if value is not None},
+        **config.vllm,
     }
