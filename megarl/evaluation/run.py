@@ -103,6 +103,8 @@ def _serving_engines(inputs: EvalInputs, cluster: "Cluster") -> EngineSupervisor
         verify=config.sync.verify,
     )
     engines.push(version)
+    # Its buffers are needed again only if an engine dies.
+    engines.close()
     ledger.enter(residency.GENERATE)
     return engines
 
