@@ -14,7 +14,8 @@ from megarl.cluster.stacks import stacks_directory, write_stacks_on_signal
 from megarl.cluster.workers import RowShards
 from megarl.device.platform import platform
 from megarl.parallel.worker import PolicyWorker
-from megarl.rollout.engine import Completion, EngineSpec, VllmEngine
+from megarl.rollout.engine import Completion, VllmEngine
+from megarl.rollout.engine_spec import EngineSpec
 
 
 class RunActor:

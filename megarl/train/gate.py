@@ -15,6 +15,8 @@ from megarl.types import BoolArray, FloatArray, Row, Score, pad_rows
 
 # Mean |Δ log-prob| between engine and trainer above which training would optimise a different policy.
 MISMATCH_GATE_NATS = {"float32": 1e-4, "bfloat16": 0.05}
+# The same for engines that round weights or the KV cache to float8, which has a 16th of bfloat16's precision.
+FLOAT8_GATE_NATS = 0.2
 
 
 def mismatch_of(rows: Sequence[Row], logprobs: Sequence[FloatArray]) -> MismatchSums:
@@ -78,7 +80,10 @@ class MismatchGate:
     """A check that refuses to train if engine and trainer disagree before the first update."""
 
     def __init__(self, config: Config) -> None:
-        self._limit = config.trainer.mismatch_gate_nats or MISMATCH_GATE_NATS[config.model.dtype]
+        engine = config.rollout.engine
+        rounded = engine.quantization is not None or engine.kv_cache_dtype is not None
+        usual = FLOAT8_GATE_NATS if rounded else MISMATCH_GATE_NATS[config.model.dtype]
+        self._limit = config.trainer.mismatch_gate_nats or usual
         self.passed = False
 
     def check(self, rows: Sequence[Row]) -> None:

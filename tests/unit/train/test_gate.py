@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megarl.config.algo import CorrectionConfig
-from megarl.config.schema import Config, ModelConfig, TrainerConfig
+from megarl.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig, TrainerConfig
 from megarl.errors import MismatchError
 from megarl.train.gate import MismatchGate, engine_metrics, mismatch_of
 from megarl.types import Row
@@ -71,6 +71,24 @@ def test_limits(dtype: Literal["float32", "bfloat16"], limit: float | None, diff
         with pytest.raises(MismatchError, match=r"differ from the trainer's by .* nats on average before the first"):
             checked.check(rows)
     assert checked.passed == passes
+
+
+@pytest.mark.parametrize(
+    "engine", [EngineConfig(quantization="fp8_per_channel"), EngineConfig(kv_cache_dtype="fp8_e4m3")]
+)
+@pytest.mark.parametrize(
+    ("limit", "difference", "passes"), [(None, 0.19, True), (None, 0.21, False), (0.1, 0.11, False)]
+)
+def test_engines_that_round_to_float8_may_differ_more(
+    engine: EngineConfig, limit: float | None, difference: float, passes: bool
+) -> None:
+    config = Config(rollout=RolloutConfig(engine=engine), trainer=TrainerConfig(mismatch_gate_nats=limit))
+    checked, rows = MismatchGate(config), [make_row([-1.0], [-1.0 - difference])]
+    if passes:
+        checked.check(rows)
+    else:
+        with pytest.raises(MismatchError):
+            checked.check(rows)
 
 
 def test_the_message_has_both_numbers_and_the_key() -> None:
