@@ -96,9 +96,11 @@ class VllmEngine:
         self._stepper = Stepper(self.llm, max_num_seqs=spec.config.max_num_seqs)
 
     def process_ids(self) -> list[int]:
-        """Return the ids of this process and of the workers that are processes of their own."""
+        """Return the ids of this process, and of the workers and vLLM's core if they are processes of their own."""
         workers: list[int] = self.llm.collective_rpc("process_id")
-        return list(dict.fromkeys([os.getpid(), *workers]))
+        resources = getattr(self.llm.llm_engine.engine_core, "resources", None)
+        cores = [] if resources is None else [core.pid for core in resources.engine_manager.processes]
+        return list(dict.fromkeys([os.getpid(), *workers, *cores]))
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Generate all completions and return them in request order."""
