@@ -1,8 +1,9 @@
 """Drafted tokens change neither what is sampled nor its log-probs, which are the model's."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,6 +57,12 @@ def chosen(logprobs: torch.Tensor, completion: Completion) -> np.ndarray:
     return logprobs.gather(1, torch.from_numpy(completion.token_ids)[:, None])[:, 0].numpy()
 
 
+def run_alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of `tests.e2e.engines` in a process of its own: after n-grams, vLLM starts no other engine."""
+    with RankPool(1, timeout_s=240.0) as pool:
+        return pool.run(function, *arguments)[0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
     """Requests with their completions as one batch and alone, and the decode steps that the latter took."""
@@ -74,12 +81,12 @@ class Answered:
 
 
 @pytest.fixture(scope="module")
-def answered(engine_process: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Answered:
+def answered(tmp_path_factory: pytest.TempPathFactory) -> Answered:
     """Of one engine, in one batch."""
     model = make_checkpoint(tmp_path_factory.mktemp("drafts") / "model", tied=True)
     asked = [*requests(1.0), *requests(0.5), *requests(0.1), *requests(0.0), *requests(0.5, top_k=5)]
     spec = engine_spec(small_config(model, "rollout.top_k=5", *NGRAM))
-    out = engine_process.run(engines.generate, spec, asked)[0]
+    out = run_alone(engines.generate, spec, asked)
     return Answered(model=model, asked=asked, together=out.together, alone=out.alone, steps_alone=out.steps_alone)
 
 
@@ -124,14 +131,13 @@ def test_truncated_sampling_knows_what_was_left_to_sample_from(answered: Answere
         assert np.abs(completion.logprobs - expected).max() <= NATS
 
 
-def test_drafts_survive_new_weights(tmp_path: Path, engine_process: RankPool) -> None:
+def test_drafts_survive_new_weights(tmp_path: Path) -> None:
     """Tokens before the switch are the old weights', those after it the new ones', on all tokens before them."""
     models = [make_checkpoint(tmp_path / f"seed{seed}", tied=True, seed=seed) for seed in (0, 1)]
     asked = [*requests(1.0, num=1, num_tokens=12), *requests(0.5, num=4, num_tokens=64)]
     files = [str(file) for file in models[1].glob("*.safetensors")]
-    updated = engine_process.run(engines.update_in_flight, engine_spec(small_config(models[0], *NGRAM)), files, asked)[
-        0
-    ]
+    spec = engine_spec(small_config(models[0], *NGRAM))
+    updated = run_alone(engines.update_in_flight, spec, files, asked)
     check_switch(models, asked, updated.completions)
 
 
