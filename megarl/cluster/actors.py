@@ -15,7 +15,8 @@ from megarl.cluster.workers import RowShards
 from megarl.device.platform import platform
 from megarl.host.stage import process_files
 from megarl.parallel.worker import PolicyWorker
-from megarl.rollout.engine import Completion, EngineSpec, VllmEngine
+from megarl.rollout.engine import Completion, VllmEngine
+from megarl.rollout.engine_spec import EngineSpec
 
 
 class RunActor:

@@ -213,13 +213,13 @@ class Cluster:
 
     def weight_sync(self, specs: Mapping[str, TensorSpec]) -> BridgeSync:
         """Return an open `BridgeSync`, which sends the actor's weights to the engines. Load the actor first."""
-        config = self._config.sync
+        config, engine = self._config.sync, self._config.rollout.engine
         model = read_model_spec(self._config.model.path)
         return BridgeSync(
             self.workers.groups[0].processes,
             self.engines.processes,
             wire_specs(model, specs, config.dtype),
-            engine_needs(model, self._config.rollout.engine.tp),
+            engine_needs(model, engine.tp, expert_parallel=engine.expert_parallel),
             shares=self._seats.shares,
             segments=self.scope.shm_file("bridge"),
             timeout_s=self._config.rollout.timeout_s,

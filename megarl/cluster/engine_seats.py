@@ -15,7 +15,7 @@ from megarl.cluster.processes import in_background, wait_all
 from megarl.cluster.roster import Process
 from megarl.cluster.stacks import describe
 from megarl.config.schema import Config
-from megarl.rollout.engine import engine_spec
+from megarl.rollout.engine_spec import engine_spec
 
 # How often a wait for engines says what they do, and of how many.
 PROGRESS_S = 60.0

@@ -126,14 +126,14 @@ class MemoryLedger:
     """A record of which models are in device memory. It carries out the moves of each phase, if `enabled`."""
 
     def __init__(self, workers: "RoleWorkers", engines: "EngineGroup", *, enabled: bool) -> None:
-        self._workers, self._engines, self._enabled = workers, engines, enabled
+        self._workers, self._engines, self.enabled = workers, engines, enabled
         # Engines are awake after they have started.
         self.resident = _ENGINE_PARTS
         self._released: dict[str, int] = {}
 
     def enter(self, phase: Phase) -> None:
         """Move memory so that exactly the parts that a phase needs are on the devices."""
-        if not self._enabled:
+        if not self.enabled:
             return
         for move in plan_moves(self.resident, phase):
             if move.owner == ENGINE:

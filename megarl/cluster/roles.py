@@ -7,7 +7,7 @@ from megarl.config.check_rewards import judges
 from megarl.config.schema import Config, LayoutConfig, ModelConfig, role_settings
 from megarl.config.setting import affected
 from megarl.errors import ConfigError
-from megarl.rollout.engine import engine_spec
+from megarl.rollout.engine_spec import engine_spec
 from megarl.types import Algorithm, Score
 from megarl.types.messages import Head, Role, RoleSpec
 

@@ -4,14 +4,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 
 from megarl.cluster import residency
-from megarl.cluster.bridge import BridgeSync
 from megarl.cluster.engines import EngineGroup
 from megarl.errors import EngineDiedError, WorkerError
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.source import Doing, generating
 from megarl.rollout.vllm_source import OnCompletion
+
+
+class WeightSync(Protocol):
+    """What brings the weights to all engines, and does not survive the replacement of one; see `BridgeSync`."""
+
+    def push(self, version: int, *, verify: bool) -> dict[str, float]: ...
+
+    def close(self) -> None: ...
 
 
 class EngineSupervisor:
@@ -20,10 +28,10 @@ class EngineSupervisor:
     When an engine dies, the living engines take over its unfinished requests at once, and a new engine replaces it
     before the next weight sync, or at once if no engine lives. With `deterministic` no engine takes requests over: the
     dead engine is replaced when the living ones have finished theirs, and the new engine repeats its requests. Before a
-    replacement, `placement.offload` moves trainer and engines off the devices. Afterwards a new `BridgeSync` sends the
-    policy to all engines, so that no `BridgeSync` ever has to handle a replacement.
+    replacement, `placement.offload` moves trainer and engines off the devices. Afterwards a new `WeightSync` sends the
+    policy to all engines, so that none ever has to handle a replacement.
 
-    restart_engine: replaces the engine with a given index. open_sync: returns a new `BridgeSync`; called when the actor
+    restart_engine: replaces the engine with a given index. open_sync: returns a new `WeightSync`; called when the actor
     is on the devices. max_restarts: how many deaths of engines the run survives. deterministic: a new engine gets the
     same batch of requests as the one that it replaces, for bitwise equal results.
     """
@@ -33,7 +41,7 @@ class EngineSupervisor:
         engines: EngineGroup,
         restart_engine: Callable[[int], None],
         ledger: residency.MemoryLedger,
-        open_sync: Callable[[], BridgeSync],
+        open_sync: Callable[[], WeightSync],
         *,
         max_restarts: int,
         deterministic: bool,
@@ -43,7 +51,7 @@ class EngineSupervisor:
         # All processes of a cluster share one roster.
         self._roster = engines.processes[0].roster
         self._deterministic, self._verify = deterministic, verify
-        self._sync: BridgeSync | None = None
+        self._sync: WeightSync | None = None
         self._is_outdated = self._is_serving = False
         self._version, self._num_reported = 0, 0
         # By engine: (start, end) in Unix seconds of the times in which it was at work, as `metrics` found them.
@@ -54,7 +62,7 @@ class EngineSupervisor:
         self._roster.allow_restarts([process.name for process in engines.processes], max_restarts)
 
     def push(self, version: int) -> dict[str, float]:
-        """Restart lost engines, and send the current weights to all engines as `version`; see `BridgeSync.push`.
+        """Restart lost engines, and send the current weights to all engines as `version`; see `WeightSync.push`.
 
         Unfinished requests of lost engines begin again afterwards.
         """
@@ -83,6 +91,14 @@ class EngineSupervisor:
         for engine in sorted(orphans):
             self._engines.start_again(engine, exactly=self._deterministic)
         return metrics
+
+    def replace_lost(self) -> None:
+        """Start new engines in place of dead ones now, for runs without further syncs; the living ones go on.
+
+        With `placement.offload`, engines that generate would have to sleep: then nothing is done unless all are idle.
+        """
+        if self._roster.lost and (not self._ledger.enabled or self._engines.are_idle(self._engines.living())):
+            self._bring_back()
 
     def outdate(self) -> None:
         """Note that the policy is about to change: until the next `push`, nobody has the weights of the engines.

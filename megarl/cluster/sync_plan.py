@@ -58,10 +58,11 @@ class Ends:
 
 def ends_of(config: Config, spec: ModelSpec) -> Ends:
     """Compute which slices of the weights the trainer's ranks hold, and which slices the engine workers need."""
+    engine = config.rollout.engine
     return Ends(
         specs=wire_specs(spec, weight_specs(spec, config.model.dtype), config.sync.dtype),
         held=rank_holdings(spec, config.actor.layout, vocab_multiple=config.model.vocab_multiple),
-        needs=engine_needs(spec, config.rollout.engine.tp),
+        needs=engine_needs(spec, engine.tp, expert_parallel=engine.expert_parallel),
     )
 
 

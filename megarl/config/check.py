@@ -22,6 +22,12 @@ from megarl.config.check_batches import (
     check_whole_mini_batches,
     longest_row,
 )
+from megarl.config.check_engine import (
+    check_engine_arguments,
+    check_engine_model,
+    check_quantization,
+    check_speculation,
+)
 from megarl.config.check_experts import check_expert_width, check_experts, check_moe_settings, check_replayed_routing
 from megarl.config.check_keep_best import check_scores_for_keep_best, check_supervised_scores_for_keep_best
 from megarl.config.check_kernels import check_kernels
@@ -86,6 +92,7 @@ def check_model(config: Config, hf_config: Mapping[str, object], role: str = "ac
     if role == "actor":
         check_moe_settings(config, hf_config)
         check_engine_tp(config, hf_config)
+        check_engine_model(config, hf_config, on_cpu=platform().name == "cpu")
         check_expert_width(config, hf_config, platform().expert_width_multiple)
     _require_positions(hf_config, role, *longest_row(config, sft=for_sft))
 
@@ -114,6 +121,10 @@ def _require_ipc(config: Config) -> None:
             f"sync.cuda_ipc: got true, but processes cannot share a device's memory on {here.name}; set "
             f"sync.cuda_ipc=false"
         )
+
+
+def _require_known_routing(config: Config) -> None:
+    check_replayed_routing(config, captured=platform().name == "cuda")
 
 
 def _require_dtype_of_layers(config: Config) -> None:
@@ -272,9 +283,12 @@ TRAIN_RULES: tuple[Rule, ...] = (
     check_role_layouts,
     check_whole_mini_batches,
     _require_reward_model,
-    check_replayed_routing,
+    _require_known_routing,
     check_train_outlasts_warmup,
     check_engines,
+    check_engine_arguments,
+    check_speculation,
+    check_quantization,
     check_schedule,
     check_sync,
     _require_ipc,
@@ -307,6 +321,8 @@ EVAL_RULES: tuple[Rule, ...] = (
     check_row_fits_engine,
     check_trainer_nodes,
     check_engines,
+    check_engine_arguments,
+    check_speculation,
     check_sync,
     _require_ipc,
     _require_joined_cluster,

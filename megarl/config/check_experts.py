@@ -7,13 +7,13 @@ from megarl.config.schema import Config, LayoutConfig, MoeConfig
 from megarl.errors import ConfigError
 
 # Names that config.json files use for the number of experts and for the width of one; the first that is present counts.
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _WIDTHS = ("moe_intermediate_size", "intermediate_size")
 
 
 def check_experts(layout: LayoutConfig, hf_config: Mapping[str, object], role: str) -> None:
     """Raise ConfigError unless ep and etp suit the experts and Megatron can train them; dense models need both 1."""
-    where, key = f"{role}.layout", _first(_NUM_EXPERTS, hf_config)
+    where, key = f"{role}.layout", _first(NUM_EXPERTS, hf_config)
     if key is None:
         for name in ("ep", "etp"):
             if (size := getattr(layout, name)) > 1:
@@ -33,7 +33,7 @@ def check_experts(layout: LayoutConfig, hf_config: Mapping[str, object], role: s
 
 def check_moe_settings(config: Config, hf_config: Mapping[str, object]) -> None:
     """Raise ConfigError if `actor.moe` is set for a model without experts."""
-    if _first(_NUM_EXPERTS, hf_config) is None and config.actor.moe != MoeConfig():
+    if _first(NUM_EXPERTS, hf_config) is None and config.actor.moe != MoeConfig():
         raise ConfigError("actor.moe: is set, but the model has no experts; remove it")
     if config.actor.moe.fuse_router and (num_groups := int(str(hf_config.get("n_group") or 1))) > 1:
         raise ConfigError(
@@ -47,8 +47,8 @@ def check_expert_width(config: Config, hf_config: Mapping[str, object], multiple
 
     vLLM pads other widths, and a weight sync cannot load weights into padded experts.
     """
-    name, tp = _first(_WIDTHS, hf_config), config.rollout.engine.tp
-    if _first(_NUM_EXPERTS, hf_config) is None or name is None:
+    name, tp = _first(_WIDTHS, hf_config), 1 if config.rollout.engine.expert_parallel else config.rollout.engine.tp
+    if _first(NUM_EXPERTS, hf_config) is None or name is None:
         return
     width = model_dimension(hf_config, name, "actor")
     if width % (tp * multiple):
@@ -61,15 +61,30 @@ def check_expert_width(config: Config, hf_config: Mapping[str, object], multiple
         )
 
 
-def check_replayed_routing(config: Config) -> None:
-    """Raise ConfigError for `actor.moe.replay_routing` without `rollout.source=replay`.
+def check_replayed_routing(config: Config, *, captured: bool) -> None:
+    """Raise ConfigError for `actor.moe.replay_routing` where nothing says to which experts tokens went.
 
-    Only samples that an earlier run recorded say to which experts their tokens went.
+    captured: whether engines on this device can say it; then settings must let each say it of all tokens of a sample.
     """
-    if config.actor.moe.replay_routing and config.rollout.source != "replay":
+    rollout = config.rollout
+    if not config.actor.moe.replay_routing or rollout.source == "replay":
+        return
+    where = f"actor.moe.replay_routing: got true with rollout.source={rollout.source}"
+    if rollout.source != "vllm" or not captured:
         raise ConfigError(
-            f"actor.moe.replay_routing: got true with rollout.source={config.rollout.source}, but only a record can "
-            f"say to which experts its tokens went; set rollout.source=replay, or actor.moe.replay_routing=false"
+            f"{where}, but only a record, or vLLM on CUDA, can say to which experts its tokens went; set "
+            "rollout.source=replay, or actor.moe.replay_routing=false"
+        )
+    hindrances = {
+        "rollout.engine.prefix_caching=false": not rollout.engine.prefix_caching,
+        "run.deterministic=true": config.run.deterministic,
+        "rollout.schedule.on_update=continue": rollout.schedule.on_update == "continue",
+        "algo.demonstrations": config.algo.demonstrations.strategy != "none",
+    }
+    if found := [name for name, is_set in hindrances.items() if is_set]:
+        raise ConfigError(
+            f"{where} and {found[0]}, with which engines cannot say of all tokens to which experts they went; change "
+            "either"
         )
 
 

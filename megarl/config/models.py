@@ -103,8 +103,8 @@ class MoeConfig:
     # Weight of the load-balancing loss of every MoE layer, which is added to the policy loss; see docs/moe.md.
     aux_loss_coef: float = setting(0.0, AT_LEAST_0)
     freeze_router: bool = False  # Train everything except the routers.
-    # Send each token to the experts recorded during rollout (Sample.routed_experts), with weights from the
-    # trainer's routers.
+    # Send each token to the experts that it went to during the rollout (Sample.routed_experts), with weights from the
+    # trainer's routers. A recorded rollout or, on CUDA, the engines know these experts.
     replay_routing: bool = False
     # How tokens reach the experts of other ranks. alltoall: NCCL; deepep: DeepEP's kernels, on CUDA.
     dispatcher: Literal["alltoall", "deepep"] = "alltoall"

@@ -119,7 +119,7 @@ class TrainerConfig:
     mini_batch_prompts: int | None = setting(None, AT_LEAST_1)
     num_epochs: int = setting(1, AT_LEAST_1)  # Passes over each rollout batch.
     # Refuse to train if the mean |Δ log-prob| between engine and trainer on the first rollout exceeds this; null:
-    # 1e-4 for float32, 0.05 if trainer or engines compute in bfloat16.
+    # 1e-4 for float32, 0.05 if trainer or engines compute in bfloat16, 0.2 for engines that round to float8.
     mismatch_gate_nats: float | None = setting(None, POSITIVE, affects=("engines",))
 
 

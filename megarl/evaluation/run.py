@@ -5,12 +5,14 @@ files.
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING
 
-from megarl.cluster import residency
+from megarl.cluster import EngineSupervisor, residency
 from megarl.cluster.roles import actor_role
+from megarl.cluster.supervisor import WeightSync
 from megarl.config import dump
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
@@ -25,7 +27,6 @@ from megarl.rewards.routes import without_training
 from megarl.rollout.source import Batch, SamplingPlan, collect
 from megarl.rollout.vllm_source import VllmSource
 from megarl.run.start import started_cluster
-from megarl.train.checkpoint import Checkpoint
 from megarl.types import Prompt, Reward, RolloutBatch
 from megarl.types.messages import LoadRequest
 from megarl.weights.families import read_model_spec
@@ -56,32 +57,59 @@ def evaluate(request: EvalRequest) -> None:
     (inputs.out / "config.yaml").write_text(dump(config))
     (inputs.out / "versions.json").write_text(json.dumps(installed_versions(), indent=2) + "\n")
     with_trainer = inputs.checkpoint is not None
-    with started_cluster(config, inputs.out / "logs", [actor_role(config)], with_trainer=with_trainer) as cluster:
-        if inputs.checkpoint is not None:
-            send_weights(config, inputs.checkpoint, cluster)
-        answers = list(_answers(inputs, cluster))
+    with (
+        started_cluster(config, inputs.out / "logs", [actor_role(config)], with_trainer=with_trainer) as cluster,
+        closing(_serving_engines(inputs, cluster)) as engines,
+    ):
+        answers = list(_answers(inputs, cluster, engines))
     results = results_by_source(answers, inputs.ks)
     print(results_text(results))
     for path in write_results(inputs.out, results, answers):
         print(f"wrote {path}")
 
 
-def send_weights(config: Config, checkpoint: Checkpoint, cluster: "Cluster") -> None:
-    """Load the policy of a checkpoint, saved under any parallel layout, and send it to the engines."""
-    role = actor_role(config)
+class _OwnWeights:
+    """The weight sync of engines that have read the model themselves, as every new engine does: nothing is sent."""
+
+    def push(self, version: int, *, verify: bool) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def _serving_engines(inputs: EvalInputs, cluster: "Cluster") -> EngineSupervisor:
+    """Return the engines with the weights to evaluate; those that die are replaced.
+
+    The policy of a checkpoint, saved under any parallel layout, is loaded and sent to the engines.
+    """
+    config, role, checkpoint, version = inputs.config, actor_role(inputs.config), inputs.checkpoint, 0
     ledger = residency.MemoryLedger(cluster.workers, cluster.engines, enabled=config.placement.offload)
-    ledger.enter(residency.LOAD)
-    cluster.workers.load(LoadRequest(roles=(role,), seed=config.run.seed))
-    ledger.add(residency.built_parts([role]))
-    cluster.workers.load_checkpoint(checkpoint.path, weights_only=True)
-    sync = cluster.weight_sync(weight_specs(read_model_spec(config.model.path), config.model.dtype))
-    ledger.enter(residency.SYNC)
-    sync.push(checkpoint.state.step, verify=config.sync.verify)
-    sync.close()
+    open_sync: Callable[[], WeightSync] = _OwnWeights
+    if checkpoint is not None:
+        ledger.enter(residency.LOAD)
+        cluster.workers.load(LoadRequest(roles=(role,), seed=config.run.seed))
+        ledger.add(residency.built_parts([role]))
+        cluster.workers.load_checkpoint(checkpoint.path, weights_only=True)
+        specs = weight_specs(read_model_spec(config.model.path), config.model.dtype)
+        open_sync, version = partial(cluster.weight_sync, specs), checkpoint.state.step
+    engines = EngineSupervisor(
+        cluster.engines,
+        cluster.restart_engine,
+        ledger,
+        open_sync,
+        max_restarts=config.rollout.max_engine_restarts,
+        deterministic=config.run.deterministic,
+        verify=config.sync.verify,
+    )
+    engines.push(version)
+    # Its buffers are needed again only if an engine dies.
+    engines.close()
     ledger.enter(residency.GENERATE)
+    return engines
 
 
-def _answers(inputs: EvalInputs, cluster: "Cluster") -> Iterator[Answer]:
+def _answers(inputs: EvalInputs, cluster: "Cluster", engines: EngineSupervisor) -> Iterator[Answer]:
     """Yield judged answers, greedy ones first; the progress line counts answers."""
     config, sources = inputs.config, inputs.data.data_sources
     rewards_config = without_training(config.rewards, sources)
@@ -93,7 +121,10 @@ def _answers(inputs: EvalInputs, cluster: "Cluster") -> Iterator[Answer]:
         closing(open_rewards(rewards_config, sources, inputs.tokenizer)) as rewards,
         Progress(total=total, description="eval") as progress,
     ):
-        for greedy, batch, judged in _batches(config, prompts, cluster, rewards):
+        hosts = cluster.open_hosts({prompt.environment for prompt in prompts} - {""}, config)
+        source = VllmSource(engines, hosts, config.environment)
+        for greedy, batch, judged in _batches(config, prompts, source, rewards):
+            engines.replace_lost()
             for sample, reward in zip(batch.samples, judged, strict=True):
                 prompt = batch.prompts[sample.uid]
                 if reward.dropped:
@@ -110,14 +141,13 @@ def _answers(inputs: EvalInputs, cluster: "Cluster") -> Iterator[Answer]:
 
 
 def _batches(
-    config: Config, prompts: Sequence[Prompt], cluster: "Cluster", rewards: RewardManager
+    config: Config, prompts: Sequence[Prompt], source: VllmSource, rewards: RewardManager
 ) -> Iterator[tuple[bool, RolloutBatch, Sequence[Reward]]]:
     """Yield batches of whole groups: whether a batch is greedy, its samples, and their rewards.
 
     While one batch is collected, the next one is already with the engines, so that they are never idle.
     """
-    hosts = cluster.open_hosts({prompt.environment for prompt in prompts} - {""}, config)
-    source, engine = VllmSource(cluster.engines, hosts, config.environment), config.rollout.engine
+    engine = config.rollout.engine
     num_requests = REQUESTS_PER_SLOT * engine.max_num_seqs * engine.num_engines
     pending: deque[tuple[Batch, BatchJudging]] = deque()
     for plan in (_plan(config, greedy=True), _plan(config, greedy=False)):

@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import psutil
@@ -29,17 +29,28 @@ class HostGroup:
 class Allocation:
     """The hosts of a Slurm job, in groups; this process runs on the first host of the first group.
 
-    `num_requeues` counts how often the job has been put back into the queue.
+    `num_requeues` counts how often the job has been put back into the queue. `lost`: hosts that the job has no more.
     """
 
     job_id: int
     groups: tuple[HostGroup, ...]
     num_requeues: int = 0
+    lost: tuple[str, ...] = ()
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """List the hosts of all groups, in the groups' order."""
         return tuple(host for group in self.groups for host in group.hosts)
+
+    def without_lost(self) -> Self:
+        """Return the allocation without the hosts that Slurm holds for down, for failed, or for out of reach."""
+        sinfo = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(self.hosts)}", "--format=%N %T"]
+        shown = subprocess.run(sinfo, capture_output=True, text=True, check=False)
+        # An asterisk marks those that do not answer.
+        states = dict(line.split()[:2] for line in shown.stdout.splitlines())
+        lost = [h for h in self.hosts if (s := states.get(h, "")).startswith(("down", "fail")) or s.endswith("*")]
+        groups = tuple(replace(g, hosts=tuple(h for h in g.hosts if h not in lost)) for g in self.groups)
+        return replace(self, groups=groups, lost=(*self.lost, *lost))
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:

@@ -32,6 +32,9 @@ def add_slurm(
     submit.add_argument("--command", choices=trainings, default="train", help="what to run (default: train)")
     _add_nodes(submit, "", "the trainer's, or all")
     _add_nodes(submit, "engine-", "of a heterogeneous job (placement.mode=split), the engines'")
+    submit.add_argument(
+        "--spare-nodes", type=int, default=0, metavar="N", help="further nodes, for restarts after others were lost"
+    )
     submit.add_argument("--time", default="24:00:00", help="limit, as Slurm writes it")
     submit.add_argument("--signal-s", type=int, default=600, help="seconds before the limit for the last checkpoint")
     submit.add_argument("--max-restarts", type=int, default=3)
@@ -79,6 +82,7 @@ def _submit(arguments: argparse.Namespace) -> None:
             overrides=tuple(arguments.overrides),
             nodes=_nodes(arguments, ""),
             engine_nodes=None if arguments.engine_nodes is None else _nodes(arguments, "engine_"),
+            num_spares=arguments.spare_nodes,
             time_limit=arguments.time,
             signal_s=arguments.signal_s,
             max_restarts=arguments.max_restarts,

@@ -80,6 +80,10 @@ def run_job(argv: Sequence[str], arguments: Namespace, *, max_restarts: int) -> 
             say(f"the run failed with exit code {code}; {max(left, 0)} restart(s) left")
             if left <= 0:
                 return code
+            # Spare nodes take the places of lost ones.
+            allocation = allocation.without_lost()
+            if allocation.lost:
+                say(f"lost so far: {', '.join(allocation.lost)}")
     if code not in (0, EXIT_BAD_INPUT) and _wants_queue(driver.signals, allocation.job_id):
         if attempts.num_fruitless() >= MAX_FRUITLESS:
             say(f"{MAX_FRUITLESS} times in a row the job had to stop before its first step: raise its time limit")
@@ -160,6 +164,7 @@ def _srun(command: JobCommand, allocation: Allocation, run_id: str, head: str, l
             "--mem=0",
             "--kill-on-bad-exit=1",
             f"--output={logs}/%N.log",
+            *([f"--exclude={','.join(allocation.lost)}"] if allocation.lost else []),
             *users,
             sys.executable,
             "-m",

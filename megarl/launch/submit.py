@@ -4,7 +4,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.config import load_config
@@ -41,6 +41,7 @@ class SubmitRequest:
     """The options of `megarl slurm submit`: what to run, on which nodes.
 
     engine_nodes: separate nodes for the engines, which makes the job heterogeneous; None: all nodes are equal.
+    num_spares: further nodes, which a restart uses in place of those that were lost.
     """
 
     command: str
@@ -52,6 +53,7 @@ class SubmitRequest:
     max_restarts: int
     num_jobs: int = 1
     engine_nodes: NodesRequest | None = None
+    num_spares: int = 0
 
 
 def submit(request: SubmitRequest, *, dry_run: bool = False) -> list[int]:
@@ -84,6 +86,11 @@ def job_script(request: SubmitRequest) -> str:
     asked = [request.nodes, *([request.engine_nodes] if request.engine_nodes else [])]
     if request.num_jobs < 1 or any(nodes.num_nodes < 1 or nodes.cpus_per_node < 1 for nodes in asked):
         raise ConfigError("megarl slurm submit: numbers of nodes, of CPUs per node, and --chain: expected at least 1")
+    if request.num_spares < 0 or (request.num_spares and request.engine_nodes is not None):
+        raise ConfigError(
+            f"--spare-nodes: got {request.num_spares}, expected at least 0, and none with --engine-nodes, where nodes "
+            "of one kind cannot take the places of the other; change either"
+        )
     limit_s = seconds_of(request.time_limit)
     if limit_s <= 2 * request.signal_s:
         raise ConfigError(
@@ -94,10 +101,16 @@ def job_script(request: SubmitRequest) -> str:
     placed = [*request.overrides, *node_overrides(config, request)]
     TRAINING_CHECKS[request.command](load_config(request.config, placed))
     template = TEMPLATES / ("train.sbatch" if request.engine_nodes is None else "train_split.sbatch")
-    options, _, text = template.read_text().partition(_AFTER_OPTIONS)
-    first, *further = options.split(_NEXT_COMPONENT)
+    head, _, text = template.read_text().partition(_AFTER_OPTIONS)
+    first, *further = head.split(_NEXT_COMPONENT)
     whole = {"job-name": config.run.name, "time": request.time_limit, "signal": f"B:USR1@{request.signal_s}"}
-    filled = [_fill(first, whole, request.nodes)]
+    if request.num_spares:
+        # Otherwise Slurm ends a job that has lost a node.
+        options = (*request.nodes.sbatch_options, "--no-kill")
+        asked[0] = replace(
+            request.nodes, num_nodes=request.nodes.num_nodes + request.num_spares, sbatch_options=options
+        )
+    filled = [_fill(first, whole, asked[0])]
     # Slurm gives further components the options of the whole job.
     filled += [_fill(component, {}, nodes) for component, nodes in zip(further, asked[1:], strict=True)]
     text = _NEXT_COMPONENT.join(filled) + _AFTER_OPTIONS + text

@@ -8,20 +8,20 @@ import logging
 import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megarl.config.schema import Config, EngineConfig
 from megarl.device.platform import platform
 from megarl.errors import WeightSyncError
 from megarl.host.stage import tell_stage
+from megarl.rollout.engine_spec import SLEEPING_DEVICES, EngineSpec, engine_arguments, rounding_of
 from megarl.rollout.nucleus import nucleus_of
 from megarl.rollout.stepping import EngineWork, Stepper
 from megarl.seeds import span_seed
 from megarl.sync.wire.wires import Share
-from megarl.types import FinishReason, FloatArray, IntArray, NucleusArray
+from megarl.types import ExpertArray, FinishReason, FloatArray, IntArray, NucleusArray
 
 # What a worker needs of a request to seed it anew, by name in vLLM's `extra_args`.
 SEED, NUM_BEFORE = "megarl_seed", "megarl_num_before"
@@ -55,7 +55,8 @@ class Completion:
     """The tokens that an engine generated for a request, in arrays [n]; of an unfinished request, those so far.
 
     logprobs: after temperature and truncation (top-p, top-k). weight_versions: the version of the weights that sampled
-    each token. engine: the index of the engine that generated them, where there are several.
+    each token. routed_experts: [tokens, layers, k] of the request's tokens and the generated ones but the last, if the
+    engine captures them. engine: the index of the engine that generated them, where there are several.
     """
 
     token_ids: IntArray
@@ -63,6 +64,7 @@ class Completion:
     finish_reason: FinishReason
     weight_versions: IntArray
     nucleus: NucleusArray | None = None
+    routed_experts: ExpertArray | None = None
     engine: int | None = None
 
 
@@ -72,46 +74,6 @@ class Received:
 
     checksums: Mapping[str, int]
     wire_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSpec:
-    """The settings with which an engine starts.
-
-    batch_invariant: whether kernels compute a sequence in the same way whatever else is in its batch.
-    """
-
-    model_path: str
-    dtype: str
-    seed: int
-    max_model_tokens: int
-    config: EngineConfig
-    can_sleep: bool = False
-    max_nucleus: int = 0
-    batch_invariant: bool = False
-
-
-def engine_spec(config: Config) -> EngineSpec:
-    """Derive the engine's settings from a run's configuration.
-
-    If the context length is not set, it becomes the length of the longest prompt plus response.
-    """
-    longest = max(config.rollout.max_response_tokens, config.validation.max_response_tokens or 0)
-    needed = config.data.max_prompt_tokens + longest
-    engine = config.rollout.engine
-    if config.run.deterministic:
-        # A cached prefix was computed in another batch than a new one would be: bits would depend on earlier requests.
-        engine = replace(engine, prefix_caching=False)
-    return EngineSpec(
-        model_path=config.model.path,
-        dtype=engine.dtype or config.model.dtype,
-        seed=config.run.seed,
-        max_model_tokens=engine.max_model_tokens or needed,
-        config=engine,
-        can_sleep=config.placement.offload,
-        max_nucleus=max(config.rollout.top_k, 0),
-        batch_invariant=config.run.deterministic and platform().has_batch_invariant_engines,
-    )
 
 
 class VllmEngine:
@@ -130,15 +92,20 @@ class VllmEngine:
         from vllm import LLM
 
         _tell_log_lines()
-        self.llm = LLM(**_engine_arguments(spec))
+        if rounding_of(spec):
+            import megarl.rollout.rounded_weights  # noqa: F401
+
+        self.llm = LLM(**engine_arguments(spec))
         self.llm.update_weight_version("0")
         self._version = 0
         self._stepper = Stepper(self.llm, max_num_seqs=spec.config.max_num_seqs)
 
     def process_ids(self) -> list[int]:
-        """Return the ids of this process and of the workers that are processes of their own."""
+        """Return the ids of this process, and of the workers and vLLM's core if they are processes of their own."""
         workers: list[int] = self.llm.collective_rpc("process_id")
-        return list(dict.fromkeys([os.getpid(), *workers]))
+        resources = getattr(self.llm.llm_engine.engine_core, "resources", None)
+        cores = [] if resources is None else [core.pid for core in resources.engine_manager.processes]
+        return list(dict.fromkeys([os.getpid(), *workers, *cores]))
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Generate all completions and return them in request order."""
@@ -246,12 +213,12 @@ class VllmEngine:
 
     def sleep(self) -> None:
         """Drop weights and KV cache if the device supports it; `wake` both before generating again."""
-        if platform().name in _SLEEPING_DEVICES:
+        if platform().name in SLEEPING_DEVICES:
             self.llm.sleep(level=2)
 
     def wake(self, parts: Sequence[str]) -> None:
         """Allocate memory again for `weights`, which the next weight sync fills, or for `kv_cache`."""
-        if platform().name in _SLEEPING_DEVICES:
+        if platform().name in SLEEPING_DEVICES:
             self.llm.wake_up(tags=list(parts))
 
     def close(self) -> None:
@@ -274,24 +241,10 @@ def _completion(output: Any) -> Completion:
         token_ids=np.asarray(sampled.token_ids, dtype=np.int64),
         logprobs=logprobs,
         nucleus=nucleus,
+        routed_experts=None if sampled.routed_experts is None else sampled.routed_experts.astype(np.int16),
         finish_reason=FinishReason(sampled.finish_reason),
         weight_versions=np.repeat(versions, [span.end - span.start for span in spans]),
     )
-
-
-# The devices on which vLLM supports sleeping.
-_SLEEPING_DEVICES = frozenset({"cuda"})
-# Engine arguments by device, for settings that the configuration leaves open.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {
-        "kv_cache_memory_bytes": 64 << 20,
-        "block_size": 32,
-        "enforce_eager": True,
-        # vLLM rewinds a seeded request's generator after a chunk of prefill; CPU generators cannot be rewound.
-        "enable_chunked_prefill": False,
-    },
-    "cuda": {},
-}
 
 
 class _StageHandler(logging.Handler):
@@ -308,34 +261,3 @@ def _tell_log_lines() -> None:
         handler.setLevel(max(handler.level, logger.level))
     logger.setLevel(logging.INFO)
     logger.addHandler(_StageHandler(level=logging.INFO))
-
-
-def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
-    config, device = spec.config, platform().name
-    chosen: dict[str, Any] = {
-        "kv_cache_memory_bytes": None if config.kv_cache_mib is None else config.kv_cache_mib << 20,
-        "block_size": config.block_size,
-        "enforce_eager": config.enforce_eager or None,
-        # Inside a Ray actor, vLLM would by default choose its Ray executor, which needs devices of its own.
-        "distributed_executor_backend": "mp" if config.tp > 1 else None,
-    }
-    return {
-        "model": spec.model_path,
-        "dtype": spec.dtype,
-        "seed": spec.seed,
-        "max_model_len": spec.max_model_tokens,
-        "max_num_seqs": config.max_num_seqs,
-        "tensor_parallel_size": config.tp,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-        "enable_prefix_caching": config.prefix_caching,
-        # Raw log-probs ignore the temperature, so they would differ from the trainer's.
-        "logprobs_mode": "processed_logprobs",
-        # vLLM's default, unless truncated sampling needs more.
-        "max_logprobs": max(20, spec.max_nucleus),
-        "disable_log_stats": True,
-        "skip_tokenizer_init": False,
-        "worker_extension_cls": "megarl.rollout.worker_extension.WeightReceiver",
-        **_DEFAULTS[device],
-        **({"enable_sleep_mode": True} if spec.can_sleep and device in _SLEEPING_DEVICES else {}),
-        **{key: value for key, value in chosen.items() if value is not None},
-    }

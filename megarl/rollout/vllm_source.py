@@ -131,7 +131,17 @@ class _Asked:
             rollout_logprobs=completion.logprobs,
             nucleus=completion.nucleus,
         )
-        return replace(sample, segments=(*sample.segments, segment), finish_reason=completion.finish_reason)
+        experts = completion.routed_experts
+        if experts is not None:
+            # No engine has computed the last token.
+            num_tokens = sum(len(each.token_ids) for each in sample.segments) + len(completion.token_ids)
+            experts = np.pad(experts, ((0, num_tokens - len(experts)), (0, 0), (0, 0)), constant_values=-1)
+        return replace(
+            sample,
+            segments=(*sample.segments, segment),
+            finish_reason=completion.finish_reason,
+            routed_experts=experts,
+        )
 
 
 def _request(sample: Sample, plan: SamplingPlan, *, max_tokens: int) -> GenerationRequest:

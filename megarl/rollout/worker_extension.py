@@ -18,6 +18,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+from vllm.platforms import current_platform
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from megarl.errors import WeightSyncError
 from megarl.rollout.engine import NUM_BEFORE, SEED
@@ -184,3 +187,25 @@ def repack_cpu_weights(model: torch.nn.Module) -> None:
             experts = layer.quant_method.moe_kernel.fused_experts
             if type(experts).__module__.endswith("cpu_moe"):
                 experts.process_weights_after_loading(layer)
+
+
+def expand_to_tokens(
+    values: torch.Tensor, ends: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Repeat the value [B] of each request for its drafted tokens, which end at `ends` [B]; a value that equals
+    `replace_from` becomes `replace_to`.
+    """
+    counts = torch.diff(ends.long(), prepend=ends.new_zeros(1).long())
+    replaced = values.masked_fill(values == replace_from, replace_to)
+    return replaced.repeat_interleave(counts, output_size=num_tokens)
+
+
+def truncate_drafted(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
+    """Mask the logits [T, V] of drafted tokens by top-k and top-p; T may be 0, which vLLM's function cannot take."""
+    return apply_top_k_top_p(logits, top_k, top_p) if len(logits) else logits
+
+
+if current_platform.is_cpu():
+    # The CPU kernel of vLLM 0.32 writes into a copy, so that temperatures of drafted tokens are what memory held.
+    rejection_sampler.expand_batch_to_tokens = expand_to_tokens
+    rejection_sampler.apply_top_k_top_p = truncate_drafted

@@ -33,7 +33,7 @@ from megarl.record.recorder import RunRecorder
 from megarl.report import write_report
 from megarl.report.run import load_runs
 from megarl.report.summary import SAMPLED, validation_curve
-from megarl.rollout.engine import engine_spec
+from megarl.rollout.engine_spec import engine_spec
 from megarl.run.resume import changed_settings
 from megarl.train.inputs import open_train_inputs
 from megarl.types.messages import RoleSpec

@@ -15,6 +15,8 @@ from megarl.types import BoolArray, FloatArray, Row, Score, pad_rows
 
 # Mean |Δ log-prob| between engine and trainer above which training would optimise a different policy.
 MISMATCH_GATE_NATS = {"float32": 1e-4, "bfloat16": 0.05}
+# The same for engines that round weights or the KV cache to float8, which has a 16th of bfloat16's precision.
+FLOAT8_GATE_NATS = 0.2
 
 
 def mismatch_of(rows: Sequence[Row], logprobs: Sequence[FloatArray]) -> MismatchSums:
@@ -78,8 +80,11 @@ class MismatchGate:
     """A check that refuses to train if engine and trainer disagree before the first update."""
 
     def __init__(self, config: Config) -> None:
-        dtypes = {config.model.dtype, config.rollout.engine.dtype or config.model.dtype}
-        self._limit = config.trainer.mismatch_gate_nats or max(MISMATCH_GATE_NATS[dtype] for dtype in dtypes)
+        engine = config.rollout.engine
+        dtypes = {config.model.dtype, engine.dtype or config.model.dtype}
+        rounded = engine.quantization is not None or engine.kv_cache_dtype is not None
+        usual = FLOAT8_GATE_NATS if rounded else max(MISMATCH_GATE_NATS[dtype] for dtype in dtypes)
+        self._limit = config.trainer.mismatch_gate_nats or usual
         self.passed = False
 
     def check(self, rows: Sequence[Row]) -> None:

@@ -169,6 +169,11 @@ def open_train_inputs(config: Config) -> TrainInputs:
         steps = epochs * (len(train) // config.trainer.prompts_per_step)
         config = replace(config, trainer=replace(config.trainer, total_steps=steps, total_epochs=None))
         check_train(config)
+    if config.actor.moe.replay_routing and config.rollout.source == "vllm" and train.environments:
+        raise ConfigError(
+            f"actor.moe.replay_routing: got true, but data.train has the environments {sorted(train.environments)}, "
+            "whose tokens engines see only with the turn after them; set it to false"
+        )
     if config.algo.off_policy.target_probs and not train.num_target_probs:
         raise DataError(
             "algo.off_policy.target_probs: got true, but no row of data.train has target_probs; add the column, or set "

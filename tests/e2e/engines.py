@@ -10,7 +10,8 @@ from unittest.mock import patch
 from safetensors.torch import load_file, save_file
 
 from megarl.errors import WeightSyncError
-from megarl.rollout.engine import EngineSpec, GenerationRequest, VllmEngine
+from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
+from megarl.rollout.engine_spec import EngineSpec
 from megarl.types import FloatArray
 from megarl.weights.safetensors_map import iter_tensors
 from tests.helpers.rank_pool import RankContext
@@ -121,3 +122,54 @@ def refuse(
                 errors[name] = str(error)
         load_files(engine, [file], version=2)
         return Refusals(errors=errors, before=before, after=engine.prompt_logprobs(sequences))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """Completions of requests as one batch and one by one, and the decode steps that the latter took."""
+
+    together: list[Completion]
+    alone: list[Completion]
+    steps_alone: list[int]
+    client: str
+
+
+def generate(_: RankContext, spec: EngineSpec, requests: Sequence[GenerationRequest]) -> Generated:
+    """Let a new engine on the checkpoint of `spec` complete requests."""
+    with running(spec) as engine:
+        together, alone, steps = engine.generate(requests), list[Completion](), list[int]()
+        engine.work()
+        for request in requests:
+            alone += engine.generate([request])
+            steps.append(engine.work().num_steps)
+        client = type(engine.llm.llm_engine.engine_core).__name__
+    return Generated(together=together, alone=alone, steps_alone=steps, client=client)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updated:
+    """Completions of requests in whose middle new weights came, and how vLLM's engine was run."""
+
+    completions: list[Completion]
+    client: str
+    num_processes: int
+
+
+def update_in_flight(
+    _: RankContext, spec: EngineSpec, files: Sequence[str], requests: Sequence[GenerationRequest]
+) -> Updated:
+    """Complete requests, and take the weights of `files` as version 1 when the first request has finished."""
+    found = dict[int, Completion]()
+    with running(spec) as engine:
+        engine.add(dict(enumerate(requests)))
+        for part in engine.serve():
+            if not found:
+                load_files(engine, files, version=1)
+            found |= part
+            if len(found) == len(requests):
+                break
+        return Updated(
+            completions=[found[i] for i in range(len(requests))],
+            client=type(engine.llm.llm_engine.engine_core).__name__,
+            num_processes=len(engine.process_ids()),
+        )

@@ -1,5 +1,7 @@
 """`megarl eval` of a model directory, and of a checkpoint that ranks load and send to the engine."""
 
+import os
+import signal
 import statistics
 from collections import defaultdict
 from math import comb, sqrt
@@ -15,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import GenerateConfig, TaskFiles, generate
 from megarl.rewards import score
-from tests.e2e.cli_run import run_to_end
+from tests.e2e import cli_run
+from tests.e2e.cli_run import leftovers, run_to_end
 from tests.e2e.support import SFT_FILE, SMALL
 from tests.helpers.checkpoints import make_checkpoint
 
@@ -107,3 +110,37 @@ def test_a_checkpoint_answers_like_its_export(tmp_path: Path, data: list[TaskFil
     # The engine was started on the base model, whose weights are others.
     weights = [load_file(path / "model.safetensors") for path in (base, run / "export")]
     assert any(not torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("num_engines", "at_checkpoint"), [(1, False), (2, True)])
+def test_engines_that_die_are_replaced(
+    num_engines: int, at_checkpoint: bool, tmp_path: Path, data: list[TaskFiles]
+) -> None:
+    """Answers are those of an undisturbed evaluation."""
+    model = make_checkpoint(tmp_path / "model", tied=True)
+    settings = [f"rollout.engine.num_engines={num_engines}"]
+    if at_checkpoint:
+        where = [f"run.dir={tmp_path}", "run.name=sft", f"model.path={model}", f"sft.train=[{data[0].sft}]"]
+        steps = ["sft.batch_size=8", "sft.total_steps=1", "actor.optimizer.lr=0.01"]
+        run_to_end(tmp_path / "cwd", "sft", str(SFT_FILE), *SMALL, *steps, *where)
+        model = tmp_path / "sft" / "checkpoints" / "step_000001"
+    evaluate(model, tmp_path / "undisturbed", data, *settings)
+    out = tmp_path / "disturbed"
+    out.mkdir()
+    files = [str(each.val) for each in data]
+    # Few at a time, so that some are left when an engine dies.
+    slow = ["data.max_prompt_tokens=128", "rollout.engine.max_num_seqs=2", *settings]
+    options = ["--num-samples", str(NUM_SAMPLES), "--k", "1", "3", "--max-response-tokens", str(MAX_TOKENS)]
+    run = cli_run.start(out, "eval", str(model), *slow, "--data", *files, *options, "--out", str(out))
+    try:
+        run_id = run.run_id()
+        run.wait_until(lambda: "eval " in run.stdout.read_text())
+        os.kill(run.pid_of("ray::EngineActor", run_id), signal.SIGKILL)
+        assert run.process.wait(300) == 0, run.stderr.read_text()
+        assert leftovers(run_id) == []
+    finally:
+        run.end()
+    assert "restart 1 of 3" in run.stdout.read_text()
+    assert rows(out / "samples.parquet") == rows(tmp_path / "undisturbed" / "samples.parquet")

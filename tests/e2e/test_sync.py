@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from megarl.cluster import Cluster
 from megarl.cluster.roles import actor_role
 from megarl.errors import WeightSyncError
-from megarl.rollout.engine import engine_spec
+from megarl.rollout.engine_spec import engine_spec
 from megarl.rollout.source import SamplingPlan, collect
 from megarl.rollout.vllm_source import VllmSource
 from megarl.train.export import export_model

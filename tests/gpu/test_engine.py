@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megarl.config.schema import ActorConfig, EngineConfig, ModelConfig
-from megarl.rollout.engine import EngineSpec, GenerationRequest
+from megarl.rollout.engine import GenerationRequest
+from megarl.rollout.engine_spec import EngineSpec
 from megarl.types.messages import Role, RoleSpec
 from tests.helpers.checkpoints import VOCAB_SIZE, load_hf
 from tests.helpers.cuda import needs_devices

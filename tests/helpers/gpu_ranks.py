@@ -15,7 +15,8 @@ from megarl.cluster import residency
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.device.platform import platform
 from megarl.parallel.backend import BACKENDS, cuda_backend
-from megarl.rollout.engine import Completion, EngineSpec, GenerationRequest, VllmEngine
+from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
+from megarl.rollout.engine_spec import EngineSpec
 from megarl.sync.plan.build import build_plan
 from megarl.sync.wire.ends import BridgeReceiver, BridgeSender
 from megarl.sync.wire.meetings import Meeting, open_store

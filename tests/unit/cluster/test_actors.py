@@ -14,7 +14,7 @@ from megarl.cluster.actors import EngineActor
 from megarl.cluster.ending import end_run_processes
 from megarl.config.schema import EngineConfig
 from megarl.host.janitor import RUN_ID_VARIABLE
-from megarl.rollout.engine import EngineSpec
+from megarl.rollout.engine_spec import EngineSpec
 
 SPEC = EngineSpec(model_path="", dtype="float32", seed=0, max_model_tokens=1, config=EngineConfig(tp=2))
 

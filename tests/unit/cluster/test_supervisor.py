@@ -349,3 +349,31 @@ def test_with_offload_devices_are_empty_when_an_engine_starts() -> None:
         *("wake kv_cache", "again [1] on [1]"),
     ]
     assert run.ledger.resident == GENERATE.needs
+
+
+def test_a_lost_engine_is_replaced_on_request_while_the_other_generates() -> None:
+    run, told = Run(), Told()
+    run.supervisor.push(7)
+    run.supervisor.replace_lost()
+    assert run.calls == [OPEN, PUSH(7)]
+    run.supervisor.submit([request(seed) for seed in range(2)], told)
+    run.die(1)
+    run.calls.clear()
+    run.supervisor.replace_lost()
+    assert run.calls == [*RESTART_1, PUSH(7), "again [1] on [0, 1]"]
+    assert run.living() == [0, 1]
+
+
+def test_engines_that_generate_are_not_put_to_sleep_for_a_replacement() -> None:
+    run, told = Run(offload=True), Told()
+    run.supervisor.push(7)
+    run.supervisor.submit([request(seed) for seed in range(2)], told)
+    run.die(1)
+    run.calls.clear()
+    run.supervisor.replace_lost()
+    assert (run.calls, run.living()) == ([], [0])
+    # Engine 0 finishes what it has; so does the engine that takes over.
+    run.open.clear()
+    run.supervisor.replace_lost()
+    assert "restart 1" in run.calls
+    assert run.living() == [0, 1]

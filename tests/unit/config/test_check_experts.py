@@ -1,12 +1,14 @@
 """Rules of models with experts, by their messages."""
 
 import re
+from typing import Any, Literal
 
 import pytest
 
 from megarl.config.check_experts import check_expert_width, check_experts, check_moe_settings, check_replayed_routing
 from megarl.config.check_layout import check_layout
-from megarl.config.schema import ActorConfig, Config, EngineConfig, LayoutConfig, MoeConfig, RolloutConfig
+from megarl.config.generation import ScheduleConfig
+from megarl.config.schema import ActorConfig, Config, EngineConfig, LayoutConfig, MoeConfig, RolloutConfig, RunConfig
 from megarl.errors import ConfigError
 
 QWEN = {"num_experts": 6, "moe_intermediate_size": 40, "intermediate_size": 80}
@@ -94,12 +96,42 @@ def test_settings_for_experts_need_some() -> None:
     check_moe_settings(Config(), DENSE)
 
 
-def test_routing_is_replayed_from_records() -> None:
+@pytest.mark.parametrize(
+    ("source", "captured", "known"),
+    [("replay", False, True), ("vllm", True, True), ("vllm", False, False), ("regenerate", True, False)],
+)
+def test_routing_is_replayed_from_records_and_from_engines_that_capture_it(
+    source: Literal["replay", "vllm", "regenerate"], captured: bool, known: bool
+) -> None:
     actor = ActorConfig(moe=MoeConfig(replay_routing=True))
-    with pytest.raises(ConfigError, match=r"^actor\.moe\.replay_routing: got true with rollout\.source=vllm, but only"):
-        check_replayed_routing(Config(actor=actor))
-    check_replayed_routing(Config(actor=actor, rollout=RolloutConfig(source="replay", replay_dir="records")))
-    check_replayed_routing(Config())
+    config = Config(actor=actor, rollout=RolloutConfig(source=source, replay_dir="records"))
+    if known:
+        check_replayed_routing(config, captured=captured)
+    else:
+        message = rf"^actor\.moe\.replay_routing: got true with rollout\.source={source}, but only a record"
+        with pytest.raises(ConfigError, match=message):
+            check_replayed_routing(config, captured=captured)
+    check_replayed_routing(Config(), captured=captured)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"run": RunConfig(deterministic=True)}, "run.deterministic=true"),
+        (
+            {"rollout": RolloutConfig(engine=EngineConfig(prefix_caching=False))},
+            "rollout.engine.prefix_caching=false",
+        ),
+        (
+            {"rollout": RolloutConfig(schedule=ScheduleConfig(staleness=1, on_update="continue"))},
+            "rollout.schedule.on_update=continue",
+        ),
+    ],
+)
+def test_engines_capture_the_routing_of_whole_samples_only(changes: dict[str, Any], named: str) -> None:
+    config = Config(actor=ActorConfig(moe=MoeConfig(replay_routing=True)), **changes)
+    with pytest.raises(ConfigError, match=f"source=vllm and {re.escape(named)}, with which engines cannot say"):
+        check_replayed_routing(config, captured=True)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,26 @@ def shim(tmp_path: Path) -> Callable[[str, str], Path]:
     return make
 
 
+def test_lost_hosts_are_left_out(
+    tmp_path: Path, shim: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm says of five hosts that one works, one is down, one does not answer, one is drained, one has failed."""
+    listing = "a1 allocated\na2 down*\na3 allocated*\na4 draining\na5 failing"
+    noted = shim("sinfo", f'echo "$@" > {tmp_path}/asked; printf "{listing}\n"')
+    monkeypatch.setenv("PATH", f"{noted.parent}:{os.environ['PATH']}")
+    allocation = Allocation(job_id=7, groups=(HostGroup(hosts=("a1", "a2", "a3", "a4", "a5"), cpus_per_host=8),))
+    left = allocation.without_lost()
+    assert (left.hosts, left.lost) == (("a1", "a4"), ("a2", "a3", "a5"))
+    assert "--nodes=a1,a2,a3,a4,a5" in (tmp_path / "asked").read_text()
+    command = JobCommand(argv=("train",), directory=Path("/runs/a"), cluster=ClusterConfig())
+    line = job._srun(command, left, "7-0-1", "10.0.0.1", Path("/runs/a/logs"))
+    assert {"--nodes=2", "--ntasks=2", "--exclude=a2,a3,a5"} <= set(line)
+    assert not [word for word in srun_line(*allocation.groups) if "exclude" in word]
+    # Without an answer none is lost.
+    shim("sinfo", "exit 1")
+    assert allocation.without_lost() == allocation
+
+
 def environment_of(tmp_path: Path, **more: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MEGARL_"))}
     return kept | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"} | more

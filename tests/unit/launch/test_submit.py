@@ -48,6 +48,21 @@ def test_a_script_has_the_options_and_quotes_the_arguments() -> None:
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
 
+def test_spare_nodes_are_asked_for_and_kept_when_others_are_lost() -> None:
+    """The run is laid out for the nodes without them."""
+    script = job_script(replace(REQUEST, num_spares=2))
+    assert "#SBATCH --nodes=6\n" in script
+    assert "#SBATCH --no-kill\n" in script
+    assert script.splitlines()[-1].endswith("placement.trainer.num_nodes=4 --resume")
+    assert "no-kill" not in job_script(REQUEST)
+    for wrong in (
+        replace(REQUEST, num_spares=-1),
+        replace(REQUEST, num_spares=1, overrides=SPLIT, engine_nodes=replace(REQUEST.nodes, num_nodes=2)),
+    ):
+        with pytest.raises(ConfigError, match="--spare-nodes: got"):
+            job_script(wrong)
+
+
 def test_nodes_without_gpus_ask_for_none() -> None:
     one = replace(_with_nodes(REQUEST, num_nodes=1, gpus_per_node=0), config=SMALL)
     assert "gpus-per-node" not in job_script(one)

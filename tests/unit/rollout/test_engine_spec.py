@@ -3,14 +3,15 @@
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
 
 from megarl.config import Config, from_dict
 from megarl.device.platform import platform
-from megarl.rollout.engine import VllmEngine, engine_spec
+from megarl.rollout.engine import VllmEngine
+from megarl.rollout.engine_spec import engine_arguments, engine_spec
 
 
 @pytest.mark.parametrize(
@@ -96,3 +97,17 @@ def test_deterministic_engines_on_cuda_are_batch_invariant(
     monkeypatch.setitem(sys.modules, "vllm", Importing(__path__=[], __spec__=None))
     VllmEngine(engine_spec(from_dict(Config, {"run": {"deterministic": deterministic}})))
     assert set(seen) == {invariant}
+
+
+def test_engines_capture_routing_where_it_is_replayed_from_them() -> None:
+    """vLLM's option and the field of its outputs are known to the installed version."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.outputs import CompletionOutput
+
+    moe: dict[str, object] = {"actor": {"moe": {"replay_routing": True}}}
+    told = engine_arguments(engine_spec(from_dict(Config, moe)))
+    assert told["enable_return_routed_experts"] is True
+    for tree in ({}, moe | {"rollout": {"source": "replay"}}):
+        assert "enable_return_routed_experts" not in engine_arguments(engine_spec(from_dict(Config, tree)))
+    assert "enable_return_routed_experts" in {field.name for field in fields(EngineArgs)}
+    assert "routed_experts" in {field.name for field in fields(CompletionOutput)}

@@ -124,6 +124,29 @@ def test_nuclei_reach_the_samples() -> None:
     assert not GenerationRequest(token_ids=(1,), seed=0, temperature=1.0, top_p=0.9, top_k=5, max_tokens=1).with_nucleus
 
 
+def test_experts_of_all_computed_tokens_reach_the_samples() -> None:
+    """Two layers, three experts per token: expert 10 · token + layer, whatever the place; the last token has none."""
+
+    class Capturing(EchoEngines):
+        def complete(self, request: GenerationRequest) -> Completion:
+            completion = super().complete(request)
+            tokens = np.asarray([*request.token_ids, *completion.token_ids[:-1]], dtype=np.int16)
+            experts = np.stack([10 * tokens, 10 * tokens + 1], axis=1)
+            return replace(completion, routed_experts=np.repeat(experts[:, :, None], 3, axis=2))
+
+    source = VllmSource(Capturing())
+    prefixes = {("b", 1): Prefix(token_ids=(5,))}
+    samples = collect(source, source.submit(PROMPTS, replace(PLAN, prefixes=prefixes)), timeout_s=1.0).samples
+    found = [sample.routed_experts for sample in samples]
+    assert [None if each is None else each[:, 1, 2].tolist() for each in found] == [
+        [11, 21, 21, -1],
+        [11, 21, 21, -1],
+        [31, -1],
+        [31, 51, 51, -1],
+    ]
+    assert all(each is not None and each.shape[1:] == (2, 3) and (each[-1] == -1).all() for each in found)
+
+
 def test_what_ends_a_response_reaches_the_engine() -> None:
     engines = EchoEngines()
     VllmSource(engines).submit(PROMPTS, replace(PLAN, stop=("</answer>",), stop_token_ids=(7,)))

@@ -145,3 +145,14 @@ def test_a_tp2_engine_receives_the_minimum() -> None:
     needs = [sum(num_elements(box) for box in needed[sink].values()) for sink in (10, 11)]
     for sink, elements in zip((10, 11), needs, strict=True):
         assert plan.received_bytes(sink) + plan.received_bytes(sink, local=True) == 2 * elements
+
+
+@pytest.mark.parametrize(("size", "num_experts"), [(2, 6), (4, 6), (8, 256), (3, 64)])
+def test_whole_experts_lie_where_vllm_has_them(size: int, num_experts: int) -> None:
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
+
+    for rank in range(size):
+        _, places, _ = determine_expert_map(size, rank, num_experts)
+        assert places is not None
+        at = EnginePosition(rank=rank, size=size, expert_parallel=True)
+        assert [at.holds_expert(expert, num_experts) for expert in range(num_experts)] == (places >= 0).tolist()

@@ -80,6 +80,24 @@ def test_engines_in_bfloat16_have_its_limit_whatever_the_trainer_computes_in() -
     assert checked.passed
 
 
+@pytest.mark.parametrize(
+    "engine", [EngineConfig(quantization="fp8_per_channel"), EngineConfig(kv_cache_dtype="fp8_e4m3")]
+)
+@pytest.mark.parametrize(
+    ("limit", "difference", "passes"), [(None, 0.19, True), (None, 0.21, False), (0.1, 0.11, False)]
+)
+def test_engines_that_round_to_float8_may_differ_more(
+    engine: EngineConfig, limit: float | None, difference: float, passes: bool
+) -> None:
+    config = Config(rollout=RolloutConfig(engine=engine), trainer=TrainerConfig(mismatch_gate_nats=limit))
+    checked, rows = MismatchGate(config), [make_row([-1.0], [-1.0 - difference])]
+    if passes:
+        checked.check(rows)
+    else:
+        with pytest.raises(MismatchError):
+            checked.check(rows)
+
+
 def test_the_message_has_both_numbers_and_the_key() -> None:
     message = r"by 2\.50e-01 nats .*, the limit is 1e-04 \(trainer\.mismatch_gate_nats\); check that both use the same"
     with pytest.raises(MismatchError, match=message):

@@ -1,0 +1,120 @@
+"""Derive the settings with which vLLM's engines start from a run's configuration."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megarl.config.generation import SpeculationConfig
+from megarl.config.schema import Config, EngineConfig
+from megarl.device.platform import platform
+
+# The devices on which vLLM supports sleeping.
+SLEEPING_DEVICES = frozenset({"cuda"})
+# Engine arguments by device, for settings that the configuration leaves open.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {
+        "kv_cache_memory_bytes": 64 << 20,
+        "block_size": 32,
+        "enforce_eager": True,
+        # vLLM rewinds a seeded request's generator after a chunk of prefill; CPU generators cannot be rewound.
+        "enable_chunked_prefill": False,
+    },
+    "cuda": {},
+}
+# The beginning of the names of `rounded_weights`' methods in vLLM.
+ROUNDED = "megarl_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """The settings with which an engine starts.
+
+    batch_invariant: whether kernels compute a sequence in the same way whatever else is in its batch. captures_routing:
+    whether completions say to which experts tokens went.
+    """
+
+    model_path: str
+    dtype: str
+    seed: int
+    max_model_tokens: int
+    config: EngineConfig
+    can_sleep: bool = False
+    max_nucleus: int = 0
+    batch_invariant: bool = False
+    captures_routing: bool = False
+
+
+def engine_spec(config: Config) -> EngineSpec:
+    """Derive the engine's settings from a run's configuration.
+
+    If the context length is not set, it becomes the length of the longest prompt plus response.
+    """
+    longest = max(config.rollout.max_response_tokens, config.validation.max_response_tokens or 0)
+    needed = config.data.max_prompt_tokens + longest
+    engine = config.rollout.engine
+    if config.run.deterministic:
+        # A cached prefix was computed in another batch than a new one would be: bits would depend on earlier requests.
+        engine = replace(engine, prefix_caching=False)
+    return EngineSpec(
+        model_path=config.model.path,
+        dtype=engine.dtype or config.model.dtype,
+        seed=config.run.seed,
+        max_model_tokens=engine.max_model_tokens or needed,
+        config=engine,
+        can_sleep=config.placement.offload,
+        max_nucleus=max(config.rollout.top_k, 0),
+        batch_invariant=config.run.deterministic and platform().has_batch_invariant_engines,
+        captures_routing=config.actor.moe.replay_routing and config.rollout.source == "vllm",
+    )
+
+
+def rounding_of(spec: EngineSpec) -> str | None:
+    """Return the name of the method that rounds weights in vLLM's place, or None where vLLM quantises itself."""
+    return f"{ROUNDED}{spec.config.quantization}" if spec.config.quantization and platform().name == "cpu" else None
+
+
+def _speculation(config: SpeculationConfig) -> dict[str, Any] | None:
+    """Return what vLLM is told of drafts."""
+    if config.method == "none":
+        return None
+    lookup = {"prompt_lookup_min": config.min_ngram_tokens, "prompt_lookup_max": config.max_ngram_tokens}
+    drafts = {"method": config.method, "num_speculative_tokens": config.num_tokens}
+    return drafts | lookup if config.method == "ngram" else drafts
+
+
+def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Return the arguments with which vLLM's engine starts."""
+    config, device = spec.config, platform().name
+    chosen: dict[str, Any] = {
+        "kv_cache_memory_bytes": None if config.kv_cache_mib is None else config.kv_cache_mib << 20,
+        "block_size": config.block_size,
+        "enforce_eager": config.enforce_eager or None,
+        "enable_expert_parallel": config.expert_parallel or None,
+        # Inside a Ray actor, vLLM would by default choose its Ray executor, which needs devices of its own.
+        "distributed_executor_backend": "mp" if config.tp > 1 else None,
+        "speculative_config": _speculation(config.speculation),
+        # vLLM's CPU kernels for float8 need matrix instructions that few CPUs have, and no float32.
+        "quantization": rounding_of(spec) or config.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
+    }
+    return {
+        "model": spec.model_path,
+        "dtype": spec.dtype,
+        "seed": spec.seed,
+        "max_model_len": spec.max_model_tokens,
+        "max_num_seqs": config.max_num_seqs,
+        "tensor_parallel_size": config.tp,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enable_prefix_caching": config.prefix_caching,
+        # Raw log-probs ignore the temperature, so they would differ from the trainer's.
+        "logprobs_mode": "processed_logprobs",
+        # vLLM's default, unless truncated sampling needs more.
+        "max_logprobs": max(20, spec.max_nucleus),
+        "disable_log_stats": True,
+        "skip_tokenizer_init": False,
+        "worker_extension_cls": "megarl.rollout.worker_extension.WeightReceiver",
+        **_DEFAULTS[device],
+        **({"enable_return_routed_experts": True} if spec.captures_routing else {}),
+        **({"enable_sleep_mode": True} if spec.can_sleep and device in SLEEPING_DEVICES else {}),
+        **{key: value for key, value in chosen.items() if value is not None},
+        **config.vllm,
+    }

@@ -1,0 +1,254 @@
+"""Arguments that are handed to vLLM: which ones pass, and what is said of the others."""
+
+import re
+import subprocess
+import sys
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from megarl.config import Config, from_dict
+from megarl.config.check import check_eval, check_model, check_train
+from megarl.config.check_engine import REFUSED, check_engine_model, known_arguments
+from megarl.device.platform import platform
+from megarl.errors import ConfigError
+from megarl.rollout.engine_spec import engine_arguments, engine_spec
+
+
+def config(**arguments: Any) -> Config:
+    tree: dict[str, Any] = {
+        "model": {"path": "models/tiny"},
+        "data": {"train": ["train.parquet"]},
+        "rollout": {"engine": {"vllm": arguments}},
+    }
+    return from_dict(Config, tree)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"max_num_batch_tokens": 512},
+            "rollout.engine.vllm.max_num_batch_tokens: is not an engine argument of the installed vLLM; did you mean "
+            "'rollout.engine.vllm.max_num_batched_tokens'?",
+        ),
+        (
+            {"hf-overrides": {}},
+            "rollout.engine.vllm.hf-overrides: is not an engine argument of the installed vLLM; did you mean "
+            "'rollout.engine.vllm.hf_overrides'?",
+        ),
+        (
+            {"zzz": 1},
+            "rollout.engine.vllm.zzz: is not an engine argument of the installed vLLM; see vLLM's EngineArgs",
+        ),
+        (
+            {"tensor_parallel_size": 2},
+            "rollout.engine.vllm.tensor_parallel_size: cannot be set here: set rollout.engine.tp",
+        ),
+        (
+            {"logprobs_mode": "raw_logprobs"},
+            "rollout.engine.vllm.logprobs_mode: cannot be set here: training needs the log-probs of the distribution "
+            "that was sampled from",
+        ),
+        (
+            {"max_num_batched_tokens": "many"},
+            "rollout.engine.vllm.max_num_batched_tokens: got 'many' (str), expected int | None",
+        ),
+        (
+            {"async_scheduling": 1},
+            "rollout.engine.vllm.async_scheduling: got 1 (int), expected bool | None",
+        ),
+        (
+            {"max_num_batched_tokens": True},
+            "rollout.engine.vllm.max_num_batched_tokens: got True (bool), expected int | None",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments: dict[str, Any], message: str) -> None:
+    for check in (check_train, check_eval):
+        with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+            check(config(**arguments))
+
+
+def test_right_arguments_reach_vllm() -> None:
+    right = {"max_num_batched_tokens": 512, "async_scheduling": None, "hf_overrides": {"rope_theta": 1e6}}
+    check_train(config(**right))
+    check_eval(config(**right))
+    arguments = engine_arguments(engine_spec(config(**right)))
+    assert {name: arguments[name] for name in right} == right
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_megarl_sets_cannot_be_set_a_second_time(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGARL_DEVICE", device)
+    platform.cache_clear()
+    try:
+        engine = {"num_engines": 1, "tp": 2, "kv_cache_mib": 1, "block_size": 16, "enforce_eager": True}
+        spec = engine_spec(from_dict(Config, {"rollout": {"engine": engine}}))
+        assert engine_arguments(replace(spec, can_sleep=True)).keys() <= REFUSED.keys()
+    finally:
+        platform.cache_clear()
+
+
+def test_the_names_are_vllms() -> None:
+    """The source says what the class says; reading it imports nothing of vLLM."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    names = {field.name for field in fields(EngineArgs) if not field.name.startswith("_")}
+    assert known_arguments().keys() == names
+    assert REFUSED.keys() <= names
+    code = (
+        "import sys; from megarl.config.check_engine import known_arguments; known_arguments(); "
+        "print([m for m in sys.modules if m.startswith('vllm')])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert out.stdout.strip() == "[]"
+
+
+def settings(engine: dict[str, Any], *, correction: str = "tis_upper", **sections: Any) -> Config:
+    tree: dict[str, Any] = {
+        "model": {"path": "models/tiny"},
+        "data": {"train": ["train.parquet"]},
+        "algo": {"correction": {"name": correction}},
+        "rollout": {"engine": engine},
+    }
+    return from_dict(Config, tree | sections)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            settings({"speculation": {"min_ngram_tokens": 5}}),
+            "rollout.engine.speculation.min_ngram_tokens: got 5, expected at most max_ngram_tokens=4; change either",
+        ),
+        (
+            settings({"speculation": {"method": "mtp"}}, placement={"offload": True}),
+            "rollout.engine.speculation.method: got mtp with placement.offload=true, but the layer that drafts is lost "
+            "when engines sleep, and no weight sync brings it back; set one of the two otherwise",
+        ),
+        (
+            settings({"quantization": "fp8_per_channel"}, correction="none"),
+            "rollout.engine.quantization: got fp8_per_channel with algo.correction.name=none, but then nothing "
+            "corrects for samples of a less precise policy; set algo.correction.name, as in "
+            "algo.correction.name=tis_upper",
+        ),
+        (
+            settings({"kv_cache_dtype": "fp8_e4m3"}, correction="none"),
+            "rollout.engine.kv_cache_dtype: got fp8_e4m3 with algo.correction.name=none, but then nothing corrects "
+            "for samples of a less precise policy; set algo.correction.name, as in algo.correction.name=tis_upper",
+        ),
+        (
+            settings({"quantization": "fp8_per_block"}, sync={"dtype": "float8_e4m3"}),
+            "sync.dtype: got float8_e4m3 with rollout.engine.quantization=fp8_per_block, so that weights would be "
+            "rounded twice, to different scales; set sync.dtype=null or rollout.engine.quantization=null",
+        ),
+    ],
+)
+def test_wrong_drafts_and_roundings_are_named(wrong: Config, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        check_train(wrong)
+
+
+def test_an_evaluation_needs_no_correction() -> None:
+    check_eval(settings({"quantization": "fp8_per_channel", "kv_cache_dtype": "fp8_e4m3"}, correction="none"))
+
+
+HF_CONFIG = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 4096,
+}
+
+
+def test_a_model_must_have_the_layer_that_drafts() -> None:
+    mtp = settings({"speculation": {"method": "mtp"}})
+    check_model(mtp, {**HF_CONFIG, "num_nextn_predict_layers": 1})
+    with pytest.raises(ConfigError, match=r"method: got mtp, but config\.json has no num_nextn_predict_layers"):
+        check_model(mtp, HF_CONFIG)
+
+
+def test_experts_are_not_rounded_on_cpus() -> None:
+    rounded, experts = settings({"quantization": "fp8_per_channel"}), {"num_experts": 4, "moe_intermediate_size": 64}
+    check_model(rounded, HF_CONFIG)
+    with pytest.raises(ConfigError, match="quantization: got fp8_per_channel for a model with experts, whose weights"):
+        check_model(rounded, HF_CONFIG | experts)
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "tp", "model", "why"),
+    [
+        (True, 2, {"num_experts": 4}, "vLLM's CPU build ends by a segmentation fault with it"),
+        (False, 2, {}, "the model has no experts"),
+        (False, 1, {"num_experts": 4}, "rollout.engine.tp=1 leaves a single worker to hold them"),
+    ],
+)
+def test_whole_experts_need_a_gpu_experts_and_workers(
+    on_cpu: bool, tp: int, model: dict[str, object], why: str
+) -> None:
+    asked = settings({"expert_parallel": True, "tp": tp})
+    message = f"rollout.engine.expert_parallel: got true, but {why}; set it to false"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        check_engine_model(asked, model, on_cpu=on_cpu)
+    check_engine_model(settings({"expert_parallel": True, "tp": 2}), {"num_experts": 4}, on_cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("device", "engine", "arguments"),
+    [
+        ("cpu", {"quantization": "fp8_per_block"}, {"quantization": "megarl_fp8_per_block"}),
+        ("cuda", {"quantization": "fp8_per_block"}, {"quantization": "fp8_per_block"}),
+        ("cuda", {"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8_e4m3"}),
+        ("cuda", {"tp": 2, "expert_parallel": True}, {"enable_expert_parallel": True}),
+        (
+            "cuda",
+            {"speculation": {"method": "ngram"}},
+            {
+                "speculative_config": {
+                    "method": "ngram",
+                    "num_speculative_tokens": 3,
+                    "prompt_lookup_min": 2,
+                    "prompt_lookup_max": 4,
+                }
+            },
+        ),
+        (
+            "cuda",
+            {"speculation": {"method": "mtp", "num_tokens": 1}},
+            {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
+        ),
+        ("cuda", {}, {}),
+    ],
+)
+def test_what_vllm_is_told(
+    device: str, engine: dict[str, Any], arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGARL_DEVICE", device)
+    platform.cache_clear()
+    try:
+        told = engine_arguments(engine_spec(settings(engine)))
+    finally:
+        platform.cache_clear()
+    names = ("quantization", "kv_cache_dtype", "speculative_config", "enable_expert_parallel")
+    assert {name: told[name] for name in names if name in told} == arguments
+
+
+def test_vllm_knows_what_it_is_told() -> None:
+    """The names of its methods and data types, which it checks only on the devices that have them."""
+    from typing import get_args
+
+    from vllm.config.cache import CacheDType
+    from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
+    from vllm.config.speculative import SpeculativeConfig
+
+    from megarl.config.generation import EngineConfig
+
+    schemes, dtypes = (EngineConfig.__annotations__[name] for name in ("quantization", "kv_cache_dtype"))
+    literals = [value for hint in (schemes, dtypes) for part in get_args(hint) for value in get_args(part)]
+    assert {each for each in literals if "per" in each} <= set(ONLINE_QUANT_SHORTHAND_NAMES)
+    assert {each for each in literals if "per" not in each} <= set(get_args(CacheDType))
+    drafts = {"method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"}
+    assert drafts <= {field.name for field in fields(SpeculativeConfig)}
