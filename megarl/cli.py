@@ -10,10 +10,10 @@ from pathlib import Path
 
 from megarl.convert.cli import add_convert
 from megarl.errors import ConfigError
-from megarl.evaluation.cli import add_evaluation
 from megarl.host.exit_codes import EXIT_FAILED, exit_on_errors
 from megarl.launch.cli import add_slurm
 from megarl.record.activity import shown
+from megarl.run.evaluation.cli import add_evaluation
 
 TRAININGS = {
     "train": "train a policy by reinforcement learning",

@@ -331,9 +331,6 @@ EVAL_RULES: tuple[Rule, ...] = (
 SERVE_RULES: tuple[Rule, ...] = (require_ranges, check_rewards)
 
 
-# --- the model's dimensions
-
-
 def _require_positions(hf_config: Mapping[str, object], role: str, longest: int, terms: str) -> None:
     limit = model_dimension(hf_config, "max_position_embeddings", role)
     if limit < longest:

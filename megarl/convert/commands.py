@@ -17,7 +17,7 @@ from megarl.convert.models import OpenModel, declared_dtype, open_model
 from megarl.convert.plan import ConversionPlan, plan_dist, plan_hf
 from megarl.convert.readers import DistReader, SafetensorsReader
 from megarl.errors import ConfigError, DataError
-from megarl.text_table import align
+from megarl.record.text_table import align
 from megarl.train.export import copy_companions, exported_config, write_config
 from megarl.weights.safetensors_map import INDEX_NAME, TensorSpec, dtype_of, model_index, read_specs
 

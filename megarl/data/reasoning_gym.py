@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.config.optional import import_optional
 from megarl.data.records import write_parquet
 from megarl.errors import ConfigError
-from megarl.optional import import_optional
 
 DATA_SOURCE = "reasoning_gym"
 INSTRUCTION = "Think step by step, then give the answer alone in <answer> </answer> tags."

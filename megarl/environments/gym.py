@@ -8,9 +8,9 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from megarl.config.optional import import_optional
 from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, load_object
 from megarl.errors import ConfigError
-from megarl.optional import import_optional
 from megarl.types import Message, Prompt
 
 KEY = "environment.entries.*.arguments"

@@ -10,8 +10,8 @@ from megarl.config.generation import ScheduleConfig
 from megarl.errors import ConfigError
 from megarl.plan.async_fit import Measured, measure
 from megarl.plan.simulate import Outcome, Setting, simulate
+from megarl.record.text_table import align
 from megarl.report.style import INK, MUTED, color_of, figure_style, save_png
-from megarl.text_table import align
 
 PICTURE = "plan_async.png"
 # A faster setting is recommended over one with less staleness only if it saves more than this share of a step.

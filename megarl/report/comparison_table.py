@@ -1,8 +1,8 @@
 """Format a comparison as text."""
 
+from megarl.record.text_table import align
 from megarl.report.comparison import CLEAR_P_VALUE, Comparison, GroupResult
 from megarl.report.summary import REWARD_EDGE_STEPS
-from megarl.text_table import align
 
 _NONE = "-"
 

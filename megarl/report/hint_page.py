@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from megarl.record.text_table import align
 from megarl.report.examples import FULL_GAIN, gain_text, visible_text
 from megarl.report.template import STYLE
-from megarl.text_table import align
 
 # Answers of each verdict that a terminal shows; the page shows all.
 NUM_SHOWN = 2

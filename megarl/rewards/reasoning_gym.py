@@ -4,8 +4,8 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.config.optional import import_optional
 from megarl.errors import DataError
-from megarl.optional import import_optional
 from megarl.rewards.scorers import LAST_ANSWER, PARSE_FAILED, SCORERS
 from megarl.types import Reward
 

@@ -8,7 +8,7 @@ def test_driver_modules_import_neither_megatron_nor_vllm() -> None:
     code = (
         "import sys, megarl.cli, megarl.run.start, megarl.train.wiring, megarl.train.supervised, "
         "megarl.run.quickstart, megarl.run.study;"
-        "import megarl.evaluation.run;"
+        "import megarl.run.evaluation.run;"
         "print(sorted(m for m in sys.modules if m in ('megatron', 'megatron.core', 'vllm')))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

@@ -26,7 +26,6 @@ DEVICE_FILES = ("device/*.py", "parallel/cpu_shim.py")
 # Rooms, and modules outside of one, from the top: what stands here may import its own floor and those below.
 FLOORS = (
     ("cli",),
-    ("evaluation",),
     ("run", "convert"),
     ("train", "plan"),
     ("report", "launch", "cluster"),
@@ -37,8 +36,7 @@ FLOORS = (
     ("types",),
     ("config", "doctor"),
     ("sandbox", "registry", "seeds", "host", "device"),
-    ("optional",),
-    ("errors", "text_table"),
+    ("errors",),
 )
 FLOOR_OF = {room: height for height, floor in enumerate(FLOORS) for room in floor}
 # Of each room, those that it must do without on any floor.

@@ -24,7 +24,7 @@ from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.plan.async_fit import measure
 from megarl.plan.simulate import simulate
 from megarl.record.metrics import RunPaths, read_metrics
-from megarl.text_table import align
+from megarl.record.text_table import align
 from tools.bench.kill_resume import RUN_FILES
 
 # How far a simulated step may be off, as a share.

@@ -24,7 +24,7 @@ from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import GenerateConfig, generate
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.record.metrics import read_metrics
-from megarl.text_table import align
+from megarl.record.text_table import align
 from tools.bench.kill_resume import RUN_FILES
 
 # Mean, σ and largest of the response lengths.

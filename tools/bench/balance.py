@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megarl.data.packing import Bins, balance
 from megarl.record.performance import forward_flops
-from megarl.text_table import align
+from megarl.record.text_table import align
 from megarl.weights.dims import Dims
 from megarl.weights.families import read_model_spec
 

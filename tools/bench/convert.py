@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from megarl.convert.verify import verify
-from megarl.text_table import align
+from megarl.record.text_table import align
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import (
     INDEX_NAME,

@@ -27,10 +27,10 @@ from megarl.device.platform import apply_environment
 from megarl.environments import Action, Environment, Reply
 from megarl.environments.host import HostSpec
 from megarl.host.ray_environment import RAY_ENVIRONMENT
+from megarl.record.text_table import align
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.source import Doing, SamplingPlan
 from megarl.rollout.vllm_source import OnCompletion, VllmSource
-from megarl.text_table import align
 from megarl.types import FinishReason, Message, Prompt
 
 TIMEOUT_S = 120.0

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from megarl.record.text_table import align
 from megarl.sandbox import Isolation, RunWithInput, Sandbox, SandboxOptions
-from megarl.text_table import align
 
 _SOURCE = "print(input())"
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from megarl.device.platform import apply_environment
-from megarl.text_table import align
+from megarl.record.text_table import align
 
 WHOLE_LOGITS = "megatron_verl"
 HEADS = (WHOLE_LOGITS, "keep", "in_chunk", "recompute")

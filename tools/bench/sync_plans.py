@@ -19,11 +19,11 @@ import numpy as np
 
 from megarl.cluster.sync_plan import rank_holdings
 from megarl.config.schema import LayoutConfig
+from megarl.record.text_table import align
 from megarl.sync.plan.assign import Holding
 from megarl.sync.plan.build import Plan, build_plan
 from megarl.sync.plan.engine_shards import engine_needs
 from megarl.sync.plan.neighbours import best_neighbours, overlaps
-from megarl.text_table import align
 from megarl.weights.boxes import num_elements
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import TensorSpec, weight_specs

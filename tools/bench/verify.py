@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
-from megarl.text_table import align
+from megarl.record.text_table import align
 from tools.bench.verify_contenders import CONTENDERS, PEERS, children
 from tools.bench.verify_items import Item, make_items, save
 

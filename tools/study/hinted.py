@@ -17,8 +17,8 @@ from megarl.data.chat import encode_chats
 from megarl.data.hints import HintedPrompt, HintPlacer, donors, hinted_rows
 from megarl.data.tasks import BuiltinTask, Problem
 from megarl.data.tasks.mistakes import ReadAnswer, read_answer
-from megarl.evaluation.hint_signal import score_hints
 from megarl.rewards import score
+from megarl.run.evaluation.hint_signal import score_hints
 from megarl.types import BoolArray, Message, Prompt, Row
 
 # A hint in every place, in the words that the tiny model's demonstrations have before the question.

@@ -16,7 +16,7 @@ from megarl.config.load import read_yaml
 from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import held_out_problems
 from megarl.errors import ConfigError
-from megarl.evaluation.hint_signal import mutual_information
+from megarl.run.evaluation.hint_signal import mutual_information
 from tools.study.hinted import HINTS, Answer, LocalModel
 from tools.study.roc import Area, Floats, area_under_roc
 from tools.study.warm_starts import WarmStart, warm_model

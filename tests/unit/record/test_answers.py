@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.evaluation.output import results_text
 from megarl.record.answers import (
     Answer,
     majority_correct,
@@ -20,6 +19,7 @@ from megarl.record.answers import (
     write_answers,
 )
 from megarl.record.turns import Turn
+from megarl.run.evaluation.output import results_text
 
 
 @pytest.mark.parametrize(

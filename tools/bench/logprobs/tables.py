@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megarl.text_table import align
+from megarl.record.text_table import align
 from tools.bench.logprobs.campaign import gemm_bound_s
 from tools.bench.logprobs.contenders import CONTENDERS
 from tools.bench.logprobs.limits import Judgement

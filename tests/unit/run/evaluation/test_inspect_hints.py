@@ -12,9 +12,9 @@ from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import GenerateConfig, generate
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.errors import DataError
-from megarl.evaluation.inspect_hints import InspectRequest, inspect_hints
+from megarl.run.evaluation.inspect_hints import InspectRequest, inspect_hints
 
-RUN_FILE = Path(__file__).parents[3] / "configs" / "run" / "sums-rl.yaml"
+RUN_FILE = Path(__file__).parents[4] / "configs" / "run" / "sums-rl.yaml"
 
 
 @pytest.fixture(scope="module")

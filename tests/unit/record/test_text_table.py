@@ -1,6 +1,6 @@
 """Columns of equal width."""
 
-from megarl.text_table import align
+from megarl.record.text_table import align
 
 
 def test_align() -> None:

@@ -13,12 +13,12 @@ from megarl.config import dump, load_config
 from megarl.config.schema import Config, LayoutConfig, ModelConfig
 from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import GenerateConfig, TaskFiles, generate
-from megarl.evaluation.inputs import EvalInputs, EvalRequest, open_eval_inputs
+from megarl.run.evaluation.inputs import EvalInputs, EvalRequest, open_eval_inputs
 from megarl.train.checkpoint import MARKER, STATE_FILE, RunState
 from megarl.types import AlgoState
 from tests.helpers.checkpoints import make_checkpoint
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[4]
 RUN_FILE = REPOSITORY / "configs" / "run" / "sums-rl.yaml"
 # The model has 512 positions.
 SHORT = ("data.max_prompt_tokens=64",)

@@ -15,10 +15,10 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import PromptDataset
 from megarl.environments import tools_of
 from megarl.errors import ConfigError
-from megarl.evaluation.output import TABLE
 from megarl.record.metrics import RunPaths
 from megarl.report.run import path_labels
 from megarl.rewards.build import check_ground_truths
+from megarl.run.evaluation.output import TABLE
 from megarl.train.checkpoint import STATE_FILE, Checkpoint, read_checkpoint
 from megarl.train.inputs import open_model
 from megarl.weights.families import read_hf_config

@@ -16,8 +16,6 @@ from megarl.cluster.supervisor import WeightSync
 from megarl.config import dump
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
-from megarl.evaluation.inputs import EvalInputs, EvalRequest, open_eval_inputs
-from megarl.evaluation.output import results_text, write_results
 from megarl.record.answers import Answer, results_by_source
 from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import installed_versions
@@ -26,6 +24,8 @@ from megarl.rewards.manager import BatchJudging, RewardManager
 from megarl.rewards.routes import without_training
 from megarl.rollout.source import Batch, SamplingPlan, collect
 from megarl.rollout.vllm_source import VllmSource
+from megarl.run.evaluation.inputs import EvalInputs, EvalRequest, open_eval_inputs
+from megarl.run.evaluation.output import results_text, write_results
 from megarl.run.start import started_cluster
 from megarl.types import Prompt, Reward, RolloutBatch
 from megarl.types.messages import LoadRequest

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.record.answers import Answer, SourceResult, write_answers
-from megarl.text_table import align
+from megarl.record.text_table import align
 
 TABLE, SAMPLES = "table.parquet", "samples.parquet"
 

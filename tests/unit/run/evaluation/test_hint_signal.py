@@ -13,7 +13,7 @@ from megarl.data.chat import encode_chats
 from megarl.data.hints import HintPlacer, donors, hinted_rows
 from megarl.data.records import Message
 from megarl.data.tiny_model import TinyModelConfig, make_byte_tokenizer, make_tiny_model
-from megarl.evaluation.hint_signal import mutual_information, score_hints
+from megarl.run.evaluation.hint_signal import mutual_information, score_hints
 from megarl.types import Prompt, Row
 
 

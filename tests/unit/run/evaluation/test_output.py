@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from megarl.evaluation.output import results_text, write_results
 from megarl.record.answers import SourceResult, results_by_source
+from megarl.run.evaluation.output import results_text, write_results
 from tests.unit.record.test_answers import answers
 
 

@@ -35,8 +35,8 @@ def add_evaluation(commands: "argparse._SubParsersAction[argparse.ArgumentParser
 
 def _eval(arguments: argparse.Namespace) -> None:
     with shown():
-        from megarl.evaluation.inputs import EvalRequest
-        from megarl.evaluation.run import evaluate
+        from megarl.run.evaluation.inputs import EvalRequest
+        from megarl.run.evaluation.run import evaluate
 
         request = EvalRequest(
             model=arguments.model,
@@ -56,7 +56,7 @@ def _eval(arguments: argparse.Namespace) -> None:
 
 def _inspect_hints(arguments: argparse.Namespace) -> None:
     with shown():
-        from megarl.evaluation.inspect_hints import InspectRequest, inspect_hints
+        from megarl.run.evaluation.inspect_hints import InspectRequest, inspect_hints
 
         request = InspectRequest(
             run_file=arguments.config,
