@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from megarl.host.janitor import RunScope
+from tests.helpers.talk import talk_settings
 from tools.bench.kill_resume import SCHEDULES, SmallRun, asynchronous_faults, differences, make_inputs
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -25,6 +26,7 @@ SETTINGS = (
     f"cluster.heartbeat_timeout_s={HEARTBEAT_S}",
     f"rollout.timeout_s={ANSWER_S}",
 )
+HOST = "a host of environments dies"
 # From a death to the line that names it; a machine with two cores is busy then.
 NAMED_S = 2.0
 
@@ -56,6 +58,13 @@ FAILURES = {
         within_s=HEARTBEAT_S + NAMED_S,
         survived=True,
     ),
+    HOST: Failure(
+        signum=signal.SIGKILL,
+        title="ray::EpisodeHostActor",
+        named="environment host 0 died.*restart 1 of",
+        within_s=NAMED_S,
+        survived=True,
+    ),
     "a rank dies": Failure(
         signum=signal.SIGKILL,
         title="ray::RankActor",
@@ -81,9 +90,20 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_inputs(tmp_path_factory.mktemp("deaths"))
 
 
-@pytest.fixture(scope="module", params=["one_step_off", "async"])
+# The last has conversations, with an environment that resumes.
+RUNS = {name: SCHEDULES[name] for name in ("one_step_off", "async")} | {"talk": (*SCHEDULES["async"], *talk_settings())}
+CASES = [
+    (run, kind, moment)
+    for run in RUNS
+    for kind in FAILURES
+    for moment in DELAYS_S
+    if (kind in (HOST, "an engine dies") if run == "talk" else kind != HOST)
+]
+
+
+@pytest.fixture(scope="module")
 def undisturbed(inputs: Path, request: pytest.FixtureRequest) -> SmallRun:
-    run = SmallRun(inputs=inputs, name=request.param, settings=(*SCHEDULES[request.param], *SETTINGS))
+    run = SmallRun(inputs=inputs, name=request.param, settings=(*RUNS[request.param], *SETTINGS))
     assert run.start().wait() == 0, log(run)
     return run
 
@@ -92,8 +112,7 @@ def log(run: SmallRun) -> str:
     return run.paths.root.with_suffix(".log").read_text()
 
 
-@pytest.mark.parametrize("moment", DELAYS_S)
-@pytest.mark.parametrize("kind", FAILURES)
+@pytest.mark.parametrize(("undisturbed", "kind", "moment"), CASES, indirect=["undisturbed"])
 def test_a_failure_is_named_and_the_run_ends_as_if_there_had_been_none(
     kind: str, moment: str, undisturbed: SmallRun
 ) -> None:
@@ -114,7 +133,7 @@ def test_a_failure_is_named_and_the_run_ends_as_if_there_had_been_none(
     assert left_behind(scope) == []
     if not failure.survived:
         assert run.start().wait() == 0, log(run)
-    if undisturbed.name == "async":
+    if undisturbed.name in ("async", "talk"):
         faults, _ = asynchronous_faults(run, undisturbed, NUM_STEPS)
     else:
         faults = [each for each in differences(run, undisturbed) if "rollout/engine_restarts" not in each]

@@ -1,6 +1,7 @@
 """`megarl eval` of a model directory, and of a checkpoint that ranks load and send to the engine."""
 
 import os
+import re
 import signal
 import statistics
 from collections import defaultdict
@@ -21,6 +22,7 @@ from tests.e2e import cli_run
 from tests.e2e.cli_run import leftovers, run_to_end
 from tests.e2e.support import SFT_FILE, SMALL
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.talk import talk_settings
 
 NUM_SAMPLES, MAX_TOKENS = 4, 24
 
@@ -32,9 +34,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[TaskFiles]:
     return [generate(TASKS.get(name), tmp_path_factory.mktemp(name), sizes) for name in ("sums", "countdown")]
 
 
-def evaluate(model: Path, out: Path, data: list[TaskFiles], *arguments: str) -> str:
+def evaluate(model: Path, out: Path, data: list[TaskFiles], *arguments: str, max_tokens: int = MAX_TOKENS) -> str:
     files = [str(files.val) for files in data]
-    options = ["--num-samples", str(NUM_SAMPLES), "--k", "1", "3", "--max-response-tokens", str(MAX_TOKENS)]
+    options = ["--num-samples", str(NUM_SAMPLES), "--k", "1", "3", "--max-response-tokens", str(max_tokens)]
     settings = ["data.max_prompt_tokens=128", "rollout.engine.max_num_seqs=16", *arguments]
     return run_to_end(out, "eval", str(model), *settings, "--data", *files, *options, "--out", str(out))
 
@@ -55,6 +57,28 @@ def test_a_model_directory(tmp_path: Path, data: list[TaskFiles]) -> None:
     assert "tok/s" in stdout
     assert (out / "config.yaml").is_file()
     check_greedy_answers_against_transformers(model, answers)
+
+
+def test_conversations(tmp_path: Path, data: list[TaskFiles]) -> None:
+    """Every answer is judged by its last turn, and its turns are written beside it."""
+    model, out = make_checkpoint(tmp_path / "model", tied=True), tmp_path / "out"
+    talk = (*talk_settings(), "environment.max_turn_tokens=16")
+    stdout = evaluate(model, out, data[:1], *talk, "environment.max_turns=3", max_tokens=128)
+    answers, (row,) = rows(out / "samples.parquet"), rows(out / "table.parquet")
+    assert len(answers) == 6 * (1 + NUM_SAMPLES)
+    assert row["pass_at_3"] >= row["pass_at_1"] == pytest.approx(row["avg"])
+    authors = [[turn["author"] for turn in answer["turns"]] for answer in answers]
+    assert all(each == ["policy", "environment", "policy", "environment", "policy"] for each in authors)
+    for answer in answers:
+        turns = answer["turns"]
+        assert "".join(turn["text"] for turn in turns) == answer["response"]
+        # The environment counted the characters of the turn before, without special tokens.
+        assert re.search(r"tool\n\d+!<\|im_end\|>", turns[1]["text"])
+        again = score(answer["data_source"], turns[-1]["text"].removesuffix("<|im_end|>"), answer["ground_truth"], {})
+        assert (again.score, again.correct) == (answer["reward"], answer["correct"])
+        assert answer["num_calls"] == 3
+    (line,) = (line for line in stdout.splitlines() if "megarl/sums" in line and "±" in line)
+    assert line.split()[-2:] == ["3.00", "3.00"]
 
 
 def check_table(table: list[dict[str, Any]], answers: list[dict[str, Any]]) -> None:

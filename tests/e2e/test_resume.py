@@ -14,6 +14,7 @@ import pytest
 from megarl.host.exit_codes import EXIT_STOPPED
 from megarl.host.janitor import RUN_ID_VARIABLE, RunScope
 from megarl.train.checkpoint import complete_steps, last_checkpoint
+from tests.helpers.talk import talk_settings
 from tools.bench.kill_resume import SmallRun, differences, make_inputs
 from tools.bench.killed import kill
 
@@ -59,9 +60,13 @@ def scope_of(process: subprocess.Popen[bytes]) -> RunScope:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_stopped_and_killed_run_equals_an_uninterrupted_one(inputs: Path) -> None:
+@pytest.mark.parametrize(
+    "more", [(), (*talk_settings(), "rollout.max_response_tokens=128")], ids=["answers", "conversations"]
+)
+def test_a_stopped_and_killed_run_equals_an_uninterrupted_one(inputs: Path, more: tuple[str, ...]) -> None:
     """Float32, two tensor-parallel ranks: metrics and exported weights are equal bit for bit."""
-    reference = SmallRun(inputs=inputs, name="reference", settings=SETTINGS)
+    settings = (*SETTINGS, *more)
+    reference = SmallRun(inputs=inputs, name=f"reference{len(more)}", settings=settings)
     assert finish(reference) == 0
     updates = [record.metrics for record in reference.records() if "actor/grad_norm" in record.metrics]
     # There is something to lose: gradients, a coefficient that moves, a learning rate that follows a schedule.
@@ -69,7 +74,7 @@ def test_a_stopped_and_killed_run_equals_an_uninterrupted_one(inputs: Path) -> N
     for name in ("actor/lr", "actor/entropy"):
         assert len({metrics[name] for metrics in updates}) == 6
 
-    run = SmallRun(inputs=inputs, name="interrupted", settings=SETTINGS)
+    run = SmallRun(inputs=inputs, name=f"interrupted{len(more)}", settings=settings)
     with started(run) as process:
         wait_until(lambda: run.last_step() >= 1, process)
         process.send_signal(signal.SIGTERM)
