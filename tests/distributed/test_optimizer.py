@@ -65,3 +65,11 @@ def test_reference_stays_frozen(rank_pool: GetPool, checkpoint: GetCheckpoint, l
 def test_every_group_has_the_configured_time_out(rank_pool: GetPool) -> None:
     for seconds in rank_pool(2).run(ranks.group_timeouts, LayoutConfig(tp=2)):
         assert seconds == [ranks.COLLECTIVE_TIMEOUT_S] * 2
+
+
+def test_deterministic_runs_ask_transformer_engine_and_torch_for_it(
+    rank_pool: GetPool, checkpoint: GetCheckpoint
+) -> None:
+    model = ModelConfig(path=str(checkpoint(tied=True)), dtype="float32")
+    (told,) = rank_pool(1).run(ranks.deterministic_settings, model, [True, False])
+    assert told == [("0", True), ("1", False)]

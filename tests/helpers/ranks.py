@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -263,3 +264,14 @@ def group_timeouts(context: RankContext, config: LayoutConfig) -> list[float]:
     layout = join_layout(context, config).layout
     backends = [group._get_backend(torch.device("cpu")) for group in (layout.tp_group, layout.dp_group)]
     return [backend.options._timeout.total_seconds() for backend in backends]
+
+
+def deterministic_settings(context: RankContext, model: ModelConfig, wanted: Sequence[bool]) -> list[tuple[str, bool]]:
+    """What Transformer Engine and torch are told after loading with each wish for determinism."""
+    worker, found = join_layout(context, LayoutConfig()), []
+    for deterministic in wanted:
+        role = RoleSpec(role=Role.ACTOR, model=model, settings=ActorConfig())
+        worker.load(LoadRequest(roles=(role,), seed=0, deterministic=deterministic))
+        told = os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"], torch.are_deterministic_algorithms_enabled()
+        found.append(told)
+    return found

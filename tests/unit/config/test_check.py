@@ -475,3 +475,9 @@ def test_transformer_engine_does_not_train_in_float32(
         return
     with pytest.raises(ConfigError, match=r"^model.dtype: got float32, but Transformer Engine .*model.dtype=bfloat16$"):
         check_sft(config(model__dtype=dtype))
+
+
+def test_large_models_have_half_an_hour_to_start_and_to_wait_for_each_other() -> None:
+    """An engine of 30B loads, compiles and captures graphs; ranks wait in collectives for the slowest to load."""
+    cluster = Config().cluster
+    assert (cluster.engine_start_timeout_s, cluster.collective_timeout_s) == (1800.0, 1800.0)
