@@ -54,6 +54,9 @@ def test_files(tmp_path: Path) -> None:
         "truncated_frac": 0.5,
         "pass_at_1": 0.5,
         "pass_at_2": 1.0,
+        # No sample is a conversation.
+        "turns": None,
+        "tool_calls": None,
     }
     rows = pq.read_table(samples).to_pylist()
     assert [(r["uid"], r["greedy"], r["sample_index"], r["correct"]) for r in rows] == [
