@@ -27,7 +27,9 @@ class HostGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """The hosts of a Slurm job, in groups; this process runs on the first host of the first group.
+    """The hosts of a Slurm job: one group per component of a heterogeneous job, otherwise a single group.
+
+    This process runs on the first host of the first group.
 
     `num_requeues` counts how often the job has been put back into the queue. `lost`: hosts that the job has no more.
     """

@@ -36,7 +36,10 @@ class ConversationEncoder:
 
     @property
     def num_extra_tokens(self) -> int | None:
-        """Return how many tokens a conversation adds to those of the sample; None if it is tokenised differently."""
+        """Return by how many tokens what the reward model reads is longer than prompt and response, at most.
+
+        None if the reward model has another tokenizer or chat template than the policy.
+        """
         return None if self._ending is None else len(self._ending)
 
     def encode(self, prompt: Prompt, sample: Sample) -> IntArray:

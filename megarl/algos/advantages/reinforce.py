@@ -41,9 +41,9 @@ def _returns(batch: ScoredBatch, rewards: Tensor, gamma: float = 1.0) -> Estimat
 
 
 def reinforce_plus_plus(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
-    """Compute REINFORCE++ (arXiv:2501.03262): returns of r, discounted by γ, before `batch_whitened` scales them.
+    """Compute the raw advantages of REINFORCE++ (arXiv:2501.03262): returns of the reward r, discounted by γ.
 
-    The batch's mean is the only baseline, so groups of one row are enough.
+    `batch_whitened` normalises them afterwards. Only the batch's mean is subtracted, so groups of one row are enough.
 
     >>> reinforce_plus_plus(step("a", [1.0], [[1, 1]]), AdvantageConfig(gamma=0.5)).advantages.tolist()
     [[0.5, 1.0]]

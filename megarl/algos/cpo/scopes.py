@@ -1,7 +1,7 @@
 """Define scopes: masks that say on which tokens [B, T] or rows [B, 1] a part of a CPO formula acts.
 
-CPO shapes advantages by how much a hint in the prompt changes log-probs. The names of a scope's
-parameters say what it reads: fields of `Terms`, or settings of `algo.cpo`.
+CPO shapes advantages by how much a hint in the prompt changes log-probs. A scope is a function,
+and each of its parameters is named after what it reads: a field of `Terms`, or a setting of `algo.cpo`.
 """
 
 import math

@@ -25,7 +25,7 @@ _INFINITY = r"\infty"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    r"""Items between brackets, which are "" for a bare list; sets `\{…\}` and bare lists are not `ordered`."""
+    r"""Items of an answer and their brackets, "" for a bare list; sets `\{…\}` and bare lists are not `ordered`."""
 
     opening: str
     closing: str
@@ -37,9 +37,9 @@ class Group:
 
 
 def split_top(text: str, separators: str, *, whole: str = _NOTHING) -> list[str]:
-    """Split a text where the regular expression `separators` matches outside of brackets, braces and environments.
+    """Split a text where a regular expression matches outside of brackets, braces and LaTeX environments.
 
-    whole: what this regular expression matches is not split.
+    separators: that expression. whole: what this one matches is not split.
     """
     parts, depth, start, position = [], 0, 0, 0
     pattern = re.compile(rf"(?P<whole>{whole})|\\begin\b|\\end\b|[([{{]|[)\]}}]|{separators}")
