@@ -79,6 +79,8 @@ def compare(runs: Mapping[str, Path], *, skipped: int) -> list[Compared]:
         workload = replace(basis.workload, prompts_per_step=own.workload.prompts_per_step)
         outcome = simulate(workload, basis.costs, own.setting, num_steps=64)
         records = [record for record in read_metrics(RunPaths(run).metrics) if record.step >= skipped]
+        # In the last steps of a run, nothing is left to admit: engines have less to do.
+        records = records[: len(records) - own.setting.staleness]
         idle = {
             side: sum(record.metrics[f"perf/{side}_idle_frac"] for record in records[1:]) / len(records[1:])
             for side in ("trainer", "engine")
