@@ -18,7 +18,7 @@ _WEIGHTS = "a weight sync would not know where the engine keeps them"
 REFUSED: Mapping[str, str] = {
     "model": "set model.path",
     "tokenizer": "the run's own tokenizer is used; set model.path",
-    "dtype": "set model.dtype",
+    "dtype": "set rollout.engine.dtype",
     "seed": "set run.seed",
     "runner": "engines generate",
     "max_model_len": "set rollout.engine.max_model_tokens",

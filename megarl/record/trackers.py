@@ -1,14 +1,13 @@
 """Send metrics to experiment trackers; their packages are optional, and imported only for a project that is set."""
 
-import importlib
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.config.optional import import_optional
 from megarl.config.schema import LoggingConfig
-from megarl.errors import ConfigError
 from megarl.record.metrics import MetricsRecord
 
 
@@ -105,18 +104,11 @@ TRACKERS = (
 
 def require_trackers(cfg: LoggingConfig) -> dict[Tracker, Any]:
     """Import the packages of the trackers that are set; ConfigError with the remedy if one is not installed."""
-    found = {}
-    for tracker in TRACKERS:
-        if getattr(cfg, tracker.setting) is None:
-            continue
-        try:
-            found[tracker] = importlib.import_module(tracker.package)
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"logging.{tracker.setting}: is set, but the {tracker.package} package is not installed; run `pip "
-                f"install {tracker.package}`, or set logging.{tracker.setting}=null"
-            ) from error
-    return found
+    return {
+        tracker: import_optional(tracker.package, package=tracker.package, key=f"logging.{tracker.setting}")
+        for tracker in TRACKERS
+        if getattr(cfg, tracker.setting) is not None
+    }
 
 
 def open_trackers(cfg: LoggingConfig, *, name: str, root: Path, settings: Mapping[str, Any]) -> list[TrackerSink]:

@@ -80,7 +80,9 @@ def test_without_the_package_nothing_is_touched(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "wandb", None)  # makes its import fail
     with RunRecorder(config(tmp_path, None)).metrics():
         pass
-    with pytest.raises(ConfigError, match=r"logging\.wandb_project: is set, but the wandb package is not installed"):
+    with pytest.raises(
+        ConfigError, match=r"logging\.wandb_project: needs the package wandb, .*; run pip install wandb"
+    ):
         RunRecorder(config(tmp_path, "p"), overwrite=True)
     assert (tmp_path / "r" / "config.yaml").is_file()
 
