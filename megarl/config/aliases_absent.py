@@ -69,7 +69,10 @@ UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
                 "*.limit_images",
             ),
         ),
-        (_QUANTISED, ("*.qat", "*.qat.*", "*quantization*", "*.exp_avg*_dtype", "*.use_precision_aware_optimizer")),
+        (
+            _QUANTISED,
+            ("*.qat", "*.qat.*", "*rollout.quantization*", "*.exp_avg*_dtype", "*.use_precision_aware_optimizer"),
+        ),
         (_MTP, ("*.mtp", "*.mtp.*", "*speculative*")),
         (_DISTILLATION, ("distillation*",)),
         (_PROFILER, ("*profiler*", "*.trace.*", "ray_kwargs.timeline_json_file")),

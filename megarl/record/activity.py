@@ -5,11 +5,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TextIO
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, TextIO
 
 from megarl.device.platform import apply_environment
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 # How often the live line is renewed, and after what silence a plain one is printed; the first comes sooner.
 LIVE_S, SILENCE_S, FIRST_S = 0.5, 4.0, 1.0
@@ -55,6 +56,8 @@ class LiveStatus(contextlib.AbstractContextManager["LiveStatus"]):
         self._ended = threading.Event()
         self._line: tqdm[None] | None = None
         if self._stream.isatty():
+            from tqdm import tqdm
+
             self._line = tqdm(file=self._stream, bar_format="{desc}", position=1, leave=False, dynamic_ncols=True)
         _printed[0] = time.monotonic() - silence_s + FIRST_S
         self._thread = threading.Thread(target=self._show, daemon=True)

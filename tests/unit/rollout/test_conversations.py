@@ -226,7 +226,7 @@ def test_a_conversation_that_begins_again_keeps_its_demonstration(is_whole: bool
     first = (50, END) if is_whole else (50, 102, END)
     if not is_whole:
         assert world.speak(102, END).token_ids == (5, 6, 50)
-    assert world.acts[-1] == TurnRequest(token_ids=first, turn=0)
+    assert world.acts[-1] == TurnRequest(token_ids=first, turn=0, num_before=2)
     world.reply(done=True, reward=0.25)
     sample = sample_of(batch)
     assert sample.response_token_ids.tolist() == list(first)

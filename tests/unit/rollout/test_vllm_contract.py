@@ -10,7 +10,7 @@ import pytest
 import megarl
 from megarl.config.schema import EngineConfig
 from megarl.device.platform import PLATFORMS
-from megarl.rollout.engine import EngineSpec, _engine_arguments
+from megarl.rollout.engine_spec import EngineSpec, engine_arguments
 
 PACKAGE = Path(megarl.__file__).parent
 (FOUND,) = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr, misc]
@@ -112,16 +112,16 @@ def test_a_gpus_worker_has_what_the_receiver_reads() -> None:
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_engine_arguments_are_those_of_vllm(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megarl.rollout import engine
+    from megarl.rollout import engine_spec
 
-    monkeypatch.setattr(engine, "platform", PLATFORMS[platform])
+    monkeypatch.setattr(engine_spec, "platform", PLATFORMS[platform])
     spec = EngineSpec(
         model_path="m", dtype="bfloat16", seed=0, max_model_tokens=8, config=EngineConfig(), can_sleep=True
     )
     (fields,) = (node for node in ast.walk(tree_of(VLLM / "engine/arg_utils.py")) if is_engine_args(node))
     known = {ast.unparse(node.target) for node in fields.body if isinstance(node, ast.AnnAssign)}
     assert len(known) > 100
-    assert set(_engine_arguments(spec)) - {*known, "use_tqdm_on_load"} == set()
+    assert set(engine_arguments(spec)) - {*known, "use_tqdm_on_load"} == set()
 
 
 def is_engine_args(node: ast.AST) -> bool:

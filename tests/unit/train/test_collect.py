@@ -532,7 +532,8 @@ def test_a_pipeline_without_progress_names_its_oldest_ticket(monkeypatch: pytest
         raise WorkerError(f"no progress within {timeout_s:g} s: {doing()}")
 
     monkeypatch.setattr(world, "wait", wait)
-    message = r"within 3600 s: generating: the oldest ticket, 0 \(q:0\), has 1 of 2 samples"
+    progress = "3 of 8 samples finished; the oldest ticket, 0"
+    message = rf"within 3600 s: generating: {progress} \(q:0\), has 1 of 2"
     with pytest.raises(WorkerError, match=message):
         rollouts.take(1)
 
