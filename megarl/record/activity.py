@@ -5,12 +5,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TextIO
+from typing import Any, TextIO
 
 from megarl.device.platform import apply_environment
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
 # How often the live line is renewed, and after what silence a plain one is printed; the first comes sooner.
 LIVE_S, SILENCE_S, FIRST_S = 0.5, 4.0, 1.0
@@ -54,8 +51,9 @@ class LiveStatus(contextlib.AbstractContextManager["LiveStatus"]):
     def __init__(self, *, stream: TextIO | None = None, silence_s: float = SILENCE_S) -> None:
         self._stream, self._silence_s = sys.stdout if stream is None else stream, silence_s
         self._ended = threading.Event()
-        self._line: tqdm[None] | None = None
+        self._line: Any = None
         if self._stream.isatty():
+            # Imported here: `megarl doctor` answers where nothing is installed.
             from tqdm import tqdm
 
             self._line = tqdm(file=self._stream, bar_format="{desc}", position=1, leave=False, dynamic_ncols=True)

@@ -89,7 +89,11 @@ def test_every_imported_name_exists() -> None:
             words = {part for part in text.replace('"', " ").replace(",", " ").replace("(", " ").split() if part}
             words |= {part.rstrip(":") for part in words}
             count += len(node.names)
-            missing += [f"{node.module}.{name.name}" for name in node.names if name.name not in words]
+            missing += [
+                f"{node.module}.{name.name}"
+                for name in node.names
+                if name.name not in words and not (place / f"{name.name}.py").is_file()
+            ]
     assert count > 15
     assert missing == []
 
