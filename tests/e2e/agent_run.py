@@ -10,7 +10,8 @@ from typing import Any
 
 from megarl.environments.host import EpisodeHost, HostSpec, StartRequest, TurnRequest
 from megarl.rollout.conversations import OnLost, OnReply
-from megarl.rollout.engine import Completion, EngineSpec, GenerationRequest, VllmEngine
+from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
+from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.source import Doing, SamplingPlan
 from megarl.rollout.vllm_source import OnCompletion, VllmSource
 from megarl.types import Prompt, Sample

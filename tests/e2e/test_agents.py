@@ -11,7 +11,7 @@ from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.data.chat import encode_chats, load_tokenizer
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.environments.host import HostSpec
-from megarl.rollout.engine import engine_spec
+from megarl.rollout.engine_spec import engine_spec
 from megarl.rollout.source import SamplingPlan
 from megarl.types import FinishReason, Message, Prompt, Sample, SegmentSource
 from tests.e2e.agent_run import Outcome, converse
