@@ -31,7 +31,7 @@ class Allocation:
 
     This process runs on the first host of the first group.
 
-    `num_requeues` counts how often the job has been put back into the queue. `lost`: hosts that the job has no more.
+    `num_requeues` counts how often the job has been put back into the queue. `lost`: hosts that the job no longer has.
     """
 
     job_id: int

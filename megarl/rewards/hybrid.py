@@ -67,7 +67,7 @@ def batch_zscore(raw: Raw, summand: Summand) -> list[float]:
 
 @TRANSFORMS.register("group_zscore")
 def group_zscore(raw: Raw, summand: Summand) -> list[float]:
-    """Return z-scores as in `batch_zscore`, but over the rows of each group."""
+    """Return z-scores of the raw rewards, as `batch_zscore` does, but over the rows of each group."""
     rows: dict[Hashable, list[int]] = defaultdict(list)
     for row, group in enumerate(raw.groups):
         rows[group].append(row)

@@ -36,9 +36,9 @@ class ConversationEncoder:
 
     @property
     def num_extra_tokens(self) -> int | None:
-        """Return by how many tokens what the reward model reads is longer than prompt and response, at most.
+        """Return an upper bound on the tokens that the reward model's input has beyond prompt and response.
 
-        None if the reward model has another tokenizer or chat template than the policy.
+        None if there is no bound, because the reward model has another tokenizer or chat template than the policy.
         """
         return None if self._ending is None else len(self._ending)
 
