@@ -51,12 +51,10 @@ VARIANTS: dict[str, tuple[Callable[[Path], tuple[str, ...]], dict[str, str]]] = 
     "experts": (with_experts, INSIDE),
     "core apart": (lambda _: (), APART),
 }
-FIRST, TURNS, *FURTHER = "one engine", "conversations", "two engines", "experts", "core apart"
+FIRST, *FURTHER = "one engine", "conversations", "two engines", "experts", "core apart"
 
 
-@pytest.fixture(
-    scope="module", params=[FIRST, TURNS, *(pytest.param(name, marks=pytest.mark.long) for name in FURTHER)]
-)
+@pytest.fixture(scope="module", params=[FIRST, *(pytest.param(name, marks=pytest.mark.long) for name in FURTHER)])
 def recorded(inputs: Path, request: pytest.FixtureRequest) -> SmallRun:
     """An asynchronous run, with every version of its policy in NAME-versions."""
     settings_of, environment = VARIANTS[request.param]
@@ -151,7 +149,7 @@ def test_a_recorded_run_is_executed_again_to_the_bit(recorded: SmallRun) -> None
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recorded", [TURNS], indirect=True)
+@pytest.mark.parametrize("recorded", ["conversations"], indirect=True)
 def test_a_replay_trains_to_the_same_weights_and_calls_no_tool(recorded: SmallRun) -> None:
     num_calls = num_tool_calls(recorded)
     replay = ("rollout.record=false", "rollout.source=replay", f"rollout.replay_dir={recorded.paths.records}")

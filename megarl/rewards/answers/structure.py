@@ -25,7 +25,7 @@ _INFINITY = r"\infty"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    r"""A tuple, set or list in an answer: its items, and its brackets ("" without any); sets are not `ordered`."""
+    r"""A tuple, set or list in an answer: items and brackets. Sets, and lists without brackets, are not `ordered`."""
 
     opening: str
     closing: str
