@@ -3,6 +3,8 @@
 import shutil
 from pathlib import Path
 
+from megarl.host.stage import DIRECTORY
+
 RAY_ENVIRONMENT = {
     # A token file left by another cluster would break the workers.
     "RAY_AUTH_MODE": "disabled",
@@ -25,7 +27,7 @@ def keep_worker_logs(temp_dir: Path, target: Path) -> None:
     """Copy the logs of the workers of the Ray in `temp_dir` to `target`, with the Python stacks that they wrote."""
     target.mkdir(parents=True, exist_ok=True)
     files = {file: file.name for file in (temp_dir / "session_latest" / "logs").glob("worker-*")}
-    files |= {file: f"stacks-{file.name}" for file in (temp_dir / "stacks").glob("*.txt")}
+    files |= {file: f"stacks-{file.name}" for file in (temp_dir / DIRECTORY).glob("*.txt")}
     for file, name in files.items():
         if file.stat().st_size:
             shutil.copy(file, target / name)

@@ -5,10 +5,13 @@ import os
 import tempfile
 from pathlib import Path
 
+# The directory of these files, below the run's temporary directory on each host.
+DIRECTORY = "processes"
+
 
 def process_files() -> Path:
     """Return the directory where processes of this run on this host leave their stages and stacks."""
-    return Path(tempfile.gettempdir()) / "processes"
+    return Path(tempfile.gettempdir()) / DIRECTORY
 
 
 def tell_stage(text: str) -> None:
