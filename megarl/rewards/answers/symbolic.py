@@ -150,12 +150,21 @@ def _with_exact_decimals(expression: sympy.Expr) -> sympy.Expr:
     return expression.xreplace({number: sympy.Rational(str(number)) for number in expression.atoms(sympy.Float)})
 
 
+def _is_rational(node: sympy.Basic) -> bool:
+    """Return whether a node of an expression makes a rational number of rational numbers: no roots, π or functions."""
+    if isinstance(node, sympy.Pow):
+        return bool(node.exp.is_Integer)
+    if isinstance(node, sympy.factorial):
+        return bool(node.args[0].is_Integer)
+    return isinstance(node, sympy.Rational | sympy.Add | sympy.Mul)
+
+
 def _is_zero(difference: sympy.Expr, digits: int, size: sympy.Expr) -> bool:
     """Return whether the difference of two constants of a given size is 0: exactly if it is rational, otherwise to
     `digits` decimal places, without those that rounding may cost.
     """
-    # Not `is_zero` of others, which multiplies out powers of roots.
-    if difference.is_Rational:
-        return bool(difference == 0)
+    # What was parsed is not evaluated. Not `is_zero` or `is_rational` of others, which multiply out powers of roots.
+    if all(_is_rational(node) for node in sympy.preorder_traversal(difference)):
+        return bool(difference.doit() == 0)
     maxn = digits + int(sympy.log(size, 10).evalf(15))
     return bool(abs(difference.evalf(15, maxn=maxn)) < sympy.Float(10) ** (_LOST_DIGITS - digits))

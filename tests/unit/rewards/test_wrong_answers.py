@@ -76,6 +76,7 @@ WRONG = [
     ("dropped", "7", r"\phantom{7}"),
     ("constant", r"2^{2009}", r"2^{2009}-0.5"),
     ("constant", r"2^{2009}-0.5", r"2^{2009}+0.5"),
+    ("constant", r"2-\frac{2}{99^{487}}", r"2-\frac{1}{99^{487}}"),
     ("unit", r"5 \text{ mW}", r"5 \text{ MW}"),
     ("unit", r"5 \text{ mHz}", r"5 \text{ MHz}"),
     ("case", r"\Delta", r"\delta"),
@@ -112,7 +113,7 @@ WRONG_RESPONSES = [
     ("gpqa", "A", "Answer: a choice between B and C"),
     ("gpqa", "I", "Answer: I think B"),
 ]
-# Of the 98 answers at most this many may be accepted.
+# Of the 99 answers at most this many may be accepted.
 MAX_ACCEPTED = 2
 
 RIGHT = [
