@@ -4,6 +4,7 @@
 the engine is built.
 """
 
+import contextlib
 import logging
 import os
 import pickle
@@ -91,11 +92,11 @@ class VllmEngine:
         tell_stage("importing vLLM")
         from vllm import LLM
 
-        _tell_log_lines()
         if rounding_of(spec):
             import megarl.rollout.rounded_weights  # noqa: F401
 
-        self.llm = LLM(**engine_arguments(spec))
+        with _log_lines_as_stages():
+            self.llm = LLM(**engine_arguments(spec))
         self.llm.update_weight_version("0")
         self._version = 0
         self._stepper = Stepper(self.llm, max_num_seqs=spec.config.max_num_seqs)
@@ -254,10 +255,20 @@ class _StageHandler(logging.Handler):
         tell_stage(record.getMessage().partition("\n")[0][:_STAGE_CHARS])
 
 
-def _tell_log_lines() -> None:
-    """Tell what vLLM reports of its start, which its own handlers go on to write from their level on only."""
-    logger = logging.getLogger("vllm")
-    for handler in logger.handlers:
-        handler.setLevel(max(handler.level, logger.level))
+@contextlib.contextmanager
+def _log_lines_as_stages() -> Iterator[None]:
+    """Within this context, tell what vLLM reports of its start; its own handlers write from their level on only."""
+    logger, told = logging.getLogger("vllm"), _StageHandler(level=logging.INFO)
+    level, levels = logger.level, [(handler, handler.level) for handler in logger.handlers]
+    for handler, own in levels:
+        handler.setLevel(max(own, level))
     logger.setLevel(logging.INFO)
-    logger.addHandler(_StageHandler(level=logging.INFO))
+    logger.addHandler(told)
+    try:
+        yield
+    finally:
+        logger.removeHandler(told)
+        logger.setLevel(level)
+        for handler, own in levels:
+            handler.setLevel(own)
+        tell_stage("")
