@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import ray
@@ -39,4 +40,7 @@ def ray_session() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def processes(ray_session: None) -> list[Process]:
-    return [start(index) for index in range(NUM_PROCESSES)]
+    """Processes that have started: the time-outs of tests are for what they are asked, not for a loaded machine."""
+    begun = [start(index) for index in range(NUM_PROCESSES)]
+    locations = ray.get([process.actor.locate.remote() for process in begun], timeout=120.0)
+    return [replace(process, location=location) for process, location in zip(begun, locations, strict=True)]
