@@ -4,13 +4,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.errors import ConfigError, DataError
 from megarl.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Chat templates of reasoning models may already open the thinking block in the prompt.
 THINK_OPENING = "<think>\n"
@@ -23,7 +25,7 @@ _GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 
 def load_tokenizer(
     path: str | Path, key: str = "model.path", arguments: Mapping[str, Any] | None = None
-) -> PreTrainedTokenizerBase:
+) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of a model directory, and fix arguments of its chat template.
 
     key: the setting that named the directory, for messages. arguments: `data.chat_template`, applied to every chat that
@@ -47,7 +49,7 @@ def load_tokenizer(
     return tokenizer
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, path: str, key: str) -> None:
+def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", path: str, key: str) -> None:
     """Raise ConfigError unless the model at `path`, set by the setting `key`, has the same tokens as `tokenizer`."""
     ours, theirs = tokenizer.get_vocab(), _read_tokenizer(path, key).get_vocab()
     if ours != theirs:
@@ -59,7 +61,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, path: str, key: str) ->
 
 
 def _require_read(
-    arguments: Mapping[str, Any], template: str, tokenizer: PreTrainedTokenizerBase, path: str | Path
+    arguments: Mapping[str, Any], template: str, tokenizer: "PreTrainedTokenizerBase", path: str | Path
 ) -> None:
     """Raise ConfigError if `arguments` (`data.chat_template`) has an argument that the chat template never reads."""
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
@@ -77,9 +79,11 @@ def _require_read(
             raise ConfigError(f"data.chat_template.{name}: the chat template in {path} never reads this; {reads}")
 
 
-def _read_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:
+def _read_tokenizer(path: str | Path, key: str) -> "PreTrainedTokenizerBase":
     if not (Path(path) / "tokenizer_config.json").is_file():
         raise ConfigError(f"{key}: {path} has no tokenizer_config.json; expected a model directory")
+    from transformers import AutoTokenizer  # takes a second of each process that never reads one
+
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError) as error:
@@ -88,7 +92,7 @@ def _read_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:
 
 
 def encode_chats(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     chats: Sequence[Sequence[Message]],
     *,
     add_generation_prompt: bool = True,
@@ -116,7 +120,7 @@ def long_prompt_error(
 
 
 def encode_demonstration(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Message],
     target: str,
     *,
@@ -141,7 +145,7 @@ def encode_demonstration(
 
 
 def encode_turns(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], trained: Sequence[int], *, where: str
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], trained: Sequence[int], *, where: str
 ) -> tuple[list[int], list[bool]]:
     """Encode a chat up to its last answer in `trained`; return token ids, and a mask of the tokens of these answers.
 
@@ -175,7 +179,7 @@ def encode_turns(
     return ids, mask
 
 
-def has_own_answer_form(tokenizer: PreTrainedTokenizerBase) -> bool:
+def has_own_answer_form(tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Return whether the chat template puts an answer between other marks than the policy's prompt and the eos token.
 
     Gemma's template ends turns with a token that is not the eos token, and Mistral's begins answers with a space.
@@ -195,7 +199,7 @@ def has_own_answer_form(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def encode_rendered_turns(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], trained: Sequence[int], *, where: str
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], trained: Sequence[int], *, where: str
 ) -> tuple[list[int], list[bool]]:
     """Encode a chat up to its last answer in `trained` as the chat template renders it; return token ids, and a mask of
     the tokens of these answers.
@@ -227,7 +231,7 @@ def encode_rendered_turns(
 
 
 def encode_whole(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, where: str
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], *, where: str
 ) -> tuple[list[int], list[bool]]:
     """Encode a chat as the chat template renders it; return token ids, and a mask of all but the first of them.
 
@@ -239,7 +243,7 @@ def encode_whole(
 
 
 def _render_row(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     chats: Sequence[Sequence[Message]],
     where: str,
     *,
@@ -255,12 +259,12 @@ def _render_row(
         ) from error
 
 
-def response_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
+def response_decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[Sequence[int]], str]:
     """Return a function that decodes response ids to the text that scorers read, without special tokens."""
     return partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+def token_texts(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int]) -> list[str]:
     """Return the text of each token. If several tokens make up one character, the last of them has its whole text."""
     decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     texts: list[str] = []
@@ -275,7 +279,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
     return texts
 
 
-def turn_ending(tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
+def turn_ending(tokenizer: "PreTrainedTokenizerBase") -> list[int] | None:
     """Return the token ids that the chat template writes after the eos token of an answer.
 
     Returns None if the template does not reproduce prompt, answer and eos token as the policy writes them, for example
@@ -292,7 +296,7 @@ def turn_ending(tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
 
 
 def render_chats(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     chats: Sequence[Sequence[Message]],
     *,
     add_generation_prompt: bool = True,

@@ -3,9 +3,9 @@
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from megarl.config.schema import DataConfig, SftConfig
 from megarl.data.chat import (
@@ -20,6 +20,9 @@ from megarl.data.records import DemonstrationRecord, demonstration_columns, pars
 from megarl.errors import DataError
 from megarl.types import Row
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class SftDataset:
     """A data set of chats as rows whose loss mask marks the tokens to imitate, mostly answers of the assistant.
@@ -32,7 +35,7 @@ class SftDataset:
     def __init__(
         self,
         paths: Sequence[str | Path],
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         *,
         max_prompt_tokens: int,
         max_response_tokens: int,
@@ -82,7 +85,7 @@ class SftDataset:
 
 
 def _encoded(
-    tokenizer: PreTrainedTokenizerBase, record: DemonstrationRecord, train_on: str, has_own_form: bool, where: str
+    tokenizer: "PreTrainedTokenizerBase", record: DemonstrationRecord, train_on: str, has_own_form: bool, where: str
 ) -> Iterator[tuple[list[int], list[bool]]]:
     """Yield token ids and loss mask of each row that a chat becomes."""
     if train_on == "every_token":

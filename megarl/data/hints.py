@@ -14,16 +14,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from megarl.config.algo import HintConfig
 from megarl.data.chat import render_chats
 from megarl.data.prompts import ToolsOf, no_tools
 from megarl.errors import DataError
 from megarl.types import BoolArray, IntArray, Message, Prompt, Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Keys of extra_info by algo.cpo.hint.source, the first one present counts; an answer may also be the ground truth.
 _KEYS: Mapping[str, tuple[str, ...]] = {"solution": ("gold_solution", "solution"), "answer": ("ground_truth",)}
@@ -100,7 +103,7 @@ class HintPlacer:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         cfg: HintConfig,
         *,
         max_prompt_tokens: int,

@@ -3,10 +3,9 @@
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from megarl.algos.preference import MARGIN
 from megarl.data.chat import encode_chats, encode_demonstration, long_prompt_error
@@ -14,6 +13,9 @@ from megarl.data.files import READ_ROWS, RowFiles
 from megarl.data.records import PREFERENCE_COLUMNS, PREFERENCE_SIDES, PreferenceRecord, parse_preference
 from megarl.errors import DataError
 from megarl.types import Row, row_read_at_end
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # What happens to a pair with a text over its length limit: the run does not start, or the pair is left out.
 OnLong: TypeAlias = Literal["error", "drop"]
@@ -27,7 +29,7 @@ class PreferenceDataset:
     """
 
     def __init__(
-        self, paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, on_long: OnLong
+        self, paths: Sequence[str | Path], tokenizer: "PreTrainedTokenizerBase", *, max_tokens: int, on_long: OnLong
     ) -> None:
         self._sides: dict[str, list[array[int]]] = {side: [] for side in PREFERENCE_SIDES}
         self._margins = array("d")
@@ -84,7 +86,7 @@ class ResponsePairDataset:
     def __init__(
         self,
         paths: Sequence[str | Path],
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         *,
         max_prompt_tokens: int,
         max_response_tokens: int,

@@ -8,9 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from megarl.config.algo import DemonstrationConfig
 from megarl.config.environments import EnvironmentConfig
@@ -26,6 +24,9 @@ from megarl.data.records import (
 )
 from megarl.errors import DataError
 from megarl.types import Message, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Marks a token for which the demonstrator's probability is unknown.
 UNKNOWN_PROB = -1.0
@@ -53,7 +54,7 @@ class PromptDataset:
     def __init__(
         self,
         paths: Sequence[str | Path],
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         *,
         max_prompt_tokens: int,
         on_long_prompt: OnLongPrompt = "error",
@@ -141,7 +142,7 @@ class PromptDataset:
 
 
 def _demonstration(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     row: Mapping[str, Any],
     messages: Sequence[Message],
     cfg: DemonstrationConfig,

@@ -6,14 +6,16 @@ merges.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from megarl.data.chat import encode_chats, render_chats
 from megarl.errors import ConfigError, DataError
 from megarl.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Texts that no template writes itself, and that none changes.
 _QUESTION = Message(role="user", content="Zq1 question")
@@ -28,7 +30,7 @@ class Bridges:
     own earlier turns as it wrote them.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Check the template with a reply of the role user.
 
         Raises ConfigError if the template writes no special token after an answer.

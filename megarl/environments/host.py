@@ -5,15 +5,16 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.environments import EnvironmentConfig
 from megarl.data.chat import load_tokenizer, response_decoder
 from megarl.data.turns import Bridges
 from megarl.environments.base import Action, Environment, open_environments
 from megarl.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,7 @@ class EpisodeHost:
     does, except that code which blocks the loop delays all others.
     """
 
-    def __init__(self, spec: HostSpec, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    def __init__(self, spec: HostSpec, tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
         self._config, self._max_prompt_tokens = spec.config, spec.max_prompt_tokens
         self._makers = open_environments(spec.config, spec.names)
         tokenizer = tokenizer or load_tokenizer(spec.model_path, arguments=spec.chat_template)

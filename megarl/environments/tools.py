@@ -6,8 +6,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from transformers.utils import get_json_schema
-
 from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, load_object
 from megarl.environments.parsers import PARSERS, ToolCall, pattern_parser
 from megarl.errors import ConfigError, WorkerError
@@ -57,6 +55,8 @@ class ToolEnvironment(Environment):
         """Return the schemas of the tools, made from signatures and docstrings; ConfigError for one without them."""
         if not self._in_prompt:
             return ()
+        from transformers.utils import get_json_schema
+
         schemas = []
         for function in self._functions.values():
             try:
