@@ -3,24 +3,6 @@
     with Cluster(config, roles=inputs.roles) as cluster:
         Trainer(inputs, cluster, recorder).fit()
 
-Ray actors are thin wrappers: the work is in `parallel.worker` and `rollout.engine`.
+Ray actors are thin wrappers: the work is in `parallel.worker` and `rollout.engine`. Nothing is imported here, so that a
+remote process imports only what it needs.
 """
-
-from megarl.cluster.cluster import Cluster
-from megarl.cluster.engines import EngineGroup
-from megarl.cluster.processes import wait_all
-from megarl.cluster.roster import Process
-from megarl.cluster.supervisor import EngineSupervisor
-from megarl.cluster.workers import RankGroup, RoleWorkers, RowShards, put_rows
-
-__all__ = [
-    "Cluster",
-    "EngineGroup",
-    "EngineSupervisor",
-    "Process",
-    "RankGroup",
-    "RoleWorkers",
-    "RowShards",
-    "put_rows",
-    "wait_all",
-]

@@ -2,14 +2,18 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from megarl.config.check_rewards import judges
 from megarl.config.schema import Config, LayoutConfig, ModelConfig, role_settings
 from megarl.config.setting import affected
 from megarl.errors import ConfigError
 from megarl.rollout.engine_spec import engine_spec
-from megarl.types import Algorithm, Score
+from megarl.types import Score
 from megarl.types.messages import Head, Role, RoleSpec
+
+if TYPE_CHECKING:
+    from megarl.types import Algorithm
 
 
 def actor_role(config: Config) -> RoleSpec:
@@ -17,7 +21,7 @@ def actor_role(config: Config) -> RoleSpec:
     return RoleSpec(role=Role.ACTOR, model=config.model, settings=config.actor)
 
 
-def roles_of(config: Config, algorithm: Algorithm) -> tuple[RoleSpec, ...]:
+def roles_of(config: Config, algorithm: "Algorithm") -> tuple[RoleSpec, ...]:
     """List a run's models: the actor, a reference and a critic if the algorithm needs them, and any reward model."""
     required, roles = algorithm.requires(), [actor_role(config)]
     settings = role_settings(config)

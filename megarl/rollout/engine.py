@@ -10,7 +10,7 @@ import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,8 +21,10 @@ from megarl.rollout.engine_spec import SLEEPING_DEVICES, EngineSpec, engine_argu
 from megarl.rollout.nucleus import nucleus_of
 from megarl.rollout.stepping import EngineWork, Stepper
 from megarl.seeds import span_seed
-from megarl.sync.wire.wires import Share
 from megarl.types import ExpertArray, FinishReason, FloatArray, IntArray, NucleusArray
+
+if TYPE_CHECKING:
+    from megarl.sync.wire.wires import Share
 
 # What a worker needs of a request to seed it anew, by name in vLLM's `extra_args`.
 SEED, NUM_BEFORE = "megarl_seed", "megarl_num_before"
@@ -181,7 +183,7 @@ class VllmEngine:
             for o, s in zip(outputs, sequences, strict=True)
         ]
 
-    def open_bridge(self, shares: Sequence[Share]) -> None:
+    def open_bridge(self, shares: "Sequence[Share]") -> None:
         """Make every worker join the weight sync as a receiver; `shares` has each worker's part of the plan."""
         # Pickled, because vLLM only passes plain types between its processes.
         self.llm.collective_rpc("open_bridge", kwargs={"shares": [pickle.dumps(share) for share in shares]})

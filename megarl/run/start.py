@@ -18,7 +18,7 @@ from megarl.train.tasks import SUPERVISED
 from megarl.types.messages import RoleSpec
 
 if TYPE_CHECKING:
-    from megarl.cluster import Cluster
+    from megarl.cluster.cluster import Cluster
 
 
 def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
@@ -89,7 +89,7 @@ def started_cluster(
 
     Inside the context, bad input raises RunError because the run has started; messages say where the logs are.
     """
-    from megarl.cluster import Cluster
+    from megarl.cluster.cluster import Cluster
 
     try:
         with Cluster(

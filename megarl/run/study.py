@@ -40,7 +40,7 @@ from megarl.types.messages import RoleSpec
 from megarl.weights.hub import with_local_models
 
 if TYPE_CHECKING:
-    from megarl.cluster import Cluster
+    from megarl.cluster.cluster import Cluster
 
 # What the study itself sets in every run.
 OWN_KEYS = ("run.dir", "run.name", "run.seed", "use.algo")
@@ -225,7 +225,7 @@ def _run_until_failure(study: Study, plan: StudyPlan, waiting: deque[PlannedRun]
 
     Returns the name of the run that failed, if one did.
     """
-    from megarl.cluster import Cluster
+    from megarl.cluster.cluster import Cluster
 
     logs = Path(study.dir) / "logs"
     try:

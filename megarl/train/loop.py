@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megarl.cluster import Cluster, EngineSupervisor, residency
+from megarl.cluster import residency
+from megarl.cluster.cluster import Cluster
 from megarl.cluster.processes import in_background
+from megarl.cluster.supervisor import EngineSupervisor
 from megarl.config.setting import affected
 from megarl.host.signals import stop_on_signals
 from megarl.record.activity import doing

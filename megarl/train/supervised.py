@@ -31,7 +31,7 @@ from megarl.types.messages import LoadRequest, Role, RoleSpec
 from megarl.weights.families import read_model_spec
 
 if TYPE_CHECKING:
-    from megarl.cluster import Cluster
+    from megarl.cluster.cluster import Cluster
 
 
 Scorers: TypeAlias = Mapping[Role, RoleScorer]

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.algos.value_loss import ValueLoss
-from megarl.cluster import Cluster, EngineSupervisor, residency
+from megarl.cluster import residency
+from megarl.cluster.cluster import Cluster
+from megarl.cluster.supervisor import EngineSupervisor
 from megarl.config.batches import batch_counts, num_actor_steps
 from megarl.config.judges import JudgeConfig
 from megarl.config.schema import Config

@@ -14,6 +14,7 @@ sampled, and demonstrations.
 
 from typing import TYPE_CHECKING, Any
 
+from megarl.types.rows import Row, Rows, Score, row_from_sample, row_read_at_end
 from megarl.types.samples import (
     DROPPED,
     BoolArray,
@@ -42,11 +43,11 @@ if TYPE_CHECKING:
         RowBatch,
         ScoredBatch,
         ValueOutputs,
+        pad_rows,
         row_batch,
         scored_batch,
     )
     from megarl.types.objectives import Algorithm, AlgoState, Denominators, EntropyState, LossSums, Objective
-    from megarl.types.rows import Row, Rows, Score, pad_rows, row_from_sample, row_read_at_end
 
 __all__ = [
     "DROPPED",
@@ -94,6 +95,6 @@ if not TYPE_CHECKING:  # with it, a type checker would accept any name
         """Import names that need torch on first use, so that processes without torch can import this package."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from megarl.types import batches, objectives, rows
+        from megarl.types import batches, objectives
 
-        return next(getattr(module, name) for module in (batches, objectives, rows) if hasattr(module, name))
+        return next(getattr(module, name) for module in (batches, objectives) if hasattr(module, name))

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from megarl.types.rows import Row, pad_rows
+from megarl.types.rows import Row
 from megarl.types.samples import Reward
 
 
@@ -129,6 +131,19 @@ def row_batch(rows: Sequence[Row], *, device: torch.device) -> RowBatch:
         loss_mask=pad_rows([r.loss_mask for r in rows], dtype=torch.bool).to(device),
         scores={name: values.to(device) for name, values in _pad_scores(rows).items()},
     )
+
+
+def pad_rows(arrays: Sequence[npt.NDArray[Any]], *, dtype: torch.dtype) -> torch.Tensor:
+    """Stack arrays of shapes [R_i] into a right-padded [B, max R_i] tensor, 0 on the padding.
+
+    >>> pad_rows([np.array([1, 2]), np.array([3])], dtype=torch.long).tolist()
+    [[1, 2], [3, 0]]
+    """
+    width = max((len(a) for a in arrays), default=0)
+    out = torch.zeros(len(arrays), width, dtype=dtype)
+    for i, array in enumerate(arrays):
+        out[i, : len(array)] = torch.from_numpy(np.array(array))
+    return out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

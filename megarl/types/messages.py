@@ -3,10 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
-from megarl.types import AlgoState, Denominators, FloatArray, Objective
+from megarl.types import FloatArray
+
+if TYPE_CHECKING:
+    from megarl.types import AlgoState, Denominators, Objective
 
 
 class Role(StrEnum):
@@ -130,9 +133,9 @@ class UpdateRequest:
 
     role: Role = Role.ACTOR
     step: int
-    objective: Objective[Any]
-    state: AlgoState
-    denominators: Denominators
+    objective: "Objective[Any]"
+    state: "AlgoState"
+    denominators: "Denominators"
     temperature: float
     lr: float
 

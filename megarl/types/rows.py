@@ -3,11 +3,9 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from megarl.types.samples import (
     BoolArray,
@@ -140,16 +138,3 @@ def row_read_at_end(uid: str, sample_index: int, token_ids: IntArray, **scores: 
         loss_mask=np.ones(1, dtype=np.bool_),
         scores={name: np.full(1, value, dtype=np.float32) for name, value in scores.items()},
     )
-
-
-def pad_rows(arrays: Sequence[npt.NDArray[Any]], *, dtype: torch.dtype) -> torch.Tensor:
-    """Stack arrays of shapes [R_i] into a right-padded [B, max R_i] tensor, 0 on the padding.
-
-    >>> pad_rows([np.array([1, 2]), np.array([3])], dtype=torch.long).tolist()
-    [[1, 2], [3, 0]]
-    """
-    width = max((len(a) for a in arrays), default=0)
-    out = torch.zeros(len(arrays), width, dtype=dtype)
-    for i, array in enumerate(arrays):
-        out[i, : len(array)] = torch.from_numpy(np.array(array))
-    return out

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from megarl.cluster import Cluster
+from megarl.cluster.cluster import Cluster
 from megarl.cluster.processes import wait_all
 from megarl.cluster.roles import actor_role
 from megarl.cluster.sync_plan import ends_of, engine_ranks

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster import Cluster
+from megarl.cluster.cluster import Cluster
 from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import GenerateConfig, TaskFiles, generate
 from tests.e2e.support import small_config

@@ -9,7 +9,7 @@ import numpy as np
 from megarl.algos.build import algorithm_of
 from megarl.algos.sft import SftAlgorithm
 from megarl.algos.value_loss import ValueLoss
-from megarl.cluster import Cluster
+from megarl.cluster.cluster import Cluster
 from megarl.cluster.roles import actor_role, roles_of
 from megarl.errors import ConfigError
 from megarl.train.export import export_model

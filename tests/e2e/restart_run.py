@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from megarl.cluster import Cluster
+from megarl.cluster.cluster import Cluster
 from megarl.config import load_config
 from megarl.record.metrics import read_metrics
 from megarl.record.recorder import RunRecorder

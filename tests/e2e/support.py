@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from megarl.algos.build import algorithm_of
-from megarl.cluster import Cluster, Process
 from megarl.cluster.bridge import BridgeSync
+from megarl.cluster.cluster import Cluster
 from megarl.cluster.roles import actor_role
+from megarl.cluster.roster import Process
 from megarl.config import load_config
 from megarl.config.schema import Config
 from megarl.rollout.source import OnSample, SamplingPlan, collect, ignore_sample

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster import Cluster
+from megarl.cluster.cluster import Cluster
 from megarl.config import load_config
 from megarl.data.tasks.generate import TaskFiles
 from megarl.record.recorder import RunRecorder

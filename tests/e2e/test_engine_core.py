@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.cluster import Cluster
+from megarl.cluster.cluster import Cluster
 from megarl.errors import WorkerError
 from megarl.host.janitor import mapped_files
 from megarl.rollout.engine_spec import engine_spec

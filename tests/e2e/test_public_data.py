@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.cluster import Cluster
+from megarl.cluster.cluster import Cluster
 from megarl.config import load_config
 from megarl.config.schema import DataConfig
 from megarl.data.tiny_model import make_byte_tokenizer

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.cluster import Cluster
+from megarl.cluster.cluster import Cluster
 from megarl.cluster.roles import actor_role
 from megarl.rollout.engine_spec import engine_spec
 from megarl.train.export import export_model

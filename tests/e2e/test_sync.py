@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from megarl.cluster import Cluster
+from megarl.cluster.cluster import Cluster
 from megarl.cluster.roles import actor_role
 from megarl.errors import WeightSyncError
 from megarl.rollout.engine_spec import engine_spec

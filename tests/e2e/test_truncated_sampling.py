@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megarl.cluster import Cluster
+from megarl.cluster.cluster import Cluster
 from megarl.config import load_config
 from megarl.data.tasks.generate import TaskFiles
 from megarl.record.metrics import read_metrics

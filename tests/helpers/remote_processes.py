@@ -14,10 +14,10 @@ import numpy as np
 import ray
 from ray.exceptions import ActorHandleNotFoundError
 
-from megarl.cluster import EngineGroup, Process
+from megarl.cluster.engines import EngineGroup
 from megarl.cluster.processes import locate
 from megarl.cluster.ray_session import _wait_for_port
-from megarl.cluster.roster import Location
+from megarl.cluster.roster import Location, Process
 from megarl.cluster.stacks import write_stacks_on_signal
 from megarl.errors import NonFiniteError
 from megarl.host.stage import process_files

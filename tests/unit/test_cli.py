@@ -58,7 +58,7 @@ def nothing_may_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def refuse(*_: object, **__: object) -> None:
         pytest.fail("a cluster was started")
 
-    monkeypatch.setattr("megarl.cluster.Cluster", refuse)
+    monkeypatch.setattr("megarl.cluster.cluster.Cluster", refuse)
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     yield
     for signum, handler in handlers.items():
@@ -95,7 +95,7 @@ def test_the_settings_are_right_but_for_the_mistake(
     def reached(*_: object, **__: object) -> None:
         raise ReachedError
 
-    monkeypatch.setattr("megarl.cluster.Cluster", reached)
+    monkeypatch.setattr("megarl.cluster.cluster.Cluster", reached)
     data = [f"data.train=[{sums.train}]", f"data.val=[{sums.val}]", f"sft.train=[{sums.sft}]"]
     for command, file in (("train", TRAIN_FILE), ("sft", SFT_FILE)):
         with pytest.raises(ReachedError):

@@ -10,9 +10,9 @@ from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megarl.cluster import EngineSupervisor, residency
+from megarl.cluster import residency
 from megarl.cluster.roles import actor_role
-from megarl.cluster.supervisor import WeightSync
+from megarl.cluster.supervisor import EngineSupervisor, WeightSync
 from megarl.config import dump
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
@@ -33,7 +33,7 @@ from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import weight_specs
 
 if TYPE_CHECKING:
-    from megarl.cluster import Cluster
+    from megarl.cluster.cluster import Cluster
 
 # Requests that an engine is given at a time, as a multiple of those that it decodes at a time.
 REQUESTS_PER_SLOT = 2

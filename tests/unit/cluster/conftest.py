@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import ray
 
-from megarl.cluster import Process
+from megarl.cluster.roster import Process
 from megarl.device.platform import apply_environment
 from megarl.host.janitor import Janitor
 from megarl.host.ray_environment import RAY_ENVIRONMENT

@@ -12,8 +12,11 @@ import pytest
 import ray
 
 from megarl.algos.sft import SftAlgorithm
-from megarl.cluster import EngineGroup, Process, RankGroup, RoleWorkers, put_rows, wait_all
 from megarl.cluster.engine_seats import wait_started
+from megarl.cluster.engines import EngineGroup
+from megarl.cluster.processes import wait_all
+from megarl.cluster.roster import Process
+from megarl.cluster.workers import RankGroup, RoleWorkers, put_rows
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from megarl.errors import NonFiniteError, WorkerError
 from megarl.rewards.verifier import VerifierOptions, VerifierPool

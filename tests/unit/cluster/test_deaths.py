@@ -12,8 +12,9 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
-from megarl.cluster import EngineGroup, Process, wait_all
-from megarl.cluster.processes import in_background, wait_living
+from megarl.cluster.engines import EngineGroup
+from megarl.cluster.processes import in_background, wait_all, wait_living
+from megarl.cluster.roster import Process
 from megarl.errors import EngineDiedError, NonFiniteError, WorkerError
 from tests.helpers.remote_processes import calls, collected, kill_after, request, start, start_run
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from megarl.cluster import Cluster
+from megarl.cluster.cluster import Cluster
 from megarl.cluster.ray_session import open_ray
 from megarl.config.schema import ClusterConfig, Config
 from megarl.errors import WorkerError

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from megarl.algos.sft import SftAlgorithm
-from megarl.cluster import Process, RankGroup, RoleWorkers
+from megarl.cluster.roster import Process
+from megarl.cluster.workers import RankGroup, RoleWorkers
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from megarl.types import AlgoState
 from megarl.types.messages import (

@@ -57,7 +57,7 @@ class Machine:
         self.closed: list[bool] = []
         self.errors: dict[str, Exception] = {}
         self.reports: list[str] = []
-        monkeypatch.setattr("megarl.cluster.Cluster", self.open_cluster)
+        monkeypatch.setattr("megarl.cluster.cluster.Cluster", self.open_cluster)
         monkeypatch.setattr("megarl.train.wiring.build_trainer", self.open_trainer)
         monkeypatch.setattr("megarl.run.study.write_report", lambda root: self.reports.append(root.name))
 
@@ -274,7 +274,7 @@ def test_a_cluster_without_room_ends_the_study(study_of: Callable[..., Study], m
     def refuse(*_: object, **__: object) -> None:
         raise ConfigError("placement: no room")
 
-    monkeypatch.setattr("megarl.cluster.Cluster", refuse)
+    monkeypatch.setattr("megarl.cluster.cluster.Cluster", refuse)
     with pytest.raises(RunError, match="placement: no room"):
         run_study(study_of({"algo": "grpo"}))
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from megarl.cluster import Cluster
+from megarl.cluster.cluster import Cluster
 from megarl.config import load_config
 from megarl.config.schema import Config
 from megarl.record.metrics import read_metrics

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.algos.sft import SftAlgorithm
 from megarl.algos.value_loss import ValueLoss
-from megarl.cluster import RoleWorkers
+from megarl.cluster.workers import RoleWorkers
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from megarl.train.update import CountedObjective, RoleScorer, RoleUpdater, update_on_batch
 from megarl.types import AlgoState, FloatArray, Row

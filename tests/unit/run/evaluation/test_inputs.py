@@ -174,7 +174,7 @@ def nothing_may_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def refuse(*_: object, **__: object) -> None:
         pytest.fail("a cluster was started")
 
-    monkeypatch.setattr("megarl.cluster.Cluster", refuse)
+    monkeypatch.setattr("megarl.cluster.cluster.Cluster", refuse)
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     yield
     for signum, handler in handlers.items():
