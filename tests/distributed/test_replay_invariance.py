@@ -100,29 +100,30 @@ def baseline(
     return get
 
 
-# Every layout with one algorithm, every algorithm with the basic layouts of two ranks; the other pairs are long, and so
-# is the want of rows where it meets further dimensions.
-BASIC = ("tp2-sp", "dp2")
-# Rows one by one under these layouts say no more than on one rank.
-REPEATED = ("tp2 row by row", "tp2-sp row by row")
+# Every dimension, alone or with another, with one algorithm, and other algorithms where they differ: in sums over ranks
+# and packs. The other pairs are long.
+SHORT = {
+    ("tp1 row by row", "token-mean"),
+    ("tp1 planned, plain optimizer", "token-mean"),
+    ("tp1, selective recompute", "token-mean"),
+    ("tp2-sp", "token-mean+kl+entropy"),
+    ("tp2-sp, full recompute", "token-mean"),
+    ("tp2-sp pp2", "token-mean"),
+    ("tp2-sp cp2", "token-mean"),
+    ("dp2", "seq-mean-token-mean+entropy"),
+    ("dp2 with a rank without rows", "token-mean"),
+    ("pp2", "gspo"),
+    ("pp2 uneven", "token-mean"),
+    ("pp2 vpp2", "token-mean"),
+    ("pp2 dp2 plain optimizer", "token-mean"),
+    ("cp2", "gspo"),
+    ("cp2 dp2", "token-mean"),
+}
 # These differ from the others in pure functions, which unit tests cover, and in scores that rows carry.
 RARE = ("gmpo", "sapo", "clip_cov", "kl_cov")
 
-
-def is_short(case: str, algorithm: str) -> bool:
-    if algorithm in RARE or case in REPEATED:
-        return False
-    if CASES[case].layout.world_size > 2:
-        return algorithm == "token-mean" and "without rows" not in case
-    return (
-        algorithm == "token-mean"
-        or (algorithm == "gspo" and case in ("pp2", "cp2"))
-        or (algorithm != "gspo" and case in BASIC)
-    )
-
-
 PAIRS = [
-    pytest.param(case, algorithm, marks=() if is_short(case, algorithm) else pytest.mark.long)
+    pytest.param(case, algorithm, marks=() if (case, algorithm) in SHORT else pytest.mark.long)
     for case in CASES
     for algorithm in ALGORITHMS
 ]

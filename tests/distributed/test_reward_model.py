@@ -145,7 +145,7 @@ def dense(model: Path, pairs: list[Row]) -> list[DenseStep]:
     return steps
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [90, 1000], ids=["split", "whole"])
+@pytest.mark.parametrize("micro_batch_tokens", [90, pytest.param(1000, marks=pytest.mark.long)], ids=["split", "whole"])
 @pytest.mark.parametrize("name", of_layouts("tp1", "tp2-sp", "pp2", "dp2"))
 def test_every_layout_trains_as_plain_torch(
     rank_pool: Pools,

@@ -6,7 +6,9 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -102,26 +104,32 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def undisturbed(inputs: Path, request: pytest.FixtureRequest) -> SmallRun:
-    run = SmallRun(inputs=inputs, name=request.param, settings=(*RUNS[request.param], *SETTINGS))
-    assert run.start().wait() == 0, log(run)
-    return run
+def undisturbed(inputs: Path) -> Callable[[str], SmallRun]:
+    """By name of `RUNS`; each takes place once."""
+
+    @cache
+    def get(name: str) -> SmallRun:
+        run = SmallRun(inputs=inputs, name=name, settings=(*RUNS[name], *SETTINGS))
+        assert run.start().wait() == 0, log(run)
+        return run
+
+    return get
 
 
 def log(run: SmallRun) -> str:
     return run.paths.root.with_suffix(".log").read_text()
 
 
-@pytest.mark.parametrize(("undisturbed", "kind", "moment"), CASES, indirect=["undisturbed"])
+@pytest.mark.parametrize(("name", "kind", "moment"), CASES)
 def test_a_failure_is_named_and_the_run_ends_as_if_there_had_been_none(
-    kind: str, moment: str, undisturbed: SmallRun
+    undisturbed: Callable[[str], SmallRun], name: str, kind: str, moment: str
 ) -> None:
     """After a resume if the process was a rank; no prompt is lost or trained on twice, and nothing stays behind."""
-    failure = FAILURES[kind]
+    failure, whole = FAILURES[kind], undisturbed(name)
     run = SmallRun(
-        inputs=undisturbed.inputs,
-        name=f"{undisturbed.name}-{kind}-{moment}".replace(" ", "-"),
-        settings=undisturbed.settings,
+        inputs=whole.inputs,
+        name=f"{name}-{kind}-{moment}".replace(" ", "-"),
+        settings=whole.settings,
     )
     process = run.start()
     try:
@@ -133,13 +141,13 @@ def test_a_failure_is_named_and_the_run_ends_as_if_there_had_been_none(
     assert left_behind(scope) == []
     if not failure.survived:
         assert run.start().wait() == 0, log(run)
-    if undisturbed.name in ("async", "talk"):
-        faults, _ = asynchronous_faults(run, undisturbed, NUM_STEPS)
+    if name in ("async", "talk"):
+        faults, _ = asynchronous_faults(run, whole, NUM_STEPS)
     else:
-        faults = [each for each in differences(run, undisturbed) if "rollout/engine_restarts" not in each]
+        faults = [each for each in differences(run, whole) if "rollout/engine_restarts" not in each]
         if faults and failure.survived:
             # After an update nobody has the old weights: samples that the engine had not finished are of the new ones.
-            faults, _ = asynchronous_faults(run, undisturbed, NUM_STEPS)
+            faults, _ = asynchronous_faults(run, whole, NUM_STEPS)
     assert faults == []
 
 
