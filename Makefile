@@ -26,13 +26,14 @@ train: install ## Train a small model: make train ALGO=grpo TASK=sums SEED=0
 	"$(VENV)/bin/megarl" quickstart --algo $(ALGO) --task $(TASK) --seed $(SEED)
 
 # Unit tests use one core each and wait often, most of all in the first folders: the files keep their order. Tests of
-# several ranks leave half a core idle, so two files of them run at once; whole runs bring processes for all cores.
+# several ranks leave half a core idle, so two files of them run at once; so do whole runs while they start or wait.
 # Many of them start processes, which need not compile the package each.
 test: export PYTHONDONTWRITEBYTECODE =
 test: install ## Run the tests
 	"$(VENV)/bin/python" -m pytest tests/unit -m "not long and not gpu" -n 4 --dist loadfile --no-loadscope-reorder
 	"$(VENV)/bin/python" -m pytest tests/distributed -m "not long and not gpu" -n 2 --dist loadfile
-	"$(VENV)/bin/python" -m pytest tests --ignore=tests/unit --ignore=tests/distributed -m "not long and not gpu and not slurm"
+	"$(VENV)/bin/python" -m pytest tests --ignore=tests/unit --ignore=tests/distributed -m "not long and not gpu and not slurm" \
+		-n 2 --dist loadgroup
 
 test-slurm: install ## Run the tests on a real Slurm of two nodes; needs root, installs Debian's Slurm
 	"$(VENV)/bin/python" -m pytest tests/slurm -m "not long"

@@ -7,7 +7,7 @@ and says what to do. `aliases` looks options up here last.
 from collections.abc import Iterable, Mapping
 
 _ASYNC = "asynchronous training in this form; choose use.schedule=one_step_off or use.schedule=async, see docs/async.md"
-_MULTI_TURN = "conversations, tools and agents in this form; set environment.default, see docs/environments.md"
+_MULTI_TURN = "multi-turn rollouts, tools and agents in this form; set environment.default, see docs/environments.md"
 _LORA = "LoRA; leave it out: all weights are trained"
 _IMAGES = "images, audio and video; leave it out: prompts are text"
 _QUANTISED = "quantised training, and rollouts in this form; for rollouts see rollout.engine.quantization"

@@ -17,7 +17,6 @@ from tests.e2e.support import REPOSITORY, RUN_FILE, tied_head
 # which unit tests cover, and is long.
 QUICK = (
     "cpo",
-    "cpo_seq_kl",
     "dapo",
     "grpo",
     "gspo",
@@ -26,9 +25,7 @@ QUICK = (
     "luffy_sft",
     "ppo",
     "ppo_critic",
-    "ppo_reward_mask",
     "reinforce_baseline",
-    "reinforce_pro",
     "tis",
 )
 OVERRIDES = {

@@ -119,7 +119,7 @@ def on_cluster(cluster: Cluster) -> Iterator[Callable[[list[str]], int]]:
         return 0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megarl.cluster.Cluster", lambda *_, **__: contextlib.nullcontext(cluster))
+        patch.setattr("megarl.cluster.cluster.Cluster", lambda *_, **__: contextlib.nullcontext(cluster))
         yield run
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
