@@ -14,7 +14,7 @@ from megarl.device.platform import apply_environment
 apply_environment()
 
 from megarl import cli  # noqa: E402
-from megarl.cluster import Cluster  # noqa: E402
+from megarl.cluster.cluster import Cluster  # noqa: E402
 from megarl.record.recorder import RunRecorder  # noqa: E402
 from megarl.train import wiring  # noqa: E402
 from megarl.train.inputs import TrainInputs  # noqa: E402

@@ -18,7 +18,7 @@ from megarl.device.platform import apply_environment
 apply_environment()
 
 
-from megarl.cluster import Cluster  # noqa: E402
+from megarl.cluster.cluster import Cluster  # noqa: E402
 from megarl.cluster.bridge import BridgeSync  # noqa: E402
 from megarl.config import load_config  # noqa: E402
 from megarl.record.recorder import RunRecorder  # noqa: E402
