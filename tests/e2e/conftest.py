@@ -16,6 +16,8 @@ from tests.helpers.rank_pool import RankPool
 HERE = Path(__file__).parent
 
 
+# First, since xdist reads the groups in this hook, too.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `--dist loadgroup`, one test process has the cluster, and others take file by file beside it."""
     for item in items:
