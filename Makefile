@@ -33,7 +33,7 @@ test: install ## Run the tests
 	"$(VENV)/bin/python" -m pytest tests/unit -m "not long and not gpu" -n 4 --dist loadfile --no-loadscope-reorder
 	"$(VENV)/bin/python" -m pytest tests/distributed -m "not long and not gpu" -n 2 --dist loadfile
 	"$(VENV)/bin/python" -m pytest tests --ignore=tests/unit --ignore=tests/distributed -m "not long and not gpu and not slurm" \
-		-n 2 --dist loadgroup
+		-n 2 --dist loadfile
 
 test-slurm: install ## Run the tests on a real Slurm of two nodes; needs root, installs Debian's Slurm
 	"$(VENV)/bin/python" -m pytest tests/slurm -m "not long"

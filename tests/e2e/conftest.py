@@ -13,18 +13,6 @@ from tests.e2e.support import small_config
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.rank_pool import RankPool
 
-HERE = Path(__file__).parent
-
-
-# First, since xdist reads the groups in this hook, too.
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup`, one test process has the cluster, and others take file by file beside it."""
-    for item in items:
-        if item.path.is_relative_to(HERE):
-            shares = "cluster" in getattr(item, "fixturenames", ())
-            item.add_marker(pytest.mark.xdist_group("cluster" if shares else item.path.stem))
-
 
 @pytest.fixture(scope="package")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
