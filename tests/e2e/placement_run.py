@@ -18,8 +18,8 @@ from megarl.device.platform import apply_environment
 apply_environment()
 
 
-from megarl.cluster.cluster import Cluster  # noqa: E402
 from megarl.cluster.bridge import BridgeSync  # noqa: E402
+from megarl.cluster.cluster import Cluster  # noqa: E402
 from megarl.config import load_config  # noqa: E402
 from megarl.record.recorder import RunRecorder  # noqa: E402
 from megarl.train.inputs import open_train_inputs  # noqa: E402
