@@ -120,8 +120,10 @@ class EngineSupervisor:
     def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
         """Pass completions on until `until()`; see `EngineGroup.wait`. Requests of engines that die begin again."""
         while not until():
-            with self._serving():
-                self._engines.wait(until, timeout_s=timeout_s, doing=doing)
+            # Of an engine that died before, nothing comes: while hosts of environments live, that wait would not end.
+            if not self._engines.orphans():
+                with self._serving():
+                    self._engines.wait(until, timeout_s=timeout_s, doing=doing)
             orphans, living = self._engines.orphans(), self._engines.living()
             if not orphans and self._engines.are_idle(living) and not self._engines.await_replies() and not until():
                 raise WorkerError(f"{doing()}: no engine has anything left to generate")
