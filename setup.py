@@ -29,6 +29,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megarl", "megarl.*"]),
+    package_data={"megarl.report": ["browser/*"]},
     cmdclass={"build_py": BuildWithConfigs},
     install_requires=[
         "megatron-core==0.16.1",

@@ -36,6 +36,8 @@ class RunPaths:
         self.trace = root / "trace.json"
         self.tensorboard = root / "tensorboard"
         self.report_html = root / "report.html"
+        # The rollout browser, which the report refers to.
+        self.report_files = root / "report"
         self.report_png = root / "report.png"
         # The trained policy, and the critic if there is one, as Hugging Face model directories.
         self.export = root / "export"
@@ -57,8 +59,16 @@ class RunPaths:
 
     def recorded_rollouts(self) -> list[Path]:
         """Return the rollout files that exist, in the order of their steps."""
-        paths = self.root.glob("rollouts/step_*.parquet")
-        return sorted(paths, key=lambda path: int(path.stem.removeprefix("step_")))
+        return sorted(self.root.glob("rollouts/step_*.parquet"), key=step_of)
+
+    def recorded_validations(self) -> list[Path]:
+        """Return the files of validations that exist, in the order of their steps."""
+        return sorted(self.root.glob("validation/step_*.parquet"), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a file of rollouts or of a validation."""
+    return int(path.stem.removeprefix("step_"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,11 +249,15 @@ class RolloutRecord:
     # Whether the response counts as right, and what else the scorer said, numbers or not, by name, as JSON.
     correct: bool = False
     details: str = "{}"
-    # With CPO, per response token: its text, d in nats, and its advantage before and after shaping; otherwise empty.
+    # Per response token: its text, the engine's log-prob (None: no engine sampled it), and of a row that was trained on
+    # the trainer's log-prob and the advantage; with CPO also d in nats, and the advantage before shaping. Empty: not
+    # known.
     tokens: tuple[str, ...] = ()
+    rollout_logprobs: tuple[float | None, ...] = ()
+    old_logprobs: tuple[float, ...] = ()
+    advantage: tuple[float, ...] = ()
     hint_gain: tuple[float, ...] = ()
     base_advantage: tuple[float, ...] = ()
-    advantage: tuple[float, ...] = ()
     # Of a conversation: the response by authors, and how many tools were called.
     turns: tuple[Turn, ...] = ()
     num_calls: int = 0
@@ -256,11 +270,12 @@ _ARROW_TYPES = {
     bool: pa.bool_(),
     tuple[str, ...]: pa.list_(pa.string()),
     tuple[float, ...]: pa.list_(pa.float64()),
+    tuple[float | None, ...]: pa.list_(pa.float64()),
     tuple[Turn, ...]: TURNS_TYPE,
 }
-_TOKEN_COLUMNS = ("tokens", "hint_gain", "base_advantage", "advantage")
+TOKEN_COLUMNS = ("tokens", "rollout_logprobs", "old_logprobs", "advantage", "hint_gain", "base_advantage")
 # Columns that files of earlier versions lack, with what such a file would say.
-_LATER_COLUMNS: Mapping[str, Any] = {**{key: [] for key in (*_TOKEN_COLUMNS, "turns")}, "num_calls": 0}
+_LATER_COLUMNS: Mapping[str, Any] = {**{key: [] for key in (*TOKEN_COLUMNS, "turns")}, "num_calls": 0}
 ROLLOUT_SCHEMA = pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in RolloutRecord.__annotations__.items()])
 
 
@@ -281,13 +296,15 @@ def read_rollouts(path: Path) -> list[RolloutRecord]:
     for name, value in _LATER_COLUMNS.items():
         if name not in table.column_names:
             table = table.append_column(name, pa.array([value] * len(table), ROLLOUT_SCHEMA.field(name).type))
-    if not table.schema.equals(ROLLOUT_SCHEMA):
+    # The columns of earlier versions have another order, and their turns other fields.
+    found = {field.name: field for field in table.schema if field.name != "turns"}
+    if found != {field.name: field for field in ROLLOUT_SCHEMA if field.name != "turns"}:
         raise DataError(
             f"{path}: got columns {table.column_names}, expected {ROLLOUT_SCHEMA.names} as megarl writes them"
         )
     return [
         RolloutRecord(
-            **{**row, **{name: tuple(row[name]) for name in _TOKEN_COLUMNS}, "turns": read_turns(row["turns"])}
+            **{**row, **{name: tuple(row[name]) for name in TOKEN_COLUMNS}, "turns": read_turns(row["turns"])}
         )
         for row in table.to_pylist()
     ]

@@ -28,6 +28,7 @@ from megarl.record.metrics import (
     RunPaths,
     Stage,
     TensorBoardSink,
+    step_of,
     summarize,
     write_rollouts,
 )
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+# The name of a score of rows for the record: the trainer's log-probs from before the update, of rows for which it
+# computed them. A correction may make the engine's the `old_logprobs`.
+TRAINER_LOGPROBS = "trainer_logprobs"
 RECORDED_PACKAGES = (
     "megarl",
     "torch",
@@ -80,7 +84,7 @@ class RunRecorder:
             for lines in (self.paths.metrics, self.paths.timeline, self.paths.problems):
                 truncate_lines(lines, resumed_step)
             for path in [*self.paths.root.glob("rollouts/step_*.parquet"), *self.paths.records.glob("step_*.parquet")]:
-                if int(path.stem.removeprefix("step_")) > resumed_step:
+                if step_of(path) > resumed_step:
                     path.unlink()
         elif self.paths.metrics.exists() or self.paths.checkpoints.exists():
             if not overwrite:
@@ -158,7 +162,7 @@ class RunRecorder:
     ) -> None:
         """Write some rollouts as text: on the first step, then every `logging.rollout_every_steps`, and on the last.
 
-        rows: those of the step that were trained on; what CPO did to their tokens is written with the text.
+        rows: those of the step that were trained on; the scores of their tokens are written with the text.
         """
         every, total = self._config.logging.rollout_every_steps, self._config.trainer.total_steps
         if every == 0 or (step % every and step not in (1, total)):
@@ -181,7 +185,7 @@ class RunRecorder:
                     num_response_tokens=len(sample.response_token_ids),
                     correct=reward.correct,
                     details=json.dumps({**reward.details, **reward.notes}),
-                    turns=turns_of(sample, tokenizer, with_tokens=True),
+                    turns=turns_of(sample, tokenizer),
                     num_calls=0 if sample.episode is None else sample.episode.num_calls,
                     **_token_columns(sample, scores.get((sample.uid, sample.sample_index), {}), tokenizer),
                 )
@@ -192,15 +196,21 @@ class RunRecorder:
 def _token_columns(
     sample: Sample, scores: Mapping[str, FloatArray], tokenizer: "PreTrainedTokenizerBase"
 ) -> dict[str, Any]:
-    """Return the `RolloutRecord` columns with a hint's effect on each response token; none for a row without a hint."""
-    if Score.HINT_LOGPROBS not in scores:
-        return {}
-    baseline = scores.get(Score.SHUFFLED_HINT_LOGPROBS, scores[Score.OLD_LOGPROBS])
+    """Return the `RolloutRecord` columns with a value per response token; a hint's effect only for a row with one."""
+    known = {"old_logprobs": scores.get(TRAINER_LOGPROBS), "advantage": scores.get("advantages")}
+    if Score.HINT_LOGPROBS in scores:
+        baseline = scores.get(Score.SHUFFLED_HINT_LOGPROBS, scores[Score.OLD_LOGPROBS])
+        known["hint_gain"] = scores[Score.HINT_LOGPROBS] - baseline
+        known["base_advantage"] = scores.get(BASE_ADVANTAGES, scores["advantages"])
+    sampled = (
+        logprob
+        for s in sample.segments[1:]
+        for logprob in ([None] * len(s.token_ids) if s.rollout_logprobs is None else s.rollout_logprobs.tolist())
+    )
     return {
         "tokens": tuple(token_texts(tokenizer, sample.response_token_ids.tolist())),
-        "hint_gain": tuple((scores[Score.HINT_LOGPROBS] - baseline).tolist()),
-        "base_advantage": tuple(scores.get(BASE_ADVANTAGES, scores["advantages"]).tolist()),
-        "advantage": tuple(scores["advantages"].tolist()),
+        "rollout_logprobs": tuple(sampled),
+        **{name: tuple(values.tolist()) for name, values in known.items() if values is not None},
     }
 
 

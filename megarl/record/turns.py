@@ -1,4 +1,4 @@
-"""Write conversations as text: who wrote what, what it earned, and how likely the policy found its own tokens."""
+"""Write conversations as text: who wrote what, and what it earned."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from megarl.data.chat import token_texts
 from megarl.types import Sample, SegmentSource
 
 if TYPE_CHECKING:
@@ -18,15 +17,13 @@ if TYPE_CHECKING:
 class Turn:
     """A part of a response that one author wrote: `policy`, `environment` or `demonstration`.
 
-    reward: what the environment gave for the policy's turn that ends here. tokens, logprobs: the text of each token and
-    the engine's log-prob of it, 0 where no engine sampled it; empty if they were not recorded.
+    reward: what the environment gave for the policy's turn that ends here.
     """
 
     author: str
     text: str
     reward: float = 0.0
-    tokens: tuple[str, ...] = ()
-    logprobs: tuple[float, ...] = ()
+    num_tokens: int = 0
 
     @property
     def is_read(self) -> bool:
@@ -40,14 +37,13 @@ TURNS_TYPE = pa.list_(
             ("author", pa.string()),
             ("text", pa.string()),
             ("reward", pa.float64()),
-            ("tokens", pa.list_(pa.string())),
-            ("logprobs", pa.list_(pa.float64())),
+            ("num_tokens", pa.int64()),
         ]
     )
 )
 
 
-def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase", *, with_tokens: bool = False) -> tuple[Turn, ...]:
+def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> tuple[Turn, ...]:
     """Return a sample's response by authors; nothing if it has no conversation."""
     if sample.episode is None:
         return ()
@@ -56,27 +52,30 @@ def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase", *, with_token
     for author, group in groupby(sample.segments[1:], lambda segment: segment.source):
         segments = list(group)
         ids = [token for segment in segments for token in segment.token_ids.tolist()]
-        logprobs = (
-            logprob
-            for s in segments
-            for logprob in ([0.0] * len(s.token_ids) if s.rollout_logprobs is None else s.rollout_logprobs.tolist())
-        )
         turns.append(
             Turn(
                 author=author.value,
                 text=str(tokenizer.decode(ids)),
                 reward=sum(segment.reward for segment in segments),
-                tokens=tuple(token_texts(tokenizer, ids)) if with_tokens else (),
-                logprobs=tuple(logprobs) if with_tokens else (),
+                num_tokens=len(ids),
             )
         )
     return tuple(turns)
 
 
 def read_turns(rows: Iterable[Mapping[str, Any]] | None) -> tuple[Turn, ...]:
-    """Return the turns of a row of a parquet file; none where the file has none."""
+    """Return the turns of a row of a parquet file; none where the file has none.
+
+    Files of earlier versions have the text of each token instead of their number.
+    """
     return tuple(
-        Turn(**{**row, "tokens": tuple(row["tokens"]), "logprobs": tuple(row["logprobs"])}) for row in rows or ()
+        Turn(
+            author=row["author"],
+            text=row["text"],
+            reward=row["reward"],
+            num_tokens=row.get("num_tokens") or len(row.get("tokens", ())),
+        )
+        for row in rows or ()
     )
 
 

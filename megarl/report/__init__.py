@@ -1,4 +1,4 @@
-"""Write the report of a run: one self-contained HTML page and one picture, from the run directory alone."""
+"""Write the report of a run, from the run directory alone: a page, a picture, and a browser of recorded samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from pathlib import Path
 from megarl.record.metrics import RunPaths
 from megarl.report.figures import write_png
 from megarl.report.page import render_page
+from megarl.report.rollouts import write_browser
 from megarl.report.run import load_runs
 
 __all__ = ["ReportPaths", "write_report"]
@@ -21,7 +22,7 @@ class ReportPaths:
 
 
 def write_report(run_dir: Path, others: Sequence[Path] = ()) -> ReportPaths:
-    """Write RUN/report.html and RUN/report.png.
+    """Write RUN/report.html, RUN/report.png and, if samples were recorded, the rollout browser in RUN/report.
 
     others: runs to compare with (seeds, algorithms).
 
@@ -30,6 +31,8 @@ def write_report(run_dir: Path, others: Sequence[Path] = ()) -> ReportPaths:
     """
     runs = load_runs([run_dir, *others])
     paths = RunPaths(run_dir)
-    paths.report_html.write_text(render_page(runs), encoding="utf-8")
+    labelled = [(run.label, RunPaths(path)) for run, path in zip(runs, (run_dir, *others), strict=True)]
+    verdicts = write_browser(labelled, paths.report_files)
+    paths.report_html.write_text(render_page(runs, verdicts), encoding="utf-8")
     write_png(runs, paths.report_png)
     return ReportPaths(html=paths.report_html, png=paths.report_png)

@@ -7,7 +7,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from megarl.record.text_table import align
-from megarl.report.examples import FULL_GAIN, gain_text, visible_text
+from megarl.report.marked_text import FULL_GAIN, gain_text, visible_text
 from megarl.report.template import STYLE
 
 # Answers of each verdict that a terminal shows; the page shows all.

@@ -3,24 +3,15 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlencode
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from megarl.record.answers import Answer
-from megarl.record.metrics import RolloutRecord, summarize
-from megarl.report.examples import (
-    FULL_GAIN,
-    FULL_SURPRISE,
-    Response,
-    gain_text,
-    is_right,
-    pick_examples,
-    surprise_text,
-    visible_text,
-)
+from megarl.record.metrics import summarize
 from megarl.report.figures import available_panels, panel_svg
 from megarl.report.problems import problem_group, problem_kinds, problem_shares
+from megarl.report.rollouts import Verdicts
 from megarl.report.run import Run
 from megarl.report.style import PALETTE
 from megarl.report.summary import (
@@ -34,7 +25,6 @@ from megarl.report.summary import (
 )
 from megarl.report.template import PAGE, STYLE
 from megarl.report.timeline import timeline_svg, timeline_windows
-from megarl.types import SegmentSource
 
 # What a reader asks first of a run: configuration key → words. Keys a run does not have are left out.
 KEY_SETTINGS = {
@@ -80,30 +70,11 @@ class ScoreRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A part of a response with one author; `is_read`: the policy only read it."""
+class RolloutRow:
+    """A row of the table of recorded samples: a phase and step, with a link to its samples in the rollout browser."""
 
-    label: str
-    text: Markup
-    is_read: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Example:
-    """A response, in the form in which the page shows it."""
-
-    row: RolloutRecord | Answer
-    is_right: bool
-    prompt: Markup
-    parts: tuple[Part, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExampleGroup:
-    """Examples of the responses of a step or a validation, under a title that counts the right ones."""
-
-    title: str
-    examples: tuple[Example, ...]
+    verdicts: Verdicts
+    link: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +85,11 @@ class MetricRow:
     values: tuple[str, ...]
 
 
-def render_page(runs: Sequence[Run]) -> str:
-    """Render the report of `runs[0]`, compared with the other runs, as HTML."""
+def render_page(runs: Sequence[Run], verdicts: Sequence[Verdicts]) -> str:
+    """Render the report of `runs[0]`, compared with the other runs, as HTML.
+
+    verdicts: those on its samples that the rollout browser shows.
+    """
     run = runs[0]
     settings = dict(flatten(run.config))
     windows = timeline_windows(run.timeline)
@@ -132,16 +106,10 @@ def render_page(runs: Sequence[Run]) -> str:
         scores=score_rows(run),
         figures=[Figure(svg=Markup(panel_svg(p, runs)), caption=p.caption) for p in available_panels(runs)],
         timeline=Markup(timeline_svg(windows)) if windows else None,
-        examples=[
-            *(example_group(f"Step {rows[0].step}", rows) for rows in (run.first_rollouts, run.last_rollouts) if rows),
-            *([example_group("Last validation", run.answers)] if run.answers else []),
-        ],
+        rollouts=rollout_rows(verdicts),
+        num_samples=sum(each.num_samples for each in verdicts),
         problem_shares=problem_shares(run),
         problems=[problem_group(*kind) for kind in problem_kinds(run)],
-        full_gain=FULL_GAIN,
-        full_surprise=FULL_SURPRISE,
-        has_gains=any(row.tokens for row in (*run.first_rollouts, *run.last_rollouts)),
-        has_turns=any(bool(row.turns) for rows in (run.first_rollouts, run.last_rollouts, run.answers) for row in rows),
         key_settings=[(label, settings[key]) for key, label in KEY_SETTINGS.items() if key in settings],
         settings=settings,
         versions=run.versions,
@@ -184,48 +152,15 @@ def comparison_rows(runs: Sequence[Run]) -> list[ScoreRow]:
     return rows
 
 
-def example_group(name: str, rows: Sequence[Response]) -> ExampleGroup:
-    """Pick right and wrong responses, and count the right ones among all recorded rows."""
-    examples = tuple(
-        Example(
-            row=row,
-            is_right=is_right(row),
-            prompt=visible_text(row.prompt),
-            parts=tuple(_conversation(row)) if row.turns else (Part(label="response", text=_response(row)),),
-        )
-        for row in pick_examples(rows)
-    )
-    num_right = sum(is_right(row) for row in rows)
-    return ExampleGroup(title=f"{name}: {num_right} of {len(rows)} recorded responses right", examples=examples)
-
-
-def _response(row: RolloutRecord | Answer, start: int = 0, end: int | None = None) -> Markup:
-    """Return a response, or these tokens of it, coloured by the gain of the tokens if the run recorded a hint's."""
-    if isinstance(row, Answer) or not row.tokens:
-        return visible_text(row.response)
-    part = slice(start, end)
-    pairs = zip(row.base_advantage[part], row.advantage[part], strict=True)
-    notes = [f"advantage {before:+.3f} → {after:+.3f}" for before, after in pairs]
-    return gain_text(row.tokens[part], row.hint_gain[part], notes)
-
-
-def _conversation(row: RolloutRecord | Answer) -> Iterator[Part]:
-    """Yield the parts of a conversation. What trains is coloured by a hint's gain or else by log-prob, if the run
-    recorded either.
-    """
-    number, end = 0, 0
-    for turn in row.turns:
-        start, end = end, end + len(turn.tokens)
-        if turn.is_read:
-            text = visible_text(turn.text.strip("\n"))
-            yield Part(label="environment: read, not trained on", text=text, is_read=True)
-            continue
-        number += turn.author == SegmentSource.POLICY
-        label = f"policy, turn {number}" if turn.author == SegmentSource.POLICY else turn.author
-        text = surprise_text(turn.tokens, turn.logprobs) if turn.tokens else visible_text(turn.text)
-        if isinstance(row, RolloutRecord) and row.tokens:
-            text = _response(row, start, end)
-        yield Part(label=f"{label}, reward {turn.reward:+.3g}" if turn.reward else label, text=text)
+def rollout_rows(verdicts: Sequence[Verdicts]) -> list[RolloutRow]:
+    """Return a row for the first and the last step of each phase of which samples were recorded."""
+    rows = []
+    for phase in dict.fromkeys(each.phase for each in verdicts):
+        steps = [each for each in verdicts if each.phase == phase]
+        for each in dict.fromkeys((steps[0], steps[-1])):
+            step = {"step_min": each.step, "step_max": each.step}
+            rows.append(RolloutRow(verdicts=each, link=urlencode({"in_phase": phase, **step})))
+    return rows
 
 
 def metric_rows(run: Run) -> list[MetricRow]:

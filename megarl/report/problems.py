@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from megarl.record.problems import ProblemRecord
-from megarl.report.examples import visible_text
+from megarl.report.marked_text import visible_text
 from megarl.report.run import Run
 
 NUM_EXAMPLES = 2

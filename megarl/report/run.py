@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 
 from megarl.errors import DataError
-from megarl.record.answers import Answer, read_answers
 from megarl.record.metrics import MetricsRecord, RolloutRecord, RunPaths, read_metrics, read_rollouts
 from megarl.record.problems import ProblemRecord, read_problems
 from megarl.record.timeline import Interval, read_timeline
@@ -32,9 +31,8 @@ class Series:
 class Run:
     """The contents of a run directory, read back for a report.
 
-    elapsed_s: seconds from the first to the last metrics line, pauses included. answers: those of the last validation.
-    timeline: when trainer and engines worked; empty for runs that do not record it. problems: samples that could not be
-    judged or read.
+    elapsed_s: seconds from the first to the last metrics line, pauses included. timeline: when trainer and engines
+    worked; empty for runs that do not record it. problems: samples that could not be judged or read.
     """
 
     label: str
@@ -45,7 +43,6 @@ class Run:
     versions: Mapping[str, str]
     first_rollouts: tuple[RolloutRecord, ...]
     last_rollouts: tuple[RolloutRecord, ...]
-    answers: tuple[Answer, ...] = ()
     timeline: tuple[Interval, ...] = ()
     problems: tuple[ProblemRecord, ...] = ()
 
@@ -88,7 +85,6 @@ def _load_run(run_dir: Path, label: str) -> Run:
     if not records:
         raise DataError(f"{paths.metrics} holds no metrics yet, expected at least one line; wait for the first step")
     rollouts = paths.recorded_rollouts()
-    validations = sorted(run_dir.glob("validation/step_*.parquet"))
     return Run(
         label=label,
         series=build_series(records),
@@ -98,7 +94,6 @@ def _load_run(run_dir: Path, label: str) -> Run:
         versions=json.loads(paths.versions.read_text()) if paths.versions.is_file() else {},
         first_rollouts=tuple(read_rollouts(rollouts[0])) if rollouts else (),
         last_rollouts=tuple(read_rollouts(rollouts[-1])) if len(rollouts) > 1 else (),
-        answers=tuple(read_answers(validations[-1])) if validations else (),
         timeline=tuple(read_timeline(paths.timeline)) if paths.timeline.is_file() else (),
         problems=tuple(read_problems(paths.problems)),
     )

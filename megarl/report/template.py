@@ -1,21 +1,10 @@
 """Define the style sheet and the Jinja template of the report page."""
 
-STYLE = """
-:root {
-  color-scheme: light dark;
-  --page: #f7f8fa; --card: #ffffff; --ink: #24292f; --muted: #6b7280; --grid: #e3e6ea;
-  --good: #00734f; --bad: #b04a00; --token: #eef2f7;
-  --series-0: #0072b2; --series-1: #d55e00; --series-2: #009e73; --series-3: #b8608f;
-  --series-4: #c98600; --series-5: #3f9bd1; --series-6: #882255; --series-7: #858529;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --page: #14171b; --card: #1c2026; --ink: #e6e9ed; --muted: #9aa3ad; --grid: #31373f;
-    --good: #3ecb9f; --bad: #ff9a4d; --token: #2b323b;
-    --series-0: #4aa8e0; --series-1: #ff8a3d; --series-2: #2fc795; --series-3: #e39cc4;
-    --series-4: #f0b840; --series-5: #8cccf2; --series-6: #d4679f; --series-7: #c3c35a;
-  }
-}
+from megarl.report.rollouts import BROWSER
+
+STYLE = (
+    (BROWSER / "palette.css").read_text(encoding="utf-8")
+    + """
 * { box-sizing: border-box; }
 body {
   margin: 0; background: var(--page); color: var(--ink);
@@ -56,9 +45,10 @@ pre {
   font: 12.5px/1.5 ui-monospace, "DejaVu Sans Mono", monospace;
 }
 .token { background: var(--token); color: var(--muted); border-radius: 4px; padding: 0 3px; }
-pre.read { border-left: 3px dashed var(--muted); padding-left: 9px; color: var(--muted); }
+a { color: var(--series-0); }
 summary { cursor: pointer; color: var(--muted); margin: 12px 0; }
 """
+)
 
 PAGE = """\
 {% macro score_table(rows, name, with_decoding) %}
@@ -132,43 +122,19 @@ PAGE = """\
 mark where steps begin. Light grey: the trainer waits for samples or rewards. The bar of an engine: it has unfinished
 requests. <code>megarl trace RUN</code> writes the whole run for ui.perfetto.dev.</figcaption></figure>
 {% endif %}
-{% if examples %}
-<h2>Example responses</h2>
-{% if has_gains %}
-<p class="note">Tokens that the hint makes <span style="background: color-mix(in srgb, var(--good) 60%, transparent)">
-likelier</span> or <span style="background: color-mix(in srgb, var(--bad) 60%, transparent)">less likely</span>; the
-colour is full from {{ full_gain }} nats on. Point at a token for its gain and its advantage before and after CPO.</p>
-{% endif %}
-{% if has_turns %}
-<p class="note">Conversations: the policy trains on what it wrote itself; the <span style="background:
-color-mix(in srgb, var(--series-0) 60%, transparent)">less likely</span> a token was, the more colour it has, full from
-{{ full_surprise }} nats on. Point at a token for its log-prob. What stands grey beside a dashed line is an
-environment's: the policy only read it, and its tokens are masked.</p>
-{% endif %}
-{% for group in examples %}
-<h3>{{ group.title }}</h3>
-<div class="examples">
-{% for example in group.examples %}
-<article{% if example.is_right %} class="right"{% endif %}>
-<span class="verdict">{{ "right" if example.is_right else "wrong" }}</span>
-<span class="note">reward {{ "%.3g" | format(example.row.reward) }} ·
-{{ example.row.num_response_tokens }} tokens ·
-{% if example.row.turns %}
-{{ example.row.num_calls }} tool call{{ "" if example.row.num_calls == 1 else "s" }} ·
-{% endif %}
-finish: {{ example.row.finish_reason }} · {{ example.row.data_source }}</span>
-<pre class="prompt">{{ example.prompt }}</pre>
-{% for part in example.parts %}
-<span class="note">{{ part.label }}</span>
-<pre class="response{% if part.is_read %} read{% endif %}">{{ part.text }}</pre>
+{% if rollouts %}
+<h2>Rollouts</h2>
+<p><a href="report/rollouts.html">Browse {{ "{:,}".format(num_samples) }} recorded samples</a>
+{% if runs | length > 1 %}of {{ run.label }} beside those of the other runs, {% endif %}
+token by token: filter, search, sort.</p>
+<div class="scroll"><table>
+<tr><th>samples of</th><th class="number">step</th><th class="number">recorded</th><th class="number">right</th></tr>
+{% for row in rollouts %}
+<tr><td><a href="report/rollouts.html#{{ row.link }}">{{ row.verdicts.phase }}</a></td>
+<td class="number">{{ row.verdicts.step }}</td><td class="number">{{ row.verdicts.num_samples }}</td>
+<td class="number">{{ row.verdicts.num_right }}</td></tr>
 {% endfor %}
-{% if example.row.ground_truth %}
-<span class="note">expected</span> <code>{{ example.row.ground_truth }}</code>
-{% endif %}
-</article>
-{% endfor %}
-</div>
-{% endfor %}
+</table></div>
 {% endif %}
 {% if problem_shares or problems %}
 <h2>Samples without a sound verdict</h2>

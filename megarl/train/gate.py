@@ -30,6 +30,15 @@ def mismatch_of(rows: Sequence[Row], logprobs: Sequence[FloatArray]) -> Mismatch
     )
 
 
+def trainer_logprobs(rows: Sequence[Row], before: Mapping[int, FloatArray]) -> dict[int, FloatArray]:
+    """Return the trainer's log-probs from before the update, by row index: those scored, or else those of `before`.
+
+    A row that has neither is left out.
+    """
+    known = {i: row.scores.get(Score.OLD_LOGPROBS, before.get(i)) for i, row in enumerate(rows)}
+    return {i: logprobs for i, logprobs in known.items() if logprobs is not None}
+
+
 def engine_metrics(
     rows: Sequence[Row], before: Mapping[int, FloatArray], correction: CorrectionConfig
 ) -> dict[str, float]:
@@ -39,9 +48,8 @@ def engine_metrics(
     before: the trainer's log-probs from before its first optimizer step, by row index. They stand in for the old ones;
     a row that has neither is not compared.
     """
-    known = {i: row.scores.get(Score.OLD_LOGPROBS, before.get(i)) for i, row in enumerate(rows)}
-    compared = [rows[i] for i, logprobs in known.items() if logprobs is not None]
-    logprobs = [values for values in known.values() if values is not None]
+    known = trainer_logprobs(rows, before)
+    compared, logprobs = [rows[i] for i in known], list(known.values())
     metrics: dict[str, float] = {}
     sums = mismatch_of(compared, logprobs)
     # Where no token is fresh, 0 would look like perfect agreement.

@@ -19,12 +19,12 @@ from megarl.record.activity import doing
 from megarl.record.metrics import MetricsLogger, Timers
 from megarl.record.performance import PerformanceMeter, StepProfiler, token_times
 from megarl.record.progress import Progress, ProgressValues
-from megarl.record.recorder import RunRecorder, batch_metrics, resident_memory
+from megarl.record.recorder import TRAINER_LOGPROBS, RunRecorder, batch_metrics, resident_memory
 from megarl.seeds import batch_seed
 from megarl.train.checkpoint import Checkpoint, CheckpointManager, RunState
 from megarl.train.collect import Collected, Rollouts
 from megarl.train.export import export_model
-from megarl.train.gate import MismatchGate, engine_metrics
+from megarl.train.gate import MismatchGate, engine_metrics, trainer_logprobs
 from megarl.train.inputs import TrainInputs
 from megarl.train.rows import training_rows
 from megarl.train.score import ScoringPasses, needed_scores, with_advantages
@@ -135,6 +135,8 @@ class Trainer:
             updated, before = self.updates.update(rows, self.state, step=step)
             if before is not None:
                 updated |= engine_metrics(scored, before, config.algo.correction)
+            known = trainer_logprobs(scored, before or {})
+            rows = [r.with_scores(**{TRAINER_LOGPROBS: known[i]}) if i in known else r for i, r in enumerate(rows)]
             metrics |= {**advantages.metrics, **updated}
             self.state = inputs.algorithm.after_step(self.state, metrics, len(rows))
         self.rollouts.settle()

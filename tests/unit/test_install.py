@@ -49,7 +49,9 @@ def pins(environment: dict[str, str]) -> dict[str, str]:
     return {canonicalize_name(one.name): str(one.specifier).removeprefix("==") for one in kept}
 
 
-@pytest.mark.parametrize("name", ["cpu.txt", "conformance.txt", "kernels.txt", "cuda.txt", "cuda-source.txt"])
+@pytest.mark.parametrize(
+    "name", ["cpu.txt", "conformance.txt", "kernels.txt", "browser.txt", "cuda.txt", "cuda-source.txt"]
+)
 def test_every_line_of_a_lock_pins_one_version_of_another_package(name: str) -> None:
     lock = read_requirements(name)
     assert all(len(one.specifier) == 1 and str(one.specifier).startswith("==") for one in lock)
@@ -294,7 +296,7 @@ def test_a_cuda_build_of_torch_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         install.require_cpu_torch()
 
 
-def test_a_built_package_brings_the_configuration_files(tmp_path: Path) -> None:
+def test_a_built_package_brings_the_configuration_files_and_the_report_s_page(tmp_path: Path) -> None:
     """Built from a copy, so that nothing is left in the source tree; read from a directory that has no configs."""
     source, built = tmp_path / "source", tmp_path / "built"
     for name in ("megarl", "configs"):
@@ -313,3 +315,5 @@ def test_a_built_package_brings_the_configuration_files(tmp_path: Path) -> None:
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
     )
     assert got.stdout.split() == ["cpo", f"{built}/megarl/configs/model/hf/qwen3-8b"]
+    names = {path.name for path in (built / "megarl" / "report" / "browser").iterdir()}
+    assert names == {"palette.css", "rollouts.css", "rollouts.html", "rollouts.js"}

@@ -103,7 +103,7 @@ def test_of_a_conversation_the_last_turn_votes_and_turns_and_calls_are_counted()
 
 
 def test_conversations_come_back_from_files(tmp_path: Path) -> None:
-    turn = Turn(author="policy", text="ab", reward=0.5, tokens=("a", "b"), logprobs=(-1.0, -0.5))
+    turn = Turn(author="policy", text="ab", reward=0.5, num_tokens=2)
     talk = replace(answers("calculator", "a", [True], greedy=True)[0], turns=(turn,), num_calls=1)
     write_answers(tmp_path / "a.parquet", [talk])
     assert read_answers(tmp_path / "a.parquet") == [talk]

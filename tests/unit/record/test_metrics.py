@@ -204,28 +204,31 @@ def test_rollouts_round_trip_with_the_documented_columns(tmp_path: Path) -> None
         ("correct", "bool"),
         ("details", "string"),
         ("tokens", "list<element: string>"),
+        ("rollout_logprobs", "list<element: double>"),
+        ("old_logprobs", "list<element: double>"),
+        ("advantage", "list<element: double>"),
         ("hint_gain", "list<element: double>"),
         ("base_advantage", "list<element: double>"),
-        ("advantage", "list<element: double>"),
-        (
-            "turns",
-            "list<element: struct<author: string, text: string, reward: double, tokens: list<element: string>, "
-            "logprobs: list<element: double>>>",
-        ),
+        ("turns", "list<element: struct<author: string, text: string, reward: double, num_tokens: int64>>"),
         ("num_calls", "int64"),
     ]
     assert [file.name for file in path.parent.iterdir()] == ["step_000012.parquet"]
 
 
 def test_rollouts_of_tokens_and_those_of_earlier_versions(tmp_path: Path) -> None:
-    shaped = replace(
+    hinted = replace(
         ROLLOUT, tokens=("7", "<|im_end|>"), hint_gain=(0.5, -1.0), base_advantage=(1.0, 1.0), advantage=(1.2, 0.8)
     )
-    turns = (Turn(author="policy", text="7", reward=0.5, tokens=("7",), logprobs=(-1.0,)),)
-    shaped = replace(shaped, turns=turns, num_calls=2)
+    hinted = replace(hinted, turns=(Turn(author="policy", text="7", reward=0.5, num_tokens=1),), num_calls=2)
+    shaped = replace(hinted, rollout_logprobs=(None, -0.5), old_logprobs=(-2.0, -0.5))
     path = RunPaths(tmp_path).rollouts(1)
     write_rollouts(path, [shaped, ROLLOUT])
     assert read_rollouts(path) == [shaped, ROLLOUT]
+    # These had the tokens of turns with them.
+    old = pq.read_table(path).drop_columns(["turns", "rollout_logprobs", "old_logprobs"])
+    turn = {"author": "policy", "text": "7", "reward": 0.5, "tokens": ["7"], "logprobs": [-1.0]}
+    pq.write_table(old.append_column("turns", pa.array([[turn], []])), path)
+    assert read_rollouts(path) == [hinted, ROLLOUT]
     later = ["tokens", "hint_gain", "base_advantage", "advantage", "turns", "num_calls"]
     pq.write_table(pq.read_table(path).drop_columns(later), path)
     assert read_rollouts(path) == [ROLLOUT, ROLLOUT]

@@ -13,7 +13,7 @@ from megarl.errors import ConfigError
 from megarl.record.metrics import read_rollouts
 from megarl.record.recorder import RunRecorder
 from megarl.types import FinishReason, Prompt, Reward, RolloutBatch, Sample, prompt_segment, row_from_sample
-from tests.helpers.segments import policy_segment
+from tests.helpers.segments import demonstration_segment, policy_segment
 
 STOP = FinishReason.STOP
 
@@ -38,18 +38,16 @@ def test_the_resolved_configuration_and_versions_are_kept(tmp_path: Path) -> Non
     assert json.loads(paths.versions.read_text())["ray"].startswith("2.")
 
 
-def test_what_a_hint_did_to_each_token_is_kept_with_the_text(tmp_path: Path) -> None:
-    """Only of rows that were trained on. The gain is against another prompt's hint where there is one."""
+def test_what_is_known_of_each_token_is_kept_with_the_text(tmp_path: Path) -> None:
+    """Scores only of rows that were trained on. The gain is against another prompt's hint where there is one."""
     tokenizer = make_byte_tokenizer()
     ids = tokenizer("ab", add_special_tokens=False)["input_ids"]
-    samples = [
-        Sample(
-            uid="q", sample_index=i, seed=0, segments=(prompt_segment((65,)), policy_segment(ids)), finish_reason=STOP
-        )
-        for i in range(3)
-    ]
+    written = (prompt_segment((65,)), demonstration_segment(ids[:1]), policy_segment(ids[1:], logprob=-1.5))
+    samples = [Sample(uid="q", sample_index=i, seed=0, segments=written, finish_reason=STOP) for i in range(3)]
     scores = {"old_logprobs": [-3.0, -2.0], "hint_logprobs": [-1.0, -2.5], "advantages": [1.25, 0.75]}
     rows = [row_from_sample(s).with_scores(**{n: np.array(v, np.float32) for n, v in scores.items()}) for s in samples]
+    # A correction may replace `old_logprobs`; what the trainer computed is of the second row only.
+    rows[1] = rows[1].with_scores(trainer_logprobs=np.array([-3.0, -1.0], np.float32))
     other = np.array([-2.0, -2.0], np.float32)
     rows[1] = rows[1].with_scores(shuffled_hint_logprobs=other, cpo_base_advantages=np.ones(2, np.float32))
     prompts = {"q": Prompt(uid="q", token_ids=(65,), data_source="s", ground_truth="b")}
@@ -58,11 +56,13 @@ def test_what_a_hint_did_to_each_token_is_kept_with_the_text(tmp_path: Path) -> 
     rollout = RolloutBatch(prompts=prompts, samples=tuple(samples))
     recorder.sample_rollouts(1, rollout, rewards, rows[:2], tokenizer)
     plain, shuffled, dropped = read_rollouts(recorder.paths.rollouts(1))
-    assert plain.tokens == shuffled.tokens == ("a", "b")
+    assert plain.tokens == shuffled.tokens == dropped.tokens == ("a", "b")
+    assert plain.rollout_logprobs == dropped.rollout_logprobs == (None, -1.5)
+    assert (plain.old_logprobs, shuffled.old_logprobs) == ((), (-3.0, -1.0))
     assert (plain.hint_gain, shuffled.hint_gain) == ((2.0, -0.5), (1.0, -0.5))
     assert (plain.base_advantage, shuffled.base_advantage) == ((1.25, 0.75), (1.0, 1.0))
     assert plain.advantage == shuffled.advantage == (1.25, 0.75)
-    assert (dropped.tokens, dropped.advantage) == ((), ())
+    assert (dropped.advantage, dropped.hint_gain) == ((), ())
 
 
 def test_a_run_is_not_overwritten_by_accident(tmp_path: Path) -> None:

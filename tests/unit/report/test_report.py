@@ -1,4 +1,4 @@
-"""The report of a synthetic run: its headline, numbers, tables, examples, figures and errors."""
+"""The report of a synthetic run: its headline, numbers, tables, figures and errors."""
 
 import json
 import math
@@ -25,10 +25,9 @@ from megarl.record.metrics import (
     write_rollouts,
 )
 from megarl.record.recorder import RunRecorder
-from megarl.record.turns import Turn
 from megarl.report import write_report
 from megarl.report.curves import smooth, time_per_phase
-from megarl.report.examples import pick_examples, visible_text
+from megarl.report.marked_text import visible_text
 from megarl.report.run import Series, build_series, load_runs, run_labels
 from megarl.report.style import spread
 from megarl.report.summary import (
@@ -40,6 +39,7 @@ from megarl.report.summary import (
     validation_curve,
 )
 from megarl.rewards.judge import Trouble
+from tests.helpers.recorded_run import write_validation
 from tests.helpers.reward_items import item
 
 NUM_STEPS = 40
@@ -135,6 +135,7 @@ def rollout(
         finish_reason="stop",
         num_prompt_tokens=14,
         num_response_tokens=10,
+        correct=reward >= 0.5,
     )
 
 
@@ -264,25 +265,30 @@ def test_png_holds_four_rows_of_two_panels(tmp_path: Path) -> None:
     assert png_size(write_report(write_run(tmp_path / "sums")).png) == (1680, 1809)
 
 
-def test_examples_show_right_and_wrong_of_first_and_last_step_escaped(tmp_path: Path) -> None:
+def test_recorded_samples_are_counted_and_lead_to_the_browser(tmp_path: Path) -> None:
     root = write_run(tmp_path / "sums")
     paths = RunPaths(root)
-    evil = rollout(5, "q1", 0.0, response="<script>alert('x')</script> & done\x07<|im_end|>")
-    write_rollouts(paths.rollouts(5), [evil, rollout(5, "q2", 1.0)])
-    write_rollouts(paths.rollouts(20), [rollout(20, "middle-step", 1.0)])
+    assert "recorded samples" not in write_report(root).html.read_text(encoding="utf-8")
+    assert not paths.report_files.exists()
+    write_rollouts(paths.rollouts(5), [rollout(5, "q1", 0.0), rollout(5, "q2", 1.0)])
+    write_rollouts(paths.rollouts(20), [rollout(20, "q1", 1.0)])
     write_rollouts(paths.rollouts(40), [rollout(40, "q3", 1.0), rollout(40, "q4", 1.0)])
+    write_validation(paths, 40, range(3), correct=False)
     html = write_report(root).html.read_text(encoding="utf-8")
-    page = parse(html)
-    assert page.tags.count("article") == 4
-    assert "Step 5: 1 of 2 recorded responses right" in html
-    assert "Step 40: 2 of 2 recorded responses right" in html
-    assert "middle-step" not in html
-    assert "script" not in page.tags
-    assert '<span class="token">&lt;script&gt;</span>alert(&#39;x&#39;)' in html
-    assert '&amp; done␇<span class="token">&lt;|im_end|&gt;</span>' in html
+    lines = parse(html).lines
+    place = lines.index("samples of | step | recorded | right")
+    assert lines[place + 1 : place + 5] == [
+        "training | 5 | 2 | 1",
+        "training | 40 | 2 | 2",
+        "validation | 40 | 3 | 0",
+        "validation, greedy | 40 | 3 | 0",
+    ]
+    assert "Browse 11 recorded samples" in html
+    assert 'href="report/rollouts.html#in_phase=training&amp;step_min=5&amp;step_max=5"' in html
+    assert paths.report_files.is_dir()
 
 
-def test_tokens_of_a_run_with_hints_are_coloured_and_its_panels_are_there(tmp_path: Path) -> None:
+def test_a_run_with_hints_has_their_panels(tmp_path: Path) -> None:
     root = write_run(tmp_path / "sums")
     shaped = replace(
         rollout(40, "q1", 1.0),
@@ -296,76 +302,20 @@ def test_tokens_of_a_run_with_hints_are_coloured_and_its_panels_are_there(tmp_pa
     with MetricsLogger([JsonlSink(root / "metrics.jsonl")]) as logger:
         logger.log(41, signal | {"cpo/adv_delta_right": 0.1, "cpo/adv_delta_wrong": -0.1})
     html = write_report(root).html.read_text(encoding="utf-8")
-    # Half of the two nats of the full colour is 30 of 60 %; beyond them it stays full.
-    assert (
-        '(in srgb, var(--good) 30%, transparent)" title="+1.000 nats, advantage +0.500 → +0.750">1&lt;</span>' in html
-    )
-    assert '(in srgb, var(--bad) 60%, transparent)" title="-4.000 nats, advantage +0.500 → +0.250">2</span>' in html
-    assert "colour is full from 2.0 nats on" in html
     for title in ("CPO: what the hint tells", "CPO: change of advantages", "CPO: changes of single tokens"):
         assert title in html
 
 
-TALK = (
-    Turn(
-        author="policy",
-        text="calc <37<|im_end|>",
-        reward=-0.25,
-        tokens=("calc <37", "<|im_end|>"),
-        logprobs=(-2.0, -0.0),
-    ),
-    Turn(author="environment", text="\n<|im_start|>tool\n1776<|im_end|>\n", tokens=("1776",), logprobs=(0.0,)),
-    Turn(author="demonstration", text="####", tokens=("####",), logprobs=(0.0,)),
-    Turn(author="policy", text=" 1776", reward=1.0, tokens=(" 1776",), logprobs=(-8.0,)),
-)
-LABEL = '<span class="note">{}</span>\n<pre class="response{}">'
-
-
-def test_conversations_show_who_wrote_what_and_what_is_masked(tmp_path: Path) -> None:
+def test_a_run_with_conversations_has_their_panels(tmp_path: Path) -> None:
     root = write_run(tmp_path / "calculator")
-    paths = RunPaths(root)
-    write_rollouts(paths.rollouts(40), [replace(rollout(40, "q1", 1.0), turns=TALK, num_calls=1)])
     metrics = {"environment/turns/mean": 2.0, "environment/turns/min": 1.0, "environment/turns/max": 3.0}
     metrics |= {"environment/tool_calls": 0.5, "perf/environment_reply_s": 0.1, "environment/failed_frac": 0.25}
     metrics |= {f"environment/{kind}": float(i) for i, kind in enumerate(FAILURES)}
     with MetricsLogger([JsonlSink(root / "metrics.jsonl")]) as logger:
         logger.log(41, metrics)
     html = write_report(root).html.read_text(encoding="utf-8")
-    shown = [LABEL.format(label, "") for label in ("policy, turn 1, reward -0.25", "demonstration")]
-    shown += [LABEL.format("environment: read, not trained on", " read"), LABEL.format("policy, turn 2, reward +1", "")]
-    assert all(each in html for each in shown)
-    # Half of the four nats of the full colour is 30 of 60 %; beyond them it stays full.
-    color = (
-        '<span style="background: color-mix(in srgb, var(--series-0) {}%, transparent)" title="log-prob {}">{}</span>'
-    )
-    assert color.format(30, "-2.000, probability 13.5%", "calc &lt;37") in html
-    assert color.format(60, "-8.000, probability 0.0%", " 1776") in html
-    # What was read has no colour, only its special tokens are marked.
-    assert (
-        '<span class="token">&lt;|im_start|&gt;</span>tool\n1776<span class="token">&lt;|im_end|&gt;</span></pre>'
-        in html
-    )
-    assert "10 tokens ·\n1 tool call ·\nfinish: stop" in html
     for title in ("Turns of a conversation", "Tool calls", "Time of environments", "Failed conversations"):
         assert title in html
-
-
-def test_the_colours_of_a_hint_stay_with_their_tokens_in_conversations(tmp_path: Path) -> None:
-    root = write_run(tmp_path / "calculator")
-    tokens = tuple(token for turn in TALK for token in turn.tokens)
-    shaped = replace(
-        rollout(40, "q1", 1.0),
-        turns=TALK,
-        tokens=tokens,
-        hint_gain=(1.0, 0.0, 9.0, 0.0, -1.0),
-        base_advantage=(0.5,) * 5,
-        advantage=(0.75,) * 5,
-    )
-    write_rollouts(RunPaths(root).rollouts(40), [shaped])
-    html = write_report(root).html.read_text(encoding="utf-8")
-    assert 'title="+1.000 nats, advantage +0.500 → +0.750">calc &lt;37</span>' in html
-    assert 'title="-1.000 nats, advantage +0.500 → +0.750"> 1776</span>' in html
-    assert "+9.000 nats" not in html
 
 
 def test_comparison_names_every_run_with_before_after_and_gain(tmp_path: Path) -> None:
@@ -602,12 +552,6 @@ def test_direct_labels_move_apart_and_stay_inside() -> None:
     assert spread([0.5, 0.52], 0.1) == pytest.approx([0.5, 0.6])
     assert spread([0.95, 0.97, 0.99], 0.1) == pytest.approx([0.8, 0.9, 1.0])
     assert spread([-0.2, 0.01], 0.1) == pytest.approx([0.0, 0.1])
-
-
-def test_examples_prefer_different_prompts() -> None:
-    rows = [rollout(1, "a", 1.0), rollout(1, "a", 1.0), rollout(1, "b", 1.0), rollout(1, "c", 0.1)]
-    assert [(row.uid, row.reward) for row in pick_examples(rows, 2)] == [("a", 1.0), ("b", 1.0), ("c", 0.1)]
-    assert [row.uid for row in pick_examples(rows, 3)] == ["a", "b", "a", "c"]
 
 
 def test_visible_text_keeps_newlines_and_escapes_comparisons() -> None:
