@@ -134,8 +134,8 @@ def write_browser(runs: Sequence[tuple[str, RunPaths]], out: Path) -> list[Verdi
         "columns": writer.columns,
     }
     writer.write("index", index)
-    for name in ("rollouts.html", "rollouts.js"):
-        shutil.copyfile(BROWSER / name, partial / name)
+    for path in (BROWSER / "rollouts.html", *BROWSER.glob("*.js")):
+        shutil.copyfile(path, partial / path.name)
     styles = [(BROWSER / name).read_text(encoding="utf-8") for name in ("palette.css", "rollouts.css")]
     (partial / "rollouts.css").write_text("\n".join(styles), encoding="utf-8")
     partial.rename(out)

@@ -26,7 +26,7 @@ from megarl.config.schema import Config
 from megarl.data.demonstrations import SftDataset
 from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import ChatConfig, TaskFiles, generate_chats
-from megarl.record.metrics import RunPaths, read_metrics
+from megarl.record.metrics import RunPaths, read_metrics, read_rollouts
 from megarl.record.timeline import read_timeline
 from tests.e2e import cli_run
 from tests.e2e.support import (
@@ -233,6 +233,7 @@ def test_files_of_a_run(runs: Runs) -> None:
         "status.json",
         "timeline.jsonl",
         "reward_problems.jsonl",
+        "report",
     }
     arguments = runs.train_arguments("rl", "logging.tensorboard=true")[2:]
     assert from_dict(Config, yaml.safe_load(paths.config.read_text())) == load_config(RUN_FILE, arguments)
@@ -269,6 +270,13 @@ def test_report(runs: Runs) -> None:
     page = paths.report_html.read_text()
     for text in ("critic/score/mean", "mismatch/abs_mean", "val/test_score", "Timeline</h2>", "Steps 1 to 3"):
         assert text in page
+    # Every recorded token has its values, and the engine's log-probs are the trainer's.
+    assert "Browse" in page
+    assert (paths.report_files / "tokens_00000.js").is_file()
+    for row in (row for step in (1, 3) for row in read_rollouts(paths.rollouts(step))):
+        values = (row.tokens, row.rollout_logprobs, row.old_logprobs, row.advantage)
+        assert [len(each) for each in values] == [row.num_response_tokens] * 4
+        assert row.rollout_logprobs == pytest.approx(row.old_logprobs, abs=1e-3)
     picture = imread(paths.report_png)
     assert min(picture.shape[:2]) > 300
     # Not blank: one pixel of 64 is enough to see it.

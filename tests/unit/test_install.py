@@ -316,4 +316,5 @@ def test_a_built_package_brings_the_configuration_files_and_the_report_s_page(tm
     )
     assert got.stdout.split() == ["cpo", f"{built}/megarl/configs/model/hf/qwen3-8b"]
     names = {path.name for path in (built / "megarl" / "report" / "browser").iterdir()}
-    assert names == {"palette.css", "rollouts.css", "rollouts.html", "rollouts.js"}
+    assert names == {path.name for path in (ROOT / "megarl" / "report" / "browser").iterdir()}
+    assert {"palette.css", "rollouts.css", "rollouts.html", "rollouts.js"} < names

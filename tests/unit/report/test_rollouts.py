@@ -48,6 +48,9 @@ TALK = replace(
 )
 
 
+SCRIPTS = ("pieces.js", "texts.js", "list.js", "sample.js", "rollouts.js")
+
+
 def read(path: Path) -> tuple[str, str, Any]:
     """A script's version, name and data. Its only statement is a call with JSON."""
     text = path.read_text(encoding="ascii")
@@ -180,8 +183,8 @@ def test_a_new_browser_replaces_the_old_one(tmp_path: Path) -> None:
     (tmp_path / "out" / "texts_00009.js").write_text("of an earlier report")
     write_browser([("run", paths)], tmp_path / "out")
     assert read(tmp_path / "out" / "index.js")[0] != version
-    names = ["index.js", "rollouts.css", "rollouts.html", "rollouts.js", "texts_00000.js", "tokens_00000.js"]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    names = {"index.js", "texts_00000.js", "tokens_00000.js", "rollouts.css", "rollouts.html", *SCRIPTS}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
     paths.rollouts(1).unlink()
     assert write_browser([("run", paths)], tmp_path / "out") == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
@@ -194,6 +197,6 @@ def test_no_text_of_a_model_ends_a_script(tmp_path: Path) -> None:
     write_browser([("run", paths)], tmp_path / "out")
     (texts,) = pieces(tmp_path / "out", "texts")
     assert [each["response"] for each in texts["samples"]] == [evil(1).response, '\u2028\ud7ff"\\']
-    source = (rollouts.BROWSER / "rollouts.js").read_text(encoding="utf-8")
+    source = "".join((rollouts.BROWSER / name).read_text(encoding="utf-8") for name in SCRIPTS)
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
         assert way not in source

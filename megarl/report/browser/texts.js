@@ -1,0 +1,96 @@
+"use strict";
+// How texts, tokens and numbers are shown. What models wrote only ever becomes text nodes.
+
+// What a token can be coloured by: the share of the full colour, from the values of the response's tokens. Kinds with
+// `both` have a colour for either sign, the others one, for shares above 0; `ends` are the words beside its ramp.
+const COLORS = {
+  none: { label: "none", share: () => 0 },
+  logprob: { label: "log-prob", ends: ["sure", "unlikely, 4 nats"], share: (t, i) => -t.logprob[i] / 4 },
+  mismatch: {
+    label: "mismatch",
+    ends: ["10⁻⁴ nats", "1 nat, logarithmic"],
+    share: (t, i) => (t.mismatch[i] ? 1 + Math.log10(Math.abs(t.mismatch[i])) / 4 : 0),
+  },
+  advantage: { label: "advantage", both: true, share: (t, i) => t.advantage[i] / index.fullAdvantage },
+  signal: { label: "signal", both: true, share: (t, i) => t.signal[i] / 2 },
+};
+const SPECIAL = /(<\|[^|<>\n]{1,60}\|>|<\/?[A-Za-z_][A-Za-z0-9_]{0,30}>)/;
+
+const $ = (id) => document.getElementById(id);
+
+function make(tag, { attributes = {}, ...properties } = {}, ...children) {
+  const element = Object.assign(document.createElement(tag), properties);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
+function number(value, digits = 3) {
+  return value === null ? "–" : String(+value.toPrecision(digits)).replace("-", "−");
+}
+
+const signed = (value) => (value > 0 ? "+" : "") + number(value);
+
+function complain(error) {
+  $("problem").textContent = error.message;
+  $("problem").hidden = false;
+}
+
+// Control characters become pictures of themselves.
+function pictured(text) {
+  const picture = (character) => String.fromCharCode(0x2400 + character.charCodeAt(0));
+  return text.replace(/[\x00-\x08\x0b-\x1f]/g, picture).replaceAll("\x7f", "␡");
+}
+
+// Tokens such as <|im_end|>, and tags, are set apart.
+function visible(text) {
+  const nodes = document.createDocumentFragment();
+  const mark = (part) => make("span", { className: "special" }, part);
+  pictured(text).split(SPECIAL).forEach((part, place) => nodes.append(place % 2 ? mark(part) : part));
+  return nodes;
+}
+
+function colored(tokens, start, end, kind) {
+  const { share, both } = COLORS[kind], values = tokens[kind] ?? [];
+  return tokens.text.slice(start, end).map((text, place) => {
+    const i = start + place, span = make("span", { className: "t" }, pictured(text).replaceAll("\n", "↵\n"));
+    span.dataset.i = i;
+    const value = values[i] === null || values[i] === undefined ? 0 : share(tokens, i);
+    const percent = Math.round(100 * Math.min(1, both ? Math.abs(value) : Math.max(0, value)));
+    const tone = both ? (value > 0 ? "up" : "down") : "deep";
+    if (percent) span.style.background = `color-mix(in srgb, var(--${tone}) ${percent}%, transparent)`;
+    return span;
+  });
+}
+
+// Show the numbers of a token at the foot of the page.
+function tell(span) {
+  document.querySelector(".t.pointed")?.classList.remove("pointed");
+  span.classList.add("pointed");
+  const tokens = span.parentElement.tokens, at = (name) => tokens[name]?.[+span.dataset.i] ?? null;
+  const facts = [`token ${JSON.stringify(at("text"))}`], logprob = at("logprob");
+  if (logprob !== null) facts.push(`log-prob ${number(logprob)} (${number(100 * Math.exp(logprob))} %)`);
+  else if (tokens.logprob) facts.push("not sampled by an engine");
+  if (at("mismatch") !== null) facts.push(`engine − trainer ${signed(at("mismatch"))} nats`);
+  const before = at("base") === null ? "" : `${signed(at("base"))} → `;
+  if (at("advantage") !== null) facts.push(`advantage ${before}${signed(at("advantage"))}`);
+  if (at("signal") !== null) facts.push(`signal ${signed(at("signal"))} nats`);
+  $("token").textContent = facts.join(" · ");
+}
+
+function verdict(sample) {
+  const word = columns.right[sample] ? "right" : "wrong";
+  const named = { className: `verdict ${word}`, title: word, attributes: { role: "img", "aria-label": word } };
+  return make("span", named, columns.right[sample] ? "✓" : "✗");
+}
+
+function runName(run) {
+  const swatch = make("span", { className: "swatch" });
+  swatch.style.background = `var(--series-${run % 8})`;
+  return make("span", { className: "run" }, ...(index.runs.length > 1 ? [swatch] : []), index.runs[run]);
+}
+
+function factsOf(sample) {
+  const { reward, step, length } = columns;
+  return [`reward ${number(reward[sample])}`, `step ${step[sample]}`, `${length[sample]} tokens`];
+}
