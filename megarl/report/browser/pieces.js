@@ -6,41 +6,45 @@
 // How many pieces of a kind stay in memory.
 const KEPT = { index: 1, texts: 48, tokens: 8 };
 
-const pieces = new Map(); // name → promise of its data, the longest unused first
-const waiting = new Map(); // name → how to settle its promise
+const pieces = new Map(); // name → data, the longest unused first
+const loading = new Map(); // name → { promise, resolve, reject }
 let version;
 let index, columns, size; // of all samples; `start` sets them
 
 const rollouts = {
   pieces,
   receive(itsVersion, name, data) {
-    const { resolve, reject } = waiting.get(name);
-    waiting.delete(name);
     version ??= itsVersion;
-    if (version === itsVersion) resolve(data);
-    else reject(new Error("The report was written anew since this page was opened; reload it."));
+    if (version === itsVersion) loading.get(name).resolve(data);
+    else loading.get(name).reject(new Error("The report was written anew since this page was opened; reload it."));
   },
 };
 
-function load(kind, which) {
+async function load(kind, which) {
   const name = which === undefined ? kind : `${kind}_${String(which).padStart(5, "0")}`;
-  const piece = pieces.get(name) ?? new Promise((resolve, reject) => {
-    const script = document.createElement("script");
-    waiting.set(name, { resolve, reject });
-    script.src = `${name}.js`;
-    script.onload = () => script.remove();
-    script.onerror = () => {
-      script.remove();
-      pieces.delete(name);
-      reject(new Error(`${name}.js is missing: it belongs beside this page; write the report again.`));
-    };
-    document.head.append(script);
-  });
+  let data = pieces.get(name);
+  if (data === undefined) {
+    if (!loading.has(name)) request(name);
+    data = await loading.get(name).promise;
+  }
   pieces.delete(name);
-  pieces.set(name, piece);
+  pieces.set(name, data);
   const same = [...pieces.keys()].filter((other) => other.startsWith(kind));
   if (same.length > KEPT[kind]) pieces.delete(same[0]);
-  return piece;
+  return data;
+}
+
+function request(name) {
+  const script = document.createElement("script");
+  const promise = new Promise((resolve, reject) => loading.set(name, { resolve, reject }));
+  loading.get(name).promise = promise.finally(() => {
+    loading.delete(name);
+    script.remove();
+  });
+  script.onerror = () => loading.get(name).reject(new Error(
+    `${name}.js is missing: it belongs beside this page; write the report again.`));
+  script.src = `${name}.js`;
+  document.head.append(script);
 }
 
 function pieceOf(sample) {
