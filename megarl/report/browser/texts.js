@@ -5,7 +5,11 @@
 // `both` have a colour for either sign, the others one, for shares above 0; `ends` are the words beside its ramp.
 const COLORS = {
   none: { label: "none", share: () => 0 },
-  logprob: { label: "log-prob", ends: ["sure", "unlikely, 4 nats"], share: (t, i) => -t.logprob[i] / 4 },
+  logprob: {
+    label: "log-prob",
+    ends: ["sure", "unlikely, 4 nats"],
+    share: (t, i) => Math.sqrt(Math.max(0, -t.logprob[i]) / 4), // the root, so that slight doubts are seen too
+  },
   mismatch: {
     label: "mismatch",
     ends: ["10⁻⁴ nats", "1 nat, logarithmic"],

@@ -154,10 +154,10 @@ def test_the_list_is_sorted_and_has_pages(visit: Callable[..., Any], sums: RunPa
 
 
 def test_tokens_have_the_colour_of_what_is_chosen(visit: Callable[..., Any], sums: RunPaths, pair: RunPaths) -> None:
-    """Of the conversation: log-prob −0.5 of the full colour's −4, no mismatch, advantage 0.5 of the largest, 1."""
+    """Of the conversation: the root of log-prob −0.5 of the full colour's −4, no mismatch, advantage 0.5 of 1."""
     page = visit(browser_of(sums), "#step=4&sample=calculator:0/0")
     # Only what the policy wrote, 20 and 9 characters; the environment's reply is read, and no token.
-    assert backgrounds(page) == ["deep 13"] * 29
+    assert backgrounds(page) == ["deep 35"] * 29
     assert page.locator("pre.read").inner_text() == "1776"
     assert "policy, turn 2, reward +1" in page.locator("article").inner_text()
     for color, found in (("advantage", "up 50"), ("mismatch", ""), ("none", "")):
