@@ -111,8 +111,7 @@ def write_browser(runs: Sequence[tuple[str, RunPaths]], out: Path) -> list[Verdi
     samples of the first run, in the order of steps. Without any recorded sample no directory is left.
     """
     partial = out.with_name(f"{out.name}.partial")
-    for path in (partial, out):
-        shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     writer = _Writer(partial)
     counts: defaultdict[tuple[str, int], list[bool]] = defaultdict(list)
@@ -123,7 +122,8 @@ def write_browser(runs: Sequence[tuple[str, RunPaths]], out: Path) -> list[Verdi
                 counts[phase, step].append(row.correct)
     writer.end_piece()
     if not writer.starts:
-        partial.rmdir()
+        for path in (partial, out):
+            shutil.rmtree(path, ignore_errors=True)
         return []
     index = {
         "runs": [label for label, _ in runs],
@@ -138,6 +138,7 @@ def write_browser(runs: Sequence[tuple[str, RunPaths]], out: Path) -> list[Verdi
         shutil.copyfile(path, partial / path.name)
     styles = [(BROWSER / name).read_text(encoding="utf-8") for name in ("palette.css", "rollouts.css")]
     (partial / "rollouts.css").write_text("\n".join(styles), encoding="utf-8")
+    shutil.rmtree(out, ignore_errors=True)
     partial.rename(out)
     return [
         Verdicts(phase=phase, step=step, num_right=sum(right), num_samples=len(right))

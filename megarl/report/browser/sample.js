@@ -87,7 +87,8 @@ function column(sample, run, part, kind) {
   const said = ([name, value]) => `${name}: ${typeof value === "number" ? number(value) : JSON.stringify(value)}`;
   const details = Object.entries(text.details ?? {}).map(said);
   return make("article", { className: word }, ...title,
-    make("p", { className: "facts" }, verdict(sample), make("b", {}, word), ` · ${facts.join(" · ")}`),
+    make("p", { className: "facts" }, verdict(sample), make("b", {}, word),
+      ...facts.flatMap((fact) => [" · ", make("span", { className: "fact" }, fact)])),
     siblings(sample, run),
     ...response(text, tokens, kind),
     ...(text.truth ? [make("p", { className: "note" }, "expected ", make("code", {}, text.truth))] : []),

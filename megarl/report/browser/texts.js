@@ -30,7 +30,8 @@ function make(tag, { attributes = {}, ...properties } = {}, ...children) {
 }
 
 function number(value, digits = 3) {
-  return value === null ? "–" : String(+value.toPrecision(digits)).replace("-", "−");
+  const isTiny = value !== 0 && Math.abs(value) < 1e-3;
+  return (isTiny ? value.toExponential(digits - 1) : String(+value.toPrecision(digits))).replaceAll("-", "−");
 }
 
 const signed = (value) => (value > 0 ? "+" : "") + number(value);
