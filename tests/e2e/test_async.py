@@ -23,7 +23,7 @@ from megarl.types import Sample, SegmentSource
 from tests.helpers.expert_checkpoint import make_moe
 from tests.helpers.talk import talk_settings
 from tools.bench.kill_resume import SCHEDULES, SmallRun, asynchronous_faults, differences, make_inputs
-from tools.bench.killed import kill
+from tools.bench.killed import command_of, kill
 
 NUM_STEPS = 12
 ASYNC = (*SCHEDULES["async"], f"trainer.total_steps={NUM_STEPS}", "data.val=[]", "checkpoint.every_steps=0")
@@ -227,7 +227,7 @@ def test_a_killed_run_goes_on_with_its_unfinished_samples(
         while run.last_step() < NUM_STEPS // 2:
             assert process.poll() is None, run.paths.root.with_suffix(".log").read_text()
             time.sleep(0.02)
-        commands = [" ".join(each.cmdline()) for each in psutil.Process(process.pid).children(recursive=True)]
+        commands = [" ".join(command_of(each)) for each in psutil.Process(process.pid).children(recursive=True)]
         assert any("VLLM::EngineCore" in command for command in commands) == (environment is APART)
         assert kill(process).leftovers == ()
     finally:

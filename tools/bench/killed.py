@@ -35,8 +35,8 @@ def kill(driver: subprocess.Popen[bytes]) -> Killed:
     driver.send_signal(signal.SIGSTOP)
     family = psutil.Process(driver.pid).children(recursive=True)
     executing = _executing(family)
-    janitor = next((process for process in family if "megarl.host.janitor" in _command(process)), None)
-    scope = RunScope(run_id=_command(janitor)[-1]) if janitor else None
+    janitor = next((process for process in family if "megarl.host.janitor" in command_of(process)), None)
+    scope = RunScope(run_id=command_of(janitor)[-1]) if janitor else None
     mapped = scope.mapped_files() if scope else set()
     driver.kill()
     driver.wait()
@@ -48,7 +48,7 @@ def kill(driver: subprocess.Popen[bytes]) -> Killed:
 
 def _executing(family: Sequence[psutil.Process]) -> tuple[str, ...]:
     """Ray shows an actor's method in the title of its process; what the actor forks has that title too."""
-    titles = {process.pid: _command(process)[0] for process in family}
+    titles = {process.pid: command_of(process)[0] for process in family}
     found = set()
     for process in family:
         title = titles[process.pid]
@@ -59,7 +59,7 @@ def _executing(family: Sequence[psutil.Process]) -> tuple[str, ...]:
 
 
 def _leftovers(family: Sequence[psutil.Process], scope: RunScope | None, mapped: set[Path]) -> list[str]:
-    pids = {process.pid for process in family if _command(process) != [""]}
+    pids = {process.pid for process in family if command_of(process) != [""]}
     files = {path for path in mapped if path.exists()}
     if scope is not None:
         # Also what was started since the driver was looked at.
@@ -68,7 +68,7 @@ def _leftovers(family: Sequence[psutil.Process], scope: RunScope | None, mapped:
     return [f"process {pid}" for pid in sorted(pids)] + [str(path) for path in sorted(files)]
 
 
-def _command(process: psutil.Process) -> list[str]:
+def command_of(process: psutil.Process) -> list[str]:
     """Its command line; [""] for one that has ended."""
     try:
         return process.cmdline() or [""]
