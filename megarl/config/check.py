@@ -30,7 +30,7 @@ from megarl.config.check_engine import (
 )
 from megarl.config.check_experts import check_expert_width, check_experts, check_moe_settings, check_replayed_routing
 from megarl.config.check_keep_best import check_scores_for_keep_best, check_supervised_scores_for_keep_best
-from megarl.config.check_kernels import check_kernels
+from megarl.config.check_kernels import check_batch_invariance, check_kernels
 from megarl.config.check_layout import check_layout, check_role_layouts, check_stages, check_tp, model_dimension
 from megarl.config.check_placement import (
     check_engine_tp,
@@ -265,6 +265,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     _require_sound_layout,
     _require_dtype_of_layers,
     check_kernels,
+    check_batch_invariance,
     check_trainer_nodes,
     _require_joined_cluster,
 )
@@ -317,6 +318,7 @@ TRAIN_PREFERENCE_RULES: tuple[Rule, ...] = (
 EVAL_RULES: tuple[Rule, ...] = (
     require_ranges,
     _require_sound_layout,
+    check_batch_invariance,
     check_rewards,
     check_row_fits_engine,
     check_trainer_nodes,

@@ -32,9 +32,14 @@ def check_experts(layout: LayoutConfig, hf_config: Mapping[str, object], role: s
 
 
 def check_moe_settings(config: Config, hf_config: Mapping[str, object]) -> None:
-    """Raise ConfigError if `actor.moe` is set for a model without experts."""
+    """Raise ConfigError for settings that a model with experts, or one without, does not allow."""
     if _first(NUM_EXPERTS, hf_config) is None and config.actor.moe != MoeConfig():
         raise ConfigError("actor.moe: is set, but the model has no experts; remove it")
+    if _first(NUM_EXPERTS, hf_config) is not None and config.run.batch_invariant:
+        raise ConfigError(
+            "run.batch_invariant: got true for a model with experts, for whose products Megatron has no kernels that "
+            "do not depend on the number of tokens; set run.batch_invariant=false"
+        )
     if config.actor.moe.fuse_router and (num_groups := int(str(hf_config.get("n_group") or 1))) > 1:
         raise ConfigError(
             f"actor.moe.fuse_router: got true, but the model has n_group={num_groups}, and the fused kernel rates "

@@ -1,9 +1,11 @@
-"""Check settings that need kernels of a device, of Transformer Engine or of DeepEP: float8, and those for experts."""
+"""Check settings that need kernels of a device, of Transformer Engine or of DeepEP: float8, those for experts, and
+those whose results do not depend on the rest of a batch.
+"""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from megarl.config.schema import Config
+from megarl.config.schema import Config, role_settings
 from megarl.device.accelerators import FP8_RECIPES
 from megarl.device.platform import platform
 from megarl.errors import ConfigError
@@ -41,6 +43,33 @@ def check_kernels(config: Config) -> None:
             "actor.moe.fuse_router: got true with actor.moe.replay_routing=true, but the fused kernel chooses all "
             "experts itself; set one of them to false"
         )
+
+
+def check_batch_invariance(config: Config) -> None:
+    """Raise ConfigError for `run.batch_invariant` where a result would depend on what else is in its batch."""
+    if not config.run.batch_invariant:
+        return
+    here = platform()
+    hindrances = {
+        f"on {here.name}, whose matrix products depend on the number of tokens": not here.has_batch_invariance,
+        "without Transformer Engine, for whose layers Megatron has such kernels": not find_spec("transformer_engine"),
+        "without the package flash_attn or flash_attn_3, whose attention these kernels need": not (
+            find_spec("flash_attn") or find_spec("flash_attn_3")
+        ),
+        f"with actor.fp8={config.actor.fp8}, for which Megatron has no such kernels": config.actor.fp8 is not None,
+        **{
+            f"with {role}.layout.tp={own.layout.tp}, where NCCL adds parts in an order that depends on their size": (
+                own.layout.tp > 2
+            )
+            for role, own in role_settings(config).items()
+        },
+        **{
+            f"on {device.name}, for which vLLM has no such kernels": (device.capability or 8.0) < 8.0
+            for device in here.devices()
+        },
+    }
+    if found := next((what for what, hinders in hindrances.items() if hinders), None):
+        raise ConfigError(f"run.batch_invariant: got true {found}; change either")
 
 
 def _wanted(config: Config) -> Iterator[tuple[str, str, str]]:

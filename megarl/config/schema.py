@@ -72,6 +72,9 @@ class RunConfig:
     # Produce the same numbers in every run, resumed or not, by disabling the engines' prefix cache and using
     # the deterministic algorithms of torch and Transformer Engine and, on GPUs, vLLM's batch-invariant kernels.
     deterministic: bool = setting(False, affects=("workers",))
+    # Compute log-probs by kernels whose results do not depend on what else is in a batch, in trainer and engines, on
+    # CUDA. The two still differ from each other, by rounding; see docs/cuda.md.
+    batch_invariant: bool = setting(False, affects=("engines", "workers"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,7 +48,7 @@ class Platform:
         environment: variables to set before the first import of torch, ray or vllm in a process of the run.
         resources: Ray resources to request for one process: a device and its share of the host's CPUs.
         has_ipc: whether processes can share device memory.
-        has_batch_invariant_engines: whether vLLM has kernels whose results do not depend on the rest of a batch.
+        has_batch_invariance: whether Megatron and vLLM have kernels whose results do not depend on the rest of a batch.
         checkpoint_writers: how many processes of a rank write its part of a checkpoint.
         expert_width_multiple: vLLM pads a worker's part of an expert to it; padded experts cannot take new weights.
     """
@@ -59,7 +59,7 @@ class Platform:
     environment: Mapping[str, str]
     resources: Mapping[str, float]
     has_ipc = False
-    has_batch_invariant_engines = False
+    has_batch_invariance = False
     checkpoint_writers = 1
     expert_width_multiple = 1
 
@@ -139,7 +139,7 @@ class CudaPlatform(Platform):
     environment = COMMON_ENVIRONMENT | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     resources = MappingProxyType({"CPU": 1, "GPU": 1})
     has_ipc = True
-    has_batch_invariant_engines = True
+    has_batch_invariance = True
     checkpoint_writers = 4
 
     def activate(self) -> None:

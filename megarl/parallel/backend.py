@@ -4,6 +4,7 @@ Megatron is imported only when it is needed: on a CPU the shim must come first, 
 `check_megatron` where Megatron may not be installed.
 """
 
+import functools
 import importlib.metadata
 import inspect
 from collections.abc import Mapping
@@ -77,6 +78,22 @@ def prepare_megatron() -> None:
         from megarl.parallel import cpu_shim
 
         cpu_shim.install()
+
+
+@functools.cache
+def make_batch_invariant() -> Any:
+    """Make this process compute by Megatron's batch-invariant kernels, for good; return what keeps them in place.
+
+    Of torch's matrix products Megatron replaces those that allocate their results, in layers those of Transformer
+    Engine; the log-prob head writes its logits into memory that is there.
+    """
+    import torch
+    from megatron.core.transformer.custom_layers import batch_invariant_kernels as kernels
+
+    kernels.enable_batch_invariant_mode()
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("aten::mm.out", lambda a, b, *, out: out.copy_(kernels.mm_batch_invariant(a, b)), "CUDA")
+    return library
 
 
 def check_megatron() -> None:

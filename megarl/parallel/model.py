@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
@@ -214,10 +215,16 @@ def model_slices(chunks: Sequence[PackedModel]) -> Iterator[Slice]:
 
 
 def build_model(
-    spec: ModelSpec, model: ModelConfig, actor: ActorConfig, layout: Layout, head: Head = Head.LM
+    spec: ModelSpec,
+    model: ModelConfig,
+    actor: ActorConfig,
+    layout: Layout,
+    head: Head = Head.LM,
+    *,
+    batch_invariant: bool = False,
 ) -> list[PackedModel]:
     """Build this rank's model chunks (several only with virtual pipelining) and load weights from safetensors files."""
-    config = transformer_config(spec, dtype_of(model.dtype), actor, layout)
+    config = transformer_config(spec, dtype_of(model.dtype), actor, layout, batch_invariant=batch_invariant)
     virtual = layout.config.virtual_pp
     chunks = [
         HEADS[head](spec=spec, layout=layout, config=config, vocab_multiple=model.vocab_multiple, vp_stage=stage)
@@ -233,7 +240,9 @@ def build_model(
     return chunks
 
 
-def transformer_config(spec: ModelSpec, dtype: torch.dtype, actor: ActorConfig, layout: Layout) -> TransformerConfig:
+def transformer_config(
+    spec: ModelSpec, dtype: torch.dtype, actor: ActorConfig, layout: Layout, *, batch_invariant: bool = False
+) -> TransformerConfig:
     """Return Megatron's TransformerConfig for a model under a parallel layout."""
     dims, family, parallel = spec.dims, spec.family, layout.config
     return (TransformerConfig if dims.latent is None else MLATransformerConfig)(
@@ -275,6 +284,7 @@ def transformer_config(spec: ModelSpec, dtype: torch.dtype, actor: ActorConfig, 
             # Megatron's default is refused for dense models too.
             "moe_token_dispatcher_type": "alltoall",
             **BACKENDS[platform().name].options,
+            **(_INVARIANT if batch_invariant else {}),
             **_ACTIVATIONS[family.activation],
             **latent_options(spec),
             **expert_options(dims, parallel, actor.moe),
@@ -282,6 +292,13 @@ def transformer_config(spec: ModelSpec, dtype: torch.dtype, actor: ActorConfig, 
     )
 
 
+# What `make_batch_invariant` needs besides.
+_INVARIANT: Mapping[str, Any] = {
+    "batch_invariant_mode": True,
+    "attention_backend": AttnBackend.flash,
+    # Where the gradient of a weight is added to those of earlier micro-batches, Megatron's kernel overwrites them.
+    "gradient_accumulation_fusion": False,
+}
 _ACTIVATIONS: dict[Activation, dict[str, Any]] = {
     Activation.SILU: {"activation_func": F.silu},
     # Megatron fuses the tanh approximation only under the name of the exact GELU.

@@ -56,10 +56,13 @@ class LoadedRole:
         )
 
 
-def load_role(spec: RoleSpec, layout: Layout) -> LoadedRole:
-    """Build a role's model chunks and read their weights. Unless the role is frozen, add DDP and an optimizer."""
+def load_role(spec: RoleSpec, layout: Layout, *, batch_invariant: bool = False) -> LoadedRole:
+    """Build a role's model chunks and read their weights. Unless the role is frozen, add DDP and an optimizer.
+
+    batch_invariant: whether `make_batch_invariant` was called in this process.
+    """
     model_spec = read_model_spec(spec.model.path)
-    chunks = build_model(model_spec, spec.model, spec.settings, layout, spec.head)
+    chunks = build_model(model_spec, spec.model, spec.settings, layout, spec.head, batch_invariant=batch_invariant)
     for chunk in chunks:
         chunk.replays_routing = spec.replays_routing
     if not spec.trainable:

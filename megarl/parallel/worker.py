@@ -63,6 +63,7 @@ class PolicyWorker:
         import torch
         from megatron.core import tensor_parallel
 
+        from megarl.parallel.backend import make_batch_invariant
         from megarl.parallel.checkpoint import RankCheckpoints
         from megarl.parallel.offload import Offloader
         from megarl.parallel.roles import load_role
@@ -78,7 +79,11 @@ class PolicyWorker:
         # Transformer Engine reads it when it builds attention.
         os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = str(int(not request.deterministic))
         torch.use_deterministic_algorithms(request.deterministic, warn_only=True)
-        self.roles = {spec.role: load_role(spec, self.layout) for spec in request.roles}
+        if request.batch_invariant:
+            make_batch_invariant()
+        self.roles = {
+            spec.role: load_role(spec, self.layout, batch_invariant=request.batch_invariant) for spec in request.roles
+        }
         self.offloaders = {role: Offloader(loaded) for role, loaded in self.roles.items()}
         self.checkpoints = RankCheckpoints(list(self.roles.values()), rank=self.rank)
 

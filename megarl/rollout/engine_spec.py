@@ -62,7 +62,7 @@ def engine_spec(config: Config) -> EngineSpec:
         config=engine,
         can_sleep=config.placement.offload,
         max_nucleus=max(config.rollout.top_k, 0),
-        batch_invariant=config.run.deterministic and platform().has_batch_invariant_engines,
+        batch_invariant=(config.run.deterministic or config.run.batch_invariant) and platform().has_batch_invariance,
         captures_routing=config.actor.moe.replay_routing and config.rollout.source == "vllm",
     )
 

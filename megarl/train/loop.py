@@ -78,7 +78,12 @@ class Trainer:
         inputs, config, total = self.inputs, self.inputs.config, self.inputs.config.trainer.total_steps
         self.memory.enter(residency.LOAD)
         self.cluster.workers.load(
-            LoadRequest(roles=inputs.roles, seed=config.run.seed, deterministic=config.run.deterministic)
+            LoadRequest(
+                roles=inputs.roles,
+                seed=config.run.seed,
+                deterministic=config.run.deterministic,
+                batch_invariant=config.run.batch_invariant,
+            )
         )
         self.memory.add(residency.built_parts(inputs.roles))
         start = self._restore(checkpoint) if checkpoint else 0

@@ -66,6 +66,7 @@ class LoadRequest:
     roles: tuple[RoleSpec, ...]
     seed: int
     deterministic: bool = False
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,9 @@ def rope_fusions(context: RankContext, path: str, layouts: Sequence[LayoutConfig
     return [fields["apply_rope_fusion"] for fields in built(context, path, actors)]
 
 
-def built(context: RankContext, path: str, actors: Sequence[ActorConfig]) -> list[dict[str, Any]]:
+def built(
+    context: RankContext, path: str, actors: Sequence[ActorConfig], *, batch_invariant: bool = False
+) -> list[dict[str, Any]]:
     """The fields of Megatron's configurations that these settings give."""
     from megarl.parallel.backend import prepare_megatron
 
@@ -58,6 +60,7 @@ def built(context: RankContext, path: str, actors: Sequence[ActorConfig]) -> lis
                 torch.bfloat16,
                 actor,
                 cast(Layout, SimpleNamespace(config=actor.layout)),
+                batch_invariant=batch_invariant,
             )
             for actor in actors
         ]

@@ -23,6 +23,13 @@ def test_groups_of_experts_are_not_chosen_by_the_fused_router() -> None:
         check_moe_settings(config, {**QWEN, "n_group": 8})
 
 
+def test_no_kernels_for_experts_are_batch_invariant() -> None:
+    config = Config(run=RunConfig(batch_invariant=True))
+    check_moe_settings(config, DENSE)
+    with pytest.raises(ConfigError, match=r"^run.batch_invariant: got true for a model with experts, for whose"):
+        check_moe_settings(config, QWEN)
+
+
 def test_experts_are_split_over_the_ranks_of_a_stage() -> None:
     message = (
         "x.ep: ep 2 × etp 3 = 6, expected a divisor of the tp 2 × cp 1 × dp 2 = 4 ranks of a pipeline stage, over "

@@ -1,13 +1,14 @@
 """Settings that need kernels: refused without CUDA, without the package, and on devices that cannot compute them."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megarl.config import check_kernels as module
-from megarl.config.check_kernels import check_kernels
-from megarl.config.schema import ActorConfig, Config, LayoutConfig, ModelConfig, MoeConfig
+from megarl.config.check_kernels import check_batch_invariance, check_kernels
+from megarl.config.schema import ActorConfig, Config, LayoutConfig, ModelConfig, MoeConfig, RunConfig
 from megarl.device.accelerators import Device
 from megarl.device.platform import PLATFORMS
 from megarl.errors import ConfigError
@@ -108,3 +109,46 @@ def test_what_does_not_combine(on_cuda: list[Device]) -> None:
         check_kernels(config(moe=FUSED))
     with pytest.raises(ConfigError, match=r"^actor.moe.fuse_router: got true with actor.moe.replay_routing=true, but"):
         check_kernels(config(moe=MoeConfig(fuse_router=True, replay_routing=True)))
+
+
+@pytest.mark.parametrize(
+    ("actor", "capability", "found"),
+    [
+        ({"fp8": "blockwise"}, 9.0, "with actor.fp8=blockwise, for which Megatron has no such kernels"),
+        (
+            {"layout": LayoutConfig(tp=4)},
+            9.0,
+            "with actor.layout.tp=4, where NCCL adds parts in an order that depends on their size",
+        ),
+        ({}, 7.5, "on NVIDIA X, for which vLLM has no such kernels"),
+        ({"layout": LayoutConfig(tp=2)}, 8.0, None),
+        ({}, None, None),
+    ],
+)
+def test_batch_invariance_needs_kernels_on_both_sides(
+    actor: dict[str, Any], capability: float | None, found: str | None, on_cuda: list[Device]
+) -> None:
+    on_cuda.append(device(capability))
+    asked = replace(config(**actor), run=RunConfig(batch_invariant=True))
+    if found is None:
+        check_batch_invariance(asked)
+        return
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'run.batch_invariant: got true {found}; change either')}$"):
+        check_batch_invariance(asked)
+    check_batch_invariance(config(**actor))
+
+
+def test_batch_invariance_is_not_to_be_had_on_cpus_or_without_packages(
+    on_cuda: list[Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = replace(config(), run=RunConfig(batch_invariant=True))
+    for installed, missing in (
+        ({"flash_attn"}, "Transformer Engine"),
+        ({"transformer_engine"}, "the package flash_attn"),
+    ):
+        monkeypatch.setattr(module, "find_spec", lambda name, installed=installed: name in installed or None)
+        with pytest.raises(ConfigError, match=f"^run.batch_invariant: got true without {missing}"):
+            check_batch_invariance(asked)
+    monkeypatch.setattr(module, "platform", PLATFORMS["cpu"])
+    with pytest.raises(ConfigError, match=r"^run.batch_invariant: got true on cpu, whose matrix products depend on"):
+        check_batch_invariance(asked)

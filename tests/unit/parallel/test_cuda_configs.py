@@ -58,3 +58,14 @@ def test_settings_of_kernels_reach_megatron(
     path = make_model(tmp_path / "model", "qwen3_moe", tied=False)
     ((fields,),) = rank_pool(1).run(built, str(path), [actor])
     assert {name: fields[name] for name in expected} == expected
+
+
+def test_batch_invariant_kernels_have_all_that_megatron_asks_for(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    """It accepts them with FlashAttention only, and its own product for weights' gradients would lose micro-batches."""
+    path = make_model(tmp_path / "model", "qwen3", tied=False)
+    for asked, backend in ((False, "auto"), (True, "flash")):
+        ((fields,),) = rank_pool(1).run(built, str(path), [ActorConfig()], batch_invariant=asked)
+        assert (fields["batch_invariant_mode"], fields["attention_backend"].name) == (asked, backend)
+    assert fields["gradient_accumulation_fusion"] is False

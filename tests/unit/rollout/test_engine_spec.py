@@ -73,10 +73,16 @@ def test_engines_sleep_on_cuda_only(
 
 @pytest.mark.usefixtures("_no_platform_chosen")
 @pytest.mark.parametrize(
-    ("device", "deterministic", "invariant"), [("cuda", True, "1"), ("cuda", False, None), ("cpu", True, None)]
+    ("device", "run", "invariant"),
+    [
+        ("cuda", {"deterministic": True}, "1"),
+        ("cuda", {"batch_invariant": True}, "1"),
+        ("cuda", {}, None),
+        ("cpu", {"deterministic": True}, None),
+    ],
 )
-def test_deterministic_engines_on_cuda_are_batch_invariant(
-    device: str, deterministic: bool, invariant: str | None, monkeypatch: pytest.MonkeyPatch
+def test_engines_on_cuda_are_batch_invariant_where_it_is_asked_for(
+    device: str, run: dict[str, bool], invariant: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The variable is set before vLLM is imported, and is one that vLLM reads."""
     from vllm.envs import environment_variables
@@ -95,7 +101,7 @@ def test_deterministic_engines_on_cuda_are_batch_invariant(
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "")
     monkeypatch.delenv("VLLM_BATCH_INVARIANT")
     monkeypatch.setitem(sys.modules, "vllm", Importing(__path__=[], __spec__=None))
-    VllmEngine(engine_spec(from_dict(Config, {"run": {"deterministic": deterministic}})))
+    VllmEngine(engine_spec(from_dict(Config, {"run": run})))
     assert set(seen) == {invariant}
 
 
