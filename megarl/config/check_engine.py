@@ -30,6 +30,7 @@ REFUSED: Mapping[str, str] = {
     "enforce_eager": "set rollout.engine.enforce_eager",
     "enable_prefix_caching": "set rollout.engine.prefix_caching",
     "enable_sleep_mode": "set placement.offload",
+    "enable_nccl_comm_suspend": "set placement.suspend_nccl",
     "enable_chunked_prefill": "on CPUs seeded requests need it off, elsewhere vLLM decides",
     "logprobs_mode": "training needs the log-probs of the distribution that was sampled from",
     "max_logprobs": "it follows from rollout.top_k",

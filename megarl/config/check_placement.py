@@ -1,9 +1,15 @@
 """Check that engines and trainer fit on their nodes, and that the weight-sync settings suit the placement."""
 
+import contextlib
+import importlib.metadata
 from collections.abc import Mapping
 
 from megarl.config.schema import Config, NodesConfig
+from megarl.device.platform import platform
 from megarl.errors import ConfigError
+
+# The first NCCL with ncclCommSuspend.
+_NCCL_THAT_SUSPENDS = (2, 29, 7)
 
 
 def check_trainer_nodes(config: Config) -> None:
@@ -43,6 +49,26 @@ def check_engines(config: Config) -> None:
             f"rollout.engine.tp: got {engine.tp}, expected a divisor of the {per_node} devices of each node of "
             f"{where}, since an engine lies on one node; change it or {where}"
         )
+    _require_suspension(config)
+
+
+def _require_suspension(config: Config) -> None:
+    """Raise ConfigError for `placement.suspend_nccl` where nothing sleeps, or where NCCL cannot free its memory."""
+    if not config.placement.suspend_nccl:
+        return
+    got = "placement.suspend_nccl: got true"
+    if not config.placement.offload:
+        raise ConfigError(f"{got} with placement.offload=false, where nobody sleeps; set one of the two otherwise")
+    if platform().backend != "nccl":
+        raise ConfigError(f"{got}, but on {platform().name} processes do not use NCCL; set it to false")
+    for package in ("nvidia-nccl-cu12", "nvidia-nccl-cu13"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(package)
+            if tuple(map(int, version.split(".")[:3])) < _NCCL_THAT_SUSPENDS:
+                raise ConfigError(
+                    f"{got}, but {package} is {version}, expected at least {'.'.join(map(str, _NCCL_THAT_SUSPENDS))}; "
+                    "update it, or set it to false"
+                )
 
 
 def check_schedule(config: Config) -> None:

@@ -120,6 +120,9 @@ class PlacementConfig:
     # With mode=colocated: move the trainer's state to host memory while engines generate, and put engines to
     # sleep while the trainer works.
     offload: bool = False
+    # With offload, on CUDA: also free the buffers of NCCL's communicators, of the trainer while all of its state is in
+    # host memory and of engines while they sleep. Requires NCCL 2.29.7.
+    suspend_nccl: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,6 +101,12 @@ class Platform:
     def release_cached_memory(self) -> None:
         """Give unused memory that torch's caching allocator holds back to the device (torch.cuda.empty_cache)."""
 
+    def communicators(self) -> list["dist.Backend"]:
+        """Wait for the device, and list the backends of this process's groups that keep memory on it, in an order that
+        all members of the groups share.
+        """
+        return []
+
     def new_group(
         self, store: "dist.Store", rank: int, size: int, timeout: timedelta, device: "torch.device"
     ) -> "dist.ProcessGroup":
@@ -178,6 +184,12 @@ class CudaPlatform(Platform):
 
         torch.cuda.empty_cache()
 
+    def communicators(self) -> list["dist.Backend"]:
+        import torch
+
+        torch.cuda.synchronize()
+        return backends_of_groups(self.backend, self.device())
+
     def new_group(
         self, store: "dist.Store", rank: int, size: int, timeout: timedelta, device: "torch.device"
     ) -> "dist.ProcessGroup":
@@ -228,6 +240,17 @@ def gloo_group(store: "dist.Store", rank: int, size: int, timeout: timedelta) ->
 
     # torch's stubs do not say that it is one.
     return cast("dist.ProcessGroup", dist.ProcessGroupGloo(store, rank, size, timeout))
+
+
+def backends_of_groups(name: str, device: "torch.device") -> list["dist.Backend"]:
+    """List the backends with a name, such as nccl, of all groups that this process is in, in the order of their making.
+
+    torch's default group is the first of them.
+    """
+    import torch.distributed as dist
+
+    groups = [group for group in dist.distributed_c10d._world.pg_map if dist.get_backend(group) == name]
+    return [group._get_backend(device) for group in groups]
 
 
 def abort_group(group: "dist.ProcessGroup") -> None:

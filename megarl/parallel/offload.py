@@ -76,6 +76,11 @@ class Offloader:
                 else:
                     content.copy_(each.content)
 
+    @property
+    def is_empty(self) -> bool:
+        """Return whether all of the role's memory is on the host."""
+        return all(part in self._freed or next(_tensors(self._role, part), None) is None for part in Part)
+
     def require(self, *parts: Part) -> None:
         """Raise AssertionError if one of the given parts is on the host, because kernels would read freed memory."""
         missing = [part for part in parts if part in self._freed]

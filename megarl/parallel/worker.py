@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.schema import LayoutConfig
+from megarl.parallel.communicators import Communicators
 from megarl.types import Rows
 from megarl.types.messages import (
     LoadRequest,
@@ -34,7 +35,7 @@ class PolicyWorker:
     """One rank of the trainer. Constructing it is cheap, because heavy modules are imported only in `prepare`."""
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
+        self.rank, self.communicators = rank, Communicators()
 
     def prepare(self) -> str:
         """Import heavy modules, and return an address on this host; rank 0's becomes the rendezvous of the process
@@ -68,6 +69,7 @@ class PolicyWorker:
         from megarl.parallel.offload import Offloader
         from megarl.parallel.roles import load_role
 
+        self.communicators.resume()
         # An earlier run's models are freed before new ones are built.
         for name in ("roles", "offloaders", "checkpoints"):
             self.__dict__.pop(name, None)
@@ -79,6 +81,7 @@ class PolicyWorker:
         # Transformer Engine reads it when it builds attention.
         os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = str(int(not request.deterministic))
         torch.use_deterministic_algorithms(request.deterministic, warn_only=True)
+        self.suspends_nccl = request.suspends_nccl
         if request.batch_invariant:
             make_batch_invariant()
         self.roles = {
@@ -169,7 +172,8 @@ class PolicyWorker:
 
     def finish_checkpoint(self, *, wait: bool) -> bool:
         """Return whether all ranks have written the current checkpoint; if `wait`, wait until they have."""
-        return self.checkpoints.finish_save(wait=wait)
+        with self.communicators.awake():
+            return self.checkpoints.finish_save(wait=wait)
 
     def load_checkpoint(self, directory: str, *, same_layout: Collection[Role], weights_only: bool = False) -> None:
         """Restore weights, optimizer states (unless `weights_only`) and RNG states from a complete checkpoint.
@@ -181,10 +185,14 @@ class PolicyWorker:
 
     def offload(self, role: Role, parts: Sequence[Part]) -> int:
         """Move parts of a role's memory to the host, and return the bytes freed on this rank's device."""
-        return self.offloaders[role].offload(parts)
+        released = self.offloaders[role].offload(parts)
+        if self.suspends_nccl and all(offloader.is_empty for offloader in self.offloaders.values()):
+            self.communicators.suspend()
+        return released
 
     def onload(self, role: Role, parts: Sequence[Part]) -> None:
         """Move parts of a role's memory from the host back to the device."""
+        self.communicators.resume()
         self.offloaders[role].onload(parts)
 
     def start_profile(self) -> None:
@@ -213,6 +221,7 @@ class PolicyWorker:
         from megarl.parallel.layout import destroy_layout
 
         end_writer()
+        self.communicators.resume()
         destroy_layout()
 
 

@@ -28,8 +28,9 @@ ROUNDED = "megarl_"
 class EngineSpec:
     """The settings with which an engine starts.
 
-    batch_invariant: whether kernels compute a sequence in the same way whatever else is in its batch. captures_routing:
-    whether completions say to which experts tokens went.
+    suspends_nccl: whether NCCL's buffers are freed while the engine sleeps. batch_invariant: whether kernels compute a
+    sequence in the same way whatever else is in its batch. captures_routing: whether completions say to which experts
+    tokens went.
     """
 
     model_path: str
@@ -38,6 +39,7 @@ class EngineSpec:
     max_model_tokens: int
     config: EngineConfig
     can_sleep: bool = False
+    suspends_nccl: bool = False
     max_nucleus: int = 0
     batch_invariant: bool = False
     captures_routing: bool = False
@@ -61,6 +63,7 @@ def engine_spec(config: Config) -> EngineSpec:
         max_model_tokens=engine.max_model_tokens or needed,
         config=engine,
         can_sleep=config.placement.offload,
+        suspends_nccl=config.placement.suspend_nccl,
         max_nucleus=max(config.rollout.top_k, 0),
         batch_invariant=(config.run.deterministic or config.run.batch_invariant) and platform().has_batch_invariance,
         captures_routing=config.actor.moe.replay_routing and config.rollout.source == "vllm",
@@ -115,6 +118,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         **_DEFAULTS[device],
         **({"enable_return_routed_experts": True} if spec.captures_routing else {}),
         **({"enable_sleep_mode": True} if spec.can_sleep and device in SLEEPING_DEVICES else {}),
+        **({"enable_nccl_comm_suspend": True} if spec.suspends_nccl else {}),
         **{key: value for key, value in chosen.items() if value is not None},
         **config.vllm,
     }

@@ -83,6 +83,7 @@ class Trainer:
                 seed=config.run.seed,
                 deterministic=config.run.deterministic,
                 batch_invariant=config.run.batch_invariant,
+                suspends_nccl=config.placement.suspend_nccl,
             )
         )
         self.memory.add(residency.built_parts(inputs.roles))

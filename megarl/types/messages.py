@@ -67,6 +67,7 @@ class LoadRequest:
     seed: int
     deterministic: bool = False
     batch_invariant: bool = False
+    suspends_nccl: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from tests.helpers.offload_ranks import (
     never_offloaded,
     offload_between,
     offload_reference,
+    suspend_between,
     use_while_offloaded,
 )
 from tests.helpers.rank_pool import RankPool
@@ -54,6 +55,20 @@ def test_away_and_back_changes_nothing(
         # Nothing that the actor computes with keeps memory, and every part gave some back.
         assert trace.stayed == 0
         assert all(num_bytes > 0 for num_bytes in trace.released.values())
+
+
+def test_nothing_communicates_while_communicators_are_suspended(
+    rank_pool: Callable[[int], RankPool], checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Training goes on to the bit; a checkpoint that was being written wakes them, and they sleep again."""
+    actor, model = setting(checkpoint(tied=True, dtype="float32"), "float32", DP2, distributed=True)
+    expected = rank_pool(2).run(never_offloaded, actor, model, ROWS)
+    seen = rank_pool(2).run(suspend_between, actor, model, ROWS, str(tmp_path))
+    assert [history for history, _, _ in seen] == expected
+    for _, calls, names in seen:
+        assert calls == ["suspend", "resume", "suspend", "resume"]
+        assert len(names) > 2
+        assert set(names) == {"ProcessGroupGloo"}
 
 
 @pytest.mark.long

@@ -1,5 +1,6 @@
 """Run in a process of its own (`RankPool`): one engine at a time, without a trainer."""
 
+import multiprocessing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ def running(spec: EngineSpec) -> Iterator[VllmEngine]:
 
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    # The engine may have a core or workers that are processes of their own.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     engine = VllmEngine(spec)
     try:
         yield engine

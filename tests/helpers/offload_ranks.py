@@ -1,13 +1,15 @@
 """What the tests of offloading run on every rank: SFT steps with the role's memory moved away and back between."""
 
+import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megarl.config.schema import ActorConfig, ModelConfig
-from megarl.device.platform import platform
+from megarl.device.platform import backends_of_groups, platform
 from megarl.parallel.worker import PolicyWorker
 from megarl.types import Row
 from megarl.types.messages import LoadRequest, Part, Role, RoleSpec, ScoreRequest
@@ -74,6 +76,53 @@ def offload_between(context: RankContext, actor: ActorConfig, model: ModelConfig
     )
     history += train(worker, actor, rows, range(2, 4))
     return OffloadTrace(released=released, stayed=sum(storages.values()), is_exact=is_exact, history=history)
+
+
+class PretendedBackend:
+    """A backend that can be suspended, as gloo's cannot; while it is, every collective of torch's fails."""
+
+    def __init__(self, calls: list[str], patch: pytest.MonkeyPatch) -> None:
+        self._calls, self._patch = calls, patch
+
+    def suspend(self) -> None:
+        self._calls.append("suspend")
+        for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_object", "barrier"):
+            self._patch.setattr(dist, name, _refuse)
+
+    def resume(self) -> None:
+        self._calls.append("resume")
+        self._patch.undo()
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise AssertionError("a suspended communicator was used")
+
+
+def suspend_between(
+    context: RankContext, actor: ActorConfig, model: ModelConfig, rows: Sequence[Row], directory: str
+) -> tuple[History, list[str], list[str]]:
+    """Two steps, a checkpoint that is finished while all is away, two more; what was told to backends, and their names.
+
+    The backends are told once nothing of either role is on the device.
+    """
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    worker, history = open_trained(context, actor, model, rows, 2)
+    names = [type(backend).__name__ for backend in backends_of_groups("gloo", torch.device("cpu"))]
+    calls: list[str] = []
+    with pytest.MonkeyPatch.context() as ours, pytest.MonkeyPatch.context() as patch:
+        ours.setattr(platform(), "communicators", lambda: [PretendedBackend(calls, patch)])
+        worker.suspends_nccl = True
+        worker.save_checkpoint(directory, portable=False)
+        worker.offload(Role.REFERENCE, [Part.PARAMS])
+        worker.offload(Role.ACTOR, [Part.PARAMS, Part.GRADS])
+        assert not calls
+        worker.offload(Role.ACTOR, [Part.OPTIMIZER])
+        assert calls == ["suspend"]
+        worker.finish_checkpoint(wait=True)
+        worker.onload(Role.ACTOR, list(Part))
+        worker.onload(Role.REFERENCE, [Part.PARAMS])
+        history += train(worker, actor, rows, range(2, 4))
+    return history, calls, names
 
 
 def host_bytes(

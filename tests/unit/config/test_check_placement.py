@@ -1,12 +1,14 @@
 """Each rule of the placement, by its message."""
 
 import re
+from importlib import metadata
 from typing import Any
 
 import pytest
 
-from megarl.config import Config, from_dict
+from megarl.config import Config, check_placement, from_dict
 from megarl.config.check import check_model, check_sft, check_train
+from megarl.device.platform import PLATFORMS
 from megarl.errors import ConfigError
 
 HF_CONFIG = {
@@ -176,3 +178,28 @@ def test_schedules_that_suit_the_run(schedule: dict[str, Any]) -> None:
     check_train(from_dict(Config, tree))
     # Who wants to know what staleness costs without a correction has to say so.
     check_train(from_dict(Config, tree | {"algo": {"correction": {"forced": True}}}))
+
+
+def test_nccl_is_suspended_where_something_sleeps_and_nccl_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^placement.suspend_nccl: got true with placement.offload=false, where nobo"
+    ):
+        check_train(config(suspend_nccl=True))
+    asked = config(offload=True, suspend_nccl=True)
+    with pytest.raises(
+        ConfigError, match=r"^placement.suspend_nccl: got true, but on cpu processes do not use NCCL; se"
+    ):
+        check_train(asked)
+    monkeypatch.setattr(check_placement, "platform", PLATFORMS["cuda"])
+    known = metadata.version
+    for version, is_refused in (("2.28.9", True), ("2.29.7", False), ("2.30.4", False)):
+        monkeypatch.setattr(
+            metadata, "version", lambda name, v=version: v if name == "nvidia-nccl-cu13" else known(name)
+        )
+        if is_refused:
+            with pytest.raises(
+                ConfigError, match=r"nvidia-nccl-cu13 is 2.28.9, expected at least 2.29.7; update it, o"
+            ):
+                check_train(asked)
+        else:
+            check_train(asked)

@@ -101,3 +101,11 @@ def test_host_buffers_for_gpus_are_page_locked_and_no_larger_than_asked_for(monk
     assert buffer.untyped_storage().nbytes() == 5000
     del buffer
     assert locked == {}
+
+
+def test_torch_suspends_groups_but_not_those_of_gloo() -> None:
+    """NCCL's cannot be made without a device; the methods are of the class that all backends derive from."""
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))
+    for name in ("suspend", "resume"):
+        with pytest.raises(RuntimeError, match=f"Backend gloo does not support {name}"):
+            getattr(group, name)()

@@ -105,6 +105,19 @@ def test_engines_on_cuda_are_batch_invariant_where_it_is_asked_for(
     assert set(seen) == {invariant}
 
 
+@pytest.mark.usefixtures("_no_platform_chosen")
+def test_engines_suspend_nccl_when_they_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    monkeypatch.setenv("MEGARL_DEVICE", "cuda")
+    for asked in (False, True):
+        placement = {"offload": True, "suspend_nccl": asked}
+        told = engine_arguments(engine_spec(from_dict(Config, {"placement": placement})))
+        assert told["enable_sleep_mode"] is True
+        assert told.get("enable_nccl_comm_suspend", False) is asked
+    assert "enable_nccl_comm_suspend" in {field.name for field in fields(EngineArgs)}
+
+
 def test_engines_capture_routing_where_it_is_replayed_from_them() -> None:
     """vLLM's option and the field of its outputs are known to the installed version."""
     from vllm.engine.arg_utils import EngineArgs
