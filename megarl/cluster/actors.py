@@ -2,11 +2,15 @@
 
 import os
 import socket
+import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import psutil
 import ray
+from ray.exceptions import RayError
 
 from megarl.cluster.ending import end_run_processes, is_alive
 from megarl.cluster.roster import Location
@@ -15,8 +19,8 @@ from megarl.cluster.workers import RowShards
 from megarl.device.platform import platform
 from megarl.host.stage import process_files
 from megarl.parallel.worker import PolicyWorker
-from megarl.rollout.engine import Completion, VllmEngine
-from megarl.rollout.engine_spec import EngineSpec
+from megarl.rollout.engine import Completion, EngineNodeWorkers, VllmEngine
+from megarl.rollout.engine_spec import EngineNode, EngineSpec
 
 
 class RunActor:
@@ -71,27 +75,27 @@ class RankActor(RunActor):
 _GENERATION, _WATCH = "generation", "watch"
 
 
-class EngineActor(RunActor):
-    """A Ray actor with one vLLM engine. While `serve` generates, it still answers other calls, such as weight syncs.
+class EngineNodeActor(RunActor):
+    """A Ray actor with what one node has of a vLLM engine. Whatever it does, it says at once if it has lost workers."""
 
-    Whatever it does, it says at once whether it has lost workers.
-    """
-
-    concurrency_groups: ClassVar[Mapping[str, int]] = {_GENERATION: 1, _WATCH: 1}
+    concurrency_groups: ClassVar[Mapping[str, int]] = {_WATCH: 1}
 
     def __init__(self) -> None:
         super().__init__()
         self._workers: list[psutil.Process] = []
 
     def start(self, spec: EngineSpec, device_ids: Sequence[str], predecessor: Sequence[int] = ()) -> list[int]:
-        """Build the engine, on `device_ids` if any are given, and return the ids of its processes, this one first.
+        """Build this node's part, on `device_ids` if any are given; return the ids of its processes, this one first.
 
         predecessor: process ids of a dead engine in this place. They are killed first, as its workers may hold memory.
         """
         end_run_processes(predecessor)
         if device_ids:
             platform().select_devices(device_ids)
-        self.engine = VllmEngine(spec)
+        if spec.node is not None:
+            # vLLM would otherwise look for the address by which it reaches the internet.
+            os.environ["VLLM_HOST_IP"] = ray.util.get_node_ip_address()
+        self.engine = VllmEngine(spec) if spec.node is None or spec.node.rank == 0 else EngineNodeWorkers(spec)
         ids = self.engine.process_ids()
         self._workers = [psutil.Process(pid) for pid in ids[1:]]
         return ids
@@ -103,7 +107,82 @@ class EngineActor(RunActor):
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.engine, method)(*args, **kwargs)
 
+
+class EngineActor(EngineNodeActor):
+    """A Ray actor with one vLLM engine. While `serve` generates, it still answers other calls, such as weight syncs.
+
+    further: the actors with the rest of the engine on other nodes.
+    """
+
+    concurrency_groups: ClassVar[Mapping[str, int]] = {_GENERATION: 1, _WATCH: 1}
+
+    def __init__(self, further: Sequence[Any] = ()) -> None:
+        super().__init__()
+        self._further = further
+        # How many processes each further node has.
+        self._counts: list[int] = []
+
+    def locate(self) -> Location:
+        """Return where this process runs, and the hosts of the engine's other nodes."""
+        others: list[Location] = ray.get([node.locate.remote() for node in self._further])
+        return replace(super().locate(), further_hosts=tuple(other.host for other in others))
+
+    def start_all(
+        self, spec: EngineSpec, device_ids: Sequence[Sequence[str]], predecessors: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
+        """Call `start` on each of the engine's nodes, this one first, and return the ids of the processes of each.
+
+        device_ids, predecessors: what each node's `start` is given.
+        """
+        if not self._further:
+            return [self.start(spec, device_ids[0], predecessors[0])]
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        address, num_nodes = ray.util.get_node_ip_address(), len(self._further) + 1
+        specs = [
+            replace(spec, node=EngineNode(rank=rank, num_nodes=num_nodes, address=address, port=port))
+            for rank in range(num_nodes)
+        ]
+        arguments = list(zip(specs, device_ids, predecessors, strict=True))
+        started = [node.start.remote(*each) for node, each in zip(self._further, arguments[1:], strict=True)]
+        threading.Thread(target=_end_unless, args=(started,), daemon=True).start()
+        ids = [self.start(*arguments[0]), *ray.get(started)]
+        self._counts = [len(here) for here in ids[1:]]
+        return ids
+
+    @ray.method(concurrency_group=_WATCH)
+    def lost_workers(self) -> list[int]:
+        """Return the lost workers of all nodes; of a node that is lost its process, which counts as a worker.
+
+        It waits for the other nodes: if one hangs, so does the engine.
+        """
+        lost, first = super().lost_workers(), len(self._workers)
+        for node, count in zip(self._further, self._counts, strict=False):
+            try:
+                lost += [first + 1 + i for i in ray.get(node.lost_workers.remote())]
+            except RayError:
+                lost.append(first)
+            first += count
+        return lost
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the engine; `close` also ends what is on its other nodes."""
+        answer = super().call(method, *args, **kwargs)
+        if method == "close":
+            ray.get([node.call.remote("close") for node in self._further])
+        return answer
+
     @ray.method(concurrency_group=_GENERATION)
     def serve(self) -> Iterator[dict[int, Completion]]:
         """Yield completions from `VllmEngine.serve`. The remote call must set num_returns="streaming"."""
         yield from self.engine.serve()
+
+
+def _end_unless(started: Sequence[Any]) -> None:
+    """End this process if another node of its engine cannot start: the engine would wait for its workers."""
+    try:
+        ray.get(list(started))
+    except RayError as error:
+        print(f"another node of this engine could not start: {error}", file=sys.stderr, flush=True)
+        os._exit(1)

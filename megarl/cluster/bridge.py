@@ -46,7 +46,7 @@ class BridgeSync:
         delta_full_every: int | None = None,
     ) -> None:
         self._ranks, self._engines, self._timeout_s = list(ranks), list(engines), timeout_s
-        self._tp, self._transfer = len(needs), 0
+        self._num_workers, self._transfer = len(needs), 0
         self._scaled = [name for name, spec in specs.items() if spec.dtype == SCALED]
         # Number of syncs since everything was last sent in full; None: both sides may differ, so send all.
         self._full_every = delta_full_every
@@ -57,7 +57,7 @@ class BridgeSync:
                 f"weight table does not fit the model"
             )
         held = self._call(self._ranks, [("held_weights", ())] * len(ranks))
-        sinks = range(len(ranks), len(ranks) + len(engines) * self._tp)
+        sinks = range(len(ranks), len(ranks) + len(engines) * self._num_workers)
         neighbours = {
             self._sink(engine, worker): [rank]
             for engine, its_ranks in enumerate(shares)
@@ -66,7 +66,7 @@ class BridgeSync:
         self.plan = build_plan(
             specs,
             dict(enumerate(held)),
-            {sink: needs[i % self._tp] for i, sink in enumerate(sinks)},
+            {sink: needs[i % self._num_workers] for i, sink in enumerate(sinks)},
             neighbours=neighbours,
         )
         # NCCL takes no device twice: an engine's worker gets what other hosts send from the rank on its device.
@@ -134,14 +134,15 @@ class BridgeSync:
         """Return the number by which the plan knows an engine's worker as a receiver; trainer ranks have the first
         numbers.
         """
-        return len(self._ranks) + engine * self._tp + worker
+        return len(self._ranks) + engine * self._num_workers + worker
 
     def _open(self, segments: Path, relays: dict[int, int], **options: bool) -> None:
         plan, first = self.plan, self._ranks[0]
         self._address = first.location.address
         (self._port,) = self._call([first], [("offer_meeting", (self._address,))])
         hosts = [rank.location.host for rank in self._ranks]
-        hosts += [engine.location.host for engine in self._engines for _ in range(self._tp)]
+        num = self._num_workers
+        hosts += [engine.location.host_of(worker, num) for engine in self._engines for worker in range(num)]
         # The members of the process group between hosts.
         size = len(self._ranks) if relays else len(hosts)
         passed = passed_on(plan.messages, relays, hosts)
@@ -165,7 +166,7 @@ class BridgeSync:
             ("open_bridge", (share(rank, plan.of_source(rank)),)) for rank in range(len(self._ranks))
         ]
         for engine in range(len(self._engines)):
-            its_sinks = [self._sink(engine, worker) for worker in range(self._tp)]
+            its_sinks = [self._sink(engine, worker) for worker in range(self._num_workers)]
             calls.append(("open_bridge", ([share(sink, plan.of_sink(sink)) for sink in its_sinks],)))
         self._call([*self._ranks, *self._engines], calls)
 

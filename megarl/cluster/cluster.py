@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from megarl.cluster.actors import RankActor
 from megarl.cluster.bridge import BridgeSync
-from megarl.cluster.engine_seats import EngineSeats, create_actor, engine_pids, wait_started
+from megarl.cluster.engine_seats import EngineSeats, create_actor, wait_started
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.episodes import EpisodeHosts
 from megarl.cluster.judge_servers import JudgeServerActor
@@ -113,9 +113,8 @@ class Cluster:
         engines = [(p, self._seats.begin(i, p)) for i, p in enumerate(self.engines.processes)]
         self.pids = self._join_ranks(plan)
         started = wait_started(engines, timeout_s=cluster.engine_start_timeout_s, doing="starting the engines")
-        for process, pids in zip(self.engines.processes, started, strict=True):
-            self.pids |= engine_pids(process.name, pids)
-            self._seats.watch(process)
+        for i, (process, pids) in enumerate(zip(self.engines.processes, started, strict=True)):
+            self.pids |= self._seats.started(i, process, pids)
         urls = iter(wait_all(judges, timeout_s=cluster.start_timeout_s, doing="starting the judges' servers"))
         self.judge_urls = {
             name: tuple(itertools.islice(urls, len(processes))) for name, processes in self._judge_servers.items()
@@ -190,9 +189,8 @@ class Cluster:
         if self._log_dir is not None:
             # A run that succeeds keeps no other worker logs.
             keep_worker_logs(self.scope.temp_dir, self._log_dir)
-        pids = [pid for name, pid in self.pids.items() if name == lost.name or name.startswith(f"{lost.name} worker ")]
-        self.engines.processes[index], new_pids = self._seats.restart(index, lost, pids)
-        self.pids |= engine_pids(lost.name, new_pids)
+        self.engines.processes[index], pids = self._seats.restart(index, lost)
+        self.pids |= pids
 
     def open_hosts(self, environments: Collection[str], config: Config) -> EpisodeHosts | None:
         """Start the hosts of these environments in place of those of an earlier run; None if there are none to run."""
@@ -219,7 +217,7 @@ class Cluster:
             self.workers.groups[0].processes,
             self.engines.processes,
             wire_specs(model, specs, config.dtype),
-            engine_needs(model, engine.tp, expert_parallel=engine.expert_parallel),
+            engine_needs(model, engine.tp, stages=engine.pp, expert_parallel=engine.expert_parallel),
             shares=self._seats.shares,
             segments=self.scope.shm_file("bridge"),
             timeout_s=self._config.rollout.timeout_s,

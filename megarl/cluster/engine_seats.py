@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from megarl.cluster.actors import EngineActor, RunActor
+from megarl.cluster.actors import EngineActor, EngineNodeActor, RunActor
 from megarl.cluster.placement import Reservation, Seat
 from megarl.cluster.processes import in_background, wait_all
 from megarl.cluster.roster import Process
@@ -28,16 +28,17 @@ def create_actor(cls: type[RunActor], reservation: Reservation, seat: Seat, *arg
     return remote.options(**reservation.options(seat)).remote(*args)
 
 
-def engine_pids(name: str, pids: Sequence[int]) -> dict[str, int]:
-    """Map names of an engine's processes to their ids: first `name`, then `name worker 0`, `name worker 1`, …"""
-    pid, *workers = pids
+def engine_pids(name: str, pids: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Map names of an engine's processes, given by node, to their ids: first `name`, then `name worker 0`, …"""
+    pid, *workers = itertools.chain(*pids)
     return {name: pid} | {f"{name} worker {i}": worker for i, worker in enumerate(workers)}
 
 
 def wait_started(
     starting: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str, every_s: float = PROGRESS_S
-) -> list[list[int]]:
-    """Wait until engines have started, and return the process ids of each. Raises the errors of `wait_all`.
+) -> list[list[list[int]]]:
+    """Wait until engines have started, and return the ids of each one's processes by node. Raises the errors of
+    `wait_all`.
 
     Every `every_s` seconds, it says on stderr which engines are still starting, and what they do.
     """
@@ -68,39 +69,56 @@ class EngineSeats:
     ) -> None:
         self._config, self._seats, self._reservation = config, list(seats), reservation
         self._devices_of = devices_of
+        # By engine: the actors on its further nodes, and the ids of its processes by node.
+        self._further: dict[int, list[Any]] = {}
+        self._pids: dict[int, list[list[int]]] = {}
 
     @property
     def shares(self) -> list[tuple[int, ...]]:
         """Return, for each engine, the trainer ranks whose devices it uses."""
-        return [seat.shares for seat in self._seats]
+        return [seat.all_shares for seat in self._seats]
 
     def create(self) -> dict[str, Any]:
         """Create the actors of all engines, and return them by name."""
-        return {f"engine {i}": create_actor(EngineActor, self._reservation, seat) for i, seat in enumerate(self._seats)}
+        return {f"engine {i}": self._create(i) for i in range(len(self._seats))}
 
-    def begin(self, index: int, process: Process, *, predecessor: Sequence[int] = ()) -> Any:
-        """Make an engine start after killing the processes `predecessor`, and return the pending remote call."""
-        devices = self._devices_of(self._seats[index])
-        return process.actor.start.remote(engine_spec(self._config), devices, predecessor)
+    def _create(self, index: int) -> Any:
+        first, reservation = self._seats[index], self._reservation
+        self._further[index] = [create_actor(EngineNodeActor, reservation, seat) for seat in first.further]
+        return create_actor(EngineActor, reservation, first, self._further[index])
 
-    def restart(self, index: int, lost: Process, pids: Sequence[int]) -> tuple[Process, list[int]]:
-        """Start a new engine in the place of a dead one, whose process ids were `pids`; return it and its process ids.
+    def begin(self, index: int, process: Process) -> Any:
+        """Make an engine start after killing the processes of the one before it, and return the pending remote call."""
+        seats = [self._seats[index], *self._seats[index].further]
+        devices, predecessors = [self._devices_of(seat) for seat in seats], self._pids.get(index, [[]] * len(seats))
+        return process.actor.start_all.remote(engine_spec(self._config), devices, predecessors)
+
+    def started(self, index: int, process: Process, pids: list[list[int]]) -> dict[str, int]:
+        """Note that an engine has started, with which processes on each node; return their ids by name."""
+        self._pids[index] = pids
+        self._watch(process)
+        return engine_pids(process.name, pids)
+
+    def restart(self, index: int, lost: Process) -> tuple[Process, dict[str, int]]:
+        """Start a new engine in the place of a dead one; return it and its process ids by name.
 
         The new engine has the weights on disk, not the policy's. With placement.offload it is put to sleep; the other
         engines must be asleep already.
         """
-        process = replace(lost, actor=create_actor(EngineActor, self._reservation, self._seats[index]))
+        for node in self._further[index]:
+            ray.kill(node)
+        process = replace(lost, actor=self._create(index))
         process.roster.enter(process)
         process = replace(process, location=self._ask(process, process.actor.locate.remote()))
         process.roster.enter(process)
-        doing, starting = f"restarting {process.name}", [(process, self.begin(index, process, predecessor=pids))]
-        (new_pids,) = wait_started(starting, timeout_s=self._config.cluster.engine_start_timeout_s, doing=doing)
-        self.watch(process)
+        doing, starting = f"restarting {process.name}", [(process, self.begin(index, process))]
+        (pids,) = wait_started(starting, timeout_s=self._config.cluster.engine_start_timeout_s, doing=doing)
+        new_pids = self.started(index, process, pids)
         if self._config.placement.offload:
             self._ask(process, process.actor.call.remote("sleep"))
         return process, new_pids
 
-    def watch(self, process: Process) -> None:
+    def _watch(self, process: Process) -> None:
         """Take an engine that has started for hung whenever it is silent for `cluster.heartbeat_timeout_s`."""
         process.roster.expect_answers(process, within_s=self._config.cluster.heartbeat_timeout_s)
 

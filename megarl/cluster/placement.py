@@ -1,9 +1,10 @@
 """Plan which bundle of Ray's placement groups each process of a run gets, before anything is reserved in Ray.
 
 A bundle holds one device. One rank of each layout (the actor's, the critic's, …) and, in colocated mode, an engine
-share the device. In split mode an engine has a bundle of `tp` devices to itself. A placement group covers one node, so
-that its bundles stay together. Nodes are taken from Ray's hosts in turn: in the order of cluster.hosts if it is set,
-otherwise the driver's host first. The trainer's nodes come before those of engines.
+share the device. In split mode an engine has a bundle with all of its devices to itself, or one on each node that it
+fills. A placement group covers one node, so that its bundles stay together. Nodes are taken from Ray's hosts in turn:
+in the order of cluster.hosts if it is set, otherwise the driver's host first. The trainer's nodes come before those of
+engines.
 """
 
 import itertools
@@ -38,7 +39,8 @@ class NodeGroup:
 class Seat:
     """The place of one process: a bundle, numbered over all nodes of its group, and a share of the bundle's resources.
 
-    shares: trainer ranks whose devices this process uses as well.
+    shares: trainer ranks whose devices this process uses as well. further: for an engine over several nodes, the places
+    of its processes on the nodes after the first, each with as many workers.
     """
 
     group: str
@@ -46,6 +48,12 @@ class Seat:
     num_cpus: float
     num_gpus: float
     shares: tuple[int, ...] = ()
+    further: tuple["Seat", ...] = ()
+
+    @property
+    def all_shares(self) -> tuple[int, ...]:
+        """Return the trainer ranks whose devices an engine uses on all of its nodes, in the order of its workers."""
+        return self.shares + tuple(rank for seat in self.further for rank in seat.shares)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +83,18 @@ def devices_per_node(nodes: NodesConfig, num_devices: int) -> int:
 
 def ranks_in_order(engine: EngineConfig) -> list[tuple[int, ...]]:
     """Give each colocated engine consecutive trainer ranks to share devices with, one rank for each of its workers."""
-    return [tuple(range(i * engine.tp, (i + 1) * engine.tp)) for i in range(engine.num_engines)]
+    size = engine.num_workers
+    return [tuple(range(i * size, (i + 1) * size)) for i in range(engine.num_engines)]
+
+
+def workers_per_node(config: Config) -> int:
+    """Return how many workers of an engine lie on one node: all, or as many as a node has devices."""
+    engine, placement = config.rollout.engine, config.placement
+    if placement.mode == "colocated":
+        per_node = devices_per_node(placement.trainer, config.actor.layout.world_size)
+    else:
+        per_node = devices_per_node(placement.engines, engine.num_engines * engine.num_workers)
+    return min(engine.num_workers, per_node)
 
 
 def cpu_share(num_processes: int) -> float:
@@ -118,20 +137,25 @@ def plan_placement(
         plan = PlacementPlan(groups=groups, ranks=())
     if not with_engines:
         return plan
-    engine = config.rollout.engine
+    engine, here = config.rollout.engine, workers_per_node(config)
+    num_parts = engine.num_workers // here
     if config.placement.mode == "colocated":
-        shared = (
-            replace(guest, bundle=ranks[0], shares=tuple(ranks)) for ranks in engine_ranks or ranks_in_order(engine)
+        parts = [
+            replace(guest, bundle=ranks[first], shares=tuple(ranks[first : first + here]))
+            for ranks in engine_ranks or ranks_in_order(engine)
+            for first in range(0, engine.num_workers, here)
+        ]
+    else:
+        nodes = config.placement.engines
+        groups["engines"] = NodeGroup(
+            num_nodes=nodes.num_nodes,
+            bundles_per_node=devices_per_node(nodes, engine.num_engines * engine.num_workers) // here,
+            bundle={name: amount * here for name, amount in device.items()},
         )
-        return replace(plan, engines=tuple(shared))
-    nodes = config.placement.engines
-    groups["engines"] = NodeGroup(
-        num_nodes=nodes.num_nodes,
-        bundles_per_node=devices_per_node(nodes, engine.num_engines * engine.tp) // engine.tp,
-        bundle={name: amount * engine.tp for name, amount in device.items()},
-    )
-    own = replace(seat, group="engines", num_cpus=seat.num_cpus * engine.tp, num_gpus=seat.num_gpus * engine.tp)
-    return replace(plan, engines=tuple(replace(own, bundle=i) for i in range(engine.num_engines)))
+        own = replace(seat, group="engines", num_cpus=seat.num_cpus * here, num_gpus=seat.num_gpus * here)
+        parts = [replace(own, bundle=i) for i in range(engine.num_engines * num_parts)]
+    firsts = range(0, len(parts), num_parts)
+    return replace(plan, engines=tuple(replace(parts[i], further=tuple(parts[i + 1 : i + num_parts])) for i in firsts))
 
 
 def with_judge_servers(plan: PlacementPlan, config: Config, device: Mapping[str, float]) -> PlacementPlan:

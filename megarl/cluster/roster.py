@@ -14,7 +14,8 @@ from megarl.record.progress import write_line
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
     """The host and devices of a process. `host`: Ray's id of the host; `files`: the directory on this host in which
-    the process leaves its Python stacks and its stage; `device_ids`: ids of the devices that Ray gave the process.
+    the process leaves its Python stacks and its stage; `device_ids`: ids of the devices that Ray gave the process;
+    `further_hosts`: the hosts of an engine's other nodes.
     """
 
     host: str
@@ -23,6 +24,12 @@ class Location:
     hostname: str = ""
     pid: int = 0
     files: str = ""
+    further_hosts: tuple[str, ...] = ()
+
+    def host_of(self, worker: int, num_workers: int) -> str:
+        """Return the host of one of an engine's workers, which are spread evenly over its nodes."""
+        hosts = (self.host, *self.further_hosts)
+        return hosts[worker * len(hosts) // num_workers]
 
 
 NOWHERE = Location(host="", address="", device_ids=())

@@ -62,39 +62,38 @@ def ends_of(config: Config, spec: ModelSpec) -> Ends:
     return Ends(
         specs=wire_specs(spec, weight_specs(spec, config.model.dtype), config.sync.dtype),
         held=rank_holdings(spec, config.actor.layout, vocab_multiple=config.model.vocab_multiple),
-        needs=engine_needs(spec, engine.tp, expert_parallel=engine.expert_parallel),
+        needs=engine_needs(spec, engine.tp, stages=engine.pp, expert_parallel=engine.expert_parallel),
     )
 
 
 def engine_ranks(config: Config, ends: Ends) -> list[tuple[int, ...]]:
     """Choose the trainer ranks whose devices each colocated engine shares, so that a weight sync sends few bytes.
 
-    Every engine stays on its node. Engines get consecutive ranks unless another choice saves bytes.
+    Every worker stays on its node. Engines get consecutive ranks unless another choice saves bytes.
     """
-    seats = ranks_in_order(config.rollout.engine)
+    in_order, size = list(itertools.chain(*ranks_in_order(config.rollout.engine))), len(ends.needs)
     per_node = devices_per_node(config.placement.trainer, config.actor.layout.world_size)
     shared = overlaps(ends.specs, dict(enumerate(ends.held)), dict(enumerate(ends.needs)))
-    chosen = list[tuple[int, ...]]()
-    for node, group in itertools.groupby(seats, key=lambda ranks: ranks[0] // per_node):
-        here, first = list(group), node * per_node
-        in_order = [rank - first for ranks in here for rank in ranks]
-        gains = np.tile(shared[:, first : first + per_node], (len(here), 1))
+    chosen = list[int]()
+    for first in range(0, len(in_order), per_node):
+        here = [rank - first for rank in in_order[first : first + per_node]]
+        # Engines of one node follow each other, and one over several nodes has a part of its workers on each.
+        gains = np.stack([shared[(first + i) % size, first : first + per_node] for i in range(len(here))])
         best, each = best_neighbours(gains), np.arange(len(gains))
-        if gains[each, best].sum() == gains[each, in_order].sum():
-            best = in_order
-        tp = len(ends.needs)
-        chosen += [tuple(rank + first for rank in best[i : i + tp]) for i in range(0, len(best), tp)]
-    return chosen
+        if gains[each, best].sum() == gains[each, here].sum():
+            best = here
+        chosen += [rank + first for rank in best]
+    return [tuple(chosen[i : i + size]) for i in range(0, len(chosen), size)]
 
 
 def bridge_plan(config: Config, spec: ModelSpec) -> Plan:
     """Plan which rank sends which slices of weights to which engine worker; workers are numbered after the ranks."""
-    ends, tp, first = ends_of(config, spec), config.rollout.engine.tp, config.actor.layout.world_size
+    ends, first = ends_of(config, spec), config.actor.layout.world_size
     colocated = config.placement.mode == "colocated"
     workers = [rank for ranks in engine_ranks(config, ends) for rank in ranks] if colocated else []
     return build_plan(
         ends.specs,
         dict(enumerate(ends.held)),
-        {first + i: ends.needs[i % tp] for i in range(config.rollout.engine.num_engines * tp)},
+        dict(enumerate(list(ends.needs) * config.rollout.engine.num_engines, start=first)),
         neighbours={first + i: [rank] for i, rank in enumerate(workers)},
     )

@@ -143,7 +143,6 @@ UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
                 "*prometheus*",
                 "*.rollout.ignore_eos",
                 "*.rollout.*expert_parallel_size",
-                "*.rollout.pipeline_model_parallel_size",
                 "*.rollout.seed",
                 "*.rollout.scheduling_policy",
                 "*.rollout.over_sample_rate",

@@ -177,6 +177,7 @@ VERL: Entries = {
     "actor_rollout_ref.rollout.n": ("rollout.num_samples",),
     "actor_rollout_ref.rollout.n_gpus_per_node": ("placement.engines.devices_per_node", _SPLIT),
     "actor_rollout_ref.rollout.nnodes": ("placement.engines.num_nodes", _SPLIT),
+    "actor_rollout_ref.rollout.pipeline_model_parallel_size": ("rollout.engine.pp",),
     "actor_rollout_ref.rollout.response_length": ("rollout.max_response_tokens",),
     "actor_rollout_ref.rollout.temperature": ("rollout.temperature",),
     "actor_rollout_ref.rollout.tensor_model_parallel_size": ("rollout.engine.tp",),

@@ -44,8 +44,8 @@ REFUSED: Mapping[str, str] = {
     "master_addr": _SEVERAL,
     "master_port": _SEVERAL,
     "device_ids": _SEVERAL,
-    "pipeline_parallel_size": "weight syncs know tensor-parallel workers only; set rollout.engine.tp",
-    "prefill_context_parallel_size": "weight syncs know tensor-parallel workers only; set rollout.engine.tp",
+    "pipeline_parallel_size": "set rollout.engine.pp",
+    "prefill_context_parallel_size": "weight syncs do not know its workers; set rollout.engine.tp and pp",
     "data_parallel_size": "set rollout.engine.num_engines",
     "data_parallel_rank": "set rollout.engine.num_engines",
     "data_parallel_start_rank": "set rollout.engine.num_engines",
@@ -118,6 +118,11 @@ def check_speculation(config: Config) -> None:
         raise ConfigError(
             f"rollout.engine.speculation.min_ngram_tokens: got {low}, expected at most max_ngram_tokens={high}; change "
             "either"
+        )
+    if speculation.method == "mtp" and config.rollout.engine.pp > 1:
+        raise ConfigError(
+            f"rollout.engine.speculation.method: got mtp with rollout.engine.pp={config.rollout.engine.pp}, but "
+            "megarl does not know which tensors the stage that drafts then needs; set one of the two otherwise"
         )
     if speculation.method == "mtp" and config.placement.offload:
         raise ConfigError(

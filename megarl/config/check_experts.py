@@ -83,6 +83,7 @@ def check_replayed_routing(config: Config, *, captured: bool) -> None:
     hindrances = {
         "rollout.engine.prefix_caching=false": not rollout.engine.prefix_caching,
         "run.deterministic=true": config.run.deterministic,
+        "rollout.engine.pp > 1": rollout.engine.pp > 1,
         "rollout.schedule.on_update=continue": rollout.schedule.on_update == "continue",
         "algo.demonstrations": config.algo.demonstrations.strategy != "none",
     }

@@ -19,10 +19,14 @@ def check_trainer_nodes(config: Config) -> None:
 
 
 def check_engines(config: Config) -> None:
-    """Raise ConfigError unless engines fit on the trainer's devices or fill their own nodes; none may span nodes."""
+    """Raise ConfigError unless engines fit on the trainer's devices or fill their own nodes; one that spans nodes has
+    all of their devices.
+    """
     engine, placement = config.rollout.engine, config.placement
-    num_devices = engine.num_engines * engine.tp
+    num_devices = engine.num_engines * engine.num_workers
     wanted = f"rollout.engine.num_engines={engine.num_engines} × rollout.engine.tp={engine.tp}"
+    if engine.pp > 1:
+        wanted += f" × rollout.engine.pp={engine.pp}"
     if placement.mode == "colocated":
         if placement.engines != NodesConfig():
             raise ConfigError(
@@ -44,10 +48,11 @@ def check_engines(config: Config) -> None:
         nodes, where, count = placement.engines, "placement.engines", num_devices
         _require_full_nodes(nodes, where, count, f"the {count} devices of {wanted}")
     per_node = nodes.devices_per_node or count // nodes.num_nodes
-    if per_node % engine.tp:
+    if per_node % engine.num_workers and engine.num_workers % per_node:
         raise ConfigError(
-            f"rollout.engine.tp: got {engine.tp}, expected a divisor of the {per_node} devices of each node of "
-            f"{where}, since an engine lies on one node; change it or {where}"
+            f"rollout.engine: an engine has tp={engine.tp} × pp={engine.pp} = {engine.num_workers} workers, expected a "
+            f"divisor or a multiple of the {per_node} devices of each node of {where}, since an engine lies on one "
+            f"node or fills several; change tp, pp or {where}"
         )
     _require_suspension(config)
 
@@ -100,6 +105,11 @@ def check_schedule(config: Config) -> None:
             f"{ahead} with rollout.schedule.on_update=finish, but engines are empty at every update, so more than 1 "
             "gains nothing; set staleness=1, or on_update=continue"
         )
+    if schedule.on_update == "continue" and config.rollout.engine.pp > 1:
+        raise ConfigError(
+            f"rollout.engine.pp: got {config.rollout.engine.pp} with rollout.schedule.on_update=continue, but vLLM "
+            "cannot take tokens back that are between two stages when new weights come; set on_update=finish or pp=1"
+        )
     if schedule.on_update == "continue" and config.run.deterministic:
         raise ConfigError(
             "run.deterministic: got true with rollout.schedule.on_update=continue, where it depends on time which "
@@ -126,8 +136,15 @@ def check_sync(config: Config) -> None:
 
 
 def check_engine_tp(config: Config, hf_config: Mapping[str, object]) -> None:
-    """Raise ConfigError unless rollout.engine.tp divides the model; vLLM may replicate key-value heads to fit."""
-    tp = config.rollout.engine.tp
+    """Raise ConfigError unless rollout.engine.tp divides the model, and every one of rollout.engine.pp stages gets a
+    layer; vLLM may replicate key-value heads to fit.
+    """
+    tp, pp = config.rollout.engine.tp, config.rollout.engine.pp
+    if pp > 1 and pp > (num_layers := int(str(hf_config["num_hidden_layers"]))):
+        raise ConfigError(
+            f"rollout.engine.pp: got {pp}, but the model has num_hidden_layers={num_layers}, so that some stages would "
+            "be empty; lower it"
+        )
     sizes = {name: int(str(hf_config[name])) for name in ("num_attention_heads", "intermediate_size")}
     kv_heads = int(str(hf_config.get("num_key_value_heads") or sizes["num_attention_heads"]))
     valid = [

@@ -28,6 +28,8 @@ class EngineConfig:
 
     num_engines: int = setting(1, AT_LEAST_1)  # Number of engines; each holds a full copy of the policy.
     tp: int = setting(1, AT_LEAST_1)  # Tensor-parallel size of each engine.
+    # Number of pipeline stages of each engine. Its tp × pp workers lie on one node, or fill several.
+    pp: int = setting(1, AT_LEAST_1)
     # Data type in which engines hold weights and compute; null: model.dtype.
     dtype: Literal["float32", "bfloat16"] | None = None
     # With experts: let each of an engine's tp workers hold whole experts instead of a slice of each; on CUDA only.
@@ -49,6 +51,11 @@ class EngineConfig:
     # Further engine arguments by vLLM's own names, as in {max_num_batched_tokens: 16384}. Unknown names, and those that
     # follow from other settings, are errors.
     vllm: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_workers(self) -> int:
+        """Return the number of an engine's workers, each on a device."""
+        return self.tp * self.pp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -153,7 +153,7 @@ def node_overrides(config: Config, request: SubmitRequest) -> list[str]:
                 f"{key}: got {tp}, but of the nodes there are {nodes}, and tensor parallelism over the network between "
                 f"nodes is too slow; lower it, and raise pp or dp instead"
             )
-    engines, needs = engine.num_engines * engine.tp, {"placement.trainer": layout.world_size}
+    engines, needs = engine.num_engines * engine.num_workers, {"placement.trainer": layout.world_size}
     if split and request.engine_nodes is None:
         needs["placement.engines"] = engines
     servers = config.rewards.judge_servers if request.command == "train" else {}

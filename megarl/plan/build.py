@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from megarl.algos.build import algorithm_of
-from megarl.cluster.placement import NodeGroup, Seat, plan_placement, with_judge_servers
+from megarl.cluster.placement import NodeGroup, Seat, plan_placement, with_judge_servers, workers_per_node
 from megarl.cluster.roles import by_layout, model_key, roles_of
 from megarl.cluster.sync_plan import bridge_plan
 from megarl.config.batches import batch_counts, num_actor_steps
@@ -36,11 +36,13 @@ from megarl.plan.run_plan import (
 )
 from megarl.record.performance import forward_flops, peak_of
 from megarl.sync.plan.build import plan_statistics
+from megarl.sync.plan.engine_shards import engine_needs, stage_range
 from megarl.sync.wire.wires import DEPTH
 from megarl.train.inputs import missing_files, open_train_inputs, setting_warnings
 from megarl.train.score import SOURCES, Variant
 from megarl.types import Score
 from megarl.types.messages import Head, Role, RoleSpec
+from megarl.weights.boxes import num_elements
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.hub import with_local_models
 from megarl.weights.shards import groups_of
@@ -146,9 +148,13 @@ def _nodes(
 
 
 def _numbers_on(name: str, group: NodeGroup, node: int, seats: Sequence[Seat]) -> tuple[int, ...]:
-    """Return which of the processes with these seats are on a node of the group `name`."""
-    per_node = group.bundles_per_node
-    return tuple(i for i, seat in enumerate(seats) if (seat.group, seat.bundle // per_node) == (name, node))
+    """Return which of the processes with these seats are on a node of the group `name`, or have a part there."""
+    here, per_node = (name, node), group.bundles_per_node
+    return tuple(
+        i
+        for i, seat in enumerate(seats)
+        if any((part.group, part.bundle // per_node) == here for part in (seat, *seat.further))
+    )
 
 
 def role_plan(role: RoleSpec, spec: ModelSpec) -> RolePlan:
@@ -223,15 +229,21 @@ def _micro_batches_at_full_length(config: Config, settings: ActorConfig) -> int:
 
 def _engine(config: Config, spec: ModelSpec, device_bytes: int | None) -> EnginePlan:
     dtype_bytes, engine = DTYPE_BYTES[config.model.dtype], config.rollout.engine
-    weights = -(-_model_parameters(spec, Head.LM) * dtype_bytes // engine.tp)
+    stages = engine_needs(spec, 1, stages=engine.pp)
+    weights = -(-max(sum(map(num_elements, stage.values())) for stage in stages) * dtype_bytes // engine.tp)
+    layers = max(len(stage_range(spec.dims.num_layers, stage, engine.pp)) for stage in range(engine.pp))
     kv_cache = None if engine.kv_cache_mib is None else engine.kv_cache_mib << 20
     if kv_cache is None and device_bytes is not None:
         kv_cache = max(0, int(engine.gpu_memory_utilization * device_bytes) - weights)
     return EnginePlan(
         num_engines=engine.num_engines,
         tp=engine.tp,
+        pp=engine.pp,
+        nodes_per_engine=engine.num_workers // workers_per_node(config),
         shares_devices=config.placement.mode == "colocated",
         weights=weights,
         kv_cache=kv_cache,
-        kv_bytes_per_token=bytes_of.kv_bytes_per_token(spec.dims, tp=engine.tp, dtype_bytes=dtype_bytes),
+        kv_bytes_per_token=bytes_of.kv_bytes_per_token(
+            spec.dims, tp=engine.tp, num_layers=layers, dtype_bytes=dtype_bytes
+        ),
     )

@@ -138,11 +138,11 @@ def head_bytes(
     return (kept if backward and regime is Regime.KEEP else logits) + scored
 
 
-def kv_bytes_per_token(dims: Dims, *, tp: int, dtype_bytes: int) -> int:
-    """Return the KV-cache bytes of a token, in all layers, on one of `tp` devices. Single heads and latents are not
+def kv_bytes_per_token(dims: Dims, *, tp: int, num_layers: int, dtype_bytes: int) -> int:
+    """Return the KV-cache bytes of a token, in so many layers, on one of `tp` devices. Single heads and latents are not
     split.
     """
     if dims.latent is not None:
-        return dtype_bytes * dims.num_layers * (dims.latent.kv_latent + dims.latent.rope)
+        return dtype_bytes * num_layers * (dims.latent.kv_latent + dims.latent.rope)
     num_heads = max(1, dims.num_kv_heads // tp)
-    return 2 * dtype_bytes * dims.num_layers * num_heads * dims.head_dim
+    return 2 * dtype_bytes * num_layers * num_heads * dims.head_dim

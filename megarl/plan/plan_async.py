@@ -70,7 +70,7 @@ def plan_async(
     num_devices: None for as many as the run had. window_frac: `rollout.schedule.window_frac` of settings in flight.
     """
     config = measured.config
-    num_devices, per_engine = num_devices or _devices_of(measured), config.rollout.engine.tp
+    num_devices, per_engine = num_devices or _devices_of(measured), config.rollout.engine.num_workers
     if num_devices < 2 or min(staleness, default=0) < 1 or not 0 <= window_frac <= 1:
         raise ConfigError(
             f"got {num_devices} devices, --staleness {' '.join(map(str, staleness))} and --window-frac {window_frac}, "
@@ -205,7 +205,7 @@ def draw(plan: AsyncPlan, path: Path) -> None:
 def _devices_of(measured: Measured) -> int:
     engine, placement = measured.config.rollout.engine, measured.config.placement
     trainers = measured.config.actor.layout.world_size
-    return trainers if placement.mode == "colocated" else trainers + engine.num_engines * engine.tp
+    return trainers if placement.mode == "colocated" else trainers + engine.num_engines * engine.num_workers
 
 
 def _cells(schedule: str, split: str, outcome: Outcome, colocated: Outcome) -> tuple[str, ...]:

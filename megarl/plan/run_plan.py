@@ -122,10 +122,14 @@ class DevicePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """The vLLM engines, with bytes per device; `kv_cache` is None if vLLM itself decides how much memory it takes."""
+    """The vLLM engines, with bytes per device, of the pipeline stage that takes most; `kv_cache` is None if vLLM itself
+    decides how much memory it takes.
+    """
 
     num_engines: int
     tp: int
+    pp: int
+    nodes_per_engine: int
     shares_devices: bool
     weights: int
     kv_cache: int | None

@@ -80,7 +80,7 @@ class Received:
 
 
 class VllmEngine:
-    """One vLLM engine in this process; with tp > 1 its workers are child processes.
+    """One vLLM engine in this process; with tp > 1 its workers are child processes, or those of `EngineNodeWorkers`.
 
     Weights may be replaced while another thread waits in `generate` or `serve`. Unfinished requests then continue with
     the new weights: their KV cache is dropped, and computed again for all of their tokens so far. Their generators get
@@ -88,24 +88,22 @@ class VllmEngine:
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        if spec.batch_invariant:
-            # vLLM's kernels read it while they are imported.
-            os.environ["VLLM_BATCH_INVARIANT"] = "1"
-        tell_stage("importing vLLM")
+        prepare_vllm(spec)
         from vllm import LLM
-
-        if rounding_of(spec):
-            import megarl.rollout.rounded_weights  # noqa: F401
 
         with _log_lines_as_stages():
             self.llm = LLM(**engine_arguments(spec))
+        self._num_nodes = 1 if spec.node is None else spec.node.num_nodes
         self.llm.update_weight_version("0")
         self._version = 0
         self._stepper = Stepper(self.llm, max_num_seqs=spec.config.max_num_seqs)
 
     def process_ids(self) -> list[int]:
-        """Return the ids of this process, and of the workers and vLLM's core if they are processes of their own."""
+        """Return the ids of this process, and of the workers and vLLM's core if they are processes of their own, all on
+        this host.
+        """
         workers: list[int] = self.llm.collective_rpc("process_id")
+        workers = workers[: len(workers) // self._num_nodes]
         resources = getattr(self.llm.llm_engine.engine_core, "resources", None)
         cores = [] if resources is None else [core.pid for core in resources.engine_manager.processes]
         return list(dict.fromkeys([os.getpid(), *workers, *cores]))
@@ -228,6 +226,42 @@ class VllmEngine:
         """Stop the engine and the processes it started."""
         self._stepper.close()
         self.llm.llm_engine.engine_core.shutdown()
+
+
+class EngineNodeWorkers:
+    """The workers of an engine on a further one of its nodes; the `VllmEngine` on the first tells them what to do."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        prepare_vllm(spec)
+        from vllm import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+        with _log_lines_as_stages():
+            # Defaults depend on the usage, and have to be those of the first node's engine.
+            arguments = EngineArgs(**engine_arguments(spec))
+            config = arguments.create_engine_config(usage_context=UsageContext.LLM_CLASS, headless=True)
+            self._executor = MultiprocExecutor(config, monitor_workers=False)
+
+    def process_ids(self) -> list[int]:
+        """Return the ids of this process and of its workers."""
+        return [os.getpid(), *(worker.proc.pid for worker in self._executor.workers)]
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self._executor.shutdown()
+
+
+def prepare_vllm(spec: EngineSpec) -> None:
+    """Import vLLM, after setting what it reads then, and before what extends it for the engine."""
+    if spec.batch_invariant:
+        # Kernels read it while they are imported.
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    tell_stage("importing vLLM")
+    import vllm  # noqa: F401
+
+    if rounding_of(spec):
+        import megarl.rollout.rounded_weights  # noqa: F401
 
 
 def _completion(output: Any) -> Completion:

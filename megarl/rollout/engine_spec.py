@@ -25,8 +25,21 @@ ROUNDED = "megarl_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineNode:
+    """One of the nodes over which an engine's workers are spread evenly; those of node 0 have the first ranks.
+
+    address, port: where the workers of all nodes meet, on node 0.
+    """
+
+    rank: int
+    num_nodes: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """The settings with which an engine starts.
+    """The settings with which an engine starts; `node` says which part of it starts here if it spans several nodes.
 
     suspends_nccl: whether NCCL's buffers are freed while the engine sleeps. batch_invariant: whether kernels compute a
     sequence in the same way whatever else is in its batch. captures_routing: whether completions say to which experts
@@ -43,6 +56,7 @@ class EngineSpec:
     max_nucleus: int = 0
     batch_invariant: bool = False
     captures_routing: bool = False
+    node: EngineNode | None = None
 
 
 def engine_spec(config: Config) -> EngineSpec:
@@ -93,12 +107,20 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "enforce_eager": config.enforce_eager or None,
         "enable_expert_parallel": config.expert_parallel or None,
         # Inside a Ray actor, vLLM would by default choose its Ray executor, which needs devices of its own.
-        "distributed_executor_backend": "mp" if config.tp > 1 else None,
+        "distributed_executor_backend": "mp" if config.num_workers > 1 else None,
+        "pipeline_parallel_size": config.pp if config.pp > 1 else None,
         "speculative_config": _speculation(config.speculation),
         # vLLM's CPU kernels for float8 need matrix instructions that few CPUs have, and no float32.
         "quantization": rounding_of(spec) or config.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
     }
+    if (node := spec.node) is not None:
+        chosen |= {
+            "nnodes": node.num_nodes,
+            "node_rank": node.rank,
+            "master_addr": node.address,
+            "master_port": node.port,
+        }
     return {
         "model": spec.model_path,
         "dtype": spec.dtype,

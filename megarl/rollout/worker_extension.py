@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -21,6 +22,7 @@ from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from megarl.errors import WeightSyncError
 from megarl.rollout.engine import NUM_BEFORE, SEED
@@ -205,7 +207,23 @@ def truncate_drafted(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: to
     return apply_top_k_top_p(logits, top_k, top_p) if len(logits) else logits
 
 
+def make_inputs(runner: Any) -> None:
+    """Allocate what a pipeline stage receives from the one before; vLLM does it in a trial run, which needs graphs."""
+    if not get_pp_group().is_first_rank:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+        )
+
+
 if current_platform.is_cpu():
     # The CPU kernel of vLLM 0.32 writes into a copy, so that temperatures of drafted tokens are what memory held.
     rejection_sampler.expand_batch_to_tokens = expand_to_tokens
     rejection_sampler.apply_top_k_top_p = truncate_drafted
+    # Without graphs there is no trial run on CPUs.
+    _load_model = CPUModelRunner.load_model
+
+    def _load_and_make_inputs(runner: CPUModelRunner, *args: Any, **kwargs: Any) -> None:
+        _load_model(runner, *args, **kwargs)
+        make_inputs(runner)
+
+    CPUModelRunner.load_model = _load_and_make_inputs

@@ -1,5 +1,6 @@
 """Compute vLLM's weight layout: the box (rectangular part) of each Hugging Face tensor that an engine worker needs."""
 
+import itertools
 from dataclasses import dataclass, replace
 
 from megarl.sync.plan.assign import Holding
@@ -11,6 +12,9 @@ from megarl.weights.tables import Partition
 # vLLM pads the vocabulary to a multiple of this, then splits it (DEFAULT_VOCAB_PADDING_SIZE).
 VOCAB_PADDING = 64
 _LAYER = "model.layers.{}."
+_EMBEDDING = "model.embed_tokens.weight"
+# The families of which vLLM 0.32 builds the vocabulary, the last norm and the head on every pipeline stage.
+_ENDS_EVERYWHERE = frozenset({"gemma", "mixtral", "qwen3_moe"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,28 +56,48 @@ def engine_shards(spec: ModelSpec, at: EnginePosition) -> dict[str, Box]:
     return shards
 
 
-def engine_needs(spec: ModelSpec, size: int, *, expert_parallel: bool = False) -> list[Holding]:
-    """Compute `engine_shards` for each of `size` workers, in another order of tensors.
+def stage_range(num_layers: int, stage: int, num_stages: int) -> range:
+    """Return the layers of a pipeline stage of vLLM: those that do not divide evenly go to stages before the last."""
+    count, more = divmod(num_layers, num_stages)
+    sizes = [count + (num_stages - 1 - more <= i < num_stages - 1) for i in range(num_stages)]
+    return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
 
-    It is faster than a call per worker, because it computes one dense and one expert layer and repeats them.
+
+def _is_at_end(name: str, spec: ModelSpec, stage: int, num_stages: int) -> bool:
+    """Return whether a stage has a tensor that belongs to no layer: the vocabulary, the last norm or the head."""
+    if spec.family.name in _ENDS_EVERYWHERE:
+        return True
+    if name == _EMBEDDING:
+        return stage == 0 or (spec.dims.tied and stage == num_stages - 1)
+    return stage == num_stages - 1
+
+
+def engine_needs(spec: ModelSpec, size: int, *, stages: int = 1, expert_parallel: bool = False) -> list[Holding]:
+    """Compute `engine_shards` for each of an engine's workers, in another order of tensors.
+
+    size: workers of a pipeline stage, which share its tensors. stages: pipeline stages; the workers of the first come
+    first, as in vLLM. It is faster than a call per worker, because it computes one dense and one expert layer and
+    repeats them.
     """
     first = {spec.dims.kind_of(layer): layer for layer in reversed(range(spec.dims.num_layers))}
     # A shortened model that still has a layer of every kind at its original index.
     short = replace(spec, dims=replace(spec.dims, num_layers=max(first.values()) + 1))
     # For each layer, the layer of the short model that is of the same kind.
     layers = [first[spec.dims.kind_of(layer)] for layer in range(spec.dims.num_layers)]
-    needs = list[Holding]()
+    needs: list[list[Holding]] = [[] for _ in range(stages)]
     for rank in range(size):
         parts: dict[int, list[tuple[str, Box]]] = {like: [] for like in layers}
-        repeated = {}
+        ends = {}
         shards = engine_shards(short, EnginePosition(rank=rank, size=size, expert_parallel=expert_parallel))
         for name, box in shards.items():
             like = next((like for like in parts if name.startswith(_LAYER.format(like))), None)
             if like is not None:
                 parts[like].append((name.removeprefix(_LAYER.format(like)), box))
             elif not name.startswith(_LAYER.split("{")[0]):
-                repeated[name] = box
-        for layer, like in enumerate(layers):
-            repeated.update((_LAYER.format(layer) + name, box) for name, box in parts[like])
-        needs.append(repeated)
-    return needs
+                ends[name] = box
+        for stage, its in enumerate(needs):
+            repeated = {name: box for name, box in ends.items() if _is_at_end(name, spec, stage, stages)}
+            for layer in stage_range(spec.dims.num_layers, stage, stages):
+                repeated.update((_LAYER.format(layer) + name, box) for name, box in parts[layers[layer]])
+            its.append(repeated)
+    return list(itertools.chain(*needs))

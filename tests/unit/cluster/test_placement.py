@@ -1,6 +1,7 @@
 """Seats of ranks and engines, and what a user is told when there is no room for them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -105,6 +106,32 @@ def test_split_engines_have_a_bundle_of_tp_devices_each() -> None:
     }
     assert placed.engines == tuple(Seat(group="engines", bundle=i, num_cpus=1.0, num_gpus=2.0) for i in range(4))
     assert placed.num_cpus == 2 + 8
+
+
+def test_an_engine_over_several_nodes_has_a_place_on_each() -> None:
+    """Two engines of 2 × 4 workers, over two nodes of four devices each; the first node of each has its process."""
+    engine = {"num_engines": 2, "tp": 4, "pp": 2}
+    placed = plan(GPU_DEVICE, dp=2, engine=engine, placement={"mode": "split", "engines": {"num_nodes": 4}})
+    assert placed.groups["engines"] == NodeGroup(num_nodes=4, bundles_per_node=1, bundle={"CPU": 4.0, "GPU": 4.0})
+    parts = [Seat(group="engines", bundle=i, num_cpus=2.0, num_gpus=4.0) for i in range(4)]
+    assert placed.engines == (replace(parts[0], further=(parts[1],)), replace(parts[2], further=(parts[3],)))
+    assert {seat.all_shares for seat in placed.engines} == {()}
+
+
+def test_a_colocated_engine_over_several_nodes_shares_all_of_their_devices() -> None:
+    engine = {"tp": 2, "pp": 3}
+    placed = plan(GPU_DEVICE, dp=8, engine=engine, placement={"trainer": {"num_nodes": 4}})
+    (first,) = placed.engines
+    assert (first.bundle, first.shares) == (0, (0, 1))
+    assert [(seat.bundle, seat.shares) for seat in first.further] == [(2, (2, 3)), (4, (4, 5))]
+    assert first.all_shares == (0, 1, 2, 3, 4, 5)
+
+
+def test_stages_that_fit_on_a_node_lie_there_together() -> None:
+    engine = {"num_engines": 2, "tp": 2, "pp": 2}
+    placed = plan(GPU_DEVICE, dp=1, engine=engine, placement={"mode": "split"})
+    assert placed.groups["engines"] == NodeGroup(num_nodes=1, bundles_per_node=2, bundle={"CPU": 4.0, "GPU": 4.0})
+    assert [seat.further for seat in placed.engines] == [(), ()]
 
 
 def test_a_two_core_host_has_room_for_two_ranks_and_a_split_engine_of_two() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.sync_plan import ends_of, engine_ranks, rank_holdings
+from megarl.cluster.sync_plan import bridge_plan, ends_of, engine_ranks, rank_holdings
 from megarl.config.load import from_dict
 from megarl.config.schema import Config, LayoutConfig
 from megarl.sync.plan.engine_shards import EnginePosition, engine_needs, engine_shards
@@ -107,3 +107,24 @@ def test_workers_sit_where_their_halves_are(dp: int, num_nodes: int, nodes: list
 def test_workers_sit_in_order_where_nothing_is_better(layout: dict[str, int], num_engines: int, tmp_path: Path) -> None:
     seats = seats_of(tmp_path, layout, num_engines=num_engines, tp=2)
     assert seats == [(0, 1), (2, 3)][:num_engines]
+
+
+def test_an_engine_over_nodes_stays_on_them_and_is_cut_as_the_trainer(tmp_path: Path) -> None:
+    """Two stages of two workers over two nodes of two devices: every worker's tensors are on its own device."""
+    model = write_config(tmp_path / "untied", num_key_value_heads=4, tie_word_embeddings=False)
+    tree: dict[str, Any] = {
+        "model": {"vocab_multiple": 64},
+        "actor": {"layout": {"tp": 2, "pp": 2}},
+        "rollout": {"engine": {"tp": 2, "pp": 2}},
+        "placement": {"trainer": {"num_nodes": 2}},
+    }
+    config, spec = from_dict(Config, tree), read_model_spec(model)
+    assert engine_ranks(config, ends_of(config, spec)) == [(0, 1, 2, 3)]
+    plan = bridge_plan(config, spec)
+    assert plan.wire_bytes == 0
+    assert sum(plan.received_bytes(sink, local=True) for sink in plan.needs) > 0
+    # Without stages in the trainer, each node's first rank lends its device to the worker that has its slices.
+    layout = {"layout": {"tp": 2, "dp": 2}}
+    config = from_dict(Config, tree | {"actor": layout})
+    assert engine_ranks(config, ends_of(config, spec)) == [(0, 1, 2, 3)]
+    assert bridge_plan(config, spec).wire_bytes == 0

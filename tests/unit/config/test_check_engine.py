@@ -124,6 +124,11 @@ def settings(engine: dict[str, Any], *, correction: str = "tis_upper", **section
             "rollout.engine.speculation.min_ngram_tokens: got 5, expected at most max_ngram_tokens=4; change either",
         ),
         (
+            settings({"speculation": {"method": "mtp"}, "pp": 2}, placement={"mode": "split"}),
+            "rollout.engine.speculation.method: got mtp with rollout.engine.pp=2, but megarl does not know which "
+            "tensors the stage that drafts then needs; set one of the two otherwise",
+        ),
+        (
             settings({"speculation": {"method": "mtp"}}, placement={"offload": True}),
             "rollout.engine.speculation.method: got mtp with placement.offload=true, but the layer that drafts is lost "
             "when engines sleep, and no weight sync brings it back; set one of the two otherwise",
@@ -221,6 +226,7 @@ def test_whole_experts_need_a_gpu_experts_and_workers(
             {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
         ),
         ("cuda", {}, {}),
+        ("cuda", {"pp": 2}, {"pipeline_parallel_size": 2}),
     ],
 )
 def test_what_vllm_is_told(
@@ -233,6 +239,7 @@ def test_what_vllm_is_told(
     finally:
         platform.cache_clear()
     names = ("quantization", "kv_cache_dtype", "speculative_config", "enable_expert_parallel")
+    names += ("pipeline_parallel_size",)
     assert {name: told[name] for name in names if name in told} == arguments
 
 

@@ -57,9 +57,10 @@ def config(
             "trainer's 2; lower one of them or set placement.mode=split",
         ),
         (
-            {"dp": 8, "engine": {"num_engines": 2, "tp": 4}, "trainer": {"num_nodes": 4}},
-            "rollout.engine.tp: got 4, expected a divisor of the 2 devices of each node of placement.trainer, since an "
-            "engine lies on one node; change it or placement.trainer",
+            {"dp": 12, "engine": {"num_engines": 2, "tp": 4}, "trainer": {"num_nodes": 2}},
+            "rollout.engine: an engine has tp=4 × pp=1 = 4 workers, expected a divisor or a multiple of the 6 devices "
+            "of each node of placement.trainer, since an engine lies on one node or fills several; change tp, pp or "
+            "placement.trainer",
         ),
         (
             {"sync": {"dtype": "bfloat16"}},
@@ -91,8 +92,14 @@ def config(
         ),
         (
             {"mode": "split", "engine": {"num_engines": 3, "tp": 2}, "engines": {"num_nodes": 2}},
-            "rollout.engine.tp: got 2, expected a divisor of the 3 devices of each node of placement.engines, since an "
-            "engine lies on one node; change it or placement.engines",
+            "rollout.engine: an engine has tp=2 × pp=1 = 2 workers, expected a divisor or a multiple of the 3 devices "
+            "of each node of placement.engines, since an engine lies on one node or fills several; change tp, pp or "
+            "placement.engines",
+        ),
+        (
+            {"mode": "split", "engine": {"num_engines": 3, "tp": 2, "pp": 3}, "engines": {"num_nodes": 4}},
+            "placement.engines.num_nodes: got 4, expected a divisor of 18, the 18 devices of "
+            "rollout.engine.num_engines=3 × rollout.engine.tp=2 × rollout.engine.pp=3; change either",
         ),
     ],
 )
@@ -107,6 +114,8 @@ def test_unsound_placements(changes: dict[str, Any], message: str) -> None:
         {"dp": 8, "trainer": {"num_nodes": 2, "devices_per_node": 4}, "engine": {"num_engines": 2, "tp": 4}},
         {"dp": 4, "engine": {"num_engines": 1, "tp": 2}, "offload": True},
         {"mode": "split", "engine": {"num_engines": 4, "tp": 2}, "engines": {"num_nodes": 2, "devices_per_node": 4}},
+        {"dp": 8, "engine": {"num_engines": 2, "tp": 4}, "trainer": {"num_nodes": 4}},
+        {"mode": "split", "engine": {"num_engines": 2, "tp": 4, "pp": 2}, "engines": {"num_nodes": 4}},
     ],
 )
 def test_sound_placements(changes: dict[str, Any]) -> None:
@@ -122,6 +131,12 @@ def test_a_warm_start_has_no_engines() -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_engines_may_repeat_key_value_heads(tp: int) -> None:
     check_model(config(engine={"tp": tp}), HF_CONFIG)
+
+
+def test_every_stage_of_an_engine_has_a_layer() -> None:
+    check_model(config(dp=2, engine={"pp": 2}), HF_CONFIG)
+    with pytest.raises(ConfigError, match=r"^rollout.engine.pp: got 3, but the model has num_hidden_layers=2, so that"):
+        check_model(config(dp=3, engine={"pp": 3}), HF_CONFIG)
 
 
 @pytest.mark.parametrize("tp", [3, 6, 16])
@@ -147,6 +162,11 @@ def test_engine_tp_must_divide_heads_and_mlp(tp: int) -> None:
             "staleness: got 1 with algo.correction.name=none",
         ),
         ({"staleness": 2}, {}, "staleness: got 2 with rollout.schedule.on_update=finish, but engines are empty"),
+        (
+            {"staleness": 1, "on_update": "continue"},
+            {"rollout": {"engine": {"pp": 2}, "schedule": {"staleness": 1, "on_update": "continue"}}},
+            "rollout.engine.pp: got 2 with rollout.schedule.on_update=continue, but vLLM cannot take tokens back",
+        ),
         (
             {"staleness": 1, "on_update": "continue"},
             {"run": {"deterministic": True}},

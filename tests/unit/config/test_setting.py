@@ -41,13 +41,14 @@ def test_a_range() -> None:
 # What the processes of a cluster are started with; without sync.verify, which the trainer reads alone.
 WORKERS = (
     "run.deterministic=true",
+    "run.batch_invariant=true",
     "model.dtype=float32",
     "rollout.timeout_s=1",
     "rewards.judge_servers={big: {model: m}}",
     *(f"sync.{name}" for name in ("host_group=device", "dtype=bfloat16", "delta=true")),
     *(f"sync.{name}" for name in ("delta_full_every=2", "cuda_ipc=true")),
 )
-ENGINES = ("trainer.mismatch_gate_nats=1",)
+ENGINES = ("trainer.mismatch_gate_nats=1", "run.batch_invariant=true")
 
 
 @pytest.mark.parametrize("override", WORKERS)

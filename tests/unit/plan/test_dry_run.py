@@ -41,6 +41,25 @@ def small_config(directory: Path) -> Config:
     return from_dict(Config, tree)
 
 
+def test_an_engine_of_two_stages_over_two_nodes_by_hand(tmp_path: Path) -> None:
+    """The last stage has most: two layers of 500 parameters, the last norm and the head; of 8 ranks the first four."""
+    config = small_config(tmp_path)
+    engine = replace(config.rollout.engine, num_engines=1, tp=2, pp=2)
+    nodes = replace(config.placement, trainer=replace(config.placement.trainer, num_nodes=4))
+    plan = plan_run(replace(config, rollout=replace(config.rollout, engine=engine), placement=nodes))
+    assert [(node.ranks, node.engines) for node in plan.nodes] == [
+        ((0, 1), (0,)),
+        ((2, 3), (0,)),
+        ((4, 5), ()),
+        ((6, 7), ()),
+    ]
+    assert (plan.engine.pp, plan.engine.nodes_per_engine) == (2, 2)
+    assert plan.engine.weights == 2 * (2 * 500 + 80 + 8) // 2
+    one = plan_run(config).engine
+    assert plan.engine.kv_bytes_per_token == one.kv_bytes_per_token // 2
+    assert "engines    1 × tp 2 × pp 2, each over 2 nodes, on the trainer's devices: " in to_text(plan)
+
+
 def test_a_small_plan_by_hand(tmp_path: Path) -> None:
     plan = plan_run(small_config(tmp_path), device_bytes=100_000)
     assert [(node.ranks, node.engines, node.offloaded) for node in plan.nodes] == [

@@ -79,6 +79,6 @@ def test_output_head(small: ModelSpec) -> None:
 
 def test_kv_cache(small: ModelSpec) -> None:
     # Keys and values, 4 layers, 2 heads of 2, 2 bytes; a device of two has one head, and one of four no less.
-    assert kv_bytes_per_token(small.dims, tp=1, dtype_bytes=2) == 2 * 4 * 2 * 2 * 2
-    assert kv_bytes_per_token(small.dims, tp=2, dtype_bytes=2) == 2 * 4 * 1 * 2 * 2
-    assert kv_bytes_per_token(small.dims, tp=4, dtype_bytes=2) == 2 * 4 * 1 * 2 * 2
+    assert kv_bytes_per_token(small.dims, tp=1, num_layers=4, dtype_bytes=2) == 2 * 4 * 2 * 2 * 2
+    assert kv_bytes_per_token(small.dims, tp=2, num_layers=4, dtype_bytes=2) == 2 * 4 * 1 * 2 * 2
+    assert kv_bytes_per_token(small.dims, tp=4, num_layers=4, dtype_bytes=2) == 2 * 4 * 1 * 2 * 2

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megarl.sync.plan.build import build_plan
-from megarl.sync.plan.engine_shards import EnginePosition, engine_shards
+from megarl.sync.plan.engine_shards import EnginePosition, engine_needs, engine_shards, stage_range
 from megarl.weights.boxes import Box, full_box, num_elements
 from megarl.weights.families import Dims, Experts, ModelSpec
 from megarl.weights.rope import DefaultRope
@@ -156,3 +156,45 @@ def test_whole_experts_lie_where_vllm_has_them(size: int, num_experts: int) -> N
         assert places is not None
         at = EnginePosition(rank=rank, size=size, expert_parallel=True)
         assert [at.holds_expert(expert, num_experts) for expert in range(num_experts)] == (places >= 0).tolist()
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 7, 16, 61])
+def test_stages_have_the_layers_that_vllm_gives_them(num_layers: int) -> None:
+    from vllm.distributed.utils import get_pp_indices
+
+    for stages in range(1, min(num_layers, 9) + 1):
+        ours = [stage_range(num_layers, stage, stages) for stage in range(stages)]
+        assert ours == [range(*get_pp_indices(num_layers, stage, stages)) for stage in range(stages)]
+
+
+def test_a_stage_needs_its_layers_and_its_end() -> None:
+    """Five layers over three stages of two workers: one, two, two, with vLLM's preference for the middle."""
+    dims = replace(DIMS, num_layers=5)
+    whole = engine_needs(make_spec("qwen2", dims), 2)
+    needs = engine_needs(make_spec("qwen2", dims), 2, stages=3)
+    assert len(needs) == 6
+    layers = [(0, 1), (2, 3), (4,)]
+    ends = [{"model.embed_tokens.weight"}, set(), {"model.norm.weight", "lm_head.weight"}]
+    for i, held in enumerate(needs):
+        stage, rank = divmod(i, 2)
+        expected = {f"model.layers.{layer}." for layer in layers[stage]}
+        names = {n for n in whole[rank] if any(n.startswith(prefix) for prefix in expected)} | ends[stage]
+        assert held == {name: whole[rank][name] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "first", "last"),
+    [
+        ("qwen3", True, {"model.embed_tokens.weight"}, {"model.embed_tokens.weight", "model.norm.weight"}),
+        ("qwen3", False, {"model.embed_tokens.weight"}, {"model.norm.weight", "lm_head.weight"}),
+        ("gemma", True, {"model.embed_tokens.weight", "model.norm.weight"}, None),
+        ("mixtral", False, {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}, None),
+    ],
+)
+def test_ends_of_each_stage(family: str, tied: bool, first: set[str], last: set[str] | None) -> None:
+    """vLLM's last stage computes a tied head with the vocabulary; of some families all stages have all ends."""
+    dims = replace(
+        DIMS, num_layers=2, tied=tied, experts=replace(EXPERTS, layers=(0, 1)) if family == "mixtral" else None
+    )
+    needs = engine_needs(make_spec(family, dims), 1, stages=2)
+    assert [{name for name in held if "layers" not in name} for held in needs] == [first, last or first]
