@@ -96,6 +96,7 @@ def test_nothing_else_affects() -> None:
     assert set(declared(Config, "engines")) == expected | {
         "sync",
         "trainer.mismatch_gate_nats",
+        "run.batch_invariant",
         "rollout.temperature",
         "rollout.top_p",
         "rollout.top_k",

@@ -6,13 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.sync.plan.build import build_plan
 from megarl.sync.plan.engine_shards import EnginePosition, engine_needs, engine_shards, stage_range
 from megarl.weights.boxes import Box, full_box, num_elements
-from megarl.weights.families import Dims, Experts, ModelSpec
+from megarl.weights.families import Dims, Experts, ModelSpec, read_model_spec
 from megarl.weights.rope import DefaultRope
 from megarl.weights.safetensors_map import TensorSpec
 from megarl.weights.tables import FAMILIES
+from tests.helpers.hf_models import MODELS, make_model
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.vllm_stages import stage_tensors
 
 # Eight query heads share two key/value heads; vLLM pads 100 words to 128.
 DIMS = Dims(num_layers=1, hidden=6, ffn=8, num_heads=8, num_kv_heads=2, head_dim=4, vocab=100, tied=False)
@@ -198,3 +202,26 @@ def test_ends_of_each_stage(family: str, tied: bool, first: set[str], last: set[
     )
     needs = engine_needs(make_spec(family, dims), 1, stages=2)
     assert [{name for name in held if "layers" not in name} for held in needs] == [first, last or first]
+
+
+@pytest.mark.long
+def test_ends_are_where_vllm_builds_them(tmp_path: Path) -> None:
+    """Of three stages of every family, tied or not: the layers, the vocabulary, the last norm and the head."""
+    models = {
+        (name, tied): make_model(tmp_path / f"{name}-{tied}", name, tied=tied, head_dim=32)
+        for name, tied in [*((name, False) for name in MODELS), ("qwen3", True), ("gemma", True)]
+    }
+    for path in models.values():
+        make_byte_tokenizer().save_pretrained(path)
+    with RankPool(3, timeout_s=240.0) as pool:
+        built = pool.run(stage_tensors, [str(path) for path in models.values()])
+    for i, (name, path) in enumerate(models.items()):
+        needs = engine_needs(read_model_spec(str(path)), 1, stages=3)
+        for stage, held in enumerate(needs):
+            theirs, ours = ({part_of(tensor) for tensor in names} for names in (built[stage][i], held))
+            assert ours == theirs, (name, stage)
+
+
+def part_of(tensor: str) -> str:
+    """The layer of a tensor by its number, or the tensor itself."""
+    return tensor.split(".")[2] if tensor.startswith("model.layers.") else tensor
