@@ -42,7 +42,7 @@ from megarl.train.inputs import missing_files, open_train_inputs, setting_warnin
 from megarl.train.score import SOURCES, Variant
 from megarl.types import Score
 from megarl.types.messages import Head, Role, RoleSpec
-from megarl.weights.boxes import num_elements
+from megarl.weights.boxes import Box, num_elements
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.hub import with_local_models
 from megarl.weights.shards import groups_of
@@ -230,7 +230,9 @@ def _micro_batches_at_full_length(config: Config, settings: ActorConfig) -> int:
 def _engine(config: Config, spec: ModelSpec, device_bytes: int | None) -> EnginePlan:
     dtype_bytes, engine = DTYPE_BYTES[config.model.dtype], config.rollout.engine
     stages = engine_needs(spec, 1, stages=engine.pp)
-    weights = -(-max(sum(map(num_elements, stage.values())) for stage in stages) * dtype_bytes // engine.tp)
+    rounds = engine.quantization is not None
+    sizes = [sum(_held_bytes(*held, dtype_bytes, rounds=rounds) for held in stage.items()) for stage in stages]
+    weights = -(-max(sizes) // engine.tp)
     layers = max(len(stage_range(spec.dims.num_layers, stage, engine.pp)) for stage in range(engine.pp))
     kv_cache = None if engine.kv_cache_mib is None else engine.kv_cache_mib << 20
     if kv_cache is None and device_bytes is not None:
@@ -244,6 +246,12 @@ def _engine(config: Config, spec: ModelSpec, device_bytes: int | None) -> Engine
         weights=weights,
         kv_cache=kv_cache,
         kv_bytes_per_token=bytes_of.kv_bytes_per_token(
-            spec.dims, tp=engine.tp, num_layers=layers, dtype_bytes=dtype_bytes
+            spec.dims, tp=engine.tp, num_layers=layers, dtype_bytes=1 if engine.kv_cache_dtype else dtype_bytes
         ),
     )
+
+
+def _held_bytes(name: str, box: Box, dtype_bytes: int, *, rounds: bool) -> int:
+    """Return the bytes of a tensor in an engine; one that `rounds` has the layers' matrices in float8, not routers."""
+    is_rounded = rounds and len(box) > 1 and name.startswith("model.layers.") and not name.endswith(".gate.weight")
+    return num_elements(box) * (1 if is_rounded else dtype_bytes)

@@ -1,6 +1,7 @@
 """Whose death ends a run, and how often it does not."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -58,3 +59,10 @@ def test_a_death_counts_once_until_restarts_are_used_up(killed: list[str], capsy
     run.allow_restarts(["engine"], 1)
     assert type(run.report_death(third, "syncing weights: engine died")) is EngineDiedError
     assert run.num_restarts == 1
+
+
+def test_the_workers_of_an_engine_are_spread_evenly_over_its_nodes() -> None:
+    here = replace(NOWHERE, host="a")
+    assert [here.host_of(i, 2) for i in range(2)] == ["a", "a"]
+    there = replace(here, further_hosts=("b", "a"))
+    assert [there.host_of(i, 6) for i in range(6)] == ["a", "a", "b", "b", "a", "a"]

@@ -57,6 +57,13 @@ def test_an_engine_of_two_stages_over_two_nodes_by_hand(tmp_path: Path) -> None:
     assert plan.engine.weights == 2 * (2 * 500 + 80 + 8) // 2
     one = plan_run(config).engine
     assert plan.engine.kv_bytes_per_token == one.kv_bytes_per_token // 2
+    rounded = replace(engine, quantization="fp8_per_block", kv_cache_dtype="fp8_e4m3")
+    algo = replace(config.algo, correction=replace(config.algo.correction, name="tis_upper"))
+    rollout = replace(config.rollout, engine=rounded)
+    in_float8 = plan_run(replace(config, rollout=rollout, algo=algo, placement=nodes)).engine
+    # All of a layer but two norms of 8, and two of 2 that queries and keys have.
+    assert in_float8.weights == (2 * (500 - 20) + 2 * (2 * 20 + 80 + 8)) // 2
+    assert in_float8.kv_bytes_per_token == plan.engine.kv_bytes_per_token // 2
     assert "engines    1 × tp 2 × pp 2, each over 2 nodes, on the trainer's devices: " in to_text(plan)
 
 
