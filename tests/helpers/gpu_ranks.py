@@ -23,13 +23,14 @@ from megarl.sync.wire.meetings import Meeting, open_store
 from megarl.sync.wire.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from megarl.sync.wire.wires import Share
 from megarl.types import FloatArray, Row
-from megarl.types.messages import Part, Role, RoleSpec
+from megarl.types.messages import LoadRequest, Part, Role, RoleSpec, ScoreRequest
 from megarl.weights.boxes import full_box
 from megarl.weights.safetensors_map import TensorSpec
 from megarl.weights.slices import Slice
 from tests.e2e.engines import load_files
 from tests.helpers.offload_ranks import History, open_trained
 from tests.helpers.rank_pool import RankContext
+from tests.helpers.ranks import join_layout
 
 
 def use_local_layers(context: RankContext) -> None:
@@ -250,3 +251,30 @@ def _receive_by_ipc(share: Share) -> list[dict[str, torch.Tensor]]:
     device = platform().device()
     receiver = BridgeReceiver(share, SharedMemoryReceiver(share, device), device)
     return [{name: tensor.cpu() for name, tensor in receiver.receive(transfer)} for transfer in (1, 2)]
+
+
+def alone_and_together(
+    context: RankContext, spec: EngineSpec, requests: Sequence[GenerationRequest]
+) -> tuple[list[Completion], list[Completion]]:
+    """Completions of requests one after the other, and of all at once."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    engine = VllmEngine(spec)
+    try:
+        return [engine.generate([request])[0] for request in requests], engine.generate(requests)
+    finally:
+        engine.close()
+
+
+def scored_alone_and_together(
+    context: RankContext, actor: ActorConfig, model: ModelConfig, rows: Sequence[Row]
+) -> tuple[list[bytes], list[bytes]]:
+    """The bits of the trainer's log-probs, with a micro-batch for each row, and with one for all."""
+    worker = join_layout(context, actor.layout)
+    role = RoleSpec(role=Role.ACTOR, model=model, settings=actor)
+    worker.load(LoadRequest(roles=(role,), seed=0, batch_invariant=True))
+    whole = list(range(len(rows)))
+    scores = [
+        worker.score(rows, plan, ScoreRequest(role=Role.ACTOR, step=1)) for plan in ([[i] for i in whole], [whole])
+    ]
+    first, second = ([each.scores["logprobs"][i].tobytes() for i in whole] for each in scores if each is not None)
+    return first, second
