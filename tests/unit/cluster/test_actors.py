@@ -5,9 +5,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
+from ray.exceptions import RayError
 
 from megarl.cluster import actors
 from megarl.cluster.actors import EngineActor
@@ -69,3 +72,64 @@ def test_what_is_left_of_an_engine_is_ended_if_it_is_of_this_run(monkeypatch: py
         for process in (ours, theirs):
             process.kill()
             process.wait()
+
+
+class Node:
+    """A further node of an engine; `ray.get` of what its methods return is the value itself, or an error."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self.pids, self.lost, self.told = pids, list[int](), list[Any]()
+
+    def __getattr__(self, method: str) -> Any:
+        def remote(*args: Any) -> Any:
+            self.told.append((method, *args))
+            return {"start": self.pids, "lost_workers": self.lost}.get(method)
+
+        return SimpleNamespace(remote=remote)
+
+
+def test_an_engine_answers_for_the_workers_of_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are numbered over the nodes, with the process of a further node before its workers."""
+
+    class Engine:
+        def __init__(self, spec: EngineSpec) -> None:
+            self.spec = spec
+
+        def process_ids(self) -> list[int]:
+            return [os.getpid(), os.getpid()]
+
+        def close(self) -> None:
+            """End its workers."""
+
+    def get(answer: Any) -> Any:
+        if isinstance(answer, list) and any(isinstance(each, RayError) for each in answer):
+            raise answer[0]
+        return answer
+
+    monkeypatch.setattr(actors, "VllmEngine", Engine)
+    monkeypatch.setattr(actors.ray, "get", get)
+    monkeypatch.setattr(actors.ray.util, "get_node_ip_address", lambda: "10.0.0.1")
+    monkeypatch.setenv("VLLM_HOST_IP", "")
+    nodes = [Node([100, 101, 102]), Node([200, 201, 202])]
+    actor = EngineActor(nodes)
+    ids = actor.start_all(SPEC, [["0"], ["1"], []], [[], [5, 6], []])
+    assert ids == [[os.getpid()] * 2, [100, 101, 102], [200, 201, 202]]
+    assert os.environ["VLLM_HOST_IP"] == "10.0.0.1"
+    starts = [node.told[0] for node in nodes]
+    assert [(method, devices, pids) for method, _, devices, pids in starts] == [
+        ("start", ["1"], [5, 6]),
+        ("start", [], []),
+    ]
+    specs = [actor.engine.spec, *(spec for _, spec, _, _ in starts)]
+    assert [spec.node.rank for spec in specs] == [0, 1, 2]
+    assert {(spec.node.num_nodes, spec.node.address, spec.node.port) for spec in specs} == {
+        (3, "10.0.0.1", specs[0].node.port)
+    }
+    assert actor.lost_workers() == []
+    # Here worker 0, then process 1 with workers 2 and 3, then process 4 with workers 5 and 6.
+    nodes[1].lost = [1]
+    assert actor.lost_workers() == [6]
+    nodes[0].lost = [RayError()]
+    assert actor.lost_workers() == [1, 6]
+    actor.call("close")
+    assert [node.told[-1] for node in nodes] == [("call", "close")] * 2
