@@ -79,6 +79,7 @@ class EngineNodeActor(RunActor):
     """A Ray actor with what one node has of a vLLM engine. Whatever it does, it says at once if it has lost workers."""
 
     concurrency_groups: ClassVar[Mapping[str, int]] = {_WATCH: 1}
+    engine: VllmEngine | EngineNodeWorkers
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,6 +116,7 @@ class EngineActor(EngineNodeActor):
     """
 
     concurrency_groups: ClassVar[Mapping[str, int]] = {_GENERATION: 1, _WATCH: 1}
+    engine: VllmEngine
 
     def __init__(self, further: Sequence[Any] = ()) -> None:
         super().__init__()

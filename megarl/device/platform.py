@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from megarl.device.accelerators import Device, nvidia_devices
 from megarl.errors import ConfigError
@@ -101,7 +101,7 @@ class Platform:
     def release_cached_memory(self) -> None:
         """Give unused memory that torch's caching allocator holds back to the device (torch.cuda.empty_cache)."""
 
-    def communicators(self) -> list["dist.Backend"]:
+    def communicators(self) -> list[Any]:
         """Wait for the device, and list the backends of this process's groups that keep memory on it, in an order that
         all members of the groups share.
         """
@@ -184,7 +184,7 @@ class CudaPlatform(Platform):
 
         torch.cuda.empty_cache()
 
-    def communicators(self) -> list["dist.Backend"]:
+    def communicators(self) -> list[Any]:
         import torch
 
         torch.cuda.synchronize()
@@ -242,7 +242,7 @@ def gloo_group(store: "dist.Store", rank: int, size: int, timeout: timedelta) ->
     return cast("dist.ProcessGroup", dist.ProcessGroupGloo(store, rank, size, timeout))
 
 
-def backends_of_groups(name: str, device: "torch.device") -> list["dist.Backend"]:
+def backends_of_groups(name: str, device: "torch.device") -> list[Any]:
     """List the backends with a name, such as nccl, of all groups that this process is in, in the order of their making.
 
     torch's default group is the first of them.
