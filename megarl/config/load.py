@@ -8,10 +8,11 @@ A run file may name files to build upon, and then has only the settings that dif
     for_algo: {ppo*: {critic: {freeze: true}}}  # settings for the algorithm files of these names alone
 
 Names are looked up in the configs root (the parent of the run file's directory), and then among the files that come
-with megarl. Paths, here and anywhere in a configuration, are relative to the current working directory. Settings are
-merged in this order, and later ones win: the files that `use` names, one per group such as `model`; the run files, base
-first, each followed by its `for_algo` settings; the overrides. A run file's `use` replaces that of its base.
-Mappings merge key by key; any other value, including a list, is replaced.
+with megarl; so is a run file such as configs/run/sums-rl.yaml. Paths, here and anywhere in a configuration, are
+relative to the current working directory. Settings are merged in this order, and later ones win: the files that `use`
+names, one per group such as `model`; the run files, base first, each followed by its `for_algo` settings; the
+overrides. A run file's `use` replaces that of its base. Mappings merge key by key; any other value, including a list,
+is replaced.
 """
 
 import os
@@ -73,6 +74,7 @@ def compose(run_file: Path, overrides: Sequence[str] = ()) -> Tree:
     An override is `dotted.key=value`, with the value read as YAML. `use.algo=cpo` chooses another algorithm file.
     """
     changes = _parse_overrides(overrides)
+    run_file = Path(packaged(str(run_file)))
     group_files, bodies = _collect(run_file, _take_use(changes, "overrides"), ())
     groups = [_read_group_file(path) for path in group_files.values()]
     algo = group_files.get("algo")

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.load import PACKAGED, load_config
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, DataError
 from megarl.plan.build import plan_run
+from megarl.weights.families import read_model_spec
+from megarl.weights.hub import local_model
 
 GPUS_PER_NODE, GPU_BYTES = 8, 80 << 30
 # Share of a device's memory that the plan may fill: the plan leaves out what libraries take.
@@ -25,7 +27,7 @@ model:
 data:                  # parquet or JSONL; docs/data.md says which columns are read
   train: {train}
   val: {val}
-  max_prompt_tokens: 1024
+  max_prompt_tokens: {prompt}
   on_long_prompt: drop
 rollout:
   num_samples: 8       # answers to each prompt, which are compared with one another
@@ -94,7 +96,8 @@ def init_run(request: InitRequest) -> Path:
     """Write DIR/run.yaml with comments, after the checks of `--dry-run`; return its path.
 
     The layout is the one with the fewest devices per replica whose plan fits into 80 GiB per GPU. Raises ConfigError if
-    the file exists, if none fits, or for what the checks refuse.
+    the file exists, if none fits, or for what the checks refuse; DataError, and the file stays, for prompts that cannot
+    be read as they are.
     """
     file = request.directory / "run.yaml"
     if file.exists():
@@ -102,15 +105,21 @@ def init_run(request: InitRequest) -> Path:
     algorithms = sorted(path.stem for path in (PACKAGED / "algo").glob("*.yaml"))
     if request.algo not in algorithms:
         raise ConfigError(f"--algo: got {request.algo!r}, expected one of {', '.join(algorithms)}")
+    positions = read_model_spec(local_model(request.model, "--model", weights=False), "--model").max_positions
     request.directory.mkdir(parents=True, exist_ok=True)
     refusals: list[ConfigError] = []
     for tp, pp in _layouts(request.gpus):
-        file.write_text(_text(request, file, tp=tp, pp=pp))
+        file.write_text(_text(request, file, tp=tp, pp=pp, positions=positions))
         try:
             plan = plan_run(load_config(file), device_bytes=GPU_BYTES if request.gpus else None)
         except ConfigError as error:
             refusals.append(error)
             continue
+        except DataError as error:
+            raise DataError(
+                f"{error}. {file} is written all the same: correct the data, or name their columns in its section data "
+                "(prompt_key, label_key, default_source)"
+            ) from error
         peak = max(phase.total for device in plan.devices for phase in device.phases.values())
         if not request.gpus or peak <= FILL * GPU_BYTES:
             return file
@@ -132,8 +141,10 @@ def _layouts(gpus: int) -> Iterator[tuple[int, int]]:
     yield from sorted(fitting, key=lambda each: (math.prod(each), each[1]))
 
 
-def _text(request: InitRequest, file: Path, *, tp: int, pp: int) -> str:
+def _text(request: InitRequest, file: Path, *, tp: int, pp: int, positions: int) -> str:
     gpus = request.gpus
+    # A quarter of a short context for the question.
+    prompt = min(1024, positions // 4)
     per_node = min(gpus, GPUS_PER_NODE)
     actor = engine = placement = ""
     if gpus:
@@ -151,7 +162,8 @@ def _text(request: InitRequest, file: Path, *, tp: int, pp: int) -> str:
         dtype="bfloat16" if gpus else "float32",
         train=f"[{', '.join(request.train)}]",
         val=f"[{', '.join(request.val)}]",
-        response=4096 if gpus else 256,
+        prompt=prompt,
+        response=min(4096 if gpus else 256, positions - prompt),
         engine=engine,
         prompts=256 if gpus else 16,
         mini=64 if gpus else 16,

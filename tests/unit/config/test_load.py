@@ -101,6 +101,17 @@ def test_relative_run_file(configs: Path, monkeypatch: pytest.MonkeyPatch, cwd: 
     assert load_config(Path(run_file)).model.path == "models/tiny"
 
 
+def test_a_run_file_that_comes_with_megarl_is_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config(Path("configs/run/sums-rl.yaml")).run.name == "grpo"
+    mine = tmp_path / "configs" / "run" / "sums-rl.yaml"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("run: {name: mine}\n")
+    assert load_config(Path("configs/run/sums-rl.yaml")).run.name == "mine"
+
+
 def test_paths_in_a_config_are_kept_as_written(configs: Path) -> None:
     assert load_config(configs / "run/common.yaml").data.train == ("a.parquet", "b.parquet")
 

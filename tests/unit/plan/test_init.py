@@ -1,12 +1,15 @@
 """`megarl init` writes a run file that passes the checks of a dry run, with the smallest replicas that fit."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megarl.config.load import PACKAGED, load_config
-from megarl.errors import ConfigError
+from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
+from megarl.errors import ConfigError, DataError
+from megarl.plan.build import plan_run
 from megarl.plan.init import InitRequest, ask_missing, init_run
 
 
@@ -39,6 +42,27 @@ def test_the_first_layout_that_fits_is_taken(
 def test_a_run_on_cpu_has_one_rank_in_float32(tmp_path: Path) -> None:
     config = load_config(init_run(request(tmp_path, model="qwen3-0.6b", gpus=0, algo="cpo")))
     assert (config.model.dtype, config.actor.layout.world_size) == ("float32", 1)
+
+
+def test_lengths_fit_the_models_context(tmp_path: Path) -> None:
+    # A quarter of 512 for the question; 256 of the rest, of which a run on CPU takes no more.
+    config = load_config(init_run(request(tmp_path, model=str(tiny_model(tmp_path)), gpus=0)))
+    assert (config.data.max_prompt_tokens, config.rollout.max_response_tokens) == (128, 256)
+
+
+def test_prompts_that_need_settings_leave_a_file_to_set_them_in(tmp_path: Path) -> None:
+    prompts = tmp_path / "t.jsonl"
+    prompts.write_text('{"question": "1+1=?", "answer": "2"}\n' * 16)
+    asked = replace(request(tmp_path, model=str(tiny_model(tmp_path)), gpus=0), train=[str(prompts)])
+    with pytest.raises(DataError, match=r"column 'prompt' is missing; .*run\.yaml is written all the same"):
+        init_run(asked)
+    named = ["data.prompt_key=question", "data.label_key=answer", "data.default_source=math500"]
+    assert plan_run(load_config(tmp_path / "run.yaml", named)).missing == ()
+
+
+def tiny_model(directory: Path) -> Path:
+    make_tiny_model(directory / "model", TinyModelConfig(num_layers=1), seed=0)
+    return directory / "model"
 
 
 def test_refusals_leave_no_file(tmp_path: Path) -> None:
