@@ -48,11 +48,12 @@ from megarl.weights.hub import with_local_models
 from megarl.weights.shards import groups_of
 
 
-def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
+def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool = True) -> RunPlan:
     """Check a configuration as a run would, and make the plan that a dry run shows. Raises ConfigError.
 
     Args:
         device_bytes: memory of one device; without it the KV cache has no size in the plan if vLLM chooses it.
+        with_data: whether to read and check data that are there.
     """
     check_train(config)
     config = with_local_models(config, weights=False)
@@ -83,7 +84,7 @@ def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
         ]
     devices = plan_devices(config, layouts, shards, engine)
     missing = missing_files(config, roles)
-    inputs = None if missing else open_train_inputs(config)
+    inputs = open_train_inputs(config) if with_data and not missing else None
     return RunPlan(
         run=str(Path(config.run.dir) / config.run.name),
         roles=tuple(role_plan(role, specs[role.role]) for role in roles),

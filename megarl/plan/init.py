@@ -56,7 +56,7 @@ placement:             # engines use the trainer's devices, and each leaves them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitRequest:
-    """What a first run is to do. gpus: 0 for a run on CPU cores."""
+    """What a first run is to do. gpus: 0 for a run on CPU cores. reward: `FILE.py:NAME` of a function of one's own."""
 
     directory: Path
     model: str
@@ -64,6 +64,7 @@ class InitRequest:
     val: Sequence[str]
     algo: str
     gpus: int
+    reward: str | None = None
 
 
 def ask_missing(directory: Path, given: dict[str, object]) -> InitRequest:
@@ -96,8 +97,8 @@ def init_run(request: InitRequest) -> Path:
     """Write DIR/run.yaml with comments, after the checks of `--dry-run`; return its path.
 
     The layout is the one with the fewest devices per replica whose plan fits into 80 GiB per GPU. Raises ConfigError if
-    the file exists, if none fits, or for what the checks refuse; DataError, and the file stays, for prompts that cannot
-    be read as they are.
+    the file exists, if none fits, or for what the checks refuse; DataError, and the file stays, for data that cannot be
+    read or judged as they are.
     """
     file = request.directory / "run.yaml"
     if file.exists():
@@ -111,17 +112,13 @@ def init_run(request: InitRequest) -> Path:
     for tp, pp in _layouts(request.gpus):
         file.write_text(_text(request, file, tp=tp, pp=pp, positions=positions))
         try:
-            plan = plan_run(load_config(file), device_bytes=GPU_BYTES if request.gpus else None)
+            plan = plan_run(load_config(file), device_bytes=GPU_BYTES if request.gpus else None, with_data=False)
         except ConfigError as error:
             refusals.append(error)
             continue
-        except DataError as error:
-            raise DataError(
-                f"{error}. {file} is written all the same: correct the data, or name their columns in its section data "
-                "(prompt_key, label_key, default_source)"
-            ) from error
         peak = max(phase.total for device in plan.devices for phase in device.phases.values())
         if not request.gpus or peak <= FILL * GPU_BYTES:
+            _check_data(file)
             return file
     file.unlink()
     if refusals:
@@ -130,6 +127,16 @@ def init_run(request: InitRequest) -> Path:
         f"--gpus: {request.gpus} GPUs of 80 GiB are too few for {request.model} under any layout that was tried; give "
         "more, or write a run file with context or expert parallelism by hand (configs/model has examples)"
     )
+
+
+def _check_data(file: Path) -> None:
+    try:
+        plan_run(load_config(file))
+    except (ConfigError, DataError) as error:
+        raise DataError(
+            f"{error}. {file} is written all the same: correct the data, or say in it how to read and judge them "
+            "(data.prompt_key, data.label_key, data.default_source, rewards.sources, rewards.custom.path)"
+        ) from error
 
 
 def _layouts(gpus: int) -> Iterator[tuple[int, int]]:
@@ -169,4 +176,8 @@ def _text(request: InitRequest, file: Path, *, tp: int, pp: int, positions: int)
         mini=64 if gpus else 16,
         actor=actor or "  micro_batch_tokens: 4096\n",
     )
-    return body + placement
+    reward = ""
+    if request.reward:
+        path, _, name = request.reward.partition(":")
+        reward = f"rewards:\n  custom: {{path: {path}, name: {name or 'reward_func'}}}   # others: docs/rewards.md\n"
+    return body + placement + reward

@@ -50,14 +50,30 @@ def test_lengths_fit_the_models_context(tmp_path: Path) -> None:
     assert (config.data.max_prompt_tokens, config.rollout.max_response_tokens) == (128, 256)
 
 
-def test_prompts_that_need_settings_leave_a_file_to_set_them_in(tmp_path: Path) -> None:
-    prompts = tmp_path / "t.jsonl"
-    prompts.write_text('{"question": "1+1=?", "answer": "2"}\n' * 16)
-    asked = replace(request(tmp_path, model=str(tiny_model(tmp_path)), gpus=0), train=[str(prompts)])
+@pytest.fixture
+def own_data(tmp_path: Path) -> InitRequest:
+    """Rows with columns and a data source that megarl does not know."""
+    (tmp_path / "t.jsonl").write_text('{"question": "1+1=?", "answer": "2", "data_source": "mine"}\n' * 16)
+    asked = request(tmp_path, model=str(tiny_model(tmp_path)), gpus=0)
+    return replace(asked, train=[str(tmp_path / "t.jsonl")])
+
+
+def test_data_that_need_settings_leave_a_file_to_set_them_in(own_data: InitRequest) -> None:
     with pytest.raises(DataError, match=r"column 'prompt' is missing; .*run\.yaml is written all the same"):
-        init_run(asked)
-    named = ["data.prompt_key=question", "data.label_key=answer", "data.default_source=math500"]
-    assert plan_run(load_config(tmp_path / "run.yaml", named)).missing == ()
+        init_run(own_data)
+    named = ["data.prompt_key=question", "data.label_key=answer"]
+    with pytest.raises(ConfigError, match="unknown data source 'mine'"):
+        plan_run(load_config(own_data.directory / "run.yaml", named))
+
+
+def test_a_reward_function_of_ones_own(own_data: InitRequest, tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(
+        '{"prompt": "1+1=?", "reward_model": {"ground_truth": "2"}, "data_source": "mine"}\n' * 16
+    )
+    mine = tmp_path / "mine.py"
+    mine.write_text("def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n")
+    config = load_config(init_run(replace(own_data, reward=f"{mine}:score")))
+    assert (config.rewards.custom.path, config.rewards.custom.name) == (str(mine), "score")
 
 
 def tiny_model(directory: Path) -> Path:
