@@ -1,0 +1,92 @@
+"""The pages of docs/tutorials do what they say: their files are written and their commands run, in an empty directory.
+
+By default a page is followed up to the first command that trains; the long tests follow it to its end.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.data.tasks import TASKS
+from megarl.data.tasks.generate import GenerateConfig, generate
+from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
+from tests.e2e.support import REPOSITORY
+
+PAGES = sorted((REPOSITORY / "docs" / "tutorials").glob("*.md"))
+FIRST = "first-run"
+BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', flags=re.MULTILINE | re.DOTALL)
+MAX_LINES = 80
+TIMEOUT_S = 1500.0
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def trains(commands: str) -> bool:
+    """Whether a command starts ranks or engines."""
+    lines = commands.replace("\\\n", " ").splitlines()
+    return any(re.match(r"megarl (quickstart|train|eval) (?!.*--(dry-run|explain))", line) for line in lines)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory as the first run leaves it, but that its model has learned nothing."""
+    directory = tmp_path_factory.mktemp("start")
+    root = directory / "runs" / "sums-seed0"
+    generate(TASKS.get("sums"), root / "data", GenerateConfig(seed=0, num_sft=64, num_train=256, num_val=16))
+    make_tiny_model(root / "sft" / "export", TinyModelConfig(), seed=0)
+    return directory
+
+
+def follow(page: Path, start: Path, directory: Path, *, whole: bool) -> None:
+    """Write the page's files and run its commands in `directory`, where nothing of the checkout lies."""
+    if page.stem != FIRST:
+        (directory / "runs").symlink_to(start / "runs")
+    # Not a part of the run that the tests themselves may have.
+    environment = {key: value for key, value in os.environ.items() if key != "MEGARL_RUN_ID"}
+    environment["PYTHONPATH"] = str(REPOSITORY)
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    for language, title, text in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if title:
+            file = directory / title
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+            continue
+        assert language == "bash", f"{page.name}: a block of {language} without a title is neither file nor command"
+        if trains(text) and not whole:
+            return
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", text],
+            cwd=directory,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+@every_page
+def test_pages_are_short(page: Path) -> None:
+    assert len(page.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+@every_page
+def test_a_page_up_to_its_first_training(page: Path, start: Path, tmp_path: Path) -> None:
+    follow(page, start, tmp_path, whole=False)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if any(trains(block[2]) for block in BLOCK.findall(page.read_text()))],
+    ids=lambda page: page.stem,
+)
+def test_a_page_to_its_end(page: Path, start: Path, tmp_path: Path) -> None:
+    follow(page, start, tmp_path, whole=True)
