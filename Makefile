@@ -1,6 +1,8 @@
 # On a fresh machine with Python 3.11 or newer, `make train` and `make test` are all there is to type.
 VENV := .venv
 PEERS_VENV := .venv-conformance
+DOCS_VENV := .venv-docs
+SITE := site
 PYTHON ?= python3
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ALGO ?= grpo
@@ -8,7 +10,7 @@ TASK ?= sums
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help python install train test test-slurm test-long test-gpu test-conformance check clean
+.PHONY: help python install train test test-slurm test-long test-gpu test-conformance check docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' Makefile
@@ -59,6 +61,15 @@ check: install ## Lint, format check, types, shell scripts, containers, import r
 	"$(VENV)/bin/hadolint" containers/Dockerfile
 	"$(VENV)/bin/python" -m pytest tests/unit/test_import_rules.py
 
+docs: $(DOCS_VENV)/docs.txt ## Make a site of the documentation, with search: site/index.html
+	"$(DOCS_VENV)/bin/mkdocs" build --strict --quiet --site-dir "$(abspath $(SITE))"
+
+# Copied when all of it is installed.
+$(DOCS_VENV)/docs.txt: requirements/docs.txt | python
+	"$(PYTHON)" -m venv --clear "$(DOCS_VENV)"
+	"$(DOCS_VENV)/bin/python" -m pip install --quiet --no-deps --only-binary :all: -r requirements/docs.txt
+	cp requirements/docs.txt "$@"
+
 clean: ## Remove caches, nothing else
-	find . \( -path "./$(VENV)" -o -path "./$(PEERS_VENV)" -o -path ./.git \) -prune -o -type d \( -name __pycache__ \
+	find . \( -path "./$(VENV)" -o -path "./$(PEERS_VENV)" -o -path "./$(DOCS_VENV)" -o -path ./.git \) -prune -o -type d \( -name __pycache__ \
 		-o -name .pytest_cache -o -name .mypy_cache -o -name .ruff_cache -o -name .hypothesis \) -prune -exec rm -rf {} +

@@ -53,7 +53,7 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
 
     Args:
         device_bytes: memory of one device; without it the KV cache has no size in the plan if vLLM chooses it.
-        with_data: whether to read and check data that are there.
+        with_data: whether to read data that are there.
     """
     check_train(config)
     config = with_local_models(config, weights=False)
@@ -82,9 +82,8 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
             )
             for stage in range(role.layout.pp)
         ]
-    devices = plan_devices(config, layouts, shards, engine)
-    missing = missing_files(config, roles)
-    inputs = open_train_inputs(config) if with_data and not missing else None
+    devices, missing = plan_devices(config, layouts, shards, engine), missing_files(config, roles)
+    inputs = None if missing or not with_data else open_train_inputs(config)
     return RunPlan(
         run=str(Path(config.run.dir) / config.run.name),
         roles=tuple(role_plan(role, specs[role.role]) for role in roles),

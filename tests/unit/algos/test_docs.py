@@ -199,21 +199,6 @@ def _is_field(name: str) -> bool:
     return True
 
 
-def test_every_link_leads_somewhere() -> None:
-    for page in PAGES:
-        for link in re.findall(r"\]\(((?!http)[^)]+)\)", page.read_text(encoding="utf-8")):
-            path, _, anchor = link.partition("#")
-            target = page.parent / path
-            assert target.is_file(), f"{page.name}: {link}"
-            assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
-
-
-def anchors(page: Path) -> set[str]:
-    """Headings as GitHub names them."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
 # --- metrics
 
 METRIC = re.compile(r"[a-z_]+/[a-z0-9_]+(?:/[a-z0-9_]+)?")

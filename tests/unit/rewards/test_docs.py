@@ -31,9 +31,3 @@ def test_examples_load(text: str) -> None:
 def test_every_manager_has_an_example() -> None:
     managers = [yaml.safe_load(text)["rewards"].get("manager") for text in examples()]
     assert {"rule", "remote", "hybrid"} <= set(managers)
-
-
-def test_links_lead_to_pages() -> None:
-    targets = re.findall(r"\]\(([^)#]+)", PAGE.read_text(encoding="utf-8"))
-    assert targets
-    assert [target for target in targets if not (PAGE.parent / target).is_file()] == []
