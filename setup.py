@@ -10,8 +10,8 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 
 
-class BuildWithConfigs(build_py):
-    """Puts the configuration files into the package, where `megarl.config.load` looks for them.
+class BuildWithFiles(build_py):
+    """Puts configuration files and job scripts into the package, where `megarl.config.load` looks for them.
 
     An editable installation finds them in the source tree.
     """
@@ -19,7 +19,8 @@ class BuildWithConfigs(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            shutil.copytree(ROOT / "configs", Path(self.build_lib) / "megarl" / "configs", dirs_exist_ok=True)
+            for name in ("configs", "slurm"):
+                shutil.copytree(ROOT / name, Path(self.build_lib) / "megarl" / name, dirs_exist_ok=True)
 
 
 setup(
@@ -30,7 +31,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["megarl", "megarl.*"]),
     package_data={"megarl.report": ["browser/*"]},
-    cmdclass={"build_py": BuildWithConfigs},
+    cmdclass={"build_py": BuildWithFiles},
     install_requires=[
         "megatron-core==0.16.1",
         "ray==2.60.0",

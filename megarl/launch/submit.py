@@ -9,10 +9,11 @@ from pathlib import Path
 
 from megarl.config import load_config
 from megarl.config.check import TRAINING_CHECKS
+from megarl.config.load import PACKAGED
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, WorkerError
 
-TEMPLATES = Path(__file__).parents[2] / "slurm"
+TEMPLATES = PACKAGED.parent / "slurm"
 # In a template, the line between the options of two components of a heterogeneous job, and the first line after all.
 _NEXT_COMPONENT, _AFTER_OPTIONS = "#SBATCH hetjob\n", "set -euo pipefail\n"
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
@@ -60,13 +61,18 @@ def submit(request: SubmitRequest, *, dry_run: bool = False) -> list[int]:
     """Submit the run as a Slurm job, or as a chain of `num_jobs` jobs; with `dry_run`, print the script instead.
 
     Raises:
-        ConfigError: the run does not fit the nodes, their devices or the time limit.
+        ConfigError: the run does not fit the nodes, their devices or the time limit; or its environment is not here.
         WorkerError: Slurm refused the job.
     """
     script = job_script(request)
     if dry_run:
         print(script, end="")
         return []
+    if not Path("slurm/env.sh").is_file():
+        raise ConfigError(
+            f"slurm/env.sh: no such file in {Path.cwd()}, where the job starts; copy it with `cp -r {TEMPLATES} .`, "
+            "adapt it to the cluster, and submit again"
+        )
     jobs: list[int] = []
     for _ in range(request.num_jobs):
         # Each continues the last checkpoint of the one before, however that ended.

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from importlib import metadata
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
 from tools import install
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -296,25 +298,77 @@ def test_a_cuda_build_of_torch_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         install.require_cpu_torch()
 
 
-def test_a_built_package_brings_the_configuration_files_and_the_report_s_page(tmp_path: Path) -> None:
-    """Built from a copy, so that nothing is left in the source tree; read from a directory that has no configs."""
-    source, built = tmp_path / "source", tmp_path / "built"
-    for name in ("megarl", "configs"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "pyproject.toml"):
-        shutil.copy(ROOT / name, source)
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A copy to build from, so that nothing is left in the source tree."""
+    for name in ("megarl", "configs", "slurm"):
+        shutil.copytree(ROOT / name, tmp_path / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in"):
+        shutil.copy(ROOT / name, tmp_path / "source")
+    return tmp_path / "source"
+
+
+def test_a_built_package_brings_its_files(source: Path, tmp_path: Path) -> None:
+    """Read from a directory that has no configs."""
+    built = tmp_path / "built"
     command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(built)]
     subprocess.run(command, cwd=source, check=True, capture_output=True)
     (tmp_path / "mine.yaml").write_text("use: {model: qwen3-8b, algo: cpo}\n")
     program = (
         "from pathlib import Path; from megarl.config.load import load_config, packaged; "
-        "config = load_config(Path('mine.yaml')); print(config.algo.name, packaged(config.model.config_path))"
+        "from megarl.launch.submit import TEMPLATES; config = load_config(Path('mine.yaml')); "
+        "print(config.algo.name, packaged(config.model.config_path), TEMPLATES)"
     )
     environment = {**os.environ, "PYTHONPATH": str(built)}
     got = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
     )
-    assert got.stdout.split() == ["cpo", f"{built}/megarl/configs/model/hf/qwen3-8b"]
+    assert got.stdout.split() == ["cpo", f"{built}/megarl/configs/model/hf/qwen3-8b", f"{built}/megarl/slurm"]
+    assert (built / "megarl/slurm/train.sbatch").is_file()
     names = {path.name for path in (built / "megarl" / "report" / "browser").iterdir()}
     assert names == {path.name for path in (ROOT / "megarl" / "report" / "browser").iterdir()}
     assert {"palette.css", "rollouts.css", "rollouts.html", "rollouts.js"} < names
+
+
+@pytest.mark.long
+def test_an_installed_wheel_works_outside_a_checkout(source: Path, tmp_path: Path) -> None:
+    """In an environment of its own, which sees the other packages of this one but not its megarl.
+
+    Long, because it builds and starts the command line many times.
+    """
+    venv, here = tmp_path / "venv", tmp_path / "here"
+    here.mkdir()
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    building = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]
+    subprocess.run([*pip, *building], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    (wheel,) = tmp_path.glob("megarl-*.whl")
+    python = str(venv / "bin/python")
+    subprocess.run([*pip, "--python", python, "install", "--no-deps", str(wheel)], check=True)
+    # What .pth files there name, as an editable megarl, is not read.
+    own = sysconfig.get_path("purelib", vars={"base": str(venv), "platbase": str(venv)})
+    (Path(own) / "others.pth").write_text(sysconfig.get_path("purelib"))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def megarl(*arguments: str) -> str:
+        command = [str(venv / "bin/megarl"), *arguments]
+        return subprocess.run(command, cwd=here, env=environment, check=True, capture_output=True, text=True).stdout
+
+    where = subprocess.run(
+        [python, "-c", "import megarl; print(megarl.__file__)"],
+        cwd=here,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert where.stdout.strip() == f"{own}/megarl/__init__.py"
+    assert "quickstart" in megarl("--help")
+    assert " 0 missing" in megarl("doctor")
+    make_tiny_model(here / "model", TinyModelConfig(num_layers=1), seed=0)
+    given = ["--train", "train.jsonl", "--val", "--algo", "cpo", "--gpus", "0"]
+    assert megarl("init", "first", "--model", "model", *given).startswith("wrote first/run.yaml")
+    assert "plan of first/runs/first" in megarl("train", "first/run.yaml", "--dry-run")
+    assert "plan of runs/gsm8k-qwen3-8b" in megarl("train", "configs/run/gsm8k-qwen3-8b.yaml", "--dry-run")
+    file = "configs/run/gsm8k-qwen3-32b.yaml"
+    script = megarl("slurm", "submit", "--config", file, "--nodes", "4", "--time", "1:00:00", "--dry-run")
+    assert script.startswith("#!/usr/bin/env bash")

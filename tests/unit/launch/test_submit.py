@@ -195,6 +195,12 @@ def test_what_slurm_refuses_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         submit(REQUEST)
 
 
+def test_a_job_needs_its_environment_where_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"slurm/env\.sh: no such file in .*; copy it with `cp -r .*/slurm \.`"):
+        submit(REQUEST)
+
+
 def _fake_sbatch(directory: Path, body: str) -> None:
     script = directory / "sbatch"
     script.write_text(f"#!/bin/bash\n{body}\n")
