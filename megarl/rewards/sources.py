@@ -92,7 +92,9 @@ def source_spec(data_source: str, **changes: Any) -> SourceSpec:
     name = changes.get("scorer", data_source)
     if name not in SOURCES and name not in SCORERS:
         names = {*SOURCES, *(scorer for scorer in SCORERS if "@" not in scorer)}
-        raise unknown_name("data source", name, names, key="data_source")
+        error = unknown_name("data source", name, names, key="data_source")
+        remedy = ". For one of your own, name a scorer in rewards.sources, or a function in rewards.custom"
+        raise ConfigError(f"{error}{'' if 'scorer' in changes else remedy}")
     others = {field: value for field, value in changes.items() if field != "scorer"}
     spec = replace(SOURCES[name] if name in SOURCES else SourceSpec(scorer=name), **others)
     SCORERS.get(spec.variant)

@@ -22,10 +22,10 @@ def load_function(path: Path, name: str) -> RewardFunction:
     """
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; expected a Python file with a reward function")
-    module_name = f"megarl_reward_{path.stem}"
+    file, module_name = str(path.absolute()), f"megarl_reward_{path.stem}"
     loaded = sys.modules.get(module_name)
-    if loaded is None or loaded.__file__ != str(path):
-        spec = importlib.util.spec_from_file_location(module_name, path)
+    if loaded is None or loaded.__file__ != file:
+        spec = importlib.util.spec_from_file_location(module_name, file)
         if spec is None or spec.loader is None:
             raise ConfigError(f"{path}: expected a Python file, its name ending in .py")
         loaded = importlib.util.module_from_spec(spec)
@@ -35,7 +35,7 @@ def load_function(path: Path, name: str) -> RewardFunction:
             spec.loader.exec_module(loaded)
         except Exception as error:  # the user's code may raise anything
             del sys.modules[module_name]
-            if isinstance(error, SyntaxError) and error.filename == str(path):
+            if isinstance(error, SyntaxError) and error.filename == file:
                 raise ConfigError(f"{path}:{error.lineno}: {error.msg}") from error
             raise ConfigError(f"{path}:{line_of(error, path)}: {type(error).__name__}: {error}") from error
     function = getattr(loaded, name, None)
@@ -49,7 +49,7 @@ def load_function(path: Path, name: str) -> RewardFunction:
 def line_of(error: BaseException, path: Path) -> int:
     """Return the last line of the user's file that an error passed through, or 1 if it passed through none."""
     frames = traceback.extract_tb(error.__traceback__)
-    return next((frame.lineno or 1 for frame in reversed(frames) if Path(frame.filename) == path), 1)
+    return next((frame.lineno or 1 for frame in reversed(frames) if Path(frame.filename) == path.absolute()), 1)
 
 
 def first_line(function: RewardFunction) -> int:

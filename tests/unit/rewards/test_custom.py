@@ -211,6 +211,14 @@ def test_files_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> N
         check(tmp_path / "reward.py")
 
 
+@pytest.mark.parametrize("text", ["x = 1\ndef compute_score(:\n", "x = 1\ny = 1 / 0\n"])
+def test_the_line_of_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward.py").write_text(text)
+    with pytest.raises(ConfigError, match=r"^reward\.py:2: "):
+        check(Path("reward.py"))
+
+
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.py: no such file"):
         check(tmp_path / "none.py")
