@@ -81,7 +81,9 @@ def test_last_number_is_opt_in() -> None:
 
 
 def test_unknown_names() -> None:
-    with pytest.raises(ConfigError, match=r"unknown data source 'gpq'; did you mean 'gpqa'\? .*hendrycks_math.* rewards\.custom$"):
+    with pytest.raises(
+        ConfigError, match=r"unknown data source 'gpq'; did you mean 'gpqa'\? .*hendrycks_math.* rewards\.custom$"
+    ):
         source_spec("gpq")
     with pytest.raises(ConfigError, match="unknown data source 'strikt'; did you mean 'strict'"):
         source_spec("aime2024", scorer="strikt")
