@@ -13,6 +13,8 @@ from megarl.device.platform import apply_environment
 LIVE_S, SILENCE_S, FIRST_S = 0.5, 4.0, 1.0
 
 _doing: list[tuple[Callable[[], str], float]] = []
+# How many activities have begun in this process.
+_num_begun = [0]
 # When the command last printed something (`time.monotonic`).
 _printed = [0.0]
 
@@ -20,6 +22,7 @@ _printed = [0.0]
 @contextlib.contextmanager
 def doing(what: str | Callable[[], str]) -> Iterator[None]:
     """Within this context, this process does `what`; a function is asked again whenever somebody looks."""
+    _num_begun[0] += 1
     _doing.append((what if callable(what) else lambda: what, time.time()))
     try:
         yield
@@ -87,5 +90,6 @@ class LiveStatus(contextlib.AbstractContextManager["LiveStatus"]):
 def shown() -> Iterator[None]:
     """Prepare the environment for a command, and show what the command does in this context."""
     apply_environment()
-    with LiveStatus(), doing("loading megarl"):
+    # Between two activities, it is no longer loading.
+    with LiveStatus(), doing(lambda: "working" if _num_begun[0] > 1 else "loading megarl"):
         yield

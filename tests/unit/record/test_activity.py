@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.host import stage
-from megarl.record.activity import LiveStatus, current_activity, doing
+from megarl.record.activity import LiveStatus, current_activity, doing, shown
 
 
 class Terminal(io.StringIO):
@@ -64,3 +64,12 @@ def test_a_process_tells_its_stage_only_within_a_run(tmp_path: Path, monkeypatch
     stage.tell_stage("micro-batch 2 of 8")
     assert stage.read_stage(str(directory), os.getpid()) == "micro-batch 2 of 8"
     assert stage.read_stage(str(directory), 1) == ""
+
+
+def test_a_command_is_loading_only_until_its_first_activity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.record.activity._num_begun", [0])
+    with shown():
+        assert (current_activity() or ("",))[0] == "loading megarl"
+        with doing("starting Ray"):
+            assert (current_activity() or ("",))[0] == "starting Ray"
+        assert (current_activity() or ("",))[0] == "working"
