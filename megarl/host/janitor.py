@@ -181,7 +181,10 @@ def main(argv: list[str]) -> None:
         signal.signal(signum, signal.SIG_IGN)
     scope, noted = RunScope(run_id=run_id), set[Path]()
     # Nothing is ever written: the pipe becomes readable when the owner's end closes.
-    while not select.select([read_end], [], [], WATCH_S)[0]:
+    # Not `select`, which refuses the descriptors above 1023 that a busy owner passes on.
+    owner = select.poll()
+    owner.register(read_end, select.POLLIN)
+    while not owner.poll(WATCH_S * 1000):
         noted |= scope.mapped_files()
     clean_up(scope, noted)
 

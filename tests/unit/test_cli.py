@@ -76,7 +76,8 @@ def error_of(model: Path, sums: TaskFiles, tmp_path: Path, capsys: pytest.Captur
             main([command, str(file or (TRAIN_FILE if command == "train" else SFT_FILE)), *settings])
         output = capsys.readouterr()
         assert exit_info.value.code == 2
-        assert output.out == ""
+        # A slow machine's command says every few seconds what it is doing.
+        assert [line for line in output.out.splitlines() if not line.startswith("… ")] == []
         (line,) = output.err.splitlines()
         assert line.startswith("error: ")
         return line

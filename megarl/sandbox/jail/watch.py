@@ -89,6 +89,8 @@ def has_ended(child: int) -> bool:
     """Return whether the child ends within a second."""
     end = os.pidfd_open(child)
     try:
-        return bool(select.select([end], [], [], _END_S)[0])
+        poll = select.poll()
+        poll.register(end, select.POLLIN)
+        return bool(poll.poll(1000 * _END_S))
     finally:
         os.close(end)

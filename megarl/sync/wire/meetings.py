@@ -55,14 +55,17 @@ class DeathWatch:
         """End the thread, and let go of the group."""
         self._closed.set()
 
+    def is_given_up(self) -> bool:
+        """Return whether the current transfer has been given up; where gloo fails, this thread may not know it yet."""
+        try:
+            return self._store.check([f"{self.transfer}/given up"])
+        except RuntimeError:
+            # The first trainer rank has died, and with it the store: the run ends.
+            return True
+
     def _look(self) -> None:
         while not self._closed.wait(POLL_S):
-            try:
-                is_given_up = self._store.check([f"{self.transfer}/given up"])
-            except RuntimeError:
-                # The first trainer rank has died, and with it the store: the run ends.
-                is_given_up = True
-            if is_given_up:
+            if self.is_given_up():
                 self.has_aborted = True
                 abort_group(self._group)
                 break

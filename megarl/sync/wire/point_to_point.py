@@ -19,6 +19,7 @@ from megarl.sync.wire.meetings import DeathWatch
 from megarl.sync.wire.wires import DEPTH, Arrival, Share
 
 _Slot = tuple[int, int, int]
+_DEATH = "a process that took part in this sync has died"
 
 
 class Exchange:
@@ -114,10 +115,12 @@ class Exchange:
                 # NCCL's wait is one of the stream, which an abort ends without an error.
                 platform().synchronize()
         except RuntimeError:
-            if not self._watch.has_aborted:
+            # Another process's abort may close the connection before this one's watch has looked.
+            if not self._watch.is_given_up():
                 raise
+            raise WeightSyncError(_DEATH) from None
         if self._watch.has_aborted:
-            raise WeightSyncError("a process that took part in this sync has died")
+            raise WeightSyncError(_DEATH)
 
 
 class PointToPointReceiver:

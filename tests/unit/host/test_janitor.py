@@ -118,8 +118,12 @@ def test_close_returns_when_everything_is_gone() -> None:
     assert RUN_ID_VARIABLE not in os.environ
 
 
-def test_a_killed_driver_leaves_nothing() -> None:
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE)
+@pytest.mark.parametrize("num_files", [0, 1100])
+def test_a_killed_driver_leaves_nothing(num_files: int) -> None:
+    """Also one that has opened more files than `select` can name."""
+    opened = f"files = [open('/dev/null') for _ in range({num_files})]\n"
+    raise_limit = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))\n"
+    driver = subprocess.Popen([sys.executable, "-c", raise_limit + opened + DRIVER], stdout=subprocess.PIPE)
     assert driver.stdout is not None
     run_id, child = driver.stdout.readline().decode().split()
     scope = RunScope(run_id=run_id)

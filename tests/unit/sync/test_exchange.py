@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.device.platform import abort_group
 from megarl.errors import WeightSyncError
 from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.meetings import Meeting, give_up, open_store
@@ -131,3 +132,28 @@ def test_who_waits_for_a_process_that_has_died_is_woken_at_once(waits: str) -> N
         assert time.monotonic() - start < 10
         for end in ends:
             end.close()
+
+
+@pytest.mark.parametrize("is_given_up", [True, False])
+def test_another_ends_abort_may_come_before_the_own_watch_has_looked(
+    monkeypatch: pytest.MonkeyPatch, is_given_up: bool
+) -> None:
+    """Gloo then says that the connection was closed, which has a reason of its own only if nobody gave up."""
+    monkeypatch.setattr("megarl.sync.wire.meetings.POLL_S", 60.0)
+    store, message = open_store("127.0.0.1"), parcel(0, 0, 1)
+    with ThreadPoolExecutor(2) as pool:
+        opening = [pool.submit(Exchange, share_of(i, [message], store.port, size=2), CPU) for i in (0, 1)]
+        sender, receiver = (each.result(timeout=30) for each in opening)
+    for end in (sender, receiver):
+        end.start(7)
+    receiver.stage(message)
+    receiver.post()
+    if is_given_up:
+        give_up("127.0.0.1", store.port, 7)
+    abort_group(sender._group)
+    expected = WeightSyncError if is_given_up else RuntimeError
+    with pytest.raises(expected, match="has died" if is_given_up else "(?i)connection closed") as error_info:
+        receiver.flush()
+    assert error_info.type is expected
+    for end in (sender, receiver):
+        end.close()

@@ -191,7 +191,8 @@ def error_of(model: Path, sums: TaskFiles, tmp_path: Path, capsys: pytest.Captur
             main([*given, "--max-response-tokens", "32", *arguments])
         output = capsys.readouterr()
         assert exit_info.value.code == 2
-        assert output.out == ""
+        # A slow machine's command says every few seconds what it is doing.
+        assert [line for line in output.out.splitlines() if not line.startswith("… ")] == []
         (line,) = output.err.splitlines()
         assert line.startswith("error: ")
         assert not (tmp_path / "out" / "config.yaml").exists()
