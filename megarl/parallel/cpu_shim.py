@@ -115,9 +115,13 @@ def install() -> None:
     for name, value in replacements.items():
         setattr(torch.cuda, name, value)
 
-    import megatron.core.jit as mcore_jit
-
-    # This must precede the import of any other megatron module, since they decorate functions at import.
+    # Megatron's modules decorate functions when they are imported, and that alone loads the compiler for a second.
+    compile_ = torch.compile
+    torch.compile = lambda function: function
+    try:
+        import megatron.core.jit as mcore_jit
+    finally:
+        torch.compile = compile_
     mcore_jit.disable_jit_fuser()
     _replace_rng_tracker()
     import megatron.core.optimizer as mcore_optimizer
