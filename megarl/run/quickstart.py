@@ -25,7 +25,7 @@ NUM_SFT, NUM_TRAIN, NUM_VAL = 32768, 2000, 256
 
 
 # The tasks of each model, its default first.
-MODEL_TASKS = {"tiny": tuple({"sums": None, **dict.fromkeys((*TASKS, *CONVERSATIONS))}), "smollm2": ("arithmetic",)}
+MODEL_TASKS = {"tiny": ("sums", *sorted({*TASKS, *CONVERSATIONS} - {"sums"})), "smollm2": ("arithmetic",)}
 
 
 def quickstart(*, algo: str, task: str | None, seed: int, model: str = "tiny") -> None:
