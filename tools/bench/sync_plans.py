@@ -139,6 +139,7 @@ def plan_scenario(scenario: Scenario) -> Planned:
         ends.held,
         needed,
         neighbours={scenario.size + i: [seat] for i, seat in enumerate(seats)},
+        hosts={i: device // _DEVICES_PER_HOST for i, device in enumerate([*range(scenario.size), *seats])},
     )
     times.append(time.process_time())
     return _describe(scenario, ends, plan, shared, seats, times)

@@ -10,19 +10,20 @@ it copies D_i ∩ S_i from them. If several sources hold a part, the one with le
 
 import functools
 import gc
-import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megarl.sync.plan.assign import Holding, Neighbours, Run, Transfer, assign
-from megarl.sync.plan.stagger import staggered
-from megarl.weights.boxes import Box, num_elements, split_rows
+from megarl.sync.plan.assign import Holding, Neighbours, Run, assign, replicas_of, widest_first
+from megarl.sync.plan.schedule import Hosts, Transfer, in_order, scheduled
+from megarl.weights.boxes import Box, num_elements
 from megarl.weights.safetensors_map import TensorSpec
 
-_ITEM_BYTES = operator.attrgetter("item_bytes")
 _LEAST_BUCKET, _MOST_BUCKET = 1 << 20, 128 << 20
+# With more than so many sources, a bucket is at most this part of what a sink needs, but not less than 16 MiB: with
+# small ones many processes wait less for each other.
+_FEW_SOURCES, _NUM_BUCKETS, _LEAST_OF_MANY = 8, 1536, 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,25 +100,36 @@ def build_plan(
     needed: Mapping[int, Holding],
     *,
     neighbours: Neighbours | None = None,
+    hosts: Hosts | None = None,
     bucket_bytes: int | None = None,
 ) -> Plan:
     """Plan a weight sync. Each engine worker (sink) gets the tensors in the order of `specs`, but each starts at
     another one.
 
     bucket_bytes: in one bucket (step), each source sends and each sink receives at most this much over the wire, and as
-    much locally; a single row of a tensor may be more. Default: 1/16 of all tensors, within 1 to 128 MiB. Larger
-    buckets mean fewer messages, but more memory, as each process stages `wires.DEPTH` buckets.
+    much locally; a single row of a tensor may be more. Default: 1/16 of all tensors, within 1 to 128 MiB;
+    with more than 8 sources less, so that a sink has about 1,500. Larger buckets mean fewer messages, but more memory,
+    as each process stages `wires.DEPTH` buckets, and longer waits.
+    hosts: of each process, if known; a source on the host of the sink is preferred.
 
     Raises:
         WeightSyncError: a sink needs something that no source holds.
     """
     if bucket_bytes is None:
         bucket_bytes = min(max(_LEAST_BUCKET, -(-sum(spec.num_bytes for spec in specs.values()) // 16)), _MOST_BUCKET)
+        if len(held) > _FEW_SOURCES:
+            largest = max((_num_bytes(specs, holding) for holding, _ in replicas_of(needed)), default=0)
+            bucket_bytes = min(bucket_bytes, max(_LEAST_OF_MANY, largest // _NUM_BUCKETS))
     # A plan is millions of small objects without cycles; garbage collection would take half of the planning time.
     was_on = gc.isenabled()
     gc.disable()
     try:
-        transfers = staggered(assign(specs, held, needed, neighbours or {}), specs, held, needed)
+        layers = list(assign(specs, held, needed, neighbours or {}, hosts=hosts or {}, block_bytes=bucket_bytes))
+        if len(held) <= _FEW_SOURCES and all(len(holding) == len(specs) for holding in held.values()):
+            # No source would be idle in any order, so a schedule gains nothing.
+            transfers = in_order(layers, list(needed))
+        else:
+            transfers = scheduled(layers, list(held), list(needed), hosts=hosts or {}, block_bytes=bucket_bytes)
         return Plan(specs=specs, needs=needed, messages=tuple(_pack(transfers, bucket_bytes)))
     finally:
         # Move the new objects to the oldest generation, as if they had been scanned.
@@ -127,72 +139,41 @@ def build_plan(
             gc.enable()
 
 
-def _blocks(run: Run, max_bytes: int) -> Iterable[Run]:
-    """Split a run (one box of several tensors) into runs of at most `max_bytes`: fewer tensors, or fewer rows of
-    one.
-    """
-    tensors, box, num_bytes, item_bytes = run
-    if len(tensors) * num_bytes <= max_bytes:
-        return (run,)
-    if num_bytes <= max_bytes:
-        most = max_bytes // num_bytes
-        return [run._replace(tensors=tensors[i : i + most]) for i in range(0, len(tensors), most)]
-    return [
-        Run((tensor,), rows, num_elements(rows) * item_bytes, item_bytes)
-        for tensor in tensors
-        for rows in split_rows(box, max_bytes // item_bytes)
-    ]
+def _num_bytes(specs: Mapping[str, TensorSpec], holding: Holding) -> int:
+    return sum(num_elements(box) * specs[name].dtype.itemsize for name, box in holding.items() if name in specs)
 
 
-class _Open:
-    """The message of a (source, sink) pair to which `_pack` is still adding runs."""
-
-    __slots__ = ("bucket", "num_bytes", "runs", "turn")
-
-    def __init__(self) -> None:
-        self.bucket, self.turn, self.runs, self.num_bytes = 0, 0, list[Run](), 0
-
-    def begin(self, bucket: int) -> None:
-        self.bucket, self.turn, self.runs, self.num_bytes = bucket, self.turn + 1, [], 0
-
-
-def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> list[Parcel]:
+def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> Iterator[Parcel]:
     """Pack transfers into messages, one per bucket (step of the sync) and pair of source and sink.
 
     A transfer goes into the first bucket with room at both source and sink, but not before the last bucket that either
-    has used. Every process thus handles its buckets in the order of its transfers, so there is no deadlock.
+    has used, nor, if it is local, before what the sink last got over the wire. Every process thus handles its buckets
+    in the order of its transfers, so there is no deadlock.
     """
-    # For every source and every sink, over the wire and locally: its current bucket, and the bytes in it.
+    # Locally or over the wire, for every source and every sink: its current bucket, and the bytes in it.
     at = {local: [defaultdict[int, list[int]](lambda: [0, 0]) for _ in range(2)] for local in (False, True)}
-    growing = defaultdict[tuple[int, int, bool], _Open](_Open)
-    buckets = defaultdict[int, list[Parcel]](list)
-    for source, sink, local, whole in transfers:
+    turns = defaultdict[tuple[int, int, bool], int](int)
+    buckets = defaultdict[int, dict[tuple[int, int, bool], Parcel]](dict)
+    for source, sink, local, (runs, size) in transfers:
         sources, sinks = at[local]
-        out, into, message = sources[source], sinks[sink], growing[source, sink, local]
-        for run in _blocks(whole, bucket_bytes):
-            size = len(run.tensors) * run.num_bytes
-            # Take the later bucket of the two; if they are at the same one, the larger fill.
-            bucket, filled = max(out, into)
-            if filled and filled + size > bucket_bytes:
-                bucket += 1
-            out[:] = bucket, size + (out[1] if out[0] == bucket else 0)
-            into[:] = bucket, size + (into[1] if into[0] == bucket else 0)
-            if message.bucket != bucket and message.runs:
-                buckets[message.bucket].append(_message(source, sink, message, local=local))
-                message.begin(bucket)
-            message.bucket = bucket
-            message.runs.append(run)
-            message.num_bytes += size
-    for (source, sink, local), message in growing.items():
-        buckets[message.bucket].append(_message(source, sink, message, local=local))
-    return [message for bucket in sorted(buckets) for message in buckets[bucket]]
-
-
-def _message(source: int, sink: int, grown: _Open, *, local: bool) -> Parcel:
-    if len(grown.runs) > 1:
-        # Widest items first: all are aligned without gaps.
-        grown.runs.sort(key=_ITEM_BYTES, reverse=True)
-    return Parcel(grown.bucket, grown.turn, source, sink, local, tuple(grown.runs), grown.num_bytes)
+        out, into, pair = sources[source], sinks[sink], (source, sink, local)
+        # Take the later bucket of the two; if they are at the same one, the larger fill.
+        bucket, filled = max(out, into)
+        if filled and filled + size > bucket_bytes:
+            bucket += 1
+        if local:
+            bucket = max(bucket, at[False][1][sink][0])
+        out[:] = bucket, size + (out[1] if out[0] == bucket else 0)
+        into[:] = bucket, size + (into[1] if into[0] == bucket else 0)
+        messages = buckets[bucket]
+        if (begun := messages.get(pair)) is not None:
+            merged = widest_first([*begun.runs, *runs])
+            messages[pair] = begun._replace(runs=merged, num_bytes=begun.num_bytes + size)
+        else:
+            messages[pair] = Parcel(bucket, turns[pair], source, sink, local, runs, size)
+            turns[pair] += 1
+    for bucket in sorted(buckets):
+        yield from buckets[bucket].values()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ def overlaps(specs: Mapping[str, TensorSpec], held: Mapping[int, Holding], neede
     """
     sinks, sources = ({process: i for i, process in enumerate(each)} for each in (needed, held))
     shared = np.zeros((len(sinks), len(sources)), dtype=np.int64)
-    for alike in alike_tensors(specs, held, needed):
+    for alike in itertools.chain.from_iterable(group for _, group in alike_tensors(specs, held, needed)):
         for (wanted, takers), (has, holders) in itertools.product(alike.needed.items(), alike.held.items()):
             if (common := intersection(wanted, has)) is not None:
                 num_bytes = len(alike.tensors) * num_elements(common) * alike.spec.dtype.itemsize

@@ -1,0 +1,21 @@
+"""Plans of large models: how long processes wait for each other, by the benchmark's own clock."""
+
+import pytest
+
+from tools.bench.sync_plans import SCENARIOS, plan_scenario
+
+
+def check(number: int) -> None:
+    planned = plan_scenario(SCENARIOS[number])
+    assert planned.bytes_are_least
+    assert planned.bound_seconds <= planned.in_turn_seconds <= 1.2 * planned.bound_seconds
+
+
+def test_one_message_at_a_time_takes_little_longer_than_the_bound() -> None:
+    check(0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(1, len(SCENARIOS)))
+def test_large_models_too(number: int) -> None:
+    check(number)
