@@ -2,6 +2,7 @@
 busy.
 """
 
+import functools
 import itertools
 import operator
 from collections import defaultdict
@@ -17,6 +18,8 @@ _ITEM_BYTES = operator.attrgetter("item_bytes")
 Holding: TypeAlias = Mapping[str, Box]
 # Sink → sources that share its memory.
 Neighbours: TypeAlias = Mapping[int, Collection[int]]
+# Process → its host; empty: not known, so that all links count as equally fast.
+Hosts: TypeAlias = Mapping[int, Hashable]
 # Box of a tensor → the processes that hold it, or the numbers of the replicas that need it.
 _Places: TypeAlias = Mapping[Box, tuple[int, ...]]
 
@@ -34,7 +37,7 @@ class Run(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Runs that are sent together: at most `block_bytes`, or a single row of a tensor that is longer."""
+    """Runs that are sent in one message, those of wide elements first, so that all are aligned without gaps."""
 
     runs: tuple[Run, ...]
     num_bytes: int
@@ -52,6 +55,18 @@ class Alike(NamedTuple):
     needed: _Places
 
 
+class Portion(NamedTuple):
+    """Runs of a layer that the same ranks (candidates) could send to a sink, and their size."""
+
+    candidates: frozenset[int]
+    runs: tuple[Run, ...]
+    num_bytes: int
+
+
+# From which sources a sink gets a layer, and in which blocks.
+Shares: TypeAlias = Mapping[int, tuple[Block, ...]]
+
+
 class Layer(NamedTuple):
     """What every sink receives of a layer: wire, from each source over the wire; local, from sources beside it.
 
@@ -61,13 +76,8 @@ class Layer(NamedTuple):
 
     size: int
     holders: frozenset[int]
-    wire: Mapping[int, Mapping[int, tuple[Block, ...]]]
-    local: Mapping[int, Sequence[tuple[int, tuple[Block, ...]]]]
-
-
-def widest_first(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Order runs of one message so that all are aligned without gaps."""
-    return tuple(sorted(runs, key=_ITEM_BYTES, reverse=True))
+    wire: Mapping[int, Shares]
+    local: Mapping[int, Shares]
 
 
 def replicas_of(holdings: Mapping[int, Holding]) -> list[tuple[Holding, tuple[int, ...]]]:
@@ -88,15 +98,33 @@ def alike_tensors(
     for layer, names in itertools.groupby(specs, layer_of):
         groups = defaultdict[tuple[Hashable, ...], list[str]](list)
         for name in names:
-            key = (specs[name], *(tuple(by_name.get(name, {}).items()) for by_name in (holders, takers)))
-            groups[key if layer else (name,)].append(name)
+            places = (tuple(by_name.get(name, ())) for by_name in (holders, takers))
+            groups[(specs[name], *places) if layer else (name,)].append(name)
         yield (
             layer,
             [
-                Alike(tuple(group), specs[group[0]], holders.get(group[0], {}), takers.get(group[0], {}))
+                Alike(
+                    tuple(group), specs[group[0]], _places(holders.get(group[0], ())), _places(takers.get(group[0], ()))
+                )
                 for group in groups.values()
             ],
         )
+
+
+def _by_tensor(holdings: Mapping[int, Holding]) -> dict[str, list[tuple[Box, tuple[int, ...]]]]:
+    """Return tensor → boxes of it with the processes that hold (or need) each. Shared mappings are read only once."""
+    found = defaultdict[str, list[tuple[Box, tuple[int, ...]]]](list)
+    for holding, processes in replicas_of(holdings):
+        for name, box in holding.items():
+            found[name].append((box, processes))
+    return found
+
+
+def _places(found: Iterable[tuple[Box, tuple[int, ...]]]) -> _Places:
+    places = defaultdict[Box, tuple[int, ...]](tuple)
+    for box, processes in found:
+        places[box] += processes
+    return places
 
 
 def layer_of(name: str) -> str:
@@ -111,7 +139,7 @@ def assign(
     needed: Mapping[int, Holding],
     neighbours: Neighbours,
     *,
-    hosts: Mapping[int, Hashable],
+    hosts: Hosts,
     block_bytes: int,
 ) -> Iterator[Layer]:
     """Choose, for every part of a tensor that an engine worker (sink) needs, the trainer rank (source) that sends it.
@@ -126,70 +154,105 @@ def assign(
     """
     replicas, load = replicas_of(needed), dict.fromkeys(held, 0)
     for layer, group in alike_tensors(specs, held, dict(enumerate(holding for holding, _ in replicas))):
-        wire = {sink: dict[int, tuple[Block, ...]]() for sink in needed}
-        local = defaultdict[int, list[tuple[int, tuple[Block, ...]]]](list)
-        holders = set[int]()
-        for replica, candidates, runs in _portions(layer, group, [sinks for _, sinks in replicas]):
-            holders |= candidates
-            blocks, everyone = tuple(_blocks(runs, block_bytes)), sorted(candidates)
-            size = sum(block.num_bytes for block in blocks)
-            here = defaultdict[Hashable, list[int]](list)
-            for source in everyone if hosts else ():
-                here[hosts[source]].append(source)
-            for sink in replicas[replica][1]:
-                if beside := candidates.intersection(neighbours.get(sink, ())):
-                    local[sink].append((min(beside), blocks))
-                    continue
-                shares = wire[sink]
-                already = sorted(candidates & shares.keys()) if layer else ()
-                able = already or (here.get(hosts[sink]) if hosts else None) or everyone
-                source = able[0] if len(able) == 1 else min(able, key=load.__getitem__)
-                load[source] += size
-                shares[source] = shares[source] + blocks if source in shares else blocks
-        size = sum(specs[name].num_bytes for alike in group for name in alike.tensors)
-        yield Layer(size, frozenset(holders), wire, local)
+        every = _portions(layer, group, [sinks for _, sinks in replicas])
+        holders = frozenset[int]().union(*(portion.candidates for portions in every for portion in portions))
+        wire, local = dict[int, Shares](), dict[int, Shares]()
+        for portions, (_, sinks) in zip(every, replicas, strict=True):
+            beside = {sink: holders.intersection(neighbours.get(sink, ())) for sink in sinks}
+            # Most sinks get the same portions from a source.
+            blocks = functools.cache(lambda numbers, of=portions: _blocks([of[i] for i in numbers], block_bytes))
+            for sink, far, near in _choose(portions, beside, load, hosts, joins=bool(layer)):
+                wire[sink] = {source: blocks(numbers) for source, numbers in far.items()}
+                if near:
+                    local[sink] = {source: blocks(numbers) for source, numbers in near.items()}
+        yield Layer(sum(len(alike.tensors) * alike.spec.num_bytes for alike in group), holders, wire, local)
 
 
-def _portions(
-    layer: str, group: Iterable[Alike], replicas: Sequence[tuple[int, ...]]
-) -> Iterator[tuple[int, frozenset[int], list[Run]]]:
-    """Yield what each replica's sinks need of a layer, by the ranks that could send it: (replica, ranks, runs).
+def _portions(layer: str, group: Iterable[Alike], replicas: Sequence[tuple[int, ...]]) -> list[list[Portion]]:
+    """Return what each replica's sinks need of a layer, by the ranks that could send it.
 
     Outside layers, tensors are apart, so that ranks that hold the same tensors share them evenly.
     """
-    found = defaultdict[tuple[int, frozenset[int], str], list[Run]](list)
+    found = [defaultdict[tuple[frozenset[int], str], list[Run]](list) for _ in replicas]
     for tensors, spec, held, needed in group:
-        boxes, holders = tuple(held), list(held.values())
+        boxes, holders, item = tuple(held), list(held.values()), spec.dtype.itemsize
         for wanted, takers in needed.items():
             for piece in pieces(wanted, boxes):
                 candidates = frozenset(source for holder in piece.holders for source in holders[holder])
                 if not candidates:
                     sink = replicas[takers[0]][0]
                     raise WeightSyncError(f"no rank holds {tensors[0]}{piece.box}, which engine worker {sink} needs")
-                item = spec.dtype.itemsize
                 run = Run(tensors, piece.box, num_elements(piece.box) * item, item)
-                for replica in takers:
-                    found[replica, candidates, "" if layer else tensors[0]].append(run)
+                for taker in takers:
+                    found[taker][candidates, "" if layer else tensors[0]].append(run)
+    every = [
+        [
+            Portion(key[0], tuple(runs), sum(len(run.tensors) * run.num_bytes for run in runs))
+            for key, runs in by.items()
+        ]
+        for by in found
+    ]
     # The largest first: smaller ones go along with them.
-    sizes = {key: sum(len(run.tensors) * run.num_bytes for run in runs) for key, runs in found.items()}
-    for key in sorted(found, key=sizes.__getitem__, reverse=True) if layer else found:
-        yield key[0], key[1], found[key]
+    return [sorted(portions, key=lambda each: -each.num_bytes) for portions in every] if layer else every
 
 
-def _blocks(runs: Iterable[Run], max_bytes: int) -> Iterator[Block]:
-    """Lay runs end to end in blocks of at most `max_bytes`; longer runs are split into fewer tensors, or rows of
+def _choose(
+    portions: Sequence[Portion],
+    beside: Mapping[int, Collection[int]],
+    load: dict[int, int],
+    hosts: Hosts,
+    *,
+    joins: bool,
+) -> Iterator[tuple[int, dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]]:
+    """Yield the sinks of `beside`, and of each which portions it gets (by number) from which sources: over the wire,
+    and from those that share its memory.
+
+    joins: whether sources that send to a sink anyway are preferred.
+    """
+    alone, shared = dict[int, tuple[int, ...]](), list[int]()
+    for i, (candidates, _, num_bytes) in enumerate(portions):
+        if len(candidates) > 1:
+            shared.append(i)
+            continue
+        (source,) = candidates
+        alone[source] = (*alone.get(source, ()), i)
+        load[source] += num_bytes * sum(source not in sources for sources in beside.values())
+    for sink, sources in beside.items():
+        far, near = alone.copy(), dict[int, tuple[int, ...]]()
+        for source in sources.intersection(alone):
+            near[source] = far.pop(source)
+        for i in shared:
+            candidates, _, num_bytes = portions[i]
+            if at_hand := sources & candidates:
+                source, taken = min(at_hand), near
+            else:
+                able = [source for source in far if source in candidates] if joins else ()
+                able = able or [source for source in candidates if hosts and hosts[source] == hosts[sink]] or candidates
+                source, taken = min(able, key=lambda each: (load[each], each)), far
+                load[source] += num_bytes
+            taken[source] = (*taken.get(source, ()), i)
+        yield sink, far, near
+
+
+def _blocks(portions: Iterable[Portion], max_bytes: int) -> tuple[Block, ...]:
+    """Lay portions end to end in blocks of at most `max_bytes`; longer runs are split into fewer tensors, or rows of
     one.
     """
-    taken, filled = list[Run](), 0
-    for run in itertools.chain.from_iterable(_split(run, max_bytes) for run in runs):
+    runs = itertools.chain.from_iterable(_split(run, max_bytes) for portion in portions for run in portion.runs)
+    blocks, taken, filled = list[Block](), list[Run](), 0
+    for run in runs:
         size = len(run.tensors) * run.num_bytes
         if taken and filled + size > max_bytes:
-            yield Block(widest_first(taken), filled)
+            blocks.append(Block(widest_first(taken), filled))
             taken, filled = [], 0
         taken.append(run)
         filled += size
-    if taken:
-        yield Block(widest_first(taken), filled)
+    return (*blocks, Block(widest_first(taken), filled))
+
+
+def widest_first(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """Order the runs of a message so that all are aligned without gaps."""
+    return tuple(sorted(runs, key=_ITEM_BYTES, reverse=True))
 
 
 def _split(run: Run, max_bytes: int) -> Iterable[Run]:
@@ -204,13 +267,3 @@ def _split(run: Run, max_bytes: int) -> Iterable[Run]:
         for tensor in tensors
         for rows in split_rows(box, max_bytes // item_bytes)
     ]
-
-
-def _by_tensor(holdings: Mapping[int, Holding]) -> dict[str, dict[Box, tuple[int, ...]]]:
-    """Return tensor → box → the processes that hold (or need) the box. Shared mappings are read only once."""
-    found: dict[str, dict[Box, tuple[int, ...]]] = {}
-    for holding, processes in replicas_of(holdings):
-        for name, box in holding.items():
-            places = found.setdefault(name, {})
-            places[box] = places.get(box, ()) + processes
-    return found

@@ -10,20 +10,23 @@ it copies D_i ∩ S_i from them. If several sources hold a part, the one with le
 
 import functools
 import gc
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megarl.sync.plan.assign import Holding, Neighbours, Run, assign, replicas_of, widest_first
-from megarl.sync.plan.schedule import Hosts, Transfer, in_order, scheduled
-from megarl.weights.boxes import Box, num_elements
+import numpy as np
+
+from megarl.sync.plan.assign import Holding, Hosts, Neighbours, Run, assign, widest_first
+from megarl.sync.plan.schedule import Transfer, in_order, scheduled
+from megarl.weights.boxes import Box
 from megarl.weights.safetensors_map import TensorSpec
 
-_LEAST_BUCKET, _MOST_BUCKET = 1 << 20, 128 << 20
-# With more than so many sources, a bucket is at most this part of what a sink needs, but not less than 16 MiB: with
-# small ones many processes wait less for each other.
-_FEW_SOURCES, _NUM_BUCKETS, _LEAST_OF_MANY = 8, 1536, 16 << 20
+# The part of a model that a bucket takes, and the bounds of a bucket. With more sources, buckets are smaller: many
+# processes then wait less for each other.
+_FEW_SOURCES, _PART, _PART_OF_MANY = 8, 16, 3072
+_LEAST_BUCKET, _LEAST_OF_MANY, _MOST_BUCKET = 1 << 20, 16 << 20, 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,29 +110,28 @@ def build_plan(
     another one.
 
     bucket_bytes: in one bucket (step), each source sends and each sink receives at most this much over the wire, and as
-    much locally; a single row of a tensor may be more. Default: 1/16 of all tensors, within 1 to 128 MiB;
-    with more than 8 sources less, so that a sink has about 1,500. Larger buckets mean fewer messages, but more memory,
-    as each process stages `wires.DEPTH` buckets, and longer waits.
+    much locally; a single row of a tensor may be more. Default: 1/16 of all tensors, within 1 to 128 MiB; with more
+    than 8 sources 1/3,072, within 16 to 128 MiB. Larger buckets mean fewer messages, but more memory, as each process
+    stages `wires.DEPTH` buckets, and longer waits.
     hosts: of each process, if known; a source on the host of the sink is preferred.
 
     Raises:
         WeightSyncError: a sink needs something that no source holds.
     """
+    are_few = len(held) <= _FEW_SOURCES
     if bucket_bytes is None:
-        bucket_bytes = min(max(_LEAST_BUCKET, -(-sum(spec.num_bytes for spec in specs.values()) // 16)), _MOST_BUCKET)
-        if len(held) > _FEW_SOURCES:
-            largest = max((_num_bytes(specs, holding) for holding, _ in replicas_of(needed)), default=0)
-            bucket_bytes = min(bucket_bytes, max(_LEAST_OF_MANY, largest // _NUM_BUCKETS))
+        total, least = sum(spec.num_bytes for spec in specs.values()), _LEAST_BUCKET if are_few else _LEAST_OF_MANY
+        bucket_bytes = min(max(least, -(-total // (_PART if are_few else _PART_OF_MANY))), _MOST_BUCKET)
     # A plan is millions of small objects without cycles; garbage collection would take half of the planning time.
     was_on = gc.isenabled()
     gc.disable()
     try:
         layers = list(assign(specs, held, needed, neighbours or {}, hosts=hosts or {}, block_bytes=bucket_bytes))
-        if len(held) <= _FEW_SOURCES and all(len(holding) == len(specs) for holding in held.values()):
+        if are_few and all(len(holding) == len(specs) for holding in held.values()):
             # No source would be idle in any order, so a schedule gains nothing.
             transfers = in_order(layers, list(needed))
         else:
-            transfers = scheduled(layers, list(held), list(needed), hosts=hosts or {}, block_bytes=bucket_bytes)
+            transfers = scheduled(layers, list(held), list(needed), hosts=hosts or {})
         return Plan(specs=specs, needs=needed, messages=tuple(_pack(transfers, bucket_bytes)))
     finally:
         # Move the new objects to the oldest generation, as if they had been scanned.
@@ -137,10 +139,6 @@ def build_plan(
         gc.unfreeze()
         if was_on:
             gc.enable()
-
-
-def _num_bytes(specs: Mapping[str, TensorSpec], holding: Holding) -> int:
-    return sum(num_elements(box) * specs[name].dtype.itemsize for name, box in holding.items() if name in specs)
 
 
 def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> Iterator[Parcel]:
@@ -152,8 +150,9 @@ def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> Iterator[Parcel]:
     """
     # Locally or over the wire, for every source and every sink: its current bucket, and the bytes in it.
     at = {local: [defaultdict[int, list[int]](lambda: [0, 0]) for _ in range(2)] for local in (False, True)}
-    turns = defaultdict[tuple[int, int, bool], int](int)
-    buckets = defaultdict[int, dict[tuple[int, int, bool], Parcel]](dict)
+    # The last message of each pair, in a list of its own, in which it may be replaced by one with more runs.
+    last = dict[tuple[int, int, bool], list[Parcel]]()
+    buckets = defaultdict[int, list[list[Parcel]]](list)
     for source, sink, local, (runs, size) in transfers:
         sources, sinks = at[local]
         out, into, pair = sources[source], sinks[sink], (source, sink, local)
@@ -165,15 +164,17 @@ def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> Iterator[Parcel]:
             bucket = max(bucket, at[False][1][sink][0])
         out[:] = bucket, size + (out[1] if out[0] == bucket else 0)
         into[:] = bucket, size + (into[1] if into[0] == bucket else 0)
-        messages = buckets[bucket]
-        if (begun := messages.get(pair)) is not None:
+        before = last.get(pair)
+        if before is not None and before[0].bucket == bucket:
+            begun = before[0]
             merged = widest_first([*begun.runs, *runs])
-            messages[pair] = begun._replace(runs=merged, num_bytes=begun.num_bytes + size)
+            before[0] = begun._replace(runs=merged, num_bytes=begun.num_bytes + size)
         else:
-            messages[pair] = Parcel(bucket, turns[pair], source, sink, local, runs, size)
-            turns[pair] += 1
+            turn = 0 if before is None else before[0].turn + 1
+            last[pair] = [Parcel(bucket, turn, source, sink, local, runs, size)]
+            buckets[bucket].append(last[pair])
     for bucket in sorted(buckets):
-        yield from buckets[bucket].values()
+        yield from itertools.chain.from_iterable(buckets[bucket])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,28 +194,30 @@ class PlanStatistics:
 
 def plan_statistics(plan: Plan, *, depth: int) -> PlanStatistics:
     """Compute a plan's cost if processes stage up to `depth` buckets (steps of the sync) at a time."""
-    wire = [message for message in plan.messages if not message.local]
-    received, sent = defaultdict[int, int](int), defaultdict[int, int](int)
-    for message in wire:
-        received[message.sink] += message.num_bytes
-        sent[message.source] += message.num_bytes
-    sources = {message.source for message in plan.messages}
-    sinks = {message.sink for message in plan.messages}
-    staged = [_staged(plan.of_source(i), depth) for i in sources] + [_staged(plan.of_sink(i), depth) for i in sinks]
+    columns = list(zip(*plan.messages, strict=True)) or [()] * len(Parcel._fields)
+    of = {
+        name: np.array(each, dtype=np.int64)
+        for name, each in zip(Parcel._fields, columns, strict=True)
+        if name != "runs"
+    }
+    over_wire = of["local"] == 0
+    sent, received = (np.bincount(of[end], of["num_bytes"] * over_wire) for end in ("source", "sink"))
     return PlanStatistics(
-        wire_bytes=plan.wire_bytes,
-        local_bytes=sum(message.num_bytes for message in plan.messages) - plan.wire_bytes,
-        num_messages=len(wire),
-        num_buckets=len({message.bucket for message in plan.messages}),
-        max_received_bytes=max(received.values(), default=0),
-        max_sent_bytes=max(sent.values(), default=0),
-        staging_bytes=sum(staged),
+        wire_bytes=int(received.sum()),
+        local_bytes=int(of["num_bytes"].sum() - received.sum()),
+        num_messages=int(over_wire.sum()),
+        num_buckets=len(np.unique(of["bucket"])),
+        max_received_bytes=int(received.max(initial=0)),
+        max_sent_bytes=int(sent.max(initial=0)),
+        staging_bytes=sum(_staged(of[end], of["bucket"], of["num_bytes"], depth) for end in ("source", "sink")),
     )
 
 
-def _staged(messages: Iterable[Parcel], depth: int) -> int:
-    """Return the largest total size of messages in any `depth` successive buckets, which a process must stage."""
-    by_bucket = defaultdict[int, int](int)
-    for message in messages:
-        by_bucket[message.bucket] += message.num_bytes
-    return max((sum(by_bucket.get(first + i, 0) for i in range(depth)) for first in list(by_bucket)), default=0)
+def _staged(process: np.ndarray, bucket: np.ndarray, num_bytes: np.ndarray, depth: int) -> int:
+    """Return the largest total size of messages in any `depth` successive buckets, which a process must stage, summed
+    over processes.
+    """
+    width = bucket.max(initial=0) + depth
+    totals = np.bincount(process * width + bucket, num_bytes, minlength=(process.max(initial=0) + 1) * width)
+    staged = np.lib.stride_tricks.sliding_window_view(totals.reshape(-1, width), depth, axis=1).sum(axis=2)
+    return int(staged.max(axis=1).sum())

@@ -9,158 +9,149 @@ and its sink are both free, and ends after a time proportional to its bytes.
 import bisect
 import heapq
 import itertools
-from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
 
-from megarl.sync.plan.assign import Block, Layer
+from megarl.sync.plan.assign import Block, Hosts, Layer
 
-# Process → its host; empty: not known, so that all links count as equally fast.
-Hosts: TypeAlias = Mapping[int, Hashable]
+# Source, sink, whether they share memory, and what is sent.
+Transfer: TypeAlias = tuple[int, int, bool, Block]
 # How much longer a byte takes between hosts (400 Gb/s) than within one (NVLink 4, 450 GB/s).
 _BETWEEN_HOSTS = 9
+# So many sources of a layer stand for all of them: a stage has up to hundreds, and they are asked for alike.
+_SAMPLE = 8
 
 
-class Transfer(NamedTuple):
-    """A block to send from a source rank to a sink worker; local: they share memory."""
+class _Stage:
+    """The layers that the same sources hold; left: how many of them sinks still lack, each counted once per sink."""
 
-    source: int
-    sink: int
-    local: bool
-    block: Block
+    __slots__ = ("holders", "left")
+
+    def __init__(self, holders: frozenset[int]) -> None:
+        self.holders, self.left = holders, 0
 
 
 class _Sink:
-    """What a sink still lacks: whole layers, and of its present layer blocks from each source (by the source's bit).
+    """What a sink still lacks: the layers of each stage, and of its present one the blocks of each source.
 
-    near: the sources on its host. turn: the bit of the source to ask first. needs: the bits of all sources that have
-    blocks for it now.
+    near: the sources on its host. bit: this sink in sets of sinks. needs: the sources that have blocks for it now, as
+    bits; after: those that come after the last one that sent.
     """
 
-    __slots__ = ("blocks", "layers", "near", "needs", "num_layers", "number", "turn")
+    __slots__ = ("after", "bit", "layers", "near", "needs", "num_layers", "number", "shares")
 
-    def __init__(
-        self, number: int, layers: Sequence[int], stages: Sequence[Hashable], near: frozenset[int], turn: int
-    ) -> None:
-        self.number, self.near, self.turn, self.needs, self.num_layers = number, near, turn, 0, len(layers)
-        self.blocks = dict[int, tuple[Block, ...]]()
-        # The layers of each pipeline stage, in the order in which this sink takes them.
-        self.layers = dict[Hashable, deque[int]]()
-        for layer in layers:
-            self.layers.setdefault(stages[layer], deque()).append(layer)
-
-    def seconds(self, source: int, num_bytes: int) -> int:
-        """Return the time of a transfer, in units of a byte's within a host."""
-        return num_bytes if source in self.near else num_bytes * _BETWEEN_HOSTS
+    def __init__(self, number: int, near: frozenset[int], *, bit: int, first: int) -> None:
+        self.number, self.near, self.bit, self.needs, self.after = number, near, bit, 0, -1 << first
+        self.layers, self.num_layers = dict[_Stage, deque[Layer]](), 0
+        self.shares = dict[int, tuple[Block, ...]]()
 
 
 class _Switch:
-    """The state of all transfers. Sources and sinks have numbers from 0, and sets of them are bits of an integer.
+    """The state of all transfers. Sets of processes are bits of an integer: a source's is that of its number, a sink's
+    that of its position.
 
-    to_send: the time that each source still needs for everything; asked: the part of it for the present layers of all
-    sinks. wanted: the sinks that lack something from each source now; turns: which of them it serves first.
+    wanted: the sinks that lack something from each source now; after: those that come after the last one it served.
     """
 
     def __init__(self, layers: Sequence[Layer], sources: Sequence[int], sinks: Sequence[int], hosts: Hosts) -> None:
-        self._layers, self.sources = layers, sources
-        self._bits = {source: bit for bit, source in enumerate(sources)}
-        self.asked, self.to_send = [0] * len(sources), [0] * len(sources)
-        self.wanted, self.turns = [0] * len(sources), [0] * len(sources)
-        self.free_sources, self.free_sinks = (1 << len(sources)) - 1, 0
+        self.wanted, self.after = dict.fromkeys(sources, 0), dict.fromkeys(sources, -1)
+        self.free_sources, self.free_sinks = sum(1 << source for source in sources), 0
+        stages = {layer.holders: _Stage(layer.holders) for layer in layers}
+        on = defaultdict[object, list[int]](list)
+        for source in sources:
+            on[hosts.get(source)].append(source)
+        near = {host: frozenset(those) for host, those in on.items()}
         begins = list(itertools.accumulate((layer.size for layer in layers), initial=0))
-        stages = [layer.holders for layer in layers]
-        near = {
-            host: frozenset(each for each in sources if hosts.get(each) == host) for host in {*hosts.values(), None}
-        }
         self.sinks = list[_Sink]()
-        for i, sink in enumerate(sinks):
-            first = min(bisect.bisect_right(begins, i * begins[-1] // len(sinks)), len(layers)) - 1
-            ring = [*range(first, len(layers)), *range(first)]
-            self.sinks.append(_Sink(sink, ring, stages, near[hosts.get(sink)], i * len(sources) // len(sinks)))
-        for layer, each in itertools.product(layers, self.sinks):
-            for source, blocks in layer.wire[each.number].items():
-                self.to_send[self._bits[source]] += each.seconds(source, _size(blocks))
+        for i, number in enumerate(sinks):
+            first = sources[i * len(sources) // len(sinks)]
+            sink = _Sink(number, near.get(hosts.get(number), frozenset()), bit=1 << i, first=first)
+            begin = min(bisect.bisect_right(begins, i * begins[-1] // len(sinks)), len(layers)) - 1
+            for layer in itertools.chain(layers[begin:], layers[:begin]):
+                stage = stages[layer.holders]
+                stage.left += 1
+                sink.layers.setdefault(stage, deque()).append(layer)
+            sink.num_layers = len(layers)
+            self.sinks.append(sink)
 
-    def next_layer(self, sink: _Sink) -> int:
+    def next_layer(self, sink: _Sink) -> Layer:
         """Choose the stage whose next layer a sink would get soonest, preferring stages on its host.
 
-        Those come first because their fast transfers would otherwise wait behind slow ones. Then the stage counts
-        whose sources are asked for the least part of what they have to send, per layer that this sink still lacks.
+        Those come first because their fast transfers would otherwise wait behind slow ones. Then the stage counts for
+        whose sources the fewest sinks wait, as a part of what is left to send, per layer that this sink lacks.
         """
+        waiting_for = self.wanted.__getitem__
 
-        def wait(stage: Hashable) -> tuple[bool, float, int]:
-            layer, count = self._layers[sink.layers[stage][0]], len(sink.layers[stage])
-            sources = layer.wire[sink.number]
-            bits = list(map(self._bits.__getitem__, sources))
-            asked, to_send = sum(map(self.asked.__getitem__, bits)), sum(map(self.to_send.__getitem__, bits))
-            return sink.near.isdisjoint(sources), asked / to_send / count if to_send else 0.0, -count
+        def wait(item: tuple[_Stage, deque[Layer]]) -> tuple[bool, float, int]:
+            stage, layers = item
+            some = list(itertools.islice(layers[0].wire[sink.number], _SAMPLE))
+            waiting = sum(map(int.bit_count, map(waiting_for, some))) / max(1, len(some))
+            return sink.near.isdisjoint(some), waiting / stage.left / len(layers), -len(layers)
 
-        stage = min(sink.layers, key=wait)
-        layer = sink.layers[stage].popleft()
-        if not sink.layers[stage]:
-            del sink.layers[stage]
+        stage, layers = min(sink.layers.items(), key=wait)
+        layer = layers.popleft()
+        stage.left -= 1
         sink.num_layers -= 1
+        if not layers:
+            del sink.layers[stage]
         return layer
 
-    def begin_layer(self, i: int) -> Iterator[Transfer]:
+    def begin_layer(self, sink: _Sink) -> Iterator[Transfer]:
         """Let a sink that lacks nothing of its layer begin another; yield what it has beside it."""
-        sink = self.sinks[i]
+        number, bit, wanted = sink.number, sink.bit, self.wanted
         while sink.layers and not sink.needs:
-            layer = self._layers[self.next_layer(sink)]
-            for source, blocks in layer.local.get(sink.number, ()):
-                yield from (Transfer(source, sink.number, True, block) for block in blocks)
-            sink.blocks = {self._bits[source]: blocks for source, blocks in layer.wire[sink.number].items()}
-            for bit, blocks in sink.blocks.items():
-                sink.needs |= 1 << bit
-                self.wanted[bit] |= 1 << i
-                self.asked[bit] += sink.seconds(self.sources[bit], _size(blocks))
+            layer = self.next_layer(sink)
+            for source, blocks in layer.local.get(number, {}).items():
+                yield from ((source, number, True, block) for block in blocks)
+            sink.shares = dict(layer.wire[number])
+            for source in sink.shares:
+                wanted[source] |= bit
+            sink.needs = sum(map((1).__lshift__, sink.shares))
 
-    def pairs(self, done: Sequence[int], idle: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Choose which transfers begin, as (sink, source), after some sinks are done and some sources idle.
+    def pairs(self, ended: Sequence[tuple[_Sink, int]]) -> Iterator[tuple[int, _Sink]]:
+        """Choose which transfers begin, as (source, sink), after others have ended.
 
         Sinks that have most layers left choose first.
         """
-        for i in sorted(done, key=lambda i: -self.sinks[i].num_layers):
-            if able := self.sinks[i].needs & self.free_sources:
-                yield i, _next(able, self.sinks[i].turn)
-        for bit in idle:
-            if self.free_sources >> bit & 1 and (able := self.wanted[bit] & self.free_sinks):
-                yield _next(able, self.turns[bit]), bit
+        for sink, _ in sorted(ended, key=lambda each: -each[0].num_layers):
+            if able := sink.needs & self.free_sources:
+                able = able & sink.after or able
+                yield (able & -able).bit_length() - 1, sink
+        for _, source in ended:
+            if self.free_sources >> source & 1 and (able := self.wanted[source] & self.free_sinks):
+                able = able & self.after[source] or able
+                yield source, self.sinks[(able & -able).bit_length() - 1]
 
-    def take(self, i: int, bit: int, most_bytes: int) -> tuple[tuple[Block, ...], int]:
-        """Begin the transfer of what a source has for a sink, at most `most_bytes` or a single block; return blocks and
-        time.
-        """
-        sink = self.sinks[i]
-        self.free_sources ^= 1 << bit
-        self.free_sinks ^= 1 << i
-        sink.turn, self.turns[bit] = bit + 1, i + 1
-        blocks, count = sink.blocks[bit], 1
-        size = blocks[0].num_bytes
-        while count < len(blocks) and size + blocks[count].num_bytes <= most_bytes:
-            size += blocks[count].num_bytes
-            count += 1
-        sink.blocks[bit] = blocks[count:]
-        if count == len(blocks):
-            sink.needs ^= 1 << bit
-            self.wanted[bit] ^= 1 << i
-        seconds = sink.seconds(self.sources[bit], size)
-        self.asked[bit] -= seconds
-        self.to_send[bit] -= seconds
-        return blocks[:count], seconds
+    def take(self, source: int, sink: _Sink) -> Block:
+        """Begin the transfer of the next block that a source has for a sink."""
+        bit, blocks = 1 << source, sink.shares[source]
+        self.free_sources ^= bit
+        self.free_sinks ^= sink.bit
+        sink.after, self.after[source] = -bit << 1, -sink.bit << 1
+        if len(blocks) > 1:
+            sink.shares[source] = blocks[1:]
+        else:
+            sink.needs ^= bit
+            self.wanted[source] ^= sink.bit
+        return blocks[0]
 
 
-def in_order(layers: Sequence[Layer], sinks: Sequence[int]) -> Iterator[Transfer]:
+def in_order(layers: Iterable[Layer], sinks: Sequence[int]) -> Iterator[Transfer]:
     """Yield all transfers in the model's order, those of a sink from several sources side by side."""
     for layer in layers:
-        shares = [(source, sink, True, blocks) for sink in sinks for source, blocks in layer.local.get(sink, ())]
-        shares += [(source, sink, False, blocks) for sink in sinks for source, blocks in layer.wire[sink].items()]
-        for i in range(max((len(share[-1]) for share in shares), default=0)):
-            yield from (Transfer(*share[:-1], share[-1][i]) for share in shares if i < len(share[-1]))
+        shares = [
+            (source, sink, local, blocks)
+            for local, by_sink in ((True, layer.local), (False, layer.wire))
+            for sink in sinks
+            for source, blocks in by_sink.get(sink, {}).items()
+        ]
+        for i in range(max((len(blocks) for *_, blocks in shares), default=0)):
+            yield from ((*pair, blocks[i]) for *pair, blocks in shares if i < len(blocks))
 
 
 def scheduled(
-    layers: Sequence[Layer], sources: Sequence[int], sinks: Sequence[int], *, hosts: Hosts, block_bytes: int
+    layers: Sequence[Layer], sources: Sequence[int], sinks: Sequence[int], *, hosts: Hosts
 ) -> Iterator[Transfer]:
     """Yield all transfers by their time if each source sends one at a time and each sink receives one at a time.
 
@@ -169,33 +160,21 @@ def scheduled(
     which soon lets them take turns without conflicts.
     """
     switch = _Switch(layers, sources, sinks, hosts)
-    # When each transfer under way ends: (time, sink, source); at first every sink is free.
-    ends: list[tuple[int, int, int]] = [(0, i, -1) for i in range(len(sinks))]
-    while ends:
-        now, done, idle = ends[0][0], list[int](), list[int]()
-        while ends and ends[0][0] == now:
-            _, i, bit = heapq.heappop(ends)
-            done.append(i)
-            switch.free_sinks |= 1 << i
-            if bit >= 0:
-                idle.append(bit)
-                switch.free_sources |= 1 << bit
-        for i in done:
-            yield from switch.begin_layer(i)
-        for i, bit in switch.pairs(done, idle):
-            source, sink = sources[bit], sinks[i]
-            blocks, seconds = switch.take(i, bit, block_bytes)
-            for block in blocks:
-                yield Transfer(source, sink, False, block)
-            heapq.heappush(ends, (now + seconds, i, bit))
-
-
-def _size(blocks: tuple[Block, ...]) -> int:
-    # Most often a layer's part is a single block, and there are millions.
-    return blocks[0].num_bytes if len(blocks) == 1 else sum(block.num_bytes for block in blocks)
-
-
-def _next(bits: int, turn: int) -> int:
-    """Return the first set bit from `turn` on, or else the first of all."""
-    later = bits >> turn
-    return turn + (later & -later).bit_length() - 1 if later else (bits & -bits).bit_length() - 1
+    # The transfers under way, by the time when they end; at the beginning every sink is through with nothing.
+    ends, times = defaultdict[int, list[tuple[_Sink, int]]](list), [0]
+    ends[0] = [(sink, sources[0]) for sink in switch.sinks]
+    while times:
+        now = heapq.heappop(times)
+        ended = ends.pop(now)
+        for sink, source in ended:
+            switch.free_sources |= 1 << source
+            switch.free_sinks |= sink.bit
+            if not sink.needs:
+                yield from switch.begin_layer(sink)
+        for source, sink in switch.pairs(ended):
+            block = switch.take(source, sink)
+            yield source, sink.number, False, block
+            end = now + (block.num_bytes if source in sink.near else block.num_bytes * _BETWEEN_HOSTS)
+            if end not in ends:
+                heapq.heappush(times, end)
+            ends[end].append((sink, source))
