@@ -120,26 +120,31 @@ def find_layouts(search: LayoutSearch, *, most: int) -> list[Choice]:
     Raises:
         ConfigError: nothing fits; it says what takes too much.
     """
-    found, trainers, engines = list[Choice](), list[int](), list[int]()
+    found, trainers = list[Choice](), list[int]()
     limit = FILL * search.device_bytes
     for place in _places(search):
         for layout in _layouts(search, place.trainers):
             for recompute in ("none", "full"):
                 config = _with_trainer(search, place, layout, recompute)
-                fitting = list(_with_engines(search, config, place, limit, trainers, engines))
+                fitting = list(_with_engines(search, config, place, limit, trainers))
                 if fitting:
                     found.append(min(fitting, key=lambda choice: choice.cost.total))
                     break
     best = list(itertools.islice(_sound(search, sorted(found, key=lambda choice: choice.cost.total)), most))
     if best:
         return best
-    least = {"the trainer": trainers, "an engine's weights": engines}
-    needs = " and ".join(f"{min(sizes) / 2**30:.1f} GiB per GPU for {what}" for what, sizes in least.items() if sizes)
+    weights = search.stage_bytes / max(_engine_sizes(search, search.gpus))
+    trainer = f"{min(trainers) / 2**30:.1f} GiB" if trainers else "a number that divides the model"
     raise ConfigError(
         f"--gpus {search.gpus}: no layout of {search.base.model.path} fits {limit / 2**30:.1f} GiB, {FILL:.0%} of a "
-        f"GPU; at least {needs or 'another number, as none divides the model'} is needed; give more GPUs, GPUs with "
-        "more memory (--device-gib), or more of them per node (--gpus-per-node)"
+        f"GPU; the trainer needs at least {trainer} per GPU, and an engine {weights / 2**30:.1f} GiB for its weights; "
+        "give more GPUs, GPUs with more memory (--device-gib), or more of them per node (--gpus-per-node)"
     )
+
+
+def _engine_sizes(search: LayoutSearch, gpus: int) -> list[int]:
+    """Return over how many devices an engine may be split; it lies on one node."""
+    return [size for size in _SIZES if min(search.per_node, gpus) % size == 0]
 
 
 def _sound(search: LayoutSearch, choices: Iterable[Choice]) -> Iterator[Choice]:
@@ -209,9 +214,9 @@ def _with_trainer(search: LayoutSearch, place: _Place, layout: LayoutConfig, rec
 
 
 def _with_engines(
-    search: LayoutSearch, config: Config, place: _Place, limit: float, trainers: list[int], engines: list[int]
+    search: LayoutSearch, config: Config, place: _Place, limit: float, trainers: list[int]
 ) -> Iterator[Choice]:
-    """Yield the choices that fit with this trainer; append what the smallest would take to `trainers` and `engines`."""
+    """Yield the choices that fit with this trainer; append what the trainer takes to `trainers`."""
     algorithm = algorithm_of(config)
     needed, roles = algorithm.requires(), roles_of(config, algorithm)
     shards = plan_shards(config, roles, {role.role: search.spec for role in roles}, needed)
@@ -229,13 +234,12 @@ def _with_engines(
     )
     if utilization <= 0:
         return
-    for tp in (size for size in _SIZES if search.per_node % size == 0 and size <= place.engines):
+    for tp in _engine_sizes(search, place.engines):
         engine_config = replace(
             config.rollout.engine, num_engines=place.engines // tp, tp=tp, gpu_memory_utilization=utilization
         )
         chosen = replace(config, rollout=replace(config.rollout, engine=engine_config))
         engine = plan_engine(chosen, search.spec.dims, search.stage_bytes, search.device_bytes)
-        engines.append(engine.weights)
         num_sequences = (engine.kv_cache or 0) // engine.kv_bytes_per_token // max_row_tokens(chosen)
         devices = plan_devices(chosen, layouts, shards, engine)
         peak, phase = _peak(devices)
