@@ -10,9 +10,8 @@ it copies D_i ∩ S_i from them. If several sources hold a part, the one with le
 
 import functools
 import gc
-import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -141,7 +140,7 @@ def build_plan(
             gc.enable()
 
 
-def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> Iterator[Parcel]:
+def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> list[Parcel]:
     """Pack transfers into messages, one per bucket (step of the sync) and pair of source and sink.
 
     A transfer goes into the first bucket with room at both source and sink, but not before the last bucket that either
@@ -150,9 +149,7 @@ def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> Iterator[Parcel]:
     """
     # Locally or over the wire, for every source and every sink: its current bucket, and the bytes in it.
     at = {local: [defaultdict[int, list[int]](lambda: [0, 0]) for _ in range(2)] for local in (False, True)}
-    # The last message of each pair, in a list of its own, in which it may be replaced by one with more runs.
-    last = dict[tuple[int, int, bool], list[Parcel]]()
-    buckets = defaultdict[int, list[list[Parcel]]](list)
+    last, buckets = dict[tuple[int, int, bool], Parcel](), defaultdict[int, list[Parcel]](list)
     for source, sink, local, (runs, size) in transfers:
         sources, sinks = at[local]
         out, into, pair = sources[source], sinks[sink], (source, sink, local)
@@ -164,17 +161,16 @@ def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> Iterator[Parcel]:
             bucket = max(bucket, at[False][1][sink][0])
         out[:] = bucket, size + (out[1] if out[0] == bucket else 0)
         into[:] = bucket, size + (into[1] if into[0] == bucket else 0)
-        before = last.get(pair)
-        if before is not None and before[0].bucket == bucket:
-            begun = before[0]
+        messages, begun = buckets[bucket], last.get(pair)
+        if begun is not None and begun.bucket == bucket:
             merged = widest_first([*begun.runs, *runs])
-            before[0] = begun._replace(runs=merged, num_bytes=begun.num_bytes + size)
+            last[pair] = begun._replace(runs=merged, num_bytes=begun.num_bytes + size)
+            messages[messages.index(begun)] = last[pair]
         else:
-            turn = 0 if before is None else before[0].turn + 1
-            last[pair] = [Parcel(bucket, turn, source, sink, local, runs, size)]
-            buckets[bucket].append(last[pair])
-    for bucket in sorted(buckets):
-        yield from itertools.chain.from_iterable(buckets[bucket])
+            turn = 0 if begun is None else begun.turn + 1
+            last[pair] = message = Parcel(bucket, turn, source, sink, local, runs, size)
+            messages.append(message)
+    return [message for bucket in sorted(buckets) for message in buckets[bucket]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
