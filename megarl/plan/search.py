@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from megarl.algos.build import algorithm_of
 from megarl.cluster.roles import by_layout, roles_of
@@ -32,6 +33,8 @@ _UTILIZATION = 0.85
 _PROMPTS_PER_GPU, _LEAST_PROMPTS, _MINI_BATCHES = 8, 256, 4
 # Rows up to so many tokens are not split over context-parallel ranks.
 _SHORT_ROW = 16384
+# The first that fits is taken: recomputing costs a third more.
+_RECOMPUTE: tuple[Literal["none", "full"], ...] = ("none", "full")
 _SIZES, _MOST_STAGES = (1, 2, 4, 8, 16, 32, 64), 16
 
 
@@ -124,7 +127,7 @@ def find_layouts(search: LayoutSearch, *, most: int) -> list[Choice]:
     limit = FILL * search.device_bytes
     for place in _places(search):
         for layout in _layouts(search, place.trainers):
-            for recompute in ("none", "full"):
+            for recompute in _RECOMPUTE:
                 config = _with_trainer(search, place, layout, recompute)
                 fitting = list(_with_engines(search, config, place, limit, trainers))
                 if fitting:
@@ -176,13 +179,22 @@ def _layouts(search: LayoutSearch, gpus: int) -> Iterator[LayoutConfig]:
     for tp, pp, cp, ep in itertools.product(_SIZES, _SIZES, context, _SIZES if experts else (1,)):
         if tp > search.per_node or pp > min(num_layers, _MOST_STAGES) or gpus % (tp * pp * cp):
             continue
-        uneven = {}
+        first = last = None
         if num_layers % pp:
             rest = num_layers - -(-num_layers // pp) * (pp - 2)
-            uneven = {"first_stage_layers": -(-rest // 2), "last_stage_layers": rest // 2}
-        if min(uneven.values(), default=1) < 1:
-            continue
-        layout = LayoutConfig(tp=tp, pp=pp, cp=cp, dp=gpus // (tp * pp * cp), ep=ep, sequence_parallel=tp > 1, **uneven)
+            first, last = -(-rest // 2), rest // 2
+            if last < 1:
+                continue
+        layout = LayoutConfig(
+            tp=tp,
+            pp=pp,
+            cp=cp,
+            dp=gpus // (tp * pp * cp),
+            ep=ep,
+            sequence_parallel=tp > 1,
+            first_stage_layers=first,
+            last_stage_layers=last,
+        )
         try:
             check_layout(layout, "actor.layout")
             check_tp(layout, search.spec.hf_config, "actor")
@@ -194,7 +206,9 @@ def _layouts(search: LayoutSearch, gpus: int) -> Iterator[LayoutConfig]:
             yield layout
 
 
-def _with_trainer(search: LayoutSearch, place: _Place, layout: LayoutConfig, recompute: str) -> Config:
+def _with_trainer(
+    search: LayoutSearch, place: _Place, layout: LayoutConfig, recompute: Literal["none", "full"]
+) -> Config:
     """Return the settings of a run with this trainer; with engines apart as in configs/schedule/one_step_off.yaml."""
     base = search.base
 

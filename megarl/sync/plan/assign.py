@@ -198,7 +198,7 @@ def _portions(layer: str, group: Iterable[Alike], replicas: Sequence[tuple[int, 
 
 def _choose(
     portions: Sequence[Portion],
-    beside: Mapping[int, Collection[int]],
+    beside: Mapping[int, frozenset[int]],
     load: dict[int, int],
     hosts: Hosts,
     *,
@@ -226,7 +226,7 @@ def _choose(
             if at_hand := sources & candidates:
                 source, taken = min(at_hand), near
             else:
-                able = [source for source in far if source in candidates] if joins else ()
+                able: Collection[int] = [source for source in far if source in candidates] if joins else ()
                 able = able or [source for source in candidates if hosts and hosts[source] == hosts[sink]] or candidates
                 source, taken = min(able, key=lambda each: (load[each], each)), far
                 load[source] += num_bytes

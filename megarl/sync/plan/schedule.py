@@ -146,8 +146,8 @@ def in_order(layers: Iterable[Layer], sinks: Sequence[int]) -> Iterator[Transfer
             for sink in sinks
             for source, blocks in by_sink.get(sink, {}).items()
         ]
-        for i in range(max((len(blocks) for *_, blocks in shares), default=0)):
-            yield from ((*pair, blocks[i]) for *pair, blocks in shares if i < len(blocks))
+        for i in range(max((len(share[3]) for share in shares), default=0)):
+            yield from ((*share[:3], share[3][i]) for share in shares if i < len(share[3]))
 
 
 def scheduled(
