@@ -160,7 +160,11 @@ def assign(
         for portions, (_, sinks) in zip(every, replicas, strict=True):
             beside = {sink: holders.intersection(neighbours.get(sink, ())) for sink in sinks}
             # Most sinks get the same portions from a source.
-            blocks = functools.cache(lambda numbers, of=portions: _blocks([of[i] for i in numbers], block_bytes))
+            blocks = functools.cache(
+                lambda numbers, of=portions, joins=bool(layer): _blocks(
+                    [of[i] for i in numbers], block_bytes, joins=joins
+                )
+            )
             for sink, far, near in _choose(portions, beside, load, hosts, joins=bool(layer)):
                 wire[sink] = {source: blocks(numbers) for source, numbers in far.items()}
                 if near:
@@ -234,20 +238,24 @@ def _choose(
         yield sink, far, near
 
 
-def _blocks(portions: Iterable[Portion], max_bytes: int) -> tuple[Block, ...]:
-    """Lay portions end to end in blocks of at most `max_bytes`; longer runs are split into fewer tensors, or rows of
-    one.
+def _blocks(portions: Iterable[Portion], max_bytes: int, *, joins: bool) -> tuple[Block, ...]:
+    """Lay portions in blocks of at most `max_bytes`; longer runs are split into fewer tensors, or rows of one.
+
+    joins: whether portions are laid end to end; else each has blocks of its own, so that those of several sources may
+    share a bucket.
     """
-    runs = itertools.chain.from_iterable(_split(run, max_bytes) for portion in portions for run in portion.runs)
-    blocks, taken, filled = list[Block](), list[Run](), 0
-    for run in runs:
-        size = len(run.tensors) * run.num_bytes
-        if taken and filled + size > max_bytes:
-            blocks.append(Block(widest_first(taken), filled))
-            taken, filled = [], 0
-        taken.append(run)
-        filled += size
-    return (*blocks, Block(widest_first(taken), filled))
+    apart, blocks = [portion.runs for portion in portions], list[Block]()
+    for runs in [itertools.chain.from_iterable(apart)] if joins else apart:
+        taken, filled = list[Run](), 0
+        for run in itertools.chain.from_iterable(_split(run, max_bytes) for run in runs):
+            size = len(run.tensors) * run.num_bytes
+            if taken and filled + size > max_bytes:
+                blocks.append(Block(widest_first(taken), filled))
+                taken, filled = [], 0
+            taken.append(run)
+            filled += size
+        blocks.append(Block(widest_first(taken), filled))
+    return tuple(blocks)
 
 
 def widest_first(runs: Iterable[Run]) -> tuple[Run, ...]:
