@@ -69,7 +69,7 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
         check_model(config, specs[role.role].hf_config, role.role)
     actor, layouts = specs[Role.ACTOR], by_layout(roles)
     shards = plan_shards(config, roles, specs, needed)
-    engine = plan_engine(config, actor.dims, engine_bytes(config, actor), device_bytes)
+    engine = plan_engine(config, actor.dims, engine_bytes(config, actor, config.rollout.engine.pp), device_bytes)
     devices, missing = plan_devices(config, layouts, shards, engine), missing_files(config, roles)
     inputs = None if missing or not with_data else open_train_inputs(config)
     return RunPlan(
@@ -240,10 +240,10 @@ def _most_micro_batches(row_tokens: int, rows: int, dp: int, micro_batch_tokens:
     return max(len(batches) for batches in plan)
 
 
-def engine_bytes(config: Config, spec: ModelSpec) -> int:
+def engine_bytes(config: Config, spec: ModelSpec, num_stages: int) -> int:
     """Count the bytes of weights in the pipeline stage of an engine that has most, on all its devices together."""
-    engine, dtype_bytes = config.rollout.engine, DTYPE_BYTES[config.model.dtype]
-    stages, rounds = engine_needs(spec, 1, stages=engine.pp), engine.quantization is not None
+    dtype_bytes, rounds = DTYPE_BYTES[config.model.dtype], config.rollout.engine.quantization is not None
+    stages = engine_needs(spec, 1, stages=num_stages)
     return max(sum(_held_bytes(*held, dtype_bytes, rounds=rounds) for held in stage.items()) for stage in stages)
 
 

@@ -13,7 +13,8 @@ batches of a replica per optimizer step; b = 2 bytes; h: hidden size; L: layers;
     offload     what the host keeps of the trainer, there and back
 
     decoding    max over a step of (weights that its c sequences read + their keys and values at half length) / HBM and
-                2·(active parameters)·c / FLOP/s, each over the engine's tp devices; and 2·L all-reduces of c·h
+                2·(active parameters)·c / FLOP/s, each over the engine's tp devices; and 2·L all-reduces of c·h. With
+                p stages, sequences take p turns of c/p, each of which reads every stage and crosses p − 1 networks
     prefill     F of one prompt per group
     generate    prefill + response tokens · (rows of an engine / c, rounded up) · decoding;
                 c: max_num_seqs, or what the KV cache holds
@@ -153,21 +154,26 @@ def generate_parts(config: Config, dims: Dims, engine: EnginePlan, *, hardware: 
     at_once = min(settings.max_num_seqs, rows, (engine.kv_cache or 0) // engine.kv_bytes_per_token // row)
     if at_once == 0:
         return {"KV cache": math.inf}
+    tp, turns = settings.tp, settings.pp
     flops = forward_flops(dims, num_tokens=1, num_scored_tokens=1)
     attended, reduces = (row + prompt) / 2, 2 * dims.num_layers
-    reduced = reduces * 2 * at_once * dims.hidden * DTYPE_BYTES[config.model.dtype] * (settings.tp - 1) / settings.tp
-    step = {
-        "reading weights": engine.weights * read_share(dims, at_once) / hardware.hbm,
-        "reading keys and values": at_once * attended * engine.kv_bytes_per_token / hardware.hbm,
-        "all-reduces": reduces * (settings.tp > 1) * hardware.latency_s + hardware.seconds(reduced, settings.tp),
+    states = at_once * dims.hidden * DTYPE_BYTES[config.model.dtype]
+    reduced = reduces / turns * 2 * states * (tp - 1) / tp
+    exchanged = {
+        "all-reduces": reduces * (tp > 1) * hardware.latency_s + hardware.seconds(reduced, tp),
+        "between stages": (turns - 1) * (hardware.latency_s + states / turns / hardware.network),
     }
-    compute = at_once * flops / settings.tp / hardware.flops
-    reading = step["reading weights"] + step["reading keys and values"]
-    if compute > reading:
-        step = {"compute": compute, "all-reduces": step["all-reduces"]}
+    # Every stage is read in every turn, by the sequences whose turn it is.
+    reading = {
+        "reading weights": turns * engine.weights * read_share(dims, math.ceil(at_once / turns)) / hardware.hbm,
+        "reading keys and values": at_once * attended * engine.kv_bytes_per_token / hardware.hbm,
+    }
+    compute = at_once * flops / settings.num_workers / hardware.flops
+    step = ({"compute": compute} if compute > sum(reading.values()) else reading) | exchanged
     steps = response * math.ceil(rows / at_once)
     prompts = math.ceil(rows / config.rollout.num_samples)
-    prefill = prompts * forward_flops(dims, num_tokens=prompt, num_scored_tokens=0) / settings.tp / hardware.flops
+    prefilled = prompts * forward_flops(dims, num_tokens=prompt, num_scored_tokens=0)
+    prefill = prefilled / settings.num_workers / hardware.flops
     return {"prefill": prefill, **{name: steps * seconds for name, seconds in step.items() if seconds}}
 
 

@@ -68,7 +68,7 @@ def settings_of(choice: Choice) -> dict[str, Mapping[str, object]]:
     """Return what a run file has to set, as sections."""
     config = choice.config
     actor, engine, placement = config.actor, config.rollout.engine, config.placement
-    names = ("num_engines", "tp", "gpu_memory_utilization")
+    names = ("num_engines", "tp", *(["pp"] if engine.pp > 1 else []), "gpu_memory_utilization")
     rollout: dict[str, object] = {"engine": {name: getattr(engine, name) for name in names}}
     place: dict[str, object] = {"mode": placement.mode, "offload": placement.offload}
     places = ("trainer",) if placement.mode == "colocated" else ("trainer", "engines")
@@ -120,7 +120,7 @@ def _cells(search: LayoutSearch, choice: Choice) -> tuple[str, ...]:
         layout_text(config.actor.layout),
         config.actor.recompute,
         placement,
-        f"{choice.engine.num_engines} × tp {choice.engine.tp}",
+        choice.engine.layout,
         f"{choice.peak / GIB:.1f}",
         choice.phase,
         f"{host / GIB:.0f}" if host else "",

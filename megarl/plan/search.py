@@ -58,11 +58,13 @@ class Choice:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutSearch:
     """What to look for: a model on `gpus` devices with `device_bytes` each, `per_node` to a node. base: all settings
-    that the search does not choose. stage_bytes: what `engine_bytes` counts.
+    that the search does not choose. num_stages: an engine's, one on each of its nodes. stage_bytes: what
+    `engine_bytes` counts.
     """
 
     base: Config
     spec: ModelSpec
+    num_stages: int
     stage_bytes: int
     gpus: int
     per_node: int
@@ -96,15 +98,36 @@ def new_search(
         "actor": {"micro_batch_tokens": 16384},
     }
     spec, base = read_model_spec(directory, "--model"), with_overrides(from_dict(Config, tree), overrides)
+    device_bytes = int(device_gib * 2**30)
+    num_stages, stage_bytes = _engine_stages(base, spec, gpus=gpus, per_node=per_node, device_bytes=device_bytes)
     return LayoutSearch(
         base=base,
         spec=spec,
-        stage_bytes=engine_bytes(base, spec),
+        num_stages=num_stages,
+        stage_bytes=stage_bytes,
         gpus=gpus,
         per_node=per_node,
-        device_bytes=int(device_gib * 2**30),
+        device_bytes=device_bytes,
         hardware=Hardware(per_node=per_node),
     )
+
+
+def _engine_stages(base: Config, spec: ModelSpec, *, gpus: int, per_node: int, device_bytes: int) -> tuple[int, int]:
+    """Choose the number of an engine's stages, one per node, and count the largest one's bytes.
+
+    They are the fewest that leave room for a row, or, if none does, the most that the GPUs allow.
+    """
+    counts = [n for n in _SIZES if n == 1 or (per_node in _SIZES and gpus % (n * per_node) == 0)]
+    for num_stages in (n for n in counts if n <= min(spec.dims.num_layers, _MOST_STAGES)):
+        settings = replace(
+            base.rollout.engine, tp=min(gpus, per_node), pp=num_stages, gpu_memory_utilization=_UTILIZATION
+        )
+        config = replace(base, rollout=replace(base.rollout, engine=settings))
+        stage_bytes = engine_bytes(base, spec, num_stages)
+        engine = plan_engine(config, spec.dims, stage_bytes, device_bytes)
+        if (engine.kv_cache or 0) >= engine.kv_bytes_per_token * max_row_tokens(base):
+            break
+    return num_stages, stage_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +169,11 @@ def find_layouts(search: LayoutSearch, *, most: int) -> list[Choice]:
 
 
 def _engine_sizes(search: LayoutSearch, gpus: int) -> list[int]:
-    """Return over how many devices an engine may be split; it lies on one node."""
-    return [size for size in _SIZES if min(search.per_node, gpus) % size == 0]
+    """Return over how many devices a stage of an engine may be split; if it has several, over all of a node."""
+    node = min(search.per_node, gpus)
+    if search.num_stages > 1:
+        return [node] if gpus % (node * search.num_stages) == 0 else []
+    return [size for size in _SIZES if node % size == 0]
 
 
 def _sound(search: LayoutSearch, choices: Iterable[Choice]) -> Iterator[Choice]:
@@ -250,7 +276,11 @@ def _with_engines(
         return
     for tp in _engine_sizes(search, place.engines):
         engine_config = replace(
-            config.rollout.engine, num_engines=place.engines // tp, tp=tp, gpu_memory_utilization=utilization
+            config.rollout.engine,
+            num_engines=place.engines // (tp * search.num_stages),
+            tp=tp,
+            pp=search.num_stages,
+            gpu_memory_utilization=utilization,
         )
         chosen = replace(config, rollout=replace(config.rollout, engine=engine_config))
         engine = plan_engine(chosen, search.spec.dims, search.stage_bytes, search.device_bytes)
