@@ -37,6 +37,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _add_init(commands)
     _add_trainings(commands)
     add_evaluation(commands)
+    _add_plan(commands)
     _add_plan_async(commands)
     add_convert(commands)
     peer = commands.add_parser("convert-config", help="write a run file from that of verl, OpenRLHF or LUFFY")
@@ -124,6 +125,18 @@ def _add_views(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     trace.set_defaults(run=_trace)
 
 
+def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser("plan", help="rank the layouts of a model that fit a number of GPUs, by a cost model")
+    command.add_argument("overrides", nargs="*", help="settings such as rollout.max_response_tokens=8192")
+    command.add_argument("--model", required=True, metavar="MODEL", help="a directory with config.json, or qwen3-32b")
+    command.add_argument("--gpus", type=int, required=True, metavar="N", help="number of GPUs")
+    command.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="of one node; default: 8")
+    command.add_argument("--device-gib", type=float, default=80.0, help="memory of one GPU; default: 80")
+    command.add_argument("--most", type=int, default=5, metavar="N", help="layouts to print; default: 5")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=_plan)
+
+
 def _add_plan_async(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser("plan-async", help="simulate a run with asynchronous rollouts, and recommend a split")
     command.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run, whose costs count")
@@ -207,6 +220,20 @@ def _init(arguments: argparse.Namespace) -> None:
     options = ("model", "train", "val", "algo", "gpus", "reward")
     file = init_run(ask_missing(arguments.directory, {name: getattr(arguments, name) for name in options}))
     print(f"wrote {file}; next: megarl train {file} --dry-run --device-gib 80")
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from megarl.plan.plan_layouts import print_layouts
+    from megarl.plan.search import new_search
+
+    search = new_search(
+        arguments.model,
+        gpus=arguments.gpus,
+        per_node=arguments.gpus_per_node,
+        device_gib=arguments.device_gib,
+        overrides=arguments.overrides,
+    )
+    print_layouts(search, most=arguments.most, as_json=arguments.json)
 
 
 def _plan_async(arguments: argparse.Namespace) -> None:

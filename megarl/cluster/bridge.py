@@ -68,6 +68,7 @@ class BridgeSync:
             dict(enumerate(held)),
             {sink: needs[i % self._num_workers] for i, sink in enumerate(sinks)},
             neighbours=neighbours,
+            hosts=dict(enumerate(self._hosts())),
         )
         # NCCL takes no device twice: an engine's worker gets what other hosts send from the rank on its device.
         relays = {sink: ranks[0] for sink, ranks in neighbours.items()} if over_devices else {}
@@ -136,13 +137,16 @@ class BridgeSync:
         """
         return len(self._ranks) + engine * self._num_workers + worker
 
-    def _open(self, segments: Path, relays: dict[int, int], **options: bool) -> None:
-        plan, first = self.plan, self._ranks[0]
-        self._address = first.location.address
-        (self._port,) = self._call([first], [("offer_meeting", (self._address,))])
+    def _hosts(self) -> list[str]:
+        """Return the host of every process, by its number in the plan."""
         hosts = [rank.location.host for rank in self._ranks]
         num = self._num_workers
-        hosts += [engine.location.host_of(worker, num) for engine in self._engines for worker in range(num)]
+        return [*hosts, *(each.location.host_of(worker, num) for each in self._engines for worker in range(num))]
+
+    def _open(self, segments: Path, relays: dict[int, int], **options: bool) -> None:
+        plan, first, hosts = self.plan, self._ranks[0], self._hosts()
+        self._address = first.location.address
+        (self._port,) = self._call([first], [("offer_meeting", (self._address,))])
         # The members of the process group between hosts.
         size = len(self._ranks) if relays else len(hosts)
         passed = passed_on(plan.messages, relays, hosts)

@@ -89,11 +89,17 @@ def engine_ranks(config: Config, ends: Ends) -> list[tuple[int, ...]]:
 def bridge_plan(config: Config, spec: ModelSpec) -> Plan:
     """Plan which rank sends which slices of weights to which engine worker; workers are numbered after the ranks."""
     ends, first = ends_of(config, spec), config.actor.layout.world_size
-    colocated = config.placement.mode == "colocated"
+    colocated, num_workers = config.placement.mode == "colocated", config.rollout.engine.num_engines * len(ends.needs)
     workers = [rank for ranks in engine_ranks(config, ends) for rank in ranks] if colocated else []
+    per_node = devices_per_node(config.placement.trainer, first)
+    hosts = [("trainer", rank // per_node) for rank in [*range(first), *workers]]
+    if not colocated:
+        per_node = devices_per_node(config.placement.engines, num_workers)
+        hosts += [("engines", i // per_node) for i in range(num_workers)]
     return build_plan(
         ends.specs,
         dict(enumerate(ends.held)),
         dict(enumerate(list(ends.needs) * config.rollout.engine.num_engines, start=first)),
         neighbours={first + i: [rank] for i, rank in enumerate(workers)},
+        hosts=dict(enumerate(hosts)),
     )

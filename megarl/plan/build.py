@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from megarl.algos.build import algorithm_of
@@ -43,7 +43,7 @@ from megarl.train.score import SOURCES, Variant
 from megarl.types import Score
 from megarl.types.messages import Head, Role, RoleSpec
 from megarl.weights.boxes import Box, num_elements
-from megarl.weights.families import ModelSpec, read_model_spec
+from megarl.weights.families import Dims, ModelSpec, read_model_spec
 from megarl.weights.hub import with_local_models
 from megarl.weights.shards import groups_of
 
@@ -68,20 +68,8 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
         specs[role.role] = read_model_spec(path, model_key(config, role))
         check_model(config, specs[role.role].hf_config, role.role)
     actor, layouts = specs[Role.ACTOR], by_layout(roles)
-    engine = _engine(config, actor, device_bytes)
-    shards = []
-    for role in roles:
-        num_micro_batches = _micro_batches_at_full_length(config, role.settings) if role.trainable else 0
-        shards += [
-            plan_shard(
-                role,
-                specs[role.role],
-                stage,
-                num_micro_batches=num_micro_batches,
-                scores_pairs=any(SOURCES[s].role is role.role and SOURCES[s].variant is Variant.PAIR for s in needed),
-            )
-            for stage in range(role.layout.pp)
-        ]
+    shards = plan_shards(config, roles, specs, needed)
+    engine = plan_engine(config, actor.dims, engine_bytes(config, actor, config.rollout.engine.pp), device_bytes)
     devices, missing = plan_devices(config, layouts, shards, engine), missing_files(config, roles)
     inputs = None if missing or not with_data else open_train_inputs(config)
     return RunPlan(
@@ -108,6 +96,26 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
         missing=tuple(missing),
         hints=dict(inputs.hint_survey.total) if inputs is not None and inputs.hint_survey is not None else {},
     )
+
+
+def plan_shards(
+    config: Config, roles: Sequence[RoleSpec], specs: Mapping[Role, ModelSpec], needed: Collection[Score]
+) -> list[ShardPlan]:
+    """Plan what every role holds on each rank of each of its pipeline stages."""
+    shards = []
+    for role in roles:
+        num_micro_batches = micro_batches_at_full_length(config, role.settings) if role.trainable else 0
+        shards += [
+            plan_shard(
+                role,
+                specs[role.role],
+                stage,
+                num_micro_batches=num_micro_batches,
+                scores_pairs=any(SOURCES[s].role is role.role and SOURCES[s].variant is Variant.PAIR for s in needed),
+            )
+            for stage in range(role.layout.pp)
+        ]
+    return shards
 
 
 def _model_parameters(spec: ModelSpec, head: Head) -> int:
@@ -183,7 +191,7 @@ def _steps(
         optimizer_steps=num_actor_steps(config, has_critic=Role.CRITIC in specs) * counts.optimizer_steps_per_step,
         max_row_tokens=max_row_tokens(config),
         micro_batch_tokens=config.actor.micro_batch_tokens,
-        micro_batches_at_full_length=_micro_batches_at_full_length(config, config.actor),
+        micro_batches_at_full_length=micro_batches_at_full_length(config, config.actor),
         scoring=tuple(_scoring(config, role, specs[role.role], asked[role.role]) for role in roles if asked[role.role]),
     )
 
@@ -216,24 +224,34 @@ def _scoring(config: Config, role: RoleSpec, spec: ModelSpec, variants: Abstract
     )
 
 
-def _micro_batches_at_full_length(config: Config, settings: ActorConfig) -> int:
+def micro_batches_at_full_length(config: Config, settings: ActorConfig) -> int:
     """Return the number of micro-batches that one replica has in an optimizer step if all rows have the maximum
     length.
     """
     layout, rows = settings.layout, batch_counts(config).rows_per_optimizer_step
     multiple = layout.pp if layout.virtual_pp > 1 else 1
-    lengths = [max_row_tokens(config)] * rows
-    plan = plan_micro_batches(lengths, layout.dp, settings.micro_batch_tokens, multiple=multiple)
+    return _most_micro_batches(max_row_tokens(config), rows, layout.dp, settings.micro_batch_tokens, multiple)
+
+
+# A search over layouts asks for the same few again and again.
+@cache
+def _most_micro_batches(row_tokens: int, rows: int, dp: int, micro_batch_tokens: int, multiple: int) -> int:
+    plan = plan_micro_batches([row_tokens] * rows, dp, micro_batch_tokens, multiple=multiple)
     return max(len(batches) for batches in plan)
 
 
-def _engine(config: Config, spec: ModelSpec, device_bytes: int | None) -> EnginePlan:
+def engine_bytes(config: Config, spec: ModelSpec, num_stages: int) -> int:
+    """Count the bytes of weights in the pipeline stage of an engine that has most, on all its devices together."""
+    dtype_bytes, rounds = DTYPE_BYTES[config.model.dtype], config.rollout.engine.quantization is not None
+    stages = engine_needs(spec, 1, stages=num_stages)
+    return max(sum(_held_bytes(*held, dtype_bytes, rounds=rounds) for held in stage.items()) for stage in stages)
+
+
+def plan_engine(config: Config, dims: Dims, stage_bytes: int, device_bytes: int | None) -> EnginePlan:
+    """Plan what an engine holds on each of its devices. stage_bytes: what `engine_bytes` counts."""
     dtype_bytes, engine = DTYPE_BYTES[config.model.dtype], config.rollout.engine
-    stages = engine_needs(spec, 1, stages=engine.pp)
-    rounds = engine.quantization is not None
-    sizes = [sum(_held_bytes(*held, dtype_bytes, rounds=rounds) for held in stage.items()) for stage in stages]
-    weights = -(-max(sizes) // engine.tp)
-    layers = max(len(stage_range(spec.dims.num_layers, stage, engine.pp)) for stage in range(engine.pp))
+    weights = -(-stage_bytes // engine.tp)
+    layers = max(len(stage_range(dims.num_layers, stage, engine.pp)) for stage in range(engine.pp))
     kv_cache = None if engine.kv_cache_mib is None else engine.kv_cache_mib << 20
     if kv_cache is None and device_bytes is not None:
         kv_cache = max(0, int(engine.gpu_memory_utilization * device_bytes) - weights)
@@ -246,7 +264,7 @@ def _engine(config: Config, spec: ModelSpec, device_bytes: int | None) -> Engine
         weights=weights,
         kv_cache=kv_cache,
         kv_bytes_per_token=bytes_of.kv_bytes_per_token(
-            spec.dims, tp=engine.tp, num_layers=layers, dtype_bytes=1 if engine.kv_cache_dtype else dtype_bytes
+            dims, tp=engine.tp, num_layers=layers, dtype_bytes=1 if engine.kv_cache_dtype else dtype_bytes
         ),
     )
 

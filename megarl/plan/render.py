@@ -144,10 +144,9 @@ def _scoring_lines(plan: RunPlan) -> Iterator[str]:
 def _engine_lines(plan: RunPlan) -> Iterator[str]:
     engine = plan.engine
     where = "on the trainer's devices" if engine.shares_devices else "on devices of their own"
-    layout = f"{engine.num_engines} × tp {engine.tp}" + (f" × pp {engine.pp}" if engine.pp > 1 else "")
     if engine.nodes_per_engine > 1:
-        layout += f", each over {engine.nodes_per_engine} nodes"
-    yield f"engines    {layout}, {where}: {_gib(engine.weights)} GiB of weights per device"
+        where = f"each over {engine.nodes_per_engine} nodes, {where}"
+    yield f"engines    {engine.layout}, {where}: {_gib(engine.weights)} GiB of weights per device"
     per_token = f"{engine.kv_bytes_per_token:,} bytes per token and device"
     if engine.kv_cache is None:
         yield f"KV cache   {per_token}; its size is vLLM's choice (--device-gib gives an estimate)"

@@ -135,6 +135,11 @@ class EnginePlan:
     kv_cache: int | None
     kv_bytes_per_token: int
 
+    @property
+    def layout(self) -> str:
+        """Their number and parallel sizes, as in `16 × tp 8 × pp 4`."""
+        return f"{self.num_engines} × tp {self.tp}" + (f" × pp {self.pp}" if self.pp > 1 else "")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePlan:

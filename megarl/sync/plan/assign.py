@@ -2,23 +2,26 @@
 busy.
 """
 
-import heapq
+import functools
 import itertools
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import operator
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from megarl.errors import WeightSyncError
-from megarl.weights.boxes import Box, num_elements, pieces
+from megarl.weights.boxes import Box, num_elements, pieces, split_rows
 from megarl.weights.safetensors_map import TensorSpec
 
+_ITEM_BYTES = operator.attrgetter("item_bytes")
 # What a process holds or needs, as one box per tensor.
 Holding: TypeAlias = Mapping[str, Box]
 # Sink → sources that share its memory.
 Neighbours: TypeAlias = Mapping[int, Collection[int]]
-# Box of a tensor → the processes that hold or need it.
+# Process → its host; empty: not known, so that all links count as equally fast.
+Hosts: TypeAlias = Mapping[int, Hashable]
+# Box of a tensor → the processes that hold it, or the numbers of the replicas that need it.
 _Places: TypeAlias = Mapping[Box, tuple[int, ...]]
-_NOWHERE: _Places = {}
 
 
 class Run(NamedTuple):
@@ -33,17 +36,15 @@ class Run(NamedTuple):
     item_bytes: int
 
 
-class Transfer(NamedTuple):
-    """One run (a box of several tensors) to send from a source rank to a sink worker; local: they share memory."""
+class Block(NamedTuple):
+    """Runs that are sent in one message, those of wide elements first, so that all are aligned without gaps."""
 
-    source: int
-    sink: int
-    local: bool
-    run: Run
+    runs: tuple[Run, ...]
+    num_bytes: int
 
 
 class Alike(NamedTuple):
-    """Successive tensors of one layer, such as its experts on one rank, for which one plan is enough.
+    """Tensors of one layer, such as its experts on one rank, for which one plan is enough.
 
     They have the same shape, dtype, holders and receivers. held, needed: box (rectangular part) → processes.
     """
@@ -54,19 +55,76 @@ class Alike(NamedTuple):
     needed: _Places
 
 
+class Portion(NamedTuple):
+    """Runs of a layer that the same ranks (candidates) could send to a sink, and their size."""
+
+    candidates: frozenset[int]
+    runs: tuple[Run, ...]
+    num_bytes: int
+
+
+# From which sources a sink gets a layer, and in which blocks.
+Shares: TypeAlias = Mapping[int, tuple[Block, ...]]
+
+
+class Layer(NamedTuple):
+    """What every sink receives of a layer: wire, from each source over the wire; local, from sources beside it.
+
+    Tensors between layers, such as embeddings, make up a layer too. size: bytes of its full tensors. holders: all
+    sources that hold some of it.
+    """
+
+    size: int
+    holders: frozenset[int]
+    wire: Mapping[int, Shares]
+    local: Mapping[int, Shares]
+
+
+def replicas_of(holdings: Mapping[int, Holding]) -> list[tuple[Holding, tuple[int, ...]]]:
+    """Return each different mapping (by identity) among `holdings`, with the processes that share it."""
+    found: dict[int, tuple[Holding, list[int]]] = {}
+    for process, holding in sorted(holdings.items()):
+        found.setdefault(id(holding), (holding, []))[1].append(process)
+    return [(holding, tuple(processes)) for holding, processes in found.values()]
+
+
 def alike_tensors(
     specs: Mapping[str, TensorSpec], held: Mapping[int, Holding], needed: Mapping[int, Holding]
-) -> Iterator[Alike]:
-    """Group successive tensors that have the same layer, shape, dtype, holders and receivers, in the order of
+) -> Iterator[tuple[str, list[Alike]]]:
+    """Yield each layer's name and its tensors, grouped by shape, dtype, holders and receivers, in the order of
     `specs`.
     """
     holders, takers = _by_tensor(held), _by_tensor(needed)
+    for layer, names in itertools.groupby(specs, layer_of):
+        groups = defaultdict[tuple[Hashable, ...], list[str]](list)
+        for name in names:
+            places = (tuple(by_name.get(name, ())) for by_name in (holders, takers))
+            groups[(specs[name], *places) if layer else (name,)].append(name)
+        yield (
+            layer,
+            [
+                Alike(
+                    tuple(group), specs[group[0]], _places(holders.get(group[0], ())), _places(takers.get(group[0], ()))
+                )
+                for group in groups.values()
+            ],
+        )
 
-    def places(name: str) -> tuple[str, TensorSpec, _Places, _Places]:
-        return layer_of(name), specs[name], holders.get(name, _NOWHERE), takers.get(name, _NOWHERE)
 
-    for (_, spec, has, wants), names in itertools.groupby(specs, places):
-        yield Alike(tuple(names), spec, has, wants)
+def _by_tensor(holdings: Mapping[int, Holding]) -> dict[str, list[tuple[Box, tuple[int, ...]]]]:
+    """Return tensor → boxes of it with the processes that hold (or need) each. Shared mappings are read only once."""
+    found = defaultdict[str, list[tuple[Box, tuple[int, ...]]]](list)
+    for holding, processes in replicas_of(holdings):
+        for name, box in holding.items():
+            found[name].append((box, processes))
+    return found
+
+
+def _places(found: Iterable[tuple[Box, tuple[int, ...]]]) -> _Places:
+    places = defaultdict[Box, tuple[int, ...]](tuple)
+    for box, processes in found:
+        places[box] += processes
+    return places
 
 
 def layer_of(name: str) -> str:
@@ -80,65 +138,140 @@ def assign(
     held: Mapping[int, Holding],
     needed: Mapping[int, Holding],
     neighbours: Neighbours,
-) -> Iterator[Transfer]:
+    *,
+    hosts: Hosts,
+    block_bytes: int,
+) -> Iterator[Layer]:
     """Choose, for every part of a tensor that an engine worker (sink) needs, the trainer rank (source) that sends it.
+
+    Among sources that hold it, those are preferred that share the sink's memory, then those that send to it from the
+    same layer anyway, then those of its host; of several, the one with least to send so far. What a sink gets from one
+    source of one layer is sent in blocks of at most `block_bytes`, which sinks with the same mapping in `needed`
+    share.
 
     Raises:
         WeightSyncError: a worker needs something that no rank holds.
     """
-    near = {sink: sorted(neighbours.get(sink, ())) for sink in needed}
-    load = dict.fromkeys(held, 0)
-    for alike in alike_tensors(specs, held, needed):
-        boxes, groups = tuple(alike.held), list(alike.held.values())
-        item_bytes = alike.spec.dtype.itemsize
-        for wanted, sinks in alike.needed.items():
+    replicas, load = replicas_of(needed), dict.fromkeys(held, 0)
+    for layer, group in alike_tensors(specs, held, dict(enumerate(holding for holding, _ in replicas))):
+        every = _portions(layer, group, [sinks for _, sinks in replicas])
+        holders = frozenset[int]().union(*(portion.candidates for portions in every for portion in portions))
+        wire, local = dict[int, Shares](), dict[int, Shares]()
+        for portions, (_, sinks) in zip(every, replicas, strict=True):
+            beside = {sink: holders.intersection(neighbours.get(sink, ())) for sink in sinks}
+            # Most sinks get the same portions from a source.
+            blocks = functools.cache(
+                lambda numbers, of=portions, joins=bool(layer): _blocks(
+                    [of[i] for i in numbers], block_bytes, joins=joins
+                )
+            )
+            for sink, far, near in _choose(portions, beside, load, hosts, joins=bool(layer)):
+                wire[sink] = {source: blocks(numbers) for source, numbers in far.items()}
+                if near:
+                    local[sink] = {source: blocks(numbers) for source, numbers in near.items()}
+        yield Layer(sum(len(alike.tensors) * alike.spec.num_bytes for alike in group), holders, wire, local)
+
+
+def _portions(layer: str, group: Iterable[Alike], replicas: Sequence[tuple[int, ...]]) -> list[list[Portion]]:
+    """Return what each replica's sinks need of a layer, by the ranks that could send it.
+
+    Outside layers, tensors are apart, so that ranks that hold the same tensors share them evenly.
+    """
+    found = [defaultdict[tuple[frozenset[int], str], list[Run]](list) for _ in replicas]
+    for tensors, spec, held, needed in group:
+        boxes, holders, item = tuple(held), list(held.values()), spec.dtype.itemsize
+        for wanted, takers in needed.items():
             for piece in pieces(wanted, boxes):
-                candidates = frozenset(source for holder in piece.holders for source in groups[holder])
+                candidates = frozenset(source for holder in piece.holders for source in holders[holder])
                 if not candidates:
-                    name = alike.tensors[0]
-                    raise WeightSyncError(f"no rank holds {name}{piece.box}, which engine worker {sinks[0]} needs")
-                run = Run(alike.tensors, piece.box, num_elements(piece.box) * item_bytes, item_bytes)
-                for sink in sinks:
-                    for own in near[sink]:
-                        if own in candidates:
-                            yield Transfer(own, sink, True, run)
-                            break
-                    else:
-                        for source, part in _spread(run, candidates, load):
-                            yield Transfer(source, sink, False, part)
+                    sink = replicas[takers[0]][0]
+                    raise WeightSyncError(f"no rank holds {tensors[0]}{piece.box}, which engine worker {sink} needs")
+                run = Run(tensors, piece.box, num_elements(piece.box) * item, item)
+                for taker in takers:
+                    found[taker][candidates, "" if layer else tensors[0]].append(run)
+    every = [
+        [
+            Portion(key[0], tuple(runs), sum(len(run.tensors) * run.num_bytes for run in runs))
+            for key, runs in by.items()
+        ]
+        for by in found
+    ]
+    # The largest first: smaller ones go along with them.
+    return [sorted(portions, key=lambda each: -each.num_bytes) for portions in every] if layer else every
 
 
-def _spread(run: Run, candidates: Collection[int], load: dict[int, int]) -> Iterable[tuple[int, Run]]:
-    """Divide a run's tensors among ranks that all hold them: each goes to the rank with the fewest bytes in `load`."""
-    tensors, _, num_bytes, _ = run
-    if len(candidates) == 1:
+def _choose(
+    portions: Sequence[Portion],
+    beside: Mapping[int, frozenset[int]],
+    load: dict[int, int],
+    hosts: Hosts,
+    *,
+    joins: bool,
+) -> Iterator[tuple[int, dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]]:
+    """Yield the sinks of `beside`, and of each which portions it gets (by number) from which sources: over the wire,
+    and from those that share its memory.
+
+    joins: whether sources that send to a sink anyway are preferred.
+    """
+    alone, shared = dict[int, tuple[int, ...]](), list[int]()
+    for i, (candidates, _, num_bytes) in enumerate(portions):
+        if len(candidates) > 1:
+            shared.append(i)
+            continue
         (source,) = candidates
-        load[source] += len(tensors) * num_bytes
-        return ((source, run),)
-    heap = [(load[source], source) for source in candidates]
-    heapq.heapify(heap)
-    counts = Counter[int]()
-    for _ in tensors:
-        least, source = heap[0]
-        counts[source] += 1
-        heapq.heapreplace(heap, (least + num_bytes, source))
-    shares, start = [], 0
-    for source, count in counts.items():
-        load[source] += count * num_bytes
-        shares.append((source, run._replace(tensors=tensors[start : start + count])))
-        start += count
-    return shares
+        alone[source] = (*alone.get(source, ()), i)
+        load[source] += num_bytes * sum(source not in sources for sources in beside.values())
+    for sink, sources in beside.items():
+        far, near = alone.copy(), dict[int, tuple[int, ...]]()
+        for source in sources.intersection(alone):
+            near[source] = far.pop(source)
+        for i in shared:
+            candidates, _, num_bytes = portions[i]
+            if at_hand := sources & candidates:
+                source, taken = min(at_hand), near
+            else:
+                able: Collection[int] = [source for source in far if source in candidates] if joins else ()
+                able = able or [source for source in candidates if hosts and hosts[source] == hosts[sink]] or candidates
+                source, taken = min(able, key=lambda each: (load[each], each)), far
+                load[source] += num_bytes
+            taken[source] = (*taken.get(source, ()), i)
+        yield sink, far, near
 
 
-def _by_tensor(holdings: Mapping[int, Holding]) -> dict[str, dict[Box, tuple[int, ...]]]:
-    """Return tensor → box → the processes that hold (or need) the box. Replicas' shared mappings are read only once."""
-    replicas: dict[int, tuple[Holding, list[int]]] = {}
-    for process, holding in sorted(holdings.items()):
-        replicas.setdefault(id(holding), (holding, []))[1].append(process)
-    found: dict[str, dict[Box, tuple[int, ...]]] = {}
-    for holding, processes in replicas.values():
-        those = tuple(processes)
-        for name, box in holding.items():
-            places = found.setdefault(name, {})
-            places[box] = places.get(box, ()) + those
-    return found
+def _blocks(portions: Iterable[Portion], max_bytes: int, *, joins: bool) -> tuple[Block, ...]:
+    """Lay portions in blocks of at most `max_bytes`; longer runs are split into fewer tensors, or rows of one.
+
+    joins: whether portions are laid end to end; else each has blocks of its own, so that those of several sources may
+    share a bucket.
+    """
+    apart, blocks = [portion.runs for portion in portions], list[Block]()
+    for runs in [itertools.chain.from_iterable(apart)] if joins else apart:
+        taken, filled = list[Run](), 0
+        for run in itertools.chain.from_iterable(_split(run, max_bytes) for run in runs):
+            size = len(run.tensors) * run.num_bytes
+            if taken and filled + size > max_bytes:
+                blocks.append(Block(widest_first(taken), filled))
+                taken, filled = [], 0
+            taken.append(run)
+            filled += size
+        blocks.append(Block(widest_first(taken), filled))
+    return tuple(blocks)
+
+
+def widest_first(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """Order the runs of a message so that all are aligned without gaps."""
+    return tuple(sorted(runs, key=_ITEM_BYTES, reverse=True))
+
+
+def _split(run: Run, max_bytes: int) -> Iterable[Run]:
+    tensors, box, num_bytes, item_bytes = run
+    if len(tensors) * num_bytes <= max_bytes:
+        return (run,)
+    if num_bytes <= max_bytes:
+        most = max_bytes // num_bytes
+        return [run._replace(tensors=tensors[i : i + most]) for i in range(0, len(tensors), most)]
+    return [
+        Run((tensor,), rows, num_elements(rows) * item_bytes, item_bytes)
+        for tensor in tensors
+        for rows in split_rows(box, max_bytes // item_bytes)
+    ]

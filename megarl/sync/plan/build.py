@@ -10,19 +10,22 @@ it copies D_i ∩ S_i from them. If several sources hold a part, the one with le
 
 import functools
 import gc
-import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megarl.sync.plan.assign import Holding, Neighbours, Run, Transfer, assign
-from megarl.sync.plan.stagger import staggered
-from megarl.weights.boxes import Box, num_elements, split_rows
+import numpy as np
+
+from megarl.sync.plan.assign import Holding, Hosts, Neighbours, Run, assign, widest_first
+from megarl.sync.plan.schedule import Transfer, in_order, scheduled
+from megarl.weights.boxes import Box
 from megarl.weights.safetensors_map import TensorSpec
 
-_ITEM_BYTES = operator.attrgetter("item_bytes")
-_LEAST_BUCKET, _MOST_BUCKET = 1 << 20, 128 << 20
+# The part of a model that a bucket takes, and the bounds of a bucket. With more sources, buckets are smaller: many
+# processes then wait less for each other.
+_FEW_SOURCES, _PART, _PART_OF_MANY = 8, 16, 3072
+_LEAST_BUCKET, _LEAST_OF_MANY, _MOST_BUCKET = 1 << 20, 16 << 20, 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,25 +102,35 @@ def build_plan(
     needed: Mapping[int, Holding],
     *,
     neighbours: Neighbours | None = None,
+    hosts: Hosts | None = None,
     bucket_bytes: int | None = None,
 ) -> Plan:
     """Plan a weight sync. Each engine worker (sink) gets the tensors in the order of `specs`, but each starts at
     another one.
 
     bucket_bytes: in one bucket (step), each source sends and each sink receives at most this much over the wire, and as
-    much locally; a single row of a tensor may be more. Default: 1/16 of all tensors, within 1 to 128 MiB. Larger
-    buckets mean fewer messages, but more memory, as each process stages `wires.DEPTH` buckets.
+    much locally; a single row of a tensor may be more. Default: 1/16 of all tensors, within 1 to 128 MiB; with more
+    than 8 sources 1/3,072, within 16 to 128 MiB. Larger buckets mean fewer messages, but more memory, as each process
+    stages `wires.DEPTH` buckets, and longer waits.
+    hosts: of each process, if known; a source on the host of the sink is preferred.
 
     Raises:
         WeightSyncError: a sink needs something that no source holds.
     """
+    are_few = len(held) <= _FEW_SOURCES
     if bucket_bytes is None:
-        bucket_bytes = min(max(_LEAST_BUCKET, -(-sum(spec.num_bytes for spec in specs.values()) // 16)), _MOST_BUCKET)
+        total, least = sum(spec.num_bytes for spec in specs.values()), _LEAST_BUCKET if are_few else _LEAST_OF_MANY
+        bucket_bytes = min(max(least, -(-total // (_PART if are_few else _PART_OF_MANY))), _MOST_BUCKET)
     # A plan is millions of small objects without cycles; garbage collection would take half of the planning time.
     was_on = gc.isenabled()
     gc.disable()
     try:
-        transfers = staggered(assign(specs, held, needed, neighbours or {}), specs, held, needed)
+        layers = list(assign(specs, held, needed, neighbours or {}, hosts=hosts or {}, block_bytes=bucket_bytes))
+        if are_few and all(len(holding) == len(specs) for holding in held.values()):
+            # No source would be idle in any order, so a schedule gains nothing.
+            transfers = in_order(layers, list(needed))
+        else:
+            transfers = scheduled(layers, list(held), list(needed), hosts=hosts or {})
         return Plan(specs=specs, needs=needed, messages=tuple(_pack(transfers, bucket_bytes)))
     finally:
         # Move the new objects to the oldest generation, as if they had been scanned.
@@ -127,72 +140,37 @@ def build_plan(
             gc.enable()
 
 
-def _blocks(run: Run, max_bytes: int) -> Iterable[Run]:
-    """Split a run (one box of several tensors) into runs of at most `max_bytes`: fewer tensors, or fewer rows of
-    one.
-    """
-    tensors, box, num_bytes, item_bytes = run
-    if len(tensors) * num_bytes <= max_bytes:
-        return (run,)
-    if num_bytes <= max_bytes:
-        most = max_bytes // num_bytes
-        return [run._replace(tensors=tensors[i : i + most]) for i in range(0, len(tensors), most)]
-    return [
-        Run((tensor,), rows, num_elements(rows) * item_bytes, item_bytes)
-        for tensor in tensors
-        for rows in split_rows(box, max_bytes // item_bytes)
-    ]
-
-
-class _Open:
-    """The message of a (source, sink) pair to which `_pack` is still adding runs."""
-
-    __slots__ = ("bucket", "num_bytes", "runs", "turn")
-
-    def __init__(self) -> None:
-        self.bucket, self.turn, self.runs, self.num_bytes = 0, 0, list[Run](), 0
-
-    def begin(self, bucket: int) -> None:
-        self.bucket, self.turn, self.runs, self.num_bytes = bucket, self.turn + 1, [], 0
-
-
 def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> list[Parcel]:
     """Pack transfers into messages, one per bucket (step of the sync) and pair of source and sink.
 
     A transfer goes into the first bucket with room at both source and sink, but not before the last bucket that either
-    has used. Every process thus handles its buckets in the order of its transfers, so there is no deadlock.
+    has used, nor, if it is local, before what the sink last got over the wire. Every process thus handles its buckets
+    in the order of its transfers, so there is no deadlock.
     """
-    # For every source and every sink, over the wire and locally: its current bucket, and the bytes in it.
+    # Locally or over the wire, for every source and every sink: its current bucket, and the bytes in it.
     at = {local: [defaultdict[int, list[int]](lambda: [0, 0]) for _ in range(2)] for local in (False, True)}
-    growing = defaultdict[tuple[int, int, bool], _Open](_Open)
-    buckets = defaultdict[int, list[Parcel]](list)
-    for source, sink, local, whole in transfers:
+    last, buckets = dict[tuple[int, int, bool], Parcel](), defaultdict[int, list[Parcel]](list)
+    for source, sink, local, (runs, size) in transfers:
         sources, sinks = at[local]
-        out, into, message = sources[source], sinks[sink], growing[source, sink, local]
-        for run in _blocks(whole, bucket_bytes):
-            size = len(run.tensors) * run.num_bytes
-            # Take the later bucket of the two; if they are at the same one, the larger fill.
-            bucket, filled = max(out, into)
-            if filled and filled + size > bucket_bytes:
-                bucket += 1
-            out[:] = bucket, size + (out[1] if out[0] == bucket else 0)
-            into[:] = bucket, size + (into[1] if into[0] == bucket else 0)
-            if message.bucket != bucket and message.runs:
-                buckets[message.bucket].append(_message(source, sink, message, local=local))
-                message.begin(bucket)
-            message.bucket = bucket
-            message.runs.append(run)
-            message.num_bytes += size
-    for (source, sink, local), message in growing.items():
-        buckets[message.bucket].append(_message(source, sink, message, local=local))
+        out, into, pair = sources[source], sinks[sink], (source, sink, local)
+        # Take the later bucket of the two; if they are at the same one, the larger fill.
+        bucket, filled = max(out, into)
+        if filled and filled + size > bucket_bytes:
+            bucket += 1
+        if local:
+            bucket = max(bucket, at[False][1][sink][0])
+        out[:] = bucket, size + (out[1] if out[0] == bucket else 0)
+        into[:] = bucket, size + (into[1] if into[0] == bucket else 0)
+        messages, begun = buckets[bucket], last.get(pair)
+        if begun is not None and begun.bucket == bucket:
+            merged = widest_first([*begun.runs, *runs])
+            last[pair] = begun._replace(runs=merged, num_bytes=begun.num_bytes + size)
+            messages[messages.index(begun)] = last[pair]
+        else:
+            turn = 0 if begun is None else begun.turn + 1
+            last[pair] = message = Parcel(bucket, turn, source, sink, local, runs, size)
+            messages.append(message)
     return [message for bucket in sorted(buckets) for message in buckets[bucket]]
-
-
-def _message(source: int, sink: int, grown: _Open, *, local: bool) -> Parcel:
-    if len(grown.runs) > 1:
-        # Widest items first: all are aligned without gaps.
-        grown.runs.sort(key=_ITEM_BYTES, reverse=True)
-    return Parcel(grown.bucket, grown.turn, source, sink, local, tuple(grown.runs), grown.num_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,28 +190,30 @@ class PlanStatistics:
 
 def plan_statistics(plan: Plan, *, depth: int) -> PlanStatistics:
     """Compute a plan's cost if processes stage up to `depth` buckets (steps of the sync) at a time."""
-    wire = [message for message in plan.messages if not message.local]
-    received, sent = defaultdict[int, int](int), defaultdict[int, int](int)
-    for message in wire:
-        received[message.sink] += message.num_bytes
-        sent[message.source] += message.num_bytes
-    sources = {message.source for message in plan.messages}
-    sinks = {message.sink for message in plan.messages}
-    staged = [_staged(plan.of_source(i), depth) for i in sources] + [_staged(plan.of_sink(i), depth) for i in sinks]
+    columns = list(zip(*plan.messages, strict=True)) or [()] * len(Parcel._fields)
+    of = {
+        name: np.array(each, dtype=np.int64)
+        for name, each in zip(Parcel._fields, columns, strict=True)
+        if name != "runs"
+    }
+    over_wire = of["local"] == 0
+    sent, received = (np.bincount(of[end], of["num_bytes"] * over_wire) for end in ("source", "sink"))
     return PlanStatistics(
-        wire_bytes=plan.wire_bytes,
-        local_bytes=sum(message.num_bytes for message in plan.messages) - plan.wire_bytes,
-        num_messages=len(wire),
-        num_buckets=len({message.bucket for message in plan.messages}),
-        max_received_bytes=max(received.values(), default=0),
-        max_sent_bytes=max(sent.values(), default=0),
-        staging_bytes=sum(staged),
+        wire_bytes=int(received.sum()),
+        local_bytes=int(of["num_bytes"].sum() - received.sum()),
+        num_messages=int(over_wire.sum()),
+        num_buckets=len(np.unique(of["bucket"])),
+        max_received_bytes=int(received.max(initial=0)),
+        max_sent_bytes=int(sent.max(initial=0)),
+        staging_bytes=sum(_staged(of[end], of["bucket"], of["num_bytes"], depth) for end in ("source", "sink")),
     )
 
 
-def _staged(messages: Iterable[Parcel], depth: int) -> int:
-    """Return the largest total size of messages in any `depth` successive buckets, which a process must stage."""
-    by_bucket = defaultdict[int, int](int)
-    for message in messages:
-        by_bucket[message.bucket] += message.num_bytes
-    return max((sum(by_bucket.get(first + i, 0) for i in range(depth)) for first in list(by_bucket)), default=0)
+def _staged(process: np.ndarray, bucket: np.ndarray, num_bytes: np.ndarray, depth: int) -> int:
+    """Return the largest total size of messages in any `depth` successive buckets, which a process must stage, summed
+    over processes.
+    """
+    width = bucket.max(initial=0) + depth
+    totals = np.bincount(process * width + bucket, num_bytes, minlength=(process.max(initial=0) + 1) * width)
+    staged = np.lib.stride_tricks.sliding_window_view(totals.reshape(-1, width), depth, axis=1).sum(axis=2)
+    return int(staged.max(axis=1).sum())

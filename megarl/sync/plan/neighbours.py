@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from megarl.sync.plan.assign import Holding, alike_tensors
+from megarl.sync.plan.assign import Holding, alike_tensors, replicas_of
 from megarl.weights.boxes import intersection, num_elements
 from megarl.weights.safetensors_map import TensorSpec
 
@@ -14,14 +14,18 @@ def overlaps(specs: Mapping[str, TensorSpec], held: Mapping[int, Holding], neede
     """Compute |D_i ∩ S_j|, the bytes that worker i needs and rank j holds: [workers, ranks] int64, in the order of the
     keys.
     """
-    sinks, sources = ({process: i for i, process in enumerate(each)} for each in (needed, held))
-    shared = np.zeros((len(sinks), len(sources)), dtype=np.int64)
-    for alike in alike_tensors(specs, held, needed):
+    replicas, columns = replicas_of(needed), {source: j for j, source in enumerate(held)}
+    # For each different holding of workers: bytes by rank. Additions to single elements of arrays would be slow.
+    rows = [[0] * len(columns) for _ in replicas]
+    alike_needs = dict(enumerate(holding for holding, _ in replicas))
+    for alike in itertools.chain.from_iterable(group for _, group in alike_tensors(specs, held, alike_needs)):
         for (wanted, takers), (has, holders) in itertools.product(alike.needed.items(), alike.held.items()):
             if (common := intersection(wanted, has)) is not None:
                 num_bytes = len(alike.tensors) * num_elements(common) * alike.spec.dtype.itemsize
-                shared[np.ix_([sinks[i] for i in takers], [sources[j] for j in holders])] += num_bytes
-    return shared
+                for taker, source in itertools.product(takers, holders):
+                    rows[taker][columns[source]] += num_bytes
+    by_sink = {sink: row for row, (_, sinks) in zip(rows, replicas, strict=True) for sink in sinks}
+    return np.array([by_sink[sink] for sink in needed], dtype=np.int64).reshape(len(needed), len(columns))
 
 
 def best_neighbours(shared: np.ndarray) -> list[int]:

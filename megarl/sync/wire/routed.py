@@ -49,6 +49,8 @@ class RoutedSender:
         """Send a message through shared memory if its receiver is on this host, else with its bucket's group."""
         self._post(before=message.bucket)
         if self._far is None or self._is_near(message):
+            # Receivers read in the order of buckets: until they get what came before, they free no segment for this.
+            self._pass_on()
             self._near.send(message, parts)
         else:
             pack(parts, self._far.stage(message))

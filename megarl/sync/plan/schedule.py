@@ -1,0 +1,180 @@
+"""Order what ranks send, so that all of them always send and all engine workers always receive.
+
+In the model's own order, all workers would first need weights of the first pipeline stage. Its ranks would be the
+bottleneck, while those of other stages would be idle. Each worker therefore starts at another layer, and within a layer
+it takes what a free rank has. This is the scheduling of an input-queued switch: a transfer begins as soon as its source
+and its sink are both free, and ends after a time proportional to its bytes.
+"""
+
+import bisect
+import heapq
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+from megarl.sync.plan.assign import Block, Hosts, Layer
+
+# Source, sink, whether they share memory, and what is sent.
+Transfer: TypeAlias = tuple[int, int, bool, Block]
+# How much longer a byte takes between hosts (400 Gb/s) than within one (NVLink 4, 450 GB/s).
+_BETWEEN_HOSTS = 9
+# So many sources of a layer stand for all of them: a stage has up to hundreds, and they are asked for alike.
+_SAMPLE = 8
+
+
+class _Stage:
+    """The layers that the same sources hold; left: how many of them sinks still lack, each counted once per sink."""
+
+    __slots__ = ("holders", "left")
+
+    def __init__(self, holders: frozenset[int]) -> None:
+        self.holders, self.left = holders, 0
+
+
+class _Sink:
+    """What a sink still lacks: the layers of each stage, and of its present one the blocks of each source.
+
+    near: the sources on its host. bit: this sink in sets of sinks. needs: the sources that have blocks for it now, as
+    bits; after: those that come after the last one that sent.
+    """
+
+    __slots__ = ("after", "bit", "layers", "near", "needs", "num_layers", "number", "shares")
+
+    def __init__(self, number: int, near: frozenset[int], *, bit: int, first: int) -> None:
+        self.number, self.near, self.bit, self.needs, self.after = number, near, bit, 0, -1 << first
+        self.layers, self.num_layers = dict[_Stage, deque[Layer]](), 0
+        self.shares = dict[int, tuple[Block, ...]]()
+
+
+class _Switch:
+    """The state of all transfers. Sets of processes are bits of an integer: a source's is that of its number, a sink's
+    that of its position.
+
+    wanted: the sinks that lack something from each source now; after: those that come after the last one it served.
+    """
+
+    def __init__(self, layers: Sequence[Layer], sources: Sequence[int], sinks: Sequence[int], hosts: Hosts) -> None:
+        self.wanted, self.after = dict.fromkeys(sources, 0), dict.fromkeys(sources, -1)
+        self.free_sources, self.free_sinks = sum(1 << source for source in sources), 0
+        stages = {layer.holders: _Stage(layer.holders) for layer in layers}
+        on = defaultdict[object, list[int]](list)
+        for source in sources:
+            on[hosts.get(source)].append(source)
+        near = {host: frozenset(those) for host, those in on.items()}
+        begins = list(itertools.accumulate((layer.size for layer in layers), initial=0))
+        self.sinks = list[_Sink]()
+        for i, number in enumerate(sinks):
+            first = sources[i * len(sources) // len(sinks)]
+            sink = _Sink(number, near.get(hosts.get(number), frozenset()), bit=1 << i, first=first)
+            begin = min(bisect.bisect_right(begins, i * begins[-1] // len(sinks)), len(layers)) - 1
+            for layer in itertools.chain(layers[begin:], layers[:begin]):
+                stage = stages[layer.holders]
+                stage.left += 1
+                sink.layers.setdefault(stage, deque()).append(layer)
+            sink.num_layers = len(layers)
+            self.sinks.append(sink)
+
+    def next_layer(self, sink: _Sink) -> Layer:
+        """Choose the stage whose next layer a sink would get soonest, preferring stages on its host.
+
+        Those come first because their fast transfers would otherwise wait behind slow ones. Then the stage counts for
+        whose sources the fewest sinks wait, as a part of what is left to send, per layer that this sink lacks.
+        """
+        waiting_for = self.wanted.__getitem__
+
+        def wait(item: tuple[_Stage, deque[Layer]]) -> tuple[bool, float, int]:
+            stage, layers = item
+            some = list(itertools.islice(layers[0].wire[sink.number], _SAMPLE))
+            waiting = sum(map(int.bit_count, map(waiting_for, some))) / max(1, len(some))
+            return sink.near.isdisjoint(some), waiting / stage.left / len(layers), -len(layers)
+
+        stage, layers = min(sink.layers.items(), key=wait)
+        layer = layers.popleft()
+        stage.left -= 1
+        sink.num_layers -= 1
+        if not layers:
+            del sink.layers[stage]
+        return layer
+
+    def begin_layer(self, sink: _Sink) -> Iterator[Transfer]:
+        """Let a sink that lacks nothing of its layer begin another; yield what it has beside it."""
+        number, bit, wanted = sink.number, sink.bit, self.wanted
+        while sink.layers and not sink.needs:
+            layer = self.next_layer(sink)
+            for source, blocks in layer.local.get(number, {}).items():
+                yield from ((source, number, True, block) for block in blocks)
+            sink.shares = dict(layer.wire[number])
+            for source in sink.shares:
+                wanted[source] |= bit
+            sink.needs = sum(map((1).__lshift__, sink.shares))
+
+    def pairs(self, ended: Sequence[tuple[_Sink, int]]) -> Iterator[tuple[int, _Sink]]:
+        """Choose which transfers begin, as (source, sink), after others have ended.
+
+        Sinks that have most layers left choose first.
+        """
+        for sink, _ in sorted(ended, key=lambda each: -each[0].num_layers):
+            if able := sink.needs & self.free_sources:
+                able = able & sink.after or able
+                yield (able & -able).bit_length() - 1, sink
+        for _, source in ended:
+            if self.free_sources >> source & 1 and (able := self.wanted[source] & self.free_sinks):
+                able = able & self.after[source] or able
+                yield source, self.sinks[(able & -able).bit_length() - 1]
+
+    def take(self, source: int, sink: _Sink) -> Block:
+        """Begin the transfer of the next block that a source has for a sink."""
+        bit, blocks = 1 << source, sink.shares[source]
+        self.free_sources ^= bit
+        self.free_sinks ^= sink.bit
+        sink.after, self.after[source] = -bit << 1, -sink.bit << 1
+        if len(blocks) > 1:
+            sink.shares[source] = blocks[1:]
+        else:
+            sink.needs ^= bit
+            self.wanted[source] ^= sink.bit
+        return blocks[0]
+
+
+def in_order(layers: Iterable[Layer], sinks: Sequence[int]) -> Iterator[Transfer]:
+    """Yield all transfers in the model's order, those of a sink from several sources side by side."""
+    for layer in layers:
+        shares = [
+            (source, sink, local, blocks)
+            for local, by_sink in ((True, layer.local), (False, layer.wire))
+            for sink in sinks
+            for source, blocks in by_sink.get(sink, {}).items()
+        ]
+        for i in range(max((len(share[3]) for share in shares), default=0)):
+            yield from ((*share[:3], share[3][i]) for share in shares if i < len(share[3]))
+
+
+def scheduled(
+    layers: Sequence[Layer], sources: Sequence[int], sinks: Sequence[int], *, hosts: Hosts
+) -> Iterator[Transfer]:
+    """Yield all transfers by their time if each source sends one at a time and each sink receives one at a time.
+
+    Sinks receive whole layers one after another, because engines hold back a layer's weights until it is complete. Sink
+    i of n starts at i/n of the model. Free sinks choose among free sources, and free sources among free sinks, in turn,
+    which soon lets them take turns without conflicts.
+    """
+    switch = _Switch(layers, sources, sinks, hosts)
+    # The transfers under way, by the time when they end; at the beginning every sink is through with nothing.
+    ends, times = defaultdict[int, list[tuple[_Sink, int]]](list), [0]
+    ends[0] = [(sink, sources[0]) for sink in switch.sinks]
+    while times:
+        now = heapq.heappop(times)
+        ended = ends.pop(now)
+        for sink, source in ended:
+            switch.free_sources |= 1 << source
+            switch.free_sinks |= sink.bit
+            if not sink.needs:
+                yield from switch.begin_layer(sink)
+        for source, sink in switch.pairs(ended):
+            block = switch.take(source, sink)
+            yield source, sink.number, False, block
+            end = now + (block.num_bytes if source in sink.near else block.num_bytes * _BETWEEN_HOSTS)
+            if end not in ends:
+                heapq.heappush(times, end)
+            ends[end].append((sink, source))
