@@ -59,7 +59,7 @@ CASES = {
     "tp2-sp dp2": Case(layout=replace(TP2_SP, dp=2), plan=planned(2)),
 }
 TIED_ALGORITHM, UNTIED_ALGORITHM = "token-mean+kl+entropy", "seq-mean-token-mean+entropy"
-SHORT = {("tp2-sp", TIED_ALGORITHM), ("cp2", UNTIED_ALGORITHM)}
+SHORT = {("tp2-sp", TIED_ALGORITHM)}
 PAIRS = [
     pytest.param(case, algorithm, marks=() if (case, algorithm) in SHORT else pytest.mark.long)
     for case in CASES

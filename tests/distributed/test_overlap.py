@@ -19,7 +19,13 @@ NUM_STEPS = 3
 @pytest.mark.parametrize(
     ("tied", "head", "layout"),
     [
-        pytest.param(False, HeadConfig(regime="recompute", chunk_tokens=16), LayoutConfig(dp=2), id="untied"),
+        pytest.param(
+            False,
+            HeadConfig(regime="recompute", chunk_tokens=16),
+            LayoutConfig(dp=2),
+            id="untied",
+            marks=pytest.mark.long,
+        ),
         pytest.param(True, HeadConfig(regime="recompute", chunk_tokens=16), LayoutConfig(dp=2), id="tied"),
         pytest.param(False, HeadConfig(regime="in_chunk", chunk_tokens=16), LayoutConfig(dp=2), id="in chunks"),
         pytest.param(

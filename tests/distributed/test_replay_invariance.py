@@ -100,8 +100,8 @@ def baseline(
     return get
 
 
-# Every dimension, alone or with another, with one algorithm, and other algorithms where they differ: in sums over ranks
-# and packs. The other pairs are long.
+# Every dimension, alone or with tensor parallelism, with one algorithm, and other algorithms where they differ: in sums
+# over ranks and packs. The other pairs are long.
 SHORT = {
     ("tp1 row by row", "token-mean"),
     ("tp1 planned, plain optimizer", "token-mean"),
@@ -115,9 +115,7 @@ SHORT = {
     ("pp2", "gspo"),
     ("pp2 uneven", "token-mean"),
     ("pp2 vpp2", "token-mean"),
-    ("pp2 dp2 plain optimizer", "token-mean"),
     ("cp2", "gspo"),
-    ("cp2 dp2", "token-mean"),
 }
 # These differ from the others in pure functions, which unit tests cover, and in scores that rows carry.
 RARE = ("gmpo", "sapo", "clip_cov", "kl_cov")

@@ -180,13 +180,14 @@ def test_what_is_sampled_differently_is_named(recorded: SmallRun) -> None:
     assert named in run.paths.root.with_suffix(".log").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "more",
     [
         (),
         # Turns and replies of several samples come in another order each time.
-        pytest.param((*talk_settings(), "rollout.max_response_tokens=128"), marks=pytest.mark.long),
+        (*talk_settings(), "rollout.max_response_tokens=128"),
     ],
     ids=["answers", "conversations"],
 )

@@ -54,7 +54,7 @@ def rounded_logprobs(model: Path, scheme: str, sequences: list[list[int]]) -> li
         return list(logprobs.gather(2, ids[:, 1:, None])[..., 0].numpy())
 
 
-@pytest.mark.parametrize("scheme", ["fp8_per_tensor", "fp8_per_channel"])
+@pytest.mark.parametrize("scheme", ["fp8_per_tensor", pytest.param("fp8_per_channel", marks=pytest.mark.long)])
 def test_weights_are_rounded_at_the_start_and_by_every_reload(
     scheme: str, engine_process: RankPool, tmp_path: Path
 ) -> None:
