@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from megarl.errors import ConfigError
 
@@ -68,6 +68,9 @@ class TinyModelConfig:
 def make_tiny_model(path: str | Path, config: TinyModelConfig, *, seed: int) -> int:
     """Write a model directory (config, safetensors, tokenizer, generation config); return the number of parameters."""
     tokenizer = make_byte_tokenizer()
+    # Imported here: it takes two seconds, which makers of tokenizers alone need not wait.
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     hf_config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,

@@ -1,11 +1,15 @@
 """Small Qwen3 checkpoints on which nothing is trivially 0 or 1, and what transformers makes of them."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
+
+# Transformers' models are imported in the functions alone: every process of a parallel session imports this module.
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VOCAB_SIZE = 264
 
@@ -20,6 +24,8 @@ def make_checkpoint(
     max_shard_size: str | int = "50GB",
 ) -> Path:
     """A model whose norm weights are spread over [0.5, 2] and whose attention is not uniform."""
+    from transformers import Qwen3ForCausalLM
+
     sizes = TinyModelConfig(
         hidden_size=64,
         num_layers=num_layers,
@@ -45,8 +51,10 @@ def make_checkpoint(
     return path
 
 
-def load_hf(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load_hf(path: Path, dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
     """The checkpoint in transformers, with its plain attention and experts, which run in every precision."""
+    from transformers import AutoModelForCausalLM
+
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **plain)
     return model.eval()
@@ -54,6 +62,8 @@ def load_hf(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 def add_value_head(source: Path, path: Path, *, seed: int = 0) -> Path:
     """A critic of a language model's layers and a random scalar head, as transformers writes it."""
+    from transformers import Qwen3ForSequenceClassification
+
     critic = Qwen3ForSequenceClassification.from_pretrained(source, num_labels=1, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
