@@ -7,20 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    GemmaConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 
 VOCAB_SIZE = 517
 # 517 is prime. Six query heads share two key/value heads; five layers are 3 + 2.
@@ -38,9 +26,9 @@ SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFModel:
-    """A transformers config, and changes to the config.json it writes: keys set, and keys left out."""
+    """The name of a transformers config, and changes to the config.json it writes: keys set, and keys left out."""
 
-    config: type[PreTrainedConfig]
+    config: str
     keys: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
@@ -58,23 +46,23 @@ _LLAMA3_ROPE = {
 DENSE = {
     # As older versions of transformers wrote it.
     "llama": HFModel(
-        config=LlamaConfig,
+        config="LlamaConfig",
         keys={"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
         written={"rope_theta": 500.0, "rope_scaling": None},
         left_out=("head_dim", "rope_parameters"),
     ),
-    "llama-3": HFModel(config=LlamaConfig, keys={"rope_parameters": _LLAMA3_ROPE}),
+    "llama-3": HFModel(config="LlamaConfig", keys={"rope_parameters": _LLAMA3_ROPE}),
     "llama-linear": HFModel(
-        config=LlamaConfig,
+        config="LlamaConfig",
         keys={"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
         written={"rope_scaling": {"type": "linear", "factor": 4.0}},
         left_out=("head_dim", "rope_parameters"),
     ),
-    "mistral": HFModel(config=MistralConfig, keys={"sliding_window": None}, left_out=("head_dim",)),
-    "qwen2": HFModel(config=Qwen2Config),
-    "qwen3": HFModel(config=Qwen3Config, keys={"head_dim": 12}),
+    "mistral": HFModel(config="MistralConfig", keys={"sliding_window": None}, left_out=("head_dim",)),
+    "qwen2": HFModel(config="Qwen2Config"),
+    "qwen3": HFModel(config="Qwen3Config", keys={"head_dim": 12}),
     # The activation as published.
-    "gemma": HFModel(config=GemmaConfig, keys={"head_dim": 12}, written={"hidden_act": "gelu"}),
+    "gemma": HFModel(config="GemmaConfig", keys={"head_dim": 12}, written={"hidden_act": "gelu"}),
 }
 _QWEN3_MOE = {"moe_intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 2, "head_dim": 12}
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -104,20 +92,20 @@ _DEEPSEEK = {
 }
 _DEEPSEEK_V3 = {**_DEEPSEEK, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 3, "num_mtp_layers": 0}
 WITH_EXPERTS = {
-    "qwen3_moe": HFModel(config=Qwen3MoeConfig, keys={**_QWEN3_MOE, "norm_topk_prob": True}),
+    "qwen3_moe": HFModel(config="Qwen3MoeConfig", keys={**_QWEN3_MOE, "norm_topk_prob": True}),
     # Probabilities among all experts; layers 0, 2 and 4 are dense.
-    "qwen3_moe-mixed": HFModel(config=Qwen3MoeConfig, keys={**_QWEN3_MOE, "decoder_sparse_step": 2}),
+    "qwen3_moe-mixed": HFModel(config="Qwen3MoeConfig", keys={**_QWEN3_MOE, "decoder_sparse_step": 2}),
     "mixtral": HFModel(
-        config=MixtralConfig, keys={"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None}
+        config="MixtralConfig", keys={"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None}
     ),
     # Queries without latents, experts without groups.
     "deepseek_v2-lite": HFModel(
-        config=DeepseekV2Config,
+        config="DeepseekV2Config",
         keys={**_DEEPSEEK, "q_lora_rank": None, "num_experts_per_tok": 2, "rope_parameters": _DEFAULT_ROPE},
     ),
     # Groups as rated by their best expert; Megatron itself would take two.
     "deepseek_v2": HFModel(
-        config=DeepseekV2Config,
+        config="DeepseekV2Config",
         keys={
             **_DEEPSEEK,
             "topk_method": "group_limited_greedy",
@@ -129,8 +117,8 @@ WITH_EXPERTS = {
         },
     ),
     # Groups as rated by their two best experts, with biases; Megatron itself would take one.
-    "deepseek_v3": HFModel(config=DeepseekV3Config, keys={**_DEEPSEEK_V3, "rope_parameters": _DEFAULT_ROPE}),
-    "deepseek_v3-yarn": HFModel(config=DeepseekV3Config, keys={**_DEEPSEEK_V3, "rope_parameters": _YARN}),
+    "deepseek_v3": HFModel(config="DeepseekV3Config", keys={**_DEEPSEEK_V3, "rope_parameters": _DEFAULT_ROPE}),
+    "deepseek_v3-yarn": HFModel(config="DeepseekV3Config", keys={**_DEEPSEEK_V3, "rope_parameters": _YARN}),
 }
 MODELS = {**DENSE, **WITH_EXPERTS}
 
@@ -146,8 +134,8 @@ def make_model(
 ) -> Path:
     """Random weights on which nothing is trivially 0 or 1: biases of deviation 1, norms that scale by [0.5, 2]."""
     described = MODELS[name]
-    config = described.config(**{**SIZES, **described.keys, **changes}, tie_word_embeddings=tied)
-    hf = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    config = getattr(transformers, described.config)(**{**SIZES, **described.keys, **changes}, tie_word_embeddings=tied)
+    hf = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for key, parameter in hf.named_parameters():
@@ -157,7 +145,7 @@ def make_model(
             elif parameter.ndim == 1:
                 scales = 0.5 + 1.5 * torch.rand(parameter.shape, generator=generator)
                 # Gemma's are kept without the 1.
-                parameter.copy_(scales - float(described.config is GemmaConfig))
+                parameter.copy_(scales - float(described.config == "GemmaConfig"))
             else:
                 parameter.copy_(0.09 * random)
         # Biases of routers are buffers; those of rotary embeddings are not saved.

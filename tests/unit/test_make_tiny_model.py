@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.data.tiny_model import TinyModelConfig, make_byte_tokenizer, make_tiny_model
 from megarl.errors import ConfigError
@@ -43,8 +43,8 @@ def test_number_of_parameters_by_hand() -> None:
 
 
 def test_loads_offline_with_the_auto_classes(model_dir: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, local_files_only=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, local_files_only=True)
     assert model.config.model_type == "qwen3"
     assert model.dtype == torch.float32
     assert len(tokenizer) == model.config.vocab_size == 264

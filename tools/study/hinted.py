@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import transformers
 
 from megarl.algos.cpo import CpoInputs
 from megarl.config.algo import HintConfig
@@ -55,8 +55,8 @@ class LocalModel:
     """A Hugging Face directory on the CPU, for models small enough to sample and score without an engine."""
 
     def __init__(self, path: Path) -> None:
-        self._tokenizer = AutoTokenizer.from_pretrained(path)
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     def pose(self, problems: Sequence[Problem]) -> list[Prompt]:
         """Write problems as prompts, whose uids are their places, with the solution to be given as a hint."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import transformers
 
 from megarl.data.tasks import SUMS
 from megarl.data.tasks.sums import pose_sum
@@ -26,7 +26,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def judge(path: Path) -> Callable[[str], Answer]:
-    model, tokenizer = LocalModel(path), AutoTokenizer.from_pretrained(path)
+    model, tokenizer = LocalModel(path), transformers.AutoTokenizer.from_pretrained(path)
 
     def of(text: str) -> Answer:
         ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
@@ -68,7 +68,7 @@ def test_right_rows_have_no_mistake(judge: Callable[[str], Answer]) -> None:
 
 
 def test_hints_stand_where_the_model_learned_them(path: Path) -> None:
-    model, tokenizer = LocalModel(path), AutoTokenizer.from_pretrained(path)
+    model, tokenizer = LocalModel(path), transformers.AutoTokenizer.from_pretrained(path)
     prompts = model.pose([SUM])
     texts = {place: tokenizer.decode(model.hint(prompts, cfg)["0"].token_ids) for place, cfg in HINTS.items()}
     hint, question, end = f"Hint: {SUM.solution}", SUM.question, "<|im_end|>\n<|im_start|>assistant\n"
@@ -82,8 +82,8 @@ def test_hints_stand_where_the_model_learned_them(path: Path) -> None:
 
 def test_scores_are_those_of_the_chats(path: Path, judge: Callable[[str], Answer]) -> None:
     """Two problems give each other their hints."""
-    model, tokenizer = LocalModel(path), AutoTokenizer.from_pretrained(path)
-    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model, tokenizer = LocalModel(path), transformers.AutoTokenizer.from_pretrained(path)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     other = pose_sum((1, 2))
     answers = [judge("#### 20"), judge("5+7=12\n12+3=15\n#### 15")]
     scores = model.score(answers, model.pose([SUM, other]), HINTS["system"], seed=0)
@@ -106,7 +106,7 @@ def test_samples_are_whole_answers_of_their_problems(path: Path) -> None:
     prompts = [prompt.token_ids for prompt in model.pose(problems)]
     answers = model.sample(SUMS, problems, prompts, num_samples=40, max_tokens=64, seed=1)
     assert answers
-    eos = AutoTokenizer.from_pretrained(path).eos_token_id
+    eos = transformers.AutoTokenizer.from_pretrained(path).eos_token_id
     for answer in answers:
         assert answer.token_ids.index(eos) == len(answer.token_ids) - 1
         assert len(answer.answer_span) == len(answer.token_ids)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoModelForSequenceClassification
+import transformers
 
 from megarl.cluster.roles import actor_role
 from megarl.config import Config, from_dict
@@ -93,7 +93,7 @@ def test_an_exported_critic_is_a_model_with_one_label_that_can_be_a_critic_again
     config = from_dict(Config, {"model": {"path": str(models / "policy"), "dtype": "float32"}})
     critic = RoleSpec(role=Role.CRITIC, model=config.model, settings=config.actor, head=Head.SCALAR)
     export_model(Writers(models / "policy"), critic, models / "export")  # type: ignore[arg-type]
-    loaded = AutoModelForSequenceClassification.from_pretrained(models / "export")
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(models / "export")
     assert (type(loaded).__name__, loaded.config.num_labels) == ("Qwen3ForSequenceClassification", 1)
     assert loaded.score.weight.shape == (1, loaded.config.hidden_size)
     checked(models, Role.CRITIC, "export")

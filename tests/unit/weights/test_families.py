@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.errors import ConfigError
 from megarl.weights.dims import Experts, Routing
@@ -352,11 +352,11 @@ def test_table_is_what_transformers_has(tmp_path: Path, family: Family, tied: bo
         "tie_word_embeddings": tied,
         "vocab_size": 517,
     }
-    hf_config = AutoConfig.for_model(family.name, **small, architectures=list(family.architectures))
+    hf_config = transformers.AutoConfig.for_model(family.name, **small, architectures=list(family.architectures))
     hf_config.sliding_window = None
     hf_config.save_pretrained(tmp_path)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config)
+        model = transformers.AutoModelForCausalLM.from_config(hf_config)
     assert type(model).__name__ in family.architectures
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert read_model_spec(tmp_path).expected_tensors() == expected
@@ -368,7 +368,7 @@ def test_left_out_keys_mean_what_they_mean_to_transformers(tmp_path: Path, famil
     # As many positions as Mistral's window has by default.
     essential = (*ESSENTIAL, *EXPERT_KEYS[family.name]) if family.expert_ffn_key else ESSENTIAL
     config = {key: published[key] for key in essential} | {"num_attention_heads": 64, "max_position_embeddings": 4096}
-    hf = AutoConfig.from_pretrained(write_config(tmp_path, config))
+    hf = transformers.AutoConfig.from_pretrained(write_config(tmp_path, config))
     spec = read_model_spec(tmp_path)
     if spec.dims.latent is None:
         assert spec.dims.head_dim == (getattr(hf, "head_dim", None) or hf.hidden_size // 64)
@@ -428,8 +428,10 @@ def test_experts_are_what_transformers_writes(
 ) -> None:
     """Compared with the files: in memory transformers holds all experts of a layer in one tensor."""
     family = next(family for family in FAMILIES if family.name == model_type)
-    config = AutoConfig.for_model(model_type, **{**SMALL_EXPERTS, **keys}, architectures=list(family.architectures))
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    config = transformers.AutoConfig.for_model(
+        model_type, **{**SMALL_EXPERTS, **keys}, architectures=list(family.architectures)
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     expected = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     spec = read_model_spec(tmp_path)
     width = 24 if model_type == "mixtral" else 16

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megarl.errors import ConfigError
@@ -35,7 +35,7 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
 def test_same_bits_as_transformers(rope: dict[str, Any], theta: float, head_dim: int) -> None:
     inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     scaled = read_rope_scaling(rope, "config.json").scale(inv_freq)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         head_dim=head_dim, max_position_embeddings=131072, rope_parameters={**rope, "rope_theta": theta}
     )
     expected, attention_factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)

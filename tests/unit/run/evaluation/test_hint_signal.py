@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from megarl.config.algo import HintConfig
 from megarl.data.chat import encode_chats
@@ -21,7 +21,7 @@ from megarl.types import Prompt, Row
 def model(tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
     path = tmp_path_factory.mktemp("model")
     make_tiny_model(path, TinyModelConfig(hidden_size=32, num_layers=2, ffn_size=48), seed=0)
-    return AutoModelForCausalLM.from_pretrained(path).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(path).eval()
 
 
 TOKENIZER = make_byte_tokenizer()
