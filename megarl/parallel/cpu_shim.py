@@ -117,7 +117,7 @@ def install() -> None:
 
     # Megatron's modules decorate functions when they are imported, and that alone loads the compiler for a second.
     compile_ = torch.compile
-    torch.compile = lambda function: function
+    torch.compile = lambda function: function  # type: ignore[assignment]
     try:
         import megatron.core.jit as mcore_jit
     finally:

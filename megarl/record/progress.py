@@ -3,7 +3,7 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TextIO
@@ -28,6 +28,16 @@ class ProgressValues:
     response_length: float | None = None
     mismatch: float | None = None
     tokens_per_s: float | None = None
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, float]) -> "ProgressValues":
+        """Return what the metrics of a step with rollouts say."""
+        return cls(
+            reward=metrics.get("critic/rule_score/mean"),
+            response_length=metrics.get("response_length/mean"),
+            mismatch=metrics.get("mismatch/abs_mean"),
+            tokens_per_s=metrics.get("perf/tokens_per_s"),
+        )
 
 
 def write_line(text: str) -> None:

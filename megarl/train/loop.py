@@ -77,15 +77,8 @@ class Trainer:
         """
         inputs, config, total = self.inputs, self.inputs.config, self.inputs.config.trainer.total_steps
         self.memory.enter(residency.LOAD)
-        self.cluster.workers.load(
-            LoadRequest(
-                roles=inputs.roles,
-                seed=config.run.seed,
-                deterministic=config.run.deterministic,
-                batch_invariant=config.run.batch_invariant,
-                suspends_nccl=config.placement.suspend_nccl,
-            )
-        )
+        suspends = config.placement.suspend_nccl
+        self.cluster.workers.load(LoadRequest.of(config.run, inputs.roles, suspends_nccl=suspends))
         self.memory.add(residency.built_parts(inputs.roles))
         start = self._restore(checkpoint) if checkpoint else 0
         with (
@@ -164,15 +157,7 @@ class Trainer:
         log.log(step, metrics | resident_memory(self.cluster.pids))
         self.recorder.problems(step, collected.troubles)
         self.recorder.sample_rollouts(step, collected.rollout, collected.rewards, rows, self.inputs.tokenizer)
-        progress.update(
-            step,
-            ProgressValues(
-                reward=metrics.get("critic/rule_score/mean"),
-                response_length=metrics.get("response_length/mean"),
-                mismatch=metrics.get("mismatch/abs_mean"),
-                tokens_per_s=metrics.get("perf/tokens_per_s"),
-            ),
-        )
+        progress.update(step, ProgressValues.of(metrics))
 
     def _validate(self, step: int, log: MetricsLogger, progress: Progress) -> float | None:
         """Validate if there is data for it, and return the score that `checkpoint.keep_best` compares."""

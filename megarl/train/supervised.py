@@ -89,11 +89,7 @@ class SupervisedTrainer:
         """
         task, run = self.task, self.config.run
         roles = (task.role, *task.frozen)
-        self.cluster.workers.load(
-            LoadRequest(
-                roles=roles, seed=run.seed, deterministic=run.deterministic, batch_invariant=run.batch_invariant
-            )
-        )
+        self.cluster.workers.load(LoadRequest.of(run, roles))
         start = self._restore(checkpoint) if checkpoint else 0
         with (
             self.recorder.metrics() as log,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
+from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, RunConfig
 from megarl.types import FloatArray
 
 if TYPE_CHECKING:
@@ -68,6 +68,17 @@ class LoadRequest:
     deterministic: bool = False
     batch_invariant: bool = False
     suspends_nccl: bool = False
+
+    @classmethod
+    def of(cls, run: RunConfig, roles: Sequence[RoleSpec], *, suspends_nccl: bool = False) -> "LoadRequest":
+        """Return the request of a run's settings."""
+        return cls(
+            roles=tuple(roles),
+            seed=run.seed,
+            deterministic=run.deterministic,
+            batch_invariant=run.batch_invariant,
+            suspends_nccl=suspends_nccl,
+        )
 
 
 @dataclass(frozen=True, slots=True)
