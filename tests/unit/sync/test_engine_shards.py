@@ -208,8 +208,10 @@ def test_ends_of_each_stage(family: str, tied: bool, first: set[str], last: set[
 def test_ends_are_where_vllm_builds_them(tmp_path: Path) -> None:
     """Of three stages of every family, tied or not: the layers, the vocabulary, the last norm and the head."""
     models = {
-        (name, tied): make_model(tmp_path / f"{name}-{tied}", name, tied=tied, head_dim=32)
+        (name, tied): make_model(tmp_path / f"{name}-{tied}", name, tied=tied, head_dim=32, hidden_size=96)
+        # vLLM builds no stage whose layers are all dense in a model that has experts elsewhere.
         for name, tied in [*((name, False) for name in MODELS), ("qwen3", True), ("gemma", True)]
+        if name != "qwen3_moe-mixed"
     }
     for path in models.values():
         make_byte_tokenizer().save_pretrained(path)
