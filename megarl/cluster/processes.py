@@ -288,7 +288,7 @@ class _Wait:
         failures += [(self._pending[call], e) for call in done if call in self._pending and (e := _failure(call))]
         deaths = [*(death for failure in failures if (death := _death(*failure))), *self._watch.deaths()]
         # Only now can a process answer whose call failed because one of its own workers died.
-        deaths = deaths or [death for other, _ in failures[1:] if (death := _death_of_worker(other))]
+        deaths = deaths or [death for other, _ in failures if (death := _death_of_worker(other))]
         if reports := [death.report(self._doing()) for death in deaths]:
             return next((report for report in reports if not isinstance(report, EngineDiedError)), reports[0])
         causes = [getattr(failure, "cause", failure) for _, failure in failures]

@@ -37,7 +37,9 @@ NATS = 1e-5
     ],
     ids=["tp-over-nodes", "stages-on-a-node", "stages-over-nodes"],
 )
-def test_syncs_of_engines_in_parts(tmp_path: Path, tied: bool, sizes: tuple[str, ...], names: int) -> None:
+def test_syncs_of_engines_in_parts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tied: bool, sizes: tuple[str, ...], names: int
+) -> None:
     """All workers get what they hold, with checksums; sampling and scoring agree with the trainer; one is replaced."""
     tp, pp, num_nodes = sizes
     config = small_config(
@@ -64,8 +66,9 @@ def test_syncs_of_engines_in_parts(tmp_path: Path, tied: bool, sizes: tuple[str,
         # Whichever node it is on, the engine is lost with its last worker, and comes back as a whole.
         cluster.roster.allow_restarts(["engine 0"], 1)
         os.kill(engine[f"engine 0 worker {names - 1}"], signal.SIGKILL)
-        with pytest.raises(EngineDiedError, match=f"worker {names - 1} of engine 0 died"):
+        with pytest.raises(EngineDiedError, match="engine 0 died"):
             cluster.engines.prompt_logprobs(sequences)
+        assert f"worker {names - 1} of engine 0 died" in capsys.readouterr().out
         cluster.restart_engine(0)
         assert not set(engine.values()) & set(cluster.scope.processes())
         sync = cluster.weight_sync(policy.specs)
