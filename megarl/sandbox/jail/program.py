@@ -42,7 +42,10 @@ _NAME = "program.py"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Child:
-    """The child of one task, and what it runs with. `streams`: its descriptors, which get the numbers 0, 1, …"""
+    """The child of one task, and what it runs with.
+
+    streams: its descriptors, which get the numbers 0, 1, … keeper: the process that started it, and that it ends with.
+    """
 
     source: str
     task: Mapping[str, Any]
@@ -50,6 +53,7 @@ class Child:
     directory: str
     import_paths: Sequence[str]
     bounds: Bounds
+    keeper: int
 
     def run_program(self) -> NoReturn:
         """Run the program, and end this process as the interpreter would end after a script."""
@@ -58,7 +62,7 @@ class Child:
         for name in ("exit", "quit"):
             setattr(builtins, name, _sitebuiltins.Quitter(name, "end of input"))
         sys.argv = [_NAME]
-        give_up_rights(self.bounds, self.directory)
+        give_up_rights(self.bounds, self.directory, self.keeper)
         os._exit(_exit_code(partial(self._perform, self.task)))
 
     def run_tests(self) -> NoReturn:
@@ -66,7 +70,7 @@ class Child:
         self._settle()
         with socket.socket(fileno=_CONNECTION) as connection:
             task, _ = wire.receive(connection)
-        give_up_rights(self.bounds, self.directory)
+        give_up_rights(self.bounds, self.directory, self.keeper)
         # A program may send this, and it is not to be an exception of the test.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         channel = Channel(_READER, _WRITER, limit=self.bounds.memory_mib * MIB // 8)

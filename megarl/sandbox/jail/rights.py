@@ -1,5 +1,6 @@
 """Take rights away from a child process before it runs code of the program."""
 
+import os
 import resource
 import signal
 from collections.abc import Sequence
@@ -32,10 +33,10 @@ class Bounds:
     user: int | None = None
 
 
-def give_up_rights(bounds: Bounds, scratch: str) -> None:
+def give_up_rights(bounds: Bounds, scratch: str, keeper: int) -> None:
     """Give up rights for good: nothing that this process executes later can regain them.
 
-    `scratch`: the directory that programs may write to.
+    scratch: the directory that programs may write to. keeper: the parent, with which this process ends.
     """
     limits = {
         resource.RLIMIT_AS: bounds.memory_mib * MIB,
@@ -63,6 +64,9 @@ def give_up_rights(bounds: Bounds, scratch: str) -> None:
     if bounds.isolation is not Isolation.NAMESPACES:
         # A pid namespace ends with its first process. After a change of user, which cancels it.
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != keeper:
+            # It ended before it could be tied to this process.
+            os._exit(1)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     if bounds.isolation is Isolation.LANDLOCK:
         landlock.restrict_files(bounds.paths, scratch)

@@ -78,6 +78,8 @@ class Tasks:
         opened = [given, output, errors, answer]
         cells: int | None = None
 
+        keeper = os.getpid()
+
         def fork(run: Callable[[Child], NoReturn], others: Sequence[int]) -> int:
             child = os.fork()
             if child == 0:
@@ -89,6 +91,7 @@ class Tasks:
                         directory=self.scratch.path,
                         import_paths=self.import_paths,
                         bounds=self.bounds,
+                        keeper=keeper,
                     )
                 )
             return child
