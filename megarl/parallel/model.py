@@ -1,5 +1,6 @@
 """Define policy and value models as Megatron GPT models that return log-probs or values instead of logits."""
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -89,6 +90,13 @@ class PackedModel(GPTModel):
         if spec.family.scales_embedding and self.pre_process:
             self.embedding.register_forward_hook(_times_root_hidden)
         self.spec, self.layout, self.replays_routing = spec, layout, False
+        # Experts count every row's tokens; latent attention computes its own rotations from the rows' bounds.
+        self.shares_prompts = (
+            not BACKENDS[platform().name].uses_transformer_engine
+            and layout.config.cp == 1
+            and spec.dims.latent is None
+            and spec.dims.experts is None
+        )
         self.vocab_shard = vocab_shard(layout.tp_group, padded_vocab // layout.config.tp, spec.dims.vocab)
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
@@ -96,12 +104,17 @@ class PackedModel(GPTModel):
 
     def hidden_states(self, pack: Pack) -> torch.Tensor:
         """Run the layers of this pipeline stage. Return [T, 1, H], or [T/tp, 1, H] under sequence parallelism."""
-        return super().forward(
-            input_ids=pack.input_ids,
-            position_ids=pack.position_ids,
-            attention_mask=None,
-            packed_seq_params=pack.packed_seq_params,
-        )
+        with contextlib.ExitStack() as stack:
+            if self.shares_prompts:
+                # Megatron makes the angles of positions 0, 1, …; of as many angles as tokens it gives each token its own.
+                own = self.rotary_pos_emb.register_forward_hook(lambda *call: call[-1][pack.position_ids[0]])
+                stack.enter_context(own)
+            return super().forward(
+                input_ids=pack.input_ids,
+                position_ids=pack.position_ids,
+                attention_mask=None,
+                packed_seq_params=pack.packed_seq_params,
+            )
 
     def complete_rows(self, pack: Pack, values: torch.Tensor) -> torch.Tensor:
         """Put this rank's outputs [N, ...] into rows [B, R, ...], and sum the rows over context-parallel ranks.

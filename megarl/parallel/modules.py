@@ -1,9 +1,7 @@
 """Define layers that Megatron's local spec lacks: an RMSNorm for sequence parallelism and packed causal attention."""
 
-import itertools
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
@@ -20,7 +18,7 @@ from megarl.device.platform import platform
 from megarl.parallel.backend import BACKENDS
 from megarl.parallel.latent import ReplicatedLinear
 from megarl.parallel.moe.router import with_pack_routers
-from megarl.parallel.packing import zigzag_indices
+from megarl.parallel.packing import PackSeqParams
 
 
 class RMSNorm(torch.nn.Module):
@@ -47,12 +45,11 @@ class RMSNorm(torch.nn.Module):
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention within each sequence of a pack, on torch's scaled_dot_product_attention.
+    """Causal attention within each row of a pack, on torch's scaled_dot_product_attention.
 
-    query [T, heads, d], key and value [T, kv_heads, d] → [T, heads·d]; `packed_seq_params.cu_seqlens_q` has the bounds
-    of the sequences. Adjacent sequences of equal length share one kernel call, without padding; so a pack sorted by
-    length needs few calls. Under context parallelism, keys and values are gathered over the group, and each rank
-    computes the outputs of its own (zigzag) queries.
+    query [T, heads, d], key and value [T, kv_heads, d] → [T, heads·d]; the pack's `AttentionPlan` says which tokens
+    each call takes. Rows that share a prompt are attended with the whole prompt each. Under context parallelism, keys
+    and values are gathered over the group, and each rank computes the outputs of its own (zigzag) queries.
     """
 
     def __init__(
@@ -77,45 +74,31 @@ class PackedAttention(torch.nn.Module):
         attention_bias: None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        assert packed_seq_params is not None, "PackedAttention needs packed sequences"
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
-        lengths = [end - start for start, end in itertools.pairwise(bounds)]
-        cp = self.cp_group.size()
-        if cp > 1:
-            # All ranks' keys and values in the order of the pack; their gradients are summed over ranks.
-            order = np.concatenate([zigzag_indices(lengths, cp, rank) for rank in range(cp)])
-            places = torch.from_numpy(np.argsort(order)).to(key.device)
-            key, value = (gather_from_sequence_parallel_region(x, group=self.cp_group)[places] for x in (key, value))
-        outputs, start = [], 0
-        for length, run in itertools.groupby(lengths):
-            count = len(list(run))
-            stop = start + count * length
-            out = self._attend(query[start // cp : stop // cp], key[start:stop], value[start:stop], count)
-            outputs.append(out.transpose(1, 2).reshape((stop - start) // cp, -1))
-            start = stop
-        return torch.cat(outputs)
-
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, count: int) -> torch.Tensor:
-        """Compute attention of `count` sequences of equal length. Return [count, heads, local length, d]."""
-        q, k, v = (
-            x.view(count, x.shape[0] // count, x.shape[1], x.shape[2]).transpose(1, 2) for x in (query, key, value)
-        )
-        whole = q.shape[2] == k.shape[2]
-        mask = None
-        if not whole:
-            # [local, length]: which keys this rank's queries of one sequence may see.
-            length, cp = k.shape[2], self.cp_group.size()
-            own = torch.from_numpy(zigzag_indices([length], cp, self.cp_group.rank())).to(query.device)
-            mask = own[:, None] >= torch.arange(length, device=query.device)
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=whole,
-            scale=self.softmax_scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        assert isinstance(packed_seq_params, PackSeqParams), "PackedAttention needs packed sequences"
+        pack = packed_seq_params.pack
+        assert pack is not None
+        assert pack.attention is not None
+        if self.cp_group.size() > 1:
+            # The gradients of keys and values are summed over ranks.
+            key, value = (gather_from_sequence_parallel_region(x, group=self.cp_group) for x in (key, value))
+        outputs = []
+        for call in pack.attention.calls:
+            # [S, heads, n or m, d].
+            q, k, v = (
+                x.index_select(0, places.flatten()).view(*places.shape, *x.shape[1:]).transpose(1, 2)
+                for x, places in ((query, call.queries), (key, call.keys), (value, call.keys))
+            )
+            out = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=call.seen,
+                is_causal=call.seen is None,
+                scale=self.softmax_scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+            outputs.append(out.transpose(1, 2).reshape(call.queries.numel(), -1))
+        return torch.cat(outputs).index_select(0, pack.attention.places)
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:

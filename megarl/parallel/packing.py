@@ -1,13 +1,15 @@
 """Pack rows (one prompt with one response each) into one sequence for the model, and unpack per-token results.
 
-A pack concatenates rows in order of their lengths, so that rows of equal length are adjacent. A filler sequence at the
-end makes the total length a multiple of what tensor parallelism needs. Labels are shifted only here: position i of a
-row predicts token i + 1, so response token t is predicted by the hidden state at offset + prompt + t − 1.
+A pack concatenates rows in order of their lengths. Rows with the same prompt may share its tokens: the first of them
+holds the prompt, the others begin with its last token. A filler sequence at the end makes the total length a multiple
+of what tensor parallelism needs. Labels are shifted only here: position i of a row predicts token i + 1, so response
+token t is predicted by the hidden state of the row's token prompt + t − 1, which is always the row's own.
 """
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,9 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megarl.types import Row
+
+# Attention of sequences whose lengths lie within a step of so many tokens is computed together, padded.
+_LENGTH_STEP = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +56,34 @@ class PackSeqParams(PackedSeqParams):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCall:
+    """Rows of a pack whose causal attention is computed together: S rows of nearly equal length.
+
+    queries: [S, n] each row's tokens among this rank's T. keys: [S, m] each row's tokens among those of the ranks of
+    the context-parallel group, end to end. Shorter rows repeat their last token at the end, which no token before it
+    sees. seen: [n, m] which keys each query sees; None: query i sees keys 0 to i.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    seen: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPlan:
+    """All attention calls of a pack; places: [T] each token's place among the outputs of all calls, end to end."""
+
+    calls: tuple[AttentionCall, ...]
+    places: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
     """A micro-batch as one sequence for the model. T: this rank's tokens; N: those of them under the loss mask.
 
-    cu_seqlens: bounds of the sequences in the whole pack, over all context-parallel ranks. labels: [N] token ids.
+    cu_seqlens: bounds of the sequences in the whole pack, over all context-parallel ranks; (0, T) if rows may share
+    prompts, where only `position_ids` tell a token's position. attention: None if Transformer Engine computes it, by
+    `cu_seqlens`. labels: [N] token ids.
     positions: [N] the index, among this rank's T, of the hidden state that predicts each label. row_index,
     column_index: [N] each label's place in the [B, R] batch of responses, in the order of `rows`. kept_per_rank: how
     many of `positions` lie in each sequence-parallel rank's part; (N,) without sequence parallelism. token_rows: [T]
@@ -74,6 +103,7 @@ class Pack:
     kept_per_rank: tuple[int, ...]
     batch_shape: tuple[int, int]
     token_rows: torch.Tensor
+    attention: AttentionPlan | None = None
     routed_experts: torch.Tensor | None = None
     nucleus: torch.Tensor | None = None
 
@@ -108,32 +138,45 @@ def zigzag_indices(lengths: Sequence[int], cp: int, cp_rank: int) -> npt.NDArray
 
 
 def pack_rows(
-    rows: Sequence[Row], *, alignment: PackAlignment, device: torch.device, replay_routing: bool = False
+    rows: Sequence[Row],
+    *,
+    alignment: PackAlignment,
+    device: torch.device,
+    plans_attention: bool = False,
+    shares_prompts: bool = False,
+    replay_routing: bool = False,
 ) -> Pack:
     """Pack rows into one sequence for the model.
 
     Under context parallelism each row is padded to a multiple of 2·cp tokens. A filler sequence at the end makes the
     total length a multiple of what tensor parallelism needs.
 
-    Without rows, the pack consists of the filler: a rank without work must still join every collective. replay_routing:
-    route tokens to the experts that their rows recorded, if any.
+    Without rows, the pack consists of the filler: a rank without work must still join every collective.
+    plans_attention: for layers whose attention is `PackedAttention`. shares_prompts: rows with the same prompt share
+    its tokens; needs such layers, without context parallelism. replay_routing: route tokens to the experts that their
+    rows recorded, if any.
     """
     order = sorted(range(len(rows)), key=lambda i: rows[i].num_tokens)
     multiple = alignment.sequence_multiple
-    lengths = [-(-rows[i].num_tokens // multiple) * multiple for i in order]
+    # How many of a row's first tokens lie in the row that has them first, by row.
+    holders = _prompt_holders(rows, order) if shares_prompts else {i: i for i in order}
+    shared = {i: 0 if holders[i] == i else rows[i].num_prompt_tokens - 1 for i in order}
+    lengths = [-(-(rows[i].num_tokens - shared[i]) // multiple) * multiple for i in order]
     filler = -sum(lengths) % alignment.total_multiple if rows else alignment.total_multiple
     if filler:
         lengths.append(filler)
     offsets = [0, *itertools.accumulate(lengths)]
 
     tokens, token_rows = np.zeros(offsets[-1], dtype=np.int64), np.full(offsets[-1], -1, dtype=np.int64)
+    position_ids = np.concatenate([np.arange(n) for n in lengths])
     positions, labels, row_index, column_index = ([np.empty(0, dtype=np.int64)] for _ in range(4))
     for i, offset in zip(order, offsets, strict=False):
-        row = rows[i]
-        tokens[offset : offset + row.num_tokens] = row.token_ids
-        token_rows[offset : offset + row.num_tokens] = i
+        row, first = rows[i], shared[i]
+        own = slice(offset, offset + row.num_tokens - first)
+        tokens[own], token_rows[own] = row.token_ids[first:], i
+        position_ids[own] += first
         kept = np.flatnonzero(row.loss_mask)
-        positions.append(offset + row.num_prompt_tokens + kept - 1)
+        positions.append(offset + row.num_prompt_tokens - first + kept - 1)
         labels.append(row.token_ids[row.num_prompt_tokens + kept])
         row_index.append(np.full(len(kept), i))
         column_index.append(kept)
@@ -144,19 +187,23 @@ def pack_rows(
     place[local] = np.arange(len(local))
     predicted_at = place[np.concatenate(positions)]
     mine = predicted_at >= 0
-    position_ids = np.concatenate([np.arange(n) for n in lengths])[local]
     shares = predicted_at[mine] // (len(local) // alignment.tp)
 
     def tensor(values: npt.NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(device)
 
+    # Each sequence's tokens in the pack, shared ones first.
+    starts = dict(zip(order, offsets, strict=False))
+    sequences = [np.arange(start, end) for start, end in itertools.pairwise(offsets)]
+    for k, i in enumerate(order):
+        sequences[k] = np.concatenate([starts[holders[i]] + np.arange(shared[i]), sequences[k]])
     experts = _routed_experts(rows, order, offsets) if replay_routing else None
 
     return Pack(
         input_ids=tensor(tokens[local])[None],
-        position_ids=tensor(position_ids)[None],
-        cu_seqlens=torch.tensor(offsets, dtype=torch.int32, device=device),
-        max_length=max(lengths),
+        position_ids=tensor(position_ids[local])[None],
+        cu_seqlens=torch.tensor([0, offsets[-1]] if shares_prompts else offsets, dtype=torch.int32, device=device),
+        max_length=max(map(len, sequences)),
         positions=tensor(predicted_at[mine]),
         labels=tensor(np.concatenate(labels)[mine]),
         row_index=tensor(np.concatenate(row_index)[mine]),
@@ -164,9 +211,57 @@ def pack_rows(
         kept_per_rank=tuple(np.bincount(shares, minlength=alignment.tp).tolist()),
         batch_shape=(len(rows), max((row.num_response_tokens for row in rows), default=0)),
         token_rows=tensor(token_rows[local]),
+        attention=_plan_attention(sequences, lengths, alignment, device) if plans_attention else None,
         routed_experts=None if experts is None else tensor(experts[local]),
         nucleus=_nuclei([rows[i] for i in order], mine, device),
     )
+
+
+def _prompt_holders(rows: Sequence[Row], order: Sequence[int]) -> dict[int, int]:
+    """Return, for each row, the first in `order` with the same prompt; itself if the prompt is a single token."""
+    first: dict[bytes, int] = {}
+    return {i: first.setdefault(rows[i].token_ids[: rows[i].num_prompt_tokens].tobytes(), i) for i in order}
+
+
+def _plan_attention(
+    sequences: Sequence[npt.NDArray[np.int64]], lengths: Sequence[int], alignment: PackAlignment, device: torch.device
+) -> AttentionPlan:
+    """Plan the attention of sequences given as indices into a pack, whose own parts have these lengths.
+
+    Sequences whose lengths differ by less than `_LENGTH_STEP` share a call. Under context parallelism they share no
+    tokens, and each call has sequences of one length.
+    """
+    cp, total = alignment.cp, sum(lengths)
+    parts = [zigzag_indices(lengths, cp, rank) if cp > 1 else np.arange(total) for rank in range(cp)]
+    mine, place_of_key = parts[alignment.cp_rank], np.argsort(np.concatenate(parts))
+    place_of_query, places = np.full(total, -1, dtype=np.int64), np.empty(len(mine), dtype=np.int64)
+    place_of_query[mine] = np.arange(len(mine))
+    step = 1 if cp > 1 else _LENGTH_STEP
+
+    def tensor(values: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(values).to(device)
+
+    calls, num_outputs = [], 0
+    for steps, members in itertools.groupby(sequences, key=lambda sequence: -(-len(sequence) // step)):
+        rows = list(members)
+        width = max(map(len, rows)) if cp == 1 else steps
+        columns = np.minimum(np.arange(width), np.array([[len(row) - 1] for row in rows]))
+        tokens = np.stack([row[own] for row, own in zip(rows, columns, strict=True)])
+        own = zigzag_indices([width], cp, alignment.cp_rank) if cp > 1 else np.arange(width)
+        queries = place_of_query[tokens[:, own]]
+        seen = own[:, None] >= np.arange(width) if cp > 1 else None
+        calls.append(
+            AttentionCall(
+                queries=tensor(queries),
+                keys=tensor(place_of_key[tokens]),
+                seen=None if seen is None else tensor(seen),
+            )
+        )
+        for row, found in zip(rows, queries, strict=True):
+            count = len(row) // cp
+            places[found[:count]] = num_outputs + np.arange(count)
+            num_outputs += len(own)
+    return AttentionPlan(calls=tuple(calls), places=tensor(places))
 
 
 def _nuclei(rows: Sequence[Row], mine: npt.NDArray[np.bool_], device: torch.device) -> torch.Tensor | None:

@@ -16,6 +16,7 @@ from megarl.device.accelerators import FP8_RECIPES
 from megarl.device.platform import platform
 from megarl.errors import NonFiniteError
 from megarl.host.stage import tell_stage
+from megarl.parallel.backend import BACKENDS
 from megarl.parallel.head.differentiable import LossGradients
 from megarl.parallel.head.logprobs import TokenLogprobs
 from megarl.parallel.head.pairs import TokenPairs
@@ -65,7 +66,12 @@ def _run_schedule(
         indices = next(batches)
         tell_stage(f"micro-batch {next(started)} of {len(micro_batches) * len(chunks)}")
         pack = pack_rows(
-            [rows[i] for i in indices], alignment=alignment, device=device, replay_routing=model.replays_routing
+            [rows[i] for i in indices],
+            alignment=alignment,
+            device=device,
+            plans_attention=not BACKENDS[platform().name].uses_transformer_engine,
+            shares_prompts=model.shares_prompts,
+            replay_routing=model.replays_routing,
         )
         gradients = None if loss_gradients is None else loss_gradients(pack, indices)
         answer = chunk(pack, request, gradients)

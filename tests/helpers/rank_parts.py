@@ -39,12 +39,13 @@ class PackFields:
     scatter_grad: torch.Tensor
 
 
-def pack_fields(context: RankContext, rows: Sequence[Row], multiple: int) -> PackFields:
+def pack_fields(context: RankContext, rows: Sequence[Row], multiple: int, shares_prompts: bool = False) -> PackFields:
     """`pack_rows`, and `scatter` with the gradient of Σ k² over the scattered values."""
     PolicyWorker(context.rank).prepare()
     from megarl.parallel.packing import PackAlignment, pack_rows
 
-    pack = pack_rows(rows, alignment=PackAlignment(tp=multiple), device=torch.device("cpu"))
+    alignment = PackAlignment(tp=multiple)
+    pack = pack_rows(rows, alignment=alignment, device=torch.device("cpu"), shares_prompts=shares_prompts)
     assert pack.packed_seq_params.cu_seqlens_q is pack.packed_seq_params.cu_seqlens_kv is pack.cu_seqlens
     values = torch.arange(1.0, 1 + len(pack.labels)).requires_grad_()
     scattered = pack.scatter(values)
@@ -120,21 +121,27 @@ def packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cu_seqlens: Sequence[int],
+    rows: Sequence[Row],
+    shares_prompts: bool,
     softmax_scale: float | None,
     grad_output: torch.Tensor,
 ) -> list[torch.Tensor]:
     """Output of the packed attention, and the gradients of query, key and value."""
     PolicyWorker(context.rank).prepare()
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     from megarl.parallel.modules import PackedAttention
+    from megarl.parallel.packing import PackAlignment, pack_rows
 
-    bounds = torch.tensor(cu_seqlens, dtype=torch.int32)
+    pack = pack_rows(
+        rows,
+        alignment=PackAlignment(),
+        device=torch.device("cpu"),
+        plans_attention=True,
+        shares_prompts=shares_prompts,
+    )
     inputs = [x.requires_grad_() for x in (query, key, value)]
     groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
     attention = PackedAttention(config=None, layer_number=1, softmax_scale=softmax_scale, pg_collection=groups)
-    out = attention(*inputs, None, packed_seq_params=PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds))
+    out = attention(*inputs, None, packed_seq_params=pack.packed_seq_params)
     return [out.detach(), *torch.autograd.grad(out, inputs, grad_output)]
 
 

@@ -72,7 +72,7 @@ def pack_logits(
 
     policy, group = worker.roles[Role.ACTOR].chunks[0], worker.layout.tp_group
     alignment = PackAlignment(tp=layout.tp if layout.sequence_parallel else 1)
-    pack = pack_rows(rows, alignment=alignment, device=torch.device("cpu"))
+    pack = pack_rows(rows, alignment=alignment, device=torch.device("cpu"), plans_attention=True)
     with torch.no_grad():
         hidden = policy.hidden_states(pack)[:, 0]
         if layout.sequence_parallel:

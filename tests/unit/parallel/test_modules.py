@@ -1,12 +1,13 @@
 """Packed attention against one dense softmax per sequence, and the norm against its formula."""
 
-import itertools
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
+from megarl.types import Row
 from tests.helpers import rank_parts
 from tests.helpers.compare import assert_within
 from tests.helpers.rank_pool import RankPool
@@ -16,26 +17,59 @@ HEADS, HEAD_DIM = 4, 8
 
 
 def dense_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: list[int], scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: list[list[int]], scale: float
 ) -> torch.Tensor:
     """softmax(q·kᵀ·scale) over the tokens of the same sequence up to the query's, head by head."""
     out = torch.zeros_like(query)
     per_group = query.shape[1] // key.shape[1]
-    for start, stop in itertools.pairwise(bounds):
-        for head in range(query.shape[1]):
-            q, k, v = query[start:stop, head], key[start:stop, head // per_group], value[start:stop, head // per_group]
-            future = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1)
-            out[start:stop, head] = (q @ k.t() * scale).masked_fill(future, -math.inf).softmax(-1) @ v
+    for sequence in sequences:
+        for place, token in enumerate(sequence):
+            seen = sequence[: place + 1]
+            for head in range(query.shape[1]):
+                k, v = key[seen, head // per_group], value[seen, head // per_group]
+                out[token, head] = (k @ query[token, head] * scale).softmax(-1) @ v
     return out.flatten(1)
 
 
+def rows_of(*rows: tuple[int, int, int]) -> list[Row]:
+    """Rows of (prompt's token, prompt's length, response's length)."""
+    return [
+        Row(
+            uid=f"p{token}",
+            sample_index=i,
+            token_ids=np.array([token] * num_prompt + [9] * num_response),
+            num_prompt_tokens=num_prompt,
+            loss_mask=np.ones(num_response, dtype=np.bool_),
+        )
+        for i, (token, num_prompt, num_response) in enumerate(rows)
+    ]
+
+
+# Rows, whether they share prompts, and each row's tokens in the pack, which has the rows by length.
+PACKS: dict[str, tuple[list[Row], bool, list[list[int]]]] = {
+    "one": (rows_of((1, 2, 3)), False, [[0, 1, 2, 3, 4]]),
+    "unsorted": (rows_of((1, 2, 3), (2, 1, 1), (1, 2, 2)), False, [[0, 1], [2, 3, 4, 5], [6, 7, 8, 9, 10]]),
+    "far apart": (rows_of((1, 2, 18), (2, 1, 1)), False, [[0, 1], list(range(2, 22))]),
+    "shared": (
+        rows_of((1, 4, 3), (2, 1, 2), (1, 4, 1)),
+        True,
+        [[0, 1, 2], [3, 4, 5, 6, 7], [3, 4, 5, 8, 9, 10, 11]],
+    ),
+    "shared, far apart": (
+        rows_of((1, 3, 20), (1, 3, 1), (1, 4, 1)),
+        True,
+        [[0, 1, 2, 3], [4, 5, 6, 7, 8], [0, 1, *range(9, 30)]],
+    ),
+}
+
+
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
-@pytest.mark.parametrize(
-    "lengths", [[5], [1], [1, 1, 4, 4, 4, 7], [3, 5, 3]], ids=["one", "one-token", "equal-neighbours", "unsorted"]
-)
-def test_packed_attention_equals_dense(rank_pool: GetPool, lengths: list[int], num_kv_heads: int) -> None:
+@pytest.mark.parametrize(("rows", "shares", "sequences"), PACKS.values(), ids=PACKS)
+def test_packed_attention_equals_dense(
+    rank_pool: GetPool, rows: list[Row], shares: bool, sequences: list[list[int]], num_kv_heads: int
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    total = sum(lengths)
+    total = 1 + max(max(sequence) for sequence in sequences)
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -46,11 +80,10 @@ def test_packed_attention_equals_dense(rank_pool: GetPool, lengths: list[int], n
         randn(total, num_kv_heads, HEAD_DIM),
     )
     grad_output = randn(total, HEADS * HEAD_DIM)
-    bounds = [0, *itertools.accumulate(lengths)]
     for scale in (None, 0.7):
-        got = rank_pool(1).run(rank_parts.packed_attention, query, key, value, bounds, scale, grad_output)[0]
+        got = rank_pool(1).run(rank_parts.packed_attention, query, key, value, rows, shares, scale, grad_output)[0]
         q, k, v = inputs = [x.clone().requires_grad_() for x in (query, key, value)]
-        out = dense_attention(q, k, v, bounds, scale or HEAD_DIM**-0.5)
+        out = dense_attention(q, k, v, sequences, scale or HEAD_DIM**-0.5)
         expected = [out.detach(), *torch.autograd.grad(out, inputs, grad_output)]
         for name, left, right in zip(("output", "query", "key", "value"), got, expected, strict=True):
             assert_within(name, left, right, atol=1e-12)
