@@ -106,7 +106,7 @@ class PackedModel(GPTModel):
         """Run the layers of this pipeline stage. Return [T, 1, H], or [T/tp, 1, H] under sequence parallelism."""
         with contextlib.ExitStack() as stack:
             if self.shares_prompts:
-                # Megatron makes the angles of positions 0, 1, …; of as many angles as tokens it gives each token its own.
+                # Megatron makes the angles of positions 0, 1, …; of as many as tokens, each token gets its own.
                 own = self.rotary_pos_emb.register_forward_hook(lambda *call: call[-1][pack.position_ids[0]])
                 stack.enter_context(own)
             return super().forward(

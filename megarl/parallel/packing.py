@@ -81,15 +81,14 @@ class AttentionPlan:
 class Pack:
     """A micro-batch as one sequence for the model. T: this rank's tokens; N: those of them under the loss mask.
 
-    cu_seqlens: bounds of the sequences in the whole pack, over all context-parallel ranks; (0, T) if rows may share
-    prompts, where only `position_ids` tell a token's position. attention: None if Transformer Engine computes it, by
-    `cu_seqlens`. labels: [N] token ids.
-    positions: [N] the index, among this rank's T, of the hidden state that predicts each label. row_index,
-    column_index: [N] each label's place in the [B, R] batch of responses, in the order of `rows`. kept_per_rank: how
-    many of `positions` lie in each sequence-parallel rank's part; (N,) without sequence parallelism. token_rows: [T]
-    the row of each token, -1 for padding. routed_experts: [T, layers, k] the experts to which tokens must be routed, -1
-    where the router chooses; None: it chooses all. nucleus: [N, K] the tokens from which each label was sampled, as in
-    `Row`; None: from the whole vocabulary.
+    cu_seqlens: bounds of the sequences in the whole pack, over all context-parallel ranks; a row that shares a prompt
+    has only the rest of its tokens there. attention: None if Transformer Engine computes it, by `cu_seqlens`. labels:
+    [N] token ids. positions: [N] the index, among this rank's T, of the hidden state that predicts each label.
+    row_index, column_index: [N] each label's place in the [B, R] batch of responses, in the order of `rows`.
+    kept_per_rank: how many of `positions` lie in each sequence-parallel rank's part; (N,) without sequence parallelism.
+    token_rows: [T] the row of each token, -1 for padding. routed_experts: [T, layers, k] the experts to which tokens
+    must be routed, -1 where the router chooses; None: it chooses all. nucleus: [N, K] the tokens from which each label
+    was sampled, as in `Row`; None: from the whole vocabulary.
     """
 
     input_ids: torch.Tensor  # [1, T]
@@ -103,19 +102,22 @@ class Pack:
     kept_per_rank: tuple[int, ...]
     batch_shape: tuple[int, int]
     token_rows: torch.Tensor
+    shares_prompts: bool = False
     attention: AttentionPlan | None = None
     routed_experts: torch.Tensor | None = None
     nucleus: torch.Tensor | None = None
 
     @property
     def packed_seq_params(self) -> PackSeqParams:
+        # Where rows share prompts, Megatron gets each token's own rotation, and need not know of rows.
+        bounds = self.cu_seqlens[:: len(self.cu_seqlens) - 1] if self.shares_prompts else self.cu_seqlens
         return PackSeqParams(
             pack=self,
             qkv_format="thd",
-            cu_seqlens_q=self.cu_seqlens,
-            cu_seqlens_kv=self.cu_seqlens,
-            cu_seqlens_q_padded=self.cu_seqlens,
-            cu_seqlens_kv_padded=self.cu_seqlens,
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            cu_seqlens_q_padded=bounds,
+            cu_seqlens_kv_padded=bounds,
             max_seqlen_q=self.max_length,
             max_seqlen_kv=self.max_length,
         )
@@ -202,7 +204,7 @@ def pack_rows(
     return Pack(
         input_ids=tensor(tokens[local])[None],
         position_ids=tensor(position_ids[local])[None],
-        cu_seqlens=torch.tensor([0, offsets[-1]] if shares_prompts else offsets, dtype=torch.int32, device=device),
+        cu_seqlens=torch.tensor(offsets, dtype=torch.int32, device=device),
         max_length=max(map(len, sequences)),
         positions=tensor(predicted_at[mine]),
         labels=tensor(np.concatenate(labels)[mine]),
@@ -211,6 +213,7 @@ def pack_rows(
         kept_per_rank=tuple(np.bincount(shares, minlength=alignment.tp).tolist()),
         batch_shape=(len(rows), max((row.num_response_tokens for row in rows), default=0)),
         token_rows=tensor(token_rows[local]),
+        shares_prompts=shares_prompts,
         attention=_plan_attention(sequences, lengths, alignment, device) if plans_attention else None,
         routed_experts=None if experts is None else tensor(experts[local]),
         nucleus=_nuclei([rows[i] for i in order], mine, device),

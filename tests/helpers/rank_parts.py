@@ -46,7 +46,9 @@ def pack_fields(context: RankContext, rows: Sequence[Row], multiple: int, shares
 
     alignment = PackAlignment(tp=multiple)
     pack = pack_rows(rows, alignment=alignment, device=torch.device("cpu"), shares_prompts=shares_prompts)
-    assert pack.packed_seq_params.cu_seqlens_q is pack.packed_seq_params.cu_seqlens_kv is pack.cu_seqlens
+    told = pack.packed_seq_params
+    assert told.cu_seqlens_q is told.cu_seqlens_kv
+    assert told.cu_seqlens_q.tolist() == ([0, pack.input_ids.shape[1]] if shares_prompts else pack.cu_seqlens.tolist())
     values = torch.arange(1.0, 1 + len(pack.labels)).requires_grad_()
     scattered = pack.scatter(values)
     scattered.square().sum().backward()

@@ -52,7 +52,7 @@ def test_rows_share_a_prompt_but_for_its_last_token(rank_pool: GetPool) -> None:
     pack = rank_pool(1).run(rank_parts.pack_fields, rows, 5, True)[0]
     assert pack.input_ids.tolist() == [[7, 30, 7, 31, 32, 1, 2, 3, 20, 3, 10, 11, 12, 1, 2, 4, 40, 41, 42, 43]]
     assert pack.position_ids.tolist() == [[0, 1, 0, 1, 2, 0, 1, 2, 3, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 6]]
-    assert pack.cu_seqlens.tolist() == [0, 20]
+    assert pack.cu_seqlens.tolist() == [0, 2, 5, 9, 13, 20]
     assert pack.max_length == 7
     assert pack.labels.tolist() == [30, 32, 20, 10, 11, 12, 40, 42, 43]
     assert pack.positions.tolist() == [0, 3, 7, 9, 10, 11, 15, 17, 18]
