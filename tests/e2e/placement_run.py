@@ -27,7 +27,7 @@ from megarl.train.wiring import build_trainer  # noqa: E402
 from megarl.types.messages import ScoreRequest  # noqa: E402
 from megarl.weights.safetensors_map import TensorSpec  # noqa: E402
 from tests.e2e.checked_trainer import Seen, checked  # noqa: E402
-from tests.e2e.support import move_apart  # noqa: E402
+from tests.e2e.support import TP2, move_apart  # noqa: E402
 
 RUN_FILE = Path(__file__).parents[2] / "configs" / "run" / "sums-rl.yaml"
 # What the trainer tells ranks and engines, in the words of the memory ledger.
@@ -82,7 +82,7 @@ def _is_text(argument: object) -> bool:
 @contextlib.contextmanager
 def run(job: Job) -> Iterator[Seen]:
     """Train; the cluster lives as long as the context."""
-    config = load_config(RUN_FILE, job.settings)
+    config = load_config(RUN_FILE, [*TP2, *job.settings])
     inputs, recorder = open_train_inputs(config), RunRecorder(config)
     with Cluster(config, roles=inputs.roles, log_dir=recorder.paths.root / "logs") as cluster:
         seen = Seen(run_id=cluster.scope.run_id, pids=dict(cluster.pids))

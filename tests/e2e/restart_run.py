@@ -16,7 +16,7 @@ from megarl.rollout.source import Batch, Doing, OnSample, RolloutSource, Samplin
 from megarl.train.inputs import open_train_inputs
 from megarl.train.wiring import build_trainer
 from megarl.types import Prompt, Row, Sample
-from tests.e2e.support import RUN_FILE, move_apart
+from tests.e2e.support import RUN_FILE, TP2, move_apart
 from tests.helpers.rank_pool import RankContext
 from tools.bench.kill_resume import MEASURED
 
@@ -93,7 +93,7 @@ class Kill:
 
 def run(_: RankContext, settings: Sequence[str], deaths: Sequence[Death], apart: bool) -> list[Seen]:
     """What an undisturbed run leaves behind, and then one for each death."""
-    config = load_config(RUN_FILE, [*settings, "run.name=undisturbed"])
+    config = load_config(RUN_FILE, [*TP2, *settings, "run.name=undisturbed"])
     with Cluster(config, roles=open_train_inputs(config).roles) as cluster:
         if apart:
             move_apart(cluster)
@@ -101,7 +101,7 @@ def run(_: RankContext, settings: Sequence[str], deaths: Sequence[Death], apart:
 
 
 def _train(cluster: Cluster, settings: Sequence[str], death: Death | None) -> Seen:
-    config = load_config(RUN_FILE, [*settings, f"run.name={'undisturbed' if death is None else '-'.join(death)}"])
+    config = load_config(RUN_FILE, [*TP2, *settings, f"run.name={'undisturbed' if death is None else '-'.join(death)}"])
     recorder = RunRecorder(config)
     trainer = build_trainer(open_train_inputs(config), cluster, recorder)
     kill, num_again = Kill(cluster, death), list[int]()

@@ -26,8 +26,10 @@ from tests.helpers.checkpoints import VOCAB_SIZE
 REPOSITORY = Path(__file__).parents[2]
 RUN_FILE = REPOSITORY / "configs" / "run" / "sums-rl.yaml"
 SFT_FILE = REPOSITORY / "configs" / "run" / "sums-sft.yaml"
-# Two tensor-parallel ranks with sequence parallelism and one engine, as configs/model/qwen3-tiny.yaml has it.
+# Two tensor-parallel ranks with sequence parallelism and one engine.
+TP2 = ("actor.layout={tp: 2, dp: 1, sequence_parallel: true}", "rollout.engine.num_engines=1")
 SMALL = (
+    *TP2,
     "data.max_prompt_tokens=128",
     "rollout.max_response_tokens=64",
     "rollout.engine.max_num_seqs=64",

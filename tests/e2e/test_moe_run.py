@@ -10,12 +10,13 @@ from safetensors.torch import load_file
 from megarl.data.tasks.generate import TaskFiles
 from megarl.record.metrics import RunPaths, read_metrics
 from tests.e2e import cli_run
-from tests.e2e.support import RUN_FILE
+from tests.e2e.support import RUN_FILE, TP2
 from tests.helpers.expert_checkpoint import make_moe
 
 pytestmark = pytest.mark.long
 
 SETTINGS = (
+    *TP2,
     "run.dir=.",
     "data.val=[]",
     "rollout.num_samples=4",

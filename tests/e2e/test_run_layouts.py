@@ -18,13 +18,14 @@ from megarl.record.metrics import RunPaths, read_metrics
 from megarl.types import FloatArray
 from tests.e2e import cli_run
 from tests.e2e.checked_trainer import Seen, compared_rows
-from tests.e2e.support import REPOSITORY, RUN_FILE
+from tests.e2e.support import REPOSITORY, RUN_FILE, TP2
 from tests.helpers.checkpoints import VOCAB_SIZE, make_checkpoint
 
 # Pipeline stages in whole runs are in the default set too: test_algorithms_cli.py.
 pytestmark = pytest.mark.long
 
 SETTINGS = (
+    *TP2,
     "run.dir=.",
     "run.name=run",
     "data.val=[]",

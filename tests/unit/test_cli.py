@@ -108,7 +108,10 @@ def test_the_settings_are_right_but_for_the_mistake(
     [
         ("actor.optimiser.lr=1e-5", ["unknown key 'actor.optimiser'", "did you mean 'actor.optimizer'?"]),
         ("actor.layout.tp=3", ["actor.layout.tp: got 3", "num_attention_heads=4", "valid values: 1, 2"]),
-        ("actor.layout.tp=1", ["sequence_parallel: got true with tp=1", "set actor.layout.sequence_parallel=false"]),
+        (
+            "actor.layout.sequence_parallel=true",
+            ["sequence_parallel: got true with tp=1", "set actor.layout.sequence_parallel=false"],
+        ),
         ("rollout.top_p=0.9", ["rollout.top_p: got 0.9", "or rollout.top_p=1.0"]),
         ("rollout.top_k=1", ["rollout.top_k: got 1", "set it to at least 2"]),
         ("data.train=[nowhere.parquet]", ["nowhere.parquet: no such file", "check data.train"]),

@@ -31,8 +31,8 @@ from tools.bench.kill_resume import RUN_FILES
 LONG_TAIL = ("60", "1.0", "448")
 COMMON = (
     "use.model=qwen3-tiny",
-    "actor.layout.tp=1",
-    "actor.layout.sequence_parallel=false",
+    "actor.layout.dp=1",
+    "rollout.engine.num_engines=1",
     "data.max_prompt_tokens=32",
     "data.val=[]",
     "rollout.num_samples=8",

@@ -46,7 +46,7 @@ def test_numbers_of_chats(model: Path, tmp_path: Path, capsys: pytest.CaptureFix
         "sft.batch_size=2",
         "actor.optimizer.warmup_steps=0",
         "actor.micro_batch_tokens=32",
-        "actor.layout={}",
+        "actor.layout={dp: 1}",
     )
     found = json.loads(plan("sft", *settings, "--json", capsys=capsys))
     # 8 + 1 + 2 + 1 tokens; 8 + 3 + 1 + 1 + (1 + 8) + 1 + 2 + 1; cut to 30, of which 30 − 9 are trained; dropped.

@@ -154,7 +154,7 @@ def test_overrides_may_not_set_what_the_study_decides(study_of: Callable[..., St
         (["rollout.top_p=0.9"], ConfigError, "gspo-seed1: rollout.top_p: got 0.9"),
         (["data.max_prompt_tokens=4"], DataError, "gspo-seed1: .*train.parquet row 0"),
         (["rollout.engine.max_num_seqs=3"], ConfigError, "gspo-seed1: this cluster .* another rollout.engine;"),
-        (["actor.layout.tp=1", "actor.layout.sequence_parallel=false"], ConfigError, "another actor.layout;"),
+        (["actor.layout={tp: 2, dp: 1}"], ConfigError, "another actor.layout;"),
     ],
 )
 def test_every_run_is_checked_before_anything_starts(

@@ -143,7 +143,7 @@ def test_a_checkpoint_is_evaluated_by_ranks_of_its_layout(opened: Callable[..., 
     assert inputs.checkpoint.state.step == 7
     assert inputs.config.model == config.model
     assert inputs.config.actor.layout == config.actor.layout
-    assert inputs.config.actor.layout.tp == 2
+    assert inputs.config.actor.layout.dp == 2
     assert inputs.config.placement == config.placement
 
 
