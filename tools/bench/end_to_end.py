@@ -39,12 +39,13 @@ PEER = Path(__file__).with_name("end_to_end_trl.py")
 OURS, TRL = "megarl", "TRL"
 # Phases by megarl's own names of them; what is left of a step is "other", and TRL's update, which it does not measure.
 PHASES = {"gen": "generate", "reward": "reward", "update_actor": "update", "sync": "sync"}
-SAMPLING_S = 0.5
+# Adding up the pages of many processes is work too.
+SAMPLING_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What both do. Each step takes all prompts of `data`; `rows_per_pass` is TRL's, megarl packs by tokens."""
+    """What both do. Each step takes the next prompts of `data`; `rows_per_pass` is TRL's, megarl packs by tokens."""
 
     model: str
     data: str
@@ -241,7 +242,8 @@ def main() -> None:
         make_tiny_model(model, TinyModelConfig(), seed=0)
     job = Job(
         model=str(model.resolve()),
-        data=str(make_prompts(out / "data", options.prompts)),
+        # Runs that are a step ahead have twice the prompts of a step under way.
+        data=str(make_prompts(out / "data", 4 * options.prompts)),
         log=str(out / "trl.jsonl"),
         prompts_per_step=options.prompts,
         num_samples=options.samples,
