@@ -53,7 +53,7 @@ CASES = {
     "pp2 dp2": Case(layout=LayoutConfig(pp=2, dp=2), plan=planned(2)),
 }
 # Plain tp2 and dp2 say no more than tp2-sp and a rank without rows.
-SHORT = ("tp1 row by row", "pp2", "cp2", "dp2 with a rank without rows")
+SHORT = ("tp1 row by row", "cp2", "dp2 with a rank without rows")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,6 +67,7 @@ def test_tp2_dp2_continues_itself_and_as_pp2(
     assert_close(load(rank_pool, actor_config(PP2), model, tmp_path, same_layout=False), expected)
 
 
+@pytest.mark.long
 def test_a_sharded_checkpoint_continues_itself_and_with_fewer_replicas(
     rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

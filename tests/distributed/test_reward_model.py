@@ -146,7 +146,7 @@ def dense(model: Path, pairs: list[Row]) -> list[DenseStep]:
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [90, pytest.param(1000, marks=pytest.mark.long)], ids=["split", "whole"])
-@pytest.mark.parametrize("name", of_layouts("tp1", "tp2-sp", "pp2", "dp2"))
+@pytest.mark.parametrize("name", of_layouts("tp2-sp", "pp2"))
 def test_every_layout_trains_as_plain_torch(
     rank_pool: Pools,
     model: Path,

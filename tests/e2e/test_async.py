@@ -137,6 +137,7 @@ def test_staleness_is_bounded_and_logged(recorded: SmallRun) -> None:
         assert record.metrics["staleness/lag_mean"] == pytest.approx(tokens.mean(), rel=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_recorded_run_is_executed_again_to_the_bit(recorded: SmallRun) -> None:
     """Prompts come in the order of the synchronous run; tokens, log-probs and the final weights are equal. No tool is

@@ -59,6 +59,7 @@ def test_a_model_directory(tmp_path: Path, data: list[TaskFiles]) -> None:
     check_greedy_answers_against_transformers(model, answers)
 
 
+@pytest.mark.long
 def test_conversations(tmp_path: Path, data: list[TaskFiles]) -> None:
     """Every answer is judged by its last turn, and its turns are written beside it."""
     model, out = make_checkpoint(tmp_path / "model", tied=True), tmp_path / "out"
