@@ -86,9 +86,9 @@ class Pack:
     [N] token ids. positions: [N] the index, among this rank's T, of the hidden state that predicts each label.
     row_index, column_index: [N] each label's place in the [B, R] batch of responses, in the order of `rows`.
     kept_per_rank: how many of `positions` lie in each sequence-parallel rank's part; (N,) without sequence parallelism.
-    token_rows: [T] the row of each token, -1 for padding. routed_experts: [T, layers, k] the experts to which tokens
-    must be routed, -1 where the router chooses; None: it chooses all. nucleus: [N, K] the tokens from which each label
-    was sampled, as in `Row`; None: from the whole vocabulary.
+    token_rows: [T] the row of each token (of those that share it, one), -1 for padding. routed_experts: [T, layers, k]
+    the experts to which tokens must be routed, -1 where the router chooses; None: it chooses all. nucleus: [N, K] the
+    tokens from which each label was sampled, as in `Row`; None: from the whole vocabulary.
     """
 
     input_ids: torch.Tensor  # [1, T]
@@ -151,79 +151,86 @@ def pack_rows(
     """Pack rows into one sequence for the model.
 
     Under context parallelism each row is padded to a multiple of 2·cp tokens. A filler sequence at the end makes the
-    total length a multiple of what tensor parallelism needs.
-
-    Without rows, the pack consists of the filler: a rank without work must still join every collective.
-    plans_attention: for layers whose attention is `PackedAttention`. shares_prompts: rows with the same prompt share
-    its tokens; needs such layers, without context parallelism. replay_routing: route tokens to the experts that their
-    rows recorded, if any.
+    total length a multiple of what tensor parallelism needs. Without rows, the pack consists of the filler: a rank
+    without work must still join every collective. plans_attention: for layers whose attention is `PackedAttention`.
+    shares_prompts: rows with the same prompt share its tokens; needs such layers, without context parallelism.
+    replay_routing: route tokens to the experts that their rows recorded, if any.
     """
-    order = sorted(range(len(rows)), key=lambda i: rows[i].num_tokens)
-    multiple = alignment.sequence_multiple
-    # How many of a row's first tokens lie in the row that has them first, by row.
-    holders = _prompt_holders(rows, order) if shares_prompts else {i: i for i in order}
-    shared = {i: 0 if holders[i] == i else rows[i].num_prompt_tokens - 1 for i in order}
-    lengths = [-(-(rows[i].num_tokens - shared[i]) // multiple) * multiple for i in order]
-    filler = -sum(lengths) % alignment.total_multiple if rows else alignment.total_multiple
-    if filler:
-        lengths.append(filler)
-    offsets = [0, *itertools.accumulate(lengths)]
-
+    placed = _arrange(rows, alignment, shares_prompts)
+    offsets, lengths = placed.offsets, np.diff(placed.offsets).tolist()
     tokens, token_rows = np.zeros(offsets[-1], dtype=np.int64), np.full(offsets[-1], -1, dtype=np.int64)
-    position_ids = np.concatenate([np.arange(n) for n in lengths])
-    positions, labels, row_index, column_index = ([np.empty(0, dtype=np.int64)] for _ in range(4))
-    for i, offset in zip(order, offsets, strict=False):
-        row, first = rows[i], shared[i]
-        own = slice(offset, offset + row.num_tokens - first)
-        tokens[own], token_rows[own] = row.token_ids[first:], i
-        position_ids[own] += first
+    position_ids = np.concatenate([np.arange(length) for length in lengths])
+    # For each label: the token that predicts it, its id, its row and its column.
+    found = [np.empty((4, 0), dtype=np.int64)]
+    for i, sequence in zip(placed.order, placed.sequences, strict=False):
+        row, own = rows[i], sequence[: rows[i].num_tokens]
+        tokens[own], position_ids[sequence], token_rows[own] = row.token_ids, np.arange(len(sequence)), i
         kept = np.flatnonzero(row.loss_mask)
-        positions.append(offset + row.num_prompt_tokens - first + kept - 1)
-        labels.append(row.token_ids[row.num_prompt_tokens + kept])
-        row_index.append(np.full(len(kept), i))
-        column_index.append(kept)
+        places = row.num_prompt_tokens + kept
+        found.append(np.stack([own[places - 1], row.token_ids[places], np.full(len(kept), i), kept]))
+    predictors, labels, row_index, column_index = np.concatenate(found, axis=1)
 
     local = zigzag_indices(lengths, alignment.cp, alignment.cp_rank) if alignment.cp > 1 else np.arange(len(tokens))
     # Where each position of the pack lies on this rank; -1 if another rank has it.
     place = np.full(len(tokens), -1, dtype=np.int64)
     place[local] = np.arange(len(local))
-    predicted_at = place[np.concatenate(positions)]
+    predicted_at = place[predictors]
     mine = predicted_at >= 0
     shares = predicted_at[mine] // (len(local) // alignment.tp)
 
     def tensor(values: npt.NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(device)
 
-    # Each sequence's tokens in the pack, shared ones first.
-    starts = dict(zip(order, offsets, strict=False))
-    sequences = [np.arange(start, end) for start, end in itertools.pairwise(offsets)]
-    for k, i in enumerate(order):
-        sequences[k] = np.concatenate([starts[holders[i]] + np.arange(shared[i]), sequences[k]])
-    experts = _routed_experts(rows, order, offsets) if replay_routing else None
-
+    experts = _routed_experts(rows, placed.order, offsets) if replay_routing else None
     return Pack(
         input_ids=tensor(tokens[local])[None],
         position_ids=tensor(position_ids[local])[None],
         cu_seqlens=torch.tensor(offsets, dtype=torch.int32, device=device),
-        max_length=max(map(len, sequences)),
+        max_length=max(map(len, placed.sequences)),
         positions=tensor(predicted_at[mine]),
-        labels=tensor(np.concatenate(labels)[mine]),
-        row_index=tensor(np.concatenate(row_index)[mine]),
-        column_index=tensor(np.concatenate(column_index)[mine]),
+        labels=tensor(labels[mine]),
+        row_index=tensor(row_index[mine]),
+        column_index=tensor(column_index[mine]),
         kept_per_rank=tuple(np.bincount(shares, minlength=alignment.tp).tolist()),
         batch_shape=(len(rows), max((row.num_response_tokens for row in rows), default=0)),
         token_rows=tensor(token_rows[local]),
         shares_prompts=shares_prompts,
-        attention=_plan_attention(sequences, lengths, alignment, device) if plans_attention else None,
+        attention=_plan_attention(placed.sequences, lengths, alignment, device) if plans_attention else None,
         routed_experts=None if experts is None else tensor(experts[local]),
-        nucleus=_nuclei([rows[i] for i in order], mine, device),
+        nucleus=_nuclei([rows[i] for i in placed.order], mine, device),
     )
 
 
-def _prompt_holders(rows: Sequence[Row], order: Sequence[int]) -> dict[int, int]:
-    """Return, for each row, the first in `order` with the same prompt; itself if the prompt is a single token."""
-    first: dict[bytes, int] = {}
-    return {i: first.setdefault(rows[i].token_ids[: rows[i].num_prompt_tokens].tobytes(), i) for i in order}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arrangement:
+    """Where rows lie in a pack. order: their numbers, by length. offsets: bounds of the rows' own parts, and of the
+    filler, in that order. sequences: all tokens of each row, shared ones too, and of the filler, as indices into the
+    pack.
+    """
+
+    order: Sequence[int]
+    offsets: Sequence[int]
+    sequences: Sequence[npt.NDArray[np.int64]]
+
+
+def _arrange(rows: Sequence[Row], alignment: PackAlignment, shares_prompts: bool) -> _Arrangement:
+    order = sorted(range(len(rows)), key=lambda i: rows[i].num_tokens)
+    multiple, total_multiple = alignment.sequence_multiple, alignment.total_multiple
+    num_shared, lengths, starts = list[int](), list[int](), list[int]()
+    # Where each prompt lies that rows may share.
+    held: dict[bytes, int] = {}
+    for i in order:
+        row, start = rows[i], sum(lengths)
+        prompt = row.token_ids[: row.num_prompt_tokens].tobytes() if shares_prompts else b""
+        num_shared.append(row.num_prompt_tokens - 1 if prompt in held else 0)
+        starts.append(held.setdefault(prompt, start) if shares_prompts else start)
+        lengths.append(-(-(row.num_tokens - num_shared[-1]) // multiple) * multiple)
+    filler = -sum(lengths) % total_multiple if rows else total_multiple
+    offsets = [0, *itertools.accumulate([*lengths, filler] if filler else lengths)]
+    sequences = [np.arange(start, end) for start, end in itertools.pairwise(offsets)]
+    for k, (start, count) in enumerate(zip(starts, num_shared, strict=True)):
+        sequences[k] = np.concatenate([start + np.arange(count), sequences[k]])
+    return _Arrangement(order=order, offsets=offsets, sequences=sequences)
 
 
 def _plan_attention(
