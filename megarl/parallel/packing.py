@@ -7,7 +7,7 @@ token t is predicted by the hidden state of the row's token prompt + t − 1, wh
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,15 +217,17 @@ def _arrange(rows: Sequence[Row], alignment: PackAlignment, shares_prompts: bool
     order = sorted(range(len(rows)), key=lambda i: rows[i].num_tokens)
     multiple, total_multiple = alignment.sequence_multiple, alignment.total_multiple
     num_shared, lengths, starts = list[int](), list[int](), list[int]()
-    # Where each prompt lies that rows may share.
-    held: dict[bytes, int] = {}
+    # Where the prompts lie that rows may share; without sharing, each row has its own.
+    held: dict[Hashable, int] = {}
+    end = 0
     for i in order:
-        row, start = rows[i], sum(lengths)
-        prompt = row.token_ids[: row.num_prompt_tokens].tobytes() if shares_prompts else b""
+        row = rows[i]
+        prompt = row.token_ids[: row.num_prompt_tokens].tobytes() if shares_prompts else i
         num_shared.append(row.num_prompt_tokens - 1 if prompt in held else 0)
-        starts.append(held.setdefault(prompt, start) if shares_prompts else start)
+        starts.append(held.setdefault(prompt, end))
         lengths.append(-(-(row.num_tokens - num_shared[-1]) // multiple) * multiple)
-    filler = -sum(lengths) % total_multiple if rows else total_multiple
+        end += lengths[-1]
+    filler = -end % total_multiple if rows else total_multiple
     offsets = [0, *itertools.accumulate([*lengths, filler] if filler else lengths)]
     sequences = [np.arange(start, end) for start, end in itertools.pairwise(offsets)]
     for k, (start, count) in enumerate(zip(starts, num_shared, strict=True)):

@@ -48,6 +48,12 @@ def rows_of(*rows: tuple[int, int, int]) -> list[Row]:
 # Rows, whether they share prompts, and each row's tokens in the pack, which has the rows by length.
 PACKS: dict[str, tuple[list[Row], bool, list[list[int]]]] = {
     "one": (rows_of((1, 2, 3)), False, [[0, 1, 2, 3, 4]]),
+    "one token": (rows_of((1, 1, 0)), False, [[0]]),
+    "equal neighbours": (
+        rows_of((1, 1, 0), (2, 1, 0), (3, 2, 2), (4, 2, 2), (5, 2, 2), (6, 3, 4)),
+        False,
+        [[0], [1], [2, 3, 4, 5], [6, 7, 8, 9], [10, 11, 12, 13], list(range(14, 21))],
+    ),
     "unsorted": (rows_of((1, 2, 3), (2, 1, 1), (1, 2, 2)), False, [[0, 1], [2, 3, 4, 5], [6, 7, 8, 9, 10]]),
     "far apart": (rows_of((1, 2, 18), (2, 1, 1)), False, [[0, 1], list(range(2, 22))]),
     "shared": (
