@@ -1,10 +1,11 @@
 """Distribute rows (samples) over data-parallel ranks and micro-batches, by their lengths or costs.
 
-A bin is a rank's or a micro-batch's share: a list of row indices.
+A bin is a rank's or a micro-batch's share: a list of row indices. Rows are split freely, or, if neighbours are cheaper
+together, into runs of neighbours.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -56,12 +57,57 @@ def balance(costs: Sequence[int], num_bins: int) -> Bins:
     return [sorted(b.indices) for b in bins] + [[] for _ in range(num_bins - len(bins))]
 
 
-def micro_batches(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> Bins:
+def runs(costs: Sequence[int], num_bins: int, savings: Sequence[int] | None = None) -> Bins:
+    """Split rows into runs of neighbours, at most `num_bins`, of which the most expensive is as cheap as it can be.
+
+    savings: how much less a row costs if the row before it is in the same run. The rest of the bins are empty.
+    """
+    _require_positive(costs)
+    savings = [0] * len(costs) if savings is None else savings
+
+    def fill(most: int) -> Bins:
+        bins, total = [list[int]()], 0
+        for i, (cost, saving) in enumerate(zip(costs, savings, strict=True)):
+            if bins[-1] and total + cost - saving > most:
+                bins.append([])
+            total = total + cost - saving if bins[-1] else cost
+            bins[-1].append(i)
+        return bins
+
+    low, high = max(costs, default=0), sum(costs)
+    while low < high:
+        middle = (low + high) // 2
+        if len(fill(middle)) <= num_bins:
+            high = middle
+        else:
+            low = middle + 1
+    bins = fill(high)
+    return bins + [[] for _ in range(num_bins - len(bins))]
+
+
+def lightest_first(costs: Sequence[int], num_bins: int) -> Bins:
+    """Put the rows, the most expensive first, each into the bin that is the lightest so far."""
+    bins = [_Bin() for _ in range(num_bins)]
+    lightest = [(0, number) for number in range(num_bins)]
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        total, number = lightest[0]
+        bins[number].indices.append(index)
+        heapq.heapreplace(lightest, (total + costs[index], number))
+    return [b.indices for b in bins]
+
+
+def micro_batches(
+    lengths: Sequence[int],
+    max_tokens: int,
+    min_bins: int = 1,
+    *,
+    split: Callable[[Sequence[int], int], Bins] = lightest_first,
+) -> Bins:
     """Split rows into at least `min_bins` micro-batches of at most `max_tokens` tokens, the heaviest first.
 
-    The search starts from k = max(⌈Σ lengths / max_tokens⌉, rows longer than max_tokens / 2, min_bins) bins, puts the
-    rows, longest first, into the lightest bin, and raises k (by one, or 2 %) until every bin fits. Bins are empty only
-    if there are fewer rows than `min_bins`. Raises ConfigError for a row that is too long by itself.
+    The search starts from k = max(⌈Σ lengths / max_tokens⌉, rows longer than max_tokens / 2, min_bins) bins, splits
+    the rows into them, and raises k (by one, or 2 %) until every bin fits. By `lightest_first`, bins are empty only if
+    there are fewer rows than `min_bins`. Raises ConfigError for a row that is too long by itself.
     """
     _require_positive(lengths)
     for index, length in enumerate(lengths):
@@ -70,38 +116,39 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) ->
                 f"row {index} has {length} tokens, actor.micro_batch_tokens is {max_tokens}; "
                 f"set actor.micro_batch_tokens >= {length}"
             )
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     num_long = sum(2 * length > max_tokens for length in lengths)  # no two of them fit together
     num_bins = max(-(-sum(lengths) // max_tokens), num_long, min_bins)
     while True:
-        bins = [_Bin() for _ in range(num_bins)]
-        lightest = [(0, number) for number in range(num_bins)]
-        for index in order:
-            total, number = lightest[0]
-            bins[number].indices.append(index)
-            bins[number].total = total + lengths[index]
-            heapq.heapreplace(lightest, (bins[number].total, number))
-        if all(b.total <= max_tokens for b in bins):
-            bins.sort(key=lambda b: (-b.total, b.indices))
-            return [sorted(b.indices) for b in bins]
+        bins = split(lengths, num_bins)
+        totals = [sum(lengths[i] for i in members) for members in bins]
+        if max(totals) <= max_tokens:
+            return [sorted(bins[k]) for k in sorted(range(num_bins), key=lambda k: (-totals[k], bins[k]))]
         # The loop ends because all rows fit once each has its own bin.
         num_bins = min(num_bins + max(1, num_bins // 50), len(lengths))
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], dp: int, max_tokens: int, *, multiple: int = 1, costs: Sequence[int] | None = None
+    lengths: Sequence[int],
+    dp: int,
+    max_tokens: int,
+    *,
+    multiple: int = 1,
+    costs: Sequence[int] | None = None,
+    savings: Sequence[int] | None = None,
 ) -> list[Bins]:
     """Split rows into micro-batches for each of `dp` ranks, so that all ranks get nearly equal costs.
 
-    costs: the cost of each row; None: its length. Every rank gets the same number of micro-batches, a multiple of
-    `multiple` (for interleaved pipelines). Some of a rank's micro-batches are empty if it has few rows.
+    costs: the cost of each row; None: its length. savings: how much less a row costs beside the row before it; ranks
+    and micro-batches then get runs of rows. Every rank gets the same number of micro-batches, a multiple of `multiple`
+    (for interleaved pipelines). Some of a rank's micro-batches are empty if it has few rows.
     """
     if not lengths:
         raise DataError("got no rows to split over data-parallel ranks, expected at least one; skip the pass")
-    for_rank = balance(lengths if costs is None else costs, dp)
+    costs = lengths if costs is None else costs
+    for_rank, split = (balance(costs, dp), lightest_first) if savings is None else (runs(costs, dp, savings), runs)
     num_bins = multiple
     while True:
-        by_rank = [micro_batches([lengths[i] for i in indices], max_tokens, num_bins) for indices in for_rank]
+        by_rank = [micro_batches([lengths[i] for i in own], max_tokens, num_bins, split=split) for own in for_rank]
         counts = {len(bins) for bins in by_rank}
         if len(counts) == 1 and max(counts) % multiple == 0:
             return [
@@ -111,13 +158,17 @@ def plan_micro_batches(
         num_bins = -(-max(counts) // multiple) * multiple
 
 
-def imbalance_metrics(plan: Sequence[Bins], lengths: Sequence[int], costs: Sequence[int]) -> dict[str, float]:
+def imbalance_metrics(
+    plan: Sequence[Bins], lengths: Sequence[int], costs: Sequence[int], savings: Sequence[int] | None = None
+) -> dict[str, float]:
     """Return metrics of how evenly a plan loads the data-parallel ranks.
 
     global_seqlen/{mean,balanced_min,balanced_max}: tokens of a rank. global_seqlen/tokens_imbalance and
     flops_imbalance: largest over mean, of tokens and of costs; all ranks wait for the one with the most work.
     """
     tokens, work = ([sum(values[i] for bins in rank for i in bins) for rank in plan] for values in (lengths, costs))
+    if savings is not None:
+        work = [w - sum(savings[i] for bins in rank for i in bins[1:]) for w, rank in zip(work, plan, strict=True)]
     return {
         "global_seqlen/mean": sum(tokens) / len(plan),
         "global_seqlen/balanced_min": float(min(tokens)),

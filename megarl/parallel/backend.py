@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from megarl.config.models import LayoutConfig
 from megarl.device.platform import TESTED_MEGATRON, platform
 from megarl.errors import ConfigError
+from megarl.weights.dims import Dims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,19 @@ BACKENDS = {
     ),
     "cuda": cuda_backend(transformer_engine=find_spec("transformer_engine") is not None),
 }
+
+
+def shares_prompts(dims: Dims, layout: LayoutConfig) -> bool:
+    """Return whether the rows of a micro-batch with the same prompt share its passage through a model's layers.
+
+    Transformer Engine's attention and latent attention need every row whole, and experts count all rows' tokens.
+    """
+    return (
+        not BACKENDS[platform().name].uses_transformer_engine
+        and layout.cp == 1
+        and dims.latent is None
+        and dims.experts is None
+    )
 
 
 def prepare_megatron() -> None:

@@ -21,7 +21,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.device.platform import platform
-from megarl.parallel.backend import BACKENDS
+from megarl.parallel.backend import BACKENDS, shares_prompts
 from megarl.parallel.head.differentiable import LossGradients
 from megarl.parallel.head.logprobs import TokenLogprobs
 from megarl.parallel.head.pairs import TokenPairs
@@ -90,13 +90,7 @@ class PackedModel(GPTModel):
         if spec.family.scales_embedding and self.pre_process:
             self.embedding.register_forward_hook(_times_root_hidden)
         self.spec, self.layout, self.replays_routing = spec, layout, False
-        # Experts count every row's tokens; latent attention computes its own rotations from the rows' bounds.
-        self.shares_prompts = (
-            not BACKENDS[platform().name].uses_transformer_engine
-            and layout.config.cp == 1
-            and spec.dims.latent is None
-            and spec.dims.experts is None
-        )
+        self.shares_prompts = shares_prompts(spec.dims, layout.config)
         self.vocab_shard = vocab_shard(layout.tp_group, padded_vocab // layout.config.tp, spec.dims.vocab)
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:

@@ -222,7 +222,7 @@ def _arrange(rows: Sequence[Row], alignment: PackAlignment, shares_prompts: bool
     end = 0
     for i in order:
         row = rows[i]
-        prompt = row.token_ids[: row.num_prompt_tokens].tobytes() if shares_prompts else i
+        prompt = row.prompt_key if shares_prompts else i
         num_shared.append(row.num_prompt_tokens - 1 if prompt in held else 0)
         starts.append(held.setdefault(prompt, end))
         lengths.append(-(-(row.num_tokens - num_shared[-1]) // multiple) * multiple)

@@ -1,5 +1,6 @@
 """Run the scoring passes and optimizer steps of a role, and the update stage of a step."""
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from megarl.cluster import residency
 from megarl.config.batches import actor_learns, mini_batch_prompts
 from megarl.config.schema import Config, OptimizerConfig
 from megarl.data.packing import imbalance_metrics, plan_micro_batches
+from megarl.parallel.backend import shares_prompts
 from megarl.record.metrics import Timers
 from megarl.record.performance import forward_flops
 from megarl.types import AlgoState, Denominators, FloatArray, Objective, Row
@@ -69,28 +71,42 @@ class RoleScorer:
     def _plan(self, rows: Sequence[Row], *, paired: bool) -> tuple[MicroBatchPlan, dict[str, float]]:
         """Plan the rows' micro-batches, and return metrics of how evenly they load the ranks.
 
+        Rows that may share a prompt come one after the other, so that few ranks and micro-batches repeat it.
+
         paired: each micro-batch holds rows of the first half, followed in the same order by their counterparts in the
         second.
         """
-        layout, lengths, half = self._role.layout, [row.num_tokens for row in rows], len(rows) // 2
-        costs = lengths
-        if self._dims is not None:
-            sizes = [(row.num_tokens, len(row.loss_mask)) for row in rows]
-            costs = [forward_flops(self._dims, num_tokens=n, num_scored_tokens=r) for n, r in sizes]
-        if paired:
-            lengths, costs = (
-                [a + b for a, b in zip(values[:half], values[half:], strict=True)] for values in (lengths, costs)
-            )
-        plan = plan_micro_batches(
+        layout, half = self._role.layout, len(rows) // 2
+        halves = [rows[:half], rows[half:]] if paired else [rows]
+        order, savings = list(range(len(halves[0]))), None
+        if self._dims is not None and shares_prompts(self._dims, layout):
+            first: dict[bytes, int] = {}
+            order.sort(key=lambda i: first.setdefault(rows[i].prompt_key, i))
+            neighbours = itertools.pairwise(order)
+            savings = [0, *(sum(self._saving(each[a], each[b]) for each in halves) for a, b in neighbours)]
+        lengths = [sum(each[i].num_tokens for each in halves) for i in order]
+        costs = [sum(self._cost(each[i].num_tokens, len(each[i].loss_mask)) for each in halves) for i in order]
+        planned = plan_micro_batches(
             lengths,
             layout.dp,
             self._role.settings.micro_batch_tokens,
             # Interleaved pipelines take micro-batches in groups of pp.
             multiple=layout.pp if layout.virtual_pp > 1 else 1,
             costs=costs,
+            savings=savings,
         )
-        metrics = imbalance_metrics(plan, lengths, costs)
-        return MicroBatchPlan(plan).paired(half) if paired else MicroBatchPlan(plan), metrics
+        metrics = imbalance_metrics(planned, lengths, costs, savings)
+        plan = MicroBatchPlan([[[order[i] for i in members] for members in bins] for bins in planned])
+        return plan.paired(half) if paired else plan, metrics
+
+    def _cost(self, num_tokens: int, num_scored: int) -> int:
+        if self._dims is None:
+            return num_tokens
+        return forward_flops(self._dims, num_tokens=num_tokens, num_scored_tokens=num_scored)
+
+    def _saving(self, before: Row, row: Row) -> int:
+        """Return how much less a row costs in a micro-batch with the row before it, whose prompt it may share."""
+        return self._cost(row.num_prompt_tokens - 1, 0) if row.prompt_key == before.prompt_key else 0
 
 
 class RoleUpdater(RoleScorer):

@@ -1,10 +1,12 @@
 """Balancing and micro-batches: examples worked out by hand, and properties."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.packing import Bins, balance, imbalance_metrics, micro_batches, plan_micro_batches
+from megarl.data.packing import Bins, balance, imbalance_metrics, micro_batches, plan_micro_batches, runs
 from megarl.errors import ConfigError, DataError
 
 lengths_lists = st.lists(st.integers(1, 100), min_size=1, max_size=60)
@@ -88,6 +90,46 @@ def test_plan_by_hand() -> None:
     assert sorted(plan) == [[[0], []], [[2], [1, 3]]]
     # By costs that weigh the 9 less, the ranks are 9+1 and 5+4.
     assert sorted(plan_micro_batches([9, 1, 5, 4], 2, 9, costs=[8, 1, 5, 4])) == [[[0], [1]], [[2], [3]]]
+
+
+def test_runs_by_hand() -> None:
+    # 7, 2+3+3 and 6: no three runs have less than 8.
+    assert runs([7, 2, 3, 3, 6], 3) == [[0], [1, 2, 3], [4]]
+    # Two runs of four equal rows; a third and a fourth bin change nothing for one row alone.
+    assert runs([5, 5, 5, 5], 2) == [[0, 1], [2, 3]]
+    assert runs([5], 3) == [[0], [], []]
+    # The second and third row cost 1 beside the first, 9 without it: 9+1+1 and 9.
+    assert runs([9, 9, 9, 9], 2, [0, 8, 8, 0]) == [[0, 1, 2], [3]]
+    # Those three cost 11; cut before the third, which then pays in full, both runs cost 10.
+    assert runs([9, 9, 9, 1], 2, [0, 8, 8, 0]) == [[0, 1], [2, 3]]
+    assert runs([9, 9, 9, 3], 2, [0, 0, 8, 0]) == [[0], [1, 2, 3]]
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.booleans()), min_size=1, max_size=8), st.integers(1, 4))
+def test_no_other_runs_are_cheaper(rows: list[tuple[int, bool]], num_bins: int) -> None:
+    """Every way to cut the rows, with half of the costs saved beside a row of the same prompt."""
+    costs = [30 + cost for cost, _ in rows]
+    savings = [0, *(25 if same else 0 for _, same in rows[1:])]
+
+    def most(bins: Bins) -> int:
+        return max(sum(costs[i] for i in own) - sum(savings[i] for i in own[1:]) for own in bins if own)
+
+    bins = runs(costs, num_bins, savings)
+    assert len(bins) == num_bins
+    assert [i for members in bins for i in members] == list(range(len(rows)))
+    cuts = itertools.combinations_with_replacement(range(len(rows) + 1), num_bins - 1)
+    possible = [[list(range(a, b)) for a, b in itertools.pairwise((0, *cut, len(rows)))] for cut in cuts]
+    assert most(bins) == min(map(most, possible))
+
+
+def test_plan_in_runs_by_hand() -> None:
+    # Prompts of 5 tokens: rows 0 to 3 share one, 4 and 5 another. Ranks: 6+1+1+1 and 6+1. The first needs
+    # two micro-batches of 12 tokens, so the second has two.
+    savings = [0, 5, 5, 5, 0, 5]
+    plan = plan_micro_batches([6] * 6, 2, 12, savings=savings)
+    assert plan == [[[0, 1], [2, 3]], [[4], [5]]]
+    # The first row of a micro-batch pays for its prompt: (6+1) + (6+1) against 6 + 6.
+    assert imbalance_metrics(plan, [6] * 6, [6] * 6, savings)["global_seqlen/flops_imbalance"] == 28 / 26
 
 
 def test_imbalance_by_hand() -> None:

@@ -1,7 +1,7 @@
 """What the driver asks the ranks for: micro-batch plans, rows with what the objective reads, mini-batches of groups."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, Optimiz
 from megarl.train.update import CountedObjective, RoleScorer, RoleUpdater, update_on_batch
 from megarl.types import AlgoState, FloatArray, Row
 from megarl.types.messages import MicroBatchPlan, Role, RoleSpec, ScoreRequest, UpdateRequest, UpdateResult
+from megarl.weights.dims import Dims
 
 
 @dataclass(slots=True)
@@ -94,6 +95,25 @@ def test_rows_are_spread_over_ranks_and_micro_batches() -> None:
     # Two stages of two chunks each take micro-batches in pairs.
     RoleScorer(workers, role_of(LayoutConfig(pp=2, virtual_pp=2))).score(rows[:1], step=0)
     assert workers.scored[1][1].ranks == [[[0], []]]
+
+
+def test_rows_of_one_prompt_stay_together() -> None:
+    """Samples of two prompts, by turns: by their lengths alone, each rank would get one of each prompt."""
+    workers = FakeWorkers()
+    rows = [
+        replace(make_row(uid, first, 24), num_prompt_tokens=20, loss_mask=np.ones(4, dtype=np.bool_))
+        for uid, first in [("a", 7), ("b", 9), ("a", 7), ("b", 9)]
+    ]
+    dims = Dims(num_layers=1, hidden=64, ffn=128, num_heads=4, num_kv_heads=4, head_dim=16, vocab=32, tied=False)
+    role = role_of(LayoutConfig(dp=2), micro_batch_tokens=96)
+    RoleScorer(workers, role, dims=dims).score(rows, step=0)
+    assert workers.scored[0][1].ranks == [[[0, 2]], [[1, 3]]]
+    # Pairs go by the first half's prompts.
+    RoleScorer(workers, role, dims=dims).score_pairs(rows, [make_row("h", i, 24) for i in range(4)], step=0)
+    assert workers.scored[1][1].ranks == [[[0, 2, 4, 6]], [[1, 3, 5, 7]]]
+    # Ranks of context parallelism have chunks of each row, and share no prompts.
+    RoleScorer(workers, role_of(LayoutConfig(dp=2, cp=2), 96), dims=dims).score(rows, step=0)
+    assert [batches[0] for batches in workers.scored[2][1].ranks] in ([[0, 3], [1, 2]], [[1, 2], [0, 3]])
 
 
 def test_pairs_share_a_micro_batch() -> None:
