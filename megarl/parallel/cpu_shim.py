@@ -134,6 +134,7 @@ def install() -> None:
     mcore_distributed.HAVE_APEX_OR_TE = True
     mcore_distributed.USING_APEX_OPTIMIZER = True
     _replace_dispatch()
+    _replace_shard_collectives()
 
     _CudaMeansCpu().__enter__()
     run_backward = torch.autograd._engine_run_backward
@@ -206,3 +207,24 @@ def _replace_dispatch() -> None:
     dispatcher.maybe_move_tensor_to_cpu = on_host
     mappings._gather_along_first_dim = gather
     mappings._reduce_scatter_along_first_dim = reduce_scatter
+
+
+def _replace_shard_collectives() -> None:
+    """Let the distributed optimizer exchange shards by `gloo_shards`, where it waits for them at once."""
+    import megatron.core.distributed.param_and_grad_buffer as buffers
+
+    from megarl.parallel import gloo_shards
+
+    gather, scatter = buffers.dist_all_gather_func, buffers.dist_reduce_scatter_func
+
+    def all_gather(output: torch.Tensor, input_: torch.Tensor, group: Any, async_op: bool) -> Any:
+        if async_op:
+            return gather(output, input_, group=group, async_op=True)
+        return gloo_shards.all_gather(output, input_, group)
+
+    def reduce_scatter(output: torch.Tensor, input_: torch.Tensor, op: Any, group: Any, async_op: bool) -> Any:
+        if async_op or op != dist.ReduceOp.SUM:
+            return scatter(output, input_, op=op, group=group, async_op=async_op)
+        return gloo_shards.reduce_scatter(output, input_, group)
+
+    buffers.dist_all_gather_func, buffers.dist_reduce_scatter_func = all_gather, reduce_scatter
