@@ -21,6 +21,30 @@ from megarl.parallel.moe.router import with_pack_routers
 from megarl.parallel.packing import PackSeqParams
 
 
+class _RMSNormFunction(torch.autograd.Function):
+    """y = scale · (x / sqrt(mean(x²) + ε)), which keeps only x and a number per row for backward.
+
+    With u = x / sqrt(mean(x²) + ε) and v = scale · dy:  dx = (v − u · mean(u · v)) / sqrt(mean(x²) + ε), and
+    dscale = Σ dy · u. The quotient is rounded to the type of `scale` before they are multiplied.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = x.float()
+        inverse = wide.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, scale, inverse)
+        return ((wide * inverse).to(scale.dtype) * scale).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, scale, inverse = ctx.saved_tensors
+        gradient, normed = gradients[0].float(), x.float() * inverse
+        of_scale = (gradient * normed).flatten(0, -2).sum(0)
+        of_normed = gradient * scale.float()
+        mean = torch.linalg.vecdot(of_normed, normed).unsqueeze(-1) / x.shape[-1]
+        return of_normed.sub_(normed.mul_(mean)).mul_(inverse).to(x.dtype), of_scale.to(scale.dtype), None
+
+
 class RMSNorm(torch.nn.Module):
     """RMSNorm y = w · x / sqrt(mean(x²) + ε) over the last dimension (Zhang & Sennrich 2019); statistics are float32.
 
@@ -37,11 +61,9 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        if self.adds_one:
-            return (normed * (1 + self.weight.float())).to(x.dtype)
-        return self.weight * normed.to(x.dtype)
+        scale = 1 + self.weight.float() if self.adds_one else self.weight
+        normed: torch.Tensor = _RMSNormFunction.apply(x, scale, self.eps)
+        return normed
 
 
 class PackedAttention(torch.nn.Module):

@@ -157,6 +157,23 @@ def rms_norm(
     adds_one: bool = False,
 ) -> tuple[torch.Tensor, bool]:
     """Output of the norm, and whether its weight asks for a reduction of its gradient."""
+    norm = _norm_of(context, weight, eps=eps, sequence_parallel=sequence_parallel, adds_one=adds_one)
+    with torch.no_grad():
+        return norm(x), getattr(norm.weight, "sequence_parallel", False)
+
+
+def rms_norm_gradients(
+    context: RankContext, weight: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor, *, eps: float, adds_one: bool
+) -> list[torch.Tensor]:
+    """Gradients of x and of the norm's weight, for this gradient of its output."""
+    norm = _norm_of(context, weight, eps=eps, sequence_parallel=False, adds_one=adds_one)
+    x.requires_grad_()
+    return list(torch.autograd.grad(norm(x), [x, norm.weight], gradient))
+
+
+def _norm_of(
+    context: RankContext, weight: torch.Tensor, *, eps: float, sequence_parallel: bool, adds_one: bool
+) -> torch.nn.Module:
     PolicyWorker(context.rank).prepare()
     from megarl.parallel.modules import RMSNorm
 
@@ -167,7 +184,7 @@ def rms_norm(
     assert norm.weight.dtype == weight.dtype
     with torch.no_grad():
         norm.weight.copy_(weight)
-        return norm(x), getattr(norm.weight, "sequence_parallel", False)
+    return norm
 
 
 def pack_lengths(context: RankContext, rows: Sequence[Row], tp: int, cp: int, block: int) -> list[tuple[int, int]]:

@@ -111,6 +111,22 @@ def test_rms_norm_that_adds_one(rank_pool: GetPool) -> None:
     assert_within("norm", got, [[6 / math.sqrt(13), 2 / math.sqrt(13)]], atol=1e-6)
 
 
+@pytest.mark.parametrize("adds_one", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_gradients_of_rms_norm(rank_pool: GetPool, adds_one: bool, dtype: torch.dtype, tolerance: float) -> None:
+    """Those that torch finds for the formula in float64, of the same rounded numbers."""
+    generator = torch.Generator().manual_seed(0)
+    x, gradient = (torch.randn(5, 2, 12, generator=generator).to(dtype) for _ in range(2))
+    weight = torch.rand(12, generator=generator).to(dtype)
+    got = rank_pool(1).run(rank_parts.rms_norm_gradients, weight, x, gradient, eps=0.1, adds_one=adds_one)[0]
+    inputs = [x.double().requires_grad_(), weight.double().requires_grad_()]
+    normed = inputs[0] * (inputs[0].pow(2).mean(-1, keepdim=True) + 0.1).rsqrt()
+    expected = torch.autograd.grad(normed * (inputs[1] + adds_one), inputs, gradient.double())
+    for name, left, right in zip(("x", "weight"), got, expected, strict=True):
+        assert left.dtype == dtype
+        assert_within(name, left.double(), right, atol=tolerance)
+
+
 def test_rms_norm_keeps_float32_statistics(rank_pool: GetPool) -> None:
     """Squares of 300 over 4096 entries: summed in bfloat16 they would stall at a fraction of their sum."""
     x = torch.full((1, 4096), 300.0, dtype=torch.bfloat16)
