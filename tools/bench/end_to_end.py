@@ -7,9 +7,10 @@ has the same prompts, as many samples of each, at temperature 1 and with the sam
 function (the share of digits), and one optimizer step over all samples. The learning rate is so low that responses keep
 their lengths. megarl runs as configs/run/sums-rl.yaml says, which `--set` changes. TRL generates with transformers, in
 one process, with a thread per core and without gradient checkpointing. Times are from the end of one step to the end of
-the next, medians without the first steps; the time to the first step begins before the process. Memory is the peak,
-over the whole run, of the proportional set size (PSS) of all processes. Without `--model`, the tiny model of
-`tools/make_tiny_model.py` is made, with random weights. Prints a table and writes DIR/end_to_end.json.
+the next, medians without the first steps; the time to the first step begins before the process. Memory is the peak of
+the proportional set size (PSS) of all processes until the last step's end: megarl then writes a checkpoint, which TRL
+is told not to do. Without `--model`, the tiny model of `tools/make_tiny_model.py` is made, with random weights. Prints
+a table and writes DIR/end_to_end.json.
 """
 
 import argparse
@@ -71,12 +72,16 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A contender's run: when it began, its steps, and the most memory it had."""
+    """A contender's run: when it began, its steps, and its memory as pairs of Unix seconds and bytes."""
 
     contender: str
     began_s: float
     steps: Sequence[Step]
-    peak_bytes: int
+    memory: Sequence[tuple[float, int]]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max((size for at_s, size in self.memory if at_s <= self.steps[-1].time_s), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,21 +159,22 @@ def pss_bytes(root: int) -> int:
     return total
 
 
-def run_process(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> tuple[float, int]:
-    """Run a command to its end; return when it began and the peak of its memory.
+def run_process(
+    command: Sequence[str], log: Path, environment: Mapping[str, str]
+) -> tuple[float, list[tuple[float, int]]]:
+    """Run a command to its end; return when it began and its memory over time.
 
     Raises:
         SystemExit: it failed.
     """
-    peak, ended = 0, threading.Event()
+    memory, ended = list[tuple[float, int]](), threading.Event()
     with log.open("w") as output:
         began = time.time()
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=REPOSITORY)
 
         def watch() -> None:
-            nonlocal peak
             while not ended.wait(SAMPLING_S):
-                peak = max(peak, pss_bytes(process.pid))
+                memory.append((time.time(), pss_bytes(process.pid)))
 
         watching = threading.Thread(target=watch)
         watching.start()
@@ -177,7 +183,7 @@ def run_process(command: Sequence[str], log: Path, environment: Mapping[str, str
         watching.join()
     if code:
         raise SystemExit(f"{' '.join(command[:4])} … ended with {code}; see {log}")
-    return began, peak
+    return began, memory
 
 
 def run_ours(job: Job, out: Path, settings: Sequence[str]) -> Run:
@@ -194,9 +200,9 @@ def run_ours(job: Job, out: Path, settings: Sequence[str]) -> Run:
     ]
     file = str(REPOSITORY / "configs/run/sums-rl.yaml")
     command = [sys.executable, "-m", "megarl.cli", "train", file, *overrides, "--overwrite"]
-    began, peak = run_process(command, out.with_suffix(".log"), os.environ)
+    began, memory = run_process(command, out.with_suffix(".log"), os.environ)
     steps = our_steps(out / "metrics.jsonl", job.prompts_per_step * job.num_samples)
-    return Run(contender=OURS, began_s=began, steps=steps, peak_bytes=peak)
+    return Run(contender=OURS, began_s=began, steps=steps, memory=memory)
 
 
 def run_trl(job: Job, out: Path, interpreter: str) -> Run:
@@ -205,9 +211,9 @@ def run_trl(job: Job, out: Path, interpreter: str) -> Run:
     hidden = ("OMP_NUM_THREADS", "PYTHONPATH")
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
     command = [interpreter, str(PEER), json.dumps(asdict(job))]
-    began, peak = run_process(command, out.with_suffix(".log"), environment)
+    began, memory = run_process(command, out.with_suffix(".log"), environment)
     steps = [Step(**json.loads(line)) for line in Path(job.log).read_text().splitlines()]
-    return Run(contender=TRL, began_s=began, steps=steps, peak_bytes=peak)
+    return Run(contender=TRL, began_s=began, steps=steps, memory=memory)
 
 
 def make_prompts(directory: Path, count: int) -> Path:

@@ -30,7 +30,9 @@ def test_steps_are_read_from_the_metrics_of_a_run(tmp_path: Path) -> None:
 
 def test_a_result_leaves_the_first_steps_out_and_the_rest_of_a_step_is_other() -> None:
     steps = [step(end, generate=1.0, update=2.0) for end in (110.0, 120.0, 124.0, 128.0)]
-    runs = [Run(contender="megarl", began_s=100.0, steps=steps, peak_bytes=n << 30) for n in (2, 3)]
+    # What comes after the last step does not count.
+    memory = [[(105.0, 1 << 30), (128.0, 3 << 30), (129.0, 9 << 30)], [(105.0, 2 << 30)]]
+    runs = [Run(contender="megarl", began_s=100.0, steps=steps, memory=each) for each in memory]
     got = result(runs, 8, skip=2)
     assert got == Result(
         contender="megarl",
@@ -46,14 +48,14 @@ def test_a_result_leaves_the_first_steps_out_and_the_rest_of_a_step_is_other() -
 
 def test_what_a_contender_does_not_measure_is_its_update() -> None:
     steps = [step(end, generate=1.0) for end in (0.0, 4.0)]
-    got = result([Run(contender="TRL", began_s=0.0, steps=steps, peak_bytes=0)], 8, skip=1)
+    got = result([Run(contender="TRL", began_s=0.0, steps=steps, memory=[])], 8, skip=1)
     assert got.shares == {"generate": 0.25, "update": 0.75}
 
 
 def test_the_table_compares_with_the_last_contender() -> None:
     def made(name: str, seconds: float) -> Result:
         steps = [step(0.0, generate=1.0), step(seconds, generate=1.0)]
-        return result([Run(contender=name, began_s=0.0, steps=steps, peak_bytes=0)], 8, skip=1)
+        return result([Run(contender=name, began_s=0.0, steps=steps, memory=[])], 8, skip=1)
 
     lines = table([made("megarl", 2.0), made("TRL", 4.0)])
     assert [line.split()[0] for line in lines[1:]] == ["megarl", "TRL"]
