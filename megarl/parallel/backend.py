@@ -10,12 +10,14 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megarl.config.models import LayoutConfig
 from megarl.device.platform import TESTED_MEGATRON, platform
 from megarl.errors import ConfigError
-from megarl.weights.dims import Dims
+
+if TYPE_CHECKING:
+    from megarl.config.models import LayoutConfig
+    from megarl.weights.dims import Dims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +74,7 @@ BACKENDS = {
 }
 
 
-def shares_prompts(dims: Dims, layout: LayoutConfig) -> bool:
+def shares_prompts(dims: "Dims", layout: "LayoutConfig") -> bool:
     """Return whether the rows of a micro-batch with the same prompt share its passage through a model's layers.
 
     Transformer Engine's attention and latent attention need every row whole, and experts count all rows' tokens.
