@@ -11,6 +11,8 @@ from tests.helpers.rank_pool import RankPool
 
 # torch's stores look up the names of addresses. Where a name server loses a question, each such look-up took 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# Several tests and their processes share the cores, where threads of one would spin while they wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How long an example takes says more of the machine's load than of the code.
 settings.register_profile("megarl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("megarl")

@@ -49,7 +49,7 @@ CASES = {
     "cp2": ("qwen3", Case(layout=LayoutConfig(cp=2), plan=planned(1))),
     "ep2": ("qwen3_moe", Case(layout=LayoutConfig(dp=2, ep=2), plan=planned(2))),
 }
-LONG = ("tp2-sp", "pp2")
+LONG = ("tp2-sp", "pp2", "cp2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -259,6 +259,7 @@ def test_a_language_models_critic_starts_at_zero_and_learns_a_fixed_target(
     assert torch.equal(after["model.norm.weight"], before["model.norm.weight"])
 
 
+@pytest.mark.long
 def test_a_frozen_critic_scores_and_is_not_updated(rank_pool: Pools, problem: Problem, tmp_path: Path) -> None:
     case = critic_case(problem.path, CASES["tp2-sp"], problem.rows, tmp_path, trainable=False)
     scored = run(rank_pool, replace(case, requests=(), files=())).scored

@@ -250,6 +250,7 @@ def distance(got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float
     return float(np.abs(np.concatenate(got) - np.concatenate(expected)).max())
 
 
+@pytest.mark.long
 def test_bfloat16(rank_pool: GetPool, expected: Callable[..., Expected]) -> None:
     """As near to float64 as transformers in bfloat16; the regimes see the same logits, and agree."""
     exact = expected(TIED_ALGORITHM, "bfloat16")

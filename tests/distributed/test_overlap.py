@@ -27,7 +27,13 @@ NUM_STEPS = 3
             marks=pytest.mark.long,
         ),
         pytest.param(True, HeadConfig(regime="recompute", chunk_tokens=16), LayoutConfig(dp=2), id="tied"),
-        pytest.param(False, HeadConfig(regime="in_chunk", chunk_tokens=16), LayoutConfig(dp=2), id="in chunks"),
+        pytest.param(
+            False,
+            HeadConfig(regime="in_chunk", chunk_tokens=16),
+            LayoutConfig(dp=2),
+            id="in chunks",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             False,
             HeadConfig(regime="keep"),

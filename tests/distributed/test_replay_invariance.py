@@ -109,7 +109,6 @@ SHORT = {
     ("tp2-sp", "token-mean+kl+entropy"),
     ("tp2-sp, full recompute", "token-mean"),
     ("tp2-sp pp2", "token-mean"),
-    ("tp2-sp cp2", "token-mean"),
     ("dp2", "seq-mean-token-mean+entropy"),
     ("dp2 with a rank without rows", "token-mean"),
     ("pp2", "gspo"),

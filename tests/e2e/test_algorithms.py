@@ -20,9 +20,7 @@ QUICK = (
     "dapo",
     "grpo",
     "luffy",
-    "luffy_prefix",
     "ppo_critic",
-    "tis",
 )
 OVERRIDES = {
     "gdpo": ("algo.advantage.components.score=0.5",),

@@ -131,6 +131,7 @@ def test_truncated_sampling_knows_what_was_left_to_sample_from(answered: Answere
         assert np.abs(completion.logprobs - expected).max() <= NATS
 
 
+@pytest.mark.long
 def test_drafts_survive_new_weights(tmp_path: Path) -> None:
     """Tokens before the switch are the old weights', those after it the new ones', on all tokens before them."""
     models = [make_checkpoint(tmp_path / f"seed{seed}", tied=True, seed=seed) for seed in (0, 1)]

@@ -97,7 +97,7 @@ def engine_layer(tensor: str) -> str:
 
 
 @both_heads
-@pytest.mark.parametrize("edit", ["missing", "renamed"])
+@pytest.mark.parametrize("edit", ["missing", pytest.param("renamed", marks=pytest.mark.long)])
 def test_weights_without_one_tensor_are_refused_and_the_next_ones_taken(
     model: Path, engine_process: RankPool, edit: str, tmp_path: Path
 ) -> None:

@@ -306,6 +306,7 @@ def test_export_is_the_policy_in_transformers_engine_and_trainer(runs: Runs, clu
     assert largest_difference(hf_logprobs, scored) <= 1e-5
 
 
+@pytest.mark.long
 @tied_head
 def test_trainers_that_share_a_cluster_do_the_same(runs: Runs, megarl: Callable[..., int]) -> None:
     """And the same as the run that had a cluster of its own."""

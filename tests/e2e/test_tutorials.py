@@ -82,7 +82,10 @@ def test_pages_are_short(page: Path) -> None:
 @pytest.mark.parametrize(
     # What these do before they train, unit tests do too.
     "page",
-    [pytest.param(page, marks=pytest.mark.long if page.stem in ("own-algorithm", "tools") else ()) for page in PAGES],
+    [
+        pytest.param(page, marks=pytest.mark.long if page.stem in ("own-algorithm", "own-data", "tools") else ())
+        for page in PAGES
+    ],
     ids=lambda page: page.stem,
 )
 def test_a_page_up_to_its_first_training(page: Path, start: Path, tmp_path: Path) -> None:

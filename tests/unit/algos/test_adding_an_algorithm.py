@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "algorithms.md"
 CPO_PAGE = ROOT / "docs" / "algorithms" / "cpo.md"
@@ -119,6 +121,7 @@ def test_the_blocks_of_the_page_add_an_algorithm(tmp_path: Path) -> None:
     assert plan.startswith("plan of runs/gsm8k-qwen3-8b; nothing was started\n")
 
 
+@pytest.mark.long
 def test_the_block_of_the_page_adds_a_method_of_cpo(tmp_path: Path) -> None:
     """Correct row: 1 + 0.2·2·0.5, then 1 as d < 0, then 1 + 0.5 as 0.2·3·1 is above half of the advantage."""
     found, plan = add_and_run(tmp_path, CPO_PAGE, "Adding a method", CHECK_METHOD)

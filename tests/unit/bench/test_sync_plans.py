@@ -11,7 +11,7 @@ def check(number: int) -> None:
     assert planned.bound_seconds <= planned.in_turn_seconds <= 1.2 * planned.bound_seconds
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_one_message_at_a_time_takes_little_longer_than_the_bound(number: int) -> None:
     """30B and 235B."""
     check(number)
