@@ -87,13 +87,13 @@ def runs(costs: Sequence[int], num_bins: int, savings: Sequence[int] | None = No
 
 def lightest_first(costs: Sequence[int], num_bins: int) -> Bins:
     """Put the rows, the most expensive first, each into the bin that is the lightest so far."""
-    bins = [_Bin() for _ in range(num_bins)]
+    bins: Bins = [[] for _ in range(num_bins)]
     lightest = [(0, number) for number in range(num_bins)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         total, number = lightest[0]
-        bins[number].indices.append(index)
+        bins[number].append(index)
         heapq.heapreplace(lightest, (total + costs[index], number))
-    return [b.indices for b in bins]
+    return bins
 
 
 def micro_batches(
@@ -164,7 +164,8 @@ def imbalance_metrics(
     """Return metrics of how evenly a plan loads the data-parallel ranks.
 
     global_seqlen/{mean,balanced_min,balanced_max}: tokens of a rank. global_seqlen/tokens_imbalance and
-    flops_imbalance: largest over mean, of tokens and of costs; all ranks wait for the one with the most work.
+    flops_imbalance: largest over mean, of tokens and of costs; all ranks wait for the one with the most work. `costs`
+    and `savings` are those of the plan.
     """
     tokens, work = ([sum(values[i] for bins in rank for i in bins) for rank in plan] for values in (lengths, costs))
     if savings is not None:

@@ -14,26 +14,15 @@ from tests.helpers.rows import random_rows
 
 ROWS = random_rows([(5, 12), (3, 20), (9, 7), (4, 15), (6, 9), (2, 18)])
 NUM_STEPS = 3
+RECOMPUTE, IN_CHUNK = (HeadConfig(regime=regime, chunk_tokens=16) for regime in ("recompute", "in_chunk"))
 
 
 @pytest.mark.parametrize(
     ("tied", "head", "layout"),
     [
-        pytest.param(
-            False,
-            HeadConfig(regime="recompute", chunk_tokens=16),
-            LayoutConfig(dp=2),
-            id="untied",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(True, HeadConfig(regime="recompute", chunk_tokens=16), LayoutConfig(dp=2), id="tied"),
-        pytest.param(
-            False,
-            HeadConfig(regime="in_chunk", chunk_tokens=16),
-            LayoutConfig(dp=2),
-            id="in chunks",
-            marks=pytest.mark.long,
-        ),
+        pytest.param(False, RECOMPUTE, LayoutConfig(dp=2), id="untied", marks=pytest.mark.long),
+        pytest.param(True, RECOMPUTE, LayoutConfig(dp=2), id="tied"),
+        pytest.param(False, IN_CHUNK, LayoutConfig(dp=2), id="in chunks", marks=pytest.mark.long),
         pytest.param(
             False,
             HeadConfig(regime="keep"),
