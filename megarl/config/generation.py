@@ -45,7 +45,7 @@ class EngineConfig:
     # matrix, per output, or per block of 128 × 128. Needs algo.correction. On CPUs, layers compute with rounded
     # weights in model.dtype; on CUDA, activations are rounded too.
     quantization: Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block"] | None = None
-    # Data type of the KV cache; null: model.dtype. float8 needs algo.correction.
+    # Data type of the KV cache; null: model.dtype. float8 needs algo.correction; on CPUs, AVX-512 or AMX too.
     kv_cache_dtype: Literal["fp8_e4m3", "fp8_e5m2"] | None = None
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     # Further engine arguments by vLLM's own names, as in {max_num_batched_tokens: 16384}. Unknown names, and those that

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.device.platform import platform
-from megarl.errors import WeightSyncError
+from megarl.errors import ConfigError, WeightSyncError
 from megarl.host.stage import tell_stage
 from megarl.rollout.engine_spec import SLEEPING_DEVICES, EngineSpec, engine_arguments, rounding_of
 from megarl.rollout.nucleus import nucleus_of
@@ -253,15 +253,30 @@ class EngineNodeWorkers:
 
 
 def prepare_vllm(spec: EngineSpec) -> None:
-    """Import vLLM, after setting what it reads then, and before what extends it for the engine."""
+    """Import vLLM, after setting what it reads then, and before what extends it for the engine.
+
+    Raises ConfigError if this host's CPU cannot store keys and values in float8.
+    """
     if spec.batch_invariant:
         # Kernels read it while they are imported.
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     tell_stage("importing vLLM")
     import vllm  # noqa: F401
 
+    if platform().name == "cpu" and spec.config.kv_cache_dtype and not has_float8_keys():
+        raise ConfigError(
+            f"rollout.engine.kv_cache_dtype: got {spec.config.kv_cache_dtype}, but on this host vLLM would need a CPU "
+            "with AVX-512 or AMX for it; set it to null"
+        )
     if rounding_of(spec):
         import megarl.rollout.rounded_weights  # noqa: F401
+
+
+def has_float8_keys() -> bool:
+    """Return whether vLLM has float8 attention for this host's CPU."""
+    import torch
+
+    return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def _completion(output: Any) -> Completion:

@@ -8,6 +8,7 @@ import torch
 
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.roles import actor_role
+from megarl.rollout.engine import has_float8_keys
 from megarl.rollout.engine_spec import engine_spec
 from megarl.train.export import export_model
 from megarl.types import FloatArray, row_from_sample
@@ -21,7 +22,7 @@ from tests.e2e.support import (
     small_config,
 )
 from tests.helpers.checkpoints import load_hf, make_checkpoint
-from tests.helpers.rank_pool import RankPool
+from tests.helpers.rank_pool import RankError, RankPool
 
 # float32 rounding of two implementations.
 NATS = 1e-4
@@ -72,6 +73,10 @@ def test_keys_and_values_in_float8(engine_process: RankPool, tmp_path: Path) -> 
     model, sequences = make_checkpoint(tmp_path / "model", tied=True), random_sequences(4, 40)
     exact = engine_process.run(engines.view, engine_spec(small_config(model)), sequences)[0]
     spec = engine_spec(small_config(model, "rollout.engine.kv_cache_dtype=fp8_e4m3", CORRECTED))
+    if not has_float8_keys():
+        with pytest.raises(RankError, match=r"kv_cache_dtype: got fp8_e4m3, but .* CPU with AVX-512 or AMX"):
+            engine_process.run(engines.view, spec, sequences)
+        return
     rounded = engine_process.run(engines.view, spec, sequences)[0]
     assert 1e-3 < mean_difference(exact.given, rounded.given) < 0.5
 
