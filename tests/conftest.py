@@ -1,5 +1,6 @@
 """Rank pools that a whole session shares."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -13,11 +14,18 @@ from tests.helpers.rank_pool import RankPool
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Several tests and their processes share the cores, where threads of one would spin while they wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# How long an example takes says more of the machine's load than of the code.
-settings.register_profile("megarl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long an example takes says more of the machine's load than of the code. Every session draws other examples.
+settings.register_profile("megarl", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("megarl")
 # What these compare with is installed apart: make test-conformance.
 collect_ignore = ["conformance"]
+# What imports and collection leave in memory stays there: looking through it for garbage took a twelfth of a session.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

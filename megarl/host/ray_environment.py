@@ -13,6 +13,8 @@ RAY_ENVIRONMENT = {
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     # Ray would start its workers at niceness 15, but ranks and engines are what the machine is for.
     "RAY_worker_niceness": "0",
+    # A worker per CPU would start first, and none of them would fit: all of megarl's have an environment of their own.
+    "RAY_prestart_worker_first_driver": "0",
 }
 # On several hosts, a host that is cut off is noticed within 6 s; by default this takes more than a minute.
 HEALTH_CHECKS = {

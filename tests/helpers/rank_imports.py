@@ -1,6 +1,7 @@
 """Imports of the server whose forks are the ranks of a `RankPool`, after the environment is set."""
 # ruff: noqa: E402, F401
 
+import gc
 import os
 
 from megarl.device.platform import apply_environment
@@ -15,3 +16,7 @@ import transformers.tokenization_utils_fast
 
 import megarl.parallel.model
 import megarl.parallel.worker
+
+# Forks share these objects as long as none of them looks through them for garbage.
+gc.collect()
+gc.freeze()

@@ -81,7 +81,7 @@ def inputs(draw: st.DrawFn) -> Inputs:
 
 
 @pytest.mark.parametrize("cfg", CONFIGS, ids=str)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(given_inputs=inputs(), data=st.data())
 def test_properties(make_scored: MakeScored, cfg: AdvantageConfig, given_inputs: Inputs, data: st.DataObject) -> None:
     mask = given_inputs.mask
@@ -112,7 +112,6 @@ def test_properties(make_scored: MakeScored, cfg: AdvantageConfig, given_inputs:
     assert torch.equal(before["mask"], mask)
 
 
-@settings(deadline=None, max_examples=60)
 @given(given_inputs=inputs())
 def test_max_has_sum_zero_and_mean_square_one(make_scored: MakeScored, given_inputs: Inputs) -> None:
     got = given_inputs.run(make_scored, AdvantageConfig(estimator="reinforce_max")).advantages

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -28,7 +28,6 @@ def gae_by_hand(rewards: list[float], values: list[float], gamma: float, lam: fl
     return [sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, len(delta))) for t in range(len(delta))]
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     mask=st.lists(st.booleans(), min_size=1, max_size=7),
     gamma=st.sampled_from([1.0, 0.9]),

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algos.aggregation import AGGREGATIONS, RowCounts, count_rows, global_denominator
@@ -48,7 +48,6 @@ def test_no_loss_tokens_gives_zero_loss_and_gradient(name: str, shape: tuple[int
     assert not loss.grad.any()
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     lengths=st.lists(st.integers(0, 6), min_size=1, max_size=8),
     cut=st.integers(0, 8),

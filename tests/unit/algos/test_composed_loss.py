@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -173,7 +173,6 @@ COMPOSITIONS = [
 ]
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     lengths=st.lists(st.integers(0, 5), min_size=1, max_size=7),
     cut=st.integers(0, 7),

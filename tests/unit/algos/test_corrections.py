@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -250,7 +250,6 @@ def configurations() -> st.SearchStrategy[CorrectionConfig]:
     return st.sampled_from(plain + full)
 
 
-@settings(deadline=None, max_examples=80)
 @given(x=batches(), cfg=configurations())
 def test_equal_logprobs_leave_every_weight_at_1(x: CorrectionInputs, cfg: CorrectionConfig) -> None:
     got = compute_correction(replace(x, rollout_logprobs=x.old_logprobs.clone()), cfg)
@@ -261,7 +260,6 @@ def test_equal_logprobs_leave_every_weight_at_1(x: CorrectionInputs, cfg: Correc
     assert got.metrics == {name: has_tokens if name in shares else 0.0 for name in got.metrics}
 
 
-@settings(deadline=None, max_examples=80)
 @given(x=batches(), cfg=configurations(), data=st.data())
 def test_permutation_padding_and_no_mutation(x: CorrectionInputs, cfg: CorrectionConfig, data: st.DataObject) -> None:
     before = mapped(x, torch.clone)
@@ -284,7 +282,6 @@ def test_permutation_padding_and_no_mutation(x: CorrectionInputs, cfg: Correctio
     assert padded.metrics == pytest.approx(plain.metrics, rel=1e-9, abs=1e-12)
 
 
-@settings(deadline=None, max_examples=40)
 @given(x=batches(), name=st.sampled_from(NAMES))
 def test_rows_do_not_depend_on_each_other(x: CorrectionInputs, name: str) -> None:
     cfg = CorrectionConfig(name=name)

@@ -100,7 +100,6 @@ LUFFY_CLIPS = [
 ]
 
 
-@settings(deadline=None, max_examples=40)
 @given(steps, st.sampled_from(LUFFY_CLIPS), st.sampled_from(["grpo", "grpo_split"]), st.booleans())
 def test_luffy_without_demonstrations_is_grpo(
     step: Step, clips: tuple[OffPolicyConfig, PolicyLossConfig], estimator: str, marked: bool
@@ -119,7 +118,6 @@ def test_luffy_without_demonstrations_is_grpo(
     assert_same_algorithm(step, luffy, grpo)
 
 
-@settings(deadline=None, max_examples=40)
 @given(steps, st.sampled_from(["demonstration", "row"]))
 def test_imitation_beside_rl_without_demonstrations_is_rl(step: Step, tokens: Literal["demonstration", "row"]) -> None:
     imitating = OffPolicyConfig(loss="sft", sft_tokens=tokens)
@@ -130,7 +128,6 @@ def test_imitation_beside_rl_without_demonstrations_is_rl(step: Step, tokens: Li
     assert got.metrics["actor/imitation_loss"] == 0.0
 
 
-@settings(deadline=None, max_examples=40)
 @given(group_sizes, seeds)
 def test_a_bound_that_no_probability_exceeds_drops_nothing(sizes: list[int], seed: int) -> None:
     step = random_step(sizes, seed, demonstrations=True)
@@ -182,14 +179,12 @@ def cpo_config(choice: tuple[str, Any], **cfg: Any) -> AlgoConfig:
 GRPO = AlgoConfig(entropy_coef=0.01)
 
 
-@settings(deadline=None, max_examples=100)
 @given(steps_of_groups, st.sampled_from(CPO), st.sampled_from(["old", "current"]))
 def test_cpo_with_all_weights_0_is_grpo(step: Step, choice: tuple[str, str], source: str) -> None:
     """Gains by difficulty, too, meet no advantage but 0: that of groups of one verdict."""
     assert_same_algorithm(step, cpo_config(choice, entropy_source=source, **ALL_WEIGHTS_0), GRPO)
 
 
-@settings(deadline=None, max_examples=100)
 @given(steps_of_groups, st.sampled_from(CPO), st.sampled_from(["p_weighted", "pmi", "kl_is", "full_kl"]), st.booleans())
 def test_a_hint_that_changes_nothing_leaves_grpo_and_the_bonus_for_uncertainty(
     step: Step, choice: tuple[str, str], estimator: str, shuffled: bool
@@ -218,7 +213,6 @@ def bonus(step: Step, choice: tuple[str, str]) -> Tensor:
     return out
 
 
-@settings(deadline=None, max_examples=100)
 @given(
     steps,
     st.sampled_from([c for c in CPO if formula(CpoConfig(method=c[0], formula_set=c[1])).reads >= {"entropy"}]),
@@ -255,7 +249,6 @@ def corrections() -> Iterator[CorrectionConfig]:
                 yield CorrectionConfig(name=name, **options)
 
 
-@settings(deadline=None, max_examples=100)
 @given(group_sizes, seeds, st.sampled_from(list(corrections())), st.booleans())
 def test_equal_engines_need_no_correction(
     sizes: list[int], seed: int, correction: CorrectionConfig, demonstrations: bool
@@ -270,7 +263,7 @@ def test_equal_engines_need_no_correction(
     assert_same_algorithm(step, corrected, plain)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(steps, st.sampled_from(["gspo", "gspo_token"]))
 def test_a_ratio_of_rows_to_equal_engines(step: Step, name: str) -> None:
     loss = PolicyLossConfig(name=name, clip_low=3e-3, clip_high=4e-3)
@@ -285,7 +278,6 @@ def test_a_ratio_of_rows_to_equal_engines(step: Step, name: str) -> None:
 # --- GAE without a critic's knowledge is the return
 
 
-@settings(deadline=None, max_examples=40)
 @given(steps, st.booleans())
 def test_gae_of_values_0_is_the_return(step: Step, with_kl: bool) -> None:
     """γ = λ = 1. The loss −A·log π then has the gradient −return / number of tokens."""
@@ -310,7 +302,6 @@ def test_gae_of_values_0_is_the_return(step: Step, with_kl: bool) -> None:
     assert got.loss == pytest.approx(float(-(returns * step.logprobs).sum() / num_tokens), abs=ATOL)
 
 
-@settings(deadline=None, max_examples=40)
 @given(steps)
 def test_the_critic_as_reward_is_gae_with_its_last_value_as_reward(step: Step) -> None:
     """With γ = λ = 1 and the value of the last token in the reward's place, A = V_last − V."""
@@ -412,7 +403,7 @@ def make_step(cfg: AlgoConfig, sizes: list[int], seed: int) -> Step:
 
 
 @every_algorithm
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(sizes=group_sizes, seed=seeds, data=st.data())
 def test_split_order_and_padding_do_not_matter(
     config_of: Callable[[str], AlgoConfig], name: str, sizes: list[int], seed: int, data: st.DataObject

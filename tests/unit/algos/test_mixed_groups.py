@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -65,7 +65,6 @@ def test_outside_the_loss_mask_it_is_zero() -> None:
     assert got.tolist() == [[1.0, 0.0, 3.0, 0.0]]
 
 
-@settings(deadline=None)
 @given(st.permutations(range(5)))
 def test_permuted_rows_keep_their_advantages(order: list[int]) -> None:
     uids, correct = ["a", "b", "a", "b", "a"], [True, False, False, True, True]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -202,7 +202,6 @@ def gradient(x: PolicyLossInputs, demonstration: Tensor, cfg: OffPolicyConfig) -
     return loss.detach(), leaf.grad
 
 
-@settings(deadline=None)
 @given(batches())
 def test_without_demonstrations_it_is_grpo(batch: tuple[PolicyLossInputs, Tensor]) -> None:
     x, _ = batch
@@ -215,7 +214,6 @@ def test_without_demonstrations_it_is_grpo(batch: tuple[PolicyLossInputs, Tensor
     torch.testing.assert_close(grad, leaf.grad, rtol=0, atol=0)
 
 
-@settings(deadline=None)
 @given(batches(), st.sampled_from(["no_reshape", "p_logp", "pow", "p_div_p_0.1"]))
 def test_nothing_outside_the_masks_is_read(batch: tuple[PolicyLossInputs, Tensor], name: str) -> None:
     x, demonstration = batch
@@ -234,7 +232,6 @@ def test_nothing_outside_the_masks_is_read(batch: tuple[PolicyLossInputs, Tensor
     torch.testing.assert_close(grad_2, grad, rtol=0, atol=0)
 
 
-@settings(deadline=None)
 @given(batches(), st.randoms(use_true_random=False))
 def test_rows_may_be_permuted_and_padded(batch: tuple[PolicyLossInputs, Tensor], rng: Any) -> None:
     x, demonstration = batch

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algos.prefixes import (
@@ -85,7 +85,6 @@ def test_more_prefixes_than_samples_are_refused() -> None:
     assert num_prefixed(DemonstrationConfig(), 4) == 4
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**63), st.integers(1, 1000), st.text(max_size=8))
 def test_random_ratios_lie_in_their_window_and_repeat(run_seed: int, step: int, uid: str) -> None:
     cfg = {"strategy": "random", "min_ratio": 0.2, "max_ratio": 0.6}

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -163,7 +163,6 @@ def test_fixed_count_is_that_of_the_decimal_ratio() -> None:
         assert int((~keep).sum()) == expected
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     uids=st.lists(st.sampled_from("abcdef"), min_size=1, max_size=20),
     ratio=st.sampled_from([0.25, 0.5, 1.0]),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algos.build import algorithm_of
@@ -368,7 +368,6 @@ def test_dump_holds_every_key() -> None:
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
 
-@settings(max_examples=60)
 @given(
     lr=finite,
     betas=st.tuples(finite, finite),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
@@ -61,7 +61,6 @@ def test_special_tokens_and_split_characters(tokenizer: PreTrainedTokenizerBase)
     assert mask.tolist() == [False] * (4 + 6) + [True] * 4 + [False]
 
 
-@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(0, 20), st.integers(240, 300))
 def test_long_responses(num_before: int, num_after: int, num_digits: int) -> None:
     """The shortcut that reads the end only finds what a search of everything would."""

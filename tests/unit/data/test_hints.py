@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -307,7 +307,6 @@ def test_a_hint_leaves_room(make: Any) -> None:
         placed(tokenizer, question, replace(LINE, on_missing="error"), max_prompt_tokens=3)
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.text(max_size=12), st.integers(1, 20), st.integers(0, 60), st.sampled_from(TOKENIZERS))
 def test_only_the_hint_is_cut(hint: str, max_tokens: int, max_prompt_tokens: int, make: Any) -> None:
     """Also within characters of several bytes, each of which is a token here."""
@@ -328,7 +327,6 @@ def test_only_the_hint_is_cut(hint: str, max_tokens: int, max_prompt_tokens: int
 # --- hints of other prompts
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=3), st.booleans(), max_size=8), st.integers(0, 5), st.randoms())
 def test_donors_are_other_prompts(has_hint: dict[str, bool], seed: int, random: Any) -> None:
     hinted = {

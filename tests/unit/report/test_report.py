@@ -25,7 +25,7 @@ from megarl.record.metrics import (
     write_rollouts,
 )
 from megarl.record.recorder import RunRecorder
-from megarl.report import write_report
+from megarl.report import ReportPaths, write_report
 from megarl.report.curves import smooth, time_per_phase
 from megarl.report.marked_text import visible_text
 from megarl.report.run import Series, build_series, load_runs, run_labels
@@ -141,7 +141,7 @@ def rollout(
 
 def test_samples_without_a_sound_verdict_are_shown(tmp_path: Path) -> None:
     """Shares over all steps and at the last one, and two examples of each kind, their text escaped."""
-    root = write_run(tmp_path / "sums", num_steps=2)
+    root = write_run(tmp_path / "sums", num_steps=0)
     assert "sound verdict" not in write_report(root).html.read_text(encoding="utf-8")
     with MetricsLogger([JsonlSink(root / "metrics.jsonl")]) as logger:
         logger.log(3, {"reward/crashed_frac": 0.0, "reward/failed_frac": 0.5, "reward/style/unjudged_frac": 0.25})
@@ -232,10 +232,14 @@ def png_size(path: Path) -> tuple[int, int]:
 HEADLINE = "Validation score rose from 0.375 ± 0.034 before RL to 0.935 ± 0.017 after 40 steps (+0.560)."
 
 
-def test_page_leads_with_the_result_in_words(tmp_path: Path) -> None:
-    paths = write_report(write_run(tmp_path / "sums"))
-    assert paths.html == tmp_path / "sums" / "report.html"
-    html = paths.html.read_text(encoding="utf-8")
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> ReportPaths:
+    return write_report(write_run(tmp_path_factory.mktemp("report") / "sums"))
+
+
+def test_page_leads_with_the_result_in_words(report: ReportPaths) -> None:
+    assert report.html.parts[-2:] == ("sums", "report.html")
+    html = report.html.read_text(encoding="utf-8")
     page = parse(html)
     assert page.heading == HEADLINE
     # 40 steps × 51 s = 2040 s. Greedy: sqrt(.05 · .95 / 200) = .0154, sqrt(.96 · .04 / 200) = .0139.
@@ -249,8 +253,8 @@ def test_page_leads_with_the_result_in_words(tmp_path: Path) -> None:
     assert "memory/rss_gib/driver | 0.901 | 0.94 | 0.9205 | 0.901 | 0.94" in page.lines
 
 
-def test_page_needs_no_network_and_its_figures_do_not_collide(tmp_path: Path) -> None:
-    html = write_report(write_run(tmp_path / "sums")).html.read_text(encoding="utf-8")
+def test_page_needs_no_network_and_its_figures_do_not_collide(report: ReportPaths) -> None:
+    html = report.html.read_text(encoding="utf-8")
     page = parse(html)
     assert page.tags.count("svg") == 8
     assert not {"script", "link", "iframe"} & set(page.tags)
@@ -260,13 +264,13 @@ def test_page_needs_no_network_and_its_figures_do_not_collide(tmp_path: Path) ->
     assert all(page.ids.count(target) == 1 for target in referenced)
 
 
-def test_png_holds_four_rows_of_two_panels(tmp_path: Path) -> None:
+def test_png_holds_four_rows_of_two_panels(report: ReportPaths) -> None:
     # 2 × 5.6 inches wide, 4 × 2.9 + 2 × 0.23 (a title line and its margin) high, at 150 dots per inch.
-    assert png_size(write_report(write_run(tmp_path / "sums")).png) == (1680, 1809)
+    assert png_size(report.png) == (1680, 1809)
 
 
 def test_recorded_samples_are_counted_and_lead_to_the_browser(tmp_path: Path) -> None:
-    root = write_run(tmp_path / "sums")
+    root = write_run(tmp_path / "sums", num_steps=0)
     paths = RunPaths(root)
     assert "recorded samples" not in write_report(root).html.read_text(encoding="utf-8")
     assert not paths.report_files.exists()
@@ -289,7 +293,7 @@ def test_recorded_samples_are_counted_and_lead_to_the_browser(tmp_path: Path) ->
 
 
 def test_a_run_with_hints_has_their_panels(tmp_path: Path) -> None:
-    root = write_run(tmp_path / "sums")
+    root = write_run(tmp_path / "sums", num_steps=0)
     shaped = replace(
         rollout(40, "q1", 1.0),
         tokens=("1<", "2"),
@@ -307,7 +311,7 @@ def test_a_run_with_hints_has_their_panels(tmp_path: Path) -> None:
 
 
 def test_a_run_with_conversations_has_their_panels(tmp_path: Path) -> None:
-    root = write_run(tmp_path / "calculator")
+    root = write_run(tmp_path / "calculator", num_steps=0)
     metrics = {"environment/turns/mean": 2.0, "environment/turns/min": 1.0, "environment/turns/max": 3.0}
     metrics |= {"environment/tool_calls": 0.5, "perf/environment_reply_s": 0.1, "environment/failed_frac": 0.25}
     metrics |= {f"environment/{kind}": float(i) for i, kind in enumerate(FAILURES)}

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.errors import NonFiniteError
@@ -36,7 +36,6 @@ def test_the_scale_is_the_smallest_power_of_two_that_covers(largest: float) -> N
     assert largest / scale <= 448 < 2 * largest / scale
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=50))
 def test_the_error_is_half_a_unit_of_the_last_of_four_bits(values: list[float]) -> None:
     tensor = torch.tensor(values)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -32,7 +32,6 @@ def sent(previous: Bytes, current: Bytes, spans: list[Span]) -> Bytes:
     return target
 
 
-@settings(deadline=None)
 @given(
     words=hnp.arrays(np.uint32, st.integers(1, 300), elements=st.sampled_from(ODD)),
     changes=st.dictionaries(st.integers(0, 299), st.sampled_from(ODD), max_size=40),
@@ -47,7 +46,6 @@ def test_odd_bits(words: np.ndarray, changes: dict[int, int], split: int) -> Non
     assert sent(words.view(np.uint8), new.view(np.uint8), spans).tobytes() == new.tobytes()
 
 
-@settings(deadline=None, max_examples=50)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 3 * BLOCK), st.sampled_from([1, 2, 4, 8])), min_size=1, max_size=3),
     share=st.sampled_from([0.0, 1e-4, 0.01, 0.03, 0.2, 0.6, 1.0]),

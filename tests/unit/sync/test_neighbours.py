@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.sync.plan.build import build_plan
@@ -13,7 +13,6 @@ from megarl.sync.plan.neighbours import assignment, best_neighbours, overlaps
 from megarl.weights.safetensors_map import TensorSpec
 
 
-@settings(deadline=None)
 @given(st.integers(1, 5), st.integers(0, 2), st.data())
 def test_no_permutation_costs_less(num_rows: int, more: int, data: st.DataObject) -> None:
     costs = np.array(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.errors import WeightSyncError
@@ -67,7 +67,6 @@ def coverage(plan: Plan, sink: int, name: str, *, local: bool | None = None) -> 
     return count
 
 
-@settings(deadline=None)
 @given(cases(), st.integers(4, 200))
 def test_every_needed_element_once_and_no_byte_that_is_at_hand(
     case: tuple[Mapping[str, TensorSpec], Mapping[int, Holding], Mapping[int, Holding], Mapping[int, set[int]]],
@@ -109,7 +108,6 @@ def test_buckets_are_a_sixteenth_of_all_but_1_to_128_mib(mib: int, sizes: list[i
     assert [message.num_bytes >> 20 for message in plan.messages] == sizes
 
 
-@settings(deadline=None)
 @given(cases(), st.integers(4, 200))
 def test_one_bounded_message_per_pair_and_bucket(
     case: tuple[Mapping[str, TensorSpec], Mapping[int, Holding], Mapping[int, Holding], Mapping[int, set[int]]],
@@ -142,7 +140,6 @@ def test_one_bounded_message_per_pair_and_bucket(
         assert all(places == sorted(places) for places in by_bucket)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 4), st.integers(1, 3), st.integers(40, 400)
 )
@@ -163,7 +160,6 @@ def test_replicas_send_equal_shares_within_one_slice(
         assert max(loads) - min(loads) <= max(sizes) * ITEM
 
 
-@settings(deadline=None)
 @given(cases(), st.integers(2, 5))
 def test_tensors_that_are_alike_are_planned_as_each_alone(
     case: tuple[Mapping[str, TensorSpec], Mapping[int, Holding], Mapping[int, Holding], Mapping[int, set[int]]],
@@ -247,7 +243,6 @@ def test_a_source_on_the_host_of_the_sink_is_preferred() -> None:
     assert plan.received_bytes(6) == 4 * 10 * ITEM
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(SIZES, min_size=1, max_size=4), min_size=1, max_size=5), st.integers(1, 3), st.integers(1, 4))
 def test_layers_come_one_after_another(layers: list[list[int]], num_stages: int, num_sinks: int) -> None:
     specs = {f"model.layers.{i}.{j}": spec(size) for i, sizes in enumerate(layers) for j, size in enumerate(sizes)}

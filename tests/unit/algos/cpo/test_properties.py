@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -63,7 +63,6 @@ def select(x: CpoInputs, rows: list[int]) -> CpoInputs:
     return changed(x, **picked)
 
 
-@settings(deadline=None)
 @given(inputs(), configs, st.randoms())
 def test_rows_do_not_touch_each_other(x: CpoInputs, cfg: CpoConfig, random: Any) -> None:
     """Permutations, and micro-batches of any size, give the same rows."""
@@ -75,7 +74,6 @@ def test_rows_do_not_touch_each_other(x: CpoInputs, cfg: CpoConfig, random: Any)
         assert torch.equal(shape_advantages(select(x, [row]), cfg), whole[[row]])
 
 
-@settings(deadline=None)
 @given(inputs(), configs)
 def test_what_lies_outside_the_mask_is_unread_and_zero(x: CpoInputs, cfg: CpoConfig) -> None:
     got = shape_advantages(x, cfg)
@@ -88,7 +86,6 @@ def test_what_lies_outside_the_mask_is_unread_and_zero(x: CpoInputs, cfg: CpoCon
     torch.testing.assert_close(padded[:, : got.shape[1]], got, atol=1e-12, rtol=0)
 
 
-@settings(deadline=None)
 @given(inputs(), configs)
 def test_inputs_are_never_changed(x: CpoInputs, cfg: CpoConfig) -> None:
     before = copy.deepcopy(x)
@@ -98,7 +95,6 @@ def test_inputs_are_never_changed(x: CpoInputs, cfg: CpoConfig) -> None:
     assert torch.equal(shape_advantages(x, cfg), first)
 
 
-@settings(deadline=None)
 @given(inputs(), configs)
 def test_excluded_tokens_keep_their_advantage(x: CpoInputs, cfg: CpoConfig) -> None:
     kept = x.loss_mask & ~x.active
@@ -117,7 +113,6 @@ CLAMPED = {
 BY_DIFFICULTY = (("naive", "doc"), ("naive_qwen3", "doc"), ("naive_qwen3", "fix"))
 
 
-@settings(deadline=None)
 @given(inputs(), configs.filter(lambda cfg: (cfg.method, cfg.formula_set) not in BY_DIFFICULTY))
 def test_an_empty_hint_is_no_hint(x: CpoInputs, cfg: CpoConfig) -> None:
     """Equal log-probs are d = 0: without the bonus on uncertain tokens of correct rows (pos_alpha) only the clamp is
@@ -136,7 +131,6 @@ def test_an_empty_hint_is_no_hint(x: CpoInputs, cfg: CpoConfig) -> None:
     torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
 
 
-@settings(deadline=None)
 @given(inputs(dtype=torch.float32), configs)
 def test_float32_is_kept_and_close_to_float64(x: CpoInputs, cfg: CpoConfig) -> None:
     got = shape_advantages(x, cfg)

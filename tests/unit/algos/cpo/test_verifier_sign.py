@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -81,7 +81,6 @@ def test_the_answer_is_left_out() -> None:
     assert shape_advantages(x, CFG)[0].tolist() == pytest.approx([1.2, 0.8, 1.0])
 
 
-@settings(deadline=None)
 @given(
     st.floats(-3, 3),
     st.lists(st.tuples(st.floats(-30, 30), st.booleans()), min_size=1, max_size=8),
