@@ -4,9 +4,11 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 from tests.helpers.rank_pool import RankPool
 
@@ -26,6 +28,26 @@ gc.disable()
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+# Files whose tests share live processes, by folder: those of a folder start once, in one worker.
+LIVE = {
+    "tests/e2e": ("algorithms", "public_data", "rounded_engines", "sync", "train", "truncated_sampling"),
+    "tests/unit/cluster": ("calls", "deaths", "episodes"),
+}
+FOLDERS = {f"{folder}/test_{name}.py": folder for folder, names in LIVE.items() for name in names}
+
+
+class Scheduling(LoadFileScheduling):
+    """Distributes files to the workers of pytest-xdist, those of a folder in `LIVE` to the same one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return FOLDERS.get(file, file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")

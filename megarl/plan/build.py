@@ -206,8 +206,7 @@ def _scoring(config: Config, role: RoleSpec, spec: ModelSpec, variants: Abstract
     if Variant.SHUFFLED in variants:
         lengths["shuffled"] = hinted
     # A row and its twin are in one micro-batch.
-    packed = [sum(lengths.values())] if Variant.PAIR in variants else list(lengths.values())
-    batches = plan_micro_batches(packed * num_rows, role.layout.dp, role.settings.micro_batch_tokens)
+    packed = (sum(lengths.values()),) if Variant.PAIR in variants else tuple(lengths.values())
     flops = num_rows * sum(
         forward_flops(spec.dims, num_tokens=length, num_scored_tokens=config.rollout.max_response_tokens)
         for length in lengths.values()
@@ -217,7 +216,7 @@ def _scoring(config: Config, role: RoleSpec, spec: ModelSpec, variants: Abstract
         role=role.role.value,
         rows=dict.fromkeys(lengths, num_rows),
         max_row_tokens=lengths,
-        micro_batches=max(len(of_replica) for of_replica in batches),
+        micro_batches=_most_micro_batches(packed, num_rows, role.layout.dp, role.settings.micro_batch_tokens),
         tokens=num_rows * sum(lengths.values()),
         flops=flops,
         seconds_at_peak=None if peak is None else flops / (peak * 1e12 * role.layout.world_size),
@@ -230,13 +229,16 @@ def micro_batches_at_full_length(config: Config, settings: ActorConfig) -> int:
     """
     layout, rows = settings.layout, batch_counts(config).rows_per_optimizer_step
     multiple = layout.pp if layout.virtual_pp > 1 else 1
-    return _most_micro_batches(max_row_tokens(config), rows, layout.dp, settings.micro_batch_tokens, multiple)
+    return _most_micro_batches((max_row_tokens(config),), rows, layout.dp, settings.micro_batch_tokens, multiple)
 
 
 # A search over layouts asks for the same few again and again.
 @cache
-def _most_micro_batches(row_tokens: int, rows: int, dp: int, micro_batch_tokens: int, multiple: int) -> int:
-    plan = plan_micro_batches([row_tokens] * rows, dp, micro_batch_tokens, multiple=multiple)
+def _most_micro_batches(
+    lengths: tuple[int, ...], times: int, dp: int, micro_batch_tokens: int, multiple: int = 1
+) -> int:
+    """Return the number of micro-batches that one replica has of rows of these lengths, `times` of each."""
+    plan = plan_micro_batches(lengths * times, dp, micro_batch_tokens, multiple=multiple)
     return max(len(batches) for batches in plan)
 
 

@@ -114,11 +114,12 @@ ENDINGS = {
 }
 
 
-# What ends like another one, but for the signal or the process that dies; of the janitor's tests, one kills a driver.
+# What ends like another one, but for the moment, the signal or the process that dies. One of the janitor's tests kills
+# a driver; on Slurm, runs are stopped in their steps.
 LONG = (
     "ctrl-c",
+    "terminated",
     "killed",
-    "terminated-early",
     "rank-killed",
     "engine-killed",
     "idle-rank-killed",

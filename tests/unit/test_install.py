@@ -19,6 +19,7 @@ from tools import install
 
 ROOT = Path(__file__).resolve().parents[2]
 PLATFORMS = [(python, machine) for python in ("3.11", "3.12", "3.13") for machine in ("x86_64", "aarch64")]
+FIRST, *BETWEEN, LAST = PLATFORMS
 
 
 def read_requirements(name: str) -> list[Requirement]:
@@ -91,7 +92,9 @@ def unmet_requirements(environment: dict[str, str]) -> list[str]:
     return unmet
 
 
-@pytest.mark.parametrize(("python", "machine"), PLATFORMS)
+@pytest.mark.parametrize(
+    ("python", "machine"), [FIRST, *(pytest.param(*each, marks=pytest.mark.long) for each in BETWEEN), LAST]
+)
 def test_the_lock_satisfies_all_that_is_required(python: str, machine: str) -> None:
     assert unmet_requirements(environment_of(python, machine)) == []
 

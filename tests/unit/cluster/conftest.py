@@ -16,7 +16,7 @@ from tests.helpers.remote_processes import start
 NUM_PROCESSES = 4
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def ray_session() -> Iterator[None]:
     janitor = Janitor()
     apply_environment()
@@ -39,8 +39,10 @@ def ray_session() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def processes(ray_session: None) -> list[Process]:
+def processes(ray_session: None) -> Iterator[list[Process]]:
     """Processes that have started: the time-outs of tests are for what they are asked, not for a loaded machine."""
     begun = [start(index) for index in range(NUM_PROCESSES)]
     locations = ray.get([process.actor.locate.remote() for process in begun], timeout=120.0)
-    return [replace(process, location=location) for process, location in zip(begun, locations, strict=True)]
+    yield [replace(process, location=location) for process, location in zip(begun, locations, strict=True)]
+    for process in begun:
+        ray.kill(process.actor)

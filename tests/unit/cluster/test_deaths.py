@@ -37,7 +37,9 @@ def test_what_those_who_did_not_answer_do_is_said(ray_session: None) -> None:
     assert "in _wait_for_port" in Path(waiting.location.files, f"{waiting.location.pid}.txt").read_text()
 
 
-@pytest.mark.parametrize("first_call", [(), ("answer", 0.0)], ids=["idle", "done"])
+@pytest.mark.parametrize(
+    "first_call", [pytest.param((), id="idle"), pytest.param(("answer", 0.0), id="done", marks=pytest.mark.long)]
+)
 def test_the_death_of_a_process_that_nobody_waits_for_ends_the_wait(ray_session: None, first_call: Any) -> None:
     """An engine that has nothing to do, or a rank that has done its part."""
     rank, doomed = start_run("trainer rank 0", "engine 0")

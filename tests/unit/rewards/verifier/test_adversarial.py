@@ -6,7 +6,7 @@ from dataclasses import replace
 from megarl.rewards.verifier import VerifierPool
 from tools.bench.verify_adversarial import KINDS, OPTIONS, checkpoint, fork_server, run
 
-COUNT = 160
+COUNT = 96
 
 
 def test_every_verdict_comes_in_time_and_nothing_is_left() -> None:
