@@ -76,15 +76,17 @@ def test_an_error_is_told_and_loses_nothing(code: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "why"),
+    ("timeout_s", "code", "why"),
     [
-        ("print('begun', flush=True)\nwhile True: pass", "took longer than 1 s"),
-        ("import os; print('begun', flush=True); os._exit(4)", "ended the interpreter with exit code 4"),
-        ("print('begun', flush=True)\nx = b'x' * (90 << 20)\nos.kill(os.getpid(), 11)", "was ended by signal 11"),
+        (1.0, "print('begun', flush=True)\nwhile True: pass", "took longer than 1 s"),
+        (60.0, "import os; print('begun', flush=True); os._exit(4)", "ended the interpreter with exit code 4"),
+        (60.0, "print('begun', flush=True)\nx = b'x' * (90 << 20)\nos.kill(os.getpid(), 11)", "was ended by signal 11"),
     ],
 )
-def test_an_interpreter_that_is_ended_costs_its_names_and_the_policy_is_told(code: str, why: str) -> None:
-    tool = python(timeout_s=1.0, limits={"memory_mib": 256}, setup="import os\nkept = 1")
+def test_an_interpreter_that_is_ended_costs_its_names_and_the_policy_is_told(
+    timeout_s: float, code: str, why: str
+) -> None:
+    tool = python(timeout_s=timeout_s, limits={"memory_mib": 256}, setup="import os\nkept = 1")
     _, error, after = talk(tool, fenced("x = 5"), fenced(code), fenced("kept, 'x' in globals()"))
     assert contents([error]) == [
         f"begun\nerror: the code {why}; the next call starts a new interpreter, without names and files of this one"
