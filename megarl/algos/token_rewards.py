@@ -1,4 +1,4 @@
-"""Assign rewards to tokens: of turns to the last token of each, what is left of a row's reward to its last loss token,
+"""Assign rewards to tokens: a turn's reward goes to its last token, the rest of a row's reward to its last loss token,
 and the KL penalty to every loss token.
 """
 

@@ -18,7 +18,7 @@ END_TIMEOUT_S = 10.0
 
 
 def end_at(location: Location) -> None:
-    """Kill a process on its host. Unlike `ray.kill`, this ends one that is stopped; a host that is gone is ignored."""
+    """Kill a process on its host, even if SIGSTOP has stopped it (`ray.kill` cannot); ignore a host that is gone."""
     if location.host == ray.get_runtime_context().get_node_id():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
             process = psutil.Process(location.pid)

@@ -167,7 +167,7 @@ class EpisodeHosts:
         return remote.remote()
 
     def _begin(self, processes: Sequence[Process]) -> list[Any]:
-        """Start hosts, and return their streams of replies."""
+        """Start the episode hosts in these processes, and return each host's stream of replies."""
         calls = [(process, process.actor.start.remote(self._spec)) for process in processes]
         wait_all(calls, timeout_s=self._timeout_s, doing="starting the hosts of environments")
         for process in processes:

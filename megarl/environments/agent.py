@@ -93,7 +93,7 @@ class AgentEnvironment(Environment):
                 self._running.exception()
 
     async def _next_request(self, running: asyncio.Future[Any]) -> TurnAsked | None:
-        """Wait for the agent's next request; return None if it ended without another. Raises what it ended with."""
+        """Wait for the agent's next request, and return it; None if the agent ended. Raises its error if it failed."""
         asked = asyncio.ensure_future(self._chat.next_request())
         try:
             await asyncio.wait([asked, running], return_when=asyncio.FIRST_COMPLETED)

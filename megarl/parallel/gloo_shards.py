@@ -34,7 +34,7 @@ def all_gather(buffer: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGro
 
 
 def _exchange(sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Send tensors to other ranks of the group, and receive those from them; both by the rank in the group."""
+    """Send tensors to other ranks and receive theirs; both mappings have the ranks within the group as keys."""
     works = [group.send([part], rank, 0) for rank, part in sent.items()]
     works += [group.recv([part], rank, 0) for rank, part in received.items()]
     for work in works:

@@ -46,7 +46,7 @@ class Measured:
 
     @property
     def setting(self) -> Setting:
-        """The way in which the run itself ran."""
+        """The asynchronous setting of the measured run itself."""
         schedule, engine = self.config.rollout.schedule, self.config.rollout.engine
         return Setting(
             num_engines=engine.num_engines,

@@ -79,7 +79,7 @@ def _head_bytes(
 def checkpoint_host_bytes(
     layouts: Mapping[LayoutConfig, Sequence[RoleSpec]], shards: Sequence[ShardPlan], rank: int, *, portable: bool
 ) -> int:
-    """Estimate the host memory that writing a checkpoint takes for the ranks of all layouts with the given number."""
+    """Estimate the host memory in bytes that writing a checkpoint takes on this rank, summed over all layouts."""
     by_place = {(shard.role, shard.stage): shard for shard in shards}
     total = 0
     for layout, roles in layouts.items():

@@ -144,7 +144,7 @@ def split_unit(text: str) -> Quantity:
 def _unit(words: str) -> str:
     """Return the standard spelling of a unit (`meters` → `m`); from an unknown word, only a plural s is removed.
 
-    Symbols of physics keep their case: mW is no MW.
+    Symbols of physics keep their case: mW is not MW.
     """
     words = re.sub(r"\s*\^\s*\{?\s*(-?\d)\s*\}?", r"^\1", words.strip().strip("."))
     words = " ".join(words.split())

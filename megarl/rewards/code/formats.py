@@ -127,7 +127,7 @@ def _read_mbpp(row: Row, tolerance: float | None) -> Iterable[Test]:
 
 @_register("humaneval", "test", "entry_point")
 def _read_suite(row: Row, tolerance: float | None) -> Iterable[Test]:
-    """Read HumanEval and LeetCodeDataset: `check(candidate)`, and a prompt whose imports and classes both may use."""
+    """Read a row of HumanEval or LeetCodeDataset, whose test is `check(candidate)` and may use the prompt's code."""
     prompt = row.get("prompt") or ""
     for body in _BODIES:
         with suppress(SyntaxError):

@@ -48,7 +48,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Heard:
-    """What was heard of a row: verdicts by criterion, the last text, and why the last request had no verdict."""
+    """What the judge has said of a row: votes by criterion, the last text, and why the last answer had no verdict."""
 
     votes: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     text: str = ""

@@ -1,7 +1,7 @@
 """Confine a process to some files by Landlock, which needs neither namespaces nor rights (Linux 5.13).
 
 Landlock decides about opening, creating and removing files. It does not see changes of modes, owners and times, which
-the filter of system calls refuses, nor questions whether a file exists.
+the filter of system calls refuses; and it does not hide that a file exists.
 """
 
 import os

@@ -69,7 +69,7 @@ def _keep(connection: socket.socket, setup: dict[str, Any], launcher: int) -> No
 
 
 def _enter_namespaces(bounds: Bounds, launcher: int) -> Scratch:
-    """Return in the first process of new namespaces, whose root shows nothing but the paths of `bounds`."""
+    """Fork into new namespaces whose root shows only the paths of `bounds`; only their first process returns."""
     enter_namespaces()
     _end_with_parent(launcher)
     if first := os.fork():

@@ -203,7 +203,7 @@ def _array(dtype: str, content: Any) -> Any:
 
 
 def _fill(target: Any, node: list[Any], value: Callable[[Any], Any]) -> None:
-    """Give a container or object the state that was written of it."""
+    """Give a container or object the state that `pack` wrote of it."""
     kind, *words = node
     if kind == "bytearray":
         target[:] = words[0].encode("latin-1")

@@ -112,7 +112,7 @@ def alike_tensors(
 
 
 def _by_tensor(holdings: Mapping[int, Holding]) -> dict[str, list[tuple[Box, tuple[int, ...]]]]:
-    """Return tensor → boxes of it with the processes that hold (or need) each. Shared mappings are read only once."""
+    """Return each tensor's boxes with the processes that hold (or need) them. Mappings that repeat are read once."""
     found = defaultdict[str, list[tuple[Box, tuple[int, ...]]]](list)
     for holding, processes in replicas_of(holdings):
         for name, box in holding.items():
