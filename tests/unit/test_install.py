@@ -301,6 +301,15 @@ def test_a_cuda_build_of_torch_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         install.require_cpu_torch()
 
 
+def test_a_clone_beside_the_work_does_not_hide_the_package(tmp_path: Path) -> None:
+    """Where Python looks first there is a directory megarl then, which is no package."""
+    (tmp_path / "megarl" / "megarl").mkdir(parents=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", "import megarl; print(megarl.__file__)"]
+    got = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    assert got.stdout.strip() == str(ROOT / "megarl" / "__init__.py")
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A copy to build from, so that nothing is left in the source tree."""
