@@ -112,7 +112,7 @@ class EngineNodeActor(RunActor):
 class EngineActor(EngineNodeActor):
     """A Ray actor with one vLLM engine. While `serve` generates, it still answers other calls, such as weight syncs.
 
-    further: the actors with the rest of the engine on other nodes.
+    `further`, given to the constructor: the actors on other nodes that hold the rest of the engine.
     """
 
     concurrency_groups: ClassVar[Mapping[str, int]] = {_GENERATION: 1, _WATCH: 1}
