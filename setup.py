@@ -30,8 +30,8 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megarl", "megarl.*"]),
-    # So an editable installation puts the checkout on the import path. Else it would add a finder that is asked after all
-    # paths, and for what runs in the directory above a checkout named megarl, that would not be a package.
+    # So an editable installation puts the checkout on the import path. Else it would add a finder, which is asked after
+    # all paths, and for what runs in the directory above a checkout named megarl, that would not be a package.
     package_dir={"": "."},
     package_data={"megarl.report": ["browser/*"]},
     cmdclass={"build_py": BuildWithFiles},
