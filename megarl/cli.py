@@ -104,6 +104,8 @@ def _add_init(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     command.add_argument("--val", nargs="*", metavar="FILE", help="validation prompts")
     command.add_argument("--algo", metavar="NAME", help="a file of configs/algo")
     command.add_argument("--gpus", type=int, metavar="N", help="number of GPUs of 80 GiB; 0: CPU")
+    command.add_argument("--prompt-key", metavar="COLUMN", help="column with the prompt; default: prompt")
+    command.add_argument("--label-key", metavar="COLUMN", help="column with the right answer; default: as verl has it")
     command.add_argument("--reward", metavar="FILE.py:NAME", help="a reward function of yours")
     command.set_defaults(run=_init)
 
@@ -215,11 +217,12 @@ def _explain(arguments: argparse.Namespace) -> None:
 
 
 def _init(arguments: argparse.Namespace) -> None:
-    from megarl.plan.init import ask_missing, init_run
+    from megarl.plan.init import ask_missing, dry_run, init_run
 
-    options = ("model", "train", "val", "algo", "gpus", "reward")
-    file = init_run(ask_missing(arguments.directory, {name: getattr(arguments, name) for name in options}))
-    print(f"wrote {file}; next: megarl train {file} --dry-run --device-gib 80")
+    options = ("model", "train", "val", "algo", "gpus", "prompt_key", "label_key", "reward")
+    request = ask_missing(arguments.directory, {name: getattr(arguments, name) for name in options})
+    file = init_run(request)
+    print(f"wrote {file}; next: {dry_run(file, request.gpus)}")
 
 
 def _plan(arguments: argparse.Namespace) -> None:

@@ -93,6 +93,19 @@ class JsonlFile:
 READERS: Mapping[str, type[ParquetFile] | type[JsonlFile]] = {".parquet": ParquetFile, ".jsonl": JsonlFile}
 
 
+def _open(path: Path, columns: Sequence[str]) -> ParquetFile | JsonlFile:
+    if path.suffix not in READERS:
+        raise DataError(f"{path}: got file type {path.suffix!r}, expected one of: {', '.join(sorted(READERS))}")
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; check data.train, data.val and sft.train")
+    return READERS[path.suffix](path, columns)
+
+
+def columns_of(path: Path) -> Sequence[str]:
+    """Return the names of a file's columns, or the keys of its first row. Raises DataError if it cannot be read."""
+    return _open(path, ()).present
+
+
 class RowFiles:
     """The rows of several files, presented as one sequence.
 
@@ -104,11 +117,7 @@ class RowFiles:
         self.paths = tuple(Path(path) for path in paths)
         self._files: list[ParquetFile | JsonlFile] = []
         for path in self.paths:
-            if path.suffix not in READERS:
-                raise DataError(f"{path}: got file type {path.suffix!r}, expected one of: {', '.join(sorted(READERS))}")
-            if not path.is_file():
-                raise DataError(f"{path}: no such file; check data.train, data.val and sft.train")
-            file = READERS[path.suffix](path, columns)
+            file = _open(path, columns)
             if missing := [name for name in required if name not in file.present]:
                 raise DataError(
                     f"{path}: column {missing[0]!r} is missing; there are: {', '.join(sorted(file.present))}"

@@ -3,11 +3,14 @@
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.config.load import PACKAGED, load_config
+from megarl.data.files import columns_of
+from megarl.device.accelerators import nvidia_devices
 from megarl.errors import ConfigError, DataError
 from megarl.plan.build import plan_run
 from megarl.weights.families import read_model_spec
@@ -17,7 +20,7 @@ GPUS_PER_NODE, GPU_BYTES = 8, 80 << 30
 # Share of a device's memory that the plan may fill: the plan leaves out what libraries take.
 FILL = 0.9
 _TEMPLATE = """\
-# Written by `megarl init`. What the run does and needs: `megarl train {file} --dry-run --device-gib 80`.
+# Written by `megarl init`. What the run does and needs: `{dry_run}`.
 # What a key means: `megarl train --explain KEY`. Every key may also be given on the command line, as key=value.
 use: {{algo: {algo}}}        # a file of configs/algo; the run may change any of its settings
 run: {{name: {name}, dir: {runs}}}
@@ -27,7 +30,7 @@ model:
 data:                  # parquet or JSONL; docs/data.md says which columns are read
   train: {train}
   val: {val}
-  max_prompt_tokens: {prompt}
+{columns}  max_prompt_tokens: {prompt}
   on_long_prompt: drop
 rollout:
   num_samples: 8       # answers to each prompt, which are compared with one another
@@ -56,7 +59,11 @@ placement:             # engines use the trainer's devices, and each leaves them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitRequest:
-    """What a first run is to do. gpus: 0 for a run on CPU cores. reward: `FILE.py:NAME` of a function of one's own."""
+    """What a first run is to do.
+
+    gpus: 0 for a run on CPU cores. prompt_key, label_key: columns of the prompts, if they are not verl's. reward:
+    `FILE.py:NAME` of a function of one's own, which then also judges rows that name no data source.
+    """
 
     directory: Path
     model: str
@@ -64,33 +71,112 @@ class InitRequest:
     val: Sequence[str]
     algo: str
     gpus: int
+    prompt_key: str | None = None
+    label_key: str | None = None
     reward: str | None = None
 
 
-def ask_missing(directory: Path, given: dict[str, object]) -> InitRequest:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    """A question on the terminal. `read` turns the answer into a value; while it raises, the question is repeated."""
+
+    text: str
+    default: str
+    read: Callable[[str], Any]
+
+    def ask(self) -> Any:
+        while True:
+            try:
+                answer = input(f"{self.text} [{self.default}]: ").strip() or self.default
+            except EOFError as error:
+                raise ConfigError(f"megarl init: no answer to: {self.text}") from error
+            try:
+                return self.read("" if answer == "-" else answer)
+            except (ConfigError, DataError) as error:
+                print(f"  {error}")
+
+
+def ask_missing(directory: Path, given: Mapping[str, Any]) -> InitRequest:
     """Complete a request by asking on the terminal; ConfigError, which names the options, where nobody can answer."""
+    known = {name: value for name, value in given.items() if value is not None}
+    gpus = str(len(nvidia_devices()))
     questions = {
-        "model": ("model (a Hugging Face directory or hub id)", "Qwen/Qwen3-0.6B"),
-        "train": ("training prompts (parquet or JSONL, several with spaces between)", "data/train.parquet"),
-        "val": ("validation prompts (none: -)", "data/val.parquet"),
-        "algo": ("algorithm (a file of configs/algo)", "grpo"),
-        "gpus": ("number of GPUs (0: CPU)", "8"),
+        "model": _Question(text="model (a Hugging Face directory or hub id)", default="Qwen/Qwen3-0.6B", read=_model),
+        "train": _Question(text="training prompts (parquet or JSONL)", default="data/train.parquet", read=_train),
+        "val": _Question(text="validation prompts (none: -)", default="data/val.parquet", read=_files),
+        "algo": _Question(text="algorithm (a file of configs/algo)", default="grpo", read=_algorithm),
+        "gpus": _Question(text="number of GPUs of 80 GiB (0: CPU)", default=gpus, read=_count),
     }
-    missing = [name for name in questions if given.get(name) is None]
+    missing = [name for name in questions if name not in known]
     if missing and not sys.stdin.isatty():
         raise ConfigError(f"megarl init: --{', --'.join(missing)}: not given, and there is no terminal to ask on")
     for name in missing:
-        text, default = questions[name]
-        answer = input(f"{text} [{default}]: ").strip() or default
-        words = [] if answer == "-" else answer.split()
-        given[name] = words if name in ("train", "val") else answer
-    return InitRequest(directory=directory, **{**given, "gpus": _count(given["gpus"])})  # type: ignore[arg-type]
+        known[name] = questions[name].ask()
+    if missing:
+        further = _about_data(known["train"])
+        known |= {name: question.ask() for name, question in further.items() if name not in known}
+    return InitRequest(directory=directory, **{**known, "gpus": _count(str(known["gpus"]))})
 
 
-def _count(gpus: object) -> int:
-    if not str(gpus).isdigit() or (int(str(gpus)) > GPUS_PER_NODE and int(str(gpus)) % GPUS_PER_NODE):
-        raise ConfigError(f"--gpus: got {gpus}, expected 0 to {GPUS_PER_NODE}, or a multiple of {GPUS_PER_NODE}")
-    return int(str(gpus))
+def _about_data(train: Sequence[str]) -> dict[str, _Question]:
+    """Ask for the columns that verl names otherwise, and for a reward function."""
+    columns = columns_of(Path(train[0]))
+    there = f"there are: {', '.join(columns)}"
+
+    def column(answer: str) -> str:
+        if answer not in columns:
+            raise ConfigError(f"no column {answer!r}; {there}")
+        return answer
+
+    questions = {}
+    if "prompt" not in columns:
+        questions["prompt_key"] = _Question(text=f"column with the prompt ({there})", default=columns[0], read=column)
+    if "reward_model" not in columns:
+        text = f"column with the right answer ({there})"
+        questions["label_key"] = _Question(text=text, default=columns[-1], read=column)
+    text = "reward function of yours, FILE.py:NAME (none: -)"
+    return {**questions, "reward": _Question(text=text, default="-", read=_function)}
+
+
+def _model(text: str) -> str:
+    read_model_spec(local_model(text, "--model", weights=False), "--model")
+    return text
+
+
+def _files(text: str) -> list[str]:
+    for name in text.split():
+        columns_of(Path(name))
+    return text.split()
+
+
+def _train(text: str) -> list[str]:
+    if not text:
+        raise ConfigError("--train: a run needs prompts; name a file")
+    return _files(text)
+
+
+def _algorithm(text: str) -> str:
+    algorithms = sorted(path.stem for path in (PACKAGED / "algo").glob("*.yaml"))
+    if text not in algorithms:
+        raise ConfigError(f"--algo: got {text!r}, expected one of {', '.join(algorithms)}")
+    return text
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or (int(text) > GPUS_PER_NODE and int(text) % GPUS_PER_NODE):
+        raise ConfigError(f"--gpus: got {text}, expected 0 to {GPUS_PER_NODE}, or a multiple of {GPUS_PER_NODE}")
+    return int(text)
+
+
+def _function(text: str) -> str | None:
+    if text and not Path(text.partition(":")[0]).is_file():
+        raise ConfigError(f"--reward: no file {text.partition(':')[0]}; write it first, or answer -")
+    return text or None
+
+
+def dry_run(file: Path, gpus: int) -> str:
+    """Return the command that shows what the run of a file does and needs."""
+    return f"megarl train {file} --dry-run" + (" --device-gib 80" if gpus else "")
 
 
 def init_run(request: InitRequest) -> Path:
@@ -103,9 +189,7 @@ def init_run(request: InitRequest) -> Path:
     file = request.directory / "run.yaml"
     if file.exists():
         raise ConfigError(f"{file} exists; name another directory, or remove it")
-    algorithms = sorted(path.stem for path in (PACKAGED / "algo").glob("*.yaml"))
-    if request.algo not in algorithms:
-        raise ConfigError(f"--algo: got {request.algo!r}, expected one of {', '.join(algorithms)}")
+    _algorithm(request.algo)
     positions = read_model_spec(local_model(request.model, "--model", weights=False), "--model").max_positions
     request.directory.mkdir(parents=True, exist_ok=True)
     refusals: list[ConfigError] = []
@@ -160,15 +244,21 @@ def _text(request: InitRequest, file: Path, *, tp: int, pp: int, positions: int)
         placement = _GPU_PLACEMENT.format(nodes=max(1, gpus // GPUS_PER_NODE), per_node=per_node)
     else:
         engine = "  engine: {kv_cache_mib: 512, max_num_seqs: 64}\n"
+    name = request.directory.resolve().name
+    keys = {"prompt_key": request.prompt_key, "label_key": request.label_key}
+    columns = "".join(f"  {key}: {column}\n" for key, column in keys.items() if column)
+    if request.reward and "data_source" not in columns_of(Path(request.train[0])):
+        columns += f"  default_source: {name}   # of rows that name none; metrics of rewards have this name\n"
     body = _TEMPLATE.format(
-        file=file,
+        dry_run=dry_run(file, gpus),
         algo=request.algo,
-        name=request.directory.resolve().name,
+        name=name,
         runs=request.directory / "runs",
         model=request.model,
         dtype="bfloat16" if gpus else "float32",
         train=f"[{', '.join(request.train)}]",
         val=f"[{', '.join(request.val)}]",
+        columns=columns,
         prompt=prompt,
         response=min(4096 if gpus else 256, positions - prompt),
         engine=engine,
@@ -178,6 +268,6 @@ def _text(request: InitRequest, file: Path, *, tp: int, pp: int, positions: int)
     )
     reward = ""
     if request.reward:
-        path, _, name = request.reward.partition(":")
-        reward = f"rewards:\n  custom: {{path: {path}, name: {name or 'reward_func'}}}   # others: docs/rewards.md\n"
+        path, _, function = request.reward.partition(":")
+        reward = f"rewards:\n  custom: {{path: {path}, name: {function or 'reward_func'}}}   # docs/rewards.md\n"
     return body + placement + reward

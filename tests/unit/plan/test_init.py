@@ -1,6 +1,7 @@
 """`megarl init` writes a run file that passes the checks of a dry run, with the smallest replicas that fit."""
 
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,17 +93,51 @@ def test_refusals_leave_no_file(tmp_path: Path) -> None:
         init_run(request(tmp_path, model="qwen3-8b", gpus=8))
 
 
-def test_what_options_do_not_say_is_asked_on_a_terminal_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
-    monkeypatch.setattr("sys.stdin", Terminal("org/model\na.parquet b.parquet\n-\n\n"))
-    asked = ask_missing(tmp_path, {"gpus": 16})
-    assert (asked.model, asked.train, asked.val) == ("org/model", ["a.parquet", "b.parquet"], [])
-    assert (asked.algo, asked.gpus) == ("grpo", 16)
+
+@pytest.fixture
+def here(own_data: InitRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a model, data of columns that megarl does not know, and a reward function."""
+    (tmp_path / "t.jsonl").write_text('{"question": "1+1=?", "answer": "2"}\n' * 16)
+    (tmp_path / "mine.py").write_text(
+        "def score(completions, answer, **columns):\n    return [1.0] * len(completions)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_what_options_do_not_say_is_asked_until_it_can_be_right(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megarl.plan.init.nvidia_devices", list)
+    answers = "nowhere|model|-|t.txt|t.jsonl t.jsonl|-|grppo|||prompt|||your.py:f|mine.py:score|"
+    monkeypatch.setattr("sys.stdin", Terminal(answers.replace("|", "\n")))
+    asked = ask_missing(Path("first"), dict.fromkeys(("model", "train", "gpus")))
+    assert (asked.model, asked.train, asked.val) == ("model", ["t.jsonl", "t.jsonl"], [])
+    # Without a GPU on this machine, a run on CPU is suggested.
+    assert (asked.algo, asked.gpus) == ("grpo", 0)
+    assert (asked.prompt_key, asked.label_key, asked.reward) == ("question", "answer", "mine.py:score")
+    told = re.findall(r": {3}(.+)", capsys.readouterr().out)
+    expected = "nowhere/config.json", "name a file", "'.txt'", "'grppo'", "no column 'prompt'", "no file your.py"
+    assert all(part in line for part, line in zip(expected, told, strict=True))
+    config = load_config(init_run(asked))
+    assert (config.data.prompt_key, config.data.label_key, config.data.default_source) == (
+        "question",
+        "answer",
+        "first",
+    )
+    assert (config.rewards.custom.path, config.rewards.custom.name) == ("mine.py", "score")
+
+
+def test_who_cannot_be_asked_is_told_the_options(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO())
     with pytest.raises(ConfigError, match="--model, --train, --val, --algo: not given"):
-        ask_missing(tmp_path, {"gpus": 16})
+        ask_missing(here, {"gpus": 16})
     with pytest.raises(ConfigError, match="--gpus: got 12, expected 0 to 8, or a multiple of 8"):
-        ask_missing(tmp_path, {"model": "m", "train": ["t"], "val": [], "algo": "grpo", "gpus": 12})
+        ask_missing(here, {"model": "m", "train": ["t"], "val": [], "algo": "grpo", "gpus": 12})
+    monkeypatch.setattr("sys.stdin", Terminal())
+    with pytest.raises(ConfigError, match="no answer to: model"):
+        ask_missing(here, {"gpus": 16})
