@@ -242,16 +242,17 @@ class Cluster:
         if self._closed:
             return
         self._closed = True
-        try:
-            if ray.is_initialized():
-                if not failed:
-                    processes = [*self.workers.processes, *self.engines.processes]
-                    processes += itertools.chain(*self._judge_servers.values())
-                    refs = [p.actor.call.remote("close") for p in processes]
-                    with contextlib.suppress(RayTaskError, ActorDiedError, ActorUnavailableError, GetTimeoutError):
-                        ray.get(refs, timeout=CLOSE_TIMEOUT_S)
-                elif self._log_dir is not None:
-                    keep_worker_logs(self.scope.temp_dir, self._log_dir)
-        finally:
-            ray.shutdown()
-            self._caretaker.close()
+        with doing("ending the processes"):
+            try:
+                if ray.is_initialized():
+                    if not failed:
+                        processes = [*self.workers.processes, *self.engines.processes]
+                        processes += itertools.chain(*self._judge_servers.values())
+                        refs = [p.actor.call.remote("close") for p in processes]
+                        with contextlib.suppress(RayTaskError, ActorDiedError, ActorUnavailableError, GetTimeoutError):
+                            ray.get(refs, timeout=CLOSE_TIMEOUT_S)
+                    elif self._log_dir is not None:
+                        keep_worker_logs(self.scope.temp_dir, self._log_dir)
+            finally:
+                ray.shutdown()
+                self._caretaker.close()

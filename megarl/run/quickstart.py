@@ -66,5 +66,4 @@ def quickstart(*, algo: str, task: str | None, seed: int, model: str = "tiny") -
         train_supervised("sft", load_config(CONFIGS / f"{task}-sft.yaml", [*common, *sources]), overwrite=True)
     if (root / algo).is_dir():
         print(f"replacing the run in {root / algo}")
-    recorder = train(rl, overwrite=True)
-    print(f"report: {recorder.paths.report_html}\nmodel:  {recorder.paths.export}")
+    train(rl, overwrite=True)

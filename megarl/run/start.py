@@ -37,9 +37,7 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> R
         from megarl.train.wiring import build_trainer
 
         build_trainer(inputs, cluster, recorder).fit(checkpoint)
-    with doing("writing the report"):
-        write_report(recorder.paths.root)
-    return recorder
+    return _reported(recorder)
 
 
 def train_supervised(command: Command, config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
@@ -58,8 +56,16 @@ def train_supervised(command: Command, config: Config, *, overwrite: bool = Fals
         from megarl.train.supervised import SupervisedTrainer
 
         SupervisedTrainer(task, config, cluster, recorder).fit(checkpoint)
+    return _reported(recorder)
+
+
+def _reported(recorder: RunRecorder) -> RunRecorder:
+    """Write the report of a finished run, and say where it and the model are."""
     with doing("writing the report"):
         write_report(recorder.paths.root)
+    print(f"report: {recorder.paths.report_html}")
+    if recorder.paths.export.is_dir():
+        print(f"model:  {recorder.paths.export}")
     return recorder
 
 
