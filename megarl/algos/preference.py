@@ -177,7 +177,7 @@ class PreferenceObjective:
         return {"pairs": max(len(rows) / 2, 1.0)}
 
     def loss(self, rows: RowBatch, out: PolicyOutputs, state: AlgoState) -> LossSums:
-        """Sum the losses of a micro-batch's pairs; metrics: loss, share of pairs in order, rewards and log-probs."""
+        """Sum the losses of a micro-batch's pairs; metrics say, for example, how often the chosen answer wins."""
         shape, mask = (2, len(out.logprobs) // 2), rows.loss_mask
         logprobs = masked_sum(out.logprobs, mask, dim=1).reshape(shape)
         log_ratios, kl = (torch.zeros_like(logprobs) for _ in range(2))

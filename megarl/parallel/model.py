@@ -157,7 +157,7 @@ class ScalarHead(torch.nn.Module):
 
 
 class ValueModel(PackedModel):
-    """A critic: it computes one value per kept label, which is the value of the state before that token was chosen."""
+    """A critic: it computes one value for each kept label, that of the state before the token was chosen."""
 
     def __init__(self, *, config: TransformerConfig, **arguments: Any) -> None:
         super().__init__(config=config, **arguments)

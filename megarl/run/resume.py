@@ -131,7 +131,7 @@ def _require_readable_layout(checkpoint: Checkpoint, config: Config) -> None:
 
 
 def resume_notes(checkpoint: Checkpoint, config: Config) -> list[str]:
-    """List what a user should know about a continued run: where it starts, and what has changed."""
+    """List what a user should know about a resumed run: where it starts, and what has changed."""
     notes = [f"continuing after step {checkpoint.state.step} from {checkpoint.path}"]
     notes += [f"changed since the checkpoint: {change}" for change in changed_settings(checkpoint.state.config, config)]
     if len(checkpoint.same_layout(config)) < len(Role):

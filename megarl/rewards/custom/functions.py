@@ -47,7 +47,7 @@ class CustomFunctions:
         return [name for name, each in self.functions.items() if not each.sources]
 
     def check(self) -> None:
-        """Load all files, and raise ConfigError for a missing function, or one whose parameters are unknown."""
+        """Load every file; raise ConfigError if a function is missing, or has parameters that megarl cannot fill."""
         for each in self.functions.values():
             signature_of(load_function(Path(each.path), each.name), Path(each.path), each.arguments)
 

@@ -1,4 +1,4 @@
-"""Confine a process to some files by Landlock, which needs neither namespaces nor rights (Linux 5.13).
+"""Confine a process to some files by Landlock, which needs neither namespaces nor privileges (Linux 5.13).
 
 Landlock decides about opening, creating and removing files. It does not see changes of modes, owners and times, which
 the filter of system calls refuses; and it does not hide that a file exists.

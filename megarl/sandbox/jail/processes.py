@@ -73,7 +73,7 @@ class Family:
             os.close(directory)
 
     def _read(self, path: str) -> bytes:
-        """Read a short file of the table; empty if its process has ended."""
+        """Read a short file below /proc, such as `42/statm`; return nothing if its process has ended."""
         try:
             file = os.open(path, os.O_RDONLY, dir_fd=self._table)
         except OSError:
