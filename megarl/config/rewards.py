@@ -78,7 +78,7 @@ class CustomConfig:
     memory_mib: int = setting(16384, AT_LEAST_1)  # Limit on the growth of the address space of a process.
 
     def all_functions(self) -> dict[str, FunctionConfig]:
-        """Return all functions by name, among them that of `path`."""
+        """Return all functions by name, including the one that `path` and `name` set."""
         if self.path is None:
             return dict(self.functions)
         own = FunctionConfig(path=self.path, name=self.name, per=self.per, arguments=self.arguments)

@@ -99,7 +99,7 @@ class Platform:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def release_cached_memory(self) -> None:
-        """Give unused memory that torch's caching allocator holds back to the device (torch.cuda.empty_cache)."""
+        """Return unused memory in torch's caching allocator to the device (torch.cuda.empty_cache)."""
 
     def communicators(self) -> list[Any]:
         """Wait for the device, and list the backends of this process's groups that keep memory on it, in an order that

@@ -1,4 +1,5 @@
-"""Judge ground truths against themselves before a run starts, so that data that nobody can answer cost nothing."""
+"""Check before a run starts that each ground truth is accepted as an answer to itself, so that no run trains on data
+that nobody can answer."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence

@@ -73,7 +73,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """What a worker received in a weight sync: checksums by tensor, if asked for, and the bytes that were sent."""
+    """What a worker received in a weight sync: checksums by tensor, if asked for, and the number of bytes sent."""
 
     checksums: Mapping[str, int]
     wire_bytes: int

@@ -61,11 +61,11 @@ def decode(data: bytes) -> Any:
 
 
 def pack(roots: Sequence[Any], describe: Describe, shared: Sequence[Any] = ()) -> tuple[dict[str, Any], list[Any]]:
-    """Write values, and return what was written with the list of containers and objects that it numbers.
+    """Serialize values; return them as JSON data, and the containers and objects in them in the order of their numbers.
 
-    describe: writes an object that is no builtin data, as [kind, further words]; ["object", class, attributes] lets its
-        attributes follow.
-    shared: containers that the other side knows by these numbers; their state is written again.
+    describe: encodes an object that is not builtin data, as [kind, details …]. The attributes of an
+        ["object", class, attributes] are serialized, too.
+    shared: containers that the other side already has, numbered from 0; their contents are sent again.
     """
     objects = list(shared)
     numbers = {id(known): number for number, known in enumerate(objects)}
@@ -105,7 +105,7 @@ def unpack(written: Any, restore: Restore, shared: Sequence[Any] = ()) -> tuple[
 
     restore: returns the object of a kind that is not builtin data, given the words of its description; attributes of an
         "object" are set afterwards.
-    shared: this side's containers, which take the state that was written of them.
+    shared: the containers that this side already has, which get the contents that were sent.
     """
     nodes = written["nodes"]
     built = [*shared, *[_ABSENT] * (len(nodes) - len(shared))]
