@@ -33,7 +33,7 @@ train: install ## Train a small model: make train ALGO=grpo TASK=sums SEED=0, or
 # Many of them start processes, which need not compile the package each.
 test: export PYTHONDONTWRITEBYTECODE =
 test: install ## Run the tests
-	"$(VENV)/bin/python" -m pytest tests/unit -m "not long and not gpu" -n 4 --dist loadfile --no-loadscope-reorder
+	"$(VENV)/bin/python" -m pytest tests/unit -m "not long and not gpu" -n 3 --dist loadfile --no-loadscope-reorder
 	"$(VENV)/bin/python" -m pytest tests/distributed -m "not long and not gpu" -n 2 --dist loadfile
 	"$(VENV)/bin/python" -m pytest tests --ignore=tests/unit --ignore=tests/distributed -m "not long and not gpu and not slurm" \
 		-n 2 --dist loadfile

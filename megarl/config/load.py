@@ -1,18 +1,18 @@
 """Build a `Config` from YAML files and dotted overrides.
 
-A run file may name files to build upon, and then has only the settings that differ:
+A run file may build on other files, and then needs only the settings that differ:
 
     use: {model: qwen3-tiny, algo: grpo}        # configs/model/qwen3-tiny.yaml, configs/algo/grpo.yaml
     use: {run: sums-common, algo: ./my.yaml}    # another run file, and a path to any .yaml file
 
-    for_algo: {ppo*: {critic: {freeze: true}}}  # settings for the algorithm files of these names alone
+    for_algo: {ppo*: {critic: {freeze: true}}}  # only if the algorithm file has such a name
 
 Names are looked up in the configs root (the parent of the run file's directory), and then among the files that come
-with megarl; so is a run file such as configs/run/sums-rl.yaml. Paths, here and anywhere in a configuration, are
-relative to the current working directory. Settings are merged in this order, and later ones win: the files that `use`
-names, one per group such as `model`; the run files, base first, each followed by its `for_algo` settings; the
-overrides. A run file's `use` replaces that of its base. Mappings merge key by key; any other value, including a list,
-is replaced.
+with megarl. Paths, here and anywhere in a configuration, are relative to the current working directory; a run file that
+is not there, such as configs/run/sums-rl.yaml, is also looked for among those files. Settings are merged in this order,
+and later ones win: the files that `use` names, one per group such as `model`; the run files, base first, each followed
+by its `for_algo` settings; the overrides. A run file's `use` replaces that of its base. Mappings merge key by key; any
+other value, including a list, is replaced.
 """
 
 import os
@@ -208,14 +208,17 @@ def _parse_yaml(text: bytes, where: str) -> Any:
         raise ConfigError(f"{where}: not valid YAML: {problem}") from error
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
+# libyaml's parser is ten times as fast; a PyYAML built without it lacks this one.
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _UniqueKeyLoader(_Loader):
     """A YAML loader that refuses duplicate keys, of which PyYAML would silently keep the last."""
 
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
                 raise yaml.MarkedYAMLError(None, None, f"duplicate key {key.value!r}", key.start_mark)
             seen.add(key.value)
-        return node
+        return cast(dict[Any, Any], super().construct_mapping(node, deep))

@@ -1,5 +1,6 @@
 """Parse a mapping into a frozen dataclass tree, strictly: an unknown key or a wrong type is an error."""
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,12 @@ _MAX_SUGGESTIONS = 3
 _TRUE, _FALSE = frozenset({"true", "yes", "1"}), frozenset({"false", "no", "0"})
 
 
+@functools.cache
+def _hints(section: Any) -> Mapping[str, Any]:
+    """Return the types of a section's fields by name. It takes longer than all else that parses a section."""
+    return get_type_hints(section)
+
+
 def from_dict(cls: type[T], mapping: Mapping[str, object], path: str = "") -> T:
     """Build the dataclass tree `cls` from a mapping; keys that are absent keep their defaults.
 
@@ -33,21 +40,22 @@ def _join(path: str, key: object) -> str:
 
 
 def _dotted_keys(cls: type, path: str) -> Iterator[str]:
-    for key, hint in get_type_hints(cls).items():
+    for key, hint in _hints(cls).items():
         yield _join(path, key)
         if is_dataclass(hint):
             yield from _dotted_keys(cast(type, hint), _join(path, key))
 
 
-def _refuse_unknown_keys(cls: type, mapping: object, path: str, known: Sequence[str]) -> None:
+def _refuse_unknown_keys(cls: type, mapping: object, path: str, known: Iterator[str]) -> None:
+    """Raise ConfigError for a key that no section has, with one of `known` that is like it."""
     if not isinstance(mapping, Mapping):
         return  # The conversion reports the wrong type.
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     for key, value in mapping.items():
         if key not in hints:
             if foreign := find_alias(_join(path, key), value):
                 raise ConfigError(f"unknown key '{foreign[0]}', {foreign[1].advice}")
-            advice = _advice(str(key), path, list(hints), known)
+            advice = _advice(str(key), path, list(hints), tuple(known))
             raise ConfigError(f"unknown key '{_join(path, key)}'; {advice}")
         if is_dataclass(hints[key]):
             _refuse_unknown_keys(hints[key], value, _join(path, key), known)
@@ -83,8 +91,8 @@ def _parse(hint: Any, value: object, path: str) -> object:
 def _parse_section(hint: Any, value: object, path: str) -> object:
     if not isinstance(value, Mapping):
         raise _WrongTypeError
-    _refuse_unknown_keys(hint, value, path, tuple(_dotted_keys(hint, path)))
-    hints = get_type_hints(hint)
+    _refuse_unknown_keys(hint, value, path, _dotted_keys(hint, path))
+    hints = _hints(hint)
     for field in fields(hint):
         if field.name not in value and field.default is MISSING and field.default_factory is MISSING:
             keys = f"{f'{path} has' if path else 'there are'}: {', '.join(hints)}"
@@ -212,7 +220,7 @@ def describe_type(hint: Any) -> str:
 def _alternative(hint: Any) -> str:
     if hint is NoneType:
         return "null"
-    return f"{{{', '.join(get_type_hints(hint))}}}" if is_dataclass(hint) else describe_type(hint)
+    return f"{{{', '.join(_hints(cast(type, hint)))}}}" if is_dataclass(hint) else describe_type(hint)
 
 
 def _item(hint: Any) -> str:
