@@ -157,7 +157,7 @@ class SyncConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationConfig:
-    """Configure validation on data.val, with sampled and with greedy answers."""
+    """Configure validation on data.val: `num_samples` sampled answers to each prompt, and a greedy one if `greedy`."""
 
     before_train: bool = True  # Also validate the initial policy.
     # Steps between validations; the last step is always validated.

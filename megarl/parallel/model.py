@@ -157,7 +157,7 @@ class ScalarHead(torch.nn.Module):
 
 
 class ValueModel(PackedModel):
-    """A critic: it computes one value for each kept label, that of the state before the token was chosen."""
+    """A critic: for each token that is trained on, it computes the value of the state just before that token."""
 
     def __init__(self, *, config: TransformerConfig, **arguments: Any) -> None:
         super().__init__(config=config, **arguments)

@@ -46,7 +46,7 @@ class Measured:
 
     @property
     def setting(self) -> Setting:
-        """The asynchronous setting of the measured run itself."""
+        """The numbers of engines and trainers and the staleness that the measured run had."""
         schedule, engine = self.config.rollout.schedule, self.config.rollout.engine
         return Setting(
             num_engines=engine.num_engines,

@@ -1,5 +1,6 @@
 """Define the formulas by which CPO's methods change advantages, and apply them."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -38,6 +39,11 @@ class Term:
     max_share: float | None = None
 
 
+@functools.cache
+def _parameters(reader: Reader) -> frozenset[str]:
+    return frozenset(signature(reader).parameters)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
     """A factor of a formula: it multiplies the advantages of the tokens that all scopes select by `value`."""
@@ -66,8 +72,7 @@ class Formula:
         readers += [scope for term in self.terms for scope in term.scopes]
         readers += [factor for term in self.terms for factor in term.factors]
         readers += [gain.value for gain in self.gains if callable(gain.value)]
-        names = {name for reader in readers for name in signature(reader).parameters}
-        return frozenset(names.union(term.weight for term in self.terms))
+        return frozenset(term.weight for term in self.terms).union(*map(_parameters, readers))
 
     @property
     def uses_hint(self) -> bool:

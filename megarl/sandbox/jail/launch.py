@@ -69,7 +69,7 @@ def _keep(connection: socket.socket, setup: dict[str, Any], launcher: int) -> No
 
 
 def _enter_namespaces(bounds: Bounds, launcher: int) -> Scratch:
-    """Fork into new namespaces whose root shows only the paths of `bounds`; only their first process returns."""
+    """Enter new namespaces, whose root shows only the paths of `bounds`; this returns in their first process alone."""
     enter_namespaces()
     _end_with_parent(launcher)
     if first := os.fork():
