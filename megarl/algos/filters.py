@@ -12,7 +12,8 @@ _SCORE_TOLERANCE = 1e-6
 
 
 def filter_scores(rewards: Sequence[Reward], cfg: FilterConfig) -> list[float]:
-    """Return the number by which each sample is filtered: correctness, score or reward, as `algo.filter.by` says.
+    """Return the value that the filter reads for each sample: correctness (0 or 1), the sample's own score or its
+    reward, as `algo.filter.by` says.
 
     >>> rewards = [Reward(score=-1.0, correct=False, own_score=0.25), Reward(score=1.0, correct=True)]
     >>> filter_scores(rewards, FilterConfig()), filter_scores(rewards, FilterConfig(by="score"))

@@ -2,9 +2,9 @@
 
 Request: {"query": [prompt + response, …], "prompts": […], "labels": [ground truth, …]}, and "data_source": […] and
 "extra_info": […], which services may ignore. Answer: {"rewards": [number, …], "scores": [number, …],
-"extra_logs": {name: [number, …] or number}}; "scores" and "extra_logs" may be missing. Other values than numbers in
-"extra_logs" are notes. A reward of null says that the service could not judge this row; "extra_logs":
-{"unjudged": [text, …]} must then say why.
+"extra_logs": {name: [number, …] or number}}; "scores" and "extra_logs" may be missing. Lists in "extra_logs" have an
+entry for each row; what is not a number is kept beside the row's sample, and not averaged. A reward of null says that
+the service could not judge the row; the row's entry in "extra_logs": {"unjudged": [text, …]} must then say why.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Define the sections of the advantage estimator and of the correction for log-prob differences to the engine."""
+"""Define the settings of the advantage estimator, and of the correction for log-probs that differ from the engine's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
