@@ -17,7 +17,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Several tests and their processes share the cores, where threads of one would spin while they wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How long an example takes says more of the machine's load than of the code. Every session draws other examples.
-settings.register_profile("megarl", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("megarl", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("megarl")
 # What these compare with is installed apart: make test-conformance.
 collect_ignore = ["conformance"]

@@ -21,6 +21,8 @@ PAGES = sorted((REPOSITORY / "docs" / "tutorials").glob("*.md"))
 FIRST = "first-run"
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', flags=re.MULTILINE | re.DOTALL)
 MAX_LINES = 80
+# What these do before they train, unit tests do too.
+LONG = ("asynchronous", "own-algorithm", "own-data", "tools")
 TIMEOUT_S = 1500.0
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -80,12 +82,8 @@ def test_pages_are_short(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    # What these do before they train, unit tests do too.
     "page",
-    [
-        pytest.param(page, marks=pytest.mark.long if page.stem in ("own-algorithm", "own-data", "tools") else ())
-        for page in PAGES
-    ],
+    [pytest.param(page, marks=pytest.mark.long if page.stem in LONG else ()) for page in PAGES],
     ids=lambda page: page.stem,
 )
 def test_a_page_up_to_its_first_training(page: Path, start: Path, tmp_path: Path) -> None:

@@ -226,7 +226,9 @@ def test_there_are_configurations_of_real_models() -> None:
     assert {f"math-qwen3-{size}.yaml" for size in PARAMETERS} <= set(RUNS)
 
 
-@pytest.mark.parametrize("size", PARAMETERS)
+@pytest.mark.parametrize(
+    "size", ["1.7b", *(pytest.param(size, marks=pytest.mark.long) for size in PARAMETERS if size != "1.7b")]
+)
 def test_runs_on_math(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With thinking and without; the longest hint has room beside the longest row."""
     monkeypatch.chdir(ROOT)
