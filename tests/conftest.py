@@ -27,6 +27,8 @@ gc.disable()
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    # Tests leave little garbage, and the usual thresholds look for it thousands of times.
+    gc.set_threshold(50_000, 20, 20)
     gc.enable()
 
 
