@@ -79,7 +79,11 @@ def _head_bytes(
 def checkpoint_host_bytes(
     layouts: Mapping[LayoutConfig, Sequence[RoleSpec]], shards: Sequence[ShardPlan], rank: int, *, portable: bool
 ) -> int:
-    """Estimate the host memory in bytes that writing a checkpoint takes on this rank, summed over all layouts."""
+    """Estimate the host memory in bytes that rank number `rank` of every layout needs to write a checkpoint.
+
+    The layouts are those of a run's roles, whose ranks share hosts, so that their needs add up. portable: whether the
+    checkpoint can be read under another layout, for which some ranks collect the state of others.
+    """
     by_place = {(shard.role, shard.stage): shard for shard in shards}
     total = 0
     for layout, roles in layouts.items():

@@ -29,7 +29,7 @@ from megarl.parallel.head.statistics import NOT_OWNED, HeadInputs, TopLogprobs, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Log-probs of labels and entropies, [N] float32 in nats. `entropy` has gradients only if they were requested."""
+    """Label log-probs and entropies, each [N] float32 in nats. `entropy` has gradients only if they were requested."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor

@@ -48,7 +48,10 @@ class _Call:
 
 @dataclass(slots=True)
 class _Heard:
-    """What the judge has said of a row: votes by criterion, the last text, and why the last answer had no verdict."""
+    """What the judge has said of a row: votes by criterion, and the text of its last reply.
+
+    outcome, reason: if that reply had no verdict, the kind of failure and its explanation.
+    """
 
     votes: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     text: str = ""
