@@ -59,14 +59,16 @@ def wait_started(
 
 
 class EngineSeats:
-    """The reserved places (seats) of a run's engines. It starts an engine in each place, and a new one if that dies.
-
-    devices_of: returns ids of the devices that an engine shares with trainer ranks; the ranks must have started.
-    """
+    """The reserved places (seats) of a run's engines. It starts an engine in each, and another if that engine dies."""
 
     def __init__(
         self, config: Config, seats: Sequence[Seat], reservation: Reservation, devices_of: Callable[[Seat], list[str]]
     ) -> None:
+        """Keep the seats; engines start with `begin`.
+
+        devices_of: returns the ids of the devices that an engine shares with trainer ranks. It is called when the engine
+            starts, by which time the ranks must have started.
+        """
         self._config, self._seats, self._reservation = config, list(seats), reservation
         self._devices_of = devices_of
         # By engine: the actors on its further nodes, and the ids of its processes by node.

@@ -69,8 +69,8 @@ class _Open:
 class EpisodeHosts:
     """The hosts of a run's environments, each with an equal share of the conversations.
 
-    Requests are collected, and sent by `calls`, `take` and `poll`. A host that dies is replaced by `mend`, and its
-    conversations are told that they are lost.
+    Requests are queued until the next `calls`, `take` or `poll` sends them. `mend` replaces hosts that have died; their
+    conversations are reported as lost.
     """
 
     def __init__(self, spec: HostSpec, *, timeout_s: float) -> None:

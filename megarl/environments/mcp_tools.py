@@ -105,8 +105,8 @@ class McpEnvironment(ToolEnvironment):
 
     All samples of a host share one session with the server, and calls run in it side by side. For a server that keeps
     state for its client, `session: sample` gives each sample a session of its own, with a process of its own if the
-    server is a command. Such a conversation begins again after a resume. A session that broke is begun again by the
-    next call, and the policy is told.
+    server is a command. An unfinished conversation then starts anew from its prompt when the run is resumed. If a
+    session breaks, the next call opens a new one, and the policy is told.
     """
 
     def __init__(

@@ -26,8 +26,8 @@ class StopRequest:
 def leave_on_signals() -> list[int]:
     """Make SIGINT, SIGTERM and SIGUSR1 end the process at once, by SystemExit, so that clean-up code runs.
 
-    The returned list receives the signal, because Ray may replace the exit code if it arrives during one of Ray's
-    calls.
+    The signal's number is appended to the returned list. Look there and not at the exit code, which Ray may replace if
+    the signal arrives during one of its calls.
     """
     received: list[int] = []
 

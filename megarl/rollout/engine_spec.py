@@ -85,7 +85,7 @@ def engine_spec(config: Config) -> EngineSpec:
 
 
 def rounding_of(spec: EngineSpec) -> str | None:
-    """Return the name of the method that rounds weights in vLLM's place, or None where vLLM quantises itself."""
+    """Return the name of the method by which megarl rounds weights for vLLM, or None if it does not."""
     return f"{ROUNDED}{spec.config.quantization}" if spec.config.quantization and platform().name == "cpu" else None
 
 
