@@ -66,7 +66,7 @@ class EngineSeats:
     ) -> None:
         """Keep the seats; engines start with `begin`.
 
-        devices_of: returns the ids of the devices that an engine shares with trainer ranks. It is called when the engine
+        devices_of: returns ids of the devices that an engine shares with trainer ranks. It is called when the engine
             starts, by which time the ranks must have started.
         """
         self._config, self._seats, self._reservation = config, list(seats), reservation
