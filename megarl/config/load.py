@@ -208,7 +208,7 @@ def _parse_yaml(text: bytes, where: str) -> Any:
         raise ConfigError(f"{where}: not valid YAML: {problem}") from error
 
 
-# libyaml's parser is ten times as fast; a PyYAML built without it lacks this one.
+# libyaml's parser is faster; a PyYAML built without it lacks this one.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 

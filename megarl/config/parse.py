@@ -22,7 +22,7 @@ _TRUE, _FALSE = frozenset({"true", "yes", "1"}), frozenset({"false", "no", "0"})
 
 @functools.cache
 def _hints(section: Any) -> Mapping[str, Any]:
-    """Return the types of a section's fields by name. It takes longer than all else that parses a section."""
+    """Return the types of a section's fields by name; to evaluate them takes longer than to parse the section."""
     return get_type_hints(section)
 
 

@@ -99,7 +99,7 @@ class _Question:
 def ask_missing(directory: Path, given: Mapping[str, Any]) -> InitRequest:
     """Complete a request by asking on the terminal; ConfigError, which names the options, where nobody can answer."""
     known = {name: value for name, value in given.items() if value is not None}
-    gpus = str(len(nvidia_devices()))
+    gpus = "" if "gpus" in known else str(len(nvidia_devices()))
     questions = {
         "model": _Question(text="model (a Hugging Face directory or hub id)", default="Qwen/Qwen3-0.6B", read=_model),
         "train": _Question(text="training prompts (parquet or JSONL)", default="data/train.parquet", read=_train),
@@ -191,10 +191,11 @@ def init_run(request: InitRequest) -> Path:
         raise ConfigError(f"{file} exists; name another directory, or remove it")
     _algorithm(request.algo)
     positions = read_model_spec(local_model(request.model, "--model", weights=False), "--model").max_positions
+    needs_source = bool(request.reward) and "data_source" not in columns_of(Path(request.train[0]))
     request.directory.mkdir(parents=True, exist_ok=True)
     refusals: list[ConfigError] = []
     for tp, pp in _layouts(request.gpus):
-        file.write_text(_text(request, file, tp=tp, pp=pp, positions=positions))
+        file.write_text(_text(request, file, tp=tp, pp=pp, positions=positions, needs_source=needs_source))
         try:
             plan = plan_run(load_config(file), device_bytes=GPU_BYTES if request.gpus else None, with_data=False)
         except ConfigError as error:
@@ -232,7 +233,7 @@ def _layouts(gpus: int) -> Iterator[tuple[int, int]]:
     yield from sorted(fitting, key=lambda each: (math.prod(each), each[1]))
 
 
-def _text(request: InitRequest, file: Path, *, tp: int, pp: int, positions: int) -> str:
+def _text(request: InitRequest, file: Path, *, tp: int, pp: int, positions: int, needs_source: bool) -> str:
     gpus = request.gpus
     # A quarter of a short context for the question.
     prompt = min(1024, positions // 4)
@@ -247,7 +248,7 @@ def _text(request: InitRequest, file: Path, *, tp: int, pp: int, positions: int)
     name = request.directory.resolve().name
     keys = {"prompt_key": request.prompt_key, "label_key": request.label_key}
     columns = "".join(f"  {key}: {column}\n" for key, column in keys.items() if column)
-    if request.reward and "data_source" not in columns_of(Path(request.train[0])):
+    if needs_source:
         columns += f"  default_source: {name}   # of rows that name none; metrics of rewards have this name\n"
     body = _TEMPLATE.format(
         dry_run=dry_run(file, gpus),
