@@ -25,7 +25,7 @@ class _RMSNormFunction(torch.autograd.Function):
     """y = scale · (x / sqrt(mean(x²) + ε)), which keeps only x and a number per row for backward.
 
     With u = x / sqrt(mean(x²) + ε) and v = scale · dy:  dx = (v − u · mean(u · v)) / sqrt(mean(x²) + ε), and
-    dscale = Σ dy · u. The quotient is rounded to the type of `scale` before they are multiplied.
+    dscale = Σ dy · u. The forward pass rounds u to the dtype of `scale` before it multiplies them.
     """
 
     @staticmethod

@@ -79,10 +79,10 @@ def _head_bytes(
 def checkpoint_host_bytes(
     layouts: Mapping[LayoutConfig, Sequence[RoleSpec]], shards: Sequence[ShardPlan], rank: int, *, portable: bool
 ) -> int:
-    """Estimate the host memory in bytes that rank number `rank` of every layout needs to write a checkpoint.
+    """Estimate the host memory in bytes that writing a checkpoint takes for rank `rank` of all layouts together.
 
-    The layouts are those of a run's roles, whose ranks share hosts, so that their needs add up. portable: whether the
-    checkpoint can be read under another layout, for which some ranks collect the state of others.
+    layouts: those of a run's roles; ranks of the same number are on the same host. portable: whether the checkpoint can
+    be read under another layout; to write such a one, some ranks gather the state of others, which takes more memory.
     """
     by_place = {(shard.role, shard.stage): shard for shard in shards}
     total = 0

@@ -15,7 +15,7 @@ class RunWithInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Import the program, and call its function (or its `Solution`'s method) of this name with JSON values."""
+    """A task that imports the program and calls `function`, or this method of its class `Solution`, on JSON values."""
 
     function: str
     arguments: Sequence[Any]

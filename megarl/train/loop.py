@@ -183,7 +183,7 @@ class Trainer:
         return state.step
 
     def _run_state(self, step: int, score: float | None, directory: Path) -> RunState:
-        """Return the state of the driver for the checkpoint of a step that is about to be written."""
+        """Return the driver's state for the checkpoint of this step, which is about to be written."""
         self.memory.enter(residency.checkpointing(self.inputs.roles))
         return RunState(
             command="train",

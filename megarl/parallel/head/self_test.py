@@ -1,4 +1,7 @@
-"""Test kernels for chunks of logits against float64 log_softmax and its autograd, on small logits of awkward shapes."""
+"""Check the kernels that compute on chunks of logits against float64 log_softmax and its autograd.
+
+The tensors are small and of awkward shapes.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

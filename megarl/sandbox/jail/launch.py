@@ -69,7 +69,10 @@ def _keep(connection: socket.socket, setup: dict[str, Any], launcher: int) -> No
 
 
 def _enter_namespaces(bounds: Bounds, launcher: int) -> Scratch:
-    """Enter new namespaces, whose root shows only the paths of `bounds`; this returns in their first process alone."""
+    """Enter new namespaces whose root file system shows only the paths of `bounds`, and fork.
+
+    Only the child, the first process in the new namespaces, returns.
+    """
     enter_namespaces()
     _end_with_parent(launcher)
     if first := os.fork():

@@ -112,7 +112,10 @@ def alike_tensors(
 
 
 def _by_tensor(holdings: Mapping[int, Holding]) -> dict[str, list[tuple[Box, tuple[int, ...]]]]:
-    """Return each tensor's boxes with the processes that hold (or need) them; equal holdings are scanned once."""
+    """Return for each tensor its boxes, each with the processes that list it in `holdings`.
+
+    Processes that share one mapping are looked at once.
+    """
     found = defaultdict[str, list[tuple[Box, tuple[int, ...]]]](list)
     for holding, processes in replicas_of(holdings):
         for name, box in holding.items():
