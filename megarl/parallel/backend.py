@@ -88,13 +88,17 @@ def shares_prompts(dims: "Dims", layout: "LayoutConfig") -> bool:
 
 
 def prepare_megatron() -> None:
-    """Check Megatron, activate the device and install the CPU shim if needed. Call it before importing megatron."""
+    """Check Megatron, activate the device, and install what it lacks there. Call it before importing megatron."""
     check_megatron()
     platform().activate()
     if BACKENDS[platform().name].needs_shim:
         from megarl.parallel import cpu_shim
 
         cpu_shim.install()
+    elif not (find_spec("transformer_engine") or find_spec("apex")):
+        from megarl.parallel import plain_adam
+
+        plain_adam.install()
 
 
 @functools.cache

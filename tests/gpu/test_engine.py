@@ -69,7 +69,7 @@ def test_sleep_sync_wake(gpu_pool: Callable[[int], RankPool], checkpoint: Callab
 
 # Graphs are captured for at most 8 sequences; a first start also compiles.
 COLD_START_S = 300.0
-NUM_TOKENS = 512
+NUM_TOKENS = 480
 
 
 def test_an_update_in_flight_with_graphs(gpu_pool: Callable[[int], RankPool], checkpoint: Callable[..., Path]) -> None:

@@ -1,4 +1,4 @@
-"""The CPU's AdamW against torch's."""
+"""AdamW in plain PyTorch against torch's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.parallel.cpu_shim import CpuFusedAdam
+from megarl.parallel.plain_adam import PlainAdam
 
 OPTIONS: dict[str, Any] = {"lr": 0.03, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
 
@@ -19,7 +19,7 @@ def test_five_steps_equal_torch(reference: Callable[..., torch.optim.Optimizer],
     start = torch.randn(4, 3, dtype=torch.float64, generator=generator)
     ours, theirs = (start.clone().requires_grad_() for _ in range(2))
     unused = torch.ones(2, requires_grad=True)
-    fused = CpuFusedAdam([ours, unused], adam_w_mode=adam_w_mode, **OPTIONS)
+    fused = PlainAdam([ours, unused], adam_w_mode=adam_w_mode, **OPTIONS)
     plain = reference([theirs], **OPTIONS)
     for step in range(5):
         gradient = torch.randn(4, 3, dtype=torch.float64, generator=generator)
