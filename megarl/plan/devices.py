@@ -79,10 +79,11 @@ def _head_bytes(
 def checkpoint_host_bytes(
     layouts: Mapping[LayoutConfig, Sequence[RoleSpec]], shards: Sequence[ShardPlan], rank: int, *, portable: bool
 ) -> int:
-    """Estimate the host memory in bytes that writing a checkpoint takes for rank `rank` of all layouts together.
+    """Estimate the host memory in bytes for writing a checkpoint, summed over what rank `rank` of each layout needs.
 
-    layouts: those of a run's roles; ranks of the same number are on the same host. portable: whether the checkpoint can
-    be read under another layout; to write such a one, some ranks gather the state of others, which takes more memory.
+    layouts: the layouts of a run, and the roles in each; ranks of the same number share a host, hence the sum.
+    portable: whether the checkpoint can be read under another layout; this takes more memory, as some ranks gather the
+    state of others.
     """
     by_place = {(shard.role, shard.stage): shard for shard in shards}
     total = 0

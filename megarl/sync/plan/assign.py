@@ -112,9 +112,9 @@ def alike_tensors(
 
 
 def _by_tensor(holdings: Mapping[int, Holding]) -> dict[str, list[tuple[Box, tuple[int, ...]]]]:
-    """Return for each tensor its boxes, each with the processes that list it in `holdings`.
+    """Return for each tensor the boxes (rectangular parts) in `holdings`, each with the processes that list it.
 
-    Processes that share one mapping are looked at once.
+    Where several processes have the same holding, it is read only once.
     """
     found = defaultdict[str, list[tuple[Box, tuple[int, ...]]]](list)
     for holding, processes in replicas_of(holdings):

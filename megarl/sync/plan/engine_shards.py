@@ -37,7 +37,7 @@ class EnginePosition:
 
 
 def engine_shards(spec: ModelSpec, at: EnginePosition) -> dict[str, Box]:
-    """Compute tensor → box (rectangular part) that an engine worker needs; tensors that it does not need are left out.
+    """Return, for each tensor of which an engine worker needs a part, the box (rectangular part) that it needs.
 
     Norms and routers are whole. q, k, v, gate and up are split by output features, o and down by input features, and
     the vocabulary by rows after padding. With fewer key/value heads than workers, several workers have the same head.
