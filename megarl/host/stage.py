@@ -1,12 +1,17 @@
 """Tell the driver how far a process has come with its work, through a small file for each process of a host."""
 
 import contextlib
+import logging
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 # The directory of these files, below the run's temporary directory on each host.
 DIRECTORY = "processes"
+# Names the file of the process whose stage a `StageHandler` tells.
+STAGE_FILE_VARIABLE = "MEGARL_STAGE_FILE"
+STAGE_CHARS = 100
 
 
 def process_files() -> Path:
@@ -15,9 +20,44 @@ def process_files() -> Path:
 
 
 def tell_stage(text: str) -> None:
-    """Say how far this process has come, as in `micro-batch 3 of 8`; nothing is written outside of a run."""
+    """Say how far this process has come, as in `micro-batch 3 of 8`, or by "" that it has; only runs keep it."""
     with contextlib.suppress(FileNotFoundError):
-        (process_files() / f"{os.getpid()}.stage").write_text(text)
+        file = _stage_file()
+        file.write_text(text) if text else file.unlink()
+
+
+def _stage_file() -> Path:
+    return process_files() / f"{os.getpid()}.stage"
+
+
+class StageHandler(logging.Handler):
+    """Tells the first line of each log record as the stage of the process that `logged_stages` was called in.
+
+    Only while that process has a stage: once it is done, the log lines of its helpers no longer concern anybody.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(FileNotFoundError), open(os.environ[STAGE_FILE_VARIABLE], "r+") as file:
+            file.write(record.getMessage().partition("\n")[0][:STAGE_CHARS])
+            file.truncate()
+
+
+def logged_stages(logger: str, *, level: str) -> dict[str, Any]:
+    """Return a configuration of logging (`dictConfig`) by which processes tell a logger's messages as this one's stage.
+
+    level: from which on messages are also printed. For this process, and those that it starts from now on.
+    """
+    os.environ[STAGE_FILE_VARIABLE] = str(_stage_file())
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": {"format": "%(levelname)s %(asctime)s %(filename)s:%(lineno)d %(message)s"}},
+        "handlers": {
+            "print": {"class": "logging.StreamHandler", "formatter": "line", "level": level},
+            "stage": {"class": f"{__name__}.{StageHandler.__name__}", "level": "INFO"},
+        },
+        "loggers": {logger: {"handlers": ["print", "stage"], "level": "INFO", "propagate": False}},
+    }
 
 
 def read_stage(directory: str, pid: int) -> str:

@@ -4,8 +4,7 @@
 the engine is built.
 """
 
-import contextlib
-import logging
+import json
 import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ import numpy as np
 
 from megarl.device.platform import platform
 from megarl.errors import ConfigError, WeightSyncError
-from megarl.host.stage import tell_stage
+from megarl.host.stage import logged_stages, process_files, tell_stage
 from megarl.rollout.engine_spec import SLEEPING_DEVICES, EngineSpec, engine_arguments, rounding_of
 from megarl.rollout.nucleus import nucleus_of
 from megarl.rollout.stepping import EngineWork, Stepper
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 # What a worker needs of a request to seed it anew, by name in vLLM's `extra_args`.
 SEED, NUM_BEFORE = "megarl_seed", "megarl_num_before"
-_STAGE_CHARS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +89,8 @@ class VllmEngine:
         prepare_vllm(spec)
         from vllm import LLM
 
-        with _log_lines_as_stages():
-            self.llm = LLM(**engine_arguments(spec))
+        self.llm = LLM(**engine_arguments(spec))
+        tell_stage("")
         self._num_nodes = 1 if spec.node is None else spec.node.num_nodes
         self.llm.update_weight_version("0")
         self._version = 0
@@ -237,11 +235,11 @@ class EngineNodeWorkers:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-        with _log_lines_as_stages():
-            # Defaults depend on the usage, and have to be those of the first node's engine.
-            arguments = EngineArgs(**engine_arguments(spec))
-            config = arguments.create_engine_config(usage_context=UsageContext.LLM_CLASS, headless=True)
-            self._executor = MultiprocExecutor(config, monitor_workers=False)
+        # Defaults depend on the usage, and have to be those of the first node's engine.
+        arguments = EngineArgs(**engine_arguments(spec))
+        config = arguments.create_engine_config(usage_context=UsageContext.LLM_CLASS, headless=True)
+        self._executor = MultiprocExecutor(config, monitor_workers=False)
+        tell_stage("")
 
     def process_ids(self) -> list[int]:
         """Return the ids of this process and of its workers."""
@@ -261,6 +259,11 @@ def prepare_vllm(spec: EngineSpec) -> None:
         # Kernels read it while they are imported.
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     tell_stage("importing vLLM")
+    if process_files().is_dir():
+        # vLLM's core and workers may be processes of their own; all read this file, while the engine starts.
+        file = process_files() / f"{os.getpid()}-vllm-logging.json"
+        file.write_text(json.dumps(logged_stages("vllm", level=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))))
+        os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(file))
     import vllm  # noqa: F401
 
     if platform().name == "cpu" and spec.config.kv_cache_dtype and not has_float8_keys():
@@ -297,29 +300,3 @@ def _completion(output: Any) -> Completion:
         finish_reason=FinishReason(sampled.finish_reason),
         weight_versions=np.repeat(versions, [span.end - span.start for span in spans]),
     )
-
-
-class _StageHandler(logging.Handler):
-    """Tells the first line of each message of vLLM as this process's stage."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        tell_stage(record.getMessage().partition("\n")[0][:_STAGE_CHARS])
-
-
-@contextlib.contextmanager
-def _log_lines_as_stages() -> Iterator[None]:
-    """Within this context, tell what vLLM reports of its start; its own handlers write from their level on only."""
-    logger, told = logging.getLogger("vllm"), _StageHandler(level=logging.INFO)
-    level, levels = logger.level, [(handler, handler.level) for handler in logger.handlers]
-    for handler, own in levels:
-        handler.setLevel(max(own, level))
-    logger.setLevel(logging.INFO)
-    logger.addHandler(told)
-    try:
-        yield
-    finally:
-        logger.removeHandler(told)
-        logger.setLevel(level)
-        for handler, own in levels:
-            handler.setLevel(own)
-        tell_stage("")

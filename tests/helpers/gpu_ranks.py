@@ -2,6 +2,7 @@
 
 import importlib.util
 import multiprocessing
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -196,7 +197,9 @@ def update_in_flight(
 
 @contextmanager
 def _engine(spec: EngineSpec) -> Iterator[VllmEngine]:
-    # On CUDA vLLM's engine is a process of its own, which the daemons that ranks are could not start.
+    # On CUDA vLLM's engine is a process of its own, to which tests send functions of theirs, and which the daemons that
+    # ranks are could not start.
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     engine = VllmEngine(spec)
     try:
