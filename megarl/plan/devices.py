@@ -79,11 +79,11 @@ def _head_bytes(
 def checkpoint_host_bytes(
     layouts: Mapping[LayoutConfig, Sequence[RoleSpec]], shards: Sequence[ShardPlan], rank: int, *, portable: bool
 ) -> int:
-    """Estimate the host memory in bytes for writing a checkpoint, summed over what rank `rank` of each layout needs.
+    """Estimate the host memory in bytes that writing a checkpoint takes on behalf of rank number `rank`.
 
-    layouts: the layouts of a run, and the roles in each; ranks of the same number share a host, hence the sum.
-    portable: whether the checkpoint can be read under another layout; this takes more memory, as some ranks gather the
-    state of others.
+    Every layout of the run has a rank of that number, all on the same host, so their needs are added up. layouts: each
+    layout, with its roles. portable: whether the checkpoint can be read under another layout; this takes more memory,
+    as some ranks gather the state of others.
     """
     by_place = {(shard.role, shard.stage): shard for shard in shards}
     total = 0

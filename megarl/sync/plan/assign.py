@@ -112,9 +112,9 @@ def alike_tensors(
 
 
 def _by_tensor(holdings: Mapping[int, Holding]) -> dict[str, list[tuple[Box, tuple[int, ...]]]]:
-    """Return for each tensor the boxes (rectangular parts) in `holdings`, each with the processes that list it.
+    """Return for each tensor its boxes (rectangular parts), each with the processes that hold or need it.
 
-    Where several processes have the same holding, it is read only once.
+    `holdings` says what each process holds, or what each needs.
     """
     found = defaultdict[str, list[tuple[Box, tuple[int, ...]]]](list)
     for holding, processes in replicas_of(holdings):
