@@ -81,7 +81,7 @@ def checkpoint_host_bytes(
 ) -> int:
     """Estimate the host memory in bytes that writing a checkpoint takes on behalf of rank number `rank`.
 
-    Every layout of the run has a rank of that number, all on the same host, so their needs are added up. layouts: each
+    Each layout of the run may have a rank of that number, all on the same host, so their needs are added up. layouts: each
     layout, with its roles. portable: whether the checkpoint can be read under another layout; this takes more memory,
     as some ranks gather the state of others.
     """
