@@ -1,4 +1,7 @@
-"""Find the tokens of a response's final answer, so that CPO does not reward copying the answer from a hint."""
+"""Find the tokens of a response's final answer, whose advantages CPO can leave as they are.
+
+A hint in the prompt gives the answer away, so that these tokens could simply be copied from it.
+"""
 
 import re
 from bisect import bisect_left, bisect_right

@@ -139,8 +139,7 @@ def _nodes(
             here = partial(_numbers_on, name, group, node)
             ranks = here(placement.ranks)
             checkpoint, portable = (
-                sum(checkpoint_host_bytes(layouts, shards, rank, portable=portable) for rank in ranks)
-                for portable in (False, True)
+                checkpoint_host_bytes(layouts, shards, ranks, portable=portable) for portable in (False, True)
             )
             nodes.append(
                 NodePlan(

@@ -1,6 +1,7 @@
 """Estimate the memory of every device in each phase of a step, from the shards that the models of a run have there."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 
 from megarl.cluster.residency import ENGINE, KV_CACHE, WEIGHTS, Resident, scoring, step_phases, updating
 from megarl.config.schema import Config, LayoutConfig
@@ -77,17 +78,21 @@ def _head_bytes(
 
 
 def checkpoint_host_bytes(
-    layouts: Mapping[LayoutConfig, Sequence[RoleSpec]], shards: Sequence[ShardPlan], rank: int, *, portable: bool
+    layouts: Mapping[LayoutConfig, Sequence[RoleSpec]],
+    shards: Sequence[ShardPlan],
+    ranks: Iterable[int],
+    *,
+    portable: bool,
 ) -> int:
-    """Estimate the host memory in bytes that writing a checkpoint takes on behalf of rank number `rank`.
+    """Estimate the host memory in bytes that a node needs while its trainer ranks write a checkpoint.
 
-    Each layout of the run may have a rank of that number, all on the same host, so their needs are added up. layouts: each
-    layout, with its roles. portable: whether the checkpoint can be read under another layout; this takes more memory,
-    as some ranks gather the state of others.
+    layouts: the layouts of a run, with the roles in each. ranks: the numbers of the node's ranks, the same in every
+    layout. portable: whether the checkpoint can be read under another layout; this takes more memory, as some ranks
+    gather the state of others.
     """
     by_place = {(shard.role, shard.stage): shard for shard in shards}
     total = 0
-    for layout, roles in layouts.items():
+    for rank, (layout, roles) in product(ranks, layouts.items()):
         if rank >= layout.world_size:
             continue
         place, num_ranks = place_of(layout, rank), layout.world_size // layout.pp

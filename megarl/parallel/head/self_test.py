@@ -1,4 +1,4 @@
-"""Check the kernels that compute on chunks of logits against float64 log_softmax and its autograd.
+"""Compare the kernels for chunks of logits with float64 log_softmax and its autograd.
 
 The tensors are small and of awkward shapes.
 """

@@ -112,10 +112,7 @@ def alike_tensors(
 
 
 def _by_tensor(holdings: Mapping[int, Holding]) -> dict[str, list[tuple[Box, tuple[int, ...]]]]:
-    """Return for each tensor its boxes (rectangular parts), each with the processes that hold or need it.
-
-    `holdings` says what each process holds, or what each needs.
-    """
+    """Group `holdings` by tensor: return the boxes (rectangular parts) of each, with the processes that list them."""
     found = defaultdict[str, list[tuple[Box, tuple[int, ...]]]](list)
     for holding, processes in replicas_of(holdings):
         for name, box in holding.items():
