@@ -1,6 +1,7 @@
-"""Find the tokens of a response's final answer, whose advantages CPO can leave as they are.
+"""Find the tokens of a response's final answer, which CPO can exempt from its reweighting of advantages.
 
-A hint in the prompt gives the answer away, so that these tokens could simply be copied from it.
+CPO weighs a token by how a hint in the prompt changes its log-prob. A hint that contains the answer makes the answer's
+tokens likely in any case.
 """
 
 import re

@@ -87,7 +87,7 @@ def engine_spec(config: Config) -> EngineSpec:
 def rounding_of(spec: EngineSpec) -> str | None:
     """Return the name of the float8 method by which megarl rounds weights before vLLM gets them; None if it does not.
 
-    On CPUs alone, where vLLM has no float8 kernels.
+    megarl rounds them on CPUs only, where vLLM has no float8 kernels; on GPUs vLLM itself does it.
     """
     return f"{ROUNDED}{spec.config.quantization}" if spec.config.quantization and platform().name == "cpu" else None
 

@@ -29,7 +29,10 @@ from megarl.parallel.head.statistics import NOT_OWNED, HeadInputs, TopLogprobs, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Label log-probs and entropies, each [N] float32 in nats. `entropy` has gradients only if they were requested."""
+    """The log-prob of each label and the entropy at its position, both [N] float32 in nats.
+
+    `entropy` has gradients only if they were requested.
+    """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
