@@ -89,7 +89,7 @@ def one(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Give each token the weight ρ, or min(ρ, token_cap) if `token_cap` is set.
+    """Weight each token by its importance ratio ρ (trainer / rollout), or by min(ρ, token_cap) if `token_cap` is set.
 
     >>> token_ratio(ratios([[2.0, 0.5]]), CorrectionConfig(token_cap=1.5)).tolist()
     [[1.5, 0.5]]

@@ -22,10 +22,10 @@ from megarl.parallel.packing import PackSeqParams
 
 
 class _RMSNormFunction(torch.autograd.Function):
-    """y = scale · (x / sqrt(mean(x²) + ε)), which keeps only x and a number per row for backward.
+    """RMSNorm, y = scale · (x / sqrt(mean(x²) + ε)); it saves only x and one number per row for backward.
 
     With u = x / sqrt(mean(x²) + ε) and v = scale · dy:  dx = (v − u · mean(u · v)) / sqrt(mean(x²) + ε), and
-    dscale = Σ dy · u. The forward pass rounds u to the dtype of `scale` before it multiplies them.
+    dscale = Σ dy · u. The forward pass rounds u to the dtype of `scale` before multiplying it by `scale`.
     """
 
     @staticmethod

@@ -15,7 +15,10 @@ class RunWithInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A task that imports the program and calls `function`, or this method of its class `Solution`, on JSON values."""
+    """A task that imports the program and calls its function named `function` with JSON values.
+
+    If the program defines a class `Solution`, that class's method of this name is called.
+    """
 
     function: str
     arguments: Sequence[Any]

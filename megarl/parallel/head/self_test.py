@@ -1,4 +1,4 @@
-"""Compare the kernels for chunks of logits with float64 log_softmax and its autograd.
+"""Check the kernels of the log-prob head, forward and backward, against float64 log_softmax and autograd.
 
 The tensors are small and of awkward shapes.
 """

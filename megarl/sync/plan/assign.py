@@ -112,7 +112,7 @@ def alike_tensors(
 
 
 def _by_tensor(holdings: Mapping[int, Holding]) -> dict[str, list[tuple[Box, tuple[int, ...]]]]:
-    """Group `holdings` by tensor: its boxes (rectangular parts), each with the processes whose holding has it."""
+    """For each tensor, list the boxes (rectangular parts) in `holdings`, each with the processes that hold it."""
     found = defaultdict[str, list[tuple[Box, tuple[int, ...]]]](list)
     for holding, processes in replicas_of(holdings):
         for name, box in holding.items():
