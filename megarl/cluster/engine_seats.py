@@ -59,7 +59,7 @@ def wait_started(
 
 
 class EngineSeats:
-    """The reserved places (seats) of a run's engines. It starts an engine in each, and another if that engine dies."""
+    """Starts an engine in each place (seat) that is reserved for the run's engines, and another one if it dies."""
 
     def __init__(
         self, config: Config, seats: Sequence[Seat], reservation: Reservation, devices_of: Callable[[Seat], list[str]]

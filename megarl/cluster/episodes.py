@@ -67,7 +67,7 @@ class _Open:
 
 
 class EpisodeHosts:
-    """The hosts of a run's environments, each with an equal share of the conversations.
+    """The processes (hosts) in which a run's environments live, each with an equal share of the conversations.
 
     Requests are queued until the next `calls`, `take` or `poll` sends them. `mend` replaces hosts that have died; their
     conversations are reported as lost.

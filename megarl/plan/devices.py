@@ -86,9 +86,9 @@ def checkpoint_host_bytes(
 ) -> int:
     """Estimate the host memory in bytes that a node needs while its trainer ranks write a checkpoint.
 
-    layouts: the layouts of a run, with the roles in each. shards: those of every role and pipeline stage. ranks: the
-    node's ranks, which are the same in every layout. portable: whether the checkpoint can be read under another layout;
-    this takes more memory, as some ranks gather the state of others.
+    layouts: each layout of the run, with its roles. shards: one plan for each role and pipeline stage. ranks: the
+    global ranks on this node. portable: whether the checkpoint can be read under another layout. A portable one takes
+    more memory, as some ranks gather the state of others.
     """
     by_place = {(shard.role, shard.stage): shard for shard in shards}
     total = 0

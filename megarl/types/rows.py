@@ -92,7 +92,10 @@ class Row:
         return replace(self, scores={**self.scores, **scores})
 
     def only(self, names: Collection[str], *, routed_experts: bool = False, nucleus: bool = False) -> "Row":
-        """Return the row with only the named scores, and its recorded experts and its nucleus only if asked for."""
+        """Return a copy of the row that keeps only the named scores.
+
+        Its recorded experts and its nucleus (the tokens that top-p and top-k left) are dropped unless asked for.
+        """
         return replace(
             self,
             scores={name: score for name, score in self.scores.items() if name in names},

@@ -127,7 +127,10 @@ def _read_mbpp(row: Row, tolerance: float | None) -> Iterable[Test]:
 
 @_register("humaneval", "test", "entry_point")
 def _read_suite(row: Row, tolerance: float | None) -> Iterable[Test]:
-    """Read a row of HumanEval or LeetCodeDataset, whose test is `check(candidate)` and may use the prompt's code."""
+    """Yield the test in a row of HumanEval or LeetCodeDataset.
+
+    Its code defines a function `check(candidate)`, which may use imports and helpers from the code in the prompt.
+    """
     prompt = row.get("prompt") or ""
     for body in _BODIES:
         with suppress(SyntaxError):
