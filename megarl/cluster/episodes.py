@@ -69,7 +69,7 @@ class _Open:
 class EpisodeHosts:
     """The processes (hosts) in which a run's environments live, each with an equal share of the conversations.
 
-    Requests are queued until the next `calls`, `take` or `poll` sends them. `mend` replaces hosts that have died; their
+    Requests to hosts are queued, and sent at the next call of `calls`, `take` or `poll`. `mend` replaces hosts that have died; their
     conversations are reported as lost.
     """
 

@@ -1,7 +1,7 @@
-"""Find the tokens of a response's final answer, which CPO can exempt from its reweighting of advantages.
+"""Find the tokens of a response's final answer, whose advantages CPO can be told not to change.
 
-CPO weighs a token by how a hint in the prompt changes its log-prob. A hint that contains the answer makes the answer's
-tokens likely in any case.
+CPO changes a token's advantage by how much a hint in the prompt changes the token's log-prob. If the hint contains the
+answer, the answer's tokens can simply be copied, and this change says nothing about the reasoning.
 """
 
 import re

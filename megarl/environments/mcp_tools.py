@@ -103,7 +103,7 @@ _SCHEMAS: dict[_Server, Sequence[Mapping[str, Any]]] = {}
 class McpEnvironment(ToolEnvironment):
     """An environment in which the policy calls the tools of an MCP server.
 
-    All samples in one environment process share a session with the server, and calls run in it side by side. For a
+    All samples in one environment process share a session with the server, in which calls run concurrently. For a
     server that keeps state for its client, `session: sample` gives each sample a session of its own, with a process of
     its own if the server is a command. With `session: sample`, an unfinished conversation starts anew from its prompt
     when the run is resumed. If a session breaks, the next call opens a new one, and the policy is told.

@@ -92,9 +92,10 @@ class Row:
         return replace(self, scores={**self.scores, **scores})
 
     def only(self, names: Collection[str], *, routed_experts: bool = False, nucleus: bool = False) -> "Row":
-        """Return a copy of the row that keeps only the named scores.
+        """Return a copy of the row without its scores (per-token values such as log-probs), except those in `names`.
 
-        Its recorded experts and its nucleus (the tokens that top-p and top-k left) are dropped unless asked for.
+        The recorded experts and the nucleus (the tokens that top-p and top-k left) are also dropped, unless asked for.
+        Everything else is kept.
         """
         return replace(
             self,
