@@ -69,8 +69,8 @@ class _Open:
 class EpisodeHosts:
     """The processes (hosts) in which a run's environments live, each with an equal share of the conversations.
 
-    Requests to hosts are queued, and sent at the next call of `calls`, `take` or `poll`. `mend` replaces hosts that have died; their
-    conversations are reported as lost.
+    Requests to hosts are queued, and sent at the next call of `calls`, `take` or `poll`. `mend` replaces hosts that
+    have died; their conversations are reported as lost.
     """
 
     def __init__(self, spec: HostSpec, *, timeout_s: float) -> None:

@@ -72,7 +72,7 @@ def hint_metrics(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, float]:
 
 
 def _means_by_rows(name: str, values: Tensor, x: CpoInputs) -> dict[str, float]:
-    """Return means of `values` [B, T] over the active tokens of correct rows, wrong rows and each difficulty."""
+    """Return means of `values` [B, T] over active tokens: of correct rows, of wrong rows, and of each difficulty."""
     rows = {"right": x.correct, "wrong": ~x.correct, **{key: x.difficulty == level for key, level in LEVELS.items()}}
     tokens = {key: values[x.active & chosen[:, None]].double() for key, chosen in rows.items()}
     return {f"cpo/{name}_{key}": kept.mean().item() for key, kept in tokens.items() if kept.numel()}

@@ -129,7 +129,7 @@ def _read_mbpp(row: Row, tolerance: float | None) -> Iterable[Test]:
 def _read_suite(row: Row, tolerance: float | None) -> Iterable[Test]:
     """Yield the test in a row of HumanEval or LeetCodeDataset.
 
-    The test's code defines a function `check(candidate)`, which may use imports and helpers from the code in the prompt.
+    The test defines a function `check(candidate)`, which may use imports and helpers from the code in the prompt.
     """
     prompt = row.get("prompt") or ""
     for body in _BODIES:
