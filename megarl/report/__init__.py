@@ -5,9 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.record.metrics import RunPaths
-from megarl.report.figures import write_png
-from megarl.report.page import render_page
-from megarl.report.rollouts import write_browser
 from megarl.report.run import load_runs
 
 __all__ = ["ReportPaths", "write_report"]
@@ -29,6 +26,11 @@ def write_report(run_dir: Path, others: Sequence[Path] = ()) -> ReportPaths:
     A running or killed run is reported up to its last complete metrics line. A directory that is not a run,
     or has no metrics yet, raises `DataError`.
     """
+    # They load matplotlib, for which no command should wait when it starts.
+    from megarl.report.figures import write_png
+    from megarl.report.page import render_page
+    from megarl.report.rollouts import write_browser
+
     runs = load_runs([run_dir, *others])
     paths = RunPaths(run_dir)
     labelled = [(run.label, RunPaths(path)) for run, path in zip(runs, (run_dir, *others), strict=True)]
