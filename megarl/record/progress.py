@@ -133,8 +133,8 @@ class Progress(AbstractContextManager["Progress"]):
         self._num_flat = self._num_flat + 1 if values.reward_range == 0 else None
         if self._num_flat == NUM_FLAT_STEPS:
             self.note(
-                f"warning: all samples of the first {NUM_FLAT_STEPS} steps got the reward {values.reward:g}, from which "
-                "most algorithms learn nothing; `megarl report RUN` shows what the samples say, and what was expected"
+                f"warning: all samples of the first {NUM_FLAT_STEPS} steps got the reward {values.reward:g}, from "
+                "which most algorithms learn nothing; `megarl report RUN` shows what samples say and what was expected"
             )
 
     def note(self, text: str) -> None:
