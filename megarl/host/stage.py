@@ -48,6 +48,8 @@ def logged_stages(logger: str, *, level: str) -> dict[str, Any]:
     level: from which on messages are also printed. For this process, and those that it starts from now on.
     """
     os.environ[STAGE_FILE_VARIABLE] = str(_stage_file())
+    level = level.upper()
+    lowest = min(level, "INFO", key=logging.getLevelNamesMapping().__getitem__)
     return {
         "version": 1,
         "disable_existing_loggers": False,
@@ -56,7 +58,7 @@ def logged_stages(logger: str, *, level: str) -> dict[str, Any]:
             "print": {"class": "logging.StreamHandler", "formatter": "line", "level": level},
             "stage": {"class": f"{__name__}.{StageHandler.__name__}", "level": "INFO"},
         },
-        "loggers": {logger: {"handlers": ["print", "stage"], "level": "INFO", "propagate": False}},
+        "loggers": {logger: {"handlers": ["print", "stage"], "level": lowest, "propagate": False}},
     }
 
 

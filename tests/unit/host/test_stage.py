@@ -46,14 +46,15 @@ def log_in_helper(code: str, level: str, tmp_path: Path, monkeypatch: pytest.Mon
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
 
 
-@pytest.mark.parametrize(("level", "num_printed"), [("WARNING", 0), ("INFO", 1)])
+@pytest.mark.parametrize(("level", "num_printed", "has_details"), [("WARNING", 0, 0), ("INFO", 1, 0), ("debug", 1, 1)])
 def test_a_helpers_log_line_is_the_stage(
-    directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, num_printed: int
+    directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, num_printed: int, has_details: int
 ) -> None:
     tell_stage("a text that is longer than the line that follows")
     printed = log_in_helper(HELPER, level, tmp_path, monkeypatch)
     assert read_stage(directory, os.getpid()) == "first line"
     assert printed.count("first line") == num_printed
+    assert printed.count("too detailed") == has_details
 
 
 def test_a_process_that_is_done_gets_no_stage_of_its_helpers(
