@@ -2,7 +2,7 @@
 # The first sitting on one H100, of about 20 minutes: what else rests on. From the checkout:
 #   tests/gpu/sitting_1.sh VENV OUT
 # Nothing is downloaded. A step that fails does not keep the next ones from running; OUT/summary.txt says how each ended.
-# On an H200 all of it but head has passed (docs/cuda.md); the longest, parity, took 62 s beside others:
+# On an H200 its tests have passed (docs/cuda.md); the longest, parity, took 62 s beside others. Expected:
 #   doctor      no MISSING; kernels: actor.fp8: blockwise
 #   kernels     13 passed: Triton chosen, statistics and gradients against float64
 #   ipc         1 passed
