@@ -1,11 +1,11 @@
 """`python -m tests.e2e.versions_run DIR ARGUMENTS`: `megarl ARGUMENTS`, with every version of the policy in DIR.
 
-Requests of new samples, after the first ones, reach the engine just before an update, so that it finds their samples
-under way, whatever the machine's speed; no step needs them before the next but one.
+Requests of new samples, after the first ones, reach the engine just before an update, which waits until some of them
+have begun (`held_engines`): it finds samples under way, whatever the machine's speed. No step needs these requests
+before the next but one.
 """
 
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,7 @@ from megarl.train import wiring  # noqa: E402
 from megarl.train.export import export_model  # noqa: E402
 from megarl.train.inputs import TrainInputs  # noqa: E402
 from megarl.train.loop import Trainer  # noqa: E402
-
-# In this time an engine samples some tokens, and few whole responses.
-BEGIN_S = 0.15
+from tools.bench.paced import set_up_workers  # noqa: E402
 
 
 def main(argv: Sequence[str]) -> None:
@@ -47,8 +45,6 @@ def main(argv: Sequence[str]) -> None:
             is_first &= version == 0
             for given in held:
                 submit(*given)
-            if held:
-                time.sleep(BEGIN_S)
             held.clear()
             metrics = push(version)
             export_model(cluster.workers, inputs.roles[0], Path(argv[0]) / str(version))
@@ -58,6 +54,7 @@ def main(argv: Sequence[str]) -> None:
         trainer.engines.submit = submit_later  # type: ignore[method-assign]
         return trainer
 
+    set_up_workers("tests.helpers.held_engines.hold_engines")
     wiring.build_trainer = build
     cli.main(argv[1:])
 

@@ -61,8 +61,6 @@ def pace_engines() -> None:
 
 def pace_driver() -> None:
     """Pace the passes that this process asks ranks for, and the engines of the Ray that it is about to start."""
-    import ray
-
     from megarl.cluster.workers import RoleWorkers
 
     def paced(call: Callable[..., Any], token_s: float) -> Callable[..., Any]:
@@ -76,9 +74,16 @@ def pace_driver() -> None:
 
     RoleWorkers.update = paced(RoleWorkers.update, PACE.train_token_s)  # type: ignore[method-assign]
     RoleWorkers.score = paced(RoleWorkers.score, PACE.score_token_s)  # type: ignore[method-assign]
+    set_up_workers(f"{__name__}.pace_engines")
+
+
+def set_up_workers(hook: str) -> None:
+    """Make each worker of the Ray that this process is about to start call a function, named by module and name."""
+    import ray
+
     init = ray.init
 
     def hooked(*, runtime_env: dict[str, Any], **given: Any) -> Any:
-        return init(runtime_env=runtime_env | {"worker_process_setup_hook": f"{__name__}.pace_engines"}, **given)
+        return init(runtime_env=runtime_env | {"worker_process_setup_hook": hook}, **given)
 
     ray.init = hooked
