@@ -42,6 +42,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_convert(commands)
     peer = commands.add_parser("convert-config", help="write a run file from that of verl, OpenRLHF or LUFFY")
     peer.add_argument("file", type=Path, help="a shell script that starts training, or a YAML file")
+    peer.add_argument(
+        "given", nargs="*", metavar="NAME=VALUE", help="what a script is run with: variables, and its arguments"
+    )
+    peer.add_argument(
+        "--command", type=int, dest="which", metavar="N", help="which of a script's commands that start training"
+    )
     peer.add_argument("--out", type=Path, metavar="RUN.yaml", help="run file to write; default: print it")
     peer.set_defaults(run=_convert_config)
     add_slurm(commands, parse, tuple(TRAININGS))
@@ -253,7 +259,7 @@ def _plan_async(arguments: argparse.Namespace) -> None:
 def _convert_config(arguments: argparse.Namespace) -> None:
     from megarl.config.convert_config import convert_config
 
-    convert_config(arguments.file, arguments.out)
+    convert_config(arguments.file, arguments.out, arguments.given, arguments.which)
 
 
 def _serve_reward(arguments: argparse.Namespace) -> None:

@@ -4,7 +4,8 @@
 framework, which a run uses without naming them, and the megarl settings that follow from other settings.
 """
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -148,7 +149,8 @@ class Converted:
     """The run file that a conversion builds: megarl settings by dotted key, and what became of each given option.
 
     differs: options carried over whose meaning is not quite the same. needless: options without an effect here. lost:
-    options that could not be carried over. Each maps an option, as it was given, to a note for the user.
+    options that could not be carried over. Each of these maps an option, as it was given, to a note for the user.
+    assumed: what the values rest on.
     """
 
     framework: str
@@ -156,13 +158,20 @@ class Converted:
     differs: dict[str, str] = field(default_factory=dict)
     needless: dict[str, str] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
+    assumed: tuple[str, ...] = ()
 
 
-def convert_config(path: Path, out: Path | None) -> None:
-    """Convert a script or YAML file, and write the run file to `out`, or print it."""
+def convert_config(path: Path, out: Path | None, given: Sequence[str] = (), command: int | None = None) -> None:
+    """Convert a script or YAML file, and write the run file to `out`, or print it.
+
+    given, command: see `read_peer_file`. What the file does not tell is named on the standard error too.
+    """
     if out is not None and out.exists():
         raise ConfigError(f"--out: {out} exists; choose another name or delete it")
-    converted = convert(read_peer_file(path))
+    peer = read_peer_file(path, given, command)
+    converted = convert(peer)
+    for written, why in peer.unreadable.items():
+        print(f"{path}: not known, so not in the run file: {written} ({why})", file=sys.stderr)
     text = to_run_file(converted, str(path))
     if out is None:
         print(text, end="")
@@ -175,8 +184,8 @@ def convert_config(path: Path, out: Path | None) -> None:
 
 def convert(peer: PeerOptions) -> Converted:
     """Return the settings for a run's options and the defaults it relies on, and what could not be carried over."""
-    converted = Converted(framework=peer.framework, lost=dict(peer.unreadable))
-    options = {**DEFAULTS[peer.framework], **peer.options}
+    converted = Converted(framework=peer.framework, lost=dict(peer.unreadable), assumed=peer.assumed)
+    options = _Options({**DEFAULTS[peer.framework], **peer.options}, peer.undecided)
     # Defaults first, so that an option given for the same key wins.
     for name, value in options.items():
         given = f"{name}={value}" if name in peer.options else f"{name}={value} (default)"
@@ -205,8 +214,31 @@ def convert(peer: PeerOptions) -> Converted:
             if settings and found[1].note and name in peer.options:
                 shown = ", ".join(f"{key}={ours}" for key, ours in settings.items())
                 converted.differs[given] = f"{shown} ({found[1].note})"
-    converted.settings = _complete(converted.settings)
+    undecided = {key for name in peer.undecided for key in _keys(name)}
+    converted.settings = _complete(converted.settings, undecided, converted.lost)
     return converted
+
+
+class _Options(dict[str, Any]):
+    """The options of a run. Those that are not decided are absent, and nothing is to take a default for them."""
+
+    def __init__(self, known: Mapping[str, Any], undecided: Set[str]) -> None:
+        super().__init__({name: value for name, value in known.items() if name not in undecided})
+        self.undecided = undecided
+
+    def __missing__(self, name: str) -> Any:
+        if name in self.undecided:
+            raise ConfigError(f"it depends on {name}, whose value is not known")
+        raise KeyError(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self or name in self.undecided else default
+
+
+def _keys(name: str) -> list[str]:
+    """Return the megarl keys that an option sets."""
+    found = find_alias(name)
+    return [name] if name in SAME else found[1].key.split() if found else []
 
 
 def translated(alias: Alias, value: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,16 +252,28 @@ def translated(alias: Alias, value: Any, options: Mapping[str, Any]) -> dict[str
     return {key: ours for key, ours in zip(keys, values, strict=True) if ours is not UNSET}
 
 
-def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Add settings that follow from others (layouts, engines, sizes), and drop settings that would have no effect."""
+def _complete(settings: Mapping[str, Any], undecided: Set[str], lost: dict[str, str]) -> dict[str, Any]:
+    """Add settings that follow from others (layouts, engines, sizes), and drop settings that would have no effect.
+
+    What would follow from one of the `undecided` keys is added to `lost` instead.
+    """
     known = {"placement.mode": "colocated", "algo.policy_loss.name": "ppo_clip", **settings}
     for start, decides, values in _ONLY_WITH:
         decided = known.get(decides)
-        if decided is None or (values and decided not in values):
+        if decides not in undecided and (decided is None or (values and decided not in values)):
             known = {key: value for key, value in known.items() if key == decides or not key.startswith(start)}
     if "trainer.total_steps" in known:
         known.pop("trainer.total_epochs", None)
-    devices = known.get("placement.trainer.num_nodes", 1) * known.get("placement.trainer.devices_per_node", 1)
+
+    def follows(key: str, *sources: str) -> bool:
+        unknown = [source for source in sources if source in undecided]
+        if unknown:
+            known.pop(key, None)
+            lost[key] = f"it follows from {' and '.join(unknown)}, whose value is not known"
+        return not unknown
+
+    counts = ("placement.trainer.num_nodes", "placement.trainer.devices_per_node")
+    devices = known.get(counts[0], 1) * known.get(counts[1], 1)
     actor = {key: value for key, value in known.items() if key.startswith("actor.layout.")}
     for role in ("reference", "critic", "reward_model"):
         own = {key: value for key, value in known.items() if key.startswith(f"{role}.layout.")}
@@ -237,20 +281,25 @@ def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:
         if all(actor.get(key.replace(role, "actor", 1), 1) == value for key, value in own.items()):
             known = {key: value for key, value in known.items() if key not in own}
     for role in ("actor", "reference", "critic", "reward_model"):
-        sizes = [known.get(f"{role}.layout.{size}") for size in ("tp", "pp", "cp")]
-        if role == "actor" or any(sizes):
+        keys = [f"{role}.layout.{size}" for size in ("tp", "pp", "cp")]
+        sizes = [known.get(key) for key in keys]
+        if (role == "actor" or any(sizes)) and follows(f"{role}.layout.dp", *counts, *keys):
             ranks = reduce(lambda product, size: product * (size or 1), sizes, 1)
             known[f"{role}.layout.dp"] = max(devices // ranks, 1)
-    if known["placement.mode"] == "colocated":
-        known.setdefault("rollout.engine.num_engines", max(devices // known.get("rollout.engine.tp", 1), 1))
-    longest = known.get("data.max_prompt_tokens", 1024) + known.get("rollout.max_response_tokens", 1024)
+    engines, per_engine = "rollout.engine.num_engines", "rollout.engine.tp"
+    if known["placement.mode"] == "colocated" and engines not in known and follows(engines, *counts, per_engine):
+        known[engines] = max(devices // known.get(per_engine, 1), 1)
+    lengths = ("data.max_prompt_tokens", "rollout.max_response_tokens")
+    longest = known.get(lengths[0], 1024) + known.get(lengths[1], 1024)
     for role in ("actor", "reference", "critic", "reward_model"):
-        tokens = known.get(f"{role}.micro_batch_tokens", 16384 if role == "actor" else longest)
-        if tokens < longest or role == "actor":
-            known[f"{role}.micro_batch_tokens"] = max(tokens, longest)
-    loss, estimator = known["algo.policy_loss.name"], known.get("algo.advantage.estimator", "grpo")
-    known["algo.name"] = estimator if loss in ("ppo_clip", "reinforce") else loss
-    return known
+        key = f"{role}.micro_batch_tokens"
+        tokens = known.get(key, 16384 if role == "actor" else longest)
+        if (tokens < longest or role == "actor") and key not in undecided and follows(key, *lengths):
+            known[key] = max(tokens, longest)
+    if follows("algo.name", "algo.policy_loss.name", "algo.advantage.estimator"):
+        loss, estimator = known["algo.policy_loss.name"], known.get("algo.advantage.estimator", "grpo")
+        known["algo.name"] = estimator if loss in ("ppo_clip", "reinforce") else loss
+    return {key: value for key, value in known.items() if key not in undecided}
 
 
 def to_run_file(converted: Converted, source: str) -> str:
@@ -269,11 +318,12 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _report(converted: Converted) -> list[str]:
-    parts = (
+    parts: tuple[tuple[str, Mapping[str, str]], ...] = (
         ("Not carried over:", converted.lost),
         ("Carried over, but check the difference:", converted.differs),
         ("Without a counterpart, and without need of one:", converted.needless),
     )
-    return [
+    listed = [
         line for title, entries in parts if entries for line in (title, *(f"  {k}: {v}" for k, v in entries.items()))
     ]
+    return [*listed, *(["Assumed:", *(f"  {each}" for each in converted.assumed)] if converted.assumed else [])]

@@ -17,10 +17,17 @@ Written by `python -m megarl.config.document` from the tables `megarl/config/ali
 
 The first command reads a shell script with `python3 -m verl.trainer.main_ppo a.b=c …`, `python3 -m
 openrlhf.cli.train_ppo_ray --flag value …` or LUFFY's `main_mix_ppo`, or a YAML file, and writes a run file. It does
-not run the script: it follows assignments, `${VAR}`, `${VAR:-default}`, lists and `$((…))` from top to bottom. The
-defaults that such a run relies on without naming them (those of verl 0.6 and 0.9, OpenRLHF before 0.11, and LUFFY) are
-set too. What cannot be carried over is listed, with the reason, on the terminal and in the run file's comments. Values
-are converted:
+not run the script: it follows its statements as bash would without arguments and with none of its variables set before
+(`${SMOKE:-0}` is 0), in the directory where it is called. `megarl convert-config train.sh SMOKE=1 big` is `SMOKE=1 bash
+train.sh big`; `--command 2` takes the second of several commands that start training. What only the machine tells is
+not guessed: the output of a command (`$(nproc)`), a file, a variable of Slurm, a variable that the script reads without
+a default and never sets. Options that depend on it are left out of the run file, and listed with the line and the
+reason in its comments and on the standard error; where a condition is not known, both branches are followed, and an
+option on which they agree is carried over. A file that the script sources is read if it is there.
+
+The defaults that such a run relies on without naming them (those of verl 0.6 and 0.9, OpenRLHF before 0.11, and LUFFY)
+are set too. What cannot be carried over is listed, with the reason, on the terminal and in the run file's comments.
+Values are converted:
 
 - verl's and LUFFY's warm-up counts training steps, here it counts optimizer steps.
 - OpenRLHF's `train_batch_size` counts rows, here mini-batches count prompts.

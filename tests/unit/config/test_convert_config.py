@@ -11,7 +11,7 @@ from megarl.algos.build import build_algorithm
 from megarl.cli import main
 from megarl.config import Config, from_dict, load_config
 from megarl.config.aliases import ALIASES
-from megarl.config.convert_config import DEFAULTS, convert, to_run_file, translated
+from megarl.config.convert_config import DEFAULTS, Converted, convert, to_run_file, translated
 from megarl.config.peer_files import PeerOptions, read_peer_file
 from megarl.errors import ConfigError
 from tests.unit.config.test_aliases import keys_of
@@ -386,6 +386,105 @@ def test_a_variable_that_the_script_does_not_set_is_reported(tmp_path: Path) -> 
     peer = read_peer_file(path)
     assert peer.options == {}
     assert list(peer.unreadable) == ["data.train_batch_size=${BATCH}", "data.train_files=$DATA/x.parquet"]
+
+
+_START = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=a.parquet"
+
+
+def _convert(tmp_path: Path, script: str, *given: str, command: int | None = None) -> Converted:
+    path = tmp_path / "run.sh"
+    path.write_text(script)
+    return convert(read_peer_file(path, given, command))
+
+
+_SMOKE = f"""
+LEN=4096 STEPS=500 LR=1e-6
+if [[ "${{SMOKE:-0}}" == 1 ]]; then LEN=64 STEPS=2 LR=1e-3; fi
+{_START} data.max_response_length=$LEN trainer.total_training_steps=$STEPS actor_rollout_ref.actor.optim.lr=$LR
+"""
+
+
+@pytest.mark.parametrize(("given", "expected"), [((), (4096, 500, 1e-6)), (("SMOKE=1",), (64, 2, 1e-3))])
+def test_only_the_branch_that_runs_counts(given: tuple[str, ...], expected: tuple[Any, ...], tmp_path: Path) -> None:
+    converted = _convert(tmp_path, _SMOKE, *given)
+    keys = ("rollout.max_response_tokens", "trainer.total_steps", "actor.optimizer.lr")
+    assert tuple(converted.settings[key] for key in keys) == expected
+    assert any("SMOKE" in each for each in converted.assumed)
+    assert all("SMOKE" in line for line in to_run_file(converted, "run.sh").splitlines() if "is run with" in line)
+
+
+def test_quotes_in_lists(tmp_path: Path) -> None:
+    script = f"""S="Let's think"\nARGS=(\n  trainer.project_name="$S"  # it's ours\n)\n{_START} "${{ARGS[@]}}" "$@" """
+    assert _convert(tmp_path, script + "trainer.logger='[wandb]'").settings["logging.wandb_project"] == "Let's think"
+
+
+def test_what_only_the_machine_decides_is_listed_and_gets_no_default(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = f"""
+if [ -d /data/big ]; then LEN=8192; RATIO=0.3; else LEN=1024; RATIO=0.3; fi
+{_START} data.max_response_length=$LEN actor_rollout_ref.actor.clip_ratio=$RATIO trainer.nnodes=$SLURM_NNODES \\
+  data.train_batch_size=$(nproc)
+"""
+    converted = _convert(tmp_path, script)
+    assert converted.settings["algo.policy_loss.clip_low"] == 0.3
+    # Not even verl's defaults (512, 1 and 1024) take their place, nor what would follow from these.
+    follow = {"actor.layout.dp", "rollout.engine.num_engines", "actor.micro_batch_tokens"}
+    open_keys = {"rollout.max_response_tokens", "placement.trainer.num_nodes", "trainer.prompts_per_step"}
+    assert not (follow | open_keys) & set(converted.settings)
+    lost = converted.lost
+    assert "[ -d /data/big ]" in lost["data.max_response_length=8192 or 1024"]
+    assert "line 3: $SLURM_NNODES is set by the scheduler" in lost["trainer.nnodes=$SLURM_NNODES"]
+    assert "line 4: the output of a command" in lost["data.train_batch_size=$(nproc)"]
+    assert follow <= set(lost)
+    main(["convert-config", str(tmp_path / "run.sh")])
+    printed = capsys.readouterr()
+    assert "data.train_batch_size=$(nproc)" in printed.err
+    assert load_config_text(printed.out, tmp_path).rollout.max_response_tokens == Config().rollout.max_response_tokens
+
+
+def load_config_text(text: str, folder: Path) -> Config:
+    (folder / "run.yaml").write_text(text)
+    return load_config(folder / "run.yaml")
+
+
+def test_an_option_that_may_be_given_twice_is_not_decided(tmp_path: Path) -> None:
+    more = "ARGS=()\n[ -f fast ] && ARGS+=(actor_rollout_ref.rollout.n=2)\n"
+    converted = _convert(tmp_path, f'{more}{_START} actor_rollout_ref.rollout.n=8 "${{ARGS[@]}}"')
+    assert "rollout.num_samples" not in converted.settings
+    assert "actor_rollout_ref.rollout.n=2 or 8" in converted.lost
+
+
+def test_several_commands_that_start_training_are_a_choice(tmp_path: Path) -> None:
+    script = f"{_START} actor_rollout_ref.rollout.n=4\n{_START} actor_rollout_ref.rollout.n=16\n"
+    with pytest.raises(ConfigError, match=r"2 commands start training \(1: line 1; 2: line 2\).*--command"):
+        _convert(tmp_path, script)
+    assert _convert(tmp_path, script, command=2).settings["rollout.num_samples"] == 16
+
+
+def test_a_script_that_ends_before_training_says_where(tmp_path: Path) -> None:
+    script = f"if [ $# -lt 1 ]; then\n  echo usage\n  exit 1\nfi\n{_START} actor_rollout_ref.rollout.n=$1"
+    with pytest.raises(ConfigError, match="line 3: exit"):
+        _convert(tmp_path, script)
+    assert _convert(tmp_path, script, "6").settings["rollout.num_samples"] == 6
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "ray job submit --address=x --runtime-env-json='{{}}' -- {} 2>&1 | tee log",
+        "nohup env A=b srun -N 1 torchrun --nproc 8 {} > log 2>&1 &",
+        'CMD="{}"; $CMD',
+        'CMD="{}"; eval "$CMD"',
+        "bash -c '{}'",
+        'read -r -d "" CMD <<EOF\n{}\nEOF\nif [[ ${{1}} != slurm ]]; then $CMD; fi',
+        'run() {{ {} "$@"; }}; run trainer.nnodes=1',
+        "exec {}",
+    ],
+)
+def test_ways_to_start(command: str, tmp_path: Path) -> None:
+    converted = _convert(tmp_path, command.format(f"{_START} actor_rollout_ref.rollout.n=6"))
+    assert converted.settings["rollout.num_samples"] == 6
 
 
 def test_a_file_that_starts_no_training_is_refused(tmp_path: Path) -> None:
