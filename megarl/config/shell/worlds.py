@@ -7,7 +7,7 @@ from pathlib import Path
 from megarl.config.shell.flow import Break, Exit
 from megarl.config.shell.holes import Holes
 from megarl.config.shell.interpreter import run_source
-from megarl.config.shell.machine import Command, Decisions, Machine
+from megarl.config.shell.machine import Command, Decisions, Machine, Undecided
 from megarl.config.shell.state import Budget, ShellLimitError
 from megarl.config.shell.syntax import ShellSyntaxError
 from megarl.errors import ConfigError
@@ -98,6 +98,12 @@ def _world(machine: Machine, source: str, path: Path) -> World:
         raise ConfigError(f"{path}: line {error.line}: {error}; bash -n {path} checks its syntax") from None
     except ShellLimitError as error:
         raise ConfigError(f"{path}: line {machine.line}: {error}; convert a simpler script") from None
+    except Undecided as undecided:
+        raise ConfigError(
+            f"{path}: {undecided.why}, which decides what is assigned; convert a simpler script"
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{path}: line {machine.line}: nested too deeply; convert a simpler script") from None
     return World(
         decisions=tuple(machine.decisions.taken),
         commands=tuple(machine.commands),

@@ -92,6 +92,9 @@ def test_a_file_beside_the_script_is_read(tmp_path: Path) -> None:
         ("A=" + "x" * 60000 + "\nA=${A//x/$A}; train", "a text of more than 131072 characters"),
         ("f() { f | f & }; f; train", "more than 40 scripts"),
         ("\n".join(f"A{n}=A{n + 1}+A{n + 1}" for n in range(40)) + "\nA40=1; train $((A0))", "more than 5000 steps"),
+        ("train " + "${A:-" * 2000 + "x" + "}" * 2000, "nested too deeply"),
+        ("train " + "$(" * 200 + "echo x" + ")" * 200, "more than 40 scripts"),
+        ("A=(1); A[$(nproc)]=2; unset 'A[$(nproc)]'; B=([$(nproc)]=1); train", "which decides what is assigned"),
         ("".join(f"[ -f {n} ] && A{n}=1\n" for n in range(12)) + "train", "it can go more than 128 ways"),
     ],
 )
