@@ -13,7 +13,7 @@ from megarl.algos.corrections import CORRECTION, compares_policies
 from megarl.algos.covariance import CHOSEN, COVARIANCE_LOSSES
 from megarl.algos.entropy import next_entropy_state
 from megarl.algos.kl import KL_CONTROLLERS, KL_ESTIMATORS, KLObservation, apply_kl_penalty
-from megarl.algos.masked import group_stats, masked_sum, summary
+from megarl.algos.masked import group_stats, kept, masked_sum, summary
 from megarl.algos.mixed_groups import demonstration_mask
 from megarl.algos.off_policy import count_mixed
 from megarl.algos.policy_losses import ROW_RATIO_LOSSES
@@ -175,7 +175,9 @@ class ComposedAlgorithm:
         parts, per_token = {"actor/pg_loss": loss.detach()}, dict(terms.policy_diagnostics)
         if cfg.kl.in_loss:
             estimator = cfg.kl.loss_estimator if cfg.kl.where == "both" else cfg.kl.estimator
-            kl = KL_ESTIMATORS.get(estimator)(out.logprobs, rows.score(Score.REF_LOGPROBS))
+            kl = KL_ESTIMATORS.get(estimator)(
+                kept(out.logprobs, rows.loss_mask), kept(rows.score(Score.REF_LOGPROBS), rows.loss_mask)
+            )
             kl_loss = local_sum(kl, terms.loss_mask & policy_mask)
             loss = loss + self._loss_kl_coef(state) * kl_loss
             parts["actor/kl_loss"] = kl_loss.detach()

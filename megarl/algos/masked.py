@@ -7,14 +7,26 @@ import torch
 from torch import Tensor
 
 
+def kept(values: Tensor, mask: Tensor) -> Tensor:
+    """Return `values` where `mask` is set and 0 elsewhere; what lies elsewhere, even NaN, reaches neither values nor
+    gradients that are computed from the result.
+
+    Apply it to the inputs of a formula: a mask on its result alone leaves gradients of 0 · NaN.
+
+    >>> kept(tensor([1.0, torch.nan]), tensor([True, False])).tolist()
+    [1.0, 0.0]
+    """
+    return torch.where(mask, values, values.new_zeros(()))
+
+
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum `values` where `mask` is set; values elsewhere, even NaN, have no effect.
 
     >>> masked_sum(tensor([1.0, 2.0, 9.0]), tensor([True, True, False])).item()
     3.0
     """
-    kept = torch.where(mask, values, values.new_zeros(()))
-    return kept.sum() if dim is None else kept.sum(dim)
+    inside = kept(values, mask)
+    return inside.sum() if dim is None else inside.sum(dim)
 
 
 def row_means(values: Tensor, mask: Tensor) -> Tensor:
@@ -24,6 +36,15 @@ def row_means(values: Tensor, mask: Tensor) -> Tensor:
     [1.5]
     """
     return masked_sum(values, mask, dim=-1) / mask.sum(dim=-1).clamp(min=1)
+
+
+def per_row(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the value [B] that each row of `values` [B, T] repeats where its mask is set; 0 for an empty mask.
+
+    >>> per_row(tensor([[9.0, 2.0, 2.0]]), tensor([[False, True, True]])).tolist()
+    [2.0]
+    """
+    return masked_sum(values, mask & (mask.cumsum(-1) == 1), dim=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from megarl.algos.masked import row_means
+from megarl.algos.masked import kept, row_means
 from megarl.config.algo import PolicyLossConfig
 from megarl.registry import Registry
 
@@ -17,7 +17,7 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossInputs:
-    """Inputs of a policy loss, [B, T] each; `loss_mask` is bool.
+    """Inputs of a policy loss, [B, T] each; `loss_mask` is bool, and the others are set to 0 outside it.
 
     correction: the weights of `compute_correction`. chosen: bool, the tokens of `choose_tokens`, for losses that treat
     these in another way.
@@ -29,6 +29,17 @@ class PolicyLossInputs:
     loss_mask: Tensor
     correction: Tensor | None = None
     chosen: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        # Padding may hold anything, and a mask on the loss alone would leave gradients of 0 · NaN.
+        for name in ("logprobs", "old_logprobs", "advantages", "correction"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, kept(value, self.loss_mask))
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """Return ln r = logprobs − old_logprobs; a gradient flows only through `logprobs`."""
+        return self.logprobs - self.old_logprobs.detach()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +85,9 @@ def policy_loss(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     return terms if x.correction is None else replace(terms, loss=terms.loss * x.correction.detach())
 
 
-def _log_ratio(x: PolicyLossInputs) -> Tensor:
-    """Return logprobs − old_logprobs, clamped to ±20."""
-    return (x.logprobs - x.old_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+def _ratio(x: PolicyLossInputs) -> Tensor:
+    """Return r = exp(logprobs − old_logprobs), with the exponent clamped to ±20."""
+    return x.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,16 +129,15 @@ def ppo_clip(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     >>> ppo_clip(loss_inputs([[1.0, 2.0, 2.0]], [[1.0, 1.0, -1.0]]), PolicyLossConfig()).loss.round(decimals=2).tolist()
     [[-1.0, -1.2, 2.0]]
     """
-    log_ratio = _log_ratio(x)
     surrogate = clipped_surrogate(
-        log_ratio.exp(), x.advantages, low=1 - cfg.clip_low, high=1 + cfg.clip_high, dual_clip=cfg.dual_clip
+        _ratio(x), x.advantages, low=1 - cfg.clip_low, high=1 + cfg.clip_high, dual_clip=cfg.dual_clip
     )
     return PolicyLossTerms(
         loss=surrogate.loss,
         diagnostics={
-            "actor/pg_clipfrac": surrogate.clipped.to(log_ratio.dtype),
-            "actor/pg_clipfrac_lower": surrogate.dual_clipped.to(log_ratio.dtype),
-            "actor/ppo_kl": -log_ratio.detach(),
+            "actor/pg_clipfrac": surrogate.clipped.to(x.logprobs.dtype),
+            "actor/pg_clipfrac_lower": surrogate.dual_clipped.to(x.logprobs.dtype),
+            "actor/ppo_kl": -x.log_ratio.detach(),
         },
     )
 
@@ -140,7 +150,7 @@ def reinforce(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     >>> reinforce(loss_inputs([[1.0]], [[2.0]]), PolicyLossConfig()).loss.tolist()
     [[2.0]]
     """
-    return PolicyLossTerms(loss=-x.advantages * x.logprobs, diagnostics={"actor/ppo_kl": -_log_ratio(x).detach()})
+    return PolicyLossTerms(loss=-x.advantages * x.logprobs, diagnostics={"actor/ppo_kl": -x.log_ratio.detach()})
 
 
 @POLICY_LOSSES.register("cispo")
@@ -153,12 +163,11 @@ def cispo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     >>> cispo(loss_inputs([[1.0]], [[2.0]]), PolicyLossConfig()).loss.tolist()
     [[2.0]]
     """
-    log_ratio = _log_ratio(x).detach()
-    ratio = log_ratio.exp()
+    ratio = _ratio(x).detach()
     weight = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     return PolicyLossTerms(
         loss=-weight * x.advantages * x.logprobs,
-        diagnostics={"actor/pg_clipfrac": (weight != ratio).to(ratio.dtype), "actor/ppo_kl": -log_ratio},
+        diagnostics={"actor/pg_clipfrac": (weight != ratio).to(ratio.dtype), "actor/ppo_kl": -x.log_ratio.detach()},
     )
 
 
@@ -189,7 +198,7 @@ def gspo_token(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
 
 def _row_log_ratio(x: PolicyLossInputs) -> Tensor:
     """Return the mean [B, 1] of logprobs − old_logprobs over the row's loss tokens, clamped to ±20."""
-    mean = row_means(x.logprobs - x.old_logprobs.detach(), x.loss_mask)[:, None]
+    mean = row_means(x.log_ratio, x.loss_mask)[:, None]
     return mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -201,7 +210,7 @@ def _row_clip(row_log_ratio: Tensor, x: PolicyLossInputs, cfg: PolicyLossConfig)
         loss=surrogate.loss,
         diagnostics={
             "actor/pg_clipfrac": surrogate.clipped.to(ratio.dtype),
-            "actor/ppo_kl": (x.old_logprobs - x.logprobs).detach(),
+            "actor/ppo_kl": -x.log_ratio.detach(),
         },
     )
 
@@ -219,14 +228,14 @@ def gmpo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     >>> gmpo(x, PolicyLossConfig(clip_low=0.4, clip_high=0.4)).loss.round(decimals=2).tolist()
     [[-1.22, -1.22]]
     """
-    log_ratio = x.logprobs - x.old_logprobs.detach()
+    log_ratio = x.log_ratio
     clipped = torch.where(x.advantages > 0, log_ratio.clamp(max=cfg.clip_high), log_ratio.clamp(min=-cfg.clip_low))
     row_log_ratio = row_means(clipped, x.loss_mask)[:, None].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return PolicyLossTerms(
         loss=-x.advantages * row_log_ratio.exp(),
         diagnostics={
             "actor/pg_clipfrac": (clipped != log_ratio).to(log_ratio.dtype),
-            "actor/ppo_kl": -log_ratio.detach(),
+            "actor/ppo_kl": -x.log_ratio.detach(),
         },
     )
 
@@ -241,10 +250,10 @@ def sapo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     >>> sapo(loss_inputs([[1.0, 1.0]], [[1.0, -1.0]]), PolicyLossConfig(tau_pos=1.0, tau_neg=2.0)).loss.tolist()
     [[-2.0, 1.0]]
     """
-    log_ratio = _log_ratio(x)
-    tau = torch.where(x.advantages > 0, log_ratio.new_tensor(cfg.tau_pos), log_ratio.new_tensor(cfg.tau_neg))
-    gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau
-    return PolicyLossTerms(loss=-x.advantages * gate, diagnostics={"actor/ppo_kl": -log_ratio.detach()})
+    ratio = _ratio(x)
+    tau = torch.where(x.advantages > 0, ratio.new_tensor(cfg.tau_pos), ratio.new_tensor(cfg.tau_neg))
+    gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    return PolicyLossTerms(loss=-x.advantages * gate, diagnostics={"actor/ppo_kl": -x.log_ratio.detach()})
 
 
 @POLICY_LOSSES.register("clip_cov")
@@ -261,16 +270,13 @@ def clip_cov(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     [[0.0, -2.0]]
     """
     assert x.chosen is not None, "clip_cov needs the tokens chosen by covariance"
-    log_ratio = _log_ratio(x)
-    surrogate = clipped_surrogate(
-        log_ratio.exp(), x.advantages, low=1 - cfg.clip_low, high=1 + cfg.clip_high, dual_clip=None
-    )
+    surrogate = clipped_surrogate(_ratio(x), x.advantages, low=1 - cfg.clip_low, high=1 + cfg.clip_high, dual_clip=None)
     return PolicyLossTerms(
         loss=torch.where(x.chosen, 0.0, surrogate.loss),
         diagnostics={
-            "actor/pg_clipfrac": surrogate.clipped.to(log_ratio.dtype),
-            "actor/cov_chosen": x.chosen.to(log_ratio.dtype),
-            "actor/ppo_kl": -log_ratio.detach(),
+            "actor/pg_clipfrac": surrogate.clipped.to(x.logprobs.dtype),
+            "actor/cov_chosen": x.chosen.to(x.logprobs.dtype),
+            "actor/ppo_kl": -x.log_ratio.detach(),
         },
     )
 
@@ -287,9 +293,8 @@ def kl_cov(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     [[-1.0, 0.35]]
     """
     assert x.chosen is not None, "kl_cov needs the tokens chosen by covariance"
-    log_ratio = _log_ratio(x)
-    penalty = torch.where(x.chosen, cfg.cov_kl_coef * log_ratio.abs(), 0.0)
+    penalty = torch.where(x.chosen, cfg.cov_kl_coef * x.log_ratio.abs(), 0.0)
     return PolicyLossTerms(
-        loss=-x.advantages * log_ratio.exp() + penalty,
-        diagnostics={"actor/cov_chosen": x.chosen.to(log_ratio.dtype), "actor/ppo_kl": -log_ratio.detach()},
+        loss=-x.advantages * _ratio(x) + penalty,
+        diagnostics={"actor/cov_chosen": x.chosen.to(x.logprobs.dtype), "actor/ppo_kl": -x.log_ratio.detach()},
     )

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.algos.masked import masked_sum
+from megarl.algos.masked import masked_sum, per_row
 from megarl.config.schema import TrainPreferenceConfig
 from megarl.registry import Registry, refuse_unused
 from megarl.types import AlgoState, Denominators, LossSums, PolicyOutputs, Row, RowBatch, Score, ValueOutputs
@@ -41,8 +41,9 @@ class BradleyTerry:
         and scores. Pairs with equal scores count as wrong.
         """
         num_pairs = len(out.values) // 2
-        # Each row has one token; sum(1) also works for a micro-batch without rows, which has none.
-        scores, margin = out.values.sum(1), rows.score(MARGIN).sum(1)[:num_pairs]
+        # Each row has one token, or none in a micro-batch without rows.
+        mask = rows.loss_mask
+        scores, margin = masked_sum(out.values, mask, dim=1), masked_sum(rows.score(MARGIN), mask, dim=1)[:num_pairs]
         chosen, rejected = scores[:num_pairs], scores[num_pairs:]
         difference = chosen - rejected
         with torch.no_grad():
@@ -185,7 +186,7 @@ class PreferenceObjective:
             # Subtract before summing: the sums are large, and float32 would lose their difference.
             log_ratios = masked_sum(out.logprobs - rows.score(Score.REF_LOGPROBS), mask, dim=1).reshape(shape)
         if BATCH_KL in self.reads:
-            kl = rows.score(BATCH_KL)[:, :1].sum(1).reshape(shape)
+            kl = per_row(rows.score(BATCH_KL), mask).reshape(shape)
         num_tokens = mask.sum(1).clamp(min=1).reshape(shape)
         pairs = PairLogprobs(logprobs=logprobs, log_ratios=log_ratios, num_tokens=num_tokens, kl=kl)
         result = PREFERENCE_LOSSES.get(self.cfg.objective).of_pairs(pairs, self.cfg)

@@ -56,7 +56,8 @@ def token_losses(rows: RowBatch, out: PolicyOutputs, advantages: Tensor, cfg: Al
         logprobs=out.logprobs,
         old_logprobs=rows.scores.get(Score.OLD_LOGPROBS, out.logprobs.detach()),
         advantages=advantages,
-        loss_mask=loss_mask,
+        # Imitated tokens, too, have diagnostics.
+        loss_mask=mask,
         correction=rows.scores.get(CORRECTION),
         chosen=rows.score(CHOSEN) > 0 if cfg.policy_loss.name in COVARIANCE_LOSSES else None,
     )

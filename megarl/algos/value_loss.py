@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from megarl.algos.aggregation import count_rows
-from megarl.algos.masked import masked_sum
+from megarl.algos.masked import kept, masked_sum
 from megarl.types import AlgoState, Denominators, LossSums, Row, RowBatch, ValueOutputs
 
 
@@ -30,12 +30,13 @@ class ValueLoss:
 
     def loss(self, rows: RowBatch, out: ValueOutputs, state: AlgoState) -> LossSums:
         """Sum the loss over a micro-batch; metrics: `critic/{vf_loss,vf_clipfrac,vpred_mean}`."""
-        mask, returns = rows.loss_mask, rows.score("returns")
-        error = (out.values - returns).square()
+        mask = rows.loss_mask
+        values, returns = kept(out.values, mask), kept(rows.score("returns"), mask)
+        error = (values - returns).square()
         clipped = torch.zeros_like(error)
         if self.clip is not None:
-            old = rows.score("values")
-            near_old = out.values.clamp(old - self.clip, old + self.clip)
+            old = kept(rows.score("values"), mask)
+            near_old = values.clamp(old - self.clip, old + self.clip)
             clipped = (near_old - returns).square()
         loss = masked_sum(0.5 * torch.maximum(error, clipped), mask)
         return LossSums(
@@ -44,7 +45,7 @@ class ValueLoss:
                 "tokens": {
                     "critic/vf_loss": loss.detach(),
                     "critic/vf_clipfrac": masked_sum((clipped > error).to(error.dtype), mask),
-                    "critic/vpred_mean": masked_sum(out.values.detach(), mask),
+                    "critic/vpred_mean": values.detach().sum(),
                 }
             },
         )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megarl.algos.cpo.difficulty import group_difficulty
 from megarl.algos.cpo.information import MI_ESTIMATORS
+from megarl.algos.masked import per_row
 from megarl.config.algo import CpoConfig
 from megarl.types import RowBatch, Score, ScoredBatch
 
@@ -109,7 +110,9 @@ def inputs_from_batch(
     """
     excluded = batch.scores.get(EXCLUDED)
     if cfg.difficulty == "data":
-        difficulty = _per_row(batch.score(DIFFICULTY)).sign().long()
+        values = batch.score(DIFFICULTY)
+        # A row without loss tokens has a difficulty, too.
+        difficulty = values[:, :1].sum(-1).sign().long()
     else:
         difficulty = group_difficulty(batch.uids, batch.correct, batch.rewards, cfg)
     return CpoInputs(
@@ -164,8 +167,8 @@ def inputs_from_rows(rows: RowBatch, entropy: Tensor, *, vocab_size: int) -> Cpo
     return CpoInputs(
         advantages=rows.score("advantages"),
         loss_mask=rows.loss_mask,
-        correct=_per_row(rows.score(CORRECT)) > 0,
-        difficulty=_per_row(rows.score(DIFFICULTY)).long(),
+        correct=per_row(rows.score(CORRECT), rows.loss_mask) > 0,
+        difficulty=per_row(rows.score(DIFFICULTY), rows.loss_mask).long(),
         vocab_size=vocab_size,
         old_logprobs=rows.score(OLD),
         hint_logprobs=rows.score(Score.HINT_LOGPROBS),
@@ -174,8 +177,3 @@ def inputs_from_rows(rows: RowBatch, entropy: Tensor, *, vocab_size: int) -> Cpo
         entropy=entropy.detach(),
         excluded=None if excluded is None else excluded > 0,
     )
-
-
-def _per_row(values: Tensor) -> Tensor:
-    """Convert a tensor [B, T] whose rows each repeat one value to [B], by taking the first value of each row."""
-    return values[:, 0] if values.shape[1] else values.new_zeros(len(values))

@@ -352,3 +352,23 @@ def test_inputs_are_not_mutated_and_float32_stays() -> None:
 
 def copy_of(x: PolicyLossInputs) -> PolicyLossInputs:
     return PolicyLossInputs(**{f.name: getattr(x, f.name).clone() for f in fields(x)})
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_the_kl_of_a_token_is_not_clamped(name: str) -> None:
+    logprobs = row([-31.0, -1.0])
+    x = PolicyLossInputs(
+        logprobs=logprobs,
+        old_logprobs=torch.tensor([[-1.0, -1.0]], dtype=torch.float64),
+        advantages=torch.tensor([[1.0, 1.0]], dtype=torch.float64),
+        loss_mask=torch.tensor([[True, True]]),
+        chosen=torch.tensor([[True, False]]),
+    )
+    terms = policy_loss(x, PolicyLossConfig(name=name, cov_kl_coef=0.5))
+    assert terms.diagnostics["actor/ppo_kl"].tolist() == [[30.0, 0.0]]
+    if name == "kl_cov":
+        # −r·A + 0.5·|−30|; r is 2e-9, and its exponent is bounded, so that only the penalty has a gradient.
+        assert terms.loss[0, 0].item() == pytest.approx(15.0)
+        terms.loss[0, 0].backward()
+        assert logprobs.grad is not None
+        assert logprobs.grad.tolist() == [[-0.5, 0.0]]
