@@ -53,8 +53,9 @@ class Correction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogRatios:
-    """The log-ratios ln ρ = ln π_trainer − ln π_engine [B, T], float64, clamped to ±20, and 0 outside `sampled`
-    (bool).
+    """The log-ratios ln ρ = ln π_trainer − ln π_engine [B, T], float64, and 0 outside `sampled` (bool).
+
+    Sums and means are over what tokens really have; only a result is clamped, before exp().
     """
 
     token: Tensor
@@ -73,6 +74,11 @@ class LogRatios:
         if not own:
             total, count = total - self.token, count - self.sampled.long()
         return torch.where(count > 0, total / count.clamp(min=1), 0.0)
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    """Return e^log_ratio, with the exponent clamped to ±20."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 Weight: TypeAlias = Callable[[LogRatios, CorrectionConfig], Tensor]
@@ -94,7 +100,7 @@ def token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
     >>> token_ratio(ratios([[2.0, 0.5]]), CorrectionConfig(token_cap=1.5)).tolist()
     [[1.5, 0.5]]
     """
-    ratio = x.token.exp()
+    ratio = _exp(x.token)
     return ratio if cfg.token_cap is None else ratio.clamp(max=cfg.token_cap)
 
 
@@ -104,7 +110,7 @@ def clipped_token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
     >>> clipped_token_ratio(ratios([[2.0, 0.5]]), CorrectionConfig(low=0.75, high=1.5)).tolist()
     [[1.5, 0.75]]
     """
-    return x.token.exp().clamp(cfg.low, cfg.high)
+    return _exp(x.token).clamp(cfg.low, cfg.high)
 
 
 def truncated_token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
@@ -113,7 +119,7 @@ def truncated_token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
     >>> truncated_token_ratio(ratios([[2.0, 0.5]]), CorrectionConfig(high=1.5)).tolist()
     [[1.5, 0.5]]
     """
-    return x.token.exp().clamp(max=cfg.high)
+    return _exp(x.token).clamp(max=cfg.high)
 
 
 def truncated_row_product(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
@@ -122,8 +128,7 @@ def truncated_row_product(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
     >>> truncated_row_product(ratios([[2.0, 0.5], [2.0, 2.0]]), CorrectionConfig(high=1.5)).tolist()
     [[1.0, 1.0], [1.5, 1.5]]
     """
-    log_ratio = x.token.sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return log_ratio.exp().clamp(max=cfg.high).expand_as(x.token)
+    return _exp(x.token.sum(-1, keepdim=True)).clamp(max=cfg.high).expand_as(x.token)
 
 
 def row_geometric_mean(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
@@ -132,7 +137,7 @@ def row_geometric_mean(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
     >>> row_geometric_mean(ratios([[4.0, 1.0]]), CorrectionConfig()).tolist()
     [[2.0, 2.0]]
     """
-    return x.row_mean.exp().expand_as(x.token)
+    return _exp(x.row_mean).expand_as(x.token)
 
 
 def every_token(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
@@ -280,7 +285,7 @@ def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction
             f"{x.rollout_logprobs[i, t].item()} (engine), expected finite numbers; look at the engine's sampling "
             "settings and at the weights"
         )
-    ratios = LogRatios(token=difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), sampled=sampled)
+    ratios = LogRatios(token=difference, sampled=sampled)
     raw = rule.weight(ratios, cfg)
     gate = rule.gate(ratios, cfg)
     if cfg.only_negative:
@@ -300,7 +305,7 @@ def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction
         metrics=correction_metrics(
             log_ratio=ratios.token, sampled=sampled, weights=raw, accepted=accepted, advantages=x.advantages
         )
-        | {"is/veto_frac": float(vetoed.sum() / sampled.any(-1).sum().clamp(min=1))},
+        | {"is/veto_frac": int(vetoed.sum()) / max(int(sampled.any(-1).sum()), 1)},
     )
 
 

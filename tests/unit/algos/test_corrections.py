@@ -440,3 +440,33 @@ def test_conflicts(cfg: AlgoConfig, message: str) -> None:
 )
 def test_accepted(cfg: AlgoConfig) -> None:
     check_correction(cfg)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # Π ρ = e^5, whose exponent no token decides alone.
+        ("sequence", [math.exp(5), math.exp(5)]),
+        # (Π ρ)^(1/2) = e^2.5.
+        ("geometric", [math.exp(2.5), math.exp(2.5)]),
+        # Tokens, too, are bounded only by themselves.
+        ("seq_mask_tis", [math.exp(-20), math.exp(20)]),
+        ("reinforce_pro", [0.0, math.exp(20)]),
+        ("baseline_unbiased", [math.exp(-20), 0.0]),
+        # The mean of −ln ρ is −2.5.
+        ("sequence_mask", [1.0, 1.0]),
+    ],
+)
+def test_sums_over_tokens_are_bounded_as_sums(name: str, expected: list[float]) -> None:
+    x = inputs([[math.exp(-45), math.exp(50)]], [1.0])
+    correction = compute_correction(x, CorrectionConfig(name=name, low=1e-4, high=1e6, max_kl_nats=0.0))
+    torch.testing.assert_close(correction.weights, f64([expected]), rtol=1e-12, atol=0)
+    # Its square is e^10; the gap of log-perplexities is −2.5.
+    assert correction.metrics["is/chi2_seq"] == pytest.approx(math.expm1(10))
+    assert correction.metrics["is/log_ppl_gap"] == pytest.approx(-2.5)
+
+
+def test_a_veto_compares_what_a_token_has() -> None:
+    x = inputs([[math.exp(25), 1.0]], [1.0])
+    near(compute_correction(x, CorrectionConfig(name="tis", veto=math.exp(26))).weights, [[5.0, 1.0]])
+    near(compute_correction(x, CorrectionConfig(name="tis", veto=math.exp(24))).weights, [[0.0, 0.0]])
