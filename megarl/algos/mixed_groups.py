@@ -97,8 +97,8 @@ def mixed_metrics(batch: ScoredBatch) -> dict[str, float]:
     """
     off_policy, lengths = demonstration_mask(batch).any(dim=-1), batch.loss_mask.sum(dim=-1).double()
     scores = batch.rewards.double()
-    share = demonstration_mask(batch).sum() / batch.loss_mask.sum().clamp(min=1)
-    metrics = {"batch/demonstration_frac": float(share)}
+    share = int(demonstration_mask(batch).sum()) / max(int(batch.loss_mask.sum()), 1)
+    metrics = {"batch/demonstration_frac": share}
     for name, rows in (("on", ~off_policy), ("off", off_policy)):
         for what, values in (("score", scores), ("response_tokens", lengths)):
             mean = masked_sum(values, rows) / rows.sum().clamp(min=1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos.masked import masked_sum
-from megarl.algos.token_rewards import KL_PENALTY
+from megarl.algos.token_rewards import KL_PENALTY, TURN_REWARDS
 from megarl.config.algo import AdvantageConfig, AlgoConfig
 from megarl.errors import DataError
 from megarl.registry import Registry
@@ -87,7 +87,8 @@ def estimator_of(cfg: AlgoConfig) -> Estimator:
 
 
 def compute_advantages(batch: ScoredBatch, cfg: AdvantageConfig, flip: Flip | None = None) -> Estimate:
-    """Run the configured estimator; raise DataError if a reward, KL penalty or critic value is NaN or infinite.
+    """Run the configured estimator; raise DataError if a reward (of a turn, too), KL penalty, critic value or resulting
+    advantage is NaN or infinite.
 
     >>> cfg = AdvantageConfig(estimator="dr_grpo")
     >>> compute_advantages(step("aa", [1.0, 0.0]), cfg).advantages.tolist()
@@ -95,10 +96,19 @@ def compute_advantages(batch: ScoredBatch, cfg: AdvantageConfig, flip: Flip | No
     """
     estimator = ADVANTAGE_ESTIMATORS.get(cfg.estimator)
     _require_finite(batch, "reward", batch.rewards, "check the scorer")
-    for name in sorted({KL_PENALTY, Score.VALUES} & batch.scores.keys()):
-        rows = masked_sum(batch.scores[name], batch.loss_mask, dim=-1)
-        _require_finite(batch, f"sum of {name}", rows, "check the model and the log-probs it is computed from")
-    return estimator(batch, cfg, flip)
+    remedies = {
+        TURN_REWARDS: "check the environment",
+        KL_PENALTY: "check the model and the log-probs it is computed from",
+        Score.VALUES: "check the critic",
+    }
+    for name in remedies.keys() & batch.scores.keys():
+        rows = masked_sum(batch.scores[name].double(), batch.loss_mask, dim=-1)
+        _require_finite(batch, f"sum of {name}", rows, remedies[name])
+    estimate = estimator(batch, cfg, flip)
+    for what, values in (("advantage", estimate.advantages), ("return", estimate.returns)):
+        if values is not None:
+            _require_finite(batch, f"sum of {what}s", values.double().sum(-1), "make the rewards smaller")
+    return estimate
 
 
 def required_detail(batch: ScoredBatch, name: str, remedy: str) -> Tensor:
@@ -125,5 +135,5 @@ def _require_finite(batch: ScoredBatch, what: str, rows: Tensor, remedy: str) ->
     if bad:
         raise DataError(
             f"{what} of row {bad[0]} (uid {batch.uids[bad[0]]!r}): got {rows[bad[0]].item()}, expected a finite "
-            f"number; {remedy}"
+            f"number (float32 ends at 3.4e38); {remedy}"
         )

@@ -177,8 +177,8 @@ def gpg(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     [1.0, -1.0, 0.0, 0.0]
     """
     rewards = sequence_rewards(batch)
-    num_unequal = (~equal_rewards(batch)).sum().clamp(min=1)
-    return len(batch.uids) / num_unequal * centred(rewards, group_stats(rewards, batch.uids))
+    alpha = len(batch.uids) / max(int((~equal_rewards(batch)).sum()), 1)
+    return alpha * centred(rewards, group_stats(rewards, batch.uids))
 
 
 @_register("gdpo", "components", "norm_by_std")

@@ -296,6 +296,30 @@ def test_non_finite_score_names_its_row(make_scored: MakeScored, score: str) -> 
         compute_advantages(make_scored(["q6", "q7"], [1.0, 0.0], **{score: bad}), AdvantageConfig(estimator="rloo"))
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e39])
+@pytest.mark.parametrize("name", sorted(ADVANTAGE_ESTIMATORS))
+def test_non_finite_reward_of_a_turn_names_its_row(make_scored: MakeScored, name: str, bad: float) -> None:
+    # 1e39 is infinite in float32, the type of scores.
+    turns = torch.tensor([[0.0, 0.0], [bad, 0.5]], dtype=torch.float32)
+    batch = make_scored(["q6", "q7"], [1.0, 0.0], turn_rewards=turns, values=torch.zeros(2, 2))
+    with pytest.raises(DataError, match=r"sum of turn_rewards of row 1 \(uid 'q7'\): got"):
+        compute_advantages(batch, AdvantageConfig(estimator=name, components={"score": 1.0}))
+
+
+def test_advantages_that_do_not_fit_their_type_name_their_row(make_scored: MakeScored) -> None:
+    batch = make_scored(["q6", "q6"], [3e38, -3e38])
+    assert compute_advantages(batch, AdvantageConfig(estimator="rloo")).advantages[0, 0] == pytest.approx(6e38)
+    with pytest.raises(DataError, match=r"sum of advantages of row 0 \(uid 'q6'\): got inf.*make the rewards smaller"):
+        compute_advantages(replace(batch, rewards=batch.rewards.float()), AdvantageConfig(estimator="rloo"))
+
+
+def test_gpg_scales_in_the_precision_of_rewards(make_scored: MakeScored) -> None:
+    # α = 10/6; in float32 it would be off by 4e-8.
+    rewards = [1.0, 0.0] * 3 + [1.0] * 4
+    got = rows_of(make_scored(list("aabbccdddd"), rewards), AdvantageConfig(estimator="gpg"))
+    assert got == pytest.approx([5 / 6, -5 / 6] * 3 + [0.0] * 4, rel=1e-15)
+
+
 def test_unknown_estimator(make_scored: MakeScored) -> None:
     with pytest.raises(ConfigError, match=r"algo\.advantage\.estimator.*'grop'.*did you mean 'grpo'"):
         compute_advantages(make_scored(["a"], [1.0]), AdvantageConfig(estimator="grop"))
