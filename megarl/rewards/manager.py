@@ -126,18 +126,30 @@ class BatchJudging:
             if row in dropped:
                 rewards.append(DROPPED)
                 continue
-            decisive = heard.get(RULE) or heard[route[0]]
+            decisive = heard.get(RULE, DROPPED)
+            if decisive.dropped:  # It may have no opinion, and not be one of those that are mixed.
+                decisive = heard[route[0]]
             details = decisive.details
             if len(heard) > 1:
                 said = {f"{name}/score": opinion.score for name, opinion in heard.items() if not opinion.dropped}
                 details = {**details, **said}
+            silent = [f"{name}/score" for name, opinion in heard.items() if opinion.dropped]
             own = decisive.own_score
             if own is None and len(heard) > 1:
                 own = decisive.score
             notes = {key: note for opinion in heard.values() for key, note in opinion.notes.items()} | dict(
                 decisive.notes
             )
-            rewards.append(replace(decisive, score=total[row], details=details, notes=notes, own_score=own))
+            rewards.append(
+                replace(
+                    decisive,
+                    score=total[row],
+                    details=details,
+                    notes=notes,
+                    own_score=own,
+                    no_opinion=(*decisive.no_opinion, *silent),
+                )
+            )
         tallies: dict[str, Tally] = {name: tally for each in judged.values() for name, tally in each.tallies.items()}
         if len(opinions) > 1:
             for name, by_row in opinions.items():

@@ -17,6 +17,8 @@ from megarl.rewards.verifier import JobResult, VerifierJob, VerifierOptions, Ver
 from megarl.sandbox import Isolation, SandboxOptions
 from megarl.types import DROPPED, Reward
 
+# The detail of a scorer's reward that holds what the user's functions add to it.
+_CUSTOM_SCORE = "custom/score"
 # Outcomes that have metrics `reward/…_frac`, and the names that they have there.
 FRACTIONS = {
     "timed_out": "timeout",
@@ -211,8 +213,19 @@ class RuleSession:
                 except DataError as error:
                     raise DataError(f"{each.label}: {error}") from error
             theirs = None if each.row is None else custom[each.row]
-            verdicts.append(_sum(own, theirs))
+            verdicts.append(self._with_no_opinions(_sum(own, theirs), each))
         return verdicts
+
+    def _with_no_opinions(self, verdict: Verdict, asked: _Asked) -> Verdict:
+        """Name the functions that were asked and returned None, by the details that their opinions would have had."""
+        if (reward := verdict.reward) is None or asked.row is None:
+            return verdict
+        custom = self.judge.rules.custom
+        opinions = {f"{name}/score" for name in custom.of(asked.data_source)} if len(custom.functions) > 1 else set()
+        if asked.job is not None:
+            opinions.add(_CUSTOM_SCORE)
+        silent = sorted(opinions - reward.details.keys())
+        return replace(verdict, reward=replace(reward, no_opinion=(*reward.no_opinion, *silent)))
 
     def finish(self) -> Judged:
         """Wait for all rewards; errors are those of `verdicts`."""
@@ -252,8 +265,9 @@ def _sum(own: Verdict | None, theirs: Verdict | None) -> Verdict:
     reward = replace(
         mine,
         score=mine.score + other.score,
-        details={**other.details, **mine.details, "custom/score": other.score},
+        details={**other.details, **mine.details, _CUSTOM_SCORE: other.score},
         notes={**other.notes, **mine.notes},
         own_score=mine.score if mine.own_score is None else mine.own_score,
+        no_opinion=(*other.no_opinion, *mine.no_opinion),
     )
     return replace(own, reward=reward, seconds=own.seconds + theirs.seconds)

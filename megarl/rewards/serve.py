@@ -104,15 +104,16 @@ def encode_reply(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """
     rewards = [verdict.reward for verdict in verdicts]
     judged = [reward for reward in rewards if reward is not None]
-    # Details that some rows lack cannot be sent, since their lists must have one entry per row.
-    shared = set.intersection(*(set(reward.details) for reward in judged)) if len(judged) == len(rewards) > 0 else set()
+    # Details that some rows lack cannot be sent, since their lists must have one entry per row; null is no opinion.
+    known = [{*reward.details, *reward.no_opinion} for reward in judged]
+    shared = set.intersection(*known) if len(known) == len(rewards) > 0 else set()
     reasons = [f"{each.outcome}: {each.reason}" if each.reward is None else "" for each in verdicts]
     return {
         "rewards": [None if reward is None else reward.score for reward in rewards],
         "scores": [None if reward is None else float(reward.correct) for reward in rewards],
         "extra_logs": {
             **({UNJUDGED: reasons} if any(reasons) else {}),
-            **{name: [reward.details[name] for reward in judged] for name in sorted(shared)},
+            **{name: [reward.details.get(name) for reward in judged] for name in sorted(shared)},
             **{name: [float(each.outcome == name) for each in verdicts] for name in _LOGGED_OUTCOMES},
         },
     }

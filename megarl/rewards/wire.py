@@ -3,7 +3,8 @@
 Request: {"query": [prompt + response, …], "prompts": […], "labels": [ground truth, …]}, and "data_source": […] and
 "extra_info": […], which services may ignore. Answer: {"rewards": [number, …], "scores": [number, …],
 "extra_logs": {name: [number, …] or number}}; "scores" and "extra_logs" may be missing. Lists in "extra_logs" have an
-entry for each row; what is not a number is kept beside the row's sample, and not averaged. A reward of null says that
+entry for each row; null among numbers says that the service has no opinion there. What is not a number is kept beside
+the row's sample, and not averaged. A reward of null says that
 the service could not judge the row; the row's entry in "extra_logs": {"unjudged": [text, …]} must then say why.
 """
 
@@ -35,7 +36,7 @@ class ServiceReply:
 
     rewards: Sequence[float | None]
     scores: Sequence[float | None] | None
-    logs: Mapping[str, Sequence[float]]
+    logs: Mapping[str, Sequence[float | None]]
     notes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def reward(self, row: int) -> Reward:
@@ -49,9 +50,10 @@ class ServiceReply:
         return Reward(
             score=value,
             correct=value > 0 if score is None else score > 0.5,
-            details={name: values[row] for name, values in self.logs.items()},
+            details={name: number for name, values in self.logs.items() if (number := values[row]) is not None},
             notes={name: values[row] for name, values in self.notes.items() if name != UNJUDGED},
             own_score=score,
+            no_opinion=tuple(name for name, values in self.logs.items() if values[row] is None),
         )
 
     def why_unjudged(self, row: int) -> str:
@@ -81,12 +83,12 @@ def decode_reply(reply: Any, num_rows: int) -> ServiceReply:
         raise BadReplyError(f"extra_logs: got {logs!r:.80}, expected an object")
     # A single value applies to every row.
     columns = {str(name): entry if isinstance(entry, list) else [entry] * num_rows for name, entry in logs.items()}
-    numbers, notes = dict[str, Sequence[float]](), dict[str, Sequence[Any]]()
+    numbers, notes = dict[str, Sequence[float | None]](), dict[str, Sequence[Any]]()
     for name, column in columns.items():
         if len(column) != num_rows:
             raise BadReplyError(f"extra_logs.{name}: got {len(column)} values, expected {num_rows}, one per row")
-        if all(map(_is_finite, column)):
-            numbers[name] = [float(value) for value in column]
+        if name != UNJUDGED and all(value is None or _is_finite(value) for value in column):
+            numbers[name] = [None if value is None else float(value) for value in column]
         else:
             notes[name] = [note(value) for value in column]
     rewards = _numbers("rewards", reply["rewards"], num_rows)

@@ -40,7 +40,8 @@ class ScoredBatch(_PaddedScores):
 
     uids: B group keys. rewards: [B], one per row. correct: [B] bool. loss_mask: [B, T] bool. truncated: [B] bool, rows
     cut at the length limit (None: no row). seed: determines this step's random choices. details: [B] each, the scorers'
-    other numbers by name, NaN where a row has none of this name.
+    other numbers by name, NaN where a row has none of this name. no_opinion: by name, [B] bool, the rows that rightly
+    have none, since no scorer has an opinion on them.
     """
 
     uids: tuple[str, ...]
@@ -52,6 +53,7 @@ class ScoredBatch(_PaddedScores):
     step: int = 0
     seed: int = 0
     details: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    no_opinion: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         b = len(self.uids)
@@ -96,7 +98,8 @@ def scored_batch(
     >>> batch.scores["values"].tolist(), batch.details["format"].tolist()
     ([[0.5, 0.0]], [0.25])
     """
-    names = sorted({name for reward in rewards for name in reward.details})
+    silent = sorted({name for reward in rewards for name in reward.no_opinion})
+    names = sorted({*silent, *(name for reward in rewards for name in reward.details)})
     return ScoredBatch(
         uids=tuple(r.uid for r in rows),
         rewards=torch.tensor([r.score for r in rewards], dtype=torch.float32),
@@ -107,6 +110,7 @@ def scored_batch(
         step=step,
         seed=seed,
         details={name: torch.tensor([r.details.get(name, math.nan) for r in rewards]) for name in names},
+        no_opinion={name: torch.tensor([name in r.no_opinion for r in rewards]) for name in silent},
     )
 
 

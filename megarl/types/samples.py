@@ -278,6 +278,7 @@ class Reward:
 
     own_score: the scorer's number before a data source or a service turned it into the reward; None: `score` itself.
     details: the scorer's other numbers, by the names that they have in metrics.
+    no_opinion: names of details that other samples have, but on which nobody has an opinion here.
     notes: its other findings, such as the answer it read, as JSON values; only the rollout files contain them.
     dropped: no scorer could judge the sample, so it must not train; its score is NaN, which all readers refuse.
     """
@@ -288,6 +289,12 @@ class Reward:
     notes: Mapping[str, Any] = field(default_factory=dict)
     dropped: bool = False
     own_score: float | None = None
+    no_opinion: tuple[str, ...] = ()
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Reward":
+        """Make a reward of the fields of one that JSON carried, which has lists for tuples."""
+        return cls(**{**fields, "no_opinion": tuple(fields["no_opinion"])})
 
 
 DROPPED = Reward(score=math.nan, correct=False, dropped=True)

@@ -112,7 +112,8 @@ def compute_advantages(batch: ScoredBatch, cfg: AdvantageConfig, flip: Flip | No
 
 
 def required_detail(batch: ScoredBatch, name: str, remedy: str) -> Tensor:
-    """Return a detail of the rewards, float64 [B]; raise DataError for a row that has no finite number of this name.
+    """Return a detail of the rewards, float64 [B], NaN for rows on which no scorer has an opinion; raise DataError for
+    another row that has no finite number of this name.
 
     `score`, the reward itself, and `correct`, 1 or 0, are details, too.
 
@@ -121,7 +122,8 @@ def required_detail(batch: ScoredBatch, name: str, remedy: str) -> Tensor:
     """
     known = {"score": batch.rewards, "correct": batch.correct, **batch.details}
     values = known.get(name, torch.full_like(batch.rewards, torch.nan)).double()
-    for row in (~values.isfinite()).nonzero().flatten().tolist():
+    silent = batch.no_opinion.get(name, torch.zeros_like(values, dtype=torch.bool))
+    for row in (~values.isfinite() & ~silent).nonzero().flatten().tolist():
         there = sorted(key for key, value in known.items() if value[row].isfinite())
         raise DataError(
             f"row {row} (uid {batch.uids[row]!r}) has no number {name!r} beside its reward, but {', '.join(there)}; "

@@ -4,7 +4,6 @@ The reward r is a sample's reward minus its KL penalty. In a group of one sample
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import comb
 from typing import TypeAlias
 
@@ -67,7 +66,10 @@ def grpo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     [0.71, -0.71]
     """
     rewards = sequence_rewards(batch)
-    stats = group_stats(rewards, batch.uids)
+    return _compared(rewards, group_stats(rewards, batch.uids), cfg)
+
+
+def _compared(rewards: Tensor, stats: GroupStats, cfg: AdvantageConfig) -> Tensor:
     difference = centred(rewards, stats)
     return difference / (_deviation(stats) + _STD_EPS) if cfg.norm_by_std else difference
 
@@ -186,19 +188,25 @@ def gdpo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     """Compute GDPO (arXiv:2601.05242): normalise the parts of a reward in each group, their sum over the batch.
 
     S = Σ w·A over `components`, with weight w and the advantage A that `grpo` computes of the component alone. Then
-    A = (S − mean) / (std + 1e-6) over all rows of the batch. Raises DataError for a row that lacks a component.
+    A = (S − mean) / (std + 1e-6) over all rows of the batch. A row on which nobody has an opinion (`no_opinion`) is
+    left out of the component's mean and deviation, and has A = 0 from it; so has the only row of a larger group on
+    which somebody has one. Raises DataError for another row that lacks a component.
 
     >>> batch = step("aab", [1.0, 0.0, 0.0])
     >>> gdpo(batch, AdvantageConfig(components={"correct": 1.0, "score": 1.0})).round(decimals=2).tolist()
     [1.0, -1.0, 0.0]
     """
     total = torch.zeros_like(batch.rewards, dtype=torch.float64)
+    sizes = group_stats(batch.rewards, batch.uids).size
     remedy = "change algo.advantage.components, or let the scorer report a finite number of this name for every row"
     for name, weight in cfg.components.items():
         if weight == 0:
             continue
-        component = replace(batch, rewards=required_detail(batch, name, remedy), scores={})
-        total += weight * grpo(component, cfg)
+        values = required_detail(batch, name, remedy)
+        heard = ~values.isnan()
+        stats = group_stats(values, batch.uids, where=heard)
+        is_comparable = heard & ((stats.size > 1) | (sizes == 1))
+        total += weight * torch.where(is_comparable, _compared(values, stats, cfg), 0.0)
     of_batch = group_stats(total, [""] * len(total))
     shifted = total - of_batch.mean
     # Rounding leaves about 1e-17 where the mean is met; its sign would depend on the order of rows.

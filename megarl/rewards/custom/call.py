@@ -61,7 +61,7 @@ def call_function(
 def decode_verdicts(reward: Reward) -> list[Verdict]:
     """Return the verdicts that `call_function` put into a reward."""
     return [
-        Verdict(**{**each, "reward": None if each["reward"] is None else Reward(**each["reward"])})
+        Verdict(**{**each, "reward": None if each["reward"] is None else Reward.from_json(each["reward"])})
         for each in reward.notes[VERDICTS]
     ]
 

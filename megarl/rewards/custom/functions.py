@@ -215,14 +215,17 @@ class CustomSession:
         fallback = Reward(score=cfg.value or 0.0, correct=False)
         rewards = {name: each.reward or fallback for name, each in heard.items()}
         first = next(iter(rewards.values()))
-        details, notes = dict(first.details), dict(first.notes)
+        details, notes, silent = dict(first.details), dict(first.notes), first.no_opinion
         if len(functions) > 1:
             details = {f"{name}/{key}": value for name, each in rewards.items() for key, value in each.details.items()}
             details |= {f"{name}/score": each.score for name, each in rewards.items()}
             notes = {f"{name}/{key}": value for name, each in rewards.items() for key, value in each.notes.items()}
+            silent = tuple(f"{name}/{key}" for name, each in rewards.items() for key in each.no_opinion)
         score = sum(functions[name].weight * each.score for name, each in rewards.items())
         own = first.score if first.own_score is None and (len(rewards) > 1 or score != first.score) else first.own_score
-        reward = Reward(score=score, correct=first.correct, details=details, notes=notes, own_score=own)
+        reward = Reward(
+            score=score, correct=first.correct, details=details, notes=notes, own_score=own, no_opinion=silent
+        )
         told = troubles[0] if troubles else next(iter(heard.values()))
         return Verdict(reward=reward, outcome=told.outcome, seconds=seconds, reason=told.reason, output=told.output)
 

@@ -140,7 +140,7 @@ def _rewards_of_openrlhf(result: Any, num_rows: int) -> list[Reward | None]:
         reply = decode_reply(plain(result), num_rows)
     except BadReplyError as error:
         raise BadResultError(f"returned for {num_rows} rows: {error}") from error
-    return [reply.reward(row) for row in range(num_rows)]
+    return [None if value is None else reply.reward(row) for row, value in enumerate(reply.rewards)]
 
 
 def _rewards_of_verl_batch(result: Any, num_rows: int) -> list[Reward | None]:
@@ -160,13 +160,18 @@ def _rewards_of_verl(result: Any, num_rows: int) -> list[Reward | None]:
                 numbers[str(key)] = number
                 continue
         notes[str(key)] = note(value)
+    silent = tuple(str(key) for key, value in values.items() if value is None)
     if "score" not in numbers or "acc" in notes:
         raise BadResultError(
             f"returned {str(result)[:120]}, expected a finite number, or a mapping with 'score', a finite number, and, "
             "if there is 'acc', a number or a boolean for it"
         )
     score = numbers.pop("score")
-    return [Reward(score=score, correct=bool(numbers.pop("acc", score > 0)), details=numbers, notes=notes)]
+    return [
+        Reward(
+            score=score, correct=bool(numbers.pop("acc", score > 0)), details=numbers, notes=notes, no_opinion=silent
+        )
+    ]
 
 
 def plain(value: Any) -> Any:

@@ -63,7 +63,7 @@ class WorkerReply:
         try:
             fields = json.loads(message)
             reward = fields.pop("reward")
-            reply = cls(reward=None if reward is None else Reward(**reward), **fields)
+            reply = cls(reward=None if reward is None else Reward.from_json(reward), **fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"the worker process sent what is no reply: {message[:80]!r}") from error
         if reply.outcome not in get_args(JobOutcome) or reply.error not in ("", *ERRORS):

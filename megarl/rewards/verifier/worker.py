@@ -105,6 +105,7 @@ def _reply_of(result: Any, function: str) -> WorkerReply:
         details=details,
         notes=dict(result.notes),
         own_score=None if result.own_score is None else float(result.own_score),
+        no_opinion=result.no_opinion,
     )
     for score in (reward.score, reward.own_score or 0.0):
         if not math.isfinite(score):

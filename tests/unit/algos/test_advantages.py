@@ -235,6 +235,38 @@ def test_gdpo_refuses_a_row_without_a_component(make_scored: MakeScored) -> None
         compute_advantages(batch, AdvantageConfig(estimator="gdpo", components={"stile": 1.0}))
 
 
+def test_gdpo_leaves_rows_out_on_which_nobody_has_an_opinion(make_scored: MakeScored) -> None:
+    """Three opinions on group a, one on b, two on c, which a fourth row of c lacks, and none on d."""
+    nan = math.nan
+    style = torch.tensor([1.0, 2.0, 3.0, nan, 5.0, nan, 0.0, 1.0, nan, nan, nan])
+    batch = replace(
+        make_scored(list("aaaabbcccdd"), [0.0] * 11), details={"style": style}, no_opinion={"style": style.isnan()}
+    )
+    # By hand: −1, 0, 1 (deviation 1) in a; ∓√½ in c (deviation √½); a single opinion is compared with nothing.
+    sums = [-1.0, 0.0, 1.0, 0.0, 0.0, 0.0, -math.sqrt(0.5), math.sqrt(0.5), 0.0, 0.0, 0.0]
+    deviation = math.sqrt((1 + 1 + 0.5 + 0.5) / 10)
+    cfg = AdvantageConfig(estimator="gdpo", components={"style": 0.5})
+    assert rows_of(batch, cfg) == pytest.approx([value / deviation for value in sums], rel=1e-5)
+    # The other component counts where this one is silent; weights of 1 make S of group d ∓√½.
+    correct = torch.tensor([False] * 9 + [False, True])
+    both = AdvantageConfig(estimator="gdpo", components={"style": 1.0, "correct": 1.0})
+    spread = math.sqrt((1 + 1 + 4 * 0.5) / 10)
+    sums = [*sums[:9], -math.sqrt(0.5), math.sqrt(0.5)]
+    got = rows_of(replace(batch, correct=correct), both)
+    assert got == pytest.approx([value / spread for value in sums], rel=1e-5)
+    with pytest.raises(DataError, match=r"^row 3 \(uid 'a'\) has no number 'style'"):
+        compute_advantages(replace(batch, no_opinion={}), cfg)
+
+
+def test_gdpo_without_any_opinion(make_scored: MakeScored) -> None:
+    batch = replace(
+        make_scored(["a", "a"], [1.0, 0.0]),
+        details={"style": torch.tensor([math.nan] * 2)},
+        no_opinion={"style": torch.tensor([True] * 2)},
+    )
+    assert rows_of(batch, AdvantageConfig(estimator="gdpo", components={"style": 1.0})) == [0.0, 0.0]
+
+
 def test_groups_of_one_have_no_baseline(make_scored: MakeScored) -> None:
     batch = make_scored(["a"], [3.0])
     expected = {"grpo": 3 / (1 + 1e-6), "grpo_split": 3 / (1 + 1e-6), "group_norm": 3 / (1 + 1e-9)}

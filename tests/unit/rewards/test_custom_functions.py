@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 
+from megarl.algos.advantages import compute_advantages
+from megarl.config.algo import AdvantageConfig
 from megarl.config.load import from_dict
 from megarl.config.rewards import RewardsConfig
-from megarl.errors import ConfigError, RunError
+from megarl.errors import ConfigError, DataError, RunError
 from megarl.rewards.custom import CustomFunctions, try_functions
 from megarl.rewards.judge import Judged
 from megarl.rewards.rule import RuleJudge
-from megarl.types import Prompt, Reward
+from megarl.types import Prompt, Reward, scored_batch
 from tests.helpers.reward_items import item
+from tests.helpers.rows import random_rows
 from tests.helpers.segments import policy_segment
 
 ONE = """
@@ -32,6 +35,16 @@ def fragile(solution_str, ground_truth):
 
 def opinion(completions, **kwargs):
     return [None if c == "?" else 0.5 for c in completions]
+
+def parts(solution_str, ground_truth):
+    return {"score": 1.0, "style": None if solution_str == "?" else 1.0}
+
+def unsure(queries, prompts, labels):
+    is_unsure = queries[0].endswith("?")
+    return {"rewards": [None if is_unsure else 1.0], "extra_logs": {"unjudged": ["who knows" if is_unsure else ""]}}
+
+def broken(solution_str, ground_truth):
+    return {"score": 1.0, "style": float("nan") if solution_str == "?" else 1.0}
 
 def tokens(completion_ids, **kwargs):
     return [sum(ids) for ids in completion_ids]
@@ -102,6 +115,45 @@ def test_a_file_per_source_and_sums_with_weights(files: Mapping[str, str]) -> No
     assert [each.correct for each in found.rewards[3:5]] == [True, False]
     assert found.rewards[3].details["custom/score"] == 1.0
     assert found.tallies["reward/rule/opinion/score"].value == 0.5
+
+
+def test_components_without_an_opinion(files: Mapping[str, str]) -> None:
+    """Of a function, of an entry of a mapping, of OpenRLHF's rewards, and of functions beside a scorer."""
+    functions = {
+        "length": {"path": files["one"], "name": "length", "sources": ["a"]},
+        "opinion": {"path": files["one"], "name": "opinion", "sources": ["a", "sums"]},
+        "parts": {"path": files["one"], "name": "parts", "sources": ["a"]},
+        "unsure": {"path": files["one"], "name": "unsure", "sources": ["a"]},
+    }
+    with judge_of({"functions": functions}, sources={"sums": {"scorer": "megarl/sums"}}) as judge:
+        answers = [("p", "a", text) for text in ("four", "?", "ten", "?")]
+        found = judged(judge, *answers, ("r", "sums", "?"), ("r", "sums", "#### 8"))
+    silent = ("parts/style", "opinion/score", "unsure/score")
+    assert [each.no_opinion for each in found.rewards] == [
+        (),
+        silent,
+        (),
+        silent,
+        ("custom/score", "opinion/score"),
+        (),
+    ]
+    assert found.tallies["reward/rule/parts/style"].value == 1.0
+    rows = [replace(row, uid="p") for row in random_rows([(1, 1)] * 4, holes=False)]
+    components = {"opinion/score": 1.0, "parts/style": 1.0, "unsure/score": 1.0, "length/score": 0.25}
+    cfg = AdvantageConfig(estimator="gdpo", components=components)
+    advantages = compute_advantages(scored_batch(rows, found.rewards[:4]), cfg).advantages[:, 0]
+    # Only lengths 4, 1, 3, 1 differ: their mean is 2.25, their deviation 1.5, and the batch's normalisation keeps both.
+    assert advantages.tolist() == pytest.approx([1.75 / 1.5, -1.25 / 1.5, 0.75 / 1.5, -1.25 / 1.5], abs=1e-4)
+
+
+def test_a_part_that_is_nan_names_its_row(files: Mapping[str, str]) -> None:
+    functions = {"length": {"path": files["one"], "name": "length"}, "broken": {"path": files["one"], "name": "broken"}}
+    with judge_of({"functions": functions}) as judge:
+        found = judged(judge, ("p", "a", "four"), ("p", "a", "?"))
+    cfg = AdvantageConfig(estimator="gdpo", components={"broken/style": 1.0})
+    batch = scored_batch([replace(row, uid="p") for row in random_rows([(1, 1)] * 2)], found.rewards)
+    with pytest.raises(DataError, match=r"row 1 \(uid 'p'\) has no number 'broken/style'"):
+        compute_advantages(batch, cfg)
 
 
 def test_functions_of_tokens(files: Mapping[str, str]) -> None:

@@ -72,6 +72,15 @@ def test_what_is_no_number_is_a_note() -> None:
     assert reply.reward(1).notes == {"pred": None, "share": "nan", "by": "rules"}
 
 
+def test_null_among_numbers_is_no_opinion() -> None:
+    logs = {"style": [0.5, None], "length": [None, None], "unjudged": [None, None]}
+    reply = decode_reply({"rewards": [0.5, -1], "extra_logs": logs}, 2)
+    assert reply.reward(0).details == {"style": 0.5}
+    assert reply.reward(0).no_opinion == ("length",)
+    assert reply.reward(1).details == {}
+    assert reply.reward(1).no_opinion == ("style", "length")
+
+
 def test_scores_say_what_is_correct() -> None:
     reply = decode_reply({"rewards": [-0.2, 0.9], "scores": [1.0, 0.0], "extra_logs": None}, 2)
     assert [reply.reward(row).correct for row in range(2)] == [True, False]
