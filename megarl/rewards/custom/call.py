@@ -2,23 +2,20 @@
 
 import asyncio
 import inspect
-import io
 import json
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megarl.rewards.custom.load import RewardFunction, first_line, line_of, load_function
+from megarl.rewards.custom.output import MAX_OUTPUT_CHARS, output
 from megarl.rewards.custom.signatures import BadResultError, Signature, signature_of
 from megarl.rewards.question import Question, Verdict
 from megarl.rewards.scorers import PARSE_FAILED
 from megarl.types import Reward
 
-# What is kept of the text that a function printed, from its end, and of an exception's message.
-MAX_OUTPUT_CHARS = 4_000
 MAX_REASON_CHARS = 500
 # Bound on the notes of all rows of a call together: a worker's reply may not exceed a mebibyte.
 _MAX_NOTES_CHARS = 400_000
@@ -46,13 +43,11 @@ def call_function(
     function = load_function(file, name)
     signature = signature_of(function, file, arguments)
     calls = [rows] if together and signature.takes_rows else [[row] for row in rows]
-    printed = io.StringIO()
-    with redirect_stdout(printed), redirect_stderr(printed):
+    with output().taken() as printed:
         results = _results(signature, function, calls, arguments)
-    output = printed.getvalue()[-MAX_OUTPUT_CHARS:]
     verdicts = []
     for call, result in zip(calls, results, strict=True):
-        verdicts += _verdicts(signature, result, len(call), output, where=(file, function))
+        verdicts += _verdicts(signature, result, len(call), printed[0], where=(file, function))
     num_notes = sum(len(each.reward.notes) for each in verdicts if each.reward is not None)
     limit = _MAX_NOTES_CHARS // max(num_notes, 1)
     return Reward(score=0.0, correct=False, notes={VERDICTS: [_encoded(each, limit) for each in verdicts]})

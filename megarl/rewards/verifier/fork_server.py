@@ -15,10 +15,11 @@ import socket
 import sys
 import traceback
 from contextlib import suppress
+from pathlib import Path
 
 from megarl.rewards.verifier.messages import read_message
 from megarl.rewards.verifier.types import VerifierOptions
-from megarl.rewards.verifier.worker import die_with_parent, resolve, work
+from megarl.rewards.verifier.worker import adopt_orphans, die_with_parent, resolve, work
 
 _WORKER_FD = 3
 
@@ -67,7 +68,7 @@ class ForkServer:
         self._selector.register(pidfd, selectors.EVENT_READ)
 
     def _end(self, pidfd: int) -> None:
-        """Kill a worker and all processes that it has started, and reap the worker."""
+        """Kill a worker and all processes that it has started, and reap them."""
         pid = self._workers.pop(pidfd)
         self._selector.unregister(pidfd)
         for kill in (os.kill, os.killpg):
@@ -76,12 +77,24 @@ class ForkServer:
                 kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(pidfd)
+        self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        """Kill the processes of an ended worker that have left its group; they are now children of this process."""
+        workers = set(self._workers.values())
+        children = Path(f"/proc/self/task/{os.getpid()}/children")
+        while orphans := set(map(int, children.read_text().split())) - workers:
+            for pid in orphans:
+                # Its own children take its place here.
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
 
 def main(argv: list[str]) -> None:
     """Run `python -m megarl.rewards.verifier.fork_server CONTROL_FD PARENT_PID`; the pool sends its options first."""
     control, parent = socket.socket(fileno=int(argv[0])), int(argv[1])
     die_with_parent(parent)
+    adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     message = read_message(control)
     if message is None:

@@ -48,7 +48,8 @@ class WorkerReply:
 
     It is sent as JSON, not as a pickle, because workers process untrusted text from models.
 
-    `error` names one of `ERRORS`; without one, `outcome` and, if the scorer gave one, `reward` are set.
+    `error` names one of `ERRORS`; without one, `outcome` and, if the scorer gave one, `reward` are set. is_last: the
+    worker must get no other job.
     """
 
     outcome: JobOutcome = "crashed"
@@ -56,6 +57,7 @@ class WorkerReply:
     error: str = ""
     reason: str = ""
     resident_mib: float = 0.0
+    is_last: bool = False
 
     @classmethod
     def decode(cls, message: bytes) -> "WorkerReply":

@@ -95,7 +95,7 @@ class Supervisor:
                 job = self._waiting.popleft()
                 # This is False if the caller has cancelled the job.
                 if job.future.set_running_or_notify_cancel():
-                    limit_s = self._options.deadline_s
+                    limit_s = job.deadline_s
                     if job.function not in worker.functions:
                         limit_s = self._options.start_limit_s
                     worker.job, worker.since = job, time.monotonic()
@@ -117,7 +117,7 @@ class Supervisor:
                 if is_start:
                     worker.functions.add(worker.job.function)
                     worker.since = time.monotonic()
-                    worker.expires = worker.since + self._options.deadline_s
+                    worker.expires = worker.since + worker.job.deadline_s
                     continue
                 reply = WorkerReply.decode(message)
                 if reply.error:
@@ -128,7 +128,7 @@ class Supervisor:
                 seconds = time.monotonic() - worker.since
                 result = JobResult(reward=reply.reward, outcome=reply.outcome, seconds=seconds, reason=reply.reason)
                 # An interruption can leave a library's globals inconsistent, and later jobs might be judged wrongly.
-                is_sound = reply.outcome not in ("timed_out", "crashed")
+                is_sound = reply.outcome not in ("timed_out", "crashed") and not reply.is_last
                 self._finish(worker, result, keep=is_sound and reply.resident_mib <= self._options.recycle_mib)
         except (EOFError, ValueError) as error:
             seconds = time.monotonic() - worker.since

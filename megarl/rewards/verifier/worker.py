@@ -25,7 +25,7 @@ from megarl.types import Reward
 # Interval at which the interruption is repeated, since code may swallow it, as destructors do.
 _REPEAT_S = 0.05
 _MAX_REASON_CHARS = 500
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MIB = 1 << 20
 
 Scorers = dict[str, Callable[..., Any]]
@@ -35,9 +35,19 @@ class SoftLimit(BaseException):
     """The interruption of a job at its soft limit. It is not an Exception, because algebra packages catch those."""
 
 
+_is_retired = False
+
+
+def retire() -> None:
+    """Have this process replaced after its present job, because the job has left something behind."""
+    global _is_retired
+    _is_retired = True
+
+
 def work(connection: socket.socket, options: VerifierOptions, parent: int) -> None:
     """Execute the pool's jobs until it closes the connection; run this in the main thread of a new process."""
     die_with_parent(parent)
+    adopt_orphans()
     os.setsid()
     # Standard input is empty, and standard output and error are discarded.
     null = os.open(os.devnull, os.O_RDWR)
@@ -55,7 +65,8 @@ def work(connection: socket.socket, options: VerifierOptions, parent: int) -> No
     while (message := read_message(connection)) is not None:
         reply = _answer(message, connection, scorers, options.soft_limit_s)
         resident_mib = int(statm.read_text().split()[1]) * resource.getpagesize() / _MIB
-        write_message(connection, json.dumps(asdict(replace(reply, resident_mib=resident_mib))).encode())
+        reply = replace(reply, resident_mib=resident_mib, is_last=_is_retired)
+        write_message(connection, json.dumps(asdict(reply)).encode())
 
 
 def _answer(message: bytes, connection: socket.socket, scorers: Scorers, soft_limit_s: float) -> WorkerReply:
@@ -78,6 +89,8 @@ def _answer(message: bytes, connection: socket.socket, scorers: Scorers, soft_li
                 return _reply_of(scorers[function](response, ground_truth, extra_info, **arguments), function)
             finally:
                 signal.setitimer(signal.ITIMER_PROF, 0)
+                # An alarm that the job has left must not ring in the next one.
+                signal.setitimer(signal.ITIMER_REAL, 0)
         except SoftLimit:
             signal.setitimer(signal.ITIMER_PROF, 0)
             return WorkerReply(outcome="timed_out", reason=f"interrupted after {soft_limit_s} s of CPU time")
@@ -144,8 +157,17 @@ def die_with_parent(parent: int) -> None:
 
     `parent` is the expected parent's process id; it may have ended before this call, which then kills this process.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Ask the kernel to make this process the parent of descendants whose parents have ended."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
