@@ -3,8 +3,9 @@
 import asyncio
 import inspect
 import json
+import math
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ from megarl.rewards.custom.output import MAX_OUTPUT_CHARS, output
 from megarl.rewards.custom.signatures import BadResultError, Signature, signature_of
 from megarl.rewards.question import Question, Verdict
 from megarl.rewards.scorers import PARSE_FAILED
+from megarl.rewards.verifier.worker import SoftLimit, retire
 from megarl.types import Reward
 
 MAX_REASON_CHARS = 500
 # Bound on the notes of all rows of a call together: a worker's reply may not exceed a mebibyte.
 _MAX_NOTES_CHARS = 400_000
 VERDICTS = "verdicts"
+# How often calls that are under way are looked at.
+_SLICE_S = 0.1
 
 
 def call_function(
@@ -32,19 +36,20 @@ def call_function(
     name: str,
     arguments: Mapping[str, Any],
     together: bool,
+    limit_s: float = math.inf,
 ) -> Reward:
     """Ask a function of a user's file about `rows`, and return its verdicts in the notes of a reward.
 
     Workers of the verifier pool import this function by name. Its first three arguments are those that every scorer
     has; they are empty. together: call the function once with lists of all rows, rather than once for each row. Calls
-    of an `async def` proceed at the same time.
+    of an `async def` proceed at the same time, each for at most `limit_s`.
     """
     file = Path(path)
     function = load_function(file, name)
     signature = signature_of(function, file, arguments)
     calls = [rows] if together and signature.takes_rows else [[row] for row in rows]
     with output().taken() as printed:
-        results = _results(signature, function, calls, arguments)
+        results = _results(signature, function, calls, arguments, limit_s)
     verdicts = []
     for call, result in zip(calls, results, strict=True):
         verdicts += _verdicts(signature, result, len(call), printed[0], where=(file, function))
@@ -61,31 +66,70 @@ def decode_verdicts(reward: Reward) -> list[Verdict]:
     ]
 
 
+class _LateError(Exception):
+    """The result of a call that took longer than it may."""
+
+
 def _results(
     signature: Signature,
     function: RewardFunction,
     calls: Sequence[Sequence[Question]],
     arguments: Mapping[str, Any],
+    limit_s: float,
 ) -> list[Any]:
     """Return what each call returned, or the exception that it raised; calls of a coroutine function overlap."""
 
     def call(rows: Sequence[Question]) -> Any:
         try:
             return function(**signature.bind(function, rows, arguments))
-        except Exception as error:  # the user's code may raise anything
+        except SoftLimit:
+            raise
+        except BaseException as error:  # the user's code may raise anything, and exit
             return error
 
     if not is_async(function):
         return [call(rows) for rows in calls]
 
-    async def gather() -> list[Any]:
-        async def one(rows: Sequence[Question]) -> Any:
-            pending = call(rows)
+    async def one(rows: Sequence[Question]) -> Any:
+        pending = call(rows)
+        try:
             return await pending if inspect.isawaitable(pending) else pending
+        except SoftLimit:
+            raise
+        except BaseException as error:
+            return error
 
-        return await asyncio.gather(*map(one, calls), return_exceptions=True)
+    # asyncio.run would wait for whatever a function leaves behind.
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    results, is_clean = loop.run_until_complete(_in_time([one(rows) for rows in calls], limit_s))
+    asyncio.set_event_loop(None)
+    if is_clean:
+        loop.close()
+    else:
+        retire()
+    return results
 
-    return asyncio.run(gather())
+
+async def _in_time(calls: Sequence[Coroutine[Any, Any, Any]], limit_s: float) -> tuple[list[Any], bool]:
+    """Return the results of the calls, or _LateError of those that take longer than `limit_s`, and whether all that
+    they started has ended.
+
+    Time in which one call keeps the loop to itself is not the others'.
+    """
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    pending, left_s = set(tasks), limit_s
+    while pending and left_s > 0:
+        _, pending = await asyncio.wait(pending, timeout=min(_SLICE_S, left_s))
+        left_s -= _SLICE_S
+    results = [_LateError(f"no answer within {limit_s} s") if task in pending else task.result() for task in tasks]
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    if left:
+        # A coroutine may go on in spite of that.
+        _, left = await asyncio.wait(left, timeout=_SLICE_S)
+    return results, not left and not pending
 
 
 def is_async(function: RewardFunction) -> bool:
@@ -94,20 +138,22 @@ def is_async(function: RewardFunction) -> bool:
 
 
 def _verdicts(
-    signature: Signature, result: Any, num_rows: int, output: str, *, where: tuple[Path, RewardFunction]
+    signature: Signature, result: Any, num_rows: int, printed: str, *, where: tuple[Path, RewardFunction]
 ) -> list[Verdict]:
     path, function = where
-    if not isinstance(result, Exception):
+    if not isinstance(result, BaseException):
         try:
             rewards = signature.results(result, num_rows)
         except BadResultError as error:
             failed = Verdict(
-                reward=None, outcome="failed", reason=f"{path}:{first_line(function)}: {error}", output=output
+                reward=None, outcome="failed", reason=f"{path}:{first_line(function)}: {error}", output=printed
             )
             return [failed] * num_rows
         return [_verdict(reward) for reward in rewards]
+    if isinstance(result, _LateError):
+        return [Verdict(reward=None, outcome="timed_out", reason=str(result), output=printed)] * num_rows
     reason = f"{path}:{line_of(result, path)}: {type(result).__name__}: {result}"
-    text = (output + "".join(traceback.format_exception(result)))[-MAX_OUTPUT_CHARS:]
+    text = (printed + "".join(traceback.format_exception(result)))[-MAX_OUTPUT_CHARS:]
     return [Verdict(reward=None, outcome="failed", reason=reason[:MAX_REASON_CHARS], output=text)] * num_rows
 
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 from megarl.config.rewards import FunctionConfig, RewardsConfig
 from megarl.errors import RunError
 from megarl.rewards.custom.call import call_function, decode_verdicts, is_async
-from megarl.rewards.custom.load import load_function
+from megarl.rewards.custom.load import RewardFunction, load_function
 from megarl.rewards.custom.signatures import IDS, signature_of
 from megarl.rewards.question import Question, Verdict
 from megarl.rewards.verifier import JobResult, VerifierJob, VerifierOptions, VerifierPool
@@ -48,22 +48,29 @@ class CustomFunctions:
 
     def check(self) -> None:
         """Load every file; raise ConfigError if a function is missing, or has parameters that megarl cannot fill."""
-        for each in self.functions.values():
-            signature_of(load_function(Path(each.path), each.name), Path(each.path), each.arguments)
+        _ = self.per
 
     @cached_property
-    def in_flight(self) -> Mapping[str, bool]:
-        """Return which functions are called row by row and are coroutine functions, so that calls may overlap."""
+    def _loaded(self) -> Mapping[str, RewardFunction]:
+        return {name: load_function(Path(each.path), each.name) for name, each in self.functions.items()}
+
+    @cached_property
+    def per(self) -> Mapping[str, str]:
+        """Return what a call of each function contains: a `row`, `group` or `batch`; without lists always a row."""
         return {
-            name: each.per == "row" and is_async(load_function(Path(each.path), each.name))
+            name: each.per if signature_of(self._loaded[name], Path(each.path), each.arguments).takes_rows else "row"
             for name, each in self.functions.items()
         }
 
     @cached_property
+    def in_flight(self) -> Mapping[str, bool]:
+        """Return which functions are called row by row and are coroutine functions, so that calls may overlap."""
+        return {name: self.per[name] == "row" and is_async(each) for name, each in self._loaded.items()}
+
+    @cached_property
     def _takes_ids(self) -> frozenset[str]:
         """Return the names of the functions that have a parameter for the tokens of responses."""
-        loaded = {name: load_function(Path(each.path), each.name) for name, each in self.functions.items()}
-        return frozenset(name for name, each in loaded.items() if IDS in inspect.signature(each).parameters)
+        return frozenset(name for name, each in self._loaded.items() if IDS in inspect.signature(each).parameters)
 
     def need_ids(self, data_source: str) -> bool:
         """Return whether `Question.response_ids` must be filled for a data source."""
@@ -77,13 +84,14 @@ class CustomFunctions:
         """Start a call of a function about these rows, without waiting."""
         with self._lock:
             self._pool = self._pool or self._start()
-        each = self.functions[name]
+        each, limit_s = self.functions[name], self.cfg.timeout_s
         arguments: dict[str, Any] = {
             "rows": list(rows),
             "path": each.path,
             "name": each.name,
             "arguments": dict(each.arguments),
-            "together": each.per != "row",
+            "together": self.per[name] != "row",
+            "limit_s": limit_s,
         }
         return self._pool.submit(
             VerifierJob(
@@ -92,6 +100,8 @@ class CustomFunctions:
                 ground_truth="",
                 function=f"{call_function.__module__}:{call_function.__name__}",
                 arguments=arguments,
+                # Calls that overlap have limits of their own, which time that one of them takes from others prolongs.
+                deadline_s=2 * limit_s if len(rows) > 1 and self.in_flight[name] else None,
             )
         )
 
@@ -136,14 +146,14 @@ class CustomSession:
         for name in self.functions.of(question.data_source):
             waiting = self._waiting.setdefault(name, [])
             waiting.append(row)
-            per, in_flight = self.functions.functions[name].per, self.functions.in_flight[name]
+            per, in_flight = self.functions.per[name], self.functions.in_flight[name]
             if per == "row" and (not in_flight or len(waiting) == ASYNC_ROWS):
                 self._ask(name)
 
     def _ask(self, name: str) -> None:
         """Ask a function about the rows that wait for it: by group or all at once, or in one part for each worker."""
         rows = self._waiting.pop(name, [])
-        per = self.functions.functions[name].per
+        per = self.functions.per[name]
         groups: dict[Any, list[int]] = {}
         for i, row in enumerate(rows):
             part = {"row": i % self.functions.cfg.workers, "batch": 0, "group": self.rows[row].group}[per]
@@ -185,8 +195,15 @@ class CustomSession:
         for name in list(self._waiting):
             self._ask(name)
         opinions: dict[str, dict[int, Verdict]] = {name: {} for name in self.functions.functions}
+        again: list[tuple[str, list[int], Future[JobResult]]] = []
         for name, rows, pending in self._asked:
-            opinions[name] |= zip(rows, _verdicts(pending.result(), len(rows)), strict=True)
+            if len(rows) > 1 and self.functions.per[name] == "row" and pending.result().reward is None:
+                # One of these calls has stopped the process in which all were under way.
+                again += [(name, [row], self.functions.ask(name, [self.rows[row]])) for row in rows]
+            else:
+                opinions[name] |= zip(rows, _verdicts(pending.result(), len(rows)), strict=True)
+        for name, rows, pending in again:
+            opinions[name] |= zip(rows, _verdicts(pending.result(), 1), strict=True)
         return {name: each for name, each in opinions.items() if each}
 
     def _require_success(self, name: str, verdicts: Mapping[int, Verdict]) -> None:

@@ -30,11 +30,13 @@ class PendingJob:
 
     message: the job as a worker receives it.
     shortened: the worker sees only the end of the response.
+    deadline_s: the time after which the worker is killed.
     """
 
     message: bytes
     function: str
     shortened: bool
+    deadline_s: float
     future: Future[JobResult]
 
 

@@ -41,6 +41,7 @@ class VerifierPool(AbstractContextManager["VerifierPool"]):
             message=pickle.dumps(contents),
             function=job.function,
             shortened=len(response) < len(job.response),
+            deadline_s=job.deadline_s or self._options.deadline_s,
             future=Future(),
         )
         self._supervisor.submit(pending)

@@ -55,7 +55,7 @@ class VerifierJob:
 
     `function` is "module:function" or "path/file.py:function"; workers import it, so a new scorer needs no change of
     the pool. It returns a `Reward` and may raise `DataError` for a malformed ground truth. Its arguments must be
-    picklable. `data_source` is for messages.
+    picklable. `data_source` is for messages. `deadline_s` replaces that of the pool's options.
     """
 
     data_source: str
@@ -64,6 +64,7 @@ class VerifierJob:
     function: str
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

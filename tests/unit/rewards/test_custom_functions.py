@@ -3,8 +3,10 @@
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megarl.algos.advantages import compute_advantages
@@ -13,6 +15,7 @@ from megarl.config.load import from_dict
 from megarl.config.rewards import RewardsConfig
 from megarl.errors import ConfigError, DataError, RunError
 from megarl.rewards.custom import CustomFunctions, try_functions
+from megarl.rewards.custom.output import MAX_OUTPUT_CHARS
 from megarl.rewards.judge import Judged
 from megarl.rewards.rule import RuleJudge
 from megarl.types import Prompt, Reward, scored_batch
@@ -51,6 +54,55 @@ def tokens(completion_ids, **kwargs):
 
 def longest(completions, **kwargs):
     return [len(c) == max(map(len, completions)) for c in completions]
+
+async def stubborn(solution_str, ground_truth):
+    # As functions fail among others: one swallows its cancellation, others stop the loop or the process.
+    import asyncio, sys
+    while solution_str == "deaf":
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            pass
+    if solution_str == "block":
+        time.sleep(60)
+    if solution_str == "die":
+        os._exit(0)
+    if solution_str == "exit":
+        sys.exit(0)
+    if solution_str == "thread":
+        await asyncio.to_thread(time.sleep, 60)
+    if solution_str == "leave":
+        asyncio.get_running_loop().create_task(stubborn("deaf", ""))
+    return 1.0
+
+def streams(solution_str, ground_truth):
+    # What an ordinary program may do with its standard streams.
+    import faulthandler, logging, subprocess, sys
+    os.write(1, b"raw ")
+    sys.stdout.buffer.write(b"bytes ")
+    print(chr(0xD83D), flush=True)
+    sys.stdout.reconfigure(encoding="utf-8")
+    logging.getLogger("mine").error("logged")
+    faulthandler.enable()
+    assert (sys.stdout.fileno(), sys.stderr.fileno(), sys.stdin.fileno()) == (1, 2, 0)
+    assert not sys.stdout.isatty() and sys.stdin.read() == ""
+    # More than a pipe holds.
+    flood = "yes | head -c 3000000; echo child >&2"
+    subprocess.run(flood, shell=True, check=True, stdout=sys.stdout, stderr=sys.stderr)
+    if solution_str == "close":
+        sys.stdout.close()
+        os.close(1)
+        os.close(2)
+    return int(input())
+
+def daemon(solution_str, ground_truth):
+    # A process leaves the session, and another one its parent; both tell their ids, then hang.
+    import subprocess
+    script = "echo $$ >one; sleep 600 & echo $! >two; wait"
+    subprocess.run(f"setsid sh -c '{script}' &", shell=True, cwd=solution_str)
+    while not os.path.exists(f"{solution_str}/two"):
+        time.sleep(0.01)
+    return 1.0
 
 async def slowly(solution_str, ground_truth):
     import asyncio
@@ -154,6 +206,57 @@ def test_a_part_that_is_nan_names_its_row(files: Mapping[str, str]) -> None:
     batch = scored_batch([replace(row, uid="p") for row in random_rows([(1, 1)] * 2)], found.rewards)
     with pytest.raises(DataError, match=r"row 1 \(uid 'p'\) has no number 'broken/style'"):
         compute_advantages(batch, cfg)
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome"),
+    [("deaf", "timed_out"), ("block", "timed_out"), ("die", "crashed"), ("exit", "failed"), ("thread", "timed_out")],
+)
+def test_one_call_under_way_takes_no_other_with_it(files: Mapping[str, str], answer: str, outcome: str) -> None:
+    functions = {"stubborn": {"path": files["one"], "name": "stubborn"}}
+    with judge_of({"functions": functions, "timeout_s": 1.0, "workers": 1}) as judge:
+        found = judged(judge, *(("p", "a", answer if i == 3 else "good") for i in range(12)))
+        assert [i for i, each in enumerate(found.rewards) if each.dropped] == [3]
+        assert [each.outcome for each in found.troubles] == [outcome]
+        # Its worker, or one in its place, judges on.
+        assert [each.score for each in judged(judge, ("p", "a", "good")).rewards] == [1.0]
+
+
+def test_what_a_call_leaves_in_the_loop_holds_nobody_up(files: Mapping[str, str]) -> None:
+    functions = {"stubborn": {"path": files["one"], "name": "stubborn"}}
+    with judge_of({"functions": functions, "workers": 1}) as judge:
+        for _ in range(2):
+            assert [each.score for each in judged(judge, *[("p", "a", "leave")] * 3).rewards] == [1.0] * 3
+
+
+def test_a_function_of_single_rows_has_a_limit_for_each(files: Mapping[str, str]) -> None:
+    """Whatever `per` says."""
+    functions = {"fragile": {"path": files["one"], "name": "fragile", "per": "group"}}
+    with judge_of({"functions": functions, "timeout_s": 1.0}) as judge:
+        found = judged(judge, ("p", "a", "1"), ("p", "a", "hang"), ("p", "a", "4"), ("p", "a", "die"))
+    assert [each.dropped for each in found.rewards] == [False, True, False, True]
+    assert [each.outcome for each in found.troubles] == ["timed_out", "crashed"]
+
+
+def test_standard_streams_are_those_of_a_program(files: Mapping[str, str]) -> None:
+    functions = {"streams": {"path": files["one"], "name": "streams"}, "rest": {"path": files["two"]}}
+    with judge_of({"functions": functions, "workers": 1, "on_error": "value", "value": 0.0}) as judge:
+        for response in ("close", "", ""):
+            judging = judge.begin()
+            judging.add(item("p", response, "8", source="a"))
+            (trouble,) = judging.finish().troubles
+            # Standard input is empty; of the output there is the end.
+            assert "EOFError" in trouble.reason, trouble.reason
+            assert "child\n" in trouble.output
+            assert len(trouble.output) <= MAX_OUTPUT_CHARS
+
+
+def test_no_process_outlives_the_workers(files: Mapping[str, str], tmp_path: Path) -> None:
+    with judge_of({"functions": {"daemon": {"path": files["one"], "name": "daemon"}}, "workers": 1}) as judge:
+        assert judged(judge, ("p", "a", str(tmp_path))).rewards[0].score == 1.0
+        pids = [int((tmp_path / name).read_text()) for name in ("one", "two")]
+        assert all(psutil.pid_exists(pid) for pid in pids)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 def test_functions_of_tokens(files: Mapping[str, str]) -> None:
