@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megarl.rewards.hybrid import Summand, mix
 from megarl.rewards.judge import FinishedSample, Judge, Judged, JudgeSession, Tally, Trouble, mean_of
-from megarl.types import DROPPED, FinishReason, Prompt, Sample
+from megarl.types import DROPPED, FinishReason, Prompt, Reward, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -120,36 +120,12 @@ class BatchJudging:
             for name in self.manager.summands
         }
         total = mix(scores, self.manager.summands, [item.prompt.uid for item in self.items])
-        rewards = []
-        for row, route in enumerate(routes):
-            heard = {name: each[row] for name, each in opinions.items() if row in each}
-            if row in dropped:
-                rewards.append(DROPPED)
-                continue
-            decisive = heard.get(RULE, DROPPED)
-            if decisive.dropped:  # It may have no opinion, and not be one of those that are mixed.
-                decisive = heard[route[0]]
-            details = decisive.details
-            if len(heard) > 1:
-                said = {f"{name}/score": opinion.score for name, opinion in heard.items() if not opinion.dropped}
-                details = {**details, **said}
-            silent = [f"{name}/score" for name, opinion in heard.items() if opinion.dropped]
-            own = decisive.own_score
-            if own is None and len(heard) > 1:
-                own = decisive.score
-            notes = {key: note for opinion in heard.values() for key, note in opinion.notes.items()} | dict(
-                decisive.notes
-            )
-            rewards.append(
-                replace(
-                    decisive,
-                    score=total[row],
-                    details=details,
-                    notes=notes,
-                    own_score=own,
-                    no_opinion=(*decisive.no_opinion, *silent),
-                )
-            )
+        rewards = [
+            DROPPED
+            if row in dropped
+            else _combined({name: each[row] for name, each in opinions.items() if row in each}, route, total[row])
+            for row, route in enumerate(routes)
+        ]
         tallies: dict[str, Tally] = {name: tally for each in judged.values() for name, tally in each.tallies.items()}
         if len(opinions) > 1:
             for name, by_row in opinions.items():
@@ -164,6 +140,21 @@ class BatchJudging:
         return Judged(
             rewards=[rewards[rows[s.uid, s.sample_index]] for s in samples], tallies=tallies, troubles=troubles
         )
+
+
+def _combined(heard: Mapping[str, Reward], route: Sequence[str], score: float) -> Reward:
+    """Give a sample's mixed reward the findings of all judges that were asked about it."""
+    decisive = heard.get(RULE, DROPPED)
+    if decisive.dropped:  # It may have no opinion, and not be one of those that are mixed.
+        decisive = heard[route[0]]
+    details, own, silent = decisive.details, decisive.own_score, list(decisive.no_opinion)
+    if len(heard) > 1:
+        said = {f"{name}/score": opinion.score for name, opinion in heard.items() if not opinion.dropped}
+        details = {**details, **said}
+        silent += [f"{name}/score" for name, opinion in heard.items() if opinion.dropped]
+        own = decisive.score if own is None else own
+    notes = {key: note for opinion in heard.values() for key, note in opinion.notes.items()} | dict(decisive.notes)
+    return replace(decisive, score=score, details=details, notes=notes, own_score=own, no_opinion=tuple(silent))
 
 
 def _failure(item: FinishedSample) -> Trouble:
