@@ -12,7 +12,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.cluster.actors import RunActor
 from megarl.cluster.processes import locate, take_ready, wait_all
 from megarl.cluster.roster import Process
-from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TurnRequest
+from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TurnRequest, sendable
+from megarl.errors import EngineDiedError
 from megarl.rollout.conversations import OnLost, OnReply
 
 # A host whose event loop does not turn for so long counts as hung: an environment blocks it.
@@ -34,10 +35,10 @@ class EpisodeHostActor(RunActor):
             self._spawn(getattr(self, f"_{method}")(key, request))
 
     async def _begin(self, key: int, request: StartRequest) -> None:
-        await self._replies.put((key, await self._host.start(key, request)))
+        await self._replies.put((key, sendable(await self._host.start(key, request))))
 
     async def _act(self, key: int, request: TurnRequest) -> None:
-        await self._replies.put((key, await self._host.act(key, request)))
+        await self._replies.put((key, sendable(await self._host.act(key, request))))
 
     async def _end(self, key: int, _: None) -> None:
         await self._host.close(key)
@@ -110,12 +111,20 @@ class EpisodeHosts:
         return list(zip(self.processes, self._streams, strict=True))
 
     def take(self, part: Mapping[int, HostReply]) -> None:
-        """Pass replies on."""
+        """Pass replies on, and end hosts that are worn out. Raises WorkerError if such a host may not be replaced."""
+        worn_out: dict[int, str] = {}
         for key, reply in part.items():
             if (each := self._open.get(key)) is not None and each.tell is not None:
                 self._open[key] = _Open(each.host, each.lost, None)
                 each.tell(reply)
+                if reply.worn_out:
+                    worn_out[each.host] = reply.worn_out
         self.flush()
+        for host, why in worn_out.items():
+            process = self.processes[host]
+            error = process.roster.report_death(process, f"{process.name} is worn out: {why}")
+            if not isinstance(error, EngineDiedError):
+                raise error
 
     def poll(self) -> None:
         """Pass replies on that have come, without waiting."""

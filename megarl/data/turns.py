@@ -5,7 +5,9 @@ answer and the next place where the assistant speaks. It begins with a special t
 merges.
 """
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -22,6 +24,17 @@ _QUESTION = Message(role="user", content="Zq1 question")
 _ANSWER = Message(role="assistant", content="Zq2 answer")
 
 
+def readable(text: str) -> str:
+    """Return the text with U+FFFD for each half of a character (surrogate), which neither tokenizers nor files take.
+
+    >>> readable("half an emoji: \ud83d") == "half an emoji: \ufffd"
+    True
+    """
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
 class Bridges:
     """The bridges of one tokenizer's chat template.
 
@@ -36,7 +49,14 @@ class Bridges:
         Raises ConfigError if the template writes no special token after an answer.
         """
         self._tokenizer = tokenizer
+        self._marks = re.compile(r"(?!)")
         after = self._after_answer([_QUESTION])
+        added = tokenizer.added_tokens_decoder.values()
+        # Some tokenizers do not call all marks of their template special. Words and spaces are none.
+        own = {t.content for t in added if t.special or (t.content in after and re.search(r"[^\w\s]", t.content))}
+        # Of two marks that begin alike the longer one counts.
+        found = sorted({*tokenizer.all_special_tokens, *own}, key=len, reverse=True)
+        self._marks = re.compile("|".join(re.escape(mark) for mark in found if len(mark) > 1) or r"(?!)")
         first = self._encode(after)[0]
         if first not in tokenizer.all_special_ids and first not in tokenizer.added_tokens_decoder:
             raise ConfigError(
@@ -44,8 +64,19 @@ class Bridges:
                 f"ends the turn, such as {tokenizer.eos_token!r}; give the model a template that marks turns"
             )
 
+    def plain(self, message: Message) -> Message:
+        """Return the message with a text that stays text, whatever it spells: for what tools and environments say.
+
+        A special token that it spells, such as one that ends a turn, gets a space after its first character, since
+        tokenizers take it for the token. Halves of characters are replaced.
+        """
+        if not isinstance(message.content, str):
+            raise TypeError(f"a reply's content is {type(message.content).__name__}, expected a text")
+        content = self._marks.sub(lambda found: f"{found[0][0]} {found[0][1:]}", readable(message.content))
+        return replace(message, content=content)
+
     def bridge(self, replies: Sequence[Message], *, last_token: int) -> list[int]:
-        """Return the tokens from an answer to the next one, with `replies` between them.
+        """Return the tokens from an answer to the next one, with `replies`, made `plain`, between them.
 
         last_token: the answer's last token. An answer without the mark that ends it, since it was cut or ended by a
         stop string, gets one first. Some templates have no such mark, and the policy ends a turn with that of the next
@@ -60,7 +91,7 @@ class Bridges:
 
     def _after_answer(self, replies: Sequence[Message]) -> str:
         try:
-            (text,) = render_chats(self._tokenizer, [[_QUESTION, _ANSWER, *replies]])
+            (text,) = render_chats(self._tokenizer, [[_QUESTION, _ANSWER, *map(self.plain, replies)]])
         except TemplateError as error:
             roles = sorted({message.role for message in replies})
             raise DataError(

@@ -2,16 +2,17 @@
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import json
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, load_object
+from megarl.environments.calls import AGENT_THREADS, contained
 from megarl.environments.endpoint import Chat, TurnAsked, chat_server
 from megarl.environments.parsers import PARSERS
 from megarl.errors import ConfigError
@@ -57,14 +58,14 @@ class AgentEnvironment(Environment):
         elif inspect.iscoroutinefunction(function):
             self._call = lambda prompt, url: function(prompt=prompt, base_url=url, api_key=API_KEY)
         else:
-            self._call = lambda prompt, url: _run_in_thread(
-                lambda: function(prompt=prompt, base_url=url, api_key=API_KEY)
+            self._call = lambda prompt, url: asyncio.get_running_loop().run_in_executor(
+                AGENT_THREADS, functools.partial(function, prompt=prompt, base_url=url, api_key=API_KEY)
             )
         self._chat = Chat(PARSERS.get(parser) if parser else None)
         self._running: asyncio.Future[Any] | None = None
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
-        self._running = asyncio.ensure_future(self._call(prompt, chat_server().open(self._chat)))
+        self._running = asyncio.ensure_future(contained(self._call(prompt, chat_server().open(self._chat))))
         if (asked := await self._next_request(self._running)) is None:
             raise RuntimeError("the agent ended without a request")
         self.tools = asked.tools
@@ -106,29 +107,6 @@ class AgentEnvironment(Environment):
             return None
         finally:
             asked.cancel()
-
-
-def _run_in_thread(function: Callable[[], Any]) -> asyncio.Future[Any]:
-    """Call a function in a thread of its own, since agents block theirs for a whole conversation."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: Exception | None) -> None:
-        if not future.done():
-            future.set_result(result) if error is None else future.set_exception(error)
-
-    def work() -> None:
-        result, failed = None, None
-        try:
-            result = function()
-        except Exception as error:
-            failed = error
-        # The loop may have ended before its agent.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(settle, result, failed)
-
-    threading.Thread(target=work, daemon=True).start()
-    return future
 
 
 async def _run_program(command: Sequence[str], prompt: Prompt, url: str) -> Mapping[str, Any] | None:

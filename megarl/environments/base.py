@@ -12,6 +12,10 @@ from megarl.errors import ConfigError
 from megarl.registry import Registry, unknown_name
 from megarl.types import Message, Prompt
 
+# Characters of all messages of a reply. No conversation has room for so many, and to tokenise megabytes would hold up
+# all other samples of the process.
+MOST_REPLY_CHARS = 1_000_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
@@ -32,6 +36,7 @@ class Action:
 class Reply:
     """An environment's reply to a turn: messages for the policy to read, and whether the conversation ends here.
 
+    What messages spell is text: the policy reads `< |im_end|>` for `<|im_end|>`, see `Bridges.plain`.
     reward: the reward of the turn. num_calls: the tools that the turn called. details: further findings; numbers among
     them become metrics `environment/detail/…`, as means; later replies override earlier ones of the same name.
     """
@@ -47,8 +52,8 @@ class Environment:
     """The base class of environments. Each sample has an object of its own, so it may keep state between turns.
 
     An object is made with the entry's `arguments`. Its coroutines share a process with thousands of others: they await
-    what takes long, and hand work that cannot be awaited to `asyncio.to_thread`. An exception costs the sample, which
-    then does not train. Prompts give the row of the data (`ground_truth`, `extra_info`).
+    what takes long, and hand work that cannot be awaited to `asyncio.to_thread`. Whatever they raise costs the sample,
+    which then does not train. Prompts give the row of the data (`ground_truth`, `extra_info`).
     """
 
     # Schemas of functions that the chat template writes into the prompt, in OpenAI's form.

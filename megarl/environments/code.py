@@ -5,11 +5,11 @@ import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply
+from megarl.environments.calls import CallThreads
 from megarl.environments.parsers import parse_python
 from megarl.environments.tools import KEY, ToolEnvironment, ToolError
 from megarl.errors import ConfigError
@@ -21,7 +21,7 @@ T = TypeVar("T")
 # CPU time that all calls of a sample may use together.
 CPU_S = 60
 # Programs wait in these threads, so they are as many as may run at once in a process.
-_THREADS = ThreadPoolExecutor(64, thread_name_prefix="sandbox")
+_THREADS = CallThreads(64)
 
 
 async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:

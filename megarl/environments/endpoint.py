@@ -107,15 +107,18 @@ class Chat:
         assert self._unanswered is not None, "the policy speaks when it is asked"
         asked, self._unanswered = self._unanswered, None
         calls = list(self._parse(action.text)) if self._parse and self._tools and not action.is_cut else []
-        if any(call.error for call in calls):
-            # What cannot be read is no call; the agent gets the text.
+        try:
+            functions = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls]
+        except (ValueError, RecursionError):
+            functions = []
+        if not functions or any(call.error for call in calls):
+            # What cannot be read, or not be sent, is no call; the agent gets the text.
             calls = []
         content = action.text
         for call in calls:
             content = content.replace(call.source, "", 1)
         message: dict[str, Any] = {"role": "assistant", "content": content.strip() or None if calls else content}
         if calls:
-            functions = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls]
             message["tool_calls"] = [
                 {"id": f"call_{action.turn}_{i}", "type": "function", "function": function}
                 for i, function in enumerate(functions)
@@ -245,12 +248,18 @@ class ChatServer(uvicorn.Server):
             return _error(404, "there is no such conversation, or it has ended")
         try:
             body = await request.json()
+            if b"\\ud" in (await request.body()).lower():
+                # JSON can spell half a character, which no tokenizer and no answer takes.
+                json.dumps(body, ensure_ascii=False).encode()
             if not isinstance(body, Mapping):
                 raise RequestError(f"the body is {type(body).__name__}, expected an object")
             completion = await chat.ask(body)
         except RequestError as error:
             return _error(400, str(error))
-        except (ValueError, TypeError, AttributeError) as error:
+        except UnicodeEncodeError as error:
+            half = error.object[error.start : error.start + 1]
+            return _error(400, f"the body has half of a character, {half!r}, expected whole ones; replace it")
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             return _error(400, f"the body is not what OpenAI's API takes: {type(error).__name__}: {error}")
         if not body.get("stream"):
             return JSONResponse(completion)
@@ -324,7 +333,7 @@ def _read_message(message: Any, place: str) -> _Said:
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
         arguments = function.get("arguments", "")
-        with contextlib.suppress(ValueError, TypeError):
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
             # Clients may write the same arguments in another way.
             arguments = json.dumps(json.loads(arguments), sort_keys=True)
         calls.append((str(function.get("name")), str(arguments)))

@@ -1,6 +1,5 @@
 """Play environments of Gymnasium in text: observations are written for the policy, and its turns read as actions."""
 
-import asyncio
 import functools
 import json
 import re
@@ -10,6 +9,7 @@ from typing import Any, TypeAlias
 
 from megarl.config.optional import import_optional
 from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, load_object
+from megarl.environments.calls import in_thread
 from megarl.errors import ConfigError
 from megarl.types import Message, Prompt
 
@@ -67,7 +67,7 @@ class GymnasiumEnvironment(Environment):
             observation, _ = self._env.reset(seed=seed)
             return self._written(observation)
 
-        return (Message(role="user", content=await asyncio.to_thread(begin)),)
+        return (Message(role="user", content=await in_thread(begin)),)
 
     async def reply(self, action: Action) -> Reply:
         try:
@@ -81,7 +81,7 @@ class GymnasiumEnvironment(Environment):
             observation, reward, terminated, truncated, _ = self._env.step(move)
             return self._written(observation), float(reward), bool(terminated or truncated)
 
-        text, reward, done = await asyncio.to_thread(step)
+        text, reward, done = await in_thread(step)
         details = {"invalid_actions": self._num_invalid}
         return Reply(messages=(Message(role="user", content=text),), done=done, reward=reward, details=details)
 
@@ -93,7 +93,7 @@ class GymnasiumEnvironment(Environment):
 
     async def close(self) -> None:
         if self._env is not None:
-            await asyncio.to_thread(self._env.close)
+            await in_thread(self._env.close)
 
     def _written(self, observation: Any) -> str:
         if self._render is not None:

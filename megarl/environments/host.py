@@ -1,20 +1,27 @@
 """Run the environments of thousands of conversations in one asyncio loop, and turn their replies into tokens."""
 
 import asyncio
+import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.environments import EnvironmentConfig
 from megarl.data.chat import load_tokenizer, response_decoder
-from megarl.data.turns import Bridges
-from megarl.environments.base import Action, Environment, open_environments
-from megarl.types import Prompt
+from megarl.data.turns import Bridges, readable
+from megarl.environments.base import MOST_REPLY_CHARS, Action, Environment, open_environments
+from megarl.environments.calls import THREADS, LateError, attempt, describe, late_calls
+from megarl.types import Message, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+MOST_DETAILS_CHARS, MOST_REASON_CHARS = 100_000, 2000
+# The number of calls that never returned with which a host is replaced: each keeps a thread, and often a connection.
+MOST_LATE_CALLS = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +66,7 @@ class HostReply:
     token_ids: after a turn, what follows it up to the policy's next turn; after a start, the whole prompt if the
     environment added messages to it, else nothing. max_turn_tokens: the environment's limit of the next turn. is_anew:
     a conversation that was to go on begins again. failure: the kind of failure (`raised`, `timed_out`, `died`), in
-    which case the rest says nothing; reason: one line.
+    which case the rest says nothing; reason: one line. worn_out: why the host is to be replaced; empty: it is not.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -72,11 +79,12 @@ class HostReply:
     seconds: float = 0.0
     failure: str = ""
     reason: str = ""
+    worn_out: str = ""
 
 
 class EpisodeHost:
     """A host of environments; it is used from one event loop. Every request has one reply, whatever the environment
-    does, except that code which blocks the loop delays all others.
+    raises, returns or never ends, except that code which blocks the loop delays all others.
     """
 
     def __init__(self, spec: HostSpec, tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
@@ -91,19 +99,21 @@ class EpisodeHost:
         began = time.monotonic()
 
         async def begin() -> HostReply:
+            # For what users hand to asyncio.to_thread, which may never return.
+            asyncio.get_running_loop().set_default_executor(THREADS)
             environment = self._makers[request.prompt.environment]()
             self._live[key] = environment, began
             if request.turns:
                 actions = [Action(text=self._decode(ids), turn=i) for i, ids in enumerate(request.turns)]
                 if await environment.resume(request.prompt, actions):
                     return HostReply()
-            opening = await environment.start(request.prompt)
+            opening = [self._bridges.plain(each) for each in _short(await environment.start(request.prompt))]
             messages = opening if environment.owns_prompt else [*request.prompt.messages, *opening]
             ids = self._bridges.opening(messages, environment.tools) if opening else []
             if self._max_prompt_tokens is not None and len(ids) > self._max_prompt_tokens:
                 most = f"data.max_prompt_tokens is {self._max_prompt_tokens}"
                 raise ValueError(f"the opening makes a prompt of {len(ids)} tokens, {most}")
-            limit = environment.max_turn_tokens
+            limit = _turn_limit(environment)
             return HostReply(token_ids=tuple(ids), max_turn_tokens=limit, is_anew=bool(request.turns))
 
         return await self._limited(key, begin)
@@ -128,14 +138,14 @@ class EpisodeHost:
                 if not said.messages:
                     raise ValueError("the reply has no messages, and does not end the conversation; set done=True")
                 role = self._config.tool_role
-                messages = [replace(m, role=role) if m.role == "tool" else m for m in said.messages]
+                messages = [replace(m, role=role) if m.role == "tool" else m for m in _short(said.messages)]
                 ids = self._bridges.bridge(messages, last_token=request.token_ids[-1])
             return HostReply(
                 token_ids=tuple(ids),
-                max_turn_tokens=environment.max_turn_tokens,
-                done=said.done,
+                max_turn_tokens=_turn_limit(environment),
+                done=bool(said.done),
                 reward=float(said.reward),
-                num_calls=said.num_calls,
+                num_calls=int(said.num_calls),
                 details=said.details,
             )
 
@@ -145,20 +155,65 @@ class EpisodeHost:
         """End a conversation; nothing that its environment does counts any more."""
         if (found := self._live.pop(key, None)) is not None:
             try:
-                await asyncio.wait_for(found[0].close(), self._config.reply_timeout_s)
+                await attempt(found[0].close, self._config.reply_timeout_s)
             except Exception as error:
-                print(f"an environment failed to close: {type(error).__name__}: {error}", flush=True)
+                print(f"an environment failed to close: {describe(error)}", flush=True)
 
     async def _limited(self, key: int, call: Callable[[], Awaitable[HostReply]], *, left_s: float = 1e9) -> HostReply:
         """Await a call within the time limits; an exception or a late answer becomes a failure."""
         began, limit_s = time.monotonic(), min(self._config.reply_timeout_s, max(0.0, left_s))
         try:
-            reply = await asyncio.wait_for(call(), limit_s)
-        except TimeoutError:
+            reply = await attempt(call, limit_s)
+        except LateError:
             which = "reply" if limit_s == self._config.reply_timeout_s else "episode"
-            reason = f"no reply within environment.{which}_timeout_s"
-            return HostReply(failure="timed_out", reason=reason, seconds=time.monotonic() - began)
+            reply = HostReply(failure="timed_out", reason=f"no reply within environment.{which}_timeout_s")
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            return HostReply(failure="raised", reason=reason, seconds=time.monotonic() - began)
-        return replace(reply, seconds=time.monotonic() - began)
+            reply = _raised(error)
+        return replace(reply, seconds=time.monotonic() - began, worn_out=_worn_out())
+
+
+def sendable(reply: HostReply) -> HostReply:
+    """Return the reply with details that any process can read: numbers, texts, and lists and mappings of them.
+
+    What is neither is written as text. Details that cannot be, or are megabytes, make the reply a failure.
+    """
+    try:
+        text = readable(json.dumps(dict(reply.details), default=_plain_value, ensure_ascii=False))
+        if len(text) > MOST_DETAILS_CHARS:
+            raise ValueError(f"details of {len(text)} characters, expected at most {MOST_DETAILS_CHARS}; shorten them")
+        # No whole number that float() refuses.
+        details = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 16 else float(digits))
+    except BaseException as error:
+        return replace(_raised(error), seconds=reply.seconds, worn_out=reply.worn_out)
+    return replace(reply, details=details)
+
+
+def _plain_value(value: Any) -> Any:
+    with suppress(AttributeError, TypeError, ValueError, RuntimeError):
+        # A number of NumPy's or torch's.
+        return value.item()
+    return str(value)
+
+
+def _raised(error: BaseException) -> HostReply:
+    return HostReply(failure="raised", reason=readable(describe(error)[:MOST_REASON_CHARS]).splitlines()[0])
+
+
+def _short(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return the messages of an environment; ValueError if they are too long."""
+    num_chars = sum(len(message.content) for message in messages if isinstance(message.content, str))
+    if num_chars > MOST_REPLY_CHARS:
+        raise ValueError(f"the reply has {num_chars} characters, expected at most {MOST_REPLY_CHARS}; shorten it")
+    return messages
+
+
+def _turn_limit(environment: Environment) -> int | None:
+    return None if environment.max_turn_tokens is None else int(environment.max_turn_tokens)
+
+
+def _worn_out() -> str:
+    """Say why this process is to be replaced, if it is: so many calls never returned."""
+    if (late := late_calls()).total() < MOST_LATE_CALLS:
+        return ""
+    names = ", ".join(f"{name} {count} times" for name, count in late.most_common(3))
+    return f"{late.total()} calls never returned: {names}; give what they wait for a time limit of its own"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 from megarl.environments.base import ENVIRONMENTS, Action
+from megarl.environments.calls import LateError, attempt
 from megarl.environments.tools import KEY, ToolEnvironment, ToolError
 from megarl.errors import ConfigError
 from megarl.types import Message, Prompt
@@ -151,7 +152,7 @@ class McpEnvironment(ToolEnvironment):
                 except Exception as error:
                     failure.append(error)
 
-            thread = threading.Thread(target=list_tools)
+            thread = threading.Thread(target=list_tools, daemon=True)
             thread.start()
             thread.join()
             if failure:
@@ -183,6 +184,17 @@ class McpEnvironment(ToolEnvironment):
             self._session.end()
 
     async def _list(self, session: _Session) -> None:
+        """Learn the schemas of the server's tools. Raises ConfigError if it does not list them in time."""
+        try:
+            # Half of it is for reaching the server, which has an error of its own.
+            await attempt(partial(self._list_all, session), 2 * self._start_timeout_s)
+        except LateError as late:
+            raise ConfigError(
+                f"{KEY}.server: got {self._server.where!r}: listing its tools {late}; look into the server, or raise "
+                "start_timeout_s"
+            ) from None
+
+    async def _list_all(self, session: _Session) -> None:
         from mcp import Client
 
         schemas, cursor = list[Mapping[str, Any]](), None

@@ -23,7 +23,7 @@ Parser: TypeAlias = Callable[[str], Sequence[ToolCall]]
 PARSERS: Registry[Parser] = Registry("parser of tool calls", key="environment.entries.*.arguments.parser")
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_FENCED = re.compile(r"```(?:python|py)\s*\n(.*?)```", re.DOTALL)
+_FENCED = re.compile(r"```(?:python|py)[^\S\n]*\n(.*?)```", re.DOTALL)
 
 
 @PARSERS.register("hermes", "qwen")
@@ -48,7 +48,7 @@ def parse_llama(text: str) -> list[ToolCall]:
     while text.startswith("{"):
         try:
             _, end = decoder.raw_decode(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return [*calls, _from_json(text)]
         rest = text[end:].lstrip("; \n")
         calls.append(replace(_from_json(text[:end]), source=text.removesuffix(rest)))
@@ -92,7 +92,10 @@ def _from_json(body: str) -> ToolCall:
         arguments = call.get("arguments", call.get("parameters", {}))
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         name = call["name"]
-    except (ValueError, AttributeError, KeyError) as error:
+        if isinstance(name, str):
+            # Half a character, which JSON can spell, would be no name for whoever passes it on.
+            name.encode()
+    except (ValueError, AttributeError, KeyError, RecursionError) as error:
         return ToolCall(arguments={}, error=f"this is no call, expected JSON with name and arguments: {error!r}")
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         return ToolCall(arguments={}, error="this is no call, expected name as a text and arguments as an object")

@@ -1,17 +1,21 @@
 """Let the policy call tools: functions whose results it reads before its next turn."""
 
 import asyncio
+import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, load_object
+from megarl.environments.base import ENVIRONMENTS, MOST_REPLY_CHARS, Action, Environment, Reply, load_object
+from megarl.environments.calls import LateError, attempt, contained, describe, in_thread, message_of
 from megarl.environments.parsers import PARSERS, ToolCall, pattern_parser
 from megarl.errors import ConfigError, WorkerError
 from megarl.types import Message, Prompt
 
 KEY = "environment.entries.*.arguments"
+# A turn with more calls is one that repeats itself, and gets one error instead of thousands.
+MOST_CALLS = 64
 
 
 class ToolError(Exception):
@@ -72,8 +76,13 @@ class ToolEnvironment(Environment):
         calls = [] if action.is_cut else self._parse(action.text)
         if not calls:
             return self.answer(action)
+        if len(calls) > MOST_CALLS:
+            said = f"error: this turn has {len(calls)} calls, expected at most {MOST_CALLS}; none of them was made"
+            return Reply(messages=(Message(role="tool", content=said),), details={"tool_errors": len(calls)})
         results = await asyncio.gather(*(self._run(call) for call in calls))
-        messages = tuple(Message(role="tool", content=result) for result, _ in results)
+        # Together they stay well below what a reply may have.
+        most = MOST_REPLY_CHARS // (2 * len(calls))
+        messages = tuple(Message(role="tool", content=_cut(result, most)) for result, _ in results)
         num_errors = sum(is_error for _, is_error in results)
         return Reply(messages=messages, num_calls=len(calls), details={"tool_errors": num_errors})
 
@@ -87,30 +96,47 @@ class ToolEnvironment(Environment):
     async def _run(self, call: ToolCall) -> tuple[str, bool]:
         """Return what a call gives the policy to read, and whether that is an error."""
         if call.error:
-            return f"error: {call.error}", True
+            return self._written(f"error: {call.error}"), True
         if call.name not in self._functions:
-            return f"error: there is no tool {call.name!r}; there are: {', '.join(self._functions)}", True
-        function = self._functions[call.name]
+            known = ", ".join(self._functions)
+            return self._written(f"error: there is no tool {call.name!r}; there are: {known}"), True
         try:
-            running = (
-                function(**call.arguments)
-                if inspect.iscoroutinefunction(function)
-                else asyncio.to_thread(function, **call.arguments)
-            )
-            result = await asyncio.wait_for(running, self._timeout_s)
-        except TimeoutError:
-            return f"error: {call.name} took longer than {self._timeout_s:g} s", True
+            return await contained(self._result_of(self._functions[call.name], call.arguments)), False
+        except LateError as error:
+            return f"error: {call.name} {error}", True
         except (ConfigError, WorkerError):
             # What is wrong with the run is not the policy's to mend.
             raise
         except ToolError as error:
-            return self._cut(str(error)), True
+            return self._written(message_of(error)), True
         except Exception as error:
-            return self._cut(f"error: {type(error).__name__}: {error}"), True
-        return self._cut(result if isinstance(result, str) else json.dumps(result, default=str)), False
+            return self._written(f"error: {describe(error)}"), True
 
-    def _cut(self, text: str) -> str:
-        if len(text) <= self._max_result_chars:
-            return text
-        half = self._max_result_chars // 2
-        return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+    async def _result_of(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+        """Return the text of what a function returns. Raises LateError, or what the function raises."""
+
+        @functools.wraps(function)
+        def call() -> Any:
+            result = function(**arguments)
+            return result if inspect.isawaitable(result) else self._written(result)
+
+        # A function that does not look async may be so, as one with a decorator.
+        is_async = inspect.iscoroutinefunction(function)
+        result = call() if is_async else await in_thread(call, timeout_s=self._timeout_s)
+        if inspect.isawaitable(result):
+            return self._written(await attempt(lambda: result, self._timeout_s))
+        return str(result)
+
+    def _written(self, result: Any) -> str:
+        """Return a result as text within the limit. Raises TypeError or ValueError if JSON cannot hold it."""
+        if inspect.isgenerator(result) or inspect.isasyncgen(result):
+            raise TypeError(f"the tool returned a {type(result).__name__}, expected a text or what JSON can hold")
+        return _cut(result if isinstance(result, str) else json.dumps(result, default=str), self._max_result_chars)
+
+
+def _cut(text: str, most: int) -> str:
+    """Leave out the middle of a text that is too long."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"

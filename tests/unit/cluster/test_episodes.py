@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from megarl.cluster.episodes import SILENCE_S, EpisodeHosts
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.environments import Action, Environment, Reply
+from megarl.environments import host as environments_host
 from megarl.environments.host import HostReply, HostSpec, StartRequest, TurnRequest
 from megarl.errors import ConfigError, WorkerError
 from megarl.types import Message, Prompt
@@ -34,6 +36,13 @@ class Moody(Environment):
             time.sleep(60)
         if action.text == "wait":
             await asyncio.sleep(0.5)
+        if action.text == "exit":
+            raise SystemExit(3)
+        if action.text == "keeps a lock":
+            return Reply(messages=(Message(role="user", content="kept"),), details={"lock": threading.Lock()})
+        if action.text == "hang":
+            environments_host.MOST_LATE_CALLS = 1
+            await asyncio.wait_for(asyncio.to_thread(threading.Event().wait), 0.1)
         return Reply(messages=(Message(role="user", content=action.text),), reward=1.0)
 
 
@@ -150,6 +159,34 @@ def test_a_host_that_dies_is_replaced_and_its_conversations_learn_of_it(
     with pytest.raises(WorkerError, match=r"talking: environment host \d died"):
         wait(group, lambda: False)
     assert time.monotonic() - began < NAMED_S
+
+
+def test_a_host_outlives_what_environments_raise_and_find_and_is_replaced_when_it_is_worn_out(
+    ray_session: None, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines = EngineGroup([], timeout_s=10.0)
+    engines.hosts = EpisodeHosts(spec(model, hosts=1, max_host_restarts=1), timeout_s=60.0)
+    told = told_by(engines)
+    for name in "ab":
+        told.start(name)
+    wait(engines, lambda: told.count() == 2)
+    told.act("a", "exit")
+    told.act("b", "keeps a lock")
+    wait(engines, lambda: told.count() == 4)
+    assert told.replies["a"][1].reason == "SystemExit: 3"
+    assert re.match("<unlocked _thread.lock object", told.replies["b"][1].details["lock"])
+    told.act("a", "hang", 1)
+    wait(engines, lambda: "b" in told.lost)
+    assert told.lost == {"a": False, "b": False}
+    written = capsys.readouterr()
+    why = "environment host 0 is worn out: 1 calls never returned: wait 1 times; give what they wait for a time limit"
+    assert f"warning: {why} of its own on " in written.out + written.err
+    told.start("c")
+    wait(engines, lambda: "c" in told.replies)
+    told.act("c", "hang")
+    with pytest.raises(WorkerError, match=re.escape(why)):
+        wait(engines, lambda: False)
+    engines.hosts.close()
 
 
 def test_a_wrong_environment_is_named_when_hosts_start(ray_session: None, model: Path) -> None:

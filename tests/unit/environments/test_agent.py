@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import psutil
 import pytest
@@ -340,6 +341,41 @@ def test_a_request_that_cannot_be_honoured_is_refused_and_costs_nothing_else(
     assert (talk.last.reward, talk.last.failure) == (1.0, "")
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ('{"messages":' * 3000, "RecursionError"),
+        ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', "half of a character"),
+        ('{"model": "\\uDE00", "messages": [{"role": "user", "content": "hi"}]}', "half of a character"),
+        ('{"messages": [{"role": "user", "content": "hi"}], "max_tokens": ' + "1" * 5000 + "}", "Exceeds the limit"),
+        (b"\xff\xfe{", "UnicodeDecodeError"),
+    ],
+)
+def test_a_body_that_is_no_text_is_refused_and_costs_nothing_else(body: Any, message: str) -> None:
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> float:
+        async with httpx.AsyncClient() as there:
+            refused = await there.post(f"{base_url}/chat/completions", content=body)
+        assert (refused.status_code, message in refused.json()["error"]["message"]) == (400, True), refused.text
+        async with client(base_url, api_key) as there:
+            return float((await ask(there, QUESTION)).choices[0].message.content)
+
+    talk = lead(agent, "3")
+    assert (talk.last.reward, talk.last.failure) == (3.0, "")
+
+
+def test_a_call_that_cannot_be_sent_is_left_in_the_text() -> None:
+    nested = '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 900 + "]" * 900 + "}}</tool_call>"
+    for text in ('<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>', nested):
+
+        async def agent(prompt: Prompt, base_url: str, api_key: str, text: str = text) -> float:
+            async with client(base_url, api_key) as there:
+                message = (await ask(there, QUESTION, tools=[ADD])).choices[0].message
+                return float(message.content == text or bool(message.tool_calls))
+
+        talk = lead(agent, text)
+        assert (talk.last.reward, talk.last.failure) == (1.0, "")
+
+
 def said(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
@@ -420,6 +456,14 @@ async def raises_later(prompt: Prompt, base_url: str, api_key: str) -> None:
     raise LookupError("no such answer")
 
 
+async def leaves(prompt: Prompt, base_url: str, api_key: str) -> None:
+    raise SystemExit(3)
+
+
+def leaves_its_thread(prompt: Prompt, base_url: str, api_key: str) -> None:
+    raise SystemExit(3)
+
+
 async def never_asks(prompt: Prompt, base_url: str, api_key: str) -> float:
     return 1.0
 
@@ -457,6 +501,8 @@ LATE = "no reply within environment.reply_timeout_s"
     [
         (raises, "raised", "LookupError: no such row"),
         (raises_later, "raised", "LookupError: no such answer"),
+        (leaves, "raised", "SystemExit: 3"),
+        (leaves_its_thread, "raised", "SystemExit: 3"),
         (never_asks, "raised", "RuntimeError: the agent ended without a request"),
         (hangs, "timed_out", LATE),
         (hangs_in_a_thread, "timed_out", LATE),

@@ -1,15 +1,21 @@
 """The host of environments: every request has one reply, whatever the environment does."""
 
 import asyncio
+import contextlib
+import math
+import threading
 import time
+from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.environments import Action, Environment, Reply, open_environments
+from megarl.environments import host as hosts
 from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TurnRequest
 from megarl.errors import ConfigError
 from megarl.types import Message, Prompt
@@ -45,6 +51,18 @@ class Echo(Environment):
             await asyncio.sleep(60)
         if action.text == "nothing":
             return Reply()
+        if action.text == "exit":
+            raise SystemExit(3)
+        if action.text == "half":
+            return Reply(messages=(Message(role="tool", content="\ud83d"),))
+        if action.text == "long":
+            return Reply(messages=(Message(role="tool", content="x" * 50_000_000),))
+        if action.text == "stubborn":
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+            await asyncio.sleep(0.5)
+        if action.text == "block":
+            await asyncio.to_thread(threading.Event().wait)
         if action.text == "nan":
             return Reply(done=True, reward=float("nan"))
         text = f"{action.turn}: {action.text}{' (cut)' if action.is_cut else ''}"
@@ -150,11 +168,54 @@ def test_an_opening_must_leave_the_prompt_within_its_limit(limit: int, failure: 
             "ValueError: the reply has no messages, and does not end the conversation; set done=True",
         ),
         ("nan", "raised", "ValueError: the reward is nan, expected a finite number"),
+        ("exit", "raised", "SystemExit: 3"),
+        (
+            "long",
+            "raised",
+            "ValueError: the reply has 50000000 characters, expected at most 1000000; shorten it",
+        ),
+        ("stubborn", "timed_out", "no reply within environment.reply_timeout_s"),
+        ("block", "timed_out", "no reply within environment.reply_timeout_s"),
     ],
 )
 def test_what_goes_wrong_in_an_environment_is_a_reply(word: str, failure: str, reason: str) -> None:
     _, reply = replies(turn(word), reply_timeout_s=0.1)
     assert (reply.failure, reply.reason) == (failure, reason)
+
+
+def test_half_a_character_is_no_failure() -> None:
+    _, reply = replies(turn("half"))
+    assert TOKENIZER.decode(reply.token_ids) == "\n<|im_start|>tool\n\ufffd<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_host_whose_calls_hang_says_that_it_is_worn_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "MOST_LATE_CALLS", 2)
+    monkeypatch.setattr(hosts, "late_calls", lambda: Counter(search=3, read=1))
+    (reply,) = replies()
+    assert reply.worn_out == (
+        "4 calls never returned: search 3 times, read 1 times; give what they wait for a time limit of its own"
+    )
+    monkeypatch.setattr(hosts, "MOST_LATE_CALLS", 5)
+    assert replies()[0].worn_out == ""
+
+
+def test_details_are_sent_as_plain_values() -> None:
+    details = {"a": np.float32(0.5), "b": np.True_, "c": [1, "\ud83d"], "d": 10**400, "e": {1}, "f": (2, None)}
+    sent = hosts.sendable(HostReply(reward=1.0, details=details))
+    assert sent.details == {"a": 0.5, "b": True, "c": [1, "\ufffd"], "d": math.inf, "e": "{1}", "f": [2, None]}
+    assert (sent.reward, sent.failure) == (1.0, "")
+
+
+@pytest.mark.parametrize(
+    ("details", "reason"),
+    [
+        ({"a": "x" * 100_001}, "ValueError: details of 100010 characters, expected at most 100000; shorten them"),
+        ({("a", 1): 2}, "TypeError: keys must be str, int, float, bool or None, not tuple"),
+    ],
+)
+def test_details_that_cannot_be_sent_cost_the_sample(details: Mapping[Any, Any], reason: str) -> None:
+    sent = hosts.sendable(HostReply(reward=1.0, details=details))
+    assert (sent.failure, sent.reason) == ("raised", reason)
 
 
 def test_an_environment_that_cannot_start_fails_its_sample() -> None:

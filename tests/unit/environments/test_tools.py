@@ -1,6 +1,7 @@
 """Tools: calls that are read from turns, run, and answered, whatever they do."""
 
 import asyncio
+import random
 import time
 from collections.abc import Sequence
 
@@ -119,6 +120,55 @@ def test_what_goes_wrong_in_a_tool_is_said_to_the_policy(text: str, said: str) -
 )
 def test_parsers_read_the_forms_of_their_families(parser: str, text: str, found: Sequence[tuple[str, object]]) -> None:
     assert [(each.name, each.arguments) for each in PARSERS.get(parser)(text)] == found
+
+
+# Pieces of turns that policies write, each in the middle of another.
+PIECES = (
+    "<tool_call>", "</tool_call>", "```python\n", "```py", "```", "\n", " " * 40, '{"name": ', '"add"', '"\\ud83d"',
+    ', "arguments": ', ', "parameters": ', '{"a": 1, "b": 2}', '{"a":' * 3000, "[" * 3000, "1" * 5000, "NaN", "null",
+    "-Infinity", "1e999", "}", "]", ";", '"', "\\", "'", "<|python_tag|>", "\x00", "\u2028", "\ud83d", "\U0001f600",
+    '{"name": "add", "arguments": "{}"}', '{"name": 5, "arguments": []}', '{"name": "add", "name": "f"}', "calc 1*2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("parser", [*sorted(PARSERS), "patterns"])
+def test_no_turn_that_a_policy_writes_is_more_than_an_error(parser: str) -> None:
+    draw = random.Random(f"turns of {parser}")
+    choice = {"patterns": {"add": r"calc (?P<a>.+)\*(?P<b>.+)"}} if parser == "patterns" else {"parser": parser}
+    tools = ToolEnvironment(tools=[add], max_result_chars=200, **choice)  # type: ignore[arg-type]
+
+    async def talk() -> None:
+        for number in range(250):
+            text = "".join(draw.choices(PIECES, k=draw.randint(1, 8)))
+            if number % 2:
+                text = {"llama": text.lstrip("`"), "python": f"```python\n{text}```"}.get(
+                    parser, f"<tool_call>{text}</tool_call>"
+                )
+            answer = await tools.reply(Action(text=text, turn=0))
+            assert answer.done or answer.messages
+            assert all(len(message.content) < 300 for message in answer.messages)
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("hermes", "<tool_call>" + '{"a":' * 3000),
+        ("hermes", '<tool_call>{"name": "add", "arguments": "' + "[" * 3000 + '"}'),
+        ("hermes", '<tool_call>{"name": "\\ud83d", "arguments": {}}'),
+        ("llama", '{"name": "add", "parameters": ' + "[" * 3000),
+        ("llama", '{"name": "add", "parameters": ' + "1" * 5000 + "}"),
+    ],
+)
+def test_what_json_cannot_be_read_is_no_call(parser: str, text: str) -> None:
+    (found,) = PARSERS.get(parser)(text)
+    assert found.error.startswith("this is no call, expected JSON with name and arguments: ")
+
+
+def test_an_open_block_of_line_feeds_takes_no_time() -> None:
+    """Of a million line feeds a pattern that tries every pair would not be done before this test's limit."""
+    assert PARSERS.get("python")("```python" + "\n" * 1_000_000) == []
 
 
 def test_schemas_come_from_signatures_or_are_refused() -> None:
