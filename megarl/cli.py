@@ -11,6 +11,7 @@ from pathlib import Path
 from megarl.convert.cli import add_convert
 from megarl.errors import ConfigError
 from megarl.host.exit_codes import EXIT_FAILED, exit_on_errors
+from megarl.host.streams import name_anything, write_anything
 from megarl.launch.cli import add_slurm
 from megarl.record.activity import shown
 from megarl.run.evaluation.cli import add_evaluation
@@ -25,6 +26,9 @@ TRAININGS = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command given on the command line, and exit with the code that its error has."""
+    if argv is None:
+        name_anything()
+    write_anything()
     arguments = parse(argv)
     with exit_on_errors():
         arguments.run(arguments)

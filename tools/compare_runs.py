@@ -27,7 +27,9 @@ def main() -> None:
         comparison = compare(groups, options.baseline, paired=options.paired)
         print(comparison_text(comparison))
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "comparison.json").write_text(json.dumps(comparison.to_dict(), indent=2) + "\n")
+        (options.out / "comparison.json").write_text(
+            json.dumps(comparison.to_dict(), indent=2) + "\n", encoding="utf-8"
+        )
         write_comparison_png(comparison, groups, options.out / "comparison.png")
         print(f"wrote {options.out / 'comparison.json'}\nwrote {options.out / 'comparison.png'}")
 

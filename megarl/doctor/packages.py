@@ -153,7 +153,9 @@ def _transformer_engine(requirement: "Requirement", version: str) -> Finding:
     """Import it in a process of its own: built for another torch, it may end the process that imports it."""
     child = [sys.executable, "-c", "import transformer_engine.pytorch"]
     try:
-        done = subprocess.run(child, capture_output=True, text=True, timeout=IMPORT_S, check=False)
+        done = subprocess.run(
+            child, capture_output=True, timeout=IMPORT_S, check=False, encoding="utf-8", errors="replace"
+        )
     except subprocess.TimeoutExpired:
         problem = f"its import did not end within {IMPORT_S:g} s"
     else:

@@ -66,7 +66,8 @@ class RunScope:
                     pid != os.getpid()
                     and marker in (entry / "environ").read_bytes().split(b"\0")
                     # A zombie counts as ended.
-                    and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+                    and (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+                    != "Z"
                 ):
                     found.append(pid)
             except (FileNotFoundError, PermissionError, ProcessLookupError):
@@ -81,7 +82,7 @@ class RunScope:
 def mapped_files(pid: int) -> set[Path]:
     """Find the existing shared-memory files that a process has mapped."""
     try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except (FileNotFoundError, PermissionError, ProcessLookupError):
         return set()
     start = f" {SHM_DIR}/"

@@ -23,7 +23,7 @@ def tell_stage(text: str) -> None:
     """Say how far this process has come, as in `micro-batch 3 of 8`, or by "" that it has; only runs keep it."""
     with contextlib.suppress(FileNotFoundError):
         file = _stage_file()
-        file.write_text(text) if text else file.unlink()
+        file.write_text(text, encoding="utf-8", errors="replace") if text else file.unlink()
 
 
 def _stage_file() -> Path:
@@ -37,7 +37,10 @@ class StageHandler(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(FileNotFoundError), open(os.environ[STAGE_FILE_VARIABLE], "r+") as file:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            open(os.environ[STAGE_FILE_VARIABLE], "r+", encoding="utf-8", errors="replace") as file,
+        ):
             file.write(record.getMessage().partition("\n")[0][:STAGE_CHARS])
             file.truncate()
 
@@ -65,6 +68,7 @@ def logged_stages(logger: str, *, level: str) -> dict[str, Any]:
 def read_stage(directory: str, pid: int) -> str:
     """Return what a process of this host told last, or an empty text; `directory` is its `process_files()`."""
     try:
-        return (Path(directory) / f"{pid}.stage").read_text()
+        # It may be read while it is written, and so in the middle of a character.
+        return (Path(directory) / f"{pid}.stage").read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return ""

@@ -47,7 +47,7 @@ class Allocation:
     def without_lost(self) -> Self:
         """Return the allocation without the hosts that Slurm holds for down, for failed, or for out of reach."""
         sinfo = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(self.hosts)}", "--format=%N %T"]
-        shown = subprocess.run(sinfo, capture_output=True, text=True, check=False)
+        shown = subprocess.run(sinfo, capture_output=True, check=False, encoding="utf-8", errors="replace")
         # An asterisk marks those that do not answer.
         states = dict(line.split()[:2] for line in shown.stdout.splitlines())
         lost = [h for h in self.hosts if (s := states.get(h, "")).startswith(("down", "fail")) or s.endswith("*")]
@@ -65,7 +65,7 @@ class Allocation:
             for suffix in suffixes:
                 nodes, cpus = (environment[f"SLURM_JOB_{name}{suffix}"] for name in ("NODELIST", "CPUS_PER_NODE"))
                 scontrol = ["scontrol", "show", "hostnames", nodes]
-                listed = subprocess.run(scontrol, capture_output=True, text=True, check=True)
+                listed = subprocess.run(scontrol, capture_output=True, check=True, encoding="utf-8", errors="replace")
                 # `8(x2),4`: two hosts with eight, and one with four.
                 fewest = min(int(part.partition("(")[0]) for part in cpus.split(","))
                 groups.append(HostGroup(hosts=tuple(listed.stdout.split()), cpus_per_host=fewest))

@@ -14,6 +14,7 @@ from types import FrameType
 from megarl.device.platform import apply_environment
 from megarl.host.janitor import Janitor, clean_up, end_processes, scopes_of
 from megarl.host.ray_environment import HEALTH_CHECKS, RAY_ENVIRONMENT, keep_worker_logs
+from megarl.host.streams import name_anything, write_anything
 from megarl.launch.allocation import RayPorts, address_towards, interface_of
 
 # How long processes get to end; Slurm may kill what is left 3 s after its first signal.
@@ -22,6 +23,8 @@ HURRY_S = 1.0
 
 def main() -> None:
     """Start Ray, wait until it ends or SIGTERM comes, and clean up. The exit code is 0 only after SIGTERM."""
+    name_anything()
+    write_anything()
     parser = argparse.ArgumentParser(prog="python -m megarl.launch.host", description=__doc__)
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--job-id", type=int, required=True)

@@ -90,7 +90,7 @@ def run_job(argv: Sequence[str], arguments: Namespace, *, max_restarts: int) -> 
             return code
         say("back into the queue")
         requeue = ["scontrol", "requeue", str(allocation.job_id)]
-        done = subprocess.run(requeue, capture_output=True, text=True, check=False)
+        done = subprocess.run(requeue, capture_output=True, check=False, encoding="utf-8", errors="replace")
         if done.returncode:
             say(f"scontrol requeue failed: {done.stderr.strip()}; submit the job again, it resumes")
         else:
@@ -222,6 +222,12 @@ def _wants_queue(signals: Sequence[signal.Signals], job_id: int) -> bool:
     """Return whether to requeue the job: after a preemption or near its time limit, but not if a user cancels it."""
     if signal.SIGUSR1 in signals:
         return True
-    shown = subprocess.run(["scontrol", "-o", "show", "job", str(job_id)], capture_output=True, text=True, check=False)
+    shown = subprocess.run(
+        ["scontrol", "-o", "show", "job", str(job_id)],
+        capture_output=True,
+        check=False,
+        encoding="utf-8",
+        errors="replace",
+    )
     times = [word.partition("=")[2] for word in shown.stdout.split() if word.startswith("PreemptTime=")]
     return any(time not in ("None", "Unknown") for time in times)

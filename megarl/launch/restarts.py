@@ -29,14 +29,14 @@ class AttemptLog:
         """Append the attempt that has just ended."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         attempt = Attempt(started=started, ended=time.time(), exit_code=exit_code, reason=reason)
-        with self._path.open("a") as file:
+        with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(attempt)) + "\n")
 
     def read(self) -> list[Attempt]:
         """Return all attempts, the oldest first."""
         if not self._path.exists():
             return []
-        return [Attempt(**json.loads(line)) for line in self._path.read_text().splitlines()]
+        return [Attempt(**json.loads(line)) for line in self._path.read_text(encoding="utf-8").splitlines()]
 
     def num_failures(self) -> int:
         """Count the attempts that failed; an attempt that ended because of a signal does not count."""

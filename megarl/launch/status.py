@@ -94,7 +94,7 @@ class Heartbeat:
     def _write(self, status: Status) -> None:
         """Replace the status file in one operation, so that a reader never sees half of it."""
         temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(status)))
+        temporary.write_text(json.dumps(asdict(status)), encoding="utf-8")
         temporary.replace(self._path)
 
 
@@ -106,7 +106,7 @@ def read_status(root: Path) -> Status:
     path = RunPaths(root).status
     if not path.exists():
         raise DataError(f"{root} holds no run (there is no {path.name}); give the directory run.dir/run.name")
-    return Status(**json.loads(path.read_text()))
+    return Status(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def describe_status(root: Path, *, now: float) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def describe_status(root: Path, *, now: float) -> dict[str, Any]:
     logged = read_metrics(paths.metrics) if paths.metrics.exists() else []
     records = [r for r in logged if "perf/tokens_per_s" in r.metrics]
     if records:
-        config = yaml.safe_load(paths.config.read_text())
+        config = yaml.safe_load(paths.config.read_text(encoding="utf-8"))
         section = config["trainer"] if status.command == "train" else config[status.command.replace("-", "_")]
         total = int(section["total_steps"])
         last, recent = records[-1], records[-ETA_STEPS - 1 :]

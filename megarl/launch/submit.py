@@ -77,7 +77,13 @@ def submit(request: SubmitRequest, *, dry_run: bool = False) -> list[int]:
     for _ in range(request.num_jobs):
         # Each continues the last checkpoint of the one before, however that ended.
         after = [f"--dependency=afterany:{jobs[-1]}"] if jobs else []
-        done = subprocess.run(["sbatch", "--parsable", *after], input=script, capture_output=True, text=True)
+        done = subprocess.run(
+            ["sbatch", "--parsable", *after],
+            input=script,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+        )
         if done.returncode:
             raise WorkerError(f"sbatch refused the job: {done.stderr.strip()}")
         jobs.append(int(done.stdout.split(";")[0]))
@@ -107,7 +113,7 @@ def job_script(request: SubmitRequest) -> str:
     placed = [*request.overrides, *node_overrides(config, request)]
     TRAINING_CHECKS[request.command](load_config(request.config, placed))
     template = TEMPLATES / ("train.sbatch" if request.engine_nodes is None else "train_split.sbatch")
-    head, _, text = template.read_text().partition(_AFTER_OPTIONS)
+    head, _, text = template.read_text(encoding="utf-8").partition(_AFTER_OPTIONS)
     first, *further = head.split(_NEXT_COMPONENT)
     whole = {"job-name": config.run.name, "time": request.time_limit, "signal": f"B:USR1@{request.signal_s}"}
     if request.num_spares:

@@ -195,7 +195,9 @@ def init_run(request: InitRequest) -> Path:
     request.directory.mkdir(parents=True, exist_ok=True)
     refusals: list[ConfigError] = []
     for tp, pp in _layouts(request.gpus):
-        file.write_text(_text(request, file, tp=tp, pp=pp, positions=positions, needs_source=needs_source))
+        file.write_text(
+            _text(request, file, tp=tp, pp=pp, positions=positions, needs_source=needs_source), encoding="utf-8"
+        )
         try:
             plan = plan_run(load_config(file), device_bytes=GPU_BYTES if request.gpus else None, with_data=False)
         except ConfigError as error:

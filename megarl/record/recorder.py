@@ -100,8 +100,8 @@ class RunRecorder:
             # Of a run that ended before its first metrics.
             for lines in (self.paths.timeline, self.paths.problems):
                 lines.unlink(missing_ok=True)
-        self.paths.config.write_text(dump(config))
-        self.paths.versions.write_text(json.dumps(installed_versions(), indent=2) + "\n")
+        self.paths.config.write_text(dump(config), encoding="utf-8")
+        self.paths.versions.write_text(json.dumps(installed_versions(), indent=2) + "\n", encoding="utf-8")
 
     def _remove_earlier_run(self) -> None:
         """Remove everything in the run directory except logs; raise ConfigError if it holds a file that this run has

@@ -19,7 +19,9 @@ def write_trace(timeline: Path, out: Path) -> None:
         raise DataError(f"{timeline} holds no intervals yet, expected at least one line; wait for the first step")
     run = timeline.resolve().parent.name
     try:
-        out.write_text(json.dumps({"traceEvents": trace_events(intervals, run), "displayTimeUnit": "ms"}))
+        out.write_text(
+            json.dumps({"traceEvents": trace_events(intervals, run), "displayTimeUnit": "ms"}), encoding="utf-8"
+        )
     except OSError as error:
         raise DataError(f"cannot write {out}: {error.strerror}; choose another file with --out") from error
 

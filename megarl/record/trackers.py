@@ -24,8 +24,8 @@ class TrackedRun:
         """Return the id of the run at a tracker, drawn once and kept in its directory: a resumed run is the same."""
         path = self.root / f"{tracker}_id.txt"
         if not path.exists():
-            path.write_text(uuid.uuid4().hex)
-        return path.read_text()
+            path.write_text(uuid.uuid4().hex, encoding="utf-8")
+        return path.read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +73,9 @@ def _mlflow(package: Any, run: TrackedRun) -> TrackerSink:
     """Open a run of MLflow; its server draws the id, and a resumed run names it. The settings become its artifact."""
     package.set_experiment(run.project)
     path = run.root / "mlflow_id.txt"
-    opened = package.start_run(run_id=path.read_text() if path.exists() else None, run_name=run.name)
+    opened = package.start_run(run_id=path.read_text(encoding="utf-8") if path.exists() else None, run_name=run.name)
     if not path.exists():
-        path.write_text(opened.info.run_id)
+        path.write_text(opened.info.run_id, encoding="utf-8")
         package.log_dict(dict(run.settings), "config.json")
 
     def log(metrics: Mapping[str, float], step: int) -> None:

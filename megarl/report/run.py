@@ -91,7 +91,7 @@ def _load_run(run_dir: Path, label: str) -> Run:
         last_step=max(record.step for record in records),
         elapsed_s=records[-1].time_s - records[0].time_s,
         config=config,
-        versions=json.loads(paths.versions.read_text()) if paths.versions.is_file() else {},
+        versions=json.loads(paths.versions.read_text(encoding="utf-8")) if paths.versions.is_file() else {},
         first_rollouts=tuple(read_rollouts(rollouts[0])) if rollouts else (),
         last_rollouts=tuple(read_rollouts(rollouts[-1])) if len(rollouts) > 1 else (),
         timeline=tuple(read_timeline(paths.timeline)) if paths.timeline.is_file() else (),

@@ -262,7 +262,9 @@ def prepare_vllm(spec: EngineSpec) -> None:
     if process_files().is_dir():
         # vLLM's core and workers may be processes of their own; all read this file, while the engine starts.
         file = process_files() / f"{os.getpid()}-vllm-logging.json"
-        file.write_text(json.dumps(logged_stages("vllm", level=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))))
+        file.write_text(
+            json.dumps(logged_stages("vllm", level=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))), encoding="utf-8"
+        )
         os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(file))
     import vllm  # noqa: F401
 

@@ -90,7 +90,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if not (path / MARKER).is_file():
         raise DataError(f"{path}: has no {MARKER} file, so its writing was interrupted; use another checkpoint")
     try:
-        return Checkpoint(path=path, state=RunState.from_json((path / STATE_FILE).read_text()))
+        return Checkpoint(path=path, state=RunState.from_json((path / STATE_FILE).read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path / STATE_FILE}: cannot be read ({error}); continue with the version of megarl that wrote it"
@@ -145,7 +145,7 @@ class CheckpointManager:
         path = checkpoint_dir(self._root, step)
         remove_checkpoint(path)
         path.mkdir(parents=True)
-        (path / STATE_FILE).write_text(replace(state(path), portable=portable).to_json())
+        (path / STATE_FILE).write_text(replace(state(path), portable=portable).to_json(), encoding="utf-8")
         self._workers.start_checkpoint(path, portable=portable)
         self._writing = path
 

@@ -33,7 +33,7 @@ def export_model(workers: "RoleWorkers", role: RoleSpec, directory: Path) -> Non
     written = workers.store_weights(create_model_files(partial, specs), role=role.role)
     check_complete({name: math.prod(tensor.shape) for name, tensor in specs.items()}, written.num_elements)
     copy_companions(spec.path, partial)
-    config = json.loads((partial / "config.json").read_text())
+    config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
     scalar = role.head is Head.SCALAR
     write_config(
         partial / "config.json", exported_config(config, spec.family, dtype=role.model.dtype, scalar_head=scalar)
@@ -67,7 +67,7 @@ def exported_config(config: Mapping[str, Any], family: Family, *, dtype: str, sc
 
 def write_config(file: Path, config: Mapping[str, Any]) -> None:
     """Write a model's config.json as indented JSON."""
-    file.write_text(json.dumps(config, indent=2) + "\n")
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def check_complete(expected: Mapping[str, int], written: Mapping[str, int]) -> None:

@@ -132,7 +132,7 @@ def read_hf_config(directory: Path, key: str = "model.path") -> dict[str, Any]:
     if not file.is_file():
         raise ConfigError(f"{key}: {file} does not exist; give a Hugging Face model directory")
     try:
-        config: dict[str, Any] = json.loads(file.read_text())
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{file}: not JSON ({error}); copy the model again") from error
     return config

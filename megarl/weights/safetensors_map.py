@@ -164,7 +164,7 @@ def model_files(directory: Path) -> list[Path]:
     index = directory / INDEX_NAME
     names = [SINGLE_NAME]
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     files = [directory / name for name in names]
     for file in files:
         if not file.is_file():
@@ -237,7 +237,7 @@ def create_model_files(directory: Path, specs: Mapping[str, TensorSpec]) -> list
     for name, group in plan.items():
         create_file(directory / name, group)
     if len(plan) > 1:
-        (directory / INDEX_NAME).write_text(json.dumps(model_index(plan), indent=2))
+        (directory / INDEX_NAME).write_text(json.dumps(model_index(plan), indent=2), encoding="utf-8")
     return [directory / name for name in plan]
 
 

@@ -102,7 +102,7 @@ def run(inputs: Path, contender: str, root: Path, *, steps: int) -> float:
     """Run a contender, unless it has taken place; return the load of the machine in the middle of it."""
     metrics, load = RunPaths(root).metrics, root.with_suffix(".load")
     if load.exists() and read_metrics(metrics)[-1].step == steps:
-        return float(load.read_text())
+        return float(load.read_text(encoding="utf-8"))
     arguments = [
         *(sys.executable, "-W", "ignore", "-m", "tools.bench.async_run", "--paced", *LENGTHS),
         *("train", str(RUN_FILES["train"]), "--overwrite", *SETTINGS, *CONTENDERS[contender]),
@@ -116,8 +116,8 @@ def run(inputs: Path, contender: str, root: Path, *, steps: int) -> float:
         # Ray's workers, too, import `tools`.
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
         subprocess.run(arguments, stdout=log, stderr=subprocess.STDOUT, check=True, timeout=300, env=environment)
-    load.write_text(f"{os.getloadavg()[0]:.1f}")
-    return float(load.read_text())
+    load.write_text(f"{os.getloadavg()[0]:.1f}", encoding="utf-8")
+    return float(load.read_text(encoding="utf-8"))
 
 
 def main() -> None:
@@ -144,7 +144,7 @@ def main() -> None:
         rows.append((each.contender, *times, *idle, f"{loads[each.contender]:.1f}"))
     print("\n".join(align(rows)))
     records = [asdict(each) | {"ratio": each.ratio, "load": loads[each.contender]} for each in found]
-    (inputs / "plan.json").write_text(json.dumps(records, indent=1) + "\n")
+    (inputs / "plan.json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     exceeded = [each.contender for each in found if abs(each.ratio - 1) > LIMIT]
     print(f"EXCEEDED by {', '.join(exceeded)}" if exceeded else f"holds: all within {LIMIT:.0%}")
     raise SystemExit(bool(exceeded))

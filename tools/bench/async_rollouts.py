@@ -105,11 +105,11 @@ def measure(inputs: Path, scenario: str, contender: str, turn: int, *, steps: in
     name = f"{scenario}-{contender}-{turn}".replace(", ", "-").replace(" ", "-")
     settings = [*COMMON, *SCENARIOS[scenario], *CONTENDERS[contender], f"trainer.total_steps={steps}"]
     if scenario == "slow rewards":
-        (inputs / "slow.py").write_text(SLOW_REWARD)
+        (inputs / "slow.py").write_text(SLOW_REWARD, encoding="utf-8")
         settings.append(f"rewards.custom.path={inputs / 'slow.py'}")
     command = ["tools.bench.async_run", *LONG_TAIL]
     if scenario == "slow tools":
-        (inputs / "slow_tool.py").write_text(SLOW_TOOL)
+        (inputs / "slow_tool.py").write_text(SLOW_TOOL, encoding="utf-8")
         settings.append(f"environment.default={inputs / 'slow_tool.py'}:SlowTool")
         # Its lengths are those of turns.
         command = ["megarl.cli"]
@@ -163,7 +163,9 @@ def main() -> None:
                 steps, skipped = arguments.steps, arguments.skipped
                 measured.append(measure(inputs, scenario, contender, turn, steps=steps, skipped=skipped))
                 print(f"{measured[-1]}", flush=True)
-    (arguments.out / "records.json").write_text(json.dumps([asdict(each) for each in measured], indent=1))
+    (arguments.out / "records.json").write_text(
+        json.dumps([asdict(each) for each in measured], indent=1), encoding="utf-8"
+    )
     failed = False
     rows: list[tuple[str, ...]] = [("scenario", "schedule", "s/step", "trainer idle", "engine idle", "load")]
     medians: dict[tuple[str, str], float] = {}

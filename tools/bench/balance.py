@@ -79,7 +79,7 @@ def main() -> None:
     table = [(str(r.rows), str(r.ranks), *(f"{value:.3f}" for value in list(asdict(r).values())[2:])) for r in results]
     print("\n".join(align([header, *table], left=())))
     if options.json:
-        options.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
+        options.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def make_model(path: Path, size: str) -> Path:
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
     }
-    (path / "config.json").write_text(json.dumps(config))
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     shapes = read_model_spec(path).expected_tensors()
     specs = {name: TensorSpec(shape=shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     plan = plan_files(specs, _SHARD_BYTES)
@@ -109,7 +109,7 @@ def make_model(path: Path, size: str) -> Path:
         create_file(path / file, group)
         for tensor in map_tensors(path / file, writable=True).values():
             tensor.normal_()
-    (path / INDEX_NAME).write_text(json.dumps(model_index(plan)))
+    (path / INDEX_NAME).write_text(json.dumps(model_index(plan)), encoding="utf-8")
     return path
 
 
@@ -138,7 +138,7 @@ def _tree(pid: int) -> list[int]:
     for parent in found:
         for task in Path(f"/proc/{parent}/task").glob("*/children"):
             try:
-                found += map(int, task.read_text().split())
+                found += map(int, task.read_text(encoding="utf-8").split())
             except OSError:
                 continue
     return found
@@ -148,7 +148,7 @@ def _memory_of(pids: list[int]) -> int:
     memory = 0
     for pid in pids:
         try:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
         except OSError:
             continue
         memory += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:"))
@@ -172,9 +172,15 @@ def run(contender: Contender, source: Path, model: Path, out: Path, mbridge: Pat
     arguments = [kind, option, contender.direction, str(source), str(model), str(out)]
     command = [sys.executable, "-m", "tools.bench.convert_contenders", *arguments]
     log = out.with_name(out.name + ".log")
-    with log.open("w") as errors:
+    with log.open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            encoding="utf-8",
+            errors="replace",
         )
         assert process.stdin is not None
         assert process.stdout is not None
@@ -256,7 +262,9 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     measured = [each for size in options.sizes for each in measure(size, options.out, options.mbridge)]
     print("\n".join(table(measured)))
-    (options.out / "convert.json").write_text(json.dumps([asdict(each) for each in measured], indent=1) + "\n")
+    (options.out / "convert.json").write_text(
+        json.dumps([asdict(each) for each in measured], indent=1) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

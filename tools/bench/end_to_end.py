@@ -101,7 +101,7 @@ class Result:
 def our_steps(metrics_file: Path, num_rows: int) -> list[Step]:
     """The steps that megarl has logged."""
     steps = []
-    for record in map(json.loads, metrics_file.read_text().splitlines()):
+    for record in map(json.loads, metrics_file.read_text(encoding="utf-8").splitlines()):
         metrics = record["metrics"]
         response = metrics["response_length/mean"] * num_rows
         phases = {name: metrics[f"timing_s/{key}"] for key, name in PHASES.items()}
@@ -152,7 +152,7 @@ def pss_bytes(root: int) -> int:
         return 0
     for process in processes:
         try:
-            rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+            rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="utf-8")
         except OSError:
             continue
         total += sum(int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith("Pss:"))
@@ -168,7 +168,7 @@ def run_process(
         SystemExit: it failed.
     """
     memory, ended = list[tuple[float, int]](), threading.Event()
-    with log.open("w") as output:
+    with log.open("w", encoding="utf-8") as output:
         began = time.time()
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=REPOSITORY)
 
@@ -212,7 +212,7 @@ def run_trl(job: Job, out: Path, interpreter: str) -> Run:
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
     command = [interpreter, str(PEER), json.dumps(asdict(job))]
     began, memory = run_process(command, out.with_suffix(".log"), environment)
-    steps = [Step(**json.loads(line)) for line in Path(job.log).read_text().splitlines()]
+    steps = [Step(**json.loads(line)) for line in Path(job.log).read_text(encoding="utf-8").splitlines()]
     return Run(contender=TRL, began_s=began, steps=steps, memory=memory)
 
 
@@ -270,7 +270,7 @@ def main() -> None:
         "results": [asdict(each) for each in results],
         "runs": [asdict(run) for each in runs.values() for run in each],
     }
-    (out / "end_to_end.json").write_text(json.dumps(record))
+    (out / "end_to_end.json").write_text(json.dumps(record), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -79,10 +79,10 @@ def main() -> None:
             }
             seen = logs["num_tokens"]
             seconds.update(dict.fromkeys(seconds, 0.0))
-            with open(job["log"], "a") as file:
+            with open(job["log"], "a", encoding="utf-8") as file:
                 print(json.dumps(record), file=file)
 
-    open(job["log"], "w").close()
+    open(job["log"], "w", encoding="utf-8").close()
     trainer.add_callback(Writer())
     trainer.train()
 

@@ -199,7 +199,7 @@ def main() -> None:
     ]
     print("\n".join(align([["head", "peak MiB", f"of {records[0].head}", "loss", "gradient norm"], *lines])))
     (args.out / "records.json").write_text(
-        json.dumps({"step": asdict(step), "records": [asdict(r) for r in records]}, indent=1)
+        json.dumps({"step": asdict(step), "records": [asdict(r) for r in records]}, indent=1), encoding="utf-8"
     )
 
 

@@ -81,7 +81,7 @@ def run_ranks(job: Job, environment: dict[str, str]) -> list[dict[str, RankResul
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     ranks = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, env=setting, text=True)
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, env=setting, encoding="utf-8", errors="replace")
         for rank in range(NUM_RANKS)
     ]
     try:
@@ -222,7 +222,7 @@ def main() -> int:
     arguments = parser.parse_args()
     record, holds = planning() if arguments.plan_only else transfers(arguments)
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps(record, indent=2) + "\n")
+        arguments.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return 0 if holds else 1
 
 

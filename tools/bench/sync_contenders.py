@@ -277,7 +277,11 @@ CONTENDERS: dict[str, Callable[[Rank], Contender]] = {
 
 def resident_bytes(field: str) -> int:
     """VmRSS or VmHWM of this process."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        if line.startswith(f"{field}:")
+    )
     return int(line.split()[1]) << 10
 
 
@@ -307,7 +311,7 @@ def run(job: Job, number: int) -> dict[str, RankResult]:
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     # What is held so far is no staging; the peak starts anew.
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     before = resident_bytes("VmRSS")
     for _, (name, contender) in itertools.product(range(job.rounds + 1), contenders.items()):
         for shard in rank.held.values():

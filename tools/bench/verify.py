@@ -44,8 +44,9 @@ class Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            text=True,
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+            encoding="utf-8",
+            errors="replace",
         )
         self._name = name
         self._read()
@@ -75,7 +76,9 @@ def _cpu_seconds(pid: int) -> float:
         # Those that end meanwhile are counted by who reaps them.
         with suppress(FileNotFoundError, ProcessLookupError):
             pids += children(each)
-            ticks += sum(map(int, Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()[11:15]))
+            ticks += sum(
+                map(int, Path(f"/proc/{each}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[11:15])
+            )
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -239,7 +242,7 @@ def main() -> None:
         return file, items
 
     with ExitStack() as stack:
-        log = stack.enter_context((options.out / "contenders.log").open("w"))
+        log = stack.enter_context((options.out / "contenders.log").open("w", encoding="utf-8"))
         processes = {}
         for name in CONTENDERS:
             processes[name] = Process(name, options.peers if name in PEERS else sys.executable, log)
@@ -265,7 +268,7 @@ def main() -> None:
         "measured": [{k: v for k, v in asdict(each).items() if k != "verdicts"} for each in measured],
         "agreement": [asdict(each) for each in agreements],
     }
-    (options.out / "verify.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    (options.out / "verify.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def fork_server(command: bytes = b"megarl.rewards.verifier") -> int:
 def resident_mib(pid: int) -> float:
     """Proportional share: pages that workers share with the fork server count once."""
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return 0.0
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
@@ -231,7 +231,7 @@ def main() -> None:
         "caller": asdict(caller),
         "latest_tick_of_an_idle_caller": idle.latest_tick,
     }
-    (options.out / "adversarial.json").write_text(json.dumps(record, indent=1) + "\n")
+    (options.out / "adversarial.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(record, indent=1))
 
 

@@ -72,7 +72,7 @@ def pool(num_workers: int, soft_limit_s: float) -> Verify:
 
 def children(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
+    return [int(child) for task in tasks for child in task.read_text(encoding="utf-8").split()]
 
 
 def trl() -> Verify:
@@ -137,7 +137,7 @@ PEERS = ("TRL accuracy_reward", "verl math_verify")
 def main() -> None:
     verify = CONTENDERS[sys.argv[1]]()
     # What libraries print must not come between the answers.
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:

@@ -63,15 +63,15 @@ def _other(gold: str, rng: random.Random) -> str:
 def _from_data(directory: Path) -> Iterator[tuple[str, str]]:
     """Worked solutions without their last line, and the answers."""
     for file in sorted(directory.glob("gsm8k/*.jsonl")):
-        for line in file.read_text().splitlines():
+        for line in file.read_text(encoding="utf-8").splitlines():
             text, _, gold = json.loads(line)["answer"].rpartition("#### ")
             yield text, gold.replace(",", "")
-    for line in (directory / "eval/minerva_math.jsonl").read_text().splitlines():
+    for line in (directory / "eval/minerva_math.jsonl").read_text(encoding="utf-8").splitlines():
         text, _, rest = json.loads(line)["solution"].rpartition(r"\boxed{")
         gold = rest[: _closing(rest)]
         # A few; so are often answers that need algebra.
         yield from [(text.replace("boxed", "mbox"), gold)] * 4
-    for line in (directory / "eval/aime24.jsonl").read_text().splitlines():
+    for line in (directory / "eval/aime24.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         yield row["solution"].replace("boxed", "mbox"), str(row["answer"])
 
@@ -105,8 +105,8 @@ def _generated(rng: random.Random) -> tuple[str, str]:
 
 
 def save(items: list[Item], file: Path) -> None:
-    file.write_text("\n".join(json.dumps(asdict(item)) for item in items) + "\n")
+    file.write_text("\n".join(json.dumps(asdict(item)) for item in items) + "\n", encoding="utf-8")
 
 
 def load(file: Path) -> list[Item]:
-    return [Item(**json.loads(line)) for line in file.read_text().splitlines()]
+    return [Item(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]

@@ -28,8 +28,8 @@ STYLES = ("-", "--", ":")
 def write_results(out: Path, policies: Sequence[Policy]) -> list[Path]:
     """Write leak.json, leak.md and leak.png, and return their paths."""
     paths = [out / f"leak.{ending}" for ending in ("json", "md", "png")]
-    paths[0].write_text(json.dumps([asdict(policy) for policy in policies], indent=1) + "\n")
-    paths[1].write_text("\n".join(_markdown(policies)) + "\n")
+    paths[0].write_text(json.dumps([asdict(policy) for policy in policies], indent=1) + "\n", encoding="utf-8")
+    paths[1].write_text("\n".join(_markdown(policies)) + "\n", encoding="utf-8")
     _draw(policies, paths[2])
     return paths
 

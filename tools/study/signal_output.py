@@ -24,8 +24,8 @@ PALE = 0.28
 def write_results(out: Path, results: Sequence[ModelResult]) -> list[Path]:
     """Write signal.json, signal.md and signal.png, and return their paths."""
     paths = [out / f"signal.{ending}" for ending in ("json", "md", "png")]
-    paths[0].write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
-    paths[1].write_text("\n".join(_markdown(results)) + "\n")
+    paths[0].write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n", encoding="utf-8")
+    paths[1].write_text("\n".join(_markdown(results)) + "\n", encoding="utf-8")
     _draw(results, paths[2])
     return paths
 

@@ -57,14 +57,14 @@ def work(connection: socket.socket, options: VerifierOptions, parent: int) -> No
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Allocations fail once the process exceeds its present address space by the limit; there are no core files.
     statm = Path("/proc/self/statm")
-    most = int(statm.read_text().split()[0]) * resource.getpagesize() + options.memory_limit_mib * _MIB
+    most = int(statm.read_text(encoding="utf-8").split()[0]) * resource.getpagesize() + options.memory_limit_mib * _MIB
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     socket.send_fds(connection, [READY], [os.pidfd_open(os.getpid())])
     scorers: Scorers = {}
     while (message := read_message(connection)) is not None:
         reply = _answer(message, connection, scorers, options.soft_limit_s)
-        resident_mib = int(statm.read_text().split()[1]) * resource.getpagesize() / _MIB
+        resident_mib = int(statm.read_text(encoding="utf-8").split()[1]) * resource.getpagesize() / _MIB
         reply = replace(reply, resident_mib=resident_mib, is_last=_is_retired)
         write_message(connection, json.dumps(asdict(reply)).encode())
 

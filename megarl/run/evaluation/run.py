@@ -54,8 +54,8 @@ def evaluate(request: EvalRequest) -> None:
         inputs.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out: cannot make {inputs.out}: {error.strerror}; choose another") from error
-    (inputs.out / "config.yaml").write_text(dump(config))
-    (inputs.out / "versions.json").write_text(json.dumps(installed_versions(), indent=2) + "\n")
+    (inputs.out / "config.yaml").write_text(dump(config), encoding="utf-8")
+    (inputs.out / "versions.json").write_text(json.dumps(installed_versions(), indent=2) + "\n", encoding="utf-8")
     with_trainer = inputs.checkpoint is not None
     with (
         started_cluster(config, inputs.out / "logs", [actor_role(config)], with_trainer=with_trainer) as cluster,

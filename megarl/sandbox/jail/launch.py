@@ -28,7 +28,7 @@ def main() -> None:
     """
     control = socket.socket(fileno=int(sys.argv[1]))
     # If memory runs out, the kernel is to end programs before a trainer.
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
         file.write("1000")
     setup = json.loads(sys.argv[2])
     # The kernel buries keepers that nobody waits for.

@@ -40,7 +40,7 @@ class ResidentMemory(PeakMemory):
     def begin(self) -> None:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        _CLEAR_REFS.write_text(_RESET_PEAK)
+        _CLEAR_REFS.write_text(_RESET_PEAK, encoding="utf-8")
         self._baseline = _status_bytes("VmRSS")
 
     def peak_bytes(self) -> int:
