@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from io import TextIOWrapper
 
 # What is kept of the text of a call, from its end.
@@ -88,7 +88,8 @@ class Output:
 
 
 def _open_streams() -> tuple[TextIOWrapper, TextIOWrapper, TextIOWrapper]:
-    return os.fdopen(0, closefd=False), os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
+    reopened = partial(os.fdopen, encoding="utf-8", closefd=False)
+    return reopened(0), reopened(1, "w", 1), reopened(2, "w", 1)
 
 
 @cache

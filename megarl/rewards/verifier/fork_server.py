@@ -83,7 +83,7 @@ class ForkServer:
         """Kill the processes of an ended worker that have left its group; they are now children of this process."""
         workers = set(self._workers.values())
         children = Path(f"/proc/self/task/{os.getpid()}/children")
-        while orphans := set(map(int, children.read_text().split())) - workers:
+        while orphans := set(map(int, children.read_text(encoding="utf-8").split())) - workers:
             for pid in orphans:
                 # Its own children take its place here.
                 os.kill(pid, signal.SIGKILL)
