@@ -25,6 +25,10 @@ class RunError(RuntimeError):
     """Bad input was found only after the run had started."""
 
 
+class StorageError(RuntimeError):
+    """A file of the run could not be written; the message names its path, the space left there and the remedy."""
+
+
 class WorkerError(RuntimeError):
     """A worker process of the run failed or died; the message names it and where its log is."""
 

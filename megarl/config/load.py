@@ -28,10 +28,13 @@ import yaml
 
 from megarl.config.parse import from_dict
 from megarl.config.schema import Config
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, DataError
+from megarl.storage.reading import reading
 
 __all__ = ["compose", "dump", "from_dict", "load_config", "saved_config"]
 
+# Limits of a YAML file; no smaller text can overflow the stack.
+_MOST_LEVELS, _MOST_VALUES, _SMALL = 100, 1_000_000, 4000
 # Settings that earlier versions wrote into runs and checkpoints, and that no longer have an effect.
 _REMOVED = (("sync", "transport"),)
 
@@ -117,7 +120,10 @@ def _parse_overrides(overrides: Sequence[str]) -> Tree:
         keys = dotted.strip().split(".")
         if not equals or not all(keys):
             raise ConfigError(f"override {override!r}: expected key=value, such as actor.optimizer.lr=1e-5")
-        value = _parse_yaml(text.encode(), f"override {override!r}")
+        try:
+            value = _parse_yaml(text.encode())
+        except ValueError as error:
+            raise ConfigError(f"override {override!r}: not valid YAML: {error}; quote the value") from error
         changes = merge(changes, reduce(lambda nested, key: {key: nested}, reversed(keys), value))
     return changes
 
@@ -191,7 +197,8 @@ def packaged(path: str) -> str:
 def read_yaml(path: Path) -> Tree:
     """Read a YAML file that has a mapping or is empty. Raises ConfigError for other content or a repeated key."""
     _require_file(path, "")
-    tree = _parse_yaml(path.read_bytes(), str(path))
+    with reading(path, "valid YAML", remedy="correct it", error=ConfigError):
+        tree = _parse_yaml(path.read_bytes())
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -199,13 +206,48 @@ def read_yaml(path: Path) -> Tree:
     return tree
 
 
-def _parse_yaml(text: bytes, where: str) -> Any:
+def read_saved(path: Path) -> Tree:
+    """Read the config.yaml that a run wrote; DataError if it is damaged."""
+    with reading(path, "the config.yaml of a run", remedy="restore what the run wrote"):
+        tree = _parse_yaml(path.read_bytes())
+    if not isinstance(tree, dict):
+        raise DataError(f"{path}: got a {type(tree).__name__}, expected a mapping of sections")
+    return tree
+
+
+def _parse_yaml(text: bytes) -> Any:
+    """Parse one YAML document; ValueError says on one line what is wrong with it."""
     try:
-        return yaml.load(text, Loader=_UniqueKeyLoader)
+        # libyaml would overflow the stack with brackets within brackets, thousands of them.
+        if len(text) > _SMALL and _depth(text) > _MOST_LEVELS:
+            raise ValueError(f"it is nested in more than {_MOST_LEVELS} levels")
+        tree = yaml.load(text, Loader=_UniqueKeyLoader)
     # PyYAML raises ValueError for text that looks like a date or number but is invalid, such as 2024-13-01.
     except (yaml.YAMLError, ValueError) as error:
-        problem = " ".join(str(error).split()).replace('in "<byte string>",', "at")
-        raise ConfigError(f"{where}: not valid YAML: {problem}") from error
+        raise ValueError(" ".join(str(error).split()).replace('in "<byte string>",', "at")) from error
+    _require_finite(tree)
+    return tree
+
+
+def _depth(text: bytes) -> int:
+    """Return how many levels of mappings and lists a YAML text has."""
+    depth = deepest = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _require_finite(tree: Any) -> None:
+    """Raise ValueError if aliases (`*name`) make a value contain itself, or multiply it beyond all use."""
+    count, waiting = 0, [(tree, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        count += 1
+        if depth > _MOST_LEVELS or count > _MOST_VALUES:
+            raise ValueError("its aliases (*name) make a value that contains itself, or has millions of parts")
+        children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        waiting += [(child, depth + 1) for child in children]
 
 
 # libyaml's parser is faster; a PyYAML built without it lacks this one.

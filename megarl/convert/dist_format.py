@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megarl.convert.files import FileReader, Window
 from megarl.errors import DataError
+from megarl.storage.reading import reading, reason_of
 from megarl.weights.safetensors_map import TensorSpec
 
 METADATA = ".metadata"
@@ -102,7 +103,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 def read_index(directory: Path) -> tuple[dict[str, StoredTensor], list[str]]:
     """Return a checkpoint's global tensors by key, and the keys of stored objects that are not tensors."""
     file = directory / METADATA
-    try:
+    with reading(file, "the metadata of a torch_dist checkpoint"):
         metadata = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
         places = metadata.storage_data
         tensors, objects = {}, []
@@ -123,8 +124,6 @@ def read_index(directory: Path) -> tuple[dict[str, StoredTensor], list[str]]:
                 tensors[key] = StoredTensor(spec=spec, chunks=tuple(chunks))
             else:
                 objects.append(key)
-    except (pickle.UnpicklingError, AttributeError, KeyError, EOFError, TypeError) as error:
-        raise DataError(f"{file}: not the metadata of a torch_dist checkpoint ({error}); copy it again") from error
     return tensors, objects
 
 
@@ -142,9 +141,12 @@ def find_record(reader: FileReader, chunk: Chunk, spec: TensorSpec) -> Record:
             (entry,) = (info for info in archive.infolist() if info.filename.endswith("/data/0"))
         header = bytearray(_LOCAL_HEADER_BYTES)
         reader.read_into(chunk.file, chunk.offset + entry.header_offset, memoryview(header))
-    except (zipfile.BadZipFile, RuntimeError, pickle.UnpicklingError, ValueError) as error:
+    except DataError:
+        raise
+    # What torch and zipfile make of damaged bytes may be any error.
+    except Exception as error:
         raise DataError(
-            f"{chunk.file}: no tensor at byte {chunk.offset} ({error}); copy the checkpoint again"
+            f"{chunk.file}: no tensor at byte {chunk.offset} ({reason_of(error)}); copy the checkpoint again"
         ) from error
     found = TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype)
     if found != TensorSpec(shape=chunk.sizes, dtype=spec.dtype) or not tensor.is_contiguous():

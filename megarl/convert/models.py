@@ -3,7 +3,6 @@ implies.
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from megarl.errors import ConfigError, DataError
 from megarl.train.checkpoint import STATE_FILE, read_checkpoint
 from megarl.types.messages import Role
 from megarl.weights.families import ModelSpec, read_model_spec
-from megarl.weights.safetensors_map import INDEX_NAME, TensorSpec, model_files
+from megarl.weights.safetensors_map import TensorSpec, model_files, read_weight_map
 from megarl.weights.tables import Partition
 
 # The value of vocab_multiple for opening: it only sets the vocabulary padding, which is read from the checkpoint.
@@ -162,15 +161,6 @@ def declared_dtype(spec: ModelSpec) -> str | None:
     """Return the dtype that config.json declares for the weights, under the key dtype or the older torch_dtype."""
     dtype = spec.hf_config.get("dtype", spec.hf_config.get("torch_dtype"))
     return None if dtype is None else str(dtype)
-
-
-def read_weight_map(path: Path) -> dict[str, str] | None:
-    """Return tensor → file from a model's index file, or None without one. Conversions write the same files again."""
-    index = path / INDEX_NAME
-    if not index.is_file():
-        return None
-    weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    return weight_map
 
 
 def _state(files: Sequence[Path]) -> tuple[tuple[str, int, int], ...]:

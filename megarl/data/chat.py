@@ -1,13 +1,13 @@
 """Encode chats as token ids with the tokenizer's chat template, and load tokenizers, from local directories only."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
+from jinja2 import TemplateError
 
+from megarl.data.tokenizer_files import parse_template, read_tokenizer
 from megarl.errors import ConfigError, DataError
 from megarl.types import Message
 
@@ -16,11 +16,6 @@ if TYPE_CHECKING:
 
 # Chat templates of reasoning models may already open the thinking block in the prompt.
 THINK_OPENING = "<think>\n"
-
-# Names that templates get from whoever renders a chat, so that data.chat_template cannot decide them.
-_GIVEN = frozenset({"messages", "add_generation_prompt", "raise_exception", "strftime_now"})
-# A tag of transformers' own, which plain Jinja does not know. It marks the assistant's text and writes nothing.
-_GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 
 
 def load_tokenizer(
@@ -32,16 +27,17 @@ def load_tokenizer(
     is rendered.
 
     Raises:
-        ConfigError: there is no chat template or eos token, or the template never reads an argument.
+        ConfigError: a file is damaged, there is no chat template or eos token, the template is not valid Jinja, or it
+            never reads an argument.
     """
-    tokenizer = _read_tokenizer(path, key)
+    tokenizer = read_tokenizer(path, key)
     if tokenizer.chat_template is None:
         raise ConfigError(f"{key}: the tokenizer in {path} has no chat template; add chat_template.jinja")
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"{key}: the tokenizer in {path} has no eos_token; set it in tokenizer_config.json")
+    template, read = parse_template(tokenizer, Path(path))
     if arguments:
-        template: str = tokenizer.get_chat_template()
-        _require_read(arguments, template, tokenizer, path)
+        _require_read(arguments, read, tokenizer, path)
         # transformers drops the line feed after a block, so that these lines write nothing. Jinja reads Python's
         # literals, True and None included.
         lines = "".join(f"{{% set {name} = {value!r} %}}\n" for name, value in arguments.items())
@@ -51,7 +47,7 @@ def load_tokenizer(
 
 def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", path: str, key: str) -> None:
     """Raise ConfigError unless the model at `path`, set by the setting `key`, has the same tokens as `tokenizer`."""
-    ours, theirs = tokenizer.get_vocab(), _read_tokenizer(path, key).get_vocab()
+    ours, theirs = tokenizer.get_vocab(), read_tokenizer(path, key).get_vocab()
     if ours != theirs:
         differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
         raise ConfigError(
@@ -61,34 +57,16 @@ def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", path: str, key: str) 
 
 
 def _require_read(
-    arguments: Mapping[str, Any], template: str, tokenizer: "PreTrainedTokenizerBase", path: str | Path
+    arguments: Mapping[str, Any], read: frozenset[str], tokenizer: "PreTrainedTokenizerBase", path: str | Path
 ) -> None:
-    """Raise ConfigError if `arguments` (`data.chat_template`) has an argument that the chat template never reads."""
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
-    try:
-        read = meta.find_undeclared_variables(environment.parse(_GENERATION_TAG.sub("", template)))
-    except TemplateSyntaxError as error:
-        raise ConfigError(
-            f"data.chat_template: the chat template in {path} is not valid Jinja: {error}; correct it, or remove "
-            f"the arguments"
-        ) from error
-    free = sorted(read - _GIVEN - environment.globals.keys() - tokenizer.special_tokens_map.keys())
+    """Raise ConfigError if `arguments` (`data.chat_template`) has an argument that is none of the variables that the
+    chat template reads.
+    """
+    free = sorted(read - tokenizer.special_tokens_map.keys())
     for name in arguments:
         if name not in free:
             reads = f"it may read {', '.join(free)}" if free else "it reads no arguments"
             raise ConfigError(f"data.chat_template.{name}: the chat template in {path} never reads this; {reads}")
-
-
-def _read_tokenizer(path: str | Path, key: str) -> "PreTrainedTokenizerBase":
-    if not (Path(path) / "tokenizer_config.json").is_file():
-        raise ConfigError(f"{key}: {path} has no tokenizer_config.json; expected a model directory")
-    from transformers import AutoTokenizer  # takes a second of each process that never reads one
-
-    try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"{key}: the tokenizer in {path} does not load: {reason}; copy the model again") from error
 
 
 def encode_chats(

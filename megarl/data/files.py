@@ -11,25 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.errors import DataError
+from megarl.storage.reading import damage, reading, require_file
 
 READ_ROWS = 1024  # rows that iteration turns into dictionaries at a time
+REPAIR = "correct or remove the row"
 
 
 class ParquetFile:
     """A Parquet file of which only some columns are read; `present` names all columns that the file has."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        try:
-            file = pq.ParquetFile(path)
-        except pa.ArrowInvalid as error:
-            raise DataError(f"{path}: not a Parquet file ({error}); expected Parquet or JSON lines") from error
-        with file:
+        with reading(path, "a Parquet file"), pq.ParquetFile(path, page_checksum_verification=True) as file:
             self.present: Sequence[str] = file.schema_arrow.names
             table = file.read(columns=[name for name in columns if name in self.present])
+            # Damage that no checksum shows, such as text that is not UTF-8, before a row meets it.
+            table.validate(full=True)
         self._batches = [batch for batch in table.to_batches() if batch.num_rows]
         self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
 
@@ -58,7 +57,7 @@ class JsonlFile:
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         self._path = path
         offset, starts = 0, []
-        with path.open("rb") as file:
+        with reading(path, "JSON lines"), path.open("rb") as file:
             for line in file:
                 if not line.isspace():
                     starts.append(offset)
@@ -80,8 +79,11 @@ class JsonlFile:
         end = self._map.find(b"\n", start)
         try:
             row = json.loads(self._map[start : end if end >= 0 else len(self._map)])
-        except ValueError as error:
-            raise DataError(f"{self._path} row {index}: not valid JSON ({error})") from error
+        # Brackets within brackets, thousands of them, are too deep for the parser.
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                damage(self._path, "valid JSON", error, remedy=REPAIR, where=f"{self._path} row {index}")
+            ) from error
         if not isinstance(row, dict):
             raise DataError(f"{self._path} row {index}: got {type(row).__name__}, expected a JSON object")
         return {key: value for key, value in row.items() if self._columns is None or key in self._columns}
@@ -96,8 +98,7 @@ READERS: Mapping[str, type[ParquetFile] | type[JsonlFile]] = {".parquet": Parque
 def _open(path: Path, columns: Sequence[str]) -> ParquetFile | JsonlFile:
     if path.suffix not in READERS:
         raise DataError(f"{path}: got file type {path.suffix!r}, expected one of: {', '.join(sorted(READERS))}")
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; check data.train, data.val and sft.train")
+    require_file(path, "Parquet or JSON lines", remedy="check data.train, data.val and sft.train")
     return READERS[path.suffix](path, columns)
 
 

@@ -1,6 +1,5 @@
 """Convert rows of the MATH data set (problem, level, type, solution with a boxed answer) to the prompt schema."""
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from megarl.data.files import RowFiles
 from megarl.data.records import write_parquet
 from megarl.errors import DataError
+from megarl.storage.reading import read_object
 
 # How the verifier knows the two splits, see docs/rewards/scorers.md.
 TRAIN_SOURCE, TEST_SOURCE = "hendrycks_math", "math500"
@@ -86,8 +86,4 @@ def _read(paths: Sequence[Path]) -> Iterator[tuple[Mapping[str, Any], str]]:
         if not problems:
             raise DataError(f"{path}: has no .json file; expected a directory of MATH, with a file per problem")
         for file in problems:
-            try:
-                row = json.loads(file.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise DataError(f"{file}: not valid JSON: {error}") from error
-            yield row if isinstance(row, dict) else {}, str(file)
+            yield read_object(file), str(file)

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 from megarl.data.files import RowFiles
 from megarl.data.records import write_parquet
 from megarl.errors import DataError
+from megarl.storage.reading import reading
 
 COUNTDOWN_SOURCE = "countdown"
 _COUNTDOWN_COLUMNS = ("target", "nums")
@@ -60,7 +61,7 @@ def write_distinct(paths: Sequence[Path], out: Path) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         for path in paths:
-            with pq.ParquetFile(path) as file:
+            with reading(path, "a Parquet file"), pq.ParquetFile(path) as file:
                 schema = file.schema_arrow.remove_metadata()
                 if "prompt" not in schema.names:
                     raise DataError(f"{path}: column 'prompt' is missing; there are: {', '.join(schema.names)}")

@@ -25,6 +25,7 @@ from megarl.errors import (
     NonFiniteError,
     RunError,
     RunStopped,
+    StorageError,
     WeightSyncError,
     WorkerError,
 )
@@ -47,7 +48,7 @@ def exit_on_errors() -> Iterator[None]:
         raise SystemExit(128 + received[0]) if received else leaving from None
     except (ConfigError, DataError) as error:
         _fail(error, EXIT_BAD_INPUT)
-    except (MismatchError, NonFiniteError, RunError, WeightSyncError, WorkerError) as error:
+    except (MismatchError, NonFiniteError, RunError, StorageError, WeightSyncError, WorkerError) as error:
         _fail(error, EXIT_FAILED)
     except RunStopped as stopped:
         print(stopped, file=sys.stderr)

@@ -1,12 +1,12 @@
 """Record the failures of a job in a file beside its logs, which outlives the process and survives requeueing."""
 
 import itertools
-import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megarl.host.exit_codes import EXIT_STOPPED
+from megarl.record.json_lines import append_lines, open_lines, read_lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,16 +27,15 @@ class AttemptLog:
 
     def add(self, started: float, exit_code: int, reason: str) -> None:
         """Append the attempt that has just ended."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         attempt = Attempt(started=started, ended=time.time(), exit_code=exit_code, reason=reason)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(attempt)) + "\n")
+        with open_lines(self._path) as file:
+            append_lines(file, [asdict(attempt)])
 
     def read(self) -> list[Attempt]:
         """Return all attempts, the oldest first."""
         if not self._path.exists():
             return []
-        return [Attempt(**json.loads(line)) for line in self._path.read_text(encoding="utf-8").splitlines()]
+        return read_lines(self._path, lambda fields: Attempt(**fields), expected="an attempt of the job")
 
     def num_failures(self) -> int:
         """Count the attempts that failed; an attempt that ended because of a signal does not count."""

@@ -11,12 +11,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import yaml
 from tqdm import tqdm
 
+from megarl.config.load import read_saved
 from megarl.errors import DataError
 from megarl.launch.restarts import AttemptLog
 from megarl.record.metrics import RunPaths, read_metrics
+from megarl.storage.reading import reading
 
 BEAT_S = 2.0
 # A driver that has not written for this long is gone, or cannot reach the run's storage.
@@ -106,7 +107,8 @@ def read_status(root: Path) -> Status:
     path = RunPaths(root).status
     if not path.exists():
         raise DataError(f"{root} holds no run (there is no {path.name}); give the directory run.dir/run.name")
-    return Status(**json.loads(path.read_text(encoding="utf-8")))
+    with reading(path, "the status of a run", remedy="the run writes it again within seconds"):
+        return Status(**json.loads(path.read_bytes()))
 
 
 def describe_status(root: Path, *, now: float) -> dict[str, Any]:
@@ -126,7 +128,7 @@ def describe_status(root: Path, *, now: float) -> dict[str, Any]:
     logged = read_metrics(paths.metrics) if paths.metrics.exists() else []
     records = [r for r in logged if "perf/tokens_per_s" in r.metrics]
     if records:
-        config = yaml.safe_load(paths.config.read_text(encoding="utf-8"))
+        config = read_saved(paths.config)
         section = config["trainer"] if status.command == "train" else config[status.command.replace("-", "_")]
         total = int(section["total_steps"])
         last, recent = records[-1], records[-ETA_STEPS - 1 :]

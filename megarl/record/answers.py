@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from megarl.data.answer_span import final_answer
 from megarl.record.turns import TURNS_TYPE, Turn, last_turn, read_turns, turns_of
+from megarl.storage.reading import RESTORE, reading
 from megarl.types import FinishReason, Prompt, Reward, Sample
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ def write_answers(path: Path, answers: Sequence[Answer]) -> None:
 
 def read_answers(path: Path) -> list[Answer]:
     """Read the answers that `write_answers` wrote; files of earlier versions have no turns."""
-    rows = pq.read_table(path, schema=_SCHEMA).to_pylist()
+    with reading(path, "a file of answers", remedy=RESTORE):
+        rows = pq.read_table(path, schema=_SCHEMA).to_pylist()
     return [Answer(**{**row, "turns": read_turns(row["turns"]), "num_calls": row["num_calls"] or 0}) for row in rows]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from megarl.errors import DataError
+from megarl.storage.reading import RESTORE, reading
 
 T = TypeVar("T")
 
@@ -31,13 +32,14 @@ def read_lines(path: Path, parse: Callable[[Any], T], *, expected: str) -> list[
     Another line that is no JSON, or that `parse` refuses, raises DataError with its number. expected: the rest of that
     message, what a line should hold.
     """
-    lines = path.read_bytes().decode("utf-8", errors="replace").split("\n")
+    with reading(path, "JSON lines", remedy=RESTORE):
+        lines = path.read_bytes().decode("utf-8", errors="replace").split("\n")
     parsed = []
     for number, line in enumerate(lines, start=1):
         try:
             if line.strip():
                 parsed.append(parse(json.loads(line)))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if number < len(lines):
                 raise DataError(
                     f"{path} line {number}: got {line[:80]!r} ({error}), expected {expected}; "

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from megarl.errors import DataError
 from megarl.record.json_lines import append_lines, open_lines, read_lines
 from megarl.record.turns import TURNS_TYPE, Turn, read_turns
+from megarl.storage.reading import RESTORE, reading
 
 
 class RunPaths:
@@ -289,10 +290,9 @@ def write_rollouts(path: Path, rows: Sequence[RolloutRecord]) -> None:
 
 def read_rollouts(path: Path) -> list[RolloutRecord]:
     """Read the rows of one rollout file; a file with another schema raises `DataError`."""
-    try:
+    with reading(path, "a rollout file, parquet as megarl writes it", remedy=RESTORE):
         table = pq.read_table(path)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path}: not a rollout file ({error}), expected parquet as megarl writes it") from error
+        table.validate(full=True)
     for name, value in _LATER_COLUMNS.items():
         if name not in table.column_names:
             table = table.append_column(name, pa.array([value] * len(table), ROLLOUT_SCHEMA.field(name).type))

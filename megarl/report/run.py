@@ -1,6 +1,5 @@
 """Read a run back from its directory: metric series, configuration, recorded rollouts."""
 
-import json
 import os
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from megarl.config.load import read_saved
 from megarl.errors import DataError
 from megarl.record.metrics import MetricsRecord, RolloutRecord, RunPaths, read_metrics, read_rollouts
 from megarl.record.problems import ProblemRecord, read_problems
 from megarl.record.timeline import Interval, read_timeline
+from megarl.storage.reading import RESTORE, read_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +90,7 @@ def _load_run(run_dir: Path, label: str) -> Run:
         last_step=max(record.step for record in records),
         elapsed_s=records[-1].time_s - records[0].time_s,
         config=config,
-        versions=json.loads(paths.versions.read_text(encoding="utf-8")) if paths.versions.is_file() else {},
+        versions=read_object(paths.versions, remedy=RESTORE) if paths.versions.is_file() else {},
         first_rollouts=tuple(read_rollouts(rollouts[0])) if rollouts else (),
         last_rollouts=tuple(read_rollouts(rollouts[-1])) if len(rollouts) > 1 else (),
         timeline=tuple(read_timeline(paths.timeline)) if paths.timeline.is_file() else (),
@@ -102,13 +101,7 @@ def _load_run(run_dir: Path, label: str) -> Run:
 def _read_config(paths: RunPaths) -> Mapping[str, Any]:
     if not paths.config.is_file():
         raise DataError(f"{paths.root} is not a run directory: expected a config.yaml and a metrics.jsonl")
-    try:
-        config = yaml.safe_load(paths.config.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise DataError(f"{paths.config} is not valid YAML ({error}); restore what the run wrote") from error
-    if not isinstance(config, dict):
-        raise DataError(f"{paths.config}: got a {type(config).__name__}, expected a mapping of sections")
-    return config
+    return read_saved(paths.config)
 
 
 def build_series(records: Iterable[MetricsRecord]) -> dict[str, Series]:

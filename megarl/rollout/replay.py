@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from megarl.errors import DataError
 from megarl.rollout.source import Batch, Doing, OnSample, SamplingPlan, generating, ignore_sample
+from megarl.storage.reading import reading
 from megarl.types import Episode, FinishReason, Message, Prompt, RolloutBatch, Sample, Segment, SegmentSource
 
 # [n, k], end to end.
@@ -105,7 +106,11 @@ def require_records(directory: Path, num_steps: int) -> None:
 
 def read_record(path: Path) -> RolloutBatch:
     """Read a rollout that `write_record` wrote."""
-    rows = pq.read_table(path, schema=_SCHEMA).to_pylist()
+    with reading(path, "a recorded rollout", remedy="record it again with rollout.record=true"):
+        return _parse_record(pq.read_table(path, schema=_SCHEMA).to_pylist())
+
+
+def _parse_record(rows: Sequence[dict[str, Any]]) -> RolloutBatch:
     prompts: dict[str, Prompt] = {}
     samples = []
     for row in rows:

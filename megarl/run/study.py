@@ -20,11 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from megarl.cluster.roles import by_layout
 from megarl.config import from_dict, load_config
-from megarl.config.load import read_yaml, saved_config
+from megarl.config.load import read_saved, read_yaml, saved_config
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, RunError, RunStopped
 from megarl.host.signals import last_stop_signal
@@ -144,7 +142,7 @@ def is_finished(config: Config) -> bool:
     paths = RunPaths(Path(config.run.dir) / config.run.name)
     if not paths.export.is_dir() or not paths.metrics.is_file():
         return False
-    saved = saved_config(yaml.safe_load(paths.config.read_text(encoding="utf-8")))
+    saved = saved_config(read_saved(paths.config))
     # The study's directory may have been moved.
     saved = replace(saved, run=replace(saved.run, dir=config.run.dir))
     if changes := changed_settings(saved, config):

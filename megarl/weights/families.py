@@ -1,12 +1,13 @@
 """Read a model directory: determine its family (`tables.py`), its sizes, and the other settings that Megatron needs."""
 
-import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError
+from megarl.storage.reading import read_object
 from megarl.weights.dims import Dims, Experts, read_dims
 from megarl.weights.rope import LATENT_ROPE_TYPES, ROPE_TYPES, RopeScaling, YarnRope, read_rope_scaling
 from megarl.weights.tables import FAMILIES, OUTPUT_HEAD, VALUE_HEAD, Family, Layers, WeightRule
@@ -27,6 +28,7 @@ class PlacedRule:
         return pattern.format(layer=self.layer, expert=self.expert)
 
 
+MODEL_REMEDY = "copy the model again"
 _EXTRA_PREDICTION = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head")
 
 
@@ -129,13 +131,9 @@ def find_family(architectures: object) -> Family:
 def read_hf_config(directory: Path, key: str = "model.path") -> dict[str, Any]:
     """Read a model directory's config.json. Errors name `key`, the configuration key that gave the directory."""
     file = directory / "config.json"
-    if not file.is_file():
+    if not os.path.lexists(file):
         raise ConfigError(f"{key}: {file} does not exist; give a Hugging Face model directory")
-    try:
-        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file}: not JSON ({error}); copy the model again") from error
-    return config
+    return read_object(file, remedy=MODEL_REMEDY, error=ConfigError)
 
 
 def read_model_spec(path: str | Path, key: str = "model.path") -> ModelSpec:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from megarl.errors import ConfigError
-from megarl.weights.families import ModelSpec
+from megarl.storage.reading import read_object, reading
+from megarl.weights.families import MODEL_REMEDY, ModelSpec
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -51,31 +52,31 @@ class TensorSpec:
 
 
 def _parse_header(path: Path) -> tuple[dict[str, Any], int]:
-    with path.open("rb") as file:
+    with reading(path, "a safetensors file", remedy=MODEL_REMEDY, error=ConfigError), path.open("rb") as file:
         prefix = file.read(8)
         if len(prefix) < 8:
-            raise ConfigError(f"{path}: {len(prefix)} bytes, not a safetensors file; copy the model again")
+            raise ValueError(f"{len(prefix)} bytes")
         length = struct.unpack("<Q", prefix)[0]
         if length > path.stat().st_size:
-            raise ConfigError(f"{path}: header of {length} bytes exceeds the file; copy the model again")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise ConfigError(f"{path}: its header is not JSON; copy the model again") from error
-    header.pop("__metadata__", None)
-    _check_entries(path, header, start=8 + length)
+            raise ValueError(f"header of {length} bytes exceeds the file")
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        _check_entries(path, header, start=8 + length)
     return header, 8 + length
 
 
 def _check_entries(path: Path, header: Mapping[str, Any], *, start: int) -> None:
-    """Raise ConfigError unless every tensor in a file's header has a known dtype and lies within the file."""
+    """Raise ConfigError unless every tensor in a file's header has a known dtype and its bytes lie within the file."""
     size = path.stat().st_size
     for name, entry in header.items():
         if entry["dtype"] not in _DTYPES:
             raise ConfigError(f"{path}: tensor {name} has type {entry['dtype']}, expected one of {sorted(_DTYPES)}")
-        end = start + entry["data_offsets"][1]
-        if end > size:
-            raise ConfigError(f"{path}: tensor {name} ends at byte {end} of {size}; copy the model again")
+        first, last = entry["data_offsets"]
+        if start + last > size:
+            raise ConfigError(f"{path}: tensor {name} ends at byte {start + last} of {size}; {MODEL_REMEDY}")
+        expected = TensorSpec(shape=tuple(entry["shape"]), dtype=_DTYPES[entry["dtype"]]).num_bytes
+        if first < 0 or last - first != expected:
+            raise ConfigError(f"{path}: tensor {name} has {last - first} bytes, its shape {expected}; {MODEL_REMEDY}")
 
 
 def read_specs(path: Path) -> dict[str, TensorSpec]:
@@ -161,15 +162,24 @@ def create_file(path: Path, specs: Mapping[str, TensorSpec]) -> None:
 
 def model_files(directory: Path) -> list[Path]:
     """List the safetensors files of a model directory. Raise ConfigError, naming the file, if one is missing."""
-    index = directory / INDEX_NAME
-    names = [SINGLE_NAME]
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    weight_map = read_weight_map(directory)
+    names = [SINGLE_NAME] if weight_map is None else sorted(set(weight_map.values()))
     files = [directory / name for name in names]
     for file in files:
-        if not file.is_file():
+        if not os.path.lexists(file):
             raise ConfigError(f"model file {file} does not exist; expected {SINGLE_NAME} or the files of {INDEX_NAME}")
     return files
+
+
+def read_weight_map(directory: Path) -> dict[str, str] | None:
+    """Return tensor → file from a model's index file, or None without one. Raise ConfigError if it is damaged."""
+    index = directory / INDEX_NAME
+    if not os.path.lexists(index):
+        return None
+    weight_map = read_object(index, remedy=MODEL_REMEDY, error=ConfigError).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ConfigError(f"{index}: has no weight_map of tensors to files; {MODEL_REMEDY}")
+    return weight_map
 
 
 def check_tensors(

@@ -216,7 +216,7 @@ def test_tensor_misshapen(error_of: Callable[..., str], model: Path) -> None:
 def test_file_cut_off(error_of: Callable[..., str], model: Path) -> None:
     file = sorted(model.glob("*.safetensors"))[0]
     file.write_bytes(file.read_bytes()[:5])
-    assert f"{file}: 5 bytes, not a safetensors file; copy the model again" in error_of()
+    assert f"{file}: not a safetensors file: 5 bytes; copy the model again" in error_of()
 
 
 def test_unknown_family(error_of: Callable[..., str], model: Path) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError
+from megarl.storage.reading import damage, require_file
 
+FIX = "correct it"
 RewardFunction = Callable[..., Any]
 
 
@@ -20,8 +22,7 @@ def load_function(path: Path, name: str) -> RewardFunction:
 
     Raises ConfigError if the file cannot be loaded, or has no such function; the message names file and line.
     """
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file; expected a Python file with a reward function")
+    require_file(path, "a Python file with a reward function", remedy="set its path", error=ConfigError)
     file, module_name = str(path.absolute()), f"megarl_reward_{path.stem}"
     loaded = sys.modules.get(module_name)
     if loaded is None or loaded.__file__ != file:
@@ -33,11 +34,11 @@ def load_function(path: Path, name: str) -> RewardFunction:
         sys.modules[module_name] = loaded
         try:
             spec.loader.exec_module(loaded)
-        except Exception as error:  # the user's code may raise anything
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
             del sys.modules[module_name]
             if isinstance(error, SyntaxError) and error.filename == file:
-                raise ConfigError(f"{path}:{error.lineno}: {error.msg}") from error
-            raise ConfigError(f"{path}:{line_of(error, path)}: {type(error).__name__}: {error}") from error
+                raise ConfigError(damage(path, "Python", error, where=f"{path}:{error.lineno}", remedy=FIX)) from error
+            raise ConfigError(f"{path}:{line_of(error, path)}: {type(error).__name__}: {error}; {FIX}") from error
     function = getattr(loaded, name, None)
     if not callable(function):
         others = [each for each, value in vars(loaded).items() if inspect.isfunction(value) and each[0] != "_"]

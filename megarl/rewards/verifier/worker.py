@@ -143,7 +143,7 @@ def resolve(reference: str) -> Callable[..., Any]:
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(module_name)
-    except (ImportError, OSError, SyntaxError) as error:
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
         raise ConfigError(f"function {reference!r}: cannot import {module_name!r}: {error!r}") from error
     function = getattr(module, name, None)
     if not callable(function):

@@ -5,11 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from megarl.config import load_config
 from megarl.config.check import check_eval, check_model
-from megarl.config.load import saved_config, with_overrides
+from megarl.config.load import read_saved, saved_config, with_overrides
 from megarl.config.schema import Config, LayoutConfig, ModelConfig, NodesConfig, PlacementConfig
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import PromptDataset
@@ -134,7 +132,7 @@ def _find_model(path: Path, run_file: Path | None) -> tuple[Config, Checkpoint |
         return replace(config, model=replace(config.model, path=str(path))), None
     run = RunPaths(path)
     if run.export.is_dir() and run.config.is_file():
-        config = given or saved_config(yaml.safe_load(run.config.read_text(encoding="utf-8")))
+        config = given or saved_config(read_saved(run.config))
         return replace(config, model=replace(config.model, path=str(run.export))), None
     raise ConfigError(
         f"{path}: is no model; expected a Hugging Face directory (with config.json), a run with an export, or a "

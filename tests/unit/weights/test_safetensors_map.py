@@ -93,7 +93,7 @@ def test_truncated_files_are_named(tmp_path: Path) -> None:
     for kept, message in (
         (len(whole) - 4, f"tensor late ends at byte {len(whole)} of {len(whole) - 4}; copy the model again"),
         (20, "header of .* bytes exceeds the file"),
-        (3, "3 bytes, not a safetensors file"),
+        (3, "not a safetensors file: 3 bytes; copy the model again"),
     ):
         path.write_bytes(whole[:kept])
         with pytest.raises(ConfigError, match=message):
@@ -103,7 +103,7 @@ def test_truncated_files_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (b"not json", r"x\.safetensors: its header is not JSON"),
+        (b"not json", r"x\.safetensors: not a safetensors file: Expecting value: .*; copy the model again"),
         (
             b'{"x": {"dtype": "F4", "shape": [1], "data_offsets": [0, 1]}}',
             r"tensor x has type F4, expected one of \['BF16'",

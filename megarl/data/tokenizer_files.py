@@ -1,0 +1,69 @@
+"""Read the files of a tokenizer, and say which of them is damaged."""
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jinja2 import Environment, TemplateSyntaxError, meta
+
+from megarl.errors import ConfigError
+from megarl.storage.reading import read_object, reading, reason_of
+from megarl.weights.families import MODEL_REMEDY
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Names that templates get from whoever renders a chat, so that data.chat_template cannot decide them.
+_GIVEN = frozenset({"messages", "add_generation_prompt", "raise_exception", "strftime_now"})
+# A tag of transformers' own, which plain Jinja does not know. It marks the assistant's text and writes nothing.
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+
+
+def read_tokenizer(path: str | Path, key: str) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of a model directory; ConfigError names the file that is damaged, or else `key`, the setting
+    that named the directory. The engine's generation_config.json, which lies beside, is checked too.
+    """
+    directory, generation = Path(path), Path(path) / "generation_config.json"
+    if os.path.lexists(generation):
+        read_object(generation, remedy=MODEL_REMEDY, error=ConfigError)
+    if not os.path.lexists(directory / "tokenizer_config.json"):
+        raise ConfigError(f"{key}: {path} has no tokenizer_config.json; expected a model directory")
+    from transformers import AutoTokenizer  # takes a second of each process that never reads one
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    # The errors of tokenizers are of class Exception itself, and damaged files may cause any of Python's.
+    except Exception as error:
+        # transformers rarely names the file.
+        for file in sorted(directory.glob("*.json")):
+            read_object(file, remedy=MODEL_REMEDY, error=ConfigError)
+        for file in sorted(directory.rglob("*.jinja")):
+            with reading(file, "text in UTF-8", remedy=MODEL_REMEDY, error=ConfigError):
+                file.read_text(encoding="utf-8")
+        reason = reason_of(error)
+        raise ConfigError(f"{key}: the tokenizer in {path} does not load: {reason}; {MODEL_REMEDY}") from error
+
+
+def parse_template(tokenizer: "PreTrainedTokenizerBase", directory: Path) -> tuple[str, frozenset[str]]:
+    """Return the chat template that chats are rendered with, and the variables that it reads; ConfigError if it is not
+    valid Jinja.
+    """
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    own = directory / "chat_template.jinja"
+    file = own if own.is_file() else directory / "tokenizer_config.json"
+    try:
+        template: str = tokenizer.get_chat_template()
+        plain = _GENERATION_TAG.sub("", template)
+        # Compiling finds filters that there are not, too.
+        environment.compile(plain)
+        read = meta.find_undeclared_variables(environment.parse(plain))
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"{file}: line {error.lineno} of the chat template is not valid Jinja: {error.message}; correct it, or "
+            f"{MODEL_REMEDY}"
+        ) from error
+    # Of several templates, none is the default.
+    except ValueError as error:
+        raise ConfigError(f"{file}: no chat template can be chosen: {reason_of(error)}; {MODEL_REMEDY}") from error
+    return template, frozenset(read - _GIVEN - environment.globals.keys())

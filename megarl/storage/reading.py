@@ -1,0 +1,116 @@
+"""Read the files of users and runs: what any library raises about a damaged one becomes one line with the remedy."""
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from megarl.errors import ConfigError, DataError
+
+COPY_AGAIN = "copy it again"
+RESTORE = "restore what the run wrote"
+MAX_REASON_CHARS = 200
+# How much of a file is looked at to say what it is.
+_HEAD_BYTES = 4096
+# What a file that is not what it should be often begins with: its first bytes, what that is, and what to do about it.
+_KINDS = (
+    (b"version https://git-lfs.github.com/spec/", "a pointer of Git LFS", "fetch the file itself with `git lfs pull`"),
+    (b"\x1f\x8b", "compressed with gzip", "unpack it with gunzip"),
+    (b"\x28\xb5\x2f\xfd", "compressed with Zstandard", "unpack it with `zstd -d`"),
+    (b"BZh", "compressed with bzip2", "unpack it with bunzip2"),
+    (b"\xfd7zXZ\0", "compressed with xz", "unpack it with unxz"),
+    (b"PK\x03\x04", "a zip archive", "unpack it with unzip"),
+    (b"PAR1", "a Parquet file", "give it its right name or setting"),
+    (b"<!DOCTYPE", "a web page", "download the file itself"),
+    (b"<!doctype", "a web page", "download the file itself"),
+    (b"<html", "a web page", "download the file itself"),
+    (b"\xff\xfe", "text in UTF-16", "write it in UTF-8"),
+    (b"\xfe\xff", "text in UTF-16", "write it in UTF-8"),
+)
+_TYPES = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+class FileError(Protocol):
+    """What makes an error of a file from its message: ConfigError or DataError."""
+
+    def __call__(self, message: str, /) -> Exception: ...
+
+
+@contextlib.contextmanager
+def reading(path: Path, expected: str, *, remedy: str = COPY_AGAIN, error: FileError = DataError) -> Iterator[None]:
+    """Within this context, some library reads the file `path`, which should be `expected`, such as "JSON".
+
+    Whatever goes wrong is raised as an `error` of one line, which names the path, what was found and the remedy:
+    `remedy`, unless the file itself shows a better one, as a pointer of Git LFS does. megarl's own errors pass.
+    """
+    require_file(path, expected, remedy=remedy, error=error)
+    try:
+        yield
+    except (ConfigError, DataError):
+        raise
+    # Libraries have no class of errors in common: that of tokenizers is Exception itself, and a value of the wrong type
+    # in a file may become any error of Python.
+    except Exception as failure:
+        raise error(damage(path, expected, failure, remedy=remedy)) from failure
+
+
+def require_file(path: Path, expected: str, *, remedy: str = COPY_AGAIN, error: FileError = DataError) -> None:
+    """Raise `error` unless `path` is a file that exists and may be read. What is no file is never opened: a pipe would
+    wait for its writer.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError as failure:
+        found = "no such file" if isinstance(failure, FileNotFoundError) else failure.strerror
+        if path.is_symlink():
+            found = f"is a link to {path.readlink()}, where there is {found}"
+        raise error(f"{path}: {found}, expected {expected}; {remedy}") from failure
+    if not stat.S_ISREG(mode):
+        kind = next((name for is_kind, name in _TYPES if is_kind(mode)), "no file")
+        raise error(f"{path}: is {kind}, expected {expected}; {remedy}")
+    if not os.access(path, os.R_OK):
+        raise error(f"{path}: this user may not read it; chmod u+r, or ask its owner")
+
+
+def damage(path: Path, expected: str, failure: Exception, *, remedy: str = COPY_AGAIN, where: str | None = None) -> str:
+    """Return the message for a file in which a library found an error: what it is instead, or the library's reason.
+
+    where: the place in the file, such as its row, if the reason is one of that place.
+    """
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+        if not head:
+            return f"{path}: is empty, expected {expected}; {remedy}"
+        for start, kind, better in _KINDS:
+            if head.startswith(start) and kind not in expected:
+                return f"{path}: is {kind}, expected {expected}; {better}"
+        if not head.strip(b"\0"):
+            return f"{path}: begins with zero bytes, as after an interrupted copy, expected {expected}; {remedy}"
+        if any(line.startswith((b"<<<<<<< ", b">>>>>>> ")) for line in head.splitlines()):
+            return f"{path}: holds the marks of a merge conflict, expected {expected}; resolve it (`git status`)"
+    return f"{where or path}: not {expected}: {reason_of(failure)}; {remedy}"
+
+
+def reason_of(failure: BaseException) -> str:
+    """Return what a library's error says, on one line of at most `MAX_REASON_CHARS`; its class if it says nothing."""
+    text = " ".join(str(failure).split()) or type(failure).__name__
+    return text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]}…"
+
+
+def read_object(path: Path, *, remedy: str = COPY_AGAIN, error: FileError = DataError) -> dict[str, Any]:
+    """Read a file that holds one JSON object. Raises `error` for anything else."""
+    with reading(path, "JSON", remedy=remedy, error=error):
+        # Of bytes, JSON knows the encoding by itself, also with a byte order mark.
+        value = json.loads(path.read_bytes())
+    if not isinstance(value, Mapping):
+        raise error(f"{path}: got a {type(value).__name__}, expected a JSON object; {remedy}")
+    return dict(value)

@@ -1,0 +1,95 @@
+"""Write the files of a run: an error of the storage names the path, the space left there and the remedy."""
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megarl.errors import StorageError
+
+_MIB = 2**20
+# What to do about each error of a storage.
+_REMEDIES: Mapping[int, str] = {
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "free space within your quota (`quota -s`)",
+    errno.EROFS: "mount it writable, or choose another run.dir",
+    errno.EIO: "look at the health of this storage (dmesg)",
+    errno.ESTALE: "mount this network storage again",
+    errno.EACCES: "let this user write there, or choose another run.dir",
+    errno.EPERM: "let this user write there, or choose another run.dir",
+    errno.ENAMETOOLONG: "choose a shorter run.name or run.dir",
+    errno.EFBIG: "raise the limit of a file's size (`ulimit -f`)",
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
+    errno.ENFILE: "end other programs, which have too many files open",
+    errno.ENOENT: "do not remove what a run that goes on has written",
+    errno.ENOTDIR: "choose another run.dir",
+    errno.EISDIR: "remove this directory",
+}
+_warned: set[str] = set()
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Within this context, the file or directory `path` is written; StorageError says why it could not be."""
+    try:
+        yield
+    # torch.save raises a RuntimeError, whose context holds the storage's error.
+    except (OSError, RuntimeError) as failure:
+        cause = storage_cause(failure)
+        if cause is None:
+            raise
+        raise StorageError(f"cannot write {path}: {problem(cause, path)}") from failure
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path to write to, which takes the place of `path` at the end: readers see the old file or the new one.
+
+    After an error `path` is as it was, and nothing is left beside it. Raises StorageError as `writing` does.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    with writing(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield partial
+            partial.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def dispensable(what: str) -> Iterator[None]:
+    """Within this context, a run writes something that it can do without: a StorageError becomes a warning, once."""
+    try:
+        yield
+    except StorageError as error:
+        if what not in _warned:
+            _warned.add(what)
+            print(f"warning: {what} cannot be written, and the run goes on without: {error}", flush=True)
+
+
+def storage_cause(failure: BaseException | None) -> OSError | None:
+    """Find the error of the storage that `failure` is or came from; None if it came from elsewhere."""
+    while failure is not None:
+        if isinstance(failure, OSError) and failure.errno in _REMEDIES:
+            return failure
+        failure = failure.__cause__ or failure.__context__
+    return None
+
+
+def problem(error: OSError, path: Path) -> str:
+    """Return what is wrong with the storage of `path`, the space that is left there, and the remedy."""
+    remedy = _REMEDIES.get(error.errno or 0, "look at the health of this storage")
+    place = next(each for each in (path, *path.absolute().parents) if each.exists())
+    try:
+        usage, files = shutil.disk_usage(place), os.statvfs(place)
+    except OSError:
+        return f"{error.strerror}; {remedy}"
+    room = f"{usage.free / _MIB:,.0f} of {usage.total / _MIB:,.0f} MiB are free"
+    if error.errno == errno.ENOSPC and files.f_files and not files.f_favail:
+        return f"{error.strerror}; {room}, but no further file can be made: remove some there"
+    return f"{error.strerror}; {room}; {remedy}"
