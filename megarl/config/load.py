@@ -29,7 +29,7 @@ import yaml
 from megarl.config.parse import from_dict
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError
-from megarl.storage.reading import reading
+from megarl.storage.reading import RESTORE, instead, reading
 
 __all__ = ["compose", "dump", "from_dict", "load_config", "saved_config"]
 
@@ -202,16 +202,20 @@ def read_yaml(path: Path) -> Tree:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: got a {type(tree).__name__}, expected a mapping of configuration keys")
+        expected = "a mapping of configuration keys"
+        got = f"{path}: got a {type(tree).__name__}, expected {expected}; correct it"
+        raise ConfigError(instead(path, expected) or got)
     return tree
 
 
 def read_saved(path: Path) -> Tree:
     """Read the config.yaml that a run wrote; DataError if it is damaged."""
-    with reading(path, "the config.yaml of a run", remedy="restore what the run wrote"):
+    with reading(path, "valid YAML", remedy=RESTORE):
         tree = _parse_yaml(path.read_bytes())
     if not isinstance(tree, dict):
-        raise DataError(f"{path}: got a {type(tree).__name__}, expected a mapping of sections")
+        expected = "a mapping of sections"
+        got = f"{path}: got a {type(tree).__name__}, expected {expected}; {RESTORE}"
+        raise DataError(instead(path, expected, RESTORE) or got)
     return tree
 
 
@@ -219,8 +223,8 @@ def _parse_yaml(text: bytes) -> Any:
     """Parse one YAML document; ValueError says on one line what is wrong with it."""
     try:
         # libyaml would overflow the stack with brackets within brackets, thousands of them.
-        if len(text) > _SMALL and _depth(text) > _MOST_LEVELS:
-            raise ValueError(f"it is nested in more than {_MOST_LEVELS} levels")
+        if len(text) > _SMALL:
+            _require_shallow(text)
         tree = yaml.load(text, Loader=_UniqueKeyLoader)
     # PyYAML raises ValueError for text that looks like a date or number but is invalid, such as 2024-13-01.
     except (yaml.YAMLError, ValueError) as error:
@@ -229,13 +233,13 @@ def _parse_yaml(text: bytes) -> Any:
     return tree
 
 
-def _depth(text: bytes) -> int:
-    """Return how many levels of mappings and lists a YAML text has."""
-    depth = deepest = 0
+def _require_shallow(text: bytes) -> None:
+    """Raise ValueError if a YAML text has more than `_MOST_LEVELS` levels of mappings and lists."""
+    depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        deepest = max(deepest, depth)
-    return deepest
+        if depth > _MOST_LEVELS:
+            raise ValueError(f"it is nested in more than {_MOST_LEVELS} levels")
 
 
 def _require_finite(tree: Any) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, TemplateSyntaxError, meta
 
 from megarl.errors import ConfigError
-from megarl.storage.reading import read_object, reading, reason_of
+from megarl.storage.reading import read_object, reading, reason_of, require_file
 from megarl.weights.families import MODEL_REMEDY
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ def read_tokenizer(path: str | Path, key: str) -> "PreTrainedTokenizerBase":
         read_object(generation, remedy=MODEL_REMEDY, error=ConfigError)
     if not os.path.lexists(directory / "tokenizer_config.json"):
         raise ConfigError(f"{key}: {path} has no tokenizer_config.json; expected a model directory")
+    for file in directory.glob("*.json"):
+        require_file(file, "JSON", remedy=MODEL_REMEDY, error=ConfigError)
     from transformers import AutoTokenizer  # takes a second of each process that never reads one
 
     try:

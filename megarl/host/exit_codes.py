@@ -16,6 +16,7 @@ import select
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NoReturn
 
 from megarl.errors import (
@@ -30,6 +31,7 @@ from megarl.errors import (
     WorkerError,
 )
 from megarl.host.signals import leave_on_signals
+from megarl.storage.writing import problem, storage_cause
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -50,6 +52,12 @@ def exit_on_errors() -> Iterator[None]:
         _fail(error, EXIT_BAD_INPUT)
     except (MismatchError, NonFiniteError, RunError, StorageError, WeightSyncError, WorkerError) as error:
         _fail(error, EXIT_FAILED)
+    except OSError as error:
+        # Most writers name the file themselves.
+        if (cause := storage_cause(error)) is None:
+            raise
+        path = Path(os.fsdecode(cause.filename or "."))
+        _fail(StorageError(f"{path.absolute()}: {problem(cause, path)}"), EXIT_FAILED)
     except RunStopped as stopped:
         print(stopped, file=sys.stderr)
         raise SystemExit(EXIT_STOPPED) from None

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 from megarl.host.stage import DIRECTORY
+from megarl.storage.writing import dispensable, writing
 
 RAY_ENVIRONMENT = {
     # A token file left by another cluster would break the workers.
@@ -26,10 +27,14 @@ HEALTH_CHECKS = {
 
 
 def keep_worker_logs(temp_dir: Path, target: Path) -> None:
-    """Copy the logs of the workers of the Ray in `temp_dir` to `target`, with the Python stacks that they wrote."""
-    target.mkdir(parents=True, exist_ok=True)
+    """Copy the logs of the workers of the Ray in `temp_dir` to `target`, with the Python stacks that they wrote.
+
+    Storage that refuses only causes a warning: it must not hide why the run failed.
+    """
     files = {file: file.name for file in (temp_dir / "session_latest" / "logs").glob("worker-*")}
     files |= {file: f"stacks-{file.name}" for file in (temp_dir / DIRECTORY).glob("*.txt")}
-    for file, name in files.items():
-        if file.stat().st_size:
-            shutil.copy(file, target / name)
+    with dispensable("the workers' logs"), writing(target):
+        target.mkdir(parents=True, exist_ok=True)
+        for file, name in files.items():
+            if file.stat().st_size:
+                shutil.copy(file, target / name)

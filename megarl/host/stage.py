@@ -21,7 +21,7 @@ def process_files() -> Path:
 
 def tell_stage(text: str) -> None:
     """Say how far this process has come, as in `micro-batch 3 of 8`, or by "" that it has; only runs keep it."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):
         file = _stage_file()
         file.write_text(text, encoding="utf-8", errors="replace") if text else file.unlink()
 
@@ -37,10 +37,7 @@ class StageHandler(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        with (
-            contextlib.suppress(FileNotFoundError),
-            open(os.environ[STAGE_FILE_VARIABLE], "r+", encoding="utf-8", errors="replace") as file,
-        ):
+        with contextlib.suppress(OSError), open(os.environ[STAGE_FILE_VARIABLE], "r+") as file:
             file.write(record.getMessage().partition("\n")[0][:STAGE_CHARS])
             file.truncate()
 

@@ -1,6 +1,7 @@
 """Record the failures of a job in a file beside its logs, which outlives the process and survives requeueing."""
 
 import itertools
+import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ class AttemptLog:
 
     def read(self) -> list[Attempt]:
         """Return all attempts, the oldest first."""
-        if not self._path.exists():
+        if not os.path.lexists(self._path):
             return []
         return read_lines(self._path, lambda fields: Attempt(**fields), expected="an attempt of the job")
 

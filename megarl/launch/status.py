@@ -18,6 +18,7 @@ from megarl.errors import DataError
 from megarl.launch.restarts import AttemptLog
 from megarl.record.metrics import RunPaths, read_metrics
 from megarl.storage.reading import reading
+from megarl.storage.writing import dispensable, replacing
 
 BEAT_S = 2.0
 # A driver that has not written for this long is gone, or cannot reach the run's storage.
@@ -94,9 +95,8 @@ class Heartbeat:
 
     def _write(self, status: Status) -> None:
         """Replace the status file in one operation, so that a reader never sees half of it."""
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(status)), encoding="utf-8")
-        temporary.replace(self._path)
+        with dispensable(self._path.name), replacing(self._path) as partial:
+            partial.write_text(json.dumps(asdict(status)), encoding="utf-8")
 
 
 _STATES = {"RunStopped": "stopped", "SystemExit": "stopped", "KeyboardInterrupt": "stopped"}
@@ -105,7 +105,7 @@ _STATES = {"RunStopped": "stopped", "SystemExit": "stopped", "KeyboardInterrupt"
 def read_status(root: Path) -> Status:
     """Read the status of the run in a directory. Raises DataError if there is none."""
     path = RunPaths(root).status
-    if not path.exists():
+    if not os.path.lexists(path):
         raise DataError(f"{root} holds no run (there is no {path.name}); give the directory run.dir/run.name")
     with reading(path, "the status of a run", remedy="the run writes it again within seconds"):
         return Status(**json.loads(path.read_bytes()))

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from megarl.data.answer_span import final_answer
 from megarl.record.turns import TURNS_TYPE, Turn, last_turn, read_turns, turns_of
 from megarl.storage.reading import RESTORE, reading
+from megarl.storage.writing import replacing
 from megarl.types import FinishReason, Prompt, Reward, Sample
 
 if TYPE_CHECKING:
@@ -85,10 +86,9 @@ _SCHEMA = pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in Answer.__annot
 
 def write_answers(path: Path, answers: Sequence[Answer]) -> None:
     """Write answers as parquet; the file appears complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    pq.write_table(pa.Table.from_pylist([asdict(answer) for answer in answers], schema=_SCHEMA), partial)
-    partial.replace(path)
+    table = pa.Table.from_pylist([asdict(answer) for answer in answers], schema=_SCHEMA)
+    with replacing(path) as partial:
+        pq.write_table(table, partial)
 
 
 def read_answers(path: Path) -> list[Answer]:

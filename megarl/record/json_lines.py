@@ -1,29 +1,45 @@
 """Append to files of one JSON object per line, read them back, and cut them, so that a kill loses at most one line."""
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 from megarl.errors import DataError
-from megarl.storage.reading import RESTORE, reading
+from megarl.storage.reading import RESTORE, instead, reading, reason_of
+from megarl.storage.writing import replacing, writing
 
 T = TypeVar("T")
 
 
-def open_lines(path: Path) -> TextIO:
+def open_lines(path: Path) -> FileIO:
     """Open a file for `append_lines`; an incomplete last line, left by a kill, is removed, not continued."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _drop_torn_line(path)
-    return path.open("a", encoding="utf-8")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_torn_line(path)
+        # Without a buffer: closing the file would write again what a full disk has refused.
+        return path.open("ab", buffering=0)
 
 
-def append_lines(file: TextIO, objects: Iterable[object]) -> None:
-    """Write one line per object, all of them on disk when this returns; NaN and infinity raise ValueError."""
-    file.write("".join(json.dumps(value, allow_nan=False) + "\n" for value in objects))
-    file.flush()
-    os.fsync(file.fileno())
+def append_lines(file: FileIO, objects: Iterable[object]) -> None:
+    """Write one line per object, all of them on disk when this returns; NaN and infinity raise ValueError.
+
+    If the storage refuses, the file has none of them, and StorageError names it.
+    """
+    data = memoryview("".join(json.dumps(value, allow_nan=False) + "\n" for value in objects).encode())
+    before = os.fstat(file.fileno()).st_size
+    with writing(Path(file.name)):
+        try:
+            while data:
+                data = data[file.write(data) :]
+            os.fsync(file.fileno())
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(before)
+            raise
 
 
 def read_lines(path: Path, parse: Callable[[Any], T], *, expected: str) -> list[T]:
@@ -41,10 +57,8 @@ def read_lines(path: Path, parse: Callable[[Any], T], *, expected: str) -> list[
                 parsed.append(parse(json.loads(line)))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if number < len(lines):
-                raise DataError(
-                    f"{path} line {number}: got {line[:80]!r} ({error}), expected {expected}; "
-                    "repair or remove this line"
-                ) from error
+                got = f"{path} line {number}: got {line[:80]!r} ({reason_of(error)}), expected {expected}"
+                raise DataError(instead(path, "JSON lines", RESTORE) or f"{got}; repair or remove this line") from error
     return parsed
 
 
@@ -53,12 +67,10 @@ def truncate_lines(path: Path, last_step: int) -> None:
     if not path.exists():
         return
     _drop_torn_line(path)
-    partial = path.with_suffix(".partial")
-    with path.open("rb") as lines, partial.open("wb") as file:
+    with replacing(path) as partial, path.open("rb") as lines, partial.open("wb") as file:
         file.writelines(line for line in lines if int(json.loads(line)["step"]) <= last_step)
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def _drop_torn_line(path: Path) -> None:

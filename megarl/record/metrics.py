@@ -1,6 +1,7 @@
 """Write and read back the files of a run: metrics (JSON lines, TensorBoard) and sampled rollouts."""
 
 import math
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from megarl.errors import DataError
 from megarl.record.json_lines import append_lines, open_lines, read_lines
 from megarl.record.turns import TURNS_TYPE, Turn, read_turns
 from megarl.storage.reading import RESTORE, reading
+from megarl.storage.writing import dispensable, replacing, writing
 
 
 class RunPaths:
@@ -117,15 +119,25 @@ class TensorBoardSink:
         # Imported here: reading metrics and writing a report must not need torch.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(log_dir), purge_step=purge_step)
+        self._log_dir = log_dir
+        with self._writing():
+            self._writer = SummaryWriter(str(log_dir), purge_step=purge_step)
 
     def write(self, record: MetricsRecord) -> None:
-        for name, value in record.metrics.items():
-            self._writer.add_scalar(name, value, record.step, walltime=record.time_s)
-        self._writer.flush()
+        with self._writing():
+            for name, value in record.metrics.items():
+                self._writer.add_scalar(name, value, record.step, walltime=record.time_s)
+            self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        with self._writing():
+            self._writer.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Let the run go on if the storage refuses: metrics.jsonl has the same."""
+        with dispensable("TensorBoard's files"), writing(self._log_dir):
+            yield
 
 
 class MetricsLogger(AbstractContextManager["MetricsLogger"]):
@@ -153,7 +165,7 @@ def read_metrics(path: Path) -> list[MetricsRecord]:
     """Read all records in the order written. An incomplete last line, left by a kill, is skipped; other bad lines
     raise.
     """
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise DataError(f"no metrics at {path}: expected the metrics.jsonl that a run writes")
     return read_lines(path, _parse_record, expected="an object of step, time_s and finite metrics")
 
@@ -282,10 +294,9 @@ ROLLOUT_SCHEMA = pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in Rollout
 
 def write_rollouts(path: Path, rows: Sequence[RolloutRecord]) -> None:
     """Write the rows as parquet; the file appears complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    pq.write_table(pa.Table.from_pylist([asdict(row) for row in rows], schema=ROLLOUT_SCHEMA), partial)
-    partial.replace(path)
+    table = pa.Table.from_pylist([asdict(row) for row in rows], schema=ROLLOUT_SCHEMA)
+    with replacing(path) as partial:
+        pq.write_table(table, partial)
 
 
 def read_rollouts(path: Path) -> list[RolloutRecord]:

@@ -1,5 +1,6 @@
 """Record samples that judges could not judge or read, with the reasons (RUN/reward_problems.jsonl)."""
 
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -75,4 +76,8 @@ def read_problems(path: Path) -> list[ProblemRecord]:
     def parse(fields: Any) -> ProblemRecord:
         return ProblemRecord(**fields)
 
-    return read_lines(path, parse, expected="an object with the fields of a ProblemRecord") if path.is_file() else []
+    return (
+        read_lines(path, parse, expected="an object with the fields of a ProblemRecord")
+        if os.path.lexists(path)
+        else []
+    )

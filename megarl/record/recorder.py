@@ -100,8 +100,10 @@ class RunRecorder:
             # Of a run that ended before its first metrics.
             for lines in (self.paths.timeline, self.paths.problems):
                 lines.unlink(missing_ok=True)
-        self.paths.config.write_text(dump(config), encoding="utf-8")
-        self.paths.versions.write_text(json.dumps(installed_versions(), indent=2) + "\n", encoding="utf-8")
+        with writing(self.paths.config):
+            self.paths.config.write_text(dump(config), encoding="utf-8")
+        with writing(self.paths.versions):
+            self.paths.versions.write_text(json.dumps(installed_versions(), indent=2) + "\n", encoding="utf-8")
 
     def _remove_earlier_run(self) -> None:
         """Remove everything in the run directory except logs; raise ConfigError if it holds a file that this run has
@@ -141,7 +143,8 @@ class RunRecorder:
 
         Arguments are those of `step_intervals`, the metrics those of `idle_metrics`.
         """
-        append_timeline(self.paths.timeline, step_intervals(step, stages, engines))
+        with dispensable(f"{self.paths.timeline.name} of some steps"):
+            append_timeline(self.paths.timeline, step_intervals(step, stages, engines))
         return idle_metrics(stages, engines)
 
     def problems(
@@ -149,7 +152,9 @@ class RunRecorder:
     ) -> None:
         """Write up to `logging.num_reward_problems` of the samples that judges could not judge or read."""
         picked = pick_problems(troubles, self._config.logging.num_reward_problems)
-        if picked:
+        if not picked:
+            return
+        with dispensable(f"{self.paths.problems.name} of some steps"):
             append_problems(self.paths.problems, [ProblemRecord.of(each, step=step, phase=phase) for each in picked])
 
     def sample_rollouts(
@@ -190,7 +195,8 @@ class RunRecorder:
                     **_token_columns(sample, scores.get((sample.uid, sample.sample_index), {}), tokenizer),
                 )
             )
-        write_rollouts(self.paths.rollouts(step), records)
+        with dispensable("samples of rollouts"):
+            write_rollouts(self.paths.rollouts(step), records)
 
 
 def _token_columns(

@@ -1,13 +1,14 @@
 """Record when the trainer and each engine worked (RUN/timeline.jsonl), and measure how long each side was idle."""
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import DataError
-from megarl.record.json_lines import append_lines, read_lines
+from megarl.record.json_lines import append_lines, open_lines, read_lines
 from megarl.record.metrics import Stage
 
 # Lanes of one run: its steps, the stages of the trainer, and engines by name, such as "engine 0".
@@ -64,7 +65,7 @@ def step_intervals(
 
 def append_timeline(path: Path, intervals: Iterable[Interval]) -> None:
     """Append intervals to a timeline, one line of JSON each, all of them on disk when this returns."""
-    with path.open("a", encoding="utf-8") as file:
+    with open_lines(path) as file:
         append_lines(file, map(asdict, intervals))
 
 
@@ -72,7 +73,7 @@ def read_timeline(path: Path) -> list[Interval]:
     """Read a timeline in the order written. An incomplete last line, left by a kill, is skipped; other bad lines raise
     DataError.
     """
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise DataError(f"no timeline at {path}: expected the timeline.jsonl that `megarl train` writes in each step")
     return read_lines(path, _parse, expected="an object of lane, name, start_s, end_s and step")
 

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from megarl.errors import DataError
 from megarl.rollout.source import Batch, Doing, OnSample, SamplingPlan, generating, ignore_sample
 from megarl.storage.reading import reading
+from megarl.storage.writing import replacing
 from megarl.types import Episode, FinishReason, Message, Prompt, RolloutBatch, Sample, Segment, SegmentSource
 
 # [n, k], end to end.
@@ -53,7 +54,6 @@ def record_path(directory: Path, step: int) -> Path:
 
 def write_record(path: Path, batch: RolloutBatch) -> None:
     """Write everything that a replay of the rollout needs to a parquet file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for sample in batch.samples:
         prompt = batch.prompts[sample.uid]
@@ -94,7 +94,9 @@ def write_record(path: Path, batch: RolloutBatch) -> None:
                 "routed_experts": None if experts is None else {"shape": experts.shape, "values": experts.ravel()},
             }
         )
-    pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), path)
+    table = pa.Table.from_pylist(rows, schema=_SCHEMA)
+    with replacing(path) as partial:
+        pq.write_table(table, partial)
 
 
 def require_records(directory: Path, num_steps: int) -> None:

@@ -86,6 +86,11 @@ def damage(path: Path, expected: str, failure: Exception, *, remedy: str = COPY_
 
     where: the place in the file, such as its row, if the reason is one of that place.
     """
+    return instead(path, expected, remedy) or f"{where or path}: not {expected}: {reason_of(failure)}; {remedy}"
+
+
+def instead(path: Path, expected: str, remedy: str = COPY_AGAIN) -> str | None:
+    """Return the message for a file that evidently is something else, as its first bytes show; None if none shows."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
         if not head:
@@ -97,7 +102,7 @@ def damage(path: Path, expected: str, failure: Exception, *, remedy: str = COPY_
             return f"{path}: begins with zero bytes, as after an interrupted copy, expected {expected}; {remedy}"
         if any(line.startswith((b"<<<<<<< ", b">>>>>>> ")) for line in head.splitlines()):
             return f"{path}: holds the marks of a merge conflict, expected {expected}; resolve it (`git status`)"
-    return f"{where or path}: not {expected}: {reason_of(failure)}; {remedy}"
+    return None
 
 
 def reason_of(failure: BaseException) -> str:
@@ -112,5 +117,7 @@ def read_object(path: Path, *, remedy: str = COPY_AGAIN, error: FileError = Data
         # Of bytes, JSON knows the encoding by itself, also with a byte order mark.
         value = json.loads(path.read_bytes())
     if not isinstance(value, Mapping):
-        raise error(f"{path}: got a {type(value).__name__}, expected a JSON object; {remedy}")
+        raise error(
+            instead(path, "JSON", remedy) or f"{path}: got a {type(value).__name__}, expected a JSON object; {remedy}"
+        )
     return dict(value)

@@ -23,8 +23,12 @@ _REMEDIES: Mapping[int, str] = {
     errno.EFBIG: "raise the limit of a file's size (`ulimit -f`)",
     errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
     errno.ENFILE: "end other programs, which have too many files open",
+}
+# The same for errors that only mean the storage where a file is written.
+_PATH_REMEDIES: Mapping[int, str] = {
     errno.ENOENT: "do not remove what a run that goes on has written",
     errno.ENOTDIR: "choose another run.dir",
+    errno.EEXIST: "choose another run.dir",
     errno.EISDIR: "remove this directory",
 }
 _warned: set[str] = set()
@@ -35,10 +39,11 @@ def writing(path: Path) -> Iterator[None]:
     """Within this context, the file or directory `path` is written; StorageError says why it could not be."""
     try:
         yield
-    # torch.save raises a RuntimeError, whose context holds the storage's error.
-    except (OSError, RuntimeError) as failure:
-        cause = storage_cause(failure)
-        if cause is None:
+    except OSError as failure:
+        raise StorageError(f"cannot write {path}: {problem(failure, path)}") from failure
+    except RuntimeError as failure:
+        # That of torch.save has the storage's error as its context.
+        if type(failure) is not RuntimeError or (cause := storage_cause(failure)) is None:
             raise
         raise StorageError(f"cannot write {path}: {problem(cause, path)}") from failure
 
@@ -82,14 +87,18 @@ def storage_cause(failure: BaseException | None) -> OSError | None:
 
 
 def problem(error: OSError, path: Path) -> str:
-    """Return what is wrong with the storage of `path`, the space that is left there, and the remedy."""
-    remedy = _REMEDIES.get(error.errno or 0, "look at the health of this storage")
+    """Return what is wrong with the storage of `path`, the space that is left there, and the remedy, for a message that
+    has named the path.
+    """
+    remedies, code = {**_REMEDIES, **_PATH_REMEDIES}, error.errno or 0
+    remedy = remedies.get(code, "look at the health of this storage")
     place = next(each for each in (path, *path.absolute().parents) if each.exists())
     try:
         usage, files = shutil.disk_usage(place), os.statvfs(place)
     except OSError:
-        return f"{error.strerror}; {remedy}"
+        return f"{error.strerror or error}; {remedy}"
     room = f"{usage.free / _MIB:,.0f} of {usage.total / _MIB:,.0f} MiB are free"
     if error.errno == errno.ENOSPC and files.f_files and not files.f_favail:
-        return f"{error.strerror}; {room}, but no further file can be made: remove some there"
-    return f"{error.strerror}; {room}; {remedy}"
+        return f"{os.strerror(code)}; {room}, but no further file can be made: remove some there"
+    # Libraries' own words, as Arrow's, may be long.
+    return f"{os.strerror(code) if code in remedies else error}; {room}; {remedy}"

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 
 from megarl.record.answers import Answer, SourceResult, write_answers
 from megarl.record.text_table import align
+from megarl.storage.writing import replacing
 
 TABLE, SAMPLES = "table.parquet", "samples.parquet"
 
@@ -51,9 +52,9 @@ def write_results(directory: Path, results: Sequence[SourceResult], answers: Seq
     """Write both result files, the table last: an existing table means that the evaluation is complete."""
     samples, table = directory / SAMPLES, directory / TABLE
     write_answers(samples, answers)
-    partial = table.with_suffix(".partial")
     # Each pass@k is a column of its own: pass_at_1, pass_at_4, …
     rows = [asdict(r) | {f"pass_at_{k}": value for k, value in r.pass_at.items()} for r in results]
-    pq.write_table(pa.Table.from_pylist([{k: v for k, v in row.items() if k != "pass_at"} for row in rows]), partial)
-    partial.replace(table)
+    content = pa.Table.from_pylist([{k: v for k, v in row.items() if k != "pass_at"} for row in rows])
+    with replacing(table) as partial:
+        pq.write_table(content, partial)
     return [table, samples]
