@@ -180,7 +180,7 @@ def _read_group_file(path: Path) -> Tree:
 
 
 def _require_file(path: Path, where: str) -> None:
-    if path.is_file():
+    if os.path.lexists(path):
         return
     if not path.parent.is_dir():
         raise ConfigError(f"{where}no file {path}: the directory {path.parent} does not exist")

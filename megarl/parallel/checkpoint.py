@@ -25,8 +25,9 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
 from megarl.device.platform import platform
-from megarl.errors import WorkerError
+from megarl.errors import StorageError, WorkerError
 from megarl.parallel.roles import LoadedRole
+from megarl.storage.writing import problem, storage_cause, writing
 from megarl.types.messages import Role
 
 # How long to wait before asking again whether all ranks have written a checkpoint.
@@ -51,6 +52,7 @@ class RankCheckpoints:
     """
 
     def __init__(self, roles: Sequence[LoadedRole], *, rank: int) -> None:
+        self._rank, self._directory = rank, Path()
         self._rng_files = {role.spec.role: f"rng_{role.spec.role}_{rank:05d}.pt" for role in roles}
         self._trained = {role.spec.role.value: (role, role.optimizer) for role in roles if role.optimizer is not None}
         # A persistent writer would need a CUDA device.
@@ -61,14 +63,16 @@ class RankCheckpoints:
 
         portable: make it readable under any layout, instead of only those that differ in the number of replicas.
         """
-        metadata = _PORTABLE if portable else _SHARDED
+        metadata, self._directory = _PORTABLE if portable else _SHARDED, directory
         states = {
             "host": torch.get_rng_state(),
             "device": platform().generator().get_state(),
             "tracker": get_cuda_rng_tracker().get_states(),
         }
         for file in self._rng_files.values():
-            torch.save(states, directory / file)
+            # Through Python's file, whose errors say what the storage refused.
+            with writing(directory / file), (directory / file).open("wb") as stream:
+                torch.save(states, stream)
         for name, (role, optimizer) in self._trained.items():
             # Megatron cannot save an optimizer without state, so one that has not stepped gets its initial zeros.
             for adam in (each.optimizer for each in optimizer.chained_optimizers):
@@ -76,8 +80,8 @@ class RankCheckpoints:
                     group.setdefault("step", 0)
                     for parameter in (p for p in group["params"] if not adam.state[p]):
                         adam.state[parameter] = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-            (directory / name).mkdir(exist_ok=True)
-            with _failures_raised(f"writing {directory / name}"):
+            with _failures_raised(directory / name, "write", self._rank):
+                (directory / name).mkdir(exist_ok=True)
                 request = dist_checkpointing.save(
                     _chunk_states(role, metadata) | {"optimizer": _optimizer_state(role, optimizer, metadata)},
                     str(directory / name),
@@ -94,7 +98,7 @@ class RankCheckpoints:
         while True:
             # Megarl waits between short collectives: in Megatron's own wait, ranks that have nothing left to write
             # would sit in one collective, whose time limit the slowest writer may exceed.
-            with _failures_raised("writing a checkpoint"):
+            with _failures_raised(self._directory, "write", self._rank):
                 self._writes.maybe_finalize_async_calls(blocking=False)
             # The same on all ranks, who have agreed on it.
             if (complete := self._writes.get_num_unfinalized_calls() == 0) or not wait:
@@ -108,7 +112,7 @@ class RankCheckpoints:
         they are; weights are readable under any layout.
         """
         for name, (role, optimizer) in self._trained.items():
-            with _failures_raised(f"reading {directory / name}"):
+            with _failures_raised(directory / name, "read", self._rank):
                 metadata = load_content_metadata(str(directory / name))
                 state = _chunk_states(role, metadata)
                 if not weights_only:
@@ -131,13 +135,29 @@ class RankCheckpoints:
 
 
 @contextlib.contextmanager
-def _failures_raised(doing: str) -> Iterator[None]:
-    """Turn torch's CheckpointException, which `except Exception` does not catch, into a WorkerError."""
+def _failures_raised(path: Path, doing: str, rank: int) -> Iterator[None]:
+    """Name the rank, the path and what the storage says where ranks cannot `doing` (read, write) a checkpoint.
+
+    Raises:
+        StorageError: the storage refused.
+        WorkerError: something else is wrong. torch's CheckpointException is one that `except Exception` does not catch.
+    """
     try:
         yield
     except CheckpointException as error:
-        causes = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
-        raise WorkerError(f"{doing} failed: {causes}; check the free space and the health of this storage") from None
+        causes = {each: cause for each, (cause, _) in error.failures.items()}
+        for each, cause in causes.items():
+            if (refusal := storage_cause(cause)) is not None:
+                message = f"rank {each} cannot {doing} {path}: {problem(refusal, path)}"
+                raise StorageError(message) from None
+        listed = "; ".join(f"rank {each}: {cause}" for each, cause in causes.items())
+        raise WorkerError(
+            f"cannot {doing} {path}: {listed}; check the free space and the health of this storage"
+        ) from None
+    except (OSError, RuntimeError) as error:
+        if (refusal := storage_cause(error)) is None:
+            raise
+        raise StorageError(f"rank {rank} cannot {doing} {path}: {problem(refusal, path)}") from error
 
 
 def end_writer() -> None:

@@ -37,6 +37,7 @@ from megarl.record.timeline import append_timeline, idle_metrics, step_intervals
 from megarl.record.trackers import open_trackers, require_trackers
 from megarl.record.turns import turns_of
 from megarl.rewards.judge import Trouble
+from megarl.storage.writing import dispensable, writing
 from megarl.types import FinishReason, FloatArray, Reward, RolloutBatch, Row, Sample, Score, SegmentSource
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from megarl.record.activity import current_activity, doing
 from megarl.record.recorder import RunRecorder
 from megarl.report import write_report
 from megarl.run.resume import find_checkpoint, resume_notes
+from megarl.storage.writing import dispensable, writing
 from megarl.train.checkpoint import Checkpoint, Command
 from megarl.train.inputs import open_train_inputs
 from megarl.train.tasks import SUPERVISED
@@ -61,9 +62,9 @@ def train_supervised(command: Command, config: Config, *, overwrite: bool = Fals
 
 def _reported(recorder: RunRecorder) -> RunRecorder:
     """Write the report of a finished run, and say where it and the model are."""
-    with doing("writing the report"):
+    with doing("writing the report"), dispensable("the report"), writing(recorder.paths.report_html):
         write_report(recorder.paths.root)
-    print(f"report: {recorder.paths.report_html}")
+        print(f"report: {recorder.paths.report_html}")
     if recorder.paths.export.is_dir():
         print(f"model:  {recorder.paths.export}")
     return recorder

@@ -17,6 +17,7 @@ from megarl.config.load import saved_config
 from megarl.config.schema import CheckpointConfig, Config, role_settings
 from megarl.errors import DataError, RunStopped
 from megarl.host.signals import StopRequest
+from megarl.storage.writing import writing
 from megarl.types import AlgoState
 from megarl.types.messages import Role
 
@@ -144,28 +145,40 @@ class CheckpointManager:
         self._finish(wait=True)
         path = checkpoint_dir(self._root, step)
         remove_checkpoint(path)
-        path.mkdir(parents=True)
-        (path / STATE_FILE).write_text(replace(state(path), portable=portable).to_json(), encoding="utf-8")
+        # What a run that was killed, or met a full disk, has left: this one needs the space.
+        for begun in self._root.glob("step_*"):
+            if not (begun / MARKER).exists():
+                remove_checkpoint(begun)
+        with writing(path):
+            path.mkdir(parents=True)
+            (path / STATE_FILE).write_text(replace(state(path), portable=portable).to_json(), encoding="utf-8")
         self._workers.start_checkpoint(path, portable=portable)
         self._writing = path
 
     def _finish(self, *, wait: bool) -> None:
         if self._writing is None or not self._workers.finish_checkpoint(wait=wait):
             return
-        mark_complete(self._writing)
+        with writing(self._writing):
+            mark_complete(self._writing)
+        num_bytes = sum(file.stat().st_size for file in self._writing.rglob("*") if file.is_file())
         self._writing = None
         self._remove_superfluous()
+        free = shutil.disk_usage(self._root).free
+        if free < num_bytes:
+            print(
+                f"warning: {self._root}: a checkpoint takes {num_bytes / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB "
+                "are free: the next one will not fit; free space there before it is due, or lower checkpoint.keep_last "
+                "and checkpoint.keep_best",
+                flush=True,
+            )
 
     def _remove_superfluous(self) -> None:
-        """Remove the checkpoints that the configuration does not keep, and any left incomplete by a killed run.
-
-        No checkpoint is being written when this is called.
-        """
+        """Remove the checkpoints that the configuration does not keep; none is being written when this is called."""
         paths = [checkpoint_dir(self._root, step) for step in complete_steps(self._root)]
         scores = {state.step: state.score for state in (read_checkpoint(path).state for path in paths)}
         kept = steps_to_keep(scores, keep_last=self._config.keep_last, keep_best=self._config.keep_best)
         names = {checkpoint_dir(self._root, step).name for step in kept}
-        for path in self._root.glob("step_*"):
+        for path in paths:
             if path.name not in names:
                 remove_checkpoint(path)
 

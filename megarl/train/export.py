@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.errors import WeightSyncError
+from megarl.storage.writing import writing
 from megarl.types.messages import Head, RoleSpec
-from megarl.weights.families import read_model_spec
+from megarl.weights.families import ModelSpec, read_hf_config, read_model_spec
 from megarl.weights.safetensors_map import create_model_files, weight_specs
 from megarl.weights.tables import Family
 
@@ -29,17 +30,23 @@ def export_model(workers: "RoleWorkers", role: RoleSpec, directory: Path) -> Non
     spec = read_model_spec(role.model.path)
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
+    with writing(directory):
+        _write_model(workers, role, spec, partial)
+        shutil.rmtree(directory, ignore_errors=True)
+        partial.rename(directory)
+
+
+def _write_model(workers: "RoleWorkers", role: RoleSpec, spec: ModelSpec, partial: Path) -> None:
+    """Write weights, config.json and the files that go with them into the directory `partial`."""
     specs = weight_specs(spec, role.model.dtype, scalar_head=role.head is Head.SCALAR)
     written = workers.store_weights(create_model_files(partial, specs), role=role.role)
     check_complete({name: math.prod(tensor.shape) for name, tensor in specs.items()}, written.num_elements)
     copy_companions(spec.path, partial)
-    config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
+    config = read_hf_config(partial)
     scalar = role.head is Head.SCALAR
     write_config(
         partial / "config.json", exported_config(config, spec.family, dtype=role.model.dtype, scalar_head=scalar)
     )
-    shutil.rmtree(directory, ignore_errors=True)
-    partial.rename(directory)
 
 
 def copy_companions(source: Path, target: Path, *, skipped: Sequence[str] = _WEIGHT_FILES) -> None:

@@ -36,8 +36,10 @@ def load_function(path: Path, name: str) -> RewardFunction:
             spec.loader.exec_module(loaded)
         except (Exception, SystemExit) as error:  # the user's code may raise anything
             del sys.modules[module_name]
-            if isinstance(error, SyntaxError) and error.filename == file:
-                raise ConfigError(damage(path, "Python", error, where=f"{path}:{error.lineno}", remedy=FIX)) from error
+            # Of text with null bytes, Python names no file.
+            if isinstance(error, SyntaxError) and error.filename in (file, None):
+                where = f"{path}:{error.lineno or 1}"
+                raise ConfigError(damage(path, "Python", error, where=where, remedy=FIX)) from error
             raise ConfigError(f"{path}:{line_of(error, path)}: {type(error).__name__}: {error}; {FIX}") from error
     function = getattr(loaded, name, None)
     if not callable(function):
