@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from megarl.cluster.ray_failures import explain, known_remedy
 from megarl.config.schema import ClusterConfig
 from megarl.errors import WorkerError
 from megarl.host.signals import keep_handlers
@@ -41,10 +42,7 @@ def open_ray(settings: ClusterConfig, *, num_cpus: float, temp_dir: Path, enviro
         )
     # Ray may raise OSError, ValueError, RuntimeError or Exception itself, depending on where it fails.
     except Exception as error:
-        raise WorkerError(
-            f"Ray did not start ({type(error).__name__}: {error}); free CPUs, memory and room in {temp_dir.parent} and "
-            f"/dev/shm, or lower cluster.object_store_mib, and start the run again"
-        ) from error
+        raise WorkerError(f"Ray did not start ({type(error).__name__}: {error}); {explain(error, temp_dir)}") from error
 
 
 def _join(address: str, settings: ClusterConfig, environment: Mapping[str, str]) -> None:
@@ -55,7 +53,8 @@ def _join(address: str, settings: ClusterConfig, environment: Mapping[str, str])
     except Exception as error:
         raise WorkerError(
             f"cluster.address: no Ray cluster at {address} within {settings.start_timeout_s:g} s "
-            f"({type(error).__name__}: {error}); look into the logs of the hosts, or raise cluster.start_timeout_s"
+            f"({type(error).__name__}: {error}); "
+            f"{known_remedy(error) or 'look into the logs of the hosts, or raise cluster.start_timeout_s'}"
         ) from error
     while missing := set(settings.hosts) - {n["NodeManagerHostname"] for n in ray.nodes() if n["Alive"]}:
         if time.monotonic() > deadline:

@@ -13,6 +13,7 @@ from megarl.device.platform import Platform
 from megarl.doctor.finding import Finding, Status
 from megarl.errors import ConfigError, WorkerError
 from megarl.host.janitor import SHM_DIR, RunScope
+from megarl.host.temp_dir import TempChoice, choose_temp_root
 from megarl.sandbox import Isolation, Sandbox
 
 GIB = 2**30
@@ -56,6 +57,7 @@ def check_machine(platform: Platform) -> Iterator[Finding]:
         yield stale_finding(stale_files(SHM_DIR))
     else:
         yield Finding(subject=str(SHM_DIR), found="absent", status=Status.MISSING, advice="mount a tmpfs there")
+    yield temp_finding(choose_temp_root())
     yield files_finding(*resource.getrlimit(resource.RLIMIT_NOFILE))
     if platform.name == "cuda":
         yield kernels_finding(platform.devices())
@@ -138,6 +140,19 @@ def stale_finding(files: Sequence[Path]) -> Finding:
         found=f"{len(files)} of dead runs hold {size / GIB:.2f} GiB",
         status=Status.WARN,
         advice=f"rm {' '.join(map(str, files))}",
+    )
+
+
+def temp_finding(choice: TempChoice) -> Finding:
+    """Report the directory that a run's temporary files will be in, Ray's sockets among them."""
+    if choice.root is None:
+        found, status = "; ".join(choice.problems), Status.MISSING
+    else:
+        found = f"{choice.root}, {shutil.disk_usage(choice.root).free / GIB:.1f} GiB free"
+        found += f" (not {'; '.join(choice.problems)})" if choice.problems else ""
+        status = Status.WARN if choice.problems else Status.OK
+    return Finding(
+        subject="temporary files", found=found, status=status, advice="" if status is Status.OK else choice.advice
     )
 
 

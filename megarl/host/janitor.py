@@ -16,12 +16,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from megarl.host.temp_dir import candidates, temp_root
 
 RUN_ID_VARIABLE = "MEGARL_RUN_ID"
 # Set for a driver whose hosts have janitors already: the id of the run that they look after.
@@ -43,8 +44,8 @@ class RunScope:
 
     @property
     def temp_dir(self) -> Path:
-        """Return the directory of Ray's session files, short because socket paths are limited to 107 bytes."""
-        return Path(tempfile.gettempdir()) / f"mr-{self.run_id}"
+        """Return the directory of Ray's session files. Raises ConfigError if there is no place for it."""
+        return temp_root() / f"mr-{self.run_id}"
 
     def shm_file(self, name: str) -> Path:
         """Return the path of a shared-memory file of this run."""
@@ -53,7 +54,8 @@ class RunScope:
     def leftovers(self) -> list[Path]:
         """List the files and directories of this run that exist now."""
         shm = list(SHM_DIR.glob(f"megarl-{self.run_id}-*")) if SHM_DIR.is_dir() else []
-        return shm + ([self.temp_dir] if self.temp_dir.exists() else [])
+        # Wherever it is: another process may have found another place for it.
+        return shm + [path for root in candidates() if (path := root / f"mr-{self.run_id}").exists()]
 
     def processes(self) -> list[int]:
         """List the live processes that inherited this run's id, except this one."""
@@ -134,8 +136,8 @@ class Janitor:
 
 def scopes_of(prefix: str) -> list[RunScope]:
     """Find the runs whose ids begin with `prefix` and whose temporary directories are on this host."""
-    start = RunScope(run_id="").temp_dir
-    return [RunScope(run_id=d.name.removeprefix(start.name)) for d in start.parent.glob(f"{start.name}{prefix}*")]
+    found = (path for root in candidates() for path in root.glob(f"mr-{prefix}*"))
+    return [RunScope(run_id=path.name.removeprefix("mr-")) for path in found]
 
 
 def clean_up(scope: RunScope, noted: Iterable[Path] = ()) -> None:

@@ -12,9 +12,10 @@ from pathlib import Path
 from types import FrameType
 
 from megarl.device.platform import apply_environment
+from megarl.errors import ConfigError
 from megarl.host.janitor import Janitor, clean_up, end_processes, scopes_of
 from megarl.host.ray_environment import HEALTH_CHECKS, RAY_ENVIRONMENT, keep_worker_logs
-from megarl.host.streams import name_anything, write_anything
+from megarl.host.temp_dir import temp_root
 from megarl.launch.allocation import RayPorts, address_towards, interface_of
 
 # How long processes get to end; Slurm may kill what is left 3 s after its first signal.
@@ -45,6 +46,10 @@ def main() -> None:
     for earlier in scopes_of(f"{arguments.job_id}-"):
         # Clean up after earlier attempts of this job that were killed together with their janitors.
         clean_up(earlier)
+    try:
+        temp_root()
+    except ConfigError as error:
+        sys.exit(f"{socket.gethostname()}: {error}")
     janitor = Janitor(arguments.run_id)
     code = 1
     try:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, RunError, WorkerError
+from megarl.host.temp_dir import choose_temp_root, temp_root
 from megarl.launch.status import Heartbeat
 from megarl.record.activity import current_activity, doing
 from megarl.record.recorder import RunRecorder
@@ -98,6 +99,10 @@ def started_cluster(
     """
     from megarl.cluster.cluster import Cluster
 
+    # Before anything starts.
+    root = temp_root()
+    for passed_over in choose_temp_root().problems:
+        print(f"warning: temporary files will be in {root}, not in {passed_over}", flush=True)
     try:
         with Cluster(
             config,

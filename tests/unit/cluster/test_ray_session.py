@@ -1,7 +1,9 @@
 """Ray that does not come up, and a cluster that is closed twice. No Ray here: what it does is faked."""
 
+import errno
 import os
 import signal
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,26 +12,63 @@ import pytest
 import ray
 
 from megarl.cluster.cluster import Cluster
+from megarl.cluster.ray_failures import explain
 from megarl.cluster.ray_session import open_ray
 from megarl.config.schema import ClusterConfig, Config
 from megarl.errors import WorkerError
 from megarl.host.janitor import RUN_ID_VARIABLE
 
-# What Ray itself raises where its processes do not come up in time, of every kind it has.
+# What Ray itself raises where its processes do not come up, of every kind it has, and the remedy.
 FAILURES = [
-    Exception(
-        "The current node timed out during startup. This could happen because some of the raylet failed to start"
+    (
+        Exception(
+            "The current node timed out during startup. This could happen because some of the raylet failed to start"
+        ),
+        "Ray's processes did not come up in time: start again when the machine has less to do",
     ),
-    RuntimeError("Failed to start GCS.\nLast 2 lines of error files:\nE bind failed"),
-    ConnectionError("ray client connection timeout"),
-    OSError("AF_UNIX path length cannot exceed 107 bytes"),
-    ValueError("The requested object store memory size is greater than the total available memory."),
+    (RuntimeError("Failed to start GCS.\nLast 2 lines of error files:\nE bind failed"), "free CPUs, memory and room"),
+    (RuntimeError("Failed to start GCS.\nE bind: Address already in use"), "another program has a port"),
+    (ConnectionError("ray client connection timeout"), "Ray's processes did not come up in time"),
+    (OSError("AF_UNIX path length cannot exceed 107 bytes"), "set TMPDIR to a directory whose path has at most"),
+    (
+        ValueError(
+            "Attempting to cap object store memory usage at 10485760 bytes, but the minimum allowed is 78643200"
+        ),
+        "set cluster.object_store_mib to at least 75",
+    ),
+    (OSError(errno.ENOSPC, "No space left on device"), "free space in"),
+    (OSError(errno.EMFILE, "Too many open files"), "raise the limit of open files: ulimit -n"),
+    (RuntimeError("can't start new thread"), "raise the limit of processes (ulimit -u"),
+    (socket.gaierror(-2, "Name or service not known"), "the name of this host has no address"),
+    (RuntimeError("Version mismatch: The cluster was started with Ray: 2.9"), "install the same Ray and Python"),
+    (PermissionError(errno.EACCES, "Permission denied"), "let this user write to"),
+    (PermissionError(errno.EPERM, "Operation not permitted"), "a container or sandbox forbids it"),
+    (RuntimeError("The raylet was terminated with SIGKILL"), "killed or got no memory"),
+]
+# What Ray raises says that it waited; the log of the process that it waited for, why. From Ray 2.60.
+LOGGED = [
+    (
+        "gcs_server.err",
+        "(gcs_server) logging.cc:118: Unhandled exception: what(): signal_set_service pipe: Too many open files",
+        "raise the limit of open files",
+    ),
+    ("raylet.out", "Failed to start the grpc server: bind 127.0.0.1:6379: Address already in use", "has a port"),
+    ("raylet.err", "terminate called after throwing an instance of 'std::bad_alloc'", "got no memory"),
+    ("gcs_server.out", "write failed: No space left on device", "free space in"),
 ]
 
 
-@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
-def test_ray_that_does_not_start_is_one_kind_of_error(
-    failure: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("file", "line", "remedy"), LOGGED)
+def test_logs_of_rays_processes_say_more_than_a_time_out(tmp_path: Path, file: str, line: str, remedy: str) -> None:
+    logs = tmp_path / "mr-1" / "session_latest" / "logs"
+    logs.mkdir(parents=True)
+    (logs / file).write_text(line)
+    assert remedy in explain(RuntimeError("Timed out waiting for file gcs_server_port"), tmp_path / "mr-1")
+
+
+@pytest.mark.parametrize(("failure", "remedy"), FAILURES, ids=lambda each: str(each)[:20])
+def test_ray_that_does_not_start_has_its_remedy(
+    failure: Exception, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def init(**_: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as Ray's init does, before it fails
@@ -40,8 +79,9 @@ def test_ray_that_does_not_start_is_one_kind_of_error(
     with pytest.raises(WorkerError) as caught:
         open_ray(ClusterConfig(), num_cpus=2.0, temp_dir=tmp_path / "mr", environment={})
     message = str(caught.value)
-    assert message.startswith(f"Ray did not start ({type(failure).__name__}: {failure}); free CPUs, memory")
-    assert message.endswith("or lower cluster.object_store_mib, and start the run again")
+    assert message.startswith(f"Ray did not start ({type(failure).__name__}: {failure}); ")
+    assert remedy in message.partition("); ")[2]
+    assert "{" not in message
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -62,7 +102,7 @@ def test_a_cluster_whose_ray_does_not_start_leaves_nothing(monkeypatch: pytest.M
 
     def init(**_: Any) -> None:
         children.append(subprocess.Popen(["sleep", "300"]))
-        raise FAILURES[0]
+        raise FAILURES[0][0]
 
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(WorkerError, match="Ray did not start"):
