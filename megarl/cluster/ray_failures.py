@@ -68,7 +68,7 @@ CAUSES = (
         remedy="a process of Ray was killed or got no memory: free memory, or raise the limit of the container",
     ),
 )
-_TIMED_OUT = re.compile(r"timed out|[Tt]imeout")
+_TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
 SLOW = "Ray's processes did not come up in time: start again when the machine has less to do, or "
 OTHERWISE = (
     f"free CPUs, memory and room in {{place}} and {SHM_DIR}, or lower cluster.object_store_mib, and start the run again"

@@ -31,9 +31,7 @@ FAILURES = [
     (ConnectionError("ray client connection timeout"), "Ray's processes did not come up in time"),
     (OSError("AF_UNIX path length cannot exceed 107 bytes"), "set TMPDIR to a directory whose path has at most"),
     (
-        ValueError(
-            "Attempting to cap object store memory usage at 10485760 bytes, but the minimum allowed is 78643200"
-        ),
+        ValueError("Attempting to cap object store memory usage at 10485760 bytes, but the minimum allowed is 75 MB"),
         "set cluster.object_store_mib to at least 75",
     ),
     (OSError(errno.ENOSPC, "No space left on device"), "free space in"),
@@ -53,6 +51,7 @@ LOGGED = [
         "raise the limit of open files",
     ),
     ("raylet.out", "Failed to start the grpc server: bind 127.0.0.1:6379: Address already in use", "has a port"),
+    ("raylet.out", "[2026-11-26 10:32:59,603 I 1 1] (raylet) x.cc:1: Permission denied: no cgroup", "in time"),
     ("raylet.err", "terminate called after throwing an instance of 'std::bad_alloc'", "got no memory"),
     ("gcs_server.out", "write failed: No space left on device", "free space in"),
 ]
