@@ -100,16 +100,8 @@ def test_files_of_dead_runs(tmp_path: Path) -> None:
 
 def test_every_part_of_the_machine_is_looked_at() -> None:
     subjects = [finding.subject for finding in check_machine(CpuPlatform())]
-    assert subjects == [
-        "devices",
-        "collectives",
-        "memory",
-        "cores",
-        "/dev/shm",
-        "stale files",
-        "temporary files",
-        "open files",
-    ]
+    files = ["/dev/shm", "stale files", "temporary files", "open files"]
+    assert subjects == ["devices", "collectives", "memory", "cores", *files]
     assert [finding.subject for finding in check_machine(CudaPlatform())] == [*subjects, "kernels", "C compiler"]
 
 

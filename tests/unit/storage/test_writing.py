@@ -72,9 +72,13 @@ def test_a_file_system_without_room_for_names(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.usefixtures("full")
 def test_torch_hides_the_refusal_in_its_own_error(tmp_path: Path) -> None:
     path = tmp_path / "states.pt"
-    with pytest.raises(StorageError, match=rf"^cannot write {path}: File too large"), writing(path):
-        with path.open("wb") as stream:
+
+    def save() -> None:
+        with writing(path), path.open("wb") as stream:
             torch.save(torch.ones(10_000), stream)
+
+    with pytest.raises(StorageError, match=rf"^cannot write {path}: File too large"):
+        save()
 
 
 def test_other_errors_pass(tmp_path: Path) -> None:
@@ -86,9 +90,14 @@ def test_other_errors_pass(tmp_path: Path) -> None:
 def test_a_failed_replacement_leaves_the_old_file_alone(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
-    with pytest.raises(StorageError), replacing(path) as partial:
-        partial.write_text("half")
-        refuse(errno.ENOSPC)
+
+    def replace_half() -> None:
+        with replacing(path) as partial:
+            partial.write_text("half")
+            refuse(errno.ENOSPC)
+
+    with pytest.raises(StorageError):
+        replace_half()
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["file"]
     with replacing(path) as partial:
@@ -101,14 +110,18 @@ def test_a_failed_replacement_leaves_the_old_file_alone(tmp_path: Path) -> None:
 def test_metrics_never_have_half_a_line(tmp_path: Path) -> None:
     """Also the next records find whole lines, and closing the file does not fail again and hide the cause."""
     path = tmp_path / "metrics.jsonl"
-    written = 0
-    with pytest.raises(StorageError, match=rf"cannot write {path}: File too large"):  # noqa: SIM117
+    written = []
+
+    def log_until_full() -> None:
         with MetricsLogger([JsonlSink(path)]) as log:
             for step in range(1, 100):
                 log.log(step, {f"metric/{i}": float(i) for i in range(30)})
-                written = step
+                written.append(step)
+
+    with pytest.raises(StorageError, match=rf"cannot write {path}: File too large"):
+        log_until_full()
     lines = path.read_bytes().splitlines(keepends=True)
-    assert len(lines) == written > 3
+    assert len(lines) == len(written) > 3
     assert all(line.endswith(b"\n") and json.loads(line) for line in lines)
     assert LIMIT - path.stat().st_size < len(lines[0])
 
@@ -141,7 +154,7 @@ def test_samples_of_rollouts_are_whole_or_absent(tmp_path: Path) -> None:
         num_prompt_tokens=1,
         num_response_tokens=1,
     )
-    with pytest.raises(StorageError, match="cannot write .*step_000001.parquet: "):
+    with pytest.raises(StorageError, match=r"cannot write .*step_000001\.parquet: "):
         write_rollouts(path, [row])
     assert os.listdir(path.parent) == []
 
@@ -159,9 +172,14 @@ def test_what_a_run_can_do_without_is_left_out_with_one_warning(capsys: pytest.C
 
 def test_the_status_never_hides_why_a_run_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     beat = Heartbeat(tmp_path / "status.json", "train", lambda: None)
-    with pytest.raises(RunError, match="the cause"), beat:
-        monkeypatch.setattr(Path, "write_text", lambda *_, **__: refuse(errno.ENOSPC))
-        raise RunError("the cause")
+
+    def fail() -> None:
+        with beat:
+            monkeypatch.setattr(Path, "write_text", lambda *_, **__: refuse(errno.ENOSPC))
+            raise RunError("the cause")
+
+    with pytest.raises(RunError, match="the cause"):
+        fail()
     assert os.listdir(tmp_path) == ["status.json"]
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
 
