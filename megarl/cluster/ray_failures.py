@@ -9,7 +9,7 @@ from megarl.host.janitor import SHM_DIR
 from megarl.host.temp_dir import MOST_BYTES
 
 # The logs of the processes that Ray starts first.
-_LOGS = ("gcs_server.*", "raylet.*", "dashboard_agent.*", "runtime_env_agent.*")
+_LOGS = ("gcs_server.*", "raylet.*")
 _TAIL_BYTES = 1 << 16
 # Lines of levels below an error.
 _NO_ERROR = re.compile(r"\[[^]]* [DIW] ")
@@ -63,8 +63,9 @@ CAUSES = (
         signs=r"Operation not permitted|Network is unreachable|Cannot assign requested address|EPERM",
         remedy="let processes open sockets on this host's own address: a container or sandbox forbids it",
     ),
+    # Not "OOM" or "SIGKILL", which Ray lists as what may have been whenever it waited in vain.
     Cause(
-        signs=r"SIGKILL|signal 9|[Oo]ut of memory|OOM|Cannot allocate memory|bad_alloc",
+        signs=r"exit code:? -9|killed by signal|Cannot allocate memory|bad_alloc|MemoryError",
         remedy="a process of Ray was killed or got no memory: free memory, or raise the limit of the container",
     ),
 )

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint import CheckpointException
 from megarl.device.platform import platform
 from megarl.errors import StorageError, WorkerError
 from megarl.parallel.roles import LoadedRole
-from megarl.storage.writing import problem, storage_cause, writing
+from megarl.storage.writing import problem, room, storage_cause, writing
 from megarl.types.messages import Role
 
 # How long to wait before asking again whether all ranks have written a checkpoint.
@@ -152,7 +152,7 @@ def _failures_raised(path: Path, doing: str, rank: int) -> Iterator[None]:
                 raise StorageError(message) from None
         listed = "; ".join(f"rank {each}: {cause}" for each, cause in causes.items())
         raise WorkerError(
-            f"cannot {doing} {path}: {listed}; check the free space and the health of this storage"
+            f"cannot {doing} {path}: {listed}; {room(path)}; free space there, or check the health of this storage"
         ) from None
     except (OSError, RuntimeError) as error:
         if (refusal := storage_cause(error)) is None:

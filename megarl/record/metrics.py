@@ -2,6 +2,7 @@
 
 import math
 import os
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -119,7 +120,8 @@ class TensorBoardSink:
         # Imported here: reading metrics and writing a report must not need torch.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._log_dir = log_dir
+        self._log_dir, self._report = log_dir, threading.excepthook
+        threading.excepthook = self._report_others
         with self._writing():
             self._writer = SummaryWriter(str(log_dir), purge_step=purge_step)
 
@@ -132,6 +134,12 @@ class TensorBoardSink:
     def close(self) -> None:
         with self._writing():
             self._writer.close()
+        threading.excepthook = self._report
+
+    def _report_others(self, failed: threading.ExceptHookArgs) -> None:
+        """Report what ends a thread, unless it is TensorBoard's writer, whose error the next call here raises again."""
+        if type(failed.thread).__name__ != "_AsyncWriterThread":
+            self._report(failed)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -92,13 +92,26 @@ def problem(error: OSError, path: Path) -> str:
     """
     remedies, code = {**_REMEDIES, **_PATH_REMEDIES}, error.errno or 0
     remedy = remedies.get(code, "look at the health of this storage")
-    place = next(each for each in (path, *path.absolute().parents) if each.exists())
-    try:
-        usage, files = shutil.disk_usage(place), os.statvfs(place)
-    except OSError:
-        return f"{error.strerror or error}; {remedy}"
-    room = f"{usage.free / _MIB:,.0f} of {usage.total / _MIB:,.0f} MiB are free"
-    if error.errno == errno.ENOSPC and files.f_files and not files.f_favail:
-        return f"{os.strerror(code)}; {room}, but no further file can be made: remove some there"
     # Libraries' own words, as Arrow's, may be long.
-    return f"{os.strerror(code) if code in remedies else error}; {room}; {remedy}"
+    what = os.strerror(code) if code in remedies else str(error)
+    if code == errno.ENOSPC and _has_no_inodes(path):
+        return f"{what}; {room(path)}, but no further file can be made: remove some there"
+    return f"{what}; {room(path)}; {remedy}"
+
+
+def room(path: Path) -> str:
+    """Say how much space is left on the storage where `path` is, or would be."""
+    try:
+        usage = shutil.disk_usage(_nearest(path))
+    except OSError as error:
+        return f"the space left there is not known ({error.strerror})"
+    return f"{usage.free / _MIB:,.0f} of {usage.total / _MIB:,.0f} MiB are free"
+
+
+def _nearest(path: Path) -> Path:
+    return next(each for each in (path, *path.absolute().parents) if each.exists())
+
+
+def _has_no_inodes(path: Path) -> bool:
+    found = os.statvfs(_nearest(path))
+    return found.f_files > 0 and found.f_favail == 0

@@ -41,7 +41,7 @@ FAILURES = [
     (RuntimeError("Version mismatch: The cluster was started with Ray: 2.9"), "install the same Ray and Python"),
     (PermissionError(errno.EACCES, "Permission denied"), "let this user write to"),
     (PermissionError(errno.EPERM, "Operation not permitted"), "a container or sandbox forbids it"),
-    (RuntimeError("The raylet was terminated with SIGKILL"), "killed or got no memory"),
+    (RuntimeError("The raylet ended with exit code -9"), "killed or got no memory"),
 ]
 # What Ray raises says that it waited; the log of the process that it waited for, why. From Ray 2.60.
 LOGGED = [
@@ -52,6 +52,7 @@ LOGGED = [
     ),
     ("raylet.out", "Failed to start the grpc server: bind 127.0.0.1:6379: Address already in use", "has a port"),
     ("raylet.out", "[2026-11-26 10:32:59,603 I 1 1] (raylet) x.cc:1: Permission denied: no cgroup", "in time"),
+    ("raylet.err", "Possible reasons include: (1) SIGKILL by the user or system OOM killer", "in time"),
     ("raylet.err", "terminate called after throwing an instance of 'std::bad_alloc'", "got no memory"),
     ("gcs_server.out", "write failed: No space left on device", "free space in"),
 ]
