@@ -37,7 +37,10 @@ class StageHandler(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError), open(os.environ[STAGE_FILE_VARIABLE], "r+") as file:
+        with (
+            contextlib.suppress(OSError),
+            open(os.environ[STAGE_FILE_VARIABLE], "r+", encoding="utf-8", errors="replace") as file,
+        ):
             file.write(record.getMessage().partition("\n")[0][:STAGE_CHARS])
             file.truncate()
 

@@ -15,6 +15,7 @@ from megarl.device.platform import apply_environment
 from megarl.errors import ConfigError
 from megarl.host.janitor import Janitor, clean_up, end_processes, scopes_of
 from megarl.host.ray_environment import HEALTH_CHECKS, RAY_ENVIRONMENT, keep_worker_logs
+from megarl.host.streams import name_anything, write_anything
 from megarl.host.temp_dir import temp_root
 from megarl.launch.allocation import RayPorts, address_towards, interface_of
 
