@@ -1,0 +1,61 @@
+"""Encode consecutive pieces of a text so that their tokens, joined, are those of the whole text.
+
+A piece that is tokenised by itself may get other tokens: SentencePiece writes a space before the first word of a text,
+and words that two pieces share become one token.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# At least one of these does not merge with what follows it.
+_NEIGHBOURS = ("\n", "a", ".", "1", " ")
+
+
+def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """Encode a text as it is, without the tokens that a tokenizer adds to texts that are no chats."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def encode_pieces(tokenizer: "PreTrainedTokenizerBase", pieces: Sequence[str], *, mark: str = "") -> list[list[int]]:
+    """Encode each piece of a text after the pieces before it.
+
+    Where no token of the whole text reaches over the end of a piece, the tokens are those of the whole text. Otherwise
+    the tokens before the end stay as they are without the next piece, as those of a prompt do that a policy continues,
+    and the next piece is encoded as in a text in which it does not merge with what stands before it.
+
+    mark: the text of an added token. What follows it does not depend on what precedes it, so that long chats with it
+    take time in proportion to their length.
+    """
+    found: list[list[int]] = []
+    context = ""
+    for piece in pieces:
+        before, whole = encode(tokenizer, context), encode(tokenizer, context + piece)
+        joins = whole[: len(before)] == before
+        found.append(whole[len(before) :] if joins else _encode_apart(tokenizer, before, piece, whole))
+        context += piece
+        if mark:
+            context = context[max(context.rfind(mark), 0) :]
+    return found
+
+
+def _encode_apart(
+    tokenizer: "PreTrainedTokenizerBase", before: Sequence[int], piece: str, whole: Sequence[int]
+) -> list[int]:
+    """Encode a piece whose first characters would merge with the tokens `before`, so that the text is that of `whole`;
+    if no way is found, as a text of its own.
+    """
+    alone = encode(tokenizer, piece)
+    candidates = [alone]
+    for neighbour in _NEIGHBOURS:
+        context, both = encode(tokenizer, neighbour), encode(tokenizer, neighbour + piece)
+        if context and both[: len(context)] == context:
+            candidates.append(both[len(context) :])
+
+    def text_of(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    return next((ids for ids in candidates if text_of([*before, *ids]) == text_of(whole)), alone)
