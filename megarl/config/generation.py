@@ -94,7 +94,8 @@ class RolloutConfig:
     top_k: int = setting(-1, Range(expected=">= 1, or -1 for no limit", at_least=1, also=-1), affects=("engines",))
     max_response_tokens: int = setting(1024, AT_LEAST_1)  # Maximum response length; longer responses are truncated.
     stop: tuple[str, ...] = ()  # Texts that end a response, such as </answer>; the response ends with the text.
-    stop_token_ids: tuple[int, ...] = setting((), AT_LEAST_0)  # Tokens besides the eos token that end a response.
+    # Tokens that end a response, besides those by which the model ends an answer (docs/data.md).
+    stop_token_ids: tuple[int, ...] = setting((), AT_LEAST_0)
     # Time limit of one call to the trainer's ranks, and of the time in which no engine finishes a sample.
     timeout_s: float = setting(3600.0, POSITIVE, affects=("workers",))
     # Number of engine crashes that a run survives: each time the unfinished samples are generated again, and the engine

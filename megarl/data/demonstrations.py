@@ -8,13 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.config.schema import DataConfig, SftConfig
-from megarl.data.chat import (
-    encode_rendered_turns,
-    encode_turns,
-    encode_whole,
-    has_own_answer_form,
-    long_prompt_error,
-)
+from megarl.data.answers import Answers
+from megarl.data.chat import encode_whole, long_prompt_error
 from megarl.data.files import RowFiles
 from megarl.data.records import DemonstrationRecord, demonstration_columns, parse_demonstration
 from megarl.errors import DataError
@@ -29,7 +24,8 @@ class SftDataset:
 
     The prompt of a row is all before its first imitated token; its response goes on to the last one. A row over the
     length limit raises DataError; with `sft.on_long` it is left out (counted in `num_dropped`) or loses its end
-    (counted in `num_cut`). `limits` names the limit in messages.
+    (counted in `num_cut`). `limits` names the limit in messages. answers: encodes answers; None: as the tokenizer alone
+    says.
     """
 
     def __init__(
@@ -41,19 +37,19 @@ class SftDataset:
         max_response_tokens: int,
         settings: SftConfig | None = None,
         form: DataConfig | None = None,
+        answers: Answers | None = None,
     ) -> None:
-        settings, form = settings or SftConfig(), form or DataConfig()
+        settings, form, answers = settings or SftConfig(), form or DataConfig(), answers or Answers(tokenizer)
         limits = _Limits(max_prompt_tokens, max_response_tokens, settings)
         self.limits = str(limits)
         self._tokens: list[array[int]] = []
         self._masks: list[bytes] = []
         self.num_dropped = self.num_cut = 0
         files = RowFiles(paths, columns=demonstration_columns(form, settings))
-        has_own_form = has_own_answer_form(tokenizer)
         for i, row in enumerate(files):
             where = files.where(i)
             record = parse_demonstration(row, where, form, settings)
-            for ids, mask in _encoded(tokenizer, record, settings.train_on, has_own_form, where):
+            for ids, mask in _encoded(tokenizer, answers, record, settings.train_on, where):
                 num_kept = limits.num_kept(len(ids), mask.index(True), where)
                 # A cut may end within a turn that is not trained.
                 num_kept = max((j + 1 for j in range(num_kept) if mask[j]), default=0)
@@ -85,16 +81,15 @@ class SftDataset:
 
 
 def _encoded(
-    tokenizer: "PreTrainedTokenizerBase", record: DemonstrationRecord, train_on: str, has_own_form: bool, where: str
+    tokenizer: "PreTrainedTokenizerBase", answers: Answers, record: DemonstrationRecord, train_on: str, where: str
 ) -> Iterator[tuple[list[int], list[bool]]]:
     """Yield token ids and loss mask of each row that a chat becomes."""
     if train_on == "every_token":
         yield encode_whole(tokenizer, record.messages, where=where)
         return
-    encode = encode_rendered_turns if has_own_form else encode_turns
-    answers = record.trained[-1:] if train_on == "last" else record.trained
-    for trained in [(i,) for i in answers] if train_on == "each" else [answers]:
-        yield encode(tokenizer, record.messages, trained, where=where)
+    turns = record.trained[-1:] if train_on == "last" else record.trained
+    for trained in [(i,) for i in turns] if train_on == "each" else [turns]:
+        yield answers.turns(record.messages, trained, where=where)
 
 
 class _Limits:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import numpy as np
 
 from megarl.algos.preference import MARGIN
-from megarl.data.chat import encode_chats, encode_demonstration, long_prompt_error
+from megarl.data.answers import Answers
+from megarl.data.chat import encode_chats, long_prompt_error
 from megarl.data.files import READ_ROWS, RowFiles
 from megarl.data.records import PREFERENCE_COLUMNS, PREFERENCE_SIDES, PreferenceRecord, parse_preference
 from megarl.errors import DataError
@@ -80,7 +81,8 @@ class ResponsePairDataset:
     """A data set of preference pairs. Each pair is a prompt and two responses as the policy would have written them.
 
     A prompt or a response over its limit raises DataError or, with `on_long="drop"`, has its pair left out, which
-    `num_dropped` counts. A malformed row raises DataError.
+    `num_dropped` counts. A malformed row raises DataError. answers: encodes responses; None: as the tokenizer alone
+    says.
     """
 
     def __init__(
@@ -91,7 +93,9 @@ class ResponsePairDataset:
         max_prompt_tokens: int,
         max_response_tokens: int,
         on_long: OnLong,
+        answers: Answers | None = None,
     ) -> None:
+        answers = answers or Answers(tokenizer)
         self._prompts: list[array[int]] = []
         self._sides: dict[str, list[array[int]]] = {side: [] for side in PREFERENCE_SIDES}
         self.num_dropped = 0
@@ -101,9 +105,7 @@ class ResponsePairDataset:
                 responses = {}
                 for side in PREFERENCE_SIDES:
                     *question, answer = getattr(record, side)
-                    responses[side] = encode_demonstration(
-                        tokenizer, question, answer.content, where=f"{where}: {side}"
-                    )
+                    responses[side] = answers.demonstration(question, answer.content, where=f"{where}: {side}")
                 longest, side = max((len(ids), side) for side, ids in responses.items())
                 if len(prompt) > max_prompt_tokens or longest > max_response_tokens:
                     if on_long == "drop":

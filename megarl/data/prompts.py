@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 from megarl.config.algo import DemonstrationConfig
 from megarl.config.environments import EnvironmentConfig
 from megarl.config.schema import DataConfig
-from megarl.data.chat import encode_chats, encode_demonstration, long_prompt_error
+from megarl.data.answers import Answers
+from megarl.data.chat import encode_chats, long_prompt_error
 from megarl.data.files import READ_ROWS, RowFiles
 from megarl.data.records import (
     TARGET_COLUMNS,
@@ -48,7 +49,8 @@ class PromptDataset:
     `num_dropped`. With `demonstrations`, prompts carry the demonstrations of the files; DataError if no file has any.
     `num_target_probs` counts the prompts whose demonstration comes with the demonstrator's probabilities. `form` names
     the columns. environment: names the column with a row's environment, or one for all rows. tools_of: returns the
-    schemas of an environment's tools, which the chat template writes into the prompts.
+    schemas of an environment's tools, which the chat template writes into the prompts. answers: encodes demonstrations;
+    None: as the tokenizer alone says.
     """
 
     def __init__(
@@ -62,17 +64,17 @@ class PromptDataset:
         form: DataConfig | None = None,
         environment: EnvironmentConfig | None = None,
         tools_of: ToolsOf = no_tools,
+        answers: Answers | None = None,
     ) -> None:
         self._form, self._environment = form or DataConfig(), environment or EnvironmentConfig()
-        columns = (*prompt_columns(self._form), self._environment.key)
-        columns += () if demonstrations is None else TARGET_COLUMNS
+        columns = (*prompt_columns(self._form), self._environment.key, *(TARGET_COLUMNS if demonstrations else ()))
         required = (self._form.prompt_key, self._form.label_key or "reward_model")
         self._files = RowFiles(paths, columns=columns, required=required)
         self._tokens: list[array[int]] = []
         # One entry per prompt, if demonstrations are requested; a prompt without a target has an empty one.
         self._demonstrations: list[array[int]] = []
-        self.num_target_probs = 0
-        self._kept = array("q")
+        self._kept, self.num_target_probs = array("q"), 0
+        encoder = None if demonstrations is None else answers or Answers(tokenizer)
         sources, environments = set[str](), set[str]()
         rows = ((i, row, parse_prompt(row, self._files.where(i), self._form)) for i, row in enumerate(self._files))
         for chunk in _chunks(rows):
@@ -90,9 +92,9 @@ class PromptDataset:
                 if len(ids) <= max_prompt_tokens:
                     self._tokens.append(array("i", ids))
                     self._kept.append(index)
-                    if demonstrations is not None:
+                    if demonstrations is not None and encoder is not None:
                         where = self._files.where(index)
-                        target, has_probs = _demonstration(tokenizer, row, record.messages, demonstrations, where)
+                        target, has_probs = _demonstration(encoder, row, record.messages, demonstrations, where)
                         self._demonstrations.append(array("i", target))
                         self.num_target_probs += has_probs
                 elif on_long_prompt == "error":
@@ -142,21 +144,16 @@ class PromptDataset:
 
 
 def _demonstration(
-    tokenizer: "PreTrainedTokenizerBase",
-    row: Mapping[str, Any],
-    messages: Sequence[Message],
-    cfg: DemonstrationConfig,
-    where: str,
+    answers: Answers, row: Mapping[str, Any], messages: Sequence[Message], cfg: DemonstrationConfig, where: str
 ) -> tuple[list[int], bool]:
     """Encode a row's target as the policy would have written it; also return whether the row has `target_probs`.
 
-    The target ends with the eos token. A target of more than `cfg.max_tokens` tokens is cut and has no eos token, or is
-    not used at all (`cfg.on_long`). For a row without a target, no tokens are returned. DataError names the row
-    (`where`).
+    A target of more than `cfg.max_tokens` tokens besides its end token is cut and has no end token, or is not used at
+    all (`cfg.on_long`). For a row without a target, no tokens are returned. DataError names the row (`where`).
     """
     if not row.get("target"):
         return [], False
-    ids = encode_demonstration(tokenizer, messages, parse_target(row, where), where=where)
+    ids = answers.demonstration(messages, parse_target(row, where), where=where)
     probs = parse_target_probs(row, where)
     # There must be one probability per token of the target, and there may be one more for the end token.
     if probs and len(probs) not in (len(ids) - 1, len(ids)):

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from megarl.data.chat import encode_chats, render_chats
+from megarl.data.ends import ANSWER, QUESTION, answer_form
+from megarl.data.pieces import encode_pieces
 from megarl.errors import ConfigError, DataError
 from megarl.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# Texts that no template writes itself, and that none changes.
-_QUESTION = Message(role="user", content="Zq1 question")
-_ANSWER = Message(role="assistant", content="Zq2 answer")
 
 
 def readable(text: str) -> str:
@@ -48,16 +46,16 @@ class Bridges:
 
         Raises ConfigError if the template writes no special token after an answer.
         """
-        self._tokenizer = tokenizer
+        self._tokenizer, self._end = tokenizer, answer_form(tokenizer).end_id
         self._marks = re.compile(r"(?!)")
-        after = self._after_answer([_QUESTION])
+        before, after = self._around_end([QUESTION])
         added = tokenizer.added_tokens_decoder.values()
         # Some tokenizers do not call all marks of their template special. Words and spaces are none.
         own = {t.content for t in added if t.special or (t.content in after and re.search(r"[^\w\s]", t.content))}
         # Of two marks that begin alike the longer one counts.
         found = sorted({*tokenizer.all_special_tokens, *own}, key=len, reverse=True)
         self._marks = re.compile("|".join(re.escape(mark) for mark in found if len(mark) > 1) or r"(?!)")
-        first = self._encode(after)[0]
+        first = encode_pieces(tokenizer, [before, after])[1][0]
         if first not in tokenizer.all_special_ids and first not in tokenizer.added_tokens_decoder:
             raise ConfigError(
                 f"environment: after an answer the chat template writes {after[:40]!r}, expected a special token that "
@@ -80,32 +78,31 @@ class Bridges:
 
         last_token: the answer's last token. An answer without the mark that ends it, since it was cut or ended by a
         stop string, gets one first. Some templates have no such mark, and the policy ends a turn with that of the next
-        speaker. Raises DataError if the template refuses a role of the replies.
+        speaker; others end the last answer of a chat with another mark than those before it. Raises DataError if the
+        template refuses a role of the replies.
         """
-        ids = self._encode(self._after_answer(replies))
-        return ids[1:] if last_token == ids[0] else ids
+        ids = encode_pieces(self._tokenizer, self._around_end(replies))[1]
+        return ids[1:] if last_token in (ids[0], self._end) else ids
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the tokens of a chat up to where the assistant speaks first; `tools` as in `encode_chats`."""
         return encode_chats(self._tokenizer, [messages], tools=tools)[0]
 
-    def _after_answer(self, replies: Sequence[Message]) -> str:
+    def _around_end(self, replies: Sequence[Message]) -> tuple[str, str]:
+        """Return the text of a conversation up to the end of the answer, and that from its end to the next answer."""
         try:
-            (text,) = render_chats(self._tokenizer, [[_QUESTION, _ANSWER, *map(self.plain, replies)]])
+            (text,) = render_chats(self._tokenizer, [[QUESTION, ANSWER, *map(self.plain, replies)]])
         except TemplateError as error:
             roles = sorted({message.role for message in replies})
             raise DataError(
                 f"the chat template refuses replies of the roles {roles}: {error}; set environment.tool_role=user"
             ) from error
-        before, answer, after = text.partition(_ANSWER.content)
-        if not answer or not after.strip() or _QUESTION.content not in before:
+        before, answer, after = text.partition(ANSWER.content)
+        if not answer or not after.strip() or QUESTION.content not in before:
             raise ConfigError(
                 f"environment: the chat template renders {text[:200]!r}, expected a question, its answer and what "
                 "follows; conversations of several turns need a template that keeps all of them"
             )
         # Some templates pad answers with spaces.
-        return after.lstrip(" ")
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        glue = after.lstrip(" ")
+        return text.removesuffix(glue), glue

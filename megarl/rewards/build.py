@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from megarl.config.check_judges import judge_key
 from megarl.config.judges import JudgeConfig
 from megarl.config.rewards import RewardsConfig
-from megarl.data.chat import response_decoder
+from megarl.data.answers import response_decoder
 from megarl.data.prompts import PromptDataset
 from megarl.errors import ConfigError, DataError
 from megarl.rewards.custom import CustomFunctions, try_functions

@@ -22,7 +22,7 @@ class RewardManager:
     judges, summands: by name, the judges, and the weight and transform of each one's reward.
     route: returns the names of the judges whose rewards are mixed for a data source.
     knows: returns whether the rule can judge a data source; the rule then decides which answers are correct.
-    decode: turns response token ids into text, see `megarl.data.chat.response_decoder`.
+    decode: turns response token ids into text, see `megarl.data.answers.response_decoder`.
     tokenizer: the policy's, which turns prompts into text with their special tokens.
     """
 

@@ -29,12 +29,12 @@ def plan_prefixes(
     step: int,
     num_samples: int,
     run_seed: int,
-    eos_token_id: int,
+    end_token_ids: tuple[int, ...],
 ) -> dict[tuple[str, int], Prefix]:
     """Choose the prefixes of a step, by (uid, sample index), as a pure function of the arguments; other samples have
     none.
 
-    A demonstration that was cut does not end in `eos_token_id`, so its sample is continued even at ratio 1.
+    A demonstration that was cut does not end in `end_token_ids`, so its sample is continued even at ratio 1.
     Raises ConfigError if more samples are to have a prefix than there are.
     """
     prefixes: dict[tuple[str, int], Prefix] = {}
@@ -45,7 +45,7 @@ def plan_prefixes(
         for i, ratio in enumerate(ratios):
             ids = prompt.demonstration_ids[: prefix_length(len(prompt.demonstration_ids), ratio)]
             if ids:
-                prefixes[prompt.uid, i] = Prefix(token_ids=ids, is_complete=ids[-1] == eos_token_id)
+                prefixes[prompt.uid, i] = Prefix(token_ids=ids, is_complete=ids[-len(end_token_ids) :] == end_token_ids)
     return prefixes
 
 

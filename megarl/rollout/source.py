@@ -30,7 +30,7 @@ class SamplingPlan:
     """How one batch of prompts is sampled; `temperature` 0 means greedy.
 
     prefixes: the given first tokens of responses, by (uid, sample index). stop, stop_token_ids: texts and tokens that
-    end a response besides the eos token; the response includes them. last_is_greedy: whether the last sample of each
+    end a response, which includes them. last_is_greedy: whether the last sample of each
     prompt is greedy, whatever `temperature` is. with_nucleus: record the tokens that top_k and top_p left to sample
     each token from.
     """

@@ -17,6 +17,7 @@ from megarl.algos.advantages import estimator_of
 from megarl.algos.filters import filter_scores
 from megarl.cluster import residency
 from megarl.config.schema import Config
+from megarl.data.ends import AnswerEnds
 from megarl.data.prompts import PromptDataset
 from megarl.data.sampler import Sampler
 from megarl.errors import RunError
@@ -90,9 +91,8 @@ class Rollouts:
     """The stages of a step that admit prompts, sample and judge them, and take `trainer.prompts_per_step` groups.
 
     scheduler: decides when prompts are admitted and which groups are taken. prompts: indexed by what `queue` yields.
-    eos_token_id: ends a demonstration that was not cut. records: the directory that takes each step's rollout if
-    `rollout.record` is set. enter: called with the phase before each generation, so that the engines are on their
-    devices.
+    ends: those of responses. records: the directory that takes each step's rollout if `rollout.record` is set. enter:
+    called with the phase before each generation, so that the engines are on their devices.
     """
 
     config: Config
@@ -101,7 +101,7 @@ class Rollouts:
     prompts: Sequence[Prompt] | PromptDataset
     source: RolloutSource
     rewards: RewardManager
-    eos_token_id: int
+    ends: AnswerEnds
     records: Path
     enter: Callable[[residency.Phase], None]
     timers: Timers
@@ -266,7 +266,7 @@ class Rollouts:
             step=step,
             num_samples=rollout.num_samples,
             run_seed=self.config.run.seed,
-            eos_token_id=self.eos_token_id,
+            end_token_ids=self.ends.token_ids,
         )
         return SamplingPlan(
             step=step,
@@ -277,7 +277,7 @@ class Rollouts:
             max_response_tokens=rollout.max_response_tokens,
             run_seed=self.config.run.seed,
             stop=rollout.stop,
-            stop_token_ids=rollout.stop_token_ids,
+            stop_token_ids=self.ends.stop_token_ids,
             prefixes=prefixes,
             last_is_greedy=has_greedy,
             with_nucleus=rollout.top_k != -1,

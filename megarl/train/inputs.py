@@ -10,10 +10,10 @@ from megarl.algos.build import algorithm_of
 from megarl.algos.filters import check_filter_ranges
 from megarl.algos.validate_rewards import reward_warnings
 from megarl.cluster.roles import model_key, roles_of
-from megarl.config.algo import DemonstrationConfig
 from megarl.config.check import check_model, check_train
 from megarl.config.check_batches import max_hinted_row_tokens, max_row_terms, max_row_tokens
 from megarl.config.schema import Config, role_settings
+from megarl.data.answers import Answers
 from megarl.data.chat import check_vocabulary, load_tokenizer
 from megarl.data.hints import HintSurvey, survey_hints
 from megarl.data.prompts import PromptDataset
@@ -44,6 +44,7 @@ class TrainInputs:
     config: Config
     spec: ModelSpec
     tokenizer: "PreTrainedTokenizerBase"
+    answers: Answers
     algorithm: Algorithm
     roles: tuple[RoleSpec, ...]
     hints: HintWriter | None
@@ -64,7 +65,7 @@ class TrainInputs:
         hints: list[str] = []
         if self.hints is not None and self.hint_survey is not None:
             hints = self.hint_survey.warnings(self.hints.placer)
-        return [*setting_warnings(self.config), *dropped, *hints]
+        return [*setting_warnings(self.config), *self.answers.warnings(), *dropped, *hints]
 
 
 def open_sampler(config: Config, train: PromptDataset) -> Sampler:
@@ -160,10 +161,10 @@ def open_train_inputs(config: Config) -> TrainInputs:
     spec = open_model(config)
     algorithm = algorithm_of(config, vocab_size=spec.dims.vocab)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
+    answers = Answers.of(config, tokenizer)
     roles = roles_of(config, algorithm)
     check_role_models(config, roles, tokenizer)
-    demonstrations = config.algo.demonstrations if config.algo.demonstrations.strategy != "none" else None
-    train = _open_prompts(config, train_files(config.data.train), tokenizer, demonstrations)
+    train = _open_prompts(config, train_files(config.data.train), tokenizer, answers)
     val = _open_prompts(config, config.data.val, tokenizer) if config.data.val else None
     if (epochs := config.trainer.total_epochs) is not None:
         steps = epochs * (len(train) // config.trainer.prompts_per_step)
@@ -191,9 +192,8 @@ def open_train_inputs(config: Config) -> TrainInputs:
     if config.rollout.source != "vllm":
         assert config.rollout.replay_dir is not None
         require_records(Path(config.rollout.replay_dir), config.trainer.total_steps)
-    conversations = None
-    if any(role.role is Role.REWARD for role in roles):
-        conversations = _open_conversations(config, tokenizer)
+    rewarded = any(role.role is Role.REWARD for role in roles)
+    conversations = _open_conversations(config, tokenizer, answers) if rewarded else None
     for data in (train, val):
         if data is not None:
             check_ground_truths(config.rewards, data)
@@ -203,6 +203,7 @@ def open_train_inputs(config: Config) -> TrainInputs:
         config=config,
         spec=spec,
         tokenizer=tokenizer,
+        answers=answers,
         algorithm=algorithm,
         roles=roles,
         train=train,
@@ -217,17 +218,20 @@ def _open_prompts(
     config: Config,
     files: Sequence[str],
     tokenizer: "PreTrainedTokenizerBase",
-    demonstrations: DemonstrationConfig | None = None,
+    answers: Answers | None = None,
 ) -> PromptDataset:
+    """Open prompts; with `answers`, which encodes them, those to train on come with demonstrations if they have any."""
+    has_demonstrations = answers is not None and config.algo.demonstrations.strategy != "none"
     return PromptDataset(
         files,
         tokenizer,
         max_prompt_tokens=config.data.max_prompt_tokens,
         on_long_prompt=config.data.on_long_prompt,
         form=config.data,
-        demonstrations=demonstrations,
+        demonstrations=config.algo.demonstrations if has_demonstrations else None,
         environment=config.environment,
         tools_of=partial(tools_of, config.environment),
+        answers=answers,
     )
 
 
@@ -240,7 +244,7 @@ def open_hints(config: Config, tokenizer: "PreTrainedTokenizerBase", max_positio
     return HintWriter(tokenizer, config.algo.cpo, max_prompt_tokens=room, tools_of=tools)
 
 
-def _open_conversations(config: Config, tokenizer: "PreTrainedTokenizerBase") -> ConversationEncoder:
+def _open_conversations(config: Config, tokenizer: "PreTrainedTokenizerBase", answers: Answers) -> ConversationEncoder:
     """Open the encoder of conversations for the reward model; raise ConfigError if its context is too short for the
     run.
 
@@ -252,7 +256,7 @@ def _open_conversations(config: Config, tokenizer: "PreTrainedTokenizerBase") ->
     if config.data.chat_template and own.chat_template == load_tokenizer(config.model.path).chat_template:
         # The same template, so the arguments of data.chat_template are for it, too.
         own.chat_template = tokenizer.chat_template
-    encoder, limit = ConversationEncoder(tokenizer, own), max_reward_tokens(config)
+    encoder, limit = ConversationEncoder(tokenizer, own, answers), max_reward_tokens(config)
     if encoder.num_extra_tokens is not None and max_row_tokens(config) + encoder.num_extra_tokens > limit:
         raise ConfigError(
             f"reward_model.micro_batch_tokens: got room for {limit} tokens and a score, but with its chat template the "

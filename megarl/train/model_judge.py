@@ -8,7 +8,8 @@ import numpy as np
 
 from megarl.cluster import residency
 from megarl.cluster.residency import Phase
-from megarl.data.chat import encode_chats, response_decoder, turn_ending
+from megarl.data.answers import Answers, response_decoder
+from megarl.data.chat import encode_chats
 from megarl.errors import DataError
 from megarl.rewards.judge import FinishedSample, Judged
 from megarl.train.update import RoleScorer
@@ -28,10 +29,15 @@ class ConversationEncoder:
     rendered as the answer to the prompt by its own template.
     """
 
-    def __init__(self, policy: "PreTrainedTokenizerBase", own: "PreTrainedTokenizerBase") -> None:
-        self._own, self._decode, self._eos = own, response_decoder(policy), policy.eos_token_id
+    def __init__(
+        self, policy: "PreTrainedTokenizerBase", own: "PreTrainedTokenizerBase", answers: Answers | None = None
+    ) -> None:
+        """Compare the tokenizers of policy and reward model. answers: those of the policy; None: as `policy` says."""
+        self._own, self._decode = own, response_decoder(policy)
         alike = own.get_vocab() == policy.get_vocab() and own.chat_template == policy.chat_template
-        ending = turn_ending(own) if alike and own.eos_token_id == policy.eos_token_id else None
+        answers = answers or Answers(policy)
+        ending = answers.ending if alike and own.eos_token_id == policy.eos_token_id else None
+        self._are_at_end_of = answers.ends.are_at_end_of
         self._ending = None if ending is None else np.asarray(ending, dtype=np.int64)
 
     @property
@@ -50,8 +56,8 @@ class ConversationEncoder:
                 encode_chats(self._own, [[*prompt.messages, answer]], add_generation_prompt=False)[0], dtype=np.int64
             )
         response = sample.response_token_ids
-        is_ended = len(response) and response[-1] == self._eos
-        return np.concatenate([sample.prompt_token_ids, response, self._ending if is_ended else self._ending[:0]])
+        ending = self._ending if self._are_at_end_of(response.tolist()) else self._ending[:0]
+        return np.concatenate([sample.prompt_token_ids, response, ending])
 
 
 class ModelRewards:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from megarl.cluster import residency
 from megarl.config.judges import SamplingConfig
-from megarl.data.chat import encode_chats, response_decoder
+from megarl.data.answers import response_decoder
+from megarl.data.chat import encode_chats
 from megarl.rewards.llm import Completion, Request
 from megarl.rollout.source import RolloutSource, SamplingPlan, collect
 from megarl.types import Prompt
@@ -21,8 +22,8 @@ class PolicyCompletions:
 
     Requests wait for `flush`, so that they do not take the engines from samples of the batch that they are about.
 
-    max_tokens: context of the engines. enter: called with the phase before generation, so that the engines are on their
-    devices.
+    max_tokens: context of the engines. stop_token_ids: what ends an answer. enter: called with the phase before
+    generation, so that the engines are on their devices.
     """
 
     is_deferred = True
@@ -34,6 +35,7 @@ class PolicyCompletions:
         sampling: SamplingConfig,
         *,
         max_tokens: int,
+        stop_token_ids: tuple[int, ...] = (),
         run_seed: int,
         timeout_s: float,
         enter: Callable[[residency.Phase], None] = lambda phase: None,
@@ -41,7 +43,7 @@ class PolicyCompletions:
         self._source, self._tokenizer, self._sampling = source, tokenizer, sampling
         self._decode = response_decoder(tokenizer)
         self._max_tokens, self._run_seed, self._timeout_s, self._enter = max_tokens, run_seed, timeout_s, enter
-        self._numbers = itertools.count()
+        self._stop_token_ids, self._numbers = stop_token_ids, itertools.count()
         self._waiting: list[tuple[Request, Future[Completion]]] = []
 
     def submit(self, request: Request) -> Future[Completion]:
@@ -76,6 +78,7 @@ class PolicyCompletions:
             top_k=-1,
             max_response_tokens=sampling.max_tokens,
             run_seed=self._run_seed,
+            stop_token_ids=self._stop_token_ids,
         )
         self._enter(residency.GENERATE)
         for sample in collect(self._source, self._source.submit(prompts, plan), timeout_s=self._timeout_s).samples:

@@ -17,7 +17,7 @@ from megarl.config.algo import CpoConfig
 from megarl.config.batches import batch_counts
 from megarl.config.schema import Config
 from megarl.data.answer_span import answer_mask
-from megarl.data.chat import response_decoder
+from megarl.data.answers import response_decoder
 from megarl.data.hints import HintPlacer, donors, hinted_rows
 from megarl.data.prompts import ToolsOf, no_tools
 from megarl.errors import DataError

@@ -1,6 +1,6 @@
 """Open and check what supervised training reads (demonstrations or preference pairs) before any process starts."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
@@ -9,6 +9,7 @@ from megarl.cluster.roles import reference_role, reward_role
 from megarl.config.check import check_sft, check_train_preference, check_train_reward
 from megarl.config.check_batches import max_row_tokens
 from megarl.config.schema import Config, SftConfig, TrainPreferenceConfig, TrainRewardConfig
+from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer
 from megarl.data.demonstrations import SftDataset
 from megarl.data.preferences import PreferenceDataset, ResponsePairDataset
@@ -76,6 +77,7 @@ def open_sft_inputs(config: Config) -> SupervisedInputs[SftDataset]:
     config = with_local_models(config)
     open_model(config, for_sft=True)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
+    answers = Answers.of(config, tokenizer)
 
     def read(files: Sequence[str]) -> SftDataset:
         return SftDataset(
@@ -85,9 +87,10 @@ def open_sft_inputs(config: Config) -> SupervisedInputs[SftDataset]:
             max_response_tokens=config.rollout.max_response_tokens,
             settings=config.sft,
             form=config.data,
+            answers=answers,
         )
 
-    return _checked(config, "sft", check_sft, _read_both(config.sft, read), _lost_rows)
+    return _checked(config, "sft", check_sft, _read_both(config.sft, read), _lost_rows, answers.warnings())
 
 
 def open_train_reward_inputs(config: Config) -> SupervisedInputs[PreferenceDataset]:
@@ -113,6 +116,7 @@ def open_train_preference_inputs(config: Config) -> SupervisedInputs[ResponsePai
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     if Score.REF_LOGPROBS in objective.reads:
         check_role_models(config, [reference_role(config)], tokenizer)
+    answers = Answers.of(config, tokenizer)
 
     def read(files: Sequence[str]) -> ResponsePairDataset:
         return ResponsePairDataset(
@@ -121,6 +125,7 @@ def open_train_preference_inputs(config: Config) -> SupervisedInputs[ResponsePai
             max_prompt_tokens=config.data.max_prompt_tokens,
             max_response_tokens=config.rollout.max_response_tokens,
             on_long=settings.on_long,
+            answers=answers,
         )
 
     train, val = _read_both(settings, read)
@@ -129,7 +134,8 @@ def open_train_preference_inputs(config: Config) -> SupervisedInputs[ResponsePai
             f"train_preference.val: has one pair, but train_preference.objective={settings.objective} "
             "estimates a KL with the responses of other pairs; hold out more, or set train_preference.val=[]"
         )
-    return _checked(config, "train_preference", check_train_preference, (train, val), _dropped_pairs)
+    sets = train, val
+    return _checked(config, "train_preference", check_train_preference, sets, _dropped_pairs, answers.warnings())
 
 
 def _read_both(
@@ -145,16 +151,17 @@ def _checked(
     check: Callable[[Config], None],
     sets: tuple[Data, Data | None],
     lost: Callable[[str, Data], Iterator[str]],
+    of_model: Iterable[str] = (),
 ) -> SupervisedInputs[Data]:
     """Express the length in steps, check again the rules that read `total_steps`, and make the inputs.
 
-    lost: yields warnings about a data set, given the key of its files.
+    lost: yields warnings about a data set, given the key of its files. of_model: warnings about the model.
     """
     train, val = sets
     settings, notes = in_steps(getattr(config, section), len(train))
     config = replace(config, **{section: settings})
     check(config)
-    warnings = list(lost(f"{section}.train", train))
+    warnings = [*of_model, *lost(f"{section}.train", train)]
     if val is not None:
         warnings += lost(f"{section}.val", val)
     return SupervisedInputs(config=config, train=train, val=val, notes=notes, warnings=tuple(warnings))

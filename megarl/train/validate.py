@@ -34,13 +34,14 @@ class Validation:
 class Validator:
     """Validates the policy on held-out prompts, with the same estimates as `megarl eval`.
 
-    answers: returns the file that takes the answers of a step. enter: called with the phase before each generation, so
-    that the engines are on their devices.
+    stop_token_ids: what ends an answer. answers: returns the file that takes the answers of a step. enter: called with
+    the phase before each generation, so that the engines are on their devices.
     """
 
     config: Config
     data: PromptDataset
     tokenizer: "PreTrainedTokenizerBase"
+    stop_token_ids: tuple[int, ...]
     source: RolloutSource
     rewards: RewardManager
     answers: Callable[[int], Path]
@@ -86,7 +87,7 @@ class Validator:
             max_response_tokens=settings.max_response_tokens or rollout.max_response_tokens,
             run_seed=self.config.run.seed,
             stop=rollout.stop,
-            stop_token_ids=rollout.stop_token_ids,
+            stop_token_ids=self.stop_token_ids,
         )
         self.enter(residency.GENERATE)
         judging = self.rewards.begin()

@@ -11,7 +11,7 @@ from megarl.cluster.supervisor import EngineSupervisor
 from megarl.config.batches import batch_counts, num_actor_steps
 from megarl.config.judges import JudgeConfig
 from megarl.config.schema import Config
-from megarl.record.metrics import Timers
+from megarl.record.metrics import RunPaths, Timers
 from megarl.record.performance import PerformanceMeter, StepProfiler
 from megarl.record.recorder import RunRecorder
 from megarl.rewards.build import CompletionsOf, open_rewards
@@ -64,22 +64,11 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         prompts=inputs.train,
         source=source,
         rewards=rewards,
-        eos_token_id=inputs.tokenizer.eos_token_id,
+        ends=inputs.answers.ends,
         records=paths.records,
         enter=memory.enter,
         timers=timers,
     )
-    validator = None
-    if inputs.val is not None:
-        validator = Validator(
-            config=config,
-            data=inputs.val,
-            tokenizer=inputs.tokenizer,
-            source=live,
-            rewards=validation_rewards,
-            answers=paths.validation,
-            enter=memory.enter,
-        )
     return Trainer(
         inputs=inputs,
         state=inputs.algorithm.initial_state(),
@@ -91,11 +80,33 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         gate=MismatchGate(config),
         updates=_update_stage(inputs, cluster, memory, timers),
         engines=engines,
-        validator=validator,
+        validator=_open_validator(inputs, live, validation_rewards, paths, memory),
         checkpoints=CheckpointManager(paths.checkpoints, config.checkpoint, workers),
         profiler=StepProfiler(workers, config.logging.profile_steps, paths.profile),
         meter=PerformanceMeter(config, inputs.spec.dims),
         timers=timers,
+    )
+
+
+def _open_validator(
+    inputs: TrainInputs,
+    source: RolloutSource,
+    rewards: RewardManager,
+    paths: RunPaths,
+    memory: residency.MemoryLedger,
+) -> Validator | None:
+    """Open the validation of a run; None without data for it."""
+    if inputs.val is None:
+        return None
+    return Validator(
+        config=inputs.config,
+        data=inputs.val,
+        tokenizer=inputs.tokenizer,
+        stop_token_ids=inputs.answers.ends.stop_token_ids,
+        source=source,
+        rewards=rewards,
+        answers=paths.validation,
+        enter=memory.enter,
     )
 
 
@@ -159,6 +170,7 @@ def _completions(
         inputs.tokenizer,
         cfg.sampling,
         max_tokens=rollout.engine.max_model_tokens or inputs.spec.max_positions,
+        stop_token_ids=inputs.answers.ends.declared,
         run_seed=inputs.config.run.seed,
         timeout_s=rollout.timeout_s,
         enter=memory.enter,

@@ -9,6 +9,7 @@ from megarl.config import load_config
 from megarl.config.check import check_eval, check_model
 from megarl.config.load import read_saved, saved_config, with_overrides
 from megarl.config.schema import Config, LayoutConfig, ModelConfig, NodesConfig, PlacementConfig
+from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import PromptDataset
 from megarl.environments import tools_of
@@ -94,6 +95,8 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
     else:
         open_model(config)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
+    ends = Answers.of(config, tokenizer).ends
+    config = replace(config, rollout=replace(config.rollout, stop_token_ids=ends.stop_token_ids))
     data = PromptDataset(
         config.data.val,
         tokenizer,

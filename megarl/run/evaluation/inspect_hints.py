@@ -14,7 +14,8 @@ from megarl.algos.cpo import CpoInputs
 from megarl.algos.cpo.information import MI_ESTIMATORS
 from megarl.config import load_config
 from megarl.config.schema import Config
-from megarl.data.chat import encode_demonstration, load_tokenizer, token_texts
+from megarl.data.answers import Answers
+from megarl.data.chat import load_tokenizer, token_texts
 from megarl.data.hints import (
     HintedPrompt,
     HintPlacer,
@@ -153,12 +154,13 @@ def _with_signal(
 
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=getattr(torch, config.model.dtype))
     model = model.to(platform().device()).eval()
+    encoder = Answers.of(config, tokenizer)
     by_uid = {prompt.uid: prompt for prompt in prompts}
     if request.answers == "sampled":
-        samples = _sample(model, config, tokenizer, prompts)
+        samples = _sample(model, config, encoder.ends.stop_token_ids, prompts)
     else:
         samples = [
-            _as_sample(prompt, encode_demonstration(tokenizer, prompt.messages, hint_text(prompt, placer.cfg) or ""), 0)
+            _as_sample(prompt, encoder.demonstration(prompt.messages, hint_text(prompt, placer.cfg) or ""), 0)
             for prompt in prompts
         ]
     correct = _judge(config, tokenizer, samples, by_uid)
@@ -246,9 +248,7 @@ def _signal(x: CpoInputs) -> Table:
     )
 
 
-def _sample(
-    model: Any, config: Config, tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Prompt]
-) -> list[Sample]:
+def _sample(model: Any, config: Config, stop_token_ids: Sequence[int], prompts: Sequence[Prompt]) -> list[Sample]:
     """Sample the configured number of answers to each prompt with the model itself."""
     rollout, samples = config.rollout, []
     torch.manual_seed(batch_seed(config.run.seed, 0))
@@ -263,13 +263,13 @@ def _sample(
             top_k=max(rollout.top_k, 0),
             num_return_sequences=rollout.num_samples,
             max_new_tokens=rollout.max_response_tokens,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.eos_token_id,
+            eos_token_id=list(stop_token_ids),
+            pad_token_id=stop_token_ids[0],
         )[:, ids.shape[1] :]
         for index, response in enumerate(found.tolist()):
-            ended = tokenizer.eos_token_id in response
-            kept = response[: response.index(tokenizer.eos_token_id) + 1] if ended else response
-            samples.append(_as_sample(prompt, kept, index, is_ended=ended))
+            end = next((i for i, token in enumerate(response) if token in stop_token_ids), None)
+            kept = response if end is None else response[: end + 1]
+            samples.append(_as_sample(prompt, kept, index, is_ended=end is not None))
     return samples
 
 

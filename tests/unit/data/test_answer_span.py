@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from megarl.data.answer_span import answer_mask
-from megarl.data.chat import response_decoder
+from megarl.data.answers import response_decoder
 
 
 def pieces(text: str) -> list[str]:

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from megarl.data.answers import Answers, response_decoder
 from megarl.data.chat import (
     check_vocabulary,
     encode_chats,
-    encode_demonstration,
     load_tokenizer,
     long_prompt_error,
-    response_decoder,
     token_texts,
 )
 from megarl.data.records import Message
@@ -50,27 +49,27 @@ def test_long_prompt_names_row_and_both_numbers(tokenizer: PreTrainedTokenizerBa
 
 def test_demonstration_ends_in_eos_once(tokenizer: PreTrainedTokenizerBase) -> None:
     expected = [DIGIT_1, 2]
-    assert encode_demonstration(tokenizer, QUESTION, "1") == expected
-    assert encode_demonstration(tokenizer, QUESTION, "1<|im_end|>") == expected
+    assert Answers(tokenizer).demonstration(QUESTION, "1") == expected
+    assert Answers(tokenizer).demonstration(QUESTION, "1<|im_end|>") == expected
     for target in ("1<|im_end|>1", "1<|im_end|><|im_end|>", "<|im_end|>", ""):
         with pytest.raises(DataError, match=r"row 3: the target is .* nowhere but at its end"):
-            encode_demonstration(tokenizer, QUESTION, target, where="row 3")
+            Answers(tokenizer).demonstration(QUESTION, target, where="row 3")
 
 
 def test_think_tag_is_not_repeated_after_a_prompt_that_opens_it() -> None:
     tokenizer = make_byte_tokenizer()
     target = "<think>\n1"
-    whole = encode_demonstration(tokenizer, QUESTION, target)
+    whole = Answers(tokenizer).demonstration(QUESTION, target)
     assert len(whole) == len(target) + 1
     tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
-    assert encode_demonstration(tokenizer, QUESTION, target) == [DIGIT_1, 2]
+    assert Answers(tokenizer).demonstration(QUESTION, target) == [DIGIT_1, 2]
 
 
 def test_decoder_drops_special_tokens_and_keeps_words(tokenizer: PreTrainedTokenizerBase) -> None:
     decode = response_decoder(tokenizer)
     assert decode([262, DIGIT_1, PLUS, DIGIT_1, 263, 2, 0]) == "<answer>1+1</answer>"
     # "1 , 2" must not become "1, 2".
-    assert decode(encode_demonstration(tokenizer, QUESTION, "1 , 2")) == "1 , 2"
+    assert decode(Answers(tokenizer).demonstration(QUESTION, "1 , 2")) == "1 , 2"
     assert decode([]) == ""
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.schema import DataConfig, SftConfig
@@ -192,6 +193,7 @@ MISTRAL = (
 )
 def test_templates_that_mark_answers_in_their_own_way(template: str, answers: list[str], tmp_path: Path) -> None:
     tokenizer = make_byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("<end_of_turn>", special=True, normalized=False)])
     tokenizer.chat_template = template
     path = write(tmp_path / "a.jsonl", [{"messages": CHAT[1:]}, {"prompt": "1+1", "response": "2 \n"}])
     data = open_rows(path, tokenizer)

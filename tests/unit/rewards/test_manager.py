@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from megarl.data.chat import response_decoder
+from megarl.data.answers import response_decoder
 from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import RunError
 from megarl.rewards.environment import EnvironmentJudge

@@ -31,7 +31,7 @@ def plan(*prompts: Prompt, num_samples: int = 3, run_seed: int = 0, **cfg: Any) 
         step=1,
         num_samples=num_samples,
         run_seed=run_seed,
-        eos_token_id=EOS,
+        end_token_ids=(EOS,),
     )
 
 
@@ -49,10 +49,10 @@ def test_the_first_samples_get_their_share() -> None:
 def test_drawn_ratios_are_those_of_the_sample() -> None:
     cfg = DemonstrationConfig(strategy="random", max_ratio=1.0)
     long = Prompt(uid="q", token_ids=(9,), data_source="d", ground_truth="1", demonstration_ids=tuple(range(100, 200)))
-    got = plan_prefixes([long], cfg, step=7, num_samples=4, run_seed=3, eos_token_id=EOS)
+    got = plan_prefixes([long], cfg, step=7, num_samples=4, run_seed=3, end_token_ids=(EOS,))
     ratios = prefix_ratios(cfg, uid="q", step=7, num_samples=4, run_seed=3)
     assert [len(got["q", i].token_ids) for i in range(4)] == [int(100 * ratio) for ratio in ratios]
-    other_order = plan_prefixes([WHOLE, long], cfg, step=7, num_samples=4, run_seed=3, eos_token_id=EOS)
+    other_order = plan_prefixes([WHOLE, long], cfg, step=7, num_samples=4, run_seed=3, end_token_ids=(EOS,))
     assert all(other_order["q", i] == got["q", i] for i in range(4))
 
 

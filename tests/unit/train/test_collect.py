@@ -22,6 +22,7 @@ from megarl.cluster.residency import Phase
 from megarl.config.algo import AdvantageConfig, AlgoConfig, FilterConfig
 from megarl.config.generation import RolloutConfig, ScheduleConfig
 from megarl.config.schema import Config, TrainerConfig
+from megarl.data.ends import AnswerEnds
 from megarl.data.sampler import MixtureSampler, PromptSampler
 from megarl.errors import RunError, WorkerError
 from megarl.record.metrics import Timers
@@ -122,6 +123,8 @@ def test_a_mixture_of_which_a_part_is_passed_over_again_and_again_does_not_grow(
 
 # --- groups
 
+ENDS = AnswerEnds(token_ids=(0,), tails=("",), declared=(0, 3), stop_token_ids=(0, 3, 9), names=("",))
+
 
 class World(RolloutSource):
     """Prompts, an engine and a judge; `asked` lists the prompts of every generation by step."""
@@ -206,7 +209,7 @@ class World(RolloutSource):
             prompts=self.prompts,
             source=self,
             rewards=self,  # type: ignore[arg-type]
-            eos_token_id=0,
+            ends=ENDS,
             records=Path("nowhere"),
             enter=self.phases.append,
             timers=timers or Timers(),
@@ -273,6 +276,13 @@ def test_every_sample_has_its_own_reward() -> None:
         (s.uid, s.sample_index): r.score for s, r in zip(collected.rollout.samples, collected.rewards, strict=True)
     }
     assert rewards == {("q:0", 0): 0.0, ("q:0", 1): 0.25, ("q:1", 0): 0.5, ("q:1", 1): 0.75}
+
+
+def test_engines_stop_at_every_end() -> None:
+    world = World([WRONG, WRONG, MIXED, WRONG])
+    collector = world.collector(FilterConfig(mean_score=(0.0, 1.0)), 4)
+    assert prompts_of(collect(collector, 1)) == [2]
+    assert world.plan.stop_token_ids == (0, 3, 9)
 
 
 def test_a_filter_without_refills_leaves_fewer_groups() -> None:

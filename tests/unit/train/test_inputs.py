@@ -128,6 +128,38 @@ def opened(models: Path, directory: Path, **sections: Any) -> TrainInputs:
     return open_train_inputs(from_dict(Config, {**tree, **sections}))
 
 
+def test_the_end_of_answers_is_the_templates_and_engines_stop_at_all(models: Path, tmp_path: Path) -> None:
+    """The tokenizer and generation_config.json name <|endoftext|> (0), the template writes <|im_end|> (2)."""
+    base = tmp_path / "base"
+    shutil.copytree(models, base)
+    for name, change in (
+        ("tokenizer_config", {"eos_token": "<|endoftext|>"}),
+        ("generation_config", {"eos_token_id": 0}),
+    ):
+        file = base / "policy" / f"{name}.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    inputs = opened(base, tmp_path, rollout={**LENGTHS["rollout"], "stop_token_ids": [7]})
+    assert inputs.answers.ends.token_ids == (2,)
+    assert inputs.answers.ends.stop_token_ids == (2, 0, 7)
+    assert any("answers end with '<|im_end|>'" in warning for warning in inputs.warnings)
+    turns = {"prompt": "3+5=?", "chosen": "8", "rejected": "9", "response": "8"}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(turns) + "\n")
+    for section, open_inputs in (("sft", open_sft_inputs), ("train_preference", open_train_preference_inputs)):
+        tree = {
+            "model": {"path": str(base / "policy"), "dtype": "float32"},
+            section: {"train": [str(tmp_path / "pairs.jsonl")], "batch_size": 1},
+            **LENGTHS,
+        }
+        supervised = open_inputs(from_dict(Config, tree))
+        # Printable ASCII characters are numbered from 3 on: the digit 8, then the end.
+        assert supervised.train.rows([0])[0].token_ids[-2:].tolist() == [ord("8") - 30, 2], section
+        assert any("answers end with '<|im_end|>'" in warning for warning in supervised.warnings)
+    template = tmp_path / "policy" / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|im_end|>", "<|done|>"))
+    with pytest.raises(ConfigError, match=r"with '<\|done\|>', which is no token of .*; set rollout\.stop to "):
+        open_train_inputs(inputs.config)
+
+
 def test_a_hub_id_is_resolved_once_for_all_that_follows(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

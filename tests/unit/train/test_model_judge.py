@@ -8,7 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from megarl.cluster.residency import Phase
-from megarl.data.chat import encode_chats, turn_ending
+from megarl.data.answers import Answers
+from megarl.data.chat import encode_chats
 from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import DataError
 from megarl.rewards.judge import FinishedSample
@@ -58,7 +59,7 @@ def sample(text: str, index: int = 0) -> Sample:
 
 def test_the_policys_own_tokens_ended_as_the_template_ends_turns() -> None:
     encoder = ConversationEncoder(TOKENIZER, make_byte_tokenizer())
-    assert turn_ending(TOKENIZER) == TOKENIZER("\n")["input_ids"]
+    assert Answers(TOKENIZER).ending == TOKENIZER("\n")["input_ids"]
     assert encoder.num_extra_tokens == 1
     whole = encode_chats(
         TOKENIZER, [[*QUESTION, Message(role="assistant", content="#### 8")]], add_generation_prompt=False
@@ -108,7 +109,7 @@ def test_a_template_that_rewrites_answers_is_applied() -> None:
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "{{ message['content'] }}", "{{ '<think></think>' if message['role'] == 'assistant' }}{{ message['content'] }}"
     )
-    assert turn_ending(tokenizer) is None
+    assert Answers(tokenizer).ending is None
     encoder = ConversationEncoder(tokenizer, tokenizer)
     assert "assistant\n<think></think>#### 8<|im_end|>\n" in tokenizer.decode(
         encoder.encode(prompt(), sample("#### 8<|im_end|>"))

@@ -59,7 +59,13 @@ class Source:
 
 def policy(source: Source, *, context: int = 4096, **sampling: Any) -> PolicyCompletions:
     return PolicyCompletions(
-        source, TOKENIZER, SamplingConfig(**sampling), max_tokens=context, run_seed=3, timeout_s=1.0
+        source,
+        TOKENIZER,
+        SamplingConfig(**sampling),
+        max_tokens=context,
+        stop_token_ids=(2, 0),
+        run_seed=3,
+        timeout_s=1.0,
     )
 
 
@@ -78,6 +84,7 @@ def test_questions_are_asked_together_and_answers_come_back_to_them() -> None:
     assert source.batches == [[f"<|im_start|>user\n{t}<|im_end|>\n<|im_start|>assistant\n" for t in ("one", "two")]]
     (plan,) = source.plans
     assert (plan.temperature, plan.max_response_tokens, plan.num_samples, plan.run_seed) == (0.5, 7, 1, 3)
+    assert plan.stop_token_ids == (2, 0)
     num_tokens = len(encode_chats(TOKENIZER, [request("one").messages])[0])
     assert first.result(0).tokens == num_tokens + len("yes") + 1
 

@@ -88,6 +88,7 @@ def test_the_score_is_accuracy_and_not_the_mean_reward(tmp_path: Path) -> None:
         config=config,
         data=world,  # type: ignore[arg-type]
         tokenizer=TOKENIZER,
+        stop_token_ids=(2, 0),
         source=world,
         rewards=world,  # type: ignore[arg-type]
         answers=lambda step: tmp_path / f"{step}.parquet",
@@ -114,6 +115,7 @@ def test_the_score_is_accuracy_and_not_the_mean_reward(tmp_path: Path) -> None:
     assert result.score == pytest.approx(1.25 / 3)
     sampled, greedy = world.plans
     assert (sampled.temperature, sampled.top_p, sampled.top_k, sampled.max_response_tokens) == (0.6, 0.95, 20, 99)
+    assert sampled.stop_token_ids == greedy.stop_token_ids == (2, 0)
     assert (greedy.temperature, greedy.top_p, greedy.top_k, greedy.num_samples) == (0.0, 1.0, -1, 1)
     written = read_answers(tmp_path / "3.parquet")
     assert len(written) == 11 + 3

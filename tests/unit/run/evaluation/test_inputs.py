@@ -93,6 +93,7 @@ def test_a_model_directory(opened: Callable[..., EvalInputs], model: Path) -> No
     assert config.rollout.engine.max_num_seqs == 32
     assert config.rollout.max_response_tokens == 32
     assert inputs.ks == (1, 4)
+    assert config.rollout.stop_token_ids == (2,)
     assert inputs.checkpoint is None
     # Four prompts for validation, eight for training.
     assert inputs.labels == ("val.parquet",) * 4 + ("train.parquet",) * 8

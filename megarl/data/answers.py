@@ -1,0 +1,200 @@
+"""Encode answers as a policy writes them, with the end at which engines stop, and decode them for scorers."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.config.schema import Config
+from megarl.data.chat import render_row
+from megarl.data.ends import ANSWER, answer_ends, answer_form, declared_ends
+from megarl.data.pieces import encode, encode_pieces
+from megarl.errors import DataError
+from megarl.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Chat templates of reasoning models may already open the thinking block in the prompt.
+THINK_OPENING = "<think>\n"
+# Answers as policies often begin them.
+_PROBES = ("The answer is 1.", "1", "So")
+
+
+class Answers:
+    """The encoder of answers as a policy writes them: after the chat template's prompt for them, and with the end that
+    `ends` has decided on.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        declared: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+    ) -> None:
+        """Decide how answers end; for the arguments and errors see `answer_ends`."""
+        self._tokenizer, self._form = tokenizer, answer_form(tokenizer)
+        self._lead = self._form.lead or ""
+        self.ends = answer_ends(tokenizer, self._form, declared=declared, stop=stop, stop_token_ids=stop_token_ids)
+        # What the model's files beside the template name.
+        self._named = {tokenizer.eos_token_id, *declared}
+
+    @classmethod
+    def of(cls, config: Config, tokenizer: "PreTrainedTokenizerBase") -> "Answers":
+        """Return the encoder of a run's policy."""
+        rollout, declared = config.rollout, declared_ends(Path(config.model.path))
+        return cls(tokenizer, declared=declared, stop=rollout.stop, stop_token_ids=rollout.stop_token_ids)
+
+    @property
+    def ending(self) -> list[int] | None:
+        """Return the tokens that the chat template writes after the end of an answer.
+
+        None if the template does not reproduce prompt, answer and end as the policy writes them, for example because it
+        removes or adds reasoning.
+        """
+        form = self._form
+        if form.end_id is None or form.lead is None:
+            return None
+        return encode_pieces(self._tokenizer, [form.before + ANSWER.content + form.tail, form.rest])[1]
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what is unusual about the end of answers, and about the tokens where they begin."""
+        show, (end, *_) = self._tokenizer.convert_ids_to_tokens, self.ends.token_ids
+        if self._form.end_id is not None and end not in self._named:
+            yield (
+                f"model.path: answers end with {show(end)!r}, as the chat template writes them, but the model's other "
+                f"files name {' and '.join(repr(show(token)) for token in sorted(self._named))}; this run stops at all "
+                "of these and trains the first; other programs need it in eos_token_id of generation_config.json"
+            )
+        prompt = self._form.before.removesuffix(self._lead)
+        for probe in _PROBES if self._form.lead is not None else ():
+            answer = self._lead + probe + self.ends.tails[0]
+            before, ids = encode_pieces(self._tokenizer, [prompt, answer])
+            whole = encode(self._tokenizer, prompt + answer)
+            if whole != [*before, *ids]:
+                same = next(i for i, token in enumerate(before) if whole[i : i + 1] != [token])
+                yield (
+                    f"model.path: the chat template's prompt ends within a token: before {probe!r} engines are given "
+                    f"{show(before[same:])}, and {show(ids[:1])} follows, but in the whole chat both are "
+                    f"{show(whole[same : same + 1])}; answers are trained as engines see them; let the prompt of the "
+                    "template end where a token ends, for example without a space"
+                )
+                return
+
+    def demonstration(self, messages: Sequence[Message], target: str, *, where: str = "demonstration") -> list[int]:
+        """Encode `target` as the policy would have written it after the prompt of `messages`, its end included.
+
+        A leading think tag is dropped if the template's prompt already ends with it.
+
+        Raises:
+            DataError: the template refuses the chat; or `target` has no text, or an end anywhere but at its end.
+        """
+        answer = Message(role="assistant", content=self._without_end(target))
+        (opening,) = render_row(self._tokenizer, [messages], where)
+        closed = self._closed([*messages, answer], where)
+        text = self._last(self._text(answer.content, opening, where), opening, closed)
+        ids = encode_pieces(self._tokenizer, [opening, text])[1]
+        self._require_one_end(ids, target, where)
+        return ids
+
+    def turns(self, messages: Sequence[Message], trained: Sequence[int], *, where: str) -> tuple[list[int], list[bool]]:
+        """Encode a chat up to its last answer in `trained`; return token ids, and a mask of the tokens of these
+        answers. Each is encoded as the policy would have written it after the turns before it (`demonstration`).
+
+        Raises:
+            DataError: the chat template refuses the chat; or before a later answer it renders an earlier one in another
+                way than the policy wrote it (for example without its thoughts), so that one sequence cannot train both.
+        """
+        chat = [replace(m, content=self._without_end(m.content)) if m.role == "assistant" else m for m in messages]
+        openings = render_row(self._tokenizer, [chat[:i] for i in trained], where)
+        # If the next speaker's mark ends an answer, it depends on the next turn.
+        closed = self._closed(chat[: trained[-1] + (1 if len(self.ends.tails) == 1 else 2)], where)
+        pieces: list[str] = []
+        for i, opening, following in zip(trained, openings, [*openings[1:], None], strict=True):
+            text = self._text(chat[i].content, opening, f"{where}: turn {i}")
+            if following is None:
+                answer = self._last(text, opening, closed)
+            else:
+                answer = self._repeated(text, opening, following, i, where)
+            pieces += [opening[sum(map(len, pieces)) :], answer]
+        mark = "" if self._form.end_id is None else str(self._tokenizer.convert_ids_to_tokens(self._form.end_id))
+        encoded = encode_pieces(self._tokenizer, pieces, mark=mark)
+        for i, ids in zip(trained, encoded[1::2], strict=True):
+            self._require_one_end(ids, messages[i].content, f"{where}: turn {i}")
+        mask = [number % 2 == 1 for number, ids in enumerate(encoded) for _ in ids]
+        return [token for ids in encoded for token in ids], mask
+
+    def _closed(self, chat: Sequence[Message], where: str) -> str:
+        """Render a chat that ends with an answer; empty if the template writes no answers, or refuses them."""
+        if not self._form.before:
+            return ""
+        return render_row(self._tokenizer, [chat], where, add_generation_prompt=False)[0]
+
+    def _without_end(self, content: str) -> str:
+        """Return an answer without the end that its author may have written already."""
+        end = next((name for name in self._end_names() if content.endswith(name)), "")
+        return content.removesuffix(end)
+
+    def _end_names(self) -> list[str]:
+        names = self._tokenizer.convert_ids_to_tokens(list(self.ends.declared))
+        return [self.ends.tails[0].strip(), *(name for name in names if name)]
+
+    def _text(self, content: str, opening: str, where: str) -> str:
+        """Return the text that the policy writes after the prompt `opening`; DataError if there is none."""
+        if not content.strip() or self.ends.tails[0].strip() in content:
+            raise self._target_error(content, where)
+        if content.startswith(THINK_OPENING) and opening.endswith(THINK_OPENING):
+            return content.removeprefix(THINK_OPENING)
+        return content
+
+    def _last(self, text: str, opening: str, closed: str) -> str:
+        """Return the last answer with its end, as the template has it in the chat `closed` if it repeats the answer."""
+        tails = self.ends.tails
+        # Many templates strip the answers that they repeat.
+        for answer in (self._lead + text, self._lead + text.strip()):
+            for tail in (*tails, self._form.tail):
+                if closed.startswith(opening + answer + tail):
+                    return answer + (tail if tail in tails else tails[0])
+        return self._lead + text + tails[0]
+
+    def _repeated(self, text: str, opening: str, following: str, turn: int, where: str) -> str:
+        """Return an answer with its end, as the template repeats it in the prompt `following` for a later one."""
+        remedy = "set sft.train_on to each, for a row per answer, or to last"
+        if not following.startswith(opening):
+            raise DataError(
+                f"{where}: up to turn {turn} the chat template renders {opening[-80:]!r}, but the whole chat goes on "
+                f"from {following[: len(opening)][-80:]!r}; {remedy}"
+            )
+        for answer in (self._lead + text, self._lead + text.strip()):
+            for tail in self.ends.tails:
+                if following.startswith(opening + answer + tail):
+                    return answer + tail
+        raise DataError(
+            f"{where}: before the next answer, the chat template renders turn {turn} as "
+            f"{following[len(opening) :][:80]!r}, expected {text[:40]!r} and {self.ends.tails[0]!r}; {remedy}"
+        )
+
+    def _require_one_end(self, ids: Sequence[int], target: str, where: str) -> None:
+        found = next((token for token in ids[: -len(self.ends.token_ids)] if token in self.ends.declared), None)
+        if found is not None:
+            raise self._target_error(target, where, str(self._tokenizer.convert_ids_to_tokens(found)))
+
+    def _target_error(self, target: str, where: str, end: str | None = None) -> DataError:
+        return DataError(
+            f"{where}: the target is {target[:80]!r}, expected text with {end or self.ends.tails[0]!r} nowhere but at "
+            "its end"
+        )
+
+
+def response_decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[Sequence[int]], str]:
+    """Return a function that decodes response ids to the text that scorers read: without special tokens, and without
+    the token that ends an answer, even if the tokenizer does not call it special.
+    """
+    decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    end = answer_form(tokenizer).end_id
+    if end is None or end in tokenizer.all_special_ids:
+        return decode
+    return lambda ids: decode([token for token in ids if token != end])
