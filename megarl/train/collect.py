@@ -30,7 +30,7 @@ from megarl.rollout.replay import read_record, record_path, write_record
 from megarl.rollout.scheduler import Scheduler
 from megarl.rollout.source import RolloutSource, SamplingPlan
 from megarl.train.groups import Group, JudgedGroup, filter_groups, judge_groups, refill_count, rollout_of
-from megarl.types import Prompt, Reward, RolloutBatch, Sample
+from megarl.types import FinishReason, Prompt, Reward, RolloutBatch, Sample
 
 # How often, while rewards are waited for, finished samples are looked for.
 POLL_S = 0.01
@@ -42,14 +42,15 @@ SAMPLES_FILE = "rollouts.parquet"
 class Collected:
     """The samples of complete groups with their rewards, in the same order, and metrics of the collection.
 
-    A group lacks only those samples that nobody could judge. troubles: all samples of which judges report troubles,
-    those of removed groups among them.
+    A group lacks only those samples that nobody could judge. Of removed groups, too, are counted: troubles, all samples
+    of which judges report troubles; cut_frac, the share of responses that were cut.
     """
 
     rollout: RolloutBatch
     rewards: Sequence[Reward]
     troubles: Sequence[Trouble] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    cut_frac: float = 0.0
 
 
 class PromptQueue:
@@ -158,6 +159,9 @@ class Rollouts:
             | tally_metrics(tallies)
             | episode_metrics(sample for each in sampled for sample in each.group.samples.values())
             | {"filter/num_refills": float(len(tallies) - 1)},
+            cut_frac=statistics.fmean(
+                s.finish_reason is FinishReason.LENGTH for each in sampled for s in each.group.samples.values()
+            ),
         )
 
     def settle(self) -> None:

@@ -4,6 +4,7 @@ The trainer does not know which algorithm runs, nor how models are laid out: it 
 needs, and the cluster for passes over rows. `megarl.train.wiring` makes its parts.
 """
 
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,18 @@ from megarl.train.update import UpdateStage
 from megarl.train.validate import Validator
 from megarl.types import AlgoState, FinishReason, Row, scored_batch
 from megarl.types.messages import LoadRequest, Role
+
+# If so large a share of the first responses is cut, engines probably do not know how the model ends an answer.
+MANY_CUT = 0.95
+
+
+def cut_warning(cut_frac: float, limit: int, ends: Sequence[str]) -> str:
+    """Return a warning about the first responses, nearly all of which were cut at the limit, before any of the ends."""
+    return (
+        f"warning: {cut_frac:.0%} of the responses of step 1 were cut at rollout.max_response_tokens={limit}, before "
+        f"any of the ends {', '.join(map(repr, ends))}; raise the limit or, if the model ends answers in another way, "
+        "set rollout.stop_token_ids or rollout.stop to its end"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +114,9 @@ class Trainer:
                     with self.timers("step"):
                         result = self.step(step)
                     self._log(step, result, log, progress)
+                    if step == 1 and result.collected.cut_frac >= MANY_CUT:
+                        limit, names = config.rollout.max_response_tokens, inputs.answers.ends.names
+                        progress.note(cut_warning(result.collected.cut_frac, limit, names))
                 due = step % config.validation.every_steps == 0 or step == total
                 state = partial(self._run_state, step, self._validate(step, log, progress) if due else None)
                 with self.timers("save_checkpoint"):  # logged with the next step

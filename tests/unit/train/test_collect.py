@@ -31,12 +31,15 @@ from megarl.rollout.scheduler import Scheduler
 from megarl.rollout.source import Batch, Doing, OnSample, RolloutSource, SamplingPlan, generating, ignore_sample
 from megarl.train.collect import Collected, PromptQueue, Rollouts
 from megarl.train.groups import refill_count
+from megarl.train.loop import cut_warning
 from megarl.train.rows import training_rows
 from megarl.types import DROPPED, FinishReason, Prompt, Reward, Sample, prompt_segment, scored_batch
 from tests.helpers.reward_items import item
 from tests.helpers.segments import demonstration_segment, policy_segment
 
 MIXED, WRONG, RIGHT = (0.0, 1.0), (0.0, 0.0), (1.0, 1.0)
+# All wrong as well, as the responses were cut.
+CUT = (-1.0, -1.0)
 # In place of a score: nobody could judge the sample.
 LOST = math.nan
 MIXED_GROUPS = FilterConfig(mean_score=(0.0, 1.0))
@@ -178,7 +181,7 @@ class World(RolloutSource):
             sample_index=place,
             seed=step,
             segments=(prompt_segment([index]), *given, policy_segment([100 + place])),
-            finish_reason=FinishReason.STOP,
+            finish_reason=FinishReason.LENGTH if self.scores[index] == CUT else FinishReason.STOP,
         )
 
     def begin(self) -> "WorldJudging":
@@ -278,11 +281,19 @@ def test_every_sample_has_its_own_reward() -> None:
     assert rewards == {("q:0", 0): 0.0, ("q:0", 1): 0.25, ("q:1", 0): 0.5, ("q:1", 1): 0.75}
 
 
-def test_engines_stop_at_every_end() -> None:
-    world = World([WRONG, WRONG, MIXED, WRONG])
+def test_engines_stop_at_every_end_and_responses_that_were_cut_are_counted() -> None:
+    """Also of groups that the filter removes: if all are cut, all may be wrong."""
+    world = World([CUT, CUT, MIXED, CUT])
     collector = world.collector(FilterConfig(mean_score=(0.0, 1.0)), 4)
-    assert prompts_of(collect(collector, 1)) == [2]
+    collected = collect(collector, 1)
+    assert prompts_of(collected) == [2]
+    assert collected.cut_frac == 0.75
     assert world.plan.stop_token_ids == (0, 3, 9)
+    assert cut_warning(collected.cut_frac, 64, ("<|im_end|>", "<|endoftext|>")) == (
+        "warning: 75% of the responses of step 1 were cut at rollout.max_response_tokens=64, before any of the ends "
+        "'<|im_end|>', '<|endoftext|>'; raise the limit or, if the model ends answers in another way, set "
+        "rollout.stop_token_ids or rollout.stop to its end"
+    )
 
 
 def test_a_filter_without_refills_leaves_fewer_groups() -> None:
