@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-
 def load_tokenizer(
     path: str | Path, key: str = "model.path", arguments: Mapping[str, Any] | None = None
 ) -> "PreTrainedTokenizerBase":

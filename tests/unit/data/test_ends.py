@@ -252,5 +252,5 @@ def test_declared_ends_are_those_that_vllm_reads(
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 6')
-    with pytest.raises(ConfigError, match=r"^.*/generation_config\.json: not JSON \(.*\); copy the model again$"):
+    with pytest.raises(ConfigError, match=r"^.*/generation_config\.json: not JSON: .*; copy the model again$"):
         declared_ends(tmp_path)
