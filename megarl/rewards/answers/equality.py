@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
 
-from megarl.rewards.answers import notation, structure
+from megarl.rewards.answers import bound, notation, structure
 from megarl.rewards.answers.numbers import REL_TOLERANCE, Number, are_close, parse_number
 from megarl.rewards.answers.options import MAX_ANSWER_CHARS, AnswerOptions, Equality
 from megarl.rewards.answers.spelling import canonical, compact, normalise
@@ -35,6 +35,8 @@ _NAME_OF_VALUE = re.compile(r"^\\?[a-zA-Z]{1,2}\s*=(?=[^=]+$)")
 _NUMBER_IN_BRACKETS = re.compile(r"^\(\s*(-?[\d.,]+)\s*\)$")
 _NAMED_SET = r"\mathbb"
 _CHOICE = re.compile(r"\(?([A-Z])\)?[.:)]?")
+# Words that are not taken for products of their letters, as are others of up to three.
+_SHORT_WORDS = frozenset({"yes", "no"})
 _SAME_WORDS = {
     "no solution": r"\emptyset",
     "no solutions": r"\emptyset",
@@ -107,8 +109,11 @@ def same_words(answer: str, gold: str, compare: Compare, options: AnswerOptions)
         return Equality.of(letters[0][1] == letters[1][1])
     a, g = (_CASELESS.sub(lambda word: word[0].casefold(), " ".join(text.split())) for text in (answer, gold))
     a, g = _SAME_WORDS.get(a, a), _SAME_WORDS.get(g, g)
-    is_text = [_WORDS.fullmatch(text) is not None and (len(text) > 3 or not text.isascii()) for text in (a, g)]
-    if a == g and (any(is_text) or len(a) > 2 or a == "no"):
+    is_text = [
+        text in _SHORT_WORDS or (_WORDS.fullmatch(text) is not None and (len(text) > 3 or not text.isascii()))
+        for text in (a, g)
+    ]
+    if a == g and (any(is_text) or len(a) > 2):
         return Equality.EQUAL
     return Equality.DIFFERENT if any(is_text) and not any(re.search("[=<>,;]", text) for text in (a, g)) else None
 
@@ -158,8 +163,9 @@ def without_units(answer: str, gold: str, compare: Compare, options: AnswerOptio
 
 
 def same_matrix(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
-    """Compare matrices element by element; they must have the same shape."""
+    """Compare matrices element by element; they must have the same shape. A column may be written as a tuple."""
     a, g = structure.parse_matrix(answer), structure.parse_matrix(gold)
+    a, g = (each or structure.as_column(text) for each, text in ((a, answer), (g, gold))) if a or g else (a, g)
     if a is None or g is None:
         return None
     if [len(row) for row in a] != [len(row) for row in g]:
@@ -168,15 +174,17 @@ def same_matrix(answer: str, gold: str, compare: Compare, options: AnswerOptions
 
 
 def same_alternatives(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
-    r"""Expand `\pm`, which stands for two values, and compare in any order: `\pm 2` equals `2, -2`."""
-    a, g = structure.expand_signs(answer), structure.expand_signs(gold)
-    if a is None and g is None:
-        return None
-    sides: list[Sequence[str]] = []
-    for text, pair in ((answer, a), (gold, g)):
+    r"""Expand `\pm`, which stands for two values, and compare in any order: `\pm 2` equals `2, -2`.
+
+    So does each element of a list or set: `0, \pm 1` has three values.
+    """
+    sides: list[list[str]] = []
+    for text in (answer, gold):
         group = structure.parse_group(text)
         items = group.items if group is not None and not group.ordered else (text,)
-        sides.append(pair or items)
+        sides.append([each for item in items for each in structure.expand_signs(item) or (item,)])
+    if not any(r"\pm" in text or r"\mp" in text for text in (answer, gold)):
+        return None
     return _same_multiset(sides[0], sides[1], compare)
 
 
@@ -228,7 +236,8 @@ def same_group(answer: str, gold: str, compare: Compare, options: AnswerOptions)
             return Equality.DIFFERENT
     elif r"\{" in (a.opening, g.opening) and (a.ordered or g.ordered) and not options.ignore_brackets:
         return Equality.DIFFERENT
-    if a.ordered or g.ordered:
+    # What dots leave out depends on the order.
+    if a.ordered or g.ordered or r"\ldots" in (*a.items, *g.items):
         return _all_equal(a.items, g.items, compare)
     return _same_multiset(a.items, g.items, compare)
 
@@ -303,8 +312,11 @@ def _same_multiset(a: Sequence[str], g: Sequence[str], compare: Compare) -> Equa
 
 RULES: Sequence[Rule] = (
     same_text,
+    bound.same_renamed,
     same_words,
     notation.same_base,
+    notation.same_time,
+    notation.same_ratio,
     notation.same_angle,
     same_quantity,
     notation.same_closing_words,
@@ -317,5 +329,6 @@ RULES: Sequence[Rule] = (
     same_equation,
     same_group,
     without_units,
+    notation.same_beside,
 )
 TEXTUAL_RULES: Sequence[Rule] = (same_text, same_number, same_matrix, same_equation, same_group)

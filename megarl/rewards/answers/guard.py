@@ -17,10 +17,25 @@ _EXPONENT = re.compile(r"([\])}|!]?)\s*\^\s*(?:\{([^{}]*)\}|(\d+|.))")
 # Refused are 2^3^4 and, within the braces of an exponent, powers of anything but a name: e^{x^2} is safe, 9^{9^9} not.
 # x^2y^2 is no chain.
 _CHAINED_POWER = re.compile(r"\^\s*(?:[\d.]+|[a-zA-Z])\s*\^")
-# Algebra would drop the base of 2516_8, the prime of f'(x), the dots of 7… and the T of a transposed matrix, and sort
-# the letters of an angle.
+# Algebra would drop the base of 2516_8, the prime of f'(x), the dots of 7… and the T of a transposed matrix, subtract
+# within a date, and sort the letters of an angle.
 _DROPPED = re.compile(
-    r"\d\s*_|'|\\(?:angle|triangle|[lc]?dots|phantom|models)(?![a-zA-Z])|\^\s*(?:\{\s*T\s*\}|T(?![a-zA-Z]))"
+    r"\d\s*_|['\"]|\d\s*\$\s*\d|(?<!\d)\d{4}-\d\d-\d\d(?!\d)|\\(?:angle|triangle|[lc]?dots|phantom|models)(?![a-zA-Z])|\^\s*(?:\{\s*T\s*\}|T(?![a-zA-Z]))"
+)
+# A number after a factor, with nothing but spaces between, which the parser would multiply. What `20 22` or `x 2` mean,
+# nobody knows. A mixed fraction is one number here, as `spelling.canonical` writes it.
+_LETTERS = (
+    "alpha|beta|gamma|delta|epsilon|varepsilon|theta|lambda|mu|nu|rho|sigma|tau|varphi|phi|psi|omega|pi|Gamma|Delta"
+    "|Omega|infty|rfloor|rceil|degree"
+)
+_BESIDE = re.compile(
+    rf"(?:\d\.?\s|[)\]}}!]|(?<![\\a-zA-Z])[a-zA-Z]+|\\(?:{_LETTERS})(?![a-zA-Z]))\s*\.?\d"
+    r"|(?<![\^_])\d\s*\\frac\s*\{\s*\d+\s*\}\s*\{\s*\d+\s*\}"
+)
+# Where digits follow as an argument.
+_TAKES_NUMBER = re.compile(
+    r"\\(?:log|ln|lg|exp|(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc)\s*(?:[_^]\s*(?:\{[^{}]*\}|\w)\s*)+|\\sqrt\s*\[[^\]]*\]"
+    r"|\\begin\s*\{[a-z]+\}(?:\s*\{[lcr|\s]*\})?"
 )
 _NO_SMALL_SUM = re.compile(r"[\^!*]|\\cdot|\\frac|\d\s*\(|\d\s+\d|[a-zA-Z)]\s*\(")
 _POWER_OF_NUMBER = re.compile(r"[\d)}\]!]\s*\^")
@@ -32,7 +47,14 @@ def refusal(text: str) -> str | None:
     """Return the reason why an answer must not be evaluated, or None if it may be evaluated."""
     if _DROPPED.search(text):
         return "has a sign that algebra would drop"
+    if numbers_side_by_side(text):
+        return "has a number beside another factor"
     return "asks for a computation" if _WORK.search(text) else costly(text)
+
+
+def numbers_side_by_side(text: str) -> bool:
+    r"""Return whether a number follows another factor with only spaces between, as in `20 22` or `\frac{2 3}{7}`."""
+    return _BESIDE.search(_TAKES_NUMBER.sub("", text)) is not None
 
 
 def costly(text: str) -> str | None:

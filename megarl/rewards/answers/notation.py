@@ -1,10 +1,14 @@
-"""Compare answers in notations with rules of their own: number bases, named tuples, inequalities, angles."""
+"""Compare answers in notations with rules of their own: number bases, named tuples, inequalities, angles, ratios, times
+of day.
+"""
 
+import itertools
 import re
 import string
 from collections.abc import Callable, Mapping
 
 from megarl.rewards.answers import structure
+from megarl.rewards.answers.guard import numbers_side_by_side
 from megarl.rewards.answers.options import AnswerOptions, Equality
 from megarl.rewards.answers.symbolic import sign_of_factor
 from megarl.rewards.answers.units import split_unit
@@ -19,6 +23,8 @@ _TUPLE_OF_NAMES = re.compile(r"(\((?:\s*\\?[a-zA-Z]\w*\s*,)+\s*\\?[a-zA-Z]\w*\s*
 _ASSIGNMENT = re.compile(r"(\\?[a-zA-Z]\w*)\s*=\s*([^=]+)")
 _RELATION = r"<|>|\\leq(?![a-zA-Z])|\\geq(?![a-zA-Z])"
 _CLOSING_WORDS = re.compile(r".*[\d)}\]]\s+([^\W\d_]+(?:[\s'-]+[^\W\d_]+)*)")
+_RATIO = r":|(?<![a-zA-Z\\])to(?![a-zA-Z])"
+_TIME = re.compile(r"(\d{1,2})(?::(\d\d))?(?::(\d\d))?(?:\s*([ap])\.?\s?m\.?)?", re.IGNORECASE)
 _TURNED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
 
 
@@ -106,6 +112,46 @@ def same_closing_words(answer: str, gold: str, compare: Compare, options: Answer
     words = []
     for text in (answer, gold):
         match = None if split_unit(text).unit else _CLOSING_WORDS.fullmatch(text)
-        words.append(match[1].casefold().split() if match else [])
+        # The degrees of an angle are part of it.
+        words.append(match[1].casefold().split() if match and match[1] != "degree" else [])
     has_text = any(len(word) > 3 for each in words for word in each)
     return Equality.DIFFERENT if has_text and words[0] != words[1] else None
+
+
+def same_time(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
+    """Compare times of day if one is with am or pm: `7 p.m.` equals `7:00 PM` and `19:00`, and not `7:00`."""
+    times = [_TIME.fullmatch(text) for text in (answer, gold)]
+    if not any(time is not None and time[4] for time in times):
+        return None
+    seconds = []
+    for time in times:
+        # Without am or pm, only the hours of 24 say which half of the day is meant.
+        if time is None or not (time[4] or (time[2] and not 1 <= int(time[1]) <= 12)):
+            return Equality.DIFFERENT
+        hour = int(time[1]) % 12 + 12 * (time[4].lower() == "p") if time[4] else int(time[1])
+        seconds.append(3600 * hour + 60 * int(time[2] or 0) + int(time[3] or 0))
+    return Equality.of(seconds[0] == seconds[1])
+
+
+def same_ratio(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
+    """Compare ratios: `2:4:6` equals `1:2:3`. What may be two times of day, `2:15` and `4:30`, is compared as such."""
+    ratios = [structure.split_top(text, _RATIO) for text in (answer, gold)]
+    if any(len(terms) < 2 or not all(terms) for terms in ratios):
+        return None
+    if len(ratios[0]) != len(ratios[1]):
+        return Equality.DIFFERENT
+    times = [_TIME.fullmatch(text) for text in (answer, gold)]
+    if times[0] and times[1]:
+        return Equality.of(times[0].groups() == times[1].groups())
+    # All products are compared, since a term may be 0; but not all terms may.
+    zeros = [[compare(term, "0") for term in terms] for terms in ratios]
+    pairs = itertools.combinations(zip(*ratios, strict=True), 2)
+    verdicts = {compare(f"({a})({y})", f"({b})({x})") for (a, x), (b, y) in pairs}
+    if Equality.UNPARSED in verdicts.union(*zeros):
+        return Equality.UNPARSED
+    return Equality.of(verdicts == {Equality.EQUAL} and all(Equality.DIFFERENT in each for each in zeros))
+
+
+def same_beside(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
+    """Refuse numbers with nothing but spaces between: `20 22` equals the same text alone."""
+    return Equality.DIFFERENT if any(map(numbers_side_by_side, (answer, gold))) else None

@@ -10,7 +10,13 @@ REL_TOLERANCE = 1e-4
 MAX_EXPONENT = 400
 
 _INT = r"\d+"
-_DECIMAL = r"(?:\d{1,3}(?:[,\s]\d{3})+|\d+)(?:\.\d*)?"
+# Marks of thousands, of one kind throughout: 1,234,567; 1_234_567; 1.234.567; the Indian 12,34,567. Others are joined
+# by `join_digits`.
+_GROUPED = (
+    r"[1-9]\d{0,2}(?:(?:,\d{3})+|(?:_\d{3})+|(?=\.\d{3}\.)(?:\.\d{3})+(?!\.?\d))"
+    r"|[1-9]\d?(?:,\d\d)+,\d{3}"
+)
+_DECIMAL = rf"(?:{_GROUPED}|\d+)(?:\.\d*)?"
 _POWER = r"(?:10\s*\^\s*(?:\{\s*([+-]?\s*\d+)\s*\}|([+-]?\d+)))"
 _SIGN = re.compile(r"^\s*([+-]?)\s*")
 _FRACTION = re.compile(
@@ -19,8 +25,17 @@ _FRACTION = re.compile(
 _MIXED = re.compile(
     rf"({_INT})\s*\\frac\s*\{{\s*({_INT})\s*\}}\s*\{{\s*({_INT})\s*\}}|({_INT})\s+({_INT})\s*/\s*({_INT})"
 )
+_SPACED_GROUPS = re.compile(r"(?<![\w.,'^])[1-9]\d{0,2}(?:(?: \d{3})+|(?:'\d{3})+)(?!\d|[ ']\d|'| ?/)")
+_MIXED_INSIDE = re.compile(
+    rf"(?<![\w.,^}}])(?<!\d\s)([1-9]\d*)(?:\s*\\frac\s*\{{\s*({_INT})\s*\}}\s*\{{\s*({_INT})\s*\}}|\s+({_INT})\s*/\s*({_INT}))(?![\d/^.])"
+)
+# The digits under a bar, between dots, or in brackets after the point, repeat for ever; so do 333 before dots.
+_REPEATING = re.compile(
+    r"(?<![\d.,])(?<!\d )(\d+)\.(?:(\d*)\\(?:overline|bar)\s*(?:\{\s*(\d+)\s*\}|(\d))|()\((\d+)\)"
+    r"|(\d*)\\dot\s*\{?\s*(\d)\}?(?:(\d*)\\dot\s*\{?\s*(\d)\}?)?|(\d*?)(?P<digit>\d)(?P=digit){2,}\s*\\ldots)(?!\s*[\d.(])"
+)
 _PLAIN = re.compile(rf"({_DECIMAL})")
-_SCIENTIFIC = re.compile(rf"({_DECIMAL})\s*(?:[eE]\s*([+-]?\d+)|(?:\\cdot|x)\s*{_POWER})|{_POWER}")
+_SCIENTIFIC = re.compile(rf"({_DECIMAL})(?:[eE]([+-]?\d+)|\s*(?:\\cdot|x)\s*{_POWER})|{_POWER}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +71,8 @@ def parse_number(text: str) -> Number | None:
             value = Fraction(top) / Fraction(bottom)
         elif match := _MIXED.fullmatch(body):
             whole, numerator, denominator = (int(group) for group in match.groups() if group)
+            if numerator >= denominator:
+                return None
             value = whole + Fraction(numerator, denominator)
         elif match := _SCIENTIFIC.fullmatch(body):
             mantissa, *exponents = match.groups()
@@ -74,7 +91,34 @@ def parse_number(text: str) -> Number | None:
 
 
 def _decimal(text: str) -> Fraction:
-    return Fraction(re.sub(r"[,\s]", "", text).removesuffix("."))
+    return Fraction(re.sub(r"[,_]" if text.count(".") < 2 else r"\.", "", text).removesuffix("."))
+
+
+def join_digits(text: str) -> str:
+    r"""Join numbers of several parts in a text: `1 234` and `1'234` → `1234`, `3 \frac{1}{2}` → `\frac{7}{2}`, and a
+    repeating decimal to its fraction, `0.\overline{3}` → `\frac{3}{9}`.
+
+    Other numbers side by side stay as they are: `20 22` is no number.
+    """
+    if not any(character.isdigit() for character in text):
+        return text
+    text = _SPACED_GROUPS.sub(lambda match: re.sub("[ ']", "", match[0]), text)
+    return _MIXED_INSIDE.sub(_improper, _REPEATING.sub(_repeated, text))
+
+
+def _improper(match: re.Match[str]) -> str:
+    whole, top, bottom = (int(group[:MAX_EXPONENT]) for group in match.groups() if group)
+    return rf"\frac{{{whole * bottom + top}}}{{{bottom}}}" if top < bottom else match[0]
+
+
+def _repeated(match: re.Match[str]) -> str:
+    whole, *parts = (group for group in match.groups() if group is not None)
+    # Of 0.1\dot{4}28\dot{5}, what repeats is in three groups.
+    fixed, period = parts[0], "".join(parts[1:])
+    if len(match[0]) > MAX_EXPONENT:
+        return match[0]
+    top = int(whole + fixed + period) - int(whole + fixed)
+    return rf"\frac{{{top}}}{{{'9' * len(period)}{'0' * len(fixed)}}}"
 
 
 def are_close(a: Number, b: Number) -> bool:

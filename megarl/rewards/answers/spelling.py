@@ -4,10 +4,18 @@ import re
 import unicodedata
 from collections.abc import Mapping
 
+from megarl.rewards.answers.numbers import join_digits
+from megarl.rewards.answers.units import UNIT_OF_LETTER
+
 _UNICODE: Mapping[int, str] = str.maketrans(
     {
         "−": "-",
         "–": "-",
+        "‐": "-",
+        "‑": "-",
+        "’": "'",
+        "“": '"',
+        "”": '"',
         "×": r"\cdot ",
         "∙": r"\cdot ",
         "·": r"\cdot ",
@@ -42,11 +50,26 @@ _UNICODE: Mapping[int, str] = str.maketrans(
     }
 )
 _SUPERSCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-_WRAPPERS = r"text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|mbox|operatorname|emph|bm|boldsymbol"
+# They print nothing, but part what they stand between.
+_INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u202a-\u202e\u2060\ufeff]")
+_VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
+_WRAPPERS = (
+    r"text|textbf|textit|textrm|textnormal|textsf|texttt|mathrm|mathbf|mathit|mathsf|mathtt|mbox|operatorname|emph|bm"
+    r"|boldsymbol|underline|boxed|fbox"
+)
+# Colours change nothing; what is coloured stays, in its braces.
+_COLOURS = r"\\(?:(?:text)?color(?:box)?|fcolorbox\s*\{[^{}]*\})\s*\{[^{}]*\}"
+# Emphasis of Markdown, and quotation marks, around the whole answer.
+_EMPHASIS = re.compile(r"(\*{1,3}|__|_|`|\")(?=\S)((?:(?!\1).)+)(?<=\S)\1", re.DOTALL)
 _FUNCTIONS = r"arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|ln|log|exp"
 _GREEK = r"pi|theta|alpha|beta|gamma|lambda|infty"
-_SIZES = r"left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|limits"
+_SIZES = r"left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|limits|large|Large|LARGE|huge|Huge|bf|bfseries"
 _UNWRAPPED = re.compile(rf"\\(?:{_WRAPPERS})\s*\{{([^{{}}]*)\}}")
+# Upright, a single letter after a number, root or π is a unit's symbol, not a variable.
+_UPRIGHT_UNIT = re.compile(
+    rf"(?:(?<=[\d)}}])|(?<=\\pi))\s*\\(?:text|textrm|textnormal|mathrm|mbox)\s*\{{\s*([{''.join(UNIT_OF_LETTER)}])\s*\}}"
+    r"(?!\s*[\^_/\d])"
+)
 
 # `\frac12` → `\frac{1}{2}`, `\frac{1}2` → `\frac{1}{2}`.
 _FRACTIONS = ((r"\\frac\s*([^\s{\\])", r"\\frac{\1}"), (r"(\\frac\{[^{}]*\})\s*([^\s{\\])", r"\1{\2}"))
@@ -62,13 +85,18 @@ _ORDINAL = re.compile(r"(\d+)\s*(?:\^\s*\{?\s*)?(?:st|nd|rd|th)\s*\}?")
 # Patterns and their replacements; the order is part of the definition of both spellings.
 _DELIMITERS = _compiled(
     (r"\.{3,}", r"\\ldots "),
+    # Struck out in Markdown.
+    (r"~~", r"\\sout "),
     # Spelled thus, these are marks of thousands wherever they stand; a comma alone may separate elements.
     (r"(?<=\d)(?:,\s*\\!\s*|\{,\})(?=\d{3}(?!\d))", ""),
     (r"\\\$", "$"),
     (r"(?<!\\)\\[()\[\]]", " "),
     (r"\$(?!\s*-?[\d.]+(?:[,\d. ]|\\%|\s*(?:thousand|million|billion))*$)", " "),
-    (r"(?<!\\)\\[,;:!> ]|~|\\q?quad(?![a-zA-Z])|\\space(?![a-zA-Z])", " "),
+    (r"(?<!\\)\\[,;:!> ]|~|\\space(?![a-zA-Z])", " "),
+    # Two spaces, which are no mark of thousands.
+    (r"\\q?quad(?![a-zA-Z])", "  "),
     (rf"\\(?:{_SIZES})(?![a-zA-Z])", ""),
+    (_COLOURS, ""),
 )
 _SYMBOLS = _compiled(
     (r"\{,\}", ","),
@@ -96,9 +124,13 @@ _SYMBOLS = _compiled(
     (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"),
     *_FRACTIONS,
-    (r"(?<![\d.])\.(?=\d)", "0."),
+    # Braces around digits part nothing: 20{}22 is 2022.
+    (r"^\{(\d+)\}(?=[\d{])", r"\1"),
+    (r"(?<=\d)(?<![\^_]\d)\{(\d*)\}", r"\1"),
+    (r"\\(?:dots[bcimo]?|cdots)(?![a-zA-Z])", r"\\ldots "),
+    (r"(?<![\d.])\.(?=\d|\\(?:overline|bar|dot)(?![a-zA-Z]))", "0."),
     # Punctuation around an answer.
-    (r"^[,:;\s]+", ""),
+    (r"^[,:;=\s]+", ""),
     (r"(?<!\\)[.,:;\s]+$", ""),
 )
 _BEFORE_UNIT = _compiled(
@@ -131,15 +163,21 @@ def canonical(text: str) -> str:
 
     Unicode signs become LaTeX; delimiters, sizes and text wrappers are removed: `$\dfrac12\,\text{cm}$` →
     `\frac{1}{2} cm`, `x × ２` → `x \cdot 2`, `90°` → `90 degree`, `15th` → `15`. Commas separate several
-    equations.
+    equations. Numbers written in several parts become one: see `numbers.join_digits`.
     """
+    text = _INVISIBLE.sub(" ", text).translate(_UNICODE).strip()
+    while emphasised := _EMPHASIS.fullmatch(text):
+        text = emphasised[2]
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda match: f"^{{{match[0].translate(_SUPERSCRIPT)}}}", text)
+    text = re.sub("[₀-₉]+", lambda match: f"_{{{unicodedata.normalize('NFKC', match[0])}}}", text)
+    text = _VULGAR_FRACTION.sub(_spelled_fraction, text)
     text = unicodedata.normalize("NFKC", text.translate(_UNICODE)).translate(_UNICODE)
     text = "".join(str(unicodedata.decimal(c)) if c.isdecimal() else c for c in text)
     if text.count("=") > 1 and r"\begin" not in text:
         text = _BETWEEN_EQUATIONS.sub(", ", text)
     for pattern, replacement in _DELIMITERS:
         text = pattern.sub(replacement, text)
+    text = _UPRIGHT_UNIT.sub(lambda match: f" {UNIT_OF_LETTER[match[1]]} ", text)
     # Innermost first: `\text{ cm}` → ` cm `.
     while (unwrapped := _UNWRAPPED.sub(r" \1 ", text)) != text:
         text = unwrapped
@@ -147,13 +185,21 @@ def canonical(text: str) -> str:
         text = pattern.sub(replacement, text)
     while re.fullmatch(r"\{[^{}]*\}", text):
         text = text[1:-1].strip()
-    text = re.sub(r"\s+", " ", text).strip()
+    text = re.sub(r"\s+", " ", join_digits(text)).strip()
     return ordinal[1] if (ordinal := _ORDINAL.fullmatch(text)) else text
 
 
+def _spelled_fraction(sign: re.Match[str]) -> str:
+    top, bottom = unicodedata.normalize("NFKC", sign[0]).split("⁄")
+    return rf" \frac{{{top}}}{{{bottom}}} " if bottom else sign[0]
+
+
 def compact(text: str) -> str:
-    """Remove spaces, except between words and between digits, so that `2 3` stays different from `23`."""
-    return re.sub(r"(?<![\w])\s+|\s+(?![\w])", "", text)
+    """Remove spaces, except between words, digits and points, so that `2 3` stays different from `23`, and the braces
+    of an exponent or index of one character.
+    """
+    text = re.sub(r"([_^])\{\s*(\w|\\[a-zA-Z]+)\s*\}\s*", r"\1\2 ", text)
+    return re.sub(r"(?<![\w.])\s+|\s+(?![\w.])", "", text)
 
 
 def normalise(text: str) -> str:

@@ -69,8 +69,14 @@ def parse_group(text: str) -> Group | None:
     else:
         opening, closing, inside = "", "", text
     whole = _NOTHING if opening else _THOUSANDS
-    items = [item for item in split_top(inside, _LIST_SEPARATORS, whole=whole) if item]
-    if not items or (len(items) == 1 and opening not in ("(", r"\{")):
+    items = split_top(inside, _LIST_SEPARATORS, whole=whole)
+    if not (items[0] and items[-1]):
+        # A comma may stand at the end of a tuple, but no "or".
+        items = split_top(inside.strip().removesuffix(","), _LIST_SEPARATORS, whole=whole)
+        if not (items[0] and items[-1]):
+            return None
+    items = [item for item in items if item]
+    if len(items) == 1 and opening not in ("(", r"\{"):
         return None
     return Group(opening=opening, closing=closing, items=tuple(items))
 
@@ -82,6 +88,14 @@ def parse_matrix(text: str) -> tuple[tuple[str, ...], ...] | None:
         return None
     rows = [row.strip() for row in re.split(r"\\\\(?:\[[^\]]*\])?|\\cr\b", match[2]) if row.strip()]
     return tuple(tuple(cell.strip() for cell in split_top(row.replace(r"\hline", ""), "&")) for row in rows)
+
+
+def as_column(text: str) -> tuple[tuple[str, ...], ...] | None:
+    """Parse a tuple of several elements as a matrix of one column; return None for other texts."""
+    group = parse_group(text)
+    if group is None or (group.opening, group.closing) != ("(", ")") or len(group.items) < 2:
+        return None
+    return tuple((item,) for item in group.items)
 
 
 def expand_signs(text: str) -> tuple[str, str] | None:

@@ -18,6 +18,11 @@ _READ_AS_WRITTEN = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
 )
 _KEEP_CASE = ConversionConfig(lowercase_symbols=False)
+# The parser adds an integer to the number after it, as if `(2)(3)` and `2\binom{5}{2}` were mixed fractions. These are
+# joined before, so here such numbers are multiplied.
+_INTEGER_FACTOR = re.compile(
+    r"((?<![\w.^\\])(?:\d+|\(\s*-?\d+\s*\)|\\binom\s*\{[^{}]*\}\s*\{[^{}]*\}))\s*(?=\(|\\(?:binom|frac|lfloor|lceil)(?![a-zA-Z]))"
+)
 _IMAGINARY = re.compile(r"(?<![a-zA-Z\\_])i(?![a-zA-Z_])")
 _DEGREE = re.compile(r"\s*degree\b")
 # The parser takes \gamma for the gamma function of what follows; here it is a variable, whose new name nobody writes.
@@ -51,7 +56,7 @@ def parse_latex(text: str, *, is_complex: bool = False) -> Any:
         return None
     try:
         expression = latex2sympy(
-            _GAMMA.sub(r"\\varpi ", _DEGREE.sub(r"^{\\circ}", text)),
+            _GAMMA.sub(r"\\varpi ", _DEGREE.sub(r"^{\\circ}", _INTEGER_FACTOR.sub(r"\1 \\cdot ", text))),
             is_real=None if is_complex else True,
             convert_degrees=True,
             conversion_config=_KEEP_CASE,

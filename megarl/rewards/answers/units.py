@@ -85,9 +85,24 @@ _COUNTED: Mapping[str, str] = {
     "cubic feet": "foot^3",
     "cubic yards": "yard^3",
 }
+# Units of one letter, which are variables unless they stand upright, or after a space and a number.
+UNIT_OF_LETTER: Mapping[str, str] = {
+    "m": "meter",
+    "s": "second",
+    "g": "gram",
+    "h": "hour",
+    "l": "liter",
+    "L": "liter",
+    "N": "newton",
+    "J": "joule",
+    "W": "watt",
+    "V": "volt",
+    "A": "ampere",
+    "K": "kelvin",
+}
 _PHYSICAL = re.compile(
-    r"(?:[numkMGT]?(?:m|g|s|eV|Hz|N|J|W|V|A|K|Pa|mol|pc|L|erg|dyn|cm|mm|km|min|h|hr|ohm|rad)"
-    r"(?:\s*\^\s*\{?\s*-?\d\s*\}?)?[\s/]*)+"
+    r"(?:[numkMGT]?(?:m|g|s|eV|Hz|N|J|W|V|A|K|Pa|mol|pc|L|erg|dyn|cm|mm|km|min|h|hr|ohm|rad|Wh|Ah|Nm)"
+    r"(?:\s*\^\s*\{?\s*-?\d\s*\}?)?(?:[\s/]+|$))+"
 )
 _SCALES: Mapping[str, int] = {
     "dozen": 12,
@@ -97,8 +112,13 @@ _SCALES: Mapping[str, int] = {
     "billion": 10**9,
     "trillion": 10**12,
 }
+MEASURES = frozenset(_SPELLINGS.values())
 _STANDARD = frozenset({*_SPELLINGS.values(), *_COUNTED.values()})
 _NOT_UNITS = frozenset({"and", "or", "to", "mod", "in", "i", "e", "x", "y", "z", "n", "k", "if", "no", "minus"})
+# The degrees of sin 60° belong to the angle.
+_ANGLE_OF_FUNCTION = re.compile(
+    r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])(?:\s*\^\s*(?:\{[^{}]*\}|\d))?\s*\(?-?[\d.]+$"
+)
 _CURRENCY = re.compile(r"^(-?)\s*([$€£¥])\s*")
 _TRAILING = re.compile(
     r"^(?P<body>.*?(?:[\d.})]|\\pi))\s*(?P<unit>%|[$€£¥¢]|[^\W\d_][^\d=,;<>\\()|+]*(?:\^\s*\{?\s*-?\d\s*\}?)?|cm[23]|m[23])$"
@@ -124,6 +144,8 @@ def split_unit(text: str) -> Quantity:
         return Quantity(text, "")
     body, words = match["body"].strip(), match["unit"].strip()
     unit = _unit(words)
+    if unit == "degree" and _ANGLE_OF_FUNCTION.search(body):
+        return Quantity(text, "")
     is_spaced = text[len(match["body"]) : match.start("unit")] != ""
     first = re.split(r"[\s/.^*{}-]+", words.lower())[0]
     scale, _, rest = unit.partition(" ")
@@ -148,6 +170,7 @@ def _unit(words: str) -> str:
     """
     words = re.sub(r"\s*\^\s*\{?\s*(-?\d)\s*\}?", r"^\1", words.strip().strip("."))
     words = " ".join(words.split())
+    words = UNIT_OF_LETTER.get(words, words)
     folded = words.casefold()
     known = _SPELLINGS.get(folded) or _SPELLINGS.get(folded.removesuffix("s")) or _COUNTED.get(folded)
     return known or (words if _PHYSICAL.fullmatch(words) else folded.removesuffix("s"))
