@@ -2,7 +2,7 @@
 models.
 """
 
-from megarl.rewards import code, countdown, luffy, mathematics, reasoning_gym
+from megarl.rewards import choices, code, countdown, final_number, luffy, mathematics, reasoning_gym
 from megarl.rewards.scorers import PARSE_FAILED, SCORERS, Scorer
 from megarl.rewards.sources import SOURCES, SourceSpec, score, source_spec
 
@@ -12,8 +12,10 @@ __all__ = [
     "SOURCES",
     "Scorer",
     "SourceSpec",
+    "choices",
     "code",
     "countdown",
+    "final_number",
     "luffy",
     "mathematics",
     "reasoning_gym",

@@ -1,4 +1,4 @@
-"""Score final answers to mathematical questions: compare them by meaning, as strings, as letters, or by math-verify."""
+"""Score final answers to mathematical questions: compare them by meaning, as strings, or by math-verify."""
 
 import logging
 import re
@@ -19,10 +19,9 @@ from megarl.rewards.answers import (
     extract_answer,
     is_equiv,
     last_boxed,
-    normalise,
     same_string,
 )
-from megarl.rewards.answers.guard import costly, refusal
+from megarl.rewards.answers.guard import costly, numbers_side_by_side, refusal
 from megarl.rewards.answers.spelling import canonical
 from megarl.rewards.answers.structure import is_balanced
 from megarl.rewards.scorers import SCORERS, Scorer, reward_of
@@ -32,20 +31,9 @@ from megarl.types import Reward
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 ANSWER_LINE_CHARS = 300
-_ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
-_LETTER = re.compile(r"[A-Za-z]")
-# But not the words "a" and "I".
-_LETTER_ALONE = re.compile(r"\W*(?!a\s+\w|I\s+[a-z])([A-Za-z])(?!'?[A-Za-z])")
-# A second choice after the first: "B or D", "B (maybe D)", "B D", "A good one is B".
-_ANOTHER_LETTER = re.compile(
-    r"\s*\)?\s*(?:[,;/&+|(]|\\(?:lor|land|vee|wedge)\b|\b(?:or|and)\b)"
-    r"(?:[\s(,]|\b(?:or|and|also|else|even|maybe|perhaps|possibly)\b)*[A-Z](?![A-Za-z])"
-    r"|\s+(?:[^).:\n]*\s(?:is|be)\s+)?\(?[A-Z]\W*$"
-)
-_WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|boxed)\b|[*${}]")
-
-# Numbers and names of one letter, but not LaTeX commands.
-_TOKEN = re.compile(r"\d+|(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z])")
+ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+# Numbers, names and words, but not LaTeX commands.
+_TOKEN = re.compile(r"\d+|(?<![a-zA-Z\\])[a-zA-Z]+")
 
 AnswerComparison = Callable[[str, str, AnswerOptions], Equality]
 
@@ -99,30 +87,6 @@ def _reads_all(text: str, reading: list[Any]) -> bool:
     return bool(read) and set(_TOKEN.findall(text)) <= read
 
 
-def gold_letter(ground_truth: str) -> str:
-    """Return the letter of the right choice in a ground truth; raise DataError if it has none or several."""
-    letters: list[str] = _LETTER.findall(ground_truth)
-    if len(letters) != 1:
-        raise DataError(f"ground truth {ground_truth[:60]!r}: expected one letter of a choice, such as 'B'")
-    return letters[0]
-
-
-def compare_letters(answer: str, gold: str, options: AnswerOptions) -> Equality:
-    """Compare multiple-choice letters, each standing alone or before the text of its choice.
-
-    The modes `doc` and `ref` use the first letter of any word.
-    """
-    text = normalise(answer) if options.textual else _WRAPPER.sub(" ", answer)
-    letter = _LETTER.search(text) if options.textual else _LETTER_ALONE.match(text)
-    if letter is None:
-        return Equality.UNPARSED
-    stated = letter[0][-1].upper()
-    another = None if options.textual else _ANOTHER_LETTER.match(text, letter.end())
-    if another and re.findall(r"\w", another[0])[-1] != stated:
-        return Equality.UNPARSED
-    return Equality.of(stated == gold.upper())
-
-
 def reward_of_answer(answer: str | None, gold: str, compare: AnswerComparison, options: AnswerOptions) -> Reward:
     """Compare an extracted answer with the gold answer. A missing answer, or one over 512 characters, counts as
     unparsed.
@@ -145,20 +109,9 @@ def score_answer(
     return reward_of_answer(extract_answer(response, options), gold_answer(ground_truth), compare, options)
 
 
-def score_letters(response: str, ground_truth: str, extra_info: Mapping[str, Any], *, options: AnswerOptions) -> Reward:
-    """Score 1 if the response states the letter of the right choice, else 0.
-
-    Without a box and "the answer is", the last `Answer: B` counts.
-    """
-    gold, answer = gold_letter(ground_truth), extract_answer(response, options)
-    if answer is None and (lines := _ANSWER_LINE.findall(_WRAPPER.sub(" ", response[-ANSWER_LINE_CHARS:]))):
-        answer = lines[-1]
-    return reward_of_answer(answer, gold, compare_letters, options)
-
-
 def score_answer_line(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
     """Score 1 if the last `Answer: …` in the last 300 characters is spelled like the ground truth, otherwise 0."""
-    found = _ANSWER_LINE.findall(response[-ANSWER_LINE_CHARS:])
+    found = ANSWER_LINE.findall(response[-ANSWER_LINE_CHARS:])
     answer = found[-1] if found else None
     boxed = last_boxed(answer, MODES["fix"]) if answer else None
     return reward_of_answer(boxed or answer, gold_answer(ground_truth), compare_strings, MODES["fix"])
@@ -175,13 +128,15 @@ def _parse_gold(gold: str) -> tuple[Any, ...]:
 def score_math_verify(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
     """Score 1 if math-verify 0.9 finds the answer equal to the ground truth, else 0.
 
-    math-verify reads the last box, or without a box the last 512 characters; texts that are costly to evaluate score 0.
+    math-verify reads the last box, or without a box the last 512 characters. Texts that are costly to evaluate score 0,
+    and so does a box with numbers side by side, which math-verify adds.
     """
     gold = _parse_gold(gold_answer(ground_truth))
     text = response.rpartition("</think>")[2]
     boxed = last_boxed(text, MODES["fix"])
     text = text[-MAX_ANSWER_CHARS:] if boxed is None else rf"\boxed{{{boxed}}}"
-    if len(boxed or "") > MAX_ANSWER_CHARS or costly(text.replace("**", "^")):
+    refused = boxed is not None and (len(boxed) > MAX_ANSWER_CHARS or numbers_side_by_side(canonical(boxed)))
+    if refused or costly(text.replace("**", "^")):
         return reward_of(False, parse_failed=True)
     parsed = parse(text, (LatexExtractionConfig(), ExprExtractionConfig()), parsing_timeout=None)
     correct = bool(parsed) and verify(list(gold), parsed, timeout_seconds=None)
@@ -195,8 +150,6 @@ for _mode, _options in MODES.items():
     for _name, _compare in (("math", compare_with_second_opinion), ("strict", compare_strings)):
         _scorer: Scorer = partial(score_answer, compare=_compare, options=_options)
         SCORERS.register(f"{_name}{_suffix}")(_scorer)
-    _scorer = partial(score_letters, options=_options)
-    SCORERS.register(f"letters{_suffix}")(_scorer)
 _scorer = partial(score_answer, compare=compare_with_second_opinion, options=_LAST_NUMBER)
 SCORERS.register("math/last_number")(_scorer)
 SCORERS.register("answer_line")(score_answer_line)

@@ -1,0 +1,56 @@
+"""Score the number that stands after `####` at the end of a response, as in the solutions of GSM8K."""
+
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+from megarl.errors import DataError
+from megarl.rewards.answers.numbers import Number
+from megarl.rewards.answers.spelling import canonical
+from megarl.rewards.answers.units import parse_quantity
+from megarl.rewards.answers.words import is_counted
+from megarl.rewards.scorers import SCORERS, reward_of
+from megarl.types import Reward
+
+SEARCH_CHARS = 300  # the answer stands at the end; a bounded search stays quick on any text
+_MARK = "####"
+# What stands around an answer and says nothing: Markdown, and tags that end a text.
+_AROUND = re.compile(r"\*{2,3}|__|`|<\|?/?[a-zA-Z_]+\|?>")
+_NAMED = re.compile(r"^[a-zA-Z]\s*=\s*(?=[^=]*$)")
+_NUMBER_AND_WORDS = re.compile(r"([^a-zA-Z]*\d[^a-zA-Z(]*?)\s+(\(?[a-zA-Z].*)")
+
+
+def normalise_number(text: str) -> str:
+    """Unify the spelling of a number: `$1,234.00` → `1234`, `.5` → `0.5`, `18.` → `18`."""
+    text = re.sub(r"[,$\\]", "", text.strip())
+    text = re.sub(r"\.0*$", "", text)
+    return re.sub(r"^(-?)\.", r"\g<1>0.", text)
+
+
+def parse_stated(line: str) -> Number | None:
+    """Parse a number with or without the words that name what it counts; None if the line says anything else."""
+    text = _NAMED.sub("", canonical(_AROUND.sub(" ", line)))
+    quantity = parse_quantity(re.sub(r"^-\s+", "-", text))
+    if quantity is None and (match := _NUMBER_AND_WORDS.fullmatch(text)) and is_counted(match[2]):
+        quantity = parse_quantity(match[1])
+    return quantity[0] if quantity else None
+
+
+@SCORERS.register("openai/gsm8k")
+def score_gsm8k(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
+    """Score 1 if the line after the last `####` in the last 300 characters is a number with the value of the ground
+    truth, else 0.
+
+    `####18`, `#### **18**`, `#### $18.00` and `#### 18 apples` are 18; `18 or 19` and `18 and a half` are no number.
+    Raises DataError for a ground truth that is no number.
+    """
+    plain = normalise_number(ground_truth)
+    if not re.fullmatch(r"-?[0-9]+(?:\.[0-9]+)?", plain):
+        raise DataError(f"ground truth {ground_truth[:60]!r}: expected a number; score other answers as scorer=math")
+    stated = [part.strip() for part in response[-SEARCH_CHARS:].split(_MARK)[1:]]
+    line = next((part.partition("\n")[0] for part in reversed(stated) if part.strip("#")), "")
+    number = parse_stated(line)
+    if number is None:
+        return reward_of(False, parse_failed=True)
+    return reward_of(number.value == Fraction(plain), parse_failed=False)
