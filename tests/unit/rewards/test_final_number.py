@@ -4,7 +4,7 @@ import pytest
 
 from megarl.errors import ConfigError
 from megarl.rewards import score
-from megarl.rewards.scorers import normalise_number
+from megarl.rewards.final_number import normalise_number
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,8 @@ from megarl.rewards.scorers import normalise_number
         ("#### .", "8", 0.0),
         ("", "8", 0.0),
         # The answer must lie within the last 300 characters.
-        ("#### 8" + "x" * 294, "8", 1.0),
-        ("#### 8" + "x" * 295, "8", 0.0),
+        ("#### 8\n" + "x" * 293, "8", 1.0),
+        ("#### 8\n" + "x" * 294, "8", 0.0),
     ],
 )
 def test_gsm8k(response: str, ground_truth: str, expected: float) -> None:
