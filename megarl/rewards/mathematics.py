@@ -21,7 +21,7 @@ from megarl.rewards.answers import (
     last_boxed,
     same_string,
 )
-from megarl.rewards.answers.guard import costly, numbers_side_by_side, refusal
+from megarl.rewards.answers.guard import costly, refusal
 from megarl.rewards.answers.spelling import canonical
 from megarl.rewards.answers.structure import is_balanced
 from megarl.rewards.scorers import SCORERS, Scorer, reward_of
@@ -34,6 +34,8 @@ ANSWER_LINE_CHARS = 300
 ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 # Numbers, names and words, but not LaTeX commands.
 _TOKEN = re.compile(r"\d+|(?<![a-zA-Z\\])[a-zA-Z]+")
+# math-verify takes them for a mixed fraction, and adds them.
+_TWO_NUMBERS = re.compile(r"\d\s+\d")
 
 AnswerComparison = Callable[[str, str, AnswerOptions], Equality]
 
@@ -135,7 +137,7 @@ def score_math_verify(response: str, ground_truth: str, extra_info: Mapping[str,
     text = response.rpartition("</think>")[2]
     boxed = last_boxed(text, MODES["fix"])
     text = text[-MAX_ANSWER_CHARS:] if boxed is None else rf"\boxed{{{boxed}}}"
-    refused = boxed is not None and (len(boxed) > MAX_ANSWER_CHARS or numbers_side_by_side(canonical(boxed)))
+    refused = boxed is not None and (len(boxed) > MAX_ANSWER_CHARS or _TWO_NUMBERS.search(canonical(boxed)))
     if refused or costly(text.replace("**", "^")):
         return reward_of(False, parse_failed=True)
     parsed = parse(text, (LatexExtractionConfig(), ExprExtractionConfig()), parsing_timeout=None)
