@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def readable(text: str) -> str:
-    """Return the text with U+FFFD for each half of a character (surrogate), which neither tokenizers nor files take.
+    r"""Return the text with U+FFFD for each half of a character (surrogate), which neither tokenizers nor files take.
 
     >>> readable("half an emoji: \ud83d") == "half an emoji: \ufffd"
     True

@@ -4,6 +4,7 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -23,7 +24,7 @@ ROOT = Path(megarl.__file__).parent
 ELSEWHERE = [
     ".".join(("megarl", *path.relative_to(ROOT).with_suffix("").parts))
     for path in sorted(ROOT.rglob("*.py"))
-    if ">>>" in path.read_text() and path.relative_to(ROOT).parts[0] not in ("algos", "types")
+    if re.search("^ *>>> ", path.read_text(), re.MULTILINE) and path.relative_to(ROOT).parts[0] not in ("algos", "types")
 ]
 # They take a whole run's configuration.
 WITHOUT = {"algorithm_of"}

@@ -339,7 +339,7 @@ def test_bytes_that_are_not_text(configs: Path) -> None:
 
 def test_file_that_is_not_a_mapping(configs: Path) -> None:
     run_file = write(configs, "run/list.yaml", "- a\n")
-    assert message(run_file) == f"{run_file}: got a list, expected a mapping of configuration keys"
+    assert message(run_file) == f"{run_file}: got a list, expected a mapping of configuration keys; correct it"
 
 
 # --- round trip

@@ -170,7 +170,9 @@ def test_doctor_answers_where_nothing_is_installed() -> None:
     answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 1
     assert answer.stderr == ""
-    assert "missing requirements  megarl is not installed, so there is no list of them" in answer.stdout
+    assert "missing requirements megarl is not installed, so there is no list of them" in " ".join(
+        answer.stdout.split()
+    )
 
 
 def test_an_uninstalled_checkout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -65,9 +64,9 @@ def test_names_carry_the_id_and_sockets_fit() -> None:
 
 def test_runs_are_found_by_how_their_ids_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attempts of one job, not those of a job whose number only begins alike."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     for run_id in ("7-0-0", "7-1-3", "71-0-0"):
-        RunScope(run_id=run_id).temp_dir.mkdir()
+        (tmp_path / f"mr-{run_id}").mkdir()
     assert sorted(scope.run_id for scope in scopes_of("7-")) == ["7-0-0", "7-1-3"]
 
 
