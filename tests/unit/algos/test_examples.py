@@ -24,7 +24,8 @@ ROOT = Path(megarl.__file__).parent
 ELSEWHERE = [
     ".".join(("megarl", *path.relative_to(ROOT).with_suffix("").parts))
     for path in sorted(ROOT.rglob("*.py"))
-    if re.search("^ *>>> ", path.read_text(), re.MULTILINE) and path.relative_to(ROOT).parts[0] not in ("algos", "types")
+    if re.search("^ *>>> ", path.read_text(), re.MULTILINE)
+    and path.relative_to(ROOT).parts[0] not in ("algos", "types")
 ]
 # They take a whole run's configuration.
 WITHOUT = {"algorithm_of"}
