@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 from megarl.config.aliases import find_alias
 from megarl.config.suggest import suggest_keys
 from megarl.errors import ConfigError
+from megarl.texts import find_surrogate
 
 T = TypeVar("T")
 
@@ -30,8 +31,11 @@ def from_dict(cls: type[T], mapping: Mapping[str, object], path: str = "") -> T:
     """Build the dataclass tree `cls` from a mapping; keys that are absent keep their defaults.
 
     `path` is the dotted key of `mapping` itself, for messages. Numbers may be written 1e-6 or 1e6. An int field accepts
-    a float with an integral value, and a float field accepts an int. Neither accepts a bool, NaN or infinity.
+    a float with an integral value, and a float field accepts an int. Neither accepts a bool, NaN or infinity. No text
+    may hold what UTF-8 cannot.
     """
+    if found := find_surrogate(mapping, path):
+        raise ConfigError(f"{found}; complete or remove it")
     return cast(T, _convert(cls, mapping, path))
 
 

@@ -6,7 +6,9 @@ every line is kept. A row becomes a dictionary when it is read.
 
 import json
 import mmap
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +17,34 @@ import pyarrow.parquet as pq
 
 from megarl.errors import DataError
 from megarl.storage.reading import damage, reading, require_file
+from megarl.texts import find_surrogate
 
 READ_ROWS = 1024  # rows that iteration turns into dictionaries at a time
 REPAIR = "correct or remove the row"
+
+# How JSON may write half of a character: an escape without the one of the other half, or the bytes that would encode it.
+# An escaped backslash before it makes an escape ordinary text, which the row itself then shows.
+_ESCAPED_HALF = re.compile(rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|[c-fC-F](?<!\\u[dD][89abAB]..\\u[dD].))")
+_ENCODED_HALF = re.compile(rb"\xed[\xa0-\xbf]")
 
 
 class ParquetFile:
     """A Parquet file of which only some columns are read; `present` names all columns that the file has."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
+        self._path = path
         with reading(path, "a Parquet file"), pq.ParquetFile(path, page_checksum_verification=True) as file:
             self.present: Sequence[str] = file.schema_arrow.names
             table = file.read(columns=[name for name in columns if name in self.present])
             # Damage that no checksum shows, such as text that is not UTF-8, before a row meets it.
-            table.validate(full=True)
+            try:
+                table.validate(full=True)
+            except pa.ArrowInvalid as error:
+                if "UTF8" in str(error):
+                    self._locate_damaged_text(table)
+                raise
+        # Anything else is read in half the time without this.
+        self._maps = "strict" if "map<" in str(table.schema) else None
         self._batches = [batch for batch in table.to_batches() if batch.num_rows]
         self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
 
@@ -39,13 +55,40 @@ class ParquetFile:
         which = int(np.searchsorted(self._ends, index, side="right"))
         batch = self._batches[which]
         start = index - (int(self._ends[which]) - batch.num_rows)
-        row: Mapping[str, Any] = batch.slice(start, 1).to_pylist()[0]
+        row: Mapping[str, Any] = self._rows(batch.slice(start, 1), index)[0]
         return row
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        first = 0
         for batch in self._batches:
             for start in range(0, batch.num_rows, READ_ROWS):
-                yield from batch.slice(start, READ_ROWS).to_pylist()
+                rows = self._rows(batch.slice(start, READ_ROWS), first)
+                first += len(rows)
+                yield from rows
+
+    def _locate_damaged_text(self, table: pa.Table) -> None:
+        """Raise DataError that names the row and the column of a text that is not UTF-8, if there is one."""
+        for name in table.column_names:
+            for row, value in enumerate(table.column(name)):
+                try:
+                    value.as_py()
+                except UnicodeDecodeError as error:
+                    what = f"{name} has a text that is not UTF-8 ({error.reason} at byte {error.start})"
+                    raise DataError(f"{self._path} row {row}: {what}; {REPAIR}") from error
+
+    def _rows(self, batch: pa.RecordBatch, first: int) -> list[Mapping[str, Any]]:
+        """Return a batch's rows, of which `first` is the number of the first one; maps become dictionaries."""
+        try:
+            rows: list[Mapping[str, Any]] = batch.to_pylist(maps_as_pydicts=self._maps)
+        except KeyError as error:
+            for i, name in product(range(batch.num_rows), batch.schema.names):
+                try:
+                    batch.column(name)[i].as_py(maps_as_pydicts=self._maps)
+                except KeyError:
+                    where = f"{self._path} row {first + i}"
+                    raise DataError(f"{where}: {name} has a map with one key twice; {REPAIR}") from error
+            raise
+        return rows
 
 
 class JsonlFile:
@@ -77,8 +120,9 @@ class JsonlFile:
             raise IndexError(index)
         start = int(self._starts[index])
         end = self._map.find(b"\n", start)
+        line = self._map[start : end if end >= 0 else len(self._map)]
         try:
-            row = json.loads(self._map[start : end if end >= 0 else len(self._map)])
+            row = json.loads(line)
         # Brackets within brackets, thousands of them, are too deep for the parser.
         except (ValueError, RecursionError) as error:
             raise DataError(
@@ -86,7 +130,11 @@ class JsonlFile:
             ) from error
         if not isinstance(row, dict):
             raise DataError(f"{self._path} row {index}: got {type(row).__name__}, expected a JSON object")
-        return {key: value for key, value in row.items() if self._columns is None or key in self._columns}
+        row = {key: value for key, value in row.items() if self._columns is None or key in self._columns}
+        may_have_half = _ESCAPED_HALF.search(line) or _ENCODED_HALF.search(line)
+        if may_have_half and (found := find_surrogate(row, "")):
+            raise DataError(f"{self._path} row {index}: {found}; complete or remove it")
+        return row
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         return (self[index] for index in range(len(self)))

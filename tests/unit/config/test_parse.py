@@ -218,3 +218,20 @@ def test_boolean_fields_take_their_texts() -> None:
     assert from_dict(Config, {"sync": {"verify": "no"}}).sync.verify is False
     assert from_dict(Config, {"sync": {"verify": "Yes"}}).sync.verify is True
     assert message({"sync": {"verify": "maybe"}}) == "sync.verify: got 'maybe' (str), expected true or false"
+
+
+@pytest.mark.parametrize(
+    ("mapping", "found"),
+    [
+        ({"data": {"system_prompt": "Be happy \ud83d"}}, r"data\.system_prompt has '\\ud83d' at position 9"),
+        (
+            {"environment": {"entries": {"e": {"type": "tools", "arguments": {"names": ["\ud83d"]}}}}},
+            r"environment\.entries\.e\.arguments\.names\[0\] has '\\ud83d' at position 0",
+        ),
+        # What Python makes of a byte of the command line that is not UTF-8.
+        ({"run": {"dir": b"caf\xe9".decode("utf-8", "surrogateescape")}}, r"run\.dir has '\\udce9' at position 3"),
+    ],
+)
+def test_settings_are_texts_that_utf8_can_hold(mapping: dict[str, Any], found: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{found}, .*complete or remove it$"):
+        from_dict(Config, mapping)

@@ -88,3 +88,49 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_text("not parquet at all")
     with pytest.raises(DataError, match=r"x\.parquet: not a Parquet file"):
         RowFiles([tmp_path / "x.parquet"], columns=("a",))
+
+
+# What JavaScript writes of a text that was cut within 😀, at the positions of its two halves.
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (rb'{"a": "I am happy \ud83d"}', r"a has '\\ud83d' at position 11,"),
+        (rb'{"a": "\uDE00 first"}', r"a has '\\ude00' at position 0,"),
+        (rb'{"a": "\ude00\ud83d"}', r"a has '\\ude00' at position 0,"),  # the halves in the wrong order
+        (rb'{"a": "\ud83d\ude00\ude00"}', r"a has '\\ude00' at position 1,"),
+        (b'{"a": "raw \xed\xa0\xbd"}', r"a has '\\ud83d' at position 4,"),  # as CESU-8 encodes a half
+        (rb'{"a": {"b": [1, {"c": "x\ud83d"}]}}', r"a\.b\[1\]\.c has '\\ud83d' at position 1,"),
+        (rb'{"a": {"k\ud83d": 1}}', r"a key of a has '\\ud83d' at position 1,"),
+    ],
+)
+def test_half_of_a_character_is_refused_with_its_row_and_place(tmp_path: Path, line: bytes, found: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"a": "1", "b": "unread"}\n' + line + b"\n")
+    files = RowFiles([path], columns=("a",))
+    for read in (lambda: list(files), lambda: files[1]):
+        with pytest.raises(DataError, match=rf"^\S+x\.jsonl row 1: {found} .*complete or remove it$"):
+            read()
+
+
+def test_whole_characters_however_written_are_no_halves(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    # An emoji, the same with capitals, the escape's own letters after a backslash, Korean, and a zero byte.
+    path.write_bytes(rb'{"a": "\ud83d\ude00 \uD83D\uDE00 \\ud83d \ud55c \u0000"}' + b"\n" + '{"a": "한😀"}\n'.encode())
+    assert [row["a"] for row in RowFiles([path], columns=("a",))] == ["😀 😀 \\ud83d 한 \0", "한😀"]
+
+
+def test_parquet_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    # Arrow takes the bytes as they are.
+    latin1 = pa.array([b"caf\xc3\xa9", b"caf\xe9"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"a": [1, 2], "b": latin1}), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=r"x\.parquet row 1: b has a text that is not UTF-8 \(.* at byte 3\)"):
+        list(RowFiles([tmp_path / "x.parquet"], columns=("a", "b")))
+
+
+def test_parquet_maps_are_mappings(tmp_path: Path) -> None:
+    kind = pa.map_(pa.string(), pa.string())
+    pq.write_table(pa.table({"a": pa.array([[("x", "1")], [("x", "1"), ("x", "2")]], kind)}), tmp_path / "x.parquet")
+    files = RowFiles([tmp_path / "x.parquet"], columns=("a",))
+    assert files[0] == {"a": {"x": "1"}}
+    with pytest.raises(DataError, match=r"x\.parquet row 1: a has a map with one key twice;"):
+        files[1]
