@@ -1,7 +1,7 @@
 """Keep texts that UTF-8 cannot hold out of what a run reads, and mend those that come up while it runs.
 
-A Python text may contain a surrogate, half of a character that UTF-16 writes as two. JSON makes one of an escape such as
-`\\ud83d` alone, which is what remains of an emoji that was cut in two.
+A Python text may contain a surrogate, half of a character that UTF-16 writes as two. JSON makes one of an escape such
+as `\\ud83d` alone, which is what remains of an emoji that was cut in two.
 """
 
 import re
@@ -26,12 +26,12 @@ def find_surrogate(value: Any, place: str) -> str | None:
             # isascii() reads a flag, and most texts of most files are ASCII.
             if not item.isascii() and (found := _SURROGATE.search(item)):
                 return (
-                    f"{name} has {ascii(found[0])} at position {found.start()}, half of a character (as of an emoji "
+                    f"{name} has {found[0]!a} at position {found.start()}, half of a character (as of an emoji "
                     "cut in two), which UTF-8 cannot hold"
                 )
         elif isinstance(item, Mapping):
             within = f"{name}." if name else ""
-            waiting += [(f"{within}{key}", part) for key, part in reversed(item.items())]
+            waiting += [(f"{within}{key}", part) for key, part in reversed(list(item.items()))]
             waiting += [(f"a key of {name}" if name else "a key", key) for key in item]
         elif isinstance(item, list | tuple):
             waiting += reversed([(f"{name}[{i}]", part) for i, part in enumerate(item)])

@@ -22,8 +22,8 @@ from megarl.texts import find_surrogate
 READ_ROWS = 1024  # rows that iteration turns into dictionaries at a time
 REPAIR = "correct or remove the row"
 
-# How JSON may write half of a character: an escape without the one of the other half, or the bytes that would encode it.
-# An escaped backslash before it makes an escape ordinary text, which the row itself then shows.
+# How JSON may write half of a character: an escape without that of the other half, or the bytes that would encode it.
+# An escape after an escaped backslash is ordinary text, as the row itself then shows.
 _ESCAPED_HALF = re.compile(rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|[c-fC-F](?<!\\u[dD][89abAB]..\\u[dD].))")
 _ENCODED_HALF = re.compile(rb"\xed[\xa0-\xbf]")
 

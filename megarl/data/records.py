@@ -8,6 +8,8 @@ section `data` of a configuration can name other columns.
 Preference rows have `chosen` and `rejected`: texts, or lists of {role, content} that end with the assistant's
 answer; `prompt` (or `messages`): a text or such a list, which may be left out if chosen starts with it;
 and `margin`, an optional number.
+
+Where a list or an object is expected, a text that is JSON of one, or Python's notation, is read as such.
 """
 
 import json
@@ -21,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.config.schema import DataConfig, SftConfig
+from megarl.data.written import read_structure, read_turns, require_text
 from megarl.errors import DataError
 from megarl.types import Message
 
@@ -124,7 +127,7 @@ def parse_prompt(row: Mapping[str, Any], where: str, form: DataConfig | None = N
         try:
             label = json.dumps(_without_nulls(label), ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise DataError(f"{where}: {place} is {label!r}, expected text or what JSON can hold") from error
+            raise DataError(f"{where}: {place} is {label!r:.200}, expected text or what JSON can hold") from error
     source = row.get(form.source_key) or extra_info.get(form.source_key) or form.default_source
     if source is None:
         raise DataError(
@@ -168,7 +171,7 @@ def parse_demonstration(
     the column `system`, or else if `form.system_prompt` is set. `form` and `settings` may name other columns.
     """
     form, settings = form or DataConfig(), settings or SftConfig()
-    if row.get("tools") not in (None, "", "[]", []):
+    if read_structure(row.get("tools"), f"{where}: tools"):
         raise DataError(f"{where}: tools is not read here; write the tools into a system turn instead")
     answers = ANSWER_COLUMNS if settings.answer_key is None else (settings.answer_key,)
     answer = next((name for name in answers if row.get(name)), None)
@@ -202,8 +205,8 @@ def parse_demonstration(
 
 def _parse_chat(row: Mapping[str, Any], name: str, where: str) -> tuple[tuple[Message, ...], tuple[int, ...]]:
     """Read a chat in OpenAI's or ShareGPT's form, and the indices of the turns to imitate."""
-    turns: list[Any] = []
-    for i, turn in enumerate(row[name] if isinstance(row[name], list) else ()):
+    chat, turns = read_turns(row[name], f"{where}: {name}"), list[Any]()
+    for i, turn in enumerate(chat if isinstance(chat, list | tuple) else ()):
         place = f"{where}: {name}[{i}]"
         if isinstance(turn, Mapping) and turn.get("from") is not None:
             if turn["from"] not in SHAREGPT_ROLES:
@@ -219,7 +222,7 @@ def _parse_chat(row: Mapping[str, Any], name: str, where: str) -> tuple[tuple[Me
                 if turn.get(key) is not None and turn[key] not in allowed:
                     raise DataError(f"{place}: {key} is {turn[key]!r}, expected {allowed[0]} or {allowed[1]}")
         turns.append(turn)
-    messages = _messages({name: turns or row[name]}, name, where)
+    messages = _messages({name: turns or chat}, name, where)
     return messages, tuple(
         i
         for i, (message, turn) in enumerate(zip(messages, turns, strict=True))
@@ -236,11 +239,13 @@ def parse_preference(row: Mapping[str, Any], where: str) -> PreferenceRecord:
     opening = prompt or openings["chosen"]
     for side, turns in sides.items():
         if turns[-1].role != "assistant" or not turns[-1].content:
-            raise DataError(f"{where}: {side} ends with {turns[-1].as_dict()}, expected an answer of the assistant")
+            raise DataError(
+                f"{where}: {side} ends with {turns[-1].as_dict()!s:.200}, expected an answer of the assistant"
+            )
         if openings[side] not in ((), opening) or not opening:
             raise DataError(
-                f"{where}: {side} answers {[m.as_dict() for m in openings[side]]}, expected the same prompt in chosen, "
-                f"rejected and prompt, in at least one of these"
+                f"{where}: {side} answers {[m.as_dict() for m in openings[side]]!s:.200}, expected the same prompt in "
+                "chosen, rejected and prompt, in at least one of these"
             )
     if sides["chosen"][-1] == sides["rejected"][-1]:
         raise DataError(f"{where}: chosen and rejected are the same answer, expected two; remove the row")
@@ -264,7 +269,7 @@ def parse_target(row: Mapping[str, Any], where: str) -> str:
 
 def parse_target_probs(row: Mapping[str, Any], where: str) -> tuple[float, ...]:
     """Read `target_probs`, in (0, 1] or -1; empty if the row has none. DataError names `where` and what is wrong."""
-    value = row.get("target_probs")
+    value = read_structure(row.get("target_probs"), f"{where}: target_probs")
     if value is None:
         return ()
     if not isinstance(value, Sequence) or isinstance(value, str):
@@ -283,9 +288,12 @@ def write_parquet(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 def _messages(row: Mapping[str, Any], name: str, where: str, *, text_role: str = "") -> tuple[Message, ...]:
     """Read a list of turns from column `name`. With `text_role`, a plain text becomes one turn with that role."""
     value = row.get(name)
+    if isinstance(value, str):
+        value = read_turns(value, f"{where}: {name}")
     if text_role and isinstance(value, str):
+        require_text(value, f"{where}: {name}")
         return (Message(role=text_role, content=value),)
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
         got = "an empty list" if isinstance(value, list) else type(value).__name__
         raise DataError(f"{where}: {name} is {got}, expected a list of {{role, content}}")
     messages = []
@@ -293,16 +301,22 @@ def _messages(row: Mapping[str, Any], name: str, where: str, *, text_role: str =
         place = f"{where}: {name}[{i}]"
         if not isinstance(item, Mapping):
             raise DataError(f"{place} is {type(item).__name__}, expected {{role, content}}")
-        messages.append(Message(role=_string(item, "role", place), content=_string(item, "content", place)))
+        message = Message(role=_string(item, "role", place), content=_string(item, "content", place))
+        if message.content.startswith("["):
+            require_text(message.content, f"{place}: content")
+        messages.append(message)
     return tuple(messages)
 
 
 def _mapping(row: Mapping[str, Any], name: str, where: str, *, required: bool) -> Mapping[str, Any]:
     value = row.get(name)
+    if isinstance(value, str):
+        value = read_structure(value, f"{where}: {name}")
     if value is None and not required:
         return {}
     if not isinstance(value, Mapping):
-        raise DataError(f"{where}: {name} is {type(value).__name__}, expected an object")
+        got = f"the text {value!r:.60}" if isinstance(value, str) else type(value).__name__
+        raise DataError(f"{where}: {name} is {got}, expected an object, or JSON of one")
     # Parquet gives every row all fields of a struct, as nulls where a row had none.
     return {key: item for key, item in value.items() if item is not None}
 
@@ -310,5 +324,5 @@ def _mapping(row: Mapping[str, Any], name: str, where: str, *, required: bool) -
 def _string(row: Mapping[str, Any], name: str, where: str) -> str:
     value = row.get(name)
     if not isinstance(value, str):
-        raise DataError(f"{where}: {name} is {'missing' if value is None else repr(value)}, expected a string")
+        raise DataError(f"{where}: {name} is {'missing' if value is None else f'{value!r:.200}'}, expected a string")
     return value

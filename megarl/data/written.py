@@ -1,0 +1,80 @@
+"""Read structures that files hold as text: the JSON of a list or an object, or what Python prints of one.
+
+Tables such as CSV have no columns of lists, so that their writers make texts of them.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.errors import DataError
+from megarl.texts import find_surrogate
+
+# What the text of a structure begins with, a JSON text of such a text included.
+_OPENING = re.compile(r'\s*(?:[\[{"]|array\()')
+# How numpy prints an array of turns, without commas, and with its own name around it: nothing can read that back.
+_PRINTED_TURNS = re.compile(
+    r"""\s*(?:array\()?\s*\[\s*\{\s*["'](?:role|content|from|value)["']\s*:.*\}\s*\](?:,\s*dtype=object\))?\s*""",
+    re.DOTALL,
+)
+_SPEAKERS, _TEXTS = frozenset({"role", "from"}), frozenset({"content", "value"})
+
+
+def read_structure(value: Any, place: str) -> Any:
+    """Return what a text stands for that is JSON, or Python's notation, of anything; any other value as it is.
+
+    Raises DataError, which names the text's `place`, if it stands for a text that UTF-8 cannot hold.
+    """
+    found = value
+    # A text of a text comes from writing the same rows twice.
+    while isinstance(found, str) and (_OPENING.match(found) or found.strip() in ("null", "None")):
+        try:
+            found = json.loads(found)
+        except (ValueError, RecursionError):
+            try:
+                found = ast.literal_eval(found.strip())
+            except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+                return value
+    if found is not value and (problem := find_surrogate(found, place)):
+        raise DataError(f"{problem}; complete or remove it")
+    return value if isinstance(found, str) else found
+
+
+def read_turns(value: Any, place: str) -> Any:
+    """Return the turns that a text stands for: `read_structure` of a list, of which each item has a speaker.
+
+    Any other text is returned as it is: it may begin like a list, or be data that a prompt is about. Raises DataError,
+    which names the `place`, for turns that cannot be read back.
+    """
+    if not isinstance(value, str) or not _OPENING.match(value):
+        return value
+    if _holds_turns(found := read_structure(value, place)):
+        return found
+    if isinstance(found, str) and _PRINTED_TURNS.fullmatch(value):
+        raise DataError(
+            f"{place} is {value!r:.80}, which looks like turns as numpy or pandas print them and cannot be read back; "
+            "write a list of {role, content}, or JSON of one"
+        )
+    return value
+
+
+def require_text(content: str, place: str) -> None:
+    """Raise DataError, which names the `place`, for a turn's text that stands for a list of parts, as OpenAI has them.
+
+    A part is an object that names its type, and has a value of that name.
+    """
+    parts = read_structure(content, place) if content.startswith("[") else None
+    if isinstance(parts, list) and parts and all(isinstance(p, Mapping) and str(p.get("type")) in p for p in parts):
+        raise DataError(
+            f"{place} is {content!r:.80}, a list of parts written as text, expected the words of the turn; write the "
+            "text of its parts"
+        )
+
+
+def _holds_turns(value: Any) -> bool:
+    """Return whether a value is a turn or a list of turns, in OpenAI's form or ShareGPT's; some may lack their text."""
+    turns = value if isinstance(value, list | tuple) else [value]
+    are_spoken = all(isinstance(turn, Mapping) and _SPEAKERS & turn.keys() for turn in turns)
+    return bool(turns) and are_spoken and any(_TEXTS & turn.keys() for turn in turns)
