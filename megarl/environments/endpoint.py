@@ -23,6 +23,7 @@ from starlette.routing import Route
 
 from megarl.environments.base import Action
 from megarl.environments.parsers import Parser
+from megarl.texts import mended
 from megarl.types import Message
 
 # Fields of a request that ask for what one chat of a policy in training cannot have, with the values that do not.
@@ -131,7 +132,7 @@ class Chat:
             "id": f"chatcmpl-{secrets.token_hex(8)}",
             "object": "chat.completion",
             "created": int(time.time()),
-            "model": asked.model,
+            "model": mended(asked.model),
             "choices": [choice],
             "usage": usage | {"total_tokens": action.num_before + action.num_tokens},
         }

@@ -15,6 +15,7 @@ from megarl.data.answer_span import final_answer
 from megarl.record.turns import TURNS_TYPE, Turn, last_turn, read_turns, turns_of
 from megarl.storage.reading import RESTORE, reading
 from megarl.storage.writing import replacing
+from megarl.texts import plain
 from megarl.types import FinishReason, Prompt, Reward, Sample
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ _SCHEMA = pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in Answer.__annot
 
 def write_answers(path: Path, answers: Sequence[Answer]) -> None:
     """Write answers as parquet; the file appears complete or not at all."""
-    table = pa.Table.from_pylist([asdict(answer) for answer in answers], schema=_SCHEMA)
+    table = pa.Table.from_pylist([plain(asdict(answer)) for answer in answers], schema=_SCHEMA)
     with replacing(path) as partial:
         pq.write_table(table, partial)
 

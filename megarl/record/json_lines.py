@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from megarl.errors import DataError
 from megarl.storage.reading import RESTORE, instead, reading, reason_of
 from megarl.storage.writing import replacing, writing
+from megarl.texts import plain
 
 T = TypeVar("T")
 
@@ -27,9 +28,10 @@ def open_lines(path: Path) -> FileIO:
 def append_lines(file: FileIO, objects: Iterable[object]) -> None:
     """Write one line per object, all of them on disk when this returns; NaN and infinity raise ValueError.
 
-    If the storage refuses, the file has none of them, and StorageError names it.
+    What JSON or UTF-8 cannot hold is written as the text that `plain` makes of it. If the storage refuses, the file has
+    none of them, and StorageError names it.
     """
-    data = memoryview("".join(json.dumps(value, allow_nan=False) + "\n" for value in objects).encode())
+    data = memoryview("".join(json.dumps(plain(value), allow_nan=False) + "\n" for value in objects).encode())
     before = os.fstat(file.fileno()).st_size
     with writing(Path(file.name)):
         try:

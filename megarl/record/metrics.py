@@ -19,6 +19,7 @@ from megarl.record.json_lines import append_lines, open_lines, read_lines
 from megarl.record.turns import TURNS_TYPE, Turn, read_turns
 from megarl.storage.reading import RESTORE, reading
 from megarl.storage.writing import dispensable, replacing, writing
+from megarl.texts import mended, plain
 
 
 class RunPaths:
@@ -159,7 +160,8 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one record to every sink; a non-finite value is rejected before any sink sees it."""
-        values = {name: float(value) for name, value in metrics.items()}
+        # Users' functions and environments name some.
+        values = {mended(name): float(value) for name, value in metrics.items()}
         record = MetricsRecord(step=step, time_s=self._clock(), metrics=values)
         for sink in self._sinks:
             sink.write(record)
@@ -302,7 +304,7 @@ ROLLOUT_SCHEMA = pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in Rollout
 
 def write_rollouts(path: Path, rows: Sequence[RolloutRecord]) -> None:
     """Write the rows as parquet; the file appears complete or not at all."""
-    table = pa.Table.from_pylist([asdict(row) for row in rows], schema=ROLLOUT_SCHEMA)
+    table = pa.Table.from_pylist([plain(asdict(row)) for row in rows], schema=ROLLOUT_SCHEMA)
     with replacing(path) as partial:
         pq.write_table(table, partial)
 

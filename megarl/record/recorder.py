@@ -38,6 +38,7 @@ from megarl.record.trackers import open_trackers, require_trackers
 from megarl.record.turns import turns_of
 from megarl.rewards.judge import Trouble
 from megarl.storage.writing import dispensable, writing
+from megarl.texts import plain
 from megarl.types import FinishReason, FloatArray, Reward, RolloutBatch, Row, Sample, Score, SegmentSource
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ class RunRecorder:
                     num_prompt_tokens=len(sample.prompt_token_ids),
                     num_response_tokens=len(sample.response_token_ids),
                     correct=reward.correct,
-                    details=json.dumps({**reward.details, **reward.notes}),
+                    details=json.dumps(plain({**reward.details, **reward.notes})),
                     turns=turns_of(sample, tokenizer),
                     num_calls=0 if sample.episode is None else sample.episode.num_calls,
                     **_token_columns(sample, scores.get((sample.uid, sample.sample_index), {}), tokenizer),

@@ -20,6 +20,7 @@ from megarl.errors import ConfigError, DataError, NonFiniteError, RunError
 from megarl.rewards.question import Question, Verdict
 from megarl.rewards.rule import RuleJudge
 from megarl.rewards.wire import UNJUDGED
+from megarl.texts import plain
 
 PATH = "/get_reward"
 MAX_REQUEST_BYTES = 256 << 20
@@ -90,7 +91,7 @@ class RewardService:
             finally:
                 self._num_in_work -= len(questions)
             self._num_judged += len(questions)
-            return JSONResponse(encode_reply(verdicts))
+            return JSONResponse(plain(encode_reply(verdicts)))
         except (BadRequestError, ConfigError, DataError) as error:
             return JSONResponse({"error": str(error)}, status_code=422)
         except (RunError, NonFiniteError) as error:

@@ -15,6 +15,7 @@ from megarl.errors import DataError
 from megarl.rollout.source import Batch, Doing, OnSample, SamplingPlan, generating, ignore_sample
 from megarl.storage.reading import reading
 from megarl.storage.writing import replacing
+from megarl.texts import plain
 from megarl.types import Episode, FinishReason, Message, Prompt, RolloutBatch, Sample, Segment, SegmentSource
 
 # [n, k], end to end.
@@ -78,14 +79,14 @@ def write_record(path: Path, batch: RolloutBatch) -> None:
                     for s in sample.segments
                 ],
                 "rewards": None if sample.episode is None else [s.reward for s in sample.segments],
-                "episode": None if sample.episode is None else json.dumps(asdict(sample.episode)),
+                "episode": None if sample.episode is None else json.dumps(plain(asdict(sample.episode))),
                 "prompt": json.dumps(
                     {
                         "token_ids": prompt.token_ids,
                         "environment": prompt.environment,
                         "data_source": prompt.data_source,
                         "ground_truth": prompt.ground_truth,
-                        "extra_info": dict(prompt.extra_info),
+                        "extra_info": plain(prompt.extra_info),
                         "messages": [message.as_dict() for message in prompt.messages],
                         "demonstration_ids": prompt.demonstration_ids,
                         "demonstration_probs": prompt.demonstration_probs,
