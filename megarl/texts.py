@@ -38,10 +38,10 @@ def find_surrogate(value: Any, place: str) -> str | None:
     return None
 
 
-def mended(text: str) -> str:
+def readable(text: str) -> str:
     """Return a text that UTF-8 can hold: two halves of a character become that character, a lone one becomes U+FFFD.
 
-    >>> mended("I am \\ud83d\\ude00, he is \\ud83d") == "I am \\U0001f600, he is \\ufffd"
+    >>> readable("I am \\ud83d\\ude00, he is \\ud83d") == "I am \\U0001f600, he is \\ufffd"
     True
     """
     if text.isascii() or not _SURROGATE.search(text):
@@ -60,13 +60,13 @@ def plain(value: Any, *, depth: int = 0) -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str):
-        return mended(value)
+        return readable(value)
     if depth == _MAX_DEPTH:
         return "…"
     if isinstance(value, Mapping):
-        return {mended(str(key)): plain(item, depth=depth + 1) for key, item in value.items()}
+        return {readable(str(key)): plain(item, depth=depth + 1) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         return [plain(item, depth=depth + 1) for item in value]
     if hasattr(value, "tolist"):
         return plain(value.tolist(), depth=depth + 1)
-    return mended(str(value))
+    return readable(str(value))

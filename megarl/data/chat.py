@@ -15,6 +15,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+# What an expression of a template may raise besides Jinja's own errors, given turns that it does not expect.
+_TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+class TemplateRefusal(DataError):  # noqa: N818 - the template's decision, not a fault of the program
+    """The error of a chat that the chat template does not render; `reason` is what the template says."""
+
+    def __init__(self, where: str, chat: Sequence[Message], error: Exception) -> None:
+        said = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+        self.reason = " ".join(said.split())
+        roles = [message.role for message in chat]
+        super().__init__(
+            f"{where}: the chat template refuses the roles {roles!s:.200}: {self.reason}; correct or remove the "
+            "row, or give the model a template that takes it"
+        )
+
+
 def load_tokenizer(
     path: str | Path, key: str = "model.path", arguments: Mapping[str, Any] | None = None
 ) -> "PreTrainedTokenizerBase":
@@ -42,17 +59,6 @@ def load_tokenizer(
     return tokenizer
 
 
-def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", path: str, key: str) -> None:
-    """Raise ConfigError unless the model at `path`, set by the setting `key`, has the same tokens as `tokenizer`."""
-    ours, theirs = tokenizer.get_vocab(), read_tokenizer(path, key).get_vocab()
-    if ours != theirs:
-        differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
-        raise ConfigError(
-            f"{key}: the tokenizer in {path} differs from that of model.path in {len(differing)} tokens, such as "
-            f"{differing[0]!r}; use a model with the same tokenizer"
-        )
-
-
 def _require_read(
     arguments: Mapping[str, Any], read: frozenset[str], tokenizer: "PreTrainedTokenizerBase", path: str | Path
 ) -> None:
@@ -72,14 +78,16 @@ def encode_chats(
     *,
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] = (),
+    places: Sequence[str] = (),
 ) -> list[list[int]]:
     """Encode chats as token ids with the tokenizer's chat template.
 
     Args:
         add_generation_prompt: end each chat with the start of an assistant turn, as in a prompt for generation.
         tools: schemas of functions in OpenAI's form, for the template to write. ConfigError if it never reads any.
+        places: where each chat comes from, for the TemplateRefusal of one that the template does not render.
     """
-    texts = render_chats(tokenizer, chats, add_generation_prompt=add_generation_prompt, tools=tools)
+    texts = render_chats(tokenizer, chats, add_generation_prompt=add_generation_prompt, tools=tools, places=places)
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     return ids
 
@@ -113,14 +121,9 @@ def render_row(
     *,
     add_generation_prompt: bool = True,
 ) -> list[str]:
-    """Render chats of one row, whose name is `where`; DataError if the template refuses them."""
-    try:
-        return render_chats(tokenizer, chats, add_generation_prompt=add_generation_prompt)
-    except TemplateError as error:
-        raise DataError(
-            f"{where}: the chat template refuses the roles {[message.role for message in chats[-1]]}: {error}; correct "
-            "or remove the row"
-        ) from error
+    """Render chats of one row, whose name is `where`; TemplateRefusal if the template refuses one of them."""
+    places = [where] * len(chats)
+    return render_chats(tokenizer, chats, add_generation_prompt=add_generation_prompt, places=places)
 
 
 def token_texts(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int]) -> list[str]:
@@ -144,15 +147,46 @@ def render_chats(
     *,
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] = (),
+    places: Sequence[str] = (),
 ) -> list[str]:
-    """Render chats as text with the chat template. For the arguments see `encode_chats`."""
+    """Render chats as text with the chat template. For arguments and errors see `encode_chats`."""
     if tools and "tools" not in str(tokenizer.get_chat_template(tools=list(tools))):
         raise ConfigError(
             "environment: the chat template writes no tools; name them in data.system_prompt, and set the argument "
             "in_prompt of the environment to false"
         )
-    conversations = [[message.as_dict() for message in chat] for chat in chats]
-    texts: list[str] = tokenizer.apply_chat_template(
-        conversations, tokenize=False, add_generation_prompt=add_generation_prompt, tools=list(tools) or None
-    )
-    return texts
+
+    def rendered(part: Sequence[Sequence[Message]]) -> list[str]:
+        conversations = [[message.as_dict() for message in chat] for chat in part]
+        texts: list[str] = tokenizer.apply_chat_template(
+            conversations, tokenize=False, add_generation_prompt=add_generation_prompt, tools=list(tools) or None
+        )
+        return texts
+
+    try:
+        return rendered(chats)
+    except _TEMPLATE_ERRORS:
+        # One at a time, to find which.
+        for chat, where in zip(chats, places or ["a chat"] * len(chats), strict=True):
+            try:
+                rendered([chat])
+            except _TEMPLATE_ERRORS as error:
+                raise TemplateRefusal(where, chat, error) from error
+        raise
+
+
+def require_system_turn(
+    tokenizer: "PreTrainedTokenizerBase", system: str | None, key: str = "data.system_prompt"
+) -> None:
+    """Raise ConfigError if the chat template refuses or leaves out the system turn that the setting `key` makes."""
+    if system is None:
+        return
+    question = Message(role="user", content="?")
+    remedy = "write it into user turns, or give the model a template that takes system turns"
+    try:
+        (without,) = render_chats(tokenizer, [[question]])
+        (with_system,) = render_chats(tokenizer, [[Message(role="system", content=system), question]])
+    except TemplateRefusal as error:
+        raise ConfigError(f"{key}: the chat template refuses a system turn: {error.reason}; {remedy}") from error
+    if system.strip() and without == with_system:
+        raise ConfigError(f"{key}: the chat template leaves out system turns; {remedy}")

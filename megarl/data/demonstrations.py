@@ -9,9 +9,10 @@ import numpy as np
 
 from megarl.config.schema import DataConfig, SftConfig
 from megarl.data.answers import Answers
-from megarl.data.chat import encode_whole, long_prompt_error
+from megarl.data.chat import encode_whole, long_prompt_error, require_system_turn
 from megarl.data.files import RowFiles
 from megarl.data.records import DemonstrationRecord, demonstration_columns, parse_demonstration
+from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
 from megarl.types import Row
 
@@ -25,7 +26,7 @@ class SftDataset:
     The prompt of a row is all before its first imitated token; its response goes on to the last one. A row over the
     length limit raises DataError; with `sft.on_long` it is left out (counted in `num_dropped`) or loses its end
     (counted in `num_cut`). `limits` names the limit in messages. answers: encodes answers; None: as the tokenizer alone
-    says.
+    says. vocabulary: DataError for a token without a row in the model's embedding.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class SftDataset:
         settings: SftConfig | None = None,
         form: DataConfig | None = None,
         answers: Answers | None = None,
+        vocabulary: Vocabulary = EVERY_TOKEN,
     ) -> None:
         settings, form, answers = settings or SftConfig(), form or DataConfig(), answers or Answers(tokenizer)
+        require_system_turn(tokenizer, form.system_prompt)
         limits = _Limits(max_prompt_tokens, max_response_tokens, settings)
         self.limits = str(limits)
         self._tokens: list[array[int]] = []
@@ -56,6 +59,7 @@ class SftDataset:
                 self.num_dropped += num_kept == 0
                 self.num_cut += 0 < num_kept < len(ids)
                 if num_kept:
+                    vocabulary.require(ids[:num_kept], where)
                     self._tokens.append(array("i", ids[:num_kept]))
                     self._masks.append(bytes(mask[:num_kept]))
         if not self._tokens:

@@ -11,9 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jinja2 import TemplateError
-
-from megarl.data.chat import render_chats
+from megarl.data.chat import TemplateRefusal, render_chats
 from megarl.data.pieces import encode_pieces
 from megarl.errors import ConfigError
 from megarl.storage.reading import read_object
@@ -55,7 +53,7 @@ def answer_form(tokenizer: "PreTrainedTokenizerBase") -> AnswerForm:
             (prompt,) = render_chats(tokenizer, [chat])
             (closed,) = render_chats(tokenizer, [[*chat, ANSWER]], add_generation_prompt=False)
             (opened,) = render_chats(tokenizer, [[*chat, ANSWER]])
-        except TemplateError:
+        except TemplateRefusal:
             continue
         before, found, after = closed.rpartition(ANSWER.content)
         if not found:
@@ -86,7 +84,7 @@ def _before_next_question(tokenizer: "PreTrainedTokenizerBase", chat: Sequence[M
     """Return the text from an answer to the next question; None if the template has no such chats."""
     try:
         (text,) = render_chats(tokenizer, [[*chat, ANSWER, QUESTION]], add_generation_prompt=False)
-    except TemplateError:
+    except TemplateRefusal:
         return None
     between, found, _ = text.rpartition(ANSWER.content)[2].partition(QUESTION.content)
     return between if found else None

@@ -17,11 +17,11 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jinja2 import TemplateError
 
 from megarl.config.algo import HintConfig
-from megarl.data.chat import render_chats
+from megarl.data.chat import TemplateRefusal, render_chats
 from megarl.data.prompts import ToolsOf, no_tools
+from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
 from megarl.types import BoolArray, IntArray, Message, Prompt, Row
 
@@ -99,6 +99,7 @@ def hinted_messages(messages: Sequence[Message], hint: str, cfg: HintConfig) -> 
 class HintPlacer:
     """A writer of hints into prompts. It shortens hints to `cfg.max_tokens`, and further if the prompt would be too
     long. tools_of: returns the schemas of an environment's tools, which stand in the prompts as in those without hints.
+    vocabulary: DataError for a token without a row in the model's embedding.
     """
 
     def __init__(
@@ -108,7 +109,9 @@ class HintPlacer:
         *,
         max_prompt_tokens: int,
         tools_of: ToolsOf = no_tools,
+        vocabulary: Vocabulary = EVERY_TOKEN,
     ) -> None:
+        self._vocabulary = vocabulary
         self.cfg, self.max_prompt_tokens, self._tokenizer = cfg, max_prompt_tokens, tokenizer
         self._tools_of = functools.cache(tools_of)
 
@@ -178,6 +181,7 @@ class HintPlacer:
             # What follows may merge with a hint that was cut, and a cut within a character keeps all of it.
             excess = max(len(ids) - self.max_prompt_tokens, len(of_hint) - self.cfg.max_tokens)
             if excess <= 0:
+                self._vocabulary.require(ids, f"prompt {prompt.uid} with its hint")
                 return HintedPrompt(
                     token_ids=np.asarray(ids, dtype=np.int64),
                     num_hint_tokens=len(of_hint),
@@ -199,7 +203,7 @@ class HintPlacer:
         try:
             tools = self._tools_of(prompt.environment) if prompt.environment else ()
             with_marker, whole = render_chats(self._tokenizer, [marked, hinted], tools=tools)
-        except TemplateError:
+        except TemplateRefusal:
             return None
         before, *rest = with_marker.split(_MARKER)
         if len(rest) != 1 or not (whole.startswith(before) and whole.endswith(rest[0])):

@@ -12,6 +12,7 @@ from megarl.data.answers import Answers
 from megarl.data.chat import encode_chats, long_prompt_error
 from megarl.data.files import READ_ROWS, RowFiles
 from megarl.data.records import PREFERENCE_COLUMNS, PREFERENCE_SIDES, PreferenceRecord, parse_preference
+from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
 from megarl.types import Row, row_read_at_end
 
@@ -26,18 +27,30 @@ class PreferenceDataset:
     """A data set of preference pairs. Each side of a pair is a whole chat, rendered with the chat template.
 
     A chat of more than `max_tokens` tokens raises DataError or, with `on_long="drop"`, has its pair left out, which
-    `num_dropped` counts. A malformed row raises DataError.
+    `num_dropped` counts. A malformed row raises DataError, as does a token without a row in the model's embedding
+    (`vocabulary`).
     """
 
     def __init__(
-        self, paths: Sequence[str | Path], tokenizer: "PreTrainedTokenizerBase", *, max_tokens: int, on_long: OnLong
+        self,
+        paths: Sequence[str | Path],
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        max_tokens: int,
+        on_long: OnLong,
+        vocabulary: Vocabulary = EVERY_TOKEN,
     ) -> None:
         self._sides: dict[str, list[array[int]]] = {side: [] for side in PREFERENCE_SIDES}
         self._margins = array("d")
         self.num_dropped = 0
         for chunk in _chunks(paths):
             encoded = [
-                encode_chats(tokenizer, [getattr(record, side) for _, record in chunk], add_generation_prompt=False)
+                encode_chats(
+                    tokenizer,
+                    [getattr(record, side) for _, record in chunk],
+                    add_generation_prompt=False,
+                    places=[f"{where}: {side}" for where, _ in chunk],
+                )
                 for side in PREFERENCE_SIDES
             ]
             for (where, record), *chats in zip(chunk, *encoded, strict=True):
@@ -52,8 +65,9 @@ class PreferenceDataset:
                     self.num_dropped += 1
                     continue
                 self._margins.append(record.margin)
-                for stored, ids in zip(self._sides.values(), chats, strict=True):
-                    stored.append(array("i", ids))
+                for side, ids in zip(PREFERENCE_SIDES, chats, strict=True):
+                    vocabulary.require(ids, f"{where}: {side}")
+                    self._sides[side].append(array("i", ids))
         if not self._margins:
             raise DataError(
                 f"all {self.num_dropped} pairs have a conversation of more than {max_tokens} tokens, "
@@ -82,7 +96,7 @@ class ResponsePairDataset:
 
     A prompt or a response over its limit raises DataError or, with `on_long="drop"`, has its pair left out, which
     `num_dropped` counts. A malformed row raises DataError. answers: encodes responses; None: as the tokenizer alone
-    says.
+    says. vocabulary: DataError for a token without a row in the model's embedding.
     """
 
     def __init__(
@@ -94,13 +108,16 @@ class ResponsePairDataset:
         max_response_tokens: int,
         on_long: OnLong,
         answers: Answers | None = None,
+        vocabulary: Vocabulary = EVERY_TOKEN,
     ) -> None:
         answers = answers or Answers(tokenizer)
         self._prompts: list[array[int]] = []
         self._sides: dict[str, list[array[int]]] = {side: [] for side in PREFERENCE_SIDES}
         self.num_dropped = 0
         for chunk in _chunks(paths):
-            prompts = encode_chats(tokenizer, [record.chosen[:-1] for _, record in chunk])
+            prompts = encode_chats(
+                tokenizer, [record.chosen[:-1] for _, record in chunk], places=[where for where, _ in chunk]
+            )
             for (where, record), prompt in zip(chunk, prompts, strict=True):
                 responses = {}
                 for side in PREFERENCE_SIDES:
@@ -117,8 +134,10 @@ class ResponsePairDataset:
                         f"{where}: {side}: the response has {longest} tokens, rollout.max_response_tokens is "
                         f"{max_response_tokens}; raise it, remove the row, or set train_preference.on_long=drop"
                     )
+                vocabulary.require(prompt, where)
                 self._prompts.append(array("i", prompt))
                 for side, ids in responses.items():
+                    vocabulary.require(ids, f"{where}: {side}")
                     self._sides[side].append(array("i", ids))
         if not self._prompts:
             raise DataError(

@@ -14,15 +14,17 @@ from megarl.config.algo import DemonstrationConfig
 from megarl.config.environments import EnvironmentConfig
 from megarl.config.schema import DataConfig
 from megarl.data.answers import Answers
-from megarl.data.chat import encode_chats, long_prompt_error
+from megarl.data.chat import encode_chats, long_prompt_error, require_system_turn
 from megarl.data.files import READ_ROWS, RowFiles
 from megarl.data.records import (
     TARGET_COLUMNS,
+    PromptRecord,
     parse_prompt,
     parse_target,
     parse_target_probs,
     prompt_columns,
 )
+from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
 from megarl.types import Message, Prompt
 
@@ -50,7 +52,8 @@ class PromptDataset:
     `num_target_probs` counts the prompts whose demonstration comes with the demonstrator's probabilities. `form` names
     the columns. environment: names the column with a row's environment, or one for all rows. tools_of: returns the
     schemas of an environment's tools, which the chat template writes into the prompts. answers: encodes demonstrations;
-    None: as the tokenizer alone says.
+    None: as the tokenizer alone says. vocabulary: DataError for tokens of prompts and demonstrations without a row in
+    the model's embedding. `by_roles`: of each sequence of roles that prompts have, the first prompt.
     """
 
     def __init__(
@@ -65,15 +68,18 @@ class PromptDataset:
         environment: EnvironmentConfig | None = None,
         tools_of: ToolsOf = no_tools,
         answers: Answers | None = None,
+        vocabulary: Vocabulary = EVERY_TOKEN,
     ) -> None:
         self._form, self._environment = form or DataConfig(), environment or EnvironmentConfig()
         columns = (*prompt_columns(self._form), self._environment.key, *(TARGET_COLUMNS if demonstrations else ()))
         required = (self._form.prompt_key, self._form.label_key or "reward_model")
         self._files = RowFiles(paths, columns=columns, required=required)
+        require_system_turn(tokenizer, self._form.system_prompt)
         self._tokens: list[array[int]] = []
         # One entry per prompt, if demonstrations are requested; a prompt without a target has an empty one.
         self._demonstrations: list[array[int]] = []
         self._kept, self.num_target_probs = array("q"), 0
+        self.by_roles: dict[tuple[str, ...], int] = {}
         encoder = None if demonstrations is None else answers or Answers(tokenizer)
         sources, environments = set[str](), set[str]()
         rows = ((i, row, parse_prompt(row, self._files.where(i), self._form)) for i, row in enumerate(self._files))
@@ -84,17 +90,18 @@ class PromptDataset:
             prompts = [
                 ids
                 for name, its_rows in groupby(zip(names, chunk, strict=True), key=lambda each: each[0])
-                for ids in encode_chats(
-                    tokenizer, [record.messages for _, (*_, record) in its_rows], tools=tools_of(name) if name else ()
-                )
+                for ids in self._encoded([each for _, each in its_rows], tokenizer, tools_of(name) if name else ())
             ]
             for (index, row, record), ids in zip(chunk, prompts, strict=True):
                 if len(ids) <= max_prompt_tokens:
+                    vocabulary.require(ids, self._files.where(index))
+                    self.by_roles.setdefault(tuple(message.role for message in record.messages), len(self._kept))
                     self._tokens.append(array("i", ids))
                     self._kept.append(index)
                     if demonstrations is not None and encoder is not None:
                         where = self._files.where(index)
                         target, has_probs = _demonstration(encoder, row, record.messages, demonstrations, where)
+                        vocabulary.require(target, f"{where}: target")
                         self._demonstrations.append(array("i", target))
                         self.num_target_probs += has_probs
                 elif on_long_prompt == "error":
@@ -103,6 +110,10 @@ class PromptDataset:
         self.num_dropped = len(self._files) - len(self._kept)
         # Number of usable prompts of each file, in the order of `paths`.
         self.num_prompts_by_file = self._files.counts(self._kept)
+        self._require_usable(max_prompt_tokens, demonstrations)
+
+    def _require_usable(self, max_prompt_tokens: int, demonstrations: DemonstrationConfig | None) -> None:
+        """Raise DataError if no prompt is left, or no demonstration where they are requested."""
         if not self._kept:
             raise DataError(
                 f"all {self.num_dropped} prompts have more tokens than data.max_prompt_tokens="
@@ -113,6 +124,15 @@ class PromptDataset:
                 f"none of the {len(self)} prompts has a usable target, but algo.demonstrations.strategy asks for "
                 f"demonstrations; add the column target, raise algo.demonstrations.max_tokens, or set strategy=none"
             )
+
+    def _encoded(
+        self,
+        rows: Sequence[tuple[int, Mapping[str, Any], PromptRecord]],
+        tokenizer: "PreTrainedTokenizerBase",
+        tools: Sequence[Mapping[str, Any]],
+    ) -> list[list[int]]:
+        places = [self._files.where(index) for index, *_ in rows]
+        return encode_chats(tokenizer, [record.messages for *_, record in rows], tools=tools, places=places)
 
     def _environment_of(self, row: Mapping[str, Any], where: str) -> str:
         """Return the name of a row's environment; empty: it has none."""

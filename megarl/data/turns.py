@@ -10,27 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
-from megarl.data.chat import encode_chats, render_chats
+from megarl.data.chat import TemplateRefusal, encode_chats, render_chats
 from megarl.data.ends import ANSWER, QUESTION, answer_form
 from megarl.data.pieces import encode_pieces
 from megarl.errors import ConfigError, DataError
+from megarl.texts import readable
 from megarl.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-def readable(text: str) -> str:
-    r"""Return the text with U+FFFD for each half of a character (surrogate), which neither tokenizers nor files take.
-
-    >>> readable("half an emoji: \ud83d") == "half an emoji: \ufffd"
-    True
-    """
-    if text.isascii():
-        return text
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+# A text that no template writes itself, and that none changes.
+_REPLY = Message(role="user", content="Zq3 reply")
 
 
 class Bridges:
@@ -84,18 +75,31 @@ class Bridges:
         ids = encode_pieces(self._tokenizer, self._around_end(replies))[1]
         return ids[1:] if last_token in (ids[0], self._end) else ids
 
+    def require_reply(self, role: str) -> None:
+        """Raise ConfigError unless the template writes replies of a role, before a conversation depends on it."""
+        try:
+            _, after = self._around_end([replace(_REPLY, role=role)])
+        except DataError as error:
+            raise ConfigError(f"environment.tool_role: {error}") from error
+        if _REPLY.content not in after:
+            raise ConfigError(
+                f"environment.tool_role: the chat template leaves out turns of the role {role!r}, which the policy "
+                "would never read; set it to user"
+            )
+
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the tokens of a chat up to where the assistant speaks first; `tools` as in `encode_chats`."""
-        return encode_chats(self._tokenizer, [messages], tools=tools)[0]
+        return encode_chats(self._tokenizer, [messages], tools=tools, places=["the opening"])[0]
 
     def _around_end(self, replies: Sequence[Message]) -> tuple[str, str]:
         """Return the text of a conversation up to the end of the answer, and that from its end to the next answer."""
         try:
             (text,) = render_chats(self._tokenizer, [[QUESTION, ANSWER, *map(self.plain, replies)]])
-        except TemplateError as error:
+        except TemplateRefusal as error:
             roles = sorted({message.role for message in replies})
+            remedy = "set environment.tool_role=user" if "tool" in roles else "give the model another template"
             raise DataError(
-                f"the chat template refuses replies of the roles {roles}: {error}; set environment.tool_role=user"
+                f"the chat template refuses replies of the roles {roles}: {error.reason}; {remedy}"
             ) from error
         before, answer, after = text.partition(ANSWER.content)
         if not answer or not after.strip() or QUESTION.content not in before:

@@ -3,6 +3,7 @@
 from megarl.environments import code, games, gym, mcp_tools
 from megarl.environments.agent import AgentEnvironment
 from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, open_environments, tools_of
+from megarl.environments.replies import check_replies
 from megarl.environments.tools import ToolEnvironment, ToolError
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Reply",
     "ToolEnvironment",
     "ToolError",
+    "check_replies",
     "code",
     "games",
     "gym",

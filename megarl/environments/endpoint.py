@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from megarl.environments.base import Action
 from megarl.environments.parsers import Parser
-from megarl.texts import mended
+from megarl.texts import readable
 from megarl.types import Message
 
 # Fields of a request that ask for what one chat of a policy in training cannot have, with the values that do not.
@@ -132,7 +132,7 @@ class Chat:
             "id": f"chatcmpl-{secrets.token_hex(8)}",
             "object": "chat.completion",
             "created": int(time.time()),
-            "model": mended(asked.model),
+            "model": readable(asked.model),
             "choices": [choice],
             "usage": usage | {"total_tokens": action.num_before + action.num_tokens},
         }

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from megarl.config.environments import EnvironmentConfig
 from megarl.data.answers import response_decoder
 from megarl.data.chat import load_tokenizer
-from megarl.data.turns import Bridges, readable
+from megarl.data.turns import Bridges
 from megarl.environments.base import MOST_REPLY_CHARS, Action, Environment, open_environments
 from megarl.environments.calls import THREADS, LateError, attempt, describe, late_calls
+from megarl.texts import readable
 from megarl.types import Message, Prompt
 
 if TYPE_CHECKING:

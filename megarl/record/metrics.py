@@ -19,7 +19,7 @@ from megarl.record.json_lines import append_lines, open_lines, read_lines
 from megarl.record.turns import TURNS_TYPE, Turn, read_turns
 from megarl.storage.reading import RESTORE, reading
 from megarl.storage.writing import dispensable, replacing, writing
-from megarl.texts import mended, plain
+from megarl.texts import plain, readable
 
 
 class RunPaths:
@@ -161,7 +161,7 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one record to every sink; a non-finite value is rejected before any sink sees it."""
         # Users' functions and environments name some.
-        values = {mended(name): float(value) for name, value in metrics.items()}
+        values = {readable(name): float(value) for name, value in metrics.items()}
         record = MetricsRecord(step=step, time_s=self._clock(), metrics=values)
         for sink in self._sinks:
             sink.write(record)

@@ -14,11 +14,12 @@ from megarl.config.check import check_model, check_train
 from megarl.config.check_batches import max_hinted_row_tokens, max_row_terms, max_row_tokens
 from megarl.config.schema import Config, role_settings
 from megarl.data.answers import Answers
-from megarl.data.chat import check_vocabulary, load_tokenizer
+from megarl.data.chat import load_tokenizer, require_system_turn
 from megarl.data.hints import HintSurvey, survey_hints
 from megarl.data.prompts import PromptDataset
 from megarl.data.sampler import Sampler, prompt_sampler, train_files
-from megarl.environments import tools_of
+from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary, check_vocabulary
+from megarl.environments import check_replies, tools_of
 from megarl.errors import ConfigError, DataError
 from megarl.rewards.build import check_ground_truths
 from megarl.rewards.routes import filter_ranges
@@ -45,6 +46,7 @@ class TrainInputs:
     spec: ModelSpec
     tokenizer: "PreTrainedTokenizerBase"
     answers: Answers
+    vocabulary: Vocabulary
     algorithm: Algorithm
     roles: tuple[RoleSpec, ...]
     hints: HintWriter | None
@@ -65,7 +67,8 @@ class TrainInputs:
         hints: list[str] = []
         if self.hints is not None and self.hint_survey is not None:
             hints = self.hint_survey.warnings(self.hints.placer)
-        return [*setting_warnings(self.config), *self.answers.warnings(), *dropped, *hints]
+        of_model = [*self.answers.warnings(), *self.vocabulary.warnings]
+        return [*setting_warnings(self.config), *of_model, *dropped, *hints]
 
 
 def open_sampler(config: Config, train: PromptDataset) -> Sampler:
@@ -116,6 +119,22 @@ def check_role_models(config: Config, roles: Sequence[RoleSpec], tokenizer: "Pre
         # A reward model may have another tokenizer: it reads conversations.
         if key != "model.path" and role.role is not Role.REWARD:
             check_vocabulary(tokenizer, role.model.path, key)
+            _require_rows(config, tokenizer, spec, key)
+
+
+def _require_rows(config: Config, tokenizer: "PreTrainedTokenizerBase", spec: ModelSpec, key: str) -> None:
+    """Raise ConfigError for a model that reads the policy's tokens and lacks a row for one that the policy can write.
+
+    Either may have more rows than there are tokens.
+    """
+    num_rows = read_model_spec(config.model.path).dims.vocab
+    last = max(id for id in tokenizer.get_vocab().values() if id < num_rows)
+    if last >= spec.dims.vocab:
+        raise ConfigError(
+            f"{key}: the model in {spec.path} has no row in its embedding for the token "
+            f"{tokenizer.convert_ids_to_tokens(last)!r} with id {last} (vocab_size={spec.dims.vocab}), which the "
+            f"policy may write (vocab_size={num_rows}); resize its embeddings, or use another model"
+        )
 
 
 def _require_trained_head(spec: ModelSpec, role: RoleSpec, key: str) -> None:
@@ -164,26 +183,19 @@ def open_train_inputs(config: Config) -> TrainInputs:
     answers = Answers.of(config, tokenizer)
     roles = roles_of(config, algorithm)
     check_role_models(config, roles, tokenizer)
-    train = _open_prompts(config, train_files(config.data.train), tokenizer, answers)
-    val = _open_prompts(config, config.data.val, tokenizer) if config.data.val else None
+    vocabulary = Vocabulary.of(tokenizer, spec.dims.vocab)
+    train = _open_prompts(config, train_files(config.data.train), tokenizer, vocabulary, answers)
+    val = _open_prompts(config, config.data.val, tokenizer, vocabulary) if config.data.val else None
+    _check_later_texts(config, tokenizer, vocabulary, train.environments | (val.environments if val else frozenset()))
     if (epochs := config.trainer.total_epochs) is not None:
         steps = epochs * (len(train) // config.trainer.prompts_per_step)
         config = replace(config, trainer=replace(config.trainer, total_steps=steps, total_epochs=None))
         check_train(config)
-    if config.actor.moe.replay_routing and config.rollout.source == "vllm" and train.environments:
-        raise ConfigError(
-            f"actor.moe.replay_routing: got true, but data.train has the environments {sorted(train.environments)}, "
-            "whose tokens engines see only with the turn after them; set it to false"
-        )
-    if config.algo.off_policy.target_probs and not train.num_target_probs:
-        raise DataError(
-            "algo.off_policy.target_probs: got true, but no row of data.train has target_probs; add the column, or set "
-            "it to false"
-        )
+    _require_fitting(config, train)
     open_sampler(config, train)
     hints, survey = None, None
     if algorithm.requires() & HINT_SCORES:
-        hints = open_hints(config, tokenizer, spec.max_positions)
+        hints = open_hints(config, tokenizer, spec.max_positions, vocabulary)
         survey = survey_hints(hints.placer, (train[i] for i in range(len(train))))
         survey.require_some(hints.placer)
     if config.algo.cpo.difficulty == "data":
@@ -197,6 +209,8 @@ def open_train_inputs(config: Config) -> TrainInputs:
     for data in (train, val):
         if data is not None:
             check_ground_truths(config.rewards, data)
+            if conversations is not None:
+                conversations.check(data[i] for i in data.by_roles.values())
     filters = config.algo.filter
     check_filter_ranges(filters, filter_ranges(config.rewards, filters.by, train.data_sources))
     return TrainInputs(
@@ -204,6 +218,7 @@ def open_train_inputs(config: Config) -> TrainInputs:
         spec=spec,
         tokenizer=tokenizer,
         answers=answers,
+        vocabulary=vocabulary,
         algorithm=algorithm,
         roles=roles,
         train=train,
@@ -214,10 +229,25 @@ def open_train_inputs(config: Config) -> TrainInputs:
     )
 
 
+def _require_fitting(config: Config, train: PromptDataset) -> None:
+    """Raise ConfigError or DataError if a setting asks for what the training prompts do not have, or excludes it."""
+    if config.actor.moe.replay_routing and config.rollout.source == "vllm" and train.environments:
+        raise ConfigError(
+            f"actor.moe.replay_routing: got true, but data.train has the environments {sorted(train.environments)}, "
+            "whose tokens engines see only with the turn after them; set it to false"
+        )
+    if config.algo.off_policy.target_probs and not train.num_target_probs:
+        raise DataError(
+            "algo.off_policy.target_probs: got true, but no row of data.train has target_probs; add the column, or set "
+            "it to false"
+        )
+
+
 def _open_prompts(
     config: Config,
     files: Sequence[str],
     tokenizer: "PreTrainedTokenizerBase",
+    vocabulary: Vocabulary,
     answers: Answers | None = None,
 ) -> PromptDataset:
     """Open prompts; with `answers`, which encodes them, those to train on come with demonstrations if they have any."""
@@ -232,16 +262,34 @@ def _open_prompts(
         environment=config.environment,
         tools_of=partial(tools_of, config.environment),
         answers=answers,
+        vocabulary=vocabulary,
     )
 
 
-def open_hints(config: Config, tokenizer: "PreTrainedTokenizerBase", max_positions: int) -> HintWriter:
+def _check_later_texts(
+    config: Config, tokenizer: "PreTrainedTokenizerBase", vocabulary: Vocabulary, environments: frozenset[str]
+) -> None:
+    """Check what becomes tokens only during the run: replies of environments, and the questions of judges."""
+    check_replies(config.environment, environments, tokenizer)
+    asking = [name for name, judge in config.rewards.judges.items() if judge.use_policy]
+    for name in asking:
+        require_system_turn(tokenizer, config.rewards.judges[name].system, f"rewards.judges.{name}.system")
+    vocabulary.require_all("model.path", [f"environment {name}" for name in sorted(environments)])
+    vocabulary.require_all("model.path", [f"questions of rewards.judges.{name}" for name in asking])
+
+
+def open_hints(
+    config: Config,
+    tokenizer: "PreTrainedTokenizerBase",
+    max_positions: int,
+    vocabulary: Vocabulary = EVERY_TOKEN,
+) -> HintWriter:
     """Open the writer of hints. It limits hints so that the longest response still fits a micro-batch and the model's
     context.
     """
     room = max_hinted_row_tokens(config, max_positions) - config.rollout.max_response_tokens
     tools = partial(tools_of, config.environment)
-    return HintWriter(tokenizer, config.algo.cpo, max_prompt_tokens=room, tools_of=tools)
+    return HintWriter(tokenizer, config.algo.cpo, max_prompt_tokens=room, tools_of=tools, vocabulary=vocabulary)
 
 
 def _open_conversations(config: Config, tokenizer: "PreTrainedTokenizerBase", answers: Answers) -> ConversationEncoder:
@@ -257,6 +305,11 @@ def _open_conversations(config: Config, tokenizer: "PreTrainedTokenizerBase", an
         # The same template, so the arguments of data.chat_template are for it, too.
         own.chat_template = tokenizer.chat_template
     encoder, limit = ConversationEncoder(tokenizer, own, answers), max_reward_tokens(config)
+    spec = read_model_spec(path, key)
+    if encoder.num_extra_tokens is None:
+        Vocabulary.of(own, spec.dims.vocab, key).require_all(key, ["conversations"])
+    else:
+        _require_rows(config, tokenizer, spec, key)
     if encoder.num_extra_tokens is not None and max_row_tokens(config) + encoder.num_extra_tokens > limit:
         raise ConfigError(
             f"reward_model.micro_batch_tokens: got room for {limit} tokens and a score, but with its chat template the "

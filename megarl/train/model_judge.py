@@ -1,6 +1,6 @@
 """Reward samples with the scores of a Megatron reward model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
@@ -48,16 +48,24 @@ class ConversationEncoder:
         """
         return None if self._ending is None else len(self._ending)
 
+    def check(self, prompts: Iterable[Prompt]) -> None:
+        """Raise TemplateRefusal, which names the prompt, if the reward model's template refuses one of these."""
+        for prompt in prompts if self._ending is None else ():
+            self._rendered(prompt, "!", f"prompt {prompt.uid} for reward_model.model_path")
+
     def encode(self, prompt: Prompt, sample: Sample) -> IntArray:
         """Return the token ids of the conversation made of a prompt and one of its samples."""
         if self._ending is None:
-            answer = Message(role="assistant", content=self._decode(sample.last_turn_ids.tolist()))
-            return np.asarray(
-                encode_chats(self._own, [[*prompt.messages, answer]], add_generation_prompt=False)[0], dtype=np.int64
-            )
+            answer = self._decode(sample.last_turn_ids.tolist())
+            return self._rendered(prompt, answer, f"sample {sample.uid}/{sample.sample_index} for the reward model")
         response = sample.response_token_ids
         ending = self._ending if self._are_at_end_of(response.tolist()) else self._ending[:0]
         return np.concatenate([sample.prompt_token_ids, response, ending])
+
+    def _rendered(self, prompt: Prompt, answer: str, where: str) -> IntArray:
+        chat = [*prompt.messages, Message(role="assistant", content=answer)]
+        (ids,) = encode_chats(self._own, [chat], add_generation_prompt=False, places=[where])
+        return np.asarray(ids, dtype=np.int64)
 
 
 class ModelRewards:

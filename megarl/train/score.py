@@ -20,6 +20,7 @@ from megarl.data.answer_span import answer_mask
 from megarl.data.answers import response_decoder
 from megarl.data.hints import HintPlacer, donors, hinted_rows
 from megarl.data.prompts import ToolsOf, no_tools
+from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
 from megarl.record.metrics import Timers
 from megarl.train.update import RoleScorer
@@ -224,9 +225,12 @@ class HintWriter:
         *,
         max_prompt_tokens: int,
         tools_of: ToolsOf = no_tools,
+        vocabulary: Vocabulary = EVERY_TOKEN,
     ) -> None:
         """Make a writer; for the arguments see `HintPlacer`."""
-        self.placer = HintPlacer(tokenizer, cfg.hint, max_prompt_tokens=max_prompt_tokens, tools_of=tools_of)
+        self.placer = HintPlacer(
+            tokenizer, cfg.hint, max_prompt_tokens=max_prompt_tokens, tools_of=tools_of, vocabulary=vocabulary
+        )
         self._cfg, self._decode = cfg, response_decoder(tokenizer)
 
     def exclude_answers(self, rows: list[Row]) -> list[Row]:

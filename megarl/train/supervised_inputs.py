@@ -14,9 +14,11 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.demonstrations import SftDataset
 from megarl.data.preferences import PreferenceDataset, ResponsePairDataset
 from megarl.data.sampler import require_batch
+from megarl.data.vocabulary import Vocabulary
 from megarl.errors import DataError
 from megarl.train.inputs import check_role_models, open_model
 from megarl.types import Row, Score
+from megarl.weights.families import read_model_spec
 from megarl.weights.hub import with_local_models
 
 
@@ -75,9 +77,9 @@ def open_sft_inputs(config: Config) -> SupervisedInputs[SftDataset]:
     """Check the configuration, the model and the data of a supervised run."""
     check_sft(config)
     config = with_local_models(config)
-    open_model(config, for_sft=True)
+    spec = open_model(config, for_sft=True)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
-    answers = Answers.of(config, tokenizer)
+    answers, vocabulary = Answers.of(config, tokenizer), Vocabulary.of(tokenizer, spec.dims.vocab)
 
     def read(files: Sequence[str]) -> SftDataset:
         return SftDataset(
@@ -88,9 +90,11 @@ def open_sft_inputs(config: Config) -> SupervisedInputs[SftDataset]:
             settings=config.sft,
             form=config.data,
             answers=answers,
+            vocabulary=vocabulary,
         )
 
-    return _checked(config, "sft", check_sft, _read_both(config.sft, read), _lost_rows, answers.warnings())
+    warnings = [*answers.warnings(), *vocabulary.warnings]
+    return _checked(config, "sft", check_sft, _read_both(config.sft, read), _lost_rows, warnings)
 
 
 def open_train_reward_inputs(config: Config) -> SupervisedInputs[PreferenceDataset]:
@@ -99,11 +103,16 @@ def open_train_reward_inputs(config: Config) -> SupervisedInputs[PreferenceDatas
     config = with_local_models(config)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     check_role_models(config, [reward_role(config)], tokenizer)
+    vocabulary = Vocabulary.of(tokenizer, read_model_spec(config.model.path).dims.vocab)
     settings, max_tokens = config.train_reward, max_row_tokens(config)
-    sets = _read_both(
-        settings, lambda files: PreferenceDataset(files, tokenizer, max_tokens=max_tokens, on_long=settings.on_long)
-    )
-    return _checked(config, "train_reward", check_train_reward, sets, _dropped_pairs)
+
+    def read(files: Sequence[str]) -> PreferenceDataset:
+        return PreferenceDataset(
+            files, tokenizer, max_tokens=max_tokens, on_long=settings.on_long, vocabulary=vocabulary
+        )
+
+    sets, warnings = _read_both(settings, read), vocabulary.warnings
+    return _checked(config, "train_reward", check_train_reward, sets, _dropped_pairs, warnings)
 
 
 def open_train_preference_inputs(config: Config) -> SupervisedInputs[ResponsePairDataset]:
@@ -112,11 +121,11 @@ def open_train_preference_inputs(config: Config) -> SupervisedInputs[ResponsePai
     config = with_local_models(config)
     settings = config.train_preference
     objective = preference_objective(settings)
-    open_model(config)
+    spec = open_model(config)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     if Score.REF_LOGPROBS in objective.reads:
         check_role_models(config, [reference_role(config)], tokenizer)
-    answers = Answers.of(config, tokenizer)
+    answers, vocabulary = Answers.of(config, tokenizer), Vocabulary.of(tokenizer, spec.dims.vocab)
 
     def read(files: Sequence[str]) -> ResponsePairDataset:
         return ResponsePairDataset(
@@ -126,6 +135,7 @@ def open_train_preference_inputs(config: Config) -> SupervisedInputs[ResponsePai
             max_response_tokens=config.rollout.max_response_tokens,
             on_long=settings.on_long,
             answers=answers,
+            vocabulary=vocabulary,
         )
 
     train, val = _read_both(settings, read)
@@ -134,8 +144,8 @@ def open_train_preference_inputs(config: Config) -> SupervisedInputs[ResponsePai
             f"train_preference.val: has one pair, but train_preference.objective={settings.objective} "
             "estimates a KL with the responses of other pairs; hold out more, or set train_preference.val=[]"
         )
-    sets = train, val
-    return _checked(config, "train_preference", check_train_preference, sets, _dropped_pairs, answers.warnings())
+    sets, warnings = (train, val), [*answers.warnings(), *vocabulary.warnings]
+    return _checked(config, "train_preference", check_train_preference, sets, _dropped_pairs, warnings)
 
 
 def _read_both(

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.texts import find_surrogate, mended, plain
+from megarl.texts import find_surrogate, plain, readable
 
 HALF = "\ud83d"
 
@@ -21,9 +21,9 @@ HALF = "\ud83d"
         ("\ude00\ud83d", "\ufffd\ufffd"),
     ],
 )
-def test_mended(text: str, expected: str) -> None:
-    assert mended(text) == expected
-    mended(text).encode()
+def test_halves_are_mended(text: str, expected: str) -> None:
+    assert readable(text) == expected
+    readable(text).encode()
 
 
 def test_the_first_half_is_found_in_keys_and_values() -> None:

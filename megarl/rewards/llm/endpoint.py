@@ -13,7 +13,7 @@ from megarl.errors import ConfigError, RunError
 from megarl.rewards.background import BackgroundLoop
 from megarl.rewards.llm.cache import AnswerCache
 from megarl.rewards.llm.completions import Completion, Request, texts_of
-from megarl.texts import mended
+from megarl.texts import readable
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -101,7 +101,7 @@ class EndpointCompletions:
                 )
             tokens = reply.usage.total_tokens if reply.usage is not None else 0
             self._num_tokens += tokens
-            text = mended((reply.choices[0].message.content if reply.choices else None) or "")
+            text = readable((reply.choices[0].message.content if reply.choices else None) or "")
             if self._cache is not None:
                 self._cache.put(key, text)
             return Completion(text=text, tokens=tokens, seconds=time.monotonic() - began)

@@ -1,5 +1,6 @@
 """Open and check what an evaluation reads before any process starts."""
 
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,8 @@ from megarl.config.schema import Config, LayoutConfig, ModelConfig, NodesConfig,
 from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import PromptDataset
-from megarl.environments import tools_of
+from megarl.data.vocabulary import Vocabulary
+from megarl.environments import check_replies, tools_of
 from megarl.errors import ConfigError
 from megarl.record.metrics import RunPaths
 from megarl.report.run import path_labels
@@ -90,13 +92,11 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
     base, checkpoint = _find_model(request.model, request.run_file)
     config = _eval_config(with_overrides(base, request.overrides), request, with_trainer=checkpoint is not None)
     check_eval(config)
-    if checkpoint is None:
-        _check_engine_model(config)
-    else:
-        open_model(config)
+    num_rows = _engine_model_rows(config) if checkpoint is None else open_model(config).dims.vocab
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     ends = Answers.of(config, tokenizer).ends
     config = replace(config, rollout=replace(config.rollout, stop_token_ids=ends.stop_token_ids))
+    vocabulary = Vocabulary.of(tokenizer, num_rows, "MODEL")
     data = PromptDataset(
         config.data.val,
         tokenizer,
@@ -105,7 +105,10 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
         form=config.data,
         environment=config.environment,
         tools_of=partial(tools_of, config.environment),
+        vocabulary=vocabulary,
     )
+    check_replies(config.environment, data.environments, tokenizer)
+    vocabulary.require_all("MODEL", [f"environment {name}" for name in sorted(data.environments)])
     check_ground_truths(config.rewards, data)
     labelled = zip(path_labels(request.data), data.num_prompts_by_file, strict=True)
     return EvalInputs(
@@ -177,9 +180,16 @@ def _engines_alone(config: Config) -> Config:
     )
 
 
-def _check_engine_model(config: Config) -> None:
-    """Check the files and sizes of a model that only vLLM reads; megarl itself need not support the model's family."""
+def _engine_model_rows(config: Config) -> int:
+    """Check the files and sizes of a model that only vLLM reads, and return how many tokens its config says it has.
+
+    megarl itself need not support the model's family.
+    """
     path = Path(config.model.path)
-    check_model(config, read_hf_config(path))
+    hf_config = read_hf_config(path)
+    check_model(config, hf_config)
     for file in model_files(path):
         read_specs(file)
+    # Models that also see images have the language model's sizes in a section.
+    found = hf_config.get("vocab_size") or hf_config.get("text_config", {}).get("vocab_size")
+    return int(found or sys.maxsize)

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.data.answers import Answers, response_decoder
 from megarl.data.chat import (
-    check_vocabulary,
     encode_chats,
     load_tokenizer,
     long_prompt_error,
@@ -23,6 +22,7 @@ from megarl.data.chat import (
 )
 from megarl.data.records import Message
 from megarl.data.tiny_model import make_byte_tokenizer
+from megarl.data.vocabulary import check_vocabulary
 from megarl.errors import ConfigError, DataError
 
 QUESTION = (Message(role="user", content="1+1=?"),)
