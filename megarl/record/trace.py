@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl.errors import DataError
 from megarl.record.timeline import Interval, lanes_of, read_timeline
+from megarl.storage.writing import replacing
 
 # All lanes are threads of one process.
 _PROCESS = 1
@@ -18,12 +19,14 @@ def write_trace(timeline: Path, out: Path) -> None:
     if not intervals:
         raise DataError(f"{timeline} holds no intervals yet, expected at least one line; wait for the first step")
     run = timeline.resolve().parent.name
-    try:
-        out.write_text(
+    if not out.parent.is_dir():
+        raise DataError(
+            f"cannot write {out}: there is no directory {out.parent}; make it, or choose another with --out"
+        )
+    with replacing(out) as file:
+        file.write_text(
             json.dumps({"traceEvents": trace_events(intervals, run), "displayTimeUnit": "ms"}), encoding="utf-8"
         )
-    except OSError as error:
-        raise DataError(f"cannot write {out}: {error.strerror}; choose another file with --out") from error
 
 
 def trace_events(intervals: Sequence[Interval], run: str) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megarl.record.metrics import RunPaths
 from megarl.report.run import load_runs
+from megarl.storage.writing import replacing
 
 __all__ = ["ReportPaths", "write_report"]
 
@@ -24,7 +25,8 @@ def write_report(run_dir: Path, others: Sequence[Path] = ()) -> ReportPaths:
     others: runs to compare with (seeds, algorithms).
 
     A running or killed run is reported up to its last complete metrics line. A directory that is not a run,
-    or has no metrics yet, raises `DataError`.
+    or has no metrics yet, raises `DataError`. Each file is replaced in one operation, so that several processes may
+    write the report at once, and others read it meanwhile.
     """
     # They load matplotlib, for which no command should wait when it starts.
     from megarl.report.figures import write_png
@@ -35,6 +37,9 @@ def write_report(run_dir: Path, others: Sequence[Path] = ()) -> ReportPaths:
     paths = RunPaths(run_dir)
     labelled = [(run.label, RunPaths(path)) for run, path in zip(runs, (run_dir, *others), strict=True)]
     verdicts = write_browser(labelled, paths.report_files)
-    paths.report_html.write_text(render_page(runs, verdicts), encoding="utf-8")
-    write_png(runs, paths.report_png)
+    page = render_page(runs, verdicts)
+    with replacing(paths.report_html) as html:
+        html.write_text(page, encoding="utf-8")
+    with replacing(paths.report_png) as png:
+        write_png(runs, png)
     return ReportPaths(html=paths.report_html, png=paths.report_png)

@@ -5,6 +5,7 @@ each a call with plain JSON: an index of columns to filter and sort by, and piec
 page loads when they are looked at. `megarl/report/browser` has the page.
 """
 
+import itertools
 import json
 import math
 import shutil
@@ -17,6 +18,7 @@ from typing import Any
 
 from megarl.record.answers import Answer, read_answers
 from megarl.record.metrics import RolloutRecord, RunPaths, read_rollouts, step_of
+from megarl.storage.writing import replacing_directory
 
 BROWSER = Path(__file__).parent / "browser"
 # A piece ends with the sample that brings its texts to so many characters.
@@ -110,36 +112,32 @@ def write_browser(runs: Sequence[tuple[str, RunPaths]], out: Path) -> list[Verdi
     """Write the browser of runs, given with their labels, to a directory that it replaces; return the verdicts on the
     samples of the first run, in the order of steps. Without any recorded sample no directory is left.
     """
-    partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    writer = _Writer(partial)
+    samples = ((number, *sample) for number, (_, paths) in enumerate(runs) for sample in _recorded(paths))
+    first = next(samples, None)
+    if first is None:
+        shutil.rmtree(out, ignore_errors=True)
+        return []
     counts: defaultdict[tuple[str, int], list[bool]] = defaultdict(list)
-    for number, (_, paths) in enumerate(runs):
-        for phase, step, row in _recorded(paths):
+    with replacing_directory(out) as partial:
+        writer = _Writer(partial)
+        for number, phase, step, row in itertools.chain([first], samples):
             writer.add(row, run=number, phase=phase, step=step)
             if number == 0:
                 counts[phase, step].append(row.correct)
-    writer.end_piece()
-    if not writer.starts:
-        for path in (partial, out):
-            shutil.rmtree(path, ignore_errors=True)
-        return []
-    index = {
-        "runs": [label for label, _ in runs],
-        "phases": PHASES,
-        "sources": list(writer.sources),
-        "uids": [uid for uid, _ in writer.prompts],
-        "starts": writer.starts,
-        "columns": writer.columns,
-    }
-    writer.write("index", index)
-    for path in (BROWSER / "rollouts.html", *BROWSER.glob("*.js")):
-        shutil.copyfile(path, partial / path.name)
-    styles = [(BROWSER / name).read_text(encoding="utf-8") for name in ("palette.css", "rollouts.css")]
-    (partial / "rollouts.css").write_text("\n".join(styles), encoding="utf-8")
-    shutil.rmtree(out, ignore_errors=True)
-    partial.rename(out)
+        writer.end_piece()
+        index = {
+            "runs": [label for label, _ in runs],
+            "phases": PHASES,
+            "sources": list(writer.sources),
+            "uids": [uid for uid, _ in writer.prompts],
+            "starts": writer.starts,
+            "columns": writer.columns,
+        }
+        writer.write("index", index)
+        for path in (BROWSER / "rollouts.html", *BROWSER.glob("*.js")):
+            shutil.copyfile(path, partial / path.name)
+        styles = [(BROWSER / name).read_text(encoding="utf-8") for name in ("palette.css", "rollouts.css")]
+        (partial / "rollouts.css").write_text("\n".join(styles), encoding="utf-8")
     return [
         Verdicts(phase=phase, step=step, num_right=sum(right), num_samples=len(right))
         for (phase, step), right in counts.items()

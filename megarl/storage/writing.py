@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -52,9 +53,10 @@ def writing(path: Path) -> Iterator[None]:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path to write to, which takes the place of `path` at the end: readers see the old file or the new one.
 
-    After an error `path` is as it was, and nothing is left beside it. Raises StorageError as `writing` does.
+    After an error `path` is as it was, and nothing is left beside it. Several processes may replace a file at the same
+    time: the last one wins. Raises StorageError as `writing` does.
     """
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.partial")
     with writing(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,6 +66,43 @@ def replacing(path: Path) -> Iterator[Path]:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
             raise
+
+
+@contextlib.contextmanager
+def replacing_directory(path: Path) -> Iterator[Path]:
+    """Yield a new directory, which takes the place of the directory `path` at the end, as `put_directory` does it.
+
+    Otherwise as `replacing`.
+    """
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.partial")
+    with writing(path):
+        try:
+            partial.mkdir(parents=True)
+            yield partial
+            put_directory(partial, path)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def put_directory(new: Path, path: Path) -> None:
+    """Rename the directory `new` to `path`, and remove what was there: readers see either, and never half of one.
+
+    A directory cannot replace another in one operation, so between two renames there is none.
+    """
+    old = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.old")
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(old)
+        try:
+            new.rename(path)
+            break
+        except OSError as error:
+            # Another process has put its own there.
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+        finally:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 @contextlib.contextmanager

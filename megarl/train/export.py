@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.errors import WeightSyncError
-from megarl.storage.writing import writing
+from megarl.storage.writing import put_directory, writing
 from megarl.types.messages import Head, RoleSpec
 from megarl.weights.families import ModelSpec, read_hf_config, read_model_spec
 from megarl.weights.safetensors_map import create_model_files, weight_specs
@@ -32,8 +32,7 @@ def export_model(workers: "RoleWorkers", role: RoleSpec, directory: Path) -> Non
     shutil.rmtree(partial, ignore_errors=True)
     with writing(directory):
         _write_model(workers, role, spec, partial)
-        shutil.rmtree(directory, ignore_errors=True)
-        partial.rename(directory)
+        put_directory(partial, directory)
 
 
 def _write_model(workers: "RoleWorkers", role: RoleSpec, spec: ModelSpec, partial: Path) -> None:

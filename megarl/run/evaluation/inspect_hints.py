@@ -35,6 +35,7 @@ from megarl.rewards.build import open_rewards
 from megarl.rewards.routes import without_training
 from megarl.run.evaluation.hint_signal import mutual_information, score_hints
 from megarl.seeds import batch_seed
+from megarl.storage.writing import replacing
 from megarl.train.inputs import open_hints
 from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, prompt_segment
 from megarl.types.rows import row_from_sample
@@ -108,8 +109,8 @@ def inspect_hints(request: InspectRequest) -> HintReport:
         print(f"warning: {warning}")
     if request.out is not None or request.model is not None:
         out = request.out or Path("hints.html")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(to_html(report), encoding="utf-8")
+        with replacing(out) as file:
+            file.write_text(to_html(report), encoding="utf-8")
         print(f"wrote {out}")
     survey.require_some(placer)
     return report
