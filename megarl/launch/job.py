@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from megarl.errors import ConfigError
+from megarl.host.directory_lock import DirectoryLock
 from megarl.host.exit_codes import EXIT_BAD_INPUT, EXIT_STOPPED
 from megarl.host.janitor import HOSTED_RUN_VARIABLE, RunScope, clean_up
 from megarl.launch.allocation import Allocation, RayPorts, own_address
@@ -65,6 +66,8 @@ def run_job(argv: Sequence[str], arguments: Namespace, *, max_restarts: int) -> 
     """
     command, allocation = read_command(argv, arguments), Allocation.from_environment()
     command.check_components(allocation.groups)
+    # The driver takes it; but nothing is to start on the hosts before.
+    DirectoryLock(command.directory, arguments.command).require_free()
     logs = command.logs / f"slurm-{allocation.job_id}"
     attempts = AttemptLog(logs)
     driver = _Driver()

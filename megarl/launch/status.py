@@ -15,14 +15,12 @@ from tqdm import tqdm
 
 from megarl.config.load import read_saved
 from megarl.errors import DataError
+from megarl.host.directory_lock import BEAT_S, LOST_S, has_died
 from megarl.launch.restarts import AttemptLog
 from megarl.record.metrics import RunPaths, read_metrics
 from megarl.storage.reading import reading
 from megarl.storage.writing import dispensable, replacing
 
-BEAT_S = 2.0
-# A driver that has not written for this long is gone, or cannot reach the run's storage.
-LOST_S = 30.0
 # Steps whose mean duration predicts the rest.
 ETA_STEPS = 10
 SHOWN_METRICS = {
@@ -56,12 +54,20 @@ class Status:
 class Heartbeat:
     """A thread that writes RUN/status.json every `BEAT_S` while a command runs, and at its end."""
 
-    def __init__(self, path: Path, command: str, phase: Callable[[], tuple[str, float] | None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        command: str,
+        phase: Callable[[], tuple[str, float] | None],
+        *,
+        is_owned: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Prepare the status of a command that has just started.
 
         phase: returns what the driver waits for now, and since when (seconds since 1970); None if it is not waiting.
+        is_owned: returns whether the run is still that of this process; the status is not written once it is not.
         """
-        self._path, self._phase, now = path, phase, time.time()
+        self._path, self._phase, self._is_owned, now = path, phase, is_owned, time.time()
         self._status = Status(
             command=command,
             state="running",
@@ -95,6 +101,8 @@ class Heartbeat:
 
     def _write(self, status: Status) -> None:
         """Replace the status file in one operation, so that a reader never sees half of it."""
+        if not self._is_owned():
+            return
         with dispensable(self._path.name), replacing(self._path) as partial:
             partial.write_text(json.dumps(asdict(status)), encoding="utf-8")
 
@@ -114,9 +122,13 @@ def read_status(root: Path) -> Status:
 def describe_status(root: Path, *, now: float) -> dict[str, Any]:
     """Return what `megarl status` prints, by name; unknown values are left out. `now`: seconds since 1970."""
     status, paths = read_status(root), RunPaths(root)
-    lost = status.state == "running" and now - status.written > LOST_S
+    state = status.state
+    if state == "running" and has_died(paths.lock):
+        state = "lost: its process has ended"
+    elif state == "running" and now - status.written > LOST_S:
+        state = f"lost: no sign of life for {tqdm.format_interval(now - status.written)}"
     seen: dict[str, Any] = {
-        "state": f"lost: no sign of life for {tqdm.format_interval(now - status.written)}" if lost else status.state,
+        "state": state,
         "command": status.command,
         "driver": f"{status.host}, process {status.pid}" + (f", job {status.job_id}" if status.job_id else ""),
         "started": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.started)),

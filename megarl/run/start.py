@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, RunError, WorkerError
+from megarl.host.directory_lock import DirectoryLock
 from megarl.host.temp_dir import choose_temp_root, temp_root
 from megarl.launch.status import Heartbeat
 from megarl.record.activity import current_activity, doing
+from megarl.record.metrics import RunPaths
 from megarl.record.recorder import RunRecorder
 from megarl.report import write_report
 from megarl.run.resume import find_checkpoint, resume_notes
@@ -25,40 +27,42 @@ if TYPE_CHECKING:
 
 def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
     """Run reinforcement learning from the first check to the report. Raises RunStopped if a signal ends it early."""
-    with doing("reading model and data"):
-        inputs = open_train_inputs(config)
-    config = inputs.config
-    checkpoint = find_checkpoint(config, "train") if resume else None
-    recorder = _open_recorder(config, checkpoint, overwrite=overwrite or resume)
-    for warning in inputs.warnings:
-        print(f"warning: {warning}")
-    with (
-        _heartbeat(recorder, "train"),
-        started_cluster(config, recorder.paths.logs, inputs.roles, with_judges=True) as cluster,
-    ):
-        from megarl.train.wiring import build_trainer
+    with DirectoryLock(RunPaths.of(config.run).root, "train") as lock:
+        with doing("reading model and data"):
+            inputs = open_train_inputs(config)
+        config = inputs.config
+        checkpoint = find_checkpoint(config, "train") if resume else None
+        recorder = _open_recorder(config, lock, checkpoint, overwrite=overwrite or resume)
+        for warning in inputs.warnings:
+            print(f"warning: {warning}")
+        with (
+            _heartbeat(recorder, lock, "train"),
+            started_cluster(config, recorder.paths.logs, inputs.roles, with_judges=True) as cluster,
+        ):
+            from megarl.train.wiring import build_trainer
 
-        build_trainer(inputs, cluster, recorder).fit(checkpoint)
-    return _reported(recorder)
+            build_trainer(inputs, cluster, recorder).fit(checkpoint)
+        return _reported(recorder)
 
 
 def train_supervised(command: Command, config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
     """Run supervised training from the first check to the report. Raises RunStopped if a signal ends it early."""
-    with doing("reading model and data"):
-        opened = SUPERVISED[command](config)
-    inputs, task, config = opened.inputs, opened.task, opened.inputs.config
-    checkpoint = find_checkpoint(config, command) if resume else None
-    recorder = _open_recorder(config, checkpoint, overwrite=overwrite or resume)
-    for line in (*inputs.notes, *(f"warning: {warning}" for warning in inputs.warnings)):
-        print(line)
-    with (
-        _heartbeat(recorder, command),
-        started_cluster(config, recorder.paths.logs, [task.role, *task.frozen], with_engine=False) as cluster,
-    ):
-        from megarl.train.supervised import SupervisedTrainer
+    with DirectoryLock(RunPaths.of(config.run).root, command) as lock:
+        with doing("reading model and data"):
+            opened = SUPERVISED[command](config)
+        inputs, task, config = opened.inputs, opened.task, opened.inputs.config
+        checkpoint = find_checkpoint(config, command) if resume else None
+        recorder = _open_recorder(config, lock, checkpoint, overwrite=overwrite or resume)
+        for line in (*inputs.notes, *(f"warning: {warning}" for warning in inputs.warnings)):
+            print(line)
+        with (
+            _heartbeat(recorder, lock, command),
+            started_cluster(config, recorder.paths.logs, [task.role, *task.frozen], with_engine=False) as cluster,
+        ):
+            from megarl.train.supervised import SupervisedTrainer
 
-        SupervisedTrainer(task, config, cluster, recorder).fit(checkpoint)
-    return _reported(recorder)
+            SupervisedTrainer(task, config, cluster, recorder).fit(checkpoint)
+        return _reported(recorder)
 
 
 def _reported(recorder: RunRecorder) -> RunRecorder:
@@ -71,16 +75,18 @@ def _reported(recorder: RunRecorder) -> RunRecorder:
     return recorder
 
 
-def _heartbeat(recorder: RunRecorder, command: str) -> Heartbeat:
-    return Heartbeat(recorder.paths.status, command, current_activity)
+def _heartbeat(recorder: RunRecorder, lock: DirectoryLock, command: str) -> Heartbeat:
+    return Heartbeat(recorder.paths.status, command, current_activity, is_owned=lock.is_owned)
 
 
-def _open_recorder(config: Config, checkpoint: Checkpoint | None, *, overwrite: bool) -> RunRecorder:
+def _open_recorder(
+    config: Config, lock: DirectoryLock, checkpoint: Checkpoint | None, *, overwrite: bool
+) -> RunRecorder:
     if checkpoint is None:
-        return RunRecorder(config, overwrite=overwrite)
+        return RunRecorder(config, lock=lock, overwrite=overwrite)
     for note in resume_notes(checkpoint, config):
         print(note, flush=True)
-    return RunRecorder(config, resumed_step=checkpoint.state.step)
+    return RunRecorder(config, lock=lock, resumed_step=checkpoint.state.step)
 
 
 @contextlib.contextmanager

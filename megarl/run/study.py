@@ -25,6 +25,7 @@ from megarl.config import from_dict, load_config
 from megarl.config.load import read_saved, read_yaml, saved_config
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, RunError, RunStopped
+from megarl.host.directory_lock import DirectoryLock
 from megarl.host.signals import last_stop_signal
 from megarl.record.metrics import RunPaths, read_metrics
 from megarl.record.recorder import RunRecorder
@@ -139,7 +140,7 @@ def is_finished(config: Config) -> bool:
     Raises:
         ConfigError: the run is finished but had other settings.
     """
-    paths = RunPaths(Path(config.run.dir) / config.run.name)
+    paths = RunPaths.of(config.run)
     if not paths.export.is_dir() or not paths.metrics.is_file():
         return False
     saved = saved_config(read_saved(paths.config))
@@ -200,14 +201,16 @@ def run_study(study: Study) -> list[str]:
     """Run what is still to do, and print a line per run. Returns the names of the runs that failed.
 
     Raises:
+        ConfigError: the study is bad, or another process does it already.
         RunStopped: a signal ended the study early.
     """
-    plan = plan_study(study)
-    for place, name in plan.finished.items():
-        _report(plan, place, f"{name}: finished before, skipped")
-    waiting, failed, began = deque(plan.waiting), list[str](), time.monotonic()
-    while waiting:
-        failed += _run_until_failure(study, plan, waiting)
+    with DirectoryLock(Path(study.dir), "study"):
+        plan = plan_study(study)
+        for place, name in plan.finished.items():
+            _report(plan, place, f"{name}: finished before, skipped")
+        waiting, failed, began = deque(plan.waiting), list[str](), time.monotonic()
+        while waiting:
+            failed += _run_until_failure(study, plan, waiting)
     counts = f"{len(plan.waiting) - len(failed)} done, {len(plan.finished)} skipped, {len(failed)} failed"
     names = f": {', '.join(failed)}" if failed else ""
     print(f"{plan.num_runs} runs in {time.monotonic() - began:.0f} s: {counts}{names}", flush=True)
@@ -256,10 +259,11 @@ def _train(run: PlannedRun, cluster: "Cluster") -> str:
     inputs = open_train_inputs(run.config)
     for warning in inputs.warnings:
         print(f"{run.name}: warning: {warning}")
-    recorder = RunRecorder(run.config, overwrite=True)
-    build_trainer(inputs, cluster, recorder).fit()
-    write_report(recorder.paths.root)
-    return _result(recorder.paths.root)
+    with DirectoryLock(RunPaths.of(run.config.run).root, "study") as lock:
+        recorder = RunRecorder(run.config, lock=lock, overwrite=True)
+        build_trainer(inputs, cluster, recorder).fit()
+        write_report(recorder.paths.root)
+        return _result(recorder.paths.root)
 
 
 def _result(root: Path) -> str:

@@ -113,10 +113,19 @@ def steps_to_keep(scores: Mapping[int, float | None], *, keep_last: int, keep_be
 
 
 class CheckpointManager:
-    """A writer of a run's checkpoints, one at a time; it removes those that the configuration does not keep."""
+    """A writer of a run's checkpoints, one at a time; it removes those that the configuration does not keep.
 
-    def __init__(self, root: Path, config: CheckpointConfig, workers: "RoleWorkers") -> None:
-        self._root, self._config, self._workers = root, config, workers
+    require_owned: called before anything is written; raises an error if the run is no longer that of this process.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        config: CheckpointConfig,
+        workers: "RoleWorkers",
+        require_owned: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._root, self._config, self._workers, self._require_owned = root, config, workers, require_owned
         self._writing: Path | None = None
 
     def after_step(self, step: int, *, total: int, stop: StopRequest, state: Callable[[Path], RunState]) -> None:
@@ -143,6 +152,7 @@ class CheckpointManager:
 
     def _start(self, step: int, state: Callable[[Path], RunState], *, portable: bool) -> None:
         self._finish(wait=True)
+        self._require_owned()
         path = checkpoint_dir(self._root, step)
         remove_checkpoint(path)
         # What a run that was killed, or met a full disk, has left: this one needs the space.
@@ -158,6 +168,7 @@ class CheckpointManager:
     def _finish(self, *, wait: bool) -> None:
         if self._writing is None or not self._workers.finish_checkpoint(wait=wait):
             return
+        self._require_owned()
         with writing(self._writing):
             mark_complete(self._writing)
         num_bytes = sum(file.stat().st_size for file in self._writing.rglob("*") if file.is_file())

@@ -26,7 +26,7 @@ from megarl.record.metrics import Timers
 from megarl.rewards.judge import Trouble, tally_metrics
 from megarl.rewards.manager import BatchJudging, RewardManager
 from megarl.rollout.prefixes import plan_prefixes
-from megarl.rollout.replay import read_record, record_path, write_record
+from megarl.rollout.replay import read_record, write_record
 from megarl.rollout.scheduler import Scheduler
 from megarl.rollout.source import RolloutSource, SamplingPlan
 from megarl.train.groups import Group, JudgedGroup, filter_groups, judge_groups, refill_count, rollout_of
@@ -92,8 +92,8 @@ class Rollouts:
     """The stages of a step that admit prompts, sample and judge them, and take `trainer.prompts_per_step` groups.
 
     scheduler: decides when prompts are admitted and which groups are taken. prompts: indexed by what `queue` yields.
-    ends: those of responses. records: the directory that takes each step's rollout if `rollout.record` is set. enter:
-    called with the phase before each generation, so that the engines are on their devices.
+    ends: those of responses. record_file: returns the file that takes a step's rollout if `rollout.record` is set.
+    enter: called with the phase before each generation, so that the engines are on their devices.
     """
 
     config: Config
@@ -103,7 +103,7 @@ class Rollouts:
     source: RolloutSource
     rewards: RewardManager
     ends: AnswerEnds
-    records: Path
+    record_file: Callable[[int], Path]
     enter: Callable[[residency.Phase], None]
     timers: Timers
     # The groups that no step has taken, by the numbers of their tickets.
@@ -146,7 +146,7 @@ class Rollouts:
             self.scheduler.remove(group.number)
         kept = kept[:num_prompts]
         if self.config.rollout.record:
-            write_record(record_path(self.records, step), rollout_of([each.group for each in sampled]))
+            write_record(self.record_file(step), rollout_of([each.group for each in sampled]))
         return Collected(
             rollout=RolloutBatch(
                 prompts={each.group.prompt.uid: each.group.prompt for each in kept},

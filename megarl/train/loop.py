@@ -124,6 +124,7 @@ class Trainer:
         paths = {Role.ACTOR: self.recorder.paths.export, Role.CRITIC: self.recorder.paths.export_critic}
         for role in (role for role in inputs.roles if role.trainable and total):
             self.memory.enter(residency.exporting(role.role))
+            self.recorder.require_owned()
             export_model(self.cluster.workers, role, paths[role.role])
         self.engines.close()
 

@@ -77,7 +77,9 @@ class SupervisedTrainer:
             },
         }
         self.sampler = PromptSampler(task.num_examples, task.batch_size, config.run.seed, config.data.shuffle)
-        self.checkpoints = CheckpointManager(recorder.paths.checkpoints, config.checkpoint, cluster.workers)
+        self.checkpoints = CheckpointManager(
+            recorder.paths.checkpoints, config.checkpoint, cluster.workers, recorder.require_owned
+        )
 
     def fit(self, checkpoint: Checkpoint | None = None) -> None:
         """Train up to the last step, then export the model.
@@ -104,6 +106,7 @@ class SupervisedTrainer:
                 score = self._validate(step, log, progress)
                 state = partial(self._run_state, step, score)
                 self.checkpoints.after_step(step, total=task.total_steps, stop=stop, state=state)
+        self.recorder.require_owned()
         export_model(self.cluster.workers, task.role, self.recorder.paths.export)
 
     def _restore(self, checkpoint: Checkpoint) -> int:

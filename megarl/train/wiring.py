@@ -11,14 +11,14 @@ from megarl.cluster.supervisor import EngineSupervisor
 from megarl.config.batches import batch_counts, num_actor_steps
 from megarl.config.judges import JudgeConfig
 from megarl.config.schema import Config
-from megarl.record.metrics import RunPaths, Timers
+from megarl.record.metrics import Timers
 from megarl.record.performance import PerformanceMeter, StepProfiler
 from megarl.record.recorder import RunRecorder
 from megarl.rewards.build import CompletionsOf, open_rewards
 from megarl.rewards.llm import Completions, EndpointCompletions
 from megarl.rewards.manager import RewardManager
 from megarl.rollout.regenerate import RegenerateSource
-from megarl.rollout.replay import ReplaySource
+from megarl.rollout.replay import ReplaySource, record_path
 from megarl.rollout.scheduler import Scheduler
 from megarl.rollout.source import RolloutSource
 from megarl.rollout.vllm_source import VllmSource
@@ -65,7 +65,7 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         source=source,
         rewards=rewards,
         ends=inputs.answers.ends,
-        records=paths.records,
+        record_file=recorder.owned(partial(record_path, paths.records)),
         enter=memory.enter,
         timers=timers,
     )
@@ -80,8 +80,8 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         gate=MismatchGate(config),
         updates=_update_stage(inputs, cluster, memory, timers),
         engines=engines,
-        validator=_open_validator(inputs, live, validation_rewards, paths, memory),
-        checkpoints=CheckpointManager(paths.checkpoints, config.checkpoint, workers),
+        validator=_open_validator(inputs, live, validation_rewards, recorder, memory),
+        checkpoints=CheckpointManager(paths.checkpoints, config.checkpoint, workers, recorder.require_owned),
         profiler=StepProfiler(workers, config.logging.profile_steps, paths.profile),
         meter=PerformanceMeter(config, inputs.spec.dims),
         timers=timers,
@@ -92,7 +92,7 @@ def _open_validator(
     inputs: TrainInputs,
     source: RolloutSource,
     rewards: RewardManager,
-    paths: RunPaths,
+    recorder: RunRecorder,
     memory: residency.MemoryLedger,
 ) -> Validator | None:
     """Open the validation of a run; None without data for it."""
@@ -105,7 +105,7 @@ def _open_validator(
         stop_token_ids=inputs.answers.ends.stop_token_ids,
         source=source,
         rewards=rewards,
-        answers=paths.validation,
+        answers=recorder.owned(recorder.paths.validation),
         enter=memory.enter,
     )
 

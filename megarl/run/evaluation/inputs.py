@@ -81,6 +81,11 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
     """Check the request, and open the model and the data that it names."""
     if (request.out / TABLE).exists() and not request.overwrite:
         raise ConfigError(f"{request.out} already holds an evaluation; choose another --out, or pass --overwrite")
+    if RunPaths(request.out).metrics.exists():
+        raise ConfigError(
+            f"--out: {request.out} is the directory of a run, whose config.yaml this would replace; choose another, "
+            f"such as {request.out / 'eval'}"
+        )
     if bad := [k for k in request.ks if not 1 <= k <= request.num_samples]:
         raise ConfigError(f"--k: got {bad[0]}, expected 1 to --num-samples={request.num_samples}; change either")
     files = [path.resolve() for path in request.data]

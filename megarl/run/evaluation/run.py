@@ -2,7 +2,6 @@
 files.
 """
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +12,11 @@ from typing import TYPE_CHECKING
 from megarl.cluster import residency
 from megarl.cluster.roles import actor_role
 from megarl.cluster.supervisor import EngineSupervisor, WeightSync
-from megarl.config import dump
 from megarl.config.schema import Config
-from megarl.errors import ConfigError
+from megarl.host.directory_lock import DirectoryLock
 from megarl.record.answers import Answer, results_by_source
 from megarl.record.progress import Progress, ProgressValues
-from megarl.record.recorder import installed_versions
+from megarl.record.recorder import write_settings
 from megarl.rewards.build import open_rewards
 from megarl.rewards.manager import BatchJudging, RewardManager
 from megarl.rewards.routes import without_training
@@ -46,26 +44,23 @@ def evaluate(request: EvalRequest) -> None:
         ConfigError, DataError: bad input; nothing was started.
         RunError, WorkerError: it failed later.
     """
-    inputs = open_eval_inputs(request)
-    config = inputs.config
-    if inputs.data.num_dropped:
-        print(f"--data: dropped {inputs.data.num_dropped} prompts over {config.data.max_prompt_tokens} tokens")
-    try:
-        inputs.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out: cannot make {inputs.out}: {error.strerror}; choose another") from error
-    (inputs.out / "config.yaml").write_text(dump(config), encoding="utf-8")
-    (inputs.out / "versions.json").write_text(json.dumps(installed_versions(), indent=2) + "\n", encoding="utf-8")
-    with_trainer = inputs.checkpoint is not None
-    with (
-        started_cluster(config, inputs.out / "logs", [actor_role(config)], with_trainer=with_trainer) as cluster,
-        closing(_serving_engines(inputs, cluster)) as engines,
-    ):
-        answers = list(_answers(inputs, cluster, engines))
-    results = results_by_source(answers, inputs.ks)
-    print(results_text(results))
-    for path in write_results(inputs.out, results, answers):
-        print(f"wrote {path}")
+    with DirectoryLock(request.out, "eval") as lock:
+        inputs = open_eval_inputs(request)
+        config = inputs.config
+        if inputs.data.num_dropped:
+            print(f"--data: dropped {inputs.data.num_dropped} prompts over {config.data.max_prompt_tokens} tokens")
+        write_settings(inputs.out, config)
+        with_trainer = inputs.checkpoint is not None
+        with (
+            started_cluster(config, inputs.out / "logs", [actor_role(config)], with_trainer=with_trainer) as cluster,
+            closing(_serving_engines(inputs, cluster)) as engines,
+        ):
+            answers = list(_answers(inputs, cluster, engines))
+        results = results_by_source(answers, inputs.ks)
+        print(results_text(results))
+        lock.require()
+        for path in write_results(inputs.out, results, answers):
+            print(f"wrote {path}")
 
 
 class _OwnWeights:

@@ -213,7 +213,7 @@ class World(RolloutSource):
             source=self,
             rewards=self,  # type: ignore[arg-type]
             ends=ENDS,
-            records=Path("nowhere"),
+            record_file=lambda step: Path("nowhere", str(step)),
             enter=self.phases.append,
             timers=timers or Timers(),
         )
