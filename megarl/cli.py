@@ -15,6 +15,7 @@ from megarl.host.streams import name_anything, write_anything
 from megarl.launch.cli import add_slurm
 from megarl.record.activity import shown
 from megarl.run.evaluation.cli import add_evaluation
+from megarl.run.resume_option import ResumeOption
 
 TRAININGS = {
     "train": "train a policy by reinforcement learning",
@@ -96,7 +97,12 @@ def _add_trainings(commands: "argparse._SubParsersAction[argparse.ArgumentParser
         )
         existing = command.add_mutually_exclusive_group()
         existing.add_argument("--overwrite", action="store_true", help="replace a run of the same name")
-        existing.add_argument("--resume", action="store_true", help="continue its last checkpoint, or start anew")
+        existing.add_argument(
+            *ResumeOption.VALUES,
+            action=ResumeOption,
+            nargs=0,
+            help="continue its last checkpoint, or the last whole one",
+        )
         command.set_defaults(run=_train_supervised)
         command.add_argument("--dry-run", action="store_true", help="check and print what a run would do")
         command.add_argument("--json", action="store_true", help="with --dry-run: print JSON")

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from megarl.algos.advantages import estimator_of
 from megarl.config.schema import Config, role_settings
 from megarl.config.setting import differences
 from megarl.errors import ConfigError
 from megarl.record.metrics import RunPaths
-from megarl.train.checkpoint import Checkpoint, Command, last_checkpoint
+from megarl.train.checkpoint import Checkpoint, Command, Resume, checkpoint_dir, last_checkpoint, torn_steps
 from megarl.types.messages import Role
 
 _SCHEDULE = ("lr", "clip_grad_norm", "warmup_steps", "schedule", "decay_frac", "min_lr_frac")
@@ -73,14 +72,17 @@ def changed_settings(old: Config, new: Config) -> list[str]:
     return [f"{key}: {before} → {after}" for key, before, after in differences(old, new)]
 
 
-def find_checkpoint(config: Config, command: Command) -> Checkpoint | None:
+def find_checkpoint(config: Config, command: Command, resume: Resume = "newest") -> Checkpoint | None:
     """Return the run directory's last complete checkpoint; None if the run has to start from scratch.
+
+    resume: what is wanted if that one is damaged; see `Resume`.
 
     Raises:
         ConfigError: the checkpoint cannot be continued with this configuration, or the run ended without one.
+        DataError: the checkpoint is damaged, or, with newest-whole, all of them are.
     """
-    paths = RunPaths(Path(config.run.dir) / config.run.name)
-    checkpoint = last_checkpoint(paths.checkpoints)
+    paths = RunPaths.of(config.run)
+    checkpoint = last_checkpoint(paths.checkpoints, resume)
     if checkpoint is None:
         if paths.export.exists():
             raise ConfigError(
@@ -133,6 +135,8 @@ def _require_readable_layout(checkpoint: Checkpoint, config: Config) -> None:
 def resume_notes(checkpoint: Checkpoint, config: Config) -> list[str]:
     """List what a user should know about a resumed run: where it starts, and what has changed."""
     notes = [f"continuing after step {checkpoint.state.step} from {checkpoint.path}"]
+    later = [step for step in torn_steps(checkpoint.path.parent) if step > checkpoint.state.step]
+    notes += [f"{checkpoint_dir(checkpoint.path.parent, step)}: was not completed, and is not used" for step in later]
     notes += [f"changed since the checkpoint: {change}" for change in changed_settings(checkpoint.state.config, config)]
     if len(checkpoint.same_layout(config)) < len(Role):
         notes.append("another layout: random number generators are seeded anew")

@@ -16,7 +16,7 @@ from megarl.record.recorder import RunRecorder
 from megarl.report import write_report
 from megarl.run.resume import find_checkpoint, resume_notes
 from megarl.storage.writing import dispensable, writing
-from megarl.train.checkpoint import Checkpoint, Command
+from megarl.train.checkpoint import Checkpoint, Command, Resume, forget_after
 from megarl.train.inputs import open_train_inputs
 from megarl.train.tasks import SUPERVISED
 from megarl.types.messages import RoleSpec
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from megarl.cluster.cluster import Cluster
 
 
-def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
+def train(config: Config, *, overwrite: bool = False, resume: Resume | None = None) -> RunRecorder:
     """Run reinforcement learning from the first check to the report. Raises RunStopped if a signal ends it early."""
     with DirectoryLock(RunPaths.of(config.run).root, "train") as lock:
         with doing("reading model and data"):
             inputs = open_train_inputs(config)
         config = inputs.config
-        checkpoint = find_checkpoint(config, "train") if resume else None
-        recorder = _open_recorder(config, lock, checkpoint, overwrite=overwrite or resume)
+        checkpoint = find_checkpoint(config, "train", resume) if resume else None
+        recorder = _open_recorder(config, lock, checkpoint, overwrite=overwrite or resume is not None)
         for warning in inputs.warnings:
             print(f"warning: {warning}")
         with (
@@ -45,14 +45,16 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> R
         return _reported(recorder)
 
 
-def train_supervised(command: Command, config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
+def train_supervised(
+    command: Command, config: Config, *, overwrite: bool = False, resume: Resume | None = None
+) -> RunRecorder:
     """Run supervised training from the first check to the report. Raises RunStopped if a signal ends it early."""
     with DirectoryLock(RunPaths.of(config.run).root, command) as lock:
         with doing("reading model and data"):
             opened = SUPERVISED[command](config)
         inputs, task, config = opened.inputs, opened.task, opened.inputs.config
-        checkpoint = find_checkpoint(config, command) if resume else None
-        recorder = _open_recorder(config, lock, checkpoint, overwrite=overwrite or resume)
+        checkpoint = find_checkpoint(config, command, resume) if resume else None
+        recorder = _open_recorder(config, lock, checkpoint, overwrite=overwrite or resume is not None)
         for line in (*inputs.notes, *(f"warning: {warning}" for warning in inputs.warnings)):
             print(line)
         with (
@@ -86,6 +88,7 @@ def _open_recorder(
         return RunRecorder(config, lock=lock, overwrite=overwrite)
     for note in resume_notes(checkpoint, config):
         print(note, flush=True)
+    forget_after(checkpoint.path.parent, checkpoint.state.step)
     return RunRecorder(config, lock=lock, resumed_step=checkpoint.state.step)
 
 

@@ -1,12 +1,13 @@
 """Write, read and remove a run's checkpoints: RUN/checkpoints/step_000010, complete once the file COMPLETE is there.
 
 The ranks write models, optimizers and RNG states (`parallel.checkpoint`). The driver adds its own state, flushes all
-files to disk, and writes the marker COMPLETE last. A directory without the marker is never read, and removed later. RUN
-must lie on storage that all hosts of the run share.
+files to disk, and writes the marker COMPLETE last, which lists the files (`train.manifest`). A directory without the
+marker is never read, and removed later. RUN must lie on storage that all hosts of the run share.
 """
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -18,17 +19,20 @@ from megarl.config.schema import CheckpointConfig, Config, role_settings
 from megarl.errors import DataError, RunStopped
 from megarl.host.signals import StopRequest
 from megarl.storage.writing import writing
+from megarl.train.manifest import MARKER, Manifest, damage_of
 from megarl.types import AlgoState
 from megarl.types.messages import Role
 
 if TYPE_CHECKING:
     from megarl.cluster.workers import RoleWorkers
 
-MARKER = "COMPLETE"
 STATE_FILE = "state.json"
+_STEP_DIR = re.compile(r"step_(\d+)")
 
 # The commands that write checkpoints.
 Command: TypeAlias = Literal["train", "sft", "train-reward", "train-preference"]
+# Where a run continues: after its last complete checkpoint, which must be whole, or after the last one that is whole.
+Resume: TypeAlias = Literal["newest", "newest-whole"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +87,30 @@ def checkpoint_dir(root: Path, step: int) -> Path:
 
 def complete_steps(root: Path) -> list[int]:
     """List the steps that have a complete checkpoint, in ascending order."""
-    return sorted(int(marker.parent.name.removeprefix("step_")) for marker in root.glob(f"step_*/{MARKER}"))
+    return sorted(step for step, path in _step_dirs(root) if (path / MARKER).exists())
+
+
+def torn_steps(root: Path) -> list[int]:
+    """List the steps whose checkpoint was never completed, or has been removed in part, in ascending order."""
+    return sorted(step for step, path in _step_dirs(root) if not (path / MARKER).exists())
+
+
+def _step_dirs(root: Path) -> list[tuple[int, Path]]:
+    """List the directories of checkpoints; those of other names, such as copies made by hand, are none."""
+    found = ((_STEP_DIR.fullmatch(path.name), path) for path in root.glob("step_*"))
+    return [(int(name[1]), path) for name, path in found if name]
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a complete checkpoint. Raises DataError if it is incomplete or another version of megarl wrote it."""
+    """Read a complete checkpoint.
+
+    Raises:
+        DataError: it is incomplete or damaged, or another version of megarl wrote it.
+    """
     if not (path / MARKER).is_file():
         raise DataError(f"{path}: has no {MARKER} file, so its writing was interrupted; use another checkpoint")
+    if damage := damage_of(path):
+        raise DataError(f"{path}: is damaged: {damage}; use another checkpoint, or put a copy of it back")
     try:
         return Checkpoint(path=path, state=RunState.from_json((path / STATE_FILE).read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:
@@ -98,10 +119,37 @@ def read_checkpoint(path: Path) -> Checkpoint:
         ) from error
 
 
-def last_checkpoint(root: Path) -> Checkpoint | None:
-    """Read the last complete checkpoint under RUN/checkpoints; return None if there is none."""
-    steps = complete_steps(root)
-    return read_checkpoint(checkpoint_dir(root, steps[-1])) if steps else None
+def last_checkpoint(root: Path, resume: Resume = "newest") -> Checkpoint | None:
+    """Read the last complete checkpoint under RUN/checkpoints; return None if there is none.
+
+    Raises:
+        DataError: it is damaged; the message says how to go on. With newest-whole: so are all others.
+    """
+    damaged: dict[Path, str] = {}
+    whole: Path | None = None
+    for path in (checkpoint_dir(root, step) for step in reversed(complete_steps(root))):
+        if (damage := damage_of(path)) is None:
+            whole = path
+            break
+        damaged[path] = damage
+    if damaged and (whole is None or resume == "newest"):
+        newest, damage = next(iter(damaged.items()))
+        other = "no other checkpoint of this run is whole" if whole is None else f"{whole.name} is whole"
+        remedy = (
+            "start anew with --overwrite"
+            if whole is None
+            else f"continue after {whole.name} with --resume=newest-whole, which drops what the run wrote later"
+        )
+        raise DataError(f"{newest}: is damaged: {damage}; {other}: put a copy of {newest.name} back, or {remedy}")
+    for path, damage in damaged.items():
+        print(f"{path}: is damaged, and not used: {damage}", flush=True)
+    return None if whole is None else read_checkpoint(whole)
+
+
+def forget_after(root: Path, step: int) -> None:
+    """Make the checkpoints after a step, which a run is to continue from, incomplete; the run removes them later."""
+    for later in (each for each in complete_steps(root) if each > step):
+        (checkpoint_dir(root, later) / MARKER).unlink()
 
 
 def steps_to_keep(scores: Mapping[int, float | None], *, keep_last: int, keep_best: int) -> set[int]:
@@ -156,9 +204,8 @@ class CheckpointManager:
         path = checkpoint_dir(self._root, step)
         remove_checkpoint(path)
         # What a run that was killed, or met a full disk, has left: this one needs the space.
-        for begun in self._root.glob("step_*"):
-            if not (begun / MARKER).exists():
-                remove_checkpoint(begun)
+        for begun in torn_steps(self._root):
+            remove_checkpoint(checkpoint_dir(self._root, begun))
         with writing(path):
             path.mkdir(parents=True)
             (path / STATE_FILE).write_text(replace(state(path), portable=portable).to_json(), encoding="utf-8")
@@ -185,13 +232,20 @@ class CheckpointManager:
 
     def _remove_superfluous(self) -> None:
         """Remove the checkpoints that the configuration does not keep; none is being written when this is called."""
-        paths = [checkpoint_dir(self._root, step) for step in complete_steps(self._root)]
-        scores = {state.step: state.score for state in (read_checkpoint(path).state for path in paths)}
+        scores = {step: _score(checkpoint_dir(self._root, step)) for step in complete_steps(self._root)}
         kept = steps_to_keep(scores, keep_last=self._config.keep_last, keep_best=self._config.keep_best)
-        names = {checkpoint_dir(self._root, step).name for step in kept}
-        for path in paths:
-            if path.name not in names:
-                remove_checkpoint(path)
+        for step in scores:
+            if step not in kept:
+                remove_checkpoint(checkpoint_dir(self._root, step))
+
+
+def _score(path: Path) -> float | None:
+    """Return the score of a checkpoint, None also if its state cannot be read: that must not end a run."""
+    try:
+        score: float | None = json.loads((path / STATE_FILE).read_bytes())["score"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return score
 
 
 def mark_complete(path: Path) -> None:
@@ -199,7 +253,7 @@ def mark_complete(path: Path) -> None:
     for file in [*path.rglob("*"), path]:
         _fsync(file)
     partial = path / f"{MARKER}.partial"
-    partial.touch()
+    partial.write_text(Manifest.of(path).to_json(), encoding="utf-8")
     _fsync(partial)
     partial.replace(path / MARKER)
     _fsync(path)

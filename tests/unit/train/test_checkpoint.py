@@ -138,8 +138,10 @@ def test_the_last_step_is_a_number_not_a_name(tmp_path: Path) -> None:
 
 
 def test_an_unreadable_state_names_its_file(tmp_path: Path) -> None:
-    path = write(tmp_path, 2)
+    path = checkpoint_dir(tmp_path, 2)
+    path.mkdir()
     (path / "state.json").write_text('{"step": 2}')
+    mark_complete(path)
     with pytest.raises(DataError, match=r"state\.json: cannot be read .* the version of megarl that wrote it"):
         read_checkpoint(path)
 
