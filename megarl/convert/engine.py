@@ -19,6 +19,7 @@ from megarl.convert.plan import ConversionPlan
 from megarl.convert.readers import TensorReader
 from megarl.convert.workers import WorkerPool
 from megarl.errors import ConfigError
+from megarl.host.directory_lock import DirectoryLock
 from megarl.record.progress import Progress, ProgressValues
 
 # The directory within OUT.partial that records which pieces are finished.
@@ -113,8 +114,8 @@ def carry_out(
     source: name, size and time of the source's files; an earlier conversion is continued only if they are the same.
     """
     partial = partial_dir(settings.out)
-    (partial / STATE).mkdir(parents=True, exist_ok=True)
-    with exclusive(partial / STATE / "lock"):
+    owned = DirectoryLock(settings.out, "convert", place=settings.out.with_name(f"{settings.out.name}.lock"))
+    with owned, exclusive(partial / STATE / "lock"):
         # The name depends on everything that is written and on the source's files.
         name = hashlib.sha256(repr((plan.files, plan.pieces, tuple(source))).encode()).hexdigest()
         journal = _prepare(partial, plan, name, overwrite=settings.overwrite)
@@ -122,6 +123,7 @@ def carry_out(
         finish(partial)
         for path in [*(path for path in partial.rglob("*") if STATE not in path.parts), partial]:
             sync(path)
+        owned.require()
         if settings.out.exists():
             shutil.rmtree(settings.out)
         shutil.rmtree(partial / STATE)

@@ -140,10 +140,11 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def exclusive(file: Path) -> Iterator[None]:
-    """Lock a conversion's directory by the file `file`, so that a second conversion cannot write to it.
+    """Wait until no worker of an earlier conversion, which was killed, writes to the directory of the file `file`.
 
-    Forked workers hold the lock until they end.
+    Forked workers hold the lock until they end; they are on this host, so storage without such locks needs none.
     """
+    file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w", encoding="utf-8") as stream:
         deadline = time.monotonic() + _LOCK_WAIT_S
         while True:
@@ -152,6 +153,10 @@ def exclusive(file: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise ConfigError(f"{file.parent}: another conversion writes here; wait for it to end") from None
+                    raise ConfigError(
+                        f"{file.parent}: workers of a conversion that was killed still write here; wait for them to end"
+                    ) from None
                 time.sleep(0.05)
+            except OSError:
+                break
         yield

@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from megarl.config.schema import DataConfig, SftConfig
 from megarl.data.written import read_structure, read_turns, require_text
 from megarl.errors import DataError
+from megarl.storage.writing import replacing
 from megarl.types import Message
 
 TARGET_COLUMNS = ("target", "target_probs")
@@ -282,7 +283,8 @@ def parse_target_probs(row: Mapping[str, Any], where: str) -> tuple[float, ...]:
 
 def write_parquet(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows as a Parquet file with the columns of `SCHEMA`; keys that a row leaves out become nulls."""
-    pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), path)
+    with replacing(path) as file:
+        pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), file)
 
 
 def _messages(row: Mapping[str, Any], name: str, where: str, *, text_role: str = "") -> tuple[Message, ...]:

@@ -7,7 +7,6 @@ marker is never read, and removed later. RUN must lie on storage that all hosts 
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from megarl.cluster.workers import RoleWorkers
 
 STATE_FILE = "state.json"
-_STEP_DIR = re.compile(r"step_(\d+)")
 
 # The commands that write checkpoints.
 Command: TypeAlias = Literal["train", "sft", "train-reward", "train-preference"]
@@ -97,8 +95,12 @@ def torn_steps(root: Path) -> list[int]:
 
 def _step_dirs(root: Path) -> list[tuple[int, Path]]:
     """List the directories of checkpoints; those of other names, such as copies made by hand, are none."""
-    found = ((_STEP_DIR.fullmatch(path.name), path) for path in root.glob("step_*"))
-    return [(int(name[1]), path) for name, path in found if name]
+    found = (
+        (int(path.name.removeprefix("step_")), path)
+        for path in root.glob("step_" + "[0-9]" * 6 + "*")
+        if path.name.removeprefix("step_").isdigit()
+    )
+    return [(step, path) for step, path in found if path == checkpoint_dir(root, step)]
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

@@ -9,6 +9,7 @@ from typing import NoReturn
 import pytest
 
 from megarl.config import Config, from_dict
+from megarl.convert.engine import Settings, carry_out
 from megarl.errors import ConfigError, RunError
 from megarl.host import directory_lock
 from megarl.host.directory_lock import DirectoryLock, read_claims
@@ -61,9 +62,9 @@ def in_run(root: Path) -> Config:
 COMMANDS: dict[str, Callable[[Path], object]] = {
     "train": lambda root: start.train(in_run(root)),
     "train --overwrite": lambda root: start.train(in_run(root), overwrite=True),
-    "train --resume": lambda root: start.train(in_run(root), resume=True),
+    "train --resume": lambda root: start.train(in_run(root), resume="newest"),
     "sft": lambda root: start.train_supervised("sft", in_run(root), overwrite=True),
-    "train-reward": lambda root: start.train_supervised("train-reward", in_run(root), resume=True),
+    "train-reward": lambda root: start.train_supervised("train-reward", in_run(root), resume="newest-whole"),
     "train-preference": lambda root: start.train_supervised("train-preference", in_run(root)),
     "eval": lambda root: evaluations.evaluate(EvalRequest(model=root, data=(), out=root, overwrite=True)),
     "a study": lambda root: study.run_study(study.Study(base="", dir=str(root), runs=())),
@@ -117,3 +118,12 @@ def test_nothing_is_written_once_the_run_is_another_ones(tmp_path: Path, monkeyp
     assert contents(paths.root) == before
     assert read_status(paths.root).state == "running"
     assert complete_steps(paths.checkpoints) == []
+
+
+def test_a_second_conversion_is_refused(tmp_path: Path) -> None:
+    settings = Settings(out=tmp_path / "out", num_workers=1, overwrite=True)
+    with DirectoryLock(tmp_path / "out", "convert", place=tmp_path / "out.lock"):
+        with pytest.raises(ConfigError, match="out: is in use by megarl convert on"):
+            carry_out(None, None, (), settings, nothing_may_happen, "")  # type: ignore[arg-type]
+        assert not (tmp_path / "out.partial").exists()
+    assert list(tmp_path.iterdir()) == []
