@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from megarl.errors import DataError, RunStopped, WorkerError
+from megarl.host.directory_lock import DirectoryLock, read_claims
 from megarl.launch.restarts import FAILED, AttemptLog
 from megarl.launch.status import LOST_S, Heartbeat, describe_status, read_status
 from megarl.launch.watch import watch_status
@@ -71,6 +73,21 @@ def test_a_driver_that_was_killed_is_lost(root: Path) -> None:
     seen = describe_status(root, now=read_status(root).written + LOST_S + 31)
     assert seen["state"] == "lost: no sign of life for 01:01"
     beat.__exit__(None, None, None)
+
+
+def test_a_driver_of_this_host_that_was_killed_is_lost_at_once(root: Path) -> None:
+    lock, beat = DirectoryLock(root, "train"), heartbeat(root)
+    lock.__enter__()
+    beat.__enter__()
+    assert describe_status(root, now=time.time())["state"] == "running"
+    (mine,) = read_claims(RunPaths(root).lock)
+    content = mine.file.read_text()
+    # As if this were the claim of a process that has ended.
+    mine.file.write_text(content.replace(f'"pid": {os.getpid()}', f'"pid": {2**22 + 1}'))
+    assert describe_status(root, now=time.time())["state"] == "lost: its process has ended"
+    beat.__exit__(None, None, None)
+    lock.__exit__(None, None, None)
+    assert describe_status(root, now=time.time())["state"] == "finished"
 
 
 def test_attempts_of_a_job(root: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megarl.cli import parse
 from megarl.config import Config, from_dict
 from megarl.config.schema import LayoutConfig
 from megarl.errors import ConfigError
@@ -186,6 +187,29 @@ def test_a_run_without_a_critic_continues_although_its_checkpoint_has_settings_o
     with_critic = {"algo": {"advantage": {"estimator": "gae"}}}
     save(config(tmp_path, **with_critic, **unread), step=5)
     assert "critic.optimizer.weight_decay: 0.0 → 0.01" in message(config(tmp_path, **with_critic))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], None),
+        (["--resume"], "newest"),
+        (["--resume=newest-whole"], "newest-whole"),
+        # The script of a Slurm job adds --resume to the options of its user.
+        (["--resume=newest-whole", "--resume"], "newest-whole"),
+        (["--resume", "--resume=newest-whole"], "newest-whole"),
+    ],
+)
+def test_how_to_resume_is_an_option_before_or_after_the_run_file(options: list[str], expected: str | None) -> None:
+    for arguments in ([*options, "run.yaml", "run.name=a"], ["run.yaml", "run.name=a", *options]):
+        parsed = parse(["sft", *arguments])
+        assert (parsed.resume, parsed.config, parsed.overrides) == (expected, Path("run.yaml"), ["run.name=a"])
+
+
+@pytest.mark.parametrize("options", [["--resume=oldest"], ["--resume", "--overwrite"]])
+def test_no_other_way_to_resume(options: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse(["train", "run.yaml", *options])
 
 
 # --- what the run directory keeps
