@@ -97,12 +97,7 @@ def _add_trainings(commands: "argparse._SubParsersAction[argparse.ArgumentParser
         )
         existing = command.add_mutually_exclusive_group()
         existing.add_argument("--overwrite", action="store_true", help="replace a run of the same name")
-        existing.add_argument(
-            *ResumeOption.VALUES,
-            action=ResumeOption,
-            nargs=0,
-            help="continue its last checkpoint, or the last whole one",
-        )
+        existing.add_argument(*ResumeOption.VALUES, action=ResumeOption, nargs=0, help="continue its last checkpoint")
         command.set_defaults(run=_train_supervised)
         command.add_argument("--dry-run", action="store_true", help="check and print what a run would do")
         command.add_argument("--json", action="store_true", help="with --dry-run: print JSON")

@@ -24,6 +24,7 @@ def watch_status(root: Path, console: Console | None = None) -> None:
         while read_status(root).state == "running":
             time.sleep(REFRESH_S)
             live.update(_picture(root), refresh=True)
+        live.update(_picture(root), refresh=True)
 
 
 def _picture(root: Path) -> Group:
