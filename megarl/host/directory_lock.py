@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from megarl.errors import ConfigError, RunError
+from megarl.storage.writing import problem
 
 PLACE = "lock"
 BEAT_S = 2.0
@@ -183,9 +184,7 @@ class DirectoryLock:
             if not any(self._claim_after(self._find_left()) for _ in range(_MAX_TRIES)):
                 raise ConfigError(f"{self._place}: nobody owns it, and yet no claim can be made there; remove it")
         except OSError as error:
-            raise ConfigError(
-                f"{self.directory}: cannot make {self._place}: {error.strerror}; choose another directory (run.dir)"
-            ) from error
+            raise ConfigError(f"{self.directory}: cannot make {self._place}: {problem(error, self._place)}") from error
         self._thread.start()
         return self
 

@@ -95,11 +95,8 @@ def torn_steps(root: Path) -> list[int]:
 
 def _step_dirs(root: Path) -> list[tuple[int, Path]]:
     """List the directories of checkpoints; those of other names, such as copies made by hand, are none."""
-    found = (
-        (int(path.name.removeprefix("step_")), path)
-        for path in root.glob("step_" + "[0-9]" * 6 + "*")
-        if path.name.removeprefix("step_").isdigit()
-    )
+    names = ((path.name.removeprefix("step_"), path) for path in root.glob("step_*"))
+    found = [(int(number), path) for number, path in names if number.isdecimal()]
     return [(step, path) for step, path in found if path == checkpoint_dir(root, step)]
 
 

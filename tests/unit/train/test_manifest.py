@@ -20,6 +20,7 @@ from megarl.train.checkpoint import (
     last_checkpoint,
     mark_complete,
     read_checkpoint,
+    torn_steps,
 )
 from megarl.train.manifest import Manifest, damage_of
 from tests.unit.run.test_resume import config, save
@@ -191,6 +192,10 @@ def test_copies_made_by_hand_are_no_checkpoints_and_stay(tmp_path: Path) -> None
     path = write(tmp_path, 4)
     shutil.copytree(path, path.with_name("step_000004.bak"))
     shutil.copytree(path, path.with_name("step_last"))
+    # Without a marker, and of the number of another: nothing of it may be removed, nor of the other.
+    (path.parent / "step_4").mkdir()
+    assert torn_steps(path.parent) == []
+    (path.parent / "step_4").rmdir()
     assert complete_steps(path.parent) == [4]
     settings = config(tmp_path, checkpoint={"keep_last": 1}).checkpoint
     after_step(CheckpointManager(path.parent, settings, FakeRanks()), 100)  # type: ignore[arg-type]
