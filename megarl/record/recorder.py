@@ -38,7 +38,7 @@ from megarl.record.timeline import append_timeline, idle_metrics, step_intervals
 from megarl.record.trackers import open_trackers, require_trackers
 from megarl.record.turns import turns_of
 from megarl.rewards.judge import Trouble
-from megarl.storage.writing import dispensable, replacing, writing
+from megarl.storage.writing import dispensable, replacing
 from megarl.texts import plain
 from megarl.types import FinishReason, FloatArray, Reward, RolloutBatch, Row, Sample, Score, SegmentSource
 
