@@ -67,7 +67,7 @@ class Owner:
         token, pid, job = uuid.uuid4().hex, os.getpid(), os.environ.get("SLURM_JOB_ID")
         cluster = os.environ.get("SLURM_CLUSTER_NAME")
         try:
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
             namespace = os.readlink("/proc/self/ns/pid")
         except OSError:
             # Then no other process can tell by the pid whether this one lives.
@@ -116,7 +116,7 @@ def _ticks_at_start(pid: int) -> int | None:
     """Return when a process of this host was started, in clock ticks since the boot; None if it has ended."""
     try:
         # The name of the program, in parentheses, may hold spaces.
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if state in "ZX" else int(fields[18])
@@ -144,7 +144,7 @@ def read_claims(place: Path) -> list[Claim]:
     claims = []
     for file in place.glob(f"{'[0-9]' * _DIGITS}/*.json"):
         try:
-            owner = Owner(**json.loads(file.read_text()))
+            owner = Owner(**json.loads(file.read_text(encoding="utf-8")))
         except FileNotFoundError:
             continue
         except (ValueError, TypeError):
@@ -280,7 +280,7 @@ class DirectoryLock:
         file = own / f"{token}.json"
         try:
             draft.mkdir(parents=True)
-            (draft / file.name).write_text(json.dumps(asdict(self._me)))
+            (draft / file.name).write_text(json.dumps(asdict(self._me)), encoding="utf-8")
             draft.rename(own)
         except OSError as error:
             shutil.rmtree(draft, ignore_errors=True)

@@ -100,7 +100,7 @@ def daemon(solution_str, ground_truth):
     import subprocess
     script = "echo $$ >one; sleep 600 & echo $! >two; wait"
     subprocess.run(f"setsid sh -c '{script}' &", shell=True, cwd=solution_str)
-    while not os.path.exists(f"{solution_str}/two"):
+    while not (os.path.exists(f"{solution_str}/two") and os.path.getsize(f"{solution_str}/two")):
         time.sleep(0.01)
     return 1.0
 

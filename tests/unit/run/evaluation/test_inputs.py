@@ -229,7 +229,7 @@ def test_no_model(error_of: Callable[..., str], tmp_path: Path) -> None:
 
 def test_a_spoiled_model(error_of: Callable[..., str], model: Path) -> None:
     (model / "model.safetensors").write_bytes(b"12345")
-    assert f"{model / 'model.safetensors'}: 5 bytes, not a safetensors file" in error_of()
+    assert f"{model / 'model.safetensors'}: not a safetensors file: 5 bytes; copy the model again" in error_of()
     (model / "model.safetensors").unlink()
     assert f"{model / 'model.safetensors'} does not exist" in error_of()
     (model / "config.json").write_text("{")
