@@ -67,7 +67,7 @@ class Answers:
             yield (
                 f"model.path: answers end with {show(end)!r}, as the chat template writes them, but the model's other "
                 f"files name {' and '.join(repr(show(token)) for token in sorted(self._named))}; this run stops at all "
-                "of these and trains the first; other programs need it in eos_token_id of generation_config.json"
+                "of these and trains the first, and exports name it in eos_token_id of generation_config.json"
             )
         prompt = self._form.before.removesuffix(self._lead)
         for probe in _PROBES if self._form.lead is not None else ():

@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.data.ends import answer_form, declared_ends
+from megarl.data.tokenizer_files import read_tokenizer
 from megarl.errors import WeightSyncError
+from megarl.storage.reading import read_object
 from megarl.storage.writing import put_directory, writing
 from megarl.types.messages import Head, RoleSpec
 from megarl.weights.families import ModelSpec, read_hf_config, read_model_spec
@@ -43,6 +46,8 @@ def _write_model(workers: "RoleWorkers", role: RoleSpec, spec: ModelSpec, partia
     copy_companions(spec.path, partial)
     config = read_hf_config(partial)
     scalar = role.head is Head.SCALAR
+    if not scalar:
+        name_end_of_answers(partial)
     write_config(
         partial / "config.json", exported_config(config, spec.family, dtype=role.model.dtype, scalar_head=scalar)
     )
@@ -55,6 +60,20 @@ def copy_companions(source: Path, target: Path, *, skipped: Sequence[str] = _WEI
     unwanted = {file for pattern in skipped for file in source.glob(pattern)}
     for file in sorted({file for pattern in _COMPANIONS for file in source.glob(pattern)} - unwanted):
         shutil.copy(file, target / file.name)
+
+
+def name_end_of_answers(directory: Path) -> None:
+    """Add the token with which the chat template ends answers, which were trained to end so, to `eos_token_id` of
+    generation_config.json, unless the files name it: other programs do not stop at what a template writes.
+    """
+    if not (directory / "tokenizer_config.json").is_file():
+        return
+    tokenizer = read_tokenizer(directory, "model.path")
+    end = answer_form(tokenizer).end_id if tokenizer.chat_template else None
+    declared, file = declared_ends(directory), directory / "generation_config.json"
+    if end is not None and end not in declared:
+        known = read_object(file) if file.is_file() else {}
+        write_config(file, {**known, "eos_token_id": [end, *declared]})
 
 
 def exported_config(config: Mapping[str, Any], family: Family, *, dtype: str, scalar_head: bool) -> dict[str, Any]:
@@ -72,7 +91,7 @@ def exported_config(config: Mapping[str, Any], family: Family, *, dtype: str, sc
 
 
 def write_config(file: Path, config: Mapping[str, Any]) -> None:
-    """Write a model's config.json as indented JSON."""
+    """Write a model's config.json or generation_config.json as indented JSON."""
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

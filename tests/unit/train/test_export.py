@@ -1,9 +1,14 @@
-"""The check of what ranks wrote together."""
+"""The check of what ranks wrote together, and the files beside the weights."""
+
+import json
+from pathlib import Path
 
 import pytest
 
+from megarl.data.ends import declared_ends
+from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import WeightSyncError
-from megarl.train.export import check_complete
+from megarl.train.export import check_complete, name_end_of_answers
 
 NUM_ELEMENTS = {"a": 6, "b": 4}
 
@@ -21,3 +26,26 @@ def test_check_complete(written: dict[str, int], message: str) -> None:
     check_complete(NUM_ELEMENTS, NUM_ELEMENTS)
     with pytest.raises(WeightSyncError, match=message):
         check_complete(NUM_ELEMENTS, written)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        # The byte tokenizer's template ends answers with <|im_end|>, which is token 2; <|endoftext|> is token 0.
+        ({"generation_config.json": {"eos_token_id": 0, "top_p": 0.8}}, {"eos_token_id": [2, 0], "top_p": 0.8}),
+        ({"generation_config.json": {"eos_token_id": [0, 2]}}, {"eos_token_id": [0, 2]}),
+        ({"generation_config.json": {}}, {"eos_token_id": [2]}),
+        ({"config.json": {"eos_token_id": 0}}, {"eos_token_id": [2, 0]}),
+        ({"config.json": {"eos_token_id": 2}}, None),
+    ],
+)
+def test_an_export_names_the_end_that_was_trained(
+    files: dict[str, dict[str, object]], expected: dict[str, object] | None, tmp_path: Path
+) -> None:
+    make_byte_tokenizer().save_pretrained(tmp_path)
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    name_end_of_answers(tmp_path)
+    file = tmp_path / "generation_config.json"
+    assert (json.loads(file.read_text()) if file.is_file() else None) == expected
+    assert 2 in declared_ends(tmp_path)
