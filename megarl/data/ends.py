@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 SYSTEM = Message(role="system", content="Zq0 system")
 QUESTION = Message(role="user", content="Zq1 question")
 ANSWER = Message(role="assistant", content="Zq2 answer")
+# Tokenizers number tokens in 32 bits.
+_MAX_TOKEN_ID = 2**31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,10 @@ class AnswerForm:
 
 
 def answer_form(tokenizer: "PreTrainedTokenizerBase") -> AnswerForm:
-    """Find out how the chat template writes an answer; the form is empty if it writes none, or changes the text."""
+    """Find out how the chat template writes an answer; the form is empty if it writes none, or changes the text.
+
+    Raises ConfigError if the template does not write questions.
+    """
     for chat in ([QUESTION], [SYSTEM, QUESTION]):
         try:
             (prompt,) = render_chats(tokenizer, [chat])
@@ -55,6 +60,12 @@ def answer_form(tokenizer: "PreTrainedTokenizerBase") -> AnswerForm:
             (opened,) = render_chats(tokenizer, [[*chat, ANSWER]])
         except TemplateRefusal:
             continue
+        # Templates for images iterate over parts, and find none in a text.
+        if QUESTION.content.lower() not in prompt.lower():
+            raise ConfigError(
+                f"model.path: the chat template leaves out a user's words and writes {prompt!r:.80}; it may "
+                "expect lists of parts; give the model a template that takes texts"
+            )
         before, found, after = closed.rpartition(ANSWER.content)
         if not found:
             break
@@ -105,12 +116,18 @@ def _up_to_mark(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[str, i
 def declared_ends(directory: Path) -> tuple[int, ...]:
     """Return the tokens that end a response by generation_config.json or, without it, config.json, as vLLM reads them.
 
-    Raises ConfigError if the file is damaged.
+    Raises ConfigError if the file is damaged, or has something other than numbers of tokens there.
     """
     for file in (directory / "generation_config.json", directory / "config.json"):
         if file.is_file():
             found = read_object(file, remedy=MODEL_REMEDY, error=ConfigError).get("eos_token_id")
-            return tuple(found) if isinstance(found, list) else () if found is None else (found,)
+            ends = found if isinstance(found, list) else [] if found is None else [found]
+            if not all(type(end) is int and 0 <= end < _MAX_TOKEN_ID for end in ends):
+                raise ConfigError(
+                    f"{file}: eos_token_id is {found!r:.80}, expected the number of a token, or a list of numbers; "
+                    f"correct it, or {MODEL_REMEDY}"
+                )
+            return tuple(ends)
     return ()
 
 

@@ -254,3 +254,22 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 6')
     with pytest.raises(ConfigError, match=r"^.*/generation_config\.json: not JSON: .*; copy the model again$"):
         declared_ends(tmp_path)
+
+
+@pytest.mark.parametrize("declared", ["</s>", ["<|im_end|>"], [[1]], True, 1.0, -1, {"a": 1}, [1, None], 2**40])
+def test_ends_that_are_no_numbers_of_tokens_are_refused(declared: object, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": declared}))
+    with pytest.raises(ConfigError, match=r"^.*/generation_config\.json: eos_token_id is .*, expected the number of a"):
+        declared_ends(tmp_path)
+
+
+def test_a_template_that_leaves_out_questions_is_refused() -> None:
+    """SmolVLM's template, for example, looks for the parts of a turn and finds none in a text."""
+    template = (
+        "{% for m in messages %}{{ m.role }}: {% for part in m.content %}{% if part['type'] == 'text' %}"
+        "{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    )
+    with pytest.raises(
+        ConfigError, match=r"^model\.path: the chat template leaves out a user's words and writes .user: "
+    ):
+        ends_of(template)
