@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.errors import DataError
-from megarl.storage.reading import damage, reading, require_file
+from megarl.storage.reading import damage, reading, reason_of, require_file
 from megarl.texts import find_surrogate
 
 READ_ROWS = 1024  # rows that iteration turns into dictionaries at a time
@@ -81,13 +81,15 @@ class ParquetFile:
         """Return a batch's rows, of which `first` is the number of the first one; maps become dictionaries."""
         try:
             rows: list[Mapping[str, Any]] = batch.to_pylist(maps_as_pydicts=self._maps)
-        except KeyError as error:
+        # Python has no value for a map with one key twice, a time in nanoseconds, a year after 9999 or such.
+        except (KeyError, ValueError, OverflowError) as error:
             for i, name in product(range(batch.num_rows), batch.schema.names):
                 try:
                     batch.column(name)[i].as_py(maps_as_pydicts=self._maps)
-                except KeyError:
-                    where = f"{self._path} row {first + i}"
-                    raise DataError(f"{where}: {name} has a map with one key twice; {REPAIR}") from error
+                except (KeyError, ValueError, OverflowError) as failure:
+                    twice = isinstance(failure, KeyError)
+                    what = "a map with one key twice" if twice else f"a value that cannot be read: {reason_of(failure)}"
+                    raise DataError(f"{self._path} row {first + i}: {name} has {what}; {REPAIR}") from error
             raise
         return rows
 
@@ -145,9 +147,11 @@ READERS: Mapping[str, type[ParquetFile] | type[JsonlFile]] = {".parquet": Parque
 
 
 def _open(path: Path, columns: Sequence[str]) -> ParquetFile | JsonlFile:
-    if path.suffix not in READERS:
+    remedy = "name the files themselves" if path.is_dir() else "check data.train, data.val and sft.train"
+    if path.suffix in READERS or path.is_dir():
+        require_file(path, "Parquet or JSON lines", remedy=remedy)
+    else:
         raise DataError(f"{path}: got file type {path.suffix!r}, expected one of: {', '.join(sorted(READERS))}")
-    require_file(path, "Parquet or JSON lines", remedy="check data.train, data.val and sft.train")
     return READERS[path.suffix](path, columns)
 
 

@@ -13,7 +13,6 @@ Where a list or an object is expected, a text that is JSON of one, or Python's n
 """
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +42,10 @@ SHAREGPT_ROLES = {
     "tool": "tool",
 }
 # What a turn may hold besides its text. It would be lost: chats are rendered from roles and texts.
-UNREAD_TURN_KEYS = ("tool_calls", "function_call", "reasoning_content")
+UNREAD_TURN_KEYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+# Schemas of functions, by OpenAI's names of today and of before.
+TOOL_COLUMNS = ("tools", "functions")
+_MAX_MARGIN = 3.4e38  # of numbers of 32 bits
 PREFERENCE_SIDES = ("chosen", "rejected")
 PREFERENCE_COLUMNS = (*PREFERENCE_SIDES, "prompt", "messages", "margin")
 
@@ -158,7 +160,7 @@ def demonstration_columns(form: DataConfig, settings: SftConfig) -> tuple[str, .
     """Return the columns that `parse_demonstration` reads, whose names `form` and `settings` can set."""
     chats = CHAT_COLUMNS if settings.chat_key is None else (settings.chat_key,)
     answers = ANSWER_COLUMNS if settings.answer_key is None else (settings.answer_key,)
-    return (*chats, form.prompt_key, *answers, "system", "tools")
+    return (*chats, form.prompt_key, *answers, "system", *TOOL_COLUMNS)
 
 
 def parse_demonstration(
@@ -172,8 +174,8 @@ def parse_demonstration(
     the column `system`, or else if `form.system_prompt` is set. `form` and `settings` may name other columns.
     """
     form, settings = form or DataConfig(), settings or SftConfig()
-    if read_structure(row.get("tools"), f"{where}: tools"):
-        raise DataError(f"{where}: tools is not read here; write the tools into a system turn instead")
+    if tools := [name for name in TOOL_COLUMNS if read_structure(row.get(name), f"{where}: {name}")]:
+        raise DataError(f"{where}: {tools[0]} is not read here; write the tools into a system turn instead")
     answers = ANSWER_COLUMNS if settings.answer_key is None else (settings.answer_key,)
     answer = next((name for name in answers if row.get(name)), None)
     if row.get(form.prompt_key) and answer is not None:
@@ -210,15 +212,10 @@ def _parse_chat(row: Mapping[str, Any], name: str, where: str) -> tuple[tuple[Me
     for i, turn in enumerate(chat if isinstance(chat, list | tuple) else ()):
         place = f"{where}: {name}[{i}]"
         if isinstance(turn, Mapping) and turn.get("from") is not None:
-            if turn["from"] not in SHAREGPT_ROLES:
+            if not isinstance(turn["from"], str) or turn["from"] not in SHAREGPT_ROLES:
                 raise DataError(f"{place}: from is {turn['from']!r}, expected one of {sorted(SHAREGPT_ROLES)}")
             turn = {**turn, "role": SHAREGPT_ROLES[turn["from"]], "content": turn.get("value")}
         if isinstance(turn, Mapping):
-            if unread := [key for key in UNREAD_TURN_KEYS if turn.get(key)]:
-                raise DataError(
-                    f"{place}: {unread[0]} is not read here; write it into the turn's text, in the form in which the "
-                    "model is to write it"
-                )
             for key, allowed in (("train", (True, False)), ("weight", (0, 1))):
                 if turn.get(key) is not None and turn[key] not in allowed:
                     raise DataError(f"{place}: {key} is {turn[key]!r}, expected {allowed[0]} or {allowed[1]}")
@@ -253,8 +250,8 @@ def parse_preference(row: Mapping[str, Any], where: str) -> PreferenceRecord:
     margin = row.get("margin")
     if margin is None:
         margin = 0.0
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise DataError(f"{where}: margin is {margin!r}, expected a finite number, or none")
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) < _MAX_MARGIN:
+        raise DataError(f"{where}: margin is {margin!r:.50}, expected a finite number, or none")
     return PreferenceRecord(
         chosen=(*opening, sides["chosen"][-1]), rejected=(*opening, sides["rejected"][-1]), margin=float(margin)
     )
@@ -303,7 +300,15 @@ def _messages(row: Mapping[str, Any], name: str, where: str, *, text_role: str =
         place = f"{where}: {name}[{i}]"
         if not isinstance(item, Mapping):
             raise DataError(f"{place} is {type(item).__name__}, expected {{role, content}}")
+        if unread := [key for key in UNREAD_TURN_KEYS if item.get(key)]:
+            raise DataError(
+                f"{place}: {unread[0]} is not read here; write it into the turn's text, in the form in which the "
+                "model is to write it"
+            )
         message = Message(role=_string(item, "role", place), content=_string(item, "content", place))
+        known = SHAREGPT_ROLES.get(message.role.strip().lower(), message.role)
+        if known != message.role or not known:
+            raise DataError(f"{place}: role is {message.role!r}, expected {known or 'assistant, user or another name'}")
         if message.content.startswith("["):
             require_text(message.content, f"{place}: content")
         messages.append(message)

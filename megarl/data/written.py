@@ -13,12 +13,18 @@ from megarl.errors import DataError
 from megarl.texts import find_surrogate
 
 # What the text of a structure begins with, a JSON text of such a text included.
-_OPENING = re.compile(r'\s*(?:[\[{"]|array\()')
+_OPENING = re.compile(r'\ufeff?\s*(?:[\[{"]|\(\s*\{|array\()')
 # How numpy prints an array of turns, without commas, and with its own name around it: nothing can read that back.
 _PRINTED_TURNS = re.compile(
     r"""\s*(?:array\()?\s*\[\s*\{\s*["'](?:role|content|from|value)["']\s*:.*\}\s*\](?:,\s*dtype=object\))?\s*""",
     re.DOTALL,
 )
+# Turns whose quotes are still those of a CSV field or of a text within a text, and turns of which the end is missing:
+# programs of tables cut long cells.
+_OPENING_OF_TURNS = re.compile(r"""\ufeff?\s*\[\s*\{\s*\\*["']{1,2}(?:role|content|from|value)\\*["']{1,2}\s*:""")
+_ESCAPED_TURNS = re.compile(r"""\ufeff?\s*\[\s*\{\s*(?:\\+["']|["']{2})(?:role|content|from|value)(?:\\|["']{2})""")
+_END_OF_TURNS = re.compile(r"\}\s*\]")
+_REWRITE = "write a list of {role, content}, or JSON of one"
 _SPEAKERS, _TEXTS = frozenset({"role", "from"}), frozenset({"content", "value"})
 
 
@@ -30,6 +36,7 @@ def read_structure(value: Any, place: str) -> Any:
     found = value
     # A text of a text comes from writing the same rows twice.
     while isinstance(found, str) and (_OPENING.match(found) or found.strip() in ("null", "None")):
+        found = found.removeprefix("\ufeff")
         try:
             found = json.loads(found)
         except (ValueError, RecursionError):
@@ -55,16 +62,45 @@ def read_turns(value: Any, place: str) -> Any:
     if isinstance(found, str) and _PRINTED_TURNS.fullmatch(value):
         raise DataError(
             f"{place} is {value!r:.80}, which looks like turns as numpy or pandas print them and cannot be read back; "
-            "write a list of {role, content}, or JSON of one"
+            f"{_REWRITE}"
         )
+    if isinstance(found, str) and _ESCAPED_TURNS.match(value):
+        raise DataError(
+            f"{place} is {value!r:.80}, turns whose quotes are escaped once too often; write JSON of a list of "
+            "{role, content} as it is"
+        )
+    if isinstance(found, str) and _is_cut(value):
+        raise DataError(
+            f"{place} is {value!r:.80}, turns of which the end is missing after {len(value)} characters, as programs "
+            f"of tables cut long cells; {_REWRITE}"
+        )
+    parts = found.values() if isinstance(found, Mapping) else found if isinstance(found, list | tuple) else ()
+    if any(isinstance(part, list | tuple) and _holds_turns(part) for part in parts):
+        raise DataError(f"{place} is {value!r:.80}, a text of turns within a {type(found).__name__}; {_REWRITE}")
     return value
 
 
+def _is_cut(text: str) -> bool:
+    """Return whether a text begins as turns do and ends within one of their texts."""
+    if not _OPENING_OF_TURNS.match(text) or _END_OF_TURNS.search(text):
+        return False
+    try:
+        ast.parse(text.removeprefix("\ufeff").strip(), mode="eval")
+    except SyntaxError as error:
+        return error.msg.startswith("unterminated string")
+    except (ValueError, MemoryError, RecursionError):
+        return False
+    return False
+
+
 def require_text(content: str, place: str) -> None:
-    """Raise DataError, which names the `place`, for a turn's text that stands for a list of parts, as OpenAI has them.
+    """Raise DataError, which names the `place`, for a turn's text that stands for turns, or for a list of parts, as
+    OpenAI has them.
 
     A part is an object that names its type, and has a value of that name.
     """
+    if read_turns(content, place) is not content:
+        raise DataError(f"{place} is {content!r:.80}, turns written as the text of a turn; {_REWRITE}")
     parts = read_structure(content, place) if content.startswith("[") else None
     if isinstance(parts, list) and parts and all(isinstance(p, Mapping) and str(p.get("type")) in p for p in parts):
         raise DataError(

@@ -148,3 +148,83 @@ def test_arrow_types_of_turns(tmp_path: Path) -> None:
     pq.write_table(pa.table(columns), tmp_path / "x.parquet")
     (row,) = RowFiles([tmp_path / "x.parquet"], columns=PREFERENCE_COLUMNS)
     assert [turn.content for turn in parse_preference(row, "x").chosen] == ["1+1=?", "2"]
+
+
+@pytest.mark.parametrize("text", ["\ufeff" + json.dumps(TURNS), str(tuple(TURNS)), f" {json.dumps(TURNS)[:-1]},]"])
+def test_more_notations_of_turns_are_turns(text: str) -> None:
+    assert prompt_of(text) == MESSAGES
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        # Cut within a turn, as by a spreadsheet's limit on cells.
+        (json.dumps(TURNS)[:60], "turns of which the end is missing after 60 characters"),
+        (str([TURNS[1]])[:30], "turns of which the end is missing after 30 characters"),
+        (json.dumps(TURNS[1:]).replace('"', '\\"'), "turns whose quotes are escaped once too often"),
+        (json.dumps(TURNS[1:]).replace('"', '""'), "turns whose quotes are escaped once too often"),
+        (json.dumps({"messages": TURNS}), "a text of turns within a dict"),
+        (json.dumps([TURNS]), "a text of turns within a list"),
+    ],
+)
+def test_turns_that_are_not_whole_are_no_words(text: str, message: str) -> None:
+    with pytest.raises(DataError, match=rf"^x row 0: prompt is .*, {message}.*; write "):
+        prompt_of(text)
+
+
+def test_turns_as_the_text_of_a_turn_are_refused() -> None:
+    with pytest.raises(DataError, match=r"^x row 0: prompt\[0\]: content is .*, turns written as the text of a turn"):
+        prompt_of([{"role": "user", "content": json.dumps(TURNS)}])
+    for text in ('[{"role": "user", "content": "hi"}] What\'s wrong?', '"null"', '[["a"]]'):
+        assert prompt_of([{"role": "user", "content": text}])[0].content == text
+
+
+@pytest.mark.parametrize(
+    ("role", "expected"),
+    [("User", "user"), ("human", "user"), ("ASSISTANT ", "assistant"), ("gpt", "assistant"), ("", "assistant, user")],
+)
+def test_another_spelling_of_a_role_is_refused(role: str, expected: str) -> None:
+    """ChatML's templates would write it as a speaker that the model has never seen."""
+    with pytest.raises(DataError, match=rf"^x row 0: prompt\[0\]: role is '{role}', expected {expected}"):
+        prompt_of([{"role": role, "content": "?"}])
+    assert prompt_of([{"role": "critic", "content": "?"}])[0].role == "critic"
+
+
+def test_what_turns_and_rows_hold_besides_text_is_not_lost() -> None:
+    answer = {"role": "assistant", "content": "2"}
+    for key in ("tool_calls", "thinking", "reasoning"):
+        turns = [TURNS[1], {**answer, key: [{"name": "add"}]}]
+        with pytest.raises(DataError, match=rf"^x row 0: prompt\[1\]: {key} is not read here"):
+            prompt_of(turns)
+        with pytest.raises(DataError, match=rf"^x: chosen\[1\]: {key} is not read here"):
+            parse_preference({"chosen": turns, "rejected": turns}, "x")
+    with pytest.raises(DataError, match=r"^x: functions is not read here"):
+        parse_demonstration({"messages": [TURNS[1], answer], "functions": [{"name": "add"}]}, "x")
+
+
+@pytest.mark.parametrize("speaker", [["human"], {}, 3])
+def test_a_speaker_that_is_no_text_is_refused(speaker: Any) -> None:
+    with pytest.raises(DataError, match=r"^x: conversations\[0\]: from is .*, expected one of"):
+        parse_demonstration({"conversations": [{"from": speaker, "value": "?"}]}, "x")
+
+
+@pytest.mark.parametrize("margin", [10**400, 1e39, float("nan")])
+def test_a_margin_beyond_32_bits_is_refused(margin: float) -> None:
+    with pytest.raises(DataError, match=r"^x: margin is .*, expected a finite number"):
+        parse_preference({"prompt": "?", "chosen": "a", "rejected": "b", "margin": margin}, "x")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pa.array([0, 1], pa.timestamp("ns")),
+        pa.array([0, 1], pa.duration("ns")),
+        pa.array([0, 2**62], pa.timestamp("us")),
+        pa.array([0, 2**30], pa.date32()),
+    ],
+)
+def test_a_value_that_python_lacks_is_named(values: pa.Array, tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"prompt": ["a", "b"], "when": values}), file)
+    with pytest.raises(DataError, match=rf"^{file} row 1: when has a value that cannot be read: .*; correct or remove"):
+        list(RowFiles([file], columns=("prompt", "when")))
