@@ -60,8 +60,18 @@ class Answers:
             return None
         return encode_pieces(self._tokenizer, [form.before + ANSWER.content + form.tail, form.rest])[1]
 
-    def warnings(self) -> Iterator[str]:
-        """Yield what is unusual about the end of answers, and about the tokens where they begin."""
+    def warnings(self, *, of_data: bool = True) -> Iterator[str]:
+        """Yield what is unusual about the end of answers, and about the tokens where they begin.
+
+        of_data: answers of a file are trained, not those of the policy alone.
+        """
+        if of_data and self._form.inserted:
+            yield (
+                f"model.path: between a prompt and its answer the chat template writes {self._form.inserted!r:.80} in "
+                "whole chats; answers are trained as they stand in the data, without it; write it into them if the "
+                "model is to write it, or let the template's prompt end with it (for Qwen3: "
+                "data.chat_template.enable_thinking=false)"
+            )
         show, (end, *_) = self._tokenizer.convert_ids_to_tokens, self.ends.token_ids
         if self._form.end_id is not None and end not in self._named:
             yield (

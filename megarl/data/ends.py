@@ -33,13 +33,15 @@ _MAX_TOKEN_ID = 2**31
 class AnswerForm:
     """What a chat template writes around an answer, as far as that is the same around every answer.
 
-    before: the text up to the answer. lead: the spaces between the prompt and the answer; None: the answer does not
+    before: the text up to the answer. inserted: what the template writes of its own between the prompt and the answer,
+    such as an empty thought. lead: the spaces between the prompt and the answer; None: the answer does not
     follow the prompt, as the template removes or adds reasoning. tail: what follows the answer, up to the end of the
     first token of its own (`end_id`) or, without one, to the end of the text; empty: only spaces follow. rest: what
     follows the tail. next_tail, next_id: the same where a question follows, whose mark may be the first token.
     """
 
     before: str = ""
+    inserted: str = ""
     lead: str | None = None
     tail: str = ""
     end_id: int | None = None
@@ -81,6 +83,7 @@ def answer_form(tokenizer: "PreTrainedTokenizerBase") -> AnswerForm:
         next_tail, next_id = _up_to_mark(tokenizer, followed or "")
         return AnswerForm(
             before=before,
+            inserted=lead if before.startswith(prompt) and lead.strip() else "",
             lead=lead if before.startswith(prompt) and not lead.strip() else None,
             tail=tail,
             end_id=end_id,

@@ -67,7 +67,8 @@ class TrainInputs:
         hints: list[str] = []
         if self.hints is not None and self.hint_survey is not None:
             hints = self.hint_survey.warnings(self.hints.placer)
-        of_model = [*self.answers.warnings(), *self.vocabulary.warnings]
+        of_data = self.config.algo.demonstrations.strategy != "none"
+        of_model = [*self.answers.warnings(of_data=of_data), *self.vocabulary.warnings]
         return [*setting_warnings(self.config), *of_model, *dropped, *hints]
 
 

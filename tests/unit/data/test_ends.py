@@ -273,3 +273,14 @@ def test_a_template_that_leaves_out_questions_is_refused() -> None:
         ConfigError, match=r"^model\.path: the chat template leaves out a user's words and writes .user: "
     ):
         ends_of(template)
+
+
+def test_what_a_template_inserts_before_an_answer_is_said() -> None:
+    """Qwen3's template writes an empty thought into whole chats alone."""
+    tokenizer = tokenizer_of(FAMILIES["Qwen2.5 instruct"])
+    thought = "\n{{ '<think>\n\n</think>\n\n' if m.role == 'assistant' }}{{ m.content"
+    tokenizer.chat_template = CHATML.replace("\n{{ m.content", thought)
+    (warning,) = Answers(tokenizer).warnings()
+    assert r"the chat template writes '<think>\n\n</think>\n\n' in whole chats" in warning
+    assert list(Answers(tokenizer).warnings(of_data=False)) == []
+    assert list(Answers(tokenizer_of(FAMILIES["Qwen2.5 instruct"]), declared=(2,)).warnings()) == []

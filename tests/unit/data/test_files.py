@@ -134,3 +134,10 @@ def test_parquet_maps_are_mappings(tmp_path: Path) -> None:
     assert files[0] == {"a": {"x": "1"}}
     with pytest.raises(DataError, match=r"x\.parquet row 1: a has a map with one key twice;"):
         files[1]
+
+
+@pytest.mark.parametrize("name", ["shards", "shards.parquet", "shards.jsonl"])
+def test_a_directory_is_no_file(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(DataError, match=rf"^{tmp_path / name}: is a directory, .*; name the files themselves$"):
+        RowFiles([tmp_path / name], columns=("prompt",))
