@@ -205,7 +205,7 @@ class Commands:
         if parts.text.startswith("("):
             machine.assign(parts.name, self.array(parts.name, parts.text[1:-1]), append=parts.appends)
             return
-        value = expand_text(machine, parts.text)
+        value = expand_text(machine, parts.text, assigned=True)
         key = None if parts.key is None else expand_text(machine, parts.key)
         try:
             machine.assign(parts.name, value, key, append=parts.appends)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from megarl.config.shell import syntax
-from megarl.config.shell.machine import Machine
+from megarl.config.shell.machine import Machine, Undecided
 from megarl.config.shell.state import Array
 from megarl.config.shell.words import expand_words
 
@@ -16,6 +16,8 @@ def declare(machine: Machine, kind: str, words: list[tuple[str, int]], line: int
     is_local = kind != "export" and kind != "readonly" and len(machine.state.frames) > 1 and "g" not in options
     if set("fFp") & set(options):
         return 0
+    if "n" in options and kind != "export":
+        raise Undecided(f"line {line}: {kind} -n gives a variable another name")
     for word, lines in words:
         machine.line = line + lines
         if word.startswith(("-", "+")):
@@ -35,7 +37,7 @@ def declare(machine: Machine, kind: str, words: list[tuple[str, int]], line: int
                 machine.state.set(name, Array({}, named=True))
             elif "a" in options and machine.state.get(name) is None:
                 machine.state.set(name, Array({}))
-            if set("iluncn") & set(options):
+            if set("iluc") & set(options):
                 machine.state.typed.add(name)
             if parts and each is word:
                 assign(each)

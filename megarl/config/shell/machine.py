@@ -136,7 +136,7 @@ class Machine:
             return
         before = self.state.get(name)
         if name in self.state.typed:
-            value = self.hole(f"${name}", "a variable declared with -i, -l, -u or -n")
+            value = self.hole(f"${name}", "a variable declared with -i, -l or -u")
         if key is not None and isinstance(value, str):
             array = before if isinstance(before, Array) else Array({0: before} if before else {})
             index: int | str = key if array.named else self.index(key, array)

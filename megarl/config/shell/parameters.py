@@ -108,7 +108,11 @@ def _look_up(machine: Machine, parameter: Parameter, operand: Callable[[str], st
         return value.items.get(machine.index(operand(parameter.key or "0"), value))
     if parameter.key is None or value is None:
         return value
-    return value if machine.index(operand(parameter.key), Array({0: value})) == 0 else None
+    if machine.index(operand(parameter.key), Array({0: value})) == 0:
+        return value
+    if machine.holes.within(value):
+        raise Undecided(machine.holes.within(value)[0].why)
+    return None
 
 
 def _length(machine: Machine, parameter: Parameter, found: list[str] | str | None, written: str) -> str:
@@ -166,10 +170,17 @@ def _part(
             found = [machine.state.zero, *found]
             if parameter.operand and start == 0 and count is not None:
                 return found[:count]
-        if isinstance(machine.get(parameter.name), str) and machine.holes.assume("".join(found)) is None:
+        value = machine.get(parameter.name)
+        if isinstance(value, str) and machine.holes.assume("".join(found)) is None:
             raise Undecided(machine.holes.within("".join(found))[0].why)
+        if isinstance(value, Array) and not value.named and parameter.name not in "@*":
+            # Bounds are those of its numbers, of which some may be missing.
+            start += 1 + max(map(int, value.items), default=-1) if start < 0 else 0
+            return [text for index, text in value.items.items() if int(index) >= start >= 0][:count]
         start = start + len(found) if start < 0 else start
-        return [] if start < 0 else found[start : None if count is None else start + count]
+        if not isinstance(value, str):
+            return [] if start < 0 else found[start : None if count is None else start + count]
+        found = value
 
     def cut(text: str) -> str:
         begin = start + len(text) if start < 0 else start
@@ -204,7 +215,7 @@ def _changed(
         raise Undecided(f"line {machine.line}: ${{…@…}} is not followed")
     by = ""
     if sign[0] == "/":
-        source, by = _replacement(parameter.operand)
+        source, by = _replacement(parameter.operand, is_open=sign == "//")
         by = operand(by)
         wanted = pattern(source)
     else:
@@ -230,8 +241,9 @@ def _changed(
     return [derive(text) for text in found] if isinstance(found, list) else derive(found)
 
 
-def _replacement(text: str) -> tuple[str, str]:
-    index = 1 if text.startswith("/") else 0
+def _replacement(text: str, *, is_open: bool) -> tuple[str, str]:
+    """Split `pattern/text`. is_open: a slash at the start belongs to the pattern, which may be empty otherwise."""
+    index = 1 if is_open and text.startswith("/") else 0
     while index < len(text):
         if text[index] == "/":
             return text[:index], text[index + 1 :]

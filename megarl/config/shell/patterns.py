@@ -99,7 +99,7 @@ def replace(pattern: str, text: str, by: str, *, where: str, check: Callable[[in
 
     check: is called with the length that the result will have at most.
     """
-    if not pattern:
+    if not pattern and where in ("", "/"):
         return text
     if where == "%":
         kept = strip_end(pattern, text, longest=True)

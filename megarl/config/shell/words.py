@@ -32,9 +32,9 @@ def expand_words(machine: Machine, words: Iterable[tuple[str, int]], line: int) 
     return result
 
 
-def expand_text(machine: Machine, raw: str, *, here: bool = False) -> str:
-    """Return the text that a word becomes where it is not split, as in an assignment; `here`: in a here-document."""
-    expansion = Expansion(machine=machine, splits=False)
+def expand_text(machine: Machine, raw: str, *, here: bool = False, assigned: bool = False) -> str:
+    """Return the text that a word becomes where it is not split. here: in a here-document. assigned: to a variable."""
+    expansion = Expansion(machine=machine, splits=False, is_assigned=assigned)
     expansion.read(raw, quoted=here, here=here)
     text = " ".join(expansion.texts())
     machine.budget.text(len(text))
@@ -129,6 +129,7 @@ class Expansion:
 
     splits: whether values that are not quoted become several fields. fields: the arguments that it makes so far, each
     in parts, quoted or not. is_open: the next text belongs to the last of them. is_inner: a default is being read.
+    is_assigned: a tilde after a colon is a home, too.
     """
 
     machine: Machine
@@ -136,6 +137,7 @@ class Expansion:
     fields: list[list[tuple[str, bool]]] = field(default_factory=list)
     is_open: bool = False
     is_inner: bool = False
+    is_assigned: bool = False
 
     def add(self, text: str, quoted: bool) -> None:
         """Add text to the last field, or to a new one if that is complete."""
@@ -208,7 +210,11 @@ class Expansion:
             char = raw[index]
             plain = _PLAIN.match(raw, index)
             if plain:
-                (self.add_value if self.is_inner else self.add)(plain[0], quoted)
+                text = plain[0]
+                if self.is_assigned and not quoted:
+                    is_last = plain.end() == len(raw)
+                    text = re.sub(r":~(?=[/:]|$)" if is_last else r":~(?=[/:])", lambda _: f":{self._home()}", text)
+                (self.add_value if self.is_inner else self.add)(text, quoted)
                 index = plain.end()
                 continue
             end = index + 1 if char == '"' and here else syntax.end_of(raw, index, quoted=quoted)
@@ -231,12 +237,17 @@ class Expansion:
             index = end
 
     def _tilde(self, raw: str) -> int:
-        found = re.match(r"([A-Za-z_]\w*\+?=)?~(?=/|$|:)", raw)
-        if not found:
+        found = re.match(r"([A-Za-z_]\w*\+?=)?(~(?=/|$|:))?", raw)
+        assert found is not None
+        self.is_assigned = self.is_assigned or found[1] is not None
+        if not found[2]:
             return 0
-        home = self.machine.get("HOME")
-        self.add((found[1] or "") + (home if isinstance(home, str) else "~"), True)
+        self.add((found[1] or "") + self._home(), True)
         return found.end()
+
+    def _home(self) -> str:
+        home = self.machine.get("HOME")
+        return home if isinstance(home, str) else "~"
 
     def _double(self, inner: str) -> None:
         # "$@" without arguments is no word at all, while "" is an empty one.

@@ -41,6 +41,12 @@ def _shown(followed: Followed) -> set[tuple[str, ...]]:
         ("train $(cat args.txt) $(echo a | tr a b)", {("$(cat args.txt)", "$(echo a | tr a b)")}),
         ("A=$(echo $USER/x); train ${A%/*} ${#A} ${A/x/y}", {("${A%/*}", "${#A}", "${A/x/y}")}),
         ("train ${SLURM_NNODES:-1}", {("${SLURM_NNODES:-1}",)}),
+        # Elements of what may be an array.
+        (
+            "[[ a =~ ^(.)$ ]]; read -a L < file; train ${BASH_REMATCH[1]} ${L[2]:-7}",
+            {("${BASH_REMATCH[1]}", "${L[2]:-7}")},
+        ),
+        ('for f in $(ls); do L+=("$f"); done; train ${L[1]}', {("${L[1]}",)}),
         # A loop of an unknown number of rounds, and a file that is not here.
         ("n=0; while pgrep x; do n=$((n + 1)); done; train $n", {("$n",)}),
         ("for f in $(ls); do A=$f; done; train $A", {("$A",)}),
@@ -95,6 +101,7 @@ def test_a_file_beside_the_script_is_read(tmp_path: Path) -> None:
         ("train " + "${A:-" * 2000 + "x" + "}" * 2000, "nested too deeply"),
         ("train " + "$(" * 200 + "echo x" + ")" * 200, "more than 40 scripts"),
         ("A=(1); A[$(nproc)]=2; unset 'A[$(nproc)]'; B=([$(nproc)]=1); train", "which decides what is assigned"),
+        ("f() { local -n r=$1; r=2; }; A=1; f A; train $A", "line 1: local -n gives a variable another name"),
         ("".join(f"[ -f {n} ] && A{n}=1\n" for n in range(12)) + "train", "it can go more than 128 ways"),
     ],
 )
