@@ -16,7 +16,7 @@ from megarl.types import Reward
 _LETTER = re.compile(r"[A-Za-z]")
 _WRAPPER = re.compile(
     r"\\(?:text|textbf|mathrm|mathbf|mbox|boxed|underline|textsf|textit|emph)\b"
-    r"|\\(?:text)?color(?:box)?\s*\{[^{}]*\}|\\(?:[,;:! ]|q?quad\b)|[*${}\"\u200b-\u200f\u2060\ufeff]|(?<!~)~(?!~)"
+    r"|\\(?:text)?color(?:box)?\s*\{[^{}]*\}|\\(?:[,;:! ]|q?quad\b)|[*${}\"`“”\u200b-\u200f\u2060\ufeff]|(?<!~)~(?!~)"
 )
 _BEFORE = (
     r"[\s(\['.:>]*(?:(?:the|final|correct|right|best|my)\s+)*(?:(?:answer|option|choice)\s*(?:is\b|:|=)?\s*:?\s*\W?)?"
@@ -39,7 +39,9 @@ _CONFIRMED = re.compile(
 )
 _WORD = re.compile(r"[(\s,;:-]*([^\W\d_]{2,})")
 _VERDICT = re.compile(
-    r"\W*(?:wrong|incorrect|not\b.*|never|excluded|eliminated|impossible|ruled out)\W*", re.IGNORECASE
+    rf"\W*(?:no|false|wrong|incorrect)\b\W+{_LONE}\W*"
+    r"|\W*(?:wrong|incorrect|not\b.*|never|excluded|eliminated|impossible|ruled out)\W*",
+    re.IGNORECASE,
 )
 
 

@@ -17,6 +17,7 @@ SEARCH_CHARS = 300  # the answer stands at the end; a bounded search stays quick
 _MARK = "####"
 # What stands around an answer and says nothing: Markdown, and tags that end a text.
 _AROUND = re.compile(r"\*{2,3}|__|`|<\|?/?[a-zA-Z_]+\|?>")
+_ABOUT = re.compile(r"[\s*_`$=]*~(?!~)")
 _NAMED = re.compile(r"^[a-zA-Z]\s*=\s*(?=[^=]*$)")
 _NUMBER_AND_WORDS = re.compile(r"([^a-zA-Z]*\d[^a-zA-Z(]*?)\s+(\(?[a-zA-Z].*)")
 
@@ -30,6 +31,8 @@ def normalise_number(text: str) -> str:
 
 def parse_stated(line: str) -> Number | None:
     """Parse a number with or without the words that name what it counts; None if the line says anything else."""
+    if _ABOUT.match(line):
+        return None
     text = _NAMED.sub("", canonical(_AROUND.sub(" ", line)))
     quantity = parse_quantity(re.sub(r"^-\s+", "-", text))
     if quantity is None and (match := _NUMBER_AND_WORDS.fullmatch(text)) and is_counted(match[2]):

@@ -131,7 +131,7 @@ def score_math_verify(response: str, ground_truth: str, extra_info: Mapping[str,
     """Score 1 if math-verify 0.9 finds the answer equal to the ground truth, else 0.
 
     math-verify reads the last box, or without a box the last 512 characters. Texts that are costly to evaluate score 0,
-    and so does a box with numbers side by side, which math-verify adds.
+    and so do numbers side by side, which math-verify adds.
     """
     gold = _parse_gold(gold_answer(ground_truth))
     text = response.rpartition("</think>")[2]
@@ -141,6 +141,8 @@ def score_math_verify(response: str, ground_truth: str, extra_info: Mapping[str,
     if refused or costly(text.replace("**", "^")):
         return reward_of(False, parse_failed=True)
     parsed = parse(text, (LatexExtractionConfig(), ExprExtractionConfig()), parsing_timeout=None)
+    if any(isinstance(each, str) and _TWO_NUMBERS.search(canonical(each)) for each in parsed):
+        return reward_of(False, parse_failed=True)
     correct = bool(parsed) and verify(list(gold), parsed, timeout_seconds=None)
     return reward_of(correct, parse_failed=not parsed)
 

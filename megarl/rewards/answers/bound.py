@@ -13,7 +13,7 @@ _UPPER = r"(?:\s*\^\s*(?:\{[^{}]*\}|\\[a-zA-Z]+|\w))?"
 _DOMAIN = r"\\in\s*(?:\\mathbb\s*\{?\s*[NZQRC]\s*\}?|[NZQRC])(?:[_^]\s*(?:\{[^{}]*\}|.))*"
 _END_OF_TERM, _END_OF_SIDE = "+-=,;<>", "=,;"
 # What binds a letter, and at which signs its scope ends that begins after the match. Without signs, the scope is the
-# match. Limits are not in it: the n of \sum_{n=1}^n is another one.
+# match. Limits are not in it.
 _BINDERS: Mapping[re.Pattern[str], str] = {
     re.compile(pattern): ends
     for pattern, ends in (
@@ -73,7 +73,10 @@ def _bindings(text: str) -> list[Binding]:
         for match in pattern.finditer(text):
             start, end = match.span("scope") if not ends else (match.end(), _end_of_scope(text, match.end(), ends))
             binding = Binding(match["letter"], match.start("letter"), start, end)
-            if len(binding.places(text)) > 1:
+            places = binding.places(text)
+            declared = {each.start() for each in _TOKEN.finditer(text, *match.span()) if each[0] == binding.letter}
+            # A limit that names the letter means another one, so that the letter is not free to be renamed.
+            if len(places) > 1 and declared <= set(places):
                 found.setdefault(binding.declared, binding)
     return [found[declared] for declared in sorted(found)]
 

@@ -12,6 +12,7 @@ from megarl.rewards.answers.options import MAX_ANSWER_CHARS, AnswerOptions, Equa
 from megarl.rewards.answers.spelling import canonical, compact, normalise
 from megarl.rewards.answers.symbolic import compare_symbolic, sign_of_factor
 from megarl.rewards.answers.units import PERCENT, parse_quantity, split_unit
+from megarl.rewards.answers.words import DENYING
 
 MAX_ITEMS = 64
 MAX_NESTING = 8
@@ -23,6 +24,7 @@ Rule = Callable[[str, str, Compare, AnswerOptions], Equality | None]
 _NAME = re.compile(
     r"\s*\\?[a-zA-Z]+\s*(?:_\s*\{?\w+\}?)?'*\s*(?:\([\w\s,]*\))?\s*|\s*[^\W\d_][^\W\d_ ]*(?:\s+[^\W\d_]+)*\s*"
 )
+_LETTER = re.compile(r"\\?[a-zA-Z]|\\[a-zA-Z]+")
 _NUMBER_IS_MISSING = re.compile(r"(?<!\\)[a-zA-Z]")
 _EQUALS = r"=|\\approx(?![a-zA-Z])|\\equiv(?![a-zA-Z])"
 _WORDS = re.compile(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*")
@@ -35,6 +37,8 @@ _NAME_OF_VALUE = re.compile(r"^\\?[a-zA-Z]{1,2}\s*=(?=[^=]+$)")
 _NUMBER_IN_BRACKETS = re.compile(r"^\(\s*(-?[\d.,]+)\s*\)$")
 _NAMED_SET = r"\mathbb"
 _CHOICE = re.compile(r"\(?([A-Z])\)?[.:)]?")
+# As algebra reads it, `1 B` is B.
+_NUMBER_AND_LETTER = re.compile(r"[\d.]+\s*[A-Z]|[A-Z]\s*[\d.]+")
 # Words that are not taken for products of their letters, as are others of up to three.
 _SHORT_WORDS = frozenset({"yes", "no"})
 _SAME_WORDS = {
@@ -43,6 +47,8 @@ _SAME_WORDS = {
     "no real solution": r"\emptyset",
     "no real solutions": r"\emptyset",
     "empty set": r"\emptyset",
+    "all real numbers": r"\mathbb{R}",
+    "all reals": r"\mathbb{R}",
     "无解": r"\emptyset",
     "dne": "does not exist",
     "undefined": "does not exist",
@@ -107,6 +113,8 @@ def same_words(answer: str, gold: str, compare: Compare, options: AnswerOptions)
     letters = [_CHOICE.fullmatch(text) for text in (answer, gold)]
     if letters[0] and letters[1]:
         return Equality.of(letters[0][1] == letters[1][1])
+    if any(letters) and any(_NUMBER_AND_LETTER.fullmatch(text) for text in (answer, gold)):
+        return Equality.DIFFERENT
     a, g = (_CASELESS.sub(lambda word: word[0].casefold(), " ".join(text.split())) for text in (answer, gold))
     a, g = _SAME_WORDS.get(a, a), _SAME_WORDS.get(g, g)
     is_text = [
@@ -266,6 +274,10 @@ def same_equation(answer: str, gold: str, compare: Compare, options: AnswerOptio
             return compare_symbolic(f"-({left})", right)
         return verdict if sign_of_factor(left, right) is None else Equality.EQUAL
     parts, value = (a, gold) if len(a) > 1 else (g, answer)
+    if len(parts) == 2 and _LETTER.fullmatch(parts[1]) and not _NAME.fullmatch(parts[0]):
+        parts = parts[::-1]
+    if any(DENYING & set(part.lower().split()) for part in parts):
+        return Equality.DIFFERENT
     if not all(_NAME.fullmatch(part) or compare(part, parts[-1]) is Equality.EQUAL for part in parts[:-1]):
         return Equality.DIFFERENT
     return compare(parts[-1], value)

@@ -54,7 +54,7 @@ def refusal(text: str) -> str | None:
 
 def numbers_side_by_side(text: str) -> bool:
     r"""Return whether a number follows another factor with only spaces between, as in `20 22` or `\frac{2 3}{7}`."""
-    return _BESIDE.search(_TAKES_NUMBER.sub("", text)) is not None
+    return _BESIDE.search(_TAKES_NUMBER.sub(r"\g<0>;", text)) is not None
 
 
 def costly(text: str) -> str | None:

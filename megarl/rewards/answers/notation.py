@@ -12,6 +12,7 @@ from megarl.rewards.answers.guard import numbers_side_by_side
 from megarl.rewards.answers.options import AnswerOptions, Equality
 from megarl.rewards.answers.symbolic import sign_of_factor
 from megarl.rewards.answers.units import split_unit
+from megarl.rewards.answers.words import CHANGING
 
 Compare = Callable[[str, str], Equality]
 
@@ -114,7 +115,7 @@ def same_closing_words(answer: str, gold: str, compare: Compare, options: Answer
         match = None if split_unit(text).unit else _CLOSING_WORDS.fullmatch(text)
         # The degrees of an angle are part of it.
         words.append(match[1].casefold().split() if match and match[1] != "degree" else [])
-    has_text = any(len(word) > 3 for each in words for word in each)
+    has_text = any(len(word) > 3 or word in CHANGING for each in words for word in each)
     return Equality.DIFFERENT if has_text and words[0] != words[1] else None
 
 

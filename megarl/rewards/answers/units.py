@@ -17,6 +17,7 @@ _SPELLINGS: Mapping[str, str] = {
         "€": ("€", "euro", "eur"),
         "£": ("£", "pound sterling", "gbp"),
         "¥": ("¥", "yen", "jpy"),
+        "₹": ("₹", "rupee", "inr"),
         "元": ("元", "yuan", "cny", "rmb"),
         "cent": ("cent", "¢"),
         "mm": ("mm", "millimeter", "millimetre", "毫米", "мм"),
@@ -66,6 +67,9 @@ _COUNTED: Mapping[str, str] = {
     "man": "man",
     "women": "woman",
     "woman": "woman",
+    "geese": "goose",
+    "mice": "mouse",
+    "sheep": "sheep",
     "lb": "pound",
     "lbs": "pound",
     "oz": "ounce",
@@ -119,9 +123,9 @@ _NOT_UNITS = frozenset({"and", "or", "to", "mod", "in", "i", "e", "x", "y", "z",
 _ANGLE_OF_FUNCTION = re.compile(
     r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])(?:\s*\^\s*(?:\{[^{}]*\}|\d))?\s*\(?-?[\d.]+$"
 )
-_CURRENCY = re.compile(r"^(-?)\s*([$€£¥])\s*")
+_CURRENCY = re.compile(r"^(-?)\s*([$€£¥₹])\s*")
 _TRAILING = re.compile(
-    r"^(?P<body>.*?(?:[\d.})]|\\pi))\s*(?P<unit>%|[$€£¥¢]|[^\W\d_][^\d=,;<>\\()|+]*(?:\^\s*\{?\s*-?\d\s*\}?)?|cm[23]|m[23])$"
+    r"^(?P<body>.*?(?:[\d.})]|\\pi))\s*(?P<unit>%|[$€£¥₹¢]|[^\W\d_][^\d=,;<>\\()|+]*(?:\^\s*\{?\s*-?\d\s*\}?)?|cm[23]|m[23])$"
 )
 
 

@@ -24,6 +24,17 @@ MATH: dict[str, list[tuple[str, list[str], list[str]]]] = {
         ("2.5", ["2.50"], ["2. 5", "2 .5", "2 5"]),
         (r"\begin{pmatrix}5\\1\end{pmatrix}", [], [r"\begin{pmatrix}2 3\\1\end{pmatrix}"]),
         ("3", [r"\log_2 8", r"\log_{2} 8"], [r"\log_2 8 1"]),
+        (r"\log_5 2", [r"\log_{5} 2"], [r"\log_{2 3} 2"]),
+        (r"\sqrt[5]{2}", [r"\sqrt [5]{2}"], [r"\sqrt[2 3]{2}"]),
+        ("5", [], [r"2\thinspace 3", r"2\enspace 3", r"2\hspace{1em}3", r"2\hskip 1em 3"]),
+        ("5 cm", [r"5\thinspace\text{cm}", r"5\hspace{2pt}\text{cm}"], []),
+        ("B", ["(B)", "B."], ["1 B", "1B", "B 2", "2(B)"]),
+    ],
+    "a root without braces is of the whole number outside of LaTeX": [
+        ("3", [], ["√13", "sqrt13", "sqrt 13"]),
+        (r"\sqrt{13}", ["√13", "sqrt13", "sqrt(13)", "√(13)"], []),
+        (r"2\sqrt{x}", ["2√x"], [r"\sqrt{2x}"]),
+        (r"\sqrt[3]{2}", ["∛2"], ["3√2"]),
     ],
     "factors in brackets are multiplied": [
         ("6", ["(2)(3)", "2(3)", r"2 \cdot 3"], ["2 3"]),
@@ -152,6 +163,27 @@ MATH: dict[str, list[tuple[str, list[str], list[str]]]] = {
         ),
         (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", [], ["⟨1,2,3,4⟩"]),
     ],
+    "a value may stand before its name, and words do not deny it": [
+        ("5", ["x = 5", "5 = x", r"\text{answer} = 5"], [r"\text{not} = 5", "wrong = 5", "5 = wrong", "5 = 6"]),
+        ("0", ["x = 0"], ["0 no", "0 or", "0 not"]),
+    ],
+    "more signs of Unicode and commands are those of LaTeX": [
+        ("0.005", ["5‰"], ["5"]),
+        ("₹500", ["500", "500 rupees"], ["$500"]),
+        ("3:2", ["3∶2"], ["2∶3"]),
+        (r"\lfloor x\rfloor", ["⌊x⌋"], ["⌈x⌉", "x"]),
+        (r"\Delta", ["Δ"], ["δ"]),
+        (r"\frac{1}{2}", [r"\nicefrac{1}{2}", r"\sfrac12"], [r"\nicefrac{2}{1}"]),
+        ("10", [r"\binom52", r"\dbinom{5}{2}"], [r"\binom25"]),
+        (r"\ln 2", [r"\log_e 2", r"\log_{e}2"], [r"\log_2 e"]),
+        (r"\mathbb{R}", ["ℝ", r"\text{all real numbers}"], [r"\text{all integers}"]),
+    ],
+    "a limit that names the variable leaves it its name": [
+        (r"\sum_{i=1}^n i", [r"\sum_{k=1}^n k"], [r"\sum_{n=1}^n n"]),
+        (r"\int_0^n x\,dx", [r"\int_0^n y\,dy"], [r"\int_0^n n\,dn"]),
+        (r"\lim_{x\to a} f(x)", [r"\lim_{y\to a} f(y)"], [r"\lim_{a\to a} f(a)"]),
+        (r"\bigcup_{k=1}^n A_k", [r"\bigcup_{j=1}^n A_j"], [r"\bigcup_{n=1}^n A_n"]),
+    ],
     "bound variables have no names": [
         (r"\sum_{i=1}^n i", [r"\sum_{k=1}^{n} k"], [r"\sum_{k=1}^n i", r"\sum_{k=0}^n k", r"\sum_{k=1}^m k"]),
         (r"\sum_{i=0}^{\infty} x^i", [r"\sum_{n=0}^\infty x^n"], [r"\sum_{x=0}^\infty x^x", r"\sum_{n=0}^\infty y^n"]),
@@ -182,7 +214,7 @@ GSM8K = {
     "right": (
         "18 | $18.00 | 18 apples | 18 red apples | 18 apples and 2 pears | 18 miles per hour | "
         "18 years old | x = 18 | 18 muffins each | **18** | \\boxed{18} | １８ | \u200b18 | €18 | 18% | "
-        "18 (dollars) | = 18 | 18 people | +18"
+        "18 (dollars) | = 18 | 18 people | +18 | ₹18 | 18 geese | 18 sheep"
     ),
     "wrong": (
         "18½ | 18 and a half | 18 plus 2 | 1,8 | 18 minus 1 | 18 over 2 | 18! | 18² | 18 squared | "
@@ -190,20 +222,21 @@ GSM8K = {
         "18 wrong | 18 no, 19 | 18? | 18 = 19 | 18 > 17 | 18 hours and 30 minutes | "
         "18 feet 6 inches | 18 dollars and 50 cents | 18 apples maybe | 18 tenths | 18.000.000 | "
         "1 8 | not 18 | 18 pairs of shoes | 18 apples or 19 | 18_8 | 18 blue | ~~18~~ | 18 1 | "
-        "0 18"
+        "0 18 | ~18 | ** ~18** | ~$18"
     ),
 }
 CHOICE = {
     "right": (
         r"B | (B) | B. | b | \text{B} | **B** | [B] | B. Paris | (B) 12 | B) vitamin D | "
         r"\textbf{(B)}\ 12 | Option B | The answer is B | B is correct | B, not D | Ｂ | "
-        r"\textcolor{red}{B} | B because D is wrong | B) No | B: Paris"
+        r"\textcolor{red}{B} | B because D is wrong | B) No | B: Paris | “B” | `B` | B. No, since A is less"
     ),
     "wrong": (
         "B C D | B or D | B is wrong | B, D | B and D | B/D | BD | not B | B isn't | B? No | "
         r"B incorrect | B (wrong) | B \quad D | B → D | B unless D | b or d | b, c | (b) (d) | B2 | "
         "B_1 | B' | B^c | !B | -B | B is not it | B, none | B. D | B) wrong | B: wrong | B. not | "
-        r"B hundred | B 7 | both B and D | D, not B | ~~B~~ | \neg B | either B or D | Β"
+        r"B hundred | B 7 | both B and D | D, not B | ~~B~~ | \neg B | either B or D | Β | "
+        "B) no, D | B. false, C | B. Wrong: C"
     ),
 }
 LAST_NUMBER = {
@@ -261,6 +294,12 @@ def test_no_scorer_adds_neighbours(source: str) -> None:
     for version in range(5):
         found = [score(f"luffy/{version}", rf"</think>\boxed{{{answer}}}", gold, {}).correct for gold, answer in cases]
         assert not any(found)
+
+
+def test_math_verify_adds_no_neighbours_without_a_box() -> None:
+    for text in ("It is $20 22$.", r"It is \(20 22\).", r"So \[40 \quad 2\]", r"the final answer is $\frac{20 22}{1}$"):
+        assert not score("math_verify", text, "42", {}).correct
+    assert score("math_verify", "It is $42$.", "42", {}).correct
 
 
 def test_signs_of_numbers_are_no_punctuation_of_short_answers() -> None:
