@@ -217,11 +217,13 @@ class RuleSession:
         return verdicts
 
     def _with_no_opinions(self, verdict: Verdict, asked: _Asked) -> Verdict:
-        """Name the functions that were asked and returned None, by the details that their opinions would have had."""
-        if (reward := verdict.reward) is None or asked.row is None:
+        """Name the functions that returned None, or are not asked about this source, by the details that their
+        opinions would have had.
+        """
+        functions = self.judge.rules.custom.functions
+        if (reward := verdict.reward) is None or not functions:
             return verdict
-        custom = self.judge.rules.custom
-        opinions = {f"{name}/score" for name in custom.of(asked.data_source)} if len(custom.functions) > 1 else set()
+        opinions = {f"{name}/score" for name in functions} if len(functions) > 1 else set()
         if asked.job is not None:
             opinions.add(_CUSTOM_SCORE)
         silent = sorted(opinions - reward.details.keys())

@@ -345,6 +345,6 @@ class Rollouts:
             bounds = f"mean_score={cfg.mean_score and list(cfg.mean_score)}, uniform_scores={list(cfg.uniform_scores)}"
             raise RunError(
                 f"{len(self.skipped)} steps in a row had no group to train on. algo.filter (by={cfg.by}, {bounds}) saw "
-                f"in the last of them {self.skipped[-1]}. Take prompts that are neither too easy nor too hard, more "
-                "samples (rollout.num_samples), other bounds, or raise algo.filter.max_skipped_steps"
+                f"in the last of them {self.skipped[-1]}. Take prompts that can be judged and are neither too "
+                "easy nor too hard, more samples (rollout.num_samples), other bounds or a larger max_skipped_steps"
             )

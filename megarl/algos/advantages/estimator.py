@@ -122,7 +122,10 @@ def required_detail(batch: ScoredBatch, name: str, remedy: str) -> Tensor:
     """
     known = {"score": batch.rewards, "correct": batch.correct, **batch.details}
     values = known.get(name, torch.full_like(batch.rewards, torch.nan)).double()
-    silent = batch.no_opinion.get(name, torch.zeros_like(values, dtype=torch.bool))
+    nobody = torch.zeros_like(values, dtype=torch.bool)
+    # A function without a score of its own says nothing else, either.
+    by_function = batch.no_opinion.get(f"{name.partition('/')[0]}/score", nobody)
+    silent = batch.no_opinion.get(name, nobody) | by_function
     for row in (~values.isfinite() & ~silent).nonzero().flatten().tolist():
         there = sorted(key for key, value in known.items() if value[row].isfinite())
         raise DataError(

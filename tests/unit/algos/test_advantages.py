@@ -258,6 +258,20 @@ def test_gdpo_leaves_rows_out_on_which_nobody_has_an_opinion(make_scored: MakeSc
         compute_advantages(replace(batch, no_opinion={}), cfg)
 
 
+def test_gdpo_with_a_function_for_some_sources(make_scored: MakeScored) -> None:
+    """Nobody asks the function about group b: neither its reward nor another of its numbers is there."""
+    values = torch.tensor([1.0, 3.0, math.nan, math.nan])
+    batch = replace(
+        make_scored(list("aabb"), [0.0] * 4),
+        details={"f/score": values, "f/style": values},
+        no_opinion={"f/score": values.isnan()},
+    )
+    # ∓√½ in a and 0 in b, whose deviation together is √(1/3).
+    for name in ("f/score", "f/style"):
+        got = rows_of(batch, AdvantageConfig(estimator="gdpo", components={name: 1.0}))
+        assert got == pytest.approx([-math.sqrt(1.5), math.sqrt(1.5), 0.0, 0.0], rel=1e-5)
+
+
 def test_gdpo_without_any_opinion(make_scored: MakeScored) -> None:
     batch = replace(
         make_scored(["a", "a"], [1.0, 0.0]),

@@ -160,7 +160,11 @@ def test_a_file_per_source_and_sums_with_weights(files: Mapping[str, str]) -> No
     # 0.5 · 4 + 2 · 0.5; an answer on which `opinion` has none: 0.5 · 1.
     assert [each.score for each in found.rewards] == [3.0, 0.5, -1.0, 2.0, 0.0, 1.0]
     assert found.rewards[0] == Reward(
-        score=3.0, correct=True, details={"length/score": 4.0, "opinion/score": 0.5}, own_score=4.0
+        score=3.0,
+        correct=True,
+        details={"length/score": 4.0, "opinion/score": 0.5},
+        own_score=4.0,
+        no_opinion=("rest/score",),
     )
     assert found.rewards[2].notes == {"rest/words": "a b"}
     # The scorer decides what is correct.
@@ -186,8 +190,8 @@ def test_components_without_an_opinion(files: Mapping[str, str]) -> None:
         silent,
         (),
         silent,
-        ("custom/score", "opinion/score"),
-        (),
+        ("custom/score", "length/score", "opinion/score", "parts/score", "unsure/score"),
+        ("length/score", "parts/score", "unsure/score"),
     ]
     assert found.tallies["reward/rule/parts/style"].value == 1.0
     rows = [replace(row, uid="p") for row in random_rows([(1, 1)] * 4, holes=False)]

@@ -313,6 +313,16 @@ def test_a_run_whose_steps_have_no_groups_ends_and_says_what_was_sampled() -> No
         collect(collector, 6)
 
 
+def test_a_run_whose_samples_nobody_judges_ends_and_says_so() -> None:
+    world = World([(LOST, LOST)] * 6)
+    collector = world.collector(FilterConfig(max_skipped_steps=2), 2)
+    assert prompts_of(collect(collector, 1)) == []
+    with pytest.raises(
+        RunError, match=r"^2 steps in a row .* 0 judged groups, 2 that .* Take prompts that can be judged"
+    ):
+        collect(collector, 2)
+
+
 def test_groups_are_judged_by_right_and_wrong_unless_told_otherwise() -> None:
     """Rewards of −1 and 1 with three of four wrong have a mean of −0.5, which bounds of 0 and 1 would remove."""
     world = World([(-1.0, -1.0, 1.0, -1.0), (-1.0, -1.0, -1.0, -1.0)])
