@@ -1,4 +1,4 @@
-"""What docs/troubleshooting.md shows of `megarl train` is what it prints."""
+"""What the pages show of `megarl train` is what it prints."""
 
 import contextlib
 import re
@@ -10,21 +10,23 @@ import pytest
 from megarl.cli import main
 
 REPOSITORY = Path(__file__).parents[2]
-PAGE = REPOSITORY / "docs" / "troubleshooting.md"
+PAGES = [REPOSITORY / "docs" / name for name in ("dry-run.md", "troubleshooting.md")]
 
 
 def transcripts() -> dict[str, list[str]]:
     """Arguments of `megarl` → the lines under the command; a first line `...` stands for more lines."""
     shown: dict[str, list[str]] = {}
     lines: list[str] = []
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
-        if command := re.fullmatch(r"    \$ megarl (train .*)", line):
-            lines = shown.setdefault(command[1], [])
-        elif line.startswith("    ") and not line.startswith("    $"):
-            lines.append(line.removeprefix("    "))
-        else:
-            lines = []
-    assert shown, f"{PAGE} shows no command"
+    for page in PAGES:
+        before = len(shown)
+        for line in page.read_text(encoding="utf-8").splitlines():
+            if command := re.fullmatch(r"    \$ megarl (train .*)", line):
+                lines = shown.setdefault(command[1], [])
+            elif line.startswith("    ") and not line.startswith("    $"):
+                lines.append(line.removeprefix("    "))
+            else:
+                lines = []
+        assert len(shown) > before, f"{page} shows no command"
     return shown
 
 

@@ -264,7 +264,7 @@ def test_the_documented_plan_is_what_is_printed(
     command = "train configs/run/gsm8k-qwen3-32b.yaml --dry-run --device-gib 80"
     main(command.split())
     transcript = "\n".join(f"    {line}" for line in [f"$ megarl {command}", *capsys.readouterr().out.splitlines()])
-    page = ROOT / "docs/troubleshooting.md"
+    page = ROOT / "docs/dry-run.md"
     assert transcript in page.read_text(), f"{page.name} is stale; renew the output of `megarl {command}`"
 
 
