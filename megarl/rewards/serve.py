@@ -105,9 +105,11 @@ def encode_reply(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """
     rewards = [verdict.reward for verdict in verdicts]
     judged = [reward for reward in rewards if reward is not None]
-    # Details that some rows lack cannot be sent, since their lists must have one entry per row; null is no opinion.
+    # Details that some rows lack cannot be sent, since their lists must have one entry per row; null is no opinion. Of
+    # functions that were asked about no row, a client need not know.
     known = [{*reward.details, *reward.no_opinion} for reward in judged]
     shared = set.intersection(*known) if len(known) == len(rewards) > 0 else set()
+    shared &= {name for reward in judged for name in reward.details}
     reasons = [f"{each.outcome}: {each.reason}" if each.reward is None else "" for each in verdicts]
     return {
         "rewards": [None if reward is None else reward.score for reward in rewards],

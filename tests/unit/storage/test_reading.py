@@ -261,7 +261,7 @@ def test_text_in_parquet_that_is_not_utf_8(tmp_path: Path) -> None:
     raw = pa.array([b"caf\xe9", b"ok"], pa.binary())
     text = pa.StringArray.from_buffers(2, raw.buffers()[1], raw.buffers()[2])
     pq.write_table(pa.table({"a": text}), path)
-    with pytest.raises(DataError, match=r"rows\.parquet: not a Parquet file: .*UTF8"):
+    with pytest.raises(DataError, match=r"rows\.parquet row 0: a has a text that is not UTF-8"):
         read_rows(path)
 
 
