@@ -2,6 +2,7 @@
 VENV := .venv
 PEERS_VENV := .venv-conformance
 DOCS_VENV := .venv-docs
+AUDIT_VENV := .venv-audit
 SITE := site
 PYTHON ?= python3
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -11,7 +12,7 @@ TASK ?= $(if $(filter smollm2,$(MODEL)),arithmetic,sums)
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help python install train test test-slurm test-long test-gpu test-conformance check docs clean
+.PHONY: help python install train test test-slurm test-long test-gpu test-conformance check audit docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' Makefile
@@ -62,6 +63,13 @@ check: install ## Lint, format check, types, shell scripts, containers, import r
 	"$(VENV)/bin/hadolint" containers/Dockerfile
 	"$(VENV)/bin/python" -m pytest tests/unit/test_import_rules.py
 
+# Of packages from an index only: the sources of apex have no release that an advisory could name, and advisories know
+# torch's CPU build by its public version. A package that could not be looked up is an error.
+audit: $(AUDIT_VENV)/audit.txt ## Look up known vulnerabilities of all packages in requirements/
+	@for file in requirements/*.txt; do echo "$$file"; sed '/^apex @/d; s/+cpu$$//' "$$file" >"$(AUDIT_VENV)/list.txt"; \
+		"$(AUDIT_VENV)/bin/pip-audit" --strict --no-deps --disable-pip -r "$(AUDIT_VENV)/list.txt" || failed=1; \
+	done; exit "$${failed:-0}"
+
 docs: $(DOCS_VENV)/docs.txt ## Make a site of the documentation, with search: site/index.html
 	"$(DOCS_VENV)/bin/mkdocs" build --strict --quiet --site-dir "$(abspath $(SITE))"
 
@@ -71,6 +79,11 @@ $(DOCS_VENV)/docs.txt: requirements/docs.txt | python
 	"$(DOCS_VENV)/bin/python" -m pip install --quiet --no-deps --only-binary :all: -r requirements/docs.txt
 	cp requirements/docs.txt "$@"
 
+$(AUDIT_VENV)/audit.txt: requirements/audit.txt | python
+	"$(PYTHON)" -m venv --clear "$(AUDIT_VENV)"
+	"$(AUDIT_VENV)/bin/python" -m pip install --quiet --no-deps --only-binary :all: -r requirements/audit.txt
+	cp requirements/audit.txt "$@"
+
 clean: ## Remove caches, nothing else
-	find . \( -path "./$(VENV)" -o -path "./$(PEERS_VENV)" -o -path "./$(DOCS_VENV)" -o -path ./.git \) -prune -o -type d \( -name __pycache__ \
+	find . \( -path "./$(VENV)" -o -path "./$(PEERS_VENV)" -o -path "./$(DOCS_VENV)" -o -path "./$(AUDIT_VENV)" -o -path ./.git \) -prune -o -type d \( -name __pycache__ \
 		-o -name .pytest_cache -o -name .mypy_cache -o -name .ruff_cache -o -name .hypothesis \) -prune -exec rm -rf {} +
