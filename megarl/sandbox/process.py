@@ -121,7 +121,8 @@ class Program(AbstractContextManager["Program"]):
 
     def close(self) -> None:
         """Wait until every process of the program has ended; end them if they take too long."""
-        with self._connection:
+        # A keeper that is killed resets the connection if it has not read all that was sent.
+        with self._connection, suppress(ConnectionError):
             try:
                 self._connection.shutdown(socket.SHUT_WR)
                 self._connection.settimeout(MARGIN_S)
@@ -129,8 +130,6 @@ class Program(AbstractContextManager["Program"]):
             except TimeoutError:
                 self._kill()
                 self._wait_for_end()
-            except ConnectionError:
-                pass
         if self._options.isolation is not Isolation.NAMESPACES:
             # Where the keeper has been killed, it is still there.
             with suppress(OSError):

@@ -16,7 +16,7 @@ import pytest
 from megarl.doctor.finding import Status
 from megarl.doctor.machine import check_sandbox
 from megarl.errors import ConfigError
-from megarl.sandbox import Ending, Isolation, Limits, RunWithInput, Sandbox, SandboxOptions, process
+from megarl.sandbox import Ending, Isolation, Limits, RunWithInput, Sandbox, SandboxOptions, process, wire
 from megarl.sandbox.jail import kernel, namespaces
 from megarl.sandbox.process import REMEDIES
 from tests.helpers.sandboxes import BRIEF
@@ -44,10 +44,20 @@ def test_a_sandbox_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch
             family[1].suspend()
             monkeypatch.setattr(process, "MARGIN_S", 0.1)
             assert program.run(RunWithInput(text="")).ending is Ending.LOST
-        monkeypatch.undo()
+            monkeypatch.undo()
         assert gone(family)
         with sandbox.program("print(2)") as program:
             assert program.run(RunWithInput(text="")).stdout == b"2\n"
+
+
+def test_a_sandbox_that_is_killed_while_it_closes_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a task that it has not read, its end of the connection is reset."""
+    with Sandbox(SandboxOptions(limits=BRIEF)) as sandbox, sandbox.program("print(1)") as program:
+        family = [psutil.Process(program.keeper), *psutil.Process(program.keeper).children()]
+        psutil.Process(program.keeper).suspend()
+        wire.send(program._connection, {"kind": "RunWithInput", "text": ""})
+        monkeypatch.setattr(process, "MARGIN_S", 1.0)
+    assert gone(family)
 
 
 def test_a_launcher_that_died_is_started_again() -> None:
