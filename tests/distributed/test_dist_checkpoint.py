@@ -154,7 +154,7 @@ def test_a_rank_may_write_for_longer_than_a_collective_may_take(
 ) -> None:
     """Those that have written wait for it, but not within one collective operation."""
     model = ModelConfig(path=str(checkpoint(tied=True)), dtype="float32")
-    saved = rank_pool(2).run(save_with_slow_writer, actor_config(TP2), model, str(tmp_path), limit_s=1.5, writing_s=3.0)
+    saved = rank_pool(2).run(save_with_slow_writer, actor_config(TP2), model, str(tmp_path), limit_s=6.0, writing_s=9.0)
     assert saved == [True, True]
 
 

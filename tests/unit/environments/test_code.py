@@ -103,7 +103,7 @@ def test_output_beyond_its_limit_and_long_results() -> None:
 
 def test_a_call_costs_only_its_own_sample() -> None:
     async def run() -> tuple[list[Reply], float]:
-        slow, quick = python(timeout_s=2.0), python()
+        slow, quick = python(timeout_s=6.0), python()
         began = time.monotonic()
         hanging = asyncio.create_task(slow.reply(Action(text=fenced("import time; time.sleep(60)"), turn=0)))
         replies = [await quick.reply(Action(text=fenced("1 + 1"), turn=0))]
@@ -114,8 +114,8 @@ def test_a_call_costs_only_its_own_sample() -> None:
 
     (answer, late), took = asyncio.run(run())
     assert contents([answer]) == ["2"]
-    assert "took longer than 2 s" in contents([late])[0]
-    assert took < 2.0
+    assert "took longer than 6 s" in contents([late])[0]
+    assert took < 6.0
 
 
 def test_close_ends_the_process_also_while_a_call_runs() -> None:

@@ -179,7 +179,7 @@ def test_an_opening_must_leave_the_prompt_within_its_limit(limit: int, failure: 
     ],
 )
 def test_what_goes_wrong_in_an_environment_is_a_reply(word: str, failure: str, reason: str) -> None:
-    _, reply = replies(turn(word), reply_timeout_s=0.1)
+    _, reply = replies(turn(word), reply_timeout_s=1.0)
     assert (reply.failure, reply.reason) == (failure, reason)
 
 

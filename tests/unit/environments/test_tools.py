@@ -57,9 +57,9 @@ def results(environment: ToolEnvironment, text: str) -> list[str]:
 def test_calls_of_a_turn_are_answered_in_order_and_together() -> None:
     tools = ToolEnvironment(tools=[add, doze, nap])
     began = time.monotonic()
-    text = "let me see" + call("nap", '{"seconds": 0.3}') + call("doze", '{"seconds": 0.3}')
+    text = "let me see" + call("nap", '{"seconds": 2.0}') + call("doze", '{"seconds": 2.0}')
     assert results(tools, text + call("add", '{"a": 1, "b": 2}')) == ["awake", "awake", "3"]
-    assert time.monotonic() - began < 0.6
+    assert time.monotonic() - began < 4.0
     assert reply(tools, call("add", '{"a": 1, "b": 2}')).num_calls == 1
 
 
@@ -75,8 +75,8 @@ def test_a_turn_without_a_call_and_a_cut_turn_end_the_conversation() -> None:
         (call("ad", "{}"), "error: there is no tool 'ad'; there are: add, doze, nap, shout"),
         (call("add", '{"a": 1}'), "error: TypeError: add() missing 1 required positional argument: 'b'"),
         (call("add", '{"a": 1, "b": "x"}'), "error: TypeError: unsupported operand type(s) for +: 'int' and 'str'"),
-        (call("doze", '{"seconds": 9}'), "error: doze took longer than 0.2 s"),
-        (call("nap", '{"seconds": 0.6}'), "error: nap took longer than 0.2 s"),
+        (call("doze", '{"seconds": 9}'), "error: doze took longer than 1 s"),
+        (call("nap", '{"seconds": 1.6}'), "error: nap took longer than 1 s"),
         (call("shout", "{}"), "a" * 10 + "\n[80 characters left out]\n" + "b" * 10),
         ("<tool_call>{nonsense</tool_call>", "error: this is no call, expected JSON with name and arguments: "),
         ("<tool_call>[1]</tool_call>", "error: this is no call"),
@@ -84,13 +84,13 @@ def test_a_turn_without_a_call_and_a_cut_turn_end_the_conversation() -> None:
     ],
 )
 def test_what_goes_wrong_in_a_tool_is_said_to_the_policy(text: str, said: str) -> None:
-    tools = ToolEnvironment(tools=[add, doze, nap, shout], timeout_s=0.2, max_result_chars=20)
+    tools = ToolEnvironment(tools=[add, doze, nap, shout], timeout_s=1.0, max_result_chars=20)
     answer = reply(tools, text)
     # Errors are cut like other results, in their middle.
     (message,) = answer.messages
     assert message.content.startswith(said[:10])
     tools = ToolEnvironment(
-        tools=[add, doze, nap, shout], timeout_s=0.2, max_result_chars=4096 if "error" in said else 20
+        tools=[add, doze, nap, shout], timeout_s=1.0, max_result_chars=4096 if "error" in said else 20
     )
     assert results(tools, text)[0].startswith(said)
     assert answer.details == {"tool_errors": int("error" in said)}

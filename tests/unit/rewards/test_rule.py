@@ -68,13 +68,13 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def judge(file: str) -> Iterator[RuleJudge]:
     cfg = RewardsConfig(
-        custom=CustomConfig(path=file, timeout_s=1.0, workers=1),
+        custom=CustomConfig(path=file, timeout_s=3.0, workers=1),
         sources={
             "sums": SourceConfig(scorer="megarl/sums", wrong=-2.0, correct=3.0),
             "count": SourceConfig(scorer="megarl/countdown"),
             "programs": SourceConfig(scorer="apps", wrong=0.0),
         },
-        verifier=VerifierConfig(workers=1, soft_limit_s=0.5, hard_limit_s=1.0),
+        verifier=VerifierConfig(workers=1, soft_limit_s=0.5, hard_limit_s=5.0),
     )
     opened = RuleJudge(cfg)
     yield opened

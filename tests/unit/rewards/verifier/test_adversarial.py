@@ -24,7 +24,7 @@ def test_every_verdict_comes_in_time_and_nothing_is_left() -> None:
     assert set(verdicts) == {"hypothesis", *KINDS}
     judged = [verdict for found in verdicts.values() for verdict in found]
     assert len(judged) == statistics.jobs == COUNT
-    assert all(verdict.seconds < options.deadline_s + 1 for verdict in judged)
+    assert all(verdict.seconds < options.deadline_s + 5 for verdict in judged)
     # The input is what it claims to be.
     assert statistics.timed_out > 0
     # An upper bound of what all of them may hold; without replacement a single one would get there.

@@ -12,7 +12,7 @@ from megarl.rewards.verifier import JobOutcome, VerifierOptions, VerifierPool
 from tests.helpers.verifier import details_of, job, wait_for_end
 
 # The soft limit is on CPU time, and a job on a busy machine must reach it before its deadline.
-OPTIONS = VerifierOptions(num_workers=1, soft_limit_s=0.1, deadline_s=1.5, memory_limit_mib=256)
+OPTIONS = VerifierOptions(num_workers=1, soft_limit_s=0.1, deadline_s=4.0, memory_limit_mib=256)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_a_hostile_scorer_costs_its_own_verdict_only(
     before, hostile, after = pool.score_all([job("same_text"), job(scorer), job("same_text")])
     assert (hostile.outcome, hostile.reason[: len(reason)]) == (outcome, reason)
     assert (hostile.reward is not None) == (outcome == "scored")
-    assert hostile.seconds < OPTIONS.deadline_s + 1
+    assert hostile.seconds < OPTIONS.deadline_s + 5
     assert [before.outcome, after.outcome] == ["scored", "scored"]
     assert after.reward is not None
     assert after.reward.correct
@@ -116,7 +116,7 @@ def test_workers_are_light(pool: VerifierPool) -> None:
 
 def test_others_go_on_while_a_worker_is_replaced() -> None:
     """One of two workers meets a job after another that blocks signals; quick jobs wait for none of them."""
-    with VerifierPool(VerifierOptions(num_workers=2, soft_limit_s=0.2, deadline_s=0.6)) as pool:
+    with VerifierPool(VerifierOptions(num_workers=2, soft_limit_s=0.2, deadline_s=2.0)) as pool:
         pool.score_all([job("same_text")] * 4)
         hostile = [pool.submit(job("block_signals")) for _ in range(3)]
         start = time.monotonic()
@@ -124,7 +124,7 @@ def test_others_go_on_while_a_worker_is_replaced() -> None:
         quick = [pool.submit(job("same_text")) for _ in range(20)]
         assert all(future.result().outcome == "scored" for future in quick)
         # Three hostile jobs on two workers are over, at the latest, after two deadlines.
-        assert time.monotonic() - start < 2 * 0.6 + 1
+        assert time.monotonic() - start < 2 * 2.0 + 4
         assert [future.result().outcome for future in hostile] == ["timed_out"] * 3
         statistics = pool.statistics()
         assert (statistics.timed_out, statistics.correct, statistics.replaced) == (3, 24, 3)
