@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 MEGARL = Path(sys.executable).with_name("megarl")
-START_S = 150.0
+START_S = 400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,7 @@ def recorded(inputs: Path, request: pytest.FixtureRequest) -> SmallRun:
         stderr=subprocess.STDOUT,
         env=os.environ | dict(run.environment),
         text=True,
-        timeout=300,
+        timeout=540,
     )
     assert done.returncode == 0, done.stdout[-3000:]
     return run
