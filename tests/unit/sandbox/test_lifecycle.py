@@ -74,8 +74,8 @@ def test_a_launcher_that_died_is_started_again() -> None:
 
 def test_a_caller_that_is_killed_leaves_nothing() -> None:
     caller_source = f"""
-from megarl.sandbox import RunWithInput, Sandbox
-with Sandbox().program({SLEEPER!r}) as program:
+from megarl.sandbox import Limits, RunWithInput, Sandbox, SandboxOptions
+with Sandbox(SandboxOptions(limits=Limits(wall_s=300))).program({SLEEPER!r}) as program:
     print(program.keeper, flush=True)
     program.run(RunWithInput(text=""))
 """
@@ -84,7 +84,7 @@ with Sandbox().program({SLEEPER!r}) as program:
     ) as caller:
         assert caller.stdout is not None
         keeper = psutil.Process(int(caller.stdout.readline()))
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + 60.0
         while not (children := keeper.children()) and time.monotonic() < deadline:
             time.sleep(0.01)
         family = [keeper, keeper.parent(), *children]
