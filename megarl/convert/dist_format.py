@@ -1,7 +1,5 @@
-"""Read and write Megatron's torch_dist checkpoints without Megatron and without process groups.
-
-The format is that of torch.distributed.checkpoint. Each global tensor is stored as chunks (rectangular parts), each
-written by `torch.save` into a `*.distcp` file. The pickle `.metadata` lists each chunk's rectangle, file and offset.
+"""Find the elements of torch_dist checkpoints (`weights.dist_index`), and write such checkpoints, without Megatron and
+without process groups.
 """
 
 import functools
@@ -9,7 +7,7 @@ import io
 import json
 import pickle
 import zipfile
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -27,10 +25,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from megarl.convert.files import FileReader, Window
 from megarl.errors import DataError
-from megarl.storage.reading import reading, reason_of
+from megarl.storage.reading import reason_of
+from megarl.weights.dist_index import METADATA, Chunk, StoredTensor
 from megarl.weights.safetensors_map import TensorSpec
 
-METADATA = ".metadata"
 COMMON = "common.pt"
 FORMAT_FILE = "metadata.json"
 _FORMAT = {
@@ -39,46 +37,7 @@ _FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-# Names that the pickle of a checkpoint's metadata may refer to; any other name could run code.
-_ALLOWED: Mapping[str, Container[str]] = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", *(str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype))},
-    "collections": {"OrderedDict"},
-}
 _LOCAL_HEADER_BYTES = 30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """A stored part of a global tensor: its rectangle (offsets, sizes), and where it lies: `length` bytes of `file`,
-    from byte `offset` on, in the format of torch.save.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTensor:
-    """A global tensor of a torch_dist checkpoint: its full shape and dtype, and the chunks in which it is stored."""
-
-    spec: TensorSpec
-    chunks: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,42 +48,6 @@ class Record:
 
     file: str
     offset: int
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """An unpickler for checkpoint metadata that accepts only a fixed list of classes, because others could run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in _ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}")
-        return super().find_class(module, name)
-
-
-def read_index(directory: Path) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Return a checkpoint's global tensors by key, and the keys of stored objects that are not tensors."""
-    file = directory / METADATA
-    with reading(file, "the metadata of a torch_dist checkpoint"):
-        metadata = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
-        places = metadata.storage_data
-        tensors, objects = {}, []
-        for key, stored in metadata.state_dict_metadata.items():
-            if isinstance(stored, TensorStorageMetadata):
-                chunks = [
-                    Chunk(
-                        offsets=tuple(each.offsets),
-                        sizes=tuple(each.sizes),
-                        file=place.relative_path,
-                        offset=place.offset,
-                        length=place.length,
-                    )
-                    for each in stored.chunks
-                    for place in [places[MetadataIndex(key, each.offsets)]]
-                ]
-                spec = TensorSpec(shape=tuple(stored.size), dtype=stored.properties.dtype)
-                tensors[key] = StoredTensor(spec=spec, chunks=tuple(chunks))
-            else:
-                objects.append(key)
-    return tensors, objects
 
 
 def find_record(reader: FileReader, chunk: Chunk, spec: TensorSpec) -> Record:

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.convert.dist_format import METADATA, read_index
 from megarl.convert.mapping import model_parameters
 from megarl.convert.readers import DistReader, SafetensorsReader, TensorReader
 from megarl.errors import ConfigError, DataError
 from megarl.train.checkpoint import STATE_FILE, read_checkpoint
 from megarl.types.messages import Role
+from megarl.weights.dist_index import METADATA, read_index
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.safetensors_map import TensorSpec, model_files, read_weight_map
 from megarl.weights.tables import Partition

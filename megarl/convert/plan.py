@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megarl.convert.dist_format import Chunk, StoredTensor, empty_object, saved_size
+from megarl.convert.dist_format import empty_object, saved_size
 from megarl.convert.mapping import Parameter, extra_state_keys
 from megarl.errors import DataError
+from megarl.weights.dist_index import Chunk, StoredTensor
 from megarl.weights.safetensors_map import MAX_FILE_BYTES, TensorSpec, file_layout, plan_files
 
 # The part of an output file that a worker holds at a time.

@@ -8,10 +8,11 @@ from typing import TypeAlias
 
 import torch
 
-from megarl.convert.dist_format import Chunk, StoredTensor, find_record
+from megarl.convert.dist_format import find_record
 from megarl.convert.files import FileReader, bytes_of
 from megarl.convert.mapping import Parameter, RowBlock
 from megarl.errors import DataError
+from megarl.weights.dist_index import Chunk, StoredTensor
 from megarl.weights.safetensors_map import TensorSpec, locate_tensors, model_files
 
 # Size of the cache of chunk headers, which are read when a chunk is first needed.

@@ -8,6 +8,7 @@ that it hosts, in a file with the role's name.
 """
 
 import contextlib
+import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,18 +18,20 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.serialization import load_content_metadata
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
 
 from megarl.device.platform import platform
 from megarl.errors import StorageError, WorkerError
 from megarl.parallel.roles import LoadedRole
 from megarl.storage.writing import problem, room, storage_cause, writing
 from megarl.types.messages import Role
+from megarl.weights.dist_index import read_metadata
 
 # How long to wait before asking again whether all ranks have written a checkpoint.
 _POLL_S = 0.2
@@ -109,8 +112,11 @@ class RankCheckpoints:
         """Restore weights and optimizer states, and RNG states if a role of this rank is in `same_layout`.
 
         same_layout: the roles whose layout is the same as when they were saved. weights_only: leave the optimizers as
-        they are; weights are readable under any layout.
+        they are; weights are readable under any layout. What is more than data is not unpickled.
         """
+        # Also for the calls within torch and Megatron, and whatever the user's environment says.
+        os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
+        os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
         for name, (role, optimizer) in self._trained.items():
             with _failures_raised(directory / name, "read", self._rank):
                 metadata = load_content_metadata(str(directory / name))
@@ -120,7 +126,9 @@ class RankCheckpoints:
                 strict = StrictHandling.RAISE_UNEXPECTED if weights_only else StrictHandling.RAISE_ALL
                 state = dist_checkpointing.load(state, str(directory / name), strict=strict)
             for i, chunk in enumerate(role.chunks):
-                chunk.load_state_dict(state[f"model{i}"])
+                # Transformer Engine would unpickle the extra states, which none of megarl's recipes needs.
+                weights = {key: None if "_extra_state" in key else each for key, each in state[f"model{i}"].items()}
+                chunk.load_state_dict(weights)
             if weights_only:
                 continue
             # The main parameters are leaves that require gradients.
@@ -132,6 +140,24 @@ class RankCheckpoints:
             platform().generator().set_state(states["device"])
             torch.set_rng_state(states["host"])
             get_cuda_rng_tracker().set_states(states["tracker"])
+
+
+class _Reader(FileSystemReader):
+    """A reader of checkpoints for Megatron that does not run what their metadata names."""
+
+    def __init__(self, directory: str | os.PathLike[str], cache_metadata: bool = False) -> None:
+        super().__init__(directory)
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the metadata once. Raises DataError if it is more than data."""
+        if self._metadata is None:
+            self._metadata = read_metadata(Path(self.path))
+        return self._metadata
+
+
+# Megatron makes its readers by this name, and takes none from outside.
+torch_strategies._get_filesystem_reader = _Reader
 
 
 @contextlib.contextmanager

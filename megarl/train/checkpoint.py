@@ -21,6 +21,7 @@ from megarl.storage.writing import writing
 from megarl.train.manifest import MARKER, Manifest, damage_of
 from megarl.types import AlgoState
 from megarl.types.messages import Role
+from megarl.weights.dist_index import require_plain_data
 
 if TYPE_CHECKING:
     from megarl.cluster.workers import RoleWorkers
@@ -101,15 +102,16 @@ def _step_dirs(root: Path) -> list[tuple[int, Path]]:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a complete checkpoint.
+    """Read a complete checkpoint. Nothing in it can run code, here or in the ranks that load it.
 
     Raises:
-        DataError: it is incomplete or damaged, or another version of megarl wrote it.
+        DataError: it is incomplete or damaged, holds more than data, or another version of megarl wrote it.
     """
     if not (path / MARKER).is_file():
         raise DataError(f"{path}: has no {MARKER} file, so its writing was interrupted; use another checkpoint")
     if damage := damage_of(path):
         raise DataError(f"{path}: is damaged: {damage}; use another checkpoint, or put a copy of it back")
+    require_plain_data(path)
     try:
         return Checkpoint(path=path, state=RunState.from_json((path / STATE_FILE).read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:

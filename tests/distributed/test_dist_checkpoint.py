@@ -10,11 +10,13 @@ from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, Optimiz
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
 from tests.helpers.checkpoint_ranks import (
     count_gathered,
+    load_attacked,
     load_train,
     save_with_file_limit,
     save_with_slow_writer,
     train_save_train,
 )
+from tests.helpers.hostile_pickles import ATTACKS
 from tests.helpers.rank_pool import RankError, RankPool
 from tests.helpers.rows import random_rows
 
@@ -166,3 +168,16 @@ def test_a_checkpoint_of_another_model_is_refused(
     save(rank_pool, actor_config(ONE), tied, tmp_path)
     with pytest.raises(RankError, match=r"output_layer\.weight"):
         load(rank_pool, actor_config(ONE), untied, tmp_path, same_layout=True)
+
+
+def test_ranks_run_nothing_that_a_checkpoint_names(
+    rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Not even where the driver has not looked."""
+    model, mark = ModelConfig(path=str(checkpoint(tied=True)), dtype="float32"), tmp_path / "mark"
+    (errors,) = rank_pool(1).run(load_attacked, actor_config(ONE), model, str(tmp_path), mark)
+    assert not mark.exists()
+    # A tensor is read, and dropped before the layers get it.
+    assert errors.pop("extra states") == ""
+    assert sorted(errors) == sorted(ATTACKS)
+    assert [name for name, error in errors.items() if "posix.open" not in error] == []

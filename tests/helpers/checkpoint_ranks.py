@@ -1,7 +1,9 @@
 """What the tests of dist checkpoints run on every rank: a few SFT steps around a save or a load."""
 
 import multiprocessing
+import pickle
 import resource
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,6 +19,7 @@ from megarl.data.packing import plan_micro_batches
 from megarl.parallel.worker import PolicyWorker
 from megarl.types import Row
 from megarl.types.messages import LoadRequest, Role, RoleSpec, UpdateRequest
+from tests.helpers.hostile_pickles import ATTACKS, Touches, replace_object
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
 
@@ -164,3 +167,42 @@ def load_train(
     worker = open_worker(context, actor, model)
     worker.load_checkpoint(directory, same_layout={Role.ACTOR} if same_layout else ())
     return train(worker, actor, rows, range(start, start + 3))
+
+
+def load_attacked(
+    context: RankContext, actor: ActorConfig, model: ModelConfig, directory: str, mark: Path
+) -> dict[str, str]:
+    """Loads of a checkpoint after each of the attacks, and the errors that they end with.
+
+    The last one is of a tensor that is data, but that the layers of Transformer Engine unpickle.
+    """
+    worker = open_worker(context, actor, model)
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    from megarl.parallel.checkpoint import end_writer
+
+    saved = Path(directory, "saved")
+    saved.mkdir()
+    worker.save_checkpoint(str(saved), portable=True)
+    assert worker.finish_checkpoint(wait=True)
+    end_writer()
+
+    def unpickle(_: ColumnParallelLinear, state: torch.Tensor | None) -> None:
+        if state is not None:
+            pickle.loads(state.numpy().tobytes())
+
+    def spoil_extra_states(role: Path, mark: Path) -> None:
+        replace_object(role, [torch.frombuffer(bytearray(pickle.dumps(Touches(mark))), dtype=torch.uint8)])
+
+    errors = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ColumnParallelLinear, "set_extra_state", unpickle)
+        for name, spoil in {**ATTACKS, "extra states": spoil_extra_states}.items():
+            copy = Path(shutil.copytree(saved, Path(directory, name)))
+            spoil(copy / "actor", mark)
+            try:
+                worker.load_checkpoint(str(copy), same_layout={Role.ACTOR})
+                errors[name] = ""
+            except Exception as error:  # of torch, of Megatron or of megarl
+                errors[name] = str(error)
+    return errors

@@ -15,12 +15,14 @@ from megarl.config.schema import ModelConfig
 from megarl.convert import commands, engine
 from megarl.convert import plan as plan_module
 from megarl.convert.commands import hf_to_mcore, mcore_to_hf
-from megarl.convert.dist_format import read_index, write_index
+from megarl.convert.dist_format import write_index
 from megarl.convert.engine import Settings
 from megarl.errors import ConfigError, DataError
 from megarl.train.checkpoint import RunState
 from megarl.types import AlgoState
+from megarl.weights.dist_index import read_index
 from tests.helpers.hf_models import DENSE, WITH_EXPERTS, assert_same_tensors, make_model, read_tensors
+from tests.helpers.hostile_pickles import spoil_rng, spoil_within_metadata
 
 INDEX = "model.safetensors.index.json"
 
@@ -156,6 +158,12 @@ def test_a_run_knows_its_model(tmp_path: Path, qwen2: Path) -> None:
     (step / "COMPLETE").touch()
     mcore_to_hf(step / "actor", settings(tmp_path / "back"))
     assert_same_tensors(tmp_path / "back", qwen2)
+    # No weights, but of a checkpoint that is somebody else's.
+    mark = tmp_path / "mark"
+    file = spoil_rng(step / "actor", mark)
+    with pytest.raises(DataError, match=rf"{file}: is more than data"):
+        mcore_to_hf(step / "actor", settings(tmp_path / "again"))
+    assert not mark.exists()
 
 
 def edit_config(model: Path, **changes: object) -> None:
@@ -299,9 +307,11 @@ def test_biases_of_routers_stay_wide(tmp_path: Path) -> None:
 
 def test_metadata_that_could_run_code_is_refused(tmp_path: Path, qwen2: Path) -> None:
     hf_to_mcore(qwen2, settings(tmp_path / "dist"))
-    (tmp_path / "dist" / ".metadata").write_bytes(b"cos\nsystem\n(S'touch hacked'\ntR.")
-    with pytest.raises(DataError, match=r"it names os.system"):
+    mark = tmp_path / "mark"
+    spoil_within_metadata(tmp_path / "dist", mark)
+    with pytest.raises(DataError, match=r"\.metadata: .*it names posix\.open"):
         mcore_to_hf(tmp_path / "dist", settings(tmp_path / "back"))
+    assert not mark.exists()
 
 
 def test_what_exists_is_replaced_only_on_request(tmp_path: Path, qwen2: Path) -> None:

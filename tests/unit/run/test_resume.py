@@ -9,12 +9,13 @@ import pytest
 from megarl.cli import parse
 from megarl.config import Config, from_dict
 from megarl.config.schema import LayoutConfig
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, DataError
 from megarl.record.metrics import JsonlSink, MetricsRecord, read_metrics
 from megarl.record.recorder import RunRecorder
 from megarl.run.resume import CONTINUABLE, changed_settings, find_checkpoint, resume_notes
 from megarl.train.checkpoint import RunState, checkpoint_dir, mark_complete
 from megarl.types import AlgoState
+from tests.helpers.hostile_pickles import ATTACKS, write_role
 
 
 def config(root: Path, **sections: Any) -> Config:
@@ -72,6 +73,19 @@ def test_a_layout_that_cannot_read_the_checkpoint_is_refused_before_anything_sta
     plain = config(tmp_path, run={"name": "plain"}, actor={"layout": {"tp": 2}, "optimizer": {"distributed": False}})
     save(plain, portable=False)
     assert find_checkpoint(replace(plain, actor=replace(plain.actor, layout=LayoutConfig())), "train") is not None
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_checkpoint_that_could_run_code_is_refused(tmp_path: Path, attack: str) -> None:
+    path, mark = save(config(tmp_path)), tmp_path / "mark"
+    write_role(path / "actor")
+    file = ATTACKS[attack](path / "actor", mark)
+    with pytest.raises(DataError) as error:
+        find_checkpoint(config(tmp_path), "train")
+    assert str(error.value).startswith(f"{file}: ")
+    assert "\n" not in str(error.value)
+    assert not mark.exists()
 
 
 def test_nothing_to_continue(tmp_path: Path) -> None:

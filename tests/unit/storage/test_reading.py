@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.config.load import load_config, read_saved
-from megarl.convert.dist_format import read_index
 from megarl.data.files import RowFiles
 from megarl.data.public_files import write_distinct
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
@@ -32,6 +31,7 @@ from megarl.record.timeline import read_timeline
 from megarl.rewards.custom.load import load_function
 from megarl.rollout.replay import read_record
 from megarl.storage.reading import read_object, reading
+from megarl.weights.dist_index import read_index
 from megarl.weights.families import read_hf_config
 from megarl.weights.safetensors_map import model_files, read_specs
 

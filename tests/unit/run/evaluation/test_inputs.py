@@ -17,6 +17,7 @@ from megarl.run.evaluation.inputs import EvalInputs, EvalRequest, open_eval_inpu
 from megarl.train.checkpoint import MARKER, STATE_FILE, RunState
 from megarl.types import AlgoState
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.hostile_pickles import ATTACKS, write_role
 
 REPOSITORY = Path(__file__).parents[4]
 RUN_FILE = REPOSITORY / "configs" / "run" / "sums-rl.yaml"
@@ -240,6 +241,19 @@ def test_a_checkpoint_cut_off(error_of: Callable[..., str], model: Path) -> None
     path = make_state(model.parent / "run" / "checkpoints" / "step_000007", load_config(RUN_FILE))
     (path / MARKER).unlink()
     assert "has no COMPLETE file, so its writing was interrupted" in error_of(model_path=path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_checkpoint_that_could_run_code(
+    error_of: Callable[..., str], model: Path, tmp_path: Path, attack: str
+) -> None:
+    run, mark = model.parent / "run", tmp_path / "mark"
+    path = make_state(run / "checkpoints" / "step_000007", make_run(run, model))
+    write_role(path / "actor")
+    file = ATTACKS[attack](path / "actor", mark)
+    assert error_of(model_path=path).startswith(f"error: {file}: ")
+    assert not mark.exists()
 
 
 def test_bad_data(error_of: Callable[..., str], tmp_path: Path) -> None:
