@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, POSITIVE, setting
+from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, POSITIVE, section, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +22,9 @@ class EnvironmentConfig:
 
     # Environment of the rows that name none: a name in entries, a built-in one, or MODULE:CLASS; null: the first answer
     # of the policy ends the sample.
-    default: str | None = None
+    default: str | None = setting(None, needs_trust=True)
     key: str = "environment"  # Column of the prompt files that names a row's environment.
-    entries: Mapping[str, EnvironmentEntry] = field(default_factory=dict)  # Environments by names of your own.
+    entries: Mapping[str, EnvironmentEntry] = section(dict, needs_trust=True)  # Environments by names of your own.
     # Role of what a tool returns. tool: as the chat template renders this role; user: for templates without it.
     tool_role: Literal["tool", "user"] = "tool"
     max_turns: int = setting(8, AT_LEAST_1)  # Turns of the policy after which a conversation is cut.

@@ -50,7 +50,7 @@ class EngineConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     # Further engine arguments by vLLM's own names, as in {max_num_batched_tokens: 16384}. Unknown names, and those that
     # follow from other settings, are errors.
-    vllm: Mapping[str, Any] = field(default_factory=dict)
+    vllm: Mapping[str, Any] = section(dict, needs_trust=True)
 
     @property
     def num_workers(self) -> int:

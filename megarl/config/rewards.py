@@ -60,14 +60,15 @@ class FunctionConfig:
 class CustomConfig:
     """Configure your own reward functions: one by path and name, or several under `functions`."""
 
-    path: str | None = None  # A Python file with a function that judges all data sources without a scorer; null: none.
+    # A Python file with a function that judges all data sources without a scorer; null: none.
+    path: str | None = setting(None, needs_trust=True)
     # Name of the function: OpenRLHF's reward_func(queries, prompts, labels, **kwargs), verl's
     # compute_score(data_source, solution_str, ground_truth, extra_info), or TRL's with `completions`. Its
     # parameters show which it is.
     name: str = "reward_func"
     per: Literal["row", "group", "batch"] = "row"  # As in functions.
     arguments: Mapping[str, Any] = field(default_factory=dict)  # As in functions.
-    functions: Mapping[str, FunctionConfig] = field(default_factory=dict)  # Functions by a name for metrics.
+    functions: Mapping[str, FunctionConfig] = section(dict, needs_trust=True)  # Functions by a name for metrics.
     # If a function raises an exception, is killed or dies. raise: end the run; drop_rows: train without the rows;
     # value: reward them with `value`. A function that fails on all rows always ends the run.
     on_error: Literal["raise", "drop_rows", "value"] = "drop_rows"
@@ -111,9 +112,10 @@ class CodeConfig:
 
     # auto: namespaces, or else landlock, or else programs are refused; namespaces, landlock: this one alone.
     # limits_only: no isolation; programs may read and write whatever this user can.
-    isolation: Literal["auto", "namespaces", "landlock", "limits_only"] = "auto"
-    limits: Limits = section(Limits, POSITIVE)
-    import_paths: tuple[str, ...] = ()  # Directories of packages that programs may import besides the standard library.
+    isolation: Literal["auto", "namespaces", "landlock", "limits_only"] = setting("auto", needs_trust=True)
+    limits: Limits = section(Limits, POSITIVE, needs_trust=True)
+    # Directories of packages that programs may import besides the standard library.
+    import_paths: tuple[str, ...] = setting((), needs_trust=True)
     # Reward of a program: the fraction of tests that it passes, or 1 if it passes all of them and 0 otherwise.
     credit: Literal["fraction", "all_or_nothing"] = "all_or_nothing"
     # Relative and absolute tolerance for numbers with a decimal point; null: compare their digits.
@@ -129,7 +131,8 @@ class CodeConfig:
 class RemoteConfig:
     """Configure a reward service over HTTP in OpenRLHF's format, such as `megarl serve-reward`."""
 
-    urls: tuple[str, ...] = ()  # URLs of equivalent services, among which rows are distributed.
+    # URLs of equivalent services, among which rows are distributed.
+    urls: tuple[str, ...] = setting((), needs_trust=True)
     # Rows of one request. A request is sent as soon as this many samples have finished, and once more for the
     # remainder.
     rows_per_request: int = setting(16, AT_LEAST_1)
@@ -154,7 +157,8 @@ class HybridPartConfig:
     # within the prompt's group, or within all rows of the batch that the term judged; clip: r within `clip`.
     transform: Literal["identity", "sigmoid", "group_zscore", "batch_zscore", "clip"] = "identity"
     clip: tuple[float, float] | None = None  # Lower and upper bound, with transform=clip.
-    urls: tuple[str, ...] = ()  # With manager=remote: URLs of the term's own services; []: those of rewards.remote.
+    # With manager=remote: URLs of the term's own services; []: those of rewards.remote.
+    urls: tuple[str, ...] = setting((), needs_trust=True)
     judge: str | None = None  # With manager=judge: the entry of rewards.judges; null: the only one.
 
 
@@ -181,7 +185,7 @@ class RewardsConfig:
     ground_truths: GroundTruthConfig = field(default_factory=GroundTruthConfig)
     code: CodeConfig = field(default_factory=CodeConfig)
     remote: RemoteConfig = field(default_factory=RemoteConfig)
-    judges: Mapping[str, JudgeConfig] = field(default_factory=dict)  # Language models that judge in words, by name.
+    judges: Mapping[str, JudgeConfig] = section(dict, needs_trust=True)  # Language models that judge in words, by name.
     # Models that the run serves for its judges, by a name that judges refer to.
-    judge_servers: Mapping[str, JudgeServerConfig] = section(dict, affects=("workers",))
+    judge_servers: Mapping[str, JudgeServerConfig] = section(dict, affects=("workers",), needs_trust=True)
     hybrid: HybridConfig = field(default_factory=HybridConfig)

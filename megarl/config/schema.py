@@ -238,7 +238,7 @@ class ClusterConfig:
     """Choose the run's Ray cluster: one that is started on this host and ends with the run, or a running one."""
 
     # HOST:PORT of a running Ray cluster, such as one started by `megarl slurm run`; null: start Ray on this host.
-    address: str | None = None
+    address: str | None = setting(None, needs_trust=True)
     # Names of hosts that must have joined the cluster before the run starts; []: do not wait for any.
     hosts: tuple[str, ...] = ()
     # Logical CPUs, which only affect placement; null: the number of CPUs of the host.

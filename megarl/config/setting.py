@@ -1,7 +1,7 @@
 """Declare the fields of a configuration: the range of numbers each accepts, and what a change to it affects."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from math import inf
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
@@ -48,21 +48,32 @@ BELOW_1 = Range(expected="in [0, 1)", at_least=0, below=1)
 PROBABILITY = Range(expected="in (0, 1)", above=0, below=1)
 
 
-def setting(default: T, allowed: Range | None = None, *, affects: tuple[Affected, ...] = ()) -> T:
-    """Declare a field of a configuration class with its default, the range of its numbers, and what a change of it
-    affects.
+def setting(
+    default: T, allowed: Range | None = None, *, affects: tuple[Affected, ...] = (), needs_trust: bool = False
+) -> T:
+    """Declare a field of a configuration class with its default, the range of its numbers, what a change of it affects,
+    and whether it names what would run, be reached or be less confined on this machine (`needs_trust`).
 
     If the value is a list, each of its numbers must be in the range. Null is always accepted.
     """
-    return cast(T, field(default=default, metadata={"range": allowed, "affects": affects}))
+    metadata = {"range": allowed, "affects": affects, "needs_trust": needs_trust}
+    return cast(T, field(default=default, metadata=metadata))
 
 
-def section(factory: Callable[[], T], allowed: Range | None = None, *, affects: tuple[Affected, ...] = ()) -> T:
-    """Declare a nested section of a configuration class; `allowed` and `affects` apply to all of its fields.
+def section(
+    factory: Callable[[], T],
+    allowed: Range | None = None,
+    *,
+    affects: tuple[Affected, ...] = (),
+    needs_trust: bool = False,
+) -> T:
+    """Declare a nested section of a configuration class; the other arguments, as in `setting`, apply to all of its
+    fields.
 
     A field of the section that declares its own range keeps that range.
     """
-    return cast(T, field(default_factory=factory, metadata={"range": allowed, "affects": affects}))
+    metadata = {"range": allowed, "affects": affects, "needs_trust": needs_trust}
+    return cast(T, field(default_factory=factory, metadata=metadata))
 
 
 def range_of(each: Field[Any], default: Range | None) -> Range | None:
@@ -97,6 +108,21 @@ def differences(before: T, now: T, path: str = "") -> Iterator[tuple[str, Any, A
             yield from differences(old, new, f"{key}.")
         elif old != new:
             yield key, old, new
+
+
+def needing_trust(config: object, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of every setting that needs trust and is not at its default."""
+    for each in fields(cast(Any, config)):
+        value, key = getattr(config, each.name), f"{path}{each.name}"
+        if each.metadata.get("needs_trust"):
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            if value != default:
+                yield key, value
+            continue
+        inner = {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, Mapping) else {key: value}
+        for name, item in inner.items():
+            if is_dataclass(item):
+                yield from needing_trust(item, f"{name}.")
 
 
 def require_ranges(config: object) -> None:

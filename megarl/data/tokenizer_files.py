@@ -34,7 +34,8 @@ def read_tokenizer(path: str | Path, key: str) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer  # takes a second of each process that never reads one
 
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        # By default, transformers asks the terminal whether to run code that the directory brings.
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     # The errors of tokenizers are of class Exception itself, and damaged files may cause any of Python's.
     except Exception as error:
         # transformers rarely names the file.

@@ -90,14 +90,19 @@ ENVIRONMENTS: Registry[EnvironmentFactory] = Registry("environment", key="enviro
 def open_environments(cfg: EnvironmentConfig, names: Sequence[str]) -> dict[str, Callable[[], Environment]]:
     """Return, for each name that rows use, a function that makes a new environment; each is tried once.
 
-    Raises ConfigError for a name that is neither in `environment.entries` nor built in nor MODULE:CLASS, and for
-    arguments that the class does not take.
+    Raises ConfigError for a name that is neither in `environment.entries` nor built in, for MODULE:CLASS unless it is
+    the configuration's default, and for arguments that the class does not take.
     """
     found: dict[str, Callable[[], Environment]] = {}
     for name in sorted(names):
         key = f"environment.entries.{name}"
         entry = cfg.entries.get(name) or EnvironmentEntry(type=name)
         if ":" in entry.type:
+            if name not in (*cfg.entries, cfg.default):
+                raise ConfigError(
+                    f"environment {name!r}: rows name code, which only the configuration may; if you trust it, add it "
+                    "to environment.entries under a name of yours, and give the rows that name"
+                )
             factory = load_object(entry.type, f"{key}.type")
         elif entry.type in ENVIRONMENTS:
             factory = ENVIRONMENTS.get(entry.type)

@@ -55,8 +55,10 @@ class LocalModel:
     """A Hugging Face directory on the CPU, for models small enough to sample and score without an engine."""
 
     def __init__(self, path: Path) -> None:
-        self._tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+        ).eval()
 
     def pose(self, problems: Sequence[Problem]) -> list[Prompt]:
         """Write problems as prompts, whose uids are their places, with the solution to be given as a hint."""

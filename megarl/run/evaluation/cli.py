@@ -21,6 +21,9 @@ def add_evaluation(commands: "argparse._SubParsersAction[argparse.ArgumentParser
     command.add_argument("--max-response-tokens", type=int, help="default: the configuration's")
     command.add_argument("--seed", type=int, default=0, help="of sampling")
     command.add_argument("--config", type=Path, help="a run file for engine and layout; default: the run's own")
+    command.add_argument(
+        "--trust-config", action="store_true", help="use the run's own functions, environments, services, …"
+    )
     command.add_argument("--overwrite", action="store_true", help="replace an evaluation in --out")
     command.set_defaults(run=_eval)
     command = commands.add_parser("inspect-hints", help="show CPO's hints in prompts, and what they tell a model")
@@ -50,6 +53,7 @@ def _eval(arguments: argparse.Namespace) -> None:
             run_file=arguments.config,
             overrides=tuple(arguments.overrides),
             overwrite=arguments.overwrite,
+            trust_config=arguments.trust_config,
         )
         evaluate(request)
 

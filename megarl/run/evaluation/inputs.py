@@ -10,6 +10,7 @@ from megarl.config import load_config
 from megarl.config.check import check_eval, check_model
 from megarl.config.load import read_saved, saved_config, with_overrides
 from megarl.config.schema import Config, LayoutConfig, ModelConfig, NodesConfig, PlacementConfig
+from megarl.config.setting import needing_trust
 from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import PromptDataset
@@ -29,6 +30,8 @@ from megarl.weights.safetensors_map import model_files, read_specs
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# Of a setting in a message.
+_MAX_SETTING_CHARS = 160
 # Settings that come from command-line options, and so cannot be overridden.
 _OPTIONS = {
     "model.path": "MODEL",
@@ -59,6 +62,7 @@ class EvalRequest:
     run_file: Path | None = None  # Engine and layout; None: the run's own, or defaults.
     overrides: tuple[str, ...] = ()
     overwrite: bool = False
+    trust_config: bool = False  # Take the run's own settings also where they name what would run here.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +98,7 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
     for override in request.overrides:
         if option := _OPTIONS.get(override.partition("=")[0].strip()):
             raise ConfigError(f"override {override!r}: {option} decides that; remove it")
-    base, checkpoint = _find_model(request.model, request.run_file)
+    base, checkpoint = _find_model(request)
     config = _eval_config(with_overrides(base, request.overrides), request, with_trainer=checkpoint is not None)
     check_eval(config)
     num_rows = _engine_model_rows(config) if checkpoint is None else open_model(config).dims.vocab
@@ -127,14 +131,17 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
     )
 
 
-def _find_model(path: Path, run_file: Path | None) -> tuple[Config, Checkpoint | None]:
-    """Find what `path` names: return a configuration with the model, and the checkpoint (if any) with its weights."""
-    given = None if run_file is None else load_config(run_file)
-    path = Path(local_model(str(path), "MODEL"))
+def _find_model(request: EvalRequest) -> tuple[Config, Checkpoint | None]:
+    """Find what the request names: return a configuration with the model, and the checkpoint (if any) with its weights.
+
+    A checkpoint or run may be somebody else's: its configuration decides only what is data, unless it is trusted.
+    """
+    given = None if request.run_file is None else load_config(request.run_file)
+    path = Path(local_model(str(request.model), "MODEL"))
     if (path / STATE_FILE).is_file():
         checkpoint = read_checkpoint(path)
         own = checkpoint.state.config
-        return (replace(given, model=own.model) if given else own), checkpoint
+        return replace(given, model=own.model) if given else _trusted(own, request), checkpoint
     if (path / "config.json").is_file():
         hf_config = read_hf_config(path)
         # Weights run in float32 if they are stored so, otherwise in bfloat16.
@@ -143,12 +150,25 @@ def _find_model(path: Path, run_file: Path | None) -> tuple[Config, Checkpoint |
         return replace(config, model=replace(config.model, path=str(path))), None
     run = RunPaths(path)
     if run.export.is_dir() and run.config.is_file():
-        config = given or saved_config(read_saved(run.config))
+        config = given or _trusted(saved_config(read_saved(run.config)), request)
         return replace(config, model=replace(config.model, path=str(run.export))), None
     raise ConfigError(
         f"{path}: is no model; expected a Hugging Face directory (with config.json), a run with an export, or a "
         f"checkpoint (RUN/checkpoints/step_N, with {STATE_FILE})"
     )
+
+
+def _trusted(own: Config, request: EvalRequest) -> Config:
+    """Return the configuration that was found beside a model. Raises ConfigError if it names what would run or be
+    reached here, and the request does not trust it.
+    """
+    found = [f"{key}: {value!r}"[:_MAX_SETTING_CHARS] for key, value in needing_trust(own)]
+    if found and not request.trust_config:
+        raise ConfigError(
+            f"{request.model}: its configuration names code, commands, services or rights of programs: "
+            f"{'; '.join(found)}; add --trust-config if you trust its author, or give a run file of yours with --config"
+        )
+    return own
 
 
 def _eval_config(config: Config, request: EvalRequest, *, with_trainer: bool) -> Config:

@@ -153,7 +153,9 @@ def _with_signal(
     """Measure the model's log-probs of answers with and without hints, and add their differences to the report."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=getattr(torch, config.model.dtype))
+    model = AutoModelForCausalLM.from_pretrained(
+        config.model.path, dtype=getattr(torch, config.model.dtype), trust_remote_code=False, use_safetensors=True
+    )
     model = model.to(platform().device()).eval()
     encoder = Answers.of(config, tokenizer)
     by_uid = {prompt.uid: prompt for prompt in prompts}

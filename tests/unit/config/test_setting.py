@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
 from megarl.config import Config
 from megarl.config.load import with_overrides
 from megarl.config.schema import EngineConfig, LayoutConfig, NodesConfig, PlacementConfig, SyncConfig
-from megarl.config.setting import AT_LEAST_0, Range, affected, range_of
+from megarl.config.setting import AT_LEAST_0, Range, affected, needing_trust, range_of
 
 
 def numbers(cls: Any, path: str = "", default: Range | None = None) -> Iterator[tuple[str, Range | None]]:
@@ -117,3 +117,76 @@ def test_what_affects_nothing() -> None:
     overrides = ["run.seed=3", "model.path=elsewhere", "critic.layout={tp: 2}", "rollout.num_samples=2"]
     for by in ("engines", "workers"):
         assert affected(Config(), with_overrides(Config(), overrides), by) == []
+
+
+# Settings that take any text or value, and that nobody needs to trust: names of columns, of megarl's own functions, of
+# files with data or models, texts for the model, and what only training uses.
+ONLY_DATA = {
+    *("run.name", "run.dir", "model.path", "model.config_path", "data.train", "data.train.path", "data.val"),
+    *("data.chat_template.*", "data.prompt_key", "data.label_key", "data.source_key", "data.default_source"),
+    *("data.system_prompt", "algo.name", "algo.advantage.estimator", "algo.aggregation", "algo.correction.name"),
+    *("algo.cpo.method", "algo.cpo.hint.field", "algo.cpo.hint.template", "algo.cpo.difficulty_field"),
+    *("algo.demonstrations.strategy", "algo.kl.estimator", "algo.kl.loss_estimator", "algo.policy_loss.name"),
+    *("algo.off_policy.reshape", "algo.off_policy.on_policy_reshape", "environment.key", "rewards.sources.*.scorer"),
+    *("reference.model_path", "critic.model_path", "reward_model.model_path", "rollout.stop", "rollout.replay_dir"),
+    *("rewards.sources.*.format", "rewards.custom.name", "rewards.custom.arguments.*", "rewards.hybrid.parts.*.judge"),
+    *("rewards.hybrid.routes.*", "sft.train", "sft.val", "sft.chat_key", "sft.answer_key", "train_reward.train"),
+    *("train_reward.val", "train_preference.train", "train_preference.val", "train_preference.objective"),
+    *("logging.wandb_project", "logging.mlflow_experiment", "logging.trackio_project", "logging.swanlab_project"),
+    *("cluster.hosts",),  # of a cluster whose address the user gives
+}
+
+
+def texts(hint: Any, key: str) -> Iterator[str]:
+    """The keys of all settings that take any text or value, except within those that need trust."""
+    if is_dataclass(hint):
+        hints = get_type_hints(hint)
+        for each in fields(hint):
+            if not each.metadata.get("needs_trust"):
+                yield from texts(hints[each.name], f"{key}.{each.name}" if key else each.name)
+    elif hint in (str, Any):
+        yield key
+    elif get_origin(hint) is Mapping:
+        yield from texts(get_args(hint)[1], f"{key}.*")
+    elif get_origin(hint) is not Literal:
+        for each in get_args(hint):
+            yield from texts(each, key)
+
+
+def test_every_text_is_data_or_needs_trust() -> None:
+    """A new setting that names code, commands, services or files to write is declared with needs_trust=True."""
+    assert set(texts(Config, "")) == ONLY_DATA
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "environment.default=repair",
+        "environment.entries.shell={type: mcp, arguments: {server: [sh]}}",
+        "rewards.custom.path=reward.py",
+        "rewards.custom.functions.mine={path: reward.py}",
+        "rewards.code.isolation=limits_only",
+        "rewards.code.import_paths=[/home]",
+        "rewards.code.limits.files_mib=1000000",
+        "rewards.remote.urls=['http://elsewhere']",
+        "rewards.hybrid.parts.far={manager: remote, urls: ['http://elsewhere']}",
+        "rewards.judges.mine={cache: ~/.profile}",
+        "rewards.judge_servers.mine={model: m, args: {trust-remote-code: true}}",
+        "rollout.engine.vllm.trust_remote_code=true",
+        "cluster.address=elsewhere:6379",
+    ],
+)
+def test_what_needs_trust(override: str) -> None:
+    (key,) = dict(needing_trust(with_overrides(Config(), [override])))
+    named = override.partition("=")[0]
+    assert named.startswith(key) or key.startswith(named)
+
+
+def test_data_needs_no_trust() -> None:
+    overrides = [
+        "data.chat_template.thinking=true",
+        "rewards.sources.sums.scorer=math",
+        "algo.name=x",
+        "rollout.stop=[a]",
+    ]
+    assert list(needing_trust(with_overrides(Config(), overrides))) == []

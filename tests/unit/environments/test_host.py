@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -262,6 +263,19 @@ def test_two_thousand_conversations_wait_at_once_and_all_are_closed() -> None:
     took = asyncio.run(talk())
     assert len(Echo.closed) == 2000
     print(f"{2000 / took:.0f} turns/s")
+
+
+def test_rows_name_no_code(tmp_path: Path) -> None:
+    """Only the configuration does, as the default or an entry."""
+    module, mark = tmp_path / "evil.py", tmp_path / "mark"
+    module.write_text(f"open({str(mark)!r}, 'w')")
+    with pytest.raises(
+        ConfigError, match=r"environment '.*evil.py:Game': rows name code, which only the configuration may; "
+    ):
+        open_environments(EnvironmentConfig(), [f"{module}:Game"])
+    assert not mark.exists()
+    name = f"{HERE}Echo"
+    assert list(open_environments(EnvironmentConfig(default=name), [name])) == [name]
 
 
 @pytest.mark.parametrize(

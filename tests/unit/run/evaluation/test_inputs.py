@@ -243,6 +243,41 @@ def test_a_checkpoint_cut_off(error_of: Callable[..., str], model: Path) -> None
     assert "has no COMPLETE file, so its writing was interrupted" in error_of(model_path=path)
 
 
+@pytest.fixture
+def attacked(model: Path, tmp_path: Path) -> Config:
+    """The configuration of a run in which an agent's module, if anything loaded it, would create the file `mark`."""
+    module = tmp_path / "agent.py"
+    module.write_text(f"from pathlib import Path\nPath({str(tmp_path / 'mark')!r}).touch()\ndef solve(): pass\n")
+    entry = f"{{type: agent, arguments: {{agent: {module}:solve}}}}"
+    return make_run(model.parent / "run", model, f"environment.entries.mine={entry}", "environment.default=mine")
+
+
+@pytest.mark.parametrize("is_checkpoint", [True, False])
+def test_what_a_foreign_configuration_names_does_not_run(
+    error_of: Callable[..., str], attacked: Config, model: Path, tmp_path: Path, is_checkpoint: bool
+) -> None:
+    path = model.parent / "run"
+    if is_checkpoint:
+        path = make_state(path / "checkpoints" / "step_000007", attacked)
+    line = error_of(model_path=path)
+    assert line.startswith(f"error: {path}: its configuration names code, commands, services or rights of programs: ")
+    assert "environment.default: 'mine'; environment.entries: {'mine'" in line
+    assert "add --trust-config if you trust its author, or give a run file of yours with --config" in line
+    assert not (tmp_path / "mark").exists()
+
+
+def test_a_trusted_configuration_counts_and_a_run_file_replaces_it(
+    opened: Callable[..., EvalInputs], attacked: Config, model: Path, tmp_path: Path
+) -> None:
+    path, run_file = make_state(model.parent / "run" / "checkpoints" / "step_000007", attacked), tmp_path / "own.yaml"
+    run_file.write_text("rollout: {engine: {kv_cache_mib: 32}}\n")
+    config = opened(path, run_file=run_file).config
+    assert (config.environment, config.model) == (Config().environment, attacked.model)
+    assert not (tmp_path / "mark").exists()
+    assert opened(path, trust_config=True).config.environment == attacked.environment
+    assert (tmp_path / "mark").exists()
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_checkpoint_that_could_run_code(
