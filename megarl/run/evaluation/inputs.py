@@ -159,9 +159,10 @@ def _find_model(request: EvalRequest) -> tuple[Config, Checkpoint | None]:
 
 
 def _trusted(own: Config, request: EvalRequest) -> Config:
-    """Return the configuration that was found beside a model. Raises ConfigError if it names what would run or be
-    reached here, and the request does not trust it.
+    """Return the configuration that was found beside a model, without the cluster that ended with its run. Raises
+    ConfigError if it names what would run or be reached here, and the request does not trust it.
     """
+    own = replace(own, cluster=replace(own.cluster, address=None, hosts=()))
     found = [f"{key}: {value!r}"[:_MAX_SETTING_CHARS] for key, value in needing_trust(own)]
     if found and not request.trust_config:
         raise ConfigError(

@@ -266,6 +266,14 @@ def test_what_a_foreign_configuration_names_does_not_run(
     assert not (tmp_path / "mark").exists()
 
 
+def test_the_cluster_of_a_run_is_not_joined_again(opened: Callable[..., EvalInputs], model: Path) -> None:
+    """Jobs of Slurm write its address into the run's settings."""
+    make_run(model.parent / "run", model, "cluster.address=elsewhere:6379", "cluster.hosts=[elsewhere]")
+    config = opened(model.parent / "run").config
+    assert (config.cluster.address, config.cluster.hosts) == (None, ())
+    assert opened(model.parent / "run", "cluster.address=here:6379").config.cluster.address == "here:6379"
+
+
 def test_a_trusted_configuration_counts_and_a_run_file_replaces_it(
     opened: Callable[..., EvalInputs], attacked: Config, model: Path, tmp_path: Path
 ) -> None:
