@@ -65,6 +65,8 @@ REMEDIES: Mapping[str, str] = {
 }
 
 
+# The program that must succeed before others run. Its keeper looks at it once.
+_TRIAL = "import statistics, time\ntime.sleep(0.1)"
 # What is tried for each setting, one after the other.
 _TIERS: Mapping[Isolation, Sequence[Isolation]] = {
     Isolation.AUTO: (Isolation.NAMESPACES, Isolation.LANDLOCK),
@@ -158,7 +160,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         # What isolates programs, and why it is no stronger one; known once a program has been started.
         self.tier: Isolation | None = None
         self.refusals: tuple[str, ...] = ()
-        self._scratch = os.path.join(tempfile.gettempdir(), "megarl-sandbox")
+        self._scratch = os.path.join(os.path.realpath(tempfile.gettempdir()), "megarl-sandbox")
         self._lock = threading.Lock()
         self._launcher: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -253,7 +255,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         # An import must succeed here, or else faults of this machine would be taken for failures of programs.
         try:
             with self._shut_in(self._ask(), "") as program:
-                outcome = program.run(Check(test="import statistics"))
+                outcome = program.run(Check(test=_TRIAL))
         except ConfigError:
             self._stop()
             raise

@@ -64,6 +64,8 @@ def give_up_rights(bounds: Bounds, scratch: str, keeper: int) -> None:
     if bounds.isolation is not Isolation.NAMESPACES:
         # A pid namespace ends with its first process. After a change of user, which cancels it.
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        # So does this: the keeper looks at the files that a program holds.
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
         if os.getppid() != keeper:
             # It ended before it could be tied to this process.
             os._exit(1)

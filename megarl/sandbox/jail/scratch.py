@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import TypeAlias
 
 from megarl.sandbox.jail import kernel
+from megarl.sandbox.jail.processes import Family, Sizes
 from megarl.sandbox.jail.root import SAFE
 
 
@@ -24,7 +25,7 @@ class MountedScratch:
         kernel.unmount(self.path)
         kernel.mount("tmpfs", self.path, "tmpfs", SAFE | kernel.MS_NOEXEC, self._options)
 
-    def is_full(self) -> bool:
+    def is_full(self, family: Family) -> bool:
         """Return False, because the kernel keeps the bounds."""
         return False
 
@@ -45,23 +46,32 @@ class DirectoryScratch:
         self.remove()
         self._make()
 
-    def is_full(self) -> bool:
-        """Return whether it holds more files, or larger ones in total, than a program may have.
+    def is_full(self, family: Family) -> bool:
+        """Return whether it holds more files, or larger ones in total, than a program may have, with the deleted files
+        that the processes of `family` hold.
 
         It is also full if it cannot be looked through: a program may take its own right to list a directory, or nest
         directories until their path is too long.
         """
-        size = count = 0
+        sizes: dict[tuple[int, int], int] = {}
         hidden: list[OSError] = []
         for directory, inner, names in os.walk(self.path, onerror=hidden.append):
             for name in (*inner, *names):
                 with suppress(OSError):
-                    size += os.lstat(os.path.join(directory, name)).st_blocks * 512
-            count += len(inner) + len(names)
-            if count > self._files or size > self._bytes:
+                    file = os.lstat(os.path.join(directory, name))
+                    sizes[file.st_dev, file.st_ino] = file.st_blocks * 512
+            if self._is_beyond(sizes):
                 return True
-        # The program may also remove a directory meanwhile.
-        return any(not isinstance(error, FileNotFoundError) for error in hidden)
+        # Last: files lose names, but get none. The program may also remove a directory meanwhile.
+        deleted = family.deleted_files(self.path)
+        return (
+            deleted is None
+            or self._is_beyond(sizes | deleted)
+            or any(not isinstance(error, FileNotFoundError) for error in hidden)
+        )
+
+    def _is_beyond(self, sizes: Sizes) -> bool:
+        return len(sizes) > self._files or sum(sizes.values()) > self._bytes
 
     def _make(self) -> None:
         os.mkdir(self.path, 0o700)

@@ -3,7 +3,8 @@
 What is not on it: sockets, executing files, new namespaces, mounts, tracing, memory that no limit counts (memfd, System
 V segments), other users' identities, and whatever a later kernel brings. Nor may a program have the kernel signal
 others in its place (owners of descriptors, leases), or own a datagram socket, which reaches any socket whose address it
-knows. Under Landlock a program is one process: it may start threads, and send signals to itself alone.
+knows. Under Landlock a program is one process: it may start threads, and send signals to itself alone. All its files
+have a name or a descriptor that its keeper can see: none are under way between the ends of a socket pair.
 """
 
 import ctypes
@@ -18,8 +19,9 @@ from megarl.sandbox.jail import calls, kernel
 AUDIT_ARCH = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 # Calls whose arguments decide: number on x86_64, number on aarch64.
 _CLONE, _KILL, _TGKILL, _PRCTL = (56, 220), (62, 129), (234, 131), (157, 167)
-_PRLIMIT, _CLONE3 = (302, 261), (435, 435)
+_PRLIMIT, _CLONE3, _CLOSE_RANGE = (302, 261), (435, 435), (436, 436)
 _FCNTL, _IOCTL, _SOCKETPAIR = (72, 25), (16, 29), (53, 199)
+_OPTIONS = (kernel.PR_SET_PDEATHSIG, kernel.PR_SET_DUMPABLE)
 # F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE; FIOSETOWN, SIOCSPGRP.
 _OWNING = ((_FCNTL, (8, 10, 15, 1024)), (_IOCTL, (0x8901, 0x8902)))
 # The first and second argument of the one kind of socket pair: AF_UNIX; SOCK_STREAM but for its flags.
@@ -37,12 +39,14 @@ _NEW_NAMESPACES = (
     | kernel.CLONE_NEWPID
     | kernel.CLONE_NEWNET
 )
-_CLONE_THREAD = 0x00010000
+# What each thread shares with the others of its process: being one, and its descriptors.
+_THREAD = 0x00010000 | 0x00000400
+_CLOSE_RANGE_UNSHARE = 2
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN, _AND = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS = 1, 38
-_NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT, _SECOND_ARGUMENT_AT = 0, 4, 16, 24
+_NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT, _SECOND_ARGUMENT_AT, _THIRD_ARGUMENT_AT = 0, 4, 16, 24, 32
 _MODE_FILTER = 2
 
 
@@ -65,13 +69,20 @@ def _head(column: int, arch: int, own: int, one_process: bool) -> bytes:
     # The flags of clone3 lie in memory, out of a filter's sight; libc falls back to clone.
     code += _answer_if(_EQUAL, _CLONE3[column], _ERRNO | _ENOSYS)
     if one_process:
-        code += _judge(_CLONE[column], _ANY_BIT, _CLONE_THREAD, if_true=_ALLOW, if_false=_ERRNO | _EPERM)
+        thread = [_step(_LOAD, _FIRST_ARGUMENT_AT), _step(_AND, _THREAD)]
+        thread += _answer_if(_EQUAL, _THREAD, _ERRNO | _EPERM, negated=True)
+        code += [_step(_EQUAL, _CLONE[column], 0, len(thread) + 1), *thread, _step(_RETURN, _ALLOW)]
+        # Nor may one get descriptors of its own later, which the keeper would not see.
+        unshare = [_step(_LOAD, _THIRD_ARGUMENT_AT), *_answer_if(_ANY_BIT, _CLOSE_RANGE_UNSHARE, _ERRNO | _EPERM)]
+        code += [_step(_EQUAL, _CLOSE_RANGE[column], 0, len(unshare) + 1), *unshare, _step(_RETURN, _ALLOW)]
         for number in (_KILL[column], _TGKILL[column]):
             code += _judge(number, _EQUAL, own, if_true=_ALLOW, if_false=_ERRNO | _EPERM)
     else:
         code += _judge(_CLONE[column], _ANY_BIT, _NEW_NAMESPACES, if_true=_ERRNO | _EPERM, if_false=_ALLOW)
-    # It may not outlive the sandbox, nor change the limits of another process.
-    code += _judge(_PRCTL[column], _EQUAL, kernel.PR_SET_PDEATHSIG, if_true=_ERRNO | _EPERM, if_false=_ALLOW)
+    # It may not outlive the sandbox nor hide its files, nor change the limits of another process.
+    refusals = [each for option in _OPTIONS for each in _answer_if(_EQUAL, option, _ERRNO | _EPERM)]
+    code += [_step(_EQUAL, _PRCTL[column], 0, 2 + len(refusals)), _step(_LOAD, _FIRST_ARGUMENT_AT), *refusals]
+    code.append(_step(_RETURN, _ALLOW))
     code += _judge(_PRLIMIT[column], _EQUAL, 0, if_true=_ALLOW, if_false=_ERRNO | _EPERM)
     for numbers, operands in _OWNING:
         refusals = [each for operand in operands for each in _answer_if(_EQUAL, operand, _ERRNO | _EPERM)]

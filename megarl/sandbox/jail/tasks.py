@@ -2,6 +2,7 @@
 one another in the same child.
 """
 
+import fcntl
 import os
 import signal
 import socket
@@ -167,7 +168,7 @@ class Tasks:
         """Return of which resource the task holds too much."""
         if self.family.resident_bytes() > self.bounds.memory_mib * MIB:
             return "memory"
-        return "output" if self.scratch.is_full() else None
+        return "output" if self.scratch.is_full(self.family) else None
 
 
 def _exit_code_of(child: int) -> int | None:
@@ -177,9 +178,11 @@ def _exit_code_of(child: int) -> int | None:
 
 
 def _input(text: str) -> int:
-    """Return a descriptor that reads `text`."""
-    given = os.memfd_create("input")
+    """Return a descriptor that reads `text`, and by which nothing can be written."""
+    given = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(given, "wb", closefd=False) as file:
         file.write(text.encode("utf-8", "surrogatepass"))
+    seals = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(given, fcntl.F_ADD_SEALS, seals)
     os.lseek(given, 0, os.SEEK_SET)
     return given
