@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -160,7 +161,9 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         # What isolates programs, and why it is no stronger one; known once a program has been started.
         self.tier: Isolation | None = None
         self.refusals: tuple[str, ...] = ()
-        self._scratch = os.path.join(os.path.realpath(tempfile.gettempdir()), "megarl-sandbox")
+        # Nobody else can have made what begins so.
+        name = f"megarl-sandbox-{secrets.token_hex(8)}"
+        self._scratch = os.path.join(os.path.realpath(tempfile.gettempdir()), name)
         self._lock = threading.Lock()
         self._launcher: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None

@@ -51,7 +51,7 @@ def restrict_files(read_only: Sequence[str], scratch: str) -> None:
 
 
 def is_readable_by_all(paths: Sequence[str]) -> bool:
-    """Return whether a user without rights can reach these files, so that programs may run as such a user."""
+    """Return whether a user without rights can reach these places, so that programs may run as such a user."""
     parents = {os.path.realpath(path) for path in paths}
     while missing := {os.path.dirname(path) for path in parents} - parents:
         parents |= missing

@@ -95,7 +95,7 @@ def _stay(bounds: Bounds, launcher: int, directory: str) -> tuple[Bounds, Scratc
     if bounds.isolation is Isolation.LANDLOCK:
         with step("landlock"):
             landlock.version()
-        if os.geteuid() == 0 and landlock.is_readable_by_all(bounds.paths):
+        if os.geteuid() == 0 and landlock.is_readable_by_all([*bounds.paths, os.path.dirname(directory)]):
             bounds = replace(bounds, user=NOBODY)
     with step("scratch directory"):
         scratch = DirectoryScratch(directory, mib=bounds.files_mib, files=bounds.files, user=bounds.user)

@@ -2,7 +2,8 @@
 
 import itertools
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TypeAlias
 
 from megarl.sandbox.jail import kernel
@@ -84,24 +85,42 @@ class DirectoryScratch:
 
 
 def delete_tree(path: str) -> None:
-    """Delete a directory that no program uses any more, however deep its tree, and without the right to list parts of
-    it. OSError if that fails.
+    """Delete a directory, however deep its tree, and without the right to list parts of it. OSError if that fails.
+
+    No link is followed, also if whoever else may write there puts one in the place of a directory meanwhile.
     """
     # Moved up, directories are deleted without recursion, and no path gets long.
-    new = (os.path.join(path, f"{os.getpid()}-{os.urandom(8).hex()}-{number}") for number in itertools.count())
-    while entries := list(os.scandir(path)):
-        for entry in entries:
-            if not entry.is_dir(follow_symlinks=False):
-                os.unlink(entry.path)
-                continue
-            os.chmod(entry.path, 0o700)
-            for inner in list(os.scandir(entry.path)):
-                if inner.is_dir(follow_symlinks=False):
-                    # Only who may write to a directory may move it.
-                    os.chmod(inner.path, 0o700)
-                os.rename(inner.path, next(new))
-            os.rmdir(entry.path)
+    new = (f"{os.getpid()}-{os.urandom(8).hex()}-{number}" for number in itertools.count())
+    with _opened(path) as top:
+        while entries := list(os.scandir(top)):
+            for entry in entries:
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.name, dir_fd=top)
+                    continue
+                with _opened(entry.name, top) as directory:
+                    for inner in list(os.scandir(directory)):
+                        if inner.is_dir(follow_symlinks=False):
+                            # Only who may write to a directory may move it.
+                            with _opened(inner.name, directory):
+                                pass
+                        os.rename(inner.name, next(new), src_dir_fd=directory, dst_dir_fd=top)
+                os.rmdir(entry.name, dir_fd=top)
     os.rmdir(path)
+
+
+@contextmanager
+def _opened(name: str, parent: int | None = None) -> Iterator[int]:
+    """Give this user all rights to a directory, and open it. OSError if it is a link."""
+    place = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+    try:
+        os.chmod(f"/proc/self/fd/{place}", 0o700)
+        directory = os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_DIRECTORY)
+    finally:
+        os.close(place)
+    try:
+        yield directory
+    finally:
+        os.close(directory)
 
 
 Scratch: TypeAlias = MountedScratch | DirectoryScratch

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -239,7 +238,7 @@ time.sleep(float(input()))
         assert [outcome.ending for outcome in outcomes] == [Ending.EXITED, Ending.WALL_TIME]
         for outcome in outcomes:
             first, daemon = outcome.stdout.decode().splitlines()
-            place = f"{tempfile.gettempdir()}/megarl-sandbox-{program.keeper}"
+            place = f"{sandbox._scratch}-{program.keeper}"
             assert first == f"{place} [] set()"
             assert not psutil.pid_exists(int(daemon))
             assert not Path(place).exists()
@@ -263,4 +262,4 @@ time.sleep(float(input()))
         with Sandbox(SandboxOptions(isolation=Isolation.LIMITS_ONLY)) as sandbox:
             with sandbox.program("") as program:
                 os.kill(program.keeper, signal.SIGKILL)
-            assert not Path(f"{tempfile.gettempdir()}/megarl-sandbox-{program.keeper}").exists()
+            assert not Path(f"{sandbox._scratch}-{program.keeper}").exists()

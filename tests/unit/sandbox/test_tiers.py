@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -330,6 +331,28 @@ def test_a_tree_is_deleted_however_deep_it_is(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("untouched")
     delete_tree(str(tmp_path / "tree"))
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_no_link_is_followed_when_a_tree_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one in the place of the tree, nor one that takes a directory's place after it was listed."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("untouched")
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    with pytest.raises(NotADirectoryError):
+        delete_tree(str(tmp_path / "link"))
+    (tmp_path / "tree" / "inner").mkdir(parents=True)
+
+    def listed(place: int) -> list[os.DirEntry[str]]:
+        found = list(os.scandir(place))
+        if [entry.name for entry in found if entry.is_dir()] == ["inner"]:
+            (tmp_path / "tree" / "inner").rmdir()
+            (tmp_path / "tree" / "inner").symlink_to(tmp_path / "mine")
+        return found
+
+    monkeypatch.setattr("megarl.sandbox.jail.scratch.os", SimpleNamespace(**vars(os) | {"scandir": listed}))
+    with pytest.raises(NotADirectoryError):
+        delete_tree(str(tmp_path / "tree"))
+    assert (tmp_path / "mine" / "file").read_text() == "untouched"
 
 
 def test_the_doctor_names_the_weaker_kind(monkeypatch: pytest.MonkeyPatch) -> None:
