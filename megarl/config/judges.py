@@ -64,7 +64,7 @@ class EndpointConfig:
 class JudgeServerConfig:
     """Configure a model that the run serves with vLLM for its judges, on devices that nothing else uses."""
 
-    model: str  # Hugging Face directory or name of the model.
+    model: str  # Hugging Face directory or hub id of the model.
     replicas: int = setting(1, AT_LEAST_1)  # Number of servers of this model.
     tp: int = setting(1, AT_LEAST_1)  # Tensor-parallel size: devices per server.
     num_nodes: int = setting(1, AT_LEAST_1)  # Number of nodes that the replicas are spread over evenly.

@@ -10,7 +10,8 @@ from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, BELOW_1, FRACTION, POS
 class ModelConfig:
     """Name the model to train, in Hugging Face's form: config.json, *.safetensors and a tokenizer."""
 
-    # The model's directory, or its id on the Hugging Face hub (Qwen/Qwen3-1.7B); the run starts from these weights.
+    # The model's directory, or its id on the Hugging Face hub (Qwen/Qwen3-1.7B), with a branch, tag or commit if not
+    # the newest of main is meant (Qwen/Qwen3-1.7B@COMMIT); the run starts from these weights.
     path: str = ""
     # Directory whose config.json `train --dry-run` reads if `path` has none, one that comes with megarl also from
     # elsewhere (configs/model/hf/NAME); a run never reads it.

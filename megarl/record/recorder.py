@@ -41,6 +41,7 @@ from megarl.rewards.judge import Trouble
 from megarl.storage.writing import dispensable, replacing
 from megarl.texts import plain
 from megarl.types import FinishReason, FloatArray, Reward, RolloutBatch, Row, Sample, Score, SegmentSource
+from megarl.weights.hub import commits_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,9 +72,12 @@ def installed_versions() -> dict[str, str]:
 
 
 def write_settings(directory: Path, config: Config) -> None:
-    """Write the complete configuration of a command and the versions that it runs with into its directory."""
+    """Write the complete configuration of a command, and the versions of the packages and models that it runs with,
+    into its directory.
+    """
     paths = RunPaths(directory)
-    texts = {paths.config: dump(config), paths.versions: json.dumps(installed_versions(), indent=2) + "\n"}
+    versions = installed_versions() | commits_of(config)
+    texts = {paths.config: dump(config), paths.versions: json.dumps(versions, indent=2) + "\n"}
     for path, text in texts.items():
         with replacing(path) as file:
             file.write_text(text, encoding="utf-8")

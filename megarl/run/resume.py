@@ -1,4 +1,4 @@
-"""Find the checkpoint that `--resume` continues from, and check that the configuration still fits it."""
+"""Find the checkpoint and the models that `--resume` continues with, and check that the configuration still fits."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -8,8 +8,10 @@ from megarl.config.schema import Config, role_settings
 from megarl.config.setting import differences
 from megarl.errors import ConfigError
 from megarl.record.metrics import RunPaths
+from megarl.storage.reading import RESTORE, read_object
 from megarl.train.checkpoint import Checkpoint, Command, Resume, checkpoint_dir, last_checkpoint, torn_steps
 from megarl.types.messages import Role
+from megarl.weights.hub import with_recorded_commits
 
 _SCHEDULE = ("lr", "clip_grad_norm", "warmup_steps", "schedule", "decay_frac", "min_lr_frac")
 # What a run may be continued with: where and how it computes, how long, and what it writes. The rest decides what it
@@ -59,6 +61,12 @@ _TOTAL_STEPS: Mapping[Command, Callable[[Config], tuple[str, int]]] = {
     "train-reward": lambda config: ("train_reward", config.train_reward.total_steps),
     "train-preference": lambda config: ("train_preference", config.train_preference.total_steps),
 }
+
+
+def with_models_of_run(config: Config) -> Config:
+    """Return the configuration with the commits of the hub's models that its run has begun with, if it has begun."""
+    versions = RunPaths.of(config.run).versions
+    return with_recorded_commits(config, read_object(versions, remedy=RESTORE)) if versions.is_file() else config
 
 
 def changed_settings(old: Config, new: Config) -> list[str]:

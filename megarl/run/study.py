@@ -33,7 +33,7 @@ from megarl.report import write_report
 from megarl.report.run import load_runs
 from megarl.report.summary import SAMPLED, validation_curve
 from megarl.rollout.engine_spec import engine_spec
-from megarl.run.resume import changed_settings
+from megarl.run.resume import changed_settings, with_models_of_run
 from megarl.train.inputs import open_train_inputs
 from megarl.types.messages import RoleSpec
 from megarl.weights.hub import with_local_models
@@ -131,7 +131,8 @@ def run_config(study: Study, run: QueuedRun) -> Config:
         if (key := override.partition("=")[0].strip()) in OWN_KEYS:
             raise ConfigError(f"{run.full_name}: overrides set {key}, which the study decides; remove it")
     own = [f"run.dir={study.dir}", f"run.name={run.full_name}", f"run.seed={run.seed}", f"use.algo={run.algo}"]
-    return with_local_models(load_config(Path(study.base), [*own, *study.overrides, *run.overrides]))
+    config = load_config(Path(study.base), [*own, *study.overrides, *run.overrides])
+    return with_local_models(with_models_of_run(config))
 
 
 def is_finished(config: Config) -> bool:

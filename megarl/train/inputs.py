@@ -177,7 +177,7 @@ def open_train_inputs(config: Config) -> TrainInputs:
     if need be.
     """
     check_train(config)
-    config = with_local_models(config)
+    config = with_local_models(config, judges=True)
     spec = open_model(config)
     algorithm = algorithm_of(config, vocab_size=spec.dims.vocab)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)

@@ -4,13 +4,13 @@ import os
 import signal
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from resource import struct_rusage
 from typing import TypeAlias
 
 # Bytes on the disk by device and inode.
-Sizes: TypeAlias = Mapping[tuple[int, int], int]
+Sizes: TypeAlias = dict[tuple[int, int], int]
 Errors: TypeAlias = type[OSError] | tuple[type[OSError], ...]
 
 _GONE = (FileNotFoundError, ProcessLookupError)
@@ -61,7 +61,7 @@ class Family:
         return None
 
     def _look_for_deleted(self, directory: bytes) -> Sizes | None:
-        found: dict[tuple[int, int], int] = {}
+        found: Sizes = {}
         for pid in self._descendants():
             _, _, told = self._read(f"{pid}/stat").rpartition(b")")
             fields = told.split()

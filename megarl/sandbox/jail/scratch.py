@@ -54,7 +54,7 @@ class DirectoryScratch:
         It is also full if it cannot be looked through: a program may take its own right to list a directory, or nest
         directories until their path is too long.
         """
-        sizes: dict[tuple[int, int], int] = {}
+        sizes: Sizes = {}
         hidden: list[OSError] = []
         for directory, inner, names in os.walk(self.path, onerror=hidden.append):
             for name in (*inner, *names):

@@ -1,5 +1,6 @@
 """Which run directories can be continued, and with which changes."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from megarl.config import Config, from_dict
 from megarl.config.schema import LayoutConfig
 from megarl.errors import ConfigError, DataError
 from megarl.record.metrics import JsonlSink, MetricsRecord, read_metrics
-from megarl.record.recorder import RunRecorder
-from megarl.run.resume import CONTINUABLE, changed_settings, find_checkpoint, resume_notes
+from megarl.record.recorder import RunRecorder, write_settings
+from megarl.run.resume import CONTINUABLE, changed_settings, find_checkpoint, resume_notes, with_models_of_run
 from megarl.train.checkpoint import RunState, checkpoint_dir, mark_complete
 from megarl.types import AlgoState
 from tests.helpers.hostile_pickles import ATTACKS, write_role
@@ -86,6 +87,17 @@ def test_a_checkpoint_that_could_run_code_is_refused(tmp_path: Path, attack: str
     assert str(error.value).startswith(f"{file}: ")
     assert "\n" not in str(error.value)
     assert not mark.exists()
+
+
+def test_the_models_of_a_run_are_those_that_it_has_recorded(tmp_path: Path) -> None:
+    cached, commit = "/hub/models--org--tiny/snapshots", "c0ffee" * 6 + "c0de"
+    asked = config(tmp_path, model={"path": "org/tiny"}, critic={"model_path": "org/other"})
+    assert with_models_of_run(asked) == asked
+    write_settings(tmp_path / "a", config(tmp_path, model={"path": f"{cached}/{commit}"}))
+    assert json.loads((tmp_path / "a" / "versions.json").read_text())["model.path: org/tiny"] == commit
+    again = with_models_of_run(asked)
+    assert (again.model.path, again.critic.model_path) == (f"org/tiny@{commit}", "org/other")
+    assert with_models_of_run(config(tmp_path, model={"path": "org/tiny@v1"})).model.path == "org/tiny@v1"
 
 
 def test_nothing_to_continue(tmp_path: Path) -> None:

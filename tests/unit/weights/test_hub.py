@@ -11,11 +11,13 @@ from threading import Thread
 import huggingface_hub.constants
 import pytest
 
+from megarl.config.judges import JudgeServerConfig
+from megarl.config.rewards import RewardsConfig
 from megarl.config.schema import Config, CriticConfig, ModelConfig, ReferenceConfig, RewardModelConfig
 from megarl.errors import ConfigError
-from megarl.weights.hub import local_model, with_local_models
+from megarl.weights.hub import commits_of, local_model, with_local_models, with_recorded_commits
 
-COMMIT = "c0ffee" * 6 + "c0de"
+COMMIT, OLDER = "c0ffee" * 6 + "c0de", "0ff1ce" * 6 + "c0de"
 FILES = {
     "config.json": b'{"architectures": ["Qwen3ForCausalLM"]}',
     "tokenizer.json": b"{}",
@@ -30,11 +32,14 @@ SMALL = {"config.json", "tokenizer.json", "chat_template.jinja"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub:
-    """A hub with one model, org/tiny. asked: the files of which the content was sent."""
+    """A hub with one model, org/tiny. asked: the files of which the content was sent. revisions: its branches and tags,
+    and the commits that they stand for.
+    """
 
     url: str
     server: ThreadingHTTPServer
     asked: set[str] = field(default_factory=set)
+    revisions: dict[str, str] = field(default_factory=lambda: {"main": COMMIT, "v1": OLDER})
 
 
 @pytest.fixture
@@ -52,20 +57,25 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
-            if path == "/api/models/org/tiny/revision/main":
-                self.answer(200, json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": []}).encode())
+            if path.startswith(start := "/api/models/org/tiny/revision/"):
+                name = path.removeprefix(start)
+                commit = found.revisions.get(name, name if name in (COMMIT, OLDER) else None)
+                if commit is None:
+                    self.answer(404, X_Error_Code="RevisionNotFound")
+                else:
+                    self.answer(200, json.dumps({"id": "org/tiny", "sha": commit, "siblings": []}).encode())
             elif path.startswith("/api/models/org/tiny/tree/"):
                 tree = [
                     {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
                     for name, data in FILES.items()
                 ]
                 self.answer(200, json.dumps(tree).encode())
-            elif path.startswith(start := f"/org/tiny/resolve/{COMMIT}/"):
-                name = path.removeprefix(start)
+            elif path.startswith(start := "/org/tiny/resolve/"):
+                commit, _, name = path.removeprefix(start).partition("/")
                 if self.command != "HEAD":
                     found.asked.add(name)
                 etag = hashlib.sha1(FILES[name]).hexdigest()
-                self.answer(200, FILES[name], ETag=f'"{etag}"', X_Repo_Commit=COMMIT)
+                self.answer(200, FILES[name], ETag=f'"{etag}"', X_Repo_Commit=commit)
             else:
                 self.answer(404, X_Error_Code="RepoNotFound")
 
@@ -163,4 +173,46 @@ def test_every_model_of_a_configuration(hub: Hub) -> None:
 def test_a_published_config_spares_a_dry_run_the_download(hub: Hub) -> None:
     config = Config(model=ModelConfig(path="org/tiny", config_path="configs/model/hf/qwen3-8b"))
     assert with_local_models(config, weights=False) == config
+    assert hub.asked == set()
+
+
+def test_an_id_may_name_a_branch_a_tag_or_a_commit(hub: Hub) -> None:
+    newest, older = local_model("org/tiny", "model.path"), local_model("org/tiny@v1", "model.path")
+    assert (Path(newest).name, Path(older).name) == (COMMIT, OLDER)
+    assert local_model("org/tiny@main", "model.path") == newest
+    assert local_model(f"org/tiny@{OLDER}", "model.path") == older
+    with pytest.raises(ConfigError) as error:
+        local_model("org/tiny@v2", "model.path")
+    assert f"{hub.url} has no branch, tag or commit v2 of it" in str(error.value)
+    assert "huggingface-cli download org/tiny --local-dir DIR" in str(error.value)
+
+
+def test_a_run_goes_on_with_the_commits_that_it_began_with(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the hub's main is meanwhile does not matter, and another revision that the user names does."""
+    server = JudgeServerConfig(model="org/tiny")
+    config = Config(
+        model=ModelConfig(path="org/tiny"),
+        critic=CriticConfig(model_path="org/tiny@v1"),
+        rewards=RewardsConfig(judge_servers={"mine": server}),
+    )
+    begun = with_local_models(config, judges=True)
+    recorded = commits_of(begun)
+    assert recorded == {
+        "model.path: org/tiny": COMMIT,
+        "critic.model_path: org/tiny": OLDER,
+        "rewards.judge_servers.mine.model: org/tiny": COMMIT,
+    }
+    hub.revisions["main"] = OLDER
+    assert with_local_models(config, judges=True) != begun
+    assert with_local_models(with_recorded_commits(config, recorded), judges=True) == begun
+    other = with_recorded_commits(Config(model=ModelConfig(path="org/tiny@main")), recorded)
+    assert Path(with_local_models(other).model.path).name == OLDER
+    # Elsewhere there is nothing to record, and nothing is said.
+    assert commits_of(Config(model=ModelConfig(path="/models/tiny"))) == {}
+    assert "warn" not in "".join(capsys.readouterr())
+
+
+def test_judges_wait_where_none_are_asked(hub: Hub) -> None:
+    config = Config(rewards=RewardsConfig(judge_servers={"mine": JudgeServerConfig(model="org/tiny")}))
+    assert with_local_models(config) == config
     assert hub.asked == set()
