@@ -114,10 +114,11 @@ def require_plain_data(checkpoint: Path) -> None:
     """Raise DataError if a pickle that loading a training checkpoint reads is more than plain data, which could run
     code: an index, an object that is stored among the chunks, or a `*.pt` file. Nothing in them is run.
     """
-    for file in sorted(checkpoint.rglob("*.pt")):
+    # Also where the directory of a role is a link.
+    for file in sorted([*checkpoint.glob("*.pt"), *checkpoint.glob("*/*.pt")]):
         with reading(file, "what torch.save wrote"):
             _require_plain(file, file.read_bytes())
-    for index in sorted(checkpoint.rglob(METADATA)):
+    for index in sorted(checkpoint.glob(f"*/{METADATA}")):
         metadata = read_metadata(index.parent)
         with reading(index, "the metadata of a torch_dist checkpoint"):
             for key, place in metadata.storage_data.items():

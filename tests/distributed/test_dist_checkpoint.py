@@ -147,7 +147,7 @@ def test_before_the_first_update(
 def test_a_write_that_fails_raises(rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """The writer is a process of its own; its error must not pass for the end of its work."""
     model = ModelConfig(path=str(checkpoint(tied=True)), dtype="float32")
-    with pytest.raises(RankError, match=r"WorkerError: writing a checkpoint failed: rank 0: .* check the free space"):
+    with pytest.raises(RankError, match=r"WorkerError: cannot write .*: rank 0: .* check the health of this storage"):
         rank_pool(1).run(save_with_file_limit, actor_config(ONE), model, str(tmp_path), 1 << 16)
 
 

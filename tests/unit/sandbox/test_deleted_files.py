@@ -217,7 +217,7 @@ with Sandbox(options) as sandbox:
 
 
 def test_no_thread_has_descriptors_of_its_own() -> None:
-    """0x10d00: CLONE_THREAD, CLONE_SIGHAND and CLONE_VM, but not CLONE_FILES; the number is that of clone."""
+    """0x10900: CLONE_THREAD, CLONE_SIGHAND and CLONE_VM, but not CLONE_FILES; the number is that of clone."""
     source = PRELUDE + "print(libc.syscall(56 if os.uname().machine == 'x86_64' else 220, 0x10900, 0, 0, 0, 0))"
     with Sandbox(SandboxOptions(limits=LIMITS, isolation=Isolation.LANDLOCK)) as sandbox:
         assert printed(sandbox, source) == "-1\n"

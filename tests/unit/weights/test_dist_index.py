@@ -46,6 +46,15 @@ def test_a_pickle_that_could_run_code_is_refused_and_not_run(role: Path, tmp_pat
     assert not mark.exists()
 
 
+def test_a_role_whose_directory_is_a_link_is_checked_too(role: Path, tmp_path: Path) -> None:
+    file = ATTACKS["within metadata"](role, tmp_path / "mark")
+    role.rename(tmp_path / "elsewhere")
+    role.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=rf"{file}: "):
+        require_plain_data(role.parent)
+    assert not (tmp_path / "mark").exists()
+
+
 @pytest.mark.parametrize("attack", ["metadata", "within metadata", "object"])
 def test_torch_alone_runs_it(role: Path, tmp_path: Path, attack: str) -> None:
     """Why these are checked before torch reads them."""
