@@ -5,6 +5,7 @@ Each rule is a function that raises ConfigError. Tuples at the end of the module
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from typing import TypeAlias
@@ -44,6 +45,7 @@ from megarl.config.schema import Config, RewardModelConfig, role_settings
 from megarl.config.setting import require_ranges
 from megarl.device.platform import platform
 from megarl.errors import ConfigError
+from megarl.masking import require_unmasked
 
 Rule: TypeAlias = Callable[[Config], None]
 
@@ -98,6 +100,7 @@ def check_model(config: Config, hf_config: Mapping[str, object], role: str = "ac
 
 
 def _apply(rules: tuple[Rule, ...], config: Config) -> None:
+    require_unmasked(asdict(config))
     for rule in rules:
         rule(config)
 

@@ -5,6 +5,7 @@ import re
 from megarl.config.judges import JudgeConfig
 from megarl.config.rewards import RewardsConfig
 from megarl.errors import ConfigError
+from megarl.masking import require_no_secrets
 
 _KEY = "rewards.judges"
 
@@ -46,6 +47,7 @@ def check_judges(rewards: RewardsConfig) -> None:
     for name, server in rewards.judge_servers.items():
         if name not in used:
             raise ConfigError(f"rewards.judge_servers.{name}: no judge asks it; set rewards.judges.NAME.server={name}")
+        require_no_secrets(server.args, f"rewards.judge_servers.{name}.args")
         if server.replicas % server.num_nodes:
             raise ConfigError(
                 f"rewards.judge_servers.{name}.num_nodes: got {server.num_nodes}, expected a divisor of "

@@ -7,6 +7,7 @@ from megarl.config.check_judges import check_judges, judge_key
 from megarl.config.rewards import HybridPartConfig, RewardsConfig, SourceConfig
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
+from megarl.masking import masked_text
 
 _REMOTE, _HYBRID = "rewards.remote", "rewards.hybrid"
 
@@ -198,4 +199,4 @@ def _check_url(key: str, url: str) -> None:
     except ValueError:  # such as a port that is no number
         is_http = False
     if not is_http:
-        raise ConfigError(f"{key}: got {url!r}, expected http://host:port/path, or https")
+        raise ConfigError(f"{key}: got {masked_text(url)!r}, expected http://host:port/path, or https")

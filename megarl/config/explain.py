@@ -7,7 +7,7 @@ from functools import reduce
 from typing import Any
 
 from megarl.config.document import Entry, entries
-from megarl.config.load import PACKAGED
+from megarl.config.load import PACKAGED, masked_config
 from megarl.config.parse import from_dict
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
@@ -24,7 +24,7 @@ def explain(key: str, config: Config | None = None) -> str:
     known = entries()
     for entry in known:
         if _pattern(entry.key).fullmatch(key):
-            return _describe(entry) + ("" if config is None else f"\n  here     {_value(config, key)}")
+            return _describe(entry) + ("" if config is None else f"\n  here     {_value(masked_config(config), key)}")
     within = [entry for entry in known if _pattern(entry.key.rpartition(".")[0]).fullmatch(key)]
     depth = key.count(".") + 1
     deeper = sorted({".".join(e.key.split(".")[: depth + 1]) for e in known if e.key.startswith(f"{key}.")})

@@ -29,6 +29,7 @@ import yaml
 from megarl.config.parse import from_dict
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError
+from megarl.masking import masked, masked_text
 from megarl.storage.reading import RESTORE, instead, reading
 
 __all__ = ["compose", "dump", "from_dict", "load_config", "saved_config"]
@@ -66,9 +67,20 @@ def saved_config(saved: Mapping[str, Any]) -> Config:
     return from_dict(Config, kept)
 
 
+def masked_settings(config: Config) -> Tree:
+    """Return a configuration as nested mappings, with secrets masked: what may be written anywhere."""
+    settings: Tree = masked(asdict(config))
+    return settings
+
+
+def masked_config(config: Config) -> Config:
+    """Return a configuration with secrets masked, as a saved one has them."""
+    return from_dict(Config, masked_settings(config))
+
+
 def dump(config: Config) -> str:
-    """Return a configuration as YAML with every key; it loads back to an equal Config."""
-    return yaml.safe_dump(asdict(config), sort_keys=False)
+    """Return a configuration as YAML with every key; it loads back to an equal Config, but for masked secrets."""
+    return yaml.safe_dump(masked_settings(config), sort_keys=False)
 
 
 def compose(run_file: Path, overrides: Sequence[str] = ()) -> Tree:
@@ -92,7 +104,7 @@ def _take_for_algo(body: Tree, algo: Path | None) -> list[Tree]:
     choices = body.pop("for_algo", {})
     if not isinstance(choices, dict) or not all(isinstance(settings, dict) for settings in choices.values()):
         raise ConfigError(
-            f"for_algo: got {choices!r}, expected settings by the name of an algorithm file, as in "
+            f"for_algo: got {masked(choices)!r}, expected settings by the name of an algorithm file, as in "
             "{ppo*: {critic: {freeze: true}}}"
         )
     roots = [PACKAGED / "algo"] if algo is None else [algo.parent, PACKAGED / "algo"]
@@ -119,12 +131,19 @@ def _parse_overrides(overrides: Sequence[str]) -> Tree:
         dotted, equals, text = override.partition("=")
         keys = dotted.strip().split(".")
         if not equals or not all(keys):
-            raise ConfigError(f"override {override!r}: expected key=value, such as actor.optimizer.lr=1e-5")
+            got = masked_text(override)
+            raise ConfigError(f"override {got!r}: expected key=value, such as actor.optimizer.lr=1e-5")
         try:
             value = _parse_yaml(text.encode())
         except ValueError as error:
-            raise ConfigError(f"override {override!r}: not valid YAML: {error}; quote the value") from error
-        changes = merge(changes, reduce(lambda nested, key: {key: nested}, reversed(keys), value))
+            raise ConfigError(f"override of {dotted}: not valid YAML: {error}; quote the value") from error
+        change = reduce(lambda nested, key: {key: nested}, reversed(keys), value)
+        if masked(change) != change:
+            raise ConfigError(
+                f"override of {dotted}: has a secret, and every user of this host can read command lines; set it in "
+                "the run file, or name an environment variable there, as with pass_env or api_key_env"
+            )
+        changes = merge(changes, change)
     return changes
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 from megarl.config.aliases import find_alias
 from megarl.config.suggest import suggest_keys
 from megarl.errors import ConfigError
+from megarl.masking import masked
 from megarl.texts import find_surrogate
 
 T = TypeVar("T")
@@ -83,7 +84,7 @@ def _convert(hint: Any, value: object, path: str) -> object:
     try:
         return _parse(hint, value, path)
     except _WrongTypeError:
-        got = "null" if value is None else f"{value!r} ({type(value).__name__})"
+        got = "null" if value is None else f"{masked(value, path)!r} ({type(value).__name__})"
         raise ConfigError(f"{path or 'configuration'}: got {got}, expected {describe_type(hint)}") from None
 
 

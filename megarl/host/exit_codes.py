@@ -31,6 +31,7 @@ from megarl.errors import (
     WorkerError,
 )
 from megarl.host.signals import leave_on_signals
+from megarl.masking import masked_text
 from megarl.storage.writing import problem, storage_cause
 
 EXIT_FAILED = 1
@@ -76,6 +77,6 @@ def _require_reader() -> None:
 
 
 def _fail(error: Exception, code: int) -> NoReturn:
-    # A library's message may span several lines, but is shown as one.
-    print("error:", " ".join(str(error).split()), file=sys.stderr)
+    # A library's message may span several lines, but is shown as one; it may quote a URL with a password.
+    print("error:", masked_text(" ".join(str(error).split())), file=sys.stderr)
     raise SystemExit(code)

@@ -7,7 +7,6 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +14,7 @@ import psutil
 
 from megarl.algos.cpo import BASE_ADVANTAGES
 from megarl.config import dump
+from megarl.config.load import masked_settings
 from megarl.config.schema import Config
 from megarl.data.chat import token_texts
 from megarl.data.sampler import train_files
@@ -168,7 +168,7 @@ class RunRecorder:
             purge_step = None if self._resumed_step is None else self._resumed_step + 1
             sinks.append(TensorBoardSink(self.paths.tensorboard, purge_step=purge_step))
         config, root = self._config, self.paths.root
-        sinks += open_trackers(config.logging, name=config.run.name, root=root, settings=asdict(config))
+        sinks += open_trackers(config.logging, name=config.run.name, root=root, settings=masked_settings(config))
         return MetricsLogger(sinks, before=self.require_owned)
 
     def timeline(

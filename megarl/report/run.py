@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.config.load import read_saved
 from megarl.errors import DataError
+from megarl.masking import masked
 from megarl.record.metrics import MetricsRecord, RolloutRecord, RunPaths, read_metrics, read_rollouts
 from megarl.record.problems import ProblemRecord, read_problems
 from megarl.record.timeline import Interval, read_timeline
@@ -101,7 +102,9 @@ def _load_run(run_dir: Path, label: str) -> Run:
 def _read_config(paths: RunPaths) -> Mapping[str, Any]:
     if not paths.config.is_file():
         raise DataError(f"{paths.root} is not a run directory: expected a config.yaml and a metrics.jsonl")
-    return read_saved(paths.config)
+    # Earlier versions wrote secrets there.
+    settings: Mapping[str, Any] = masked(read_saved(paths.config))
+    return settings
 
 
 def build_series(records: Iterable[MetricsRecord]) -> dict[str, Series]:

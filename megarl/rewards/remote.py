@@ -14,6 +14,7 @@ import httpx
 
 from megarl.config.rewards import RemoteConfig
 from megarl.errors import DataError, RunError
+from megarl.masking import masked_text
 from megarl.rewards.background import BackgroundLoop
 from megarl.rewards.judge import FinishedSample, Judged, Tally, Trouble, mean_of
 from megarl.rewards.wire import BadReplyError, ServiceReply, decode_reply, encode_request
@@ -100,7 +101,7 @@ class RemoteJudge:
                 else:
                     return _Answer(reply=reply, seconds=time.monotonic() - began, failures=failures)
                 failed[url] += 1
-                failures.append(f"{url}: {reason}")
+                failures.append(masked_text(f"{url}: {reason}"))
             if num_refusals == len(turns):
                 return _Answer(reply=None, seconds=time.monotonic() - began, failures=failures, is_refused=True)
         return _Answer(reply=None, seconds=time.monotonic() - began, failures=failures)

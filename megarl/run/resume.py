@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from megarl.algos.advantages import estimator_of
+from megarl.config.load import masked_config
 from megarl.config.schema import Config, role_settings
 from megarl.config.setting import differences
 from megarl.errors import ConfigError
@@ -19,6 +20,7 @@ _SCHEDULE = ("lr", "clip_grad_norm", "warmup_steps", "schedule", "decay_frac", "
 CONTINUABLE = (
     "run.name",
     "run.dir",
+    "run.share",
     "actor.layout",
     "actor.recompute",
     "actor.micro_batch_tokens",
@@ -36,6 +38,8 @@ CONTINUABLE = (
     "rollout.engine",
     *(f"rewards.remote.{key}" for key in ("urls", "rows_per_request", "timeout_s", "retries", "backoff_s")),
     "rewards.verifier",
+    "rewards.custom.pass_env",
+    "environment.pass_env",
     "rewards.code.workers",
     "placement",
     "sync",
@@ -70,14 +74,15 @@ def with_models_of_run(config: Config) -> Config:
 
 
 def changed_settings(old: Config, new: Config) -> list[str]:
-    """List `dotted.key: old → new` for every setting in which two runs differ.
+    """List `dotted.key: old → new` for every setting in which two runs differ, as far as saved ones show it: they have
+    no secrets.
 
     If neither run has a critic, settings of the critic are ignored: checkpoints of earlier versions may hold unused
     ones.
     """
     if not any(estimator_of(config.algo).needs_values for config in (old, new)):
         old = replace(old, critic=new.critic)
-    return [f"{key}: {before} → {after}" for key, before, after in differences(old, new)]
+    return [f"{key}: {before} → {after}" for key, before, after in differences(masked_config(old), masked_config(new))]
 
 
 def find_checkpoint(config: Config, command: Command, resume: Resume = "newest") -> Checkpoint | None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
-from megarl.config.load import saved_config
+from megarl.config.load import masked_settings, saved_config
 from megarl.config.schema import CheckpointConfig, Config, role_settings
 from megarl.errors import DataError, RunStopped
 from megarl.host.signals import StopRequest
@@ -56,7 +56,7 @@ class RunState:
     portable: bool = True
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+        return json.dumps({**asdict(self), "config": masked_settings(self.config)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:

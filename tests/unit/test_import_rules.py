@@ -35,7 +35,7 @@ FLOORS = (
     ("algos", "weights"),
     ("types",),
     ("config", "doctor"),
-    ("sandbox", "registry", "seeds", "texts", "host", "device", "storage"),
+    ("sandbox", "registry", "seeds", "texts", "masking", "host", "device", "storage"),
     ("errors",),
 )
 FLOOR_OF = {room: height for height, floor in enumerate(FLOORS) for room in floor}
