@@ -14,6 +14,7 @@ from megarl.cluster.processes import locate, take_ready, wait_all
 from megarl.cluster.roster import Process
 from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TurnRequest, sendable
 from megarl.errors import EngineDiedError
+from megarl.host.child_environment import limit_environment
 from megarl.rollout.conversations import OnLost, OnReply
 
 # A host whose event loop does not turn for so long counts as hung: an environment blocks it.
@@ -25,6 +26,8 @@ class EpisodeHostActor(RunActor):
 
     async def start(self, spec: HostSpec) -> None:
         """Load the environments and the tokenizer. Raises ConfigError as `EpisodeHost` does."""
+        # Tools and agents may be functions, which this process calls.
+        limit_environment(spec.config.pass_env, key="environment.pass_env")
         self._host = EpisodeHost(spec)
         self._replies: asyncio.Queue[tuple[int, HostReply]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()

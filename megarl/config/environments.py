@@ -31,6 +31,9 @@ class EnvironmentConfig:
     # Maximum tokens of a turn; null: as many as rollout.max_response_tokens leaves. That limit holds for the whole
     # conversation, replies included.
     max_turn_tokens: int | None = setting(None, AT_LEAST_1)
+    # Names of environment variables that environments get besides the usual ones (docs/environments.md), and with them
+    # agents, tools and servers of tools, as in [SEARCH_API_KEY].
+    pass_env: tuple[str, ...] = ()
     hosts: int = setting(1, AT_LEAST_1)  # Processes in which environments run, on the driver's host.
     reply_timeout_s: float = setting(60.0, POSITIVE)  # Time limit of each start and reply of an environment.
     episode_timeout_s: float = setting(3600.0, POSITIVE)  # Time limit of a conversation, generation included.

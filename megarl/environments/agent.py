@@ -16,6 +16,7 @@ from megarl.environments.calls import AGENT_THREADS, contained
 from megarl.environments.endpoint import Chat, TurnAsked, chat_server
 from megarl.environments.parsers import PARSERS
 from megarl.errors import ConfigError
+from megarl.masking import require_no_secrets
 from megarl.types import Message, Prompt
 
 KEY = "environment.entries.*.arguments"
@@ -49,12 +50,13 @@ class AgentEnvironment(Environment):
         """
         if (agent is None) == (not command):
             raise ConfigError(f"{KEY}: got agent={agent!r} and command={list(command)}, expected one of them")
+        require_no_secrets(command, f"{KEY}.command")
         if command and shutil.which(command[0]) is None:
             raise ConfigError(f"{KEY}.command: there is no program {command[0]!r}; name one on PATH, or its path")
         function = load_object(agent, f"{KEY}.agent") if isinstance(agent, str) else agent
         self._call: Callable[[Prompt, str], Awaitable[Any]]
         if function is None:
-            self._call = lambda prompt, url: _run_program(command, prompt, url)
+            self._call = lambda prompt, url: _run_program(command, prompt, url, self.variables)
         elif inspect.iscoroutinefunction(function):
             self._call = lambda prompt, url: function(prompt=prompt, base_url=url, api_key=API_KEY)
         else:
@@ -109,8 +111,11 @@ class AgentEnvironment(Environment):
             asked.cancel()
 
 
-async def _run_program(command: Sequence[str], prompt: Prompt, url: str) -> Mapping[str, Any] | None:
-    """Run an agent's program; return the JSON object in the last line that it writes, if there is one.
+async def _run_program(
+    command: Sequence[str], prompt: Prompt, url: str, variables: Mapping[str, str]
+) -> Mapping[str, Any] | None:
+    """Run an agent's program with these environment variables and those of its chat; return the JSON object in the
+    last line that it writes, if there is one.
 
     Raises RuntimeError with the last line of its errors if it fails. Whatever it started in its session ends with it.
     """
@@ -121,7 +126,7 @@ async def _run_program(command: Sequence[str], prompt: Prompt, url: str) -> Mapp
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env=os.environ | {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": API_KEY},
+        env={**variables, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": API_KEY},
         start_new_session=True,
     )
     try:

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, TypeAlias
 
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.errors import ConfigError
+from megarl.host.child_environment import child_environment
+from megarl.masking import masked
 from megarl.registry import Registry, unknown_name
 from megarl.types import Message, Prompt
 
@@ -60,6 +62,8 @@ class Environment:
     tools: Sequence[Mapping[str, Any]] = ()
     # Whether `start` returns the whole prompt, instead of what follows the messages of the row.
     owns_prompt: ClassVar[bool] = False
+    # The environment variables for processes that it starts; `environment.pass_env` adds to the usual ones.
+    variables: Mapping[str, str] = {}
     # Limit of the policy's next turn, besides those of the configuration. It may change with every reply.
     max_turn_tokens: int | None = None
 
@@ -91,9 +95,11 @@ def open_environments(cfg: EnvironmentConfig, names: Sequence[str]) -> dict[str,
     """Return, for each name that rows use, a function that makes a new environment; each is tried once.
 
     Raises ConfigError for a name that is neither in `environment.entries` nor built in, for MODULE:CLASS unless it is
-    the configuration's default, and for arguments that the class does not take.
+    the configuration's default, for arguments that the class does not take, and for variables of
+    `environment.pass_env` that are not set.
     """
     found: dict[str, Callable[[], Environment]] = {}
+    variables = child_environment(cfg.pass_env, key="environment.pass_env")
     for name in sorted(names):
         key = f"environment.entries.{name}"
         entry = cfg.entries.get(name) or EnvironmentEntry(type=name)
@@ -109,7 +115,7 @@ def open_environments(cfg: EnvironmentConfig, names: Sequence[str]) -> dict[str,
         else:
             known = {*ENVIRONMENTS, *cfg.entries}
             raise unknown_name("environment", entry.type, known, key=f"{key}.type")
-        make = _Maker(factory=factory, arguments=entry.arguments, key=key)
+        make = _Maker(factory=factory, arguments=entry.arguments, variables=variables, key=key)
         make()
         found[name] = make
     return found
@@ -126,19 +132,21 @@ class _Maker:
 
     factory: EnvironmentFactory
     arguments: Mapping[str, Any]
+    variables: Mapping[str, str]
     key: str
 
     def __call__(self) -> Environment:
         try:
             made = self.factory(**self.arguments)
         except TypeError as error:
-            raise ConfigError(f"{self.key}.arguments: got {dict(self.arguments)}; {error}") from error
+            raise ConfigError(f"{self.key}.arguments: got {masked(self.arguments)}; {error}") from error
         missing = [name for name in ("start", "reply", "resume", "close") if not hasattr(made, name)]
         if missing:
             raise ConfigError(
                 f"{self.key}.type: {type(made).__name__} has no {missing[0]}; derive it from "
                 "megarl.environments.Environment"
             )
+        made.variables = self.variables
         return made
 
 

@@ -11,6 +11,7 @@ from megarl.config.optional import import_optional
 from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, load_object
 from megarl.environments.calls import in_thread
 from megarl.errors import ConfigError
+from megarl.masking import masked_text
 from megarl.types import Message, Prompt
 
 KEY = "environment.entries.*.arguments"
@@ -134,7 +135,7 @@ def _look_up(name: str, arguments: str) -> tuple[str | None, bool]:
         made = gymnasium.make(name, **json.loads(arguments))
     except Exception as error:
         raise ConfigError(
-            f"{KEY}: gymnasium makes no {name} with {arguments}: {type(error).__name__}: {error}"
+            f"{KEY}: gymnasium makes no {name} with {masked_text(arguments)}: {type(error).__name__}: {error}"
         ) from error
     is_simple = isinstance(made.action_space, gymnasium.spaces.Discrete | gymnasium.spaces.Text)
     modes = made.metadata.get("render_modes", ())

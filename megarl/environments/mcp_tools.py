@@ -1,12 +1,13 @@
 """Let the policy call the tools of an MCP server, which runs beside the host of environments or anywhere."""
 
 import asyncio
+import contextlib
 import json
 import shlex
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -14,6 +15,7 @@ from megarl.environments.base import ENVIRONMENTS, Action
 from megarl.environments.calls import LateError, attempt
 from megarl.environments.tools import KEY, ToolEnvironment, ToolError
 from megarl.errors import ConfigError
+from megarl.masking import masked_text, require_no_secrets
 from megarl.types import Message, Prompt
 
 if TYPE_CHECKING:
@@ -24,10 +26,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Server:
-    """A server: its URL, or the command that starts it with its arguments and environment."""
+    """A server: its URL and the headers of requests to it, or the command that starts it and its environment."""
 
     where: str | tuple[str, ...]
-    env: tuple[tuple[str, str], ...] = ()
+    details: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+
+    def __str__(self) -> str:
+        return masked_text(repr(self.where))
 
 
 @dataclass(slots=True, eq=False)
@@ -59,10 +64,11 @@ class _Session:
             cause: BaseException = error
             while isinstance(cause, BaseExceptionGroup):
                 cause = cause.exceptions[0]
+            why = f"{type(cause).__name__}: {masked_text(str(cause))}"
             raise ConfigError(
-                f"{KEY}.server: got {self.server.where!r}, which does not answer as an MCP server within "
-                f"{self.timeout_s:g} s: {type(cause).__name__}: {cause}; give a URL of streamable HTTP, or a command "
-                "that serves on its standard streams"
+                f"{KEY}.server: got {self.server}, which does not answer as an MCP server within "
+                f"{self.timeout_s:g} s: {why}; give a URL of streamable HTTP, or a command that serves on its standard "
+                "streams"
             ) from error
         try:
             return await request(client)
@@ -78,16 +84,21 @@ class _Session:
             self._client = None
 
     async def _hold(self, client: "asyncio.Future[Client]", over: asyncio.Event) -> None:
+        import httpx2
         from mcp import Client, StdioServerParameters
+        from mcp.client.streamable_http import streamable_http_client
 
-        where = self.server.where
+        where, details = self.server.where, dict(self.server.details)
         try:
-            target = (
-                where
-                if isinstance(where, str)
-                else StdioServerParameters(command=where[0], args=list(where[1:]), env=dict(self.server.env) or None)
-            )
-            async with Client(target) as opened:
+            async with contextlib.AsyncExitStack() as stack:
+                if isinstance(where, str):
+                    # Answers are streams, which may be silent for long.
+                    timeout = httpx2.Timeout(30.0, read=300.0)
+                    http = await stack.enter_async_context(httpx2.AsyncClient(headers=details, timeout=timeout))
+                    target: Any = streamable_http_client(where, http_client=http)
+                else:
+                    target = StdioServerParameters(command=where[0], args=list(where[1:]), env=details)
+                opened = await stack.enter_async_context(Client(target))
                 client.set_result(opened)
                 await over.wait()
         except Exception as error:
@@ -115,6 +126,7 @@ class McpEnvironment(ToolEnvironment):
         *,
         server: str | Sequence[str],
         env: Mapping[str, str] | None = None,
+        headers_env: Mapping[str, str] | None = None,
         only: Sequence[str] | None = None,
         session: Literal["host", "sample"] = "host",
         start_timeout_s: float = 30.0,
@@ -123,8 +135,10 @@ class McpEnvironment(ToolEnvironment):
         """Make the environment of one sample.
 
         server: a URL, or a command with its arguments. env: environment variables of the command, besides the usual
-        ones. only: names of the tools that the policy may call, all by default. session: whose a session is.
-        start_timeout_s: time to reach the server. arguments: those of `ToolEnvironment`, except `tools` and `patterns`.
+        ones and those of `environment.pass_env`. headers_env: headers of requests to a URL, each by the name of a
+        variable in `environment.pass_env` that holds its value. only: names of the tools that the policy may call, all
+        by default. session: whose a session is. start_timeout_s: time to reach the server. arguments: those of
+        `ToolEnvironment`, except `tools` and `patterns`.
         """
         super().__init__(**arguments)
         if session not in ("host", "sample"):
@@ -133,9 +147,23 @@ class McpEnvironment(ToolEnvironment):
         words = server if is_url else tuple(shlex.split(server) if isinstance(server, str) else server)
         if not words:
             raise ConfigError(f"{KEY}.server: got {server!r}, expected a URL or a command")
-        self._server = _Server(words if isinstance(words, str) else tuple(words), tuple(sorted((env or {}).items())))
+        if not is_url:
+            require_no_secrets(words, f"{KEY}.server")
+        self._where = words if isinstance(words, str) else tuple(words)
+        self._env, self._headers_env = dict(env or {}), dict(headers_env or {})
         self._only, self._is_shared, self._start_timeout_s = only, session == "host", start_timeout_s
         self._session: _Session | None = None
+
+    @cached_property
+    def _server(self) -> _Server:
+        """Return the server with what this object was given. Raises ConfigError if the value of a header is not set."""
+        if isinstance(self._where, tuple):
+            return _Server(self._where, tuple(sorted({**self.variables, **self._env}.items())))
+        if missing := [name for name in self._headers_env.values() if name not in self.variables]:
+            raise ConfigError(
+                f"{KEY}.headers_env: {missing[0]} is not passed on; export it, and name it in environment.pass_env"
+            )
+        return _Server(self._where, tuple((header, self.variables[name]) for header, name in self._headers_env.items()))
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:  # type: ignore[override]
@@ -190,7 +218,7 @@ class McpEnvironment(ToolEnvironment):
             await attempt(partial(self._list_all, session), 2 * self._start_timeout_s)
         except LateError as late:
             raise ConfigError(
-                f"{KEY}.server: got {self._server.where!r}: listing its tools {late}; look into the server, or raise "
+                f"{KEY}.server: got {self._server}: listing its tools {late}; look into the server, or raise "
                 "start_timeout_s"
             ) from None
 

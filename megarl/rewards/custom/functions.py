@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from megarl.config.rewards import FunctionConfig, RewardsConfig
 from megarl.errors import RunError
+from megarl.host.child_environment import child_environment
 from megarl.rewards.custom.call import call_function, decode_verdicts, is_async
 from megarl.rewards.custom.load import RewardFunction, load_function
 from megarl.rewards.custom.signatures import IDS, signature_of
@@ -47,8 +48,10 @@ class CustomFunctions:
         return [name for name, each in self.functions.items() if not each.sources]
 
     def check(self) -> None:
-        """Load every file; raise ConfigError if a function is missing, or has parameters that megarl cannot fill."""
-        _ = self.per
+        """Load every file; raise ConfigError if a function is missing, or has parameters that megarl cannot fill, or a
+        variable of `pass_env` is not set.
+        """
+        _ = self.per, child_environment(self.cfg.pass_env, key="rewards.custom.pass_env")
 
     @cached_property
     def _loaded(self) -> Mapping[str, RewardFunction]:
@@ -117,6 +120,7 @@ class CustomFunctions:
                 # A function may keep a model or tables in memory.
                 recycle_mib=self.cfg.memory_mib,
                 preload=("megarl.rewards",),
+                pass_env=self.cfg.pass_env,
             )
         )
 

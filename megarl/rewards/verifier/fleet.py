@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from megarl.errors import WorkerError
+from megarl.host.child_environment import child_environment
 from megarl.rewards.verifier.messages import Channel, write_message
 from megarl.rewards.verifier.types import JobResult, VerifierOptions
 
@@ -81,7 +82,7 @@ class Fleet:
         command = [sys.executable, "-m", _SERVER, str(theirs.fileno()), str(os.getpid())]
         single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         environment = {
-            **os.environ,
+            **child_environment(self._options.pass_env, key="rewards.custom.pass_env"),
             **single,
             "CUDA_VISIBLE_DEVICES": "",
             # Sets then have the same order in every process, and with it the results of computer algebra.

@@ -25,6 +25,7 @@ class VerifierOptions:
     start_limit_s: time limit of a worker's start, and of the import of a scorer that was not preloaded.
     preload: modules that are imported once, before any worker exists: "module", or "module:function" to also call the
         function, without arguments. Modules that start threads cannot be preloaded.
+    pass_env: environment variables that workers get besides those of `child_environment`.
     """
 
     num_workers: int = field(default_factory=lambda: min(8, len(os.sched_getaffinity(0))))
@@ -36,6 +37,7 @@ class VerifierOptions:
     max_response_chars: int = 262_144
     start_limit_s: float = 120.0
     preload: tuple[str, ...] = ("math_verify",)
+    pass_env: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         least = {"num_workers": 1, "num_spares": 0, "memory_limit_mib": 64, "recycle_mib": 1, "max_response_chars": 1}

@@ -247,6 +247,24 @@ def test_a_program_reads_the_row_and_its_last_line_is_the_reward(tmp_path: Path)
     assert talk.text == "<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n3<|im_end|>"
 
 
+def test_a_program_gets_the_keys_that_are_passed_on_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_AUTH_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "SEARCH_API_KEY"):
+        monkeypatch.setenv(name, "of the user")
+    monkeypatch.setenv("OPENAI_API_KEY", "of the user")
+    command = program(
+        tmp_path,
+        f"""
+        import json, os, openai
+        openai.OpenAI().chat.completions.create(model="any", messages={QUESTION!r})
+        print(json.dumps({{"names": sorted(name for name, value in os.environ.items() if value == "of the user")}}))
+        """,
+    )
+    talk = asyncio.run(converse(command, "3", pass_env=("SEARCH_API_KEY",)))
+    assert talk.last.details == {"names": ["SEARCH_API_KEY"]}, talk.last
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_verifiers_calls_its_tool_and_goes_on() -> None:

@@ -5,8 +5,10 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import psutil
 import pytest
 
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
-from megarl.environments import Action, Reply, tools_of
+from megarl.environments import Action, Environment, Reply, open_environments, tools_of
 from megarl.environments.mcp_tools import McpEnvironment
 from megarl.errors import ConfigError
 from megarl.types import Prompt
@@ -147,9 +149,54 @@ def test_a_server_by_http() -> None:
             process.kill()
 
 
+def test_a_command_gets_the_variables_that_are_passed_on_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NAME", "of the user")
+    entries = {"mine": EnvironmentEntry(type="mcp", arguments={"server": SERVER, "env": {"OTHER": "x"}})}
+
+    async def ask(environment: Environment) -> str:
+        await environment.start(PROMPT)
+        reply = await environment.reply(Action(text=call("whoami"), turn=0))
+        await environment.close()
+        return text(reply).split(maxsplit=1)[1]
+
+    passed: dict[tuple[str, ...], str] = {(): "None", ("NAME",): "of the user"}
+    for pass_env, expected in passed.items():
+        config = EnvironmentConfig(entries=entries, pass_env=pass_env)
+        assert asyncio.run(ask(open_environments(config, ["mine"])["mine"]())) == expected
+
+
+def test_headers_have_the_values_of_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MCP_AUTHORIZATION", "Bearer of the user")
+    seen: list[str | None] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            seen.append(self.headers["authorization"])
+            self.send_error(401)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/mcp?api_key=s3cret"
+        arguments = {"server": url, "headers_env": {"Authorization": "MCP_AUTHORIZATION"}}
+        entries = {"mine": EnvironmentEntry(type="mcp", arguments=arguments)}
+        with pytest.raises(
+            ConfigError, match=r"headers_env: MCP_AUTHORIZATION is not passed on; export it, and name it"
+        ):
+            tools_of(EnvironmentConfig(entries=entries), "mine")
+        with pytest.raises(ConfigError, match="which does not answer as an MCP server") as failure:
+            tools_of(EnvironmentConfig(entries=entries, pass_env=("MCP_AUTHORIZATION",)), "mine")
+        server.shutdown()
+    assert set(seen) == {"Bearer of the user"}
+    assert "s3cret" not in str(failure.value)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"server": "x --token abc"}, "server: has a secret, and every user of a host can read the command lines"),
         ({"server": []}, r"server: got \[\], expected a URL or a command"),
         ({"server": "x", "session": "mine"}, "session: got 'mine', expected host or sample"),
         ({"server": "x", "tool": 1}, "entries.mine.arguments: .*unexpected keyword argument 'tool'"),

@@ -104,6 +104,10 @@ def daemon(solution_str, ground_truth):
         time.sleep(0.01)
     return 1.0
 
+def environment(solution_str, ground_truth):
+    names = ("RAY_AUTH_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "SEARCH_API_KEY")
+    return {"score": 1.0, **{name: float(name in os.environ) for name in names}}
+
 async def slowly(solution_str, ground_truth):
     import asyncio
     await asyncio.sleep(0.2)
@@ -171,6 +175,20 @@ def test_a_file_per_source_and_sums_with_weights(files: Mapping[str, str]) -> No
     assert [each.correct for each in found.rewards[3:5]] == [True, False]
     assert found.rewards[3].details["custom/score"] == 1.0
     assert found.tallies["reward/rule/opinion/score"].value == 0.5
+
+
+def test_functions_get_the_keys_that_are_passed_on_and_no_others(
+    files: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ("RAY_AUTH_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "SEARCH_API_KEY")
+    for name in keys:
+        monkeypatch.setenv(name, "of the user")
+    custom = {"path": files["one"], "name": "environment", "pass_env": ["SEARCH_API_KEY"]}
+    with judge_of(custom) as judge:
+        (reward,) = judged(judge, ("q", "a", "x")).rewards
+        assert {name: reward.details[name] for name in keys} == dict.fromkeys(keys, 0.0) | {"SEARCH_API_KEY": 1.0}
+    with pytest.raises(ConfigError, match=r"rewards.custom.pass_env: NOT_SET is not set; export it"):
+        CustomFunctions(from_dict(RewardsConfig, {"custom": {**custom, "pass_env": ["NOT_SET"]}})).check()
 
 
 def test_components_without_an_opinion(files: Mapping[str, str]) -> None:

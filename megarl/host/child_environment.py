@@ -1,0 +1,62 @@
+"""Choose the environment of processes that run the code of others: agents, tool servers, reward functions, judges.
+
+They get what a program needs to run on this host, by a list of names. The keys and tokens with which a user works (for
+hubs, trackers, clouds, and those of Ray and of the run itself) are not on it: a setting `pass_env` names what a process
+needs besides.
+"""
+
+import os
+import re
+from collections.abc import Collection
+from fnmatch import fnmatchcase
+
+from megarl.errors import ConfigError
+
+ALLOWED = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "TERM", "LANG", "LANGUAGE", "LC_*", "TZ"),
+    *("TMPDIR", "TMP", "TEMP", "XDG_*_HOME", "XDG_RUNTIME_DIR"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "ALL_PROXY", "NO_PROXY"),
+    *("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS", "RES_OPTIONS"),
+    *("LD_LIBRARY_PATH", "LD_PRELOAD", "LIBRARY_PATH", "CPATH", "CC", "CXX", "MALLOC_*", "GLIBC_TUNABLES"),
+    *("PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "JAVA_HOME", "NODE_PATH", "GOPATH", "COVERAGE_*"),
+    *(
+        "CUDA_*",
+        "NVIDIA_*",
+        "NCCL_*",
+        "GLOO_*",
+        "UCX_*",
+        "TORCH_*",
+        "TORCHINDUCTOR_*",
+        "PYTORCH_*",
+        "TRITON_*",
+        "VLLM_*",
+    ),
+    *("OMP_*", "MKL_*", "KMP_*", "GOMP_*", "OPENBLAS_*", "NUMEXPR_*", "TOKENIZERS_PARALLELISM"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE", "HF_ENDPOINT"),
+    *("TRANSFORMERS_CACHE", "TRANSFORMERS_OFFLINE", "MEGARL_RUN_ID", "MEGARL_DEVICE", "MEGARL_UMASK"),
+)
+# What a pattern must not let through, as in VLLM_API_KEY.
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH")
+
+
+def child_environment(pass_env: Collection[str], *, key: str) -> dict[str, str]:
+    """Return the allowed variables of this process, and those that `pass_env` names.
+
+    Raises ConfigError if one of the latter is not set; `key` is the setting that names them.
+    """
+    if missing := [name for name in pass_env if name not in os.environ]:
+        raise ConfigError(f"{key}: {missing[0]} is not set; export it, or remove it there")
+    return {name: value for name, value in os.environ.items() if name in pass_env or _is_allowed(name)}
+
+
+def limit_environment(pass_env: Collection[str], *, key: str) -> None:
+    """Remove from this process's environment what `child_environment` leaves out."""
+    for name in os.environ.keys() - child_environment(pass_env, key=key).keys():
+        del os.environ[name]
+
+
+def _is_allowed(name: str) -> bool:
+    return name in ALLOWED or (
+        not _SECRET.search(name) and any(fnmatchcase(name, pattern) for pattern in ALLOWED if "*" in pattern)
+    )

@@ -1,0 +1,58 @@
+"""Processes that run the code of others get what programs need, and the variables that are named."""
+
+import os
+
+import pytest
+
+from megarl.errors import ConfigError
+from megarl.host.child_environment import child_environment, limit_environment
+
+USERS = {
+    "HF_TOKEN": "a",
+    "WANDB_API_KEY": "b",
+    "AWS_ACCESS_KEY_ID": "c",
+    "AWS_SECRET_ACCESS_KEY": "d",
+    "RAY_AUTH_TOKEN": "e",
+    "OPENAI_API_KEY": "f",
+    "VLLM_API_KEY": "g",
+    "SSH_AUTH_SOCK": "h",
+    "MEGARL_RUN_SECRET": "i",
+    "SOME_SETTING": "j",
+}
+NEEDED = {
+    "LANG": "C.UTF-8",
+    "LC_ALL": "C.UTF-8",
+    "https_proxy": "http://proxy:3128",
+    "SSL_CERT_FILE": "/certificates.pem",
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "0",
+    "HF_HOME": "/models",
+    "MEGARL_RUN_ID": "run",
+    "PYTHONPATH": "/code",
+}
+
+
+@pytest.fixture(autouse=True)
+def _variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (USERS | NEEDED).items():
+        monkeypatch.setenv(name, value)
+
+
+def test_keys_stay_behind_unless_they_are_named() -> None:
+    found = child_environment((), key="k")
+    assert found.keys().isdisjoint(USERS)
+    assert found.items() >= NEEDED.items()
+    assert found["PATH"] == os.environ["PATH"]
+    assert child_environment(["HF_TOKEN"], key="k") == {**found, "HF_TOKEN": "a"}
+
+
+def test_a_variable_that_is_not_set_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"environment.pass_env: NOT_SET is not set; export it"):
+        child_environment(["NOT_SET"], key="environment.pass_env")
+
+
+def test_a_process_can_limit_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    limit_environment(["WANDB_API_KEY"], key="k")
+    assert os.environ.keys() & USERS.keys() == {"WANDB_API_KEY"}
+    assert os.environ.items() >= NEEDED.items()
