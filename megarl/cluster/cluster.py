@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import secrets
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +31,7 @@ from megarl.environments.host import HostSpec
 from megarl.errors import RunStopped
 from megarl.host.janitor import open_caretaker
 from megarl.host.ray_environment import RAY_ENVIRONMENT, keep_worker_logs
+from megarl.host.sharing import umask_variable
 from megarl.record.activity import doing
 from megarl.sync.plan.engine_shards import engine_needs
 from megarl.sync.wire.casts import wire_specs
@@ -60,15 +62,16 @@ class Cluster:
     ) -> None:
         self._with_judges = with_judges
         self._judge_servers: dict[str, list[Process]] = {}
-        # The base URLs of the servers of each entry of `rewards.judge_servers`.
+        # The base URLs of the servers of each entry of `rewards.judge_servers`, and the key that they all ask for.
         self.judge_urls: Mapping[str, tuple[str, ...]] = {}
+        self.judge_key = secrets.token_hex(16)
         self._config, self._log_dir, self._closed = config, log_dir, False
         self._roles = by_layout(roles or [actor_role(config)]) if with_trainer else {}
         environment = apply_environment()
         if config.cluster.address is not None:
             # Every host has its own environment, set where Ray was started.
             environment = {}
-        environment["PYTHONWARNINGS"] = "ignore"
+        environment |= {"PYTHONWARNINGS": "ignore", **umask_variable(config.run.share)}
         os.environ.update({k: v for k, v in RAY_ENVIRONMENT.items() if k not in os.environ})
         self._caretaker = open_caretaker()
         self.scope = self._caretaker.scope
@@ -150,9 +153,14 @@ class Cluster:
 
     def _begin_judge_servers(self) -> list[tuple[Process, Any]]:
         """Make all judges' servers start, and return the pending remote calls."""
-        timeout_s = self._config.cluster.start_timeout_s
+        cluster, entries = self._config.cluster, self._config.rewards.judge_servers
+        options = {
+            "api_key": self.judge_key,
+            "timeout_s": cluster.start_timeout_s,
+            "several_hosts": cluster.address is not None,
+        }
         return [
-            (process, process.actor.start.remote(self._config.rewards.judge_servers[name], timeout_s=timeout_s))
+            (process, process.actor.start.remote(entries[name], **options))
             for name, processes in self._judge_servers.items()
             for process in processes
         ]

@@ -13,9 +13,11 @@ import ray
 
 from megarl.cluster.actors import RunActor
 from megarl.cluster.ending import END_TIMEOUT_S, end_run_processes
+from megarl.cluster.judge_key import KEY_VARIABLE, RequireKey
 from megarl.config.judges import JudgeServerConfig
 from megarl.device.platform import platform
 from megarl.errors import WorkerError
+from megarl.host.child_environment import child_environment
 
 _POLL_S = 0.5
 # How often a server that died is started again in a run, since one that keeps dying judges nothing.
@@ -34,23 +36,32 @@ class JudgeServerActor(RunActor):
         super().__init__()
         self._server: subprocess.Popen[bytes] | None = None
         self._command: Sequence[str] = ()
+        self._environment: Mapping[str, str] = {}
         self._workers: Sequence[int] = ()
         self._num_restarts = 0
 
-    def start(self, cfg: JudgeServerConfig, *, timeout_s: float) -> str:
+    def start(self, cfg: JudgeServerConfig, *, api_key: str, timeout_s: float, several_hosts: bool = False) -> str:
         """Start the server, wait until it answers, and return the base URL of its endpoint.
 
-        Raises WorkerError if it ends, or does not answer in time.
+        api_key: what it asks of every request. several_hosts: whether it is to listen at the node's address, and not
+        on loopback alone.
+
+        Raises:
+            ConfigError: a variable of `pass_env` is not set.
+            WorkerError: it ends, or does not answer in time.
         """
-        address = ray.util.get_node_ip_address()
+        address = ray.util.get_node_ip_address() if several_hosts else "127.0.0.1"
         with socket.socket() as held:
             held.bind((address, 0))
             port = held.getsockname()[1]
-        # It writes to this actor's log.
-        self._command = server_command(cfg, address, port)
-        self._server = subprocess.Popen(self._command, start_new_session=True)
+        # The key is not on the command line, which every user of the host can read.
+        passed = child_environment(cfg.pass_env, key="rewards.judge_servers.NAME.pass_env")
+        self._command, self._environment = server_command(cfg, address, port), {**passed, KEY_VARIABLE: api_key}
+        self._serve()
+        assert self._server is not None
         url, deadline = f"http://{address}:{port}", time.monotonic() + timeout_s
-        while not _is_healthy(url):
+        # Another user's program may have taken the port meanwhile: it gets no request.
+        while not (self._listens(port) and _is_healthy(url, api_key)):
             if self._server.poll() is not None or time.monotonic() > deadline:
                 ended = "does not answer" if self._server.poll() is None else f"ended with {self._server.returncode}"
                 self.call("close")
@@ -75,8 +86,23 @@ class JudgeServerActor(RunActor):
         # Its workers may live on, and hold the devices' memory.
         end_run_processes(self._workers)
         print(f"a judge's server ended with {code}; restart {self._num_restarts} of {MAX_RESTARTS}", flush=True)
-        self._server, self._workers = subprocess.Popen(self._command, start_new_session=True), ()
+        self._serve()
         return []
+
+    def _serve(self) -> None:
+        """Start the server's process, which writes to this actor's log."""
+        self._server = subprocess.Popen(self._command, env=self._environment, start_new_session=True)
+        self._workers = ()
+
+    def _listens(self, port: int) -> bool:
+        """Return whether the server, and no other program, accepts connections at a port."""
+        assert self._server is not None
+        try:
+            process = psutil.Process(self._server.pid)
+            sockets = [each for p in (process, *process.children(recursive=True)) for each in p.net_connections("tcp")]
+        except psutil.NoSuchProcess:
+            return False
+        return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets)
 
     def _list_workers(self) -> Sequence[int]:
         """List the processes that the server has started; none if it has just died."""
@@ -111,6 +137,7 @@ def server_command(cfg: JudgeServerConfig, address: str, port: int) -> Sequence[
         **cfg.args,
     }
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    words += ["--middleware", f"{RequireKey.__module__}.{RequireKey.__qualname__}"]
     for name, value in flags.items():
         if value is True:
             words.append(f"--{name}")
@@ -119,8 +146,9 @@ def server_command(cfg: JudgeServerConfig, address: str, port: int) -> Sequence[
     return words
 
 
-def _is_healthy(url: str) -> bool:
+def _is_healthy(url: str, api_key: str) -> bool:
+    headers = {"authorization": f"Bearer {api_key}"}
     try:
-        return httpx.get(f"{url}/health", timeout=5.0, trust_env=False).status_code == httpx.codes.OK
+        return httpx.get(f"{url}/health", headers=headers, timeout=5.0, trust_env=False).status_code == httpx.codes.OK
     except httpx.HTTPError:
         return False

@@ -70,6 +70,9 @@ class JudgeServerConfig:
     num_nodes: int = setting(1, AT_LEAST_1)  # Number of nodes that the replicas are spread over evenly.
     # Further flags of vllm serve, without dashes, such as {max-model-len: 16384, reasoning-parser: qwen3}.
     args: Mapping[str, Any] = field(default_factory=dict)
+    # Names of environment variables that the servers get besides the usual ones, such as [HF_TOKEN] for a model of the
+    # hub that asks for it.
+    pass_env: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -163,7 +163,7 @@ def _completions(
 ) -> Completions:
     """Return how to ask the model of a judge that belongs to the run: a server of its own, or the policy."""
     if cfg.server is not None:
-        return EndpointCompletions(cfg, name=name, urls=cluster.judge_urls[cfg.server])
+        return EndpointCompletions(cfg, name=name, urls=cluster.judge_urls[cfg.server], api_key=cluster.judge_key)
     rollout = inputs.config.rollout
     return PolicyCompletions(
         source,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config.judges import JudgeConfig
 from megarl.errors import ConfigError, RunError
+from megarl.masking import masked_text
 from megarl.rewards.background import BackgroundLoop
 from megarl.rewards.llm.cache import AnswerCache
 from megarl.rewards.llm.completions import Completion, Request, texts_of
@@ -33,13 +34,14 @@ class EndpointCompletions:
 
     is_deferred = False
 
-    def __init__(self, cfg: JudgeConfig, *, name: str, urls: tuple[str, ...] = ()) -> None:
-        """Open the clients without asking anything; `urls` replace those of the configuration."""
+    def __init__(self, cfg: JudgeConfig, *, name: str, urls: tuple[str, ...] = (), api_key: str | None = None) -> None:
+        """Open the clients without asking anything; `urls` and `api_key` replace those of the configuration."""
         # The package takes more than a second to import.
         import openai
 
         key, endpoint = f"rewards.judges.{name}", cfg.endpoint
-        api_key = "none" if endpoint.api_key_env is None else os.environ.get(endpoint.api_key_env, "")
+        if api_key is None:
+            api_key = "none" if endpoint.api_key_env is None else os.environ.get(endpoint.api_key_env, "")
         if not api_key:
             raise ConfigError(f"{key}.endpoint.api_key_env: {endpoint.api_key_env} is not set; export the key")
         self._cfg, self._key, self._model = cfg, key, endpoint.model
@@ -154,7 +156,7 @@ class EndpointCompletions:
             else:
                 self._failures[url] = 0
                 return answer
-        raise _UnansweredError(reason, is_refused=num_refusals == len(urls))
+        raise _UnansweredError(masked_text(reason), is_refused=num_refusals == len(urls))
 
 
 class _UnansweredError(Exception):

@@ -1,22 +1,29 @@
 """The command that serves a judge's model, and what becomes of a server that dies."""
 
+import socket
+import subprocess
 import sys
 import time
 
 import psutil
 import pytest
+from starlette.responses import PlainTextResponse
+from starlette.testclient import TestClient
 
 from megarl.cluster import judge_servers
+from megarl.cluster.judge_key import RequireKey
 from megarl.cluster.judge_servers import JudgeServerActor, server_command
 from megarl.config.judges import JudgeServerConfig
+from megarl.errors import WorkerError
 
-# Says that it is well, and has a worker that ends only if it is made to.
+# Says that it is well to those who know the key, and has a worker that ends only if it is made to.
 SERVER = """
-import http.server, subprocess, sys
+import http.server, os, subprocess, sys
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200)
+        known = self.headers.get("authorization") == "Bearer " + os.environ["VLLM_API_KEY"]
+        self.send_response(200 if known and "HF_TOKEN" not in os.environ else 401)
         self.end_headers()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
@@ -28,6 +35,7 @@ def test_flags_of_a_server() -> None:
     command = server_command(JudgeServerConfig(model="m", tp=2, args=args), "10.0.0.1", 81)
     assert command == [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--middleware", "megarl.cluster.judge_key.RequireKey"),
         *("--model", "m", "--host", "10.0.0.1", "--port", "81", "--tensor-parallel-size", "2"),
         *("--kv-cache-memory-bytes", str(64 << 20), "--block-size", "16", "--max-model-len", "512"),
         "--trust-remote-code",
@@ -42,13 +50,15 @@ def kill(actor: JudgeServerActor) -> None:
 
 def test_a_server_that_dies_is_started_again_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGARL_RUN_ID", "judge-servers-test")
-    monkeypatch.setattr(judge_servers.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setenv("HF_TOKEN", "the user's")
     monkeypatch.setattr(judge_servers, "_POLL_S", 0.05)
     monkeypatch.setattr(judge_servers, "MAX_RESTARTS", 1)
     monkeypatch.setattr(judge_servers, "server_command", lambda _, __, port: [sys.executable, "-c", SERVER, str(port)])
     actor = JudgeServerActor()
     try:
-        url = actor.start(JudgeServerConfig(model="m"), timeout_s=30).removesuffix("/v1")
+        url = actor.start(JudgeServerConfig(model="m"), api_key="k", timeout_s=30).removesuffix("/v1")
+        assert url.startswith("http://127.0.0.1:")
+        assert not judge_servers._is_healthy(url, "another")
         assert actor.lost_workers() == []
         (worker,) = (psutil.Process(pid) for pid in actor._workers)
         kill(actor)
@@ -56,7 +66,7 @@ def test_a_server_that_dies_is_started_again_but_not_for_ever(monkeypatch: pytes
         assert actor.lost_workers() == []
         assert psutil.wait_procs([worker], timeout=10)[1] == []
         deadline = time.monotonic() + 30
-        while not judge_servers._is_healthy(url):
+        while not judge_servers._is_healthy(url, "k"):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert actor.lost_workers() == []
@@ -64,3 +74,40 @@ def test_a_server_that_dies_is_started_again_but_not_for_ever(monkeypatch: pytes
         assert actor.lost_workers() == [0]
     finally:
         actor.call("close")
+
+
+def test_a_program_that_took_the_port_is_not_the_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would read what the policy writes, and say how good that is."""
+    monkeypatch.setattr(judge_servers, "_POLL_S", 0.05)
+    others: list[subprocess.Popen[bytes]] = []
+
+    def command(_: JudgeServerConfig, __: str, port: int) -> list[str]:
+        source = SERVER.replace("200 if known", "200 if True or known")
+        others.append(subprocess.Popen([sys.executable, "-c", source, str(port)], start_new_session=True))
+        deadline = time.monotonic() + 30
+        with socket.socket() as probe:
+            while probe.connect_ex(("127.0.0.1", port)):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        return [sys.executable, "-c", "import time; time.sleep(1)"]
+
+    monkeypatch.setattr(judge_servers, "server_command", command)
+    try:
+        with pytest.raises(WorkerError, match=r"rewards.judge_servers: the server of m ended with 0"):
+            JudgeServerActor().start(JudgeServerConfig(model="m"), api_key="k", timeout_s=30)
+    finally:
+        for other in others:
+            for process in psutil.Process(other.pid).children():
+                process.kill()
+            other.kill()
+            other.wait()
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/invocations", "/metrics", "/health", "/pause"])
+def test_every_path_asks_for_the_key(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "k")
+    client = TestClient(RequireKey(PlainTextResponse("served")))
+    for headers in ({}, {"authorization": "Bearer no"}, {"authorization": "k"}):
+        answer = client.get(path, headers=headers)
+        assert (answer.status_code, answer.text) == (401, '{"error":"the run\'s key is missing"}')
+    assert client.get(path, headers={"authorization": "Bearer k"}).text == "served"
