@@ -17,6 +17,7 @@ from megarl.cluster.roster import Location
 from megarl.cluster.stacks import write_stacks_on_signal
 from megarl.cluster.workers import RowShards
 from megarl.device.platform import platform
+from megarl.host.sharing import adopt_umask
 from megarl.host.stage import process_files
 from megarl.host.streams import write_anything
 from megarl.parallel.worker import PolicyWorker
@@ -31,6 +32,7 @@ class RunActor:
 
     def __init__(self) -> None:
         write_anything()
+        adopt_umask()
         write_stacks_on_signal()
 
     def locate(self) -> Location:

@@ -28,6 +28,7 @@ from megarl.config.models import (
 )
 from megarl.config.rewards import RewardsConfig
 from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, AT_LEAST_2, POSITIVE, Range, section, setting
+from megarl.host.sharing import Share
 
 __all__ = [
     "ActorConfig",
@@ -68,6 +69,9 @@ class RunConfig:
 
     name: str = "run"  # Name of the run; it writes to RUN = dir/name.
     dir: str = "runs"  # Directory that holds runs.
+    # Who else may read RUN, and the directory of an evaluation. null: only this user, whatever the umask is; group: its
+    # group as well; everyone: every user of the host, and of others that see the directory.
+    share: Share | None = None
     seed: int = setting(0, AT_LEAST_0)  # Seed that all randomness derives from.
     # Produce the same numbers in every run, resumed or not, by disabling the engines' prefix cache and using
     # the deterministic algorithms of torch and Transformer Engine and, on GPUs, vLLM's batch-invariant kernels.

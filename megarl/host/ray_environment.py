@@ -37,4 +37,4 @@ def keep_worker_logs(temp_dir: Path, target: Path) -> None:
         target.mkdir(parents=True, exist_ok=True)
         for file, name in files.items():
             if file.stat().st_size:
-                shutil.copy(file, target / name)
+                shutil.copyfile(file, target / name)

@@ -10,6 +10,7 @@ from megarl.config.check import TRAINING_CHECKS
 from megarl.config.load import with_overrides
 from megarl.config.schema import ClusterConfig, Config
 from megarl.errors import ConfigError
+from megarl.host.sharing import Share
 from megarl.launch.allocation import HostGroup
 
 
@@ -17,12 +18,14 @@ from megarl.launch.allocation import HostGroup
 class JobCommand:
     """A command line of megarl, the directory that it writes to, and the settings of its Ray cluster.
 
-    num_nodes: for a run whose engines have nodes of their own, the number of nodes by setting, the trainer's first.
+    share: who may read the directory, see `run.share`. num_nodes: for a run whose engines have nodes of their own, the
+    number of nodes by setting, the trainer's first.
     """
 
     argv: tuple[str, ...]
     directory: Path
     cluster: ClusterConfig
+    share: Share | None = None
     num_nodes: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -73,4 +76,6 @@ def read_command(argv: Sequence[str], arguments: Namespace) -> JobCommand:
             f"megarl slurm run: got the command {arguments.command!r}, expected one of "
             f"{', '.join(TRAINING_CHECKS)}, eval; the others use one host: call them in the script itself"
         )
-    return JobCommand(argv=tuple(argv), directory=directory, cluster=config.cluster, num_nodes=num_nodes)
+    return JobCommand(
+        argv=tuple(argv), directory=directory, cluster=config.cluster, share=config.run.share, num_nodes=num_nodes
+    )

@@ -15,6 +15,7 @@ from megarl.device.platform import apply_environment
 from megarl.errors import ConfigError
 from megarl.host.janitor import Janitor, clean_up, end_processes, scopes_of
 from megarl.host.ray_environment import HEALTH_CHECKS, RAY_ENVIRONMENT, keep_worker_logs
+from megarl.host.sharing import adopt_umask
 from megarl.host.streams import name_anything, write_anything
 from megarl.host.temp_dir import temp_root
 from megarl.launch.allocation import RayPorts, address_towards, interface_of
@@ -27,6 +28,7 @@ def main() -> None:
     """Start Ray, wait until it ends or SIGTERM comes, and clean up. The exit code is 0 only after SIGTERM."""
     name_anything()
     write_anything()
+    adopt_umask()
     parser = argparse.ArgumentParser(prog="python -m megarl.launch.host", description=__doc__)
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--job-id", type=int, required=True)

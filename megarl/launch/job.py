@@ -21,6 +21,7 @@ from megarl.errors import ConfigError
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.exit_codes import EXIT_BAD_INPUT, EXIT_STOPPED
 from megarl.host.janitor import HOSTED_RUN_VARIABLE, RunScope, clean_up
+from megarl.host.sharing import VARIABLE, shared_with, umask_variable
 from megarl.launch.allocation import Allocation, RayPorts, own_address
 from megarl.launch.command import JobCommand, read_command
 from megarl.launch.restarts import FAILED, FINISHED, STOPPED, AttemptLog
@@ -71,7 +72,7 @@ def run_job(argv: Sequence[str], arguments: Namespace, *, max_restarts: int) -> 
     logs = command.logs / f"slurm-{allocation.job_id}"
     attempts = AttemptLog(logs)
     driver = _Driver()
-    with _forwarded(driver):
+    with _forwarded(driver), shared_with(command.share, command.directory):
         while True:
             started = time.time()
             code = _attempt(command, allocation, logs, driver, number=len(attempts.read()))
@@ -122,6 +123,8 @@ def _attempt(command: JobCommand, allocation: Allocation, logs: Path, driver: _D
     address = f"{head}:{ports.gcs}"
     # With a token of its own, this job cannot connect to another Ray on the same hosts by mistake.
     environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+    # Slurm gives tasks, and the files of their output, the umask with which the job was submitted.
+    environment |= umask_variable(command.share) | {"SLURM_UMASK": umask_variable(command.share)[VARIABLE]}
     here = logs / f"attempt-{number}"
     here.mkdir(parents=True, exist_ok=True)
     say(f"attempt {number} on {', '.join(allocation.hosts)}; Ray at {address}; logs in {here}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, RunError, WorkerError
 from megarl.host.directory_lock import DirectoryLock
+from megarl.host.sharing import shared_with
 from megarl.host.temp_dir import choose_temp_root, temp_root
 from megarl.launch.status import Heartbeat
 from megarl.record.activity import current_activity, doing
@@ -32,17 +33,17 @@ def train(config: Config, *, overwrite: bool = False, resume: Resume | None = No
             inputs = open_train_inputs(with_models_of_run(config) if resume else config)
         config = inputs.config
         checkpoint = find_checkpoint(config, "train", resume) if resume else None
-        recorder = _open_recorder(config, lock, checkpoint, overwrite=overwrite or resume is not None)
-        for warning in inputs.warnings:
-            print(f"warning: {warning}")
-        with (
-            _heartbeat(recorder, lock, "train"),
-            started_cluster(config, recorder.paths.logs, inputs.roles, with_judges=True) as cluster,
-        ):
-            from megarl.train.wiring import build_trainer
+        with _recorded(config, lock, checkpoint, overwrite=overwrite or resume is not None) as recorder:
+            for warning in inputs.warnings:
+                print(f"warning: {warning}")
+            with (
+                _heartbeat(recorder, lock, "train"),
+                started_cluster(config, recorder.paths.logs, inputs.roles, with_judges=True) as cluster,
+            ):
+                from megarl.train.wiring import build_trainer
 
-            build_trainer(inputs, cluster, recorder).fit(checkpoint)
-        return _reported(recorder)
+                build_trainer(inputs, cluster, recorder).fit(checkpoint)
+            return _reported(recorder)
 
 
 def train_supervised(
@@ -54,17 +55,17 @@ def train_supervised(
             opened = SUPERVISED[command](with_models_of_run(config) if resume else config)
         inputs, task, config = opened.inputs, opened.task, opened.inputs.config
         checkpoint = find_checkpoint(config, command, resume) if resume else None
-        recorder = _open_recorder(config, lock, checkpoint, overwrite=overwrite or resume is not None)
-        for line in (*inputs.notes, *(f"warning: {warning}" for warning in inputs.warnings)):
-            print(line)
-        with (
-            _heartbeat(recorder, lock, command),
-            started_cluster(config, recorder.paths.logs, [task.role, *task.frozen], with_engine=False) as cluster,
-        ):
-            from megarl.train.supervised import SupervisedTrainer
+        with _recorded(config, lock, checkpoint, overwrite=overwrite or resume is not None) as recorder:
+            for line in (*inputs.notes, *(f"warning: {warning}" for warning in inputs.warnings)):
+                print(line)
+            with (
+                _heartbeat(recorder, lock, command),
+                started_cluster(config, recorder.paths.logs, [task.role, *task.frozen], with_engine=False) as cluster,
+            ):
+                from megarl.train.supervised import SupervisedTrainer
 
-            SupervisedTrainer(task, config, cluster, recorder).fit(checkpoint)
-        return _reported(recorder)
+                SupervisedTrainer(task, config, cluster, recorder).fit(checkpoint)
+            return _reported(recorder)
 
 
 def _reported(recorder: RunRecorder) -> RunRecorder:
@@ -81,15 +82,19 @@ def _heartbeat(recorder: RunRecorder, lock: DirectoryLock, command: str) -> Hear
     return Heartbeat(recorder.paths.status, command, current_activity, is_owned=lock.is_owned)
 
 
-def _open_recorder(
+@contextlib.contextmanager
+def _recorded(
     config: Config, lock: DirectoryLock, checkpoint: Checkpoint | None, *, overwrite: bool
-) -> RunRecorder:
-    if checkpoint is None:
-        return RunRecorder(config, lock=lock, overwrite=overwrite)
-    for note in resume_notes(checkpoint, config):
-        print(note, flush=True)
-    forget_after(checkpoint.path.parent, checkpoint.state.step)
-    return RunRecorder(config, lock=lock, resumed_step=checkpoint.state.step)
+) -> Iterator[RunRecorder]:
+    """Open the run's recorder; within this context, what is written is shared as `run.share` says."""
+    with shared_with(config.run.share, lock.directory):
+        if checkpoint is None:
+            yield RunRecorder(config, lock=lock, overwrite=overwrite)
+            return
+        for note in resume_notes(checkpoint, config):
+            print(note, flush=True)
+        forget_after(checkpoint.path.parent, checkpoint.state.step)
+        yield RunRecorder(config, lock=lock, resumed_step=checkpoint.state.step)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from megarl.config.load import read_saved, read_yaml, saved_config
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, RunError, RunStopped
 from megarl.host.directory_lock import DirectoryLock
+from megarl.host.sharing import shared_with
 from megarl.host.signals import last_stop_signal
 from megarl.record.metrics import RunPaths, read_metrics
 from megarl.record.recorder import RunRecorder
@@ -234,7 +235,7 @@ def _run_until_failure(study: Study, plan: StudyPlan, waiting: deque[PlannedRun]
         cluster = Cluster(plan.cluster_config, roles=plan.roles, with_judges=True, log_dir=logs)
     except (ConfigError, DataError) as error:
         raise RunError(str(error)) from error
-    with cluster:
+    with shared_with(plan.cluster_config.run.share, Path(study.dir)), cluster:
         while waiting:
             run, began = waiting.popleft(), time.monotonic()
             try:
@@ -260,7 +261,10 @@ def _train(run: PlannedRun, cluster: "Cluster") -> str:
     inputs = open_train_inputs(run.config)
     for warning in inputs.warnings:
         print(f"{run.name}: warning: {warning}")
-    with DirectoryLock(RunPaths.of(run.config.run).root, "study") as lock:
+    with (
+        DirectoryLock(RunPaths.of(run.config.run).root, "study") as lock,
+        shared_with(run.config.run.share, lock.directory),
+    ):
         recorder = RunRecorder(run.config, lock=lock, overwrite=True)
         build_trainer(inputs, cluster, recorder).fit()
         write_report(recorder.paths.root)

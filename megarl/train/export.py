@@ -59,7 +59,8 @@ def copy_companions(source: Path, target: Path, *, skipped: Sequence[str] = _WEI
     """
     unwanted = {file for pattern in skipped for file in source.glob(pattern)}
     for file in sorted({file for pattern in _COMPANIONS for file in source.glob(pattern)} - unwanted):
-        shutil.copy(file, target / file.name)
+        # Not with its mode: who may read the copy is the run's to say.
+        shutil.copyfile(file, target / file.name)
 
 
 def name_end_of_answers(directory: Path) -> None:

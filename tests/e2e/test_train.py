@@ -235,6 +235,9 @@ def test_files_of_a_run(runs: Runs) -> None:
         "reward_problems.jsonl",
         "report",
     }
+    # Whatever the umask is, no other user reads what a run wrote.
+    modes = {path: path.stat().st_mode & 0o777 for path in (paths.root, *paths.root.rglob("*"))}
+    assert {path: oct(mode) for path, mode in modes.items() if mode != (0o700 if path.is_dir() else 0o600)} == {}
     arguments = runs.train_arguments("rl", "logging.tensorboard=true")[2:]
     assert from_dict(Config, yaml.safe_load(paths.config.read_text())) == load_config(RUN_FILE, arguments)
 

@@ -14,6 +14,7 @@ from megarl.cluster.roles import actor_role
 from megarl.cluster.supervisor import EngineSupervisor, WeightSync
 from megarl.config.schema import Config
 from megarl.host.directory_lock import DirectoryLock
+from megarl.host.sharing import shared_with
 from megarl.record.answers import Answer, results_by_source
 from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import write_settings
@@ -49,18 +50,19 @@ def evaluate(request: EvalRequest) -> None:
         config = inputs.config
         if inputs.data.num_dropped:
             print(f"--data: dropped {inputs.data.num_dropped} prompts over {config.data.max_prompt_tokens} tokens")
-        write_settings(inputs.out, config)
-        with_trainer = inputs.checkpoint is not None
-        with (
-            started_cluster(config, inputs.out / "logs", [actor_role(config)], with_trainer=with_trainer) as cluster,
-            closing(_serving_engines(inputs, cluster)) as engines,
-        ):
-            answers = list(_answers(inputs, cluster, engines))
-        results = results_by_source(answers, inputs.ks)
-        print(results_text(results))
-        lock.require()
-        for path in write_results(inputs.out, results, answers):
-            print(f"wrote {path}")
+        with shared_with(config.run.share, inputs.out):
+            write_settings(inputs.out, config)
+            logs, with_trainer = inputs.out / "logs", inputs.checkpoint is not None
+            with (
+                started_cluster(config, logs, [actor_role(config)], with_trainer=with_trainer) as cluster,
+                closing(_serving_engines(inputs, cluster)) as engines,
+            ):
+                answers = list(_answers(inputs, cluster, engines))
+            results = results_by_source(answers, inputs.ks)
+            print(results_text(results))
+            lock.require()
+            for path in write_results(inputs.out, results, answers):
+                print(f"wrote {path}")
 
 
 class _OwnWeights:
