@@ -56,7 +56,7 @@ class AgentEnvironment(Environment):
         function = load_object(agent, f"{KEY}.agent") if isinstance(agent, str) else agent
         self._call: Callable[[Prompt, str], Awaitable[Any]]
         if function is None:
-            self._call = lambda prompt, url: _run_program(command, prompt, url, self.variables)
+            self._call = lambda prompt, url: _run_program(command, prompt, url, self.process_environment)
         elif inspect.iscoroutinefunction(function):
             self._call = lambda prompt, url: function(prompt=prompt, base_url=url, api_key=API_KEY)
         else:

@@ -62,8 +62,9 @@ class Environment:
     tools: Sequence[Mapping[str, Any]] = ()
     # Whether `start` returns the whole prompt, instead of what follows the messages of the row.
     owns_prompt: ClassVar[bool] = False
-    # The environment variables for processes that it starts; `environment.pass_env` adds to the usual ones.
-    variables: Mapping[str, str] = {}
+    # Environment variables for the processes that it starts: the usual ones and those of `environment.pass_env`. They
+    # are there once it is made.
+    process_environment: Mapping[str, str] = {}
     # Limit of the policy's next turn, besides those of the configuration. It may change with every reply.
     max_turn_tokens: int | None = None
 
@@ -115,7 +116,7 @@ def open_environments(cfg: EnvironmentConfig, names: Sequence[str]) -> dict[str,
         else:
             known = {*ENVIRONMENTS, *cfg.entries}
             raise unknown_name("environment", entry.type, known, key=f"{key}.type")
-        make = _Maker(factory=factory, arguments=entry.arguments, variables=variables, key=key)
+        make = _Maker(factory=factory, arguments=entry.arguments, process_environment=variables, key=key)
         make()
         found[name] = make
     return found
@@ -132,7 +133,7 @@ class _Maker:
 
     factory: EnvironmentFactory
     arguments: Mapping[str, Any]
-    variables: Mapping[str, str]
+    process_environment: Mapping[str, str]
     key: str
 
     def __call__(self) -> Environment:
@@ -146,7 +147,8 @@ class _Maker:
                 f"{self.key}.type: {type(made).__name__} has no {missing[0]}; derive it from "
                 "megarl.environments.Environment"
             )
-        made.variables = self.variables
+        if isinstance(made, Environment):
+            made.process_environment = self.process_environment
         return made
 
 

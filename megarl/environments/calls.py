@@ -12,6 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from megarl.masking import masked_text
+
 T = TypeVar("T")
 # Calls that may run at once in a process.
 MOST_CALLS, MOST_AGENTS = 128, 100_000
@@ -28,9 +30,9 @@ class EscapedError(Exception):
 
 
 def message_of(error: BaseException) -> str:
-    """Return the text of an error, which may itself fail to say what it is."""
+    """Return the text of an error, which may fail to say what it is, or quote a URL with a key."""
     try:
-        return str(error)
+        return masked_text(str(error))
     except BaseException as failed:
         return f"(its text cannot be written: {type(failed).__name__})"
 

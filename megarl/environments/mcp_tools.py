@@ -158,12 +158,14 @@ class McpEnvironment(ToolEnvironment):
     def _server(self) -> _Server:
         """Return the server with what this object was given. Raises ConfigError if the value of a header is not set."""
         if isinstance(self._where, tuple):
-            return _Server(self._where, tuple(sorted({**self.variables, **self._env}.items())))
-        if missing := [name for name in self._headers_env.values() if name not in self.variables]:
+            return _Server(self._where, tuple(sorted({**self.process_environment, **self._env}.items())))
+        if missing := [name for name in self._headers_env.values() if name not in self.process_environment]:
             raise ConfigError(
                 f"{KEY}.headers_env: {missing[0]} is not passed on; export it, and name it in environment.pass_env"
             )
-        return _Server(self._where, tuple((header, self.variables[name]) for header, name in self._headers_env.items()))
+        return _Server(
+            self._where, tuple((header, self.process_environment[name]) for header, name in self._headers_env.items())
+        )
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:  # type: ignore[override]

@@ -17,6 +17,7 @@ from megarl.config.load import read_saved
 from megarl.errors import DataError
 from megarl.host.directory_lock import BEAT_S, LOST_S, has_died
 from megarl.launch.restarts import AttemptLog
+from megarl.masking import masked_text
 from megarl.record.metrics import RunPaths, read_metrics
 from megarl.storage.reading import reading
 from megarl.storage.writing import dispensable, replacing
@@ -91,7 +92,7 @@ class Heartbeat:
         self._ended.set()
         self._thread.join()
         state = "finished" if kind is None else _STATES.get(kind.__name__, "failed")
-        text = str(error) if state == "failed" else None
+        text = masked_text(str(error)) if state == "failed" else None
         self._write(replace(self._status, state=state, written=time.time(), error=text))
 
     def _beat(self) -> None:

@@ -8,6 +8,7 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
+from megarl.masking import masked_text
 from megarl.record.json_lines import append_lines, open_lines, read_lines
 from megarl.rewards.judge import Trouble
 
@@ -44,8 +45,8 @@ class ProblemRecord:
             phase=phase,
             judge=trouble.judge,
             outcome=trouble.outcome,
-            reason=trouble.reason,
-            output=trouble.output,
+            reason=masked_text(trouble.reason),
+            output=masked_text(trouble.output),
             data_source=item.prompt.data_source,
             uid=item.sample.uid,
             sample_index=item.sample.sample_index,

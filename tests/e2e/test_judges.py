@@ -2,15 +2,18 @@
 
 import json
 import string
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
 import yaml
 
 from megarl.data.tasks.generate import TaskFiles
 from megarl.record.metrics import RunPaths, read_metrics, read_rollouts
 from megarl.rewards import score
-from tests.e2e.cli_run import run_to_end
+from tests.e2e.cli_run import START_S, leftovers, processes, start
 from tests.e2e.support import RUN_FILE, SMALL
 from tests.helpers.checkpoints import make_checkpoint
 
@@ -27,6 +30,29 @@ JUDGE = {
 def worth(said: str) -> float:
     """The number of the last letter or digit."""
     return next(LABELS[letter] for letter in reversed(said.casefold()) if letter in LABELS)
+
+
+def is_locked(run_id: str) -> bool:
+    """Whether the judge's server answers; if so, it asks for a key, which no command line shows."""
+    commands = {}
+    for pid in processes(run_id):
+        with suppress(psutil.NoSuchProcess):
+            commands[pid] = psutil.Process(pid).cmdline()
+    servers = [(pid, command) for pid, command in commands.items() if "vllm.entrypoints.openai.api_server" in command]
+    if not servers:
+        return False
+    pid, command = servers[0]
+    assert command[command.index("--host") + 1] == "127.0.0.1"
+    url = f"http://127.0.0.1:{command[command.index('--port') + 1]}"
+    try:
+        statuses = [httpx.get(f"{url}{path}", timeout=60).status_code for path in ("/v1/models", "/metrics", "/health")]
+        statuses.append(httpx.post(f"{url}/invocations", json={"prompt": "a"}, timeout=60).status_code)
+    except httpx.ConnectError:
+        return False
+    assert statuses == [401, 401, 401, 401]
+    key = psutil.Process(pid).environ()["VLLM_API_KEY"]
+    assert not any(key in word for words in commands.values() for word in words)
+    return True
 
 
 @pytest.mark.long
@@ -51,7 +77,15 @@ def test_a_served_judge_and_the_policy_judge_a_run(tmp_path: Path, sums: TaskFil
     where = [f"run.dir={tmp_path}", "run.name=judged", f"model.path={base}", f"data.train=[{sums.train}]"]
     steps = ["trainer.total_steps=2", "trainer.prompts_per_step=4", "rollout.num_samples=4"]
     others = ["logging.rollout_every_steps=1", "logging.num_rollouts=16", "data.val=[]"]
-    run_to_end(tmp_path / "cwd", "train", str(file), *SMALL, *where, *steps, *others)
+    (tmp_path / "cwd").mkdir()
+    run = start(tmp_path / "cwd", "train", str(file), *SMALL, *where, *steps, *others)
+    try:
+        run_id = run.run_id()
+        run.wait_until(lambda: is_locked(run_id))
+        assert run.process.wait(START_S) == 0, run.stderr.read_text()
+        assert leftovers(run_id) == []
+    finally:
+        run.end()
     paths = RunPaths(tmp_path / "judged")
     metrics = {record.step: record.metrics for record in read_metrics(paths.metrics)}
     for step in (1, 2):
