@@ -11,7 +11,6 @@ from pathlib import Path
 from megarl.convert.cli import add_convert
 from megarl.errors import ConfigError
 from megarl.host.exit_codes import EXIT_FAILED, exit_on_errors
-from megarl.host.sharing import shared_as
 from megarl.host.streams import name_anything, write_anything
 from megarl.launch.cli import add_slurm
 from megarl.record.activity import shown
@@ -326,8 +325,7 @@ def _status(arguments: argparse.Namespace) -> None:
 def _report(arguments: argparse.Namespace) -> None:
     from megarl.report import write_report
 
-    with shared_as(arguments.run_dir):
-        paths = write_report(arguments.run_dir, arguments.others)
+    paths = write_report(arguments.run_dir, arguments.others)
     print(f"wrote {paths.html}\nwrote {paths.png}")
 
 
@@ -337,8 +335,7 @@ def _trace(arguments: argparse.Namespace) -> None:
 
     paths = RunPaths(arguments.run_dir)
     out = arguments.out or paths.trace
-    with shared_as(arguments.run_dir):
-        write_trace(paths.timeline, out)
+    write_trace(paths.timeline, out)
     print(f"wrote {out}; open it on ui.perfetto.dev")
 
 

@@ -23,12 +23,7 @@ from megarl.config.check_batches import (
     check_whole_mini_batches,
     longest_row,
 )
-from megarl.config.check_engine import (
-    check_engine_arguments,
-    check_engine_model,
-    check_quantization,
-    check_speculation,
-)
+from megarl.config.check_engine import check_engine_arguments, check_engine_model, check_quantization, check_speculation
 from megarl.config.check_experts import check_expert_width, check_experts, check_moe_settings, check_replayed_routing
 from megarl.config.check_keep_best import check_scores_for_keep_best, check_supervised_scores_for_keep_best
 from megarl.config.check_kernels import check_batch_invariance, check_kernels

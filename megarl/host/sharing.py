@@ -32,8 +32,8 @@ def shared_with(share: Share | None, directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shared_as(directory: Path) -> Iterator[None]:
-    """Within this context, let those read what is written who may read a directory, if it is there."""
-    with _umask(0o777 & ~directory.stat().st_mode) if directory.is_dir() else contextlib.nullcontext():
+    """Within this context, let those read what is written who may read a directory that is there."""
+    with _umask(0o777 & ~directory.stat().st_mode):
         yield
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import DataError
+from megarl.host.sharing import shared_as
 from megarl.record.timeline import Interval, lanes_of, read_timeline
 from megarl.storage.writing import replacing
 
@@ -23,7 +24,7 @@ def write_trace(timeline: Path, out: Path) -> None:
         raise DataError(
             f"cannot write {out}: there is no directory {out.parent}; make it, or choose another with --out"
         )
-    with replacing(out) as file:
+    with shared_as(timeline.parent), replacing(out) as file:
         file.write_text(
             json.dumps({"traceEvents": trace_events(intervals, run), "displayTimeUnit": "ms"}), encoding="utf-8"
         )

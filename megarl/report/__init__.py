@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.host.sharing import shared_as
 from megarl.record.metrics import RunPaths
 from megarl.report.run import load_runs
 from megarl.storage.writing import replacing
@@ -36,10 +37,11 @@ def write_report(run_dir: Path, others: Sequence[Path] = ()) -> ReportPaths:
     runs = load_runs([run_dir, *others])
     paths = RunPaths(run_dir)
     labelled = [(run.label, RunPaths(path)) for run, path in zip(runs, (run_dir, *others), strict=True)]
-    verdicts = write_browser(labelled, paths.report_files)
-    page = render_page(runs, verdicts)
-    with replacing(paths.report_html) as html:
-        html.write_text(page, encoding="utf-8")
-    with replacing(paths.report_png) as png:
-        write_png(runs, png)
+    with shared_as(run_dir):
+        verdicts = write_browser(labelled, paths.report_files)
+        page = render_page(runs, verdicts)
+        with replacing(paths.report_html) as html:
+            html.write_text(page, encoding="utf-8")
+        with replacing(paths.report_png) as png:
+            write_png(runs, png)
     return ReportPaths(html=paths.report_html, png=paths.report_png)

@@ -219,7 +219,7 @@ def test_malformed_override(configs: Path, override: str) -> None:
 
 def test_override_that_is_not_yaml(configs: Path) -> None:
     got = message(configs / "run/common.yaml", "data.train=[a.parquet")
-    assert got.startswith("override 'data.train=[a.parquet': not valid YAML: ")
+    assert got.startswith("override of data.train: not valid YAML: ")
 
 
 def test_override_with_an_unknown_key(configs: Path) -> None:
