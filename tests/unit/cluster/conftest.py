@@ -30,7 +30,7 @@ def ray_session() -> Iterator[None]:
             log_to_driver=False,
             logging_level="error",
             _temp_dir=str(janitor.scope.temp_dir),
-            runtime_env={"env_vars": {"TMPDIR": str(janitor.scope.temp_dir)}},
+            runtime_env={"env_vars": {"TMPDIR": str(janitor.scope.temp_dir), "HF_TOKEN": "of the user"}},
         )
         yield
     finally:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,9 @@ class Moody(Environment):
             time.sleep(60)
         if action.text == "wait":
             await asyncio.sleep(0.5)
+        if action.text == "keys":
+            found = subprocess.run(["printenv"], capture_output=True, text=True, check=True).stdout.splitlines()
+            return Reply(done=True, details={"names": [line.partition("=")[0] for line in (*os.environ, *found)]})
         if action.text == "exit":
             raise SystemExit(3)
         if action.text == "keeps a lock":
@@ -118,6 +122,17 @@ def test_conversations_are_dealt_to_hosts_and_their_replies_come_in_waits_and_po
     texts = {name: make_byte_tokenizer().decode(replies[1].token_ids) for name, replies in told.replies.items()}
     assert texts == {name: f"\n<|im_start|>user\nI am {name}<|im_end|>\n<|im_start|>assistant\n" for name in "abcd"}
     assert [replies[1].reward for replies in told.replies.values()] == [1.0] * 4
+
+
+def test_environments_and_what_they_start_have_no_keys_of_the_user(group: EngineGroup) -> None:
+    told = told_by(group)
+    told.start("a")
+    wait(group, lambda: told.count() == 1)
+    told.act("a", "keys")
+    wait(group, lambda: told.count() == 2)
+    names = told.replies["a"][1].details["names"]
+    assert {"PATH", "TMPDIR"} <= set(names)
+    assert [name for name in names if name == "HF_TOKEN" or name.startswith("RAY")] == []
 
 
 @pytest.mark.parametrize("blocks", [False, True], ids=["stopped", "blocked by an environment"])

@@ -255,3 +255,8 @@ def test_a_process_ends_while_its_calls_hang() -> None:
 def test_errors_say_what_they_are() -> None:
     assert describe(KeyError("a")) == "KeyError: 'a'"
     assert describe(EscapedError("SystemExit: 3")) == "SystemExit: 3"
+
+
+def test_a_key_in_an_error_is_not_the_policys_to_read() -> None:
+    error = OSError("401 for https://api.example.com/find?q=cats&api_key=s3cret")
+    assert describe(error) == "OSError: 401 for https://api.example.com/find?q=cats&api_key=***masked***"

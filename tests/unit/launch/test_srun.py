@@ -6,8 +6,9 @@ Slurm is a shim here: programs that note what they are asked for. tests/slurm ha
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -43,6 +44,24 @@ def test_an_open_quote_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGARL_SRUN_ARGS", "--container-name='a")
     with pytest.raises(ConfigError, match=r"MEGARL_SRUN_ARGS: got .*--container-name='a.*No closing quotation"):
         srun_line(HostGroup(hosts=("a",), cpus_per_host=8))
+
+
+def test_tasks_of_the_hosts_get_the_umask_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm would give them the one with which the job was submitted, and write their output with it."""
+    given: list[Mapping[str, str]] = []
+
+    def popen(_: object, *, env: Mapping[str, str], **__: object) -> NoReturn:
+        given.append(env)
+        raise InterruptedError
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setenv("SLURM_UMASK", "0022")
+    allocation = Allocation(job_id=7, groups=[HostGroup(hosts=("localhost",), cpus_per_host=8)])
+    for share in (None, "group"):
+        command = JobCommand(argv=("train",), directory=tmp_path, cluster=ClusterConfig(), share=share)
+        with pytest.raises(InterruptedError):
+            job._attempt(command, allocation, tmp_path / "logs", job._Driver(), number=0)
+    assert [(env["SLURM_UMASK"], env["MEGARL_UMASK"]) for env in given] == [("077", "077"), ("027", "027")]
 
 
 @pytest.fixture
