@@ -48,7 +48,7 @@ _FORMS = re.compile(
 _NAMED = (
     re.compile(r"(?<!\S)(--?(?P<name>[A-Za-z][\w.-]*)[= ]\s*)(?P<value>\S+)"),
     re.compile(
-        r"(?<![\w.])((?P<name>[A-Z][A-Z0-9_]*|\w*(?i:password|passwd|pwd|secret|api_?key)\w*)=)(?P<value>[^\s;,&]+)"
+        r"(?<![\w.])((?P<name>[A-Z][A-Z0-9_]*|\w*(?i:password|passwd|pwd|secret|api_?key|_token)\w*)=)(?P<value>[^\s;,&]+)"
     ),
     re.compile(r"([\"'](?P<name>[\w .-]+)[\"']\s*:\s*[\"'])(?P<value>[^\"']+)"),
     re.compile(

@@ -21,6 +21,7 @@ from megarl.config.peer_files import PeerOptions, read_peer_file
 from megarl.config.schema import Config
 from megarl.config.translate import UNSET
 from megarl.errors import ConfigError
+from megarl.masking import masked_text
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _VERL: Mapping[str, Any] = {
@@ -324,6 +325,9 @@ def _report(converted: Converted) -> list[str]:
         ("Without a counterpart, and without need of one:", converted.needless),
     )
     listed = [
-        line for title, entries in parts if entries for line in (title, *(f"  {k}: {v}" for k, v in entries.items()))
+        masked_text(line)
+        for title, entries in parts
+        if entries
+        for line in (title, *(f"  {k}: {v}" for k, v in entries.items()))
     ]
     return [*listed, *(["Assumed:", *(f"  {each}" for each in converted.assumed)] if converted.assumed else [])]

@@ -520,3 +520,14 @@ def test_the_printed_run_file_is_yaml_with_a_report(capsys: pytest.CaptureFixtur
     path = tmp_path / "run.yaml"
     path.write_text(printed)
     assert load_config(path).algo.name == yaml.safe_load(printed)["algo"]["name"]
+
+
+def test_the_report_has_no_secrets(tmp_path: Path) -> None:
+    converted = _convert(
+        tmp_path,
+        "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data d.jsonl --hf_token s3cret "
+        "--remote_rm_url http://user:s3cret@host/score",
+    )
+    comments = [line for line in to_run_file(converted, "a.sh").splitlines() if line.startswith("#")]
+    assert any("hf_token=***masked***" in line for line in comments)
+    assert not any("s3cret" in line for line in comments)
