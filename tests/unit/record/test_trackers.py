@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Config
+from megarl.config.rewards import RemoteConfig, RewardsConfig
 from megarl.config.schema import LoggingConfig, RunConfig
 from megarl.errors import ConfigError
 from megarl.record.recorder import RunRecorder
@@ -58,6 +59,16 @@ def test_metrics_reach_the_project(tmp_path: Path, fake: FakeRun) -> None:
     assert (arguments["project"], arguments["name"], arguments["dir"]) == ("p", "r", str(tmp_path / "r"))
     assert arguments["config"]["logging"]["wandb_project"] == "p"
     assert fake.logged == [(3, {"actor/loss": 0.5})]
+
+
+def test_secrets_stay_here(tmp_path: Path, fake: FakeRun) -> None:
+    remote = RemoteConfig(urls=("https://user:s3cret@host/score?token=s3cret",))
+    settings = replace(config(tmp_path, "p"), rewards=RewardsConfig(remote=remote))
+    with RunRecorder(settings).metrics():
+        assert fake.arguments["config"]["rewards"]["remote"]["urls"] == (
+            "https://***masked***@host/score?token=***masked***",
+        )
+    assert "s3cret" not in str(fake.arguments)
     assert fake.is_finished
 
 
