@@ -32,14 +32,14 @@ _WHOLLY = frozenset({"env", "environ", "environment_variables", "headers", "cook
 # A value of a name that ends in `key`, which is more often that of a column.
 _KEY = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=.-]{16,}")
 
-_URL = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*://)([^\s\"'<>]+)")
+_URL = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]{0,20}://)([^\s\"'<>]+)")
 # The second form is that of a password with characters that a URL may not hold there.
 _USER = re.compile(r"(?:[^/?#]*|[^/?#@:]*:(?!\d*[/?#]).*)@")
 _QUERY = re.compile(r"([?&;#])([^=&;#]+)=([^&;#]*)")
 _IN_QUERY = frozenset({"key", "code", "sid", "session", "access", "hash", "user", "username"})
 _FORMS = re.compile(
     r"\b(?:sk-[\w-]{16,}|hf_\w{16,}|gh[a-z]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|xox[a-z]-[\w-]{10,}"
-    r"|A[KS]IA[0-9A-Z]{12,}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]+\.[\w-]*)"
+    r"|A[KS]IA[0-9A-Z]{12,}|AIza[\w-]{30,}|eyJ[\w-]{8,500}\.[\w-]+\.[\w-]*)"
     r"|(?<=\bBearer )(?=\S*\d)\S{8,}|(?<=\bBasic )(?=\S*[\d=])[A-Za-z0-9+/=]{8,}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)",
     re.DOTALL,
@@ -47,13 +47,9 @@ _FORMS = re.compile(
 # An option of a command, an assignment, an entry of JSON, and a header.
 _NAMED = (
     re.compile(r"(?<!\S)(--?(?P<name>[A-Za-z][\w.-]*)[= ]\s*)(?P<value>\S+)"),
-    re.compile(
-        r"(?<![\w.])((?P<name>[A-Z][A-Z0-9_]*|\w*(?i:password|passwd|pwd|secret|api_?key|_token)\w*)=)(?P<value>[^\s;,&]+)"
-    ),
+    re.compile(r"(?<![\w.?&#-])((?P<name>\w+)=)(?P<value>[^\s;,&]+)"),
     re.compile(r"([\"'](?P<name>[\w .-]+)[\"']\s*:\s*[\"'])(?P<value>[^\"']+)"),
-    re.compile(
-        r"^((?P<name>(?i:proxy-)?(?i:authorization|cookie)|(?i:set-cookie)|[\w]+-[\w-]+)\s*:\s*)(?P<value>\S.*)$", re.M
-    ),
+    re.compile(r"^((?P<name>(?i:authorization|cookie)|\w+-[\w-]+)\s*:\s*)(?P<value>\S.*)$", re.MULTILINE),
 )
 
 

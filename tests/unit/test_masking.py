@@ -85,6 +85,7 @@ def test_no_setting_of_megarl_has_the_name_of_a_secret() -> None:
         ("run --api-key k --port 3", f"run --api-key {MASK} --port 3"),
         ("env GITHUB_TOKEN=k program", f"env GITHUB_TOKEN={MASK} program"),
         ("host=h;password=k;n=1", f"host=h;password={MASK};n=1"),
+        ("hf_token=k: not known", f"hf_token={MASK} not known"),
         ("X-Api-Key: k", f"X-Api-Key: {MASK}"),
         ('{"apiKey": "k", "n": 1}', f'{{"apiKey": "{MASK}", "n": 1}}'),
         ("the key sk-proj-0123456789abcdef", f"the key {MASK}"),
