@@ -156,10 +156,18 @@ def test_sound_sections(section: dict[str, Any]) -> None:
             "rewards.judge_servers.big.num_nodes: got 2, expected a divisor of replicas=3",
         ),
         (
+            judge(endpoint={}, server="big", judge_servers={"big": {"model": "m", "args": {"api-key": "k"}}}),
+            "rewards.judge_servers.big.args: has a secret, and every user of a host can read the command lines",
+        ),
+        (
             judge(endpoint={}, use_policy=True, budget={"tokens": 1}),
             "rewards.judges.style.use_policy: got true with cache, budget or sampling.extra_body",
         ),
         (judge(endpoint={"urls": ["judge"]}), "rewards.judges.style.endpoint.urls: got 'judge', expected http://"),
+        (
+            judge(endpoint={"urls": ["ftp://user:pw@judge"]}),
+            "rewards.judges.style.endpoint.urls: got 'ftp://***masked***@judge', expected http://",
+        ),
         (judge(opponents=2), "rewards.judges.style.opponents: got 2, expected an even number, with mode=pairwise only"),
         (judge(opponents=3, mode="pairwise"), "rewards.judges.style.opponents: got 3, expected an even number"),
         (judge(verdict={"pattern": "("}), "rewards.judges.style.verdict.pattern: got '(': missing ), unterminated"),
