@@ -75,8 +75,9 @@ class Cluster:
         os.environ.update({k: v for k, v in RAY_ENVIRONMENT.items() if k not in os.environ})
         self._caretaker = open_caretaker()
         self.scope = self._caretaker.scope
-        # Libraries leave files in the temporary directory; the run's own is removed as a whole.
-        environment["TMPDIR"] = str(self.scope.temp_dir)
+        if config.cluster.address is None:
+            # Libraries leave files in the temporary directory; the run's own is removed as a whole.
+            environment["TMPDIR"] = str(self._caretaker.temp_dir)
         self.engines = EngineGroup([], timeout_s=0)
         self.workers = RoleWorkers([], timeout_s=0)
         try:
@@ -109,7 +110,7 @@ class Cluster:
         if self._with_judges:
             plan = with_judge_servers(plan, self._config, device)
         with doing("starting Ray"):
-            open_ray(cluster, num_cpus=plan.num_cpus, temp_dir=self.scope.temp_dir, environment=environment)
+            open_ray(cluster, num_cpus=plan.num_cpus, temp_dir=self._caretaker.temp_dir, environment=environment)
         self._create_processes(plan)
         judges = self._begin_judge_servers()
         # Engines take longest: start them first, wait for them last.
@@ -196,7 +197,7 @@ class Cluster:
         lost = self.engines.processes[index]
         if self._log_dir is not None:
             # A run that succeeds keeps no other worker logs.
-            keep_worker_logs(self.scope.temp_dir, self._log_dir)
+            keep_worker_logs(self.scope, self._log_dir)
         self.engines.processes[index], pids = self._seats.restart(index, lost)
         self.pids |= pids
 
@@ -260,7 +261,7 @@ class Cluster:
                         with contextlib.suppress(RayTaskError, ActorDiedError, ActorUnavailableError, GetTimeoutError):
                             ray.get(refs, timeout=CLOSE_TIMEOUT_S)
                     elif self._log_dir is not None:
-                        keep_worker_logs(self.scope.temp_dir, self._log_dir)
+                        keep_worker_logs(self.scope, self._log_dir)
             finally:
                 ray.shutdown()
                 self._caretaker.close()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.host.janitor import SHM_DIR
-from megarl.host.temp_dir import MOST_BYTES
+from megarl.host.temp_dir import MOST_BYTES, RAY_DIRECTORY
 
 # The logs of the processes that Ray starts first.
 _LOGS = ("gcs_server.*", "raylet.*")
@@ -56,6 +56,11 @@ CAUSES = (
         "enlarge that with --shm-size",
     ),
     Cause(
+        signs=r"Failed to connect to Ray cluster|authentication token",
+        remedy="if the Ray at this address asks for a token, export RAY_AUTH_MODE=token here, with the RAY_AUTH_TOKEN "
+        "or RAY_AUTH_TOKEN_PATH that it was started with; otherwise look into the logs of the hosts",
+    ),
+    Cause(
         signs=r"Permission denied|EACCES|Read-only file system",
         remedy="let this user write to {place}, or set TMPDIR to a directory of its own",
     ),
@@ -77,7 +82,7 @@ OTHERWISE = (
 
 
 def explain(error: Exception, temp_dir: Path) -> str:
-    """Return the remedy for an error of Ray's start; `temp_dir` holds the logs of the Ray that did not start."""
+    """Return the remedy for an error of Ray's start; `temp_dir` is the run's, with the logs of what did not start."""
     # What the processes logged is nearer to the cause than that somebody waited for them.
     slow = SLOW if _TIMED_OUT.search(str(error)) else ""
     remedy = known_remedy(error, _log_lines(temp_dir)) or slow + OTHERWISE
@@ -93,7 +98,7 @@ def known_remedy(error: Exception, logged: Iterable[str] = ()) -> str | None:
 def _log_lines(temp_dir: Path) -> Iterator[str]:
     """Yield the last lines that the processes of a Ray logged, without those that are no errors."""
     for pattern in _LOGS:
-        for file in sorted((temp_dir / "session_latest" / "logs").glob(pattern)):
+        for file in sorted((temp_dir / RAY_DIRECTORY / "session_latest" / "logs").glob(pattern)):
             with file.open("rb") as stream:
                 stream.seek(max(0, file.stat().st_size - _TAIL_BYTES))
                 lines = stream.read().decode("utf-8", errors="replace").splitlines()

@@ -9,20 +9,30 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from megarl.cluster.ray_failures import explain, known_remedy
 from megarl.config.schema import ClusterConfig
 from megarl.errors import WorkerError
+from megarl.host.ray_environment import fresh_token
 from megarl.host.signals import keep_handlers
+from megarl.host.temp_dir import RAY_DIRECTORY
 
+LOOPBACK = "127.0.0.1"
 # How often to look for a host that has not joined yet.
 POLL_S = 0.2
 
 
-def open_ray(settings: ClusterConfig, *, num_cpus: float, temp_dir: Path, environment: Mapping[str, str]) -> None:
+def open_ray(
+    settings: ClusterConfig, *, num_cpus: float, temp_dir: Path | None, environment: Mapping[str, str]
+) -> None:
     """Connect this process to the run's Ray cluster. Ray's workers get the environment variables in `environment`.
 
-    Without `settings.address`, start Ray here, with `settings.num_cpus` logical CPUs, or else at least `num_cpus`.
+    Without `settings.address`, start Ray here, with `settings.num_cpus` logical CPUs, or else at least `num_cpus`. It
+    has its files in `temp_dir`, listens on the loopback interface alone, and asks for a token that only this process
+    and those that it starts have.
 
     Raises:
         WorkerError: Ray did not start or could not be reached, or not all of `settings.hosts` joined.
@@ -30,6 +40,13 @@ def open_ray(settings: ClusterConfig, *, num_cpus: float, temp_dir: Path, enviro
     if settings.address is not None:
         _join(settings.address, settings, environment)
         return
+    assert temp_dir is not None, "a Ray of this host's own needs a directory"
+    os.environ.update(fresh_token())
+    # Ray has read them already, when this process imported it.
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+    # Otherwise Ray would replace the loopback address by the one at which other hosts reach this one.
+    ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         _connect(
             environment,
@@ -38,7 +55,8 @@ def open_ray(settings: ClusterConfig, *, num_cpus: float, temp_dir: Path, enviro
             num_cpus=settings.num_cpus or max(os.cpu_count() or 1, math.ceil(num_cpus)),
             object_store_memory=settings.object_store_mib << 20,
             include_dashboard=False,
-            _temp_dir=str(temp_dir),
+            _temp_dir=str(temp_dir / RAY_DIRECTORY),
+            _node_ip_address=LOOPBACK,
         )
     # Ray may raise OSError, ValueError, RuntimeError or Exception itself, depending on where it fails.
     except Exception as error:
@@ -56,6 +74,12 @@ def _join(address: str, settings: ClusterConfig, environment: Mapping[str, str])
             f"({type(error).__name__}: {error}); "
             f"{known_remedy(error) or 'look into the logs of the hosts, or raise cluster.start_timeout_s'}"
         ) from error
+    if not is_token_auth_enabled():
+        print(
+            f"warning: cluster.address: whoever reaches the Ray at {address} can run code as you; start it with "
+            "RAY_AUTH_MODE=token and a token (`ray get-auth-token --generate`), and export the same here",
+            flush=True,
+        )
     while missing := set(settings.hosts) - {n["NodeManagerHostname"] for n in ray.nodes() if n["Alive"]}:
         if time.monotonic() > deadline:
             raise WorkerError(

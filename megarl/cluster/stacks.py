@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.roster import Location
-from megarl.host.stage import process_files
+from megarl.host.stage import make_process_files
 
 DUMP_SIGNAL = signal.SIGUSR2
 # The seconds that a process gets to write its stacks, and that another host gets to answer.
@@ -58,12 +58,9 @@ class Activity:
 
 def write_stacks_on_signal() -> None:
     """Make this process write its Python stacks to a file whenever it gets `DUMP_SIGNAL`."""
-    directory = process_files()
-    directory.mkdir(parents=True, exist_ok=True)
+    file = make_process_files() / f"{os.getpid()}.txt"
     # The file stays open as long as the process lives.
-    faulthandler.register(
-        DUMP_SIGNAL, file=(directory / f"{os.getpid()}.txt").open("a", encoding="utf-8"), all_threads=True
-    )
+    faulthandler.register(DUMP_SIGNAL, file=file.open("a", encoding="utf-8"), all_threads=True)
 
 
 def activities(pids: Sequence[int], directory: str) -> dict[int, Activity]:

@@ -14,6 +14,7 @@ import os
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.host.temp_dir import candidates, temp_root
+from megarl.host.temp_dir import make_temp_dir, temp_dirs
 
 RUN_ID_VARIABLE = "MEGARL_RUN_ID"
 # Set for a driver whose hosts have janitors already: the id of the run that they look after.
@@ -42,20 +43,18 @@ class RunScope:
 
     run_id: str
 
-    @property
-    def temp_dir(self) -> Path:
-        """Return the directory of Ray's session files. Raises ConfigError if there is no place for it."""
-        return temp_root() / f"mr-{self.run_id}"
+    def temp_dirs(self) -> list[Path]:
+        """List the directories of this run's temporary files on this host: one, as long as it runs here."""
+        return [directory for run_id, directory in temp_dirs() if run_id == self.run_id]
 
     def shm_file(self, name: str) -> Path:
         """Return the path of a shared-memory file of this run."""
         return SHM_DIR / f"megarl-{self.run_id}-{name}"
 
     def leftovers(self) -> list[Path]:
-        """List the files and directories of this run that exist now."""
-        shm = list(SHM_DIR.glob(f"megarl-{self.run_id}-*")) if SHM_DIR.is_dir() else []
-        # Wherever it is: another process may have found another place for it.
-        return shm + [path for root in candidates() if (path := root / f"mr-{self.run_id}").exists()]
+        """List the files and directories of this run that exist now, none of which another user has put there."""
+        shm = [file for file in SHM_DIR.glob(f"megarl-{self.run_id}-*") if _is_own_shm(file)]
+        return shm + self.temp_dirs()
 
     def processes(self) -> list[int]:
         """List the live processes that inherited this run's id, except this one."""
@@ -81,6 +80,15 @@ class RunScope:
         return {file for pid in self.processes() for file in mapped_files(pid)}
 
 
+def _is_own_shm(file: Path) -> bool:
+    """Return whether this is shared memory that this user has made, as only such is ever unlinked."""
+    try:
+        found = file.lstat()
+    except FileNotFoundError:
+        return False
+    return file.parent == SHM_DIR and stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+
+
 def mapped_files(pid: int) -> set[Path]:
     """Find the existing shared-memory files that a process has mapped."""
     try:
@@ -93,6 +101,9 @@ def mapped_files(pid: int) -> set[Path]:
 
 class HostedRun:
     """The counterpart of `Janitor` for a driver whose hosts already have janitors, which outlive the driver."""
+
+    # Each host's janitor makes one.
+    temp_dir: Path | None = None
 
     def __init__(self, run_id: str) -> None:
         self.scope = RunScope(run_id=run_id)
@@ -110,10 +121,15 @@ def open_caretaker() -> "Janitor | HostedRun":
 
 
 class Janitor:
-    """The owner's handle to a janitor process, which cleans up after the run when the owner calls `close` or dies."""
+    """The owner's handle to a janitor process, which cleans up after the run when the owner calls `close` or dies.
+
+    `temp_dir`: the directory of the run's temporary files on this host, which this has made. Raises ConfigError if
+    there is no place for it.
+    """
 
     def __init__(self, run_id: str | None = None) -> None:
         self.scope = RunScope(run_id=run_id or uuid.uuid4().hex[:8])
+        self.temp_dir = make_temp_dir(self.scope.run_id)
         # The id is set before any child exists, so that every child inherits it.
         os.environ[RUN_ID_VARIABLE] = self.scope.run_id
         read_end, self._write_end = os.pipe()
@@ -136,8 +152,7 @@ class Janitor:
 
 def scopes_of(prefix: str) -> list[RunScope]:
     """Find the runs whose ids begin with `prefix` and whose temporary directories are on this host."""
-    found = (path for root in candidates() for path in root.glob(f"mr-{prefix}*"))
-    return [RunScope(run_id=path.name.removeprefix("mr-")) for path in found]
+    return [RunScope(run_id=run_id) for run_id, _ in temp_dirs() if run_id.startswith(prefix)]
 
 
 def clean_up(scope: RunScope, noted: Iterable[Path] = ()) -> None:
@@ -150,11 +165,12 @@ def clean_up(scope: RunScope, noted: Iterable[Path] = ()) -> None:
     end_processes(scope, settle_s=SETTLE_S, grace_s=GRACE_S)
     for path in scope.leftovers():
         if path.is_dir():
+            # It works by descriptors, and so follows no links.
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
     in_use = {file for pid in _all_processes() for file in mapped_files(pid)} if libraries else set()
-    for path in libraries - in_use:
+    for path in filter(_is_own_shm, libraries - in_use):
         path.unlink(missing_ok=True)
 
 

@@ -1,14 +1,15 @@
 """Define Ray's environment variables in the driver and on every host, and save the logs of Ray's workers."""
 
+import secrets
 import shutil
 from pathlib import Path
 
+from megarl.host.janitor import RunScope
 from megarl.host.stage import DIRECTORY
+from megarl.host.temp_dir import RAY_DIRECTORY
 from megarl.storage.writing import dispensable, writing
 
 RAY_ENVIRONMENT = {
-    # A token file left by another cluster would break the workers.
-    "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
@@ -26,13 +27,26 @@ HEALTH_CHECKS = {
 }
 
 
-def keep_worker_logs(temp_dir: Path, target: Path) -> None:
-    """Copy the logs of the workers of the Ray in `temp_dir` to `target`, with the Python stacks that they wrote.
+TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
+
+
+def fresh_token() -> dict[str, str]:
+    """Return variables by which all processes of one Ray refuse whoever does not know their secret, made here.
+
+    They outrank the files in which other clusters' tokens may lie.
+    """
+    return {"RAY_AUTH_MODE": "token", TOKEN_VARIABLE: secrets.token_hex(16)}
+
+
+def keep_worker_logs(scope: RunScope, target: Path) -> None:
+    """Copy the logs of the run's Ray workers on this host to `target`, with the Python stacks that they wrote.
 
     Storage that refuses only causes a warning: it must not hide why the run failed.
     """
-    files = {file: file.name for file in (temp_dir / "session_latest" / "logs").glob("worker-*")}
-    files |= {file: f"stacks-{file.name}" for file in (temp_dir / DIRECTORY).glob("*.txt")}
+    files: dict[Path, str] = {}
+    for directory in scope.temp_dirs():
+        files |= {file: file.name for file in (directory / RAY_DIRECTORY).glob("session_latest/logs/worker-*")}
+        files |= {file: f"stacks-{file.name}" for file in (directory / DIRECTORY).glob("*.txt")}
     with dispensable("the workers' logs"), writing(target):
         target.mkdir(parents=True, exist_ok=True)
         for file, name in files.items():

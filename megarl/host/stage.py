@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from megarl.host.temp_dir import PREFIX, is_private
+
 # The directory of these files, below the run's temporary directory on each host.
 DIRECTORY = "processes"
 # Names the file of the process whose stage a `StageHandler` tells.
@@ -19,8 +21,19 @@ def process_files() -> Path:
     return Path(tempfile.gettempdir()) / DIRECTORY
 
 
+def make_process_files() -> Path:
+    """Make the directory `process_files()`, and return it."""
+    if not is_private(Path(tempfile.gettempdir())):
+        # On a host whose Ray megarl has not started, temporary files go where everybody may write.
+        os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=PREFIX)
+    process_files().mkdir(mode=0o700, exist_ok=True)
+    return process_files()
+
+
 def tell_stage(text: str) -> None:
     """Say how far this process has come, as in `micro-batch 3 of 8`, or by "" that it has; only runs keep it."""
+    if not is_private(process_files()):
+        return
     with contextlib.suppress(OSError):
         file = _stage_file()
         file.write_text(text, encoding="utf-8", errors="replace") if text else file.unlink()

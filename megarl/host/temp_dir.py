@@ -1,13 +1,18 @@
-"""Choose the directory of a run's temporary files: a local one in which Ray can make its sockets.
+"""Make the directory of a run's temporary files: a local one that has room for Ray's sockets and is this user's alone.
 
 The path of a socket has at most 107 bytes, most of which Ray's own names take. So the directory that TMPDIR names is
 passed over where it does not suit, for the first of the usual ones that does.
+
+Other users may make directories beside the run's, under any name. So the run's has a name that nobody can foresee, is
+made anew, and belongs to this user alone; the run's id is in a file in it. Ray's own directory lies below, since Ray
+lets everybody write to that.
 """
 
 import contextlib
 import os
 import shutil
 import socket
+import stat
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,8 +25,10 @@ from megarl.storage.writing import problem
 SOCKET_BYTES = 107
 # What Ray puts below its directory; a process id has up to seven digits.
 _RAY = "/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
-# A run's directory, with the id of a restarted Slurm job, and a directory in it.
-_RUN = "/mr-12345678-1-1/r"
+# What begins the name of a run's directory, the directory of Ray in it, and the file in it that has the run's id.
+PREFIX, RAY_DIRECTORY, _ID_FILE = "mr-", "r", "run"
+# `mkdtemp` adds eight characters to what the name begins with.
+_RUN = f"/{PREFIX}12345678/{RAY_DIRECTORY}"
 MOST_BYTES = SOCKET_BYTES - len(_RAY) - len(_RUN)
 # Ray's logs and the files of its sessions; without any room it does not start, and says so after 47 s.
 SMALLEST_MIB = 64
@@ -75,6 +82,8 @@ def unsuited(root: Path) -> str | None:
     """Say why Ray cannot have its files in a directory; None if it can."""
     if (length := len(os.fsencode(root))) > MOST_BYTES:
         return f"its path has {length} bytes, of which Ray's sockets leave room for {MOST_BYTES}"
+    if (loose := loose_place(root)) is not None:
+        return f"another user can replace what lies in {loose}"
     try:
         with _probe(root) as directory, contextlib.closing(socket.socket(socket.AF_UNIX)) as probe:
             (directory / "file").write_bytes(bytes(1 << 12))
@@ -86,10 +95,52 @@ def unsuited(root: Path) -> str | None:
     return None
 
 
+def loose_place(root: Path) -> Path | None:
+    """Find a directory, `root` or one above it, whose entries another user can rename; None if there is none."""
+    # Whoever has this one administers the machine, under whatever number a container shows it.
+    trusted = {os.geteuid(), os.stat("/").st_uid}
+    for place in dict.fromkeys(above for path in (root, root.resolve()) for above in (path, *path.parents)):
+        with contextlib.suppress(OSError):
+            found = place.stat()
+            shared = stat.S_IMODE(found.st_mode) & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+            if shared or not {found.st_uid, place.lstat().st_uid} <= trusted:
+                return place
+    return None
+
+
 @contextlib.contextmanager
 def _probe(root: Path) -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(dir=root, prefix="mr-"))
+    directory = Path(tempfile.mkdtemp(dir=root, prefix=PREFIX))
     try:
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def make_temp_dir(run_id: str) -> Path:
+    """Make the directory of a run's temporary files. Raises ConfigError if there is no place for it."""
+    directory = Path(tempfile.mkdtemp(dir=temp_root(), prefix=PREFIX))
+    (directory / _ID_FILE).write_text(run_id, encoding="utf-8")
+    return directory
+
+
+def is_private(directory: Path) -> bool:
+    """Return whether this is a directory, and no link, that belongs to this user and that nobody else can enter."""
+    try:
+        found = directory.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077
+
+
+def temp_dirs() -> Iterator[tuple[str, Path]]:
+    """Yield the id and the directory of each run of this user that has one on this host, in any of `candidates`.
+
+    Another process may have found another place for its run's.
+    """
+    for root in candidates():
+        for directory in root.glob(f"{PREFIX}*"):
+            # What others have put there is not even looked into.
+            if is_private(directory):
+                with contextlib.suppress(FileNotFoundError):
+                    yield (directory / _ID_FILE).read_text(encoding="utf-8"), directory

@@ -14,10 +14,10 @@ from types import FrameType
 from megarl.device.platform import apply_environment
 from megarl.errors import ConfigError
 from megarl.host.janitor import Janitor, clean_up, end_processes, scopes_of
-from megarl.host.ray_environment import HEALTH_CHECKS, RAY_ENVIRONMENT, keep_worker_logs
+from megarl.host.ray_environment import HEALTH_CHECKS, RAY_ENVIRONMENT, TOKEN_VARIABLE, keep_worker_logs
 from megarl.host.sharing import adopt_umask
 from megarl.host.streams import name_anything, write_anything
-from megarl.host.temp_dir import temp_root
+from megarl.host.temp_dir import RAY_DIRECTORY
 from megarl.launch.allocation import RayPorts, address_towards, interface_of
 
 # How long processes get to end; Slurm may kill what is left 3 s after its first signal.
@@ -49,22 +49,27 @@ def main() -> None:
     for earlier in scopes_of(f"{arguments.job_id}-"):
         # Clean up after earlier attempts of this job that were killed together with their janitors.
         clean_up(earlier)
+    if TOKEN_VARIABLE not in os.environ:
+        sys.exit(
+            f"{socket.gethostname()}: {TOKEN_VARIABLE} is not set here, but Ray would let everybody in without; make "
+            "srun hand the job's environment on (--export=ALL in MEGARL_SRUN_ARGS)"
+        )
     try:
-        temp_root()
+        janitor = Janitor(arguments.run_id)
     except ConfigError as error:
         sys.exit(f"{socket.gethostname()}: {error}")
-    janitor = Janitor(arguments.run_id)
     code = 1
     try:
         with _stop_on_sigterm() as stopped:
             # This process now ignores SIGUSR1, and its children inherit that.
-            command = _command(arguments, ports, address, janitor.scope.temp_dir)
-            code = subprocess.run(command, check=False, stdin=subprocess.DEVNULL).returncode
+            command = _command(arguments, ports, address, janitor.temp_dir / RAY_DIRECTORY)
+            environment = os.environ | {"TMPDIR": str(janitor.temp_dir)}
+            code = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, env=environment).returncode
         if not stopped:
             print(f"{socket.gethostname()}: Ray ended by itself with exit code {code}", flush=True)
     finally:
         end_processes(janitor.scope, settle_s=0, grace_s=HURRY_S)
-        keep_worker_logs(janitor.scope.temp_dir, arguments.logs / socket.gethostname())
+        keep_worker_logs(janitor.scope, arguments.logs / socket.gethostname())
         janitor.close()
     sys.exit(0 if stopped else code or 1)
 

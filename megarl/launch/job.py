@@ -4,7 +4,6 @@ This process replaces the batch script (by exec), so that signals that Slurm sen
 """
 
 import os
-import secrets
 import shlex
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from megarl.errors import ConfigError
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.exit_codes import EXIT_BAD_INPUT, EXIT_STOPPED
 from megarl.host.janitor import HOSTED_RUN_VARIABLE, RunScope, clean_up
+from megarl.host.ray_environment import fresh_token
 from megarl.host.sharing import VARIABLE, shared_with, umask_variable
 from megarl.launch.allocation import Allocation, RayPorts, own_address
 from megarl.launch.command import JobCommand, read_command
@@ -121,8 +121,8 @@ def _attempt(command: JobCommand, allocation: Allocation, logs: Path, driver: _D
     run_id = f"{allocation.job_id}-{allocation.num_requeues}-{number}"
     head, ports = own_address(allocation.hosts[0]), RayPorts.of_job(allocation.job_id)
     address = f"{head}:{ports.gcs}"
-    # With a token of its own, this job cannot connect to another Ray on the same hosts by mistake.
-    environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+    # In the environment, which srun hands on, no other user sees it.
+    environment = os.environ | fresh_token()
     # Slurm gives tasks, and the files of their output, the umask with which the job was submitted.
     environment |= umask_variable(command.share) | {"SLURM_UMASK": umask_variable(command.share)[VARIABLE]}
     here = logs / f"attempt-{number}"

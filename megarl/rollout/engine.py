@@ -16,6 +16,7 @@ import numpy as np
 from megarl.device.platform import platform
 from megarl.errors import ConfigError, WeightSyncError
 from megarl.host.stage import logged_stages, process_files, tell_stage
+from megarl.host.temp_dir import is_private
 from megarl.rollout.engine_spec import SLEEPING_DEVICES, EngineSpec, engine_arguments, rounding_of
 from megarl.rollout.nucleus import nucleus_of
 from megarl.rollout.stepping import EngineWork, Stepper
@@ -259,7 +260,7 @@ def prepare_vllm(spec: EngineSpec) -> None:
         # Kernels read it while they are imported.
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     tell_stage("importing vLLM")
-    if process_files().is_dir():
+    if is_private(process_files()):
         # vLLM's core and workers may be processes of their own; all read this file, while the engine starts.
         file = process_files() / f"{os.getpid()}-vllm-logging.json"
         file.write_text(

@@ -84,7 +84,8 @@ def _is_zombie(entry: Path) -> bool:
 
 def leftovers(run_id: str) -> list[str]:
     """Whatever a run has outside its run directory: processes, shared memory, temporary files."""
-    files = [*Path("/dev/shm").glob(f"*{run_id}*"), *Path(tempfile.gettempdir()).glob(f"*{run_id}*")]
+    ids = Path(tempfile.gettempdir()).glob("mr-*/run")
+    files = [*Path("/dev/shm").glob(f"*{run_id}*"), *(file.parent for file in ids if file.read_text() == run_id)]
     return [f"process {pid}" for pid in processes(run_id)] + [str(file) for file in files]
 
 

@@ -148,9 +148,10 @@ class SlurmLab:
         return [pid for pid, parent in parents.items() if parent not in found]
 
     def files(self, node: str) -> list[str]:
-        """What lies in the node's shared memory and temporary directory."""
+        """What lies in the node's shared memory and temporary directory; a run's directory as `mr-ID`."""
         root = Path(f"/proc/{self._init[node]}/root")
-        return sorted(f.name for place in ("dev/shm", str(self.tmp)[1:]) for f in (root / place).iterdir())
+        found = [file for place in ("dev/shm", str(self.tmp)[1:]) for file in (root / place).iterdir()]
+        return sorted(f"mr-{(file / 'run').read_text()}" if (file / "run").exists() else file.name for file in found)
 
     def query(self, *command: str) -> str:
         """What one of Slurm's commands prints."""

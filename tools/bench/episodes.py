@@ -20,7 +20,9 @@ import ray
 
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.episodes import EpisodeHosts
+from megarl.cluster.ray_session import open_ray
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
+from megarl.config.schema import ClusterConfig
 from megarl.data.chat import encode_chats
 from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.device.platform import apply_environment
@@ -97,7 +99,8 @@ def main() -> None:
         tokenizer.save_pretrained(directory)
         apply_environment()
         os.environ.update(RAY_ENVIRONMENT)
-        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+        settings = ClusterConfig(num_cpus=2)
+        open_ray(settings, num_cpus=2, temp_dir=Path(directory), environment={"TMPDIR": directory})
         entry = EnvironmentEntry(type=f"{Path(__file__).resolve()}:Echo", arguments={"turns": options.turns})
         config = EnvironmentConfig(entries={"echo": entry}, max_turns=options.turns + 1, hosts=options.hosts)
         spec = HostSpec(model_path=directory, chat_template={}, names=("echo",), config=config)

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import ray
 
+from megarl.cluster.ray_session import open_ray
 from megarl.cluster.roster import Process
+from megarl.config.schema import ClusterConfig
 from megarl.device.platform import apply_environment
 from megarl.host.janitor import Janitor
 from megarl.host.ray_environment import RAY_ENVIRONMENT
@@ -17,29 +19,23 @@ NUM_PROCESSES = 4
 
 
 @pytest.fixture(scope="package")
-def ray_session() -> Iterator[None]:
+def ray_session() -> Iterator[Janitor]:
+    """The janitor of the session's run."""
     janitor = Janitor()
     apply_environment()
     os.environ.update(RAY_ENVIRONMENT)
+    settings = ClusterConfig(num_cpus=NUM_PROCESSES, object_store_mib=80)
     try:
-        ray.init(
-            address="local",
-            num_cpus=NUM_PROCESSES,
-            object_store_memory=80 << 20,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="error",
-            _temp_dir=str(janitor.scope.temp_dir),
-            runtime_env={"env_vars": {"TMPDIR": str(janitor.scope.temp_dir), "HF_TOKEN": "of the user"}},
-        )
-        yield
+        environment = {"TMPDIR": str(janitor.temp_dir), "HF_TOKEN": "of the user"}
+        open_ray(settings, num_cpus=1, temp_dir=janitor.temp_dir, environment=environment)
+        yield janitor
     finally:
         ray.shutdown()
         janitor.close()
 
 
 @pytest.fixture(scope="module")
-def processes(ray_session: None) -> Iterator[list[Process]]:
+def processes(ray_session: Janitor) -> Iterator[list[Process]]:
     """Processes that have started: the time-outs of tests are for what they are asked, not for a loaded machine."""
     begun = [start(index) for index in range(NUM_PROCESSES)]
     locations = ray.get([process.actor.locate.remote() for process in begun], timeout=120.0)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import ray
 
+from megarl.cluster import ray_session
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.ray_failures import explain
 from megarl.cluster.ray_session import open_ray
@@ -42,6 +43,7 @@ FAILURES = [
     (PermissionError(errno.EACCES, "Permission denied"), "let this user write to"),
     (PermissionError(errno.EPERM, "Operation not permitted"), "a container or sandbox forbids it"),
     (RuntimeError("The raylet ended with exit code -9"), "killed or got no memory"),
+    (ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379"), "export RAY_AUTH_MODE=token here"),
 ]
 # What Ray raises says that it waited; the log of the process that it waited for, why. From Ray 2.60.
 LOGGED = [
@@ -58,9 +60,15 @@ LOGGED = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _same_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Ray of other tests goes on, with the token that this process has."""
+    monkeypatch.setattr(ray_session, "fresh_token", dict)
+
+
 @pytest.mark.parametrize(("file", "line", "remedy"), LOGGED)
 def test_logs_of_rays_processes_say_more_than_a_time_out(tmp_path: Path, file: str, line: str, remedy: str) -> None:
-    logs = tmp_path / "mr-1" / "session_latest" / "logs"
+    logs = tmp_path / "mr-1" / "r" / "session_latest" / "logs"
     logs.mkdir(parents=True)
     (logs / file).write_text(line)
     assert remedy in explain(RuntimeError("Timed out waiting for file gcs_server_port"), tmp_path / "mr-1")
@@ -93,6 +101,8 @@ def test_what_ray_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     # 6.5 CPUs of placement need seven logical ones, on a host of two.
     assert (asked["num_cpus"], asked["object_store_memory"]) == (7, 100 * 2**20)
     assert asked["runtime_env"] == {"env_vars": {"A": "1"}}
+    # Below the run's own directory, since Ray lets everybody write to what it is given.
+    assert asked["_temp_dir"] == str(tmp_path / "r")
     open_ray(ClusterConfig(num_cpus=3), num_cpus=6.5, temp_dir=tmp_path, environment={})
     assert asked["num_cpus"] == 3
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 import subprocess
 import sys
 import tempfile
@@ -9,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from megarl.host.stage import STAGE_FILE_VARIABLE, logged_stages, process_files, read_stage, tell_stage
+from megarl.host.stage import (
+    STAGE_FILE_VARIABLE,
+    logged_stages,
+    make_process_files,
+    process_files,
+    read_stage,
+    tell_stage,
+)
 
 # A helper process that configures its logging by a file, as vLLM's core and workers do; its own logger has no handler.
 HELPER = """
@@ -33,8 +41,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A run's directory of stages."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv(STAGE_FILE_VARIABLE, "of another test")
-    process_files().mkdir()
-    return str(process_files())
+    return str(make_process_files())
 
 
 def log_in_helper(code: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -79,3 +86,26 @@ def test_outside_of_a_run_nothing_is_written(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     tell_stage("at work")
     assert not list(tmp_path.iterdir())
+
+
+def test_what_others_may_write_to_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a user's own Ray has started this process, with everybody's directory for temporary files."""
+    tmp_path.chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    dear = tmp_path / "dear"
+    dear.write_text("unchanged")
+    planted = process_files()
+    planted.mkdir(mode=0o777)
+    planted.chmod(0o777)
+    (planted / f"{os.getpid()}.stage").symlink_to(dear)
+    tell_stage("at work")
+    assert dear.read_text() == "unchanged"
+    made = make_process_files()
+    assert made != planted
+    assert made.parent.parent == tmp_path
+    assert stat.S_IMODE(made.parent.stat().st_mode) == stat.S_IMODE(made.stat().st_mode) == 0o700
+    # Processes that this one starts find it too.
+    assert os.environ["TMPDIR"] == str(made.parent)
+    tell_stage("at work")
+    assert read_stage(str(made), os.getpid()) == "at work"

@@ -60,7 +60,7 @@ def test_a_process_tells_its_stage_only_within_a_run(tmp_path: Path, monkeypatch
     monkeypatch.setattr(stage, "process_files", lambda: directory)
     stage.tell_stage("micro-batch 1 of 8")
     assert not directory.exists()
-    directory.mkdir()
+    directory.mkdir(mode=0o700)
     stage.tell_stage("micro-batch 2 of 8")
     assert stage.read_stage(str(directory), os.getpid()) == "micro-batch 2 of 8"
     assert stage.read_stage(str(directory), 1) == ""
