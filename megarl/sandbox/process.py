@@ -2,7 +2,6 @@
 
 import json
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -17,7 +16,9 @@ from types import TracebackType
 
 import megarl
 from megarl.errors import ConfigError, WorkerError
+from megarl.host.temp_dir import candidates, loose_place
 from megarl.sandbox import wire
+from megarl.sandbox.jail.landlock import is_readable_by_all
 from megarl.sandbox.jail.scratch import delete_tree
 from megarl.sandbox.options import Isolation, SandboxOptions
 from megarl.sandbox.python_files import python_paths
@@ -91,7 +92,7 @@ class Program(AbstractContextManager["Program"]):
         self._is_lost = False
         connection.settimeout(MARGIN_S)
         self.keeper = int(wire.receive(connection)[0]["keeper"])
-        self._scratch = f"{scratch}-{self.keeper}"
+        self._scratch = f"{scratch}/{self.keeper}"
         header, _ = wire.receive(connection)
         if "refused" in header:
             name = header["refused"]
@@ -161,9 +162,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         # What isolates programs, and why it is no stronger one; known once a program has been started.
         self.tier: Isolation | None = None
         self.refusals: tuple[str, ...] = ()
-        # Nobody else can have made what begins so.
-        name = f"megarl-sandbox-{secrets.token_hex(8)}"
-        self._scratch = os.path.join(os.path.realpath(tempfile.gettempdir()), name)
+        # Where the directories of programs are, unless namespaces have their own.
+        self._scratch = ""
         self._lock = threading.Lock()
         self._launcher: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -230,6 +230,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
 
     def _start_tier(self, tier: Isolation) -> None:
         """Start the launcher with one kind of isolation, and check that it can run a program."""
+        if tier is not Isolation.NAMESPACES:
+            self._scratch = _make_scratch()
         limits = asdict(self.options.limits)
         del limits["output_mib"]
         import_paths = [os.path.realpath(path) for path in self.options.import_paths]
@@ -277,4 +279,22 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         if self._launcher is not None:
             self._launcher.kill()
             self._launcher.wait()
-        self._control = self._launcher = None
+        if self._scratch:
+            # A keeper that has just been told to end may still be at it.
+            with suppress(OSError):
+                delete_tree(self._scratch)
+        self._control, self._launcher, self._scratch = None, None, ""
+
+
+def _make_scratch() -> str:
+    """Make the directory for the directories of programs, in which nobody else can put anything.
+
+    With root's rights, programs run as a user without any (`jail/rights.py`), who must be able to reach their own.
+    """
+    is_root = os.geteuid() == 0
+    places = (place for place in candidates() if place.is_dir() and loose_place(place) is None)
+    place = next((place for place in places if not is_root or is_readable_by_all([str(place)])), None)
+    scratch = tempfile.mkdtemp(prefix="megarl-sandbox-", dir=place)
+    os.chmod(scratch, 0o711 if is_root else 0o700)
+    # The names of a program's open files, by which deleted ones are found, have no links in them.
+    return os.path.realpath(scratch)

@@ -57,7 +57,7 @@ def _keep(connection: socket.socket, setup: dict[str, Any], launcher: int) -> No
         if bounds.isolation is Isolation.NAMESPACES:
             scratch = _enter_namespaces(bounds, launcher)
         else:
-            bounds, scratch = _stay(bounds, launcher, f"{setup['scratch']}-{os.getpid()}")
+            bounds, scratch = _stay(bounds, launcher, f"{setup['scratch']}/{os.getpid()}")
         family = Family(table, kills_all=bounds.isolation is Isolation.NAMESPACES, user=bounds.user)
         wire.send(connection, {"ready": True})
     except StepError as error:

@@ -85,32 +85,32 @@ class DirectoryScratch:
 
 
 def delete_tree(path: str) -> None:
-    """Delete a directory, however deep its tree, and without the right to list parts of it. OSError if that fails.
+    """Delete a directory that no program uses any more, however deep its tree, and without the right to list parts of
+    it. OSError if that fails, or if `path` is a link.
 
-    No link is followed, also if whoever else may write there puts one in the place of a directory meanwhile.
+    Whatever is put in the place of a directory meanwhile, nothing outside of the tree is touched.
     """
-    # Moved up, directories are deleted without recursion, and no path gets long.
     new = (f"{os.getpid()}-{os.urandom(8).hex()}-{number}" for number in itertools.count())
-    with _opened(path) as top:
-        while entries := list(os.scandir(top)):
+    with _opened(path, None) as top:
+        # Moved up, directories are deleted without recursion, and no path gets long.
+        while entries := os.listdir(top):
             for entry in entries:
-                if not entry.is_dir(follow_symlinks=False):
-                    os.unlink(entry.name, dir_fd=top)
-                    continue
-                with _opened(entry.name, top) as directory:
-                    for inner in list(os.scandir(directory)):
-                        if inner.is_dir(follow_symlinks=False):
+                try:
+                    with _opened(entry, top) as directory:
+                        for inner in os.listdir(directory):
                             # Only who may write to a directory may move it.
-                            with _opened(inner.name, directory):
+                            with suppress(NotADirectoryError), _opened(inner, directory):
                                 pass
-                        os.rename(inner.name, next(new), src_dir_fd=directory, dst_dir_fd=top)
-                os.rmdir(entry.name, dir_fd=top)
+                            os.rename(inner, next(new), src_dir_fd=directory, dst_dir_fd=top)
+                    os.rmdir(entry, dir_fd=top)
+                except NotADirectoryError:
+                    os.unlink(entry, dir_fd=top)
     os.rmdir(path)
 
 
 @contextmanager
-def _opened(name: str, parent: int | None = None) -> Iterator[int]:
-    """Give this user all rights to a directory, and open it. OSError if it is a link."""
+def _opened(name: str, parent: int | None) -> Iterator[int]:
+    """Take every right to a directory, and open it; NotADirectoryError if a link or a file has this name."""
     place = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
     try:
         os.chmod(f"/proc/self/fd/{place}", 0o700)

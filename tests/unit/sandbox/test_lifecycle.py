@@ -234,14 +234,14 @@ while not os.path.exists("started"):
 time.sleep(float(input()))
 """
         with Sandbox(options) as sandbox, sandbox.program(source) as program:
+            place = f"{sandbox._scratch}/{program.keeper}"
             outcomes = [program.run(RunWithInput(text=text)) for text in ("0", "600")]
         assert [outcome.ending for outcome in outcomes] == [Ending.EXITED, Ending.WALL_TIME]
         for outcome in outcomes:
             first, daemon = outcome.stdout.decode().splitlines()
-            place = f"{sandbox._scratch}-{program.keeper}"
             assert first == f"{place} [] set()"
             assert not psutil.pid_exists(int(daemon))
-            assert not Path(place).exists()
+        assert not Path(place).parent.exists()
 
     def test_limits_and_filter_hold(self) -> None:
         options = SandboxOptions(isolation=Isolation.LIMITS_ONLY, limits=BRIEF)
@@ -262,4 +262,4 @@ time.sleep(float(input()))
         with Sandbox(SandboxOptions(isolation=Isolation.LIMITS_ONLY)) as sandbox:
             with sandbox.program("") as program:
                 os.kill(program.keeper, signal.SIGKILL)
-            assert not Path(f"{sandbox._scratch}-{program.keeper}").exists()
+            assert not Path(sandbox._scratch, str(program.keeper)).exists()

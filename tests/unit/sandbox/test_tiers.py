@@ -5,24 +5,28 @@ Programs here touch nothing but files of the test itself.
 
 import json
 import os
+import shutil
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from megarl.doctor.finding import Status
 from megarl.doctor.machine import check_sandbox
+from megarl.host.temp_dir import make_temp_dir
 from megarl.sandbox import Check, Ending, Isolation, RunWithInput, Sandbox, SandboxOptions, process
 from megarl.sandbox.jail import calls
 from megarl.sandbox.jail.scratch import delete_tree
 from tests.helpers.sandboxes import BRIEF, LIMITS
+from tests.helpers.second_user import as_nobody, needs_second_user
 from tests.unit.rewards.code.test_forgery import FORGERS
 
 ROOT = str(Path(__file__).parents[3])
@@ -226,7 +230,7 @@ print(second.recv(9))
 options = SandboxOptions(limits=Limits(files_mib=1), isolation=Isolation.LANDLOCK)
 with Sandbox(options) as sandbox, sandbox.program({source!r}) as program:
     print(*(program.run(RunWithInput(text="")).ending for _ in range(2)))
-    place = f"{{sandbox._scratch}}-{{program.keeper}}"
+    place = f"{{sandbox._scratch}}/{{program.keeper}}"
     print(os.path.exists(place))
 print(os.path.exists(place))
 """
@@ -269,7 +273,7 @@ print(sqlite3.connect("base").execute("select 7").fetchone())
             with sandbox.program("open('x', 'w')\nimport time\ntime.sleep(60)") as program:
                 keeper = psutil.Process(program.keeper)
                 outcomes = [program.run(RunWithInput(text="")) for _ in range(2)]
-                place = Path(f"{sandbox._scratch}-{program.keeper}")
+                place = Path(f"{sandbox._scratch}/{program.keeper}")
                 assert place.is_dir()
             assert [outcome.ending for outcome in outcomes] == [Ending.WALL_TIME] * 2
             assert not place.exists()
@@ -333,26 +337,46 @@ def test_a_tree_is_deleted_however_deep_it_is(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_no_link_is_followed_when_a_tree_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither one in the place of the tree, nor one that takes a directory's place after it was listed."""
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "file").write_text("untouched")
-    (tmp_path / "link").symlink_to(tmp_path / "mine")
+def test_a_directory_that_is_replaced_while_it_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a link to what is dear to us, after it has been looked at: once as the tree, once as a directory in it."""
+    dear = tmp_path / "dear"
+    dear.mkdir(mode=0o750)
+    (dear / "file").write_text("unchanged")
+    (tmp_path / "link").symlink_to(dear)
     with pytest.raises(NotADirectoryError):
         delete_tree(str(tmp_path / "link"))
     (tmp_path / "tree" / "inner").mkdir(parents=True)
+    listed = os.listdir
 
-    def listed(place: int) -> list[os.DirEntry[str]]:
-        found = list(os.scandir(place))
-        if [entry.name for entry in found if entry.is_dir()] == ["inner"]:
+    def replace(place: int) -> list[str]:
+        if "inner" in (names := listed(place)):
             (tmp_path / "tree" / "inner").rmdir()
-            (tmp_path / "tree" / "inner").symlink_to(tmp_path / "mine")
-        return found
+            (tmp_path / "tree" / "inner").symlink_to(dear)
+        return names
 
-    monkeypatch.setattr("megarl.sandbox.jail.scratch.os", SimpleNamespace(**vars(os) | {"scandir": listed}))
-    with pytest.raises(NotADirectoryError):
-        delete_tree(str(tmp_path / "tree"))
-    assert (tmp_path / "mine" / "file").read_text() == "untouched"
+    monkeypatch.setattr(os, "listdir", replace)
+    delete_tree(str(tmp_path / "tree"))
+    monkeypatch.undo()
+    assert not (tmp_path / "tree").exists()
+    assert (dear / "file").read_text() == "unchanged"
+    assert stat.S_IMODE(dear.stat().st_mode) == 0o750
+
+
+@needs_second_user
+def test_others_can_put_nothing_among_the_directories_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the directory for temporary files is a run's, which a user without rights cannot enter."""
+    run = make_temp_dir("0000abcd")
+    monkeypatch.setattr(tempfile, "tempdir", str(run))
+    monkeypatch.setenv("TMPDIR", str(run))
+    try:
+        with Sandbox(SandboxOptions(limits=LIMITS, isolation=Isolation.LANDLOCK)) as sandbox:
+            assert printed(sandbox, "open('x', 'w').write('y'); print(open('x').read())") == "y\n"
+            scratch = Path(sandbox._scratch)
+            done = as_nobody("import os, sys; os.mkdir(sys.argv[1])", scratch / "12345")
+            assert "PermissionError" in done.stderr
+        assert not scratch.exists()
+    finally:
+        shutil.rmtree(run)
 
 
 def test_the_doctor_names_the_weaker_kind(monkeypatch: pytest.MonkeyPatch) -> None:
