@@ -61,11 +61,11 @@ class RankActor(RunActor):
         super().__init__()
         self.worker = PolicyWorker(rank)
 
-    def prepare(self, device_ids: Sequence[str]) -> str:
+    def prepare(self, device_ids: Sequence[str]) -> None:
         """Call `PolicyWorker.prepare`; if device ids are given, first restrict this process to those devices."""
         if device_ids:
             platform().select_devices(device_ids)
-        return self.worker.prepare()
+        self.worker.prepare()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.worker, method)(*args, **kwargs)

@@ -177,11 +177,13 @@ class Cluster:
         prepared = [
             (p, p.actor.prepare.remote(self._shared_devices(seat))) for p, seat in zip(ranks, seats, strict=True)
         ]
-        addresses = iter(wait_all(prepared, timeout_s=timeout_s, doing="starting the trainer"))
+        wait_all(prepared, timeout_s=timeout_s, doing="starting the trainer")
+        groups = self.workers.groups
+        offers = [(group.processes[0], group.processes[0].actor.call.remote("offer_rendezvous")) for group in groups]
+        addresses = wait_all(offers, timeout_s=timeout_s, doing="joining process groups")
         joins = []
-        for group in self.workers.groups:
-            first, *_ = itertools.islice(addresses, group.layout.world_size)
-            join = ("join", group.layout, first, self._config.cluster.collective_timeout_s)
+        for group, address in zip(groups, addresses, strict=True):
+            join = ("join", group.layout, address, self._config.cluster.collective_timeout_s)
             joins += [(p, p.actor.call.remote(*join)) for p in group.processes]
         pids = wait_all(joins, timeout_s=timeout_s, doing="joining process groups")
         return dict(zip((p.name for p in ranks), pids, strict=True))

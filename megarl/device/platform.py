@@ -35,6 +35,9 @@ COMMON_ENVIRONMENT = {
     "SPT_NOENV": "1",
     # Repeated short waits at a store would otherwise print a warning each.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # On a single host no other needs to reach its processes; several need the interface that connects them.
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
 }
 
 
@@ -127,8 +130,6 @@ class CpuPlatform(Platform):
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "CUDA_VISIBLE_DEVICES": "",
-        # This suits a single host; several hosts need the interface that connects them.
-        "GLOO_SOCKET_IFNAME": "lo",
     }
     # Logical CPUs: two ranks and a tensor-parallel engine can share two cores.
     resources = MappingProxyType({"CPU": 0.5})

@@ -42,7 +42,8 @@ def main() -> None:
     # Workers inherit all of this from Ray. What the user exported wins.
     os.environ.setdefault("MEGARL_HOST_ADDRESS", address)
     if address != "127.0.0.1":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(address))
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, interface_of(address))
     apply_environment()
     for name, value in (RAY_ENVIRONMENT | HEALTH_CHECKS).items():
         os.environ.setdefault(name, value)

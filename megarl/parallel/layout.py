@@ -43,11 +43,14 @@ class Layout:
         return self.tp_group.rank() == 0 and self.cp_group.rank() == 0 and self.is_last_stage
 
 
-def initialize_layout(config: LayoutConfig, *, rank: int, init_method: str, timeout_s: float) -> Layout:
-    """Join torch's default process group, create Megatron's groups in it, and return this rank's `Layout`."""
+def initialize_layout(config: LayoutConfig, *, rank: int, store: dist.Store, timeout_s: float) -> Layout:
+    """Join torch's default process group, create Megatron's groups in it, and return this rank's `Layout`.
+
+    store: where the ranks find each other.
+    """
     dist.init_process_group(
         platform().backend,
-        init_method=init_method,
+        store=store,
         rank=rank,
         world_size=config.world_size,
         timeout=datetime.timedelta(seconds=timeout_s),

@@ -6,7 +6,6 @@ weights.
 
 import gc
 import os
-import socket
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,26 +36,31 @@ class PolicyWorker:
     def __init__(self, rank: int) -> None:
         self.rank, self.communicators = rank, Communicators()
 
-    def prepare(self) -> str:
-        """Import heavy modules, and return an address on this host; rank 0's becomes the rendezvous of the process
-        group.
-        """
+    def prepare(self) -> None:
+        """Import heavy modules."""
         from megarl.parallel.backend import prepare_megatron
 
         prepare_megatron()
         import megarl.parallel.passes  # noqa: F401
 
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        # Other hosts reach this one at MEGARL_HOST_ADDRESS; where it is not set, there is only one host.
-        return f"tcp://{os.environ.get('MEGARL_HOST_ADDRESS', '127.0.0.1')}:{port}"
+    def offer_rendezvous(self) -> str:
+        """Return the address of a new store, in which the ranks of this one's layout can find each other."""
+        from megarl.host.store import LOOPBACK, create_store_file, open_store
 
-    def join(self, layout: LayoutConfig, init_method: str, timeout_s: float) -> int:
+        # Other hosts reach this one at MEGARL_HOST_ADDRESS; where it is not set, there is only one host.
+        address = os.environ.get("MEGARL_HOST_ADDRESS", LOOPBACK)
+        if address == LOOPBACK:
+            return create_store_file()
+        self.rendezvous = open_store(address)
+        return f"tcp://{address}:{self.rendezvous.port}"
+
+    def join(self, layout: LayoutConfig, rendezvous: str, timeout_s: float) -> int:
         """Join the process groups of a parallel layout, and return this process's id."""
+        from megarl.host.store import connect_store
         from megarl.parallel.layout import initialize_layout
 
-        self.layout = initialize_layout(layout, rank=self.rank, init_method=init_method, timeout_s=timeout_s)
+        store = connect_store(rendezvous, world_size=layout.world_size, timeout_s=timeout_s)
+        self.layout = initialize_layout(layout, rank=self.rank, store=store, timeout_s=timeout_s)
         return os.getpid()
 
     def load(self, request: LoadRequest) -> None:
@@ -123,7 +127,7 @@ class PolicyWorker:
 
     def offer_meeting(self, address: str) -> int:
         """Open the key-value store by which trainer ranks and engine workers set up a weight sync; return its port."""
-        from megarl.sync.wire.meetings import open_store
+        from megarl.host.store import open_store
 
         self.meeting_store = open_store(address)
         port: int = self.meeting_store.port

@@ -1,0 +1,47 @@
+"""Open the key-value stores of torch by which processes of a run find each other.
+
+torch's stores ask nobody for a password. So on one host a store is a file that only this user can open. A server's port
+is open to every user of its host and to who reaches its address: messages that processes act upon need a code of their
+own there, as those of weight syncs have (`megarl.sync.wire.signed_store`).
+"""
+
+import os
+import socket
+import tempfile
+from datetime import timedelta
+
+import torch.distributed as dist
+
+# The address of a run on one host, which other hosts cannot reach.
+LOOPBACK = "127.0.0.1"
+
+
+def open_store(address: str) -> dist.TCPStore:
+    """Start a TCPStore server on a free port of one address; it stops when the returned object is freed.
+
+    Left to itself, torch would listen on all addresses of this host.
+    """
+    listener = socket.create_server((address, 0))
+    port = listener.getsockname()[1]
+    # The store takes the descriptor over.
+    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def create_store_file() -> str:
+    """Create an empty file for a store, and return its address (`file://PATH`); who leaves last removes it."""
+    descriptor, path = tempfile.mkstemp(prefix="megarl-store-")
+    os.close(descriptor)
+    return f"file://{path}"
+
+
+def connect_store(address: str, *, world_size: int, timeout_s: float) -> dist.Store:
+    """Return one of `world_size` processes' access to the store at `file://PATH` or `tcp://HOST:PORT`."""
+    scheme, _, place = address.partition("://")
+    store: dist.Store
+    if scheme == "file":
+        store = dist.FileStore(place, world_size)
+    else:
+        host, _, port = place.rpartition(":")
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
