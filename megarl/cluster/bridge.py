@@ -1,12 +1,15 @@
 """Send the trainer's weights to the engines: trainer ranks send each engine worker the tensor slices that it lacks."""
 
+import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megarl.cluster.processes import wait_all
 from megarl.cluster.roster import Process
 from megarl.errors import EngineDiedError, WeightSyncError
+from megarl.host.store import LOOPBACK
 from megarl.rollout.engine import Received
 from megarl.sync.plan.build import Holding, Parcel, build_plan
 from megarl.sync.wire.casts import SCALED, scale_of
@@ -21,6 +24,7 @@ _DOING = "syncing weights"
 WIRE_BYTES = "sync/wire_bytes"
 # Scales are counted as float32.
 _SCALE_BYTES = 4
+_SECRET_BYTES = 32
 
 
 class BridgeSync:
@@ -97,7 +101,7 @@ class BridgeSync:
         try:
             answers = wait_all([*sends, *receives], timeout_s=self._timeout_s, doing=_DOING)
         except EngineDiedError:
-            give_up(self._address, self._port, self._transfer)
+            give_up(self._meeting, self._transfer)
             raise
         self._since_full = since_full
         sent, received = answers[: len(sends)], [worker for engine in answers[len(sends) :] for worker in engine]
@@ -145,10 +149,18 @@ class BridgeSync:
 
     def _open(self, segments: Path, relays: dict[int, int], **options: bool) -> None:
         plan, first, hosts = self.plan, self._ranks[0], self._hosts()
-        self._address = first.location.address
-        (self._port,) = self._call([first], [("offer_meeting", (self._address,))])
+        address = LOOPBACK if len(set(hosts)) == 1 else first.location.address
+        (port,) = self._call([first], [("offer_meeting", (address,))])
         # The members of the process group between hosts.
         size = len(self._ranks) if relays else len(hosts)
+        self._meeting = Meeting(
+            address=address,
+            port=port,
+            rank=0,
+            size=size,
+            timeout_s=self._timeout_s,
+            secret=secrets.token_bytes(_SECRET_BYTES),
+        )
         passed = passed_on(plan.messages, relays, hosts)
 
         def share(process: int, messages: list[Parcel]) -> Share:
@@ -157,9 +169,7 @@ class BridgeSync:
                 specs=plan.specs,
                 needs=plan.needs.get(process, {}),
                 segments=str(segments),
-                meeting=Meeting(
-                    address=self._address, port=self._port, rank=process, size=size, timeout_s=self._timeout_s
-                ),
+                meeting=replace(self._meeting, rank=process),
                 hosts=tuple(hosts),
                 relays=relays,
                 passed=tuple(passed.get(process, ())),

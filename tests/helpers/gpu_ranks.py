@@ -15,12 +15,13 @@ import torch
 from megarl.cluster import residency
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.device.platform import platform
+from megarl.host.store import open_store
 from megarl.parallel.backend import BACKENDS, cuda_backend
 from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
 from megarl.rollout.engine_spec import EngineSpec
 from megarl.sync.plan.build import build_plan
 from megarl.sync.wire.ends import BridgeReceiver, BridgeSender
-from megarl.sync.wire.meetings import Meeting, open_store
+from megarl.sync.wire.meetings import Meeting
 from megarl.sync.wire.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from megarl.sync.wire.wires import Share
 from megarl.types import FloatArray, Row
@@ -230,7 +231,9 @@ def exchange_by_ipc(
             specs=specs,
             needs=plan.needs.get(process, {}),
             segments=f"{directory}/segment",
-            meeting=Meeting(address="127.0.0.1", port=store.port, rank=process, size=2, timeout_s=120.0),
+            meeting=Meeting(
+                address="127.0.0.1", port=store.port, rank=process, size=2, timeout_s=120.0, secret=b"the run's"
+            ),
             hosts=("here", "here"),
             cuda_ipc=True,
         )

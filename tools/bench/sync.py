@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.host.store import open_store
 from megarl.record.text_table import align
-from megarl.sync.wire.meetings import open_store
 from tools.bench.sync_contenders import CONTENDERS, Job, RankResult
 from tools.bench.sync_model import CASES, NUM_RANKS, make_model, model_sizes
 from tools.bench.sync_plans import planning

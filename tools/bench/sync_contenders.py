@@ -25,9 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.host.store import open_store
 from megarl.sync.plan.build import Parcel, Plan, build_plan
 from megarl.sync.wire.ends import BridgeReceiver, BridgeSender
-from megarl.sync.wire.meetings import Meeting, open_store
+from megarl.sync.wire.meetings import Meeting
 from megarl.sync.wire.routed import RoutedReceiver, RoutedSender
 from megarl.sync.wire.wires import ReceivingEnd, SendingEnd, Share
 from megarl.weights.boxes import Box, Index, slices_of
@@ -176,7 +177,14 @@ def _ends(rank: Rank, plan: Plan, name: str, wire: str) -> tuple[Share, SendingE
             specs=plan.specs,
             needs={},
             segments=f"{job.directory}/{name}",
-            meeting=Meeting(address="127.0.0.1", port=port, rank=process, size=2 * NUM_RANKS, timeout_s=TIMEOUT_S),
+            meeting=Meeting(
+                address="127.0.0.1",
+                port=port,
+                rank=process,
+                size=2 * NUM_RANKS,
+                timeout_s=TIMEOUT_S,
+                secret=b"the benchmark's",
+            ),
             hosts=tuple("here" if wire == "shared_memory" else f"host {i % NUM_RANKS}" for i in range(2 * NUM_RANKS)),
         )
 

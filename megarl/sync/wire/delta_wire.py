@@ -12,7 +12,7 @@ import torch
 from megarl.errors import WeightSyncError
 from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.delta import Span, apply, encode
-from megarl.sync.wire.meetings import is_said
+from megarl.sync.wire.meetings import await_said
 from megarl.sync.wire.wires import Arrival, ReceivingEnd, SendingEnd, Share, pack
 from megarl.weights.boxes import num_elements
 
@@ -50,14 +50,14 @@ class _Versions:
         that size.
         """
         name = self._name(message)
-        if not is_said(self._store, name, self.transfer, self._timeout_s):
+        length = await_said(self._store, name, self.transfer, self._timeout_s)
+        if length is None:
             raise WeightSyncError(
                 f"trainer rank {message.source} did not send message {message.turn} to engine worker {message.sink} "
                 f"within {self._timeout_s:.0f} s; see what it says in RUN/logs"
             )
-        num_bytes = int(self._store.get(name))
-        self._store.delete_key(name)
-        return message._replace(num_bytes=num_bytes)
+        self._store.delete(name)
+        return message._replace(num_bytes=int(length))
 
     def _name(self, message: Parcel) -> str:
         return f"length/{self.transfer}/{message.source}/{message.sink}/{message.turn}"

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megarl.device.platform import abort_group, gloo_group, platform
 from megarl.errors import WeightSyncError
+from megarl.sync.wire.signed_store import SignedStore
 
 # How often a wait checks whether the transfer was given up.
 POLL_S = 0.5
@@ -18,18 +19,21 @@ _CONNECT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """The settings for a rendezvous: the TCPStore's address, this process's rank among `size`, and the timeout."""
+    """The settings for a rendezvous: the TCPStore's address, this process's rank among `size`, and the timeout.
+
+    secret: what the processes know each other's messages by, in a store that other users may reach.
+    """
 
     address: str
     port: int
     rank: int
     size: int
     timeout_s: float
+    secret: bytes = field(repr=False)
 
-    def connect(self) -> dist.TCPStore:
+    def connect(self) -> SignedStore:
         """Return a client of the rendezvous's TCPStore."""
-        timeout = timedelta(seconds=self.timeout_s)
-        return dist.TCPStore(self.address, self.port, is_master=False, timeout=timeout)
+        return SignedStore(self._client(), self.secret)
 
     def join(self, device: torch.device | None) -> dist.ProcessGroup:
         """Make a process group of the first `size` processes, over the links of their devices (NCCL) or the network
@@ -37,10 +41,13 @@ class Meeting:
 
         Every one of them must call this at the same time, with the device that it computes on, or None for gloo.
         """
-        store, timeout = self.connect(), timedelta(seconds=self.timeout_s)
+        store, timeout = self._client(), timedelta(seconds=self.timeout_s)
         if device is None:
             return gloo_group(store, self.rank, self.size, timeout)
         return platform().new_group(store, self.rank, self.size, timeout, device)
+
+    def _client(self) -> dist.TCPStore:
+        return dist.TCPStore(self.address, self.port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
 
 
 class DeathWatch:
@@ -58,7 +65,7 @@ class DeathWatch:
     def is_given_up(self) -> bool:
         """Return whether the current transfer has been given up; where gloo fails, this thread may not know it yet."""
         try:
-            return self._store.check([f"{self.transfer}/given up"])
+            return self._store.is_set(f"{self.transfer}/given up")
         except RuntimeError:
             # The first trainer rank has died, and with it the store: the run ends.
             return True
@@ -72,29 +79,21 @@ class DeathWatch:
         del self._group
 
 
-def open_store(address: str) -> dist.TCPStore:
-    """Start a TCPStore server on a free port of this host; it stops when the returned object is freed."""
-    return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-
-
-def give_up(address: str, port: int, transfer: int) -> None:
+def give_up(meeting: Meeting, transfer: int) -> None:
     """Mark the weight sync `transfer` as failed, so that no process waits for one that has died."""
-    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_CONNECT_S))
-    store.set(f"{transfer}/given up", "")
+    replace(meeting, timeout_s=_CONNECT_S).connect().set(f"{transfer}/given up")
 
 
-def is_said(store: dist.Store, key: str, transfer: int, timeout_s: float) -> bool:
-    """Wait until `key` is set in the store, and return True; return False after `timeout_s`.
+def await_said(store: SignedStore, key: str, transfer: int, timeout_s: float) -> str | None:
+    """Wait until `key` is set in the store, and return its value; return None after `timeout_s`.
 
     Raises:
         WeightSyncError: the weight sync `transfer` was given up, because a process has died.
     """
     deadline = time.monotonic() + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
-        try:
-            store.wait([key], timedelta(seconds=min(POLL_S, left_s)))
-            return True
-        except dist.DistStoreError:
-            if store.check([f"{transfer}/given up"]):
-                raise WeightSyncError("a process that took part in this sync has died") from None
-    return False
+        if (value := store.get(key, min(POLL_S, left_s))) is not None:
+            return value
+        if store.is_set(f"{transfer}/given up"):
+            raise WeightSyncError("a process that took part in this sync has died")
+    return None

@@ -13,7 +13,7 @@ import torch
 from megarl.errors import WeightSyncError
 from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.cuda_ipc import DeviceSegments
-from megarl.sync.wire.meetings import is_said
+from megarl.sync.wire.meetings import await_said
 from megarl.sync.wire.wires import DEPTH, Arrival, Share, pack
 
 
@@ -30,7 +30,7 @@ class _Segments:
             self._sizes[path] = max(self._sizes[path], message.num_bytes)
             if share.cuda_ipc and message.local:
                 self._on_device.add(path)
-        self._device = DeviceSegments(self._store, device)
+        self._device = DeviceSegments(self._store, device, self._timeout_s)
         self._maps = dict[Path, torch.Tensor]()
         self._transfer = 0
 
@@ -48,7 +48,7 @@ class _Segments:
         path = self._path(message)
         if path not in self._maps:
             if path in self._on_device:
-                self._maps[path] = self._device.open(path)
+                self._maps[path] = self._device.open(path, self._sizes[path])
             else:
                 self._maps[path] = torch.from_file(str(path), shared=True, size=self._sizes[path], dtype=torch.uint8)
         return self._maps[path][: message.num_bytes]
@@ -56,17 +56,17 @@ class _Segments:
     def _say(self, what: str, message: Parcel) -> None:
         if self._path(message) in self._on_device:
             self._device.synchronize()
-        self._store.set(self._key(what, message), "")
+        self._store.set(self._key(what, message))
 
     def _wait(self, what: str, message: Parcel) -> None:
         """Wait until the other process signals in the TCPStore that a message was `sent` or `taken`."""
         key = self._key(what, message)
-        if not is_said(self._store, key, self._transfer, self._timeout_s):
+        if await_said(self._store, key, self._transfer, self._timeout_s) is None:
             raise WeightSyncError(
                 f"message {message.turn} of trainer rank {message.source} to engine worker {message.sink} was not "
                 f"{what} within {self._timeout_s:.0f} s; see what the other process says in RUN/logs"
             )
-        self._store.delete_key(key)
+        self._store.delete(key)
 
     def _key(self, what: str, message: Parcel) -> str:
         return f"{self._transfer}/{message.source}/{message.sink}/{message.turn}/{what}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.sync.wire.meetings import open_store
+from megarl.host.store import open_store
 from tools.bench.sync import OURS, PEERS, Measured, gates, lacking_bytes
 from tools.bench.sync_contenders import Contender, Job, Rank, bridge
 from tools.bench.sync_model import CASES, NUM_RANKS, check, make_model, model_sizes, shards

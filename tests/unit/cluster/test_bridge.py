@@ -12,10 +12,11 @@ import torch
 from megarl.cluster import bridge
 from megarl.cluster.bridge import BridgeSync
 from megarl.errors import NonFiniteError, WeightSyncError
+from megarl.host.store import open_store
 from megarl.rollout.engine import Received
 from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.ends import BridgeReceiver, BridgeSender, holding_of
-from megarl.sync.wire.meetings import give_up, open_store
+from megarl.sync.wire.meetings import give_up
 from megarl.sync.wire.routed import RoutedReceiver, RoutedSender
 from megarl.sync.wire.wires import Arrival, Share
 from megarl.weights.boxes import Box
@@ -46,6 +47,7 @@ class Rank:
         return self.store.port
 
     def open_bridge(self, share: Share) -> None:
+        self.meeting = share.meeting
         self.wire = RoutedSender(share, CPU)
         self.bridge = BridgeSender(share, self.wire)
 
@@ -210,7 +212,7 @@ def test_who_waits_in_a_transfer_that_is_given_up_fails_and_the_next_one_is_good
             waiting = pool.submit(call)
             with pytest.raises(TimeoutError):
                 waiting.result(timeout=1.0)
-            give_up("127.0.0.1", rank.store.port, transfer)
+            give_up(rank.meeting, transfer)
             with pytest.raises(WeightSyncError, match="a process that took part in this sync has died"):
                 waiting.result(timeout=30.0)
     assert sync.push(1, verify=True) == {"sync/wire_bytes": 48}

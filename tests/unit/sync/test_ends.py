@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from megarl.errors import WeightSyncError
+from megarl.host.store import open_store
 from megarl.sync.plan.build import Parcel, Plan, build_plan
 from megarl.sync.plan.engine_shards import EnginePosition, engine_shards
 from megarl.sync.wire import shared_memory
 from megarl.sync.wire.casts import scale_of, wire_specs
 from megarl.sync.wire.ends import BridgeReceiver, BridgeSender, holding_of
-from megarl.sync.wire.meetings import Meeting, open_store
+from megarl.sync.wire.meetings import Meeting
 from megarl.sync.wire.routed import RoutedReceiver, RoutedSender, passed_on
 from megarl.sync.wire.shared_memory import SharedMemoryReceiver, SharedMemorySender, create_segment
 from megarl.sync.wire.wires import Share
@@ -89,7 +90,14 @@ def open_ends(
     members = NUM_RANKS if "relays" in options else size
 
     def share(process: int, messages: list[Parcel]) -> Share:
-        meeting = Meeting(address="127.0.0.1", port=store.port, rank=process, size=members, timeout_s=timeout_s)
+        meeting = Meeting(
+            address="127.0.0.1",
+            port=store.port,
+            rank=process,
+            size=members,
+            timeout_s=timeout_s,
+            secret=b"the run's",
+        )
         return Share(
             messages=tuple(messages),
             specs=plan.specs,
@@ -255,14 +263,14 @@ def test_neighbours_share_device_memory_and_others_the_hosts(tmp_path: Path, mon
         segments: ClassVar[dict[Path, torch.Tensor]] = {}
         num_synchronized: ClassVar[list[int]] = []
 
-        def __init__(self, store: Any, device: torch.device) -> None:
+        def __init__(self, store: Any, device: torch.device, timeout_s: float) -> None:
             assert device == CPU
 
         def create(self, path: Path, num_bytes: int) -> torch.Tensor:
             self.segments[path] = torch.empty(num_bytes, dtype=torch.uint8)
             return self.segments[path]
 
-        def open(self, path: Path) -> torch.Tensor:
+        def open(self, path: Path, num_bytes: int) -> torch.Tensor:
             return self.segments[path]
 
         def synchronize(self) -> None:

@@ -10,8 +10,9 @@ import torch
 
 from megarl.device.platform import abort_group
 from megarl.errors import WeightSyncError
+from megarl.host.store import open_store
 from megarl.sync.plan.build import Parcel
-from megarl.sync.wire.meetings import Meeting, give_up, open_store
+from megarl.sync.wire.meetings import Meeting, give_up
 from megarl.sync.wire.point_to_point import Exchange, PointToPointReceiver
 from megarl.sync.wire.routed import RoutedSender
 from megarl.sync.wire.wires import Share
@@ -30,7 +31,7 @@ def share_of(rank: int, messages: list[Parcel], port: int, *, size: int = 3, **o
         specs={},
         needs={},
         segments="",
-        meeting=Meeting(address="127.0.0.1", port=port, rank=rank, size=size, timeout_s=300.0),
+        meeting=Meeting(address="127.0.0.1", port=port, rank=rank, size=size, timeout_s=300.0, secret=b"the run's"),
         **{"hosts": tuple(f"host {i}" for i in range(size)), **options},
     )
 
@@ -126,7 +127,7 @@ def test_who_waits_for_a_process_that_has_died_is_woken_at_once(waits: str) -> N
         with pytest.raises(TimeoutError):
             future.result(timeout=1.0)
         start = time.monotonic()
-        give_up("127.0.0.1", store.port, 7)
+        give_up(share_of(0, [], store.port).meeting, 7)
         with pytest.raises(WeightSyncError, match="a process that took part in this sync has died"):
             future.result(timeout=30.0)
         assert time.monotonic() - start < 10
@@ -149,7 +150,7 @@ def test_another_ends_abort_may_come_before_the_own_watch_has_looked(
     receiver.stage(message)
     receiver.post()
     if is_given_up:
-        give_up("127.0.0.1", store.port, 7)
+        give_up(share_of(0, [], store.port).meeting, 7)
     abort_group(sender._group)
     expected = WeightSyncError if is_given_up else RuntimeError
     with pytest.raises(expected, match="has died" if is_given_up else "(?i)connection closed") as error_info:
