@@ -230,7 +230,7 @@ class Cluster:
             wire_specs(model, specs, config.dtype),
             engine_needs(model, engine.tp, stages=engine.pp, expert_parallel=engine.expert_parallel),
             shares=self._seats.shares,
-            segments=self.scope.shm_file("bridge"),
+            segments=self.scope.new_shm_file("bridge"),
             timeout_s=self._config.rollout.timeout_s,
             over_devices=config.host_group == "device",
             cuda_ipc=platform().has_ipc if config.cuda_ipc is None else config.cuda_ipc,

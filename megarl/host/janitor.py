@@ -11,6 +11,7 @@ which shared memory the run's processes have mapped. It unlinks these files too,
 
 import contextlib
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -29,6 +30,7 @@ RUN_ID_VARIABLE = "MEGARL_RUN_ID"
 # Set for a driver whose hosts have janitors already: the id of the run that they look after.
 HOSTED_RUN_VARIABLE = "MEGARL_HOSTED_RUN"
 SHM_DIR = Path("/dev/shm")
+_NAME_BYTES = 16
 GRACE_S = 3.0
 # Ray's own processes end within seconds of the driver after a clean shutdown; let them.
 SETTLE_S = 1.0
@@ -47,9 +49,9 @@ class RunScope:
         """List the directories of this run's temporary files on this host: one, as long as it runs here."""
         return [directory for run_id, directory in temp_dirs() if run_id == self.run_id]
 
-    def shm_file(self, name: str) -> Path:
-        """Return the path of a shared-memory file of this run."""
-        return SHM_DIR / f"megarl-{self.run_id}-{name}"
+    def new_shm_file(self, name: str) -> Path:
+        """Return a path for a shared-memory file of this run, which no other user can guess and take beforehand."""
+        return SHM_DIR / f"megarl-{self.run_id}-{name}-{secrets.token_hex(_NAME_BYTES)}"
 
     def leftovers(self) -> list[Path]:
         """List the files and directories of this run that exist now, none of which another user has put there."""

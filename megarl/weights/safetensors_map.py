@@ -1,6 +1,6 @@
 """Memory-map safetensors files, to read slices or to let several processes fill slices of a preallocated file.
 
-Checkpoints are loaded and exported in this format; weight sync uses it in /dev/shm.
+Checkpoints are loaded and exported in this format.
 """
 
 import json

@@ -78,7 +78,7 @@ def run(_: RankContext, model: str, settings: Sequence[str], export: str) -> Rep
             )
         ]
         sync.close()
-        assert not list(Path("/dev/shm").glob(f"{cluster.scope.shm_file('bridge').name}*"))
+        assert not list(Path("/dev/shm").glob(f"megarl-{cluster.scope.run_id}-bridge-*"))
         planned = [plan.received_bytes(sink) for sink in sorted(plan.needs)]
         return Report(engine=engine, trainer=trainer, minimum=minimum, planned=planned, measured=measured)
 
@@ -100,7 +100,7 @@ def run_killed(_: RankContext, model: str) -> tuple[str, list[str]]:
             error = pushed.exception()
         cluster.close(failed=True)
         pids = [name for name, pid in cluster.pids.items() if psutil.pid_exists(pid)]
-        files = [str(path) for path in Path("/dev/shm").glob(f"{cluster.scope.shm_file('bridge').name}*")]
+        files = [str(path) for path in Path("/dev/shm").glob(f"megarl-{cluster.scope.run_id}-bridge-*")]
     return f"{type(error).__name__}: {error}", pids + files
 
 

@@ -3,7 +3,9 @@
 Segments are in host memory or, with `cuda_ipc`, on the device if sender and receiver use the same one.
 """
 
+import mmap
 import os
+import stat
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +17,8 @@ from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.cuda_ipc import DeviceSegments
 from megarl.sync.wire.meetings import await_said
 from megarl.sync.wire.wires import DEPTH, Arrival, Share, pack
+
+_FOREIGN = "another process has meddled with it: remove it, and start the run again"
 
 
 class _Segments:
@@ -50,7 +54,7 @@ class _Segments:
             if path in self._on_device:
                 self._maps[path] = self._device.open(path, self._sizes[path])
             else:
-                self._maps[path] = torch.from_file(str(path), shared=True, size=self._sizes[path], dtype=torch.uint8)
+                self._maps[path] = open_segment(path, self._sizes[path])
         return self._maps[path][: message.num_bytes]
 
     def _say(self, what: str, message: Parcel) -> None:
@@ -78,10 +82,8 @@ class SharedMemorySender(_Segments):
     def __init__(self, share: Share, device: torch.device) -> None:
         super().__init__(share, device)
         for path, size in self._sizes.items():
-            if path in self._on_device:
-                self._maps[path] = self._device.create(path, size)
-            else:
-                create_segment(path, size)
+            create = self._device.create if path in self._on_device else create_segment
+            self._maps[path] = create(path, size)
         self._under_way = list[Parcel]()
 
     def start(self, transfer: int) -> None:
@@ -129,14 +131,45 @@ class SharedMemoryReceiver(_Segments):
         self._say("taken", message)
 
 
-def create_segment(path: Path, num_bytes: int) -> None:
-    """Create a shared-memory file with reserved space; otherwise full memory would kill the process later."""
-    with path.open("wb") as file:
+def create_segment(path: Path, num_bytes: int) -> torch.Tensor:
+    """Create a shared-memory file with reserved space that only this user can open, and map it as uint8 [num_bytes].
+
+    Without reserved space, full memory would kill the process later.
+    """
+    try:
+        # Never what lies there already: it may be a link, or a file that others have open.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except FileExistsError as error:
+        raise WeightSyncError(
+            f"weight sync cannot create {path}: another process has put something there; remove it"
+        ) from error
+    with os.fdopen(descriptor, "r+b"):
         try:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)
+            os.posix_fallocate(descriptor, 0, num_bytes)
         except OSError as error:
             path.unlink(missing_ok=True)
             raise WeightSyncError(
                 f"weight sync needs {num_bytes / 2**30:.2f} GiB in {path.parent} for {path.name}: {error.strerror}; "
                 f"enlarge it, or remove what other runs left there"
             ) from error
+        return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+
+
+def open_segment(path: Path, num_bytes: int) -> torch.Tensor:
+    """Map a shared-memory file that another process of this user created as uint8 [num_bytes].
+
+    Raises:
+        WeightSyncError: it is a link, belongs to another user, or has another size.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise WeightSyncError(f"weight sync cannot open {path}: {error.strerror}; {_FOREIGN}") from error
+    with os.fdopen(descriptor, "r+b"):
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size != num_bytes:
+            raise WeightSyncError(
+                f"weight sync cannot use {path}: it belongs to user {found.st_uid} and has {found.st_size} bytes, "
+                f"expected a file of user {os.geteuid()} with {num_bytes} bytes; {_FOREIGN}"
+            )
+        return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)

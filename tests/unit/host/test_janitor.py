@@ -1,6 +1,7 @@
 """The janitor ends what carries its run's id, unlinks the run's names, and touches nothing else."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -30,7 +31,7 @@ import subprocess, sys, time
 from megarl.host.janitor import Janitor
 janitor = Janitor()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
-janitor.scope.shm_file("weights").write_bytes(b"w")
+janitor.scope.new_shm_file("weights").write_bytes(b"w")
 (janitor.temp_dir / "socket").touch()
 print(janitor.scope.run_id, child.pid, flush=True)
 time.sleep(300)
@@ -41,7 +42,7 @@ time.sleep(300)
 def scope() -> Iterator[RunScope]:
     """A run whose names exist."""
     scope = RunScope(run_id=uuid.uuid4().hex[:8])
-    scope.shm_file("weights").write_bytes(b"w")
+    scope.new_shm_file("weights").write_bytes(b"w")
     (make_temp_dir(scope.run_id) / "session").mkdir()
     yield scope
     clean_up(scope)
@@ -56,7 +57,10 @@ def start(command: list[str], run_id: str | None) -> subprocess.Popen[bytes]:
 
 def test_names_of_shared_memory_carry_the_id() -> None:
     scope = RunScope(run_id="0123abcd")
-    assert scope.shm_file("weights") == Path("/dev/shm/megarl-0123abcd-weights")
+    files = [scope.new_shm_file("weights") for _ in range(2)]
+    # With 128 random bits, of which the id, which logs show, tells nothing.
+    assert all(re.fullmatch("/dev/shm/megarl-0123abcd-weights-[0-9a-f]{32}", str(file)) for file in files)
+    assert files[0] != files[1]
 
 
 def test_runs_are_found_by_how_their_ids_begin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +107,7 @@ def test_a_process_that_is_only_unreaped_is_not_alive(scope: RunScope) -> None:
 def test_close_returns_when_everything_is_gone() -> None:
     janitor = Janitor()
     child = subprocess.Popen(SLEEP)
-    janitor.scope.shm_file("weights").write_bytes(b"w")
+    janitor.scope.new_shm_file("weights").write_bytes(b"w")
     assert os.environ[RUN_ID_VARIABLE] == janitor.scope.run_id
     # The kernel ends the wait of Popen a moment before /proc shows the new process's environment.
     while not janitor.scope.processes():

@@ -1,0 +1,156 @@
+"""Other users of the host: what they write into the store of a weight sync, or put where its memory will be."""
+
+import base64
+import os
+import pickle
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.errors import WeightSyncError
+from megarl.host.store import open_store
+from megarl.sync.plan.build import Parcel
+from megarl.sync.wire.cuda_ipc import DeviceSegments
+from megarl.sync.wire.delta_wire import DeltaReceiver
+from megarl.sync.wire.meetings import Meeting, await_said, give_up
+from megarl.sync.wire.shared_memory import SharedMemoryReceiver, create_segment, open_segment
+from megarl.sync.wire.wires import Share
+from tests.helpers.second_user import UID, as_nobody, needs_second_user
+
+CPU = torch.device("cpu")
+MESSAGE = Parcel(0, 0, 0, 1, False, (), 8)
+SHM = Path("/dev/shm")
+NOT_OURS = "is not from this run: somebody else writes there"
+WRITE = """
+import sys, datetime
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=datetime.timedelta(seconds=10))
+for key, value in zip(sys.argv[2::2], sys.argv[3::2]): store.set(key, value)
+"""
+
+
+class Attack:
+    """What runs a command of another user when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.file),)
+
+
+def client(meeting: Meeting) -> dist.TCPStore:
+    """Of who does not know the secret."""
+    return dist.TCPStore(meeting.address, meeting.port, is_master=False)
+
+
+@pytest.fixture
+def meeting() -> Iterator[Meeting]:
+    store = open_store("127.0.0.1")
+    yield Meeting(address="127.0.0.1", port=store.port, rank=1, size=2, timeout_s=5.0, secret=b"the run's")
+    # Nobody else keeps the server.
+    del store
+
+
+def share_of(meeting: Meeting, path: Path) -> Share:
+    return Share(messages=(MESSAGE,), specs={}, needs={}, segments=str(path), meeting=meeting, hosts=("here", "here"))
+
+
+@needs_second_user
+def test_what_another_user_writes_into_the_store_is_not_acted_upon(meeting: Meeting, tmp_path: Path) -> None:
+    """A pickle as a handle of device memory, signals, a length, and that the sync was given up."""
+    code = tmp_path / "ran"
+    attack = base64.b64encode(pickle.dumps(Attack(code))).decode()
+    written = ["segment", attack, "7/0/1/0/sent", "", "length/7/0/1/0", "8", "7/given up", ""]
+    done = as_nobody(WRITE, meeting.port, *written, imports=["torch.distributed"])
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(WeightSyncError, match=NOT_OURS):
+        DeviceSegments(meeting.connect(), CPU, 5.0).open(Path("segment"), 8)
+    assert not code.exists()
+    receiver = SharedMemoryReceiver(share_of(meeting, tmp_path / "segment"), CPU)
+    receiver.start(7)
+    with pytest.raises(WeightSyncError, match=f"7/0/1/0/sent.*127.0.0.1:{meeting.port} {NOT_OURS}"):
+        receiver.receive(MESSAGE)
+    deltas = DeltaReceiver(share_of(meeting, tmp_path / "segment"), receiver)
+    deltas.start(7)
+    with pytest.raises(WeightSyncError, match=NOT_OURS):
+        deltas.receive(MESSAGE)
+    # Nobody has given up, until one of the run's processes says so.
+    assert await_said(meeting.connect(), "7/0/1/1/sent", 7, 0.1) is None
+    give_up(meeting, 7)
+    with pytest.raises(WeightSyncError, match="has died"):
+        await_said(meeting.connect(), "7/0/1/1/sent", 7, 0.1)
+
+
+def test_a_message_counts_under_its_own_key_and_with_its_own_secret_only(meeting: Meeting) -> None:
+    store, raw = meeting.connect(), client(meeting)
+    store.set("first", "8")
+    assert store.get("first", 1.0) == "8"
+    raw.set("second", raw.get("first").decode())
+    raw.set("first", raw.get("first").decode()[:-1] + "9")
+    for key in ("first", "second"):
+        assert not store.is_set(key)
+        with pytest.raises(WeightSyncError, match=NOT_OURS):
+            store.get(key, 1.0)
+    other = Meeting(**{**{f: getattr(meeting, f) for f in Meeting.__dataclass_fields__}, "secret": b"another run's"})
+    store.set("third")
+    with pytest.raises(WeightSyncError, match=NOT_OURS):
+        other.connect().get("third", 1.0)
+    assert store.get("third", 1.0) == ""
+
+
+def test_the_secret_is_not_printed(meeting: Meeting, tmp_path: Path) -> None:
+    assert "the run's" not in repr(share_of(meeting, tmp_path))
+
+
+@pytest.fixture
+def segment() -> Iterator[Path]:
+    """A path in shared memory, where all users may create files."""
+    path = SHM / f"megarl-test-{secrets.token_hex(8)}"
+    yield path
+    path.unlink(missing_ok=True)
+
+
+@needs_second_user
+def test_another_user_cannot_read_weights(segment: Path) -> None:
+    create_segment(segment, 8)
+    assert stat.S_IMODE(segment.stat().st_mode) == 0o600
+    assert "PermissionError" in as_nobody("import sys; open(sys.argv[1])", segment).stderr
+
+
+@needs_second_user
+@pytest.mark.parametrize("what", ["link", "dangling link", "file"])
+def test_what_another_user_puts_where_weights_will_be_is_an_error(what: str, segment: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    if what == "link":
+        target.write_bytes(b"precious")
+    plant = "os.symlink(sys.argv[2], sys.argv[1])"
+    if what == "file":
+        plant = "os.fchmod(os.open(sys.argv[1], os.O_RDWR | os.O_CREAT), 0o666); os.truncate(sys.argv[1], 8)"
+    done = as_nobody(f"import os, sys; {plant}", segment, target)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(WeightSyncError, match=f"cannot create {segment}: another process has put something there"):
+        create_segment(segment, 8)
+    refusal = f"use {segment}: it belongs to user {UID}" if what == "file" else f"open {segment}: Too many levels"
+    with pytest.raises(WeightSyncError, match=f"cannot {refusal}"):
+        open_segment(segment, 8)
+    assert target.read_bytes() == b"precious" if what == "link" else not target.exists()
+
+
+def test_a_segment_of_another_size_is_an_error(segment: Path) -> None:
+    create_segment(segment, 8)
+    with pytest.raises(WeightSyncError, match=r"has 8 bytes, expected a file of user \d+ with 16 bytes"):
+        open_segment(segment, 16)
+
+
+def test_both_ends_see_the_same_memory(segment: Path) -> None:
+    ours, theirs = create_segment(segment, 8), open_segment(segment, 8)
+    ours[3] = 77
+    assert theirs.tolist() == [0, 0, 0, 77, 0, 0, 0, 0]
+    theirs[4] = 5
+    assert ours.tolist() == [0, 0, 0, 77, 5, 0, 0, 0]
