@@ -6,13 +6,14 @@ memory are passed on unchanged.
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 
 from megarl.errors import WeightSyncError
 from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.delta import Span, apply, encode
-from megarl.sync.wire.meetings import await_said
+from megarl.sync.wire.meetings import unless_given_up
 from megarl.sync.wire.wires import Arrival, ReceivingEnd, SendingEnd, Share, pack
 from megarl.weights.boxes import num_elements
 
@@ -50,7 +51,7 @@ class _Versions:
         that size.
         """
         name = self._name(message)
-        length = await_said(self._store, name, self.transfer, self._timeout_s)
+        length = unless_given_up(partial(self._store.get, name), self._store, self.transfer, self._timeout_s)
         if length is None:
             raise WeightSyncError(
                 f"trainer rank {message.source} did not send message {message.turn} to engine worker {message.sink} "

@@ -2,8 +2,10 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from megarl.sync.wire.signed_store import SignedStore
 # How often a wait checks whether the transfer was given up.
 POLL_S = 0.5
 _CONNECT_S = 30.0
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,16 +87,19 @@ def give_up(meeting: Meeting, transfer: int) -> None:
     replace(meeting, timeout_s=_CONNECT_S).connect().set(f"{transfer}/given up")
 
 
-def await_said(store: SignedStore, key: str, transfer: int, timeout_s: float) -> str | None:
-    """Wait until `key` is set in the store, and return its value; return None after `timeout_s`.
+def unless_given_up(
+    wait: Callable[[float], Answer], store: SignedStore, transfer: int, timeout_s: float
+) -> Answer | None:
+    """Wait for another process by `wait`, which takes a number of seconds, until it returns something; return that, or
+    None after `timeout_s`.
 
     Raises:
         WeightSyncError: the weight sync `transfer` was given up, because a process has died.
     """
     deadline = time.monotonic() + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
-        if (value := store.get(key, min(POLL_S, left_s))) is not None:
-            return value
+        if answer := wait(min(POLL_S, left_s)):
+            return answer
         if store.is_set(f"{transfer}/given up"):
             raise WeightSyncError("a process that took part in this sync has died")
     return None

@@ -8,6 +8,7 @@ import os
 import stat
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from megarl.errors import WeightSyncError
 from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.cuda_ipc import DeviceSegments
-from megarl.sync.wire.meetings import await_said
+from megarl.sync.wire.meetings import unless_given_up
 from megarl.sync.wire.wires import DEPTH, Arrival, Share, pack
 
 _FOREIGN = "another process has meddled with it: remove it, and start the run again"
@@ -60,17 +61,16 @@ class _Segments:
     def _say(self, what: str, message: Parcel) -> None:
         if self._path(message) in self._on_device:
             self._device.synchronize()
-        self._store.set(self._key(what, message))
+        self._store.signal(self._key(what, message))
 
     def _wait(self, what: str, message: Parcel) -> None:
         """Wait until the other process signals in the TCPStore that a message was `sent` or `taken`."""
         key = self._key(what, message)
-        if await_said(self._store, key, self._transfer, self._timeout_s) is None:
+        if not unless_given_up(partial(self._store.is_signalled, key), self._store, self._transfer, self._timeout_s):
             raise WeightSyncError(
                 f"message {message.turn} of trainer rank {message.source} to engine worker {message.sink} was not "
                 f"{what} within {self._timeout_s:.0f} s; see what the other process says in RUN/logs"
             )
-        self._store.delete(key)
 
     def _key(self, what: str, message: Parcel) -> str:
         return f"{self._transfer}/{message.source}/{message.sink}/{message.turn}/{what}"

@@ -6,6 +6,7 @@ import pickle
 import secrets
 import stat
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from megarl.host.store import open_store
 from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.cuda_ipc import DeviceSegments
 from megarl.sync.wire.delta_wire import DeltaReceiver
-from megarl.sync.wire.meetings import Meeting, await_said, give_up
+from megarl.sync.wire.meetings import Meeting, give_up
 from megarl.sync.wire.shared_memory import SharedMemoryReceiver, create_segment, open_segment
 from megarl.sync.wire.wires import Share
 from tests.helpers.second_user import UID, as_nobody, needs_second_user
@@ -72,19 +73,19 @@ def test_what_another_user_writes_into_the_store_is_not_acted_upon(meeting: Meet
     with pytest.raises(WeightSyncError, match=NOT_OURS):
         DeviceSegments(meeting.connect(), CPU, 5.0).open(Path("segment"), 8)
     assert not code.exists()
-    receiver = SharedMemoryReceiver(share_of(meeting, tmp_path / "segment"), CPU)
+    hasty = replace(meeting, timeout_s=0.5)
+    receiver = SharedMemoryReceiver(share_of(hasty, tmp_path / "segment"), CPU)
     receiver.start(7)
-    with pytest.raises(WeightSyncError, match=f"7/0/1/0/sent.*127.0.0.1:{meeting.port} {NOT_OURS}"):
-        receiver.receive(MESSAGE)
     deltas = DeltaReceiver(share_of(meeting, tmp_path / "segment"), receiver)
     deltas.start(7)
-    with pytest.raises(WeightSyncError, match=NOT_OURS):
+    with pytest.raises(WeightSyncError, match=f"length/7/0/1/0.*127.0.0.1:{meeting.port} {NOT_OURS}"):
         deltas.receive(MESSAGE)
     # Nobody has given up, until one of the run's processes says so.
-    assert await_said(meeting.connect(), "7/0/1/1/sent", 7, 0.1) is None
+    with pytest.raises(WeightSyncError, match=r"engine worker 1 was not sent within"):
+        receiver.receive(MESSAGE)
     give_up(meeting, 7)
     with pytest.raises(WeightSyncError, match="has died"):
-        await_said(meeting.connect(), "7/0/1/1/sent", 7, 0.1)
+        receiver.receive(MESSAGE)
 
 
 def test_a_message_counts_under_its_own_key_and_with_its_own_secret_only(meeting: Meeting) -> None:
@@ -97,11 +98,21 @@ def test_a_message_counts_under_its_own_key_and_with_its_own_secret_only(meeting
         assert not store.is_set(key)
         with pytest.raises(WeightSyncError, match=NOT_OURS):
             store.get(key, 1.0)
-    other = Meeting(**{**{f: getattr(meeting, f) for f in Meeting.__dataclass_fields__}, "secret": b"another run's"})
+    other = replace(meeting, secret=b"another run's").connect()
     store.set("third")
     with pytest.raises(WeightSyncError, match=NOT_OURS):
-        other.connect().get("third", 1.0)
+        other.get("third", 1.0)
     assert store.get("third", 1.0) == ""
+
+
+def test_a_signal_is_given_once_by_who_knows_the_secret(meeting: Meeting) -> None:
+    store, raw = meeting.connect(), client(meeting)
+    raw.set("sent", "")
+    replace(meeting, secret=b"another run's").connect().signal("sent")
+    assert not store.is_signalled("sent", 0.1)
+    meeting.connect().signal("sent")
+    assert store.is_signalled("sent", 5.0)
+    assert not store.is_signalled("sent", 0.1)
 
 
 def test_the_secret_is_not_printed(meeting: Meeting, tmp_path: Path) -> None:
