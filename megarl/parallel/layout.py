@@ -8,6 +8,7 @@ from megatron.core import parallel_state
 
 from megarl.config.schema import LayoutConfig
 from megarl.device.platform import platform
+from megarl.host.peers import check_peers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,9 @@ def initialize_layout(config: LayoutConfig, *, rank: int, store: dist.Store, tim
     """Join torch's default process group, create Megatron's groups in it, and return this rank's `Layout`.
 
     store: where the ranks find each other.
+
+    Raises:
+        WorkerError: a process of another user of this host has taken the place of one.
     """
     dist.init_process_group(
         platform().backend,
@@ -64,6 +68,7 @@ def initialize_layout(config: LayoutConfig, *, rank: int, store: dist.Store, tim
         expert_tensor_parallel_size=config.etp,
         distributed_timeout_minutes=timeout_s / 60,
     )
+    check_peers()
     return Layout(
         config=config,
         rank=rank,
