@@ -11,7 +11,7 @@ from pathlib import Path
 from megarl.convert.cli import add_convert
 from megarl.errors import ConfigError
 from megarl.host.exit_codes import EXIT_FAILED, exit_on_errors
-from megarl.host.streams import name_anything, write_anything
+from megarl.host.streams import name_anything, print_lines, write_anything
 from megarl.launch.cli import add_slurm
 from megarl.record.activity import shown
 from megarl.run.evaluation.cli import add_evaluation
@@ -224,7 +224,7 @@ def _explain(arguments: argparse.Namespace) -> None:
     from megarl.config.explain import explain
 
     config = load_config(arguments.config, arguments.overrides) if arguments.config else None
-    print(explain(arguments.explain, config))
+    print_lines(*explain(arguments.explain, config).split("\n"))
 
 
 def _init(arguments: argparse.Namespace) -> None:
@@ -233,7 +233,7 @@ def _init(arguments: argparse.Namespace) -> None:
     options = ("model", "train", "val", "algo", "gpus", "prompt_key", "label_key", "reward")
     request = ask_missing(arguments.directory, {name: getattr(arguments, name) for name in options})
     file = init_run(request)
-    print(f"wrote {file}; next: {dry_run(file, request.gpus)}")
+    print_lines(f"wrote {file}; next: {dry_run(file, request.gpus)}")
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -326,7 +326,7 @@ def _report(arguments: argparse.Namespace) -> None:
     from megarl.report import write_report
 
     paths = write_report(arguments.run_dir, arguments.others)
-    print(f"wrote {paths.html}\nwrote {paths.png}")
+    print_lines(f"wrote {paths.html}", f"wrote {paths.png}")
 
 
 def _trace(arguments: argparse.Namespace) -> None:
@@ -336,7 +336,7 @@ def _trace(arguments: argparse.Namespace) -> None:
     paths = RunPaths(arguments.run_dir)
     out = arguments.out or paths.trace
     write_trace(paths.timeline, out)
-    print(f"wrote {out}; open it on ui.perfetto.dev")
+    print_lines(f"wrote {out}; open it on ui.perfetto.dev")
 
 
 def _quickstart(arguments: argparse.Namespace) -> None:

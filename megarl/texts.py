@@ -1,16 +1,50 @@
-"""Keep texts that UTF-8 cannot hold out of what a run reads, and mend those that come up while it runs.
+"""Keep texts that UTF-8 cannot hold out of what a run reads and writes, and show what is hidden in texts.
 
 A Python text may contain a surrogate, half of a character that UTF-16 writes as two. JSON makes one of an escape such
 as `\\ud83d` alone, which is what remains of an emoji that was cut in two.
 """
 
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # Deeper values than this come from a mistake, and neither JSON nor Python's own functions take any depth.
 _MAX_DEPTH = 64
+# Unicode's categories of controls (C0 and C1), format characters (such as those that turn the direction of writing, or
+# have no width), surrogates, and separators of lines and paragraphs.
+_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+# The zero-width joiner and non-joiner, without which emoji and several scripts fall apart.
+_JOINERS = "\u200c\u200d"
+
+
+class Shown(dict[int, str]):
+    r"""A table for `str.translate` by which each hidden character becomes an escape such as `\x1b` or `\u202e`.
+
+    Its entries, if it is made with some, are exceptions.
+    """
+
+    def __missing__(self, code: int) -> str:
+        character = chr(code)
+        if unicodedata.category(character) in _HIDDEN and character not in _JOINERS:
+            character = character.encode("unicode_escape").decode()
+        self[code] = character
+        return character
+
+
+_LINE, _LINES = Shown(), Shown({ord("\n"): "\n", ord("\t"): "\t"})
+
+
+def visible(text: str, *, keep_lines: bool = False) -> str:
+    r"""Return a text that stays within its line and has no effect on a terminal; what is hidden in it shows.
+
+    keep_lines: whether line feeds and tabs stay as they are.
+
+    >>> print(visible("red \x1b[31m, then\n a line"))
+    red \x1b[31m, then\n a line
+    """
+    return text if text.isascii() and text.isprintable() else text.translate(_LINES if keep_lines else _LINE)
 
 
 def find_surrogate(value: Any, place: str) -> str | None:

@@ -19,7 +19,7 @@ from megarl.cluster.workers import RowShards
 from megarl.device.platform import platform
 from megarl.host.sharing import adopt_umask
 from megarl.host.stage import process_files
-from megarl.host.streams import write_anything
+from megarl.host.streams import print_lines, write_anything
 from megarl.parallel.worker import PolicyWorker
 from megarl.rollout.engine import Completion, EngineNodeWorkers, VllmEngine
 from megarl.rollout.engine_spec import EngineNode, EngineSpec
@@ -190,5 +190,5 @@ def _end_unless(started: Sequence[Any]) -> None:
     try:
         ray.get(list(started))
     except RayError as error:
-        print(f"another node of this engine could not start: {error}", file=sys.stderr, flush=True)
+        print_lines(f"another node of this engine could not start: {error}", file=sys.stderr)
         os._exit(1)

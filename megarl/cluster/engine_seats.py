@@ -15,6 +15,7 @@ from megarl.cluster.processes import in_background, wait_all
 from megarl.cluster.roster import Process
 from megarl.cluster.stacks import describe
 from megarl.config.schema import Config
+from megarl.host.streams import print_lines
 from megarl.rollout.engine_spec import engine_spec
 
 # How often a wait for engines says what they do, and of how many.
@@ -52,7 +53,7 @@ def wait_started(
         ready = ray.wait([call for _, call in starting], num_returns=len(starting), timeout=0)[0]
         slow = {process.name: process.location for process, call in starting if call not in ready}
         count = f"{len(ready)} of {len(starting)} after {now - began:.0f} s"
-        print(f"{doing}: {count}; {describe(dict(itertools.islice(slow.items(), NUM_TOLD)))}", file=sys.stderr)
+        print_lines(f"{doing}: {count}; {describe(dict(itertools.islice(slow.items(), NUM_TOLD)))}", file=sys.stderr)
 
     with in_background(tell):
         return wait_all(starting, timeout_s=timeout_s, doing=doing)

@@ -18,6 +18,7 @@ from megarl.config.judges import JudgeServerConfig
 from megarl.device.platform import platform
 from megarl.errors import WorkerError
 from megarl.host.child_environment import child_environment
+from megarl.host.streams import print_lines
 
 _POLL_S = 0.5
 # How often a server that died is started again in a run, since one that keeps dying judges nothing.
@@ -85,7 +86,7 @@ class JudgeServerActor(RunActor):
         self._num_restarts += 1
         # Its workers may live on, and hold the devices' memory.
         end_run_processes(self._workers)
-        print(f"a judge's server ended with {code}; restart {self._num_restarts} of {MAX_RESTARTS}", flush=True)
+        print_lines(f"a judge's server ended with {code}; restart {self._num_restarts} of {MAX_RESTARTS}")
         self._serve()
         return []
 

@@ -112,14 +112,14 @@ def plan_moves(resident: frozenset[Resident], phase: Phase) -> list[Move]:
     ]
 
 
-def phase_table(resident: frozenset[Resident], phases: Sequence[Phase]) -> str:
+def phase_table(resident: frozenset[Resident], phases: Sequence[Phase]) -> list[str]:
     """Format a table with a line per phase: the moves before the phase, and what is on the devices during it."""
     lines = []
     for phase in phases:
         moves = ", ".join(map(str, plan_moves(resident, phase))) or "-"
         resident = phase.needs
         lines.append(f"{phase.name:<16} | {moves:<64} | {', '.join(map(str, sorted(resident))) or '-'}")
-    return "\n".join([f"{'phase':<16} | {'moves before it':<64} | on the devices", *lines])
+    return [f"{'phase':<16} | {'moves before it':<64} | on the devices", *lines]
 
 
 class MemoryLedger:

@@ -21,7 +21,9 @@ from megarl.config.peer_files import PeerOptions, read_peer_file
 from megarl.config.schema import Config
 from megarl.config.translate import UNSET
 from megarl.errors import ConfigError
+from megarl.host.streams import print_lines
 from megarl.masking import masked_text
+from megarl.texts import visible
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _VERL: Mapping[str, Any] = {
@@ -172,7 +174,7 @@ def convert_config(path: Path, out: Path | None, given: Sequence[str] = (), comm
     peer = read_peer_file(path, given, command)
     converted = convert(peer)
     for written, why in peer.unreadable.items():
-        print(f"{path}: not known, so not in the run file: {written} ({why})", file=sys.stderr)
+        print_lines(f"{path}: not known, so not in the run file: {written} ({why})", file=sys.stderr)
     text = to_run_file(converted, str(path))
     if out is None:
         print(text, end="")
@@ -180,7 +182,7 @@ def convert_config(path: Path, out: Path | None, given: Sequence[str] = (), comm
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     counts = f"{len(converted.settings)} settings, {len(converted.lost)} options not carried over"
-    print("\n".join([f"{out}: {counts}", *_report(converted)]))
+    print_lines(f"{out}: {counts}", *_report(converted))
 
 
 def convert(peer: PeerOptions) -> Converted:
@@ -306,7 +308,8 @@ def _complete(settings: Mapping[str, Any], undecided: Set[str], lost: dict[str, 
 def to_run_file(converted: Converted, source: str) -> str:
     """Return the text of a run file, whose comments say what could not be carried over."""
     head = [f"Converted from {source} of {converted.framework} by megarl convert-config; check it with --dry-run.", ""]
-    comments = "\n".join(f"# {line}".rstrip() for line in [*head, *_report(converted)])
+    # Options of the peer may have texts with line feeds, which would end the comment.
+    comments = "\n".join(f"# {visible(line)}".rstrip() for line in [*head, *_report(converted)])
     return f"{comments}\n{yaml.safe_dump(_nested(converted.settings), sort_keys=False, allow_unicode=True)}"
 
 

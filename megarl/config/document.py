@@ -19,6 +19,7 @@ from megarl.config.document_peers import render_peers
 from megarl.config.parse import describe_type
 from megarl.config.schema import Config
 from megarl.config.setting import Range, range_of
+from megarl.host.streams import print_lines
 
 PAGE = Path("docs/configuration.md")
 JSON_SCHEMA = Path("docs/config.schema.json")
@@ -212,4 +213,4 @@ if __name__ == "__main__":
     PAGE.write_text(render(), encoding="utf-8")
     JSON_SCHEMA.write_text(render_json_schema(), encoding="utf-8")
     PEERS.write_text(render_peers(), encoding="utf-8")
-    print(f"wrote {PAGE}, {JSON_SCHEMA} and {PEERS}")
+    print_lines(f"wrote {PAGE}, {JSON_SCHEMA} and {PEERS}")

@@ -11,6 +11,7 @@ from megarl.config.load import PACKAGED, masked_config
 from megarl.config.parse import from_dict
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
+from megarl.texts import visible
 
 _WIDTH = 100
 
@@ -24,7 +25,9 @@ def explain(key: str, config: Config | None = None) -> str:
     known = entries()
     for entry in known:
         if _pattern(entry.key).fullmatch(key):
-            return _describe(entry) + ("" if config is None else f"\n  here     {_value(masked_config(config), key)}")
+            if config is None:
+                return _describe(entry)
+            return f"{_describe(entry)}\n  here     {visible(str(_value(masked_config(config), key)))}"
     within = [entry for entry in known if _pattern(entry.key.rpartition(".")[0]).fullmatch(key)]
     depth = key.count(".") + 1
     deeper = sorted({".".join(e.key.split(".")[: depth + 1]) for e in known if e.key.startswith(f"{key}.")})

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.host.exit_codes import EXIT_FAILED, exit_on_errors
+from megarl.host.streams import print_lines
 
 # One process per core, up to a number that keeps most storage busy.
 _NUM_WORKERS = min(8, len(os.sched_getaffinity(0)))
@@ -96,10 +97,9 @@ def _verify(arguments: argparse.Namespace) -> None:
     found = verify(arguments.first, arguments.second, model=arguments.model, num_workers=arguments.workers)
     size = f"{found.num_tensors} tensors, {found.num_bytes / 2**20:,.2f} MiB"
     if not found.problems:
-        print(f"equal, bit for bit, and finite: {size}")
+        print_lines(f"equal, bit for bit, and finite: {size}")
         return
-    print("\n".join(found.problems))
-    print(f"not equal: {len(found.problems)} problems; compared {size}")
+    print_lines(*found.problems, f"not equal: {len(found.problems)} problems; compared {size}")
     raise SystemExit(EXIT_FAILED)
 
 

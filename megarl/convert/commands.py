@@ -17,6 +17,7 @@ from megarl.convert.models import OpenModel, declared_dtype, open_model
 from megarl.convert.plan import ConversionPlan, plan_dist, plan_hf
 from megarl.convert.readers import DistReader, SafetensorsReader
 from megarl.errors import ConfigError, DataError
+from megarl.host.streams import print_lines
 from megarl.record.text_table import align
 from megarl.train.export import copy_companions, exported_config, write_config
 from megarl.weights.safetensors_map import INDEX_NAME, TensorSpec, dtype_of, model_index, read_specs
@@ -101,7 +102,7 @@ def _run(
     if settings.num_workers < 1:
         raise ConfigError(f"--workers: got {settings.num_workers}, expected at least 1")
     if dry_run:
-        print("\n".join(_plan_table(source, plan, settings)))
+        print_lines(*_plan_table(source, plan, settings))
         return None
     start = time.monotonic()
     try:
@@ -109,7 +110,7 @@ def _run(
     except OSError as error:
         raise DataError(f"writing {settings.out} failed: {error}; free space, and run the command again") from error
     kept = f", {outcome.num_kept} kept from an earlier run" if outcome.num_kept else ""
-    print(
+    print_lines(
         f"wrote {settings.out}: {_mib(plan.num_bytes)} MiB, {outcome.num_pieces} pieces{kept}; "
         f"read {_mib(outcome.num_bytes_read)} MiB; {time.monotonic() - start:.1f} s with {settings.num_workers} "
         f"process{'es' if settings.num_workers > 1 else ''}"

@@ -8,6 +8,7 @@ from megarl.device.platform import platform
 from megarl.doctor.finding import Finding, Status
 from megarl.doctor.machine import check_machine, check_sandbox
 from megarl.doctor.packages import check_packages
+from megarl.host.streams import print_lines
 
 
 def print_diagnosis(check_megatron: Callable[[], None], *, as_json: bool) -> bool:
@@ -17,7 +18,7 @@ def print_diagnosis(check_megatron: Callable[[], None], *, as_json: bool) -> boo
         rows = [asdict(finding) for finding in findings]
         print(json.dumps({"can_start": can_start(findings), "findings": rows}, indent=2))
     else:
-        print(to_text(findings))
+        print_lines(*to_lines(findings))
     return can_start(findings)
 
 
@@ -26,7 +27,7 @@ def can_start(findings: Sequence[Finding]) -> bool:
     return all(finding.status is not Status.MISSING for finding in findings)
 
 
-def to_text(findings: Sequence[Finding]) -> str:
+def to_lines(findings: Sequence[Finding]) -> list[str]:
     """Return a table with a line per finding, its advice below it, and a verdict at the end."""
     width = max(len(finding.subject) for finding in findings)
     lines = []
@@ -36,4 +37,4 @@ def to_text(findings: Sequence[Finding]) -> str:
             lines.append(f"{'':<8}{'':<{width}}  → {finding.advice}")
     counts = {status: sum(f.status is status for f in findings) for status in Status}
     verdict = "a run can start here" if can_start(findings) else "a run cannot start here"
-    return "\n".join([*lines, f"{verdict}: {', '.join(f'{n} {status}' for status, n in counts.items())}"])
+    return [*lines, f"{verdict}: {', '.join(f'{n} {status}' for status, n in counts.items())}"]

@@ -15,6 +15,7 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.turns import Bridges
 from megarl.environments.base import MOST_REPLY_CHARS, Action, Environment, open_environments
 from megarl.environments.calls import THREADS, LateError, attempt, describe, late_calls
+from megarl.host.streams import print_lines
 from megarl.texts import readable
 from megarl.types import Message, Prompt
 
@@ -159,7 +160,7 @@ class EpisodeHost:
             try:
                 await attempt(found[0].close, self._config.reply_timeout_s)
             except Exception as error:
-                print(f"an environment failed to close: {describe(error)}", flush=True)
+                print_lines(f"an environment failed to close: {describe(error)}")
 
     async def _limited(self, key: int, call: Callable[[], Awaitable[HostReply]], *, left_s: float = 1e9) -> HostReply:
         """Await a call within the time limits; an exception or a late answer becomes a failure."""

@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from megarl.errors import ConfigError, RunError
+from megarl.host.streams import print_lines
 from megarl.storage.writing import problem
 
 PLACE = "lock"
@@ -260,10 +261,9 @@ class DirectoryLock:
     def _shows_life(self, claim: Claim) -> bool:
         """Wait for a sign of life of an owner until it has given none for `LOST_S`; return whether there was one."""
         first, began, watched = claim.last_sign(), time.monotonic(), 0.0
-        print(
+        print_lines(
             f"{self.directory}: was taken by {claim.owner or 'a process'}; waiting up to {LOST_S:.0f} s for a sign of "
             "life of it",
-            flush=True,
         )
         while first is not None and (watched < CONFIRM_S or max(watched, time.time() - first) < LOST_S):
             time.sleep(LOOK_S)
@@ -295,6 +295,6 @@ class DirectoryLock:
         for claim in claims[:-1]:
             shutil.rmtree(claim.file.parent, ignore_errors=True)
         if left is not None:
-            print(f"{self.directory}: taken over from {left.owner or 'a process'}, which has died", flush=True)
+            print_lines(f"{self.directory}: taken over from {left.owner or 'a process'}, which has died")
         self._file = file
         return True

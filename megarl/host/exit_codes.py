@@ -31,6 +31,7 @@ from megarl.errors import (
     WorkerError,
 )
 from megarl.host.signals import leave_on_signals
+from megarl.host.streams import print_lines
 from megarl.masking import masked_text
 from megarl.storage.writing import problem, storage_cause
 
@@ -60,7 +61,7 @@ def exit_on_errors() -> Iterator[None]:
         path = Path(os.fsdecode(cause.filename or "."))
         _fail(StorageError(f"{path.absolute()}: {problem(cause, path)}"), EXIT_FAILED)
     except RunStopped as stopped:
-        print(stopped, file=sys.stderr)
+        print_lines(stopped, file=sys.stderr)
         raise SystemExit(EXIT_STOPPED) from None
     finally:
         _require_reader()
@@ -78,5 +79,5 @@ def _require_reader() -> None:
 
 def _fail(error: Exception, code: int) -> NoReturn:
     # A library's message may span several lines, but is shown as one; it may quote a URL with a password.
-    print("error:", masked_text(" ".join(str(error).split())), file=sys.stderr)
+    print_lines("error: " + masked_text(" ".join(str(error).split())), file=sys.stderr)
     raise SystemExit(code)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.host.temp_dir import PREFIX, is_private
+from megarl.texts import visible
 
 # The directory of these files, below the run's temporary directory on each host.
 DIRECTORY = "processes"
@@ -43,6 +44,16 @@ def _stage_file() -> Path:
     return process_files() / f"{os.getpid()}.stage"
 
 
+class LineFormatter(logging.Formatter):
+    """Formats a log record as one line, with everything hidden in it shown; the lines of a traceback are indented."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return visible(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return "\n".join(f"    {visible(line)}" for line in super().formatException(ei).split("\n"))
+
+
 class StageHandler(logging.Handler):
     """Tells the first line of each log record as the stage of the process that `logged_stages` was called in.
 
@@ -69,7 +80,12 @@ def logged_stages(logger: str, *, level: str) -> dict[str, Any]:
     return {
         "version": 1,
         "disable_existing_loggers": False,
-        "formatters": {"line": {"format": "%(levelname)s %(asctime)s %(filename)s:%(lineno)d %(message)s"}},
+        "formatters": {
+            "line": {
+                "class": f"{__name__}.{LineFormatter.__name__}",
+                "format": "%(levelname)s %(asctime)s %(filename)s:%(lineno)d %(message)s",
+            }
+        },
         "handlers": {
             "print": {"class": "logging.StreamHandler", "formatter": "line", "level": level},
             "stage": {"class": f"{__name__}.{StageHandler.__name__}", "level": "INFO"},

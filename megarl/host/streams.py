@@ -1,8 +1,11 @@
-"""Let a command name every file and say everything, whatever the encodings of its locale and its streams."""
+"""Let a command name every file and say everything, whatever the encodings of its streams and whatever texts hold."""
 
 import io
 import os
 import sys
+from typing import TextIO
+
+from megarl.texts import visible
 
 _VARIABLE = "PYTHONIOENCODING"
 # Handlers by which a character that the encoding lacks, or half of one from a file's name, ends the process.
@@ -32,3 +35,11 @@ def write_anything() -> None:
     encoding, _, errors = os.environ.get(_VARIABLE, "").partition(":")
     if errors in _STRICT:
         os.environ[_VARIABLE] = f"{encoding}:{_LENIENT}"
+
+
+def print_lines(*lines: object, file: TextIO | None = None) -> None:
+    """Print each argument as one line, with everything hidden in it shown, and pass it on at once.
+
+    Texts of models, tools, files and other processes can thus neither steer a terminal nor forge a line of a log.
+    """
+    print("\n".join(visible(str(line)) for line in lines), file=file, flush=True)

@@ -16,7 +16,7 @@ from megarl.errors import ConfigError
 from megarl.host.janitor import Janitor, clean_up, end_processes, scopes_of
 from megarl.host.ray_environment import HEALTH_CHECKS, RAY_ENVIRONMENT, TOKEN_VARIABLE, keep_worker_logs
 from megarl.host.sharing import adopt_umask
-from megarl.host.streams import name_anything, write_anything
+from megarl.host.streams import name_anything, print_lines, write_anything
 from megarl.host.temp_dir import RAY_DIRECTORY
 from megarl.launch.allocation import RayPorts, address_towards, interface_of
 
@@ -67,7 +67,7 @@ def main() -> None:
             environment = os.environ | {"TMPDIR": str(janitor.temp_dir)}
             code = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, env=environment).returncode
         if not stopped:
-            print(f"{socket.gethostname()}: Ray ended by itself with exit code {code}", flush=True)
+            print_lines(f"{socket.gethostname()}: Ray ended by itself with exit code {code}")
     finally:
         end_processes(janitor.scope, settle_s=0, grace_s=HURRY_S)
         keep_worker_logs(janitor.scope, arguments.logs / socket.gethostname())

@@ -22,6 +22,7 @@ from megarl.host.exit_codes import EXIT_BAD_INPUT, EXIT_STOPPED
 from megarl.host.janitor import HOSTED_RUN_VARIABLE, RunScope, clean_up
 from megarl.host.ray_environment import fresh_token
 from megarl.host.sharing import VARIABLE, shared_with, umask_variable
+from megarl.host.streams import print_lines
 from megarl.launch.allocation import Allocation, RayPorts, own_address
 from megarl.launch.command import JobCommand, read_command
 from megarl.launch.restarts import FAILED, FINISHED, STOPPED, AttemptLog
@@ -56,7 +57,7 @@ class _Driver:
 
 def say(text: str) -> None:
     """Write a line to the job's log."""
-    print(f"[{time.strftime('%H:%M:%S')}] megarl job: {text}", flush=True)
+    print_lines(f"[{time.strftime('%H:%M:%S')}] megarl job: {text}")
 
 
 def run_job(argv: Sequence[str], arguments: Namespace, *, max_restarts: int) -> int:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from megarl.config.load import read_saved
 from megarl.errors import DataError
 from megarl.host.directory_lock import BEAT_S, LOST_S, has_died
+from megarl.host.streams import print_lines
 from megarl.launch.restarts import AttemptLog
 from megarl.masking import masked_text
 from megarl.record.metrics import RunPaths, read_metrics
@@ -166,5 +167,4 @@ def print_status(root: Path, *, as_json: bool) -> None:
         print(json.dumps(seen, indent=1))
         return
     width = max(map(len, seen))
-    for name, value in seen.items():
-        print(f"{name:{width}}  {value}")
+    print_lines(*(f"{name:{width}}  {value}" for name, value in seen.items()))

@@ -12,6 +12,7 @@ from megarl.config.check import TRAINING_CHECKS
 from megarl.config.load import PACKAGED
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, WorkerError
+from megarl.host.streams import print_lines
 
 TEMPLATES = PACKAGED.parent / "slurm"
 # In a template, the line between the options of two components of a heterogeneous job, and the first line after all.
@@ -87,7 +88,7 @@ def submit(request: SubmitRequest, *, dry_run: bool = False) -> list[int]:
         if done.returncode:
             raise WorkerError(f"sbatch refused the job: {done.stderr.strip()}")
         jobs.append(int(done.stdout.split(";")[0]))
-        print(f"submitted job {jobs[-1]}")
+        print_lines(f"submitted job {jobs[-1]}")
     return jobs
 
 

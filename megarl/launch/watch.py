@@ -9,9 +9,11 @@ from typing import Any
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from megarl.launch.status import SHOWN_METRICS, describe_status, read_status
 from megarl.record.metrics import RunPaths, read_metrics
+from megarl.texts import visible
 
 REFRESH_S = 2.0
 _BARS = "▁▂▃▄▅▆▇█"
@@ -30,7 +32,8 @@ def watch_status(root: Path, console: Console | None = None) -> None:
 def _picture(root: Path) -> Group:
     status = Table(show_header=False, box=None, pad_edge=False)
     for name, value in describe_status(root, now=time.time()).items():
-        status.add_row(name, str(value), style="bold red" if name == "error" else None)
+        # As texts, because rich would take [brackets] of a plain string for markup.
+        status.add_row(Text(visible(name)), Text(visible(str(value))), style="bold red" if name == "error" else None)
     curves = Table(box=None, pad_edge=False)
     for heading in ("", "over steps", "first", "last", "lowest", "highest"):
         curves.add_column(heading, justify="left" if heading in ("", "over steps") else "right")

@@ -12,6 +12,7 @@ from megarl.config.load import PACKAGED, load_config
 from megarl.data.files import columns_of
 from megarl.device.accelerators import nvidia_devices
 from megarl.errors import ConfigError, DataError
+from megarl.host.streams import print_lines
 from megarl.plan.build import plan_run
 from megarl.weights.families import read_model_spec
 from megarl.weights.hub import local_model
@@ -93,7 +94,7 @@ class _Question:
             try:
                 return self.read("" if answer == "-" else answer)
             except (ConfigError, DataError) as error:
-                print(f"  {error}")
+                print_lines(f"  {error}")
 
 
 def ask_missing(directory: Path, given: Mapping[str, Any]) -> InitRequest:

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from megarl.config.generation import ScheduleConfig
 from megarl.errors import ConfigError
+from megarl.host.streams import print_lines
 from megarl.plan.async_fit import Measured, measure
 from megarl.plan.simulate import Outcome, Setting, simulate
 from megarl.record.text_table import align
@@ -57,9 +58,9 @@ class AsyncPlan:
 def print_async_plan(run_dir: Path, *, num_devices: int | None, staleness: Sequence[int], window_frac: float) -> None:
     """Print the plan of a run, and write its picture into the run's directory. Devices default to the run's own."""
     plan = plan_async(measure(run_dir), num_devices=num_devices, staleness=staleness, window_frac=window_frac)
-    print("\n".join(plan_lines(plan)))
+    print_lines(*plan_lines(plan))
     draw(plan, run_dir / PICTURE)
-    print(f"wrote {run_dir / PICTURE}")
+    print_lines(f"wrote {run_dir / PICTURE}")
 
 
 def plan_async(

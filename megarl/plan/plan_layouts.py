@@ -7,6 +7,7 @@ from dataclasses import asdict
 from megarl.config.batches import batch_counts
 from megarl.config.check_batches import max_row_tokens
 from megarl.config.schema import LayoutConfig
+from megarl.host.streams import print_lines
 from megarl.plan.search import Choice, LayoutSearch, find_layouts
 from megarl.record.text_table import align
 
@@ -16,7 +17,10 @@ GIB = 2**30
 def print_layouts(search: LayoutSearch, *, most: int, as_json: bool) -> None:
     """Search, and print the best choices as text or as JSON."""
     choices = find_layouts(search, most=most)
-    print(to_json(search, choices) if as_json else "\n".join(to_lines(search, choices)))
+    if as_json:
+        print(to_json(search, choices))
+    else:
+        print_lines(*to_lines(search, choices))
 
 
 def to_json(search: LayoutSearch, choices: Sequence[Choice]) -> str:

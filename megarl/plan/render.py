@@ -8,8 +8,10 @@ from dataclasses import asdict
 from megarl.config.schema import Config
 from megarl.device.platform import platform
 from megarl.errors import ConfigError
+from megarl.host.streams import print_lines
 from megarl.plan.build import plan_run
 from megarl.plan.run_plan import RolePlan, RunPlan, ShardPlan
+from megarl.texts import visible
 
 GIB = 2**30
 
@@ -25,7 +27,10 @@ def print_plan(config: Config, *, device_gib: float | None, as_json: bool) -> No
     here = [device.memory_gib for device in platform().devices()]
     gib = device_gib or (min(here) if here else None)
     plan = plan_run(config, device_bytes=None if gib is None else int(gib * GIB))
-    print(to_json(plan) if as_json else to_text(plan))
+    if as_json:
+        print(to_json(plan))
+    else:
+        print_lines(*to_text(plan).split("\n"))
 
 
 def to_json(plan: RunPlan) -> str:
@@ -41,7 +46,7 @@ def to_text(plan: RunPlan) -> str:
     """Return the plan as a page of text."""
     sections = (_layout_lines, _step_lines, _scoring_lines, _engine_lines, _memory_lines, _warning_lines)
     lines = itertools.chain(role_lines(plan.roles), *(section(plan) for section in sections))
-    return "\n".join([f"plan of {plan.run}; nothing was started", *lines])
+    return "\n".join(map(visible, [f"plan of {plan.run}; nothing was started", *lines]))
 
 
 def ranges(numbers: Sequence[int]) -> str:

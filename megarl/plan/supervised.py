@@ -8,6 +8,7 @@ from pathlib import Path
 from megarl.config.schema import Config
 from megarl.data.demonstrations import SftDataset
 from megarl.data.packing import plan_micro_batches
+from megarl.host.streams import print_lines
 from megarl.plan.build import role_plan
 from megarl.plan.devices import plan_shard
 from megarl.plan.render import role_lines, shard_lines
@@ -44,7 +45,10 @@ class SupervisedPlan:
 def print_supervised_plan(command: Command, config: Config, *, as_json: bool) -> None:
     """Plan a supervised run and print the plan as text or JSON, without starting anything."""
     plan = plan_supervised(command, config)
-    print(json.dumps(asdict(plan), indent=2) if as_json else "\n".join(_lines(plan)))
+    if as_json:
+        print(json.dumps(asdict(plan), indent=2))
+    else:
+        print_lines(*_lines(plan))
 
 
 def plan_supervised(command: Command, config: Config) -> SupervisedPlan:

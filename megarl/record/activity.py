@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from megarl.device.platform import apply_environment
+from megarl.host.streams import print_lines
+from megarl.texts import visible
 
 # How often the live line is renewed, and after what silence a plain one is printed; the first comes sooner.
 LIVE_S, SILENCE_S, FIRST_S = 0.5, 4.0, 1.0
@@ -78,12 +80,12 @@ class LiveStatus(contextlib.AbstractContextManager["LiveStatus"]):
             what, since = current_activity() or ("", time.time())
             text = f"{what}, {time.time() - since:.0f} s" if what else ""
             if self._line is not None:
-                self._line.set_description_str(text)
+                self._line.set_description_str(visible(text))
             elif text and time.monotonic() - _printed[0] >= self._silence_s:
                 printed()
                 # A reader that has gone away is noticed by the command itself, when it prints.
                 with contextlib.suppress(BrokenPipeError):
-                    print(f"… {text}", file=self._stream, flush=True)
+                    print_lines(f"… {text}", file=self._stream)
 
 
 @contextlib.contextmanager

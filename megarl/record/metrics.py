@@ -21,7 +21,7 @@ from megarl.record.json_lines import append_lines, open_lines, read_lines
 from megarl.record.turns import TURNS_TYPE, Turn, read_turns
 from megarl.storage.reading import RESTORE, reading
 from megarl.storage.writing import dispensable, replacing, writing
-from megarl.texts import plain, readable
+from megarl.texts import plain, readable, visible
 
 
 class RunPaths:
@@ -140,7 +140,7 @@ class TensorBoardSink:
     def write(self, record: MetricsRecord) -> None:
         with self._writing():
             for name, value in record.metrics.items():
-                self._writer.add_scalar(name, value, record.step, walltime=record.time_s)
+                self._writer.add_scalar(visible(name), value, record.step, walltime=record.time_s)
             self._writer.flush()
 
     def close(self) -> None:

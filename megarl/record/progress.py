@@ -10,7 +10,9 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from megarl.host.streams import print_lines
 from megarl.record.activity import printed
+from megarl.texts import visible
 
 # Steps whose mean duration predicts the rest: enough to even out validation, few enough to follow changes.
 ETA_WINDOW_STEPS = 10
@@ -50,7 +52,7 @@ class ProgressValues:
 
 def write_line(text: str) -> None:
     """Print a line above the live progress bar, if there is one."""
-    tqdm.write(text, file=sys.stdout)
+    tqdm.write(visible(text), file=sys.stdout)
     sys.stdout.flush()
     printed()
 
@@ -98,13 +100,14 @@ class Progress(AbstractContextManager["Progress"]):
         self._num_flat: int | None = 0
         self._bar: tqdm[None] | None = None
         if self._stream.isatty():
+            name = visible(description).replace("{", "{{").replace("}", "}}")
             self._bar = tqdm(
                 total=total,
                 initial=initial,
                 file=self._stream,
                 dynamic_ncols=True,
                 mininterval=0.0,
-                bar_format=f"{description} {{bar:12}} {{n_fmt}}/{{total_fmt}}  {{desc}}",
+                bar_format=f"{name} {{bar:12}} {{n_fmt}}/{{total_fmt}}  {{desc}}",
             )
 
     def update(self, step: int, values: ProgressValues) -> None:
@@ -140,9 +143,9 @@ class Progress(AbstractContextManager["Progress"]):
     def note(self, text: str) -> None:
         """Print a line of its own; a live bar moves below it."""
         if self._bar is None:
-            print(text, file=self._stream, flush=True)
+            print_lines(text, file=self._stream)
         else:
-            tqdm.write(text, file=self._stream)
+            tqdm.write(visible(text), file=self._stream)
         printed()
 
     def __exit__(self, *_: object) -> None:

@@ -2,13 +2,18 @@
 
 from collections.abc import Collection, Sequence
 
+from megarl.texts import visible
+
 
 def align(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:
     """Lay out rows as lines with columns of equal width, aligned right except for the columns `left`.
 
+    What is hidden in a cell shows.
+
     >>> align([["a", "1"], ["bb", "10"]])
     ['a    1', 'bb  10']
     """
+    rows = [list(map(visible, row)) for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:

@@ -1,5 +1,6 @@
 """Send metrics to experiment trackers; their packages are optional, and imported only for a project that is set."""
 
+import re
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 from megarl.config.optional import import_optional
 from megarl.config.schema import LoggingConfig
 from megarl.record.metrics import MetricsRecord
+from megarl.texts import visible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +38,8 @@ class TrackerSink:
     finish: Callable[[], Any]
 
     def write(self, record: MetricsRecord) -> None:
-        self.log(dict(record.metrics), step=record.step)
+        # Data and users' functions name some.
+        self.log({visible(name): value for name, value in record.metrics.items()}, step=record.step)
 
     def close(self) -> None:
         self.finish()
@@ -79,8 +82,9 @@ def _mlflow(package: Any, run: TrackedRun) -> TrackerSink:
         package.log_dict(dict(run.settings), "config.json")
 
     def log(metrics: Mapping[str, float], step: int) -> None:
-        # MLflow's names may not hold the @ of pass@k.
-        package.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
+        # MLflow refuses names with other characters, such as the @ of pass@k, and those that are no plain path.
+        names = {name: re.sub(r"[^/\w.\- :]|\.\.", "_", name.replace("@", "_at_")) for name in metrics}
+        package.log_metrics({names[name]: value for name, value in metrics.items()}, step=step)
 
     return TrackerSink(log=log, finish=package.end_run)
 

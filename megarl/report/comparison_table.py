@@ -3,6 +3,7 @@
 from megarl.record.text_table import align
 from megarl.report.comparison import CLEAR_P_VALUE, Comparison, GroupResult
 from megarl.report.summary import REWARD_EDGE_STEPS
+from megarl.texts import visible
 
 _NONE = "-"
 
@@ -23,14 +24,13 @@ def comparison_text(comparison: Comparison) -> str:
         f"difference from {comparison.baseline}",
     )
     rows = [header, *(_row(group) for group in comparison.groups)]
-    return "\n".join(
-        [
-            *align(rows, left=(0, len(header) - 1)),
-            "",
-            *_legend(comparison),
-            *(f"note: {note}" for note in comparison.notes),
-        ]
-    )
+    lines = [
+        *align(rows, left=(0, len(header) - 1)),
+        "",
+        *_legend(comparison),
+        *(visible(f"note: {note}") for note in comparison.notes),
+    ]
+    return "\n".join(lines)
 
 
 def _row(group: GroupResult) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from markupsafe import Markup
 from megarl.record.text_table import align
 from megarl.report.marked_text import FULL_GAIN, gain_text, visible_text
 from megarl.report.template import STYLE
+from megarl.texts import visible
 
 # Answers of each verdict that a terminal shows; the page shows all.
 NUM_SHOWN = 2
@@ -72,29 +73,31 @@ class HintReport:
 
 def to_text(report: HintReport, *, with_colors: bool) -> str:
     """Write a report for a terminal. Without colours, hints are enclosed in ⟦ ⟧, and tokens are followed by gains."""
-    lines = [report.title, report.details]
+    lines = [visible(report.title), visible(report.details)]
     for table in report.tables:
         lines += ["", table.title, *align(table.rows)]
     for example in report.examples:
-        hint = f"\x1b[7m{example.hint}\x1b[0m" if with_colors else f"⟦{example.hint}⟧"
-        lines += ["", example.title, f"{example.before}{hint}{example.after}"]
+        before, hint, after = (visible(t, keep_lines=True) for t in (example.before, example.hint, example.after))
+        hint = f"\x1b[7m{hint}\x1b[0m" if with_colors else f"⟦{hint}⟧"
+        lines += ["", visible(example.title), f"{before}{hint}{after}"]
     for verdict, answer in (
         (verdict, answer)
         for verdict, is_right in (("right", True), ("wrong", False))
         for answer in [a for a in report.answers if a.is_right is is_right][:NUM_SHOWN]
     ):
-        lines += ["", f"{answer.title}, {verdict}: {answer.question}"]
+        lines += ["", f"{visible(answer.title)}, {verdict}: {visible(answer.question, keep_lines=True)}"]
         lines.append("".join(_terminal_token(token, with_colors=with_colors) for token in answer.tokens))
     return "\n".join(lines)
 
 
 def _terminal_token(token: ScoredToken, *, with_colors: bool) -> str:
+    text = visible(token.text, keep_lines=True)
     if not with_colors:
-        return f"{token.text}({token.gain:+.1f})" if abs(token.gain) >= 0.05 else token.text
+        return f"{text}({token.gain:+.1f})" if abs(token.gain) >= 0.05 else text
     strength = _strength(token.gain)
     # Mixed with a dark background, so that white text can be read on it.
     red, green, blue = (round(30 + strength * (part - 30)) for part in (_BETTER if token.gain > 0 else _WORSE))
-    shown = token.text.replace("\n", "↵\n")
+    shown = text.replace("\n", "↵\n")
     return f"\x1b[38;2;255;255;255;48;2;{red};{green};{blue}m{shown}\x1b[0m"
 
 

@@ -12,6 +12,7 @@ from megarl.config.rewards import RewardsConfig
 from megarl.data.answers import response_decoder
 from megarl.data.prompts import PromptDataset
 from megarl.errors import ConfigError, DataError
+from megarl.host.streams import print_lines
 from megarl.rewards.custom import CustomFunctions, try_functions
 from megarl.rewards.environment import EnvironmentJudge
 from megarl.rewards.judge import Judge
@@ -107,7 +108,7 @@ def check_ground_truths(rewards: RewardsConfig, data: PromptDataset) -> None:
         if index in chosen:
             by_scorer.append((prompt, spec))
     if warning := check_own_answers(by_scorer, rewards.ground_truths.max_unscorable):
-        print(warning, file=sys.stderr)
+        print_lines(warning, file=sys.stderr)
     firsts = first_prompts(data)
     if rewards.custom.dry_run:
         try_functions(CustomFunctions(rewards), firsts)

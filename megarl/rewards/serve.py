@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from megarl.config.rewards import RewardsConfig
 from megarl.errors import ConfigError, DataError, NonFiniteError, RunError
+from megarl.host.streams import print_lines
 from megarl.rewards.question import Question, Verdict
 from megarl.rewards.rule import RuleJudge
 from megarl.rewards.wire import UNJUDGED
@@ -182,7 +183,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
-            print(f"rewards at http://{host}:{port}{PATH}, health at http://{host}:{port}/health", flush=True)
+            print_lines(f"rewards at http://{host}:{port}{PATH}, health at http://{host}:{port}/health")
 
 
 def serve_rewards(rewards: RewardsConfig, options: ServeOptions) -> None:

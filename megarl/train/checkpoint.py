@@ -17,6 +17,7 @@ from megarl.config.load import masked_settings, saved_config
 from megarl.config.schema import CheckpointConfig, Config, role_settings
 from megarl.errors import DataError, RunStopped
 from megarl.host.signals import StopRequest
+from megarl.host.streams import print_lines
 from megarl.storage.writing import writing
 from megarl.train.manifest import MARKER, Manifest, damage_of
 from megarl.types import AlgoState
@@ -143,7 +144,7 @@ def last_checkpoint(root: Path, resume: Resume = "newest") -> Checkpoint | None:
         )
         raise DataError(f"{newest}: is damaged: {damage}; {other}: put a copy of {newest.name} back, or {remedy}")
     for path, damage in damaged.items():
-        print(f"{path}: is damaged, and not used: {damage}", flush=True)
+        print_lines(f"{path}: is damaged, and not used: {damage}")
     return None if whole is None else read_checkpoint(whole)
 
 
@@ -224,11 +225,10 @@ class CheckpointManager:
         self._remove_superfluous()
         free = shutil.disk_usage(self._root).free
         if free < num_bytes:
-            print(
+            print_lines(
                 f"warning: {self._root}: a checkpoint takes {num_bytes / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB "
                 "are free: the next one will not fit; free space there before it is due, or lower checkpoint.keep_last "
                 "and checkpoint.keep_best",
-                flush=True,
             )
 
     def _remove_superfluous(self) -> None:

@@ -102,7 +102,8 @@ class Trainer:
             in_background(self.rollouts.source.poll),
         ):
             if config.placement.offload:
-                progress.note(residency.phase_table(residency.SYNC.needs, residency.step_phases(inputs.roles)))
+                for line in residency.phase_table(residency.SYNC.needs, residency.step_phases(inputs.roles)):
+                    progress.note(line)
             self.engines.push(start)
             if checkpoint:
                 source, goes_on = checkpoint.state.source, self.gate.passed

@@ -30,6 +30,7 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.sampler import train_files
 from megarl.device.platform import platform
 from megarl.errors import ConfigError
+from megarl.host.streams import print_lines
 from megarl.report.hint_page import HintedExample, HintReport, ScoredAnswer, Table, answer_tokens, to_html, to_text
 from megarl.rewards.build import open_rewards
 from megarl.rewards.routes import without_training
@@ -106,12 +107,12 @@ def inspect_hints(request: InspectRequest) -> HintReport:
         report = _with_signal(report, request, config, tokenizer, placer, [prompt for prompt, _ in chosen])
     print(to_text(report, with_colors=sys.stdout.isatty()))
     for warning in survey.warnings(placer):
-        print(f"warning: {warning}")
+        print_lines(f"warning: {warning}")
     if request.out is not None or request.model is not None:
         out = request.out or Path("hints.html")
         with replacing(out) as file:
             file.write_text(to_html(report), encoding="utf-8")
-        print(f"wrote {out}")
+        print_lines(f"wrote {out}")
     survey.require_some(placer)
     return report
 

@@ -14,7 +14,7 @@ from megarl.storage.writing import replacing
 TABLE, SAMPLES = "table.parquet", "samples.parquet"
 
 
-def results_text(results: Sequence[SourceResult]) -> str:
+def results_lines(results: Sequence[SourceResult]) -> list[str]:
     """Return a table with a row per data source of each file."""
     first, with_turns = results[0], any(result.turns is not None for result in results)
     header = (
@@ -29,7 +29,7 @@ def results_text(results: Sequence[SourceResult]) -> str:
         "truncated",
         *(("turns", "calls") if with_turns else ()),
     )
-    return "\n".join(align([header, *(_row(result, with_turns=with_turns) for result in results)], left=(0, 1)))
+    return align([header, *(_row(result, with_turns=with_turns) for result in results)], left=(0, 1))
 
 
 def _row(result: SourceResult, *, with_turns: bool) -> tuple[str, ...]:

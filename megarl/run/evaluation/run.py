@@ -15,6 +15,7 @@ from megarl.cluster.supervisor import EngineSupervisor, WeightSync
 from megarl.config.schema import Config
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.sharing import shared_with
+from megarl.host.streams import print_lines
 from megarl.record.answers import Answer, results_by_source
 from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import write_settings
@@ -24,7 +25,7 @@ from megarl.rewards.routes import without_training
 from megarl.rollout.source import Batch, SamplingPlan, collect
 from megarl.rollout.vllm_source import VllmSource
 from megarl.run.evaluation.inputs import EvalInputs, EvalRequest, open_eval_inputs
-from megarl.run.evaluation.output import results_text, write_results
+from megarl.run.evaluation.output import results_lines, write_results
 from megarl.run.start import started_cluster
 from megarl.types import Prompt, Reward, RolloutBatch
 from megarl.types.messages import LoadRequest
@@ -49,7 +50,9 @@ def evaluate(request: EvalRequest) -> None:
         inputs = open_eval_inputs(request)
         config = inputs.config
         if inputs.data.num_dropped:
-            print(f"--data: dropped {inputs.data.num_dropped} prompts over {config.data.max_prompt_tokens} tokens")
+            print_lines(
+                f"--data: dropped {inputs.data.num_dropped} prompts over {config.data.max_prompt_tokens} tokens"
+            )
         with shared_with(config.run.share, inputs.out):
             write_settings(inputs.out, config)
             logs, with_trainer = inputs.out / "logs", inputs.checkpoint is not None
@@ -59,10 +62,10 @@ def evaluate(request: EvalRequest) -> None:
             ):
                 answers = list(_answers(inputs, cluster, engines))
             results = results_by_source(answers, inputs.ks)
-            print(results_text(results))
+            print_lines(*results_lines(results))
             lock.require()
             for path in write_results(inputs.out, results, answers):
-                print(f"wrote {path}")
+                print_lines(f"wrote {path}")
 
 
 class _OwnWeights:

@@ -19,7 +19,7 @@ from megarl.record.answers import (
     write_answers,
 )
 from megarl.record.turns import Turn
-from megarl.run.evaluation.output import results_text
+from megarl.run.evaluation.output import results_lines
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_of_a_conversation_the_last_turn_votes_and_turns_and_calls_are_counted()
     assert majority_correct(talks) == 1.0
     (result,) = results_by_source(talks, [1])
     assert (result.turns, result.tool_calls) == (2.0, 2.0)
-    assert results_text([result]).splitlines()[0].split()[-2:] == ["turns", "calls"]
-    assert results_text([result]).splitlines()[1].split()[-2:] == ["2.00", "2.00"]
+    assert results_lines([result])[0].split()[-2:] == ["turns", "calls"]
+    assert results_lines([result])[1].split()[-2:] == ["2.00", "2.00"]
 
 
 def test_conversations_come_back_from_files(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from megarl.record.answers import SourceResult, results_by_source
-from megarl.run.evaluation.output import results_text, write_results
+from megarl.run.evaluation.output import results_lines, write_results
 from tests.unit.record.test_answers import answers
 
 
@@ -27,7 +27,7 @@ def result(name: str, *, error: float | None) -> SourceResult:
 
 
 def test_table() -> None:
-    assert results_text([result("sums", error=0.0124), result("openai/gsm8k", error=None)]).splitlines() == [
+    assert results_lines([result("sums", error=0.0124), result("openai/gsm8k", error=None)]) == [
         "data         source        prompts          avg@8  pass@1  pass@4  maj@8  greedy  tokens  truncated",
         "val.parquet  sums              256  0.441 ± 0.012   0.441   0.812  0.500   0.050    17.2       1.2%",
         "val.parquet  openai/gsm8k      256          0.441   0.441   0.812  0.500   0.050    17.2       1.2%",
