@@ -8,6 +8,13 @@ set -euo pipefail
 image="${1:?container.sh: expected the image, a squashfs file; see the comment at the top of this script}"
 shift
 mounts=("$@")
+# These options go through word splitting of shells, and commas separate mounts.
+for path in "$image" "$@"; do
+    if [[ "$path" == *[[:space:][:cntrl:],\'\"\\*?\$\`]* ]]; then
+        printf 'container.sh: got %q, expected a path without spaces, commas, quotes and characters of patterns\n' "$path" >&2
+        exit 2
+    fi
+done
 for name in srun scontrol scancel; do
     if ! program="$(command -v "$name")"; then
         echo "container.sh: no $name here; run it on a login node, or load Slurm's module first" >&2

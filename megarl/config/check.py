@@ -3,7 +3,6 @@
 Each rule is a function that raises ConfigError. Tuples at the end of the module list the rules of each kind of run.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -28,6 +27,7 @@ from megarl.config.check_experts import check_expert_width, check_experts, check
 from megarl.config.check_keep_best import check_scores_for_keep_best, check_supervised_scores_for_keep_best
 from megarl.config.check_kernels import check_batch_invariance, check_kernels
 from megarl.config.check_layout import check_layout, check_role_layouts, check_stages, check_tp, model_dimension
+from megarl.config.check_names import check_names
 from megarl.config.check_placement import (
     check_engine_tp,
     check_engines,
@@ -136,8 +136,6 @@ def _require_dtype_of_layers(config: Config) -> None:
 
 def _require_joined_cluster(config: Config) -> None:
     cluster = config.cluster
-    if cluster.address is not None and not re.fullmatch(r"[^:\s]+:[0-9]+", cluster.address):
-        raise ConfigError(f"cluster.address: got {cluster.address!r}, expected HOST:PORT of a running Ray cluster")
     if cluster.hosts and cluster.address is None:
         raise ConfigError(
             "cluster.hosts: is set, but without cluster.address Ray is started on this host alone; set "
@@ -259,6 +257,7 @@ def _require_other_hints(config: Config) -> None:
 # Ranges come first: later rules divide by these numbers.
 COMMON_RULES: tuple[Rule, ...] = (
     require_ranges,
+    check_names,
     _require_model_path,
     _require_sound_layout,
     _require_dtype_of_layers,
@@ -315,6 +314,7 @@ TRAIN_PREFERENCE_RULES: tuple[Rule, ...] = (
 )
 EVAL_RULES: tuple[Rule, ...] = (
     require_ranges,
+    check_names,
     _require_sound_layout,
     check_batch_invariance,
     check_rewards,

@@ -1,7 +1,9 @@
-"""Read which hosts Slurm gave this job, and derive Ray's ports and addresses."""
+"""Read which hosts Slurm gave this job, and choose Ray's ports and addresses."""
 
+import contextlib
 import ipaddress
 import os
+import secrets
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -14,7 +16,6 @@ from megarl.errors import ConfigError
 
 # Below the range that Linux takes its own ports from.
 FIRST_PORT, NUM_PORTS = 20000, 12000
-PORTS_PER_JOB = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,19 +82,16 @@ class Allocation:
             ) from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RayPorts:
-    """The ports of Ray that are chosen explicitly, since jobs that share a host need different ports."""
-
-    gcs: int
-    client: int
-    agent: int
-
-    @classmethod
-    def of_job(cls, job_id: int) -> Self:
-        """Return a job's ports. Any 4,000 consecutive job ids have different ports."""
-        first = FIRST_PORT + job_id * PORTS_PER_JOB % NUM_PORTS
-        return cls(gcs=first, client=first + 1, agent=first + 2)
+def free_ports(count: int) -> list[int]:
+    """Draw ports that nothing on this host listens on. Nobody can know them before, to take them or to wait there."""
+    drawn: list[int] = []
+    for port in secrets.SystemRandom().sample(range(FIRST_PORT, FIRST_PORT + NUM_PORTS), NUM_PORTS):
+        if len(drawn) == count:
+            break
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            drawn.append(port)
+    return drawn
 
 
 def own_address(hostname: str) -> str:

@@ -12,6 +12,7 @@ from megarl.config.schema import ClusterConfig, Config
 from megarl.errors import ConfigError
 from megarl.host.sharing import Share
 from megarl.launch.allocation import HostGroup
+from megarl.record.metrics import RunPaths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ def read_command(argv: Sequence[str], arguments: Namespace) -> JobCommand:
     num_nodes: dict[str, int] = {}
     if arguments.command in TRAINING_CHECKS:
         config = load_config(arguments.config, arguments.overrides)
-        directory = Path(config.run.dir) / config.run.name
+        directory = RunPaths.of(config.run).root
         placement = config.placement
         if arguments.command == "train" and placement.mode == "split":
             groups = {"trainer": placement.trainer, "engines": placement.engines}

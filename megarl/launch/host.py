@@ -18,7 +18,7 @@ from megarl.host.ray_environment import HEALTH_CHECKS, RAY_ENVIRONMENT, TOKEN_VA
 from megarl.host.sharing import adopt_umask
 from megarl.host.streams import name_anything, print_lines, write_anything
 from megarl.host.temp_dir import RAY_DIRECTORY
-from megarl.launch.allocation import RayPorts, address_towards, interface_of
+from megarl.launch.allocation import address_towards, free_ports, interface_of
 
 # How long processes get to end; Slurm may kill what is left 3 s after its first signal.
 HURRY_S = 1.0
@@ -32,13 +32,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m megarl.launch.host", description=__doc__)
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--job-id", type=int, required=True)
-    parser.add_argument("--head", required=True, help="address of the first host")
+    parser.add_argument("--head", required=True, help="HOST:PORT of Ray on the first host")
     parser.add_argument("--num-cpus", type=int, required=True, help="logical CPUs, for placement")
     parser.add_argument("--object-store-mib", type=int, required=True)
     parser.add_argument("--logs", type=Path, required=True, help="where logs go, a directory per host")
     arguments = parser.parse_args()
-    ports, head = RayPorts.of_job(arguments.job_id), str(arguments.head)
-    address = address_towards(head, ports.gcs)
+    head, _, port = arguments.head.partition(":")
+    address = address_towards(head, int(port))
     # Workers inherit all of this from Ray. What the user exported wins.
     os.environ.setdefault("MEGARL_HOST_ADDRESS", address)
     if address != "127.0.0.1":
@@ -63,7 +63,7 @@ def main() -> None:
     try:
         with _stop_on_sigterm() as stopped:
             # This process now ignores SIGUSR1, and its children inherit that.
-            command = _command(arguments, ports, address, janitor.temp_dir / RAY_DIRECTORY)
+            command = _command(arguments, address, janitor.temp_dir / RAY_DIRECTORY)
             environment = os.environ | {"TMPDIR": str(janitor.temp_dir)}
             code = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, env=environment).returncode
         if not stopped:
@@ -96,19 +96,21 @@ def _stop_on_sigterm() -> Iterator[list[int]]:
         yield received
 
 
-def _command(arguments: argparse.Namespace, ports: RayPorts, address: str, temp_dir: Path) -> list[str]:
-    here = address == arguments.head
+def _command(arguments: argparse.Namespace, address: str, temp_dir: Path) -> list[str]:
+    head, _, port = arguments.head.partition(":")
+    # Each attempt draws anew, so one that loses a port between the draw and its use is repeated with others.
+    client, agent = free_ports(2)
     own = (
-        ["--head", f"--port={ports.gcs}", f"--ray-client-server-port={ports.client}", "--include-dashboard=false"]
-        if here
-        else [f"--address={arguments.head}:{ports.gcs}"]
+        ["--head", f"--port={port}", f"--ray-client-server-port={client}", "--include-dashboard=false"]
+        if address == head
+        else [f"--address={arguments.head}"]
     )
     return [
         str(Path(sys.executable).with_name("ray")),
         "start",
         *own,
         f"--node-ip-address={address}",
-        f"--dashboard-agent-listen-port={ports.agent}",
+        f"--dashboard-agent-listen-port={agent}",
         # Any free ports; by default those of all jobs on a host are from one small range.
         "--min-worker-port=0",
         "--max-worker-port=0",

@@ -23,7 +23,7 @@ from megarl.host.janitor import HOSTED_RUN_VARIABLE, RunScope, clean_up
 from megarl.host.ray_environment import fresh_token
 from megarl.host.sharing import VARIABLE, shared_with, umask_variable
 from megarl.host.streams import print_lines
-from megarl.launch.allocation import Allocation, RayPorts, own_address
+from megarl.launch.allocation import Allocation, free_ports, own_address
 from megarl.launch.command import JobCommand, read_command
 from megarl.launch.restarts import FAILED, FINISHED, STOPPED, AttemptLog
 
@@ -120,8 +120,8 @@ def _attempt(command: JobCommand, allocation: Allocation, logs: Path, driver: _D
     if driver.signals:
         return EXIT_STOPPED
     run_id = f"{allocation.job_id}-{allocation.num_requeues}-{number}"
-    head, ports = own_address(allocation.hosts[0]), RayPorts.of_job(allocation.job_id)
-    address = f"{head}:{ports.gcs}"
+    head, (port,) = own_address(allocation.hosts[0]), free_ports(1)
+    address = f"{head}:{port}"
     # In the environment, which srun hands on, no other user sees it.
     environment = os.environ | fresh_token()
     # Slurm gives tasks, and the files of their output, the umask with which the job was submitted.
@@ -129,7 +129,8 @@ def _attempt(command: JobCommand, allocation: Allocation, logs: Path, driver: _D
     here = logs / f"attempt-{number}"
     here.mkdir(parents=True, exist_ok=True)
     say(f"attempt {number} on {', '.join(allocation.hosts)}; Ray at {address}; logs in {here}")
-    hosts = subprocess.Popen(_srun(command, allocation, run_id, head, here), env=environment, stdin=subprocess.DEVNULL)
+    line = _srun(command, allocation, run_id, address, here)
+    hosts = subprocess.Popen(line, env=environment, stdin=subprocess.DEVNULL)
     driver.process = subprocess.Popen(
         [sys.executable, "-m", "megarl.cli", *command.on(address, allocation.hosts)],
         env=environment | {HOSTED_RUN_VARIABLE: run_id, "MEGARL_HOST_ADDRESS": head},
@@ -143,7 +144,7 @@ def _attempt(command: JobCommand, allocation: Allocation, logs: Path, driver: _D
         clean_up(RunScope(run_id=run_id))
 
 
-def _srun(command: JobCommand, allocation: Allocation, run_id: str, head: str, logs: Path) -> list[str]:
+def _srun(command: JobCommand, allocation: Allocation, run_id: str, address: str, logs: Path) -> list[str]:
     """Return the srun command that keeps Ray running on every host, by one task per host.
 
     Raises ConfigError if the user's arguments for srun cannot be split into words.
@@ -170,7 +171,8 @@ def _srun(command: JobCommand, allocation: Allocation, run_id: str, head: str, l
             "--overlap",
             "--mem=0",
             "--kill-on-bad-exit=1",
-            f"--output={logs}/%N.log",
+            # Slurm expands what % begins.
+            f"--output={str(logs).replace('%', '%%')}/%N.log",
             *([f"--exclude={','.join(allocation.lost)}"] if allocation.lost else []),
             *users,
             sys.executable,
@@ -178,7 +180,7 @@ def _srun(command: JobCommand, allocation: Allocation, run_id: str, head: str, l
             "megarl.launch.host",
             f"--run-id={run_id}",
             f"--job-id={allocation.job_id}",
-            f"--head={head}",
+            f"--head={address}",
             f"--num-cpus={command.cluster.num_cpus or group.cpus_per_host}",
             f"--object-store-mib={command.cluster.object_store_mib}",
             f"--logs={logs}",

@@ -13,6 +13,7 @@ from megarl.config.load import PACKAGED
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, WorkerError
 from megarl.host.streams import print_lines
+from megarl.texts import visible
 
 TEMPLATES = PACKAGED.parent / "slurm"
 # In a template, the line between the options of two components of a heterogeneous job, and the first line after all.
@@ -104,6 +105,13 @@ def job_script(request: SubmitRequest) -> str:
             f"--spare-nodes: got {request.num_spares}, expected at least 0, and none with --engine-nodes, where nodes "
             "of one kind cannot take the places of the other; change either"
         )
+    for nodes in asked:
+        for option in nodes.sbatch_options:
+            if not option.startswith("-") or visible(option) != option:
+                raise ConfigError(
+                    f"--sbatch: got {option!r}, expected an option of sbatch in one line, such as --partition=gpu; "
+                    "give each option by an --sbatch of its own"
+                )
     limit_s = seconds_of(request.time_limit)
     if limit_s <= 2 * request.signal_s:
         raise ConfigError(
@@ -143,7 +151,9 @@ def _fill(component: str, options: Mapping[str, str], nodes: NodesRequest) -> st
     for name, value in {**options, **sizes}.items():
         line = re.compile(rf"^#SBATCH --{name}=.*\n", re.MULTILINE)
         assert line.search(component), f"the template has no --{name}"
-        component = line.sub("" if value is None else f"#SBATCH --{name}={value}\n", component)
+        filled = "" if value is None else f"#SBATCH --{name}={shlex.quote(value)}\n"
+        # By a function, because in a text `re` would expand what a backslash begins.
+        component = line.sub(lambda _, filled=filled: filled, component)
     return component + "".join(f"#SBATCH {each}\n" for each in nodes.sbatch_options)
 
 

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, Protocol, Self
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megarl.config.check_names import require_run_name
 from megarl.config.schema import RunConfig
-from megarl.errors import ConfigError, DataError
+from megarl.errors import DataError
 from megarl.host.directory_lock import PLACE
 from megarl.record.json_lines import append_lines, open_lines, read_lines
 from megarl.record.turns import TURNS_TYPE, Turn, read_turns
@@ -63,8 +64,7 @@ class RunPaths:
     @classmethod
     def of(cls, run: RunConfig) -> Self:
         """Return the paths of the run with these settings. Raises ConfigError if its name is no name of a directory."""
-        if run.name in ("", "..") or Path(run.name).name != run.name:
-            raise ConfigError(f"run.name: got {run.name!r}, expected a single directory name")
+        require_run_name(run.name)
         return cls(Path(run.dir) / run.name)
 
     def rollouts(self, step: int) -> Path:

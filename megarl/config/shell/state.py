@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 MAX_STEPS = 100_000
 MAX_TEXT = 131_072
 MAX_TOTAL = 64 * 1024 * 1024
+MAX_WORDS = 300_000
 MAX_DEPTH = 40
 
 
@@ -24,12 +25,19 @@ class Budget:
 
     steps: int = 0
     characters: int = 0
+    words: int = 0
 
     def step(self) -> None:
         """Count one statement or one look-up."""
         self.steps += 1
         if self.steps > MAX_STEPS:
             raise ShellLimitError(f"more than {MAX_STEPS} steps")
+
+    def word(self) -> None:
+        """Count a word, or a part of one, that an expansion makes."""
+        self.words += 1
+        if self.words > MAX_WORDS:
+            raise ShellLimitError(f"more than {MAX_WORDS} words in all")
 
     def text(self, length: int) -> None:
         """Count the characters of a new text."""

@@ -27,7 +27,9 @@ def expand_words(machine: Machine, words: Iterable[tuple[str, int]], line: int) 
         for raw in braces(written):
             expansion = Expansion(machine=machine, splits=True)
             expansion.read(raw)
-            result += [(text, machine.line) for text in expansion.texts()]
+            for text in expansion.texts():
+                machine.budget.text(len(text))
+                result.append((text, machine.line))
     machine.line = line
     return result
 
@@ -141,6 +143,7 @@ class Expansion:
 
     def add(self, text: str, quoted: bool) -> None:
         """Add text to the last field, or to a new one if that is complete."""
+        self.machine.budget.word()
         if not self.is_open:
             self.fields.append([])
             self.is_open = True

@@ -8,7 +8,15 @@ import psutil
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.launch.allocation import Allocation, HostGroup, RayPorts, address_towards, interface_of, own_address
+from megarl.launch import allocation
+from megarl.launch.allocation import (
+    Allocation,
+    HostGroup,
+    address_towards,
+    free_ports,
+    interface_of,
+    own_address,
+)
 
 
 def test_outside_of_a_job_the_remedy_is_said() -> None:
@@ -59,16 +67,27 @@ def test_components_of_a_heterogeneous_job_are_groups(monkeypatch: pytest.Monkey
     assert allocation.hosts == ("h1", "h2", "l5")
 
 
-def test_jobs_that_run_at_once_have_ports_of_their_own() -> None:
-    """Ids of jobs grow by one; a host is hardly shared by jobs that are thousands apart."""
-    used = [port for job in range(7000, 10999) for port in _ports(RayPorts.of_job(job))]
-    assert len(set(used)) == len(used)
-    # Linux takes ports for itself from 32768 on.
-    assert all(20000 <= port < 32768 for port in used)
+def test_ports_are_drawn_from_those_that_nothing_listens_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a range of eight, two are taken: each draw of six has the others, in an order that nobody can know."""
+    monkeypatch.setattr(allocation, "NUM_PORTS", 8)
+    monkeypatch.setattr(allocation, "FIRST_PORT", first := _free_range(8))
+    with socket.create_server(("127.0.0.1", first + 2)), socket.create_server(("0.0.0.0", first + 5)):
+        draws = [free_ports(6) for _ in range(20)]
+    assert {frozenset(draw) for draw in draws} == {frozenset(first + i for i in (0, 1, 3, 4, 6, 7))}
+    # Twenty equal draws of 720 orders would be a miracle.
+    assert len(set(map(tuple, draws))) > 1
 
 
-def _ports(ports: RayPorts) -> tuple[int, ...]:
-    return ports.gcs, ports.client, ports.agent
+def test_ports_are_below_those_that_linux_takes_for_itself() -> None:
+    drawn = free_ports(500)
+    assert len(set(drawn)) == 500
+    assert all(20000 <= port < 32768 for port in drawn)
+
+
+def _free_range(count: int) -> int:
+    """The first of so many ports in a row that nothing listens on."""
+    free = set(free_ports(12000))
+    return next(first for first in sorted(free) if free.issuperset(range(first, first + count)))
 
 
 def test_a_hosts_own_name_may_be_a_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ CONTAINER = "--container-image=/shared/megarl.sqsh '--container-mounts=/shared,/
 
 def srun_line(*groups: HostGroup) -> list[str]:
     command = JobCommand(argv=("train",), directory=Path("/runs/a"), cluster=ClusterConfig())
-    return job._srun(command, Allocation(job_id=7, groups=groups), "7-0-0", "10.0.0.1", Path("/runs/a/logs"))
+    return job._srun(command, Allocation(job_id=7, groups=groups), "7-0-0", "10.0.0.1:20000", Path("/runs/a/logs"))
 
 
 def test_they_come_last_of_the_options_of_every_component(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_lost_hosts_are_left_out(
     assert (left.hosts, left.lost) == (("a1", "a4"), ("a2", "a3", "a5"))
     assert "--nodes=a1,a2,a3,a4,a5" in (tmp_path / "asked").read_text()
     command = JobCommand(argv=("train",), directory=Path("/runs/a"), cluster=ClusterConfig())
-    line = job._srun(command, left, "7-0-1", "10.0.0.1", Path("/runs/a/logs"))
+    line = job._srun(command, left, "7-0-1", "10.0.0.1:20000", Path("/runs/a/logs"))
     assert {"--nodes=2", "--ntasks=2", "--exclude=a2,a3,a5"} <= set(line)
     assert not [word for word in srun_line(*allocation.groups) if "exclude" in word]
     # Without an answer none is lost.
@@ -173,6 +173,24 @@ def test_munges_socket_is_where_the_configuration_says(slurm: Path, shim: Callab
     mounts = container_options(slurm, "/a.sqsh")[1]
     assert "/var/spool/munge," in mounts + ","
     assert "/run/munge" not in mounts
+
+
+@pytest.mark.parametrize("path", ["/a b.sqsh", "/a,b", "/a\n--wrap=id", "/a'b", "/a*", "/$HOME", "/a\x1b"])
+def test_paths_that_would_become_more_than_one_option_are_refused(slurm: Path, path: str) -> None:
+    for arguments in ([path], ["/a.sqsh", path]):
+        command = [str(ROOT / "slurm/container.sh"), *arguments]
+        done = subprocess.run(command, env=environment_of(slurm), capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("container.sh: got ")
+        assert done.stderr.count("\n") == 1
+        assert "\x1b" not in done.stderr
+
+
+def test_slurm_expands_nothing_in_the_directory_of_logs() -> None:
+    command = JobCommand(argv=("train",), directory=Path("/runs/a"), cluster=ClusterConfig())
+    group = HostGroup(hosts=("a",), cpus_per_host=8)
+    line = job._srun(command, Allocation(job_id=7, groups=(group,)), "7-0-0", "10.0.0.1:20000", Path("/runs/50%j/logs"))
+    assert "--output=/runs/50%%j/logs/%N.log" in line
 
 
 def test_a_host_without_slurm_is_told_where_to_run_it(tmp_path: Path) -> None:

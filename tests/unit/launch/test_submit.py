@@ -1,6 +1,8 @@
 """Scripts that `megarl slurm submit` writes, and what it refuses."""
 
+import json
 import re
+import shlex
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -205,3 +207,52 @@ def _fake_sbatch(directory: Path, body: str) -> None:
     script = directory / "sbatch"
     script.write_text(f"#!/bin/bash\n{body}\n")
     script.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a\n#SBATCH --wrap=id",
+        "a\r",
+        "\x1b[2J",
+        "a\u2028b",
+        "-x",
+        "%j",
+        "a'b",
+        '"',
+        "$(id)",
+        "`id`",
+        "a;b",
+        "a\\g<0>",
+        "a ",
+        ".",
+    ],
+)
+def test_names_that_are_more_than_names_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.name: got .*, expected a single directory name of letters, digits"):
+        job_script(replace(REQUEST, overrides=(f"run.name={json.dumps(name)}",)))
+
+
+@pytest.mark.parametrize("name", ["two words", "größe=3, lr~1e-5", "数学_v2.1 (b)", "a@b+c"])
+def test_any_other_name_is_one_word_of_its_line(name: str) -> None:
+    script = job_script(replace(REQUEST, overrides=(f"run.name={json.dumps(name)}",)))
+    (line,) = (line for line in script.splitlines() if "--job-name" in line)
+    assert shlex.split(line.removeprefix("#SBATCH ")) == [f"--job-name={name}"]
+
+
+@pytest.mark.parametrize("option", ["--partition=a\nid", "id", "--comment=a\x1b[2J", ""])
+def test_an_option_of_sbatch_is_one_line(option: str) -> None:
+    with pytest.raises(ConfigError, match=r"--sbatch: got .*, expected an option of sbatch in one line"):
+        job_script(_with_nodes(REQUEST, sbatch_options=(option,)))
+
+
+def test_any_path_is_one_argument_of_the_command(tmp_path: Path) -> None:
+    """What bash makes of the script's last line is the command line, whatever the name of the run file holds."""
+    config = tmp_path / 'it\'s "a"\n$(id) `id` \\g<0> #.yaml'
+    config.write_bytes(SMALL.read_bytes())
+    prompt = "data.train=['a b\nc.parquet']"
+    request = _with_nodes(replace(REQUEST, config=config, overrides=(prompt,)), num_nodes=1, gpus_per_node=0)
+    last = job_script(request).partition("exec megarl ")[2]
+    shown = subprocess.run(["bash", "-c", f"printf '%s\\0' {last}"], capture_output=True, text=True, check=True).stdout
+    assert shown.split("\0")[:6] == ["slurm", "run", "--max-restarts=5", "--", "train", str(config)]
+    assert shown.split("\0")[6] == prompt

@@ -91,6 +91,8 @@ def test_a_file_beside_the_script_is_read(tmp_path: Path) -> None:
     [
         ("A=x\n" + "A=$A$A\n" * 40 + "train $A", "line 19: a text of more than 131072 characters"),
         ("A=x; while :; do A=y; done; train", "more than 5000 steps"),
+        ("set -- a\n" + 'set -- "$@" "$@"\n' * 30 + "train $1", "more than 300000 words in all"),
+        (f"A={'x' * 120000}\n" + "train" + " $A" * 700, "line 2: more than 67108864 characters of text in all"),
         ("f() { f; }; f; train", "more than 40 scripts, functions and substitutions in one another"),
         ("train {1..9}{1..9}{1..9}{1..9}{1..9}{1..9}{1..9}", "braces that make more than 10000 words"),
         ("train {1..100000000}", "braces that make more than 10000 words"),
