@@ -10,6 +10,7 @@ from typing import Any
 from megarl.errors import DataError
 from megarl.record.json_lines import append_lines, open_lines, read_lines
 from megarl.record.metrics import Stage
+from megarl.texts import visible
 
 # Lanes of one run: its steps, the stages of the trainer, and engines by name, such as "engine 0".
 STEP_LANE, TRAINER_LANE, ENGINE_PREFIX = "step", "trainer", "engine "
@@ -80,8 +81,8 @@ def read_timeline(path: Path) -> list[Interval]:
 
 def _parse(raw: Any) -> Interval:
     return Interval(
-        lane=str(raw["lane"]),
-        name=str(raw["name"]),
+        lane=visible(str(raw["lane"])),
+        name=visible(str(raw["name"])),
         start_s=float(raw["start_s"]),
         end_s=float(raw["end_s"]),
         step=int(raw["step"]),

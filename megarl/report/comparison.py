@@ -9,6 +9,7 @@ from megarl.errors import ConfigError, DataError
 from megarl.report.run import Run
 from megarl.report.statistics import Difference, Spread, difference_of, holm, paired_difference, spread_of
 from megarl.report.summary import REWARD_EDGE_STEPS, SAMPLED, Estimate, validation_curve
+from megarl.texts import visible
 
 # Holm-corrected p-value below which a difference is called clear.
 CLEAR_P_VALUE = 0.05
@@ -17,12 +18,12 @@ _OWN_SETTINGS = ("algo.", "run.", "logging.")
 
 
 def _algorithm_of(run: Run) -> str:
-    return str(run.config.get("algo", {}).get("name"))
+    return visible(str(run.config.get("algo", {}).get("name")))
 
 
 def _name_of(run: Run) -> str:
     """Return the run's name without its seed: `cpo-wide-seed2` → `cpo-wide`."""
-    return str(run.config.get("run", {}).get("name")).rpartition("-seed")[0] or run.label
+    return visible(str(run.config.get("run", {}).get("name"))).rpartition("-seed")[0] or run.label
 
 
 # What runs can be grouped by.

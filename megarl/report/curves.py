@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from megarl.record.episodes import FAILURES
 from megarl.report.run import Run, Series
-from megarl.report.style import MUTED, EndLabel, color_of, label_ends
+from megarl.report.style import MUTED, EndLabel, color_of, label_ends, use_log_scale
 from megarl.report.summary import GREEDY, SAMPLED, Estimate, data_sources, validation_curve
 
 # The moving mean spans this share of the run, within these bounds: a fast change must stay visible.
@@ -120,7 +120,7 @@ def draw_mismatch(ax: Axes, runs: Sequence[Run]) -> None:
             ax.plot(series.steps, series.values, color=color_of(index), marker=".", markersize=3, linewidth=1.2)
             labels.append(EndLabel(positive[-1], text, color_of(index)))
     if labels:
-        ax.set_yscale("log", nonpositive="mask")
+        use_log_scale(ax, "mask")
         label_ends(ax, labels)
     else:
         ax.set_axis_off()
@@ -162,7 +162,7 @@ def draw_advantage_changes(ax: Axes, runs: Sequence[Run]) -> None:
         changes = [after - before for pair in pairs for before, after in pair]
         if changes:
             ax.hist(changes, bins=40, density=True, alpha=0.55, color=color_of(index), label=f"step {rows[0].step}")
-    ax.set_yscale("log", nonpositive="clip")
+    use_log_scale(ax, "clip")
     if ax.patches:
         ax.legend(loc="best")
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from megarl.record.text_table import align
+from megarl.report.html import render_html
 from megarl.report.marked_text import FULL_GAIN, gain_text, visible_text
 from megarl.report.template import STYLE
 from megarl.texts import visible
@@ -108,10 +108,11 @@ def _strength(gain: float) -> float:
 
 def to_html(report: HintReport) -> str:
     """Write a report as one self-contained HTML page."""
-    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(_PAGE)
-    return template.render(
+    return render_html(
+        _PAGE,
+        title=report.title,
+        style=STYLE + _STYLE,
         report=report,
-        style=Markup(STYLE + _STYLE),
         full=FULL_GAIN,
         visible=visible_text,
         tokens={id(answer): _html_tokens(answer) for answer in report.answers},
@@ -146,14 +147,6 @@ _STYLE = """
 """
 
 _PAGE = """\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ report.title }}</title>
-<style>{{ style }}</style>
-</head>
 <body><main>
 <header><h1>{{ report.title }}</h1><p class="details">{{ report.details }}</p></header>
 {% for table in report.tables %}

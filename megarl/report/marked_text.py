@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
+from megarl.report.html import shown
+
 # A token whose log-prob a hint changes by so many nats has the full colour.
 FULL_GAIN = 2.0
 
 # Tokens such as <|im_start|>, and tags such as <think> or </answer>.
 _SPECIAL_TOKEN = re.compile(r"(<\|[^|<>\n]{1,60}\|>|</?[A-Za-z_][A-Za-z0-9_]{0,30}>)")
-# C0 controls except tab and newline have pictures from U+2400 on; DEL has U+2421.
-_CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
 
 
 def gain_text(tokens: Sequence[str], gains: Sequence[float], notes: Sequence[str] = ()) -> Markup:
@@ -26,17 +26,13 @@ def gain_text(tokens: Sequence[str], gains: Sequence[float], notes: Sequence[str
     for index, (token, gain) in enumerate(zip(tokens, gains, strict=True)):
         title = f"{gain:+.3f} nats" + (f", {notes[index]}" if notes else "")
         share = round(60 * min(abs(gain) / FULL_GAIN, 1))
-        pieces.append(
-            span.format(
-                "good" if gain > 0 else "bad", share, title, token.translate(_CONTROL_PICTURES).replace("\n", "↵\n")
-            )
-        )
+        pieces.append(span.format("good" if gain > 0 else "bad", share, title, shown(token).replace("\n", "↵\n")))
     return Markup("").join(pieces)
 
 
 def visible_text(text: str) -> Markup:
-    """Escape text for HTML, with special tokens marked and control characters replaced by visible symbols such as ␛."""
+    """Escape text for HTML, with special tokens marked and everything hidden in it `shown`."""
     # re.split with one group alternates plain text and matches.
-    pieces = enumerate(_SPECIAL_TOKEN.split(text.translate(_CONTROL_PICTURES)))
+    pieces = enumerate(_SPECIAL_TOKEN.split(shown(text)))
     marked = Markup('<span class="token">{}</span>')
     return Markup("").join(marked.format(piece) if index % 2 else Markup.escape(piece) for index, piece in pieces)

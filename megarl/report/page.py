@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
 
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from megarl.record.metrics import summarize
 from megarl.report.figures import available_panels, panel_svg
+from megarl.report.html import render_html
 from megarl.report.problems import problem_group, problem_kinds, problem_shares
 from megarl.report.rollouts import Verdicts
 from megarl.report.run import Run
@@ -93,9 +93,10 @@ def render_page(runs: Sequence[Run], verdicts: Sequence[Verdicts]) -> str:
     run = runs[0]
     settings = dict(flatten(run.config))
     windows = timeline_windows(run.timeline)
-    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(PAGE)
-    return template.render(
-        style=Markup(STYLE),
+    return render_html(
+        PAGE,
+        title=f"{run.label} · megarl report",
+        style=STYLE,
         num_colors=len(PALETTE),
         runs=runs,
         run=run,

@@ -1,7 +1,7 @@
 """Write the rollout browser: a page for all recorded samples of one or several runs, and its data in pieces.
 
 The page works from a disk, where a browser lets pages load scripts but read no files. All data are therefore scripts,
-each a call with plain JSON: an index of columns to filter and sort by, and pieces of texts and of tokens, which the
+each a call with a text of JSON: an index of columns to filter and sort by, and pieces of texts and of tokens, which the
 page loads when they are looked at. `megarl/report/browser` has the page.
 """
 
@@ -103,8 +103,9 @@ class _Writer:
         self._begin_piece()
 
     def write(self, name: str, data: Any) -> None:
-        # All but ASCII is escaped, so that the file is read alike whatever encoding a browser assumes.
-        text = json.dumps(data, separators=(",", ":"))
+        # A text of JSON, because in a script a key __proto__ means something else. All but ASCII is escaped, so that
+        # the file is read alike whatever encoding a browser assumes.
+        text = json.dumps(json.dumps(data, separators=(",", ":")))
         (self.out / f"{name}.js").write_text(f'rollouts.receive("{self.version}","{name}",{text})\n', encoding="ascii")
 
 

@@ -14,6 +14,7 @@ from megarl.record.metrics import MetricsRecord, RolloutRecord, RunPaths, read_m
 from megarl.record.problems import ProblemRecord, read_problems
 from megarl.record.timeline import Interval, read_timeline
 from megarl.storage.reading import RESTORE, read_object
+from megarl.texts import visible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ def path_labels(paths: Sequence[Path]) -> list[str]:
     depth = 1
     while len({part[-depth:] for part in parts}) < len(parts):
         depth += 1
-    return ["/".join(part[-depth:]) for part in parts]
+    return [visible("/".join(part[-depth:])) for part in parts]
 
 
 def _load_run(run_dir: Path, label: str) -> Run:
@@ -112,6 +113,8 @@ def build_series(records: Iterable[MetricsRecord]) -> dict[str, Series]:
     columns: dict[str, tuple[list[int], list[float]]] = {}
     for record in records:
         for name, value in record.metrics.items():
+            # Figures show it, too.
+            name = visible(name)
             steps, values = columns.setdefault(name, ([], []))
             kept = bisect_left(steps, record.step)
             del steps[kept:], values[kept:]

@@ -5,11 +5,12 @@ import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter, NullFormatter
 
 # Okabe and Ito, "Color Universal Design" (2008), without black and yellow, which vanish on a dark or light
 # page; then wine and olive of Tol, "Colour Schemes" (2021).
@@ -47,6 +48,8 @@ _RC_PARAMS = {
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
     "svg.fonttype": "none",
+    # Names of data and of runs may have dollars.
+    "text.parse_math": False,
 }
 
 # Least distance between direct labels, as a share of the axes' height.
@@ -72,6 +75,13 @@ def figure_style(svg_salt: str = "") -> AbstractContextManager[None]:
 
 def color_of(index: int) -> str:
     return PALETTE[index % len(PALETTE)]
+
+
+def use_log_scale(ax: Axes, nonpositive: Literal["mask", "clip"]) -> None:
+    """Make the y axis logarithmic. Its usual labels are formulas, which the style shows as they are written."""
+    ax.set_yscale("log", nonpositive=nonpositive)
+    ax.yaxis.set_major_formatter(LogFormatter())
+    ax.yaxis.set_minor_formatter(NullFormatter())
 
 
 def label_ends(ax: Axes, labels: Sequence[EndLabel]) -> None:
@@ -118,7 +128,8 @@ def to_svg(figure: Figure, label: str) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
+    # The page's style sheet has the one rule of the figure's.
+    svg = re.sub(r"<style.*?</style>", "", svg[svg.index("<svg") :], count=1, flags=re.DOTALL)
     svg = re.sub("|".join(_CSS_VARIABLES), lambda match: f"var({_CSS_VARIABLES[match[0]]})", svg)
     svg = re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', r"<svg \1", svg, count=1)
     return svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)

@@ -1,4 +1,4 @@
-"""Define the style sheet and the Jinja template of the report page."""
+"""Define the style sheet and the Jinja template of the body of the report page."""
 
 from megarl.report.rollouts import BROWSER
 
@@ -26,6 +26,7 @@ h3 { margin: 20px 0 8px; font-size: 15px; }
 .examples { grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr)); }
 figure { margin: 0; padding: 12px; }
 figure svg { display: block; width: 100%; height: auto; }
+figure svg * { stroke-linejoin: round; stroke-linecap: butt; }
 figure svg text { font-family: system-ui, "Segoe UI", "DejaVu Sans", sans-serif !important; }
 figcaption { margin-top: 6px; }
 .scroll { overflow-x: auto; }
@@ -34,7 +35,7 @@ th, td { padding: 5px 18px 5px 0; text-align: left; vertical-align: top; }
 th, td { border-bottom: 1px solid var(--grid); }
 th { color: var(--muted); font-weight: 600; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-code { font: 13px ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
+code { unicode-bidi: isolate; font: 13px ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
 .swatch { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 7px; }
 article { border-left: 4px solid var(--bad); padding: 10px 14px; min-width: 0; }
 article.right { border-left-color: var(--good); }
@@ -74,14 +75,6 @@ PAGE = """\
 {% endfor %}
 </table></div>
 {% endmacro %}
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ run.label }} · megarl report</title>
-<style>{{ style }}</style>
-</head>
 <body><main>
 <header>
 <p class="label">megarl report · {{ run.label }}</p>

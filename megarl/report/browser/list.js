@@ -93,8 +93,8 @@ function rowOf(sample) {
   const link = make("a", { href: linkTo(sample) }, over, question, answer);
   link.dataset.sample = sample;
   textOf(sample).then((text) => {
-    question.textContent = gist(text.prompt);
-    answer.textContent = written(text).replace(/<\|[^|]*\|>/g, " ").trim().slice(-160);
+    question.textContent = pictured(gist(text.prompt));
+    answer.textContent = pictured(written(text).replace(/<\|[^|]*\|>/g, " ").trim().slice(-160));
   }, complain);
   return make("li", {}, link);
 }

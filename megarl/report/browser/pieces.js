@@ -13,9 +13,9 @@ let index, columns, size; // of all samples; `start` sets them
 
 const rollouts = {
   pieces,
-  receive(itsVersion, name, data) {
+  receive(itsVersion, name, json) {
     version ??= itsVersion;
-    if (version === itsVersion) loading.get(name).resolve(data);
+    if (version === itsVersion) loading.get(name).resolve(JSON.parse(json));
     else loading.get(name).reject(new Error("The report was written anew since this page was opened; reload it."));
   },
 };

@@ -85,7 +85,7 @@ function start(data) {
   columns = index.columns;
   size = columns.run.length;
   index.fullAdvantage = columns.advantage.reduce((most, value) => Math.max(most, Math.abs(value)), 0) || 1;
-  document.title = `Rollouts · ${index.runs.join(", ")}`;
+  document.title = pictured(`Rollouts · ${index.runs.join(", ")}`);
   $("runs").append(...index.runs.map((_, run) => runName(run)));
   fillForm();
   let timer;

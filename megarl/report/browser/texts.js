@@ -25,7 +25,7 @@ const $ = (id) => document.getElementById(id);
 function make(tag, { attributes = {}, ...properties } = {}, ...children) {
   const element = Object.assign(document.createElement(tag), properties);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
+  element.append(...children.map((child) => (typeof child === "string" ? pictured(child) : child)));
   return element;
 }
 
@@ -37,28 +37,35 @@ function number(value, digits = 3) {
 const signed = (value) => (value > 0 ? "+" : "") + number(value);
 
 function complain(error) {
-  $("problem").textContent = error.message;
+  $("problem").textContent = pictured(error.message);
   $("problem").hidden = false;
 }
 
-// Control characters become pictures of themselves.
+// Control characters become pictures of themselves, and others that are hidden (such as those that turn the direction
+// of writing) escapes, by the rule of `megarl.report.html.shown`.
 function pictured(text) {
-  const picture = (character) => String.fromCharCode(0x2400 + character.charCodeAt(0));
-  return text.replace(/[\x00-\x08\x0b-\x1f]/g, picture).replaceAll("\x7f", "␡");
+  const picture = (character) => {
+    const code = character.codePointAt(0);
+    if (code < 0x20) return String.fromCharCode(0x2400 + code);
+    if (code === 0x7f) return "␡";
+    const [letter, digits] = code < 0x100 ? ["x", 2] : code < 0x10000 ? ["u", 4] : ["U", 8];
+    return `\\${letter}${code.toString(16).padStart(digits, "0")}`;
+  };
+  return text.replace(/(?![\t\n\u200c\u200d])[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu, picture);
 }
 
 // Tokens such as <|im_end|>, and tags, are set apart.
 function visible(text) {
   const nodes = document.createDocumentFragment();
   const mark = (part) => make("span", { className: "special" }, part);
-  pictured(text).split(SPECIAL).forEach((part, place) => nodes.append(place % 2 ? mark(part) : part));
+  text.split(SPECIAL).forEach((part, place) => nodes.append(place % 2 ? mark(part) : pictured(part)));
   return nodes;
 }
 
 function colored(tokens, start, end, kind) {
   const { share, both } = COLORS[kind], values = tokens[kind] ?? [];
   return tokens.text.slice(start, end).map((text, place) => {
-    const i = start + place, span = make("span", { className: "t" }, pictured(text).replaceAll("\n", "↵\n"));
+    const i = start + place, span = make("span", { className: "t" }, text.replaceAll("\n", "↵\n"));
     span.dataset.i = i;
     const value = values[i] === null || values[i] === undefined ? 0 : share(tokens, i);
     const percent = Math.round(100 * Math.min(1, both ? Math.abs(value) : Math.max(0, value)));
@@ -80,7 +87,7 @@ function tell(span) {
   const before = at("base") === null ? "" : `${signed(at("base"))} → `;
   if (at("advantage") !== null) facts.push(`advantage ${before}${signed(at("advantage"))}`);
   if (at("signal") !== null) facts.push(`signal ${signed(at("signal"))} nats`);
-  $("token").textContent = facts.join(" · ");
+  $("token").textContent = pictured(facts.join(" · "));
 }
 
 function verdict(sample) {

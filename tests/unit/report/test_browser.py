@@ -148,9 +148,9 @@ def test_the_list_is_sorted_and_has_pages(visit: Callable[..., Any], sums: RunPa
     assert page.locator("#place").inner_text() == "51 to 59"
     assert page.locator("#rows a").count() == 9
     page.select_option("[name=sort]", "-step")
-    page.wait_for_function("document.querySelector('#rows a').textContent.includes('step 4')")
+    page.wait_for_function("() => document.querySelector('#rows a').textContent.includes('step 4')")
     page.select_option("[name=sort]", "length")
-    page.wait_for_function("document.querySelector('#rows a').textContent.includes('6 tokens')")
+    page.wait_for_function("() => document.querySelector('#rows a').textContent.includes('6 tokens')")
 
 
 def test_tokens_have_the_colour_of_what_is_chosen(visit: Callable[..., Any], sums: RunPaths, pair: RunPaths) -> None:
@@ -181,11 +181,11 @@ def test_keys_and_links_lead_to_samples(visit: Callable[..., Any], sums: RunPath
     assert page.locator("h2").inner_text() == "sums:5/1"
     assert current.count() == 1
     page.keyboard.press("j")
-    page.wait_for_function("document.querySelector('h2').textContent === 'sums:5/2'")
+    page.wait_for_function("() => document.querySelector('h2').textContent === 'sums:5/2'")
     assert page.url.endswith("#step=2&sample=sums%3A5%2F2")
     for _ in range(2):
         page.keyboard.press("k")
-    page.wait_for_function("document.querySelector('h2').textContent === 'sums:5/0'")
+    page.wait_for_function("() => document.querySelector('h2').textContent === 'sums:5/0'")
     page.keyboard.press("/")
     page.keyboard.type("jk")
     assert page.input_value("[name=text]") == "jk"
@@ -245,7 +245,7 @@ def test_texts_of_models_stay_texts(visit: Callable[..., Any], tmp_path: Path) -
     write_rollouts(paths.rollouts(1), [evil(1)])
     write_report(paths.root)
     page = visit(browser_of(paths))
-    page.wait_for_function("document.querySelector('#rows .question').textContent.includes('<img')")
+    page.wait_for_function("() => document.querySelector('#rows .question').textContent.includes('<img')")
     page.hover(".t >> nth=0")
     assert page.title() == "Rollouts · run"
     assert page.locator("img").count() == 0
@@ -299,7 +299,7 @@ def test_runs_stand_side_by_side_for_the_same_prompt(visit: Callable[..., Any], 
     assert left["y"] == right["y"]
     assert left["x"] + left["width"] <= right["x"]
     page.click("article >> nth=0 >> [aria-label*='sample 2']")
-    page.wait_for_function("document.querySelector('article').className === 'right'")
+    page.wait_for_function("() => document.querySelector('article').className === 'right'")
     # The second run had no third step.
     page = visit(browser_of(pair), "#run=plain&step=3&sample=sums:8/0")
     assert "No sample of this prompt was recorded." in page.locator("article").nth(1).inner_text()

@@ -46,4 +46,5 @@ def test_page() -> None:
     assert "=&lt;2&gt;↵\n</span>" in page
     assert page.count("<article") == 5
     # Nothing is fetched.
-    assert "http" not in page
+    assert "http:" not in page
+    assert "https:" not in page

@@ -52,12 +52,12 @@ SCRIPTS = ("pieces.js", "texts.js", "list.js", "sample.js", "rollouts.js")
 
 
 def read(path: Path) -> tuple[str, str, Any]:
-    """A script's version, name and data. Its only statement is a call with JSON."""
+    """A script's version, name and data. Its only statement is a call with texts, the last of JSON."""
     text = path.read_text(encoding="ascii")
     call, end = "rollouts.receive(", ")\n"
     assert (text[: len(call)], text[-len(end) :]) == (call, end)
     version, name, data = json.loads(f"[{text[len(call) : -len(end)]}]")
-    return version, name, data
+    return version, name, json.loads(data)
 
 
 def pieces(folder: Path, kind: str) -> Iterator[Any]:
