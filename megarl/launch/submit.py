@@ -152,8 +152,8 @@ def _fill(component: str, options: Mapping[str, str], nodes: NodesRequest) -> st
         line = re.compile(rf"^#SBATCH --{name}=.*\n", re.MULTILINE)
         assert line.search(component), f"the template has no --{name}"
         filled = "" if value is None else f"#SBATCH --{name}={shlex.quote(value)}\n"
-        # By a function, because in a text `re` would expand what a backslash begins.
-        component = line.sub(lambda _, filled=filled: filled, component)
+        # `re` would expand what a backslash begins.
+        component = line.sub(filled.replace("\\", r"\\"), component)
     return component + "".join(f"#SBATCH {each}\n" for each in nodes.sbatch_options)
 
 

@@ -39,6 +39,15 @@ FLOORS = (
     ("errors",),
 )
 FLOOR_OF = {room: height for height, floor in enumerate(FLOORS) for room in floor}
+# The function that prints lines, and what prints texts of its own that are whole: the shell's completion, run files,
+# job scripts, and pages with colours.
+PRINTS = (
+    "host/streams.py",
+    "cli.py",
+    "config/convert_config.py",
+    "launch/submit.py",
+    "run/evaluation/inspect_hints.py",
+)
 # Of each room, those that it must do without on any floor.
 APART = {
     "config": ("parallel",),
@@ -131,6 +140,16 @@ def nothing_imports_upward(source: Source) -> list[str]:
     return [".".join(n) for n in names if n[0] == "megarl" and len(n) > 1 and FLOOR_OF.get(n[1], own) < own]
 
 
+def prints_texts_by_one_function(source: Source) -> list[str]:
+    """`print_lines` keeps texts in their lines; `PRINTS` has what is made to be printed whole."""
+    if source.path.as_posix() in PRINTS or source.path.parts[:2] == ("sandbox", "jail"):
+        return []
+    calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
+    printed = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id == "print"]
+    named = [_called_name(a) if isinstance(a, ast.Call) else "" for node in printed for a in node.args]
+    return ["print"] if any(not name.endswith(("dumps", "to_json")) for name in named) else []
+
+
 RULES: list[Callable[[Source], list[str]]] = [
     algos_are_pure,
     megatron_only_in_parallel,
@@ -138,6 +157,7 @@ RULES: list[Callable[[Source], list[str]]] = [
     device_only_in_platform,
     rooms_apart,
     nothing_imports_upward,
+    prints_texts_by_one_function,
 ]
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from megarl.record.metrics import RunPaths, write_rollouts
 from megarl.report import rollouts, write_report
+from megarl.texts import readable
+from tests.helpers.hostile_texts import escaped, hostile_texts
 from tests.helpers.recorded_run import evil, talk, write_recorded_run, write_validation
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -210,10 +212,10 @@ def test_only_the_pieces_that_are_looked_at_are_loaded(
     def loaded(kind: str) -> int:
         return sum(f"/{kind}_" in url for url in page.loaded)
 
-    page.wait_for_function("![...document.querySelectorAll('.answer')].some(each => each.textContent === '…')")
+    page.wait_for_function("() => ![...document.querySelectorAll('.answer')].some(each => each.textContent === '…')")
     assert (loaded("texts"), loaded("tokens")) == (50, 1)
     page.click("text=Next ›")
-    page.wait_for_function("![...document.querySelectorAll('.answer')].some(each => each.textContent === '…')")
+    page.wait_for_function("() => ![...document.querySelectorAll('.answer')].some(each => each.textContent === '…')")
     assert (loaded("texts"), loaded("tokens")) == (100, 1)
     page.fill("[name=text]", "99+12=?")
     count(page, "0 of 400 samples")
@@ -252,6 +254,33 @@ def test_texts_of_models_stay_texts(visit: Callable[..., Any], tmp_path: Path) -
     assert page.locator("script").count() == 5
     assert "␇" in page.locator("pre.response").inner_text()
     assert all(url.startswith(paths.report_files.as_uri()) for url in page.loaded)
+    # What is hidden looks as it does in the report.
+    texts = [readable(text) for text in hostile_texts(10_000)]
+    looks = page.evaluate("texts => texts.map(pictured)", texts)
+    assert looks == [escaped(text, kept="\n\t", pictures=True) for text in texts]
+
+
+def test_pages_run_and_load_nothing_but_their_own(chromium: Any, tmp_path: Path) -> None:
+    """What would happen if a text became more than a text: nothing, by the policy of each page."""
+    paths = write_recorded_run(tmp_path / "run", steps=1, prompts=1)
+    write_report(paths.root)
+    evil_parts = (
+        "<script>document.title = 'owned'</script><img src='x.png' onerror=\"document.title = 'owned'\">"
+        "<style>body { display: none }</style><iframe src='frame.html'></iframe><script src='data:,owned()'></script>"
+    )
+    for path in (paths.report_html, browser_of(paths)):
+        page = chromium.new_page()
+        loaded: list[str] = []
+        page.on("request", lambda request, loaded=loaded: loaded.append(request.url))
+        path.write_text(path.read_text(encoding="utf-8").replace("</body>", f"{evil_parts}</body>"), encoding="utf-8")
+        page.goto(path.as_uri())
+        page.wait_for_load_state()
+        assert page.title() != "owned"
+        assert page.locator("h1").is_visible()
+        assert not [url for url in loaded if "x.png" in url or "frame" in url]
+        # The page's own styles hold.
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(247, 248, 250)"
+        page.close()
 
 
 def test_dark_and_light_follow_the_system_and_the_switch(visit: Callable[..., Any], sums: RunPaths) -> None:
