@@ -67,7 +67,9 @@ __all__ = [
 class RunConfig:
     """Set the directory that the run writes to, and the seed from which all randomness derives."""
 
-    name: str = "run"  # Name of the run; it writes to RUN = dir/name.
+    # Name of the run; it writes to RUN = dir/name. Letters, digits, spaces and .,+=@~()_-, beginning with a letter, a
+    # digit or _.
+    name: str = "run"
     dir: str = "runs"  # Directory that holds runs.
     # Who else may read RUN, and the directory of an evaluation. null: only this user, whatever the umask is; group: its
     # group as well; everyone: every user of the host, and of others that see the directory.

@@ -3,6 +3,8 @@
 import io
 import os
 import sys
+import traceback
+from types import TracebackType
 from typing import TextIO
 
 from megarl.texts import visible
@@ -27,14 +29,20 @@ def name_anything() -> None:
 def write_anything() -> None:
     r"""Make this process's output, and that of all Python processes that it starts, escape what cannot be encoded.
 
-    In ASCII, as `PYTHONIOENCODING=ascii` or the locale C ask for, `2×3` is written as `2\xd73`.
+    In ASCII, as `PYTHONIOENCODING=ascii` or the locale C ask for, `2×3` is written as `2\xd73`. What ends this process is
+    printed as `print_lines` does.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in _STRICT:
             stream.reconfigure(errors=_LENIENT)
+    sys.excepthook = _print_traceback
     encoding, _, errors = os.environ.get(_VARIABLE, "").partition(":")
     if errors in _STRICT:
         os.environ[_VARIABLE] = f"{encoding}:{_LENIENT}"
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    print_lines(*"".join(traceback.format_exception(kind, error, trace)).rstrip("\n").split("\n"), file=sys.stderr)
 
 
 def print_lines(*lines: object, file: TextIO | None = None) -> None:

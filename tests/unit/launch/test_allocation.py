@@ -2,13 +2,15 @@
 
 import socket
 import subprocess
+from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.launch import allocation
+from megarl.launch import allocation, host
 from megarl.launch.allocation import (
     Allocation,
     HostGroup,
@@ -82,6 +84,15 @@ def test_ports_are_below_those_that_linux_takes_for_itself() -> None:
     drawn = free_ports(500)
     assert len(set(drawn)) == 500
     assert all(20000 <= port < 32768 for port in drawn)
+
+
+def test_hosts_meet_at_the_port_that_the_job_has_drawn() -> None:
+    arguments = Namespace(head="10.0.0.1:23456", num_cpus=1, object_store_mib=75)
+    head, other = (host._command(arguments, address, Path("/t")) for address in ("10.0.0.1", "10.0.0.2"))
+    assert {"--head", "--port=23456"} <= set(head)
+    assert "--address=10.0.0.1:23456" in other
+    ports = dict(word.split("=") for word in head if "port=" in word)
+    assert len({ports["--port"], ports["--ray-client-server-port"], ports["--dashboard-agent-listen-port"]}) == 3
 
 
 def _free_range(count: int) -> int:

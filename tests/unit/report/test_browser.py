@@ -271,7 +271,9 @@ def test_pages_run_and_load_nothing_but_their_own(chromium: Any, tmp_path: Path)
     for path in (paths.report_html, browser_of(paths)):
         page = chromium.new_page()
         loaded: list[str] = []
-        page.on("request", lambda request, loaded=loaded: loaded.append(request.url))
+        page.on("requestfinished", lambda request, loaded=loaded: loaded.append(request.url))
+        for name in ("x.png", "frame.html"):
+            path.with_name(name).touch()
         path.write_text(path.read_text(encoding="utf-8").replace("</body>", f"{evil_parts}</body>"), encoding="utf-8")
         page.goto(path.as_uri())
         page.wait_for_load_state()
