@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -23,6 +22,7 @@ from starlette.routing import Route
 
 from megarl.environments.base import Action
 from megarl.environments.parsers import Parser
+from megarl.host.http_server import BoundedServer, JsonReader, RequestRefusedError, descriptor_limit, trust
 from megarl.texts import readable
 from megarl.types import Message
 
@@ -38,6 +38,10 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
 }
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# A conversation of some millions of tokens.
+MAX_REQUEST_BYTES = 64 << 20
+# All agents of a batch may connect at the same time.
+MAX_STRANGERS = 4096
 # An agent may take long between two requests, and a connection that is closed meanwhile would cost it the second one.
 KEEP_ALIVE_S = 24 * 3600
 
@@ -204,23 +208,19 @@ class Chat:
         return self._broken
 
 
-class ChatServer(uvicorn.Server):
+class ChatServer(BoundedServer):
     """An HTTP server in the running event loop, on a port of this host alone; it lives as long as the loop."""
 
     def __init__(self) -> None:
         self._chats: dict[str, Chat] = {}
+        self._bodies = JsonReader(MAX_REQUEST_BYTES)
         route = Route("/s/{key}/v1/chat/completions", self._complete, methods=["POST"])
-        # Without log_config uvicorn would change the logging of the whole process.
         super().__init__(
-            uvicorn.Config(
-                Starlette(routes=[route]),
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                timeout_keep_alive=KEEP_ALIVE_S,
-            )
+            Starlette(routes=[route]),
+            max_strangers=min(MAX_STRANGERS, descriptor_limit() // 2),
+            keep_alive_s=KEEP_ALIVE_S,
+            # Else uvicorn would change the logging of the whole process.
+            log_config=None,
         )
         # Connections wait here until the server runs.
         listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
@@ -247,19 +247,16 @@ class ChatServer(uvicorn.Server):
         chat = self._chats.get(request.path_params["key"])
         if chat is None:
             return _error(404, "there is no such conversation, or it has ended")
+        trust(request)
         try:
-            body = await request.json()
-            if b"\\ud" in (await request.body()).lower():
-                # JSON can spell half a character, which no tokenizer and no answer takes.
-                json.dumps(body, ensure_ascii=False).encode()
+            body = await self._bodies.read(request)
             if not isinstance(body, Mapping):
                 raise RequestError(f"the body is {type(body).__name__}, expected an object")
             completion = await chat.ask(body)
         except RequestError as error:
             return _error(400, str(error))
-        except UnicodeEncodeError as error:
-            half = error.object[error.start : error.start + 1]
-            return _error(400, f"the body has half of a character, {half!r}, expected whole ones; replace it")
+        except RequestRefusedError as error:
+            return _error(error.status, str(error))
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             return _error(400, f"the body is not what OpenAI's API takes: {type(error).__name__}: {error}")
         if not body.get("stream"):
