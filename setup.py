@@ -45,6 +45,7 @@ setup(
         "pyarrow",
         "sympy",
         "math-verify[antlr4_13_2]",
+        "httptools",
         "httpx",
         "openai",
         "starlette",

@@ -6,6 +6,7 @@ Exit codes are those of `megarl.host.exit_codes`.
 import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from megarl.convert.cli import add_convert
@@ -165,8 +166,9 @@ def _add_serve_reward(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     command = commands.add_parser("serve-reward", help="answer reward requests of runs over HTTP, by rule")
     command.add_argument("overrides", nargs="*", help="settings such as rewards.verifier.workers=8")
     command.add_argument("--config", type=Path, help="a run file; its section rewards counts")
-    command.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    command.add_argument("--host", default="127.0.0.1", help="address to listen on; other machines must send a key")
     command.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free one")
+    command.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key that clients send")
     command.add_argument("--max-rows", type=int, default=4096, metavar="N", help="rows in work; more are refused (503)")
     command.add_argument("--data-source", metavar="NAME", help="of requests that name none")
     command.set_defaults(run=_serve_reward)
@@ -277,9 +279,7 @@ def _serve_reward(arguments: argparse.Namespace) -> None:
     overrides = arguments.overrides
     config = load_config(arguments.config, overrides) if arguments.config else with_overrides(Config(), overrides)
     check_serve_reward(config)
-    options = ServeOptions(
-        host=arguments.host, port=arguments.port, max_rows=arguments.max_rows, data_source=arguments.data_source
-    )
+    options = ServeOptions(**{each.name: getattr(arguments, each.name) for each in fields(ServeOptions)})
     check_sources(config.rewards, [] if options.data_source is None else [options.data_source])
     serve_rewards(config.rewards, options)
 

@@ -145,6 +145,8 @@ def _check_part(key: str, part: HybridPartConfig) -> None:
         raise ConfigError(f"{key}.clip: got {list(part.clip)}, expected [low, high] with low < high")
     if part.urls and part.manager != "remote":
         raise ConfigError(f"{key}.urls: are set, but {key}.manager={part.manager} calls no service; remove them")
+    if part.api_key_env is not None and not part.urls:
+        raise ConfigError(f"{key}.api_key_env: is set, but {key}.urls is empty; set rewards.remote.api_key_env")
 
 
 def _check_single(rewards: RewardsConfig) -> None:
@@ -186,6 +188,10 @@ def _check_remote(rewards: RewardsConfig) -> None:
     if remote.urls and not asked:
         raise ConfigError(
             f"{_REMOTE}.urls: is set, but nothing asks these services; set rewards.manager=remote, or remove them"
+        )
+    if remote.api_key_env is not None and not remote.urls:
+        raise ConfigError(
+            f"{_REMOTE}.api_key_env: is set, but {_REMOTE}.urls is empty; list the services, or remove it"
         )
     for key, urls in ((_REMOTE, remote.urls), *((key, part.urls) for key, part in _parts(rewards))):
         for url in urls:

@@ -135,6 +135,7 @@ class RemoteConfig:
 
     # URLs of equivalent services, among which rows are distributed.
     urls: tuple[str, ...] = setting((), needs_trust=True)
+    api_key_env: str | None = None  # Environment variable that holds the key of the services; null: none is sent.
     # Rows of one request. A request is sent as soon as this many samples have finished, and once more for the
     # remainder.
     rows_per_request: int = setting(16, AT_LEAST_1)
@@ -161,6 +162,7 @@ class HybridPartConfig:
     clip: tuple[float, float] | None = None  # Lower and upper bound, with transform=clip.
     # With manager=remote: URLs of the term's own services; []: those of rewards.remote.
     urls: tuple[str, ...] = setting((), needs_trust=True)
+    api_key_env: str | None = None  # With urls: environment variable that holds their key; null: none is sent.
     judge: str | None = None  # With manager=judge: the entry of rewards.judges; null: the only one.
 
 

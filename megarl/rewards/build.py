@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Collection
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -57,7 +58,13 @@ def open_rewards(
         elif manager == "environment":
             judges[name] = EnvironmentJudge()
         elif manager == "remote":
-            judges[name] = RemoteJudge(rewards.remote, (part.urls if part else ()) or rewards.remote.urls, name=name)
+            cfg, section = rewards.remote, "rewards.remote"
+            if part and part.urls:
+                cfg, section = (
+                    replace(cfg, urls=part.urls, api_key_env=part.api_key_env),
+                    f"rewards.hybrid.parts.{name}",
+                )
+            judges[name] = RemoteJudge(cfg, name=name, section=section)
         elif model is None:
             raise ConfigError(
                 "rewards.manager: a reward model judges samples only while a run trains; name data sources that have a "

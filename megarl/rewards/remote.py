@@ -17,6 +17,7 @@ from megarl.errors import DataError, RunError
 from megarl.masking import masked_text
 from megarl.rewards.background import BackgroundLoop
 from megarl.rewards.judge import FinishedSample, Judged, Tally, Trouble, mean_of
+from megarl.rewards.service_key import read_service_key
 from megarl.rewards.wire import BadReplyError, ServiceReply, decode_reply, encode_request
 from megarl.types import DROPPED, Reward
 
@@ -24,7 +25,6 @@ from megarl.types import DROPPED, Reward
 MAX_REPLY_BYTES = 64 << 20
 # Statuses of a wrong URL or a missing authorisation, which no retry and no other row changes.
 _REFUSALS = (401, 403, 404, 405)
-_HEADERS = {"content-type": "application/json"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +48,22 @@ class RemoteJudge:
     backoff_s · 2ⁿ · (0.5 to 1.5) and tries all again, `retries` times. Then `on_error` decides what happens.
     """
 
-    def __init__(self, cfg: RemoteConfig, urls: Sequence[str], *, name: str = "remote") -> None:
-        """Open an HTTP client and the thread that it runs in; `name` becomes a part of metric names."""
-        self.cfg, self.urls, self.name = cfg, tuple(urls), name
+    def __init__(self, cfg: RemoteConfig, *, name: str = "remote", section: str = "rewards.remote") -> None:
+        """Open an HTTP client and the thread that it runs in; `name` becomes a part of metric names.
+
+        section: where the configuration has the URLs and the key. Raises ConfigError if the key is not there.
+        """
+        self.cfg, self.urls, self.name = cfg, cfg.urls, name
         # Unlike other randomness, jitter must differ between runs, lest all retry a recovered service at the same time.
         self._jitter = random.SystemRandom()
         # The time limit applies to a whole request, not to its phases. Reward services are not reached through a proxy.
-        self._client = httpx.AsyncClient(timeout=None, trust_env=False, limits=httpx.Limits(max_connections=None))
+        headers = {"content-type": "application/json"}
+        if cfg.api_key_env is not None:
+            key = read_service_key(cfg.api_key_env, setting=f"{section}.api_key_env")
+            headers["authorization"] = f"Bearer {key}"
+        self._client = httpx.AsyncClient(
+            timeout=None, trust_env=False, limits=httpx.Limits(max_connections=None), headers=headers
+        )
         self._loop = BackgroundLoop("remote rewards")
 
     def begin(self) -> "RemoteSession":
@@ -108,7 +117,7 @@ class RemoteJudge:
 
     async def _post(self, url: str, body: bytes) -> Any:
         """Send a request, and return the JSON of a successful answer."""
-        async with self._client.stream("POST", url, content=body, headers=_HEADERS) as response:
+        async with self._client.stream("POST", url, content=body) as response:
             response.raise_for_status()
             content = bytearray()
             async for part in response.aiter_bytes():
@@ -192,7 +201,8 @@ class RemoteSession:
             if answer.is_refused:
                 raise RunError(
                     f"rewards.remote: all services refuse the rows of this run, the last: {answer.failures[-1]}; "
-                    "correct rewards.remote.urls, or what the services expect of a request, and --resume"
+                    "correct rewards.remote.urls, or rewards.remote.api_key_env for the key that they expect, and "
+                    "--resume"
                 )
             if cfg.on_error == "raise":
                 raise RunError(

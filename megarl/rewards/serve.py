@@ -2,14 +2,14 @@
 
 import asyncio
 import contextlib
-import json
+import hmac
+import ipaddress
 import signal
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from socket import socket
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -17,14 +17,19 @@ from starlette.routing import Route
 
 from megarl.config.rewards import RewardsConfig
 from megarl.errors import ConfigError, DataError, NonFiniteError, RunError
+from megarl.host.http_server import BoundedServer, JsonReader, RequestRefusedError, descriptor_limit, trust
 from megarl.host.streams import print_lines
 from megarl.rewards.question import Question, Verdict
 from megarl.rewards.rule import RuleJudge
+from megarl.rewards.service_key import read_service_key
 from megarl.rewards.wire import UNJUDGED
 from megarl.texts import plain
 
 PATH = "/get_reward"
 MAX_REQUEST_BYTES = 256 << 20
+# Clients without a key may leave so many requests unfinished. Each needs two descriptors once its body lies on disk.
+MAX_STRANGERS = 1024
+KEEP_ALIVE_S = 10
 # Time that a stop waits for answers in progress.
 STOP_S = 30
 _LOGGED_OUTCOMES = ("timed_out", "parse_failed", "crashed")
@@ -34,11 +39,13 @@ _LOGGED_OUTCOMES = ("timed_out", "parse_failed", "crashed")
 class ServeOptions:
     """The address where a reward service listens (port 0: any free port), and how many rows it judges at a time.
 
+    api_key_env: the environment variable with the key that clients must send; None: none is asked for.
     data_source: the data source of requests that do not name one.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
+    api_key_env: str | None = None
     max_rows: int = 4096
     data_source: str | None = None
 
@@ -50,8 +57,9 @@ class BadRequestError(Exception):
 class RewardService:
     """A service that answers requests for rewards; only one event loop may use it."""
 
-    def __init__(self, judge: RuleJudge, options: ServeOptions) -> None:
-        self._judge, self._options = judge, options
+    def __init__(self, judge: RuleJudge, options: ServeOptions, *, key: str | None = None) -> None:
+        self._judge, self._options, self._key = judge, options, key
+        self._bodies = JsonReader(MAX_REQUEST_BYTES)
         self._num_in_work, self._num_judged = 0, 0
 
     def app(self) -> Starlette:
@@ -67,16 +75,14 @@ class RewardService:
         return JSONResponse({"status": "ok", "rows_in_work": self._num_in_work, "rows_judged": self._num_judged})
 
     async def _answer(self, request: Request) -> Response:
+        if self._key is not None:
+            scheme, _, sent = request.headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(sent.encode(), self._key.encode()):
+                refusal = {"error": "the header authorization has no valid key; send: Bearer KEY"}
+                return JSONResponse(refusal, status_code=401, headers={"www-authenticate": "Bearer"})
+            trust(request)
         try:
-            content = bytearray()
-            async for part in request.stream():
-                content += part
-                if len(content) > MAX_REQUEST_BYTES:
-                    raise BadRequestError(f"got more than {MAX_REQUEST_BYTES} bytes; send fewer rows at a time")
-            try:
-                body = json.loads(content)
-            except ValueError as error:
-                raise BadRequestError(f"got no JSON: {error}") from error
+            body = await self._bodies.read(request)
             questions = decode_request(body, self._options.data_source)
             # A request over the bound is accepted when no other one is in progress.
             if self._num_in_work and self._num_in_work + len(questions) > self._options.max_rows:
@@ -93,6 +99,10 @@ class RewardService:
                 self._num_in_work -= len(questions)
             self._num_judged += len(questions)
             return JSONResponse(plain(encode_reply(verdicts)))
+        except RequestRefusedError as error:
+            return JSONResponse({"error": str(error)}, status_code=error.status)
+        except RecursionError:
+            return JSONResponse({"error": "the body is nested too deep; flatten it"}, status_code=400)
         except (BadRequestError, ConfigError, DataError) as error:
             return JSONResponse({"error": str(error)}, status_code=422)
         except (RunError, NonFiniteError) as error:
@@ -164,7 +174,7 @@ def _texts(body: Mapping[str, Any], name: str) -> list[str]:
     return column
 
 
-class _Server(uvicorn.Server):
+class _Server(BoundedServer):
     """A server that exits successfully on SIGTERM and SIGINT, after its answers in progress; uvicorn would die of the
     signal.
     """
@@ -179,28 +189,43 @@ class _Server(uvicorn.Server):
     def _stop(self) -> None:
         self.should_exit = True
 
-    async def startup(self, sockets: list[socket] | None = None) -> None:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self.started:
-            host, port = self.servers[0].sockets[0].getsockname()[:2]
-            print_lines(f"rewards at http://{host}:{port}{PATH}, health at http://{host}:{port}/health")
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        print_lines(f"rewards at {where}{PATH}, health at {where}/health")
 
 
 def serve_rewards(rewards: RewardsConfig, options: ServeOptions) -> None:
-    """Serve rewards until a signal stops the service; RunError if it cannot listen on the address."""
-    with contextlib.closing(RuleJudge(rewards)) as judge:
-        config = uvicorn.Config(
-            RewardService(judge, options).app(),
-            host=options.host,
-            port=options.port,
-            log_level="warning",
+    """Serve rewards until a signal stops the service. RunError if it cannot listen on the address, ConfigError if other
+    machines would reach it without a key.
+    """
+    variable = options.api_key_env
+    key = None if variable is None else read_service_key(variable, setting="--api-key-env")
+    with _listen(options) as listener, contextlib.closing(RuleJudge(rewards)) as judge:
+        server = _Server(
+            RewardService(judge, options, key=key).app(),
+            max_strangers=min(MAX_STRANGERS, descriptor_limit() // 4),
+            keep_alive_s=KEEP_ALIVE_S,
             timeout_graceful_shutdown=STOP_S,
-            lifespan="off",
         )
-        server = _Server(config)
-        try:
-            asyncio.run(server.serve())
-        except SystemExit as left:  # uvicorn's way to say that it cannot listen
-            raise RunError(
-                f"--host, --port: cannot listen on {options.host}:{options.port}; choose a free port, or 0 for any"
-            ) from left
+        asyncio.run(server.serve(sockets=[listener]))
+
+
+def _listen(options: ServeOptions) -> socket.socket:
+    """Return a socket on the address of the options; errors are those of `serve_rewards`."""
+    try:
+        # Without a host, any address counts.
+        found = socket.getaddrinfo(options.host or None, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        if options.api_key_env is None and not ipaddress.ip_address(address[0]).is_loopback:
+            raise ConfigError(
+                f"--host: got {options.host!r}, where other machines reach the service, expected a key for that; put "
+                "one into an environment variable, name it with --api-key-env, and in rewards.remote.api_key_env of "
+                "the runs, or listen on 127.0.0.1"
+            )
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        raise RunError(
+            f"--host, --port: cannot listen on {options.host}:{options.port}; choose a free port, or 0 for any"
+        ) from error

@@ -111,6 +111,10 @@ def test_sound_sections(section: dict[str, Any]) -> None:
             "rewards.hybrid.parts.a.urls: are set, but rewards.hybrid.parts.a.manager=rule calls no service",
         ),
         (
+            hybrid({"a": {**RULE, "api_key_env": "KEY"}}),
+            "rewards.hybrid.parts.a.api_key_env: is set, but rewards.hybrid.parts.a.urls is empty",
+        ),
+        (
             hybrid({"a": RULE, "b": RULE}),
             "rewards.hybrid.parts: a and b both have manager=rule, of which a run has one; merge them",
         ),

@@ -26,7 +26,7 @@ QUICK: dict[str, Any] = {"timeout_s": 5.0, "retries": 0, "backoff_s": 0.0}
 
 @contextmanager
 def judge_of(*urls: str, **settings: Any) -> Iterator[RemoteJudge]:
-    judge = RemoteJudge(RemoteConfig(urls=urls, **{**QUICK, **settings}), urls)
+    judge = RemoteJudge(RemoteConfig(urls=urls, **{**QUICK, **settings}))
     try:
         yield judge
     finally:

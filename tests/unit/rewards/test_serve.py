@@ -1,7 +1,9 @@
 """`megarl serve-reward`: the format on a socket, its limits, and how it ends."""
 
 import asyncio
+import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -9,19 +11,24 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
+import psutil
 import pytest
 
 from megarl.cli import main
 from megarl.config.rewards import RemoteConfig
+from megarl.errors import ConfigError, RunError
 from megarl.rewards.question import Question, Verdict
 from megarl.rewards.remote import RemoteJudge
 from megarl.rewards.serve import PATH, RewardService, ServeOptions, encode_reply
 from megarl.rewards.wire import decode_reply
 from megarl.types import Reward
+from tests.helpers.http_flood import flood
 from tests.helpers.reward_items import item
 
 BODY = {"query": ["?#### 4", "?#### 5", "?four"], "prompts": ["?"] * 3, "labels": ["4"] * 3}
@@ -36,19 +43,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process and its URL. Source `slow` is judged by a file that takes 1.5 s."""
-    directory = tmp_path_factory.mktemp("service")
-    (directory / "slow.py").write_text(FILE)
-    settings = [
-        "rewards.custom={path: slow.py, name: compute_score}",
-        "rewards.sources={openai/gsm8k: {scorer: openai/gsm8k, wrong: -1}}",
-        "rewards.verifier.workers=1",
-    ]
-    command = [str(Path(sys.executable).with_name("megarl")), "serve-reward", "--port", "0", "--max-rows", "4"]
+@contextlib.contextmanager
+def serving(directory: Path, *arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process of a service that has 512 descriptors, and its URL."""
+    megarl = str(Path(sys.executable).with_name("megarl"))
     process = subprocess.Popen(
-        [*command, "--data-source", "openai/gsm8k", *settings], cwd=directory, stdout=subprocess.PIPE, text=True
+        ["sh", "-c", 'ulimit -n 512; exec "$0" serve-reward --port 0 "$@"', megarl, *arguments],
+        cwd=directory,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     found = re.match(r"rewards at (\S+),", process.stdout.readline())
@@ -59,6 +63,20 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproce
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process and its URL. Source `slow` is judged by a file that takes 1.5 s."""
+    directory = tmp_path_factory.mktemp("service")
+    (directory / "slow.py").write_text(FILE)
+    settings = [
+        "rewards.custom={path: slow.py, name: compute_score}",
+        "rewards.sources={openai/gsm8k: {scorer: openai/gsm8k, wrong: -1}}",
+        "rewards.verifier.workers=1",
+    ]
+    with serving(directory, "--max-rows", "4", "--data-source", "openai/gsm8k", *settings) as started:
+        yield started
 
 
 def post(url: str, body: Any) -> httpx.Response:
@@ -77,7 +95,7 @@ def test_answers(service: tuple[subprocess.Popen[str], str]) -> None:
 
 
 def test_it_is_what_a_run_asks(service: tuple[subprocess.Popen[str], str]) -> None:
-    judge = RemoteJudge(RemoteConfig(urls=(service[1],)), (service[1],))
+    judge = RemoteJudge(RemoteConfig(urls=(service[1],)))
     judging = judge.begin()
     for response in ("#### 4", "#### 5"):
         judging.add(item("?", response, "4", source="openai/gsm8k"))
@@ -98,7 +116,72 @@ def test_what_is_not_in_the_format(service: tuple[subprocess.Popen[str], str], b
     answer = post(service[1], body)
     assert (answer.status_code, answer.json()) == (422, {"error": reason})
     broken = httpx.post(service[1], content=b"{", timeout=60.0, trust_env=False)
-    assert (broken.status_code, broken.json()["error"][:12]) == (422, "got no JSON:")
+    assert (broken.status_code, broken.json()["error"][:12]) == (400, "got no JSON:")
+
+
+@pytest.mark.parametrize("depth", [100, 400, 900, 5000])
+def test_nested_columns_fail_no_request_but_their_own(service: tuple[subprocess.Popen[str], str], depth: int) -> None:
+    nested = '{"a":' * depth + "1" + "}" * depth
+    content = json.dumps({**BODY, "extra_info": ["HERE", {}, {}]}).replace('"HERE"', nested)
+    answer = httpx.post(service[1], content=content, timeout=60.0, trust_env=False)
+    assert answer.status_code in (200, 400), answer.text
+    assert post(service[1], BODY).json()["rewards"] == [1.0, -1.0, -1.0]
+
+
+def test_it_goes_on_beside_500_idle_connections_and_40_bodies_that_do_not_end(
+    service: tuple[subprocess.Popen[str], str],
+) -> None:
+    process = psutil.Process(service[0].pid)
+    before = process.memory_info().rss
+    with flood(service[1]):
+        for _ in range(3):
+            assert post(service[1], BODY).json()["rewards"] == [1.0, -1.0, -1.0]
+        assert process.memory_info().rss - before <= 32 << 20
+        assert process.num_fds() < 512
+
+
+KEY = "0123456789abcdef"
+
+
+def test_a_service_for_other_machines_asks_for_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("--host", "0.0.0.0", "--api-key-env", "SERVICE_KEY", "--data-source", "openai/gsm8k")
+    with serving(tmp_path, *arguments, "rewards.verifier.workers=1", SERVICE_KEY=KEY) as (_, url):
+        url = url.replace("0.0.0.0", "127.0.0.1")
+        address = urlsplit(url).netloc
+        for sent in ({}, {"authorization": f"Bearer {KEY}x"}, {"authorization": f"Basic {KEY}"}):
+            # Refused before a body that is announced, and never sent.
+            with contextlib.closing(HTTPConnection(address, timeout=60)) as connection:
+                connection.request("POST", PATH, headers={**sent, "content-length": "1000"})
+                refused = connection.getresponse()
+                assert (refused.status, refused.headers["www-authenticate"]) == (401, "Bearer")
+
+        def ask(variable: str | None) -> list[float]:
+            with contextlib.closing(RemoteJudge(RemoteConfig(urls=(url,), api_key_env=variable))) as judge:
+                judging = judge.begin()
+                judging.add(item("?", "#### 4", "4", source="openai/gsm8k"))
+                return [reward.score for reward in judging.finish().rewards]
+
+        monkeypatch.setenv("RIGHT", KEY)
+        monkeypatch.setenv("WRONG", KEY[::-1])
+        assert ask("RIGHT") == [1.0]
+        for variable in (None, "WRONG"):
+            with pytest.raises(RunError, match=r"all services refuse .*status 401; .*api_key_env"):
+                ask(variable)
+
+
+@pytest.mark.parametrize(
+    ("key", "got"),
+    [(None, "nothing"), ("short", "5 characters"), (f"{KEY} {KEY}", "33"), (f"{KEY}\n", "17"), (f"{KEY}é", "17")],
+)
+def test_a_key_that_is_none(key: str | None, got: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message does not show it."""
+    if key is not None:
+        monkeypatch.setenv("A_KEY", key)
+    with pytest.raises(
+        ConfigError, match=rf"^rewards.remote.api_key_env: .* A_KEY holds {got}.*openssl rand"
+    ) as raised:
+        RemoteJudge(RemoteConfig(urls=("http://judge",), api_key_env="A_KEY"))
+    assert KEY not in str(raised.value)
 
 
 def test_a_function_that_fails_on_one_row(service: tuple[subprocess.Popen[str], str]) -> None:
@@ -183,6 +266,10 @@ def test_a_row_that_fails_costs_no_other() -> None:
         (["rewards.verifier.hard_limit_s=1"], "rewards.verifier.hard_limit_s: got 1.0, expected more than"),
         (["--data-source", "chess"], "unknown data source 'chess'"),
         (["rewards.custom.path=nowhere.py"], "nowhere.py: no such file"),
+        (["--host", "0.0.0.0"], "--host: got '0.0.0.0', where other machines reach the service, expected a key"),
+        (["--host", ""], "--host: got '', where other machines reach the service, expected a key"),
+        (["--host", "::"], "--host: got '::', where other machines reach the service, expected a key"),
+        (["--api-key-env", "NO_SUCH_KEY"], "--api-key-env: the environment variable NO_SUCH_KEY holds nothing"),
     ],
 )
 def test_bad_settings_start_nothing(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
