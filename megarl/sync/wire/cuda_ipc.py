@@ -55,8 +55,8 @@ class DeviceHandle:
             waits=waits,
         )
 
-    def open(self, device: torch.device) -> torch.Tensor:
-        """Return the tensor, on the device as this process numbers it."""
+    def tensor_on(self, device: torch.device) -> torch.Tensor:
+        """Open the handle, and return the tensor; `device` is where it is, as this process numbers devices."""
         segment: torch.Tensor = rebuild_cuda_tensor(
             torch.Tensor,
             torch.Size([self.num_bytes]),
@@ -128,7 +128,7 @@ class DeviceSegments:
         """
         text = self._store.get(str(path), self._timeout_s)
         try:
-            return DeviceHandle.decode(text or "null", num_bytes).open(self._device)
+            return DeviceHandle.decode(text or "null", num_bytes).tensor_on(self._device)
         except ValueError as error:
             raise WeightSyncError(
                 f"weight sync cannot open the device memory {path.name}: {error}; all processes of a run need the same "

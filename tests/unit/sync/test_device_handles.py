@@ -39,7 +39,7 @@ def test_the_other_process_opens_with_the_same_arguments_on_its_own_device(monke
     monkeypatch.setattr(cuda_ipc, "rebuild_cuda_tensor", lambda *arguments: calls.append(arguments))
     handle = DeviceHandle.of(torch.empty(96, dtype=torch.uint8))
     assert handle == HANDLE
-    DeviceHandle.decode(handle.encode(), 96).open(torch.device("cuda", 3))
+    DeviceHandle.decode(handle.encode(), 96).tensor_on(torch.device("cuda", 3))
     assert calls == [(*ARGUMENTS[:6], 3, *ARGUMENTS[7:])]
 
 
