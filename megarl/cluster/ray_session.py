@@ -18,6 +18,7 @@ from megarl.config.schema import ClusterConfig
 from megarl.errors import WorkerError
 from megarl.host.ray_environment import fresh_token
 from megarl.host.signals import keep_handlers
+from megarl.host.streams import print_lines
 from megarl.host.temp_dir import RAY_DIRECTORY
 
 LOOPBACK = "127.0.0.1"
@@ -75,10 +76,9 @@ def _join(address: str, settings: ClusterConfig, environment: Mapping[str, str])
             f"{known_remedy(error) or 'look into the logs of the hosts, or raise cluster.start_timeout_s'}"
         ) from error
     if not is_token_auth_enabled():
-        print(
+        print_lines(
             f"warning: cluster.address: whoever reaches the Ray at {address} can run code as you; start it with "
-            "RAY_AUTH_MODE=token and a token (`ray get-auth-token --generate`), and export the same here",
-            flush=True,
+            "RAY_AUTH_MODE=token and a token (`ray get-auth-token --generate`), and export the same here"
         )
     while missing := set(settings.hosts) - {n["NodeManagerHostname"] for n in ray.nodes() if n["Alive"]}:
         if time.monotonic() > deadline:

@@ -33,7 +33,7 @@ class EnvironmentConfig:
     max_turn_tokens: int | None = setting(None, AT_LEAST_1)
     # Names of environment variables that environments get besides the usual ones (docs/environments.md), and with them
     # agents, tools and servers of tools, as in [SEARCH_API_KEY].
-    pass_env: tuple[str, ...] = ()
+    pass_env: tuple[str, ...] = setting((), needs_trust=True)
     hosts: int = setting(1, AT_LEAST_1)  # Processes in which environments run, on the driver's host.
     reply_timeout_s: float = setting(60.0, POSITIVE)  # Time limit of each start and reply of an environment.
     episode_timeout_s: float = setting(3600.0, POSITIVE)  # Time limit of a conversation, generation included.

@@ -72,7 +72,7 @@ class JudgeServerConfig:
     args: Mapping[str, Any] = field(default_factory=dict)
     # Names of environment variables that the servers get besides the usual ones, such as [HF_TOKEN] for a model of the
     # hub that asks for it.
-    pass_env: tuple[str, ...] = ()
+    pass_env: tuple[str, ...] = setting((), needs_trust=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

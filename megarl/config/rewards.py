@@ -75,7 +75,7 @@ class CustomConfig:
     value: float | None = setting(None, ANY_NUMBER)  # Reward by a function that failed, with on_error=value.
     dry_run: bool = True  # Call each function at the start with a prompt of each data source; false: do not.
     # Names of environment variables that the functions get besides the usual ones (docs/rewards/custom.md).
-    pass_env: tuple[str, ...] = ()
+    pass_env: tuple[str, ...] = setting((), needs_trust=True)
     workers: int = setting(2, AT_LEAST_1)  # Number of processes that the functions run in.
     timeout_s: float = setting(30.0, POSITIVE)  # Time after which a call is killed.
     memory_mib: int = setting(16384, AT_LEAST_1)  # Limit on the growth of the address space of a process.
@@ -135,7 +135,8 @@ class RemoteConfig:
 
     # URLs of equivalent services, among which rows are distributed.
     urls: tuple[str, ...] = setting((), needs_trust=True)
-    api_key_env: str | None = None  # Environment variable that holds the key of the services; null: none is sent.
+    # Environment variable that holds the key of the services; null: none is sent.
+    api_key_env: str | None = setting(None, needs_trust=True)
     # Rows of one request. A request is sent as soon as this many samples have finished, and once more for the
     # remainder.
     rows_per_request: int = setting(16, AT_LEAST_1)
@@ -162,7 +163,8 @@ class HybridPartConfig:
     clip: tuple[float, float] | None = None  # Lower and upper bound, with transform=clip.
     # With manager=remote: URLs of the term's own services; []: those of rewards.remote.
     urls: tuple[str, ...] = setting((), needs_trust=True)
-    api_key_env: str | None = None  # With urls: environment variable that holds their key; null: none is sent.
+    # With urls: environment variable that holds their key; null: none is sent.
+    api_key_env: str | None = setting(None, needs_trust=True)
     judge: str | None = None  # With manager=judge: the entry of rewards.judges; null: the only one.
 
 

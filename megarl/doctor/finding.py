@@ -6,12 +6,13 @@ from enum import StrEnum
 
 class Status(StrEnum):
     """How serious a finding is. With `warn`, a run can start, but the advice is worth reading; with `missing`, no run
-    can.
+    can; with `unsafe`, other users can steer it.
     """
 
     OK = "ok"
     WARN = "warn"
     MISSING = "missing"
+    UNSAFE = "unsafe"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

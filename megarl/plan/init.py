@@ -2,11 +2,14 @@
 
 import itertools
 import math
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from megarl.config.load import PACKAGED, load_config
 from megarl.data.files import columns_of
@@ -14,6 +17,7 @@ from megarl.device.accelerators import nvidia_devices
 from megarl.errors import ConfigError, DataError
 from megarl.host.streams import print_lines
 from megarl.plan.build import plan_run
+from megarl.texts import visible
 from megarl.weights.families import read_model_spec
 from megarl.weights.hub import local_model
 
@@ -177,7 +181,7 @@ def _function(text: str) -> str | None:
 
 def dry_run(file: Path, gpus: int) -> str:
     """Return the command that shows what the run of a file does and needs."""
-    return f"megarl train {file} --dry-run" + (" --device-gib 80" if gpus else "")
+    return f"megarl train {shlex.quote(str(file))} --dry-run" + (" --device-gib 80" if gpus else "")
 
 
 def init_run(request: InitRequest) -> Path:
@@ -236,6 +240,11 @@ def _layouts(gpus: int) -> Iterator[tuple[int, int]]:
     yield from sorted(fitting, key=lambda each: (math.prod(each), each[1]))
 
 
+def _scalar(text: object) -> str:
+    """Return a text as YAML writes it, in quotes if it would mean something else without them."""
+    return yaml.safe_dump([str(text)], default_flow_style=True, width=math.inf, allow_unicode=True).strip()[1:-1]
+
+
 def _text(request: InitRequest, file: Path, *, tp: int, pp: int, positions: int, needs_source: bool) -> str:
     gpus = request.gpus
     # A quarter of a short context for the question.
@@ -248,20 +257,20 @@ def _text(request: InitRequest, file: Path, *, tp: int, pp: int, positions: int,
         placement = _GPU_PLACEMENT.format(nodes=max(1, gpus // GPUS_PER_NODE), per_node=per_node)
     else:
         engine = "  engine: {kv_cache_mib: 512, max_num_seqs: 64}\n"
-    name = request.directory.resolve().name
+    name = _scalar(request.directory.resolve().name)
     keys = {"prompt_key": request.prompt_key, "label_key": request.label_key}
-    columns = "".join(f"  {key}: {column}\n" for key, column in keys.items() if column)
+    columns = "".join(f"  {key}: {_scalar(column)}\n" for key, column in keys.items() if column)
     if needs_source:
         columns += f"  default_source: {name}   # of rows that name none; metrics of rewards have this name\n"
     body = _TEMPLATE.format(
-        dry_run=dry_run(file, gpus),
-        algo=request.algo,
+        dry_run=visible(dry_run(file, gpus)),
+        algo=_scalar(request.algo),
         name=name,
-        runs=request.directory / "runs",
-        model=request.model,
+        runs=_scalar(request.directory / "runs"),
+        model=_scalar(request.model),
         dtype="bfloat16" if gpus else "float32",
-        train=f"[{', '.join(request.train)}]",
-        val=f"[{', '.join(request.val)}]",
+        train=f"[{', '.join(map(_scalar, request.train))}]",
+        val=f"[{', '.join(map(_scalar, request.val))}]",
         columns=columns,
         prompt=prompt,
         response=min(4096 if gpus else 256, positions - prompt),
@@ -273,5 +282,6 @@ def _text(request: InitRequest, file: Path, *, tp: int, pp: int, positions: int,
     reward = ""
     if request.reward:
         path, _, function = request.reward.partition(":")
-        reward = f"rewards:\n  custom: {{path: {path}, name: {function or 'reward_func'}}}   # docs/rewards.md\n"
+        custom = f"{{path: {_scalar(path)}, name: {_scalar(function or 'reward_func')}}}"
+        reward = f"rewards:\n  custom: {custom}   # docs/rewards.md\n"
     return body + placement + reward

@@ -17,6 +17,7 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.vocabulary import Vocabulary
 from megarl.environments import check_replies, tools_of
 from megarl.errors import ConfigError
+from megarl.masking import masked
 from megarl.record.metrics import RunPaths
 from megarl.report.run import path_labels
 from megarl.rewards.build import check_ground_truths
@@ -163,7 +164,7 @@ def _trusted(own: Config, request: EvalRequest) -> Config:
     ConfigError if it names what would run or be reached here, and the request does not trust it.
     """
     own = replace(own, cluster=replace(own.cluster, address=None, hosts=()))
-    found = [f"{key}: {value!r}"[:_MAX_SETTING_CHARS] for key, value in needing_trust(own)]
+    found = [f"{key}: {masked(value, key)!r}"[:_MAX_SETTING_CHARS] for key, value in needing_trust(own)]
     if found and not request.trust_config:
         raise ConfigError(
             f"{request.model}: its configuration names code, commands, services or rights of programs: "

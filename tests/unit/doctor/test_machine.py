@@ -127,10 +127,10 @@ GONE = Finding(subject="c", found="none", status=Status.MISSING, advice="get one
 
 
 def test_table() -> None:
-    assert "\n".join(render.to_lines([FINE, POOR])) == (
-        "ok      a   1\nwarn    bb  2\n            → get more\na run can start here: 1 ok, 1 warn, 0 missing"
+    assert "\n".join(render.to_lines([FINE, POOR], render.CAN_START)) == (
+        "ok      a   1\nwarn    bb  2\n            → get more\na run can start here: 1 ok, 1 warn"
     )
-    assert render.to_lines([GONE])[-1] == "a run cannot start here: 0 ok, 0 warn, 1 missing"
+    assert render.to_lines([GONE], render.CAN_START)[-1] == "a run cannot start here: 1 missing"
 
 
 @pytest.mark.parametrize(("findings", "code"), [([FINE, POOR], 0), ([FINE, GONE], 1)])

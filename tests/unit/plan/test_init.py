@@ -45,6 +45,15 @@ def test_a_run_on_cpu_has_one_rank_in_float32(tmp_path: Path) -> None:
     assert (config.model.dtype, config.actor.layout.world_size) == ("float32", 1)
 
 
+def test_any_path_is_one_value(tmp_path: Path) -> None:
+    directory = tmp_path / "it's: [a], #b" / "first"
+    train = ["a, b]\nrun: {seed: 7}\n#.parquet", "- c", "true", "{d}"]
+    config = load_config(init_run(replace(request(directory, model="qwen3-0.6b", gpus=0), train=train)))
+    assert (config.run.dir, config.run.seed) == (str(directory / "runs"), 0)
+    assert list(config.data.train) == train
+    assert "train '" in (directory / "run.yaml").read_text().split("\n")[0]
+
+
 def test_lengths_fit_the_models_context(tmp_path: Path) -> None:
     # A quarter of 512 for the question; 256 of the rest, of which a run on CPU takes no more.
     config = load_config(init_run(request(tmp_path, model=str(tiny_model(tmp_path)), gpus=0)))

@@ -1,0 +1,40 @@
+"""List the sockets on which processes accept connections."""
+
+import contextlib
+import ipaddress
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import psutil
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listener:
+    """A TCP socket that accepts connections, and the process that it belongs to."""
+
+    pid: int
+    process: str
+    address: str
+    port: int
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether only this host can connect to it."""
+        return ipaddress.ip_address(self.address).is_loopback
+
+
+def listeners(pids: Iterable[int]) -> list[Listener]:
+    """Find the listening sockets of processes, in the order of the processes; those that have ended have none.
+
+    A process without a name of its own, such as `python`, goes by the first argument that is no option.
+    """
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            process = psutil.Process(pid)
+            found += [
+                Listener(pid=pid, process=process.name(), address=each.laddr.ip, port=each.laddr.port)
+                for each in process.net_connections("tcp")
+                if each.status == psutil.CONN_LISTEN
+            ]
+    return found
