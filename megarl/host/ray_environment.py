@@ -15,6 +15,8 @@ RAY_ENVIRONMENT = {
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     # Ray would start its workers at niceness 15, but ranks and engines are what the machine is for.
     "RAY_worker_niceness": "0",
+    # How long the first of Ray's processes may take to come up on a busy machine; by default 30 s.
+    "RAY_gcs_server_port_wait_time_s": "120",
     # A worker per CPU would start first, and none of them would fit: all of megarl's have an environment of their own.
     "RAY_prestart_worker_first_driver": "0",
 }
