@@ -35,10 +35,12 @@ def listeners_of(run_id: str) -> list[Listener]:
 
 
 def kind_of(pid: int) -> str:
-    """Return what a process is, without what differs between runs: `raylet`, `ray::RankActor`, `dashboard/agent.py`."""
+    """Return what a process is, without what differs between runs: `raylet`, `RankActor`, `_private/monitor.py`."""
     words = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
     if words[0].startswith("ray::"):
         return re.split(r"[.: ]", words[0].removeprefix("ray::"))[0]
+    if "-m" in words:
+        return words[words.index("-m") + 1]
     script = next((word for word in words if word.endswith(".py")), words[0])
     return "/".join(Path(script).parts[-2:]) if script.endswith(".py") else Path(script).name
 

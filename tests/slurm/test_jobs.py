@@ -6,12 +6,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.train.checkpoint import complete_steps
+from tests.helpers.listeners import listeners_of
+from tests.helpers.strangers import REFUSED, answers_to_strangers
 from tests.slurm.lab import SlurmLab
 from tests.slurm.runs import JOB_S, REPOSITORY, VENV, SlurmRun, job_options, left_behind, mid_run, wait_until
 from tools.bench.kill_resume import differences
 
 pytestmark = pytest.mark.timeout(400)
 MANY_STEPS = 3600
+# Processes of Ray that take commands on each node.
+RAYS_OWN = ("gcs_server", "raylet", "RuntimeEnvAgent", "ray.util.client.server")
 EVAL_SETTINGS = (
     "--num-samples=2",
     "--max-response-tokens=16",
@@ -33,6 +37,12 @@ def test_of_two_jobs_at_once_one_is_cancelled(lab: SlurmLab, inputs: Path, refer
     job = jobs["cancelled"]
     its = {"name": f"--run-id={job}-", "file": f"mr-{job}-"}
     assert len(left_behind(lab, **its)) >= 4
+    # This machine can reach both nodes, but does not have the job's token.
+    listeners = [each for each in listeners_of(f"{job}-0-0") if each.process in RAYS_OWN]
+    answers = answers_to_strangers({f"{node}:{each.port}" for node in lab.nodes.values() for each in listeners})
+    assert {address: found for address, found in answers.items() if found not in (*REFUSED, {"closed"})} == {}
+    asking = {address.partition(":")[0] for address, found in answers.items() if found in REFUSED}
+    assert asking == set(lab.nodes.values())
     lab.query("scancel", str(job))
     wait_until(lambda: left_behind(lab, **its) == [], "nothing left", timeout_s=30.0)
     assert lab.wait(job, timeout_s=30.0)["JobState"] == "CANCELLED"
