@@ -124,7 +124,8 @@ def shm_finding(total: int, free: int) -> Finding:
 
 def stale_files(directory: Path) -> list[Path]:
     """Return this user's files in a directory that belong to runs whose processes have all ended."""
-    own = [path for path in directory.glob("megarl-*-*") if path.stat().st_uid == os.getuid()]
+    # A link's own owner counts, and its target may be missing.
+    own = [path for path in directory.glob("megarl-*-*") if path.lstat().st_uid == os.getuid()]
     run_ids = {path.name.split("-")[1] for path in own}
     dead = {run_id for run_id in run_ids if not RunScope(run_id=run_id).processes()}
     return sorted(path for path in own if path.name.split("-")[1] in dead)
@@ -134,7 +135,7 @@ def stale_finding(files: Sequence[Path]) -> Finding:
     """Report the files that ended runs left behind in shared memory."""
     if not files:
         return Finding(subject="stale files", found="none")
-    size = sum(file.stat().st_size for file in files)
+    size = sum(file.lstat().st_size for file in files)
     return Finding(
         subject="stale files",
         found=f"{len(files)} of dead runs hold {size / GIB:.2f} GiB",

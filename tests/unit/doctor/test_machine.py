@@ -28,6 +28,7 @@ from megarl.doctor.machine import (
     stale_finding,
 )
 from megarl.host.janitor import RUN_ID_VARIABLE
+from tests.helpers.second_user import UID, needs_second_user
 
 GIB = 2**30
 H100 = Device(name="NVIDIA H100 80GB HBM3", memory_gib=79.6, driver="580.1")
@@ -96,6 +97,16 @@ def test_files_of_dead_runs(tmp_path: Path) -> None:
         alive.communicate(b"")
     assert len(stale_files(tmp_path)) == 2
     assert stale_finding([]).status is Status.OK
+
+
+@needs_second_user
+def test_what_others_leave_in_shared_memory_is_not_the_users(tmp_path: Path) -> None:
+    """A link to nothing, and one to a file of the user."""
+    (tmp_path / "own").touch()
+    for name, target in (("megarl-1-nothing", "/nowhere"), ("megarl-1-own", tmp_path / "own")):
+        (tmp_path / name).symlink_to(target)
+        os.chown(tmp_path / name, UID, UID, follow_symlinks=False)
+    assert stale_files(tmp_path) == []
 
 
 def test_every_part_of_the_machine_is_looked_at() -> None:
