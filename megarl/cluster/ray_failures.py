@@ -74,7 +74,7 @@ CAUSES = (
         remedy="a process of Ray was killed or got no memory: free memory, or raise the limit of the container",
     ),
 )
-_TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
+TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
 SLOW = "Ray's processes did not come up in time: start again when the machine has less to do, or "
 OTHERWISE = (
     f"free CPUs, memory and room in {{place}} and {SHM_DIR}, or lower cluster.object_store_mib, and start the run again"
@@ -84,7 +84,7 @@ OTHERWISE = (
 def explain(error: Exception, temp_dir: Path) -> str:
     """Return the remedy for an error of Ray's start; `temp_dir` is the run's, with the logs of what did not start."""
     # What the processes logged is nearer to the cause than that somebody waited for them.
-    slow = SLOW if _TIMED_OUT.search(str(error)) else ""
+    slow = SLOW if TIMED_OUT.search(str(error)) else ""
     remedy = known_remedy(error, _log_lines(temp_dir)) or slow + OTHERWISE
     return remedy.format(place=temp_dir.parent)
 

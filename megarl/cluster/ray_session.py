@@ -5,15 +5,17 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray._private import ray_constants
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-from megarl.cluster.ray_failures import explain, known_remedy
+from megarl.cluster.ray_failures import TIMED_OUT, explain, known_remedy
 from megarl.config.schema import ClusterConfig
 from megarl.errors import WorkerError
 from megarl.host.ray_environment import fresh_token
@@ -22,6 +24,8 @@ from megarl.host.streams import print_lines
 from megarl.host.temp_dir import RAY_DIRECTORY
 
 LOOPBACK = "127.0.0.1"
+# How often to start Ray on a busy machine, and how long to wait for the end of what has come up.
+TRIES, END_S = 3, 5.0
 # How often to look for a host that has not joined yet.
 POLL_S = 0.2
 
@@ -49,7 +53,7 @@ def open_ray(
     # Otherwise Ray would replace the loopback address by the one at which other hosts reach this one.
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
-        _connect(
+        _start(
             environment,
             address="local",
             # Logical CPUs only decide placement: ranks and engines may share a core.
@@ -62,6 +66,22 @@ def open_ray(
     # Ray may raise OSError, ValueError, RuntimeError or Exception itself, depending on where it fails.
     except Exception as error:
         raise WorkerError(f"Ray did not start ({type(error).__name__}: {error}); {explain(error, temp_dir)}") from error
+
+
+def _start(environment: Mapping[str, str], **settings: Any) -> None:
+    """Start Ray; again where its processes were too slow for limits of Ray's that nobody can set."""
+    for left in reversed(range(TRIES)):
+        others = set(psutil.Process().children(recursive=True))
+        try:
+            return _connect(environment, **settings)
+        except Exception as error:
+            started = [each for each in psutil.Process().children(recursive=True) if each not in others]
+            for process in started:
+                with suppress(psutil.NoSuchProcess):
+                    process.terminate()
+            psutil.wait_procs(started, timeout=END_S)
+            if not left or not TIMED_OUT.search(str(error)):
+                raise
 
 
 def _join(address: str, settings: ClusterConfig, environment: Mapping[str, str]) -> None:
