@@ -20,7 +20,7 @@ class Listener:
     @property
     def is_local(self) -> bool:
         """Return whether only this host can connect to it."""
-        return ipaddress.ip_address(self.address).is_loopback
+        return ipaddress.ip_address(self.address.removeprefix("::ffff:")).is_loopback
 
 
 def listeners(pids: Iterable[int]) -> list[Listener]:

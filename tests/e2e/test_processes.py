@@ -16,7 +16,9 @@ from tests.e2e import cli_run
 from tests.e2e.cli_run import CliRun
 from tests.e2e.support import RUN_FILE, SMALL
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.listeners import listeners_of
 
+SECURITY = Path(__file__).parents[2] / "docs" / "security.md"
 GONE_WITHIN_S = 30.0
 # In this time the driver comes to wait for a process that does not go on.
 REACH_S = 3.0
@@ -162,3 +164,15 @@ def test_a_layout_that_a_host_cannot_hold_is_refused_at_once(start: Callable[...
     )
     assert re.fullmatch(message, error), error
     assert cli_run.leftovers(run_id) == []
+
+
+def test_a_run_listens_on_loopback_where_the_page_says(start: Callable[..., CliRun]) -> None:
+    run = start()
+    run_id = run.run_id()
+    run.wait_until(lambda: in_its_steps(run, run_id))
+    found = listeners_of(run_id, run.process.pid)
+    assert [each for each in found if each.address.removeprefix("::ffff:") not in ("127.0.0.1", "::1")] == []
+    rows = SECURITY.read_text(encoding="utf-8").partition("## What listens where")[2].partition("\n\n#")[0]
+    cells = [line.split("|")[2] for line in rows.splitlines() if line.startswith("|")]
+    documented = {name for cell in cells for name in re.findall("`(?:ray::)?([^`]+)`", cell)}
+    assert {each.process for each in found} <= documented

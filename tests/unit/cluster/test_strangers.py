@@ -24,7 +24,7 @@ print(len(keys), "keys read")
 
 
 def test_one_host_listens_on_loopback_alone(ray_session: Janitor, processes: list[Process]) -> None:
-    listeners = listeners_of(ray_session.scope.run_id)
+    listeners = listeners_of(ray_session.scope.run_id, os.getpid())
     assert {listener.address.removeprefix("::ffff:") for listener in listeners} == {"127.0.0.1"}
     assert {"gcs_server", "raylet", "RuntimeEnvAgent", "Worker"} <= {listener.process for listener in listeners}
 
@@ -44,7 +44,9 @@ def test_what_the_run_has_in_its_ray_is_neither_read_nor_written(
 @needs_second_user
 def test_every_port_asks_for_the_token(ray_session: Janitor, processes: list[Process]) -> None:
     # The monitor of Ray's autoscaler has numbers for whoever asks, and takes no commands.
-    listeners = [each for each in listeners_of(ray_session.scope.run_id) if each.process != "_private/monitor.py"]
+    listeners = [
+        each for each in listeners_of(ray_session.scope.run_id, os.getpid()) if each.process != "_private/monitor.py"
+    ]
     answers = answers_to_strangers({f"127.0.0.1:{listener.port}" for listener in listeners})
     assert len(answers) >= 4
     assert {address: found for address, found in answers.items() if found not in REFUSED} == {}

@@ -80,6 +80,7 @@ def test_sockets_of_a_process() -> None:
         ("127.0.0.1", Status.OK),
         ("127.9.9.9", Status.OK),
         ("::1", Status.OK),
+        ("::ffff:127.0.0.1", Status.OK),
         ("::", Status.WARN),
         ("10.0.0.7", Status.WARN),
     ],

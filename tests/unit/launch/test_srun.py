@@ -210,7 +210,7 @@ def test_a_host_without_slurm_is_told_where_to_run_it(tmp_path: Path) -> None:
 def test_a_host_that_did_not_get_the_token_starts_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where srun is told to hand no environment on: Ray would then let everybody in."""
     numbers = ["--job-id=99999999", "--num-cpus=1", "--object-store-mib=80"]
-    monkeypatch.setattr(sys, "argv", ["host", "--run-id=0", "--head=127.0.0.1", "--logs=/nowhere", *numbers])
+    monkeypatch.setattr(sys, "argv", ["host", "--run-id=0", "--head=127.0.0.1:20000", "--logs=/nowhere", *numbers])
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     with pytest.raises(SystemExit, match=r"RAY_AUTH_TOKEN is not set here, .* \(--export=ALL in MEGARL_SRUN_ARGS\)"):
