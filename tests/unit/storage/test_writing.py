@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import torch
 
 from megarl.errors import RunError, StorageError
 from megarl.host.exit_codes import EXIT_FAILED, exit_on_errors
+from megarl.host.janitor import RunScope
 from megarl.host.ray_environment import keep_worker_logs
+from megarl.host.temp_dir import RAY_DIRECTORY, make_temp_dir
 from megarl.launch.status import Heartbeat
 from megarl.record.json_lines import append_lines, open_lines, read_lines
 from megarl.record.metrics import JsonlSink, MetricsLogger, RolloutRecord, write_rollouts
@@ -185,11 +188,13 @@ def test_the_status_never_hides_why_a_run_failed(tmp_path: Path, monkeypatch: py
 
 
 def test_neither_do_logs_that_cannot_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    logs = tmp_path / "session_latest" / "logs"
+    directory = make_temp_dir("0000abcd")
+    logs = directory / RAY_DIRECTORY / "session_latest" / "logs"
     logs.mkdir(parents=True)
     (logs / "worker-1.err").write_text("x")
     (tmp_path / "file").touch()
-    keep_worker_logs(tmp_path, tmp_path / "file" / "logs")
+    keep_worker_logs(RunScope(run_id="0000abcd"), tmp_path / "file" / "logs")
+    shutil.rmtree(directory)
     assert "warning: the workers' logs cannot be written" in capsys.readouterr().out
 
 

@@ -1,13 +1,17 @@
 """What is noticed of a damaged checkpoint before anything starts, and how a run goes on from an earlier one."""
 
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megarl.errors import ConfigError, DataError
+from megarl.host.directory_lock import DirectoryLock
 from megarl.record.metrics import JsonlSink, MetricsRecord, RunPaths, read_metrics
 from megarl.run import start
 from megarl.run.resume import find_checkpoint, resume_notes
@@ -34,8 +38,9 @@ def add_shards(path: Path) -> Path:
     (path / MARKER).unlink(missing_ok=True)
     (path / "actor").mkdir(parents=True)
     (path / SHARD).write_bytes(bytes(range(1, 251)) * 16)
-    for name in ("actor/.metadata", "actor/metadata.json", "rng_actor_00000.pt"):
-        (path / name).write_bytes(name.encode())
+    (path / "actor/.metadata").write_bytes(pickle.dumps(Metadata(state_dict_metadata={}, storage_data={})))
+    (path / "actor/metadata.json").write_bytes(b"actor/metadata.json")
+    torch.save({}, path / "rng_actor_00000.pt")
     mark_complete(path)
     return path
 
@@ -77,7 +82,7 @@ DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
     (SHARD, fill_with_zeros, "its bytes are not those that were written"),
     (SHARD, flip_a_bit, "its bytes are not those that were written"),
     (SHARD, remove_half, "is missing"),
-    ("actor/.metadata", empty, "got 0 bytes, expected 15"),
+    ("actor/.metadata", empty, "got 0 bytes, expected "),
     ("actor/metadata.json", truncate, "got 9 bytes, expected 19"),
     ("rng_actor_00000.pt", fill_with_zeros, "its bytes are not those that were written"),
     ("state.json", truncate, "bytes, expected"),
@@ -159,7 +164,8 @@ def test_what_came_after_the_whole_one_is_forgotten_and_written_anew(tmp_path: P
         for step in (2, 4, 6):
             (paths.root / directory / f"step_{step:06d}.parquet").touch()
     found = find_checkpoint(config(tmp_path), "train", "newest-whole")
-    start._open_recorder(config(tmp_path), None, found, overwrite=True)  # type: ignore[arg-type]
+    with DirectoryLock(paths.root, "train") as lock, start._recorded(config(tmp_path), lock, found, overwrite=True):
+        pass
     assert [record.step for record in read_metrics(paths.metrics)] == [1, 2, 3, 4]
     for directory in ("rollouts", "records", "validation"):
         names = sorted(path.name for path in (paths.root / directory).iterdir())
