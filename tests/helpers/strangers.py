@@ -17,13 +17,13 @@ for address in sys.argv[1:]:
     with grpc.insecure_channel(address) as channel:
         for method in METHODS:
             try:
-                channel.unary_unary(f"/ray.rpc.{method}")(b"", timeout=20)
+                channel.unary_unary(f"/ray.rpc.{method}")(b"", timeout=100)
                 answers.add("OK")
             except grpc.RpcError as error:
                 answers.add(error.code().name)
     if "UNAVAILABLE" in answers:
         try:
-            urllib.request.urlopen(f"http://{address}/get_or_create_runtime_env", data=b"", timeout=20)
+            urllib.request.urlopen(f"http://{address}/get_or_create_runtime_env", data=b"", timeout=100)
             answers = {"OK"}
         except urllib.error.HTTPError as error:
             answers = {str(error.code)}
@@ -38,6 +38,6 @@ REFUSED = ({"UNAUTHENTICATED"}, {"401"})
 def answers_to_strangers(addresses: Iterable[str]) -> dict[str, set[str]]:
     """Return what each HOST:PORT answers to another user: codes of gRPC or HTTP, or `closed`."""
     imports = ["grpc._channel", "urllib.request", "encodings.idna"]
-    done = as_nobody(_CALL, *addresses, imports=imports, timeout_s=240)
+    done = as_nobody(_CALL, *addresses, imports=imports, timeout_s=500)
     assert done.returncode == 0, done.stderr
     return {words[0]: set(words[1:]) for line in done.stdout.splitlines() if (words := line.split())}

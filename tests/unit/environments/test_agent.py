@@ -62,7 +62,7 @@ async def converse(
 ) -> Talk:
     """Lead a conversation in which the policy says `turns`, each after a while; one that ends in … was cut."""
     config = EnvironmentConfig(
-        entries={"mine": EnvironmentEntry(type="agent", arguments=arguments)}, **{"reply_timeout_s": 20.0} | limits
+        entries={"mine": EnvironmentEntry(type="agent", arguments=arguments)}, **{"reply_timeout_s": 200.0} | limits
     )
     spec = HostSpec(
         model_path="",
@@ -241,7 +241,7 @@ def test_a_program_reads_the_row_and_its_last_line_is_the_reward(tmp_path: Path)
 
     thread = threading.Thread(target=lead_in_thread)
     thread.start()
-    thread.join(60.0)
+    thread.join(240.0)
     (talk,) = talks
     assert (talk.last.done, talk.last.reward, talk.last.details) == (True, 1.0, {"level": 2}), talk.last
     assert talk.text == "<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n3<|im_end|>"
