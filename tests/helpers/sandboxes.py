@@ -8,9 +8,9 @@ import psutil
 
 from megarl.sandbox import Limits, Outcome, ProgramTask, RunWithInput, Sandbox
 
-LIMITS = Limits(cpu_s=1, wall_s=20, memory_mib=128, processes=8, files_mib=1, files=16, output_mib=0.125)
+LIMITS = Limits(cpu_s=1, wall_s=120, memory_mib=128, processes=8, files_mib=1, files=16, output_mib=0.125)
 # For programs that are there to run out of time.
-BRIEF = Limits(cpu_s=1, wall_s=1.5, memory_mib=128, processes=8, files_mib=1, files=16, output_mib=0.125)
+BRIEF = Limits(cpu_s=1, wall_s=4, memory_mib=128, processes=8, files_mib=1, files=16, output_mib=0.125)
 
 
 def processes_in(namespace: str) -> list[int]:
