@@ -16,7 +16,7 @@ TIERS = (Isolation.NAMESPACES, Isolation.LIMITS_ONLY)
 
 @pytest.fixture(scope="module", params=TIERS)
 def any_sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
-    limits = replace(BRIEF, cpu_s=3)
+    limits = replace(BRIEF, cpu_s=3, wall_s=1.5)
     with Sandbox(SandboxOptions(limits=limits, isolation=request.param)) as sandbox:
         yield sandbox
 
