@@ -18,6 +18,7 @@ from megarl.config.judges import JudgeServerConfig
 from megarl.device.platform import platform
 from megarl.errors import WorkerError
 from megarl.host.child_environment import child_environment
+from megarl.host.listeners import listeners
 from megarl.host.streams import print_lines
 
 _POLL_S = 0.5
@@ -98,12 +99,7 @@ class JudgeServerActor(RunActor):
     def _listens(self, port: int) -> bool:
         """Return whether the server, and no other program, accepts connections at a port."""
         assert self._server is not None
-        try:
-            process = psutil.Process(self._server.pid)
-            sockets = [each for p in (process, *process.children(recursive=True)) for each in p.net_connections("tcp")]
-        except psutil.NoSuchProcess:
-            return False
-        return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets)
+        return any(each.port == port for each in listeners([self._server.pid, *self._list_workers()]))
 
     def _list_workers(self) -> Sequence[int]:
         """List the processes that the server has started; none if it has just died."""
