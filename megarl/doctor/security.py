@@ -1,5 +1,6 @@
 """Check who else can read, steer or join what this user runs here: directories, sockets, tokens, and a run's files."""
 
+import contextlib
 import os
 import resource
 import stat
@@ -16,6 +17,7 @@ from megarl.host.janitor import SHM_DIR
 from megarl.host.listeners import Listener, listeners
 from megarl.host.temp_dir import PREFIX, candidates, loose_place
 from megarl.masking import masked
+from megarl.storage.reading import reading
 
 _OTHERS_READ = stat.S_IRGRP | stat.S_IROTH | stat.S_IXGRP | stat.S_IXOTH
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -43,7 +45,7 @@ def check_security(run_dir: Path | None, require_plain_data: Callable[[Path], No
             yield shared_directory_finding(root)
     if SHM_DIR.is_dir():
         yield shared_directory_finding(SHM_DIR)
-    yield open_files_finding(own_temporary_files())
+    yield open_files_finding(temporary_files())
     yield listeners_finding(own_listeners())
     yield tokens_finding(Path.home())
     yield core_dumps_finding(resource.getrlimit(resource.RLIMIT_CORE)[0])
@@ -64,20 +66,26 @@ def shared_directory_finding(directory: Path) -> Finding:
     )
 
 
-def own_temporary_files() -> list[Path]:
-    """List this user's temporary directories and shared memory of runs."""
-    found = [path for root in candidates() for path in root.glob(f"{PREFIX}*")] + [*SHM_DIR.glob("megarl-*")]
-    return [path for path in found if path.lstat().st_uid == os.getuid()]
+def temporary_files() -> list[Path]:
+    """List the temporary directories and shared memory of all users' runs."""
+    return [path for root in candidates() for path in root.glob(f"{PREFIX}*")] + [*SHM_DIR.glob("megarl-*")]
 
 
 def open_files_finding(paths: list[Path]) -> Finding:
-    """Report temporary files of runs that others may read or write."""
-    bare = [path for path in paths if path.lstat().st_mode & (_OTHERS_READ | _OTHERS_WRITE)]
+    """Report this user's temporary files of runs that others may read or write."""
+    modes = {}
+    for path in paths:
+        # A run may end meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            state = path.lstat()
+            if state.st_uid == os.getuid():
+                modes[path] = state.st_mode
+    bare = [path for path, mode in modes.items() if mode & (_OTHERS_READ | _OTHERS_WRITE)]
     return Finding(
         subject="runs' temporary files",
-        found=f"{len(bare)} of {len(paths)} are open to others: {_some(bare)}"
+        found=f"{len(bare)} of {len(modes)} are open to others: {_some(bare)}"
         if bare
-        else f"{len(paths)}, all private",
+        else f"{len(modes)}, all private",
         status=Status.WARN if bare else Status.OK,
         advice=f"end these runs, which an earlier megarl started, then rm -r {_some(bare)}" if bare else "",
     )
@@ -146,7 +154,7 @@ def check_run(run_dir: Path, require_plain_data: Callable[[Path], None]) -> Iter
     paths = [run_dir, *run_dir.rglob("*")]
     states = {path: path.lstat() for path in paths}
     links = [path for path, state in states.items() if stat.S_ISLNK(state.st_mode)]
-    plain = {path: state for path, state in states.items() if path not in links}
+    plain = {path: state for path, state in states.items() if not stat.S_ISLNK(state.st_mode)}
     writable = [path for path, state in plain.items() if state.st_mode & _OTHERS_WRITE]
     yield Finding(
         subject="who may write RUN",
@@ -181,7 +189,8 @@ def check_run(run_dir: Path, require_plain_data: Callable[[Path], None]) -> Iter
 def _secrets_findings(run_dir: Path) -> Iterator[Finding]:
     bare = []
     for file in sorted(run_dir.rglob("config.yaml")):
-        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+        with reading(file, "YAML"):
+            settings = yaml.safe_load(file.read_text(encoding="utf-8"))
         if masked(settings) != settings:
             bare.append(file)
     yield Finding(
@@ -193,7 +202,8 @@ def _secrets_findings(run_dir: Path) -> Iterator[Finding]:
 
 
 def _checkpoint_findings(run_dir: Path, require_plain_data: Callable[[Path], None]) -> Iterator[Finding]:
-    checkpoints = sorted({index.parent for index in run_dir.rglob(".metadata")})
+    # Of step_N/ROLE/.metadata the directory of the step, in which further files lie.
+    checkpoints = sorted({index.parents[1] for index in run_dir.rglob(".metadata")})
     for checkpoint in checkpoints:
         try:
             require_plain_data(checkpoint)

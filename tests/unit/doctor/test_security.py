@@ -155,7 +155,7 @@ def test_a_checkpoint_that_is_more_than_data(run_dir: Path) -> None:
         raise DataError(f"{directory}: is more than data")
 
     found = of_run(run_dir, refuse)["checkpoints"]
-    assert (found.status, found.found) == (Status.UNSAFE, f"{index.parent}: is more than data")
+    assert (found.status, found.found) == (Status.UNSAFE, f"{index.parents[1]}: is more than data")
 
 
 def test_no_such_run(tmp_path: Path) -> None:
