@@ -9,7 +9,7 @@ from typing import Any
 from megarl.cluster.processes import wait_all
 from megarl.cluster.roster import Process
 from megarl.errors import EngineDiedError, WeightSyncError
-from megarl.host.store import LOOPBACK
+from megarl.host.listeners import LOOPBACK
 from megarl.rollout.engine import Received
 from megarl.sync.plan.build import Holding, Parcel, build_plan
 from megarl.sync.wire.casts import SCALED, scale_of

@@ -18,7 +18,7 @@ from megarl.config.judges import JudgeServerConfig
 from megarl.device.platform import platform
 from megarl.errors import WorkerError
 from megarl.host.child_environment import child_environment
-from megarl.host.listeners import listeners
+from megarl.host.listeners import LOOPBACK, listeners
 from megarl.host.streams import print_lines
 
 _POLL_S = 0.5
@@ -52,7 +52,7 @@ class JudgeServerActor(RunActor):
             ConfigError: a variable of `pass_env` is not set.
             WorkerError: it ends, or does not answer in time.
         """
-        address = ray.util.get_node_ip_address() if several_hosts else "127.0.0.1"
+        address = ray.util.get_node_ip_address() if several_hosts else LOOPBACK
         with socket.socket() as held:
             held.bind((address, 0))
             port = held.getsockname()[1]

@@ -18,12 +18,12 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 from megarl.cluster.ray_failures import TIMED_OUT, explain, known_remedy
 from megarl.config.schema import ClusterConfig
 from megarl.errors import WorkerError
+from megarl.host.listeners import LOOPBACK
 from megarl.host.ray_environment import fresh_token
 from megarl.host.signals import keep_handlers
 from megarl.host.streams import print_lines
 from megarl.host.temp_dir import RAY_DIRECTORY
 
-LOOPBACK = "127.0.0.1"
 # How often to start Ray on a busy machine, and how long to wait for the end of what has come up.
 TRIES, END_S = 3, 5.0
 # How often to look for a host that has not joined yet.

@@ -23,6 +23,7 @@ from starlette.routing import Route
 from megarl.environments.base import Action
 from megarl.environments.parsers import Parser
 from megarl.host.http_server import BoundedServer, JsonReader, RequestRefusedError, descriptor_limit, trust
+from megarl.host.listeners import LOOPBACK
 from megarl.texts import readable
 from megarl.types import Message
 
@@ -223,8 +224,8 @@ class ChatServer(BoundedServer):
             log_config=None,
         )
         # Connections wait here until the server runs.
-        listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
-        self._address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener = socket.create_server((LOOPBACK, 0), backlog=4096)
+        self._address = f"http://{LOOPBACK}:{listener.getsockname()[1]}"
         self._serving = asyncio.get_running_loop().create_task(self.serve(sockets=[listener]))
 
     def open(self, chat: Chat) -> str:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import psutil
 
+# The address of a run on one host, which other hosts cannot reach.
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listener:

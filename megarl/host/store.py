@@ -12,9 +12,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-# The address of a run on one host, which other hosts cannot reach.
-LOOPBACK = "127.0.0.1"
-
 
 def open_store(address: str) -> dist.TCPStore:
     """Start a TCPStore server on a free port of one address; it stops when the returned object is freed.

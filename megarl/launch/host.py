@@ -14,6 +14,7 @@ from types import FrameType
 from megarl.device.platform import apply_environment
 from megarl.errors import ConfigError
 from megarl.host.janitor import Janitor, clean_up, end_processes, scopes_of
+from megarl.host.listeners import LOOPBACK
 from megarl.host.ray_environment import HEALTH_CHECKS, RAY_ENVIRONMENT, TOKEN_VARIABLE, keep_worker_logs
 from megarl.host.sharing import adopt_umask
 from megarl.host.streams import name_anything, print_lines, write_anything
@@ -41,7 +42,7 @@ def main() -> None:
     address = address_towards(head, int(port))
     # Workers inherit all of this from Ray. What the user exported wins.
     os.environ.setdefault("MEGARL_HOST_ADDRESS", address)
-    if address != "127.0.0.1":
+    if address != LOOPBACK:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, interface_of(address))
     apply_environment()

@@ -125,7 +125,8 @@ def _attempt(command: JobCommand, allocation: Allocation, logs: Path, driver: _D
     # In the environment, which srun hands on, no other user sees it.
     environment = os.environ | fresh_token()
     # Slurm gives tasks, and the files of their output, the umask with which the job was submitted.
-    environment |= umask_variable(command.share) | {"SLURM_UMASK": umask_variable(command.share)[VARIABLE]}
+    umask = umask_variable(command.share)
+    environment |= umask | {"SLURM_UMASK": umask[VARIABLE]}
     here = logs / f"attempt-{number}"
     here.mkdir(parents=True, exist_ok=True)
     say(f"attempt {number} on {', '.join(allocation.hosts)}; Ray at {address}; logs in {here}")

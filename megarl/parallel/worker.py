@@ -45,7 +45,8 @@ class PolicyWorker:
 
     def offer_rendezvous(self) -> str:
         """Return the address of a new store, in which the ranks of this one's layout can find each other."""
-        from megarl.host.store import LOOPBACK, create_store_file, open_store
+        from megarl.host.listeners import LOOPBACK
+        from megarl.host.store import create_store_file, open_store
 
         # Other hosts reach this one at MEGARL_HOST_ADDRESS; where it is not set, there is only one host.
         address = os.environ.get("MEGARL_HOST_ADDRESS", LOOPBACK)

@@ -7,7 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.host.store import LOOPBACK, connect_store, create_store_file, open_store
+from megarl.host.listeners import LOOPBACK
+from megarl.host.store import connect_store, create_store_file, open_store
 from megarl.parallel.worker import PolicyWorker
 from tests.helpers.second_user import as_nobody, needs_second_user
 
