@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megarl.config.check_judges import judge_key
 from megarl.config.judges import JudgeConfig
@@ -38,7 +38,7 @@ def open_rewards(
     sources: Collection[str],
     tokenizer: "PreTrainedTokenizerBase",
     *,
-    model: Judge | None = None,
+    model: Judge[Any] | None = None,
     completions: CompletionsOf | None = None,
 ) -> RewardManager:
     """Start the judges that the data sources need.
@@ -47,7 +47,7 @@ def open_rewards(
     model that belongs to the run. Raises ConfigError if only a model could judge a data source that is not given.
     """
     rules = Rules(rewards)
-    judges: dict[str, Judge] = {}
+    judges: dict[str, Judge[Any]] = {}
     if any(rules.knows(source) for source in sources):
         judges[RULE] = RuleJudge(rewards)
     for name in {name for source in sources for name in route_of(rewards, source)} - {RULE}:

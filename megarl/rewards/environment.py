@@ -1,10 +1,9 @@
 """Judge samples by what their environments said: the reward is the sum of the rewards of all turns."""
 
-from dataclasses import dataclass, field
-from typing import Self
+from collections.abc import Sequence
 
 from megarl.errors import RunError
-from megarl.rewards.judge import FinishedSample, Judged
+from megarl.rewards.judge import Gathered, Judged
 from megarl.types import Reward
 
 
@@ -14,32 +13,13 @@ class EnvironmentJudge:
     A sample is correct if its environment's details have a true `correct`, or have none and the reward is positive.
     """
 
-    def begin(self) -> "EnvironmentSession":
-        return EnvironmentSession()
+    def begin(self) -> Gathered:
+        return Gathered()
 
-    def close(self) -> None:
-        """Do nothing: environments belong to the run."""
-
-
-@dataclass(slots=True)
-class EnvironmentSession:
-    """The judging of one batch by environments."""
-
-    _items: list[FinishedSample] = field(default_factory=list)
-
-    def add(self, item: FinishedSample) -> None:
-        self._items.append(item)
-
-    def is_ready(self) -> bool:
-        return True
-
-    def absorb(self, other: Self) -> None:
-        self._items += other._items
-
-    def finish(self) -> Judged:
+    def finish(self, sessions: Sequence[Gathered]) -> Judged:
         """Return the rewards. Raises RunError for a sample that had no environment."""
         rewards = []
-        for item in self._items:
+        for item in (item for session in sessions for item in session.items):
             if (episode := item.sample.episode) is None:
                 raise RunError(
                     f"sample {item.label} has no environment that could reward it; name one in the data's column "
@@ -50,3 +30,6 @@ class EnvironmentSession:
             correct = bool(episode.details.get("correct", total > 0))
             rewards.append(Reward(score=total, correct=correct))
         return Judged(rewards=rewards)
+
+    def close(self) -> None:
+        """Do nothing: environments belong to the run."""

@@ -1,19 +1,22 @@
 """Define the interface between a run and the judges of its samples: rules, services and reward models.
 
-A judge works on one batch at a time. It receives each sample as soon as the sample is generated, so that judging and
-generation overlap. At the end of the batch it returns the rewards of all samples.
+A judge receives each sample as soon as the sample is generated, so that judging and generation overlap. At the end of
+a step it returns the rewards of all samples of the step together.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import Any, Protocol, TypeVar
 
 from megarl.types import Prompt, Reward, Sample
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FinishedSample:
-    """A finished sample in the form that judges read; the text `response` has no special tokens."""
+    """A finished sample in the form that judges read; the text `response` has no special tokens. Each is a key of its
+    own.
+    """
 
     prompt: Prompt
     sample: Sample
@@ -87,26 +90,43 @@ class Judged:
 
 
 class JudgeSession(Protocol):
-    """A judge's work on one batch."""
+    """The samples of one group or batch with a judge."""
 
     def add(self, item: FinishedSample) -> None:
         """Accept a finished sample and start to judge it, without waiting for its reward."""
 
-    def is_ready(self) -> bool:
-        """Return whether all rewards that were asked for have come; `finish` may still have to ask for others."""
-
-    def absorb(self, other: Self) -> None:
-        """Take over all samples of another session of this judge, after this session's own; the other one is void."""
-
-    def finish(self) -> Judged:
-        """Wait for the rewards of all added samples, and return them."""
+    def pending(self) -> Sequence[Future[Any]]:
+        """Return all answers that have been asked for, except those that only `Judge.finish` starts; errors of answers
+        surface there, too.
+        """
 
 
-class Judge(Protocol):
-    """A judge gives rewards to samples, a batch at a time."""
+@dataclass(slots=True)
+class Gathered:
+    """A session that asks for nothing before `Judge.finish`."""
 
-    def begin(self) -> JudgeSession:
-        """Begin to judge a batch, and return the session that its samples are added to."""
+    items: list[FinishedSample] = field(default_factory=list)
+
+    def add(self, item: FinishedSample) -> None:
+        self.items.append(item)
+
+    def pending(self) -> Sequence[Future[Any]]:
+        return ()
+
+
+S = TypeVar("S", bound=JudgeSession)
+
+
+class Judge(Protocol[S]):
+    """A judge gives rewards to samples, a step at a time."""
+
+    def begin(self) -> S:
+        """Open a session to add samples to."""
+
+    def finish(self, sessions: Sequence[S]) -> Judged:
+        """Ask what is still to ask about the samples of all these sessions together, wait for the rewards, and return
+        them in the order of the sessions and of `add`.
+        """
 
     def close(self) -> None:
         """End all processes and connections that the judge has opened."""

@@ -1,8 +1,9 @@
 """Reward a batch with all judges of its data sources: mix their rewards, and decide separately what is correct."""
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.rewards.hybrid import Summand, mix
 from megarl.rewards.judge import FinishedSample, Judge, Judged, JudgeSession, Tally, Trouble, mean_of
@@ -26,7 +27,7 @@ class RewardManager:
     tokenizer: the policy's, which turns prompts into text with their special tokens.
     """
 
-    judges: Mapping[str, Judge]
+    judges: Mapping[str, Judge[Any]]
     summands: Mapping[str, Summand]
     route: Callable[[str], Sequence[str]]
     knows: Callable[[str], bool]
@@ -45,67 +46,24 @@ class RewardManager:
         rule = {RULE: self.judges[RULE]}
         return replace(self, judges=rule, summands={RULE: Summand()}, route=lambda _: (RULE,))
 
-    def begin(self) -> "BatchJudging":
-        """Begin to judge a batch."""
-        sessions = {name: judge.begin() for name, judge in self.judges.items()}
-        return BatchJudging(manager=self, sessions=sessions, asked={name: [] for name in sessions})
+    def begin(self) -> "Judging":
+        """Begin to judge a group or a batch."""
+        return Judging(manager=self, sessions={name: judge.begin() for name, judge in self.judges.items()})
 
-    def close(self) -> None:
-        """End the processes and connections of all judges."""
-        for judge in self.judges.values():
-            judge.close()
-
-
-@dataclass(slots=True, kw_only=True)
-class BatchJudging:
-    """The judging of one batch: `add` every sample once, in any order, then `finish`.
-
-    sessions: each judge's work on this batch, by the judge's name.
-    asked: the rows that each judge was asked about, by its name; rows are numbered in the order of `add`.
-    """
-
-    manager: RewardManager
-    sessions: Mapping[str, JudgeSession]
-    asked: Mapping[str, list[int]]
-    items: list[FinishedSample] = field(default_factory=list)
-    prompt_texts: dict[str, str] = field(default_factory=dict)
-
-    def add(self, prompt: Prompt, sample: Sample) -> None:
-        """Accept a finished sample, without waiting for its reward."""
-        if prompt.uid not in self.prompt_texts:
-            self.prompt_texts[prompt.uid] = str(self.manager.tokenizer.decode(prompt.token_ids))
-        # What an environment wrote is no answer of the policy.
-        response = self.manager.decode(sample.last_turn_ids.tolist())
-        item = FinishedSample(
-            prompt=prompt, sample=sample, prompt_text=self.prompt_texts[prompt.uid], response=response
-        )
-        asked = self.manager.asked(prompt.data_source) if sample.finish_reason is not FinishReason.FAILED else ()
-        for name in asked:
-            self.asked[name].append(len(self.items))
-            self.sessions[name].add(item)
-        self.items.append(item)
-
-    def is_ready(self) -> bool:
-        """Return whether all rewards that were asked for have come."""
-        return all(session.is_ready() for session in self.sessions.values())
-
-    def absorb(self, other: "BatchJudging") -> None:
-        """Take over all samples of another batch's judging, so that both batches are judged as one."""
-        for name, session in self.sessions.items():
-            session.absorb(other.sessions[name])
-            self.asked[name].extend(len(self.items) + row for row in other.asked[name])
-        self.items += other.items
-
-    def finish(self, samples: Sequence[Sample]) -> Judged:
-        """Wait for the rewards of these samples, and return them in the order of `samples`.
+    def finish(self, judgings: "Sequence[Judging]", samples: Sequence[Sample]) -> Judged:
+        """Judge the samples of these judgings as one batch, and return rewards in the order of `samples`.
 
         Correctness is decided by the rule or, where no rule applies, by the first judge of the data source. A row is
         dropped if any of its judges drops it.
         """
-        judged = {name: session.finish() for name, session in self.sessions.items()}
-        opinions = {name: dict(zip(self.asked[name], each.rewards, strict=True)) for name, each in judged.items()}
-        routes = [self.manager.route(item.prompt.data_source) for item in self.items]
-        failed = {row for row, item in enumerate(self.items) if item.sample.finish_reason is FinishReason.FAILED}
+        judged = {name: judge.finish([each.sessions[name] for each in judgings]) for name, judge in self.judges.items()}
+        asked = {item: names for each in judgings for item, names in each.asked.items()}
+        items, opinions = list(asked), dict[str, dict[int, Reward]]()
+        for name, each in judged.items():
+            rows_asked = [row for row, names in enumerate(asked.values()) if name in names]
+            opinions[name] = dict(zip(rows_asked, each.rewards, strict=True))
+        routes = [self.route(item.prompt.data_source) for item in items]
+        failed = {row for row, item in enumerate(items) if item.sample.finish_reason is FinishReason.FAILED}
         dropped = failed | {
             row
             for row, route in enumerate(routes)
@@ -117,9 +75,9 @@ class BatchJudging:
                 for row, reward in opinions[name].items()
                 if name in routes[row] and row not in dropped
             }
-            for name in self.manager.summands
+            for name in self.summands
         }
-        total = mix(scores, self.manager.summands, [item.prompt.uid for item in self.items])
+        total = mix(scores, self.summands, [item.prompt.uid for item in items])
         rewards = [
             DROPPED
             if row in dropped
@@ -135,11 +93,47 @@ class BatchJudging:
         tallies["reward/dropped_rows"] = Tally(total=num_dropped)
         tallies["reward/dropped_frac"] = Tally(total=num_dropped, over=len(rewards))
         troubles = [replace(trouble, judge=name) for name, each in judged.items() for trouble in each.troubles]
-        troubles += [_failure(self.items[row]) for row in sorted(failed)]
-        rows = {(item.sample.uid, item.sample.sample_index): row for row, item in enumerate(self.items)}
+        troubles += [_failure(items[row]) for row in sorted(failed)]
+        rows = {(item.sample.uid, item.sample.sample_index): row for row, item in enumerate(items)}
         return Judged(
             rewards=[rewards[rows[s.uid, s.sample_index]] for s in samples], tallies=tallies, troubles=troubles
         )
+
+    def close(self) -> None:
+        """End the processes and connections of all judges."""
+        for judge in self.judges.values():
+            judge.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class Judging:
+    """The judging of one group or batch: `add` every sample once, in any order, then call `RewardManager.finish`.
+
+    sessions: what each judge was told of, by the judge's name. asked: all samples, with the names of their judges.
+    """
+
+    manager: RewardManager
+    sessions: Mapping[str, JudgeSession]
+    asked: dict[FinishedSample, Sequence[str]] = field(default_factory=dict)
+    prompt_texts: dict[str, str] = field(default_factory=dict)
+
+    def add(self, prompt: Prompt, sample: Sample) -> None:
+        """Accept a finished sample, without waiting for its reward."""
+        if prompt.uid not in self.prompt_texts:
+            self.prompt_texts[prompt.uid] = str(self.manager.tokenizer.decode(prompt.token_ids))
+        # What an environment wrote is no answer of the policy.
+        response = self.manager.decode(sample.last_turn_ids.tolist())
+        item = FinishedSample(
+            prompt=prompt, sample=sample, prompt_text=self.prompt_texts[prompt.uid], response=response
+        )
+        is_failed = sample.finish_reason is FinishReason.FAILED
+        self.asked[item] = () if is_failed else self.manager.asked(prompt.data_source)
+        for name in self.asked[item]:
+            self.sessions[name].add(item)
+
+    def pending(self) -> list[Future[Any]]:
+        """Return all answers that have been asked for; `RewardManager.finish` asks for the rest, and raises errors."""
+        return [future for session in self.sessions.values() for future in session.pending()]
 
 
 def _combined(heard: Mapping[str, Reward], route: Sequence[str], score: float) -> Reward:

@@ -7,9 +7,9 @@ from typing import Any
 from megarl.types import Message, Reward
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Question:
-    """A response to judge, with its prompt, ground truth and further data.
+    """A response to judge, with its prompt, ground truth and further data. Each is a key of its own.
 
     messages: the chat that the prompt was made of, if it is known. group: the same for all responses to one prompt.
     response_ids: the response's tokens, if a function asks for them.

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import httpx
 
@@ -69,9 +69,6 @@ class RemoteJudge:
     def begin(self) -> "RemoteSession":
         return RemoteSession(self)
 
-    def close(self) -> None:
-        self._loop.close(self._client.aclose())
-
     def ask(self, rows: Sequence[FinishedSample], first: int, failed: Counter[str]) -> Future[_Answer]:
         """Send rows to a service, first to number `first`; `failed` counts the failures of each URL.
 
@@ -126,65 +123,34 @@ class RemoteJudge:
                     raise BadReplyError(f"got more than {MAX_REPLY_BYTES} bytes")
         return json.loads(content)
 
-
-@dataclass(slots=True)
-class RemoteSession:
-    """The requests for one batch, spread over services: a request is sent once it is full, the last one at the end."""
-
-    judge: RemoteJudge
-    _requests: list[tuple[int, Future[_Answer]]] = field(default_factory=list)
-    _waiting: list[FinishedSample] = field(default_factory=list)
-    _failed: Counter[str] = field(default_factory=Counter)
-    # All rows that requests have taken, in their order.
-    _items: list[FinishedSample] = field(default_factory=list)
-
-    def add(self, item: FinishedSample) -> None:
-        self._waiting.append(item)
-        if len(self._waiting) == self.judge.cfg.rows_per_request:
-            self._send(self._waiting)
-            self._waiting = []
-
-    def is_ready(self) -> bool:
-        return all(pending.done() for _, pending in self._requests)
-
-    def absorb(self, other: Self) -> None:
-        # Rewards are in the order of the requests.
-        if self._waiting:
-            self._send(self._waiting)
-        self._requests += other._requests
-        self._items += other._items
-        self._waiting = other._waiting
-
-    def _send(self, rows: list[FinishedSample]) -> None:
-        self._items += rows
-        self._requests.append((len(rows), self.judge.ask(rows, len(self._requests), self._failed)))
-
     def _without_reward(self) -> Reward:
         """Return what a row gets that was not judged."""
-        cfg = self.judge.cfg
+        cfg = self.cfg
         if cfg.on_error == "drop_rows":
             return DROPPED
         assert cfg.value is not None, "the configuration was checked"
         return Reward(score=cfg.value, correct=False)
 
-    def finish(self) -> Judged:
-        """Wait for all answers.
+    def finish(self, sessions: "Sequence[RemoteSession]") -> Judged:
+        """Send the rows that fill no request, those of the last session to all services, and wait for all answers.
 
         Raises RunError if all services refuse a request, which only the configuration can change or, with
         `on_error=raise`, if none answers or a row has no reward.
         """
-        cfg = self.judge.cfg
-        size = -(-len(self._waiting) // len(self.judge.urls))
-        for start in range(0, len(self._waiting), max(size, 1)):
-            self._send(self._waiting[start : start + size])
+        cfg = self.cfg
+        batch, *others = sessions
+        for other in others:
+            batch.send(len(batch.waiting))
+            batch.requests += other.requests
+            batch.waiting = other.waiting
+        batch.send(-(-len(batch.waiting) // len(self.urls)))
         rewards: list[Reward] = []
         troubles: list[Trouble] = []
         # Wait for all answers before raising an error, so that no request is still under way.
-        answers = [(num_rows, pending.result()) for num_rows, pending in self._requests]
-        for num_rows, answer in answers:
-            rows = self._items[len(rewards) : len(rewards) + num_rows]
+        answers = [(rows, pending.result()) for rows, pending in batch.requests]
+        for rows, answer in answers:
             if (reply := answer.reply) is not None:
-                found = [reply.reward(row) for row in range(num_rows)]
+                found = [reply.reward(row) for row in range(len(rows))]
                 troubles += [
                     Trouble(item=item, outcome="unanswered", reason=reply.why_unjudged(row))
                     for row, (item, reward) in enumerate(zip(rows, found, strict=True))
@@ -206,20 +172,48 @@ class RemoteSession:
                 )
             if cfg.on_error == "raise":
                 raise RunError(
-                    f"rewards.remote: no service judged {num_rows} rows after {len(answer.failures)} attempts, the "
+                    f"rewards.remote: no service judged {len(rows)} rows after {len(answer.failures)} attempts, the "
                     f"last: {answer.failures[-1]}; start the services again and --resume, or set "
                     "rewards.remote.on_error"
                 )
-            rewards += [self._without_reward()] * num_rows
-        name = f"reward/{self.judge.name}"
+            rewards += [self._without_reward()] * len(rows)
+        name = f"reward/{self.name}"
         logs = sorted({key for reward in rewards for key in reward.details})
         tallies = {
             f"{name}/requests": Tally(total=len(answers)),
             f"{name}/failed_attempts": Tally(total=sum(len(answer.failures) for _, answer in answers)),
             f"{name}/unjudged_rows": Tally(total=len(troubles)),
             f"{name}/unjudged_frac": Tally(total=len(troubles), over=len(rewards)),
-            f"perf/reward_{self.judge.name}_latency_s": mean_of(answer.seconds for _, answer in answers),
+            f"perf/reward_{self.name}_latency_s": mean_of(answer.seconds for _, answer in answers),
         }
         for key in logs:
             tallies[f"{name}/{key}"] = mean_of(reward.details[key] for reward in rewards if key in reward.details)
         return Judged(rewards=rewards, tallies=tallies, troubles=troubles)
+
+    def close(self) -> None:
+        self._loop.close(self._client.aclose())
+
+
+@dataclass(slots=True)
+class RemoteSession:
+    """The requests about one group or batch: a request is sent once it is full, the last ones by `finish`."""
+
+    judge: RemoteJudge
+    requests: list[tuple[Sequence[FinishedSample], Future[_Answer]]] = field(default_factory=list)
+    waiting: list[FinishedSample] = field(default_factory=list)
+    _failed: Counter[str] = field(default_factory=Counter)
+
+    def add(self, item: FinishedSample) -> None:
+        self.waiting.append(item)
+        if len(self.waiting) == self.judge.cfg.rows_per_request:
+            self.send(len(self.waiting))
+
+    def pending(self) -> list[Future[_Answer]]:
+        return [pending for _, pending in self.requests]
+
+    def send(self, size: int) -> None:
+        """Send the rows that wait, in requests of `size`, to one service after another."""
+        for start in range(0, len(self.waiting), max(size, 1)):
+            rows = self.waiting[start : start + size]
+            self.requests.append((rows, self.judge.ask(rows, len(self.requests), self._failed)))
+        self.waiting = []

@@ -1,9 +1,9 @@
 """Judge samples by rule: run the data sources' scorers, or a user's function, in the worker processes of a pool."""
 
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
-from typing import Self
 
 from megarl.config.rewards import RewardsConfig
 from megarl.errors import DataError
@@ -71,6 +71,15 @@ class Rules:
         return Verdict(reward=reward, outcome=outcome, seconds=result.seconds, reason=reason)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A response in work: its name for messages, and its scorer's job."""
+
+    label: str
+    question: Question
+    job: Future[JobResult] | None
+
+
 class RuleJudge:
     """A judge that runs scorers in a pool of processes, for each sample as soon as it is added."""
 
@@ -135,92 +144,26 @@ class RuleJudge:
     def begin(self) -> "RuleSession":
         return RuleSession(self, self.rules.custom.begin())
 
-    def close(self) -> None:
-        self.rules.custom.close()
-        for pool in (self._texts, self._programs):
-            if pool is not None:
-                pool.close()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """A response in work: its name for messages, its scorer's job, and its row among those of the user's functions."""
-
-    label: str
-    data_source: str
-    job: Future[JobResult] | None
-    row: int | None
-
-
-@dataclass(slots=True)
-class RuleSession:
-    """The judging of one batch by rule, with a job for each sample, and the calls of the user's functions."""
-
-    judge: RuleJudge
-    _custom: CustomSession
-    _items: list[FinishedSample] = field(default_factory=list)
-    _asked: list[_Asked] = field(default_factory=list)
-
-    def add(self, item: FinishedSample) -> None:
-        needs_ids = self.judge.rules.custom.need_ids(item.prompt.data_source)
-        ids = tuple(item.sample.last_turn_ids.tolist()) if needs_ids else ()
-        question = Question(
-            data_source=item.prompt.data_source,
-            prompt=item.prompt_text,
-            response=item.response,
-            ground_truth=item.prompt.ground_truth,
-            extra_info=item.prompt.extra_info,
-            messages=item.prompt.messages,
-            group=item.prompt.uid,
-            response_ids=ids,
-        )
-        self._items.append(item)
-        self.ask(question, label=f"sample {item.label}")
-
-    def ask(self, question: Question, *, label: str) -> None:
-        """Start to judge a response, without waiting; `label` names it in messages."""
-        rules, source = self.judge.rules, question.data_source
-        spec, row = rules.spec(source), None
-        if rules.custom.of(source):
-            row = len(self._custom.rows)
-            self._custom.add(question)
-        job = None if spec is None else self.judge.submit(question, spec)
-        self._asked.append(_Asked(label=label, data_source=source, job=job, row=row))
-
-    def pending(self) -> list[Future[JobResult]]:
-        """Return all jobs that have begun; groups and batches begin in `verdicts`."""
-        return [*self._custom.pending(), *(each.job for each in self._asked if each.job is not None)]
-
-    def is_ready(self) -> bool:
-        return all(pending.done() for pending in self.pending())
-
-    def absorb(self, other: Self) -> None:
-        first = len(self._custom.rows)
-        self._custom.absorb(other._custom)
-        self._asked += [replace(each, row=None if each.row is None else first + each.row) for each in other._asked]
-        self._items += other._items
-
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self, sessions: "Sequence[RuleSession]") -> list[Verdict]:
         """Wait for the verdicts on all responses; raise DataError that names the first whose ground truth is
-        malformed, RunError as `CustomSession.finish` does.
+        malformed, RunError as `CustomFunctions.finish` does.
         """
-        custom, verdicts = self._custom.finish(), []
-        for each in self._asked:
+        custom, verdicts = self.rules.custom.finish([session.custom for session in sessions]), []
+        for each in (asked for session in sessions for asked in session.asked):
             own = None
             if each.job is not None:
                 try:
-                    own = self.judge.rules.verdict(each.data_source, each.job.result())
+                    own = self.rules.verdict(each.question.data_source, each.job.result())
                 except DataError as error:
                     raise DataError(f"{each.label}: {error}") from error
-            theirs = None if each.row is None else custom[each.row]
-            verdicts.append(self._with_no_opinions(_sum(own, theirs), each))
+            verdicts.append(self._with_no_opinions(_sum(own, custom.get(each.question)), each))
         return verdicts
 
     def _with_no_opinions(self, verdict: Verdict, asked: _Asked) -> Verdict:
         """Name the functions that returned None, or are not asked about this source, by the details that their
         opinions would have had.
         """
-        functions = self.judge.rules.custom.functions
+        functions = self.rules.custom.functions
         if (reward := verdict.reward) is None or not functions:
             return verdict
         opinions = {f"{name}/score" for name in functions} if len(functions) > 1 else set()
@@ -229,10 +172,11 @@ class RuleSession:
         silent = sorted(opinions - reward.details.keys())
         return replace(verdict, reward=replace(reward, no_opinion=(*reward.no_opinion, *silent)))
 
-    def finish(self) -> Judged:
+    def finish(self, sessions: "Sequence[RuleSession]") -> Judged:
         """Wait for all rewards; errors are those of `verdicts`."""
-        early = mean_of(float(pending.done()) for pending in self.pending())
-        verdicts = self.verdicts()
+        early = mean_of(float(pending.done()) for session in sessions for pending in session.pending())
+        verdicts = self.verdicts(sessions)
+        items = [item for session in sessions for item in session.items]
         counts = Counter(verdict.outcome for verdict in verdicts)
         details = [verdict.reward.details for verdict in verdicts if verdict.reward is not None]
         names = {name for each in details for name in each} - {PARSE_FAILED}
@@ -247,10 +191,56 @@ class RuleSession:
             tallies=tallies,
             troubles=[
                 Trouble(item=item, outcome=each.outcome, reason=each.reason, output=each.output)
-                for item, each in zip(self._items, verdicts, strict=True)
+                for item, each in zip(items, verdicts, strict=True)
                 if each.outcome not in ("correct", "wrong")
             ],
         )
+
+    def close(self) -> None:
+        self.rules.custom.close()
+        for pool in (self._texts, self._programs):
+            if pool is not None:
+                pool.close()
+
+
+@dataclass(slots=True)
+class RuleSession:
+    """The judging of one group or batch by rule, with a job for each sample, and the calls of the user's functions."""
+
+    judge: RuleJudge
+    custom: CustomSession
+    items: list[FinishedSample] = field(default_factory=list)
+    asked: list[_Asked] = field(default_factory=list)
+
+    def add(self, item: FinishedSample) -> None:
+        needs_ids = self.judge.rules.custom.need_ids(item.prompt.data_source)
+        ids = tuple(item.sample.last_turn_ids.tolist()) if needs_ids else ()
+        question = Question(
+            data_source=item.prompt.data_source,
+            prompt=item.prompt_text,
+            response=item.response,
+            ground_truth=item.prompt.ground_truth,
+            extra_info=item.prompt.extra_info,
+            messages=item.prompt.messages,
+            group=item.prompt.uid,
+            response_ids=ids,
+        )
+        self.items.append(item)
+        self.ask(question, label=f"sample {item.label}")
+
+    def ask(self, question: Question, *, label: str) -> None:
+        """Start to judge a response, without waiting; `label` names it in messages."""
+        rules, source = self.judge.rules, question.data_source
+        spec = rules.spec(source)
+        if rules.custom.of(source):
+            self.custom.add(question)
+        job = None if spec is None else self.judge.submit(question, spec)
+        self.asked.append(_Asked(label=label, question=question, job=job))
+
+    def pending(self) -> list[Future[JobResult]]:
+        """Return all jobs that have begun; groups and batches begin in `RuleJudge.verdicts`."""
+        jobs = [each.job for each in self.asked if each.job is not None]
+        return [*(job for _, _, job in self.custom.calls), *jobs]
 
 
 def _sum(own: Verdict | None, theirs: Verdict | None) -> Verdict:

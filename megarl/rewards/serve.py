@@ -94,7 +94,7 @@ class RewardService:
                 for row, question in enumerate(questions):
                     judging.ask(question, label=f"row {row}")
                 await asyncio.gather(*map(asyncio.wrap_future, judging.pending()), return_exceptions=True)
-                verdicts = await asyncio.to_thread(judging.verdicts)
+                verdicts = await asyncio.to_thread(self._judge.verdicts, [judging])
             finally:
                 self._num_in_work -= len(questions)
             self._num_judged += len(questions)

@@ -7,8 +7,8 @@ already holds what replaces a removed group.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from megarl.errors import RunError
 from megarl.record.episodes import episode_metrics
 from megarl.record.metrics import Timers
 from megarl.rewards.judge import Trouble, tally_metrics
-from megarl.rewards.manager import BatchJudging, RewardManager
+from megarl.rewards.manager import Judging, RewardManager
 from megarl.rollout.prefixes import plan_prefixes
 from megarl.rollout.replay import read_record, write_record
 from megarl.rollout.scheduler import Scheduler
@@ -127,10 +127,10 @@ class Rollouts:
             taken = self._take_done(count)
             with self.timers("reward"):
                 # Samples of later groups that finish meanwhile are handed to the judges, too.
-                while self.scheduler.staleness and not all(group.judging.is_ready() for group in taken):
-                    time.sleep(POLL_S)
+                pending = [each for group in taken for each in group.judging.pending() if self.scheduler.staleness]
+                while wait(pending, timeout=POLL_S).not_done:
                     self.source.poll()
-                groups, judged = judge_groups(taken, self.config)
+                groups, judged = judge_groups(taken, self.rewards, self.config)
             sampled += groups
             tallies.append(judged.tallies)
             troubles += judged.troubles
@@ -231,7 +231,7 @@ class Rollouts:
         self._submit(groups, ())
         return len(indices)
 
-    def _group(self, number: int, index: int, target: int, judging: BatchJudging | None = None) -> Group:
+    def _group(self, number: int, index: int, target: int, judging: Judging | None = None) -> Group:
         """Return the group of an admitted ticket, without samples."""
         rollout, has_greedy = self.config.rollout, estimator_of(self.config.algo).needs_greedy
         group = Group(

@@ -9,7 +9,7 @@ from megarl.algos.filters import filter_scores, group_metrics, kept_rows
 from megarl.config.algo import FilterConfig
 from megarl.config.schema import Config
 from megarl.rewards.judge import Judged
-from megarl.rewards.manager import BatchJudging
+from megarl.rewards.manager import Judging, RewardManager
 from megarl.types import DROPPED, Prompt, Reward, RolloutBatch, Sample
 
 
@@ -26,7 +26,7 @@ class Group:
     target_step: int
     prompt: Prompt
     num_samples: int
-    judging: BatchJudging
+    judging: Judging
     samples: dict[int, Sample] = field(default_factory=dict)
 
     @property
@@ -49,13 +49,11 @@ class JudgedGroup:
         return len(self.samples) >= min(2, self.num_sampled)
 
 
-def judge_groups(groups: Sequence[Group], cfg: Config) -> tuple[list[JudgedGroup], Judged]:
+def judge_groups(groups: Sequence[Group], rewards: RewardManager, cfg: Config) -> tuple[list[JudgedGroup], Judged]:
     """Wait for the rewards of finished groups, which are judged together; return also what judges said, to log it."""
-    judging, *others = {id(group.judging): group.judging for group in groups}.values()
-    for other in others:
-        judging.absorb(other)
+    judgings = {id(group.judging): group.judging for group in groups}
     samples = rollout_of(groups).samples
-    judged = judging.finish(samples)
+    judged = rewards.finish(list(judgings.values()), samples)
     by_uid: dict[str, list[tuple[Sample, Reward]]] = {group.prompt.uid: [] for group in groups}
     for sample, reward in zip(samples, judged.rewards, strict=True):
         by_uid[sample.uid].append((sample, reward))

@@ -1,8 +1,7 @@
 """Reward samples with the scores of a Megatron reward model."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from megarl.cluster.residency import Phase
 from megarl.data.answers import Answers, response_decoder
 from megarl.data.chat import encode_chats
 from megarl.errors import DataError
-from megarl.rewards.judge import FinishedSample, Judged
+from megarl.rewards.judge import Gathered, Judged
 from megarl.train.update import RoleScorer
 from megarl.types import IntArray, Message, Prompt, Reward, RolloutBatch, Sample, row_read_at_end
 from megarl.types.messages import Role
@@ -107,39 +106,23 @@ class ModelRewards:
 
 
 class ModelJudge:
-    """The judge that asks the reward model. It waits until all samples are there, because engines use the same
-    devices.
+    """The judge that asks the reward model. It waits until all samples are there, because engines use the same devices.
+
+    If no rule decides correctness, a score above 0 is correct.
     """
 
     def __init__(self, model: ModelRewards) -> None:
         self._model = model
 
-    def begin(self) -> "ModelJudging":
-        return ModelJudging(self._model)
+    def begin(self) -> Gathered:
+        return Gathered()
+
+    def finish(self, sessions: Sequence[Gathered]) -> Judged:
+        items = [item for session in sessions for item in session.items]
+        batch = RolloutBatch(
+            prompts={item.prompt.uid: item.prompt for item in items}, samples=tuple(item.sample for item in items)
+        )
+        return Judged(rewards=[Reward(score=score, correct=score > 0) for score in self._model.score(batch)])
 
     def close(self) -> None:
         """Do nothing: the ranks that hold the model belong to the run."""
-
-
-@dataclass(slots=True)
-class ModelJudging:
-    """The judging of one batch by the reward model. If no rule decides correctness, a score above 0 is correct."""
-
-    model: ModelRewards
-    _items: list[FinishedSample] = field(default_factory=list)
-
-    def add(self, item: FinishedSample) -> None:
-        self._items.append(item)
-
-    def is_ready(self) -> bool:
-        return True
-
-    def absorb(self, other: Self) -> None:
-        self._items += other._items
-
-    def finish(self) -> Judged:
-        batch = RolloutBatch(
-            prompts={item.prompt.uid: item.prompt for item in self._items},
-            samples=tuple(item.sample for item in self._items),
-        )
-        return Judged(rewards=[Reward(score=score, correct=score > 0) for score in self.model.score(batch)])

@@ -94,7 +94,7 @@ class Validator:
         batch = collect(
             self.source, self.source.submit(prompts, plan, on_sample=judging.add), timeout_s=rollout.timeout_s
         )
-        judged = judging.finish(batch.samples)
+        judged = self.rewards.finish([judging], batch.samples)
         answers = [
             Answer.of(batch.prompts[sample.uid], sample, reward, greedy=greedy, tokenizer=self.tokenizer)
             for sample, reward in zip(batch.samples, judged.rewards, strict=True)

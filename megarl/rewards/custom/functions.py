@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, TypeAlias
 
 from megarl.config.rewards import FunctionConfig, RewardsConfig
 from megarl.errors import RunError
@@ -21,6 +21,8 @@ from megarl.types import Reward
 
 # Rows of which calls of an `async def` proceed at the same time in one worker.
 ASYNC_ROWS = 32
+# A function, the rows that it was asked about, and its answer.
+CustomCall: TypeAlias = tuple[str, list[Question], Future[JobResult]]
 # An exception or a result that is no reward; too late; the end of the process.
 FAILURES = ("failed", "timed_out", "crashed")
 
@@ -108,6 +110,14 @@ class CustomFunctions:
             )
         )
 
+    def ask_parts(self, name: str, rows: Sequence[Question]) -> list[CustomCall]:
+        """Ask a function about rows: by group or all at once, or in one part for each worker."""
+        parts: dict[Any, list[Question]] = {}
+        for i, row in enumerate(rows):
+            part = {"row": i % self.cfg.workers, "batch": 0, "group": row.group}[self.per[name]]
+            parts.setdefault(part, []).append(row)
+        return [(name, members, self.ask(name, members)) for members in parts.values()]
+
     def _start(self) -> VerifierPool:
         return VerifierPool(
             VerifierOptions(
@@ -124,108 +134,57 @@ class CustomFunctions:
             )
         )
 
-    def close(self) -> None:
-        """End the workers."""
-        if self._pool is not None:
-            self._pool.close()
-
-
-@dataclass(slots=True)
-class CustomSession:
-    """The judging of one batch by users' functions.
-
-    A function of single rows is asked about each row at once, a coroutine function about `ASYNC_ROWS` at a time; a
-    function of groups or batches has to wait until `finish`.
-    """
-
-    functions: CustomFunctions
-    rows: list[Question] = field(default_factory=list)
-    _asked: list[tuple[str, list[int], Future[JobResult]]] = field(default_factory=list)
-    _waiting: dict[str, list[int]] = field(default_factory=dict)
-
-    def add(self, question: Question) -> None:
-        """Accept a response, without waiting."""
-        row = len(self.rows)
-        self.rows.append(question)
-        for name in self.functions.of(question.data_source):
-            waiting = self._waiting.setdefault(name, [])
-            waiting.append(row)
-            per, in_flight = self.functions.per[name], self.functions.in_flight[name]
-            if per == "row" and (not in_flight or len(waiting) == ASYNC_ROWS):
-                self._ask(name)
-
-    def _ask(self, name: str) -> None:
-        """Ask a function about the rows that wait for it: by group or all at once, or in one part for each worker."""
-        rows = self._waiting.pop(name, [])
-        per = self.functions.per[name]
-        groups: dict[Any, list[int]] = {}
-        for i, row in enumerate(rows):
-            part = {"row": i % self.functions.cfg.workers, "batch": 0, "group": self.rows[row].group}[per]
-            groups.setdefault(part, []).append(row)
-        for members in groups.values():
-            self._asked.append((name, members, self.functions.ask(name, [self.rows[row] for row in members])))
-
-    def pending(self) -> list[Future[JobResult]]:
-        """Return the calls that have begun."""
-        return [pending for _, _, pending in self._asked]
-
-    def is_ready(self) -> bool:
-        """Return whether all calls that have begun have ended."""
-        return all(pending.done() for _, _, pending in self._asked)
-
-    def absorb(self, other: Self) -> None:
-        """Take over all rows of another session, after this session's own."""
-        first = len(self.rows)
-        self.rows += other.rows
-        self._asked += [(name, [first + row for row in rows], pending) for name, rows, pending in other._asked]
-        for name, rows in other._waiting.items():
-            self._waiting.setdefault(name, []).extend(first + row for row in rows)
-
-    def finish(self) -> list[Verdict]:
+    def finish(self, sessions: "Sequence[CustomSession]") -> dict[Question, Verdict]:
         """Wait for all calls, and return a verdict on each row, with the weighted sum of the functions' rewards.
 
         Raises RunError if a function fails on every row of at least two prompts or, with `on_error=raise`, on any row.
         """
-        by_function = self.opinions()
+        by_function = self.opinions(sessions)
         for name, verdicts in by_function.items():
             self._require_success(name, verdicts)
-        return [
-            self._mix({name: each[row] for name, each in by_function.items() if row in each})
-            for row in range(len(self.rows))
-        ]
+        return {
+            row: self._mix({name: each[row] for name, each in by_function.items() if row in each})
+            for session in sessions
+            for row in session.rows
+        }
 
-    def opinions(self) -> dict[str, dict[int, Verdict]]:
+    def opinions(self, sessions: "Sequence[CustomSession]") -> dict[str, dict[Question, Verdict]]:
         """Wait for all calls, and return the verdicts of each function by row, in the order of the configuration."""
-        for name in list(self._waiting):
-            self._ask(name)
-        opinions: dict[str, dict[int, Verdict]] = {name: {} for name in self.functions.functions}
-        again: list[tuple[str, list[int], Future[JobResult]]] = []
-        for name, rows, pending in self._asked:
-            if len(rows) > 1 and self.functions.per[name] == "row" and pending.result().reward is None:
+        calls = [call for session in sessions for call in session.calls]
+        waiting: dict[str, list[Question]] = {}
+        for session in sessions:
+            for name, rows in session.waiting.items():
+                waiting.setdefault(name, []).extend(rows)
+        for name, rows in waiting.items():
+            calls += self.ask_parts(name, rows)
+        opinions: dict[str, dict[Question, Verdict]] = {name: {} for name in self.functions}
+        again: list[CustomCall] = []
+        for name, rows, pending in calls:
+            if len(rows) > 1 and self.per[name] == "row" and pending.result().reward is None:
                 # One of these calls has stopped the process in which all were under way.
-                again += [(name, [row], self.functions.ask(name, [self.rows[row]])) for row in rows]
+                again += [(name, [row], self.ask(name, [row])) for row in rows]
             else:
                 opinions[name] |= zip(rows, _verdicts(pending.result(), len(rows)), strict=True)
         for name, rows, pending in again:
             opinions[name] |= zip(rows, _verdicts(pending.result(), 1), strict=True)
         return {name: each for name, each in opinions.items() if each}
 
-    def _require_success(self, name: str, verdicts: Mapping[int, Verdict]) -> None:
+    def _require_success(self, name: str, verdicts: Mapping[Question, Verdict]) -> None:
         failed = [row for row, each in verdicts.items() if each.outcome in FAILURES]
         if not failed:
             return
         which = f"rewards.custom: the function {name} failed on {len(failed)} of {len(verdicts)} rows"
         first = verdicts[failed[0]]
-        said = f"the first, of {self.rows[failed[0]].data_source!r} ({first.outcome}): {first.reason}"
-        if self.functions.cfg.on_error == "raise":
+        said = f"the first, of {failed[0].data_source!r} ({first.outcome}): {first.reason}"
+        if self.cfg.on_error == "raise":
             raise RunError(f"{which}, {said}; correct it and --resume, or set rewards.custom.on_error=drop_rows")
         # All answers to one odd prompt may fail.
-        if len(failed) == len(verdicts) and len({self.rows[row].group for row in failed}) > 1:
+        if len(failed) == len(verdicts) and len({row.group for row in failed}) > 1:
             raise RunError(f"{which}, so nothing is left to train on, {said}; correct it and --resume")
 
     def _mix(self, opinions: Mapping[str, Verdict]) -> Verdict:
         """Combine the functions' verdicts on a row: rewards by weights, the rest from the first that has an opinion."""
-        cfg, functions = self.functions.cfg, self.functions.functions
+        cfg, functions = self.cfg, self.functions
         seconds = sum(each.seconds for each in opinions.values())
         troubles = [each for each in opinions.values() if each.reward is None and each.outcome != "abstained"]
         if troubles and cfg.on_error != "value":
@@ -249,6 +208,35 @@ class CustomSession:
         )
         told = troubles[0] if troubles else next(iter(heard.values()))
         return Verdict(reward=reward, outcome=told.outcome, seconds=seconds, reason=told.reason, output=told.output)
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+@dataclass(slots=True)
+class CustomSession:
+    """The judging of one group or batch by users' functions.
+
+    A function of single rows is asked about each row at once, a coroutine function about `ASYNC_ROWS` at a time; a
+    function of groups or batches has to wait until `CustomFunctions.finish`.
+    """
+
+    functions: CustomFunctions
+    rows: list[Question] = field(default_factory=list)
+    calls: list[CustomCall] = field(default_factory=list)
+    waiting: dict[str, list[Question]] = field(default_factory=dict)
+
+    def add(self, question: Question) -> None:
+        """Accept a response, without waiting."""
+        self.rows.append(question)
+        for name in self.functions.of(question.data_source):
+            waiting = self.waiting.setdefault(name, [])
+            waiting.append(question)
+            per, in_flight = self.functions.per[name], self.functions.in_flight[name]
+            if per == "row" and (not in_flight or len(waiting) == ASYNC_ROWS):
+                self.calls += self.functions.ask_parts(name, self.waiting.pop(name))
 
 
 def _verdicts(result: JobResult, num_rows: int) -> list[Verdict]:

@@ -35,7 +35,7 @@ def try_functions(functions: CustomFunctions, prompts: Iterable[Prompt]) -> None
                 )
             pending.append(judging)
         for prompt, judging in zip(asked, pending, strict=True):
-            for name, by_row in judging.opinions().items():
+            for name, by_row in functions.opinions([judging]).items():
                 verdicts = list(by_row.values())
                 failed = [each for each in verdicts if each.outcome in FAILURES]
                 if len(failed) == len(verdicts) or (failed and functions.cfg.on_error == "raise"):

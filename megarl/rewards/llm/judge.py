@@ -1,11 +1,10 @@
 """Judge samples by a language model: ask about each response or each pair, read the verdicts, and make rewards."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Self
 
 from megarl.config.judges import JudgeConfig
 from megarl.errors import RunError
@@ -17,6 +16,28 @@ from megarl.types import DROPPED, Reward
 
 # What is kept of a judge's text in the rollout files and in the record of problems, from its end.
 MAX_TEXT_CHARS = 4_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """A request under way: about one response, or about two, of which the judge saw the first as A."""
+
+    items: tuple[FinishedSample, ...]
+    asked: Asked
+    pending: Future[Completion]
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What the judge has said of a response: votes by criterion, and the text of its last reply.
+
+    outcome, reason: if that reply had no verdict, the kind of failure and its explanation.
+    """
+
+    votes: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    text: str = ""
+    outcome: str = "unanswered"
+    reason: str = "no other response to compare it with"
 
 
 class LlmJudge:
@@ -33,101 +54,43 @@ class LlmJudge:
     def begin(self) -> "LlmSession":
         return LlmSession(self)
 
-    def close(self) -> None:
-        self.completions.close()
+    def ask(self, *items: FinishedSample) -> list[_Call]:
+        """Start to ask all questions about a response or a pair."""
+        calls = []
+        for asked in self.questions:
+            messages = self.writer.chat(items, asked)
+            for seed in range(self.cfg.sampling.votes):
+                pending = self.completions.submit(Request(messages=messages, seed=seed))
+                calls.append(_Call(items=items, asked=asked, pending=pending))
+        return calls
 
+    def compare(self, first: FinishedSample, second: FinishedSample) -> list[_Call]:
+        """Ask about a pair in both orders, because judges prefer the first place or the second."""
+        return self.ask(first, second) + self.ask(second, first)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    """A request under way: about one row, or about two, of which the judge saw the first as A."""
-
-    rows: tuple[int, ...]
-    asked: Asked
-    pending: Future[Completion]
-
-
-@dataclass(slots=True)
-class _Heard:
-    """What the judge has said of a row: votes by criterion, and the text of its last reply.
-
-    outcome, reason: if that reply had no verdict, the kind of failure and its explanation.
-    """
-
-    votes: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    text: str = ""
-    outcome: str = ""
-    reason: str = ""
-
-
-@dataclass(slots=True)
-class LlmSession:
-    """The judging of one batch by a language model.
-
-    If all responses to a prompt are compared, each one meets those that finished before it as soon as it finishes. With
-    fewer opponents, pairs depend on the number of responses, so they are asked about in `finish`.
-    """
-
-    judge: LlmJudge
-    _items: list[FinishedSample] = field(default_factory=list)
-    _calls: list[_Call] = field(default_factory=list)
-    _met: set[tuple[int, int]] = field(default_factory=set)
-
-    def add(self, item: FinishedSample) -> None:
-        self._items.append(item)
-        row = len(self._items) - 1
-        if self.judge.cfg.mode == "pointwise":
-            self._ask(row)
-        elif self.judge.cfg.opponents is None:
-            uid = item.prompt.uid
-            self._compare([(i, row) for i, other in enumerate(self._items[:row]) if other.prompt.uid == uid])
-
-    def _compare(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Ask about pairs that have not met, in both orders, because judges prefer the first place or the second."""
-        for first, second in pairs:
-            if (first, second) not in self._met:
-                self._met.add((first, second))
-                self._ask(first, second)
-                self._ask(second, first)
-
-    def _ask(self, *rows: int) -> None:
-        judge, items = self.judge, [self._items[row] for row in rows]
-        for asked in judge.questions:
-            messages = judge.writer.chat(items, asked)
-            for seed in range(judge.cfg.sampling.votes):
-                pending = judge.completions.submit(Request(messages=messages, seed=seed))
-                self._calls.append(_Call(rows=rows, asked=asked, pending=pending))
-
-    def is_ready(self) -> bool:
-        return self.judge.completions.is_deferred or all(call.pending.done() for call in self._calls)
-
-    def absorb(self, other: Self) -> None:
-        first = len(self._items)
-        self._items += other._items
-        self._met |= {(first + i, first + j) for i, j in other._met}
-        self._calls += [
-            _Call(rows=tuple(first + row for row in call.rows), asked=call.asked, pending=call.pending)
-            for call in other._calls
-        ]
-
-    def finish(self) -> Judged:
+    def finish(self, sessions: "Sequence[LlmSession]") -> Judged:
         """Wait for all verdicts.
 
         Raises:
             RunError: every endpoint refuses the requests; the budget is spent; no verdict could be read in any answer
                 to at least two prompts; or, with `on_error=raise`, a row has no verdict.
         """
-        if self.judge.cfg.mode == "pairwise":
-            self._compare(self._pairs())
-        self.judge.completions.flush()
-        completions = [call.pending.result() for call in self._calls]
-        heard, num_unread = self._heard(completions)
+        items = [item for session in sessions for item in session.items]
+        calls = [call for session in sessions for call in session.calls]
+        if self.cfg.mode == "pairwise":
+            met = {call.items for call in calls}
+            calls += [call for pair in self._pairs(items) if pair not in met for call in self.compare(*pair)]
+        self.completions.flush()
+        completions = [call.pending.result() for call in calls]
+        heard = {item: _Heard() for item in items}
+        num_unread = self._read(calls, completions, heard)
         rewards, troubles = list[Reward](), list[Trouble]()
-        for item, each in zip(self._items, heard, strict=True):
+        for item, each in heard.items():
             reward = self._reward(each)
             rewards.append(reward or self._without_verdict(item, each))
             if reward is None:
                 troubles.append(Trouble(item=item, outcome=each.outcome, reason=each.reason, output=each.text))
-        prefix = f"reward/{self.judge.name}"
+        prefix = f"reward/{self.name}"
         asked = [each for each in completions if not each.is_cached]
         tallies = {
             f"{prefix}/requests": Tally(total=len(asked)),
@@ -136,39 +99,40 @@ class LlmSession:
             f"{prefix}/unread_frac": Tally(total=num_unread, over=len(completions)),
             f"{prefix}/unjudged_rows": Tally(total=len(troubles)),
             f"{prefix}/unjudged_frac": Tally(total=len(troubles), over=len(rewards)),
-            f"perf/reward_{self.judge.name}_latency_s": mean_of(each.seconds for each in asked),
+            f"perf/reward_{self.name}_latency_s": mean_of(each.seconds for each in asked),
         }
-        for name in self.judge.cfg.criteria:
+        for name in self.cfg.criteria:
             scores = (reward.details[name] for reward in rewards if name in reward.details)
             tallies[f"{prefix}/{name}"] = mean_of(scores)
         return Judged(rewards=rewards, tallies=tallies, troubles=troubles)
 
-    def _pairs(self) -> list[tuple[int, int]]:
-        """Return the pairs of rows to compare, within groups."""
-        groups: dict[str, list[int]] = defaultdict(list)
-        for row, item in enumerate(self._items):
-            groups[item.prompt.uid].append(row)
-        opponents = self.judge.cfg.opponents
+    def _pairs(self, items: Sequence[FinishedSample]) -> list[tuple[FinishedSample, FinishedSample]]:
+        """Return the pairs of responses to compare, within groups."""
+        groups: dict[str, list[FinishedSample]] = defaultdict(list)
+        for item in items:
+            groups[item.prompt.uid].append(item)
+        opponents = self.cfg.opponents
         return [(rows[i], rows[j]) for rows in groups.values() for i, j in pairs_of(len(rows), opponents)]
 
-    def _heard(self, completions: Sequence[Completion]) -> tuple[list[_Heard], int]:
-        """Read all completions; return what was heard of each row, and how many completions have an unread verdict."""
-        heard = [_Heard(outcome="unanswered", reason="no other response to compare it with") for _ in self._items]
+    def _read(
+        self, calls: Sequence[_Call], completions: Sequence[Completion], heard: Mapping[FinishedSample, _Heard]
+    ) -> int:
+        """Add what completions say of each response to `heard`; return how many have an unread verdict."""
         num_read = num_unread = 0
         unread = ""
-        for call, completion in zip(self._calls, completions, strict=True):
+        for call, completion in zip(calls, completions, strict=True):
             if completion.is_refused:
                 raise RunError(
-                    f"rewards.judges.{self.judge.section}.endpoint: refuses requests, as in {completion.reason}; "
+                    f"rewards.judges.{self.section}.endpoint: refuses requests, as in {completion.reason}; "
                     "correct its urls, model or api_key_env, and --resume"
                 )
-            verdicts = {} if completion.text is None else self.judge.reader.read(completion.text, call.asked.keys)
+            verdicts = {} if completion.text is None else self.reader.read(completion.text, call.asked.keys)
             is_unread = completion.text is not None and len(verdicts) < len(call.asked.keys)
             num_read += bool(verdicts)
             num_unread += is_unread
             unread = completion.text or "" if is_unread else unread
-            for place, row in enumerate(call.rows):
-                each = heard[row]
+            for place, item in enumerate(call.items):
+                each = heard[item]
                 for key, verdict in verdicts.items():
                     each.votes[key].append(verdict if place == 0 else 1 - verdict)
                 if completion.text is None:
@@ -177,17 +141,17 @@ class LlmSession:
                     each.text = completion.text[-MAX_TEXT_CHARS:]
                     if is_unread:
                         each.outcome, each.reason = "unread", "no verdict was found in what the judge wrote"
-        if num_unread and not num_read and len({item.prompt.uid for item in self._items}) > 1:
+        if num_unread and not num_read and len({item.prompt.uid for item in heard}) > 1:
             raise RunError(
-                f"rewards.judges.{self.judge.section}: no verdict was found in any of {num_unread} answers, the last: "
+                f"rewards.judges.{self.section}: no verdict was found in any of {num_unread} answers, the last: "
                 f"{unread[-300:]!r}; correct its verdict or template, raise sampling.max_tokens, and --resume"
             )
-        return heard, num_unread
+        return num_unread
 
     def _reward(self, heard: _Heard) -> Reward | None:
         """Return the reward of a row, None if the verdict on a criterion is missing."""
-        cfg = self.judge.cfg
-        keys = [key for asked in self.judge.questions for key in asked.keys]
+        cfg = self.cfg
+        keys = [key for asked in self.questions for key in asked.keys]
         if any(not heard.votes[key] for key in keys):
             return None
         how = cfg.sampling.combine if cfg.mode == "pointwise" else "mean"
@@ -199,18 +163,45 @@ class LlmSession:
             score=score,
             correct=score > cfg.correct_from,
             details=details,
-            notes={f"{self.judge.name}_said": heard.text},
+            notes={f"{self.name}_said": heard.text},
         )
 
     def _without_verdict(self, item: FinishedSample, heard: _Heard) -> Reward:
         """Return the reward of a row without a verdict, as `on_error` says."""
-        cfg = self.judge.cfg
+        cfg = self.cfg
         if cfg.on_error == "raise":
             raise RunError(
-                f"rewards.judges.{self.judge.section}: no verdict on sample {item.label}: {heard.reason}; --resume, or "
-                f"set rewards.judges.{self.judge.section}.on_error"
+                f"rewards.judges.{self.section}: no verdict on sample {item.label}: {heard.reason}; --resume, or "
+                f"set rewards.judges.{self.section}.on_error"
             )
         return DROPPED if cfg.value is None else Reward(score=cfg.value, correct=False)
+
+    def close(self) -> None:
+        self.completions.close()
+
+
+@dataclass(slots=True)
+class LlmSession:
+    """The judging of one group or batch by a language model.
+
+    If all responses to a prompt are compared, each one meets those that finished before it as soon as it finishes. With
+    fewer opponents, pairs depend on the number of responses, so they are asked about in `LlmJudge.finish`.
+    """
+
+    judge: LlmJudge
+    items: list[FinishedSample] = field(default_factory=list)
+    calls: list[_Call] = field(default_factory=list)
+
+    def add(self, item: FinishedSample) -> None:
+        if self.judge.cfg.mode == "pointwise":
+            self.calls += self.judge.ask(item)
+        elif self.judge.cfg.opponents is None:
+            others = [other for other in self.items if other.prompt.uid == item.prompt.uid]
+            self.calls += [call for other in others for call in self.judge.compare(other, item)]
+        self.items.append(item)
+
+    def pending(self) -> list[Future[Completion]]:
+        return [] if self.judge.completions.is_deferred else [call.pending for call in self.calls]
 
 
 def pairs_of(num_rows: int, opponents: int | None) -> list[tuple[int, int]]:

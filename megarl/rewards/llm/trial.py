@@ -25,7 +25,7 @@ def try_judge(judge: LlmJudge, prompt: Prompt) -> None:
     where = f"rewards.judges.{judge.section}: a trial"
     skip = f"or skip it with rewards.judges.{judge.section}.dry_run=false"
     try:
-        troubles = judging.finish().troubles
+        troubles = judge.finish([judging]).troubles
     except RunError as error:
         raise ConfigError(f"{where} failed: {error}; {skip}") from error
     for trouble in troubles[:1]:

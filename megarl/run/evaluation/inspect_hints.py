@@ -221,7 +221,7 @@ def _judge(
         judging = rewards.begin()
         for sample in samples:
             judging.add(prompts[sample.uid], sample)
-        return [reward.correct for reward in judging.finish(samples).rewards]
+        return [reward.correct for reward in rewards.finish([judging], samples).rewards]
 
 
 def _signal(x: CpoInputs) -> Table:

@@ -20,7 +20,7 @@ from megarl.record.answers import Answer, results_by_source
 from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import write_settings
 from megarl.rewards.build import open_rewards
-from megarl.rewards.manager import BatchJudging, RewardManager
+from megarl.rewards.manager import Judging, RewardManager
 from megarl.rewards.routes import without_training
 from megarl.rollout.source import Batch, SamplingPlan, collect
 from megarl.rollout.vllm_source import VllmSource
@@ -149,7 +149,7 @@ def _batches(
     """
     engine = config.rollout.engine
     num_requests = REQUESTS_PER_SLOT * engine.max_num_seqs * engine.num_engines
-    pending: deque[tuple[Batch, BatchJudging]] = deque()
+    pending: deque[tuple[Batch, Judging]] = deque()
     for plan in (_plan(config, greedy=True), _plan(config, greedy=False)):
         size = max(1, num_requests // plan.num_samples)
         for start in range(0, len(prompts), size):
@@ -157,16 +157,16 @@ def _batches(
             judging = rewards.begin()
             pending.append((source.submit(chunk, plan, on_sample=judging.add), judging))
             if len(pending) > 1:
-                yield _collected(source, *pending.popleft(), config)
+                yield _collected(source, *pending.popleft(), rewards, config)
     while pending:
-        yield _collected(source, *pending.popleft(), config)
+        yield _collected(source, *pending.popleft(), rewards, config)
 
 
 def _collected(
-    source: VllmSource, batch: Batch, judging: BatchJudging, config: Config
+    source: VllmSource, batch: Batch, judging: Judging, rewards: RewardManager, config: Config
 ) -> tuple[bool, RolloutBatch, Sequence[Reward]]:
     rollout = collect(source, batch, timeout_s=config.rollout.timeout_s)
-    return batch.plan.temperature == 0.0, rollout, judging.finish(rollout.samples).rewards
+    return batch.plan.temperature == 0.0, rollout, rewards.finish([judging], rollout.samples).rewards
 
 
 def _plan(config: Config, *, greedy: bool) -> SamplingPlan:

@@ -1,6 +1,6 @@
 """From the section `rewards` to judges: who is asked about what, and what is refused before a run starts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -13,7 +13,7 @@ from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import ConfigError
 from megarl.rewards.build import open_rewards
 from megarl.rewards.hybrid import Summand
-from megarl.rewards.judge import JudgeSession
+from megarl.rewards.judge import Judged, JudgeSession
 from megarl.rewards.llm import Completions, EndpointCompletions, LlmJudge
 from megarl.rewards.manager import RULE
 from megarl.rewards.remote import RemoteJudge
@@ -42,6 +42,9 @@ class Model:
     """Stands in for a reward model."""
 
     def begin(self) -> JudgeSession:
+        raise NotImplementedError
+
+    def finish(self, sessions: Sequence[JudgeSession]) -> Judged:
         raise NotImplementedError
 
     def close(self) -> None:

@@ -141,7 +141,7 @@ def judged(judge: RuleJudge, *answers: tuple[str, str, str]) -> Judged:
     judging = judge.begin()
     for prompt, source, response in answers:
         judging.add(item(prompt, response, "8", source=source))
-    return judging.finish()
+    return judge.finish([judging])
 
 
 def test_a_file_per_source_and_sums_with_weights(files: Mapping[str, str]) -> None:
@@ -266,7 +266,7 @@ def test_standard_streams_are_those_of_a_program(files: Mapping[str, str]) -> No
         for response in ("close", "", ""):
             judging = judge.begin()
             judging.add(item("p", response, "8", source="a"))
-            (trouble,) = judging.finish().troubles
+            (trouble,) = judge.finish([judging]).troubles
             # Standard input is empty; of the output there is the end.
             assert "EOFError" in trouble.reason, trouble.reason
             assert "child\n" in trouble.output
@@ -292,7 +292,7 @@ def test_functions_of_tokens(files: Mapping[str, str]) -> None:
         given = item("p", "abc", "")
         segments = (*given.sample.segments, policy_segment([7, 8]))
         judging.add(replace(given, sample=replace(given.sample, segments=segments)))
-        assert judging.finish().rewards[0].details == {"tokens/score": 15.0, "opinion/score": 0.5}
+        assert judge.finish([judging]).rewards[0].details == {"tokens/score": 15.0, "opinion/score": 0.5}
 
 
 def test_groups_are_compared_within_themselves(files: Mapping[str, str]) -> None:
@@ -305,8 +305,7 @@ def test_groups_are_compared_within_themselves(files: Mapping[str, str]) -> None
             (second, "q", ""),
         ):
             judging.add(item(prompt, response, ""))
-        first.absorb(second)
-        assert [each.score for each in first.finish().rewards] == [0.0, 1.0, 1.0, 0.0]
+        assert [each.score for each in judge.finish([first, second]).rewards] == [0.0, 1.0, 1.0, 0.0]
 
 
 def test_coroutine_functions_judge_many_rows_at_a_time(files: Mapping[str, str]) -> None:
@@ -315,7 +314,7 @@ def test_coroutine_functions_judge_many_rows_at_a_time(files: Mapping[str, str])
         for index in range(50):
             judging.add(item(f"p{index}", "x" * index, ""))
         judging_pending = judging.pending()
-        found = judging.finish()
+        found = judge.finish([judging])
     assert len(judging_pending) == 2
     assert [each.score for each in found.rewards] == [float(i) for i in range(50)]
 

@@ -32,7 +32,7 @@ def judged(judge: LlmJudge, *answers: tuple[str, str]) -> Judged:
     judging = judge.begin()
     for prompt, response in answers:
         judging.add(item(prompt, response, "8"))
-    return judging.finish()
+    return judge.finish([judging])
 
 
 def scores(result: Judged) -> list[float | None]:
@@ -96,7 +96,7 @@ def test_own_words_for_verdicts_and_an_own_template() -> None:
         judging = judge.begin()
         given = item("u", "ho", "8")
         judging.add(FinishedSample(prompt=prompt, sample=given.sample, prompt_text="", response="ho"))
-        assert scores(judging.finish()) == [1.0]
+        assert scores(judge.finish([judging])) == [1.0]
     (body,) = server.requests
     assert [message["content"] for message in body["messages"]] == ["You are strict.", "d/3: hi? -> ho"]
     assert (body["top_k"], body["max_tokens"], body["temperature"]) == (3, 9, 0.0)
@@ -162,10 +162,10 @@ def test_pairs_are_compared_as_soon_as_both_have_finished() -> None:
         judging = judge.begin()
         judging.add(item("p", "a", ""))
         judging.add(item("q", "a", ""))
-        assert judging.is_ready()
+        assert judging.pending() == []
         judging.add(item("p", "bb", ""))
         assert server.arrived.wait(5.0)
-        assert scores(judging.finish()) == [0.0, None, 1.0]
+        assert scores(judge.finish([judging])) == [0.0, None, 1.0]
     assert len(server.requests) == 2
 
 
@@ -257,8 +257,7 @@ def test_batches_are_judged_as_one() -> None:
         first, second = judge.begin(), judge.begin()
         first.add(item("p", "a", ""))
         second.add(item("p", "bb", ""))
-        first.absorb(second)
-        assert scores(first.finish()) == [0.0, 1.0]
+        assert scores(judge.finish([first, second])) == [0.0, 1.0]
 
 
 PROMPT = Prompt(uid="p1", token_ids=(1,), data_source="d", ground_truth="8")

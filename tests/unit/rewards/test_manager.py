@@ -12,7 +12,7 @@ from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import RunError
 from megarl.rewards.environment import EnvironmentJudge
 from megarl.rewards.hybrid import Summand
-from megarl.rewards.judge import FinishedSample, Judged, Tally, Trouble, mean_of, tally_metrics
+from megarl.rewards.judge import FinishedSample, Gathered, Judged, Tally, Trouble, mean_of, tally_metrics
 from megarl.rewards.manager import RULE, RewardManager
 from megarl.types import (
     DROPPED,
@@ -33,24 +33,23 @@ TOKENIZER = make_byte_tokenizer()
 
 @dataclass
 class Table:
-    """Judges by the response's text; `heard` are the items in the order of `add`."""
+    """Judges by the response's text; `heard` are the items of the latest session in the order of `add`."""
 
     rewards: Mapping[str, Reward]
     heard: list[FinishedSample] = field(default_factory=list)
     closed: bool = False
 
-    def begin(self) -> "Table":
-        self.heard = []
-        return self
+    def begin(self) -> Gathered:
+        session = Gathered()
+        self.heard = session.items
+        return session
 
-    def add(self, item: FinishedSample) -> None:
-        self.heard.append(item)
-
-    def finish(self) -> Judged:
-        rewards = [self.rewards[item.response] for item in self.heard]
+    def finish(self, sessions: Sequence[Gathered]) -> Judged:
+        heard = [item for session in sessions for item in session.items]
+        rewards = [self.rewards[item.response] for item in heard]
         troubles = [
             Trouble(item=item, outcome="unanswered", reason="")
-            for item, reward in zip(self.heard, rewards, strict=True)
+            for item, reward in zip(heard, rewards, strict=True)
             if reward.dropped
         ]
         return Judged(rewards=rewards, tallies={f"reward/{id(self)}": Tally(total=len(rewards))}, troubles=troubles)
@@ -109,7 +108,7 @@ def judge_all(asked: RewardManager, finished: RolloutBatch) -> Judged:
     judging = asked.begin()
     for each in finished.samples:
         judging.add(finished.prompts[each.uid], each)
-    return judging.finish(finished.samples)
+    return asked.finish([judging], finished.samples)
 
 
 def batch(*samples: Sample) -> RolloutBatch:
@@ -147,7 +146,23 @@ def test_samples_are_told_of_as_they_finish_and_answered_in_the_batchs_order() -
         assert RULE_SAYS.heard[-1].sample is each
     # Of prompts special tokens are shown, of responses they are not.
     assert (RULE_SAYS.heard[0].prompt_text, RULE_SAYS.heard[1].response) == ("<|im_start|>m?", "bad")
-    assert [reward.score for reward in judging.finish(samples).rewards] == [1.0, 0.0, 1.0]
+    assert [reward.score for reward in asked.finish([judging], samples).rewards] == [1.0, 0.0, 1.0]
+
+
+def test_the_samples_of_several_judgings_are_judged_as_one_batch() -> None:
+    """Standardised within the group of prompt c, whose samples are in both: 2 and -2 have a deviation of sqrt(8)."""
+    asked = manager(
+        {RULE: RULE_SAYS, "model": MODEL_SAYS},
+        {RULE: Summand(), "model": Summand(transform="group_zscore")},
+        {"maths": [RULE], "chat": ["model"]},
+    )
+    samples = [sample("m", 0, "good"), sample("c", 0, "kind"), sample("c", 1, "rude"), sample("m", 1, "bad")]
+    judgings = [asked.begin(), asked.begin()]
+    for each in samples:
+        judgings[each.sample_index].add(PROMPTS[each.uid], each)
+    judged = asked.finish(judgings, samples)
+    zscore = 2.0 / (math.sqrt(8.0) + 1e-6)
+    assert [reward.score for reward in judged.rewards] == pytest.approx([1.0, zscore, -zscore, 0.0])
 
 
 def test_a_row_that_a_part_dropped_is_dropped_and_no_baseline_of_others() -> None:

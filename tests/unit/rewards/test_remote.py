@@ -37,7 +37,7 @@ def judged(judge: RemoteJudge, num_rows: int) -> Judged:
     judging = judge.begin()
     for row in range(num_rows):
         judging.add(item(f"q{row}", "answer", "x" * (row + 1)))
-    return judging.finish()
+    return judge.finish([judging])
 
 
 def scores(result: Judged) -> list[float | None]:
@@ -67,12 +67,25 @@ def test_a_full_request_does_not_wait_for_the_others() -> None:
         assert one.arrived.wait(5.0)
         for row in range(2, 5):
             judging.add(item(f"q{row}", "answer", "x" * (row + 1)))
-        result = judging.finish()
+        result = judge.finish([judging])
     assert scores(result) == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert [[body["labels"] for body in server.requests] for server in (one, two)] == [
         [["x", "xx"], ["xxxxx"]],
         [["xxx", "xxxx"]],
     ]
+
+
+def test_no_request_takes_rows_of_two_sessions() -> None:
+    """Services take turns within a session; what is left of the first goes out before what is left of the second."""
+    with RewardServer() as one, RewardServer() as two, judge_of(one.url, two.url, rows_per_request=2) as judge:
+        sessions = [judge.begin(), judge.begin()]
+        for row in range(8):
+            sessions[row >= 3].add(item(f"q{row}", "answer", "x" * (row + 1)))
+        assert [len(session.pending()) for session in sessions] == [1, 2]
+        result = judge.finish(sessions)
+    assert scores(result) == [float(row + 1) for row in range(8)]
+    sizes = [sorted([len(label) for label in body["labels"]] for body in server.requests) for server in (one, two)]
+    assert sizes == [[[1, 2], [4, 5], [8]], [[3], [6, 7]]]
 
 
 def test_nothing_to_judge() -> None:
@@ -214,7 +227,7 @@ def test_what_cannot_be_sent_says_so() -> None:
         judging = judge.begin()
         judging.add(item("q", "a", "1", extra_info={"x": object()}))
         with pytest.raises(DataError, match="samples q/0 to q/0"):
-            judging.finish()
+            judge.finish([judging])
     assert server.requests == []
 
 

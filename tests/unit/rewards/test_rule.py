@@ -85,7 +85,7 @@ def ask(judge: RuleJudge, source: str, response: str, truth: str) -> tuple[Rewar
     question = Question(data_source=source, prompt="?", response=response, ground_truth=truth, extra_info={"index": 7})
     judging = judge.begin()
     judging.ask(question, label="it")
-    (verdict,) = judging.verdicts()
+    (verdict,) = judge.verdicts([judging])
     return verdict.reward or DROPPED, verdict.outcome
 
 
@@ -123,14 +123,14 @@ def test_a_malformed_ground_truth_names_the_sample(judge: RuleJudge) -> None:
     judging = judge.begin()
     judging.add(item("q", "<answer>1</answer>", "8", source="count"))
     with pytest.raises(DataError, match="sample q/0: countdown ground truth is '8'"):
-        judging.finish()
+        judge.finish([judging])
 
 
 def test_outcomes_are_counted_apart(judge: RuleJudge) -> None:
     judging = judge.begin()
     for response, label in (("#### 8", "8"), ("#### 9", "8"), ("eight", "8"), ("#### 8", "8")):
         judging.add(item("q", response, label, source="sums"))
-    judged = judging.finish()
+    judged = judge.finish([judging])
     assert [reward.score for reward in judged.rewards] == [3.0, -2.0, -2.0, 3.0]
     (unread,) = judged.troubles
     assert (unread.item.response, unread.outcome) == ("eight", "parse_failed")
@@ -192,7 +192,7 @@ def test_what_a_function_says_besides_numbers_reaches_the_rollout_files(file: st
     with closing(open_rewards(rewards, ["poems"], tokenizer)) as manager:
         judging = manager.begin()
         judging.add(prompt, sample)
-        judged = judging.finish([sample])
+        judged = manager.finish([judging], [sample])
     rule = {name: tally.value for name, tally in judged.tallies.items() if name.startswith("reward/rule/")}
     assert rule == {"reward/rule/chars": 4.0}
     recorder = RunRecorder(Config(run=RunConfig(name="a", dir=str(tmp_path)), model=ModelConfig(path="m")))

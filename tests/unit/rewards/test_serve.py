@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
@@ -99,7 +99,7 @@ def test_it_is_what_a_run_asks(service: tuple[subprocess.Popen[str], str]) -> No
     judging = judge.begin()
     for response in ("#### 4", "#### 5"):
         judging.add(item("?", response, "4", source="openai/gsm8k"))
-    judged = judging.finish()
+    judged = judge.finish([judging])
     judge.close()
     assert [(reward.score, reward.correct) for reward in judged.rewards] == [(1.0, True), (-1.0, False)]
     assert judged.tallies["reward/remote/failed_attempts"].value == 0
@@ -159,7 +159,7 @@ def test_a_service_for_other_machines_asks_for_a_key(tmp_path: Path, monkeypatch
             with contextlib.closing(RemoteJudge(RemoteConfig(urls=(url,), api_key_env=variable))) as judge:
                 judging = judge.begin()
                 judging.add(item("?", "#### 4", "4", source="openai/gsm8k"))
-                return [reward.score for reward in judging.finish().rewards]
+                return [reward.score for reward in judge.finish([judging]).rewards]
 
         monkeypatch.setenv("RIGHT", KEY)
         monkeypatch.setenv("WRONG", KEY[::-1])
@@ -221,7 +221,7 @@ class Instant:
     def pending(self) -> list[Future[Any]]:
         return []
 
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self, sessions: Sequence["Instant"]) -> list[Verdict]:
         return [Verdict(reward=Reward(score=1.0, correct=True), outcome="correct")] * self.num_rows
 
 

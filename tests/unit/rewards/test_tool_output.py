@@ -75,6 +75,6 @@ def test_only_the_policys_own_answer_scores(tmp_path: Path, judge: str) -> None:
         judging = manager.begin()
         for sample in samples:
             judging.add(prompt, sample)
-        judged = judging.finish(samples)
+        judged = manager.finish([judging], samples)
     assert [reward.score for reward in judged.rewards] == [0.0, 1.0, 0.0]
     assert [reward.correct for reward in judged.rewards] == [False, True, False]

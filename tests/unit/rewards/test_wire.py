@@ -1,6 +1,7 @@
 """OpenRLHF's format: what is sent, what is taken for an answer, and what a service takes for a request."""
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,12 @@ def test_what_is_sent() -> None:
 
 def test_a_service_reads_what_is_sent() -> None:
     got = decode_request(json.loads(json.dumps(encode_request(ITEMS))), None)
-    assert got == [
-        Question(data_source="d", prompt=prompt, response=response, ground_truth=truth, extra_info=extra, group=prompt)
+    assert [asdict(each) for each in got] == [
+        asdict(
+            Question(
+                data_source="d", prompt=prompt, response=response, ground_truth=truth, extra_info=extra, group=prompt
+            )
+        )
         for prompt, response, truth, extra in (("1+1=", "2", "2", {"index": 3}), ("2+2=", "5", "4", {"index": 3}))
     ]
 
@@ -36,8 +41,8 @@ def test_a_service_reads_what_is_sent() -> None:
 def test_what_openrlhf_sends_has_neither_source_nor_extra_info() -> None:
     body = {"query": ["aa"], "prompts": ["a"], "labels": ["1"]}
     # The prompt is taken away once, from the front.
-    assert decode_request(body, "gpqa") == [
-        Question(data_source="gpqa", prompt="a", response="a", ground_truth="1", group="a")
+    assert [asdict(each) for each in decode_request(body, "gpqa")] == [
+        asdict(Question(data_source="gpqa", prompt="a", response="a", ground_truth="1", group="a"))
     ]
 
 

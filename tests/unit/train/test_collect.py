@@ -9,6 +9,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -185,7 +186,15 @@ class World(RolloutSource):
         )
 
     def begin(self) -> "WorldJudging":
-        return WorldJudging(self)
+        return WorldJudging()
+
+    def finish(self, judgings: Sequence["WorldJudging"], samples: Sequence[Sample]) -> Judged:
+        told = [sample for judging in judgings for sample in judging.told]
+        assert {id(sample) for sample in told} == {id(sample) for sample in samples}
+        assert len(told) == len(samples)
+        tallies = {"reward/jobs": Tally(total=len(samples)), "reward/s": Tally(total=2.0, over=len(samples))}
+        troubles = [Trouble(item=item(samples[0].uid, "", ""), outcome="crashed", reason=samples[0].uid)]
+        return Judged(rewards=[self.judge(sample) for sample in samples], tallies=tallies, troubles=troubles)
 
     def judge(self, sample: Sample) -> Reward:
         score = self.scores[int(sample.prompt_token_ids[0])][sample.sample_index]
@@ -220,27 +229,17 @@ class World(RolloutSource):
 
 
 class WorldJudging:
-    """Judges what it was told of; checks that it was told of everything once."""
+    """Remembers what it was told of."""
 
-    def is_ready(self) -> bool:
-        return True
-
-    def absorb(self, other: "WorldJudging") -> None:
-        self.told += other.told
-
-    def __init__(self, world: World) -> None:
-        self.world, self.told = world, list[Sample]()
+    def __init__(self) -> None:
+        self.told = list[Sample]()
 
     def add(self, prompt: Prompt, sample: Sample) -> None:
         assert prompt.uid == sample.uid
         self.told.append(sample)
 
-    def finish(self, samples: Sequence[Sample]) -> Judged:
-        assert {id(sample) for sample in self.told} == {id(sample) for sample in samples}
-        assert len(self.told) == len(samples)
-        tallies = {"reward/jobs": Tally(total=len(samples)), "reward/s": Tally(total=2.0, over=len(samples))}
-        troubles = [Trouble(item=item(samples[0].uid, "", ""), outcome="crashed", reason=samples[0].uid)]
-        return Judged(rewards=[self.world.judge(sample) for sample in samples], tallies=tallies, troubles=troubles)
+    def pending(self) -> Sequence[Future[Any]]:
+        return ()
 
 
 def collect(rollouts: Rollouts, step: int) -> Collected:

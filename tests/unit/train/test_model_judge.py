@@ -148,12 +148,13 @@ def test_scores_in_the_order_of_the_samples() -> None:
 
 def test_as_a_judge_it_waits_for_the_whole_batch() -> None:
     entered: list[Phase] = []
-    judging = ModelJudge(rewards(LastTokens(), entered)).begin()
+    judge = ModelJudge(rewards(LastTokens(), entered))
+    judging = judge.begin()
     answered = batch("8", "9")
     for sample in answered.samples:
         judging.add(FinishedSample(prompt=prompt(), sample=sample, prompt_text="", response=""))
         assert entered == []
-    judged = judging.finish()
+    judged = judge.finish([judging])
     assert [reward.score for reward in judged.rewards] == [TOKENIZER(text)["input_ids"][0] for text in "89"]
     assert len(entered) == 1
 

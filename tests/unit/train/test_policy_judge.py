@@ -104,12 +104,13 @@ def test_a_question_that_is_too_long_is_not_asked() -> None:
 def test_it_judges(mode: str) -> None:
     cfg = from_dict(JudgeConfig, {"use_policy": True, "mode": mode})
     source = Source(lambda text: ("Score: 0.25" if "<response>\nbad" in text else "Score: 1") + ", Winner: A")
-    judging = LlmJudge(cfg, policy(source), name="self").begin()
+    judge = LlmJudge(cfg, policy(source), name="self")
+    judging = judge.begin()
     judging.add(item("p", "good", ""))
     judging.add(item("p", "bad", ""))
     # A run that waits for rewards may not wait for what only `finish` starts.
-    assert judging.is_ready()
-    judged = judging.finish()
+    assert judging.pending() == []
+    judged = judge.finish([judging])
     assert len(source.batches) == 1
     # In pairs, the first place wins each time.
     assert [reward.score for reward in judged.rewards] == ([1.0, 0.25] if mode == "pointwise" else [0.5, 0.5])

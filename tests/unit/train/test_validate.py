@@ -69,7 +69,7 @@ class World(RolloutSource):
     def add(self, prompt: Prompt, sample: Sample) -> None:
         """Nothing: `finish` judges."""
 
-    def finish(self, samples: Sequence[Sample]) -> Judged:
+    def finish(self, judgings: Sequence["World"], samples: Sequence[Sample]) -> Judged:
         verdicts = [self.is_right(sample.uid, sample.sample_index, self.plans[-1]) for sample in samples]
         return Judged(
             rewards=[DROPPED if right is None else Reward(score=2.0 * right - 1, correct=right) for right in verdicts],
