@@ -29,6 +29,7 @@ from megarl.config.schema import Config
 from megarl.device.platform import apply_environment, platform
 from megarl.environments.host import HostSpec
 from megarl.errors import RunStopped
+from megarl.host import loop
 from megarl.host.janitor import open_caretaker
 from megarl.host.ray_environment import RAY_ENVIRONMENT, keep_worker_logs
 from megarl.host.sharing import umask_variable
@@ -216,7 +217,9 @@ class Cluster:
                 config=config.environment,
                 max_prompt_tokens=config.data.max_prompt_tokens,
             )
-            self.engines.hosts = EpisodeHosts(spec, timeout_s=config.cluster.start_timeout_s)
+            self.engines.hosts = EpisodeHosts(
+                spec, timeout_s=config.cluster.start_timeout_s, trouble=self.engines.trouble
+            )
             self.pids |= {process.name: process.location.pid for process in self.engines.hosts.processes}
         return self.engines.hosts
 
@@ -253,6 +256,7 @@ class Cluster:
         if self._closed:
             return
         self._closed = True
+        loop.abandon()
         with doing("ending the processes"):
             try:
                 if ray.is_initialized():

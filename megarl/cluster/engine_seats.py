@@ -1,5 +1,6 @@
 """Start each engine in its reserved place on the cluster, and start a new engine there when one has died."""
 
+import asyncio
 import itertools
 import sys
 import time
@@ -11,10 +12,11 @@ import ray
 
 from megarl.cluster.actors import EngineActor, EngineNodeActor, RunActor
 from megarl.cluster.placement import Reservation, Seat
-from megarl.cluster.processes import in_background, wait_all
+from megarl.cluster.processes import wait_all
 from megarl.cluster.roster import Process
 from megarl.cluster.stacks import describe
 from megarl.config.schema import Config
+from megarl.host import loop
 from megarl.host.streams import print_lines
 from megarl.rollout.engine_spec import engine_spec
 
@@ -43,20 +45,22 @@ def wait_started(
 
     Every `every_s` seconds, it says on stderr which engines are still starting, and what they do.
     """
-    began = told = time.monotonic()
+    began = time.monotonic()
 
-    def tell() -> None:
-        nonlocal told
-        if (now := time.monotonic()) - told < every_s:
-            return
-        told = now
-        ready = ray.wait([call for _, call in starting], num_returns=len(starting), timeout=0)[0]
-        slow = {process.name: process.location for process, call in starting if call not in ready}
-        count = f"{len(ready)} of {len(starting)} after {now - began:.0f} s"
-        print_lines(f"{doing}: {count}; {describe(dict(itertools.islice(slow.items(), NUM_TOLD)))}", file=sys.stderr)
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            ready = ray.wait([call for _, call in starting], num_returns=len(starting), timeout=0)[0]
+            slow = {process.name: process.location for process, call in starting if call not in ready}
+            count = f"{len(ready)} of {len(starting)} after {time.monotonic() - began:.0f} s"
+            doings = describe(dict(itertools.islice(slow.items(), NUM_TOLD)))
+            print_lines(f"{doing}: {count}; {doings}", file=sys.stderr)
 
-    with in_background(tell):
+    telling = loop.spawn(tell())
+    try:
         return wait_all(starting, timeout_s=timeout_s, doing=doing)
+    finally:
+        telling.cancel()
 
 
 class EngineSeats:

@@ -1,46 +1,32 @@
 """Distribute generation requests over the engines of a cluster, and collect the completions."""
 
+import asyncio
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from megarl.cluster.episodes import EpisodeHosts
-from megarl.cluster.processes import take_ready, wait_all, wait_living, wait_streams
+from megarl.cluster.processes import Vigil, answer_to, explained, is_replaceable, results, wait_all, wait_living
 from megarl.cluster.roster import Process
+from megarl.host import loop
+from megarl.record import activity
 from megarl.rollout.engine import Completion, EngineWork, GenerationRequest
 from megarl.rollout.source import Doing, generating
-from megarl.rollout.vllm_source import OnCompletion
 from megarl.types import FloatArray
 
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """An unfinished request: which engine works on it, and who is told of its completion, with which position."""
+    """An unfinished request, the engine that works on it, and the future that gets its completion."""
 
     request: GenerationRequest
     engine: int
-    tell: OnCompletion
-    position: int
-
-
-def _nobody(position: int, completion: Completion) -> None:
-    """Ignore the completion of a request that had finished before."""
-
-
-def _has_succeeded(call: Any) -> bool:
-    """Return whether a call has ended without an error, without waiting for it."""
-    if not ray.wait([call], timeout=0)[0]:
-        return False
-    try:
-        ray.get(call)
-    except RayError:
-        return False
-    return True
+    completion: "asyncio.Future[Completion]"
 
 
 def deal_requests(requests: Sequence[GenerationRequest], order: Sequence[int]) -> list[int]:
@@ -63,43 +49,60 @@ def deal_requests(requests: Sequence[GenerationRequest], order: Sequence[int]) -
 class EngineGroup:
     """The engines of a run, called together; each holds a full copy of the policy.
 
-    Engines take requests at any time, and send completions in one stream each. Every request has its own seed, so the
-    samples do not depend on the number of engines. hosts: run the environments that samples have conversations with;
-    waits and polls take their replies, too.
+    Engines take requests at any time, and send completions in one stream each, which a task reads during every wait.
+    Every request has its own seed, so the samples do not depend on the number of engines. hosts: run the environments
+    that samples have conversations with. trouble: set when an engine or host has died and is to be replaced.
     """
 
     def __init__(self, processes: Sequence[Process], *, timeout_s: float) -> None:
         self.processes, self._timeout_s = list(processes), timeout_s
         self.hosts: EpisodeHosts | None = None
-        self._ids = itertools.count()
-        self._open: dict[int, _Open] = {}
+        self.trouble = asyncio.Event()
         # Whether requests of a dead engine are repeated with all that were submitted along with them.
         self.repeats_hands = False
+        self._ids = itertools.count()
+        self._outbox: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
+        self._open: dict[int, _Open] = {}
         # By engine, its unfinished requests; with `repeats_hands` all since it last had none.
         self._hands: dict[int, dict[int, _Open]] = {}
-        # By engine, its process, and its stream of completions or the failed result that ended the stream.
+        # By engine, its process and the stream of its completions.
         self._streams: dict[int, tuple[Process, Any]] = {}
-        # Calls that hand requests over, until they have succeeded.
-        self._adding: list[tuple[Process, Any]] = []
+        # The engines whose completions are on their way from the stream.
+        self._arriving: set[int] = set()
+        self._heard_at = 0.0
+        self._doing: Doing = generating
 
-    def submit(self, requests: Sequence[GenerationRequest], tell: OnCompletion) -> None:
-        """Start generating, and return at once; `tell` gets each completion with the position of its request.
+    def generate(self, request: GenerationRequest) -> "asyncio.Future[Completion]":
+        """Queue a request, and return the future of its completion.
 
-        Engines with fewer unfinished requests come first. If none lives, the requests wait for a new one as those of a
-        dead engine do.
+        It leaves with all others of this turn of the loop, in one call for each engine. Engines with fewer unfinished
+        requests come first. If none lives, the requests wait for a new one as those of a dead engine do.
         """
-        load = dict.fromkeys(self.living() or range(len(self.processes)), 0)
+        if not self._outbox:
+            loop.event_loop().call_soon(self._flush)
+        completion: asyncio.Future[Completion] = loop.event_loop().create_future()
+        self._outbox.append((request, completion))
+        return completion
+
+    def _flush(self) -> None:
+        posted, self._outbox = self._outbox, []
+        living = self.living()
+        load = dict.fromkeys(living or range(len(self.processes)), 0)
         for each in self._open.values():
             if each.engine in load:
                 load[each.engine] += 1
-        engines = deal_requests(requests, sorted(load, key=lambda i: (load[i], i)))
-        opened = {next(self._ids): _Open(r, engines[i], tell, i) for i, r in enumerate(requests)}
-        if self.living():
+        engines = deal_requests([request for request, _ in posted], sorted(load, key=lambda i: (load[i], i)))
+        opened = {
+            next(self._ids): _Open(request, engine, completion)
+            for (request, completion), engine in zip(posted, engines, strict=True)
+        }
+        if living:
             self._start(opened)
             return
         self._open |= opened
         for key, each in opened.items():
             self._hands.setdefault(each.engine, {})[key] = each
+        self.trouble.set()
 
     def _start(self, opened: Mapping[int, _Open]) -> None:
         self._open |= opened
@@ -108,82 +111,85 @@ class EngineGroup:
             self._hands.setdefault(engine, {}).update(mine)
             process = self.processes[engine]
             if self._streams.get(engine, (None, None))[0] is not process:
-                self._streams[engine] = (process, process.actor.serve.options(num_returns="streaming").remote())
-            added = process.actor.call.remote("add", {key: each.request for key, each in mine.items()})
-            self._adding.append((process, added))
+                stream = process.actor.serve.options(num_returns="streaming").remote()
+                self._streams[engine] = process, stream
+                loop.spawn(self._read(engine, process, stream))
+            loop.spawn(self._hand_over(engine, process, {key: each.request for key, each in mine.items()}))
+
+    async def _hand_over(self, engine: int, process: Process, requests: Mapping[int, GenerationRequest]) -> None:
+        try:
+            await answer_to(process.actor.call.remote("add", requests))
+        except RayError as error:
+            await self._failed(engine, process, error)
+
+    async def _read(self, engine: int, process: Process, stream: Any) -> None:
+        """Take the completions of an engine's stream, until the engine dies."""
+        try:
+            async for part in stream:
+                self._arriving.add(engine)
+                self._take(await part)
+                self._arriving.discard(engine)
+        except RayError as error:
+            await self._failed(engine, process, error)
+
+    async def _failed(self, engine: int, process: Process, error: Exception) -> None:
+        """Let living engines take over the requests of one that died, or its successor; raise any other failure."""
+        if self.processes[engine] is not process:
+            return
+        if not await is_replaceable(process, error, self._doing()):
+            raise await explained(process, error, {}, self._doing())
+        if self.processes[engine] is not process:
+            return
+        self._streams.pop(engine, None)
+        self._arriving.discard(engine)
+        if self.living() and not self.repeats_hands and engine in self._hands:
+            self.start_again(engine, exactly=False)
+        self.trouble.set()
+
+    def _take(self, part: Mapping[int, Completion]) -> None:
+        self._heard_at = time.monotonic()
+        for key, completion in part.items():
+            # Otherwise the request was finished before its engine died, or was given up.
+            if (each := self._open.pop(key, None)) is None:
+                continue
+            if self.are_idle([each.engine]):
+                self._hands.pop(each.engine, None)
+                if self.orphans():
+                    self.trouble.set()
+            elif not self.repeats_hands:
+                self._hands[each.engine].pop(key)
+            if not each.completion.done():
+                each.completion.set_result(replace(completion, engine=each.engine))
 
     def living(self) -> list[int]:
         """List the engines that are not known to be dead, by index."""
         return [i for i, process in enumerate(self.processes) if process.name not in process.roster.lost]
 
-    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
-        """Pass completions on as they arrive, until `until()`. Returns early if an engine dies that can be restarted.
+    async def attend(self, work: "asyncio.Future[Any]", *, timeout_s: float, doing: Doing = generating) -> None:
+        """Wait until `work` is done, or there is `trouble`. timeout_s: how long all engines and hosts may be silent."""
+        self._doing = doing
+        watched = [*self.processes, *(self.hosts.processes if self.hosts else ())]
+        vigil = Vigil(self._busy, timeout_s=timeout_s, doing=doing, heard_at=self._last_heard, watched=watched)
+        trouble = asyncio.ensure_future(self.trouble.wait())
+        try:
+            with activity.doing(doing):
+                await vigil.first_of({work, trouble})
+        finally:
+            trouble.cancel()
+            self._doing = generating
 
-        timeout_s: limits the time in which no completion arrives.
-        """
-        living = self.living()
-        # The calls of dead engines have failed, and their requests are submitted again.
-        self._adding = [(p, call) for p, call in self._adding if p in [self.processes[i] for i in living]]
-        while not until() and self.living() == living:
-            streams = {i: self._streams[i] for i in living if i in self._streams}
-            engines = [*streams.values(), *self._adding]
-            hosts = [] if self.hosts is None else self.hosts.calls()
-            if not engines and not hosts:
-                return
-            # An engine that has had no request yet gets its stream with the first one, and its answers in a new wait.
-            self._wait_once(engines, hosts, partial(self._has_more, living, len(streams), until), timeout_s, doing)
+    def _busy(self) -> list[Process]:
+        """List the engines and hosts that owe something."""
+        engines = {each.engine for each in self._open.values()}
+        hosts = self.hosts.busy() if self.hosts is not None else []
+        return [*(self.processes[i] for i in self.living() if i in engines), *hosts]
 
-    def _has_more(self, living: Sequence[int], num_streams: int, until: Callable[[], bool]) -> bool:
-        return until() or sum(i in self._streams for i in living) > num_streams
-
-    def _wait_once(
-        self,
-        engines: Sequence[tuple[Process, Any]],
-        hosts: Sequence[tuple[Process, Any]],
-        until: Callable[[], bool],
-        timeout_s: float,
-        doing: Doing,
-    ) -> None:
-        def take(place: int, part: Mapping[int, Any]) -> None:
-            if place < len(engines):
-                self._take(part)
-            elif self.hosts is not None:
-                self.hosts.take(part)
-
-        wait_streams([*engines, *hosts], take, until=until, timeout_s=timeout_s, doing=doing)
-        # One that failed meanwhile is explained by the next wait.
-        self._adding = [each for each in self._adding if not _has_succeeded(each[1])]
-        if self.hosts is not None:
-            self.hosts.mend()
-
-    def poll(self) -> None:
-        """Pass completions and replies on that have arrived, without waiting."""
-        if self.hosts is not None:
-            self.hosts.poll()
-        streams = {i: self._streams[i][1] for i in self.living() if i in self._streams}
-        engines = [i for i, stream in streams.items() if isinstance(stream, ray.ObjectRefGenerator)]
-        for place, failed in take_ready([streams[i] for i in engines], self._take).items():
-            self._streams[engines[place]] = (self._streams[engines[place]][0], failed)
-
-    def _take(self, part: Mapping[int, Completion]) -> None:
-        for key, completion in part.items():
-            # Otherwise the request was finished before its engine died, or was given up.
-            if (each := self._open.pop(key, None)) is not None:
-                if self.are_idle([each.engine]):
-                    self._hands.pop(each.engine, None)
-                elif not self.repeats_hands:
-                    self._hands[each.engine].pop(key)
-                each.tell(each.position, replace(completion, engine=each.engine))
-        if self.hosts is not None:
-            self.hosts.flush()
+    def _last_heard(self) -> float:
+        return max(self._heard_at, self.hosts.heard_at if self.hosts is not None else 0.0)
 
     def are_idle(self, engines: Sequence[int]) -> bool:
         """Return whether none of these engines has unfinished requests."""
         return not any(each.engine in engines for each in self._open.values())
-
-    def await_replies(self) -> bool:
-        """Return whether environments have yet to reply to samples."""
-        return self.hosts is not None and not self.hosts.are_idle()
 
     def orphans(self) -> list[int]:
         """List the dead engines that had unfinished requests."""
@@ -194,43 +200,51 @@ class EngineGroup:
         """Submit the unfinished requests of an engine that died again.
 
         exactly: to the engine in its place, with all that were submitted along with them, so that results are bitwise
-        equal; nobody is told of those again that had finished. Otherwise: to all living engines.
+        equal; those that had finished are dropped when they come again. Otherwise: to all living engines.
         """
         hand = self._hands.pop(engine)
         if exactly:
-            told = {key: replace(each, tell=_nobody) for key, each in hand.items() if key not in self._open}
-            self._start(hand | told)
+            self._start(hand)
             return
         left = {key: self._open.pop(key) for key in hand if key in self._open}
         engines = deal_requests([each.request for each in left.values()], self.living())
         self._start({key: replace(each, engine=to) for (key, each), to in zip(left.items(), engines, strict=True)})
 
-    def unfinished(self) -> list[tuple[OnCompletion, int, Completion]]:
-        """Return the tokens so far of all unfinished requests that have any, with who would be told and the position.
+    def parts(self) -> "dict[asyncio.Future[Completion], Completion]":
+        """Return the tokens so far of all unfinished requests that have any, by their futures; the requests go on."""
+        return loop.wait(self._parts())
 
-        The requests go on.
-        """
-        found = self._ask("unfinished", doing="asking for unfinished samples")
-        self.poll()
+    async def _parts(self) -> "dict[asyncio.Future[Completion], Completion]":
+        found = await self._answers("unfinished", doing="asking for unfinished samples")
+        # What had finished before is on its way.
+        streams = [stream for _, stream in self._streams.values()]
+        while self._arriving or (streams and ray.wait(streams, timeout=0)[0]):
+            await asyncio.sleep(0)
+        # And who waited for it goes on.
+        for _ in range(2):
+            await asyncio.sleep(0)
         parts = {key: each for parts in found.values() for key, each in parts.items() if key in self._open}
-        return [(self._open[key].tell, self._open[key].position, completion) for key, completion in parts.items()]
+        return {self._open[key].completion: completion for key, completion in parts.items()}
 
     def abort(self) -> None:
-        """Forget all unfinished requests."""
+        """Forget all unfinished requests, and cancel who waits for them."""
         if self._open:
             self._move("abort", doing="aborting unfinished requests")
-            self._open.clear()
-            self._hands.clear()
+        for completion in [*(each.completion for each in self._open.values()), *(each for _, each in self._outbox)]:
+            completion.cancel()
+        for container in (self._open, self._hands, self._outbox):
+            container.clear()
 
     def work(self) -> dict[int, EngineWork]:
         """Return what each living engine did since the last call; that of an engine which has just died is lost."""
-        return self._ask("work", doing="asking engines for their work")
+        return loop.wait(self._answers("work", doing="asking engines for their work"))
 
-    def _ask(self, method: str, *, doing: str) -> dict[int, Any]:
+    async def _answers(self, method: str, *, doing: str) -> dict[int, Any]:
         """Return the answers of the engines that live, by index."""
-        calls = {i: (self.processes[i], self.processes[i].actor.call.remote(method)) for i in self.living()}
-        wait_living(list(calls.values()), timeout_s=self._timeout_s, doing=doing)
-        return {i: ray.get(calls[i][1]) for i in self.living()}
+        asked = self.living()
+        calls = [(self.processes[i], self.processes[i].actor.call.remote(method)) for i in asked]
+        answers = await results(calls, timeout_s=self._timeout_s, doing=doing, needs_all=False)
+        return {i: answer for i, answer in zip(asked, answers, strict=True) if i in self.living()}
 
     def prompt_logprobs(self, sequences: Sequence[Sequence[int]], *, engine: int = 0) -> list[FloatArray]:
         """Return the log-probs that one engine gives the tokens of given sequences, at temperature 1."""

@@ -1,17 +1,16 @@
 """Keep a run going when engines die: start new ones, sync the policy, and resubmit unfinished requests."""
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from typing import Protocol
 
 from megarl.cluster import residency
 from megarl.cluster.engines import EngineGroup
-from megarl.errors import EngineDiedError, WorkerError
+from megarl.errors import EngineDiedError
+from megarl.host import loop
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.source import Doing, generating
-from megarl.rollout.vllm_source import OnCompletion
 
 
 class WeightSync(Protocol):
@@ -52,7 +51,7 @@ class EngineSupervisor:
         self._roster = engines.processes[0].roster
         self._deterministic, self._verify = deterministic, verify
         self._sync: WeightSync | None = None
-        self._is_outdated = self._is_serving = False
+        self._is_outdated = False
         self._version, self._num_reported = 0, 0
         # By engine: (start, end) in Unix seconds of the times in which it was at work, as `metrics` found them.
         self.busy: dict[str, list[tuple[float, float]]] = {}
@@ -108,46 +107,29 @@ class EngineSupervisor:
         """
         self._is_outdated = True
 
-    def submit(self, requests: Sequence[GenerationRequest], tell: OnCompletion) -> None:
-        """Submit requests to the living engines; see `EngineGroup.submit`.
+    def generate(self, request: GenerationRequest) -> "asyncio.Future[Completion]":
+        """Queue a request for the living engines; see `EngineGroup.generate`."""
+        return self._engines.generate(request)
 
-        While completions are passed on, as where a conversation asks for its next turn, nothing is replaced.
-        """
-        if not self._engines.living() and not self._is_serving:
-            self._bring_back()
-        self._engines.submit(requests, tell)
-
-    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
-        """Pass completions on until `until()`; see `EngineGroup.wait`. Requests of engines that die begin again."""
-        while not until():
-            # Of an engine that died before, nothing comes: while hosts of environments live, that wait would not end.
-            if not self._engines.orphans():
-                with self._serving():
-                    self._engines.wait(until, timeout_s=timeout_s, doing=doing)
-            orphans, living = self._engines.orphans(), self._engines.living()
-            if not orphans and self._engines.are_idle(living) and not self._engines.await_replies() and not until():
-                raise WorkerError(f"{doing()}: no engine has anything left to generate")
-            if orphans and (self._deterministic or not living):
-                # With the memory of ranks and engines shared, no engine may be at work when one starts.
-                are_idle = partial(self._engines.are_idle, living)
-                with self._serving():
-                    self._engines.wait(are_idle, timeout_s=timeout_s, doing=doing)
+    def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing = generating) -> None:
+        """Wait for `work`, while engines and hosts that die are replaced, and requests of dead engines begin again."""
+        engines = self._engines
+        while not work.done():
+            loop.wait(engines.attend(work, timeout_s=timeout_s, doing=doing))
+            engines.trouble.clear()
+            if engines.hosts is not None:
+                engines.hosts.mend()
+            living = engines.living()
+            # With the memory of ranks and engines shared, no engine may be at work when one starts.
+            if engines.orphans() and (self._deterministic or not living) and engines.are_idle(living):
                 if self._is_outdated:
                     return
                 self._bring_back()
-            else:
-                self._hand_over(orphans)
+        work.result()
 
-    def poll(self) -> None:
-        """Pass completions on that have arrived, without waiting; give requests of dead engines to living ones."""
-        with self._serving():
-            self._engines.poll()
-        if self._engines.living() and not self._deterministic:
-            self._hand_over(self._engines.orphans())
-
-    def unfinished(self) -> list[tuple[OnCompletion, int, Completion]]:
-        """Return the tokens so far of all unfinished requests; see `EngineGroup.unfinished`."""
-        return self._engines.unfinished()
+    def parts(self) -> "dict[asyncio.Future[Completion], Completion]":
+        """Return the tokens so far of all unfinished requests; see `EngineGroup.parts`."""
+        return self._engines.parts()
 
     def abort(self) -> None:
         """Forget all unfinished requests."""
@@ -178,19 +160,6 @@ class EngineSupervisor:
         if self._sync is not None:
             self._sync.close()
             self._sync = None
-
-    @contextmanager
-    def _serving(self) -> Iterator[None]:
-        before, self._is_serving = self._is_serving, True
-        try:
-            yield
-        finally:
-            self._is_serving = before
-
-    def _hand_over(self, dead: Sequence[int]) -> None:
-        """Give the unfinished requests of dead engines to the living ones."""
-        for engine in dead:
-            self._engines.start_again(engine, exactly=False)
 
     def _bring_back(self) -> None:
         """Restart lost engines, sync all engines so that they generate with the same weights as before, and begin the

@@ -1,18 +1,20 @@
 """Sample the recorded rollouts of a run again, and check that tokens and log-probs are equal to the bit."""
 
+import asyncio
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from megarl.errors import DataError
+from megarl.host import loop
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.replay import ReplaySource, read_record, record_path
-from megarl.rollout.source import Batch, Doing, OnSample, SamplingPlan, generating, ignore_sample
+from megarl.rollout.source import Doing, Group, SamplingPlan, generating
 from megarl.rollout.vllm_source import Engines
-from megarl.types import Prompt, Sample, Segment, SegmentSource
+from megarl.types import Sample, Segment, SegmentSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,40 +106,37 @@ class RegenerateSource:
     directory: Path
     engines: Engines
     max_lag: int
-    timeout_s: float
     # By version: the spans that are still to be sampled.
     _spans: dict[int, list[_Span]] = field(default_factory=dict)
     _num_read: int = 0
+    # By step: the task that samples all spans of the version with which the step begins.
+    _checks: "dict[int, asyncio.Task[None]]" = field(default_factory=dict)
+    _replay: ReplaySource = field(init=False)
 
-    def submit(
-        self,
-        prompts: Sequence[Prompt],
-        plan: SamplingPlan,
-        on_sample: OnSample = ignore_sample,
-        begun: Sequence[Sample] = (),
-    ) -> Batch:
+    def __post_init__(self) -> None:
+        self._replay = ReplaySource(self.directory)
+
+    async def sample(self, group: Group) -> None:
+        """Wait until all spans of the version are sampled and compared, and finish the group's recorded samples."""
+        step = group.plan.step
+        if step not in self._checks:
+            self._checks = {step: loop.spawn(self._check(group.plan))}
+        await asyncio.wait({self._checks[step]})
+        await self._replay.sample(group)
+
+    async def _check(self, plan: SamplingPlan) -> None:
         # A resumed run regenerates what its own steps train on.
         for step in range(max(self._num_read + 1, plan.step), plan.step + self.max_lag + 1):
             if (path := record_path(self.directory, step)).is_file():
                 for span in (span for sample in read_record(path).samples for span in spans_of(path, sample)):
                     self._spans.setdefault(int(span.segment.weight_versions[span.start]), []).append(span)
             self._num_read = step
-        spans, done = self._spans.pop(plan.step - 1, []), set[int]()
+        spans = self._spans.pop(plan.step - 1, [])
+        for span, completion in [(span, self.engines.generate(span.request(plan))) for span in spans]:
+            span.compare(await completion)
 
-        def compare(position: int, completion: Completion) -> None:
-            spans[position].compare(completion)
-            done.add(position)
+    def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing = generating) -> None:
+        self.engines.wait(work, timeout_s=timeout_s, doing=doing)
 
-        if spans:
-            self.engines.submit([span.request(plan) for span in spans], compare)
-            self.engines.wait(lambda: len(done) == len(spans), timeout_s=self.timeout_s, doing=generating)
-        return ReplaySource(self.directory).submit(prompts, plan, on_sample)
-
-    def wait(self, until: object, *, timeout_s: float, doing: Doing = generating) -> None:
-        """Do nothing: samples were passed on when they were asked for."""
-
-    def poll(self) -> None:
-        """Do nothing: samples were passed on when they were asked for."""
-
-    def unfinished(self) -> list[Sample]:
+    def parts(self, groups: Iterable[Group]) -> list[Sample]:
         return []

@@ -1,8 +1,8 @@
 """Record a step's rollout as parquet, and replay it bit for bit: same tokens, log-probs, seeds and versions."""
 
+import asyncio
 import json
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.errors import DataError
-from megarl.rollout.source import Batch, Doing, OnSample, SamplingPlan, generating, ignore_sample
+from megarl.host import loop
+from megarl.rollout.source import Doing, Group, generating
 from megarl.storage.reading import reading
 from megarl.storage.writing import replacing
 from megarl.texts import plain
@@ -158,45 +159,38 @@ def _parse_record(rows: Sequence[dict[str, Any]]) -> RolloutBatch:
 
 
 class ReplaySource:
-    """A rollout source that answers each submission at once with recorded samples of its prompts and step.
+    """A rollout source that answers at once with recorded samples of a group's prompt and step.
 
-    The record may have samples of more prompts, which later submissions for the same step ask for.
+    The record may have samples of more prompts, which later groups of the same step ask for.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        # The step that was read last, with its samples by prompt.
+        self._step, self._prompts, self._samples = -1, dict[str, Prompt](), dict[str, list[Sample]]()
 
-    def submit(
-        self,
-        prompts: Sequence[Prompt],
-        plan: SamplingPlan,
-        on_sample: OnSample = ignore_sample,
-        begun: Sequence[Sample] = (),
-    ) -> Batch:
-        path = record_path(self._directory, plan.step)
-        recorded = read_record(path)
-        asked = {p.uid: p.token_ids for p in prompts}
-        known = {p.uid: p.token_ids for p in recorded.prompts.values()}
-        if any(known.get(uid) != token_ids for uid, token_ids in asked.items()):
-            foreign = sorted(uid for uid in asked.keys() | known.keys() if asked.get(uid) != known.get(uid))
+    async def sample(self, group: Group) -> None:
+        uid, step, num_samples = group.prompt.uid, group.plan.step, group.plan.num_samples
+        path = record_path(self._directory, step)
+        if step != self._step:
+            recorded, self._samples = read_record(path), {}
+            self._step, self._prompts = step, dict(recorded.prompts)
+            for sample in recorded.samples:
+                self._samples.setdefault(sample.uid, []).append(sample)
+        if uid not in self._prompts or self._prompts[uid].token_ids != group.prompt.token_ids:
             raise DataError(
-                f"{path}: its prompts are not those of this step (first differences: {foreign[:3]}); "
+                f"{path}: its prompts are not those of this step (first difference: {uid}); "
                 f"replay with the data and run.seed of the recorded run"
             )
-        samples = [sample for sample in recorded.samples if sample.uid in asked]
-        for uid, count in Counter(sample.uid for sample in samples).items():
-            if count != plan.num_samples:
-                raise DataError(f"{path}: has {count} samples of {uid}; replay with rollout.num_samples={count}")
-        batch = Batch(prompts=[recorded.prompts[uid] for uid in asked], plan=plan, on_sample=on_sample)
+        samples = self._samples.get(uid, [])
+        if (count := len(samples)) != num_samples:
+            raise DataError(f"{path}: has {count} samples of {uid}; replay with rollout.num_samples={count}")
+        group.prompt = self._prompts[uid]
         for sample in samples:
-            batch.finish(recorded.prompts[sample.uid], sample)
-        return batch
+            await group.finish(sample)
 
-    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
-        assert until(), "a replay answers at once"
+    def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing = generating) -> None:
+        loop.wait(work)
 
-    def poll(self) -> None:
-        """Do nothing: a replay has answered already."""
-
-    def unfinished(self) -> list[Sample]:
+    def parts(self, groups: Iterable[Group]) -> list[Sample]:
         return []

@@ -1,17 +1,21 @@
 """Define the interface between the trainer and whatever produces samples."""
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
 from megarl.errors import NonFiniteError
+from megarl.host import loop
 from megarl.rollout.prefixes import Prefix
 from megarl.types import Prompt, RolloutBatch, Sample
 
-# Called with each sample and its prompt as soon as it is finished, while others may still be generated.
-OnSample: TypeAlias = Callable[[Prompt, Sample], None]
+if TYPE_CHECKING:
+    from megarl.rewards.manager import Judging
+    from megarl.rollout.engine import Completion
+
 # Says in messages what a wait is for.
 Doing: TypeAlias = Callable[[], str]
 
@@ -19,10 +23,6 @@ Doing: TypeAlias = Callable[[], str]
 def generating() -> str:
     """Describe a wait for samples of which nothing more is known."""
     return "generating"
-
-
-def ignore_sample(prompt: Prompt, sample: Sample) -> None:
-    """Do nothing; this is the `OnSample` for callers that only want the whole batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,65 +58,88 @@ class SamplingPlan:
         return 0 if prefix.is_complete else self.max_response_tokens - len(prefix.token_ids)
 
 
-@dataclass(slots=True, kw_only=True)
-class Batch:
-    """Prompts that a source was asked to sample, and the samples that have finished, by (uid, sample index).
+# Judges read one sample in each turn of the loop, so that no number of samples keeps it from what else there is to do.
+_one_at_a_time = asyncio.Lock()
 
-    on_sample: called with each sample when it finishes.
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Group:
+    """A prompt with its samples, by index: those that have finished, and those under way with their tokens so far.
+
+    number, index: of its ticket, and of its prompt in the data. judging: takes each sample that finishes, if it is
+    judged. asked: by index, the completion that a sample waits for. sampling: the task that samples the group.
     """
 
-    prompts: Sequence[Prompt]
+    prompt: Prompt
     plan: SamplingPlan
-    on_sample: OnSample = ignore_sample
-    samples: dict[tuple[str, int], Sample] = field(default_factory=dict)
+    number: int = 0
+    index: int = 0
+    judging: "Judging | None" = None
+    samples: dict[int, Sample] = field(default_factory=dict)
+    parts: dict[int, Sample] = field(default_factory=dict)
+    asked: "dict[int, asyncio.Future[Completion]]" = field(default_factory=dict)
+    sampling: "asyncio.Task[None] | None" = None
 
     @property
-    def is_complete(self) -> bool:
-        return len(self.samples) == len(self.prompts) * self.plan.num_samples
+    def is_done(self) -> bool:
+        return len(self.samples) == self.plan.num_samples
 
-    def finish(self, prompt: Prompt, sample: Sample) -> None:
-        """Accept a finished sample of a prompt."""
+    async def finish(self, sample: Sample) -> None:
+        """Accept a finished sample, and hand it to the judges that can start at once."""
         require_finite([sample], step=self.plan.step)
-        self.samples[sample.uid, sample.sample_index] = sample
-        self.on_sample(prompt, sample)
-
-    def rollout(self) -> RolloutBatch:
-        """Return the samples in the order of the prompts; all must have finished."""
-        order = [(p.uid, i) for p in self.prompts for i in range(self.plan.num_samples)]
-        return RolloutBatch(prompts={p.uid: p for p in self.prompts}, samples=tuple(self.samples[key] for key in order))
+        self.samples[sample.sample_index] = sample
+        self.parts.pop(sample.sample_index, None)
+        if self.judging is not None:
+            async with _one_at_a_time:
+                self.judging.add(self.prompt, sample)
+                await asyncio.sleep(0)
 
 
 class RolloutSource(Protocol):
-    """A source of samples, which takes prompts at any time. It passes samples on only while it is asked to."""
+    """A source of samples. It works only while something is waited for."""
 
-    def submit(
-        self,
-        prompts: Sequence[Prompt],
-        plan: SamplingPlan,
-        on_sample: OnSample = ignore_sample,
-        begun: Sequence[Sample] = (),
-    ) -> Batch:
-        """Start sampling, and return at once. begun: samples of these prompts that go on or have finished already."""
+    async def sample(self, group: Group) -> None:
+        """Finish all samples of a group; those in `group.parts` go on."""
 
-    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
-        """Pass finished samples on until `until()`; `timeout_s` limits the time in which none finishes."""
+    def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing = generating) -> None:
+        """Wait for `work`, of which samples are a part; `timeout_s` limits the time in which nothing is heard of any.
 
-    def poll(self) -> None:
-        """Pass samples on that have finished, without waiting."""
+        It returns early if samples under way need the next weights, as those of an engine that died in an update.
+        """
 
-    def unfinished(self) -> list[Sample]:
-        """Return the samples under way with the tokens so far, if any; their finish reason is `ABORT`. They go on."""
+    def parts(self, groups: Iterable[Group]) -> list[Sample]:
+        """Return the samples under way that have tokens; their finish reason is `ABORT`. They go on."""
 
 
-def collect(source: RolloutSource, batch: Batch, *, timeout_s: float) -> RolloutBatch:
-    """Wait until all samples of a batch have finished, and return them."""
-    total = len(batch.prompts) * batch.plan.num_samples
+def begin(source: RolloutSource, groups: Iterable[Group]) -> None:
+    """Begin to sample groups."""
+    for group in groups:
+        group.sampling = loop.spawn(source.sample(group))
+
+
+async def all_sampled(groups: Iterable[Group]) -> None:
+    """Wait until groups have all of their samples."""
+    if tasks := [group.sampling for group in groups if group.sampling is not None]:
+        await asyncio.wait(tasks)
+
+
+def collect(source: RolloutSource, groups: Sequence[Group], *, timeout_s: float) -> RolloutBatch:
+    """Wait until groups have all of their samples, and return them."""
+    total = sum(group.plan.num_samples for group in groups)
 
     def doing() -> str:
-        return f"generating: {len(batch.samples)} of {total} samples finished"
+        return f"generating: {sum(len(group.samples) for group in groups)} of {total} samples finished"
 
-    source.wait(lambda: batch.is_complete, timeout_s=timeout_s, doing=doing)
-    return batch.rollout()
+    source.wait(loop.spawn(all_sampled(groups)), timeout_s=timeout_s, doing=doing)
+    return rollout_of(groups)
+
+
+def rollout_of(groups: Sequence[Group]) -> RolloutBatch:
+    """Return all samples of finished groups, in the order of the groups."""
+    return RolloutBatch(
+        prompts={group.prompt.uid: group.prompt for group in groups},
+        samples=tuple(group.samples[i] for group in groups for i in range(group.plan.num_samples)),
+    )
 
 
 def require_finite(samples: Sequence[Sample], *, step: int) -> None:

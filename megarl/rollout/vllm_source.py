@@ -1,147 +1,145 @@
-"""Produce rollouts with vLLM engines."""
+"""Produce samples with vLLM engines; `VllmSource.sample_one` is a sample's whole way from its prompt to the judges."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Protocol, TypeAlias
+import asyncio
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
 from megarl.config.environments import EnvironmentConfig
-from megarl.rollout.conversations import Conversation, Conversations, Episodes
+from megarl.host import loop
+from megarl.rollout.conversations import (
+    Episodes,
+    HostLostError,
+    Talk,
+    bereft,
+    episode_of,
+    finished,
+    num_left,
+    replied,
+    start_request,
+    started,
+    turn_ended,
+    turn_limit,
+    turn_request,
+    with_episode,
+)
 from megarl.rollout.engine import Completion, GenerationRequest
-from megarl.rollout.source import Batch, Doing, OnSample, SamplingPlan, generating, ignore_sample
+from megarl.rollout.source import Doing, Group, SamplingPlan, generating
 from megarl.seeds import sample_seed
 from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, prompt_segment
-
-# Called with each completion and the position of its request.
-OnCompletion: TypeAlias = Callable[[int, Completion], None]
 
 
 class Engines(Protocol):
     """The interface of a group of engines, as `VllmSource` calls it."""
 
-    def submit(self, requests: Sequence[GenerationRequest], tell: OnCompletion) -> None: ...
+    def generate(self, request: GenerationRequest) -> "asyncio.Future[Completion]": ...
 
-    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing) -> None: ...
+    def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing) -> None: ...
 
-    def poll(self) -> None: ...
-
-    def unfinished(self) -> list[tuple[OnCompletion, int, Completion]]: ...
+    def parts(self) -> "dict[asyncio.Future[Completion], Completion]": ...
 
 
 class VllmSource:
     """A source that samples from vLLM engines. Each sample has a seed of its own, so batching and order do not matter.
 
     A sample with a prefix starts with it. If the prefix ends the sample or fills its limit, nothing is generated.
-    episodes: hosts of the environments that prompts name; None: every sample is one answer. limits: of conversations.
+    hosts: those of the environments that prompts name; None: every sample is one answer. limits: of conversations.
     """
 
     def __init__(
-        self, engines: Engines, episodes: Episodes | None = None, limits: EnvironmentConfig | None = None
+        self, engines: Engines, hosts: Episodes | None = None, limits: EnvironmentConfig | None = None
     ) -> None:
-        self._engines = engines
-        self._conversations: Conversations | None = None
-        if episodes is not None and limits is not None:
-            self._conversations = Conversations(
-                episodes, self._ask_turn, max_turns=limits.max_turns, max_turn_tokens=limits.max_turn_tokens
-            )
+        self._engines, self._hosts, self._limits = engines, hosts, limits or EnvironmentConfig()
 
-    def submit(
-        self,
-        prompts: Sequence[Prompt],
-        plan: SamplingPlan,
-        on_sample: OnSample = ignore_sample,
-        begun: Sequence[Sample] = (),
-    ) -> Batch:
-        batch = Batch(prompts=list(prompts), plan=plan, on_sample=on_sample)
-        earlier = {(sample.uid, sample.sample_index): sample for sample in begun}
-        asked = _Asked(deliver=batch.finish)
-        requests = []
-        for prompt, i in [(p, i) for p in prompts for i in range(plan.num_samples)]:
-            known = earlier.get((prompt.uid, i))
-            sample = known or _begin(prompt, plan, i)
-            if prompt.environment and (known is None or known.finish_reason is FinishReason.ABORT):
-                assert self._conversations is not None, "hosts were started for prompts with environments"
-                self._conversations.begin(batch, prompt, sample)
-            elif sample.finish_reason is not FinishReason.ABORT:
-                batch.finish(prompt, sample)
-            else:
-                asked.samples.append((prompt, sample))
-                left = plan.max_response_tokens - len(sample.response_token_ids)
-                requests.append(_request(sample, plan, max_tokens=left))
-        if requests:
-            self._engines.submit(requests, asked)
-        return batch
+    async def sample(self, group: Group) -> None:
+        await asyncio.wait([loop.spawn(self.sample_one(group, i)) for i in range(group.plan.num_samples)])
 
-    def _ask_turn(self, talk: Conversation, max_tokens: int) -> None:
-        assert self._conversations is not None, "they ask"
-        ended = partial(self._conversations.turn_ended, talk)
+    async def sample_one(self, group: Group, i: int) -> None:
+        """Sample the group's sample of index `i`, from where `group.parts` says it is, and hand it to the judges."""
+        sample = group.parts.setdefault(i, _begin(group.prompt, group.plan, i))
+        if group.prompt.environment:
+            sample = await self._converse(group, i)
+        elif sample.finish_reason is FinishReason.ABORT:
+            completion = await self._generate(group, sample, num_left(sample, group.plan))
+            sample = extended(sample, completion)
+        await group.finish(sample)
 
-        def deliver(_: Prompt, sample: Sample) -> None:
-            ended(sample)
+    async def _converse(self, group: Group, i: int) -> Sample:
+        """Lead a sample's conversation: turns of the policy and replies, until one of them ends it.
 
-        asked = _Asked(deliver=deliver, samples=[(talk.prompt, talk.sample)], talk=talk)
-        request = _request(talk.sample, talk.batch.plan, max_tokens=max_tokens)
-        self._engines.submit([replace(request, engine=talk.engine)], asked)
+        After each, `group.parts` has the sample, from which a checkpoint goes on; all else can be found again.
+        """
+        assert self._hosts is not None, "hosts were started for prompts with environments"
+        sample, plan = with_episode(group.prompt, group.parts[i]), group.plan
+        talk: Talk | None = None
+        engine: int | None = None
+        while sample.finish_reason is FinishReason.ABORT:
+            group.parts[i] = sample
+            try:
+                if talk is None or talk.is_lost:
+                    talk = self._hosts.start(start_request(group.prompt, sample))
+                    sample = started(sample, reply := await talk.reply)
+                elif episode_of(sample).awaits_reply:
+                    self._hosts.act(talk, turn_request(sample))
+                    sample = replied(sample, reply := await talk.reply, plan, self._limits)
+                else:
+                    limit = turn_limit(sample, plan, [self._limits.max_turn_tokens, reply.max_turn_tokens])
+                    completion = await self._generate(group, sample, limit, engine)
+                    sample, engine = turn_ended(extended(sample, completion)), completion.engine
+            except HostLostError:
+                sample = bereft(sample)
+            if episode_of(sample).is_cut and num_left(sample, plan) < 1:
+                sample = finished(sample, FinishReason.LENGTH)
+        if talk is not None and not talk.is_lost:
+            self._hosts.end(talk)
+        return sample
 
-    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
-        self._engines.wait(until, timeout_s=timeout_s, doing=doing)
+    async def _generate(self, group: Group, sample: Sample, max_tokens: int, engine: int | None = None) -> Completion:
+        """Ask an engine for more of a sample. engine: the one that has its keys and values, if any has."""
+        request = replace(_request(sample, group.plan, max_tokens=max_tokens), engine=engine)
+        asked = group.asked[sample.sample_index] = self._engines.generate(request)
+        completion = await asked
+        del group.asked[sample.sample_index]
+        return completion
 
-    def poll(self) -> None:
-        self._engines.poll()
+    def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing = generating) -> None:
+        self._engines.wait(work, timeout_s=timeout_s, doing=doing)
 
-    def unfinished(self) -> list[Sample]:
-        parts = [
-            tell.extended(position, completion)
-            for tell, position, completion in self._engines.unfinished()
-            if isinstance(tell, _Asked)
-        ]
-        if self._conversations is not None:
-            sent = {(sample.uid, sample.sample_index) for sample in parts}
-            talks = self._conversations.unfinished()
-            parts += [s for s in talks if len(s.segments) > 1 and (s.uid, s.sample_index) not in sent]
-        return parts
+    def parts(self, groups: Iterable[Group]) -> list[Sample]:
+        written = self._engines.parts()
+        found = []
+        for group in groups:
+            for i, sample in group.parts.items():
+                if (asked := group.asked.get(i)) is not None and asked in written:
+                    found.append(extended(sample, written[asked]))
+                elif len(sample.segments) > 1:
+                    found.append(sample)
+        return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """The samples that engines generate, new or continued, each with its prompt, in the order of their requests.
-
-    deliver: called with each that has its tokens. talk: the conversation that a single sample belongs to.
-    """
-
-    deliver: OnSample
-    samples: list[tuple[Prompt, Sample]] = field(default_factory=list)
-    talk: Conversation | None = None
-
-    def __call__(self, position: int, completion: Completion) -> None:
-        if self.talk is not None:
-            self.talk.engine = completion.engine
-        self.deliver(self.samples[position][0], self.extended(position, completion))
-
-    def extended(self, position: int, completion: Completion) -> Sample:
-        """Return the sample with the tokens of a completion of its request; each request has a segment of its own."""
-        sample = self.samples[position][1]
-        segment = Segment(
-            source=SegmentSource.POLICY,
-            token_ids=completion.token_ids,
-            loss_mask=np.ones(len(completion.token_ids), dtype=np.bool_),
-            weight_versions=completion.weight_versions,
-            rollout_logprobs=completion.logprobs,
-            nucleus=completion.nucleus,
-        )
-        experts = completion.routed_experts
-        if experts is not None:
-            # No engine has computed the last token.
-            num_tokens = sum(len(each.token_ids) for each in sample.segments) + len(completion.token_ids)
-            experts = np.pad(experts, ((0, num_tokens - len(experts)), (0, 0), (0, 0)), constant_values=-1)
-        return replace(
-            sample,
-            segments=(*sample.segments, segment),
-            finish_reason=completion.finish_reason,
-            routed_experts=experts,
-        )
+def extended(sample: Sample, completion: Completion) -> Sample:
+    """Return a sample with the tokens of a completion of its request; each request has a segment of its own."""
+    segment = Segment(
+        source=SegmentSource.POLICY,
+        token_ids=completion.token_ids,
+        loss_mask=np.ones(len(completion.token_ids), dtype=np.bool_),
+        weight_versions=completion.weight_versions,
+        rollout_logprobs=completion.logprobs,
+        nucleus=completion.nucleus,
+    )
+    experts = completion.routed_experts
+    if experts is not None:
+        # No engine has computed the last token.
+        num_tokens = sum(len(each.token_ids) for each in sample.segments) + len(completion.token_ids)
+        experts = np.pad(experts, ((0, num_tokens - len(experts)), (0, 0), (0, 0)), constant_values=-1)
+    return replace(
+        sample,
+        segments=(*sample.segments, segment),
+        finish_reason=completion.finish_reason,
+        routed_experts=experts,
+    )
 
 
 def _request(sample: Sample, plan: SamplingPlan, *, max_tokens: int) -> GenerationRequest:

@@ -6,9 +6,10 @@ the surplus go first in the next step, whose policy samples them again. With `ro
 already holds what replaces a removed group.
 """
 
+import asyncio
+import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megarl.data.ends import AnswerEnds
 from megarl.data.prompts import PromptDataset
 from megarl.data.sampler import Sampler
 from megarl.errors import RunError
+from megarl.host import loop
 from megarl.record.episodes import episode_metrics
 from megarl.record.metrics import Timers
 from megarl.rewards.judge import Trouble, tally_metrics
@@ -28,12 +30,10 @@ from megarl.rewards.manager import Judging, RewardManager
 from megarl.rollout.prefixes import plan_prefixes
 from megarl.rollout.replay import read_record, write_record
 from megarl.rollout.scheduler import Scheduler
-from megarl.rollout.source import RolloutSource, SamplingPlan
-from megarl.train.groups import Group, JudgedGroup, filter_groups, judge_groups, refill_count, rollout_of
-from megarl.types import FinishReason, Prompt, Reward, RolloutBatch, Sample
+from megarl.rollout.source import Group, RolloutSource, SamplingPlan, all_sampled, rollout_of
+from megarl.train.groups import JudgedGroup, all_heard, filter_groups, judge_groups, refill_count
+from megarl.types import FinishReason, Prompt, Reward, RolloutBatch
 
-# How often, while rewards are waited for, finished samples are looked for.
-POLL_S = 0.01
 # The samples of the pipeline in a checkpoint's directory.
 SAMPLES_FILE = "rollouts.parquet"
 
@@ -126,10 +126,9 @@ class Rollouts:
         while count:
             taken = self._take_done(count)
             with self.timers("reward"):
-                # Samples of later groups that finish meanwhile are handed to the judges, too.
-                pending = [each for group in taken for each in group.judging.pending() if self.scheduler.staleness]
-                while wait(pending, timeout=POLL_S).not_done:
-                    self.source.poll()
+                if self.scheduler.staleness:
+                    # Samples of later groups that finish meanwhile are handed to the judges, too.
+                    self.source.wait(loop.spawn(all_heard(taken)), timeout_s=math.inf, doing=lambda: "judging")
                 groups, judged = judge_groups(taken, self.rewards, self.config)
             sampled += groups
             tallies.append(judged.tallies)
@@ -171,7 +170,7 @@ class Rollouts:
         """
         if self.config.rollout.schedule.on_update == "finish" and self.groups:
             with self.timers("settle"):
-                self._wait(lambda: all(group.is_done for group in self.groups.values()))
+                self._wait(all_sampled(self.groups.values()))
 
     def release(self) -> None:
         """Free the places of the groups that the step took, once engines have the weights that it made."""
@@ -180,12 +179,12 @@ class Rollouts:
     def save(self, directory: Path) -> dict[str, Any]:
         """Write the samples of the pipeline, finished or not, to a checkpoint's directory; return the other state."""
         if self.groups:
-            unfinished = [sample for sample in self.source.unfinished() if self._is_open(sample)]
+            unfinished = self.source.parts(self.groups.values())
             finished = [sample for group in self.groups.values() for sample in group.samples.values()]
             prompts = {group.prompt.uid: group.prompt for group in self.groups.values()}
             batch = RolloutBatch(prompts=prompts, samples=(*finished, *unfinished))
             write_record(directory / SAMPLES_FILE, batch)
-        tickets = [[group.number, group.index, group.target_step] for group in self.groups.values()]
+        tickets = [[group.number, group.index, group.plan.step] for group in self.groups.values()]
         return {"scheduler": self.scheduler.state_dict(), "tickets": tickets}
 
     def restore(self, state: Mapping[str, Any], directory: Path, *, step: int, goes_on: bool) -> None:
@@ -205,13 +204,11 @@ class Rollouts:
             return
         # Which groups are done is learnt from their samples.
         scheduler.load_state_dict({**saved, "done": []})
-        begun = read_record(directory / SAMPLES_FILE).samples
-        self._submit([self._group(number, index, target) for number, index, target in tickets], begun)
-
-    def _is_open(self, sample: Sample) -> bool:
-        """Return whether a sample belongs to the pipeline and has not finished since it was looked at."""
-        groups = (group for group in self.groups.values() if group.prompt.uid == sample.uid)
-        return any(sample.sample_index not in group.samples for group in groups)
+        groups = self._groups([(number, index, target) for number, index, target in tickets], None)
+        by_uid = {group.prompt.uid: group for group in groups}
+        for sample in read_record(directory / SAMPLES_FILE).samples:
+            by_uid[sample.uid].parts[sample.sample_index] = sample
+        self._begin(groups)
 
     def _start(self, count: int, version: int, *, sampled: Sequence[JudgedGroup]) -> int:
         """Admit `count` prompts, or all that are neither under way nor among `sampled`; return how many they were."""
@@ -223,43 +220,38 @@ class Rollouts:
         # A run that is not ahead judges the groups of a step together.
         is_ahead, per_step = self.scheduler.staleness > 0, self.config.trainer.prompts_per_step
         judging = None if is_ahead else self.rewards.begin()
-        groups = []
+        tickets = []
         for index in indices:
             number = self.scheduler.admit(version)
-            target = number // per_step + 1 if is_ahead else version + 1
-            groups.append(self._group(number, index, target, judging))
-        self._submit(groups, ())
+            tickets.append((number, index, number // per_step + 1 if is_ahead else version + 1))
+        self._begin(self._groups(tickets, judging))
         return len(indices)
 
-    def _group(self, number: int, index: int, target: int, judging: Judging | None = None) -> Group:
-        """Return the group of an admitted ticket, without samples."""
-        rollout, has_greedy = self.config.rollout, estimator_of(self.config.algo).needs_greedy
-        group = Group(
-            number=number,
-            index=index,
-            target_step=target,
-            prompt=self.prompts[index],
-            num_samples=rollout.num_samples + has_greedy,
-            judging=judging or self.rewards.begin(),
-        )
-        self.groups[number] = group
-        return group
+    def _groups(self, tickets: Sequence[tuple[int, int, int]], judging: Judging | None) -> list[Group]:
+        """Return the groups of admitted tickets, without samples; a ticket has a number, an index and a step.
 
-    def _submit(self, groups: Sequence[Group], begun: Sequence[Sample]) -> None:
-        """Start sampling groups; samples in `begun` go on."""
-        by_uid = {group.prompt.uid: group for group in groups}
+        judging: that of all groups; None: each has its own.
+        """
+        groups: list[Group] = []
+        for target in sorted({target for *_, target in tickets}):
+            mine = [(number, index, self.prompts[index]) for number, index, step in tickets if step == target]
+            plan = self._plan([prompt for *_, prompt in mine], target)
+            groups += [
+                Group(prompt=prompt, plan=plan, number=number, index=index, judging=judging or self.rewards.begin())
+                for number, index, prompt in mine
+            ]
+        return groups
 
-        def finish(prompt: Prompt, sample: Sample) -> None:
-            group = by_uid[prompt.uid]
-            group.samples[sample.sample_index] = sample
-            group.judging.add(group.prompt, sample)
-            if group.is_done:
-                self.scheduler.done(group.number)
-
+    def _begin(self, groups: Sequence[Group]) -> None:
+        """Begin to sample groups, which no step has taken."""
         self.enter(residency.GENERATE)
-        for target in sorted({group.target_step for group in groups}):
-            prompts = [group.prompt for group in groups if group.target_step == target]
-            self.source.submit(prompts, self._plan(prompts, target), finish, begun)
+        for group in groups:
+            self.groups[group.number] = group
+            group.sampling = loop.spawn(self._sample(group))
+
+    async def _sample(self, group: Group) -> None:
+        await self.source.sample(group)
+        self.scheduler.done(group.number)
 
     def _plan(self, prompts: Sequence[Prompt], step: int) -> SamplingPlan:
         """Return how prompts are sampled that will train in this step."""
@@ -292,25 +284,34 @@ class Rollouts:
         numbers: list[int] = []
         with self.timers("gen"):
             while len(numbers) < count:
-                self._wait(lambda: self.scheduler.takeable() is not None)
+                self._wait(self._takeable())
                 number = self.scheduler.takeable()
                 assert number is not None, "the wait ended"
                 self.scheduler.take(number)
                 numbers.append(number)
         return [self.groups.pop(number) for number in sorted(numbers)]
 
-    def _wait(self, until: Callable[[], bool]) -> None:
+    async def _takeable(self) -> None:
+        """Wait until there is a group that the step may take."""
+        while self.scheduler.takeable() is None:
+            tickets = self.scheduler.waiting()[: self.scheduler.window]
+            sampling = [task for number in tickets if (task := self.groups[number].sampling) is not None]
+            await asyncio.wait(sampling, return_when=asyncio.FIRST_COMPLETED)
+
+    def _wait(self, work: Coroutine[Any, Any, None]) -> None:
         def doing() -> str:
             # Lists, since the thread that shows it looks while samples come.
             groups = list(self.groups.values())
             oldest = next((group for group in groups if not group.is_done), None)
             if oldest is None:
                 return "generating"
-            count = f"{sum(len(g.samples) for g in groups)} of {sum(g.num_samples for g in groups)} samples finished"
-            have = f"has {len(oldest.samples)} of {oldest.num_samples}"
+            count = (
+                f"{sum(len(g.samples) for g in groups)} of {sum(g.plan.num_samples for g in groups)} samples finished"
+            )
+            have = f"has {len(oldest.samples)} of {oldest.plan.num_samples}"
             return f"generating: {count}; the oldest ticket, {oldest.number} ({oldest.prompt.uid}), {have}"
 
-        self.source.wait(until, timeout_s=self.config.rollout.timeout_s, doing=doing)
+        self.source.wait(loop.spawn(work), timeout_s=self.config.rollout.timeout_s, doing=doing)
 
     def _refill(self, step: int, *, num_kept: int, sampled: Sequence[JudgedGroup], num_refills: int) -> int:
         """Admit prompts for groups that the filter removed, and return how many groups to take next; 0 for none."""

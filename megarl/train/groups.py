@@ -1,8 +1,9 @@
 """Judge groups of samples and filter out those that carry no learning signal."""
 
+import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from megarl.algos.advantages import GREEDY_SCORE, estimator_of
 from megarl.algos.filters import filter_scores, group_metrics, kept_rows
@@ -10,28 +11,8 @@ from megarl.config.algo import FilterConfig
 from megarl.config.schema import Config
 from megarl.rewards.judge import Judged
 from megarl.rewards.manager import Judging, RewardManager
-from megarl.types import DROPPED, Prompt, Reward, RolloutBatch, Sample
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """The group of a ticket: its prompt, the samples that have finished, by index, and the judging they were added to.
-
-    target_step: the step that trains on the group if the filter removes none before it. num_samples: how many will
-    finish.
-    """
-
-    number: int
-    index: int
-    target_step: int
-    prompt: Prompt
-    num_samples: int
-    judging: Judging
-    samples: dict[int, Sample] = field(default_factory=dict)
-
-    @property
-    def is_done(self) -> bool:
-        return len(self.samples) == self.num_samples
+from megarl.rollout.source import Group, rollout_of
+from megarl.types import DROPPED, Reward, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +30,22 @@ class JudgedGroup:
         return len(self.samples) >= min(2, self.num_sampled)
 
 
+async def all_heard(groups: Sequence[Group]) -> None:
+    """Wait until judges have answered all that they have been asked about finished groups."""
+    if pending := [asyncio.wrap_future(answer) for each in _judgings(groups) for answer in each.pending()]:
+        # Those that fail are explained when the groups are judged.
+        await asyncio.gather(*pending, return_exceptions=True)
+
+
+def _judgings(groups: Sequence[Group]) -> list[Judging]:
+    """Return the judgings of groups, of which several may have the same."""
+    return list({id(group.judging): group.judging for group in groups if group.judging is not None}.values())
+
+
 def judge_groups(groups: Sequence[Group], rewards: RewardManager, cfg: Config) -> tuple[list[JudgedGroup], Judged]:
     """Wait for the rewards of finished groups, which are judged together; return also what judges said, to log it."""
-    judgings = {id(group.judging): group.judging for group in groups}
     samples = rollout_of(groups).samples
-    judged = rewards.finish(list(judgings.values()), samples)
+    judged = rewards.finish(_judgings(groups), samples)
     by_uid: dict[str, list[tuple[Sample, Reward]]] = {group.prompt.uid: [] for group in groups}
     for sample, reward in zip(samples, judged.rewards, strict=True):
         by_uid[sample.uid].append((sample, reward))
@@ -84,14 +76,6 @@ def filter_groups(groups: Sequence[JudgedGroup], cfg: FilterConfig) -> tuple[lis
     kept = {uid for uid, stays in zip(uids, keep, strict=True) if stays}
     metrics = group_metrics([r.correct for _, r in rows], uids, keep, demonstrated=demonstrated)
     return [each for each in judged if each.group.prompt.uid in kept], metrics
-
-
-def rollout_of(groups: Sequence[Group]) -> RolloutBatch:
-    """Return all samples of finished groups, in the order of the groups."""
-    return RolloutBatch(
-        prompts={group.prompt.uid: group.prompt for group in groups},
-        samples=tuple(group.samples[i] for group in groups for i in range(group.num_samples)),
-    )
 
 
 def _with_greedy_score(judged: Sequence[tuple[Sample, Reward]], greedy: int) -> list[tuple[Sample, Reward]]:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from megarl.cluster import residency
 from megarl.cluster.cluster import Cluster
-from megarl.cluster.processes import in_background
 from megarl.cluster.supervisor import EngineSupervisor
 from megarl.config.setting import affected
 from megarl.host.signals import stop_on_signals
@@ -99,7 +98,6 @@ class Trainer:
             self.recorder.metrics() as log,
             Progress(total=total, initial=start, description=config.run.name) as progress,
             stop_on_signals() as stop,
-            in_background(self.rollouts.source.poll),
         ):
             if config.placement.offload:
                 for line in residency.phase_table(residency.SYNC.needs, residency.step_phases(inputs.roles)):

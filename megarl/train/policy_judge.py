@@ -10,7 +10,7 @@ from megarl.config.judges import SamplingConfig
 from megarl.data.answers import response_decoder
 from megarl.data.chat import encode_chats
 from megarl.rewards.llm import Completion, Request
-from megarl.rollout.source import RolloutSource, SamplingPlan, collect
+from megarl.rollout.source import Group, RolloutSource, SamplingPlan, begin, collect
 from megarl.types import Prompt
 
 if TYPE_CHECKING:
@@ -81,7 +81,9 @@ class PolicyCompletions:
             stop_token_ids=self._stop_token_ids,
         )
         self._enter(residency.GENERATE)
-        for sample in collect(self._source, self._source.submit(prompts, plan), timeout_s=self._timeout_s).samples:
+        groups = [Group(prompt=prompt, plan=plan) for prompt in prompts]
+        begin(self._source, groups)
+        for sample in collect(self._source, groups, timeout_s=self._timeout_s).samples:
             tokens = len(sample.prompt_token_ids) + len(sample.response_token_ids)
             text = self._decode(sample.response_token_ids.tolist())
             asked[sample.uid].set_result(Completion(text=text, tokens=tokens))

@@ -11,7 +11,7 @@ from megarl.data.prompts import PromptDataset
 from megarl.record.answers import Answer, SourceResult, results_by_source, write_answers
 from megarl.rewards.judge import Trouble
 from megarl.rewards.manager import RewardManager
-from megarl.rollout.source import RolloutSource, SamplingPlan, collect
+from megarl.rollout.source import Group, RolloutSource, SamplingPlan, begin, collect
 from megarl.types import Prompt
 
 if TYPE_CHECKING:
@@ -91,9 +91,9 @@ class Validator:
         )
         self.enter(residency.GENERATE)
         judging = self.rewards.begin()
-        batch = collect(
-            self.source, self.source.submit(prompts, plan, on_sample=judging.add), timeout_s=rollout.timeout_s
-        )
+        groups = [Group(prompt=prompt, plan=plan, judging=judging) for prompt in prompts]
+        begin(self.source, groups)
+        batch = collect(self.source, groups, timeout_s=rollout.timeout_s)
         judged = self.rewards.finish([judging], batch.samples)
         answers = [
             Answer.of(batch.prompts[sample.uid], sample, reward, greedy=greedy, tokenizer=self.tokenizer)

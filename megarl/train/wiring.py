@@ -127,9 +127,7 @@ def _open_source(config: Config, engines: EngineSupervisor, live: VllmSource) ->
     synchronous = Scheduler(prompts_per_step=num_prompts)
     if config.rollout.source == "replay":
         return synchronous, ReplaySource(directory)
-    return synchronous, RegenerateSource(
-        directory=directory, engines=engines, max_lag=scheduler.max_lag, timeout_s=config.rollout.timeout_s
-    )
+    return synchronous, RegenerateSource(directory=directory, engines=engines, max_lag=scheduler.max_lag)
 
 
 def _reward_managers(

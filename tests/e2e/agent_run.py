@@ -3,19 +3,20 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.environments.host import EpisodeHost, HostSpec, StartRequest, TurnRequest
-from megarl.rollout.conversations import OnLost, OnReply
+from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TurnRequest
+from megarl.host import loop
+from megarl.rollout.conversations import Talk
 from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
 from megarl.rollout.engine_spec import EngineSpec
-from megarl.rollout.source import Doing, SamplingPlan
-from megarl.rollout.vllm_source import OnCompletion, VllmSource
+from megarl.rollout.source import Doing, SamplingPlan, collect
+from megarl.rollout.vllm_source import VllmSource
 from megarl.types import Prompt, Sample
 from tests.e2e.engines import running
+from tests.helpers.loops import begin_groups, turns
 from tests.helpers.rank_pool import RankContext
 
 
@@ -29,63 +30,65 @@ class Outcome:
 
 @dataclass
 class _World:
-    """The engine and the host as `VllmSource` calls them. Requests are generated one batch after the other."""
+    """The engine and the host, in a loop of its own, as `VllmSource` calls them.
+
+    Requests are generated one batch after the other.
+    """
 
     engine: VllmEngine
     host: EpisodeHost
-    loop: asyncio.AbstractEventLoop
+    host_loop: asyncio.AbstractEventLoop
     returned: list[tuple[tuple[int, ...], int, Completion]] = field(default_factory=list)
-    asked: list[tuple[GenerationRequest, OnCompletion, int]] = field(default_factory=list)
-    acting: list[tuple[Future[Any], OnReply]] = field(default_factory=list)
+    asked: "list[tuple[GenerationRequest, asyncio.Future[Completion]]]" = field(default_factory=list)
     num_started: int = 0
 
-    def submit(self, requests: Sequence[GenerationRequest], tell: OnCompletion) -> None:
-        self.asked += [(request, tell, i) for i, request in enumerate(requests)]
+    def generate(self, request: GenerationRequest) -> "asyncio.Future[Completion]":
+        completion: asyncio.Future[Completion] = loop.event_loop().create_future()
+        self.asked.append((request, completion))
+        return completion
 
-    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing) -> None:
+    def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing) -> None:
+        loop.wait(self._serve(work, timeout_s, doing))
+
+    async def _serve(self, work: "asyncio.Future[None]", timeout_s: float, doing: Doing) -> None:
         deadline = time.monotonic() + timeout_s
-        while not until():
+        while not work.done():
             assert time.monotonic() < deadline, doing()
             asked, self.asked = self.asked, []
-            completions = self.engine.generate([request for request, _, _ in asked]) if asked else []
-            for (request, tell, i), completion in zip(asked, completions, strict=True):
+            completions = self.engine.generate([request for request, _ in asked]) if asked else []
+            for (request, asked_for), completion in zip(asked, completions, strict=True):
                 self.returned.append((request.token_ids, request.seed, completion))
-                tell(i, completion)
-            done = [each for each in self.acting if each[0].done()]
-            self.acting = [each for each in self.acting if each not in done]
-            for future, heard in done:
-                heard(future.result())
-            if not asked and not done:
-                time.sleep(0.01)
+                asked_for.set_result(completion)
+            await turns()
+            if not self.asked:
+                await asyncio.sleep(0.01)
 
-    def poll(self) -> None:
-        raise AssertionError("it waits")
-
-    def unfinished(self) -> list[tuple[OnCompletion, int, Completion]]:
+    def parts(self) -> "dict[asyncio.Future[Completion], Completion]":
         raise AssertionError("nothing is resumed")
 
-    def start(self, request: StartRequest, tell: OnReply, lost: OnLost) -> int:
+    def start(self, request: StartRequest) -> Talk:
         self.num_started += 1
-        work = self.host.start(self.num_started, request)
-        self.acting.append((asyncio.run_coroutine_threadsafe(work, self.loop), tell))
-        return self.num_started
+        reply = self._reply(self.host.start(self.num_started, request))
+        return Talk(key=self.num_started, host=0, reply=reply)
 
-    def act(self, key: int, request: TurnRequest, tell: OnReply) -> None:
-        self.acting.append((asyncio.run_coroutine_threadsafe(self.host.act(key, request), self.loop), tell))
+    def act(self, talk: Talk, request: TurnRequest) -> None:
+        talk.reply = self._reply(self.host.act(talk.key, request))
 
-    def end(self, key: int) -> None:
-        asyncio.run_coroutine_threadsafe(self.host.close(key), self.loop)
+    def end(self, talk: Talk) -> None:
+        asyncio.run_coroutine_threadsafe(self.host.close(talk.key), self.host_loop)
+
+    def _reply(self, work: Coroutine[Any, Any, HostReply]) -> "asyncio.Future[HostReply]":
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.host_loop), loop=loop.event_loop())
 
 
 def converse(
     _: RankContext, engine: EngineSpec, host: HostSpec, prompts: Sequence[Prompt], plan: SamplingPlan
 ) -> Outcome:
     """Sample the conversations of prompts."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
+    host_loop = asyncio.new_event_loop()
+    threading.Thread(target=host_loop.run_forever, daemon=True).start()
     with running(engine) as started:
-        world = _World(engine=started, host=EpisodeHost(host), loop=loop)
+        world = _World(engine=started, host=EpisodeHost(host), host_loop=host_loop)
         source = VllmSource(world, world, host.config)
-        batch = source.submit(prompts, plan)
-        source.wait(lambda: batch.is_complete, timeout_s=200.0)
-    return Outcome(samples=batch.rollout().samples, returned=world.returned)
+        rollout = collect(source, begin_groups(source, prompts, plan), timeout_s=200.0)
+    return Outcome(samples=rollout.samples, returned=world.returned)

@@ -3,19 +3,20 @@
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
+from unittest.mock import patch
 
 from megarl.cluster.cluster import Cluster
 from megarl.config import load_config
 from megarl.record.metrics import read_metrics
 from megarl.record.recorder import RunRecorder
-from megarl.rollout.source import Batch, Doing, OnSample, RolloutSource, SamplingPlan, generating, ignore_sample
+from megarl.rollout.source import Group
 from megarl.train.inputs import open_train_inputs
 from megarl.train.wiring import build_trainer
-from megarl.types import Prompt, Row, Sample
+from megarl.types import Row, Sample
 from tests.e2e.support import RUN_FILE, TP2, move_apart
 from tests.helpers.rank_pool import RankContext
 from tools.bench.kill_resume import MEASURED
@@ -39,38 +40,6 @@ class Seen:
     metrics: list[dict[str, float]]
     num_again: list[int]
     weights: bytes
-
-
-@dataclass(kw_only=True)
-class DeadlySource(RolloutSource):
-    """A source during whose generation, or after it, the death may come."""
-
-    source: RolloutSource
-    kill: "Kill"
-    step: int = 0
-
-    def submit(
-        self,
-        prompts: Sequence[Prompt],
-        plan: SamplingPlan,
-        on_sample: OnSample = ignore_sample,
-        begun: Sequence[Sample] = (),
-    ) -> Batch:
-        def kill_at_the_first(prompt: Prompt, sample: Sample) -> None:
-            on_sample(prompt, sample)
-            self.kill("generating", plan.step)
-
-        self.step = plan.step
-        return self.source.submit(prompts, plan, kill_at_the_first, begun)
-
-    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
-        self.source.wait(until, timeout_s=timeout_s, doing=doing)
-
-    def poll(self) -> None:
-        self.source.poll()
-
-    def unfinished(self) -> list[Sample]:
-        return self.source.unfinished()
 
 
 class Kill:
@@ -105,12 +74,17 @@ def _train(cluster: Cluster, settings: Sequence[str], death: Death | None) -> Se
     recorder = RunRecorder(config)
     trainer = build_trainer(open_train_inputs(config), cluster, recorder)
     kill, num_again = Kill(cluster, death), list[int]()
-    source = DeadlySource(source=trainer.rollouts.source, kill=kill)
-    trainer.rollouts.source = source
     check, push, start_again = trainer.gate.check, trainer.engines.push, cluster.engines.start_again
+    finish, step = Group.finish, 0
+
+    async def deadly_finish(group: Group, sample: Sample) -> None:
+        nonlocal step
+        step = group.plan.step
+        await finish(group, sample)
+        kill("generating", step)
 
     def deadly_check(rows: Sequence[Row]) -> None:
-        kill("idle", source.step)
+        kill("idle", step)
         check(rows)
 
     def deadly_push(version: int) -> dict[str, float]:
@@ -125,7 +99,8 @@ def _train(cluster: Cluster, settings: Sequence[str], death: Death | None) -> Se
 
     trainer.gate.check = deadly_check  # type: ignore[method-assign]
     cluster.engines.start_again = counted  # type: ignore[method-assign]
-    trainer.fit()
+    with patch.object(Group, "finish", deadly_finish):
+        trainer.fit()
     cluster.engines.start_again = start_again  # type: ignore[method-assign]
     records = read_metrics(recorder.paths.metrics)
     return Seen(

@@ -1,7 +1,8 @@
 """Configurations, policies and rollouts for tests on a live cluster."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -10,18 +11,22 @@ import pytest
 from megarl.algos.build import algorithm_of
 from megarl.cluster.bridge import BridgeSync
 from megarl.cluster.cluster import Cluster
+from megarl.cluster.engines import EngineGroup
 from megarl.cluster.roles import actor_role
 from megarl.cluster.roster import Process
 from megarl.config import load_config
 from megarl.config.schema import Config
-from megarl.rollout.source import OnSample, SamplingPlan, collect, ignore_sample
+from megarl.host import loop
+from megarl.rollout.engine import Completion, GenerationRequest
+from megarl.rollout.source import Doing, Group, SamplingPlan, collect
 from megarl.rollout.vllm_source import VllmSource
 from megarl.train.update import RoleScorer, RoleUpdater
-from megarl.types import FloatArray, Prompt, RolloutBatch, Row
+from megarl.types import FloatArray, Prompt, RolloutBatch, Row, Sample
 from megarl.types.messages import LoadRequest
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.safetensors_map import TensorSpec, weight_specs
 from tests.helpers.checkpoints import VOCAB_SIZE
+from tests.helpers.loops import begin_groups
 
 REPOSITORY = Path(__file__).parents[2]
 RUN_FILE = REPOSITORY / "configs" / "run" / "sums-rl.yaml"
@@ -86,6 +91,36 @@ def rows_of(sequences: Sequence[Sequence[int]]) -> list[Row]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class UnattendedEngines:
+    """The engines of a cluster without a supervisor: if one dies, nobody replaces it."""
+
+    group: EngineGroup
+
+    def generate(self, request: GenerationRequest) -> "asyncio.Future[Completion]":
+        return self.group.generate(request)
+
+    def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing) -> None:
+        loop.wait(self.group.attend(work, timeout_s=timeout_s, doing=doing))
+        work.result()
+
+    def parts(self) -> "dict[asyncio.Future[Completion], Completion]":
+        return self.group.parts()
+
+
+@dataclass(slots=True)
+class First:
+    """Takes samples as a judging does, and tells when the first has come."""
+
+    come: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def add(self, prompt: Prompt, sample: Sample) -> None:
+        self.come.set()
+
+    async def wait(self) -> None:
+        await self.come.wait()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """A freshly loaded policy on a cluster, with its updater and its weight sync (nothing pushed yet)."""
@@ -105,9 +140,9 @@ class Policy:
         temperature: float = 1.0,
         max_tokens: int = 32,
         step: int = 1,
-        on_sample: OnSample = ignore_sample,
+        at_first: Callable[[VllmSource, Sequence[Group]], object] | None = None,
     ) -> RolloutBatch:
-        """Samples of the engine."""
+        """Samples of the engine. at_first: called when the first of them has finished."""
         plan = SamplingPlan(
             step=step,
             num_samples=num_samples,
@@ -117,8 +152,12 @@ class Policy:
             max_response_tokens=max_tokens,
             run_seed=0,
         )
-        source = VllmSource(self.cluster.engines)
-        return collect(source, source.submit(prompts, plan, on_sample), timeout_s=60.0)
+        source, first = VllmSource(UnattendedEngines(self.cluster.engines)), First()
+        groups = begin_groups(source, prompts, plan, judging=first)
+        if at_first is not None:
+            source.wait(loop.spawn(first.wait()), timeout_s=60.0)
+            at_first(source, groups)
+        return collect(source, groups, timeout_s=60.0)
 
     def score(self, rows: Sequence[Row], *, temperature: float = 1.0) -> list[FloatArray]:
         """The trainer's log-probs."""

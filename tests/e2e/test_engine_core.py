@@ -62,16 +62,14 @@ def test_syncs_and_deaths_of_an_engine_with_two_workers(tmp_path: Path) -> None:
         assert shared
         policy = open_policy(cluster, config)
         policy.sync.push(0, verify=True)
-        pushed: list[object] = []
 
-        def push_once(*_: object) -> None:
+        def push(*_: object) -> None:
             """When the first sample has ended, the others are under way."""
-            if not pushed:
-                pushed.append(policy.sync.push(1, verify=True))
+            policy.sync.push(1, verify=True)
 
         rows = [row_from_sample(sample) for sample in policy.rollout(random_prompts([12] * 4)).samples]
         policy.update(rows, step=1)
-        samples = policy.rollout(random_prompts([8] * 12), max_tokens=176, step=2, on_sample=push_once).samples
+        samples = policy.rollout(random_prompts([8] * 12), max_tokens=176, step=2, at_first=push).samples
         versions = np.concatenate([sample.segments[1].weight_versions for sample in samples])
         assert set(versions.tolist()) == {0, 1}
         given, trainer = cluster.engines.prompt_logprobs(sequences), policy.score(rows_of(sequences))

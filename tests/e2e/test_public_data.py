@@ -19,7 +19,8 @@ from megarl.rollout.source import SamplingPlan, collect
 from megarl.rollout.vllm_source import VllmSource
 from megarl.train.inputs import open_train_inputs
 from megarl.train.wiring import build_trainer
-from tests.e2e.support import RUN_FILE, SMALL, random_prompts, tied_head
+from tests.e2e.support import RUN_FILE, SMALL, UnattendedEngines, random_prompts, tied_head
+from tests.helpers.loops import begin_groups
 from tests.helpers.public_rows import PUBLIC_FORMS
 
 TOKENIZER = make_byte_tokenizer()
@@ -66,8 +67,8 @@ def test_stop_strings_and_tokens_end_responses(cluster: Cluster) -> None:
         plan = SamplingPlan(
             step=1, num_samples=4, temperature=1.0, top_p=1.0, top_k=-1, max_response_tokens=48, run_seed=3, **settings
         )
-        source = VllmSource(cluster.engines)
-        batch = collect(source, source.submit(prompts, plan), timeout_s=60.0)
+        source = VllmSource(UnattendedEngines(cluster.engines))
+        batch = collect(source, begin_groups(source, prompts, plan), timeout_s=60.0)
         return [sample.response_token_ids.tolist() for sample in batch.samples]
 
     free = sample()

@@ -1,6 +1,6 @@
 """The weights that the engine generates with are the trainer's, to float32 rounding."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from megarl.cluster.cluster import Cluster
 from megarl.cluster.roles import actor_role
 from megarl.errors import WeightSyncError
 from megarl.rollout.engine_spec import engine_spec
-from megarl.rollout.source import SamplingPlan, collect
+from megarl.rollout.source import Group, SamplingPlan, collect
 from megarl.rollout.vllm_source import VllmSource
 from megarl.train.export import export_model
 from megarl.types import FinishReason, Sample, row_from_sample
@@ -21,6 +21,7 @@ from megarl.weights.families import read_model_spec
 from tests.e2e import engines
 from tests.e2e.support import (
     Policy,
+    UnattendedEngines,
     both_heads,
     largest_difference,
     mean_difference,
@@ -32,6 +33,7 @@ from tests.e2e.support import (
     tied_head,
 )
 from tests.helpers.expert_checkpoint import make_moe
+from tests.helpers.loops import begin_groups
 from tests.helpers.rank_pool import RankPool
 
 # float32 rounding of two implementations; wrong or stale weights are off by 1e-2 and more.
@@ -159,14 +161,12 @@ def test_requests_in_flight_go_on_by_the_new_weights(policy: Policy) -> None:
     """Tokens before the switch are the old weights', those after it the new ones', on all tokens before them."""
     prompts = random_prompts([8] * 12)
     policy.update([row_from_sample(sample) for sample in policy.rollout(prompts).samples], step=1)
-    pushed: list[object] = []
 
-    def push_once(*_: object) -> None:
+    def push(*_: object) -> None:
         """When the first sample has ended, the others are under way."""
-        if not pushed:
-            pushed.append(policy.sync.push(1, verify=False))
+        policy.sync.push(1, verify=False)
 
-    samples = policy.rollout(prompts, max_tokens=176, step=2, on_sample=push_once).samples
+    samples = policy.rollout(prompts, max_tokens=176, step=2, at_first=push).samples
     versions = [sample.segments[1].weight_versions for sample in samples]
     assert all(np.isin(v, [0, 1]).all() and (np.diff(v) >= 0).all() for v in versions)
     assert any(v[0] == 0 and v[-1] == 1 for v in versions)
@@ -186,14 +186,12 @@ def test_requests_in_flight_go_on_by_the_new_weights(policy: Policy) -> None:
 def test_unfinished_samples_are_looked_at_and_go_on(policy: Policy) -> None:
     """What they have so far is the beginning of what they end as, to the bit; and it can be gone on with elsewhere."""
     seen: list[Sample] = []
-    source = VllmSource(policy.cluster.engines)
 
-    def look_once(*_: object) -> None:
-        if not seen:
-            seen.extend(source.unfinished())
+    def look(source: VllmSource, groups: Sequence[Group]) -> None:
+        seen.extend(source.parts(groups))
 
     prompts = random_prompts([8] * 12)
-    rollout = policy.rollout(prompts, max_tokens=176, step=3, on_sample=look_once)
+    rollout = policy.rollout(prompts, max_tokens=176, step=3, at_first=look)
     whole = {(sample.uid, sample.sample_index): sample for sample in rollout.samples}
     assert len(seen) > 12
     assert {part.finish_reason for part in seen} == {FinishReason.ABORT}
@@ -210,7 +208,9 @@ def test_unfinished_samples_are_looked_at_and_go_on(policy: Policy) -> None:
     plan = SamplingPlan(
         step=3, num_samples=4, temperature=1.0, top_p=1.0, top_k=-1, max_response_tokens=176, run_seed=0
     )
-    resumed = collect(source, source.submit(prompts, plan, begun=[*seen, *finished]), timeout_s=60.0).samples
+    source = VllmSource(UnattendedEngines(policy.cluster.engines))
+    groups = begin_groups(source, prompts, plan, begun=[*seen, *finished])
+    resumed = collect(source, groups, timeout_s=60.0).samples
     parts = {(part.uid, part.sample_index): part for part in seen}
     for sample in resumed:
         if part := parts.get((sample.uid, sample.sample_index)):

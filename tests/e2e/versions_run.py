@@ -5,10 +5,10 @@ have begun (`held_engines`): it finds samples under way, whatever the machine's 
 before the next but one.
 """
 
+import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megarl.device.platform import apply_environment
 
@@ -16,11 +16,14 @@ apply_environment()
 
 from megarl import cli  # noqa: E402
 from megarl.cluster.cluster import Cluster  # noqa: E402
+from megarl.host import loop  # noqa: E402
 from megarl.record.recorder import RunRecorder  # noqa: E402
+from megarl.rollout.engine import Completion, GenerationRequest  # noqa: E402
 from megarl.train import wiring  # noqa: E402
 from megarl.train.export import export_model  # noqa: E402
 from megarl.train.inputs import TrainInputs  # noqa: E402
 from megarl.train.loop import Trainer  # noqa: E402
+from tests.helpers.loops import turns  # noqa: E402
 from tools.bench.paced import set_up_workers  # noqa: E402
 
 
@@ -29,29 +32,30 @@ def main(argv: Sequence[str]) -> None:
 
     def build(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) -> Trainer:
         trainer = build_trainer(inputs, cluster, recorder)
-        push, submit = trainer.engines.push, trainer.engines.submit
-        held: list[tuple[Any, ...]] = []
+        push, group, flush = trainer.engines.push, cluster.engines, cluster.engines._flush
+        held: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
         is_first = True
 
-        def submit_later(*given: Any) -> None:
-            nonlocal is_first
-            if is_first or given[0][0].num_before:
-                submit(*given)
-            else:
-                held.append(given)
+        def flush_later() -> None:
+            if not is_first:
+                held.extend(each for each in group._outbox if not each[0].num_before)
+                group._outbox = [each for each in group._outbox if each[0].num_before]
+            flush()
 
         def push_and_export(version: int) -> dict[str, float]:
             nonlocal is_first
             is_first &= version == 0
-            for given in held:
-                submit(*given)
+            group._outbox = [*group._outbox, *held]
             held.clear()
+            flush()
+            # The requests leave before the update.
+            loop.wait(turns())
             metrics = push(version)
             export_model(cluster.workers, inputs.roles[0], Path(argv[0]) / str(version))
             return metrics
 
         trainer.engines.push = push_and_export  # type: ignore[method-assign]
-        trainer.engines.submit = submit_later  # type: ignore[method-assign]
+        group._flush = flush_later  # type: ignore[method-assign]
         return trainer
 
     set_up_workers("tests.helpers.held_engines.hold_engines")

@@ -1,5 +1,6 @@
 """Remote processes that stand in for ranks and engines: Ray is real, the work is not."""
 
+import asyncio
 import contextlib
 import gc
 import os
@@ -7,7 +8,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,10 @@ from megarl.cluster.ray_session import _wait_for_port
 from megarl.cluster.roster import Location, Process
 from megarl.cluster.stacks import write_stacks_on_signal
 from megarl.errors import NonFiniteError
+from megarl.host import loop
 from megarl.host.stage import process_files
 from megarl.rollout.engine import Completion, GenerationRequest
+from megarl.rollout.source import Doing, generating
 from megarl.types import FinishReason, Row
 from megarl.types.messages import LoadRequest, Role, RowScores, ScoreRequest, StoreResult, UpdateRequest, UpdateResult
 
@@ -166,7 +169,38 @@ def request(seed: int, *, max_tokens: int = 2) -> GenerationRequest:
 
 def collected(group: EngineGroup, requests: Sequence[GenerationRequest]) -> dict[int, list[int]]:
     """Tokens by position, in the order in which they came."""
-    found: dict[int, list[int]] = {}
-    group.submit(requests, lambda i, completion: found.update({i: completion.token_ids.tolist()}))
-    group.wait(lambda: len(found) == len(requests), timeout_s=30.0)
+    found = ask(group, requests)
+    wait_until(group, lambda: len(found) == len(requests))
     return found
+
+
+def ask(group: EngineGroup, requests: Sequence[GenerationRequest]) -> dict[int, list[int]]:
+    """Tokens by position, filled as they come while something is waited for."""
+    found: dict[int, list[int]] = {}
+
+    async def take(i: int, completion: "asyncio.Future[Completion]") -> None:
+        found[i] = (await completion).token_ids.tolist()
+
+    for i, each in enumerate(requests):
+        loop.spawn(take(i, group.generate(each)))
+    return found
+
+
+def wait_until(
+    group: EngineGroup, until: Callable[[], bool], *, timeout_s: float = 30.0, doing: Doing = generating
+) -> None:
+    """Wait as a supervisor does which replaces nothing but hosts."""
+
+    async def met() -> None:
+        while not until():
+            await asyncio.sleep(0.005)
+
+    work = loop.spawn(met())
+    try:
+        while not work.done():
+            loop.wait(group.attend(work, timeout_s=timeout_s, doing=doing))
+            group.trouble.clear()
+            if group.hosts is not None:
+                group.hosts.mend()
+    finally:
+        work.cancel()

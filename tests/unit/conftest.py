@@ -1,13 +1,14 @@
 """Worked numbers of the algorithms, from their specification."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megarl.host import loop
 from megarl.weights.families import ModelSpec, read_model_spec
 from tests.helpers.small_model import write_config
 
@@ -15,6 +16,13 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "algos.json"
 
 GoldenCase = Callable[[str], dict[str, Any]]
 GoldenCheck = Callable[[Any, Any, dict[str, Any]], None]
+
+
+@pytest.fixture(autouse=True)
+def no_leftover_tasks() -> Iterator[None]:
+    """What a test began and did not wait for ends with it."""
+    yield
+    loop.abandon()
 
 
 @pytest.fixture(scope="session")

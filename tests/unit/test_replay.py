@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 from megarl.rollout.replay import ReplaySource, read_record, record_path, write_record
 from megarl.rollout.source import SamplingPlan, collect
 from megarl.types import FinishReason, RolloutBatch, Sample, Segment, SegmentSource, row_from_sample
+from tests.helpers.loops import begin_groups
 from tests.helpers.rollouts import NUM_SAMPLES, assert_same_rollout, random_rollout
 
 
@@ -91,6 +92,6 @@ def test_steps_are_answered_in_the_order_they_were_asked(tmp_path: Path) -> None
             max_response_tokens=64,
             run_seed=0,
         )
-        asked.append(source.submit(list(batch.prompts.values()), plan))
+        asked.append(begin_groups(source, list(batch.prompts.values()), plan))
     for answered, batch in zip(asked, batches.values(), strict=True):
         assert_same_rollout(collect(source, answered, timeout_s=1.0), batch)

@@ -7,11 +7,11 @@ so that its time does not count. Prints a table and JSON: turns/s, the memory of
 """
 
 import argparse
+import asyncio
 import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,11 +28,12 @@ from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.device.platform import apply_environment
 from megarl.environments import Action, Environment, Reply
 from megarl.environments.host import HostSpec
+from megarl.host import loop
 from megarl.host.ray_environment import RAY_ENVIRONMENT
 from megarl.record.text_table import align
 from megarl.rollout.engine import Completion, GenerationRequest
-from megarl.rollout.source import Doing, SamplingPlan
-from megarl.rollout.vllm_source import OnCompletion, VllmSource
+from megarl.rollout.source import Doing, Group, SamplingPlan, begin, collect
+from megarl.rollout.vllm_source import VllmSource
 from megarl.types import FinishReason, Message, Prompt
 
 TIMEOUT_S = 120.0
@@ -63,18 +64,16 @@ class InstantEngines:
             weight_versions=np.zeros(len(ids), np.int64),
         )
 
-    def submit(self, requests: Sequence[GenerationRequest], tell: OnCompletion) -> None:
-        for i in range(len(requests)):
-            tell(i, self._completion)
+    def generate(self, request: GenerationRequest) -> "asyncio.Future[Completion]":
+        completion: asyncio.Future[Completion] = loop.event_loop().create_future()
+        completion.set_result(self._completion)
+        return completion
 
-    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing) -> None:
-        self._group.wait(until, timeout_s=timeout_s, doing=doing)
+    def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing) -> None:
+        loop.wait(self._group.attend(work, timeout_s=timeout_s, doing=doing))
 
-    def poll(self) -> None:
-        self._group.poll()
-
-    def unfinished(self) -> list[tuple[OnCompletion, int, Completion]]:
-        return []
+    def parts(self) -> "dict[asyncio.Future[Completion], Completion]":
+        return {}
 
 
 def main() -> None:
@@ -104,16 +103,17 @@ def main() -> None:
         entry = EnvironmentEntry(type=f"{Path(__file__).resolve()}:Echo", arguments={"turns": options.turns})
         config = EnvironmentConfig(entries={"echo": entry}, max_turns=options.turns + 1, hosts=options.hosts)
         spec = HostSpec(model_path=directory, chat_template={}, names=("echo",), config=config)
-        hosts = EpisodeHosts(spec, timeout_s=TIMEOUT_S)
+        hosts = EpisodeHosts(spec, timeout_s=TIMEOUT_S, trouble=asyncio.Event())
         source = VllmSource(InstantEngines(hosts), hosts, config)
         began = time.monotonic()
-        batch = source.submit(prompts, plan)
-        source.wait(lambda: batch.is_complete, timeout_s=TIMEOUT_S)
+        groups = [Group(prompt=prompt, plan=plan) for prompt in prompts]
+        begin(source, groups)
+        samples = collect(source, groups, timeout_s=TIMEOUT_S).samples
         took_s = time.monotonic() - began
         memory = [psutil.Process(process.location.pid).memory_info().rss / 2**30 for process in hosts.processes]
         hosts.close()
         ray.shutdown()
-    assert all(sample.finish_reason is FinishReason.STOP for sample in batch.samples.values())
+    assert all(sample.finish_reason is FinishReason.STOP for sample in samples)
     result = {
         "episodes": options.episodes,
         "turns": options.turns,

@@ -22,7 +22,7 @@ from megarl.record.recorder import write_settings
 from megarl.rewards.build import open_rewards
 from megarl.rewards.manager import Judging, RewardManager
 from megarl.rewards.routes import without_training
-from megarl.rollout.source import Batch, SamplingPlan, collect
+from megarl.rollout.source import Group, SamplingPlan, begin, collect
 from megarl.rollout.vllm_source import VllmSource
 from megarl.run.evaluation.inputs import EvalInputs, EvalRequest, open_eval_inputs
 from megarl.run.evaluation.output import results_lines, write_results
@@ -149,24 +149,26 @@ def _batches(
     """
     engine = config.rollout.engine
     num_requests = REQUESTS_PER_SLOT * engine.max_num_seqs * engine.num_engines
-    pending: deque[tuple[Batch, Judging]] = deque()
+    pending: deque[tuple[list[Group], Judging]] = deque()
     for plan in (_plan(config, greedy=True), _plan(config, greedy=False)):
         size = max(1, num_requests // plan.num_samples)
         for start in range(0, len(prompts), size):
             chunk = prompts[start : start + size]
             judging = rewards.begin()
-            pending.append((source.submit(chunk, plan, on_sample=judging.add), judging))
+            groups = [Group(prompt=prompt, plan=plan, judging=judging) for prompt in chunk]
+            begin(source, groups)
+            pending.append((groups, judging))
             if len(pending) > 1:
-                yield _collected(source, *pending.popleft(), rewards, config)
+                yield _collected(source, rewards, *pending.popleft(), config)
     while pending:
-        yield _collected(source, *pending.popleft(), rewards, config)
+        yield _collected(source, rewards, *pending.popleft(), config)
 
 
 def _collected(
-    source: VllmSource, batch: Batch, judging: Judging, rewards: RewardManager, config: Config
+    source: VllmSource, rewards: RewardManager, groups: Sequence[Group], judging: Judging, config: Config
 ) -> tuple[bool, RolloutBatch, Sequence[Reward]]:
-    rollout = collect(source, batch, timeout_s=config.rollout.timeout_s)
-    return batch.plan.temperature == 0.0, rollout, rewards.finish([judging], rollout.samples).rewards
+    rollout = collect(source, groups, timeout_s=config.rollout.timeout_s)
+    return groups[0].plan.temperature == 0.0, rollout, rewards.finish([judging], rollout.samples).rewards
 
 
 def _plan(config: Config, *, greedy: bool) -> SamplingPlan:

@@ -13,10 +13,10 @@ import ray
 from ray.exceptions import ActorDiedError
 
 from megarl.cluster.engines import EngineGroup
-from megarl.cluster.processes import in_background, wait_all, wait_living
+from megarl.cluster.processes import wait_all, wait_living
 from megarl.cluster.roster import Process
 from megarl.errors import EngineDiedError, NonFiniteError, WorkerError
-from tests.helpers.remote_processes import calls, collected, kill_after, request, start, start_run
+from tests.helpers.remote_processes import ask, calls, collected, kill_after, request, start, start_run, wait_until
 
 
 def test_what_those_who_did_not_answer_do_is_said(ray_session: None) -> None:
@@ -91,19 +91,22 @@ def test_an_engine_that_hangs_is_named_and_killed(ray_session: None) -> None:
     assert not psutil.pid_exists(engine.location.pid)
 
 
+def harmless(opened: Any) -> Any:
+    """The request under way, but for tokens, so that no engine dies of it."""
+    return replace(opened, request=request(opened.request.seed))
+
+
 def test_others_take_over_from_an_engine_that_hangs(ray_session: None) -> None:
     """Although samples keep coming, so that no wait is ever without news."""
-    engines, told = start_run("engine 0", "engine 1", watched_s=1.0), list[int]()
+    engines = start_run("engine 0", "engine 1", watched_s=1.0)
     allow_restarts(engines[1])
     group = EngineGroup(engines, timeout_s=30.0)
     os.kill(engines[1].location.pid, signal.SIGSTOP)
-    group.submit([request(i) for i in range(60)], lambda i, completion: told.append(i))
-    group.wait(lambda: len(told) == 60, timeout_s=30.0)
-    assert group.orphans() == [1]
+    told = ask(group, [request(i) for i in range(60)])
+    wait_until(group, lambda: group.living() == [0])
     # Engine 0 needs 0.2 s for each of its 30: it was still at work.
     assert len(told) < 30
-    group.start_again(1, exactly=False)
-    group.wait(lambda: len(told) == 60, timeout_s=30.0)
+    wait_until(group, lambda: len(told) == 60)
     assert sorted(told) == list(range(60))
 
 
@@ -184,9 +187,14 @@ def test_failures_while_results_stream_in(processes: list[Process]) -> None:
     with pytest.raises(WorkerError, match="generating: trainer rank 1 died"):
         collected(group, [request(0), request(1, max_tokens=0), request(2), request(3)])
     group = EngineGroup([processes[0]], timeout_s=30.0)
-    group.submit([request(0)], lambda i, completion: None)
+    ask(group, [request(0)])
     with pytest.raises(WorkerError, match="generating: no answer from trainer rank 0 within 0 s"):
-        group.wait(lambda: False, timeout_s=0.05)
+        wait_until(group, lambda: False, timeout_s=0.05)
+
+
+def test_a_wait_that_nothing_can_end_is_refused() -> None:
+    with pytest.raises(WorkerError, match=r"^ticket 7: no engine has anything left to generate$"):
+        wait_until(EngineGroup([], timeout_s=1.0), lambda: False, timeout_s=0.05, doing=lambda: "ticket 7")
 
 
 def test_what_others_generate_is_taken_when_an_engine_dies(ray_session: None) -> None:
@@ -194,35 +202,37 @@ def test_what_others_generate_is_taken_when_an_engine_dies(ray_session: None) ->
     allow_restarts(engines[1])
     # Engine 1 finishes its last request, and dies at the one before.
     requests = [request(0), request(1), request(2), request(3, max_tokens=0), request(4), request(5)]
-    group, found = EngineGroup(engines, timeout_s=30.0), set[int]()
-    group.submit(requests, lambda i, completion: found.add(i))
-    group.wait(lambda: len(found) == 6, timeout_s=30.0)
+    group = EngineGroup(engines, timeout_s=30.0)
+    group.repeats_hands = True
+    found = ask(group, requests)
+    wait_until(group, lambda: group.orphans() == [1] and group.are_idle([0]))
     assert engines[1].roster.lost == {"engine 1": engines[1]}
-    assert (group.living(), group.orphans()) == ([0], [1])
-    group.wait(lambda: group.are_idle([0]), timeout_s=30.0)
-    assert found == {0, 2, 4, 5}
+    assert group.living() == [0]
+    assert found.keys() == {0, 2, 4, 5}
     # The living engine takes over what is left; the request that kills an engine is not asked of it.
-    group._open = {key: replace(each, request=request(each.position)) for key, each in group._open.items()}
-    group._hands[1] = dict(group._open)
+    group._hands[1] = {key: harmless(each) for key, each in group._open.items()}
+    group._open |= group._hands[1]
     group.start_again(1, exactly=False)
     assert group.orphans() == []
-    group.wait(lambda: len(found) == 6, timeout_s=30.0)
+    wait_until(group, lambda: len(found) == 6)
 
 
 def test_a_repeated_batch_tells_of_what_had_finished_no_more(ray_session: None) -> None:
-    engines, told = start_run("engine 0", "engine 1"), list[int]()
+    engines = start_run("engine 0", "engine 1")
     allow_restarts(engines[1])
     group = EngineGroup(engines, timeout_s=30.0)
+    group.repeats_hands = True
     # Engine 1 finishes request 5, and dies at 3.
     requests = [request(0), request(1), request(2), request(3, max_tokens=0), request(4), request(5)]
-    group.submit(requests, lambda i, completion: told.append(i))
-    group.wait(lambda: len(told) == 4, timeout_s=30.0)
-    group.wait(lambda: group.orphans() == [1], timeout_s=30.0)
+    told = ask(group, requests)
+    wait_until(group, lambda: len(told) == 4)
+    wait_until(group, lambda: group.orphans() == [1])
     group.processes[1] = replace(engines[1], actor=start(1).actor)
     engines[1].roster.enter(group.processes[1])
-    group._hands[1] = {key: replace(each, request=request(each.position)) for key, each in group._hands[1].items()}
+    group._hands[1] = {key: harmless(each) for key, each in group._hands[1].items()}
+    assert [each.request.seed for each in group._hands[1].values()] == [1, 3, 5]
     group.start_again(1, exactly=True)
-    group.wait(lambda: group.are_idle([0, 1]), timeout_s=30.0)
+    wait_until(group, lambda: group.are_idle([0, 1]))
     ray.kill(group.processes[1].actor)
     assert sorted(told) == [0, 1, 2, 3, 4, 5]
 
@@ -230,9 +240,8 @@ def test_a_repeated_batch_tells_of_what_had_finished_no_more(ray_session: None) 
 def test_completions_come_while_another_process_is_waited_for(ray_session: None) -> None:
     """And a wait for samples that ended meanwhile does not wait for more."""
     rank, engine = start_run("trainer rank 0", "engine 0")
-    group, found = EngineGroup([engine], timeout_s=30.0), set[int]()
-    group.submit([request(0), request(1)], lambda i, completion: found.add(i))
-    with in_background(group.poll):
-        assert wait_all(calls([rank], ("answer", 4.0)), timeout_s=30.0, doing="updating") == [0]
-    assert found == {0, 1}
-    group.wait(lambda: len(found) == 2, timeout_s=0.0)
+    group = EngineGroup([engine], timeout_s=30.0)
+    found = ask(group, [request(0), request(1)])
+    assert wait_all(calls([rank], ("answer", 4.0)), timeout_s=30.0, doing="updating") == [0]
+    assert found.keys() == {0, 1}
+    wait_until(group, lambda: len(found) == 2, timeout_s=0.0)

@@ -21,7 +21,10 @@ from megarl.environments import Action, Environment, Reply
 from megarl.environments import host as environments_host
 from megarl.environments.host import HostReply, HostSpec, StartRequest, TurnRequest
 from megarl.errors import ConfigError, WorkerError
+from megarl.host import loop
+from megarl.rollout.conversations import HostLostError, Talk
 from megarl.types import Message, Prompt
+from tests.helpers.remote_processes import wait_until
 
 END = 2
 NAMED_S = 2.0
@@ -57,22 +60,30 @@ class Told:
     hosts: EpisodeHosts
     replies: dict[str, list[HostReply]] = field(default_factory=dict)
     lost: dict[str, bool] = field(default_factory=dict)
-    keys: dict[str, int] = field(default_factory=dict)
+    talks: dict[str, Talk] = field(default_factory=dict)
 
     def start(self, name: str) -> None:
         prompt = Prompt(uid=name, token_ids=(5,), data_source="d", ground_truth="", environment="moody")
-        request = StartRequest(prompt=prompt)
-        self.keys[name] = self.hosts.start(request, self._tell(name), lambda owed: self.lost.update({name: owed}))
+        self.talks[name] = self.hosts.start(StartRequest(prompt=prompt))
+        loop.spawn(self._hear(name))
 
     def act(self, name: str, text: str, turn: int = 0) -> None:
         ids = make_byte_tokenizer()(text, add_special_tokens=False)["input_ids"]
-        self.hosts.act(self.keys[name], TurnRequest(token_ids=(*ids, END), turn=turn), self._tell(name))
+        self.hosts.act(self.talks[name], TurnRequest(token_ids=(*ids, END), turn=turn))
+        loop.spawn(self._hear(name))
 
-    def _tell(self, name: str) -> Callable[[HostReply], None]:
-        return lambda reply: self.replies.setdefault(name, []).append(reply)
+    async def _hear(self, name: str) -> None:
+        try:
+            self.replies.setdefault(name, []).append(await self.talks[name].reply)
+        except HostLostError:
+            self.lost[name] = True
 
     def count(self) -> int:
         return sum(map(len, self.replies.values()))
+
+    def gone(self) -> dict[str, bool]:
+        """Those whose host has died, and whether it owed a reply."""
+        return {name: name in self.lost for name, talk in self.talks.items() if talk.is_lost}
 
 
 def spec(model: Path, **settings: int) -> HostSpec:
@@ -92,9 +103,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def group(ray_session: None, model: Path) -> Iterator[EngineGroup]:
     """No engines, and two hosts."""
     engines = EngineGroup([], timeout_s=10.0)
-    engines.hosts = EpisodeHosts(spec(model, hosts=2, max_host_restarts=3), timeout_s=60.0)
+    settings = spec(model, hosts=2, max_host_restarts=3)
+    engines.hosts = EpisodeHosts(settings, timeout_s=60.0, trouble=engines.trouble)
     yield engines
     engines.hosts.close()
+    loop.abandon()
+
+
+@pytest.fixture(autouse=True)
+def no_leftover_tasks() -> None:
+    """Those that read the hosts' replies last as long as the hosts."""
 
 
 def told_by(group: EngineGroup) -> Told:
@@ -103,22 +121,19 @@ def told_by(group: EngineGroup) -> Told:
 
 
 def wait(group: EngineGroup, until: Callable[[], bool]) -> None:
-    group.wait(until, timeout_s=20.0, doing=lambda: "talking")
+    wait_until(group, until, timeout_s=20.0, doing=lambda: "talking")
 
 
-def test_conversations_are_dealt_to_hosts_and_their_replies_come_in_waits_and_polls(group: EngineGroup) -> None:
+def test_conversations_are_dealt_to_hosts_and_their_replies_come_in_waits(group: EngineGroup) -> None:
     told = told_by(group)
     for name in "abcd":
         told.start(name)
-    assert not group.hosts.are_idle()
+    assert len(group.hosts.busy()) == 2
     wait(group, lambda: told.count() == 4)
-    assert group.hosts.are_idle()
+    assert group.hosts.busy() == []
     for name in "abcd":
         told.act(name, f"I am {name}")
-    deadline = time.monotonic() + 10
-    while told.count() < 8 and time.monotonic() < deadline:
-        group.poll()
-        time.sleep(0.01)
+    wait(group, lambda: told.count() == 8)
     texts = {name: make_byte_tokenizer().decode(replies[1].token_ids) for name, replies in told.replies.items()}
     assert texts == {name: f"\n<|im_start|>user\nI am {name}<|im_end|>\n<|im_start|>assistant\n" for name in "abcd"}
     assert [replies[1].reward for replies in told.replies.values()] == [1.0] * 4
@@ -146,10 +161,10 @@ def test_a_host_that_hangs_is_replaced(group: EngineGroup, blocks: bool) -> None
     if blocks:
         told.act("a", "block")
     else:
-        os.kill(group.hosts.processes[told.keys["a"] % 2].location.pid, signal.SIGSTOP)
-    wait(group, lambda: "a" in told.lost)
+        os.kill(group.hosts.processes[told.talks["a"].host].location.pid, signal.SIGSTOP)
+    wait(group, lambda: "a" in told.gone())
     roster.silence_s = SILENCE_S
-    assert told.lost == {"a": blocks}
+    assert told.gone() == {"a": blocks}
 
 
 def test_a_host_that_dies_is_replaced_and_its_conversations_learn_of_it(
@@ -161,9 +176,9 @@ def test_a_host_that_dies_is_replaced_and_its_conversations_learn_of_it(
     wait(group, lambda: told.count() == 4)
     told.act("a", "die")
     told.act("b", "wait")
-    wait(group, lambda: "a" in told.lost)
+    wait(group, lambda: "a" in told.gone())
     # Those of the other host go on.
-    assert told.lost == {"a": True, "c": False}
+    assert told.gone() == {"a": True, "c": False}
     told.start("a")
     wait(group, lambda: len(told.replies["a"]) == 2 and len(told.replies["b"]) == 2)
     written = capsys.readouterr()
@@ -180,7 +195,8 @@ def test_a_host_outlives_what_environments_raise_and_find_and_is_replaced_when_i
     ray_session: None, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engines = EngineGroup([], timeout_s=10.0)
-    engines.hosts = EpisodeHosts(spec(model, hosts=1, max_host_restarts=1), timeout_s=60.0)
+    settings = spec(model, hosts=1, max_host_restarts=1)
+    engines.hosts = EpisodeHosts(settings, timeout_s=60.0, trouble=engines.trouble)
     told = told_by(engines)
     for name in "ab":
         told.start(name)
@@ -191,8 +207,8 @@ def test_a_host_outlives_what_environments_raise_and_find_and_is_replaced_when_i
     assert told.replies["a"][1].reason == "SystemExit: 3"
     assert re.match("<unlocked _thread.lock object", told.replies["b"][1].details["lock"])
     told.act("a", "hang", 1)
-    wait(engines, lambda: "b" in told.lost)
-    assert told.lost == {"a": False, "b": False}
+    wait(engines, lambda: "b" in told.gone())
+    assert told.gone() == {"a": False, "b": False}
     written = capsys.readouterr()
     why = "environment host 0 is worn out: 1 calls never returned: wait 1 times; give what they wait for a time limit"
     assert f"warning: {why} of its own on " in written.out + written.err
@@ -207,4 +223,4 @@ def test_a_host_outlives_what_environments_raise_and_find_and_is_replaced_when_i
 def test_a_wrong_environment_is_named_when_hosts_start(ray_session: None, model: Path) -> None:
     wrong = HostSpec(model_path=str(model), chat_template={}, names=("modest",), config=EnvironmentConfig())
     with pytest.raises(ConfigError, match=r"environment.entries.modest.type: unknown environment 'modest'"):
-        EpisodeHosts(wrong, timeout_s=60.0)
+        EpisodeHosts(wrong, timeout_s=60.0, trouble=asyncio.Event())

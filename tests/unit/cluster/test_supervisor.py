@@ -1,7 +1,7 @@
 """What is told to whom when engines die; ranks, engines and transports only write it down."""
 
+import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,10 @@ from megarl.cluster.residency import GENERATE, MemoryLedger, Resident
 from megarl.cluster.roster import Process, Roster
 from megarl.cluster.supervisor import EngineSupervisor
 from megarl.errors import EngineDiedError, WorkerError
+from megarl.host import loop
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.source import Doing
 from megarl.rollout.stepping import EngineWork
-from megarl.rollout.vllm_source import OnCompletion
 from megarl.types import FinishReason
 from megarl.types.messages import Part, Role
 
@@ -43,9 +43,9 @@ class Run:
     def __init__(self, *, max_restarts: int = 3, offload: bool = False, deterministic: bool = False) -> None:
         self.calls, self.deaths = list[str](), dict[str, Callable[[], Any]]()
         self.roster, self.engines, self.finished_before_death = Roster(), self, dict[int, int]()
-        self.open: dict[int, tuple[int, OnCompletion, GenerationRequest]] = {}
-        # Hosts of environments keep a wait under way that engines alone would end.
-        self.has_hosts = False
+        self.open: dict[int, tuple[int, asyncio.Future[Completion], GenerationRequest]] = {}
+        self.trouble, self.hosts = asyncio.Event(), None
+        self.outbox: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
         self.processes = [Process(name=f"engine {i}", actor=i, roster=self.roster) for i in range(2)]
         for process in self.processes:
             self.roster.enter(process)
@@ -113,32 +113,40 @@ class Run:
 
     # --- as the engines' group
 
-    def submit(self, requests: Sequence[GenerationRequest], tell: OnCompletion) -> None:
-        living = self.living()
-        self.open |= {i: (living[i % len(living)], tell, r) for i, r in enumerate(requests)}
+    def generate(self, request: GenerationRequest) -> "asyncio.Future[Completion]":
+        completion: asyncio.Future[Completion] = loop.event_loop().create_future()
+        self.outbox.append((request, completion))
+        return completion
+
+    def flush(self) -> None:
+        posted, self.outbox = self.outbox, []
+        to = self.living() or range(2)
+        self.open |= {i: (to[i % len(to)], completion, r) for i, (r, completion) in enumerate(posted)}
         self.note(f"submit {[[i for i in self.open if self.open[i][0] == engine] for engine in range(2)]}")
         self.hand = dict(self.open)
 
-    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing) -> None:
-        if self.has_hosts and self.orphans() and not until():
-            raise WorkerError("generating: no answer from environment host 0 within 1 s")
+    async def attend(self, work: "asyncio.Future[Any]", *, timeout_s: float, doing: Doing) -> None:
+        """All living engines finish what they have, or as many requests as they can before they die."""
+        if self.outbox:
+            self.flush()
         for engine in self.living():
             count = self.finished_before_death.pop(engine, None)
             for i in [i for i in self.open if self.open[i][0] == engine][:count]:
-                _, tell, r = self.open.pop(i)
-                tell(i, completion(r))
+                _, completed, r = self.open.pop(i)
+                completed.set_result(completion(r))
             if count is not None:
                 self.die(engine)
-                return
+                if self.living() and not self.repeats_hands:
+                    self.start_again(engine, exactly=False)
+                break
+        for _ in range(3):
+            await asyncio.sleep(0)
 
     def living(self) -> list[int]:
         return [i for i, process in enumerate(self.processes) if process.name not in self.roster.lost]
 
     def are_idle(self, engines: Sequence[int]) -> bool:
         return not any(engine in engines for engine, *_ in self.open.values())
-
-    def await_replies(self) -> bool:
-        return False
 
     def orphans(self) -> list[int]:
         return sorted({engine for engine, *_ in self.open.values()} - {*self.living()})
@@ -149,9 +157,6 @@ class Run:
         to = engine if exactly else self.living()[0]
         self.open |= {i: (to, *mine[i][1:]) for i in mine if i in self.open}
 
-    def poll(self) -> None:
-        self.note("poll")
-
     def abort(self) -> None:
         """Nothing is under way."""
 
@@ -161,15 +166,17 @@ class Run:
         }
 
 
-@dataclass
-class Told:
-    """Completions as they are told."""
+class Told(list[int]):
+    """The seeds of completed requests, as they come."""
 
-    seeds: list[int] = field(default_factory=list)
+    def __init__(self, run: Run, num_requests: int) -> None:
+        super().__init__()
+        self.work = loop.spawn(self._take_all([run.supervisor.generate(request(i)) for i in range(num_requests)]))
 
-    def __call__(self, position: int, completion: Completion) -> None:
-        assert completion.token_ids.tolist() == [position]
-        self.seeds.append(position)
+    async def _take_all(self, asked: "Sequence[asyncio.Future[Completion]]") -> None:
+        for completed in asked:
+            completed.add_done_callback(lambda each: self.extend(each.result().token_ids.tolist()))
+        await asyncio.gather(*asked)
 
 
 @pytest.fixture(autouse=True)
@@ -178,10 +185,13 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def generate(run: Run, num_requests: int) -> Told:
-    told = Told()
-    run.supervisor.submit([request(seed) for seed in range(num_requests)], told)
-    run.supervisor.wait(lambda: len(told.seeds) == num_requests, timeout_s=1.0, doing=lambda: "generating")
+    told = Told(run, num_requests)
+    wait(run, told)
     return told
+
+
+def wait(run: Run, told: Told) -> None:
+    run.supervisor.wait(told.work, timeout_s=1.0, doing=lambda: "generating")
 
 
 RESTART_1 = ["close", "restart 1", OPEN]
@@ -190,7 +200,7 @@ RESTART_1 = ["close", "restart 1", OPEN]
 def test_without_deaths_the_transport_is_opened_once() -> None:
     run = Run()
     assert run.supervisor.push(0) == {"sync/wire_bytes": 1.0}
-    assert generate(run, 4).seeds == [0, 2, 1, 3]
+    assert generate(run, 4) == [0, 2, 1, 3]
     run.supervisor.push(1)
     run.supervisor.close()
     assert run.calls == [OPEN, PUSH(0), "submit [[0, 2], [1, 3]]", PUSH(1), "close"]
@@ -211,7 +221,7 @@ def test_a_living_engine_takes_over_what_is_unfinished() -> None:
     run = Run()
     run.supervisor.push(4)
     run.finished_before_death = {1: 1}
-    assert generate(run, 6).seeds == [0, 2, 4, 1, 3, 5]
+    assert generate(run, 6) == [0, 2, 4, 1, 3, 5]
     assert run.calls == [OPEN, PUSH(4), "submit [[0, 2, 4], [1, 3, 5]]", "again [3, 5] on [0]"]
     run.supervisor.push(5)
     assert run.calls[4:] == [*RESTART_1, PUSH(5)]
@@ -222,7 +232,7 @@ def test_a_deterministic_run_repeats_the_whole_hand_in_the_same_place() -> None:
     run = Run(deterministic=True)
     run.supervisor.push(4)
     run.finished_before_death = {1: 1}
-    assert generate(run, 6).seeds == [0, 2, 4, 1, 3, 5]
+    assert generate(run, 6) == [0, 2, 4, 1, 3, 5]
     assert run.calls == [
         *(OPEN, PUSH(4), "submit [[0, 2, 4], [1, 3, 5]]", *RESTART_1, PUSH(4)),
         "again [1, 3, 5] on [1]",
@@ -234,27 +244,27 @@ def test_after_an_update_a_new_engine_begins_its_requests_with_the_next_weights(
     """Nobody has the dead engine's weights any more: what it had not finished must not name their version."""
     run = Run(deterministic=deterministic)
     run.supervisor.push(4)
-    told = Told()
-    run.supervisor.submit([request(0), request(1)], told)
+    told = Told(run, 2)
+    run.flush()
     run.die(0)
     if not deterministic:
         run.die(1)
     run.calls.clear()
     run.supervisor.outdate()
-    run.supervisor.wait(lambda: len(told.seeds) == 2, timeout_s=1.0, doing=lambda: "generating")
+    wait(run, told)
     assert not [call for call in run.calls if "restart" in call or "push" in call]
     run.supervisor.push(5)
     assert PUSH(5) in run.calls
     assert PUSH(4) not in run.calls
-    run.supervisor.wait(lambda: len(told.seeds) == 2, timeout_s=1.0, doing=lambda: "generating")
-    assert sorted(told.seeds) == [0, 1]
+    wait(run, told)
+    assert sorted(told) == [0, 1]
 
 
 def test_the_only_engine_left_dies_too() -> None:
     run = Run()
     run.supervisor.push(0)
     run.finished_before_death = {0: 1, 1: 0}
-    assert sorted(generate(run, 4).seeds) == [0, 1, 2, 3]
+    assert sorted(generate(run, 4)) == [0, 1, 2, 3]
     assert run.calls[2:] == [
         "submit [[0, 2], [1, 3]]",
         "again [2] on [1]",
@@ -263,47 +273,28 @@ def test_the_only_engine_left_dies_too() -> None:
     ]
 
 
-def test_completions_that_have_arrived_are_taken_without_a_restart() -> None:
-    run = Run()
-    run.supervisor.push(0)
-    told = Told()
-    run.supervisor.submit([request(0), request(1)], told)
-    run.die(1)
-    run.supervisor.poll()
-    assert run.calls[2:] == ["submit [[0], [1]]", "poll", "again [1] on [0]"]
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("ended_by", ["a sync", "a submission", "a wait"])
+@pytest.mark.parametrize("ended_by", ["a sync", "a wait"])
 def test_requests_of_engines_that_died_outside_a_wait_begin_again(deterministic: bool, ended_by: str) -> None:
     """As when the only engine dies during an update or while a checkpoint is written, with samples under way."""
     run = Run(deterministic=deterministic)
-    run.has_hosts = True
     run.supervisor.push(0)
-    told = Told()
-    run.supervisor.submit([request(0), request(1)], told)
+    told = Told(run, 2)
+    run.flush()
     run.die(0)
     run.die(1)
-    run.supervisor.poll()
     run.calls.clear()
     version = 1 if ended_by == "a sync" else 0
     if version:
         run.supervisor.push(version)
-    elif ended_by == "a submission":
-        run.supervisor.submit([], told)
     else:
-        run.supervisor.wait(lambda: sorted(told.seeds) == [0, 1], timeout_s=1.0, doing=lambda: "generating")
+        wait(run, told)
     assert run.calls[:5] == ["close", "restart 0", "restart 1", OPEN, PUSH(version)]
     assert run.calls[5:7] == (
         ["again [0] on [0]", "again [1] on [1]"] if deterministic else ["again [0] on [0, 1]", "again [1] on [0, 1]"]
     )
-    run.supervisor.wait(lambda: sorted(told.seeds) == [0, 1], timeout_s=1.0, doing=lambda: "generating")
-
-
-def test_a_wait_that_nothing_can_end_is_refused() -> None:
-    run = Run()
-    with pytest.raises(WorkerError, match="ticket 7: no engine has anything left to generate"):
-        run.supervisor.wait(lambda: False, timeout_s=1.0, doing=lambda: "ticket 7")
+    wait(run, told)
+    assert sorted(told) == [0, 1]
 
 
 def test_engines_that_died_idle_are_back_before_the_next_sync_or_when_none_is_left() -> None:
@@ -317,7 +308,7 @@ def test_engines_that_died_idle_are_back_before_the_next_sync_or_when_none_is_le
     generate(run, 1)
     assert run.calls == [
         *(OPEN, PUSH(0), *RESTART_1, PUSH(1), "submit [[0, 1], []]"),
-        *("close", "restart 0", "restart 1", OPEN, PUSH(1), "submit [[0], []]"),
+        *("submit [[0], []]", "close", "restart 0", "restart 1", OPEN, PUSH(1), "again [0] on [0, 1]"),
     ]
 
 
@@ -359,11 +350,12 @@ def test_with_offload_devices_are_empty_when_an_engine_starts() -> None:
 
 
 def test_a_lost_engine_is_replaced_on_request_while_the_other_generates() -> None:
-    run, told = Run(), Told()
+    run = Run()
     run.supervisor.push(7)
     run.supervisor.replace_lost()
     assert run.calls == [OPEN, PUSH(7)]
-    run.supervisor.submit([request(seed) for seed in range(2)], told)
+    Told(run, 2)
+    run.flush()
     run.die(1)
     run.calls.clear()
     run.supervisor.replace_lost()
@@ -372,9 +364,10 @@ def test_a_lost_engine_is_replaced_on_request_while_the_other_generates() -> Non
 
 
 def test_engines_that_generate_are_not_put_to_sleep_for_a_replacement() -> None:
-    run, told = Run(offload=True), Told()
+    run = Run(offload=True)
     run.supervisor.push(7)
-    run.supervisor.submit([request(seed) for seed in range(2)], told)
+    Told(run, 2)
+    run.flush()
     run.die(1)
     run.calls.clear()
     run.supervisor.replace_lost()

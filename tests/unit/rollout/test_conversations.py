@@ -1,6 +1,7 @@
 """Conversations of samples, with engines and hosts that answer from tables: token 100 + n is the policy's turn n."""
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -8,12 +9,14 @@ import pytest
 
 from megarl.config.environments import EnvironmentConfig
 from megarl.environments.host import HostReply, StartRequest, TurnRequest
-from megarl.rollout.conversations import OnLost, OnReply
+from megarl.host import loop
+from megarl.rollout.conversations import HostLostError, Talk
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.prefixes import Prefix
-from megarl.rollout.source import Batch, Doing, SamplingPlan
-from megarl.rollout.vllm_source import OnCompletion, VllmSource
+from megarl.rollout.source import Doing, Group, SamplingPlan
+from megarl.rollout.vllm_source import VllmSource
 from megarl.types import FinishReason, Prompt, Sample, SegmentSource
+from tests.helpers.loops import begin_groups, turns
 
 END = 2
 PROMPT = Prompt(uid="a", token_ids=(5, 6), data_source="d", ground_truth="", environment="game")
@@ -24,50 +27,65 @@ PLAN = SamplingPlan(step=1, num_samples=1, temperature=1.0, top_p=1.0, top_k=-1,
 class World:
     """Engines and hosts of one test: requests wait until the test answers them."""
 
-    requests: list[tuple[GenerationRequest, OnCompletion, int]] = field(default_factory=list)
+    requests: list[tuple[GenerationRequest, "asyncio.Future[Completion]"]] = field(default_factory=list)
     started: list[StartRequest] = field(default_factory=list)
     acts: list[TurnRequest] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
-    tells: list[OnReply] = field(default_factory=list)
-    losses: list[OnLost] = field(default_factory=list)
+    talks: list[Talk] = field(default_factory=list)
+    # The conversations to which a reply is owed, in the order in which it was asked for.
+    owed: list[Talk] = field(default_factory=list)
 
     # --- as engines
 
-    def submit(self, requests: Sequence[GenerationRequest], tell: OnCompletion) -> None:
-        self.requests += [(request, tell, i) for i, request in enumerate(requests)]
+    def generate(self, request: GenerationRequest) -> "asyncio.Future[Completion]":
+        future: asyncio.Future[Completion] = loop.event_loop().create_future()
+        self.requests.append((request, future))
+        return future
 
-    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing) -> None:
+    def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing) -> None:
         raise AssertionError("the test answers by itself")
 
-    def poll(self) -> None:
-        raise AssertionError("the test answers by itself")
-
-    def unfinished(self) -> list[tuple[OnCompletion, int, Completion]]:
-        return [(tell, i, completion([99], FinishReason.ABORT)) for _, tell, i in self.requests]
+    def parts(self) -> "dict[asyncio.Future[Completion], Completion]":
+        return {future: completion([99], FinishReason.ABORT) for _, future in self.requests}
 
     # --- as hosts
 
-    def start(self, request: StartRequest, tell: OnReply, lost: OnLost) -> int:
+    def start(self, request: StartRequest) -> Talk:
         self.started.append(request)
-        self.tells.append(tell)
-        self.losses.append(lost)
-        return len(self.started) - 1
+        talk = Talk(key=len(self.talks), host=0, reply=loop.event_loop().create_future())
+        self.talks.append(talk)
+        self.owed.append(talk)
+        return talk
 
-    def act(self, key: int, request: TurnRequest, tell: OnReply) -> None:
+    def act(self, talk: Talk, request: TurnRequest) -> None:
         self.acts.append(request)
-        self.tells.append(tell)
+        talk.reply = loop.event_loop().create_future()
+        self.owed.append(talk)
 
-    def end(self, key: int) -> None:
-        self.ended.append(key)
+    def end(self, talk: Talk) -> None:
+        self.ended.append(talk.key)
 
     # --- as the test
 
-    def reply(self, *token_ids: int, **rest: object) -> None:
-        self.tells.pop(0)(HostReply(token_ids=token_ids, **rest))  # type: ignore[arg-type]
+    def reply(self, *token_ids: int, place: int = 0, **rest: object) -> None:
+        """Answer what is owed, the oldest first."""
+        self.owed.pop(place).reply.set_result(HostReply(token_ids=token_ids, **rest))  # type: ignore[arg-type]
+        loop.wait(turns())
+
+    def lose(self, key: int, *, owes: bool) -> None:
+        """Let the host of a conversation die, as `EpisodeHosts.mend` tells it. owes: whether it owed a reply."""
+        talk = self.talks[key]
+        talk.is_lost = True
+        assert owes is (talk in self.owed)
+        if owes:
+            self.owed.remove(talk)
+            talk.reply.set_exception(HostLostError())
+        loop.wait(turns())
 
     def speak(self, *token_ids: int, reason: FinishReason = FinishReason.STOP, engine: int = 1) -> GenerationRequest:
-        request, tell, position = self.requests.pop(0)
-        tell(position, replace(completion(token_ids, reason), engine=engine))
+        request, future = self.requests.pop(0)
+        future.set_result(replace(completion(token_ids, reason), engine=engine))
+        loop.wait(turns())
         return request
 
 
@@ -81,19 +99,20 @@ def completion(token_ids: Sequence[int], reason: FinishReason) -> Completion:
     )
 
 
-def begin(*, plan: SamplingPlan = PLAN, begun: Sequence[Sample] = (), **limits: int) -> tuple[World, VllmSource, Batch]:
+def begin(*, plan: SamplingPlan = PLAN, begun: Sequence[Sample] = (), **limits: int) -> tuple[World, VllmSource, Group]:
     world = World()
     source = VllmSource(world, world, EnvironmentConfig(**limits))
-    return world, source, source.submit([PROMPT], plan, begun=begun)
+    (group,) = begin_groups(source, [PROMPT], plan, begun=begun)
+    return world, source, group
 
 
-def sample_of(batch: Batch) -> Sample:
-    (sample,) = batch.samples.values()
+def sample_of(group: Group) -> Sample:
+    (sample,) = group.samples.values()
     return sample
 
 
 def test_turns_and_replies_follow_each_other_until_the_environment_ends() -> None:
-    world, _, batch = begin()
+    world, _, group = begin()
     assert world.started == [StartRequest(prompt=PROMPT)]
     assert world.requests == []
     world.reply()
@@ -106,11 +125,11 @@ def test_turns_and_replies_follow_each_other_until_the_environment_ends() -> Non
     assert (second.token_ids, second.max_tokens) == ((5, 6, 100, END, 7, 8), 16)
     assert (second.num_before, second.engine, second.seed) == (2, 1, first.seed)
     assert world.acts[1] == TurnRequest(token_ids=(101, END), turn=1, num_before=6)
-    assert not batch.is_complete
+    assert not group.is_done
     world.reply(done=True, reward=1.0, num_calls=1, details={"a": 3}, seconds=0.25)
-    assert batch.is_complete
+    assert group.is_done
     assert world.ended == [0]
-    sample = sample_of(batch)
+    sample = sample_of(group)
     assert sample.response_token_ids.tolist() == [100, END, 7, 8, 101, END]
     assert sample.loss_mask.tolist() == [True, True, False, False, True, True]
     assert sample.turn_rewards.tolist() == [0, 0.25, 0, 0, 0, 1.0]
@@ -124,19 +143,19 @@ def test_turns_and_replies_follow_each_other_until_the_environment_ends() -> Non
 
 
 def test_an_opening_replaces_the_prompt_of_this_sample() -> None:
-    world, _, batch = begin()
+    world, _, group = begin()
     world.reply(5, 6, 30)
     assert world.speak(100, END).token_ids == (5, 6, 30)
     world.reply(done=True)
-    assert sample_of(batch).prompt_token_ids.tolist() == [5, 6, 30]
+    assert sample_of(group).prompt_token_ids.tolist() == [5, 6, 30]
 
 
 def test_what_was_written_after_another_prompt_is_dropped() -> None:
     """A conversation from a checkpoint, whose environment opens it anew: with the same messages it goes on."""
-    world, source, _ = begin()
+    world, source, group = begin()
     world.reply(5, 6, 30)
     world.speak(100, END)
-    (saved,) = source.unfinished()
+    (saved,) = source.parts([group])
     resumed, _, _ = begin(begun=[saved])
     resumed.reply(5, 6, 30)
     assert resumed.acts == [TurnRequest(token_ids=(100, END), turn=0, num_before=3)]
@@ -160,12 +179,12 @@ def test_an_environment_may_limit_the_next_turn() -> None:
 )
 def test_limits_cut_conversations(limits: dict[str, int], max_response: int, reply: int, requested: int) -> None:
     """Turns of 2 tokens: a reply of 4 leaves no room for a turn in 6 tokens, and room for one token in 7."""
-    world, _, batch = begin(plan=replace(PLAN, max_response_tokens=max_response), **limits)
+    world, _, group = begin(plan=replace(PLAN, max_response_tokens=max_response), **limits)
     world.reply()
     assert world.speak(100, END).max_tokens == requested
     world.reply(*[7] * reply, reward=0.5)
     if limits == {"max_turns": 1} or max_response == 6:
-        sample = sample_of(batch)
+        sample = sample_of(group)
         assert sample.finish_reason is FinishReason.LENGTH
         # The reply that nobody reads is left out; its reward counts.
         assert sample.response_token_ids.tolist() == [100, END]
@@ -175,24 +194,24 @@ def test_limits_cut_conversations(limits: dict[str, int], max_response: int, rep
 
 
 def test_a_turn_that_its_limit_cuts_gets_a_reply_and_one_that_the_conversation_cuts_none() -> None:
-    world, _, batch = begin(plan=replace(PLAN, max_response_tokens=5), max_turn_tokens=2)
+    world, _, group = begin(plan=replace(PLAN, max_response_tokens=5), max_turn_tokens=2)
     world.reply()
     world.speak(100, 101, reason=FinishReason.LENGTH)
     assert world.acts == [TurnRequest(token_ids=(100, 101), turn=0, is_cut=True, num_before=2)]
     world.reply(7)
     assert world.speak(102, 103, reason=FinishReason.LENGTH).max_tokens == 2
     assert len(world.acts) == 1
-    assert sample_of(batch).finish_reason is FinishReason.LENGTH
+    assert sample_of(group).finish_reason is FinishReason.LENGTH
     assert world.ended == [0]
 
 
 def test_a_failure_ends_the_sample_alone() -> None:
-    world, _, batch = begin(plan=replace(PLAN, num_samples=2))
+    world, _, group = begin(plan=replace(PLAN, num_samples=2))
     world.reply(failure="raised", reason="KeyError: 'x'")
     world.reply()
     world.speak(100, END)
     world.reply(done=True)
-    failed, fine = (batch.samples["a", i] for i in range(2))
+    failed, fine = (group.samples[i] for i in range(2))
     assert (failed.finish_reason, fine.finish_reason) == (FinishReason.FAILED, FinishReason.STOP)
     assert failed.episode is not None
     assert (failed.episode.failure, failed.episode.reason) == ("raised", "KeyError: 'x'")
@@ -200,27 +219,27 @@ def test_a_failure_ends_the_sample_alone() -> None:
 
 def test_a_prefix_that_is_a_whole_turn_goes_to_the_environment() -> None:
     prefix = Prefix(token_ids=(50, END), is_complete=True)
-    world, _, batch = begin(plan=replace(PLAN, prefixes={("a", 0): prefix}))
+    world, _, group = begin(plan=replace(PLAN, prefixes={("a", 0): prefix}))
     world.reply()
     assert world.acts == [TurnRequest(token_ids=(50, END), turn=0, num_before=2)]
     world.reply(7)
     request = world.speak(100, END)
     assert (request.token_ids, request.num_before) == ((5, 6, 50, END, 7), 0)
     world.reply(done=True)
-    sources = [segment.source for segment in sample_of(batch).segments]
+    sources = [segment.source for segment in sample_of(group).segments]
     assert sources[1:] == [SegmentSource.DEMONSTRATION, SegmentSource.ENVIRONMENT, SegmentSource.POLICY]
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_a_conversation_that_begins_again_keeps_its_demonstration(is_whole: bool) -> None:
     prefix = Prefix(token_ids=(50, END) if is_whole else (50,), is_complete=is_whole)
-    world, _, batch = begin(plan=replace(PLAN, prefixes={("a", 0): prefix}))
+    world, _, group = begin(plan=replace(PLAN, prefixes={("a", 0): prefix}))
     world.reply()
     if not is_whole:
         world.speak(100, END)
     world.reply(7, reward=0.5)
     # The host dies while the engine writes a turn, and the environment cannot go on.
-    world.losses[0](False)
+    world.lose(0, owes=False)
     world.speak(101, END)
     world.reply(is_anew=True)
     first = (50, END) if is_whole else (50, 102, END)
@@ -228,7 +247,7 @@ def test_a_conversation_that_begins_again_keeps_its_demonstration(is_whole: bool
         assert world.speak(102, END).token_ids == (5, 6, 50)
     assert world.acts[-1] == TurnRequest(token_ids=first, turn=0, num_before=2)
     world.reply(done=True, reward=0.25)
-    sample = sample_of(batch)
+    sample = sample_of(group)
     assert sample.response_token_ids.tolist() == list(first)
     assert sample.turn_rewards.sum() == 0.25
     assert sample.episode is not None
@@ -241,14 +260,13 @@ def test_a_lost_host_costs_a_conversation_its_environment_only_where_that_cannot
     world.speak(100, END)
     world.reply(7)
     # The host dies while the engine writes the second turn; the environment is asked to go on after it.
-    world.losses[0](False)
+    world.lose(0, owes=False)
     world.speak(101, END)
     assert world.started[1] == StartRequest(prompt=PROMPT, turns=((100, END),))
     world.reply()
     assert world.acts[-1] == TurnRequest(token_ids=(101, END), turn=1, num_before=5)
-    world.tells.clear()
     # It dies again, while it owes a reply; this environment cannot go on.
-    world.losses[1](True)
+    world.lose(1, owes=True)
     assert world.started[2].turns == ((100, END),)
     world.reply(is_anew=True)
     assert world.requests[0][0].token_ids == (5, 6)
@@ -256,29 +274,29 @@ def test_a_lost_host_costs_a_conversation_its_environment_only_where_that_cannot
 
 
 def test_a_conversation_that_owes_a_reply_in_two_deaths_fails() -> None:
-    world, _, batch = begin()
-    world.losses[0](True)
-    assert not batch.is_complete
-    world.losses[1](True)
-    sample = sample_of(batch)
+    world, _, group = begin()
+    world.lose(0, owes=True)
+    assert not group.is_done
+    world.lose(1, owes=True)
+    sample = sample_of(group)
     assert sample.finish_reason is FinishReason.FAILED
     assert sample.episode is not None
     assert (sample.episode.failure, sample.episode.num_restarts) == ("died", 1)
 
 
 def test_a_checkpoint_holds_conversations_wherever_they_are() -> None:
-    world, source, _ = begin(plan=replace(PLAN, num_samples=3))
+    world, source, begun = begin(plan=replace(PLAN, num_samples=3))
     for _ in range(3):
         world.reply()
     # The first waits for a reply, the second has a reply and the start of a turn, the third nothing but that.
     world.speak(100, END)
     world.speak(100, END)
-    world.tells.pop(1)(HostReply(token_ids=(7,)))
-    saved = {sample.sample_index: sample for sample in source.unfinished()}
+    world.reply(7, place=1)
+    saved = {sample.sample_index: sample for sample in source.parts([begun])}
     assert [saved[i].response_token_ids.tolist() for i in range(3)] == [[100, END], [100, END, 7, 99], [99]]
     assert {sample.finish_reason for sample in saved.values()} == {FinishReason.ABORT}
 
-    resumed, _, batch = begin(plan=replace(PLAN, num_samples=3), begun=list(saved.values()))
+    resumed, _, group = begin(plan=replace(PLAN, num_samples=3), begun=list(saved.values()))
     assert [request.turns for request in resumed.started] == [(), ((100, END),), ()]
     for _ in range(3):
         resumed.reply()
@@ -289,4 +307,4 @@ def test_a_checkpoint_holds_conversations_wherever_they_are() -> None:
     ]
     resumed.speak(101, END)
     assert resumed.acts[1] == TurnRequest(token_ids=(99, 101, END), turn=1, num_before=5)
-    assert not batch.samples
+    assert not group.samples

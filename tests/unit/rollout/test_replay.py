@@ -13,6 +13,7 @@ from megarl.errors import DataError, NonFiniteError
 from megarl.rollout.replay import ReplaySource, read_record, record_path, require_records, write_record
 from megarl.rollout.source import SamplingPlan, collect
 from megarl.types import Episode, FinishReason, Prompt, RolloutBatch, Sample, Segment, SegmentSource, prompt_segment
+from tests.helpers.loops import begin_groups
 
 PROMPT = Prompt(
     uid="sums:7",
@@ -84,7 +85,7 @@ def plan(step: int) -> SamplingPlan:
 def test_a_record_comes_back_bit_for_bit(tmp_path: Path) -> None:
     write_record(record_path(tmp_path / "records", 12), batch())
     source = ReplaySource(tmp_path / "records")
-    replayed = collect(source, source.submit([PROMPT], plan(12)), timeout_s=1.0)
+    replayed = collect(source, begin_groups(source, [PROMPT], plan(12)), timeout_s=1.0)
     assert replayed.prompts == batch().prompts
     for got, expected in zip(replayed.samples, batch().samples, strict=True):
         assert (got.uid, got.sample_index, got.seed) == (expected.uid, expected.sample_index, expected.seed)
@@ -156,15 +157,15 @@ def test_a_step_that_was_not_recorded_is_named(tmp_path: Path) -> None:
 def test_other_prompts_than_the_recorded_are_refused(tmp_path: Path, other: Prompt) -> None:
     write_record(record_path(tmp_path, 1), batch())
     source = ReplaySource(tmp_path)
-    with pytest.raises(DataError, match=r"step_000001\.parquet: .* \(first differences: \['sums:7'"):
-        source.submit([other], plan(1))
+    with pytest.raises(DataError, match=rf"step_000001\.parquet: .* \(first difference: {other.uid}\)"):
+        begin_groups(source, [other], plan(1))
 
 
 def test_another_group_size_is_refused(tmp_path: Path) -> None:
     write_record(record_path(tmp_path, 1), batch())
     source = ReplaySource(tmp_path)
     with pytest.raises(DataError, match=r"has 2 samples of sums:7; replay with rollout\.num_samples=2"):
-        source.submit([PROMPT], replace(plan(1), num_samples=8))
+        begin_groups(source, [PROMPT], replace(plan(1), num_samples=8))
 
 
 def test_a_record_with_nan_names_step_and_row(tmp_path: Path) -> None:
@@ -174,7 +175,7 @@ def test_a_record_with_nan_names_step_and_row(tmp_path: Path) -> None:
     write_record(record_path(tmp_path, 3), RolloutBatch(prompts={PROMPT.uid: PROMPT}, samples=samples))
     source = ReplaySource(tmp_path)
     with pytest.raises(NonFiniteError, match="step 3: rollout log-probs of row sums:7/1 are not finite"):
-        source.submit([PROMPT], plan(3))
+        begin_groups(source, [PROMPT], plan(3))
 
 
 def test_a_record_answers_several_submissions_of_its_step(tmp_path: Path) -> None:
@@ -185,5 +186,5 @@ def test_a_record_answers_several_submissions_of_its_step(tmp_path: Path) -> Non
     write_record(record_path(tmp_path, 1), recorded)
     source = ReplaySource(tmp_path)
     for prompt in (other, PROMPT):
-        replayed = collect(source, source.submit([prompt], plan(1)), timeout_s=1.0)
+        replayed = collect(source, begin_groups(source, [prompt], plan(1)), timeout_s=1.0)
         assert [(s.uid, s.sample_index) for s in replayed.samples] == [(prompt.uid, 0), (prompt.uid, 1)]

@@ -1,7 +1,8 @@
 """What VllmSource asks of engines and makes of their answers, with engines that answer from a table."""
 
+import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 
 from megarl.errors import NonFiniteError
+from megarl.host import loop
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.prefixes import Prefix, demonstration_scores
 from megarl.rollout.source import Doing, SamplingPlan, collect
-from megarl.rollout.vllm_source import OnCompletion, VllmSource
+from megarl.rollout.vllm_source import VllmSource
 from megarl.seeds import sample_seed
 from megarl.types import FinishReason, Prompt, Sample, SegmentSource
+from tests.helpers.loops import answered, begin_groups
 
 PLAN = SamplingPlan(step=4, num_samples=2, temperature=0.7, top_p=0.9, top_k=5, max_response_tokens=3, run_seed=11)
 PROMPTS = [
@@ -29,42 +32,36 @@ class EchoEngines:
         self.logprob = logprob
         self.requests: list[GenerationRequest] = []
         self.timeouts_s: list[float] = []
+        self.asked: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
 
-        self.asked: list[tuple[OnCompletion, list[GenerationRequest]]] = []
+    def generate(self, request: GenerationRequest) -> "asyncio.Future[Completion]":
+        self.requests.append(request)
+        completion: asyncio.Future[Completion] = loop.event_loop().create_future()
+        self.asked.append((request, completion))
+        return completion
 
-    def submit(self, requests: Sequence[GenerationRequest], tell: OnCompletion) -> None:
-        self.requests += requests
-        self.asked.append((tell, list(requests)))
-
-    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing) -> None:
+    def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing) -> None:
         self.timeouts_s.append(timeout_s)
-        while not until():
-            tell, requests = self.asked.pop(0)
-            for position, request in reversed(list(enumerate(requests))):
-                tell(position, self.complete(request))
+        loop.wait(answered(work, self._answer))
 
-    def poll(self) -> None:
-        """Nothing: completions come when they are waited for."""
+    def _answer(self) -> None:
+        asked, self.asked = self.asked, []
+        for request, completion in reversed(asked):
+            completion.set_result(self.complete(request))
 
-    def unfinished(self) -> list[tuple[OnCompletion, int, Completion]]:
+    def parts(self) -> "dict[asyncio.Future[Completion], Completion]":
         """The first token of every request."""
-        whole = [
-            (tell, i, self.complete(request)) for tell, requests in self.asked for i, request in enumerate(requests)
-        ]
-        return [
-            (
-                tell,
-                i,
-                replace(
-                    c,
-                    token_ids=c.token_ids[:1],
-                    logprobs=c.logprobs[:1],
-                    weight_versions=c.weight_versions[:1],
-                    finish_reason=FinishReason.ABORT,
-                ),
+        whole = {completion: self.complete(request) for request, completion in self.asked}
+        return {
+            completion: replace(
+                c,
+                token_ids=c.token_ids[:1],
+                logprobs=c.logprobs[:1],
+                weight_versions=c.weight_versions[:1],
+                finish_reason=FinishReason.ABORT,
             )
-            for tell, i, c in whole
-        ]
+            for completion, c in whole.items()
+        }
 
     def complete(self, request: GenerationRequest) -> Completion:
         token_ids = np.asarray(self.answer(request), dtype=np.int64)
@@ -82,7 +79,7 @@ class EchoEngines:
 
 def test_every_sample_is_a_request_with_its_own_seed() -> None:
     engines = EchoEngines()
-    VllmSource(engines).submit(PROMPTS, PLAN)
+    begin_groups(VllmSource(engines), PROMPTS, PLAN)
     assert [(r.token_ids, r.seed) for r in engines.requests] == [
         ((1, 2), sample_seed(11, 4, "a", 0)),
         ((1, 2), sample_seed(11, 4, "a", 1)),
@@ -95,7 +92,7 @@ def test_every_sample_is_a_request_with_its_own_seed() -> None:
 
 def test_the_last_sample_of_each_prompt_may_be_greedy() -> None:
     engines = EchoEngines()
-    VllmSource(engines).submit(PROMPTS, replace(PLAN, num_samples=3, last_is_greedy=True))
+    begin_groups(VllmSource(engines), PROMPTS, replace(PLAN, num_samples=3, last_is_greedy=True))
     assert [request.temperature for request in engines.requests] == [0.7, 0.7, 0.0] * 2
 
 
@@ -111,9 +108,9 @@ def test_nuclei_reach_the_samples() -> None:
     engines = Truncated()
     source = VllmSource(engines)
     prefixes = {("b", 1): Prefix(token_ids=(5,))}
-    batch = source.submit(PROMPTS, replace(PLAN, with_nucleus=True, prefixes=prefixes))
+    groups = begin_groups(source, PROMPTS, replace(PLAN, with_nucleus=True, prefixes=prefixes))
     assert all(request.with_nucleus for request in engines.requests)
-    nuclei = [sample.nucleus for sample in collect(source, batch, timeout_s=1.0).samples]
+    nuclei = [sample.nucleus for sample in collect(source, groups, timeout_s=1.0).samples]
     assert [nucleus if nucleus is None else nucleus.tolist() for nucleus in nuclei] == [
         [[2, 7], [1, 7]],
         [[2, 7], [1, 7]],
@@ -136,7 +133,7 @@ def test_experts_of_all_computed_tokens_reach_the_samples() -> None:
 
     source = VllmSource(Capturing())
     prefixes = {("b", 1): Prefix(token_ids=(5,))}
-    samples = collect(source, source.submit(PROMPTS, replace(PLAN, prefixes=prefixes)), timeout_s=1.0).samples
+    samples = collect(source, begin_groups(source, PROMPTS, replace(PLAN, prefixes=prefixes)), timeout_s=1.0).samples
     found = [sample.routed_experts for sample in samples]
     assert [None if each is None else each[:, 1, 2].tolist() for each in found] == [
         [11, 21, 21, -1],
@@ -149,14 +146,14 @@ def test_experts_of_all_computed_tokens_reach_the_samples() -> None:
 
 def test_what_ends_a_response_reaches_the_engine() -> None:
     engines = EchoEngines()
-    VllmSource(engines).submit(PROMPTS, replace(PLAN, stop=("</answer>",), stop_token_ids=(7,)))
+    begin_groups(VllmSource(engines), PROMPTS, replace(PLAN, stop=("</answer>",), stop_token_ids=(7,)))
     assert {(request.stop, request.stop_token_ids) for request in engines.requests} == {(("</answer>",), (7,))}
 
 
 def test_samples_name_prompt_group_seed_and_weights() -> None:
     engines = EchoEngines()
     source = VllmSource(engines)
-    batch = collect(source, source.submit(PROMPTS, PLAN), timeout_s=8.0)
+    batch = collect(source, begin_groups(source, PROMPTS, PLAN), timeout_s=8.0)
     assert engines.timeouts_s == [8.0]
     assert batch.prompts == {"a": PROMPTS[0], "b": PROMPTS[1]}
     assert [(s.uid, s.sample_index) for s in batch.samples] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
@@ -174,8 +171,8 @@ def test_samples_name_prompt_group_seed_and_weights() -> None:
 
 def test_a_submission_may_be_collected_before_an_earlier_one() -> None:
     source = VllmSource(EchoEngines())
-    batches = [source.submit(PROMPTS[:1], PLAN), source.submit(PROMPTS[1:], PLAN)]
-    assert [collect(source, batch, timeout_s=1.0).samples[0].uid for batch in reversed(batches)] == ["b", "a"]
+    asked = [begin_groups(source, PROMPTS[:1], PLAN), begin_groups(source, PROMPTS[1:], PLAN)]
+    assert [collect(source, groups, timeout_s=1.0).samples[0].uid for groups in reversed(asked)] == ["b", "a"]
 
 
 def test_samples_go_on_where_they_were() -> None:
@@ -183,11 +180,10 @@ def test_samples_go_on_where_they_were() -> None:
     engines, again = EchoEngines(), EchoEngines()
     source = VllmSource(engines)
     plan = replace(PLAN, prefixes={("b", 1): Prefix(token_ids=(5,))})
-    source.submit(PROMPTS, plan)
-    begun = source.unfinished()
+    begun = source.parts(begin_groups(source, PROMPTS, plan))
     assert {sample.finish_reason for sample in begun} == {FinishReason.ABORT}
     resumed = VllmSource(again)
-    batch = resumed.submit(PROMPTS, plan, begun=begun[1:])
+    groups = begin_groups(resumed, PROMPTS, plan, begun=begun[1:])
     # Sample 0 of prompt a begins again; the others have their first token, and b/1 a prefix that nobody sampled.
     assert [(r.token_ids, r.num_before, r.max_tokens) for r in again.requests] == [
         ((1, 2), 0, 3),
@@ -196,7 +192,7 @@ def test_samples_go_on_where_they_were() -> None:
         ((3, 5, 5), 1, 1),
     ]
     assert [r.seed for r in again.requests] == [r.seed for r in engines.requests]
-    first, second, _, last = collect(resumed, batch, timeout_s=1.0).samples
+    first, second, _, last = collect(resumed, groups, timeout_s=1.0).samples
     assert [s.token_ids.tolist() for s in first.segments] == [[1, 2], [2, 1]]
     assert [s.token_ids.tolist() for s in second.segments] == [[1, 2], [2], [2, 2, 1]]
     assert [s.token_ids.tolist() for s in last.segments] == [[3], [5], [5], [5, 5, 3]]
@@ -205,29 +201,59 @@ def test_samples_go_on_where_they_were() -> None:
 
 def test_finished_samples_are_not_sampled_again() -> None:
     source, engines = VllmSource(EchoEngines()), EchoEngines()
-    finished = collect(source, source.submit(PROMPTS, PLAN), timeout_s=1.0).samples
+    finished = collect(source, begin_groups(source, PROMPTS, PLAN), timeout_s=1.0).samples
     again = VllmSource(engines)
-    assert collect(again, again.submit(PROMPTS, PLAN, begun=finished), timeout_s=1.0).samples == finished
+    assert collect(again, begin_groups(again, PROMPTS, PLAN, begun=finished), timeout_s=1.0).samples == finished
     assert engines.requests == []
 
 
 def test_nan_from_the_engine_names_step_and_row() -> None:
     source = VllmSource(EchoEngines(logprob=float("nan")))
-    batch = source.submit(PROMPTS, PLAN)
+    groups = begin_groups(source, PROMPTS, PLAN)
     with pytest.raises(NonFiniteError, match="step 4: rollout log-probs of row b/1 are not finite"):
-        collect(source, batch, timeout_s=1.0)
+        collect(source, groups, timeout_s=1.0)
+
+
+class Told:
+    """Takes samples as a judging does."""
+
+    def __init__(self) -> None:
+        self.samples: list[tuple[Prompt, Sample]] = []
+
+    def add(self, prompt: Prompt, sample: Sample) -> None:
+        self.samples.append((prompt, sample))
 
 
 def test_samples_are_told_of_as_they_finish() -> None:
     source = VllmSource(EchoEngines())
     prefixes = {("a", 1): Prefix(token_ids=(5, 2), is_complete=True)}
-    told: list[tuple[Prompt, Sample]] = []
-    plan = replace(PLAN, prefixes=prefixes)
-    submitted = source.submit(PROMPTS, plan, on_sample=lambda prompt, sample: told.append((prompt, sample)))
-    batch = collect(source, submitted, timeout_s=1.0)
+    told = Told()
+    groups = begin_groups(source, PROMPTS, replace(PLAN, prefixes=prefixes), judging=told)
     # What nobody generates is finished at once.
-    assert [(prompt.uid, sample.sample_index) for prompt, sample in told] == [("a", 1), ("b", 1), ("b", 0), ("a", 0)]
-    assert {id(sample) for _, sample in told} == {id(sample) for sample in batch.samples}
+    assert [(prompt.uid, sample.sample_index) for prompt, sample in told.samples] == [("a", 1)]
+    batch = collect(source, groups, timeout_s=1.0)
+    order = [("a", 1), ("b", 1), ("b", 0), ("a", 0)]
+    assert [(prompt.uid, sample.sample_index) for prompt, sample in told.samples] == order
+    assert {id(sample) for _, sample in told.samples} == {id(sample) for sample in batch.samples}
+
+
+def test_judges_read_one_sample_in_each_turn_of_the_loop() -> None:
+    """Here all samples finish in the same turn."""
+    now, read = [0], list[int]()
+
+    async def count() -> None:
+        while True:
+            now[0] += 1
+            await asyncio.sleep(0)
+
+    class Timed(Told):
+        def add(self, prompt: Prompt, sample: Sample) -> None:
+            read.append(now[0])
+
+    loop.spawn(count())
+    source = VllmSource(EchoEngines())
+    collect(source, begin_groups(source, PROMPTS, replace(PLAN, num_samples=5), judging=Timed()), timeout_s=1.0)
+    assert len(read) == len(set(read)) == 10
 
 
 class FillingEngines(EchoEngines):
@@ -240,7 +266,9 @@ class FillingEngines(EchoEngines):
 def test_a_prefix_is_continued_with_what_is_left_of_the_limit() -> None:
     engines = FillingEngines()
     source = VllmSource(engines)
-    batch = source.submit(PROMPTS, replace(PLAN, prefixes={("a", 1): Prefix(token_ids=(5, 6)), ("b", 0): Prefix()}))
+    groups = begin_groups(
+        source, PROMPTS, replace(PLAN, prefixes={("a", 1): Prefix(token_ids=(5, 6)), ("b", 0): Prefix()})
+    )
     assert [(r.token_ids, r.max_tokens) for r in engines.requests] == [
         ((1, 2), 3),
         ((1, 2, 5, 6), 1),
@@ -249,7 +277,7 @@ def test_a_prefix_is_continued_with_what_is_left_of_the_limit() -> None:
     ]
     # The seed is that of the sample, with or without a prefix.
     assert engines.requests[1].seed == sample_seed(11, 4, "a", 1)
-    samples = collect(source, batch, timeout_s=1.0).samples
+    samples = collect(source, groups, timeout_s=1.0).samples
     assert [s.response_token_ids.tolist() for s in samples] == [[8, 8, 8], [5, 6, 8], [8, 8, 8], [8, 8, 8]]
     prompt, demonstration, policy = samples[1].segments
     assert (demonstration.source, policy.source) == (SegmentSource.DEMONSTRATION, SegmentSource.POLICY)
@@ -271,9 +299,9 @@ def test_what_a_prefix_ends_or_fills_is_not_generated() -> None:
         # Cut at the limit, it no longer ends.
         ("b", 0): Prefix(token_ids=(5, 6, 7, 2), is_complete=True),
     }
-    batch = source.submit(PROMPTS, replace(PLAN, prefixes=prefixes))
+    groups = begin_groups(source, PROMPTS, replace(PLAN, prefixes=prefixes))
     assert [(r.token_ids, r.seed) for r in engines.requests] == [((3,), sample_seed(11, 4, "b", 1))]
-    samples = collect(source, batch, timeout_s=1.0).samples
+    samples = collect(source, groups, timeout_s=1.0).samples
     assert [s.response_token_ids.tolist() for s in samples] == [[5, 2], [5, 6, 7], [5, 6, 7], [8, 8, 8]]
     assert [s.finish_reason for s in samples] == [FinishReason.STOP] + [FinishReason.LENGTH] * 3
     assert [len(s.segments) for s in samples] == [2, 2, 2, 2]
@@ -286,6 +314,6 @@ def test_which_tokens_are_the_prefix_golden() -> None:
     prefixes = {("a", i): Prefix(token_ids=(5,) * length) for i, length in enumerate(lengths)}
     source = VllmSource(FillingEngines())
     plan = replace(PLAN, num_samples=len(lengths), max_response_tokens=limit, prefixes=prefixes)
-    batch = collect(source, source.submit(PROMPTS[:1], plan), timeout_s=1.0)
+    batch = collect(source, begin_groups(source, PROMPTS[:1], plan), timeout_s=1.0)
     marks = [demonstration_scores(s, batch.prompts["a"])["demonstration"].tolist() for s in batch.samples]
     assert marks == case["expected"]

@@ -4,11 +4,12 @@ Prompt i has two samples, whose scores a table gives. A group passes the filter 
 shuffle: its batches of two are [0, 1], [2, 3], … and across the end of an epoch.
 """
 
+import asyncio
 import json
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -26,15 +27,17 @@ from megarl.config.schema import Config, TrainerConfig
 from megarl.data.ends import AnswerEnds
 from megarl.data.sampler import MixtureSampler, PromptSampler
 from megarl.errors import RunError, WorkerError
+from megarl.host import loop
 from megarl.record.metrics import Timers
 from megarl.rewards.judge import Judged, Tally, Trouble
 from megarl.rollout.scheduler import Scheduler
-from megarl.rollout.source import Batch, Doing, OnSample, RolloutSource, SamplingPlan, generating, ignore_sample
+from megarl.rollout.source import Doing, Group, RolloutSource, SamplingPlan, generating
 from megarl.train.collect import Collected, PromptQueue, Rollouts
 from megarl.train.groups import refill_count
 from megarl.train.loop import cut_warning
 from megarl.train.rows import training_rows
 from megarl.types import DROPPED, FinishReason, Prompt, Reward, Sample, prompt_segment, scored_batch
+from tests.helpers.loops import answered, turns
 from tests.helpers.reward_items import item
 from tests.helpers.segments import demonstration_segment, policy_segment
 
@@ -139,40 +142,41 @@ class World(RolloutSource):
             Prompt(uid=f"q:{i}", token_ids=(i,), data_source="q", ground_truth="") for i in range(len(scores))
         ]
         self.asked: list[tuple[int, list[int]]] = []
-        self.pending: list[tuple[Batch, list[tuple[Prompt, Sample]]]] = []
+        self.plans: list[SamplingPlan] = []
+        # The samples that were begun already, and by plan those that wait for an answer.
+        self.begun: list[Sample] = []
+        self.pending: list[list[tuple[Sample, asyncio.Future[None]]]] = []
         self.phases: list[Phase] = []
 
-    def submit(
-        self,
-        prompts: Sequence[Prompt],
-        plan: SamplingPlan,
-        on_sample: OnSample = ignore_sample,
-        begun: Sequence[Sample] = (),
-    ) -> Batch:
-        """Two samples of each, in an order of their own; with `demonstrated` the first starts with a demonstration."""
-        step, self.plan, self.begun = plan.step, plan, begun
-        indices = [prompt.token_ids[0] for prompt in prompts]
-        self.asked.append((step, indices))
-        samples = [
-            (p, self._sample(i, k, step))
-            for i, p in zip(indices, prompts, strict=True)
-            for k in range(len(self.scores[i]))
-        ]
-        random.Random(step).shuffle(samples)
-        batch = Batch(prompts=prompts, plan=plan, on_sample=on_sample)
-        self.pending.append((batch, samples[::-1]))
-        return batch
+    async def sample(self, group: Group) -> None:
+        """All samples of a table; with `demonstrated` the first starts with a demonstration."""
+        if not self.plans or self.plans[-1] is not group.plan:
+            self.plans.append(group.plan)
+            self.asked.append((group.plan.step, []))
+            self.pending.append([])
+        index = group.prompt.token_ids[0]
+        self.asked[-1][1].append(index)
+        self.begun += group.parts.values()
+        new_answer = asyncio.get_running_loop().create_future
+        asked = [(self._sample(index, i, group.plan.step), new_answer()) for i in range(len(self.scores[index]))]
+        self.pending[-1] += asked
+        await asyncio.gather(*(self._finish(group, sample, answer) for sample, answer in asked))
 
-    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
-        while not until():
-            batch, samples = self.pending.pop(0)
-            for prompt, sample in samples:
-                batch.finish(prompt, sample)
+    async def _finish(self, group: Group, sample: Sample, answer: "asyncio.Future[None]") -> None:
+        await answer
+        await group.finish(sample)
 
-    def poll(self) -> None:
-        """Nothing: samples finish when they are waited for."""
+    def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing = generating) -> None:
+        loop.wait(answered(work, self.answer))
 
-    def unfinished(self) -> list[Sample]:
+    def answer(self) -> None:
+        """Finish what was asked for first and by one plan, in an order of its own."""
+        samples = self.pending.pop(0)
+        random.Random(samples[0][0].seed).shuffle(samples)
+        for _, answer in samples[::-1]:
+            answer.set_result(None)
+
+    def parts(self, groups: Iterable[Group]) -> list[Sample]:
         return []
 
     def _sample(self, index: int, place: int, step: int) -> Sample:
@@ -188,7 +192,7 @@ class World(RolloutSource):
     def begin(self) -> "WorldJudging":
         return WorldJudging()
 
-    def finish(self, judgings: Sequence["WorldJudging"], samples: Sequence[Sample]) -> Judged:
+    def finish(self, judgings: "Sequence[WorldJudging]", samples: Sequence[Sample]) -> Judged:
         told = [sample for judging in judgings for sample in judging.told]
         assert {id(sample) for sample in told} == {id(sample) for sample in samples}
         assert len(told) == len(samples)
@@ -229,10 +233,10 @@ class World(RolloutSource):
 
 
 class WorldJudging:
-    """Remembers what it was told of."""
+    """Notes what it is told of; the world checks that it was told of everything once, and judges it."""
 
     def __init__(self) -> None:
-        self.told = list[Sample]()
+        self.told: list[Sample] = []
 
     def add(self, prompt: Prompt, sample: Sample) -> None:
         assert prompt.uid == sample.uid
@@ -242,9 +246,15 @@ class WorldJudging:
         return ()
 
 
+def admit(rollouts: Rollouts, version: int) -> None:
+    """Admit prompts, and let the source begin to sample them."""
+    rollouts.admit(version)
+    loop.wait(turns())
+
+
 def collect(rollouts: Rollouts, step: int) -> Collected:
     """A step without training."""
-    rollouts.admit(step - 1)
+    admit(rollouts, step - 1)
     collected = rollouts.take(step)
     rollouts.settle()
     rollouts.release()
@@ -287,7 +297,7 @@ def test_engines_stop_at_every_end_and_responses_that_were_cut_are_counted() -> 
     collected = collect(collector, 1)
     assert prompts_of(collected) == [2]
     assert collected.cut_frac == 0.75
-    assert world.plan.stop_token_ids == (0, 3, 9)
+    assert world.plans[-1].stop_token_ids == (0, 3, 9)
     assert cut_warning(collected.cut_frac, 64, ("<|im_end|>", "<|endoftext|>")) == (
         "warning: 75% of the responses of step 1 were cut at rollout.max_response_tokens=64, before any of the ends "
         "'<|im_end|>', '<|endoftext|>'; raise the limit or, if the model ends answers in another way, set "
@@ -443,7 +453,7 @@ def test_a_greedy_response_is_compared_with_and_not_trained_on() -> None:
     algo = AlgoConfig(advantage=AdvantageConfig(estimator="remax"))
     rollout = RolloutConfig(num_samples=2)
     collected = collect(replace(plain, config=replace(plain.config, algo=algo, rollout=rollout)), 1)
-    assert (world.plan.num_samples, world.plan.last_is_greedy) == (3, True)
+    assert (world.plans[-1].num_samples, world.plans[-1].last_is_greedy) == (3, True)
     found = {
         (sample.uid, sample.sample_index): (reward.score, reward.details["greedy_score"])
         for sample, reward in zip(collected.rollout.samples, collected.rewards, strict=True)
@@ -485,17 +495,17 @@ def test_a_resumed_run_asks_the_same_prompts(resumed_after: int) -> None:
 def test_times_of_generation_and_judging_add_up_over_refills() -> None:
     world, now = World([WRONG, WRONG, MIXED, MIXED]), [0.0]
     timers = Timers(clock=lambda: now[0])
-    submit, judge = world.submit, world.judge
+    answer, judge = world.answer, world.judge
 
-    def slow_submit(*given: Any) -> Batch:
+    def slow_answer() -> None:
         now[0] += 10.0
-        return submit(*given)
+        answer()
 
     def slow_judge(sample: Sample) -> Reward:
         now[0] += 0.25
         return judge(sample)
 
-    world.submit, world.judge = slow_submit, slow_judge  # type: ignore[method-assign]
+    world.answer, world.judge = slow_answer, slow_judge  # type: ignore[method-assign]
     collect(world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=1), 2, timers=timers), 1)
     assert timers.pop() == {"timing_s/gen": 20.0, "timing_s/reward": 2.0}
 
@@ -523,12 +533,12 @@ AHEAD = ScheduleConfig(staleness=1, on_update="continue")
 def test_a_step_takes_the_oldest_groups_and_the_pipeline_is_filled_again() -> None:
     world = World([MIXED] * 9)
     rollouts = world.collector(FilterConfig(), 2, schedule=AHEAD)
-    rollouts.admit(0)
+    admit(rollouts, 0)
     # The plan's step is the one that will train on the prompts.
     assert world.asked == [(1, [0, 1]), (2, [2, 3])]
     assert prompts_of(rollouts.take(1)) == [0, 1]
     rollouts.release()
-    rollouts.admit(1)
+    admit(rollouts, 1)
     assert world.asked[2:] == [(3, [4, 5])]
     assert prompts_of(rollouts.take(2)) == [2, 3]
     assert rollouts.scheduler.pipeline == {2: 0, 3: 0, 4: 1, 5: 1}
@@ -538,7 +548,7 @@ def test_the_pipeline_replaces_what_the_filter_removes() -> None:
     world = World([WRONG, MIXED, RIGHT, MIXED, MIXED, MIXED, MIXED, MIXED])
     cfg = FilterConfig(mean_score=(0.0, 1.0), max_refills=2)
     rollouts = world.collector(cfg, 2, schedule=AHEAD)
-    rollouts.admit(0)
+    admit(rollouts, 0)
     collected = rollouts.take(1)
     # 0 is removed, and 2 after it; their places are filled at once by 4 and 5.
     assert prompts_of(collected) == [1, 3]
@@ -551,14 +561,14 @@ def test_a_pipeline_without_progress_names_its_oldest_ticket(monkeypatch: pytest
     """Prompt 1 has finished, but strict order waits for prompt 0, of which a sample is missing."""
     world = World([MIXED] * 9)
     rollouts = world.collector(FilterConfig(), 2, schedule=AHEAD)
-    rollouts.admit(0)
-    batch, samples = world.pending[0]
-    for prompt, sample in samples:
-        if (prompt.uid, sample.sample_index) != ("q:0", 1):
-            batch.finish(prompt, sample)
+    admit(rollouts, 0)
+    for sample, answer in world.pending[0]:
+        if (sample.uid, sample.sample_index) != ("q:0", 1):
+            answer.set_result(None)
 
-    def wait(until: Callable[[], bool], *, timeout_s: float, doing: Doing) -> None:
-        assert not until()
+    def wait(work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing) -> None:
+        loop.wait(turns())
+        assert not work.done()
         raise WorkerError(f"no progress within {timeout_s:g} s: {doing()}")
 
     monkeypatch.setattr(world, "wait", wait)
@@ -573,7 +583,7 @@ def test_no_prompt_is_under_way_twice() -> None:
     world = World([MIXED, WRONG, MIXED, MIXED])
     cfg = FilterConfig(mean_score=(0.0, 1.0), max_refills=1)
     rollouts = world.collector(cfg, 2, schedule=AHEAD, queue=queue_of(4))
-    rollouts.admit(0)
+    admit(rollouts, 0)
     assert prompts_of(rollouts.take(1)) == [0, 2]
     assert [index for _, indices in world.asked for index in indices] == [0, 1, 2, 3]
 
@@ -583,7 +593,7 @@ def test_the_last_steps_admit_no_more_than_they_take() -> None:
     rollouts = world.collector(FilterConfig(), 2, schedule=AHEAD)
     rollouts.config = replace(rollouts.config, trainer=replace(rollouts.config.trainer, total_steps=2))
     for step in (1, 2):
-        rollouts.admit(step - 1)
+        admit(rollouts, step - 1)
         rollouts.take(step)
         rollouts.release()
     assert [index for _, indices in world.asked for index in indices] == [0, 1, 2, 3]
@@ -594,7 +604,7 @@ def test_the_last_steps_admit_no_more_than_they_take() -> None:
 def test_only_finish_waits_for_all_samples_before_new_weights(on_update: Any, finished: int) -> None:
     world = World([MIXED] * 9)
     rollouts = world.collector(FilterConfig(), 2, schedule=ScheduleConfig(staleness=1, on_update=on_update))
-    rollouts.admit(0)
+    admit(rollouts, 0)
     rollouts.take(1)
     rollouts.settle()
     assert 4 - 2 * len(world.pending) == finished
@@ -606,12 +616,13 @@ def test_a_checkpoint_keeps_the_pipeline(tmp_path: Path) -> None:
     finish = ScheduleConfig(staleness=1)
     rollouts = world.collector(FilterConfig(), 2, schedule=finish)
     collect(rollouts, 1)
-    rollouts.admit(1)
+    admit(rollouts, 1)
     queue = json.loads(json.dumps(rollouts.queue.state_dict()))
     state = json.loads(json.dumps(rollouts.save(tmp_path)))
     resumed = again.collector(FilterConfig(), 2, schedule=finish)
     resumed.queue.load_state_dict(queue)
     resumed.restore(state, tmp_path, step=1, goes_on=True)
+    loop.wait(turns())
     # 2 and 3 were finished: their samples are handed over. 4 and 5 had no sample yet.
     assert {sample.uid for sample in again.begun} == {"q:2", "q:3"}
     assert again.asked == [(2, [2, 3]), (3, [4, 5])]
@@ -631,5 +642,6 @@ def test_a_changed_schedule_or_engine_samples_the_pipeline_anew(
     resumed = again.collector(FilterConfig(), 2, schedule=schedule)
     resumed.queue.load_state_dict(rollouts.queue.state_dict())
     resumed.restore(state, tmp_path, step=1, goes_on=goes_on)
+    loop.wait(turns())
     assert again.asked == []
     assert prompts_of(collect(resumed, 2)) == [2, 3]

@@ -1,6 +1,7 @@
 """The policy as a judge: what engines are asked, and that answers come back to their questions."""
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ from megarl.config.judges import JudgeConfig, SamplingConfig
 from megarl.config.load import from_dict
 from megarl.data.chat import encode_chats
 from megarl.data.tiny_model import make_byte_tokenizer
+from megarl.host import loop
 from megarl.rewards.llm import LlmJudge, Request
-from megarl.rollout.source import Batch, Doing, OnSample, SamplingPlan, generating, ignore_sample
+from megarl.rollout.source import Doing, Group, SamplingPlan, generating
 from megarl.train.policy_judge import PolicyCompletions
-from megarl.types import FinishReason, Message, Prompt, Sample, prompt_segment
+from megarl.types import FinishReason, Message, Sample, prompt_segment
+from tests.helpers.loops import answered
 from tests.helpers.reward_items import item
 from tests.helpers.segments import policy_segment
 
@@ -25,35 +28,35 @@ class Source:
     def __init__(self, write: Callable[[str], str]) -> None:
         self.write, self.plans, self.batches = write, list[SamplingPlan](), list[list[str]]()
 
-    def submit(
-        self,
-        prompts: Sequence[Prompt],
-        plan: SamplingPlan,
-        on_sample: OnSample = ignore_sample,
-        begun: Sequence[Sample] = (),
-    ) -> Batch:
-        batch = Batch(prompts=prompts, plan=plan, on_sample=on_sample)
-        self.plans.append(plan)
-        self.batches.append([TOKENIZER.decode(prompt.token_ids) for prompt in prompts])
-        for prompt in reversed(prompts):
-            ids = TOKENIZER(self.write(TOKENIZER.decode(prompt.token_ids)), add_special_tokens=False)["input_ids"]
-            sample = Sample(
-                uid=prompt.uid,
-                sample_index=0,
-                seed=0,
-                segments=(prompt_segment(prompt.token_ids), policy_segment(ids)),
-                finish_reason=FinishReason.STOP,
-            )
-            batch.finish(prompt, sample)
-        return batch
+        self.asked: list[asyncio.Future[None]] = []
 
-    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
-        assert until()
+    async def sample(self, group: Group) -> None:
+        """Finish when it is waited for, the last group first."""
+        text = TOKENIZER.decode(group.prompt.token_ids)
+        if not self.plans or self.plans[-1] is not group.plan:
+            self.plans.append(group.plan)
+            self.batches.append([])
+        self.batches[-1].append(text)
+        self.asked.append(answer := asyncio.get_running_loop().create_future())
+        await answer
+        ids = TOKENIZER(self.write(text), add_special_tokens=False)["input_ids"]
+        sample = Sample(
+            uid=group.prompt.uid,
+            sample_index=0,
+            seed=0,
+            segments=(prompt_segment(group.prompt.token_ids), policy_segment(ids)),
+            finish_reason=FinishReason.STOP,
+        )
+        await group.finish(sample)
 
-    def poll(self) -> None:
-        raise NotImplementedError
+    def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing = generating) -> None:
+        loop.wait(answered(work, self._answer))
 
-    def unfinished(self) -> list[Sample]:
+    def _answer(self) -> None:
+        while self.asked:
+            self.asked.pop().set_result(None)
+
+    def parts(self, groups: Iterable[Group]) -> list[Sample]:
         raise NotImplementedError
 
 

@@ -1,6 +1,7 @@
 """What a validation reports: accuracy, whatever the rewards are, with numbers by hand."""
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,10 @@ import pytest
 from megarl.config.generation import ValidationConfig
 from megarl.config.schema import Config
 from megarl.data.tiny_model import make_byte_tokenizer
+from megarl.host import loop
 from megarl.record.answers import read_answers
 from megarl.rewards.judge import Judged
-from megarl.rollout.source import Batch, Doing, OnSample, RolloutSource, SamplingPlan, generating, ignore_sample
+from megarl.rollout.source import Doing, Group, RolloutSource, SamplingPlan, generating
 from megarl.train.validate import Validator
 from megarl.types import DROPPED, FinishReason, Prompt, Reward, Sample, prompt_segment
 from tests.helpers.segments import policy_segment
@@ -35,30 +37,25 @@ class World(RolloutSource):
     def __getitem__(self, index: int) -> Prompt:
         return self.prompts[index]
 
-    def submit(
-        self,
-        prompts: Sequence[Prompt],
-        plan: SamplingPlan,
-        on_sample: OnSample = ignore_sample,
-        begun: Sequence[Sample] = (),
-    ) -> Batch:
-        self.plans.append(plan)
-        batch = Batch(prompts=prompts, plan=plan, on_sample=on_sample)
-        for prompt in self.prompts:
-            for i in range(plan.num_samples):
-                text = "#### 7" if self.is_right(prompt.uid, i, plan) else "#### 88"
-                sample = Sample(
-                    uid=prompt.uid,
-                    sample_index=i,
-                    seed=0,
-                    segments=(prompt_segment([65]), policy_segment(TOKENIZER.encode(text))),
-                    finish_reason=FinishReason.STOP,
-                )
-                batch.finish(prompt, sample)
-        return batch
+    async def sample(self, group: Group) -> None:
+        if not self.plans or self.plans[-1] is not group.plan:
+            self.plans.append(group.plan)
+        for i in range(group.plan.num_samples):
+            text = "#### 7" if self.is_right(group.prompt.uid, i, group.plan) else "#### 88"
+            sample = Sample(
+                uid=group.prompt.uid,
+                sample_index=i,
+                seed=0,
+                segments=(prompt_segment([65]), policy_segment(TOKENIZER.encode(text))),
+                finish_reason=FinishReason.STOP,
+            )
+            await group.finish(sample)
 
-    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
-        assert until()
+    def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing = generating) -> None:
+        loop.wait(work)
+
+    def parts(self, groups: Iterable[Group]) -> list[Sample]:
+        raise NotImplementedError
 
     def is_right(self, uid: str, sample_index: int, plan: SamplingPlan) -> bool | None:
         return True if plan.temperature == 0 else SAMPLED[int(uid[2:])][sample_index]

@@ -1,0 +1,82 @@
+"""Turn the event loop of a command's main thread. It stands still, except while something is waited for.
+
+Whatever a command does meanwhile (samples under way, streams that are read) is a task of this loop. Only one wait is
+under way at a time, so code between two waits sees nothing change.
+"""
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Coroutine
+from typing import Any, TypeVar
+
+from megarl.errors import WorkerError
+
+T = TypeVar("T")
+
+# How long a task that is cancelled may take to end.
+ENDING_S = 1.0
+
+# Errors of tasks that no wait has raised yet.
+_failures: list[BaseException] = []
+_failed = asyncio.Event()
+
+
+@functools.cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Return the loop of this process's main thread."""
+    loop = asyncio.new_event_loop()
+    # A command that ends early leaves tasks behind, of which nobody needs to hear.
+    loop.set_exception_handler(lambda loop, context: None)
+    return loop
+
+
+def spawn(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Start a task, which goes on during every wait; its error ends the wait under way, or else the next one."""
+    task = event_loop().create_task(work)
+    task.add_done_callback(_note_failure)
+    return task
+
+
+def wait(work: Awaitable[T]) -> T:
+    """Turn the loop until `work` is done, and return its result. Raises its error, or that of a task that fails first.
+
+    If several fail, the death of a process explains the others.
+    """
+    assert not event_loop().is_running(), "waits are not nested"
+    waiting = event_loop().create_task(_first_of(work))
+    try:
+        return event_loop().run_until_complete(waiting)
+    finally:
+        # A wait that Ctrl-C ended would otherwise go on in the next one, and take its errors away.
+        waiting.cancel()
+
+
+async def _first_of(work: Awaitable[T]) -> T:
+    task, failed = asyncio.ensure_future(work), asyncio.ensure_future(_failed.wait())
+    try:
+        await asyncio.wait({task, failed}, return_when=asyncio.FIRST_COMPLETED)
+        if _failures:
+            raise next((error for error in _failures if isinstance(error, WorkerError)), _failures[0])
+        return task.result()
+    finally:
+        _failures.clear()
+        _failed.clear()
+        for each in (task, failed):
+            each.cancel()
+
+
+def _note_failure(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _failures.append(error)
+        _failed.set()
+
+
+def abandon() -> None:
+    """End all tasks, whatever they wait for, and forget their errors."""
+    tasks = asyncio.all_tasks(event_loop())
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        event_loop().run_until_complete(asyncio.wait(tasks, timeout=ENDING_S))
+    _failures.clear()
+    _failed.clear()
