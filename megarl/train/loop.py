@@ -204,7 +204,8 @@ class Trainer:
         return RunState(
             command="train",
             step=step,
-            **self.updates.steps(),
+            num_optimizer_steps=self.updates.num_steps(Role.ACTOR),
+            num_critic_steps=self.updates.num_steps(Role.CRITIC),
             gate_passed=self.gate.passed,
             sampler=self.rollouts.queue.state_dict(),
             algo=self.state,

@@ -11,7 +11,7 @@ from megarl.data.answers import Answers, response_decoder
 from megarl.data.chat import encode_chats
 from megarl.errors import DataError
 from megarl.rewards.judge import Gathered, Judged
-from megarl.train.update import RoleScorer
+from megarl.train.passes import RoleScorer
 from megarl.types import IntArray, Message, Prompt, Reward, RolloutBatch, Sample, row_read_at_end
 from megarl.types.messages import Role
 

@@ -23,7 +23,7 @@ from megarl.data.prompts import ToolsOf, no_tools
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
 from megarl.record.metrics import Timers
-from megarl.train.update import RoleScorer
+from megarl.train.passes import RoleScorer
 from megarl.types import Advantages, Algorithm, FloatArray, Prompt, Row, Score
 from megarl.types.messages import Role
 

@@ -23,8 +23,8 @@ from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import RunRecorder, resident_memory
 from megarl.train.checkpoint import Checkpoint, CheckpointManager, Command, RunState
 from megarl.train.export import export_model
+from megarl.train.passes import CountedObjective, RoleScorer, RoleUpdater
 from megarl.train.supervised_inputs import SupervisedInputs
-from megarl.train.update import CountedObjective, RoleScorer, RoleUpdater
 from megarl.train.validate import Validation
 from megarl.types import AlgoState, FloatArray, Row
 from megarl.types.messages import LoadRequest, Role, RoleSpec

@@ -1,192 +1,15 @@
-"""Run the scoring passes and optimizer steps of a role, and the update stage of a step."""
+"""Update the trained roles on the rows of a step."""
 
-import itertools
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from megarl.cluster import residency
 from megarl.config.batches import actor_learns, mini_batch_prompts
-from megarl.config.schema import Config, OptimizerConfig
-from megarl.data.packing import imbalance_metrics, plan_micro_batches
-from megarl.parallel.backend import shares_prompts
+from megarl.config.schema import Config
 from megarl.record.metrics import Timers
-from megarl.record.performance import forward_flops
-from megarl.types import AlgoState, Denominators, FloatArray, Objective, Row
-from megarl.types.messages import Head, MicroBatchPlan, Role, RoleSpec, ScoreRequest, UpdateRequest, UpdateResult
-from megarl.weights.dims import Dims
-
-if TYPE_CHECKING:
-    from megarl.cluster.workers import RoleWorkers
-
-
-class CountedObjective(Objective[Any], Protocol):
-    """An objective that knows the counts that divide its sums: an `Algorithm`, or a critic's `ValueLoss`."""
-
-    def denominators(self, rows: Sequence[Row]) -> Denominators:
-        """Return the global counts of an optimizer mini-batch."""
-
-
-class RoleScorer:
-    """The forward passes of a role, trained or frozen, over rows in micro-batches that suit its layout.
-
-    Rows are split so that data-parallel ranks get nearly equal FLOPs of a model with these `dims` (None: equal tokens).
-    """
-
-    def __init__(
-        self, workers: "RoleWorkers", role: RoleSpec, *, temperature: float = 1.0, dims: Dims | None = None
-    ) -> None:
-        self._workers, self._role, self._temperature, self._dims = workers, role, temperature, dims
-
-    def score(self, rows: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
-        """Compute all outputs that the role's model has for the rows (such as log-probs) in one pass, by name, in row
-        order.
-
-        Log-probs and entropies are those at the training temperature.
-        """
-        return self._score(rows, step, paired=False)
-
-    def score_pairs(self, rows: Sequence[Row], others: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
-        """Compute outputs of rows and of `others` (the same responses after other prompts) in one pass, and the KL
-        between both.
-
-        Returns the outputs of `rows` followed by `others`, and `kl`: KL(policy on `others` ‖ policy on `rows`) over the
-        vocabulary, per response token, of `rows`. A pair shares a micro-batch.
-        """
-        found = self._score([*rows, *others], step, paired=True)
-        return {**found, "kl": found["kl"][: len(rows)]}
-
-    def _score(self, rows: Sequence[Row], step: int, *, paired: bool) -> dict[str, list[FloatArray]]:
-        request = ScoreRequest(role=self._role.role, temperature=self._temperature, step=step, paired=paired)
-        # Do not send the scores of earlier passes along.
-        return self._workers.score(self._sent(rows, frozenset()), self._plan(rows, paired=paired)[0], request)
-
-    def _sent(self, rows: Sequence[Row], names: Collection[str]) -> list[Row]:
-        """Remove from rows the scores that a pass of this role does not read, before they are sent to ranks."""
-        role = self._role
-        with_nucleus = role.head is Head.LM
-        return [row.only(names, routed_experts=role.replays_routing, nucleus=with_nucleus) for row in rows]
-
-    def _plan(self, rows: Sequence[Row], *, paired: bool) -> tuple[MicroBatchPlan, dict[str, float]]:
-        """Plan the rows' micro-batches, and return metrics of how evenly they load the ranks.
-
-        Rows that may share a prompt come one after the other, so that few ranks and micro-batches repeat it.
-
-        paired: each micro-batch holds rows of the first half, followed in the same order by their counterparts in the
-        second.
-        """
-        layout, half = self._role.layout, len(rows) // 2
-        halves = [rows[:half], rows[half:]] if paired else [rows]
-        order, savings = list(range(len(halves[0]))), None
-        if self._dims is not None and shares_prompts(self._dims, layout):
-            first: dict[bytes, int] = {}
-            order.sort(key=lambda i: first.setdefault(rows[i].prompt_key, i))
-            neighbours = itertools.pairwise(order)
-            savings = [0, *(sum(self._saving(each[a], each[b]) for each in halves) for a, b in neighbours)]
-        lengths = [sum(each[i].num_tokens for each in halves) for i in order]
-        costs = [sum(self._cost(each[i].num_tokens, len(each[i].loss_mask)) for each in halves) for i in order]
-        planned = plan_micro_batches(
-            lengths,
-            layout.dp,
-            self._role.settings.micro_batch_tokens,
-            # Interleaved pipelines take micro-batches in groups of pp.
-            multiple=layout.pp if layout.virtual_pp > 1 else 1,
-            costs=costs,
-            savings=savings,
-        )
-        metrics = imbalance_metrics(planned, lengths, costs, savings)
-        plan = MicroBatchPlan([[[order[i] for i in members] for members in bins] for bins in planned])
-        return plan.paired(half) if paired else plan, metrics
-
-    def _cost(self, num_tokens: int, num_scored: int) -> int:
-        if self._dims is None:
-            return num_tokens
-        return forward_flops(self._dims, num_tokens=num_tokens, num_scored_tokens=num_scored)
-
-    def _saving(self, before: Row, row: Row) -> int:
-        """Return how much less a row costs in a micro-batch with the row before it, whose prompt it may share."""
-        return self._cost(row.num_prompt_tokens - 1, 0) if row.prompt_key == before.prompt_key else 0
-
-
-class RoleUpdater(RoleScorer):
-    """The scoring passes and optimizer steps of a trained role; its schedule has `total_steps` optimizer steps."""
-
-    def __init__(
-        self,
-        workers: "RoleWorkers",
-        role: RoleSpec,
-        objective: CountedObjective,
-        *,
-        total_steps: int,
-        temperature: float = 1.0,
-        dims: Dims | None = None,
-    ) -> None:
-        super().__init__(workers, role, temperature=temperature, dims=dims)
-        self._objective, self._total_steps = objective, total_steps
-        self.num_optimizer_steps = 0
-
-    def update(self, rows: Sequence[Row], state: AlgoState, *, step: int, paired: bool = False) -> UpdateResult:
-        """Take one optimizer step on these rows; the result's `before` is in row order.
-
-        paired: row i of the first half and row i of the second share a micro-batch.
-        """
-        optimizer = self._role.settings.optimizer
-        request = UpdateRequest(
-            role=self._role.role,
-            step=step,
-            objective=self._objective,
-            state=state,
-            denominators=self._objective.denominators(rows),
-            temperature=self._temperature,
-            lr=learning_rate(optimizer, self.num_optimizer_steps, self._total_steps),
-        )
-        self.num_optimizer_steps += 1
-        needed = self._sent(rows, self._objective.reads)
-        plan, imbalance = self._plan(rows, paired=paired)
-        result = self._workers.update(needed, plan, request)
-        # The critic's rows are those of the actor.
-        metrics = {**result.metrics, **({} if self._role.role is Role.CRITIC else imbalance)}
-        return replace(result, metrics=metrics, before={i: result.before[i] for i in range(len(rows))})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchUpdate:
-    """The result of a batch's optimizer steps.
-
-    metrics: means over the steps. before: what the role computed before its first step, by index of the rows in the
-    first mini-batch; nothing is known of the other rows, as the policy has moved when their turn comes.
-    """
-
-    metrics: Mapping[str, float]
-    before: Mapping[int, FloatArray]
-
-
-def update_on_batch(
-    updater: RoleUpdater,
-    rows: Sequence[Row],
-    state: AlgoState,
-    *,
-    step: int,
-    mini_batch_prompts: int,
-    num_epochs: int,
-) -> BatchUpdate:
-    """Take every optimizer step on a batch: `num_epochs` times one per mini-batch of `mini_batch_prompts` groups."""
-    uids = list(dict.fromkeys(row.uid for row in rows))
-    sums: dict[str, float] = {}
-    before: dict[int, FloatArray] = {}
-    num_steps = 0
-    for _ in range(num_epochs):
-        for start in range(0, len(uids), mini_batch_prompts):
-            members = set(uids[start : start + mini_batch_prompts])
-            indices = [i for i, row in enumerate(rows) if row.uid in members]
-            result = updater.update([rows[i] for i in indices], state, step=step)
-            if num_steps == 0:
-                before = {i: result.before[place] for place, i in enumerate(indices)}
-            num_steps += 1
-            for name, value in result.metrics.items():
-                sums[name] = sums.get(name, 0.0) + value
-    return BatchUpdate(metrics={name: value / num_steps for name, value in sums.items()}, before=before)
+from megarl.train.passes import RoleUpdater
+from megarl.types import AlgoState, FloatArray, Row
+from megarl.types.messages import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,10 +25,9 @@ class UpdateStage:
     enter: Callable[[residency.Phase], None]
     timers: Timers
 
-    def steps(self) -> dict[str, Any]:
-        """Return the numbers of optimizer steps that the actor and the critic have taken, as `RunState` names them."""
-        taken = {role: updater.num_optimizer_steps for role, updater in self.updaters.items()}
-        return {"num_optimizer_steps": taken[Role.ACTOR], "num_critic_steps": taken.get(Role.CRITIC, 0)}
+    def num_steps(self, role: Role) -> int:
+        """Return how many optimizer steps a role has taken; 0 if it is not trained."""
+        return self.updaters[role].num_optimizer_steps if role in self.updaters else 0
 
     def set_steps(self, num_actor: int, num_critic: int) -> None:
         """Go on after these numbers of optimizer steps of the actor and the critic."""
@@ -228,8 +50,7 @@ class UpdateStage:
                 continue
             self.enter(residency.updating(role))
             with self.timers(f"update_{role}"):
-                result = update_on_batch(
-                    updater,
+                result = updater.update_on_batch(
                     rows,
                     state,
                     step=step,
@@ -240,18 +61,3 @@ class UpdateStage:
             if role is Role.ACTOR:
                 before = result.before
         return metrics, before
-
-
-def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Compute the learning rate of optimizer step `step` (0-based) of `total_steps`.
-
-    Linear warm-up to `lr` over `warmup_steps`; then constant; over the last `decay_frac` of the run the rate falls,
-    linearly or along a half cosine, to `lr · min_lr_frac`.
-    """
-    warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
-    if config.schedule == "constant":
-        return config.lr * warmup
-    decay_steps = max(1.0, config.decay_frac * total_steps)
-    remaining = min(1.0, (total_steps - step) / decay_steps)
-    shape = remaining if config.schedule == "linear" else 0.5 * (1.0 - math.cos(math.pi * remaining))
-    return config.lr * warmup * (config.min_lr_frac + (1.0 - config.min_lr_frac) * shape)

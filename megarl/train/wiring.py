@@ -2,7 +2,6 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from megarl.algos.value_loss import ValueLoss
 from megarl.cluster import residency
@@ -28,11 +27,12 @@ from megarl.train.gate import MismatchGate
 from megarl.train.inputs import TrainInputs, max_reward_tokens, open_sampler
 from megarl.train.loop import Trainer
 from megarl.train.model_judge import ModelJudge, ModelRewards
+from megarl.train.passes import CountedObjective, RoleScorer, RoleUpdater
 from megarl.train.policy_judge import PolicyCompletions
 from megarl.train.score import ScoringPasses
-from megarl.train.update import CountedObjective, RoleScorer, RoleUpdater, UpdateStage
+from megarl.train.update import UpdateStage
 from megarl.train.validate import Validator
-from megarl.types.messages import Role, RoleSpec
+from megarl.types.messages import Role
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import weight_specs
 
@@ -54,7 +54,11 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
     names = inputs.train.environments | (frozenset() if inputs.val is None else inputs.val.environments)
     live = VllmSource(engines, cluster.open_hosts(names, config), config.environment)
     scheduler, source = _open_source(config, engines, live)
-    scorers = {role.role: RoleScorer(workers, role, **_pass_settings(config, role)) for role in inputs.roles}
+    temperature = config.rollout.temperature
+    scorers = {
+        role.role: RoleScorer(workers, role, temperature=temperature, dims=read_model_spec(role.model.path).dims)
+        for role in inputs.roles
+    }
     completions = partial(_completions, inputs, cluster, VllmSource(engines), memory)
     rewards, validation_rewards = _reward_managers(inputs, scorers, memory, completions)
     rollouts = Rollouts(
@@ -193,14 +197,10 @@ def _update_stage(inputs: TrainInputs, cluster: Cluster, memory: residency.Memor
             role,
             objectives[role.role],
             total_steps=steps[role.role] * per_step,
-            **_pass_settings(config, role),
+            temperature=config.rollout.temperature,
+            dims=read_model_spec(role.model.path).dims,
         )
         for role in inputs.roles
         if role.trainable
     }
     return UpdateStage(config=config, updaters=updaters, has_critic=has_critic, enter=memory.enter, timers=timers)
-
-
-def _pass_settings(config: Config, role: RoleSpec) -> dict[str, Any]:
-    """Return what the passes of a role need besides its layout: the temperature and the model's sizes."""
-    return {"temperature": config.rollout.temperature, "dims": read_model_spec(role.model.path).dims}

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 from megarl.algos.preference import BradleyTerry
 from megarl.config.schema import LayoutConfig
 from megarl.data.packing import plan_micro_batches
-from megarl.train.update import RoleUpdater
+from megarl.train.passes import RoleUpdater
 from megarl.types import AlgoState, Row, row_read_at_end
 from megarl.types.messages import Head, MicroBatchPlan, Role, RoleSpec, UpdateRequest, UpdateResult
 from tests.helpers import layout_training

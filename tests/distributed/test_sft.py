@@ -13,8 +13,8 @@ from megarl.config.schema import LayoutConfig
 from megarl.data.demonstrations import SftDataset
 from megarl.data.packing import plan_micro_batches
 from megarl.data.tiny_model import make_byte_tokenizer
+from megarl.train.passes import RoleScorer
 from megarl.train.supervised import validate_sft
-from megarl.train.update import RoleScorer
 from megarl.types import FloatArray, Row
 from tests.helpers import layout_training
 from tests.helpers.compare import assert_within

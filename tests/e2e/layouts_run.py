@@ -13,7 +13,7 @@ from megarl.cluster.cluster import Cluster
 from megarl.cluster.roles import actor_role, roles_of
 from megarl.errors import ConfigError
 from megarl.train.export import export_model
-from megarl.train.update import CountedObjective, RoleScorer, RoleUpdater
+from megarl.train.passes import CountedObjective, RoleScorer, RoleUpdater
 from megarl.types import AlgoState, FloatArray, Row
 from megarl.types.messages import LoadRequest, Role, RoleSpec
 from tests.e2e.support import small_config

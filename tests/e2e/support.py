@@ -20,7 +20,7 @@ from megarl.host import loop
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.source import Doing, Group, SamplingPlan, collect
 from megarl.rollout.vllm_source import VllmSource
-from megarl.train.update import RoleScorer, RoleUpdater
+from megarl.train.passes import RoleScorer, RoleUpdater
 from megarl.types import FloatArray, Prompt, RolloutBatch, Row, Sample
 from megarl.types.messages import LoadRequest
 from megarl.weights.families import ModelSpec, read_model_spec

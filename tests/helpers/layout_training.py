@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from safetensors.torch import load_file
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from megarl.train.update import CountedObjective
+from megarl.train.passes import CountedObjective
 from megarl.types import AlgoState, Row
 from megarl.types.messages import Head, Role, RoleSpec, UpdateRequest
 from megarl.weights.families import read_model_spec

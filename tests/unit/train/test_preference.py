@@ -9,8 +9,8 @@ import pytest
 
 from megarl.algos.preference import preference_objective
 from megarl.config.schema import TrainPreferenceConfig
+from megarl.train.passes import RoleScorer
 from megarl.train.preference import validate_preferences, with_pair_scores
-from megarl.train.update import RoleScorer
 from megarl.types import Row
 from megarl.types.messages import Role
 from tests.helpers.rows import random_rows

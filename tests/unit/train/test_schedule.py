@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megarl.config.schema import OptimizerConfig
-from megarl.train.update import learning_rate
+from megarl.train.passes import learning_rate
 
 
 def rates(total_steps: int, **config: Any) -> list[float]:

@@ -23,8 +23,8 @@ from megarl.data.records import Message
 from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import DataError
 from megarl.record.metrics import Timers
+from megarl.train.passes import RoleScorer
 from megarl.train.score import HintWriter, ScoringPasses, needed_scores
-from megarl.train.update import RoleScorer
 from megarl.types import FloatArray, Prompt, Row, Score
 from megarl.types.messages import Role
 

@@ -10,7 +10,7 @@ from megarl.algos.sft import SftAlgorithm
 from megarl.algos.value_loss import ValueLoss
 from megarl.cluster.workers import RoleWorkers
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from megarl.train.update import CountedObjective, RoleScorer, RoleUpdater, update_on_batch
+from megarl.train.passes import CountedObjective, RoleScorer, RoleUpdater
 from megarl.types import AlgoState, FloatArray, Row
 from megarl.types.messages import MicroBatchPlan, Role, RoleSpec, ScoreRequest, UpdateRequest, UpdateResult
 from megarl.weights.dims import Dims
@@ -171,7 +171,7 @@ ROWS = [make_row(uid, first) for first, uid in enumerate("abcab")]
 
 def test_mini_batches_are_groups_in_order_of_appearance() -> None:
     workers = FakeWorkers()
-    got = update_on_batch(updater_of(workers), ROWS, AlgoState(), step=1, mini_batch_prompts=2, num_epochs=2)
+    got = updater_of(workers).update_on_batch(ROWS, AlgoState(), step=1, mini_batch_prompts=2, num_epochs=2)
     firsts = [[int(row.token_ids[0]) for row in rows] for rows, *_ in workers.updated]
     assert firsts == [[0, 1, 3, 4], [2], [0, 1, 3, 4], [2]]
     assert [request.denominators["tokens"] for *_, request in workers.updated] == [12, 3, 12, 3]
@@ -183,7 +183,7 @@ def test_mini_batches_are_groups_in_order_of_appearance() -> None:
 
 def test_before_is_that_of_rows_which_no_step_precedes() -> None:
     """The second mini-batch, of row 2, saw one step; no row's is that of the second epoch."""
-    got = update_on_batch(updater_of(FakeWorkers()), ROWS, AlgoState(), step=1, mini_batch_prompts=2, num_epochs=2)
+    got = updater_of(FakeWorkers()).update_on_batch(ROWS, AlgoState(), step=1, mini_batch_prompts=2, num_epochs=2)
     assert {i: v.tolist() for i, v in got.before.items()} == {0: [0.0] * 3, 1: [1.0] * 3, 3: [3.0] * 3, 4: [4.0] * 3}
 
 
@@ -191,5 +191,5 @@ def test_before_is_that_of_rows_which_no_step_precedes() -> None:
 def test_a_batch_that_a_filter_made_smaller_takes_fewer_steps(mini_batch_prompts: int, num_steps: int) -> None:
     workers = FakeWorkers()
     updater = updater_of(workers)
-    update_on_batch(updater, ROWS, AlgoState(), step=1, mini_batch_prompts=mini_batch_prompts, num_epochs=1)
+    updater.update_on_batch(ROWS, AlgoState(), step=1, mini_batch_prompts=mini_batch_prompts, num_epochs=1)
     assert len(workers.updated) == updater.num_optimizer_steps == num_steps
