@@ -2,20 +2,19 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megarl.cluster.processes import wait_all
 from megarl.cluster.roster import Process
+from megarl.config.generation import SyncConfig
 from megarl.errors import EngineDiedError, WeightSyncError
 from megarl.host.listeners import LOOPBACK
 from megarl.rollout.engine import Received
-from megarl.sync.plan.build import Holding, Parcel, build_plan
+from megarl.sync.plan.build import Holding, build_plan
 from megarl.sync.wire.casts import SCALED, scale_of
 from megarl.sync.wire.meetings import Meeting, give_up
-from megarl.sync.wire.routed import passed_on
-from megarl.sync.wire.wires import Share
+from megarl.sync.wire.shares import shares_of
 from megarl.weights.boxes import num_elements
 from megarl.weights.safetensors_map import TensorSpec
 
@@ -31,8 +30,7 @@ class BridgeSync:
     """The weight transfer from the actor's trainer ranks to the workers of all engines, by a plan that is made once.
 
     specs: shape and dtype of each tensor as sent. needs: tensor slices that each worker of an engine loads. shares: for
-    each engine, the ranks whose devices its workers use. delta_full_every: send only changed elements, but all elements
-    every this many syncs; None: always all.
+    each engine, the ranks whose devices its workers use.
     """
 
     def __init__(
@@ -41,19 +39,17 @@ class BridgeSync:
         engines: Sequence[Process],
         specs: Mapping[str, TensorSpec],
         needs: Sequence[Holding],
+        settings: SyncConfig,
         *,
         shares: Sequence[Sequence[int]],
         segments: Path,
         timeout_s: float,
-        over_devices: bool = False,
-        cuda_ipc: bool = False,
-        delta_full_every: int | None = None,
     ) -> None:
         self._ranks, self._engines, self._timeout_s = list(ranks), list(engines), timeout_s
         self._num_workers, self._transfer = len(needs), 0
         self._scaled = [name for name, spec in specs.items() if spec.dtype == SCALED]
         # Number of syncs since everything was last sent in full; None: both sides may differ, so send all.
-        self._full_every = delta_full_every
+        self._full_every = settings.delta_full_every if settings.delta else None
         self._since_full: int | None = None
         if lacking := sorted({name for needed in needs for name in needed} - specs.keys()):
             raise WeightSyncError(
@@ -62,8 +58,8 @@ class BridgeSync:
             )
         held = self._call(self._ranks, [("held_weights", ())] * len(ranks))
         sinks = range(len(ranks), len(ranks) + len(engines) * self._num_workers)
-        neighbours = {
-            self._sink(engine, worker): [rank]
+        beside = {
+            self._sink(engine, worker): rank
             for engine, its_ranks in enumerate(shares)
             for worker, rank in enumerate(its_ranks)
         }
@@ -71,12 +67,10 @@ class BridgeSync:
             specs,
             dict(enumerate(held)),
             {sink: needs[i % self._num_workers] for i, sink in enumerate(sinks)},
-            neighbours=neighbours,
+            neighbours={sink: [rank] for sink, rank in beside.items()},
             hosts=dict(enumerate(self._hosts())),
         )
-        # NCCL takes no device twice: an engine's worker gets what other hosts send from the rank on its device.
-        relays = {sink: ranks[0] for sink, ranks in neighbours.items()} if over_devices else {}
-        self._open(segments, relays, over_devices=over_devices, cuda_ipc=cuda_ipc, delta=delta_full_every is not None)
+        self._open(settings, beside, segments)
 
     def push(self, version: int, *, verify: bool) -> dict[str, float]:
         """Send the trainer's current weights to the engines, which generate with them as `version`; return metrics.
@@ -147,41 +141,33 @@ class BridgeSync:
         num = self._num_workers
         return [*hosts, *(each.location.host_of(worker, num) for each in self._engines for worker in range(num))]
 
-    def _open(self, segments: Path, relays: dict[int, int], **options: bool) -> None:
-        plan, first, hosts = self.plan, self._ranks[0], self._hosts()
+    def _open(self, settings: SyncConfig, beside: Mapping[int, int], segments: Path) -> None:
+        first, hosts = self._ranks[0], self._hosts()
         address = LOOPBACK if len(set(hosts)) == 1 else first.location.address
         (port,) = self._call([first], [("offer_meeting", (address,))])
-        # The members of the process group between hosts.
-        size = len(self._ranks) if relays else len(hosts)
         self._meeting = Meeting(
             address=address,
             port=port,
             rank=0,
-            size=size,
+            size=len(hosts),
             timeout_s=self._timeout_s,
             secret=secrets.token_bytes(_SECRET_BYTES),
         )
-        passed = passed_on(plan.messages, relays, hosts)
-
-        def share(process: int, messages: list[Parcel]) -> Share:
-            return Share(
-                messages=tuple(messages),
-                specs=plan.specs,
-                needs=plan.needs.get(process, {}),
-                segments=str(segments),
-                meeting=replace(self._meeting, rank=process),
-                hosts=tuple(hosts),
-                relays=relays,
-                passed=tuple(passed.get(process, ())),
-                **options,
-            )
-
+        shares = shares_of(
+            self.plan,
+            settings,
+            self._meeting,
+            hosts=hosts,
+            num_ranks=len(self._ranks),
+            beside=beside,
+            segments=segments,
+        )
         calls: list[tuple[str, tuple[Any, ...]]] = [
-            ("open_bridge", (share(rank, plan.of_source(rank)),)) for rank in range(len(self._ranks))
+            ("open_bridge", (shares[rank],)) for rank in range(len(self._ranks))
         ]
         for engine in range(len(self._engines)):
             its_sinks = [self._sink(engine, worker) for worker in range(self._num_workers)]
-            calls.append(("open_bridge", ([share(sink, plan.of_sink(sink)) for sink in its_sinks],)))
+            calls.append(("open_bridge", ([shares[sink] for sink in its_sinks],)))
         self._call([*self._ranks, *self._engines], calls)
 
     def _call(self, processes: Sequence[Process], calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:

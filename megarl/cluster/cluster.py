@@ -225,19 +225,17 @@ class Cluster:
 
     def weight_sync(self, specs: Mapping[str, TensorSpec]) -> BridgeSync:
         """Return an open `BridgeSync`, which sends the actor's weights to the engines. Load the actor first."""
-        config, engine = self._config.sync, self._config.rollout.engine
+        engine = self._config.rollout.engine
         model = read_model_spec(self._config.model.path)
         return BridgeSync(
             self.workers.groups[0].processes,
             self.engines.processes,
-            wire_specs(model, specs, config.dtype),
+            wire_specs(model, specs, self._config.sync.dtype),
             engine_needs(model, engine.tp, stages=engine.pp, expert_parallel=engine.expert_parallel),
+            self._config.sync,
             shares=self._seats.shares,
             segments=self.scope.new_shm_file("bridge"),
             timeout_s=self._config.rollout.timeout_s,
-            over_devices=config.host_group == "device",
-            cuda_ipc=platform().has_ipc if config.cuda_ipc is None else config.cuda_ipc,
-            delta_full_every=config.delta_full_every if config.delta else None,
         )
 
     def __enter__(self) -> Self:

@@ -8,11 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megarl.cluster import residency
+from megarl.config.generation import SyncConfig
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.device.platform import platform
 from megarl.host.store import open_store
@@ -22,7 +24,8 @@ from megarl.rollout.engine_spec import EngineSpec
 from megarl.sync.plan.build import build_plan
 from megarl.sync.wire.ends import BridgeReceiver, BridgeSender
 from megarl.sync.wire.meetings import Meeting
-from megarl.sync.wire.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from megarl.sync.wire.routed import RoutedReceiver, RoutedSender
+from megarl.sync.wire.shares import shares_of
 from megarl.sync.wire.wires import Share
 from megarl.types import FloatArray, Row
 from megarl.types.messages import LoadRequest, Part, Role, RoleSpec, ScoreRequest
@@ -225,24 +228,20 @@ def exchange_by_ipc(
     specs = {name: TensorSpec(shape=tuple(value.shape), dtype=value.dtype) for name, value in values.items()}
     boxes = {name: full_box(spec.shape) for name, spec in specs.items()}
     plan = build_plan(specs, {0: boxes}, {1: boxes}, neighbours={1: [0]}, bucket_bytes=1 << 16)
-    shares = [
-        Share(
-            messages=plan.messages,
-            specs=specs,
-            needs=plan.needs.get(process, {}),
-            segments=f"{directory}/segment",
-            meeting=Meeting(
-                address="127.0.0.1", port=store.port, rank=process, size=2, timeout_s=120.0, secret=b"the run's"
-            ),
-            hosts=("here", "here"),
-            cuda_ipc=True,
-        )
-        for process in (0, 1)
-    ]
+    shares = shares_of(
+        plan,
+        SyncConfig(cuda_ipc=True),
+        Meeting(address="127.0.0.1", port=store.port, rank=0, size=2, timeout_s=120.0, secret=b"the run's"),
+        hosts=("here", "here"),
+        num_ranks=1,
+        beside={1: 0},
+        segments=Path(directory) / "segment",
+    )
+    assert set(shares[0].wires) == {"CUDA IPC"}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
         answer = pool.submit(_receive_by_ipc, shares[1])
-        sender = BridgeSender(shares[0], SharedMemorySender(shares[0], platform().device()))
+        sender = BridgeSender(shares[0], RoutedSender(shares[0], platform().device()))
         on_device = {name: value.to(platform().device()) for name, value in values.items()}
         for transfer in (1, 2):
             slices = [Slice(tensor=name, index=(), view=value, owned=True) for name, value in on_device.items()]
@@ -255,7 +254,7 @@ def exchange_by_ipc(
 def _receive_by_ipc(share: Share) -> list[dict[str, torch.Tensor]]:
     """Both transfers, on the host: in the process that has the other end."""
     device = platform().device()
-    receiver = BridgeReceiver(share, SharedMemoryReceiver(share, device), device)
+    receiver = BridgeReceiver(share, RoutedReceiver(share, device), device)
     return [{name: tensor.cpu() for name, tensor in receiver.receive(transfer)} for transfer in (1, 2)]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # `open` of other things than files: what it is called on.
-OTHERS = ("os", "tracker", "self._device", "chat_server()")
+OTHERS = ("os", "tracker", "self._memory", "chat_server()")
 PROCESSES = ("run", "Popen", "check_output")
 
 

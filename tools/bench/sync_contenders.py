@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,12 +25,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.config.generation import SyncConfig
 from megarl.host.store import open_store
 from megarl.sync.plan.build import Parcel, Plan, build_plan
 from megarl.sync.wire.ends import BridgeReceiver, BridgeSender
 from megarl.sync.wire.meetings import Meeting
 from megarl.sync.wire.routed import RoutedReceiver, RoutedSender
-from megarl.sync.wire.wires import ReceivingEnd, SendingEnd, Share
+from megarl.sync.wire.shares import shares_of
+from megarl.sync.wire.wires import Share, unpack
 from megarl.weights.boxes import Box, Index, slices_of
 from megarl.weights.slices import Slice
 from tools.bench.sync_model import NUM_RANKS, Layout, Model, check, make_model, shards
@@ -137,17 +139,18 @@ def bridge(wire: str, rank: Rank, *, full_shape: bool = False) -> Contender:
 
 
 def receive(
-    sink: ReceivingEnd, messages: Sequence[Parcel], got: Mapping[str, torch.Tensor], wanted: Mapping[str, Box]
+    sink: RoutedReceiver, messages: Sequence[Parcel], got: Mapping[str, torch.Tensor], wanted: Mapping[str, Box]
 ) -> None:
     """All messages of a transfer, bucket by bucket, straight into shards."""
     buckets = [list(each) for _, each in itertools.groupby(messages, key=lambda message: message.bucket)]
     for bucket, following in itertools.zip_longest(buckets, buckets[1:], fillvalue=()):
         sink.expect([*bucket, *following])
         for message in bucket:
-            arrival = sink.receive(message)
-            for _ in arrival.read(got[p.tensor][slices_of(p.box, wanted[p.tensor])] for p in message.parts):
+            end = sink.end_of(message)
+            targets = (got[p.tensor][slices_of(p.box, wanted[p.tensor])] for p in message.parts)
+            for _ in unpack(end.receive(message).data, targets):
                 pass
-            sink.release(message)
+            end.release(message)
 
 
 def loads_of(
@@ -161,7 +164,7 @@ def loads_of(
     return loads
 
 
-def _ends(rank: Rank, plan: Plan, name: str, wire: str) -> tuple[Share, SendingEnd, Share, ReceivingEnd]:
+def _ends(rank: Rank, plan: Plan, name: str, wire: str) -> tuple[Share, RoutedSender, Share, RoutedReceiver]:
     """Both ends of this process, which are members of their own: for gloo each process is a host."""
     job, timeout = rank.job, timedelta(seconds=TIMEOUT_S)
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timeout)
@@ -171,25 +174,23 @@ def _ends(rank: Rank, plan: Plan, name: str, wire: str) -> tuple[Share, SendingE
         store.set(f"port of {name}", str(_stores[-1].port))
     port = int(store.get(f"port of {name}"))
 
-    def share(process: int, messages: Sequence[Parcel]) -> Share:
-        return Share(
-            messages=tuple(message for message in messages if not message.local),
-            specs=plan.specs,
-            needs={},
-            segments=f"{job.directory}/{name}",
-            meeting=Meeting(
-                address="127.0.0.1",
-                port=port,
-                rank=process,
-                size=2 * NUM_RANKS,
-                timeout_s=TIMEOUT_S,
-                secret=b"the benchmark's",
-            ),
-            hosts=tuple("here" if wire == "shared_memory" else f"host {i % NUM_RANKS}" for i in range(2 * NUM_RANKS)),
-        )
-
-    outgoing = share(rank.number, plan.of_source(rank.number))
-    incoming = share(NUM_RANKS + rank.number, plan.of_sink(NUM_RANKS + rank.number))
+    shares = shares_of(
+        replace(plan, messages=tuple(message for message in plan.messages if not message.local)),
+        SyncConfig(),
+        Meeting(
+            address="127.0.0.1",
+            port=port,
+            rank=0,
+            size=2 * NUM_RANKS,
+            timeout_s=TIMEOUT_S,
+            secret=b"the benchmark's",
+        ),
+        hosts=["here" if wire == "shared_memory" else f"host {i % NUM_RANKS}" for i in range(2 * NUM_RANKS)],
+        num_ranks=NUM_RANKS,
+        beside={},
+        segments=Path(job.directory) / name,
+    )
+    outgoing, incoming = shares[rank.number], shares[NUM_RANKS + rank.number]
     with ThreadPoolExecutor(2) as pool:
         # They wait for each other.
         source = pool.submit(RoutedSender, outgoing, CPU)

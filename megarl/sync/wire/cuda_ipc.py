@@ -1,4 +1,4 @@
-"""Share segments of device memory between two processes that use the same device (CUDA IPC)."""
+"""Carry messages between two processes that use the same device in segments of its memory (CUDA IPC)."""
 
 import base64
 import json
@@ -11,7 +11,9 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megarl.device.platform import platform
 from megarl.errors import WeightSyncError
+from megarl.sync.wire.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from megarl.sync.wire.signed_store import SignedStore
+from megarl.sync.wire.wires import Share, Wire
 
 # CUDA's handles have 64 bytes, to which torch adds a few; those of its expandable segments list files.
 _MOST_HANDLE_BYTES = 1 << 12
@@ -138,3 +140,15 @@ class DeviceSegments:
     def synchronize(self) -> None:
         """Wait until this process's copies have finished, because the other process cannot wait for its CUDA stream."""
         platform().synchronize()
+
+
+def _segments(share: Share, device: torch.device) -> DeviceSegments:
+    return DeviceSegments(share.meeting.connect(), device, share.meeting.timeout_s)
+
+
+CUDA_IPC = Wire(
+    name="CUDA IPC",
+    fits=lambda link: link.same_device and link.cuda_ipc,
+    sender=lambda share, device: SharedMemorySender(share, _segments(share, device)),
+    receiver=lambda share, device: SharedMemoryReceiver(share, _segments(share, device)),
+)

@@ -1,8 +1,7 @@
 """Send messages as differences from the last weight sync, by wrapping any sender and its receiver.
 
 Sender and receiver keep the last version of each message in host memory. For each message, the sender announces the
-current length through the TCPStore; full length means that it is sent in full. Messages between processes that share
-memory are passed on unchanged.
+current length through the TCPStore; full length means that it is sent in full.
 """
 
 from collections.abc import Iterable
@@ -14,7 +13,7 @@ from megarl.errors import WeightSyncError
 from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.delta import Span, apply, encode
 from megarl.sync.wire.meetings import unless_given_up
-from megarl.sync.wire.wires import Arrival, ReceivingEnd, SendingEnd, Share, pack
+from megarl.sync.wire.wires import Arrival, ReceivingEnd, SendingEnd, Share, Wire, key_of, pack, unpack
 from megarl.weights.boxes import num_elements
 
 _Key = tuple[int, int, int]
@@ -64,26 +63,29 @@ class _Versions:
         return f"length/{self.transfer}/{message.source}/{message.sink}/{message.turn}"
 
 
-class DeltaSender:
+class DeltaSender(SendingEnd):
     """A sender that transmits only the elements that changed since the last sync, if this is shorter."""
 
     def __init__(self, share: Share, wire: SendingEnd) -> None:
         self._wire, self._versions = wire, _Versions(share)
-        largest = max((message.num_bytes for message in share.messages if not message.local), default=0)
+        largest = max((message.num_bytes for message in share.messages), default=0)
         self._packed = torch.empty(largest, dtype=torch.uint8)
 
     def forget(self) -> None:
-        """Forget the last versions, so that every message is sent in full next time."""
+        """Forget the last versions, so that all messages of the next sync are sent in full."""
         self._versions.kept.clear()
 
     def start(self, transfer: int) -> None:
+        """Begin the weight sync number `transfer`."""
         self._versions.transfer = transfer
         self._wire.start(transfer)
 
+    def post(self, before: int) -> None:
+        """Set off what the wire holds back, for all buckets up to `before`."""
+        self._wire.post(before)
+
     def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
-        if message.local:
-            self._wire.send(message, parts)
-            return
+        """Send what has changed of a message, or all of it if that is not longer."""
         current, last = self._packed[: message.num_bytes], self._versions.kept.get(key_of(message))
         pack(parts, current)
         delta = None if last is None else encode(last.numpy(), current.numpy(), self._versions.spans(message))
@@ -95,10 +97,15 @@ class DeltaSender:
         self._wire.send(sent, [payload])
 
     def flush(self) -> None:
+        """Wait until all messages have been sent."""
         self._wire.flush()
 
+    def close(self) -> None:
+        """Close the wire."""
+        self._wire.close()
 
-class DeltaReceiver:
+
+class DeltaReceiver(ReceivingEnd):
     """The receiver of messages from a `DeltaSender`; it reconstructs the full messages."""
 
     def __init__(self, share: Share, wire: ReceivingEnd) -> None:
@@ -107,41 +114,49 @@ class DeltaReceiver:
         self._sent = dict[_Key, Parcel]()
 
     def start(self, transfer: int) -> None:
+        """Begin the weight sync number `transfer`."""
         self._versions.transfer = transfer
         self._sent.clear()
         self._wire.start(transfer)
 
     def expect(self, messages: Iterable[Parcel]) -> None:
-        self._wire.expect([self.sent(message) for message in messages])
+        """Wait for the lengths of the next messages, and announce these."""
+        self._wire.expect([self._shortened(message) for message in messages])
 
-    def sent(self, message: Parcel) -> Parcel:
-        """Return a message of the plan with the length that it has in this weight sync, which may be shorter than
-        planned.
-        """
-        if message.local:
-            return message
+    def _shortened(self, message: Parcel) -> Parcel:
+        """Return a message of the plan with the length that it has in this weight sync."""
         if key_of(message) not in self._sent:
             self._sent[key_of(message)] = self._versions.with_length(message)
         return self._sent[key_of(message)]
 
     def receive(self, message: Parcel) -> Arrival:
-        sent = self.sent(message)
-        arrival = self._wire.receive(sent)
-        if message.local:
-            return arrival
-        (payload,) = arrival.read([torch.empty(sent.num_bytes, dtype=torch.uint8)])
+        """Wait for what is sent of a message, and return all of it."""
+        sent = self._shortened(message)
+        (payload,) = unpack(self._wire.receive(sent).data, [torch.empty(sent.num_bytes, dtype=torch.uint8)])
         if sent.num_bytes == message.num_bytes:
             self._versions.keep(message, payload)
         else:
             assert key_of(message) in self._versions.kept, "changes of a message that was never sent in full"
             kept = self._versions.kept[key_of(message)]
             apply(payload.numpy(), kept.numpy(), self._versions.spans(message))
-        return Arrival(self._versions.kept[key_of(message)])
+        return Arrival(self._versions.kept[key_of(message)], sent.num_bytes)
 
     def release(self, message: Parcel) -> None:
-        self._wire.release(self.sent(message))
+        """Let the wire's buffer be reused; the message itself is kept."""
+        self._wire.release(self._shortened(message))
+
+    def close(self) -> None:
+        """Close the wire."""
+        self._wire.close()
 
 
-def key_of(message: Parcel) -> _Key:
-    """Return (source, sink, turn), which identifies a message within its plan."""
-    return message.source, message.sink, message.turn
+def differences_over(wire: Wire) -> Wire:
+    """Return the wire that sends over another one what has changed since the last sync."""
+    return Wire(
+        name=f"differences over {wire.name}",
+        # Differences are made in host memory, and would take longer than a copy on the device.
+        fits=lambda link: link.delta and not link.same_device and wire.fits(link),
+        sender=lambda share, device: DeltaSender(share, wire.sender(share, device)),
+        receiver=lambda share, device: DeltaReceiver(share, wire.receiver(share, device)),
+        members=wire.members,
+    )

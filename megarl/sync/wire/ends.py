@@ -9,8 +9,8 @@ import torch
 
 from megarl.sync.plan.build import Fragment
 from megarl.sync.wire.casts import SCALED, from_wire, largest_magnitude, to_wire
-from megarl.sync.wire.delta_wire import DeltaReceiver, DeltaSender, key_of
-from megarl.sync.wire.wires import ReceivingEnd, SendingEnd, Share
+from megarl.sync.wire.routed import RoutedReceiver, RoutedSender
+from megarl.sync.wire.wires import Share, key_of, unpack
 from megarl.weights.boxes import Box, box_of, intersection, num_elements, slices_of
 from megarl.weights.slices import Index, Slice, checksum
 
@@ -28,11 +28,9 @@ def holding_of(slices: Iterable[Slice], shapes: Mapping[str, Sequence[int]]) -> 
 class BridgeSender:
     """The sending end of weight syncs on one trainer rank."""
 
-    def __init__(self, share: Share, wire: SendingEnd) -> None:
-        self._share, self._scales = share, dict[str, float]()
+    def __init__(self, share: Share, wire: RoutedSender) -> None:
+        self._share, self._wire, self._scales = share, wire, dict[str, float]()
         self._parts = [message.parts for message in share.messages]
-        self._delta = DeltaSender(share, wire) if share.delta else None
-        self._wire = self._delta or wire
 
     @torch.no_grad()
     def largest(self, slices: Iterable[Slice]) -> dict[str, float]:
@@ -65,8 +63,8 @@ class BridgeSender:
             if part.tensor in specs
         }
         sums = defaultdict[int, dict[str, int]](dict)
-        if full and self._delta is not None:
-            self._delta.forget()
+        if full:
+            self._wire.forget()
         self._wire.start(transfer)
         for message, parts in zip(self._share.messages, self._parts, strict=True):
             self._wire.send(message, (self._cast(part, view) for part, _, view in _overlaps(parts, views)))
@@ -93,10 +91,8 @@ class _Coming(NamedTuple):
 class BridgeReceiver:
     """The receiving end of weight syncs in one engine worker."""
 
-    def __init__(self, share: Share, wire: ReceivingEnd, device: torch.device) -> None:
-        self._share, self._device = share, device
-        self._delta = DeltaReceiver(share, wire) if share.delta else None
-        self._wire = self._delta or wire
+    def __init__(self, share: Share, wire: RoutedReceiver, device: torch.device) -> None:
+        self._share, self._wire, self._device = share, wire, device
         self._buckets = [list(each) for _, each in itertools.groupby(share.messages, key=lambda m: m.bucket)]
         # The parts of each message, and the number of elements of each tensor that arrive in all.
         self._coming = {
@@ -127,15 +123,15 @@ class BridgeReceiver:
         for bucket, following in itertools.zip_longest(self._buckets, self._buckets[1:], fillvalue=()):
             self._wire.expect([*bucket, *following])
             for message in bucket:
-                arrival, parts = self._wire.receive(message), self._coming[key_of(message)]
+                end, parts = self._wire.end_of(message), self._coming[key_of(message)]
+                arrival = end.receive(message)
                 if not message.local:
-                    sent = message if self._delta is None else self._delta.sent(message)
-                    self.wire_bytes += sent.num_bytes
-                for part, _ in zip(parts, arrival.read(map(place_of, parts)), strict=True):
+                    self.wire_bytes += arrival.num_bytes
+                for part, _ in zip(parts, unpack(arrival.data, map(place_of, parts)), strict=True):
                     missing[part.tensor] -= part.size
                     if missing[part.tensor] == 0:
                         yield part.tensor, tensors.pop(part.tensor)
-                self._wire.release(message)
+                end.release(message)
         assert not tensors, f"the plan left {sorted(tensors)[:3]} incomplete"
 
     def restore(

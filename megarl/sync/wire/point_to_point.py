@@ -16,22 +16,24 @@ from megarl.device.platform import platform
 from megarl.errors import WeightSyncError
 from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.meetings import DeathWatch
-from megarl.sync.wire.wires import DEPTH, Arrival, Share
+from megarl.sync.wire.wires import DEPTH, Arrival, Members, ReceivingEnd, SendingEnd, Share, Wire, pack
 
 _Slot = tuple[int, int, int]
 _DEATH = "a process that took part in this sync has died"
 
 
-class Exchange:
+class Exchange(SendingEnd, ReceivingEnd):
     """A process's membership in the group, with `DEPTH` staging buffers per (source, sink) pair and what is under way.
 
     It may both send and receive: a message whose source is another process is received from that.
+
+    device: whose links carry the messages (NCCL); None: the network (gloo).
     """
 
-    def __init__(self, share: Share, device: torch.device) -> None:
-        self._rank, self._relays = share.meeting.rank, share.relays
+    def __init__(self, share: Share, device: torch.device | None) -> None:
+        self._rank = share.meeting.rank
         # Messages are staged in memory that the group can send from: on the devices, or on the host.
-        self._device = device if share.over_devices else torch.device("cpu")
+        self._device = device or torch.device("cpu")
         self._num_turns = Counter((message.source, message.sink) for message in share.messages)
         self._sizes = dict[_Slot, int]()
         for message in share.messages:
@@ -42,7 +44,7 @@ class Exchange:
         self._under_way = dict[_Slot, tuple[Parcel, Any]]()
         self._transfer = 0
         # torch's stubs do not say what backends can besides sending and receiving.
-        self._group: Any = share.join(device)
+        self._group: Any = share.meeting.join(device)
         self._watch = DeathWatch(share.meeting, self._group)
 
     def start(self, transfer: int) -> None:
@@ -63,7 +65,7 @@ class Exchange:
         self._staged.append(message)
         return self._bytes_of(message)
 
-    def post(self) -> None:
+    def post_staged(self) -> None:
         """Start to send and receive the staged messages, as one grouped call if the group can (NCCL), else one by
         one.
         """
@@ -77,26 +79,46 @@ class Exchange:
         self._under_way |= {_slot(m): (m, work) for m, work in zip(self._staged, started, strict=True)}
         self._staged.clear()
 
-    def is_under_way(self, message: Parcel) -> bool:
-        """Return whether a message has been posted and not yet been waited for."""
-        return self._under_way.get(_slot(message), (None, None))[0] is message
+    def post(self, before: int) -> None:
+        """Post the group of the current bucket, if it comes before another one."""
+        if self._staged and self._staged[0].bucket < before:
+            self.post_staged()
 
-    def arrived(self, message: Parcel) -> torch.Tensor:
-        """Wait for a posted message, and return its bytes."""
-        self._wait(_slot(message))
-        return self._bytes_of(message)
+    def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
+        """Take a message into the group of its bucket."""
+        pack(parts, self.stage(message))
 
     def flush(self) -> None:
         """Wait until every posted message has been sent or received."""
         for slot in list(self._under_way):
             self._wait(slot)
 
+    def expect(self, messages: Iterable[Parcel]) -> None:
+        """Post the receives of messages, those of each bucket as one group, unless that has been done before."""
+        waiting = [m for m in messages if self._under_way.get(_slot(m), (None, None))[0] is not m]
+        for _, bucket in itertools.groupby(waiting, key=lambda message: message.bucket):
+            for message in bucket:
+                self.stage(message)
+            self.post_staged()
+
+    def receive(self, message: Parcel) -> Arrival:
+        """Wait for a message whose receive has been posted.
+
+        Its buffer needs no release: at most two messages of a pair are posted, and there are two buffers.
+        """
+        self._wait(_slot(message))
+        return Arrival(self._bytes_of(message), message.num_bytes)
+
+    def _peer_of(self, message: Parcel) -> int:
+        """Return the member of the group that a message is sent to."""
+        return message.sink
+
     def _start(self, message: Parcel) -> Any:
         buffers = [self._bytes_of(message)]
         # The tag differs between messages of a pair, also between those of different weight syncs.
         tag = self._transfer * self._num_turns[message.source, message.sink] + message.turn
         if message.source == self._rank:
-            return self._group.send(buffers, self._relays.get(message.sink, message.sink), tag)
+            return self._group.send(buffers, self._peer_of(message), tag)
         return self._group.recv(buffers, message.source, tag)
 
     def _bytes_of(self, message: Parcel) -> torch.Tensor:
@@ -123,28 +145,22 @@ class Exchange:
             raise WeightSyncError(_DEATH)
 
 
-class PointToPointReceiver:
-    """The receiver of messages over a process group (gloo or NCCL)."""
-
-    def __init__(self, share: Share, device: torch.device) -> None:
-        self._exchange = Exchange(share, device)
-        self.start, self.close = self._exchange.start, self._exchange.close
-
-    def expect(self, messages: Iterable[Parcel]) -> None:
-        """Post the receives of messages, those of each bucket as one group, unless that has been done before."""
-        waiting = [message for message in messages if not self._exchange.is_under_way(message)]
-        for _, bucket in itertools.groupby(waiting, key=lambda message: message.bucket):
-            for message in bucket:
-                self._exchange.stage(message)
-            self._exchange.post()
-
-    def receive(self, message: Parcel) -> Arrival:
-        """Wait for a message that `expect` has announced."""
-        return Arrival(self._exchange.arrived(message))
-
-    def release(self, message: Parcel) -> None:
-        """Do nothing: `expect` announces at most two messages of a pair, for which there are two buffers."""
-
-
 def _slot(message: Parcel) -> _Slot:
     return message.source, message.sink, message.turn % DEPTH
+
+
+NCCL = Wire(
+    name="NCCL",
+    # Differences are made in host memory. NCCL takes no device twice.
+    fits=lambda link: link.host_group == "device" and not link.same_host and not link.delta and not link.beside_rank,
+    sender=Exchange,
+    receiver=Exchange,
+    members=Members.ALL,
+)
+GLOO = Wire(
+    name="gloo",
+    fits=lambda link: link.host_group == "gloo" and not link.same_host,
+    sender=lambda share, _: Exchange(share, None),
+    receiver=lambda share, _: Exchange(share, None),
+    members=Members.ALL,
+)

@@ -1,7 +1,4 @@
-"""Carry messages between processes of one host in shared-memory segments, with signals through a TCPStore.
-
-Segments are in host memory or, with `cuda_ipc`, on the device if sender and receiver use the same one.
-"""
+"""Carry messages between processes of one host in segments of memory that both map, with signals through a TCPStore."""
 
 import mmap
 import os
@@ -10,32 +7,58 @@ from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from megarl.errors import WeightSyncError
 from megarl.sync.plan.build import Parcel
-from megarl.sync.wire.cuda_ipc import DeviceSegments
 from megarl.sync.wire.meetings import unless_given_up
-from megarl.sync.wire.wires import DEPTH, Arrival, Share, pack
+from megarl.sync.wire.wires import DEPTH, Arrival, ReceivingEnd, SendingEnd, Share, Wire, pack
 
 _FOREIGN = "another process has meddled with it: remove it, and start the run again"
 
 
-class _Segments:
-    """A process's shared-memory segments: `DEPTH` per (source, sink) pair, each as long as its longest message."""
+class Memory(Protocol):
+    """The kind of memory that segments are made of."""
 
-    def __init__(self, share: Share, device: torch.device) -> None:
+    def create(self, path: Path, num_bytes: int) -> torch.Tensor:
+        """Allocate a uint8 tensor [num_bytes] that the other process can `open`."""
+
+    def open(self, path: Path, num_bytes: int) -> torch.Tensor:
+        """Return the tensor [num_bytes] that the other process created under this path."""
+
+    def synchronize(self) -> None:
+        """Wait until this process's copies have finished, before the other process is told of them."""
+
+
+class HostMemory:
+    """Files in shared memory."""
+
+    def create(self, path: Path, num_bytes: int) -> torch.Tensor:
+        """Create a file; see `create_segment`."""
+        return create_segment(path, num_bytes)
+
+    def open(self, path: Path, num_bytes: int) -> torch.Tensor:
+        """Map a file; see `open_segment`."""
+        return open_segment(path, num_bytes)
+
+    def synchronize(self) -> None:
+        """Do nothing, as copies in host memory have finished when they return."""
+
+
+class _Segments:
+    """A process's segments: `DEPTH` per (source, sink) pair, each as long as its longest message."""
+
+    def __init__(self, share: Share, memory: Memory) -> None:
         self._prefix, self._timeout_s = share.segments, share.meeting.timeout_s
         self._store = share.meeting.connect()
-        self._sizes, self._on_device = defaultdict[Path, int](int), set[Path]()
+        self._sizes = defaultdict[Path, int](int)
         self._paths = dict[tuple[int, int, int], Path]()
         for message in share.messages:
             path = self._path(message)
             self._sizes[path] = max(self._sizes[path], message.num_bytes)
-            if share.cuda_ipc and message.local:
-                self._on_device.add(path)
-        self._device = DeviceSegments(self._store, device, self._timeout_s)
+        self._memory = memory
         self._maps = dict[Path, torch.Tensor]()
         self._transfer = 0
 
@@ -52,15 +75,11 @@ class _Segments:
     def _bytes_of(self, message: Parcel) -> torch.Tensor:
         path = self._path(message)
         if path not in self._maps:
-            if path in self._on_device:
-                self._maps[path] = self._device.open(path, self._sizes[path])
-            else:
-                self._maps[path] = open_segment(path, self._sizes[path])
+            self._maps[path] = self._memory.open(path, self._sizes[path])
         return self._maps[path][: message.num_bytes]
 
     def _say(self, what: str, message: Parcel) -> None:
-        if self._path(message) in self._on_device:
-            self._device.synchronize()
+        self._memory.synchronize()
         self._store.signal(self._key(what, message))
 
     def _wait(self, what: str, message: Parcel) -> None:
@@ -76,14 +95,13 @@ class _Segments:
         return f"{self._transfer}/{message.source}/{message.sink}/{message.turn}/{what}"
 
 
-class SharedMemorySender(_Segments):
-    """The sender of messages through shared-memory segments; it creates them, and `close` removes them."""
+class SharedMemorySender(_Segments, SendingEnd):
+    """The sender of messages through shared segments; it creates them, and `close` removes them."""
 
-    def __init__(self, share: Share, device: torch.device) -> None:
-        super().__init__(share, device)
+    def __init__(self, share: Share, memory: Memory) -> None:
+        super().__init__(share, memory)
         for path, size in self._sizes.items():
-            create = self._device.create if path in self._on_device else create_segment
-            self._maps[path] = create(path, size)
+            self._maps[path] = memory.create(path, size)
         self._under_way = list[Parcel]()
 
     def start(self, transfer: int) -> None:
@@ -115,16 +133,13 @@ class SharedMemorySender(_Segments):
         self._under_way.remove(message)
 
 
-class SharedMemoryReceiver(_Segments):
+class SharedMemoryReceiver(_Segments, ReceivingEnd):
     """The receiver of messages from a `SharedMemorySender`."""
-
-    def expect(self, messages: Iterable[Parcel]) -> None:
-        """Do nothing, because messages in shared memory need no posted receive."""
 
     def receive(self, message: Parcel) -> Arrival:
         """Wait until a message has been sent, and return its segment for reading."""
         self._wait("sent", message)
-        return Arrival(self._bytes_of(message))
+        return Arrival(self._bytes_of(message), message.num_bytes)
 
     def release(self, message: Parcel) -> None:
         """Signal to the sender that a message has been read, so that its segment may be reused."""
@@ -173,3 +188,11 @@ def open_segment(path: Path, num_bytes: int) -> torch.Tensor:
                 f"expected a file of user {os.geteuid()} with {num_bytes} bytes; {_FOREIGN}"
             )
         return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+
+
+SHARED_MEMORY = Wire(
+    name="shared memory",
+    fits=lambda link: link.same_host,
+    sender=lambda share, _: SharedMemorySender(share, HostMemory()),
+    receiver=lambda share, _: SharedMemoryReceiver(share, HostMemory()),
+)

@@ -1,33 +1,51 @@
-"""Define the interface of wires (shared memory, process groups), which carry a weight sync's messages.
+"""Define what a wire is: a way, such as shared memory or a process group, to carry messages of a weight sync.
 
 A message consists of tensors laid end to end. At most `DEPTH` messages per (source, sink) pair are in flight, so that
 packing, carrying and unpacking overlap while staging memory stays bounded.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from megarl.sync.plan.build import Holding, Parcel
 from megarl.sync.wire.meetings import Meeting
 from megarl.weights.safetensors_map import TensorSpec
 
 DEPTH = 2
+# Comes after every bucket.
+NEVER = 1 << 62
+_Key = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What connects a trainer rank to an engine worker that it sends to, and what the settings ask of such a link.
+
+    same_device: whether both use the same device. beside_rank: whether the worker shares its device with some rank.
+    host_group: what carries messages between hosts. cuda_ipc: whether processes may share a device's memory. delta:
+    whether to send differences from the last sync.
+    """
+
+    same_host: bool
+    same_device: bool
+    beside_rank: bool
+    host_group: Literal["gloo", "device"]
+    cuda_ipc: bool
+    delta: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
     """One process's share of a sync plan: the messages that it sends or receives, and how to reach other processes.
 
-    specs: the full tensors. needs: the box of each tensor that an engine worker needs. segments: path prefix of
-    shared-memory files. meeting: the rendezvous of all processes; its ranks are their numbers in the plan. hosts: the
-    host of each process. over_devices: whether messages between hosts use the devices' links (NCCL), not gloo. delta:
-    whether to send differences from the last sync. cuda_ipc: whether local messages stay on the device. relays: for
-    each engine worker, the rank that passes on to it what comes from other hosts; empty: it is sent to the worker.
-    passed: the messages that this rank passes on.
+    messages: in the plan's order. specs: the full tensors. needs: the box of each tensor that an engine worker needs.
+    segments: path prefix of shared-memory files. meeting: the rendezvous of all processes; its ranks are their numbers
+    in the plan. wires: by the name of each wire that this process opens, the messages that it sends, receives or passes
+    on over it. beside: by engine worker, the rank that shares its device.
     """
 
     messages: tuple[Parcel, ...]
@@ -35,63 +53,93 @@ class Share:
     needs: Holding
     segments: str
     meeting: Meeting
-    hosts: tuple[str, ...]
-    over_devices: bool = False
-    delta: bool = False
-    cuda_ipc: bool = False
-    relays: Mapping[int, int] = field(default_factory=dict)
-    passed: tuple[Parcel, ...] = ()
+    wires: Mapping[str, tuple[Parcel, ...]] = field(default_factory=dict)
+    beside: Mapping[int, int] = field(default_factory=dict)
 
-    @property
-    def num_hosts(self) -> int:
-        return len(set(self.hosts))
-
-    def join(self, device: torch.device) -> dist.ProcessGroup:
-        """Make the process group that carries messages between hosts. Every member must call this at the same time."""
-        return self.meeting.join(device if self.over_devices else None)
+    def over(self, wire: str) -> "Share":
+        """Return the share with only the messages that one wire carries."""
+        return replace(self, messages=self.wires[wire])
 
 
-class SendingEnd(Protocol):
-    """The interface for sending a rank's messages. Messages to one receiver must be sent in the plan's order."""
+class SendingEnd:
+    """The sending end of a wire on a trainer rank. Messages to one receiver must be sent in the plan's order."""
 
     def start(self, transfer: int) -> None:
         """Begin a weight sync. Its number `transfer` must be new, and the same in all processes."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Forget what earlier syncs have sent, so that all messages of the next one are sent in full."""
+
+    def post(self, before: int) -> None:
+        """Set off what is held back until all messages of a bucket are there, for all buckets up to `before`."""
+
+    def pass_on(self) -> None:
+        """Pass on what has arrived for other processes. Called before a message is sent on another wire."""
 
     def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
         """Send tensors of any strides, end to end, as one message. They must not change before `flush` returns."""
+        raise NotImplementedError
 
     def flush(self) -> None:
-        """Wait until the sent tensors are no longer read, so that they may change."""
+        """Wait until the sent tensors are no longer read, so that they may change.
+
+        Before, all buckets have been posted, and what arrived has been passed on.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of memory and connections that other processes use."""
 
 
-class Arrival:
-    """A received message in a buffer, which `read` copies out once, from beginning to end."""
+class Arrival(NamedTuple):
+    """A received message: its bytes, and how many of them were sent."""
 
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self._rest = buffer
-
-    def read(self, targets: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Fill tensors of any strides, one after another, from the rest of the message; yield each when it is full."""
-        for target in targets:
-            target.copy_(_first(self._rest, target))
-            self._rest = self._rest[target.nbytes :]
-            yield target
+    data: torch.Tensor
+    num_bytes: int
 
 
-class ReceivingEnd(Protocol):
-    """The interface for receiving the messages that are addressed to one engine worker."""
+class ReceivingEnd:
+    """The receiving end of a wire in an engine worker."""
 
     def start(self, transfer: int) -> None:
         """Begin a weight sync. Its number `transfer` must be new, and the same in all processes."""
+        raise NotImplementedError
 
     def expect(self, messages: Iterable[Parcel]) -> None:
         """Announce the next messages to be received, so that their transmission may begin."""
 
     def receive(self, message: Parcel) -> Arrival:
         """Wait for a message, and return it to be read."""
+        raise NotImplementedError
 
     def release(self, message: Parcel) -> None:
         """Let the buffer of a message be reused, after the message has been read."""
+
+    def close(self) -> None:
+        """Let go of connections that other processes use."""
+
+
+class Members(Enum):
+    """The processes that open a wire: those that it carries messages between, and perhaps others."""
+
+    ENDS = auto()
+    RANKS = auto()  # also all trainer ranks, as they pass messages on to the engine workers on their devices
+    ALL = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """A way to carry messages over the links that it `fits`.
+
+    sender, receiver: open an end, given the share with the messages of this wire and the device of the process.
+    """
+
+    name: str
+    fits: Callable[[Link], bool]
+    sender: Callable[[Share, torch.device], SendingEnd]
+    receiver: Callable[[Share, torch.device], ReceivingEnd]
+    members: Members = Members.ENDS
 
 
 def pack(parts: Iterable[torch.Tensor], buffer: torch.Tensor) -> None:
@@ -99,6 +147,19 @@ def pack(parts: Iterable[torch.Tensor], buffer: torch.Tensor) -> None:
     for part in parts:
         _first(buffer, part).copy_(part)
         buffer = buffer[part.nbytes :]
+
+
+def unpack(buffer: torch.Tensor, targets: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Fill tensors of any strides, one after another, from a buffer of bytes; yield each when it is full."""
+    for target in targets:
+        target.copy_(_first(buffer, target))
+        buffer = buffer[target.nbytes :]
+        yield target
+
+
+def key_of(message: Parcel) -> _Key:
+    """Return (source, sink, turn), which identifies a message within its plan."""
+    return message.source, message.sink, message.turn
 
 
 def _first(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The sync by the bridge: who gets what, what is checked and counted. Ends are real, processes are threads."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 
 from megarl.cluster import bridge
 from megarl.cluster.bridge import BridgeSync
+from megarl.config.generation import SyncConfig
 from megarl.errors import NonFiniteError, WeightSyncError
 from megarl.host.store import open_store
 from megarl.rollout.engine import Received
@@ -18,6 +19,7 @@ from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.ends import BridgeReceiver, BridgeSender, holding_of
 from megarl.sync.wire.meetings import give_up
 from megarl.sync.wire.routed import RoutedReceiver, RoutedSender
+from megarl.sync.wire.shared_memory import SharedMemoryReceiver
 from megarl.sync.wire.wires import Arrival, Share
 from megarl.weights.boxes import Box
 from megarl.weights.safetensors_map import TensorSpec
@@ -61,35 +63,27 @@ class Rank:
         self.wire.close()
 
 
-class Flipping(RoutedReceiver):
-    """A wire that changes one bit of every message."""
+class Flipping(SharedMemoryReceiver):
+    """Changes the last bit of every message."""
 
     def receive(self, message: Parcel) -> Arrival:
-        return Flipped(super().receive(message))
-
-
-class Flipped:
-    """A message that is read at once, which arrives with another last bit."""
-
-    def __init__(self, arrival: Arrival) -> None:
-        self.arrival = arrival
-
-    def read(self, targets: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        *others, last = self.arrival.read(targets)
-        last.view(torch.uint8)[(-1,) * last.ndim] ^= 1
-        yield from (*others, last)
+        data, num_bytes = super().receive(message)
+        data = data.clone()
+        data[-1] ^= 1
+        return Arrival(data, num_bytes)
 
 
 class Engine:
-    """Keeps what its two workers receive, the second over a wire of its own."""
+    """Keeps what its two workers receive. flips: whether bits change on the way to the second."""
 
-    def __init__(self, wire: type[RoutedReceiver] = RoutedReceiver) -> None:
-        self.wires, self.received = (RoutedReceiver, wire), list[tuple[int, list[torch.Tensor]]]()
+    def __init__(self, *, flips: bool = False) -> None:
+        self.flips, self.received = flips, list[tuple[int, list[torch.Tensor]]]()
 
     def open_bridge(self, shares: Sequence[Share]) -> None:
-        self.workers = [
-            BridgeReceiver(share, wire(share, CPU), CPU) for share, wire in zip(shares, self.wires, strict=True)
-        ]
+        wires = [RoutedReceiver(share, CPU) for share in shares]
+        for end in wires[1]._ends if self.flips else ():
+            getattr(end, "_wire", end).__class__ = Flipping
+        self.workers = [BridgeReceiver(share, wire, CPU) for share, wire in zip(shares, wires, strict=True)]
 
     def receive_over_bridge(
         self, transfer: int, *, version: int, with_checksums: bool, scales: Mapping[str, float]
@@ -129,10 +123,10 @@ def open_sync(
         [process(f"engine {i}", engine) for i, engine in enumerate(engines)],
         specs,
         NEEDS,
+        SyncConfig(cuda_ipc=False, delta=delta_full_every is not None, delta_full_every=delta_full_every or 1),
         shares=shares,
         segments=path / "bridge",
         timeout_s=timeout_s,
-        delta_full_every=delta_full_every,
     )
 
 
@@ -167,14 +161,14 @@ def test_rows_that_no_rank_holds_are_an_error_before_anything_is_sent(process: M
 
 
 def test_verify_finds_one_flipped_bit_of_one_worker(process: MakeProcess, tmp_path: Path) -> None:
-    sync = open_sync(process, [Rank(0, 4)], [Engine(), Engine(Flipping)], tmp_path)
+    sync = open_sync(process, [Rank(0, 4)], [Engine(), Engine(flips=True)], tmp_path)
     sync.push(1, verify=False)
     with pytest.raises(WeightSyncError, match=r"1 tensors differ between trainer and engine after a sync: \['a'\]"):
         sync.push(2, verify=True)
 
 
 def test_differences_find_a_flipped_bit_unasked_and_the_next_sync_is_full(process: MakeProcess, tmp_path: Path) -> None:
-    rank, engine = Rank(0, 4), Engine(Flipping)
+    rank, engine = Rank(0, 4), Engine(flips=True)
     sync = open_sync(process, [rank], [engine], tmp_path, delta_full_every=10, timeout_s=5.0)
     assert sync.push(1, verify=False) == {"sync/wire_bytes": 48}
     with pytest.raises(WeightSyncError, match="arrived with other bits than were sent"):

@@ -4,23 +4,25 @@ import errno
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from megarl.config.generation import SyncConfig
 from megarl.errors import WeightSyncError
 from megarl.host.store import open_store
-from megarl.sync.plan.build import Parcel, Plan, build_plan
+from megarl.sync.plan.build import Plan, build_plan
 from megarl.sync.plan.engine_shards import EnginePosition, engine_shards
-from megarl.sync.wire import shared_memory
+from megarl.sync.wire import cuda_ipc, shared_memory
 from megarl.sync.wire.casts import scale_of, wire_specs
 from megarl.sync.wire.ends import BridgeReceiver, BridgeSender, holding_of
 from megarl.sync.wire.meetings import Meeting
-from megarl.sync.wire.routed import RoutedReceiver, RoutedSender, passed_on
-from megarl.sync.wire.shared_memory import SharedMemoryReceiver, SharedMemorySender, create_segment
-from megarl.sync.wire.wires import Share
+from megarl.sync.wire.routed import RoutedReceiver, RoutedSender
+from megarl.sync.wire.shared_memory import create_segment
+from megarl.sync.wire.shares import shares_of
 from megarl.weights.boxes import box_of, num_elements, slices_of
 from megarl.weights.safetensors_map import TensorSpec
 from megarl.weights.slices import Slice
@@ -30,19 +32,33 @@ CPU = torch.device("cpu")
 TP, DP, ENGINE_TP = 4, 2, 2
 NUM_RANKS = TP * DP
 # The ranks on whose devices the two workers are, each on its host.
-RELAYS = {NUM_RANKS: 0, NUM_RANKS + 1: 5}
+BESIDE = {NUM_RANKS: 0, NUM_RANKS + 1: 5}
 # Bits that arithmetic on floats would not keep: NaN with a payload, negative zero, a subnormal, infinity.
 ODD = torch.tensor([0x7FC12345, -0x80000000, 1, 0x7F800000, -1, 7], dtype=torch.int32).view(torch.float32)
-WIRES: dict[str, tuple[Callable[[Share, torch.device], Any], Callable[[Share, torch.device], Any]]] = {
-    "shared memory": (SharedMemorySender, SharedMemoryReceiver),
-    "both": (RoutedSender, RoutedReceiver),
-}
-# How a run's bridge fills in the shares of "both", over gloo here as over NCCL on GPUs.
-ROUTES: dict[str, dict[str, Any]] = {
-    "shared memory": {},
-    "both": {},
-    "both, over devices": {"over_devices": True},
-    "both, passed on": {"over_devices": True, "relays": RELAYS},
+HERE = ["here"] * (NUM_RANKS + ENGINE_TP)
+# Ranks 0 to 3 and the first worker on one host, the others on another.
+TWO_HOSTS = ["near" if i < TP or i == NUM_RANKS else "far" for i in range(NUM_RANKS + ENGINE_TP)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """How a run reaches its workers, and the wires that carry this."""
+
+    hosts: Sequence[str] = field(default_factory=lambda: TWO_HOSTS)
+    settings: SyncConfig = field(default_factory=lambda: SyncConfig(cuda_ipc=False))
+    beside: Mapping[int, int] = field(default_factory=dict)
+    wires: frozenset[str]
+
+
+OVER_DEVICES = SyncConfig(cuda_ipc=False, host_group="device")
+# Over gloo here also what would go over NCCL on GPUs.
+ROUTES = {
+    "one host": Route(hosts=HERE, beside=BESIDE, wires=frozenset({"shared memory"})),
+    "two hosts": Route(beside=BESIDE, wires=frozenset({"shared memory", "gloo"})),
+    "over devices": Route(settings=OVER_DEVICES, wires=frozenset({"shared memory", "NCCL"})),
+    "passed on": Route(
+        settings=OVER_DEVICES, beside=BESIDE, wires=frozenset({"shared memory", "NCCL, then shared memory"})
+    ),
 }
 wires = pytest.mark.parametrize("wire", ROUTES)
 
@@ -73,49 +89,33 @@ def make_plan(ranks: Sequence[Sequence[Slice]], bucket_bytes: int, dtype: str | 
         wire_specs(spec, {name: TensorSpec(shape=s, dtype=torch.float32) for name, s in shapes.items()}, dtype),
         {i: holding_of(slices, shapes) for i, slices in enumerate(ranks)},
         needs,
-        neighbours={worker: [rank] for worker, rank in RELAYS.items()},
+        neighbours={worker: [rank] for worker, rank in BESIDE.items()},
         bucket_bytes=bucket_bytes,
     )
 
 
 def open_ends(
-    plan: Plan, wire: str, path: Path, *, timeout_s: float = 30.0, **options: Any
+    plan: Plan, wire: str, path: Path, *, timeout_s: float = 30.0, **settings: Any
 ) -> tuple[list[Any], list[Any]]:
-    store, size = open_store("127.0.0.1"), NUM_RANKS + ENGINE_TP
-    options |= ROUTES[wire]
-    sender_of, receiver_of = WIRES[wire.partition(",")[0]]
-    # Ranks 0 to 3 and the first worker on one host, the others on another.
-    hosts = ["near" if i < TP or i == NUM_RANKS else "far" for i in range(size)]
-    passed = passed_on(plan.messages, options.get("relays", {}), hosts)
-    members = NUM_RANKS if "relays" in options else size
-
-    def share(process: int, messages: list[Parcel]) -> Share:
-        meeting = Meeting(
-            address="127.0.0.1",
-            port=store.port,
-            rank=process,
-            size=members,
-            timeout_s=timeout_s,
-            secret=b"the run's",
-        )
-        return Share(
-            messages=tuple(messages),
-            specs=plan.specs,
-            needs=plan.needs.get(process, {}),
-            segments=str(path / "segment"),
-            meeting=meeting,
-            hosts=tuple(hosts),
-            passed=tuple(passed.get(process, ())),
-            **options,
-        )
+    store, route = open_store("127.0.0.1"), ROUTES[wire]
+    meeting = Meeting(address="127.0.0.1", port=store.port, rank=0, size=1, timeout_s=timeout_s, secret=b"the run's")
+    shares = shares_of(
+        plan,
+        replace(route.settings, **settings),
+        meeting,
+        hosts=route.hosts,
+        num_ranks=NUM_RANKS,
+        beside=route.beside,
+        segments=path / "segment",
+    )
+    if not settings:
+        assert {name for share in shares for name in share.wires} == route.wires
 
     def sender(i: int) -> BridgeSender:
-        mine = share(i, plan.of_source(i))
-        return BridgeSender(mine, sender_of(mine, CPU))
+        return BridgeSender(shares[i], RoutedSender(shares[i], CPU))
 
     def receiver(i: int) -> BridgeReceiver:
-        mine = share(i, plan.of_sink(i))
-        return BridgeReceiver(mine, receiver_of(mine, CPU), CPU)
+        return BridgeReceiver(shares[i], RoutedReceiver(shares[i], CPU), CPU)
 
     openings: list[Callable[[], Any]] = [lambda i=i: sender(i) for i in range(NUM_RANKS)]  # type: ignore[misc]
     openings += [lambda i=i: receiver(NUM_RANKS + i) for i in range(ENGINE_TP)]  # type: ignore[misc]
@@ -188,7 +188,7 @@ def test_checksums_of_both_sides_agree_and_find_a_flipped_bit(wire: str, tmp_pat
         assert receiver.checksum(name, tensor) != expected[name]
 
 
-@pytest.mark.parametrize("wire", ["shared memory", "both", "both, over devices"])
+@pytest.mark.parametrize("wire", ["one host", "two hosts"])
 def test_differences_give_the_same_bits_and_send_fewer_bytes(wire: str, tmp_path: Path) -> None:
     """Also after a full transfer in between, after one that changed nothing, and after one that failed."""
     ranks, expected = make_slices(), full_tensors()
@@ -227,7 +227,7 @@ def test_casts_are_those_of_whole_tensors(dtype: str, delta: bool, tmp_path: Pat
     """Whatever the slices, and checksums are of what travelled."""
     ranks, expected = make_slices(), full_tensors()
     plan = make_plan(ranks, 300, dtype)
-    senders, receivers = open_ends(plan, "both", tmp_path, delta=delta)
+    senders, receivers = open_ends(plan, "two hosts", tmp_path, delta=delta)
     largest = [sender.largest(slices) for sender, slices in zip(senders, ranks, strict=True)]
     scaled = {name for name, spec in plan.specs.items() if spec.dtype == torch.float8_e4m3fn}
     scales = {name: scale_of(max(rank[name] for rank in largest)) for name in scaled}
@@ -276,10 +276,10 @@ def test_neighbours_share_device_memory_and_others_the_hosts(tmp_path: Path, mon
         def synchronize(self) -> None:
             self.num_synchronized.append(1)
 
-    monkeypatch.setattr(shared_memory, "DeviceSegments", Device)
+    monkeypatch.setattr(cuda_ipc, "DeviceSegments", Device)
     ranks, expected = make_slices(), full_tensors()
     plan = make_plan(ranks, 300)
-    senders, receivers = open_ends(plan, "shared memory", tmp_path, cuda_ipc=True)
+    senders, receivers = open_ends(plan, "one host", tmp_path, cuda_ipc=True)
     _, received = run(senders, receivers, ranks, 1)
     for i, tensors in enumerate(received):
         for name, tensor in tensors:
@@ -311,7 +311,7 @@ def test_a_worker_that_is_gone_is_an_error_and_the_next_transfer_works(tmp_path:
     """Ranks do not wait for ever for one that takes nothing."""
     ranks = make_slices()
     plan = make_plan(ranks, 200)
-    senders, receivers = open_ends(plan, "shared memory", tmp_path, timeout_s=6.0)
+    senders, receivers = open_ends(plan, "one host", tmp_path, timeout_s=6.0)
     with pytest.raises(WeightSyncError, match=r"rank \d to engine worker \d+ was not taken within 6 s"):
         at_once([lambda i=i: senders[i].send(ranks[i], 1, with_checksums=False) for i in range(NUM_RANKS)])  # type: ignore[misc]
     _, received = run(senders, receivers, ranks, 2)

@@ -13,8 +13,9 @@ from megarl.errors import WeightSyncError
 from megarl.host.store import open_store
 from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.meetings import Meeting, give_up
-from megarl.sync.wire.point_to_point import Exchange, PointToPointReceiver
-from megarl.sync.wire.routed import RoutedSender
+from megarl.sync.wire.point_to_point import Exchange
+from megarl.sync.wire.relay import Relay
+from megarl.sync.wire.shared_memory import SHARED_MEMORY
 from megarl.sync.wire.wires import Share
 
 CPU = torch.device("cpu")
@@ -30,9 +31,8 @@ def share_of(rank: int, messages: list[Parcel], port: int, *, size: int = 3, **o
         messages=tuple(messages),
         specs={},
         needs={},
-        segments="",
         meeting=Meeting(address="127.0.0.1", port=port, rank=rank, size=size, timeout_s=300.0, secret=b"the run's"),
-        **{"hosts": tuple(f"host {i}" for i in range(size)), **options},
+        **{"segments": "", **options},
     )
 
 
@@ -65,7 +65,7 @@ class Group:
 def joined(monkeypatch: pytest.MonkeyPatch) -> dict[torch.device, Group]:
     """The groups that processes join instead of NCCL's, by the device that they name."""
     groups: dict[torch.device, Group] = {}
-    monkeypatch.setattr(Share, "join", lambda share, device: groups.setdefault(device, Group()))
+    monkeypatch.setattr(Meeting, "join", lambda meeting, device: groups.setdefault(device, Group()))
     return groups
 
 
@@ -73,7 +73,7 @@ def test_a_bucket_is_one_grouped_call_on_the_workers_device(joined: Mapping[torc
     """Of a worker on cuda:1, pretended by torch's meta device, from two ranks, of which one skips the second bucket."""
     store, device = open_store("127.0.0.1"), torch.device("meta", 1)
     first, second = [parcel(0, 0, 2), parcel(0, 1, 2)], [parcel(1, 1, 2)]
-    receiver = PointToPointReceiver(share_of(2, [*first, *second], store.port, over_devices=True), device)
+    receiver = Exchange(share_of(2, [*first, *second], store.port), device)
     receiver.start(1)
     receiver.expect([*first, *second])
     receiver.expect(second)
@@ -88,16 +88,15 @@ def test_a_bucket_is_one_grouped_call_on_the_workers_device(joined: Mapping[torc
 def test_a_rank_sends_and_passes_on_in_one_group(joined: Mapping[torch.device, Group], tmp_path: Any) -> None:
     """Rank 0 has a message for the worker on rank 1's device, and passes one of rank 1's on to its own worker."""
     store, device = open_store("127.0.0.1"), torch.device("meta", 0)
-    here, there = ("a", "b", "a", "b"), {2: 0, 3: 1}
     passed = parcel(4, 1, 2)
     share = share_of(
-        0, [parcel(0, 0, 3)], store.port, size=4, hosts=here, relays=there, passed=(passed,), over_devices=True
+        0, [parcel(0, 0, 3), passed], store.port, size=4, beside={2: 0, 3: 1}, segments=str(tmp_path / "s")
     )
-    sender = RoutedSender(Share(**{**fields_of(share), "segments": str(tmp_path / "s")}), device)
+    sender = Relay(share, device, SHARED_MEMORY)
     sender.start(1)
     sender.send(parcel(0, 0, 3), [torch.zeros(BYTES, dtype=torch.uint8, device=device)])
     assert joined[device].calls == []
-    sender._post(before=5)
+    sender.post(before=5)
     opening = "group on meta:0"
     assert joined[device].calls == [
         opening, "send to 1 from meta", "end",
@@ -106,22 +105,18 @@ def test_a_rank_sends_and_passes_on_in_one_group(joined: Mapping[torch.device, G
     sender.close()
 
 
-def fields_of(share: Share) -> dict[str, Any]:
-    return {name: getattr(share, name) for name in Share.__dataclass_fields__}
-
-
 @pytest.mark.parametrize("waits", ["sender", "receiver"])
 def test_who_waits_for_a_process_that_has_died_is_woken_at_once(waits: str) -> None:
     """Long before the time-out of 300 s, by gloo as by NCCL. The peer lives, and knows of nothing."""
     store, message = open_store("127.0.0.1"), parcel(0, 0, 1)
     with ThreadPoolExecutor(2) as pool:
-        opening = [pool.submit(Exchange, share_of(i, [message], store.port, size=2), CPU) for i in (0, 1)]
+        opening = [pool.submit(Exchange, share_of(i, [message], store.port, size=2), None) for i in (0, 1)]
         ends: list[Exchange] = [each.result(timeout=30) for each in opening]
         waiting = ends[0 if waits == "sender" else 1]
         for end in ends:
             end.start(7)
         waiting.stage(message)
-        waiting.post()
+        waiting.post_staged()
         wait: Callable[[], None] = waiting.flush
         future = pool.submit(wait)
         with pytest.raises(TimeoutError):
@@ -143,12 +138,12 @@ def test_another_ends_abort_may_come_before_the_own_watch_has_looked(
     monkeypatch.setattr("megarl.sync.wire.meetings.POLL_S", 60.0)
     store, message = open_store("127.0.0.1"), parcel(0, 0, 1)
     with ThreadPoolExecutor(2) as pool:
-        opening = [pool.submit(Exchange, share_of(i, [message], store.port, size=2), CPU) for i in (0, 1)]
+        opening = [pool.submit(Exchange, share_of(i, [message], store.port, size=2), None) for i in (0, 1)]
         sender, receiver = (each.result(timeout=30) for each in opening)
     for end in (sender, receiver):
         end.start(7)
     receiver.stage(message)
-    receiver.post()
+    receiver.post_staged()
     if is_given_up:
         give_up(share_of(0, [], store.port).meeting, 7)
     abort_group(sender._group)

@@ -19,7 +19,7 @@ from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.cuda_ipc import DeviceSegments
 from megarl.sync.wire.delta_wire import DeltaReceiver
 from megarl.sync.wire.meetings import Meeting, give_up
-from megarl.sync.wire.shared_memory import SharedMemoryReceiver, create_segment, open_segment
+from megarl.sync.wire.shared_memory import HostMemory, SharedMemoryReceiver, create_segment, open_segment
 from megarl.sync.wire.wires import Share
 from tests.helpers.second_user import UID, as_nobody, needs_second_user
 
@@ -59,7 +59,7 @@ def meeting() -> Iterator[Meeting]:
 
 
 def share_of(meeting: Meeting, path: Path) -> Share:
-    return Share(messages=(MESSAGE,), specs={}, needs={}, segments=str(path), meeting=meeting, hosts=("here", "here"))
+    return Share(messages=(MESSAGE,), specs={}, needs={}, segments=str(path), meeting=meeting)
 
 
 @needs_second_user
@@ -74,7 +74,7 @@ def test_what_another_user_writes_into_the_store_is_not_acted_upon(meeting: Meet
         DeviceSegments(meeting.connect(), CPU, 5.0).open(Path("segment"), 8)
     assert not code.exists()
     hasty = replace(meeting, timeout_s=0.5)
-    receiver = SharedMemoryReceiver(share_of(hasty, tmp_path / "segment"), CPU)
+    receiver = SharedMemoryReceiver(share_of(hasty, tmp_path / "segment"), HostMemory())
     receiver.start(7)
     deltas = DeltaReceiver(share_of(meeting, tmp_path / "segment"), receiver)
     deltas.start(7)

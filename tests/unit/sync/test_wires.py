@@ -1,0 +1,101 @@
+"""Which wire carries the messages of a link, and what each process is told of the wires that it opens."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.config.generation import SyncConfig
+from megarl.errors import WeightSyncError
+from megarl.sync.plan.build import build_plan
+from megarl.sync.wire.meetings import Meeting
+from megarl.sync.wire.shares import shares_of
+from megarl.sync.wire.table import BY_NAME, WIRES, wire_for
+from megarl.sync.wire.wires import Link, Share, key_of
+from megarl.weights.safetensors_map import TensorSpec
+
+APART = Link(same_host=False, same_device=False, beside_rank=False, host_group="gloo", cuda_ipc=True, delta=False)
+BESIDE = replace(APART, beside_rank=True)
+NEAR = replace(BESIDE, same_host=True)
+NEIGHBOURS = replace(NEAR, same_device=True)
+
+
+@pytest.mark.parametrize(
+    ("link", "wire"),
+    [
+        (NEIGHBOURS, "CUDA IPC"),
+        (replace(NEIGHBOURS, host_group="device", delta=True), "CUDA IPC"),
+        (replace(NEIGHBOURS, cuda_ipc=False), "shared memory"),
+        # Differences of what need not travel would only cost time.
+        (replace(NEIGHBOURS, cuda_ipc=False, delta=True), "shared memory"),
+        (NEAR, "shared memory"),
+        (replace(NEAR, host_group="device"), "shared memory"),
+        (replace(NEAR, delta=True), "differences over shared memory"),
+        (APART, "gloo"),
+        (BESIDE, "gloo"),
+        (replace(APART, delta=True), "differences over gloo"),
+        (replace(APART, host_group="device"), "NCCL"),
+        (replace(BESIDE, host_group="device"), "NCCL, then CUDA IPC"),
+        (replace(BESIDE, host_group="device", cuda_ipc=False), "NCCL, then shared memory"),
+    ],
+)
+def test_the_first_wire_that_fits_a_link_carries_its_messages(link: Link, wire: str) -> None:
+    assert wire_for(link).name == wire
+
+
+def test_every_wire_has_a_name_of_its_own() -> None:
+    assert len(BY_NAME) == len(WIRES)
+
+
+@pytest.mark.parametrize("link", [APART, BESIDE])
+def test_a_link_that_no_wire_fits_is_an_error_with_a_remedy(link: Link) -> None:
+    """Differences are made in host memory, from which NCCL does not send."""
+    with pytest.raises(
+        WeightSyncError, match=r"got Link\(same_host=False, .*delta=True\), expected .*set sync\.delta=false"
+    ):
+        wire_for(replace(link, host_group="device", delta=True))
+
+
+def make_shares(settings: SyncConfig, beside: dict[int, int]) -> list[Share]:
+    """Two ranks on two hosts each have a row, which a worker on either host needs: both need both."""
+    specs = {"a": TensorSpec(shape=(2, 1), dtype=torch.float32)}
+    rows, both = [((0, 1), (0, 1)), ((1, 2), (0, 1))], ((0, 2), (0, 1))
+    plan = build_plan(
+        specs,
+        {rank: {"a": rows[rank]} for rank in (0, 1)},
+        {sink: {"a": both} for sink in (2, 3)},
+        neighbours={sink: [rank] for sink, rank in beside.items()},
+    )
+    meeting = Meeting(address="127.0.0.1", port=1, rank=0, size=1, timeout_s=1.0, secret=b"")
+    hosts = ["x", "y", "x", "y"]
+    return shares_of(plan, settings, meeting, hosts=hosts, num_ranks=2, beside=beside, segments=Path("segment"))
+
+
+def carried(share: Share) -> dict[str, list[tuple[int, int]]]:
+    """By wire, the source and sink of each message."""
+    return {wire: sorted(key_of(m)[:2] for m in messages) for wire, messages in share.wires.items()}
+
+
+def test_both_ends_are_told_the_same_wire() -> None:
+    shares = make_shares(SyncConfig(cuda_ipc=False), {})
+    assert [carried(share) for share in shares] == [
+        {"shared memory": [(0, 2)], "gloo": [(0, 3)]},
+        {"shared memory": [(1, 3)], "gloo": [(1, 2)]},
+        {"shared memory": [(0, 2)], "gloo": [(1, 2)]},
+        {"shared memory": [(1, 3)], "gloo": [(0, 3)]},
+    ]
+    assert [(share.meeting.rank, share.meeting.size) for share in shares] == [(i, 4) for i in range(4)]
+
+
+def test_a_rank_passes_on_what_other_hosts_send_to_the_worker_on_its_device() -> None:
+    """Both messages between hosts pass both ranks; the group has no other members."""
+    shares = make_shares(SyncConfig(cuda_ipc=True, host_group="device"), {2: 0, 3: 1})
+    both = [(0, 3), (1, 2)]
+    assert [carried(share) for share in shares] == [
+        {"CUDA IPC": [(0, 2)], "NCCL, then CUDA IPC": both},
+        {"CUDA IPC": [(1, 3)], "NCCL, then CUDA IPC": both},
+        {"CUDA IPC": [(0, 2)], "NCCL, then CUDA IPC": [(1, 2)]},
+        {"CUDA IPC": [(1, 3)], "NCCL, then CUDA IPC": [(0, 3)]},
+    ]
+    assert {share.meeting.size for share in shares} == {2}
