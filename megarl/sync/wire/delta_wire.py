@@ -13,10 +13,8 @@ from megarl.errors import WeightSyncError
 from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.delta import Span, apply, encode
 from megarl.sync.wire.meetings import unless_given_up
-from megarl.sync.wire.wires import Arrival, ReceivingEnd, SendingEnd, Share, Wire, key_of, pack, unpack
+from megarl.sync.wire.wires import Arrival, Key, ReceivingEnd, SendingEnd, Share, Wire, key_of, pack, unpack
 from megarl.weights.boxes import num_elements
-
-_Key = tuple[int, int, int]
 
 
 class _Versions:
@@ -26,7 +24,7 @@ class _Versions:
         self._specs, meeting = share.specs, share.meeting
         self._timeout_s = meeting.timeout_s
         self._store = meeting.connect()
-        self.kept = dict[_Key, torch.Tensor]()
+        self.kept = dict[Key, torch.Tensor]()
         self.transfer = 0
 
     def spans(self, message: Parcel) -> list[Span]:
@@ -72,16 +70,13 @@ class DeltaSender(SendingEnd):
         self._packed = torch.empty(largest, dtype=torch.uint8)
 
     def forget(self) -> None:
-        """Forget the last versions, so that all messages of the next sync are sent in full."""
         self._versions.kept.clear()
 
     def start(self, transfer: int) -> None:
-        """Begin the weight sync number `transfer`."""
         self._versions.transfer = transfer
         self._wire.start(transfer)
 
     def post(self, before: int) -> None:
-        """Set off what the wire holds back, for all buckets up to `before`."""
         self._wire.post(before)
 
     def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
@@ -97,11 +92,9 @@ class DeltaSender(SendingEnd):
         self._wire.send(sent, [payload])
 
     def flush(self) -> None:
-        """Wait until all messages have been sent."""
         self._wire.flush()
 
     def close(self) -> None:
-        """Close the wire."""
         self._wire.close()
 
 
@@ -111,10 +104,9 @@ class DeltaReceiver(ReceivingEnd):
     def __init__(self, share: Share, wire: ReceivingEnd) -> None:
         self._wire, self._versions = wire, _Versions(share)
         # The messages of this transfer, with their current lengths, by the keys of the planned ones.
-        self._sent = dict[_Key, Parcel]()
+        self._sent = dict[Key, Parcel]()
 
     def start(self, transfer: int) -> None:
-        """Begin the weight sync number `transfer`."""
         self._versions.transfer = transfer
         self._sent.clear()
         self._wire.start(transfer)
@@ -142,11 +134,9 @@ class DeltaReceiver(ReceivingEnd):
         return Arrival(self._versions.kept[key_of(message)], sent.num_bytes)
 
     def release(self, message: Parcel) -> None:
-        """Let the wire's buffer be reused; the message itself is kept."""
         self._wire.release(self._shortened(message))
 
     def close(self) -> None:
-        """Close the wire."""
         self._wire.close()
 
 

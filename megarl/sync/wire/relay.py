@@ -30,7 +30,6 @@ class Relay(Exchange):
         self._num_posted, self._arriving = 0, list[Parcel]()
 
     def start(self, transfer: int) -> None:
-        """Begin the weight sync number `transfer`, in the group and on the way onward."""
         super().start(transfer)
         self._num_posted, self._arriving = 0, []
         self._onward.start(transfer)
@@ -56,12 +55,10 @@ class Relay(Exchange):
         self._arriving = []
 
     def flush(self) -> None:
-        """Wait until every message has been sent, and those passed on have been read."""
         super().flush()
         self._onward.flush()
 
     def close(self) -> None:
-        """Leave the group, and remove the memory shared with the worker on this rank's device."""
         super().close()
         self._onward.close()
 

@@ -20,31 +20,62 @@ _FOREIGN = "another process has meddled with it: remove it, and start the run ag
 
 
 class Memory(Protocol):
-    """The kind of memory that segments are made of."""
+    """What segments are made of: see `HostMemory`."""
 
-    def create(self, path: Path, num_bytes: int) -> torch.Tensor:
-        """Allocate a uint8 tensor [num_bytes] that the other process can `open`."""
+    def create(self, path: Path, num_bytes: int) -> torch.Tensor: ...
 
-    def open(self, path: Path, num_bytes: int) -> torch.Tensor:
-        """Return the tensor [num_bytes] that the other process created under this path."""
+    def open(self, path: Path, num_bytes: int) -> torch.Tensor: ...
 
-    def synchronize(self) -> None:
-        """Wait until this process's copies have finished, before the other process is told of them."""
+    def synchronize(self) -> None: ...
 
 
 class HostMemory:
-    """Files in shared memory."""
+    """Shared memory of the host: files that only this user can open."""
 
     def create(self, path: Path, num_bytes: int) -> torch.Tensor:
-        """Create a file; see `create_segment`."""
-        return create_segment(path, num_bytes)
+        """Create a file with reserved space, and map it as uint8 [num_bytes].
+
+        Without reserved space, full memory would kill the process later.
+        """
+        try:
+            # Never what lies there already: it may be a link, or a file that others have open.
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except FileExistsError as error:
+            raise WeightSyncError(
+                f"weight sync cannot create {path}: another process has put something there; remove it"
+            ) from error
+        with os.fdopen(descriptor, "r+b"):
+            try:
+                os.posix_fallocate(descriptor, 0, num_bytes)
+            except OSError as error:
+                path.unlink(missing_ok=True)
+                raise WeightSyncError(
+                    f"weight sync needs {num_bytes / 2**30:.2f} GiB in {path.parent} for {path.name}: "
+                    f"{error.strerror}; enlarge it, or remove what other runs left there"
+                ) from error
+            return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
 
     def open(self, path: Path, num_bytes: int) -> torch.Tensor:
-        """Map a file; see `open_segment`."""
-        return open_segment(path, num_bytes)
+        """Map a file that another process of this user created as uint8 [num_bytes].
+
+        Raises:
+            WeightSyncError: it is a link, belongs to another user, or has another size.
+        """
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise WeightSyncError(f"weight sync cannot open {path}: {error.strerror}; {_FOREIGN}") from error
+        with os.fdopen(descriptor, "r+b"):
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size != num_bytes:
+                raise WeightSyncError(
+                    f"weight sync cannot use {path}: it belongs to user {found.st_uid} and has {found.st_size} bytes, "
+                    f"expected a file of user {os.geteuid()} with {num_bytes} bytes; {_FOREIGN}"
+                )
+            return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
 
     def synchronize(self) -> None:
-        """Do nothing, as copies in host memory have finished when they return."""
+        """Do nothing: copies to host memory have finished when they return."""
 
 
 class _Segments:
@@ -144,50 +175,6 @@ class SharedMemoryReceiver(_Segments, ReceivingEnd):
     def release(self, message: Parcel) -> None:
         """Signal to the sender that a message has been read, so that its segment may be reused."""
         self._say("taken", message)
-
-
-def create_segment(path: Path, num_bytes: int) -> torch.Tensor:
-    """Create a shared-memory file with reserved space that only this user can open, and map it as uint8 [num_bytes].
-
-    Without reserved space, full memory would kill the process later.
-    """
-    try:
-        # Never what lies there already: it may be a link, or a file that others have open.
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except FileExistsError as error:
-        raise WeightSyncError(
-            f"weight sync cannot create {path}: another process has put something there; remove it"
-        ) from error
-    with os.fdopen(descriptor, "r+b"):
-        try:
-            os.posix_fallocate(descriptor, 0, num_bytes)
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            raise WeightSyncError(
-                f"weight sync needs {num_bytes / 2**30:.2f} GiB in {path.parent} for {path.name}: {error.strerror}; "
-                f"enlarge it, or remove what other runs left there"
-            ) from error
-        return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
-
-
-def open_segment(path: Path, num_bytes: int) -> torch.Tensor:
-    """Map a shared-memory file that another process of this user created as uint8 [num_bytes].
-
-    Raises:
-        WeightSyncError: it is a link, belongs to another user, or has another size.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise WeightSyncError(f"weight sync cannot open {path}: {error.strerror}; {_FOREIGN}") from error
-    with os.fdopen(descriptor, "r+b"):
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size != num_bytes:
-            raise WeightSyncError(
-                f"weight sync cannot use {path}: it belongs to user {found.st_uid} and has {found.st_size} bytes, "
-                f"expected a file of user {os.geteuid()} with {num_bytes} bytes; {_FOREIGN}"
-            )
-        return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
 
 
 SHARED_MEMORY = Wire(

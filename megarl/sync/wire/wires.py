@@ -7,7 +7,7 @@ packing, carrying and unpacking overlap while staging memory stays bounded.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -18,7 +18,8 @@ from megarl.weights.safetensors_map import TensorSpec
 DEPTH = 2
 # Comes after every bucket.
 NEVER = 1 << 62
-_Key = tuple[int, int, int]
+# Source, sink and turn, which identify a message within its plan.
+Key: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,8 +158,8 @@ def unpack(buffer: torch.Tensor, targets: Iterable[torch.Tensor]) -> Iterator[to
         yield target
 
 
-def key_of(message: Parcel) -> _Key:
-    """Return (source, sink, turn), which identifies a message within its plan."""
+def key_of(message: Parcel) -> Key:
+    """Return (source, sink, turn) of a message."""
     return message.source, message.sink, message.turn
 
 

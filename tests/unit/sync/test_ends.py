@@ -21,7 +21,7 @@ from megarl.sync.wire.casts import scale_of, wire_specs
 from megarl.sync.wire.ends import BridgeReceiver, BridgeSender, holding_of
 from megarl.sync.wire.meetings import Meeting
 from megarl.sync.wire.routed import RoutedReceiver, RoutedSender
-from megarl.sync.wire.shared_memory import create_segment
+from megarl.sync.wire.shared_memory import HostMemory
 from megarl.sync.wire.shares import shares_of
 from megarl.weights.boxes import box_of, num_elements, slices_of
 from megarl.weights.safetensors_map import TensorSpec
@@ -303,7 +303,7 @@ def test_too_little_shared_memory_is_an_error_and_leaves_nothing(
 
     monkeypatch.setattr(shared_memory.os, "posix_fallocate", full)
     with pytest.raises(WeightSyncError, match=r"needs 2\.00 GiB in .* for segment: No space left on device"):
-        create_segment(tmp_path / "segment", 2 << 30)
+        HostMemory().create(tmp_path / "segment", 2 << 30)
     assert not list(tmp_path.iterdir())
 
 

@@ -19,7 +19,7 @@ from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.cuda_ipc import DeviceSegments
 from megarl.sync.wire.delta_wire import DeltaReceiver
 from megarl.sync.wire.meetings import Meeting, give_up
-from megarl.sync.wire.shared_memory import HostMemory, SharedMemoryReceiver, create_segment, open_segment
+from megarl.sync.wire.shared_memory import HostMemory, SharedMemoryReceiver
 from megarl.sync.wire.wires import Share
 from tests.helpers.second_user import UID, as_nobody, needs_second_user
 
@@ -129,7 +129,7 @@ def segment() -> Iterator[Path]:
 
 @needs_second_user
 def test_another_user_cannot_read_weights(segment: Path) -> None:
-    create_segment(segment, 8)
+    HostMemory().create(segment, 8)
     assert stat.S_IMODE(segment.stat().st_mode) == 0o600
     assert "PermissionError" in as_nobody("import sys; open(sys.argv[1])", segment).stderr
 
@@ -146,21 +146,21 @@ def test_what_another_user_puts_where_weights_will_be_is_an_error(what: str, seg
     done = as_nobody(f"import os, sys; {plant}", segment, target)
     assert done.returncode == 0, done.stderr
     with pytest.raises(WeightSyncError, match=f"cannot create {segment}: another process has put something there"):
-        create_segment(segment, 8)
+        HostMemory().create(segment, 8)
     refusal = f"use {segment}: it belongs to user {UID}" if what == "file" else f"open {segment}: Too many levels"
     with pytest.raises(WeightSyncError, match=f"cannot {refusal}"):
-        open_segment(segment, 8)
+        HostMemory().open(segment, 8)
     assert target.read_bytes() == b"precious" if what == "link" else not target.exists()
 
 
 def test_a_segment_of_another_size_is_an_error(segment: Path) -> None:
-    create_segment(segment, 8)
+    HostMemory().create(segment, 8)
     with pytest.raises(WeightSyncError, match=r"has 8 bytes, expected a file of user \d+ with 16 bytes"):
-        open_segment(segment, 16)
+        HostMemory().open(segment, 16)
 
 
 def test_both_ends_see_the_same_memory(segment: Path) -> None:
-    ours, theirs = create_segment(segment, 8), open_segment(segment, 8)
+    ours, theirs = HostMemory().create(segment, 8), HostMemory().open(segment, 8)
     ours[3] = 77
     assert theirs.tolist() == [0, 0, 0, 77, 0, 0, 0, 0]
     theirs[4] = 5
