@@ -57,7 +57,7 @@ class Exchange(SendingEnd, ReceivingEnd):
         """Leave the group and close its connections, so that processes waiting for this one fail."""
         self._under_way.clear()
         self._watch.close()
-        del self._group
+        self._group = None
 
     def stage(self, message: Parcel) -> torch.Tensor:
         """Take a message into the next group, and return its buffer. Wait first if the buffer is still in use."""
