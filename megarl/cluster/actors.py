@@ -4,18 +4,19 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar, Concatenate
 
 import psutil
 import ray
 from ray.exceptions import RayError
 
 from megarl.cluster.ending import end_run_processes, is_alive
+from megarl.cluster.remotes import Call, P, Process, R, in_group, results
 from megarl.cluster.roster import Location
+from megarl.cluster.row_shards import RowShards
 from megarl.cluster.stacks import write_stacks_on_signal
-from megarl.cluster.workers import RowShards
 from megarl.device.platform import platform
 from megarl.host.sharing import adopt_umask
 from megarl.host.stage import process_files
@@ -23,6 +24,7 @@ from megarl.host.streams import print_lines, write_anything
 from megarl.parallel.worker import PolicyWorker
 from megarl.rollout.engine import Completion, EngineNodeWorkers, VllmEngine
 from megarl.rollout.engine_spec import EngineNode, EngineSpec
+from megarl.types.messages import RowScores, ScoreRequest, UpdateRequest, UpdateResult
 
 
 class RunActor:
@@ -53,6 +55,9 @@ class RunActor:
         """
         return []
 
+    def close(self) -> None:
+        """End what this actor has started."""
+
 
 class RankActor(RunActor):
     """A Ray actor with one trainer rank. It is synchronous, so that Megatron stays on the actor's main thread."""
@@ -67,12 +72,23 @@ class RankActor(RunActor):
             platform().select_devices(device_ids)
         self.worker.prepare()
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.worker, method)(*args, **kwargs)
+    def call(self, method: Callable[Concatenate[PolicyWorker, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(self.worker, *args, **kwargs)
 
-    def call_with_rows(self, method: str, shards: RowShards, micro_batches: Sequence[Sequence[int]], *args: Any) -> Any:
-        """Fetch the rows whose indices the micro-batches list, and call a method of the `PolicyWorker` with them."""
-        return getattr(self.worker, method)(shards.fetch(micro_batches), micro_batches, *args)
+    def score(
+        self, shards: RowShards, micro_batches: Sequence[Sequence[int]], request: ScoreRequest
+    ) -> RowScores | None:
+        """Call `PolicyWorker.score` with the rows whose indices the micro-batches list."""
+        return self.worker.score(shards.fetch(micro_batches), micro_batches, request)
+
+    def update(
+        self, shards: RowShards, micro_batches: Sequence[Sequence[int]], request: UpdateRequest
+    ) -> UpdateResult | None:
+        """Call `PolicyWorker.update` with the rows whose indices the micro-batches list."""
+        return self.worker.update(shards.fetch(micro_batches), micro_batches, request)
+
+    def close(self) -> None:
+        self.worker.close()
 
 
 # The concurrency groups of calls that run beside the actor's other calls, which run one after the other.
@@ -105,24 +121,24 @@ class EngineNodeActor(RunActor):
         self._workers = [psutil.Process(pid) for pid in ids[1:]]
         return ids
 
-    @ray.method(concurrency_group=_WATCH)
+    @in_group(_WATCH)
     def lost_workers(self) -> list[int]:
         return [i for i, worker in enumerate(self._workers) if not is_alive(worker)]
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.engine, method)(*args, **kwargs)
+    def close(self) -> None:
+        self.engine.close()
 
 
 class EngineActor(EngineNodeActor):
     """A Ray actor with one vLLM engine. While `serve` generates, it still answers other calls, such as weight syncs.
 
-    `further`, given to the constructor: the actors on other nodes that hold the rest of the engine.
+    `further`, given to the constructor: the processes on other nodes that hold the rest of the engine.
     """
 
     concurrency_groups: ClassVar[Mapping[str, int]] = {_GENERATION: 1, _WATCH: 1}
     engine: VllmEngine
 
-    def __init__(self, further: Sequence[Any] = ()) -> None:
+    def __init__(self, further: Sequence[Process[EngineNodeActor]] = ()) -> None:
         super().__init__()
         self._further = further
         # How many processes each further node has.
@@ -130,7 +146,7 @@ class EngineActor(EngineNodeActor):
 
     def locate(self) -> Location:
         """Return where this process runs, and the hosts of the engine's other nodes."""
-        others: list[Location] = ray.get([node.locate.remote() for node in self._further])
+        others = results([node.ask(EngineNodeActor.locate) for node in self._further])
         return replace(super().locate(), further_hosts=tuple(other.host for other in others))
 
     def start_all(
@@ -150,14 +166,14 @@ class EngineActor(EngineNodeActor):
             replace(spec, node=EngineNode(rank=rank, num_nodes=num_nodes, address=address, port=port))
             for rank in range(num_nodes)
         ]
-        arguments = list(zip(specs, device_ids, predecessors, strict=True))
-        started = [node.start.remote(*each) for node, each in zip(self._further, arguments[1:], strict=True)]
+        first, *others = zip(specs, device_ids, predecessors, strict=True)
+        started = [node.ask(EngineNodeActor.start, *each) for node, each in zip(self._further, others, strict=True)]
         threading.Thread(target=_end_unless, args=(started,), daemon=True).start()
-        ids = [self.start(*arguments[0]), *ray.get(started)]
+        ids = [self.start(*first), *results(started)]
         self._counts = [len(here) for here in ids[1:]]
         return ids
 
-    @ray.method(concurrency_group=_WATCH)
+    @in_group(_WATCH)
     def lost_workers(self) -> list[int]:
         """Return the lost workers of all nodes; of a node that is lost its process, which counts as a worker.
 
@@ -166,29 +182,31 @@ class EngineActor(EngineNodeActor):
         lost, first = super().lost_workers(), len(self._workers)
         for node, count in zip(self._further, self._counts, strict=False):
             try:
-                lost += [first + 1 + i for i in ray.get(node.lost_workers.remote())]
+                (its_lost,) = results([node.ask(EngineNodeActor.lost_workers)])
+                lost += [first + 1 + i for i in its_lost]
             except RayError:
                 lost.append(first)
             first += count
         return lost
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the engine; `close` also ends what is on its other nodes."""
-        answer = super().call(method, *args, **kwargs)
-        if method == "close":
-            ray.get([node.call.remote("close") for node in self._further])
-        return answer
+    def call(self, method: Callable[Concatenate[VllmEngine, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(self.engine, *args, **kwargs)
 
-    @ray.method(concurrency_group=_GENERATION)
+    def close(self) -> None:
+        """End this part of the engine, and those on its other nodes."""
+        super().close()
+        results([node.ask(EngineNodeActor.close) for node in self._further])
+
+    @in_group(_GENERATION)
     def serve(self) -> Iterator[dict[int, Completion]]:
-        """Yield completions from `VllmEngine.serve`. The remote call must set num_returns="streaming"."""
+        """Yield completions from `VllmEngine.serve`."""
         yield from self.engine.serve()
 
 
-def _end_unless(started: Sequence[Any]) -> None:
+def _end_unless(started: Sequence[Call[list[int]]]) -> None:
     """End this process if another node of its engine cannot start: the engine would wait for its workers."""
     try:
-        ray.get(list(started))
+        results(started)
     except RayError as error:
         print_lines(f"another node of this engine could not start: {error}", file=sys.stderr)
         os._exit(1)

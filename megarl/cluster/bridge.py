@@ -3,14 +3,15 @@
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from megarl.cluster.actors import EngineActor, RankActor
 from megarl.cluster.processes import wait_all
-from megarl.cluster.roster import Process
+from megarl.cluster.remotes import Call, Process, R, results
 from megarl.config.generation import SyncConfig
 from megarl.errors import EngineDiedError, WeightSyncError
 from megarl.host.listeners import LOOPBACK
-from megarl.rollout.engine import Received
+from megarl.parallel.worker import PolicyWorker
+from megarl.rollout.engine import Received, VllmEngine
 from megarl.sync.plan.build import Holding, build_plan
 from megarl.sync.wire.casts import SCALED, scale_of
 from megarl.sync.wire.meetings import Meeting, give_up
@@ -35,8 +36,8 @@ class BridgeSync:
 
     def __init__(
         self,
-        ranks: Sequence[Process],
-        engines: Sequence[Process],
+        ranks: Sequence[Process[RankActor]],
+        engines: Sequence[Process[EngineActor]],
         specs: Mapping[str, TensorSpec],
         needs: Sequence[Holding],
         settings: SyncConfig,
@@ -56,7 +57,7 @@ class BridgeSync:
                 f"engines need {len(lacking)} tensors that the trainer does not send: {lacking[:3]}; the family's "
                 f"weight table does not fit the model"
             )
-        held = self._call(self._ranks, [("held_weights", ())] * len(ranks))
+        held = self._wait([p.call(PolicyWorker.held_weights) for p in ranks])
         sinks = range(len(ranks), len(ranks) + len(engines) * self._num_workers)
         beside = {
             self._sink(engine, worker): rank
@@ -84,23 +85,20 @@ class BridgeSync:
         scales = self._scales()
         full = self._since_full is None or self._since_full + 1 == self._full_every
         since_full, self._since_full = 0 if self._since_full is None or full else self._since_full + 1, None
-        options = {"with_checksums": verify, "scales": scales}
-        sends = [
-            (p, p.actor.call.remote("send_over_bridge", self._transfer, full=full, **options)) for p in self._ranks
-        ]
+        send, receive, transfer = PolicyWorker.send_over_bridge, VllmEngine.receive_over_bridge, self._transfer
+        sends = [p.call(send, transfer, with_checksums=verify, scales=scales, full=full) for p in self._ranks]
         receives = [
-            (p, p.actor.call.remote("receive_over_bridge", self._transfer, version=version, **options))
-            for p in self._engines
+            p.call(receive, transfer, version=version, with_checksums=verify, scales=scales) for p in self._engines
         ]
         try:
-            answers = wait_all([*sends, *receives], timeout_s=self._timeout_s, doing=_DOING)
+            wait_all([*sends, *receives], timeout_s=self._timeout_s, doing=_DOING)
         except EngineDiedError:
             give_up(self._meeting, self._transfer)
             raise
         self._since_full = since_full
-        sent, received = answers[: len(sends)], [worker for engine in answers[len(sends) :] for worker in engine]
+        received = [worker for engine in results(receives) for worker in engine]
         if verify:
-            self._compare(sent, received)
+            self._compare(results(sends), received)
         scale_bytes = _SCALE_BYTES * len(scales) * len(received)
         return {WIRE_BYTES: float(scale_bytes + sum(worker.wire_bytes for worker in received))}
 
@@ -108,13 +106,13 @@ class BridgeSync:
         """Return the scale of each tensor that is sent in float8, computed from its largest magnitude on any rank."""
         if not self._scaled:
             return {}
-        calls = [(p, p.actor.call.remote("largest_weights")) for p in self._ranks]
+        calls = [p.call(PolicyWorker.largest_weights) for p in self._ranks]
         largest = wait_all(calls, timeout_s=self._timeout_s, doing=_DOING)
         return {name: scale_of(max(rank.get(name, 0.0) for rank in largest)) for name in self._scaled}
 
     def close(self) -> None:
         """Make the ranks delete their shared-memory segments."""
-        calls = [(p, p.actor.call.remote("close_bridge")) for p in self._ranks]
+        calls = [p.call(PolicyWorker.close_bridge) for p in self._ranks]
         wait_all(calls, timeout_s=self._timeout_s, doing="closing the bridge for weights")
 
     def _compare(self, sent: Sequence[Mapping[int, Mapping[str, int]]], received: Sequence[Received]) -> None:
@@ -144,7 +142,7 @@ class BridgeSync:
     def _open(self, settings: SyncConfig, beside: Mapping[int, int], segments: Path) -> None:
         first, hosts = self._ranks[0], self._hosts()
         address = LOOPBACK if len(set(hosts)) == 1 else first.location.address
-        (port,) = self._call([first], [("offer_meeting", (address,))])
+        (port,) = self._wait([first.call(PolicyWorker.offer_meeting, address)])
         self._meeting = Meeting(
             address=address,
             port=port,
@@ -162,15 +160,11 @@ class BridgeSync:
             beside=beside,
             segments=segments,
         )
-        calls: list[tuple[str, tuple[Any, ...]]] = [
-            ("open_bridge", (shares[rank],)) for rank in range(len(self._ranks))
-        ]
-        for engine in range(len(self._engines)):
-            its_sinks = [self._sink(engine, worker) for worker in range(self._num_workers)]
-            calls.append(("open_bridge", ([shares[sink] for sink in its_sinks],)))
-        self._call([*self._ranks, *self._engines], calls)
+        opens = [p.call(PolicyWorker.open_bridge, shares[rank]) for rank, p in enumerate(self._ranks)]
+        for engine, process in enumerate(self._engines):
+            sinks = [self._sink(engine, worker) for worker in range(self._num_workers)]
+            opens.append(process.call(VllmEngine.open_bridge, [shares[sink] for sink in sinks]))
+        self._wait(opens)
 
-    def _call(self, processes: Sequence[Process], calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
-        """Call one method on each process, all at the same time, and return the answers."""
-        pending = [(p, p.actor.call.remote(name, *args)) for p, (name, args) in zip(processes, calls, strict=True)]
-        return wait_all(pending, timeout_s=self._timeout_s, doing="opening the bridge for weights")
+    def _wait(self, calls: Sequence[Call[R]]) -> list[R]:
+        return wait_all(calls, timeout_s=self._timeout_s, doing="opening the bridge for weights")

@@ -5,24 +5,26 @@ import itertools
 import os
 import secrets
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
-from megarl.cluster.actors import RankActor
+from megarl.cluster.actors import RankActor, RunActor
 from megarl.cluster.bridge import BridgeSync
-from megarl.cluster.engine_seats import EngineSeats, create_actor, wait_started
+from megarl.cluster.engine_seats import EngineSeats, create_process, wait_started
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.episodes import EpisodeHosts
 from megarl.cluster.judge_servers import JudgeServerActor
 from megarl.cluster.placement import PlacementPlan, Reservation, Seat, plan_placement, with_judge_servers
 from megarl.cluster.processes import locate, wait_all
 from megarl.cluster.ray_session import open_ray
+from megarl.cluster.remotes import A_co, Call, Process, results
 from megarl.cluster.roles import actor_role, by_layout, check_serves
-from megarl.cluster.roster import Process, Roster
+from megarl.cluster.roster import Roster
 from megarl.cluster.sync_plan import ends_of, engine_ranks
 from megarl.cluster.workers import RankGroup, RoleWorkers
 from megarl.config.schema import Config
@@ -33,6 +35,7 @@ from megarl.host import loop
 from megarl.host.janitor import open_caretaker
 from megarl.host.ray_environment import RAY_ENVIRONMENT, keep_worker_logs
 from megarl.host.sharing import umask_variable
+from megarl.parallel.worker import PolicyWorker
 from megarl.record.activity import doing
 from megarl.sync.plan.engine_shards import engine_needs
 from megarl.sync.wire.casts import wire_specs
@@ -62,7 +65,7 @@ class Cluster:
         log_dir: Path | None = None,
     ) -> None:
         self._with_judges = with_judges
-        self._judge_servers: dict[str, list[Process]] = {}
+        self._judge_servers: dict[str, list[Process[JudgeServerActor]]] = {}
         # The base URLs of the servers of each entry of `rewards.judge_servers`, and the key that they all ask for.
         self.judge_urls: Mapping[str, tuple[str, ...]] = {}
         self.judge_key = secrets.token_hex(16)
@@ -115,7 +118,7 @@ class Cluster:
         self._create_processes(plan)
         judges = self._begin_judge_servers()
         # Engines take longest: start them first, wait for them last.
-        engines = [(p, self._seats.begin(i, p)) for i, p in enumerate(self.engines.processes)]
+        engines = [self._seats.begin(i, p) for i, p in enumerate(self.engines.processes)]
         self.pids = self._join_ranks(plan)
         started = wait_started(engines, timeout_s=cluster.engine_start_timeout_s, doing="starting the engines")
         for i, (process, pids) in enumerate(zip(self.engines.processes, started, strict=True)):
@@ -126,43 +129,51 @@ class Cluster:
         }
 
     def _create_processes(self, plan: PlacementPlan) -> None:
-        cluster = self._config.cluster
-        reservation = Reservation(plan, hosts=cluster.hosts, timeout_s=cluster.start_timeout_s)
+        hosts, start_timeout_s = self._config.cluster.hosts, self._config.cluster.start_timeout_s
+        reservation = Reservation(plan, hosts=hosts, timeout_s=start_timeout_s)
         self._seats = EngineSeats(self._config, plan.engines, reservation, self._shared_devices)
         seats = [plan.ranks, *plan.other_ranks]
         names = ["trainer", *("+".join(role.role for role in roles) for roles in list(self._roles.values())[1:])]
-        actors = {
-            f"{name} rank {i}": create_actor(RankActor, reservation, seat, i)
+        ranks = [
+            create_process(f"{name} rank {i}", RankActor, reservation, seat, i)
             for name, its_seats in zip(names, seats, strict=True)
             for i, seat in enumerate(its_seats)
-        }
-        judges = {
-            f"{seats[0].group} replica {i}": create_actor(JudgeServerActor, reservation, seat)
+        ]
+        judges = [
+            create_process(f"{seats[0].group} replica {i}", JudgeServerActor, reservation, seat)
             for seats in plan.judges.values()
             for i, seat in enumerate(seats)
-        }
-        processes = iter(locate(actors | judges | self._seats.create(), timeout_s=self._config.cluster.start_timeout_s))
-        timeout_s = self._config.rollout.timeout_s
+        ]
+        engines = self._seats.create()
+        every: list[Process[RunActor]] = [*ranks, *judges, *engines]
+        found = iter(locate(every, timeout_s=start_timeout_s))
+
+        def located(begun: Sequence[Process[A_co]]) -> list[Process[A_co]]:
+            pairs = zip(begun, found, strict=False)
+            return [replace(p, name=its.name, location=its.location, roster=its.roster) for p, its in pairs]
+
+        timeout_s, its_ranks, its_judges = self._config.rollout.timeout_s, iter(located(ranks)), iter(located(judges))
         groups = [
-            RankGroup(layout=layout, processes=list(itertools.islice(processes, layout.world_size)))
+            RankGroup(layout=layout, processes=list(itertools.islice(its_ranks, layout.world_size)))
             for layout in self._roles
         ]
         self.workers = RoleWorkers(groups, timeout_s=timeout_s)
         self._judge_servers = {
-            name: list(itertools.islice(processes, len(seats))) for name, seats in plan.judges.items()
+            name: list(itertools.islice(its_judges, len(seats))) for name, seats in plan.judges.items()
         }
-        self.engines = EngineGroup(list(processes), timeout_s=timeout_s)
+        self.engines = EngineGroup(located(engines), timeout_s=timeout_s)
 
-    def _begin_judge_servers(self) -> list[tuple[Process, Any]]:
+    def _begin_judge_servers(self) -> list[Call[str]]:
         """Make all judges' servers start, and return the pending remote calls."""
         cluster, entries = self._config.cluster, self._config.rewards.judge_servers
-        options = {
-            "api_key": self.judge_key,
-            "timeout_s": cluster.start_timeout_s,
-            "several_hosts": cluster.address is not None,
-        }
         return [
-            (process, process.actor.start.remote(entries[name], **options))
+            process.ask(
+                JudgeServerActor.start,
+                entries[name],
+                api_key=self.judge_key,
+                timeout_s=cluster.start_timeout_s,
+                several_hosts=cluster.address is not None,
+            )
             for name, processes in self._judge_servers.items()
             for process in processes
         ]
@@ -175,24 +186,23 @@ class Cluster:
         """Make the ranks of each layout form their process groups; return the process id of each rank by its name."""
         ranks, timeout_s = self.workers.processes, self._config.cluster.start_timeout_s
         seats = itertools.chain(plan.ranks, *plan.other_ranks)
-        prepared = [
-            (p, p.actor.prepare.remote(self._shared_devices(seat))) for p, seat in zip(ranks, seats, strict=True)
-        ]
+        prepared = [p.ask(RankActor.prepare, self._shared_devices(seat)) for p, seat in zip(ranks, seats, strict=True)]
         wait_all(prepared, timeout_s=timeout_s, doing="starting the trainer")
         groups = self.workers.groups
-        offers = [(group.processes[0], group.processes[0].actor.call.remote("offer_rendezvous")) for group in groups]
+        offers = [group.processes[0].call(PolicyWorker.offer_rendezvous) for group in groups]
         addresses = wait_all(offers, timeout_s=timeout_s, doing="joining process groups")
-        joins = []
-        for group, address in zip(groups, addresses, strict=True):
-            join = ("join", group.layout, address, self._config.cluster.collective_timeout_s)
-            joins += [(p, p.actor.call.remote(*join)) for p in group.processes]
+        joins = [
+            p.call(PolicyWorker.join, group.layout, address, self._config.cluster.collective_timeout_s)
+            for group, address in zip(groups, addresses, strict=True)
+            for p in group.processes
+        ]
         pids = wait_all(joins, timeout_s=timeout_s, doing="joining process groups")
         return dict(zip((p.name for p in ranks), pids, strict=True))
 
     @property
     def roster(self) -> Roster:
         """Return the run's `Roster`, which lists its processes and knows which of them have died."""
-        first, *_ = [*self.workers.processes, *self.engines.processes]
+        first, *_ = self.workers.processes or self.engines.processes
         return first.roster
 
     def restart_engine(self, index: int) -> None:
@@ -259,11 +269,11 @@ class Cluster:
             try:
                 if ray.is_initialized():
                     if not failed:
-                        processes = [*self.workers.processes, *self.engines.processes]
-                        processes += itertools.chain(*self._judge_servers.values())
-                        refs = [p.actor.call.remote("close") for p in processes]
+                        judges = itertools.chain(*self._judge_servers.values())
+                        processes = (*self.workers.processes, *self.engines.processes, *judges)
+                        ends = [p.ask(RunActor.close) for p in processes]
                         with contextlib.suppress(RayTaskError, ActorDiedError, ActorUnavailableError, GetTimeoutError):
-                            ray.get(refs, timeout=CLOSE_TIMEOUT_S)
+                            results(ends, timeout_s=CLOSE_TIMEOUT_S)
                     elif self._log_dir is not None:
                         keep_worker_logs(self.scope, self._log_dir)
             finally:

@@ -49,6 +49,6 @@ def end_run_processes(pids: Sequence[int]) -> None:
 def is_alive(process: psutil.Process) -> bool:
     """Return whether a process lives. A zombie counts as dead, although psutil's `is_running` returns True for it."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False

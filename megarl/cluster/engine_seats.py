@@ -6,18 +6,19 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 import ray
 
 from megarl.cluster.actors import EngineActor, EngineNodeActor, RunActor
 from megarl.cluster.placement import Reservation, Seat
 from megarl.cluster.processes import wait_all
-from megarl.cluster.roster import Process
+from megarl.cluster.remotes import Call, Process, R
 from megarl.cluster.stacks import describe
 from megarl.config.schema import Config
 from megarl.host import loop
 from megarl.host.streams import print_lines
+from megarl.rollout.engine import VllmEngine
 from megarl.rollout.engine_spec import engine_spec
 
 # How often a wait for engines says what they do, and of how many.
@@ -25,10 +26,13 @@ PROGRESS_S = 60.0
 NUM_TOLD = 4
 
 
-def create_actor(cls: type[RunActor], reservation: Reservation, seat: Seat, *args: Any) -> Any:
+A = TypeVar("A", bound=RunActor)
+
+
+def create_process(name: str, cls: type[A], reservation: Reservation, seat: Seat, *args: object) -> Process[A]:
     """Create a Ray actor in the place that is reserved for it (`Seat`), and return without waiting for its start."""
     remote = ray.remote(concurrency_groups=dict(cls.concurrency_groups))(cls)
-    return remote.options(**reservation.options(seat)).remote(*args)
+    return Process(name=name, actor=remote.options(**reservation.options(seat)).remote(*args))
 
 
 def engine_pids(name: str, pids: Sequence[Sequence[int]]) -> dict[str, int]:
@@ -38,7 +42,7 @@ def engine_pids(name: str, pids: Sequence[Sequence[int]]) -> dict[str, int]:
 
 
 def wait_started(
-    starting: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str, every_s: float = PROGRESS_S
+    starting: Sequence[Call[list[list[int]]]], *, timeout_s: float, doing: str, every_s: float = PROGRESS_S
 ) -> list[list[list[int]]]:
     """Wait until engines have started, and return the ids of each one's processes by node. Raises the errors of
     `wait_all`.
@@ -50,8 +54,8 @@ def wait_started(
     async def tell() -> None:
         while True:
             await asyncio.sleep(every_s)
-            ready = ray.wait([call for _, call in starting], num_returns=len(starting), timeout=0)[0]
-            slow = {process.name: process.location for process, call in starting if call not in ready}
+            ready = ray.wait([call.ref for call in starting], num_returns=len(starting), timeout=0)[0]
+            slow = {call.process.name: call.process.location for call in starting if call.ref not in ready}
             count = f"{len(ready)} of {len(starting)} after {time.monotonic() - began:.0f} s"
             doings = describe(dict(itertools.islice(slow.items(), NUM_TOLD)))
             print_lines(f"{doing}: {count}; {doings}", file=sys.stderr)
@@ -76,8 +80,8 @@ class EngineSeats:
         """
         self._config, self._seats, self._reservation = config, list(seats), reservation
         self._devices_of = devices_of
-        # By engine: the actors on its further nodes, and the ids of its processes by node.
-        self._further: dict[int, list[Any]] = {}
+        # By engine: the processes on its further nodes, and the ids of all its processes by node.
+        self._further: dict[int, list[Process[EngineNodeActor]]] = {}
         self._pids: dict[int, list[list[int]]] = {}
 
     @property
@@ -85,51 +89,54 @@ class EngineSeats:
         """Return, for each engine, the trainer ranks whose devices it uses."""
         return [seat.all_shares for seat in self._seats]
 
-    def create(self) -> dict[str, Any]:
-        """Create the actors of all engines, and return them by name."""
-        return {f"engine {i}": self._create(i) for i in range(len(self._seats))}
+    def create(self) -> list[Process[EngineActor]]:
+        """Create the actors of all engines."""
+        return [self._create(i, f"engine {i}") for i in range(len(self._seats))]
 
-    def _create(self, index: int) -> Any:
+    def _create(self, index: int, name: str) -> Process[EngineActor]:
         first, reservation = self._seats[index], self._reservation
-        self._further[index] = [create_actor(EngineNodeActor, reservation, seat) for seat in first.further]
-        return create_actor(EngineActor, reservation, first, self._further[index])
+        self._further[index] = [
+            create_process(f"{name} node {node}", EngineNodeActor, reservation, seat)
+            for node, seat in enumerate(first.further, start=1)
+        ]
+        return create_process(name, EngineActor, reservation, first, self._further[index])
 
-    def begin(self, index: int, process: Process) -> Any:
+    def begin(self, index: int, process: Process[EngineActor]) -> Call[list[list[int]]]:
         """Make an engine start after killing the processes of the one before it, and return the pending remote call."""
         seats = [self._seats[index], *self._seats[index].further]
         devices, predecessors = [self._devices_of(seat) for seat in seats], self._pids.get(index, [[]] * len(seats))
-        return process.actor.start_all.remote(engine_spec(self._config), devices, predecessors)
+        return process.ask(EngineActor.start_all, engine_spec(self._config), devices, predecessors)
 
-    def started(self, index: int, process: Process, pids: list[list[int]]) -> dict[str, int]:
+    def started(self, index: int, process: Process[EngineActor], pids: list[list[int]]) -> dict[str, int]:
         """Note that an engine has started, with which processes on each node; return their ids by name."""
         self._pids[index] = pids
         self._watch(process)
         return engine_pids(process.name, pids)
 
-    def restart(self, index: int, lost: Process) -> tuple[Process, dict[str, int]]:
+    def restart(self, index: int, lost: Process[EngineActor]) -> tuple[Process[EngineActor], dict[str, int]]:
         """Start a new engine in the place of a dead one; return it and its process ids by name.
 
         The new engine has the weights on disk, not the policy's. With placement.offload it is put to sleep; the other
         engines must be asleep already.
         """
         for node in self._further[index]:
-            ray.kill(node)
-        process = replace(lost, actor=self._create(index))
+            ray.kill(node.actor)
+        process = replace(lost, actor=self._create(index, lost.name).actor)
         process.roster.enter(process)
-        process = replace(process, location=self._ask(process, process.actor.locate.remote()))
+        process = replace(process, location=self._answer(process.ask(EngineActor.locate)))
         process.roster.enter(process)
-        doing, starting = f"restarting {process.name}", [(process, self.begin(index, process))]
-        (pids,) = wait_started(starting, timeout_s=self._config.cluster.engine_start_timeout_s, doing=doing)
+        doing, starting = f"restarting {process.name}", self.begin(index, process)
+        (pids,) = wait_started([starting], timeout_s=self._config.cluster.engine_start_timeout_s, doing=doing)
         new_pids = self.started(index, process, pids)
         if self._config.placement.offload:
-            self._ask(process, process.actor.call.remote("sleep"))
+            self._answer(process.call(VllmEngine.sleep))
         return process, new_pids
 
-    def _watch(self, process: Process) -> None:
+    def _watch(self, process: Process[EngineActor]) -> None:
         """Take an engine that has started for hung whenever it is silent for `cluster.heartbeat_timeout_s`."""
         process.roster.expect_answers(process, within_s=self._config.cluster.heartbeat_timeout_s)
 
-    def _ask(self, process: Process, call: Any) -> Any:
+    def _answer(self, call: Call[R]) -> R:
         timeout_s = self._config.cluster.start_timeout_s
-        (answer,) = wait_all([(process, call)], timeout_s=timeout_s, doing=f"restarting {process.name}")
+        (answer,) = wait_all([call], timeout_s=timeout_s, doing=f"restarting {call.process.name}")
         return answer

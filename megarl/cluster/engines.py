@@ -3,20 +3,20 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import ray
 from ray.exceptions import RayError
 
+from megarl.cluster.actors import EngineActor
 from megarl.cluster.episodes import EpisodeHosts
-from megarl.cluster.processes import Vigil, answer_to, explained, is_replaceable, results, wait_all, wait_living
-from megarl.cluster.roster import Process
+from megarl.cluster.processes import Vigil, explained, is_replaceable, living_results, wait_all, wait_living
+from megarl.cluster.remotes import Call, Process, R, Remote, Stream
 from megarl.host import loop
 from megarl.record import activity
-from megarl.rollout.engine import Completion, EngineWork, GenerationRequest
+from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
 from megarl.rollout.source import Doing, generating
+from megarl.rollout.stepping import EngineWork
 from megarl.types import FloatArray
 
 
@@ -54,7 +54,7 @@ class EngineGroup:
     that samples have conversations with. trouble: set when an engine or host has died and is to be replaced.
     """
 
-    def __init__(self, processes: Sequence[Process], *, timeout_s: float) -> None:
+    def __init__(self, processes: Sequence[Process[EngineActor]], *, timeout_s: float) -> None:
         self.processes, self._timeout_s = list(processes), timeout_s
         self.hosts: EpisodeHosts | None = None
         self.trouble = asyncio.Event()
@@ -65,10 +65,8 @@ class EngineGroup:
         self._open: dict[int, _Open] = {}
         # By engine, its unfinished requests; with `repeats_hands` all since it last had none.
         self._hands: dict[int, dict[int, _Open]] = {}
-        # By engine, its process and the stream of its completions.
-        self._streams: dict[int, tuple[Process, Any]] = {}
-        # The engines whose completions are on their way from the stream.
-        self._arriving: set[int] = set()
+        # By engine, the stream of its completions.
+        self._streams: dict[int, Stream[dict[int, Completion]]] = {}
         self._heard_at = 0.0
         self._doing: Doing = generating
 
@@ -110,29 +108,27 @@ class EngineGroup:
             mine = {key: each for key, each in opened.items() if each.engine == engine}
             self._hands.setdefault(engine, {}).update(mine)
             process = self.processes[engine]
-            if self._streams.get(engine, (None, None))[0] is not process:
-                stream = process.actor.serve.options(num_returns="streaming").remote()
-                self._streams[engine] = process, stream
-                loop.spawn(self._read(engine, process, stream))
-            loop.spawn(self._hand_over(engine, process, {key: each.request for key, each in mine.items()}))
+            if engine not in self._streams or self._streams[engine].process is not process:
+                self._streams[engine] = process.stream(EngineActor.serve)
+                loop.spawn(self._read(engine, self._streams[engine]))
+            requests = {key: each.request for key, each in mine.items()}
+            loop.spawn(self._hand_over(engine, process.call(VllmEngine.add, requests)))
 
-    async def _hand_over(self, engine: int, process: Process, requests: Mapping[int, GenerationRequest]) -> None:
+    async def _hand_over(self, engine: int, call: Call[None]) -> None:
         try:
-            await answer_to(process.actor.call.remote("add", requests))
+            await call.answer()
         except RayError as error:
-            await self._failed(engine, process, error)
+            await self._failed(engine, call.process, error)
 
-    async def _read(self, engine: int, process: Process, stream: Any) -> None:
+    async def _read(self, engine: int, stream: Stream[dict[int, Completion]]) -> None:
         """Take the completions of an engine's stream, until the engine dies."""
         try:
-            async for part in stream:
-                self._arriving.add(engine)
-                self._take(await part)
-                self._arriving.discard(engine)
+            async for part in stream.results():
+                self._take(part)
         except RayError as error:
-            await self._failed(engine, process, error)
+            await self._failed(engine, stream.process, error)
 
-    async def _failed(self, engine: int, process: Process, error: Exception) -> None:
+    async def _failed(self, engine: int, process: Process[Remote], error: Exception) -> None:
         """Let living engines take over the requests of one that died, or its successor; raise any other failure."""
         if self.processes[engine] is not process:
             return
@@ -141,7 +137,6 @@ class EngineGroup:
         if self.processes[engine] is not process:
             return
         self._streams.pop(engine, None)
-        self._arriving.discard(engine)
         if self.living() and not self.repeats_hands and engine in self._hands:
             self.start_again(engine, exactly=False)
         self.trouble.set()
@@ -165,7 +160,7 @@ class EngineGroup:
         """List the engines that are not known to be dead, by index."""
         return [i for i, process in enumerate(self.processes) if process.name not in process.roster.lost]
 
-    async def attend(self, work: "asyncio.Future[Any]", *, timeout_s: float, doing: Doing = generating) -> None:
+    async def attend(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing = generating) -> None:
         """Wait until `work` is done, or there is `trouble`. timeout_s: how long all engines and hosts may be silent."""
         self._doing = doing
         watched = [*self.processes, *(self.hosts.processes if self.hosts else ())]
@@ -178,7 +173,7 @@ class EngineGroup:
             trouble.cancel()
             self._doing = generating
 
-    def _busy(self) -> list[Process]:
+    def _busy(self) -> list[Process[Remote]]:
         """List the engines and hosts that owe something."""
         engines = {each.engine for each in self._open.values()}
         hosts = self.hosts.busy() if self.hosts is not None else []
@@ -215,10 +210,9 @@ class EngineGroup:
         return loop.wait(self._parts())
 
     async def _parts(self) -> "dict[asyncio.Future[Completion], Completion]":
-        found = await self._answers("unfinished", doing="asking for unfinished samples")
+        found = await self._answers(VllmEngine.unfinished, doing="asking for unfinished samples")
         # What had finished before is on its way.
-        streams = [stream for _, stream in self._streams.values()]
-        while self._arriving or (streams and ray.wait(streams, timeout=0)[0]):
+        while any(stream.has_more() for stream in self._streams.values()):
             await asyncio.sleep(0)
         # And who waited for it goes on.
         for _ in range(2):
@@ -229,7 +223,7 @@ class EngineGroup:
     def abort(self) -> None:
         """Forget all unfinished requests, and cancel who waits for them."""
         if self._open:
-            self._move("abort", doing="aborting unfinished requests")
+            self._move([p.call(VllmEngine.abort) for p in self.processes], doing="aborting unfinished requests")
         for completion in [*(each.completion for each in self._open.values()), *(each for _, each in self._outbox)]:
             completion.cancel()
         for container in (self._open, self._hands, self._outbox):
@@ -237,30 +231,28 @@ class EngineGroup:
 
     def work(self) -> dict[int, EngineWork]:
         """Return what each living engine did since the last call; that of an engine which has just died is lost."""
-        return loop.wait(self._answers("work", doing="asking engines for their work"))
+        return loop.wait(self._answers(VllmEngine.work, doing="asking engines for their work"))
 
-    async def _answers(self, method: str, *, doing: str) -> dict[int, Any]:
+    async def _answers(self, method: Callable[[VllmEngine], R], *, doing: str) -> dict[int, R]:
         """Return the answers of the engines that live, by index."""
         asked = self.living()
-        calls = [(self.processes[i], self.processes[i].actor.call.remote(method)) for i in asked]
-        answers = await results(calls, timeout_s=self._timeout_s, doing=doing, needs_all=False)
-        return {i: answer for i, answer in zip(asked, answers, strict=True) if i in self.living()}
+        calls = [self.processes[i].call(method) for i in asked]
+        answers = await living_results(calls, timeout_s=self._timeout_s, doing=doing)
+        return {i: answer for i, answer in zip(asked, answers, strict=True) if answer is not None}
 
     def prompt_logprobs(self, sequences: Sequence[Sequence[int]], *, engine: int = 0) -> list[FloatArray]:
         """Return the log-probs that one engine gives the tokens of given sequences, at temperature 1."""
-        process = self.processes[engine]
-        call = process.actor.call.remote("prompt_logprobs", [list(s) for s in sequences])
-        return wait_all([(process, call)], timeout_s=self._timeout_s, doing="scoring with the engine")[0]
+        call = self.processes[engine].call(VllmEngine.prompt_logprobs, [list(s) for s in sequences])
+        return wait_all([call], timeout_s=self._timeout_s, doing="scoring with the engine")[0]
 
     def sleep(self) -> None:
         """Make the engines free the memory of weights and KV caches (vLLM's sleep), on platforms that support sleep."""
-        self._move("sleep", doing="putting engines to sleep")
+        self._move([p.call(VllmEngine.sleep) for p in self.processes], doing="putting engines to sleep")
 
     def wake(self, parts: Sequence[str]) -> None:
         """Make the engines allocate memory again: for `weights`, which the next weight sync fills, or `kv_cache`."""
-        self._move("wake", list(parts), doing="waking engines")
+        self._move([p.call(VllmEngine.wake, list(parts)) for p in self.processes], doing="waking engines")
 
-    def _move(self, method: str, *args: Any, doing: str) -> None:
+    def _move(self, calls: Sequence[Call[None]], *, doing: str) -> None:
         # An engine that died has nothing to move.
-        calls = [(p, p.actor.call.remote(method, *args)) for p in self.processes]
         wait_living(calls, timeout_s=self._timeout_s, doing=doing)

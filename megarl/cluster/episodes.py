@@ -3,8 +3,8 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import ray
 from ray.exceptions import RayError
@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.actors import RunActor
 from megarl.cluster.processes import explained, is_replaceable, locate, wait_all
-from megarl.cluster.roster import Process
+from megarl.cluster.remotes import Process, Remote, Stream
 from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TurnRequest, sendable
 from megarl.errors import EngineDiedError
 from megarl.host import loop
@@ -35,33 +35,55 @@ class EpisodeHostActor(RunActor):
         self._replies: asyncio.Queue[tuple[int, HostReply]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def call(self, method: str, *args: Any) -> None:
-        """Take requests: `begin` and `act` with requests by key, `end` with keys, or `close`, which ends nothing."""
-        for key, request in args[0].items() if args else ():
-            self._spawn(getattr(self, f"_{method}")(key, request))
+    async def begin(self, requests: Mapping[int, StartRequest]) -> None:
+        """Begin conversations, each by a key of the caller's; `serve` yields the replies."""
+        for key, request in requests.items():
+            self._spawn(self._reply(key, self._host.start(key, request)))
 
-    async def _begin(self, key: int, request: StartRequest) -> None:
-        await self._replies.put((key, sendable(await self._host.start(key, request))))
+    async def act(self, requests: Mapping[int, TurnRequest]) -> None:
+        """Take turns of conversations by their keys; `serve` yields the replies."""
+        for key, request in requests.items():
+            self._spawn(self._reply(key, self._host.act(key, request)))
 
-    async def _act(self, key: int, request: TurnRequest) -> None:
-        await self._replies.put((key, sendable(await self._host.act(key, request))))
+    async def end(self, keys: Collection[int]) -> None:
+        """End conversations."""
+        for key in keys:
+            self._spawn(self._host.close(key))
 
-    async def _end(self, key: int, _: None) -> None:
-        await self._host.close(key)
+    async def _reply(self, key: int, reply: Awaitable[HostReply]) -> None:
+        await self._replies.put((key, sendable(await reply)))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[object, object, None]) -> None:
         # The loop itself keeps no reference to a task.
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def serve(self) -> AsyncIterator[dict[int, HostReply]]:
-        """Yield replies by key as they come. The remote call must set num_returns="streaming"."""
+        """Yield replies by key as they come."""
         while True:
             part = dict([await self._replies.get()])
             while not self._replies.empty():
                 part |= [self._replies.get_nowait()]
             yield part
+
+
+@dataclass(frozen=True, slots=True)
+class _Outbox:
+    """The requests to one host that are not sent yet, by conversation, and the conversations to end."""
+
+    begin: dict[int, StartRequest] = field(default_factory=dict)
+    act: dict[int, TurnRequest] = field(default_factory=dict)
+    end: list[int] = field(default_factory=list)
+
+    def send(self, process: Process[EpisodeHostActor]) -> None:
+        """Send them, in one call for each kind."""
+        if self.begin:
+            process.ask(EpisodeHostActor.begin, self.begin)
+        if self.act:
+            process.ask(EpisodeHostActor.act, self.act)
+        if self.end:
+            process.ask(EpisodeHostActor.end, self.end)
 
 
 class EpisodeHosts:
@@ -77,9 +99,10 @@ class EpisodeHosts:
         self.heard_at = 0.0
         self._keys = itertools.count()
         self._open: dict[int, Talk] = {}
-        self._outbox: list[tuple[int, str, int, Any]] = []
-        actors = {f"environment host {i}": self._create() for i in range(spec.config.hosts)}
-        self.processes = locate(actors, timeout_s=timeout_s)
+        begun = [self._create(f"environment host {i}") for i in range(spec.config.hosts)]
+        self.processes = locate(begun, timeout_s=timeout_s)
+        # By host, the requests of this turn of the loop.
+        self._outboxes: dict[int, _Outbox] = {}
         names = [process.name for process in self.processes]
         self.processes[0].roster.allow_restarts(names, spec.config.max_host_restarts)
         self._begin(range(len(names)))
@@ -87,18 +110,18 @@ class EpisodeHosts:
     def start(self, request: StartRequest) -> Talk:
         key = next(self._keys)
         talk = self._open[key] = Talk(key=key, host=key % len(self.processes), reply=loop.event_loop().create_future())
-        self._post("begin", talk, request)
+        self._outbox(talk).begin[key] = request
         return talk
 
     def act(self, talk: Talk, request: TurnRequest) -> None:
         talk.reply = loop.event_loop().create_future()
-        self._post("act", talk, request)
+        self._outbox(talk).act[talk.key] = request
 
     def end(self, talk: Talk) -> None:
-        self._post("end", talk, None)
+        self._outbox(talk).end.append(talk.key)
         del self._open[talk.key]
 
-    def busy(self) -> list[Process]:
+    def busy(self) -> list[Process[Remote]]:
         """List the hosts that owe a reply."""
         hosts = {talk.host for talk in self._open.values() if not talk.reply.done()}
         return [process for i, process in enumerate(self.processes) if i in hosts]
@@ -109,13 +132,13 @@ class EpisodeHosts:
         lost = [i for i, process in enumerate(self.processes) if process.name in roster.lost]
         if not lost:
             return
-        names = [self.processes[i].name for i in lost]
-        located = locate({name: self._create() for name in names}, timeout_s=self._timeout_s)
+        located = locate([self._create(self.processes[i].name) for i in lost], timeout_s=self._timeout_s)
         for i, each in zip(lost, located, strict=True):
-            self.processes[i] = Process(name=each.name, actor=each.actor, location=each.location, roster=roster)
+            self.processes[i] = replace(each, roster=roster)
             roster.enter(self.processes[i])
         self._begin(lost)
-        self._outbox = [each for each in self._outbox if each[0] not in lost]
+        for host in lost:
+            self._outboxes.pop(host, None)
         for talk in [talk for talk in self._open.values() if talk.host in lost]:
             del self._open[talk.key]
             talk.is_lost = True
@@ -132,33 +155,29 @@ class EpisodeHosts:
             ray.kill(process.actor)
         self.processes.clear()
 
-    def _post(self, method: str, talk: Talk, request: Any) -> None:
-        if not self._outbox:
+    def _outbox(self, talk: Talk) -> _Outbox:
+        if not self._outboxes:
             loop.event_loop().call_soon(self._flush)
-        self._outbox.append((talk.host, method, talk.key, request))
+        return self._outboxes.setdefault(talk.host, _Outbox())
 
     def _flush(self) -> None:
-        """Send the requests that were collected, in one call for each host and kind."""
-        posted, self._outbox = self._outbox, []
-        batches: dict[tuple[int, str], dict[int, Any]] = {}
-        for host, method, key, request in posted:
-            batches.setdefault((host, method), {})[key] = request
-        for (host, method), requests in batches.items():
-            self.processes[host].actor.call.remote(method, requests)
+        outboxes, self._outboxes = self._outboxes, {}
+        for host, outbox in outboxes.items():
+            outbox.send(self.processes[host])
 
-    async def _read(self, process: Process, stream: Any) -> None:
+    async def _read(self, stream: Stream[dict[int, HostReply]]) -> None:
         """Take the replies of a host's stream, until the host dies."""
         try:
-            async for part in stream:
-                self._take(process, await part)
+            async for part in stream.results():
+                self._take(stream.process, part)
         except RayError as error:
-            if process not in self.processes:
+            if stream.process not in self.processes:
                 return
-            if not await is_replaceable(process, error, DOING):
-                raise await explained(process, error, {}, DOING) from None
+            if not await is_replaceable(stream.process, error, DOING):
+                raise await explained(stream.process, error, {}, DOING) from None
             self._trouble.set()
 
-    def _take(self, process: Process, part: Mapping[int, HostReply]) -> None:
+    def _take(self, process: Process[Remote], part: Mapping[int, HostReply]) -> None:
         """Pass replies on, and end a host that is worn out. Raises WorkerError if it may not be replaced."""
         self.heard_at = time.monotonic()
         for key, reply in part.items():
@@ -169,17 +188,16 @@ class EpisodeHosts:
             if not isinstance(error, EngineDiedError):
                 raise error
 
-    def _create(self) -> Any:
+    def _create(self, name: str) -> Process[EpisodeHostActor]:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         remote = ray.remote(num_cpus=0, max_concurrency=100_000, scheduling_strategy=here)(EpisodeHostActor)
-        return remote.remote()
+        return Process(name=name, actor=remote.remote())
 
     def _begin(self, hosts: Sequence[int]) -> None:
         """Start the episode hosts in these processes, and begin to read each one's stream of replies."""
         processes = [self.processes[i] for i in hosts]
-        calls = [(process, process.actor.start.remote(self._spec)) for process in processes]
+        calls = [process.ask(EpisodeHostActor.start, self._spec) for process in processes]
         wait_all(calls, timeout_s=self._timeout_s, doing="starting the hosts of environments")
         for process in processes:
             process.roster.expect_answers(process, within_s=SILENCE_S)
-            stream = process.actor.serve.options(num_returns="streaming").remote()
-            loop.spawn(self._read(process, stream))
+            loop.spawn(self._read(process.stream(EpisodeHostActor.serve)))

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import httpx
 import psutil
@@ -25,7 +24,7 @@ _POLL_S = 0.5
 # How often a server that died is started again in a run, since one that keeps dying judges nothing.
 MAX_RESTARTS = 3
 # Flags by device, for settings that the configuration leaves open; those of the rollout engines, for the same reasons.
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+_DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "cpu": {"kv-cache-memory-bytes": 64 << 20, "block-size": 32, "enforce-eager": True},
     "cuda": {},
 }
@@ -66,7 +65,7 @@ class JudgeServerActor(RunActor):
         while not (self._listens(port) and _is_healthy(url, api_key)):
             if self._server.poll() is not None or time.monotonic() > deadline:
                 ended = "does not answer" if self._server.poll() is None else f"ended with {self._server.returncode}"
-                self.call("close")
+                self.close()
                 raise WorkerError(f"rewards.judge_servers: the server of {cfg.model} {ended}; see RUN/logs for why")
             time.sleep(_POLL_S)
         self._workers = self._list_workers()
@@ -109,9 +108,8 @@ class JudgeServerActor(RunActor):
         except psutil.NoSuchProcess:
             return []
 
-    def call(self, method: str) -> None:
-        """End the server with its workers; `close` is the only method."""
-        assert method == "close", method
+    def close(self) -> None:
+        """End the server with its workers."""
         if self._server is None:
             return
         workers = self._list_workers() or self._workers
@@ -125,7 +123,7 @@ class JudgeServerActor(RunActor):
 
 def server_command(cfg: JudgeServerConfig, address: str, port: int) -> Sequence[str]:
     """Return the command that serves a model; later flags override earlier ones, so `args` come last."""
-    flags: dict[str, Any] = {
+    flags: dict[str, object] = {
         "model": cfg.model,
         "host": address,
         "port": port,

@@ -11,7 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypedDict
 
 import ray
 from ray.exceptions import GetTimeoutError
@@ -20,6 +20,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config.schema import Config, EngineConfig, LayoutConfig, NodesConfig
 from megarl.errors import ConfigError
+
+
+class RayNode(TypedDict):
+    """What `ray.nodes()` says of a node, as far as it is read here."""
+
+    Alive: bool
+    NodeManagerAddress: str
+    NodeManagerHostname: str
+    Resources: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +198,7 @@ class Reservation:
         require_devices(plan.groups, addresses, nodes)
         self._nodes = {name: _reserve(name, group, addresses[name], timeout_s) for name, group in plan.groups.items()}
 
-    def options(self, seat: Seat) -> dict[str, Any]:
+    def options(self, seat: Seat) -> dict[str, object]:
         """Return the Ray actor options (scheduling strategy, CPUs, GPUs) that put an actor into its place."""
         node, bundle = divmod(seat.bundle, self._groups[seat.group].bundles_per_node)
         placed = self._nodes[seat.group][node]
@@ -197,7 +206,7 @@ class Reservation:
         return {"scheduling_strategy": strategy, "num_cpus": seat.num_cpus, "num_gpus": seat.num_gpus}
 
 
-def hosts_in_order(nodes: Sequence[Mapping[str, Any]], hosts: Sequence[str], driver: str) -> list[str]:
+def hosts_in_order(nodes: Sequence[RayNode], hosts: Sequence[str], driver: str) -> list[str]:
     """Sort addresses of Ray's live nodes (`ray.nodes()`): first `hosts` in order, then the driver's, then others."""
     place = {host: i for i, host in enumerate(hosts)}
     alive = [(node["NodeManagerHostname"], node["NodeManagerAddress"]) for node in nodes if node["Alive"]]
@@ -206,7 +215,7 @@ def hosts_in_order(nodes: Sequence[Mapping[str, Any]], hosts: Sequence[str], dri
 
 
 def require_devices(
-    groups: Mapping[str, NodeGroup], addresses: Mapping[str, Sequence[str]], nodes: Sequence[Mapping[str, Any]]
+    groups: Mapping[str, NodeGroup], addresses: Mapping[str, Sequence[str]], nodes: Sequence[RayNode]
 ) -> None:
     """Raise ConfigError if a node has fewer resources than the groups take whose `addresses` name it.
 
@@ -252,7 +261,7 @@ def _reserve(name: str, group: NodeGroup, addresses: Sequence[str], timeout_s: f
     return nodes
 
 
-def resource_table(nodes: Sequence[Mapping[str, Any]], free: Mapping[str, float]) -> str:
+def resource_table(nodes: Sequence[RayNode], free: Mapping[str, float]) -> str:
     """Format a table of each live node's CPUs and GPUs (from `ray.nodes()`) with the cluster's free ones in the last
     line.
     """

@@ -4,18 +4,21 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from megarl.cluster.ending import end_at
-from megarl.cluster.roster import Process, Roster
+from megarl.cluster.remotes import A_co, Call, Process, R, Remote
+from megarl.cluster.roster import Roster
 from megarl.cluster.stacks import describe
 from megarl.errors import EngineDiedError, WorkerError
 from megarl.host import loop
 from megarl.host.stage import read_stage
 from megarl.record import activity
 
+# A future of whatever type: no other one stands for all of them, since futures take results, too.
+Waited: TypeAlias = "asyncio.Future[Any]"
 # How long to look for the cause after a rank has failed: its peers fail too, with less informative errors.
 CAUSE_WAIT_S = 2.0
 # How often, during a wait, the processes that are not waited for are asked whether they live.
@@ -24,16 +27,14 @@ WATCH_S = 0.5
 NUM_DESCRIBED = 4
 
 
-def locate(actors: Mapping[str, Any], *, timeout_s: float) -> list[Process]:
-    """Wait until Ray actors have started, and return each as a `Process` with its host, process id and devices.
+def locate(begun: Sequence[Process[A_co]], *, timeout_s: float) -> list[Process[A_co]]:
+    """Wait until processes have started, and return each with its host, process id and devices.
 
     If the actors run on several hosts, the name of each process ends with its host.
     """
     roster = Roster()
-    processes = [Process(name=name, actor=actor, roster=roster) for name, actor in actors.items()]
-    locations = wait_all(
-        [(p, p.actor.locate.remote()) for p in processes], timeout_s=timeout_s, doing="starting processes"
-    )
+    processes = [replace(process, roster=roster) for process in begun]
+    locations = wait_all([p.ask(Remote.locate) for p in processes], timeout_s=timeout_s, doing="starting processes")
     several = len({location.host for location in locations}) > 1
     located = [
         replace(p, name=f"{p.name} ({location.hostname})" if several else p.name, location=location)
@@ -44,7 +45,7 @@ def locate(actors: Mapping[str, Any], *, timeout_s: float) -> list[Process]:
     return located
 
 
-def wait_all(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str) -> list[Any]:
+def wait_all(calls: Sequence[Call[R]], *, timeout_s: float, doing: str) -> list[R]:
     """Return the results of remote calls in order. Stop at the first failure: other ranks would hang in a collective.
 
     Raises:
@@ -53,49 +54,50 @@ def wait_all(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: s
             process was not called and can be replaced, the roster records its death and the wait goes on.
         Exception: any error that megarl or a library raised in a called process; megarl's own errors have priority.
     """
-    return loop.wait(results(calls, timeout_s=timeout_s, doing=doing))
+    return loop.wait(all_results(calls, timeout_s=timeout_s, doing=doing))
 
 
-def wait_living(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str) -> list[Any]:
+def wait_living(calls: Sequence[Call[R]], *, timeout_s: float, doing: str) -> list[R | None]:
     """Return the results of remote calls in order; None for a process that died and can be replaced. Raises the other
     errors of `wait_all`.
     """
-    return loop.wait(results(calls, timeout_s=timeout_s, doing=doing, needs_all=False))
+    return loop.wait(living_results(calls, timeout_s=timeout_s, doing=doing))
 
 
-async def results(
-    calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str, needs_all: bool = True
-) -> list[Any]:
-    """Await what `wait_all` returns or, without `needs_all`, what `wait_living` does."""
-    answers = [answer_to(call) for _, call in calls]
-    pending = {answer: process for answer, (process, _) in zip(answers, calls, strict=True)}
-    found: dict[asyncio.Future[Any], Any] = {}
+async def all_results(calls: Sequence[Call[R]], *, timeout_s: float, doing: str) -> list[R]:
+    """Await what `wait_all` returns."""
+    answers = await _finished(calls, timeout_s=timeout_s, doing=doing, needs_all=True)
+    return [answer.result() for answer in answers]
+
+
+async def living_results(calls: Sequence[Call[R]], *, timeout_s: float, doing: str) -> list[R | None]:
+    """Await what `wait_living` returns."""
+    answers = await _finished(calls, timeout_s=timeout_s, doing=doing, needs_all=False)
+    return [None if answer.exception() is not None else answer.result() for answer in answers]
+
+
+async def _finished(
+    calls: Sequence[Call[R]], *, timeout_s: float, doing: str, needs_all: bool
+) -> "list[asyncio.Future[R]]":
+    answers = [call.answer() for call in calls]
+    pending: dict[Waited, Process[Remote]] = dict(zip(answers, (call.process for call in calls), strict=True))
     vigil = Vigil(lambda: list(pending.values()), timeout_s=timeout_s, doing=lambda: doing)
     with activity.doing(vigil.stage):
         while pending:
             done = await vigil.first_of(pending)
             for answer in [each for each in answers if each in done]:
                 process = pending.pop(answer)
-                if (error := answer.exception()) is None:
-                    found[answer] = answer.result()
-                elif needs_all or not await is_replaceable(process, error, doing):
+                error = answer.exception()
+                if error is not None and (needs_all or not await is_replaceable(process, error, doing)):
                     raise await explained(process, error, pending, doing)
-    return [found.get(answer) for answer in answers]
-
-
-def answer_to(call: Any) -> "asyncio.Future[Any]":
-    """Return a future of a remote call's result, in this process's loop."""
-    answer = asyncio.wrap_future(call.future(), loop=loop.event_loop())
-    # After the first failure, nobody asks for those of others.
-    answer.add_done_callback(lambda each: each.cancelled() or each.exception())
-    return answer
+    return answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Death:
     """The fact that a process of the run cannot continue, because it or one of its worker processes died."""
 
-    process: Process
+    process: Process[Remote]
     what: str
 
     def report(self, doing: str) -> WorkerError:
@@ -106,7 +108,7 @@ class _Death:
 class _Watch:
     """While one wait is under way, watch all other processes of the run for deaths, without blocking."""
 
-    def __init__(self, waited_for: Iterable[Process]) -> None:
+    def __init__(self, waited_for: Iterable[Process[Remote]]) -> None:
         self._rosters = list({id(process.roster): process.roster for process in waited_for}.values())
 
     def is_due(self) -> bool:
@@ -121,11 +123,11 @@ class _Watch:
         return bool(due)
 
     @property
-    def asked(self) -> dict[Any, Process]:
+    def asked(self) -> "dict[asyncio.Future[list[int]], Process[Remote]]":
         """Return the pending questions, and the process that each was put to."""
         return {answer: process for roster in self._rosters for answer, (process, _) in roster.asked.items()}
 
-    def ask(self, busy: Collection[Process]) -> None:
+    def ask(self, busy: Collection[Process[Remote]]) -> None:
         """Ask every living process for a sign of life that has answered the last question; not if it is busy, unless it
         answers nevertheless.
         """
@@ -133,7 +135,7 @@ class _Watch:
             asked = {process for process, _ in roster.asked.values()}
             for name, process in roster.living.items():
                 if process not in asked and (process not in busy or roster.watched.get(name) is process):
-                    roster.asked[answer_to(process.actor.lost_workers.remote())] = (process, time.monotonic())
+                    roster.asked[process.ask(Remote.lost_workers).answer()] = (process, time.monotonic())
 
     def deaths(self) -> Iterator[_Death]:
         """Yield a `_Death` for each death that the answers received so far reveal, and for each watched process that
@@ -162,17 +164,17 @@ class Vigil:
 
     def __init__(
         self,
-        busy: Callable[[], Sequence[Process]],
+        busy: Callable[[], Sequence[Process[Remote]]],
         *,
         timeout_s: float,
         doing: Callable[[], str],
         heard_at: Callable[[], float] = lambda: 0.0,
-        watched: Sequence[Process] = (),
+        watched: Sequence[Process[Remote]] = (),
     ) -> None:
         self._busy, self._timeout_s, self._doing, self._heard_at = busy, timeout_s, doing, heard_at
         self._watch, self._began = _Watch([*busy(), *watched]), time.monotonic()
 
-    async def first_of(self, awaited: Iterable["asyncio.Future[Any]"]) -> set["asyncio.Future[Any]"]:
+    async def first_of(self, awaited: Iterable[Waited]) -> set[Waited]:
         """Return those that are done, as soon as there are any. Raises WorkerError after too long a silence, or if a
         process dies that cannot be replaced.
         """
@@ -210,21 +212,21 @@ class Vigil:
         return self._doing()
 
 
-async def is_replaceable(process: Process, error: BaseException, doing: str) -> bool:
+async def is_replaceable(process: Process[Remote], error: BaseException, doing: str) -> bool:
     """Return whether a call failed because its process, which can be replaced, has died; the roster then records it."""
     death = _death(process, error) or await _death_of_worker(process)
     return death is not None and isinstance(death.report(doing), EngineDiedError)
 
 
 async def explained(
-    process: Process, error: BaseException, pending: Mapping["asyncio.Future[Any]", Process], doing: str
+    process: Process[Remote], error: BaseException, pending: Mapping[Waited, Process[Remote]], doing: str
 ) -> BaseException:
     """Choose the error that best explains a failed call: the death of a process, else one of megarl's own errors, else
     the call's. pending: answers that may fail for the same reason, and the process that owes each.
     """
     watch = _Watch([process, *pending.values()])
     watch.ask(list(pending.values()))
-    others = dict(pending) | watch.asked
+    others: dict[Waited, Process[Remote]] = {**pending, **watch.asked}
     # A death explains itself; others would only fail because of it.
     wait_s = 0.0 if _death(process, error) is not None else CAUSE_WAIT_S
     done, silent = await asyncio.wait(others, timeout=wait_s) if others else (set(), set())
@@ -243,13 +245,13 @@ async def explained(
     return WorkerError(f"{doing}: {what}{_described(busy)}; see RUN/logs")
 
 
-def _described(processes: Sequence[Process]) -> str:
+def _described(processes: Sequence[Process[Remote]]) -> str:
     """Say in parentheses what processes that did not answer are doing: ` (trainer rank 1 is stopped; …)`."""
     found = describe({process.name: process.location for process in processes[:NUM_DESCRIBED]})
     return f" ({found})" if found else ""
 
 
-def _death(process: Process, error: BaseException) -> _Death | None:
+def _death(process: Process[Remote], error: BaseException) -> _Death | None:
     """Return a `_Death` if this error of a call to the process means that the process died, else None."""
     if isinstance(error, ActorDiedError | ActorUnavailableError):
         text = str(error)
@@ -259,7 +261,7 @@ def _death(process: Process, error: BaseException) -> _Death | None:
     return None
 
 
-def _answered_death(process: Process, answer: "asyncio.Future[Any]") -> _Death | None:
+def _answered_death(process: Process[Remote], answer: "asyncio.Future[list[int]]") -> _Death | None:
     """Return a `_Death` if the answer to `lost_workers` shows that the process or one of its workers died."""
     if (error := answer.exception()) is not None:
         return _death(process, error)
@@ -267,8 +269,8 @@ def _answered_death(process: Process, answer: "asyncio.Future[Any]") -> _Death |
     return _Death(process=process, what=f"worker {workers[0]} of {process.name} died") if workers else None
 
 
-async def _death_of_worker(process: Process) -> _Death | None:
+async def _death_of_worker(process: Process[Remote]) -> _Death | None:
     """Ask a process for its lost workers; return a `_Death` if it lost any or died itself, else None."""
-    answer = answer_to(process.actor.lost_workers.remote())
+    answer = process.ask(Remote.lost_workers).answer()
     done, _ = await asyncio.wait({answer}, timeout=CAUSE_WAIT_S)
     return _answered_death(process, answer) if done else None

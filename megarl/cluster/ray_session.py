@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import ray
@@ -68,7 +67,7 @@ def open_ray(
         raise WorkerError(f"Ray did not start ({type(error).__name__}: {error}); {explain(error, temp_dir)}") from error
 
 
-def _start(environment: Mapping[str, str], **settings: Any) -> None:
+def _start(environment: Mapping[str, str], **settings: object) -> None:
     """Start Ray; again where its processes were too slow for limits of Ray's that nobody can set."""
     for left in reversed(range(TRIES)):
         others = set(psutil.Process().children(recursive=True))
@@ -122,6 +121,6 @@ def _wait_for_port(address: str, deadline: float) -> None:
             time.sleep(POLL_S)
 
 
-def _connect(environment: Mapping[str, str], **settings: Any) -> None:
+def _connect(environment: Mapping[str, str], **settings: object) -> None:
     with keep_handlers():
         ray.init(log_to_driver=False, logging_level="error", runtime_env={"env_vars": dict(environment)}, **settings)

@@ -1,14 +1,18 @@
 """Keep track of the processes of a run: where they run, and which of them may die without ending the run."""
 
+import asyncio
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import ray
 
 from megarl.errors import EngineDiedError, WorkerError
 from megarl.record.progress import write_line
+
+if TYPE_CHECKING:
+    from megarl.cluster.remotes import Process, Remote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,19 +39,6 @@ class Location:
 NOWHERE = Location(host="", address="", device_ids=())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
-    """A remote process of the run: its actor (`RunActor`), its name in messages, and where it runs.
-
-    roster: all processes of the run, so that a wait for this process notices the death of any other.
-    """
-
-    name: str
-    actor: Any
-    location: Location = NOWHERE
-    roster: "Roster" = field(default_factory=lambda: Roster(), compare=False, repr=False)
-
-
 class Roster:
     """The list of a run's processes, by name. Some can be replaced when they die; the death of any other ends the run.
 
@@ -59,22 +50,22 @@ class Roster:
     """
 
     def __init__(self) -> None:
-        self.living: dict[str, Process] = {}
+        self.living: dict[str, Process[Remote]] = {}
         self._replaceable: frozenset[str] = frozenset()
         self._max_restarts = 0
-        self.lost: dict[str, Process] = {}
+        self.lost: dict[str, Process[Remote]] = {}
         self.num_restarts = 0
-        self.watched: dict[str, Process] = {}
+        self.watched: dict[str, Process[Remote]] = {}
         self.silence_s = math.inf
-        self.asked: dict[Any, tuple[Process, float]] = {}
+        self.asked: dict[asyncio.Future[list[int]], tuple[Process[Remote], float]] = {}
         self.next_look = 0.0
 
-    def enter(self, process: Process) -> None:
+    def enter(self, process: "Process[Remote]") -> None:
         """Add a process, replacing the lost one of the same name if there is one."""
         self.living[process.name] = process
         self.lost.pop(process.name, None)
 
-    def expect_answers(self, process: Process, *, within_s: float) -> None:
+    def expect_answers(self, process: "Process[Remote]", *, within_s: float) -> None:
         """From now on, take this process for hung if it does not answer a question within so many seconds."""
         self.watched[process.name], self.silence_s = process, within_s
 
@@ -82,7 +73,7 @@ class Roster:
         """From now on, survive up to `max_restarts` deaths among the processes `names`, all together."""
         self._replaceable, self._max_restarts, self.num_restarts = frozenset(names), max_restarts, 0
 
-    def report_death(self, process: Process, event: str) -> WorkerError:
+    def report_death(self, process: "Process[Remote]", event: str) -> WorkerError:
         """Record a death and print a warning; return the error, an `EngineDiedError` if the process can be replaced.
 
         event: text that says what the run was doing and which process died.

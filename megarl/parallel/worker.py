@@ -6,9 +6,9 @@ weights.
 
 import gc
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megarl.config.schema import LayoutConfig
 from megarl.parallel.communicators import Communicators
@@ -157,12 +157,15 @@ class PolicyWorker:
 
         return self.bridge.largest(model_slices(self._role(Role.ACTOR, Part.PARAMS).chunks))
 
-    def send_over_bridge(self, transfer: int, **options: Any) -> dict[int, dict[str, int]]:
+    def send_over_bridge(
+        self, transfer: int, *, with_checksums: bool, scales: Mapping[str, float], full: bool
+    ) -> dict[int, dict[str, int]]:
         """Send this rank's share of the actor's weights to the engine workers, as the sync plan prescribes."""
         from megarl.parallel.model import model_slices
 
         loaded = self._role(Role.ACTOR, Part.PARAMS)
-        return self.bridge.send(model_slices(loaded.chunks), transfer, **options)
+        slices = model_slices(loaded.chunks)
+        return self.bridge.send(slices, transfer, with_checksums=with_checksums, scales=scales, full=full)
 
     def close_bridge(self) -> None:
         """Remove this rank's shared-memory segments of the weight sync, and close its connections."""

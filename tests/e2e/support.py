@@ -12,8 +12,8 @@ from megarl.algos.build import algorithm_of
 from megarl.cluster.bridge import BridgeSync
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.engines import EngineGroup
+from megarl.cluster.remotes import Process
 from megarl.cluster.roles import actor_role
-from megarl.cluster.roster import Process
 from megarl.config import load_config
 from megarl.config.schema import Config
 from megarl.host import loop

@@ -18,14 +18,16 @@ from ray.exceptions import ActorHandleNotFoundError
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.processes import locate
 from megarl.cluster.ray_session import _wait_for_port
-from megarl.cluster.roster import Location, Process
+from megarl.cluster.remotes import Call, Process
+from megarl.cluster.roster import Location
+from megarl.cluster.row_shards import RowShards
 from megarl.cluster.stacks import write_stacks_on_signal
 from megarl.errors import NonFiniteError
 from megarl.host import loop
 from megarl.host.stage import process_files
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.source import Doing, generating
-from megarl.types import FinishReason, Row
+from megarl.types import FinishReason
 from megarl.types.messages import LoadRequest, Role, RowScores, ScoreRequest, StoreResult, UpdateRequest, UpdateResult
 
 
@@ -51,8 +53,9 @@ class Worker:
     def lose(self, worker: int) -> None:
         self.workers = [worker]
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self, method)(*args, **kwargs)
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Do what this class has under the name of a rank's or an engine's method."""
+        return getattr(self, method.__name__)(*args, **kwargs)
 
     def answer(self, after_s: float) -> int:
         time.sleep(after_s)
@@ -75,17 +78,15 @@ class Worker:
     def load(self, request: LoadRequest) -> None:
         """Nothing to load."""
 
-    def call_with_rows(self, method: str, shards: Any, micro_batches: Any, *args: Any) -> Any:
-        return getattr(self, method)(shards.fetch(micro_batches), micro_batches, *args)
-
-    def score(self, rows: dict[int, Row], micro_batches: Any, _: ScoreRequest | None = None) -> RowScores | None:
+    def score(self, shards: RowShards, micro_batches: Any, _: ScoreRequest | None = None) -> RowScores | None:
         """[replica, first token] for every row, and that negated, from the first rank of each replica."""
+        rows = shards.fetch(micro_batches)
         values = {i: np.asarray([self.index // 2, rows[i].token_ids[0]], np.float32) for b in micro_batches for i in b}
         scores = {"logprobs": values, "entropy": {i: -array for i, array in values.items()}}
         return RowScores(scores=scores) if self.index % 2 == 0 else None
 
-    def update(self, rows: dict[int, Row], micro_batches: Any, request: UpdateRequest) -> UpdateResult | None:
-        scores = self.score(rows, micro_batches)
+    def update(self, shards: RowShards, micro_batches: Any, request: UpdateRequest) -> UpdateResult | None:
+        scores = self.score(shards, micro_batches)
         return None if scores is None else UpdateResult(metrics={"lr": request.lr}, before=scores.scores["logprobs"])
 
     def store_weights(self, files: Sequence[str], *, with_checksums: bool, role: Role) -> StoreResult:
@@ -125,18 +126,18 @@ class Watched(Worker):
         return super().lost_workers()
 
 
-def start(index: int, cls: type[Worker] = Worker) -> Process:
+def start(index: int, cls: type[Worker] = Worker, *, name: str = "") -> Process[Worker]:
     groups = {"generation": 1, "watch": 1}
     return Process(
-        name=f"trainer rank {index}",
+        name=name or f"trainer rank {index}",
         actor=ray.remote(concurrency_groups=groups)(cls).options(num_cpus=0.5).remote(index),
     )
 
 
-_started: list[Process] = []
+_started: list[Process[Worker]] = []
 
 
-def start_run(*names: str, watched_s: float | None = None) -> list[Process]:
+def start_run(*names: str, watched_s: float | None = None) -> list[Process[Worker]]:
     """Processes of one run, who know of each other. Those of earlier ones, which did too, end now.
 
     watched_s: engines answer while they work, and count as hung if they are silent for so long.
@@ -147,7 +148,7 @@ def start_run(*names: str, watched_s: float | None = None) -> list[Process]:
             ray.kill(_started.pop().actor)
     gc.collect()
     classes = [Watched if watched_s and name.startswith("engine") else Worker for name in names]
-    found = locate({name: start(i, classes[i]).actor for i, name in enumerate(names)}, timeout_s=120.0)
+    found = locate([start(i, classes[i], name=name) for i, name in enumerate(names)], timeout_s=120.0)
     for process, cls in zip(found, classes, strict=True):
         if watched_s and cls is Watched:
             process.roster.expect_answers(process, within_s=watched_s)
@@ -155,12 +156,12 @@ def start_run(*names: str, watched_s: float | None = None) -> list[Process]:
     return found
 
 
-def kill_after(delay_s: float, process: Process) -> None:
+def kill_after(delay_s: float, process: Process[Worker]) -> None:
     threading.Timer(delay_s, os.kill, (process.location.pid, signal.SIGKILL)).start()
 
 
-def calls(processes: Sequence[Process], *requests: tuple[Any, ...]) -> list[tuple[Process, Any]]:
-    return [(p, p.actor.call.remote(*r)) for p, r in zip(processes, requests, strict=False)]
+def calls(processes: Sequence[Process[Worker]], *requests: tuple[Any, ...]) -> list[Call[Any]]:
+    return [p.ask(getattr(Worker, name), *args) for p, (name, *args) in zip(processes, requests, strict=False)]
 
 
 def request(seed: int, *, max_tokens: int = 2) -> GenerationRequest:

@@ -8,14 +8,15 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from megarl.cluster.roster import Location, Process
+from megarl.cluster.remotes import Call, Process
+from megarl.cluster.roster import Location
 
-MakeProcess: TypeAlias = Callable[[str, Any], Process]
+MakeProcess: TypeAlias = Callable[[str, Any], Process[Any]]
 
 
 @contextmanager
 def threaded_processes(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> Iterator[MakeProcess]:
-    """Makes a process of an object: remote calls run in threads, and the module's `wait_all` waits for these."""
+    """Makes a process of an object: remote calls run in threads, for whose results the module waits."""
     with ThreadPoolExecutor(8) as pool:
 
         class Actor:
@@ -23,16 +24,19 @@ def threaded_processes(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> I
                 self.call = type("Call", (), {"remote": staticmethod(self.remote)})
                 self.target = target
 
-            def remote(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-                return pool.submit(getattr(self.target, method), *args, **kwargs)
+            def remote(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+                return pool.submit(getattr(self.target, method.__name__), *args, **kwargs)
 
-        def wait_all(calls: Sequence[tuple[Process, Future[Any]]], **_: Any) -> list[Any]:
+        def results(calls: Sequence[Call[Any]]) -> list[Any]:
+            return [call.ref.result() for call in calls]
+
+        def wait_all(calls: Sequence[Call[Any]], **_: Any) -> list[Any]:
             """Raises what failed first, when all have ended, so that the next call finds them idle."""
-            ended = list(as_completed([future for _, future in calls], timeout=30))
-            for future in ended:
+            for future in list(as_completed([call.ref for call in calls], timeout=30)):
                 future.result()
-            return [future.result() for _, future in calls]
+            return results(calls)
 
         monkeypatch.setattr(module, "wait_all", wait_all)
+        monkeypatch.setattr(module, "results", results)
         here = Location(host="here", address="127.0.0.1", device_ids=())
         yield lambda name, target: Process(name=name, actor=Actor(target), location=here)

@@ -12,24 +12,25 @@ import os
 import queue
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import ray
 
+from megarl.cluster.actors import EngineActor
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.processes import locate
 from megarl.cluster.ray_session import open_ray
+from megarl.cluster.remotes import Process
 from megarl.cluster.roster import Location
 from megarl.config.schema import ClusterConfig
 from megarl.device.platform import apply_environment
 from megarl.host import loop
 from megarl.host.ray_environment import RAY_ENVIRONMENT
 from megarl.record.text_table import align
-from megarl.rollout.engine import Completion, GenerationRequest
+from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
 from megarl.rollout.source import Doing, Group, SamplingPlan, begin, collect
 from megarl.rollout.vllm_source import VllmSource
 from megarl.types import FinishReason, Prompt
@@ -51,10 +52,11 @@ class InstantEngine:
     def lost_workers(self) -> list[int]:
         return []
 
-    def call(self, method: str, *args: Any) -> Any:
-        return getattr(self, method)(*args)
+    def call(self, method: Callable[..., None], *args: Mapping[int, GenerationRequest]) -> None:
+        assert method is VllmEngine.add, "nothing else is asked of engines here"
+        self._add(*args)
 
-    def add(self, requests: Mapping[int, GenerationRequest]) -> None:
+    def _add(self, requests: Mapping[int, GenerationRequest]) -> None:
         self._added.put(requests)
 
     @ray.method(concurrency_group="generation")
@@ -107,7 +109,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         open_ray(ClusterConfig(num_cpus=2), num_cpus=2, temp_dir=Path(directory), environment={"TMPDIR": directory})
         actor = ray.remote(concurrency_groups={"generation": 1}, num_cpus=0)(InstantEngine)
-        engines = locate({f"engine {i}": actor.remote() for i in range(options.engines)}, timeout_s=TIMEOUT_S)
+        begun: list[Process[EngineActor]] = [
+            Process(name=f"engine {i}", actor=actor.remote()) for i in range(options.engines)
+        ]
+        engines = locate(begun, timeout_s=TIMEOUT_S)
         source = VllmSource(Attended(EngineGroup(engines, timeout_s=TIMEOUT_S)))
         cpu_s, began = time.process_time(), time.monotonic()
         groups = [Group(prompt=prompt, plan=plan) for prompt in prompts]

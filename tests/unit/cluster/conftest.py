@@ -8,12 +8,12 @@ import pytest
 import ray
 
 from megarl.cluster.ray_session import open_ray
-from megarl.cluster.roster import Process
+from megarl.cluster.remotes import Process, results
 from megarl.config.schema import ClusterConfig
 from megarl.device.platform import apply_environment
 from megarl.host.janitor import Janitor
 from megarl.host.ray_environment import RAY_ENVIRONMENT
-from tests.helpers.remote_processes import start
+from tests.helpers.remote_processes import Worker, start
 
 NUM_PROCESSES = 4
 
@@ -35,10 +35,10 @@ def ray_session() -> Iterator[Janitor]:
 
 
 @pytest.fixture(scope="module")
-def processes(ray_session: Janitor) -> Iterator[list[Process]]:
+def processes(ray_session: Janitor) -> Iterator[list[Process[Worker]]]:
     """Processes that have started: the time-outs of tests are for what they are asked, not for a loaded machine."""
     begun = [start(index) for index in range(NUM_PROCESSES)]
-    locations = ray.get([process.actor.locate.remote() for process in begun], timeout=120.0)
+    locations = results([process.ask(Worker.locate) for process in begun], timeout_s=120.0)
     yield [replace(process, location=location) for process, location in zip(begun, locations, strict=True)]
     for process in begun:
         ray.kill(process.actor)

@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from megarl.cluster import actors
 from megarl.cluster.actors import EngineActor
 from megarl.cluster.ending import end_run_processes
+from megarl.cluster.remotes import Process
 from megarl.config.schema import EngineConfig
 from megarl.host.janitor import RUN_ID_VARIABLE
 from megarl.rollout.engine_spec import EngineSpec
@@ -101,17 +102,18 @@ def test_an_engine_answers_for_the_workers_of_all_nodes(monkeypatch: pytest.Monk
         def close(self) -> None:
             """End its workers."""
 
-    def get(answer: Any) -> Any:
-        if isinstance(answer, list) and any(isinstance(each, RayError) for each in answer):
-            raise answer[0]
-        return answer
+    def get(answers: list[Any], **_: Any) -> list[Any]:
+        for answer in answers:
+            if answer and isinstance(answer[0], RayError):
+                raise answer[0]
+        return answers
 
     monkeypatch.setattr(actors, "VllmEngine", Engine)
     monkeypatch.setattr(actors.ray, "get", get)
     monkeypatch.setattr(actors.ray.util, "get_node_ip_address", lambda: "10.0.0.1")
     monkeypatch.setenv("VLLM_HOST_IP", "")
     nodes = [Node([100, 101, 102]), Node([200, 201, 202])]
-    actor = EngineActor(nodes)
+    actor = EngineActor([Process(name="node", actor=node) for node in nodes])
     ids = actor.start_all(SPEC, [["0"], ["1"], []], [[], [5, 6], []])
     assert ids == [[os.getpid()] * 2, [100, 101, 102], [200, 201, 202]]
     assert os.environ["VLLM_HOST_IP"] == "10.0.0.1"
@@ -131,5 +133,5 @@ def test_an_engine_answers_for_the_workers_of_all_nodes(monkeypatch: pytest.Monk
     assert actor.lost_workers() == [6]
     nodes[0].lost = [RayError()]
     assert actor.lost_workers() == [1, 6]
-    actor.call("close")
-    assert [node.told[-1] for node in nodes] == [("call", "close")] * 2
+    actor.close()
+    assert [node.told[-1] for node in nodes] == [("close",)] * 2

@@ -15,36 +15,37 @@ from megarl.algos.sft import SftAlgorithm
 from megarl.cluster.engine_seats import wait_started
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.processes import wait_all
-from megarl.cluster.roster import Process
-from megarl.cluster.workers import RankGroup, RoleWorkers, put_rows
+from megarl.cluster.remotes import Process, results
+from megarl.cluster.row_shards import put_rows
+from megarl.cluster.workers import RankGroup, RoleWorkers
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from megarl.errors import NonFiniteError, WorkerError
 from megarl.rewards.verifier import VerifierOptions, VerifierPool
 from megarl.types import AlgoState, Row
 from megarl.types.messages import Head, LoadRequest, MicroBatchPlan, Role, RoleSpec, ScoreRequest, UpdateRequest
-from tests.helpers.remote_processes import calls, collected, request, start_run
+from tests.helpers.remote_processes import Worker, calls, collected, request, start_run
 from tests.helpers.verifier import details_of, job, wait_for_end
 
 LAYOUT = LayoutConfig(tp=2, dp=2)
 
 
-def test_answers_come_in_the_order_of_the_calls(processes: list[Process]) -> None:
+def test_answers_come_in_the_order_of_the_calls(processes: list[Process[Worker]]) -> None:
     pending = calls(processes, ("answer", 0.4), ("answer", 0.0), ("answer", 0.2))
     assert wait_all(pending, timeout_s=30.0, doing="waiting") == [0, 1, 2]
 
 
-def test_processes_have_the_priority_of_any_other(processes: list[Process]) -> None:
+def test_processes_have_the_priority_of_any_other(processes: list[Process[Worker]]) -> None:
     """Ray's own choice would let any neighbour starve them."""
     assert [os.getpriority(os.PRIO_PROCESS, process.location.pid) for process in processes] == [0] * len(processes)
 
 
-def test_who_did_not_answer_is_named(processes: list[Process]) -> None:
+def test_who_did_not_answer_is_named(processes: list[Process[Worker]]) -> None:
     pending = calls(processes, ("answer", 0.0), ("answer", 1.0), ("answer", 0.0))
-    ray.get([pending[0][1], pending[2][1]])
+    results([pending[0], pending[2]])
     with pytest.raises(WorkerError, match="waiting: no answer from trainer rank 1 within 0 s"):
         wait_all(pending, timeout_s=0.2, doing="waiting")
     # The next test finds it idle.
-    ray.get(pending[1][1])
+    results([pending[1]])
 
 
 def test_a_wait_for_engines_says_which_are_still_starting(
@@ -52,13 +53,13 @@ def test_a_wait_for_engines_says_which_are_still_starting(
 ) -> None:
     """Compiling a model for the first time takes minutes, in which nothing else is printed."""
     pending = calls(start_run("engine 0", "engine 1"), ("answer", 0.0), ("answer", 2.5))
-    ray.get(pending[0][1])
+    results([pending[0]])
     assert wait_started(pending, timeout_s=30.0, doing="starting the engines", every_s=1.0) == [0, 1]
     first = capsys.readouterr().err.splitlines()[0]
     assert re.match(r"starting the engines: 1 of 2 after [12] s; engine 1 is ", first)
 
 
-def test_megarls_own_error_is_raised_as_it_is(processes: list[Process]) -> None:
+def test_megarls_own_error_is_raised_as_it_is(processes: list[Process[Worker]]) -> None:
     pending = calls(
         processes, ("fail", RuntimeError("gloo"), 0.0), ("fail", NonFiniteError("step 3: loss is nan"), 0.2)
     )
@@ -66,7 +67,7 @@ def test_megarls_own_error_is_raised_as_it_is(processes: list[Process]) -> None:
         wait_all(pending, timeout_s=30.0, doing="updating")
 
 
-def test_other_errors_name_the_process(processes: list[Process]) -> None:
+def test_other_errors_name_the_process(processes: list[Process[Worker]]) -> None:
     pending = calls(processes, ("answer", 0.0), ("fail", KeyError("lm_head"), 0.0))
     with pytest.raises(WorkerError, match="loading: trainer rank 1 failed with KeyError: 'lm_head'; see RUN/logs"):
         wait_all(pending, timeout_s=30.0, doing="loading")
@@ -103,14 +104,14 @@ CRITIC = RoleSpec(role=Role.CRITIC, model=ModelConfig(), settings=ActorConfig(la
 SCORES = {0: [0, 0], 1: [1, 1], 2: [0, 2], 3: [1, 3], 4: [0, 4]}
 
 
-def loaded(processes: list[Process]) -> RoleWorkers:
+def loaded(processes: list[Process[Worker]]) -> RoleWorkers:
     """Ranks that host an actor and a critic."""
     workers = RoleWorkers([RankGroup(layout=LAYOUT, processes=processes)], timeout_s=30.0)
     workers.load(LoadRequest(roles=(ACTOR, CRITIC), seed=0))
     return workers
 
 
-def test_scores_of_all_replicas_come_in_row_order(processes: list[Process]) -> None:
+def test_scores_of_all_replicas_come_in_row_order(processes: list[Process[Worker]]) -> None:
     """Four ranks: two replicas of two tensor-parallel neighbours."""
     scored = loaded(processes).score(rows(5), PLAN, ScoreRequest(role=Role.ACTOR, step=1))
     assert scored.keys() == {"logprobs", "entropy"}
@@ -118,7 +119,7 @@ def test_scores_of_all_replicas_come_in_row_order(processes: list[Process]) -> N
     assert [s.tolist() for s in scored["entropy"]] == [[-x for x in SCORES[i]] for i in range(5)]
 
 
-def test_update_merges_log_probs_and_reports_once(processes: list[Process]) -> None:
+def test_update_merges_log_probs_and_reports_once(processes: list[Process[Worker]]) -> None:
     request = UpdateRequest(
         step=1,
         objective=SftAlgorithm(),
@@ -132,14 +133,14 @@ def test_update_merges_log_probs_and_reports_once(processes: list[Process]) -> N
     assert {i: v.tolist() for i, v in result.before.items()} == SCORES
 
 
-def test_written_elements_and_checksums_add_up(processes: list[Process]) -> None:
+def test_written_elements_and_checksums_add_up(processes: list[Process[Worker]]) -> None:
     stored = loaded(processes).store_weights([Path("f")], with_checksums=True, role=Role.CRITIC)
     assert stored.num_elements == {"w": 40, "w0": 1, "w1": 1, "w2": 1, "w3": 1}
     # 4 · 2⁶³ is 0 modulo 2⁶⁴.
     assert stored.checksums == {"w": 0 + 1 + 2 + 3}
 
 
-def test_requests_are_dealt_out_and_told_of_as_they_finish(processes: list[Process]) -> None:
+def test_requests_are_dealt_out_and_told_of_as_they_finish(processes: list[Process[Worker]]) -> None:
     group = EngineGroup(processes[:3], timeout_s=30.0)
     found = collected(group, [request(seed) for seed in range(7)])
     assert found == {seed: [seed, seed % 3] for seed in range(7)}

@@ -66,12 +66,12 @@ def test_a_death_is_noticed_by_waits_that_are_all_short(ray_session: None) -> No
 
 def test_the_death_of_an_engines_worker_ends_the_wait(ray_session: None) -> None:
     rank, engine = start_run("trainer rank 0", "engine 0")
-    ray.get(engine.actor.call.remote("lose", 1))
+    results([engine.ask(Worker.lose, 1)])
     with pytest.raises(WorkerError, match=r"^updating: worker 1 of engine 0 died; see RUN/logs$"):
         wait_all(calls([rank], ("answer", 20.0)), timeout_s=30.0, doing="updating")
 
 
-def allow_restarts(engine: Process) -> Process:
+def allow_restarts(engine: Process[Worker]) -> Process[Worker]:
     engine.roster.allow_restarts([engine.name], 1)
     return engine
 
@@ -128,7 +128,7 @@ def test_a_wait_for_an_engine_that_can_be_restarted_ends(ray_session: None) -> N
     kill_after(0.5, allow_restarts(engine))
     pending = calls([rank, engine], ("answer", 3.0), ("answer", 20.0))
     wait_living(pending, timeout_s=60.0, doing="waking engines")
-    assert ray.get(pending[0][1], timeout=0) == 0
+    assert results(pending[:1], timeout_s=0) == [0]
     assert engine.roster.lost == {"engine 0": engine}
 
 
@@ -138,7 +138,7 @@ def test_an_engine_that_fails_has_died_if_it_has_lost_a_worker(lose: bool, ray_s
     (engine,) = start_run("engine 0")
     allow_restarts(engine)
     if lose:
-        ray.get(engine.actor.call.remote("lose", 1))
+        results([engine.ask(Worker.lose, 1)])
     with pytest.raises(WorkerError) as caught:
         wait_all(calls([engine], ("fail", RuntimeError("cancelled"), 0.0)), timeout_s=30.0, doing="syncing weights")
     what = "worker 1 of engine 0 died" if lose else "engine 0 failed with RuntimeError: cancelled"
@@ -147,9 +147,9 @@ def test_an_engine_that_fails_has_died_if_it_has_lost_a_worker(lose: bool, ray_s
     if lose:
         # A call that lasts: one that does not could be answered before the end arrives.
         with pytest.raises(ActorDiedError):
-            ray.get(engine.actor.call.remote("answer", 20.0))
+            results([engine.ask(Worker.answer, 20.0)])
     else:
-        assert ray.get(engine.actor.call.remote("answer", 0.0)) == 0
+        assert results([engine.ask(Worker.answer, 0.0)]) == [0]
 
 
 def test_who_is_busy_with_something_else_is_asked_once(ray_session: None) -> None:
@@ -158,7 +158,7 @@ def test_who_is_busy_with_something_else_is_asked_once(ray_session: None) -> Non
     working = calls([engine], ("answer", 8.0))
     assert wait_all(calls([rank], ("answer", 2.0)), timeout_s=30.0, doing="updating") == [0]
     assert wait_all(working, timeout_s=30.0, doing="generating") == [1]
-    assert ray.get(engine.actor.call.remote("times_asked")) == 1
+    assert results([engine.ask(Worker.times_asked)]) == [1]
 
 
 def test_a_process_that_died_earlier_is_the_cause_of_an_error(ray_session: None) -> None:
@@ -169,16 +169,16 @@ def test_a_process_that_died_earlier_is_the_cause_of_an_error(ray_session: None)
         wait_all(pending, timeout_s=30.0, doing="updating")
 
 
-def test_a_dead_process_is_the_cause_and_not_its_peers_errors(processes: list[Process]) -> None:
+def test_a_dead_process_is_the_cause_and_not_its_peers_errors(processes: list[Process[Worker]]) -> None:
     """As with a rank: its peers' collectives fail first, with what sounds like a network problem."""
     doomed = start(7)
-    ray.get(doomed.actor.call.remote("answer", 0.0))
+    results([doomed.ask(Worker.answer, 0.0)])
     pending = calls([processes[0], doomed], ("fail", RuntimeError("Connection closed by peer"), 0.0), ("die", 0.3))
     with pytest.raises(WorkerError, match="updating: trainer rank 7 died; see RUN/logs"):
         wait_all(pending, timeout_s=30.0, doing="updating")
 
 
-def test_failures_while_results_stream_in(processes: list[Process]) -> None:
+def test_failures_while_results_stream_in(processes: list[Process[Worker]]) -> None:
     group = EngineGroup(processes[:2], timeout_s=30.0)
     with pytest.raises(NonFiniteError, match="weights are spoiled"):
         collected(group, [request(0, max_tokens=-1), request(1), request(2)])

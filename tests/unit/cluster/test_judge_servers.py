@@ -73,7 +73,7 @@ def test_a_server_that_dies_is_started_again_but_not_for_ever(monkeypatch: pytes
         kill(actor)
         assert actor.lost_workers() == [0]
     finally:
-        actor.call("close")
+        actor.close()
 
 
 def test_a_program_that_took_the_port_is_not_the_judge(monkeypatch: pytest.MonkeyPatch) -> None:

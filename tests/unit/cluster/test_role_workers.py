@@ -1,6 +1,7 @@
 """Which group of ranks a call goes to. The groups are fakes that write down what they are asked."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.algos.sft import SftAlgorithm
-from megarl.cluster.roster import Process
+from megarl.cluster.remotes import Call, Process
 from megarl.cluster.workers import RankGroup, RoleWorkers
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from megarl.types import AlgoState
@@ -47,17 +48,23 @@ class FakeActor:
         self.group, self.rank, self.log = group, rank, log
         self.answers: dict[str, Any] = dict(ANSWERS)
         self.call = SimpleNamespace(remote=self.answer)
-        self.call_with_rows = SimpleNamespace(remote=self.answer_with_rows)
+        rows = {"score": RowScores(scores={group: {}}), "update": UpdateResult(metrics={}, before={})}
+        self.score, self.update = (
+            SimpleNamespace(remote=partial(self.answer_with_rows, *each)) for each in rows.items()
+        )
 
-    def answer(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def answer(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        name = method.__name__
         if self.rank == 0:
-            self.log.append((self.group, method, *args, *kwargs.values()))
-        return (3, 4)[self.rank] if method == "offload" else self.answers.get(method)
+            self.log.append((self.group, name, *args, *kwargs.values()))
+        return (3, 4)[self.rank] if name == "offload" else self.answers.get(name)
 
-    def answer_with_rows(self, method: str, _: Any, indices: Any, request: ScoreRequest | UpdateRequest) -> Any:
+    def answer_with_rows(
+        self, method: str, answer: Any, _: Any, indices: Any, request: ScoreRequest | UpdateRequest
+    ) -> Any:
         if self.rank == 0:
             self.log.append((self.group, method, request.role))
-        return RowScores(scores={self.group: {}}) if method == "score" else UpdateResult(metrics={}, before={})
+        return answer
 
 
 def group_of(name: str, layout: LayoutConfig, log: list[tuple[Any, ...]]) -> RankGroup:
@@ -71,9 +78,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What the groups were asked, and the waits in between."""
     entries: list[tuple[Any, ...]] = []
 
-    def wait_all(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str) -> list[Any]:
+    def wait_all(calls: Sequence[Call[Any]], *, timeout_s: float, doing: str) -> list[Any]:
         entries.append(("wait", len(calls), doing))
-        return [answer for _, answer in calls]
+        return [call.ref for call in calls]
 
     monkeypatch.setattr("megarl.cluster.workers.wait_all", wait_all)
     return entries

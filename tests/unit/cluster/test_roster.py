@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from megarl.cluster import roster
-from megarl.cluster.roster import NOWHERE, Process, Roster
+from megarl.cluster.remotes import Process
+from megarl.cluster.roster import NOWHERE, Roster
 from megarl.errors import EngineDiedError, WorkerError
 
 

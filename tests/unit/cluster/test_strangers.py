@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import ray
 
-from megarl.cluster.roster import Process
+from megarl.cluster.remotes import Process
 from megarl.host.janitor import Janitor
 from tests.helpers.listeners import listeners_of
 from tests.helpers.second_user import as_nobody, needs_second_user

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.cluster.remotes import Process
 from megarl.cluster.residency import GENERATE, MemoryLedger, Resident
-from megarl.cluster.roster import Process, Roster
+from megarl.cluster.roster import Roster
 from megarl.cluster.supervisor import EngineSupervisor
 from megarl.errors import EngineDiedError, WorkerError
 from megarl.host import loop
