@@ -12,7 +12,8 @@ from megarl.errors import EngineDiedError, WeightSyncError
 from megarl.host.listeners import LOOPBACK
 from megarl.parallel.worker import PolicyWorker
 from megarl.rollout.engine import Received, VllmEngine
-from megarl.sync.plan.build import Holding, build_plan
+from megarl.sync.plan.assign import Holding
+from megarl.sync.plan.build import build_plan
 from megarl.sync.wire.casts import SCALED, scale_of
 from megarl.sync.wire.meetings import Meeting, give_up
 from megarl.sync.wire.shares import shares_of

@@ -8,7 +8,8 @@ import numpy as np
 
 from megarl.cluster.placement import devices_per_node, ranks_in_order
 from megarl.config.schema import Config, LayoutConfig
-from megarl.sync.plan.build import Holding, Plan, build_plan
+from megarl.sync.plan.assign import Holding
+from megarl.sync.plan.build import Plan, build_plan
 from megarl.sync.plan.engine_shards import engine_needs
 from megarl.sync.plan.neighbours import best_neighbours, overlaps
 from megarl.sync.wire.casts import wire_specs

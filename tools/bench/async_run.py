@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
         limit = int(min(cap, max_tokens, max(4.0, length)))
         return GenerationRequest(seed=seed, max_tokens=limit, **given)
 
-    vllm_source.GenerationRequest = drawn  # type: ignore[assignment, misc]
+    vllm_source.GenerationRequest = drawn  # type: ignore[assignment, attr-defined]
     cli.main(list(argv[3:]))
 
 

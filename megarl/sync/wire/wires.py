@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from megarl.sync.plan.build import Holding, Parcel
+from megarl.sync.plan.assign import Holding
+from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.meetings import Meeting
 from megarl.weights.safetensors_map import TensorSpec
 
