@@ -22,7 +22,7 @@ from megarl.host.streams import print_lines
 from megarl.rewards.question import Question, Verdict
 from megarl.rewards.rule import RuleJudge
 from megarl.rewards.service_key import read_service_key
-from megarl.rewards.wire import UNJUDGED
+from megarl.rewards.wire import NO_OPINION, UNJUDGED
 from megarl.texts import plain
 
 PATH = "/get_reward"
@@ -112,24 +112,26 @@ class RewardService:
 def encode_reply(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """Build the reply: rewards, correctness as `scores`, other numbers as `extra_logs`.
 
-    A row that nobody could judge has null as its reward and score, and the reason in `extra_logs.unjudged`.
+    A row that nobody could judge has null as its reward and score, and the reason in `extra_logs.unjudged`. Names of
+    numbers on which nobody has an opinion in any row are in `no_opinion`.
     """
     rewards = [verdict.reward for verdict in verdicts]
     judged = [reward for reward in rewards if reward is not None]
-    # Details that some rows lack cannot be sent, since their lists must have one entry per row; null is no opinion. Of
-    # functions that were asked about no row, a client need not know.
+    # Details that some judged rows lack cannot be sent: null is no opinion.
     known = [{*reward.details, *reward.no_opinion} for reward in judged]
-    shared = set.intersection(*known) if len(known) == len(rewards) > 0 else set()
-    shared &= {name for reward in judged for name in reward.details}
+    shared = set.intersection(*known) if known else set()
+    logged = shared & {name for reward in judged for name in reward.details}
     reasons = [f"{each.outcome}: {each.reason}" if each.reward is None else "" for each in verdicts]
     return {
         "rewards": [None if reward is None else reward.score for reward in rewards],
         "scores": [None if reward is None else float(reward.correct) for reward in rewards],
         "extra_logs": {
             **({UNJUDGED: reasons} if any(reasons) else {}),
-            **{name: [reward.details.get(name) for reward in judged] for name in sorted(shared)},
+            **{name: [reward and reward.details.get(name) for reward in rewards] for name in sorted(logged)},
             **{name: [float(each.outcome == name) for each in verdicts] for name in _LOGGED_OUTCOMES},
         },
+        # Not as columns of nulls, which other trainers could not average.
+        **({NO_OPINION: sorted(shared - logged)} if shared - logged else {}),
     }
 
 

@@ -4,8 +4,9 @@ Request: {"query": [prompt + response, …], "prompts": […], "labels": [ground
 "extra_info": […], which services may ignore. Answer: {"rewards": [number, …], "scores": [number, …],
 "extra_logs": {name: [number, …] or number}}; "scores" and "extra_logs" may be missing. Lists in "extra_logs" have an
 entry for each row; null among numbers says that the service has no opinion there. What is not a number is kept beside
-the row's sample, and not averaged. A reward of null says that
-the service could not judge the row; the row's entry in "extra_logs": {"unjudged": [text, …]} must then say why.
+the row's sample, and not averaged. A reward of null says that the service could not judge the row; the row's entry in
+"extra_logs": {"unjudged": [text, …]} must then say why. "no_opinion": [name, …], which may be missing, names numbers
+that other answers of the service have, but on which it has no opinion in any of these rows.
 """
 
 import json
@@ -19,6 +20,8 @@ from megarl.types import DROPPED, Reward
 
 # The entry of "extra_logs" that says for each row why it has no reward.
 UNJUDGED = "unjudged"
+# The key of an answer that names numbers on which the service has no opinion in any row.
+NO_OPINION = "no_opinion"
 # Longest note that is kept, since replies are limited and rollout files are meant for reading.
 MAX_NOTE_CHARS = 16_384
 
@@ -91,6 +94,10 @@ def decode_reply(reply: Any, num_rows: int) -> ServiceReply:
             numbers[name] = [None if value is None else float(value) for value in column]
         else:
             notes[name] = [note(value) for value in column]
+    silent = reply.get(NO_OPINION) or []
+    if not isinstance(silent, list) or not all(isinstance(name, str) for name in silent):
+        raise BadReplyError(f"{NO_OPINION}: got {silent!r:.80}, expected a list of names")
+    numbers |= {name: [None] * num_rows for name in silent if name not in columns}
     rewards = _numbers("rewards", reply["rewards"], num_rows)
     checked = None if scores is None else _numbers("scores", scores, num_rows)
     for row, value in enumerate(rewards):

@@ -91,6 +91,7 @@ def test_answers(service: tuple[subprocess.Popen[str], str]) -> None:
         "rewards": [1.0, -1.0, -1.0],
         "scores": [1.0, 0.0, 0.0],
         "extra_logs": {"parse_failed": [0.0, 0.0, 1.0], "timed_out": [0.0] * 3, "crashed": [0.0] * 3},
+        "no_opinion": ["custom/score"],
     }
 
 
@@ -248,6 +249,25 @@ def test_details_that_only_some_rows_have_are_left_out() -> None:
     }
 
 
+def test_a_function_without_an_opinion_in_any_row_is_named() -> None:
+    """Otherwise estimators that need its number would take it for forgotten. Other trainers get no columns of nulls."""
+    rewards = [
+        Reward(score=1.0, correct=True, details={"a/score": 1.0}, no_opinion=("b/score", "c/score")),
+        Reward(score=0.0, correct=False, details={"c/score": 3.0}, no_opinion=("a/score", "b/score")),
+    ]
+    reply = encode_reply([Verdict(reward=reward, outcome="correct") for reward in rewards])
+    assert reply["no_opinion"] == ["b/score"]
+    assert {name: reply["extra_logs"].get(name) for name in ("a/score", "b/score", "c/score")} == {
+        "a/score": [1.0, None],
+        "b/score": None,
+        "c/score": [None, 3.0],
+    }
+    decoded = decode_reply(json.loads(json.dumps(reply)), 2)
+    for row, reward in enumerate(rewards):
+        assert reward.details.items() <= decoded.reward(row).details.items()
+        assert sorted(decoded.reward(row).no_opinion) == sorted(reward.no_opinion)
+
+
 def test_a_row_that_fails_costs_no_other() -> None:
     """What the rule could not judge is null in the reply, with the reason, and is dropped where it was asked for."""
     good = Verdict(reward=Reward(score=0.5, correct=True, details={"a": 1.0}), outcome="correct")
@@ -256,6 +276,7 @@ def test_a_row_that_fails_costs_no_other() -> None:
     assert reply["extra_logs"]["unjudged"] == ["", "failed: KeyError: 'x' in mine.py:3"]
     decoded = decode_reply(json.loads(json.dumps(reply)), 2)
     assert (decoded.reward(0).score, decoded.reward(0).correct) == (0.5, True)
+    assert decoded.reward(0).details["a"] == 1.0
     assert decoded.reward(1).dropped
     assert decoded.why_unjudged(1) == "failed: KeyError: 'x' in mine.py:3"
 

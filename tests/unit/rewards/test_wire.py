@@ -111,6 +111,7 @@ def test_scores_say_what_is_correct() -> None:
         ({"rewards": [1.0, 0.0], "scores": [1.0]}, "scores: got 1 numbers"),
         ({"rewards": [1.0, 0.0], "extra_logs": {"x": [1.0]}}, r"extra_logs.x: got 1 values, expected 2, one per row"),
         ({"rewards": [1.0, 0.0], "extra_logs": [1.0]}, "extra_logs: got"),
+        ({"rewards": [1.0, 0.0], "no_opinion": "a"}, "no_opinion: got 'a', expected a list of names"),
     ],
 )
 def test_bad_answers(reply: Any, message: str) -> None:
