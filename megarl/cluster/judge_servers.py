@@ -17,7 +17,7 @@ from megarl.config.judges import JudgeServerConfig
 from megarl.device.platform import platform
 from megarl.errors import WorkerError
 from megarl.host.child_environment import child_environment
-from megarl.host.listeners import LOOPBACK, listeners
+from megarl.host.listeners import LOOPBACK
 from megarl.host.streams import print_lines
 
 _POLL_S = 0.5
@@ -40,6 +40,8 @@ class JudgeServerActor(RunActor):
         self._environment: Mapping[str, str] = {}
         self._workers: Sequence[int] = ()
         self._num_restarts = 0
+        # Bound to the server's port as long as this actor lives.
+        self._held: socket.socket | None = None
 
     def start(self, cfg: JudgeServerConfig, *, api_key: str, timeout_s: float, several_hosts: bool = False) -> str:
         """Start the server, wait until it answers, and return the base URL of its endpoint.
@@ -52,17 +54,15 @@ class JudgeServerActor(RunActor):
             WorkerError: it ends, or does not answer in time.
         """
         address = ray.util.get_node_ip_address() if several_hosts else LOOPBACK
-        with socket.socket() as held:
-            held.bind((address, 0))
-            port = held.getsockname()[1]
+        self._held = hold_port(address)
+        port = self._held.getsockname()[1]
         # The key is not on the command line, which every user of the host can read.
         passed = child_environment(cfg.pass_env, key="rewards.judge_servers.NAME.pass_env")
         self._command, self._environment = server_command(cfg, address, port), {**passed, KEY_VARIABLE: api_key}
         self._serve()
         assert self._server is not None
         url, deadline = f"http://{address}:{port}", time.monotonic() + timeout_s
-        # Another user's program may have taken the port meanwhile: it gets no request.
-        while not (self._listens(port) and _is_healthy(url, api_key)):
+        while not _is_healthy(url, api_key):
             if self._server.poll() is not None or time.monotonic() > deadline:
                 ended = "does not answer" if self._server.poll() is None else f"ended with {self._server.returncode}"
                 self.close()
@@ -95,11 +95,6 @@ class JudgeServerActor(RunActor):
         self._server = subprocess.Popen(self._command, env=self._environment, start_new_session=True)
         self._workers = ()
 
-    def _listens(self, port: int) -> bool:
-        """Return whether the server, and no other program, accepts connections at a port."""
-        assert self._server is not None
-        return any(each.port == port for each in listeners([self._server.pid, *self._list_workers()]))
-
     def _list_workers(self) -> Sequence[int]:
         """List the processes that the server has started; none if it has just died."""
         assert self._server is not None
@@ -121,6 +116,18 @@ class JudgeServerActor(RunActor):
         end_run_processes(workers)
 
 
+def hold_port(address: str) -> socket.socket:
+    """Return a socket that holds a free port for this user until it is closed; it accepts no connections itself.
+
+    While a server starts, or has died, another user's program could otherwise take its port: it would be sent the key
+    and what the policy writes, and could say how good that is. Servers that share ports can listen at it.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind((address, 0))
+    return held
+
+
 def server_command(cfg: JudgeServerConfig, address: str, port: int) -> Sequence[str]:
     """Return the command that serves a model; later flags override earlier ones, so `args` come last."""
     flags: dict[str, object] = {
@@ -131,7 +138,7 @@ def server_command(cfg: JudgeServerConfig, address: str, port: int) -> Sequence[
         **_DEFAULTS[platform().name],
         **cfg.args,
     }
-    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    words = [sys.executable, "-m", "megarl.rollout.judge_process"]
     words += ["--middleware", f"{RequireKey.__module__}.{RequireKey.__qualname__}"]
     for name, value in flags.items():
         if value is True:

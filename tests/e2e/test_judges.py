@@ -38,7 +38,7 @@ def is_locked(run_id: str) -> bool:
     for pid in processes(run_id):
         with suppress(psutil.NoSuchProcess):
             commands[pid] = psutil.Process(pid).cmdline()
-    servers = [(pid, command) for pid, command in commands.items() if "vllm.entrypoints.openai.api_server" in command]
+    servers = [(pid, command) for pid, command in commands.items() if "megarl.rollout.judge_process" in command]
     if not servers:
         return False
     pid, command = servers[0]

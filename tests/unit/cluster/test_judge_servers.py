@@ -1,9 +1,9 @@
 """The command that serves a judge's model, and what becomes of a server that dies."""
 
 import socket
-import subprocess
 import sys
 import time
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -11,10 +11,11 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from megarl.cluster import judge_servers
+from megarl.cluster.ending import end_run_processes
 from megarl.cluster.judge_key import RequireKey
 from megarl.cluster.judge_servers import JudgeServerActor, server_command
 from megarl.config.judges import JudgeServerConfig
-from megarl.errors import WorkerError
+from tests.helpers.second_user import as_nobody, needs_second_user
 
 # Says that it is well to those who know the key, and has a worker that ends only if it is made to.
 SERVER = """
@@ -25,7 +26,23 @@ class Handler(http.server.BaseHTTPRequestHandler):
         known = self.headers.get("authorization") == "Bearer " + os.environ["VLLM_API_KEY"]
         self.send_response(200 if known and "HF_TOKEN" not in os.environ else 401)
         self.end_headers()
+http.server.HTTPServer.allow_reuse_port = True
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+# Takes the port by every means that Linux has, and says whether it could.
+TAKE = """
+import socket, sys
+for address in ("127.0.0.1", "0.0.0.0", "::"):
+    for options in ((), (socket.SO_REUSEADDR,), (socket.SO_REUSEPORT,), (socket.SO_REUSEADDR, socket.SO_REUSEPORT)):
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as taken:
+            for option in options:
+                taken.setsockopt(socket.SOL_SOCKET, option, 1)
+            try:
+                taken.bind((address, int(sys.argv[1])))
+                taken.listen()
+                print("taken", address, options)
+            except OSError as error:
+                print(error.strerror)
 """
 
 
@@ -34,7 +51,7 @@ def test_flags_of_a_server() -> None:
     args = {"max-model-len": 512, "block-size": 16, "enforce-eager": False, "trust-remote-code": True, "seed": None}
     command = server_command(JudgeServerConfig(model="m", tp=2, args=args), "10.0.0.1", 81)
     assert command == [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *(sys.executable, "-m", "megarl.rollout.judge_process"),
         *("--middleware", "megarl.cluster.judge_key.RequireKey"),
         *("--model", "m", "--host", "10.0.0.1", "--port", "81", "--tensor-parallel-size", "2"),
         *("--kv-cache-memory-bytes", str(64 << 20), "--block-size", "16", "--max-model-len", "512"),
@@ -76,31 +93,34 @@ def test_a_server_that_dies_is_started_again_but_not_for_ever(monkeypatch: pytes
         actor.close()
 
 
-def test_a_program_that_took_the_port_is_not_the_judge(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would read what the policy writes, and say how good that is."""
-    monkeypatch.setattr(judge_servers, "_POLL_S", 0.05)
-    others: list[subprocess.Popen[bytes]] = []
+@needs_second_user
+def test_nobody_else_gets_the_port_before_a_server_listens_nor_after_it_has_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever has it reads what the policy writes, and says how good that is."""
+    attempts: list[str] = []
+
+    def take(port: int) -> None:
+        attempts.extend(as_nobody(TAKE, port, imports=["socket"]).stdout.splitlines())
 
     def command(_: JudgeServerConfig, __: str, port: int) -> list[str]:
-        source = SERVER.replace("200 if known", "200 if True or known")
-        others.append(subprocess.Popen([sys.executable, "-c", source, str(port)], start_new_session=True))
-        deadline = time.monotonic() + 30
-        with socket.socket() as probe:
-            while probe.connect_ex(("127.0.0.1", port)):
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-        return [sys.executable, "-c", "import time; time.sleep(1)"]
+        take(port)
+        return [sys.executable, "-c", SERVER, str(port)]
 
+    monkeypatch.setattr(judge_servers, "_POLL_S", 0.05)
     monkeypatch.setattr(judge_servers, "server_command", command)
+    actor = JudgeServerActor()
     try:
-        with pytest.raises(WorkerError, match=r"rewards.judge_servers: the server of m ended with 0"):
-            JudgeServerActor().start(JudgeServerConfig(model="m"), api_key="k", timeout_s=30)
+        url = actor.start(JudgeServerConfig(model="m"), api_key="k", timeout_s=30)
+        kill(actor)
+        take(urlsplit(url).port or 0)
+        assert attempts == ["Address already in use"] * 24
+        # Clients learn at once that nobody is there, and turn to other replicas.
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", urlsplit(url).port or 0))
     finally:
-        for other in others:
-            for process in psutil.Process(other.pid).children():
-                process.kill()
-            other.kill()
-            other.wait()
+        end_run_processes(actor._workers)
+        actor.call("close")
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/invocations", "/metrics", "/health", "/pause"])
