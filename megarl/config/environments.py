@@ -35,7 +35,7 @@ class EnvironmentConfig:
     # agents, tools and servers of tools, as in [SEARCH_API_KEY].
     pass_env: tuple[str, ...] = setting((), needs_trust=True)
     hosts: int = setting(1, AT_LEAST_1)  # Processes in which environments run, on the driver's host.
-    reply_timeout_s: float = setting(60.0, POSITIVE)  # Time limit of each start and reply of an environment.
+    reply_timeout_s: float = setting(60.0, POSITIVE)  # Time limit of an environment's making, starts and replies.
     episode_timeout_s: float = setting(3600.0, POSITIVE)  # Time limit of a conversation, generation included.
     # Deaths of hosts, all together, that a run survives; the conversations of a dead host begin again.
     max_host_restarts: int = setting(10, AT_LEAST_0)

@@ -1,13 +1,16 @@
 """Define what an environment is: an object per sample that replies to the policy's turns, and ends the conversation."""
 
+import asyncio
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
+from megarl.environments.calls import THREADS
 from megarl.errors import ConfigError
 from megarl.host.child_environment import child_environment
 from megarl.masking import masked
@@ -92,14 +95,14 @@ EnvironmentFactory: TypeAlias = Callable[..., Environment]
 ENVIRONMENTS: Registry[EnvironmentFactory] = Registry("environment", key="environment.entries.*.type")
 
 
-def open_environments(cfg: EnvironmentConfig, names: Sequence[str]) -> dict[str, Callable[[], Environment]]:
-    """Return, for each name that rows use, a function that makes a new environment; each is tried once.
+def open_environments(cfg: EnvironmentConfig, names: Sequence[str]) -> "dict[str, Maker]":
+    """Return, for each name that rows use, what makes a new environment; each is tried once.
 
     Raises ConfigError for a name that is neither in `environment.entries` nor built in, for MODULE:CLASS unless it is
-    the configuration's default, for arguments that the class does not take, and for variables of
-    `environment.pass_env` that are not set.
+    the configuration's default, for arguments that the class does not take, for a class of which none is made in time,
+    and for variables of `environment.pass_env` that are not set.
     """
-    found: dict[str, Callable[[], Environment]] = {}
+    found: dict[str, Maker] = {}
     variables = child_environment(cfg.pass_env, key="environment.pass_env")
     for name in sorted(names):
         key = f"environment.entries.{name}"
@@ -116,25 +119,31 @@ def open_environments(cfg: EnvironmentConfig, names: Sequence[str]) -> dict[str,
         else:
             known = {*ENVIRONMENTS, *cfg.entries}
             raise unknown_name("environment", entry.type, known, key=f"{key}.type")
-        make = _Maker(factory=factory, arguments=entry.arguments, process_environment=variables, key=key)
-        make()
-        found[name] = make
+        found[name] = Maker(
+            factory=factory,
+            arguments=entry.arguments,
+            process_environment=variables,
+            key=key,
+            timeout_s=cfg.reply_timeout_s,
+        )
+        found[name].made_in_time()
     return found
 
 
 def tools_of(cfg: EnvironmentConfig, name: str) -> Sequence[Mapping[str, Any]]:
     """Return the schemas of an environment's tools. Raises ConfigError as `open_environments` does."""
-    return open_environments(cfg, [name])[name]().tools
+    return open_environments(cfg, [name])[name].made_in_time().tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Maker:
+class Maker:
     """Makes environments of one class with the same arguments."""
 
     factory: EnvironmentFactory
     arguments: Mapping[str, Any]
     process_environment: Mapping[str, str]
     key: str
+    timeout_s: float
 
     def __call__(self) -> Environment:
         try:
@@ -150,6 +159,25 @@ class _Maker:
         if isinstance(made, Environment):
             made.process_environment = self.process_environment
         return made
+
+    def made_in_time(self) -> Environment:
+        """Make an environment as hosts do, where an event loop runs, but wait for it only `timeout_s` seconds.
+
+        Raises ConfigError if that is too short, and if the class does not take the arguments.
+        """
+
+        async def make() -> Environment:
+            return self()
+
+        pending = THREADS.submit(lambda: asyncio.run(make()))
+        wait([pending], self.timeout_s)
+        if not pending.done():
+            pending.cancel()
+            raise ConfigError(
+                f"{self.key}: no environment was made within {self.timeout_s:g} s; look into what its constructor "
+                "waits for, or raise environment.reply_timeout_s"
+            )
+        return pending.result()
 
 
 def load_object(spec: str, key: str) -> Any:

@@ -20,5 +20,6 @@ def check_replies(cfg: EnvironmentConfig, names: Collection[str], tokenizer: "Pr
     if not names:
         return
     bridges = Bridges(tokenizer)
-    if any(isinstance(make(), ToolEnvironment) for make in open_environments(cfg, sorted(names)).values()):
+    makers = open_environments(cfg, sorted(names)).values()
+    if any(isinstance(maker.made_in_time(), ToolEnvironment) for maker in makers):
         bridges.require_reply(cfg.tool_role)

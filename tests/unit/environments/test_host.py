@@ -292,3 +292,23 @@ def test_a_wrong_entry_is_refused_at_the_start(entry: Mapping[str, Any], message
     config = EnvironmentConfig(entries={"mine": EnvironmentEntry(**entry)})
     with pytest.raises(ConfigError, match=message):
         open_environments(config, ["mine"])
+
+
+class Slow(Echo):
+    """Is made where an event loop runs, after so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        asyncio.get_running_loop()
+        time.sleep(seconds)
+
+
+def test_a_constructor_that_hangs_is_refused_at_the_start() -> None:
+    entries = {
+        name: EnvironmentEntry(type=f"{HERE}Slow", arguments={"seconds": seconds})
+        for name, seconds in (("quick", 0), ("stuck", 600))
+    }
+    config = EnvironmentConfig(entries=entries, reply_timeout_s=2.0)
+    assert list(open_environments(config, ["quick"])) == ["quick"]
+    with pytest.raises(ConfigError, match=r"environment\.entries\.stuck: no environment was made within 2 s; look"):
+        open_environments(config, ["quick", "stuck"])
