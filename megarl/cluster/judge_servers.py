@@ -18,6 +18,7 @@ from megarl.device.platform import platform
 from megarl.errors import WorkerError
 from megarl.host.child_environment import child_environment
 from megarl.host.listeners import LOOPBACK
+from megarl.host.ports import hold_port
 from megarl.host.streams import print_lines
 
 _POLL_S = 0.5
@@ -105,6 +106,8 @@ class JudgeServerActor(RunActor):
 
     def close(self) -> None:
         """End the server with its workers."""
+        if self._held is not None:
+            self._held.close()
         if self._server is None:
             return
         workers = self._list_workers() or self._workers
@@ -114,18 +117,6 @@ class JudgeServerActor(RunActor):
         except subprocess.TimeoutExpired:
             self._server.kill()
         end_run_processes(workers)
-
-
-def hold_port(address: str) -> socket.socket:
-    """Return a socket that holds a free port for this user until it is closed; it accepts no connections itself.
-
-    While a server starts, or has died, another user's program could otherwise take its port: it would be sent the key
-    and what the policy writes, and could say how good that is. Servers that share ports can listen at it.
-    """
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    held.bind((address, 0))
-    return held
 
 
 def server_command(cfg: JudgeServerConfig, address: str, port: int) -> Sequence[str]:

@@ -127,6 +127,7 @@ async def _run_program(
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**variables, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": API_KEY},
+        pass_fds=[chat_server().held.fileno()],
         start_new_session=True,
     )
     try:

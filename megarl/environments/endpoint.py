@@ -24,6 +24,7 @@ from megarl.environments.base import Action
 from megarl.environments.parsers import Parser
 from megarl.host.http_server import BoundedServer, JsonReader, RequestRefusedError, descriptor_limit, trust
 from megarl.host.listeners import LOOPBACK
+from megarl.host.ports import hold_port
 from megarl.texts import readable
 from megarl.types import Message
 
@@ -223,8 +224,10 @@ class ChatServer(BoundedServer):
             # Else uvicorn would change the logging of the whole process.
             log_config=None,
         )
+        # Agents that run as programs have it open, too: if this process dies, nobody else can answer them.
+        self.held = hold_port(LOOPBACK)
         # Connections wait here until the server runs.
-        listener = socket.create_server((LOOPBACK, 0), backlog=4096)
+        listener = socket.create_server(self.held.getsockname(), backlog=4096, reuse_port=True)
         self._address = f"http://{LOOPBACK}:{listener.getsockname()[1]}"
         self._serving = asyncio.get_running_loop().create_task(self.serve(sockets=[listener]))
 

@@ -1,4 +1,4 @@
-"""Ask the ports of a Ray for what only a run's own processes may have, as another user who does not know its token."""
+"""Ask the ports of a run for what only its own processes may have, or take them, as another user of the host."""
 
 from collections.abc import Iterable
 
@@ -41,3 +41,26 @@ def answers_to_strangers(addresses: Iterable[str]) -> dict[str, set[str]]:
     done = as_nobody(_CALL, *addresses, imports=imports, timeout_s=500)
     assert done.returncode == 0, done.stderr
     return {words[0]: set(words[1:]) for line in done.stdout.splitlines() if (words := line.split())}
+
+
+_TAKE = """
+import socket, sys
+for address in ("127.0.0.1", "0.0.0.0", "::"):
+    for options in ((), ("SO_REUSEADDR",), ("SO_REUSEPORT",), ("SO_REUSEADDR", "SO_REUSEPORT")):
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as taken:
+            for option in options:
+                taken.setsockopt(socket.SOL_SOCKET, getattr(socket, option), 1)
+            try:
+                taken.bind((address, int(sys.argv[1])))
+                taken.listen()
+                print(address, *options)
+            except OSError as error:
+                assert error.strerror == "Address already in use", error
+"""
+
+
+def ways_to_take(port: int) -> list[str]:
+    """Return by which addresses and options of sockets another user can listen at a port at this moment."""
+    done = as_nobody(_TAKE, port, imports=["socket"])
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()

@@ -16,7 +16,17 @@ from megarl.cluster.engines import EngineGroup
 from megarl.cluster.processes import wait_all, wait_living
 from megarl.cluster.remotes import Process, results
 from megarl.errors import EngineDiedError, NonFiniteError, WorkerError
-from tests.helpers.remote_processes import Worker, ask, calls, collected, kill_after, request, start, start_run, wait_until
+from tests.helpers.remote_processes import (
+    Worker,
+    ask,
+    calls,
+    collected,
+    kill_after,
+    request,
+    start,
+    start_run,
+    wait_until,
+)
 
 
 def test_what_those_who_did_not_answer_do_is_said(ray_session: None) -> None:

@@ -11,11 +11,11 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from megarl.cluster import judge_servers
-from megarl.cluster.ending import end_run_processes
 from megarl.cluster.judge_key import RequireKey
 from megarl.cluster.judge_servers import JudgeServerActor, server_command
 from megarl.config.judges import JudgeServerConfig
-from tests.helpers.second_user import as_nobody, needs_second_user
+from tests.helpers.second_user import needs_second_user
+from tests.helpers.strangers import ways_to_take
 
 # Says that it is well to those who know the key, and has a worker that ends only if it is made to.
 SERVER = """
@@ -28,21 +28,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 http.server.HTTPServer.allow_reuse_port = True
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
-# Takes the port by every means that Linux has, and says whether it could.
-TAKE = """
-import socket, sys
-for address in ("127.0.0.1", "0.0.0.0", "::"):
-    for options in ((), (socket.SO_REUSEADDR,), (socket.SO_REUSEPORT,), (socket.SO_REUSEADDR, socket.SO_REUSEPORT)):
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as taken:
-            for option in options:
-                taken.setsockopt(socket.SOL_SOCKET, option, 1)
-            try:
-                taken.bind((address, int(sys.argv[1])))
-                taken.listen()
-                print("taken", address, options)
-            except OSError as error:
-                print(error.strerror)
 """
 
 
@@ -98,29 +83,26 @@ def test_nobody_else_gets_the_port_before_a_server_listens_nor_after_it_has_died
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever has it reads what the policy writes, and says how good that is."""
-    attempts: list[str] = []
-
-    def take(port: int) -> None:
-        attempts.extend(as_nobody(TAKE, port, imports=["socket"]).stdout.splitlines())
+    before: list[list[str]] = []
 
     def command(_: JudgeServerConfig, __: str, port: int) -> list[str]:
-        take(port)
+        before.append(ways_to_take(port))
         return [sys.executable, "-c", SERVER, str(port)]
 
+    monkeypatch.setenv("MEGARL_RUN_ID", "judge-servers-test")
     monkeypatch.setattr(judge_servers, "_POLL_S", 0.05)
     monkeypatch.setattr(judge_servers, "server_command", command)
     actor = JudgeServerActor()
     try:
-        url = actor.start(JudgeServerConfig(model="m"), api_key="k", timeout_s=30)
+        port = urlsplit(actor.start(JudgeServerConfig(model="m"), api_key="k", timeout_s=30)).port or 0
         kill(actor)
-        take(urlsplit(url).port or 0)
-        assert attempts == ["Address already in use"] * 24
+        assert (before, ways_to_take(port)) == ([[]], [])
         # Clients learn at once that nobody is there, and turn to other replicas.
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", urlsplit(url).port or 0))
+            socket.create_connection(("127.0.0.1", port))
     finally:
-        end_run_processes(actor._workers)
         actor.call("close")
+    assert "127.0.0.1 SO_REUSEADDR" in ways_to_take(port)
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/invocations", "/metrics", "/health", "/pause"])

@@ -3,7 +3,10 @@
 import asyncio
 import contextlib
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 import textwrap
 import threading
@@ -26,6 +29,8 @@ from megarl.environments import open_environments
 from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TurnRequest
 from megarl.errors import ConfigError
 from megarl.types import Message, Prompt
+from tests.helpers.second_user import needs_second_user
+from tests.helpers.strangers import ways_to_take
 from tests.helpers.verifiers_venv import verifiers_command
 
 DOCS = Path(__file__).parents[3] / "docs" / "environments.md"
@@ -585,3 +590,41 @@ def test_wrong_arguments_are_refused_at_the_start(arguments: Mapping[str, Any], 
     config = EnvironmentConfig(entries={"mine": EnvironmentEntry(type="agent", arguments=arguments)})
     with pytest.raises(ConfigError, match=message):
         open_environments(config, ["mine"])
+
+
+HOST = """
+import asyncio, sys
+from megarl.environments.agent import AgentEnvironment
+from megarl.environments.endpoint import chat_server
+from megarl.types import Prompt
+
+async def main():
+    agent = AgentEnvironment(command=["sh", "-c", "echo $$ > $0; sleep 600", sys.argv[1]])
+    print(chat_server().held.getsockname()[1], flush=True)
+    await agent.start(Prompt(uid="a", token_ids=(1,), data_source="d", ground_truth="1"))
+
+asyncio.run(main())
+"""
+
+
+@needs_second_user
+def test_nobody_else_can_answer_an_agent_whose_host_has_died(tmp_path: Path) -> None:
+    """A program that does what the policy writes would do what another user writes."""
+    started = tmp_path / "started"
+    with subprocess.Popen([sys.executable, "-c", HOST, str(started)], stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout is not None
+        port = int(host.stdout.readline())
+        wait_until(lambda: started.is_file() and started.read_text().endswith("\n"))
+        host.kill()
+    try:
+        assert ways_to_take(port) == []
+    finally:
+        os.killpg(int(started.read_text()), signal.SIGKILL)
+    wait_until(lambda: "127.0.0.1 SO_REUSEADDR" in ways_to_take(port))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
