@@ -11,6 +11,7 @@ from megarl.config.schema import DataConfig, SftConfig
 from megarl.data.answers import Answers
 from megarl.data.chat import encode_whole, long_prompt_error, require_system_turn
 from megarl.data.files import RowFiles
+from megarl.data.marks import SpelledMarks
 from megarl.data.records import DemonstrationRecord, demonstration_columns, parse_demonstration
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
@@ -26,7 +27,8 @@ class SftDataset:
     The prompt of a row is all before its first imitated token; its response goes on to the last one. A row over the
     length limit raises DataError; with `sft.on_long` it is left out (counted in `num_dropped`) or loses its end
     (counted in `num_cut`). `limits` names the limit in messages. answers: encodes answers; None: as the tokenizer alone
-    says. vocabulary: DataError for a token without a row in the model's embedding.
+    says. vocabulary: DataError for a token without a row in the model's embedding. `spelled`: rows whose texts spell
+    special tokens.
     """
 
     def __init__(
@@ -48,10 +50,12 @@ class SftDataset:
         self._tokens: list[array[int]] = []
         self._masks: list[bytes] = []
         self.num_dropped = self.num_cut = 0
+        self.spelled = SpelledMarks(tokenizer)
         files = RowFiles(paths, columns=demonstration_columns(form, settings))
         for i, row in enumerate(files):
             where = files.where(i)
             record = parse_demonstration(row, where, form, settings)
+            self.spelled.look(record.messages, where)
             for ids, mask in _encoded(tokenizer, answers, record, settings.train_on, where):
                 num_kept = limits.num_kept(len(ids), mask.index(True), where)
                 # A cut may end within a turn that is not trained.

@@ -11,6 +11,7 @@ from megarl.algos.preference import MARGIN
 from megarl.data.answers import Answers
 from megarl.data.chat import encode_chats, long_prompt_error
 from megarl.data.files import READ_ROWS, RowFiles
+from megarl.data.marks import SpelledMarks
 from megarl.data.records import PREFERENCE_COLUMNS, PREFERENCE_SIDES, PreferenceRecord, parse_preference
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
@@ -28,7 +29,7 @@ class PreferenceDataset:
 
     A chat of more than `max_tokens` tokens raises DataError or, with `on_long="drop"`, has its pair left out, which
     `num_dropped` counts. A malformed row raises DataError, as does a token without a row in the model's embedding
-    (`vocabulary`).
+    (`vocabulary`). `spelled`: rows whose texts spell special tokens.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class PreferenceDataset:
         self._sides: dict[str, list[array[int]]] = {side: [] for side in PREFERENCE_SIDES}
         self._margins = array("d")
         self.num_dropped = 0
+        self.spelled = SpelledMarks(tokenizer)
         for chunk in _chunks(paths):
             encoded = [
                 encode_chats(
@@ -54,6 +56,7 @@ class PreferenceDataset:
                 for side in PREFERENCE_SIDES
             ]
             for (where, record), *chats in zip(chunk, *encoded, strict=True):
+                self.spelled.look([*record.chosen, *record.rejected[-1:]], where)
                 longest, side = max((len(ids), side) for ids, side in zip(chats, PREFERENCE_SIDES, strict=True))
                 if longest > max_tokens:
                     if on_long == "error":
@@ -96,7 +99,8 @@ class ResponsePairDataset:
 
     A prompt or a response over its limit raises DataError or, with `on_long="drop"`, has its pair left out, which
     `num_dropped` counts. A malformed row raises DataError. answers: encodes responses; None: as the tokenizer alone
-    says. vocabulary: DataError for a token without a row in the model's embedding.
+    says. vocabulary: DataError for a token without a row in the model's embedding. `spelled`: rows whose texts spell
+    special tokens.
     """
 
     def __init__(
@@ -114,11 +118,13 @@ class ResponsePairDataset:
         self._prompts: list[array[int]] = []
         self._sides: dict[str, list[array[int]]] = {side: [] for side in PREFERENCE_SIDES}
         self.num_dropped = 0
+        self.spelled = SpelledMarks(tokenizer)
         for chunk in _chunks(paths):
             prompts = encode_chats(
                 tokenizer, [record.chosen[:-1] for _, record in chunk], places=[where for where, _ in chunk]
             )
             for (where, record), prompt in zip(chunk, prompts, strict=True):
+                self.spelled.look([*record.chosen, *record.rejected[-1:]], where)
                 responses = {}
                 for side in PREFERENCE_SIDES:
                     *question, answer = getattr(record, side)

@@ -16,6 +16,7 @@ from megarl.config.schema import DataConfig
 from megarl.data.answers import Answers
 from megarl.data.chat import encode_chats, long_prompt_error, require_system_turn
 from megarl.data.files import READ_ROWS, RowFiles
+from megarl.data.marks import SpelledMarks
 from megarl.data.records import (
     TARGET_COLUMNS,
     PromptRecord,
@@ -53,7 +54,8 @@ class PromptDataset:
     the columns. environment: names the column with a row's environment, or one for all rows. tools_of: returns the
     schemas of an environment's tools, which the chat template writes into the prompts. answers: encodes demonstrations;
     None: as the tokenizer alone says. vocabulary: DataError for tokens of prompts and demonstrations without a row in
-    the model's embedding. `by_roles`: of each sequence of roles that prompts have, the first prompt.
+    the model's embedding. `spelled`: rows whose texts spell special tokens. `by_roles`: of each sequence of roles that
+    prompts have, the first prompt.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class PromptDataset:
         self._demonstrations: list[array[int]] = []
         self._kept, self.num_target_probs = array("q"), 0
         self.by_roles: dict[tuple[str, ...], int] = {}
+        self.spelled = SpelledMarks(tokenizer)
         encoder = None if demonstrations is None else answers or Answers(tokenizer)
         sources, environments = set[str](), set[str]()
         rows = ((i, row, parse_prompt(row, self._files.where(i), self._form)) for i, row in enumerate(self._files))
@@ -94,12 +97,15 @@ class PromptDataset:
             ]
             for (index, row, record), ids in zip(chunk, prompts, strict=True):
                 if len(ids) <= max_prompt_tokens:
-                    vocabulary.require(ids, self._files.where(index))
+                    where, spoken = self._files.where(index), record.messages
+                    vocabulary.require(ids, where)
+                    if demonstrations is not None and row.get("target"):
+                        spoken = (*spoken, Message(role="assistant", content=parse_target(row, where)))
+                    self.spelled.look(spoken, where)
                     self.by_roles.setdefault(tuple(message.role for message in record.messages), len(self._kept))
                     self._tokens.append(array("i", ids))
                     self._kept.append(index)
                     if demonstrations is not None and encoder is not None:
-                        where = self._files.where(index)
                         target, has_probs = _demonstration(encoder, row, record.messages, demonstrations, where)
                         vocabulary.require(target, f"{where}: target")
                         self._demonstrations.append(array("i", target))

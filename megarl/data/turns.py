@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.data.chat import TemplateRefusal, encode_chats, render_chats
 from megarl.data.ends import ANSWER, QUESTION, answer_form
+from megarl.data.marks import marks_of
 from megarl.data.pieces import encode_pieces
 from megarl.errors import ConfigError, DataError
 from megarl.texts import readable
@@ -40,12 +41,7 @@ class Bridges:
         self._tokenizer, self._end = tokenizer, answer_form(tokenizer).end_id
         self._marks = re.compile(r"(?!)")
         before, after = self._around_end([QUESTION])
-        added = tokenizer.added_tokens_decoder.values()
-        # Some tokenizers do not call all marks of their template special. Words and spaces are none.
-        own = {t.content for t in added if t.special or (t.content in after and re.search(r"[^\w\s]", t.content))}
-        # Of two marks that begin alike the longer one counts.
-        found = sorted({*tokenizer.all_special_tokens, *own}, key=len, reverse=True)
-        self._marks = re.compile("|".join(re.escape(mark) for mark in found if len(mark) > 1) or r"(?!)")
+        self._marks = marks_of(tokenizer, after)
         first = encode_pieces(tokenizer, [before, after])[1][0]
         if first not in tokenizer.all_special_ids and first not in tokenizer.added_tokens_decoder:
             raise ConfigError(

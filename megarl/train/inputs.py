@@ -59,17 +59,18 @@ class TrainInputs:
 
     @property
     def warnings(self) -> list[str]:
-        """List settings that are probably a mistake, and how many prompts the run leaves out."""
-        limit, dropped = self.config.data.max_prompt_tokens, []
+        """List what is probably a mistake in settings and data, and how many prompts the run leaves out."""
+        limit, of_files = self.config.data.max_prompt_tokens, list[str]()
         for data, key in ((self.train, "data.train"), (self.val, "data.val")):
             if data is not None and data.num_dropped:
-                dropped.append(f"{key}: dropped {data.num_dropped} prompts over data.max_prompt_tokens={limit}")
+                of_files.append(f"{key}: dropped {data.num_dropped} prompts over data.max_prompt_tokens={limit}")
+            of_files += [] if data is None else data.spelled.warnings(key)
         hints: list[str] = []
         if self.hints is not None and self.hint_survey is not None:
             hints = self.hint_survey.warnings(self.hints.placer)
         of_data = self.config.algo.demonstrations.strategy != "none"
         of_model = [*self.answers.warnings(of_data=of_data), *self.vocabulary.warnings]
-        return [*setting_warnings(self.config), *of_model, *dropped, *hints]
+        return [*setting_warnings(self.config), *of_model, *of_files, *hints]
 
 
 def open_sampler(config: Config, train: PromptDataset) -> Sampler:

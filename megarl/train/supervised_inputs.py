@@ -12,6 +12,7 @@ from megarl.config.schema import Config, SftConfig, TrainPreferenceConfig, Train
 from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer
 from megarl.data.demonstrations import SftDataset
+from megarl.data.marks import SpelledMarks
 from megarl.data.preferences import PreferenceDataset, ResponsePairDataset
 from megarl.data.sampler import require_batch
 from megarl.data.vocabulary import Vocabulary
@@ -29,6 +30,7 @@ class Examples(Protocol):
     """
 
     num_dropped: int
+    spelled: SpelledMarks
 
     def __len__(self) -> int:
         """Return the number of examples."""
@@ -171,9 +173,10 @@ def _checked(
     settings, notes = in_steps(getattr(config, section), len(train))
     config = replace(config, **{section: settings})
     check(config)
-    warnings = [*of_model, *lost(f"{section}.train", train)]
-    if val is not None:
-        warnings += lost(f"{section}.val", val)
+    warnings = list(of_model)
+    for key, data in ((f"{section}.train", train), (f"{section}.val", val)):
+        if data is not None:
+            warnings += [*lost(key, data), *data.spelled.warnings(key)]
     return SupervisedInputs(config=config, train=train, val=val, notes=notes, warnings=tuple(warnings))
 
 

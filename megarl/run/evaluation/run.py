@@ -53,6 +53,8 @@ def evaluate(request: EvalRequest) -> None:
             print_lines(
                 f"--data: dropped {inputs.data.num_dropped} prompts over {config.data.max_prompt_tokens} tokens"
             )
+        for warning in inputs.data.spelled.warnings("--data"):
+            print_lines(f"warning: {warning}")
         with shared_with(config.run.share, inputs.out):
             write_settings(inputs.out, config)
             logs, with_trainer = inputs.out / "logs", inputs.checkpoint is not None

@@ -1,0 +1,54 @@
+"""Find what spells a mark: a special token, or another one with which a chat template ends and begins turns.
+
+Tokenizers take such a text for the token, whoever has written it.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megarl.data.ends import answer_form
+from megarl.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def marks_of(tokenizer: "PreTrainedTokenizerBase", written: str) -> re.Pattern[str]:
+    """Return a pattern of a tokenizer's marks. `written`: what its chat template writes between turns."""
+    added = tokenizer.added_tokens_decoder.values()
+    # Some tokenizers do not call all marks of their template special. Words and spaces are none.
+    own = {t.content for t in added if t.special or (t.content in written and re.search(r"[^\w\s]", t.content))}
+    # Of two marks that begin alike the longer one counts.
+    found = sorted({*tokenizer.all_special_tokens, *own}, key=len, reverse=True)
+    return re.compile("|".join(re.escape(mark) for mark in found if len(mark) > 1) or r"(?!)")
+
+
+class SpelledMarks:
+    """The rows of a data set whose texts spell marks.
+
+    Data may mean that, such as those with turns in one text. So it is not changed, but said.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        form = answer_form(tokenizer)
+        self._marks = marks_of(tokenizer, form.before + form.tail + form.rest + form.next_tail)
+        self.num_rows, self._first = 0, ""
+
+    def look(self, messages: Sequence[Message], where: str) -> None:
+        """Look through the texts of a row; an answer may end with a mark, as its author may have written its end."""
+        for number, message in enumerate(messages):
+            for found in self._marks.finditer(message.content):
+                if message.role != "assistant" or found.end() < len(message.content):
+                    self.num_rows += 1
+                    self._first = self._first or f"{where}: turn {number} of the role {message.role} has {found[0]!r}"
+                    return
+
+    def warnings(self, key: str) -> list[str]:
+        """Return what to say of these rows, if there are any; `key`: the setting of the files."""
+        if not self.num_rows:
+            return []
+        return [
+            f"{key}: {self.num_rows} rows spell special tokens, which the model reads as such, and not as text, the "
+            f"first {self._first}; if they are only mentioned there, write them otherwise, such as with a space in them"
+        ]
