@@ -13,7 +13,8 @@ _create = launcher.create_server_socket
 
 
 def _create_shared(address: tuple[str, int], *, reuse_port: bool) -> socket.socket:
-    return _create(address, reuse_port=True)
+    shared: socket.socket = _create(address, reuse_port=True)
+    return shared
 
 
 if __name__ == "__main__":

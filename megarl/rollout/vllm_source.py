@@ -54,7 +54,7 @@ class VllmSource:
         self._engines, self._hosts, self._limits = engines, hosts, limits or EnvironmentConfig()
 
     async def sample(self, group: Group) -> None:
-        await asyncio.wait([loop.spawn(self.sample_one(group, i)) for i in range(group.plan.num_samples)])
+        await asyncio.gather(*(loop.spawn(self.sample_one(group, i)) for i in range(group.plan.num_samples)))
 
     async def sample_one(self, group: Group, i: int) -> None:
         """Sample the group's sample of index `i`, from where `group.parts` says it is, and hand it to the judges."""
