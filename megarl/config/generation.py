@@ -78,6 +78,20 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the tokens of a response are sampled; `temperature` 0 means greedy.
+
+    stop, stop_token_ids: texts and tokens that end a response, which includes them.
+    """
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
     """Configure how responses are sampled."""
 
@@ -105,6 +119,16 @@ class RolloutConfig:
     replay_dir: str | None = None  # RUN/records of the run to replay or to regenerate.
     engine: EngineConfig = section(EngineConfig, affects=("engines", "workers"))
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+    def sampling(self, stop_token_ids: tuple[int, ...]) -> Sampling:
+        """Return how responses are sampled, which these tokens end."""
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=self.stop,
+            stop_token_ids=stop_token_ids,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

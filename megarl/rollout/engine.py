@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megarl.config.generation import Sampling
 from megarl.device.platform import platform
 from megarl.errors import ConfigError, WeightSyncError
 from megarl.host.stage import logged_stages, process_files, tell_stage
@@ -41,12 +42,8 @@ class GenerationRequest:
 
     token_ids: tuple[int, ...]
     seed: int
-    temperature: float
-    top_p: float
-    top_k: int
+    sampling: Sampling
     max_tokens: int
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
     num_before: int = 0
     with_nucleus: bool = False
     engine: int | None = None
@@ -144,19 +141,19 @@ class VllmEngine:
         params = [
             SamplingParams(
                 n=1,
-                temperature=r.temperature,
-                top_p=r.top_p,
-                top_k=r.top_k,
+                temperature=r.sampling.temperature,
+                top_p=r.sampling.top_p,
+                top_k=r.sampling.top_k,
                 max_tokens=r.max_tokens,
                 seed=span_seed(r.seed, r.num_before),
-                stop=list(r.stop),
-                stop_token_ids=list(r.stop_token_ids),
+                stop=list(r.sampling.stop),
+                stop_token_ids=list(r.sampling.stop_token_ids),
                 # The sampled token comes first, then the likeliest ones.
-                logprobs=min(r.top_k, vocab_size) if r.with_nucleus else 0,
+                logprobs=min(r.sampling.top_k, vocab_size) if r.with_nucleus else 0,
                 # Otherwise vLLM makes an object for each of these numbers.
                 flat_logprobs=True,
                 # vLLM looks for stop strings in the text.
-                detokenize=bool(r.stop),
+                detokenize=bool(r.sampling.stop),
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 extra_args={SEED: r.seed, NUM_BEFORE: r.num_before},
             )

@@ -34,16 +34,11 @@ class _Span:
 
     def request(self, plan: SamplingPlan) -> GenerationRequest:
         """Return the request whose completion is this span."""
-        is_greedy = plan.last_is_greedy and self.sample.sample_index == plan.num_samples - 1
         return GenerationRequest(
             token_ids=self.before,
             seed=self.sample.seed,
-            temperature=0.0 if is_greedy else plan.temperature,
-            top_p=plan.top_p,
-            top_k=plan.top_k,
+            sampling=plan.sampling_of(self.sample.sample_index),
             max_tokens=self.end - self.start,
-            stop=plan.stop,
-            stop_token_ids=plan.stop_token_ids,
             num_before=self.num_before,
             with_nucleus=plan.with_nucleus,
         )

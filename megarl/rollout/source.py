@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
+from megarl.config.generation import Sampling
 from megarl.errors import NonFiniteError
 from megarl.host import loop
 from megarl.rollout.prefixes import Prefix
@@ -27,26 +28,26 @@ def generating() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingPlan:
-    """How one batch of prompts is sampled; `temperature` 0 means greedy.
+    """How the samples of prompts are made.
 
-    prefixes: the given first tokens of responses, by (uid, sample index). stop, stop_token_ids: texts and tokens that
-    end a response, which includes them. last_is_greedy: whether the last sample of each
-    prompt is greedy, whatever `temperature` is. with_nucleus: record the tokens that top_k and top_p left to sample
+    prefixes: the given first tokens of responses, by (uid, sample index). last_is_greedy: whether the last sample of
+    each prompt is greedy, whatever `sampling` says. with_nucleus: record the tokens that top_k and top_p left to sample
     each token from.
     """
 
     step: int
     num_samples: int
-    temperature: float
-    top_p: float
-    top_k: int
+    sampling: Sampling
     max_response_tokens: int
     run_seed: int
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
     prefixes: Mapping[tuple[str, int], Prefix] = field(default_factory=dict)
     last_is_greedy: bool = False
     with_nucleus: bool = False
+
+    def sampling_of(self, sample_index: int) -> Sampling:
+        """Return how the tokens of one of the samples of a prompt are sampled."""
+        is_greedy = self.last_is_greedy and sample_index == self.num_samples - 1
+        return replace(self.sampling, temperature=0.0) if is_greedy else self.sampling
 
     def prefix(self, uid: str, sample_index: int) -> Prefix:
         """Return the prefix that a response starts with, cut to the response limit; it may be empty."""

@@ -144,16 +144,11 @@ def extended(sample: Sample, completion: Completion) -> Sample:
 
 def _request(sample: Sample, plan: SamplingPlan, *, max_tokens: int) -> GenerationRequest:
     """Return the request that goes on with a sample."""
-    is_greedy = plan.last_is_greedy and sample.sample_index == plan.num_samples - 1
     return GenerationRequest(
         token_ids=(*sample.prompt_token_ids.tolist(), *sample.response_token_ids.tolist()),
         seed=sample.seed,
-        temperature=0.0 if is_greedy else plan.temperature,
-        top_p=plan.top_p,
-        top_k=plan.top_k,
+        sampling=plan.sampling_of(sample.sample_index),
         max_tokens=max_tokens,
-        stop=plan.stop,
-        stop_token_ids=plan.stop_token_ids,
         num_before=sum(len(s.token_ids) for s in sample.segments if s.source is SegmentSource.POLICY),
         with_nucleus=plan.with_nucleus,
     )

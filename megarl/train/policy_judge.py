@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from megarl.cluster import residency
+from megarl.config.generation import Sampling
 from megarl.config.judges import SamplingConfig
 from megarl.data.answers import response_decoder
 from megarl.data.chat import encode_chats
@@ -73,12 +74,11 @@ class PolicyCompletions:
         plan = SamplingPlan(
             step=0,
             num_samples=1,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=-1,
+            sampling=Sampling(
+                temperature=sampling.temperature, top_p=sampling.top_p, stop_token_ids=self._stop_token_ids
+            ),
             max_response_tokens=sampling.max_tokens,
             run_seed=self._run_seed,
-            stop_token_ids=self._stop_token_ids,
         )
         self._enter(residency.GENERATE)
         groups = [Group(prompt=prompt, plan=plan) for prompt in prompts]

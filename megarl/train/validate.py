@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.cluster import residency
+from megarl.config.generation import Sampling
 from megarl.config.schema import Config
 from megarl.data.prompts import PromptDataset
 from megarl.record.answers import Answer, SourceResult, results_by_source, write_answers
@@ -81,13 +82,15 @@ class Validator:
         plan = SamplingPlan(
             step=step,
             num_samples=1 if greedy else settings.num_samples,
-            temperature=0.0 if greedy else settings.temperature,
-            top_p=1.0 if greedy else settings.top_p,
-            top_k=-1 if greedy else settings.top_k,
+            sampling=Sampling(
+                temperature=0.0 if greedy else settings.temperature,
+                top_p=1.0 if greedy else settings.top_p,
+                top_k=-1 if greedy else settings.top_k,
+                stop=rollout.stop,
+                stop_token_ids=self.stop_token_ids,
+            ),
             max_response_tokens=settings.max_response_tokens or rollout.max_response_tokens,
             run_seed=self.config.run.seed,
-            stop=rollout.stop,
-            stop_token_ids=self.stop_token_ids,
         )
         self.enter(residency.GENERATE)
         judging = self.rewards.begin()

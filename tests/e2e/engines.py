@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 from safetensors.torch import load_file, save_file
 
+from megarl.config.generation import Sampling
 from megarl.errors import WeightSyncError
 from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
 from megarl.rollout.engine_spec import EngineSpec
@@ -47,7 +48,7 @@ class EngineView:
 
 def _continue(engine: VllmEngine, sequences: Sequence[Sequence[int]]) -> list[FloatArray]:
     greedy = [
-        GenerationRequest(token_ids=tuple(s), seed=0, temperature=0.0, top_p=1.0, top_k=-1, max_tokens=1)
+        GenerationRequest(token_ids=tuple(s), seed=0, sampling=Sampling(temperature=0.0), max_tokens=1)
         for s in sequences
     ]
     return [completion.logprobs for completion in engine.generate(greedy)]

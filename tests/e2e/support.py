@@ -15,6 +15,7 @@ from megarl.cluster.engines import EngineGroup
 from megarl.cluster.remotes import Process
 from megarl.cluster.roles import actor_role
 from megarl.config import load_config
+from megarl.config.generation import Sampling
 from megarl.config.schema import Config
 from megarl.host import loop
 from megarl.rollout.engine import Completion, GenerationRequest
@@ -146,9 +147,7 @@ class Policy:
         plan = SamplingPlan(
             step=step,
             num_samples=num_samples,
-            temperature=temperature,
-            top_p=1.0,
-            top_k=-1,
+            sampling=Sampling(temperature=temperature),
             max_response_tokens=max_tokens,
             run_seed=0,
         )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
+from megarl.config.generation import Sampling
 from megarl.data.chat import encode_chats, load_tokenizer
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.environments.host import HostSpec
@@ -54,9 +55,7 @@ def talk_with(process: RankPool, model: Path, arguments: Mapping[str, Any], num_
     plan = SamplingPlan(
         step=1,
         num_samples=num_samples,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=-1,
+        sampling=Sampling(temperature=1.0),
         max_response_tokens=config.rollout.max_response_tokens,
         run_seed=0,
     )

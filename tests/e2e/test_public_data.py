@@ -11,6 +11,7 @@ import pytest
 
 from megarl.cluster.cluster import Cluster
 from megarl.config import load_config
+from megarl.config.generation import Sampling
 from megarl.config.schema import DataConfig
 from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.record.metrics import read_metrics
@@ -62,10 +63,10 @@ def test_two_steps(cluster: Cluster, model: Path, tmp_path: Path, name: str) -> 
 def test_stop_strings_and_tokens_end_responses(cluster: Cluster) -> None:
     """A response ends with the first token whose text completes a stop string, or with a stop token."""
 
-    def sample(**settings: Any) -> list[list[int]]:
+    def sample(**ends: Any) -> list[list[int]]:
         prompts = random_prompts([5, 9, 12])
         plan = SamplingPlan(
-            step=1, num_samples=4, temperature=1.0, top_p=1.0, top_k=-1, max_response_tokens=48, run_seed=3, **settings
+            step=1, num_samples=4, sampling=Sampling(temperature=1.0, **ends), max_response_tokens=48, run_seed=3
         )
         source = VllmSource(UnattendedEngines(cluster.engines))
         batch = collect(source, begin_groups(source, prompts, plan), timeout_s=60.0)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.config.generation import Sampling
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.engine_spec import engine_spec
 from tests.e2e import engines
@@ -32,9 +33,7 @@ def requests(temperature: float, *, top_k: int = -1, num: int = 4, num_tokens: i
         GenerationRequest(
             token_ids=prompt,
             seed=seed,
-            temperature=temperature,
-            top_p=1.0,
-            top_k=top_k,
+            sampling=Sampling(temperature=temperature, top_k=top_k),
             max_tokens=num_tokens,
             with_nucleus=top_k > 0,
         )
@@ -49,7 +48,7 @@ def reference(model: Path, asked: Sequence[GenerationRequest], completions: Sequ
         ids = torch.tensor([[*request.token_ids, *completion.token_ids.tolist()]])
         with torch.no_grad():
             logits = hf(ids).logits[0, len(request.token_ids) - 1 : -1].float()
-        found.append((logits / (request.temperature or 1.0)).log_softmax(-1))
+        found.append((logits / (request.sampling.temperature or 1.0)).log_softmax(-1))
     return found
 
 
@@ -75,7 +74,8 @@ class Answered:
 
     def of(self, *temperatures: float, top_k: int = -1) -> "Answered":
         """Those of some temperatures."""
-        kept = [i for i, r in enumerate(self.asked) if r.temperature in temperatures and r.top_k == top_k]
+        asked = [request.sampling for request in self.asked]
+        kept = [i for i, each in enumerate(asked) if each.temperature in temperatures and each.top_k == top_k]
         parts = {name: [getattr(self, name)[i] for i in kept] for name in ("asked", "together", "alone", "steps_alone")}
         return Answered(model=self.model, **parts)
 

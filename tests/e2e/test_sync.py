@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.roles import actor_role
+from megarl.config.generation import Sampling
 from megarl.errors import WeightSyncError
 from megarl.rollout.engine_spec import engine_spec
 from megarl.rollout.source import Group, SamplingPlan, collect
@@ -205,9 +206,7 @@ def test_unfinished_samples_are_looked_at_and_go_on(policy: Policy) -> None:
         for sample in rollout.samples
         if all((sample.uid, sample.sample_index) != (p.uid, p.sample_index) for p in seen)
     ]
-    plan = SamplingPlan(
-        step=3, num_samples=4, temperature=1.0, top_p=1.0, top_k=-1, max_response_tokens=176, run_seed=0
-    )
+    plan = SamplingPlan(step=3, num_samples=4, sampling=Sampling(temperature=1.0), max_response_tokens=176, run_seed=0)
     source = VllmSource(UnattendedEngines(policy.cluster.engines))
     groups = begin_groups(source, prompts, plan, begun=[*seen, *finished])
     resumed = collect(source, groups, timeout_s=60.0).samples

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.config.generation import Sampling
 from megarl.config.schema import ActorConfig, EngineConfig, ModelConfig
 from megarl.rollout.engine import GenerationRequest
 from megarl.rollout.engine_spec import EngineSpec
@@ -87,9 +88,7 @@ def test_an_update_in_flight_with_graphs(gpu_pool: Callable[[int], RankPool], ch
         GenerationRequest(
             token_ids=tuple(rng.integers(3, VOCAB_SIZE, 8).tolist()),
             seed=i,
-            temperature=1.0,
-            top_p=1.0,
-            top_k=-1,
+            sampling=Sampling(temperature=1.0),
             max_tokens=NUM_TOKENS,
         )
         for i in range(8)

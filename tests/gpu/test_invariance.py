@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megarl.config.generation import Sampling
 from megarl.config.schema import ActorConfig, EngineConfig, ModelConfig
 from megarl.rollout.engine import GenerationRequest
 from megarl.rollout.engine_spec import EngineSpec
@@ -36,9 +37,7 @@ def test_engine(checkpoint: Callable[..., Path]) -> None:
         GenerationRequest(
             token_ids=tuple(rng.integers(3, VOCAB_SIZE, 5 + 3 * i).tolist()),
             seed=i,
-            temperature=1.0,
-            top_p=1.0,
-            top_k=-1,
+            sampling=Sampling(temperature=1.0),
             max_tokens=48,
         )
         for i in range(24)

@@ -22,6 +22,7 @@ from megarl.cluster.remotes import Call, Process
 from megarl.cluster.roster import Location
 from megarl.cluster.row_shards import RowShards
 from megarl.cluster.stacks import write_stacks_on_signal
+from megarl.config.generation import Sampling
 from megarl.errors import NonFiniteError
 from megarl.host import loop
 from megarl.host.stage import process_files
@@ -165,7 +166,7 @@ def calls(processes: Sequence[Process[Worker]], *requests: tuple[Any, ...]) -> l
 
 
 def request(seed: int, *, max_tokens: int = 2) -> GenerationRequest:
-    return GenerationRequest(token_ids=(seed,), seed=seed, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=max_tokens)
+    return GenerationRequest(token_ids=(seed,), seed=seed, sampling=Sampling(temperature=1.0), max_tokens=max_tokens)
 
 
 def collected(group: EngineGroup, requests: Sequence[GenerationRequest]) -> dict[int, list[int]]:

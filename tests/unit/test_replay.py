@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
+from megarl.config.generation import Sampling
 from megarl.rollout.replay import ReplaySource, read_record, record_path, write_record
 from megarl.rollout.source import SamplingPlan, collect
 from megarl.types import FinishReason, RolloutBatch, Sample, Segment, SegmentSource, row_from_sample
@@ -86,9 +87,7 @@ def test_steps_are_answered_in_the_order_they_were_asked(tmp_path: Path) -> None
         plan = SamplingPlan(
             step=step,
             num_samples=NUM_SAMPLES,
-            temperature=1.0,
-            top_p=1.0,
-            top_k=-1,
+            sampling=Sampling(temperature=1.0),
             max_response_tokens=64,
             run_seed=0,
         )

@@ -25,6 +25,7 @@ from megarl.cluster.processes import locate
 from megarl.cluster.ray_session import open_ray
 from megarl.cluster.remotes import Process
 from megarl.cluster.roster import Location
+from megarl.config.generation import Sampling
 from megarl.config.schema import ClusterConfig
 from megarl.device.platform import apply_environment
 from megarl.host import loop
@@ -100,9 +101,7 @@ def main() -> None:
     plan = SamplingPlan(
         step=1,
         num_samples=NUM_SAMPLES,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=-1,
+        sampling=Sampling(temperature=1.0),
         max_response_tokens=RESPONSE_TOKENS,
         run_seed=0,
     )

@@ -22,6 +22,7 @@ from megarl.cluster.engines import EngineGroup
 from megarl.cluster.episodes import EpisodeHosts
 from megarl.cluster.ray_session import open_ray
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
+from megarl.config.generation import Sampling
 from megarl.config.schema import ClusterConfig
 from megarl.data.chat import encode_chats
 from megarl.data.tiny_model import make_byte_tokenizer
@@ -92,7 +93,7 @@ def main() -> None:
         for i in range(options.episodes)
     ]
     plan = SamplingPlan(
-        step=1, num_samples=1, temperature=1.0, top_p=1.0, top_k=-1, max_response_tokens=100_000, run_seed=0
+        step=1, num_samples=1, sampling=Sampling(temperature=1.0), max_response_tokens=100_000, run_seed=0
     )
     with tempfile.TemporaryDirectory() as directory:
         tokenizer.save_pretrained(directory)

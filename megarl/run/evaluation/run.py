@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from megarl.cluster import residency
 from megarl.cluster.roles import actor_role
 from megarl.cluster.supervisor import EngineSupervisor, WeightSync
+from megarl.config.generation import Sampling
 from megarl.config.schema import Config
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.sharing import shared_with
@@ -170,7 +171,7 @@ def _collected(
     source: VllmSource, rewards: RewardManager, groups: Sequence[Group], judging: Judging, config: Config
 ) -> tuple[bool, RolloutBatch, Sequence[Reward]]:
     rollout = collect(source, groups, timeout_s=config.rollout.timeout_s)
-    return groups[0].plan.temperature == 0.0, rollout, rewards.finish([judging], rollout.samples).rewards
+    return groups[0].plan.sampling.temperature == 0.0, rollout, rewards.finish([judging], rollout.samples).rewards
 
 
 def _plan(config: Config, *, greedy: bool) -> SamplingPlan:
@@ -178,11 +179,13 @@ def _plan(config: Config, *, greedy: bool) -> SamplingPlan:
     return SamplingPlan(
         step=0,
         num_samples=1 if greedy else rollout.num_samples,
-        temperature=0.0 if greedy else rollout.temperature,
-        top_p=1.0 if greedy else rollout.top_p,
-        top_k=-1 if greedy else rollout.top_k,
+        sampling=Sampling(
+            temperature=0.0 if greedy else rollout.temperature,
+            top_p=1.0 if greedy else rollout.top_p,
+            top_k=-1 if greedy else rollout.top_k,
+            stop=config.rollout.stop,
+            stop_token_ids=config.rollout.stop_token_ids,
+        ),
         max_response_tokens=rollout.max_response_tokens,
         run_seed=config.run.seed,
-        stop=config.rollout.stop,
-        stop_token_ids=config.rollout.stop_token_ids,
     )

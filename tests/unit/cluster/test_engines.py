@@ -5,12 +5,13 @@ from collections.abc import Sequence
 import pytest
 
 from megarl.cluster.engines import deal_requests
+from megarl.config.generation import Sampling
 from megarl.rollout.engine import GenerationRequest
 
 
 def requests(prompts: Sequence[int]) -> list[GenerationRequest]:
     return [
-        GenerationRequest(token_ids=(prompt,), seed=i, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=4)
+        GenerationRequest(token_ids=(prompt,), seed=i, sampling=Sampling(temperature=1.0), max_tokens=4)
         for i, prompt in enumerate(prompts)
     ]
 

@@ -11,6 +11,7 @@ from megarl.cluster.remotes import Process
 from megarl.cluster.residency import GENERATE, MemoryLedger, Resident
 from megarl.cluster.roster import Roster
 from megarl.cluster.supervisor import EngineSupervisor
+from megarl.config.generation import Sampling
 from megarl.errors import EngineDiedError, WorkerError
 from megarl.host import loop
 from megarl.rollout.engine import Completion, GenerationRequest
@@ -23,7 +24,7 @@ OPEN, PUSH = "open", "push {}".format
 
 
 def request(seed: int) -> GenerationRequest:
-    return GenerationRequest(token_ids=(seed,), seed=seed, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=4)
+    return GenerationRequest(token_ids=(seed,), seed=seed, sampling=Sampling(temperature=1.0), max_tokens=4)
 
 
 def completion(request: GenerationRequest) -> Completion:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megarl.config.environments import EnvironmentConfig
+from megarl.config.generation import Sampling
 from megarl.environments.host import HostReply, StartRequest, TurnRequest
 from megarl.host import loop
 from megarl.rollout.conversations import HostLostError, Talk
@@ -20,7 +21,7 @@ from tests.helpers.loops import begin_groups, turns
 
 END = 2
 PROMPT = Prompt(uid="a", token_ids=(5, 6), data_source="d", ground_truth="", environment="game")
-PLAN = SamplingPlan(step=1, num_samples=1, temperature=1.0, top_p=1.0, top_k=-1, max_response_tokens=20, run_seed=0)
+PLAN = SamplingPlan(step=1, num_samples=1, sampling=Sampling(temperature=1.0), max_response_tokens=20, run_seed=0)
 
 
 @dataclass

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megarl.config.generation import Sampling
 from megarl.errors import DataError
 from megarl.rollout.engine import Completion
 from megarl.rollout.regenerate import spans_of
@@ -12,7 +13,7 @@ from megarl.rollout.source import SamplingPlan
 from megarl.types import FinishReason, Sample, Segment, SegmentSource, prompt_segment
 from tests.helpers.segments import demonstration_segment
 
-PLAN = SamplingPlan(step=3, num_samples=2, temperature=0.7, top_p=1.0, top_k=-1, max_response_tokens=9, run_seed=0)
+PLAN = SamplingPlan(step=3, num_samples=2, sampling=Sampling(temperature=0.7), max_response_tokens=9, run_seed=0)
 
 
 def written(token_ids: list[int], versions: list[int]) -> Segment:
@@ -46,7 +47,7 @@ def test_a_span_is_a_request_of_its_own() -> None:
     ]
     request = spans[1].request(PLAN)
     assert (request.token_ids, request.num_before, request.max_tokens) == ((1, 2, 9, 5, 6), 2, 1)
-    assert (request.seed, request.temperature) == (77, 0.7)
+    assert (request.seed, request.sampling.temperature) == (77, 0.7)
 
 
 @pytest.mark.parametrize(

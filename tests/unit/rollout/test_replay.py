@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megarl.config.generation import Sampling
 from megarl.errors import DataError, NonFiniteError
 from megarl.rollout.replay import ReplaySource, read_record, record_path, require_records, write_record
 from megarl.rollout.source import SamplingPlan, collect
@@ -77,9 +78,7 @@ def batch() -> RolloutBatch:
 
 
 def plan(step: int) -> SamplingPlan:
-    return SamplingPlan(
-        step=step, num_samples=2, temperature=1.0, top_p=1.0, top_k=-1, max_response_tokens=4, run_seed=0
-    )
+    return SamplingPlan(step=step, num_samples=2, sampling=Sampling(temperature=1.0), max_response_tokens=4, run_seed=0)
 
 
 def test_a_record_comes_back_bit_for_bit(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megarl.config.generation import Sampling
 from megarl.errors import NonFiniteError
 from megarl.host import loop
 from megarl.rollout.engine import Completion, GenerationRequest
@@ -19,7 +20,9 @@ from megarl.seeds import sample_seed
 from megarl.types import FinishReason, Prompt, Sample, SegmentSource
 from tests.helpers.loops import answered, begin_groups
 
-PLAN = SamplingPlan(step=4, num_samples=2, temperature=0.7, top_p=0.9, top_k=5, max_response_tokens=3, run_seed=11)
+PLAN = SamplingPlan(
+    step=4, num_samples=2, sampling=Sampling(temperature=0.7, top_p=0.9, top_k=5), max_response_tokens=3, run_seed=11
+)
 PROMPTS = [
     Prompt(uid=uid, token_ids=ids, data_source="d", ground_truth="1") for uid, ids in (("a", (1, 2)), ("b", (3,)))
 ]
@@ -87,13 +90,13 @@ def test_every_sample_is_a_request_with_its_own_seed() -> None:
         ((3,), sample_seed(11, 4, "b", 1)),
     ]
     for request in engines.requests:
-        assert (request.temperature, request.top_p, request.top_k, request.max_tokens) == (0.7, 0.9, 5, 3)
+        assert (request.sampling, request.max_tokens) == (Sampling(temperature=0.7, top_p=0.9, top_k=5), 3)
 
 
 def test_the_last_sample_of_each_prompt_may_be_greedy() -> None:
     engines = EchoEngines()
     begin_groups(VllmSource(engines), PROMPTS, replace(PLAN, num_samples=3, last_is_greedy=True))
-    assert [request.temperature for request in engines.requests] == [0.7, 0.7, 0.0] * 2
+    assert [request.sampling.temperature for request in engines.requests] == [0.7, 0.7, 0.0] * 2
 
 
 def test_nuclei_reach_the_samples() -> None:
@@ -118,7 +121,9 @@ def test_nuclei_reach_the_samples() -> None:
         # A given token was not sampled.
         [[-1, -1], [5, 7], [3, 7]],
     ]
-    assert not GenerationRequest(token_ids=(1,), seed=0, temperature=1.0, top_p=0.9, top_k=5, max_tokens=1).with_nucleus
+    assert not GenerationRequest(
+        token_ids=(1,), seed=0, sampling=Sampling(temperature=1.0, top_p=0.9, top_k=5), max_tokens=1
+    ).with_nucleus
 
 
 def test_experts_of_all_computed_tokens_reach_the_samples() -> None:
@@ -146,8 +151,9 @@ def test_experts_of_all_computed_tokens_reach_the_samples() -> None:
 
 def test_what_ends_a_response_reaches_the_engine() -> None:
     engines = EchoEngines()
-    begin_groups(VllmSource(engines), PROMPTS, replace(PLAN, stop=("</answer>",), stop_token_ids=(7,)))
-    assert {(request.stop, request.stop_token_ids) for request in engines.requests} == {(("</answer>",), (7,))}
+    sampling = Sampling(temperature=0.7, stop=("</answer>",), stop_token_ids=(7,))
+    begin_groups(VllmSource(engines), PROMPTS, replace(PLAN, sampling=sampling))
+    assert [request.sampling for request in engines.requests] == [sampling] * 4
 
 
 def test_samples_name_prompt_group_seed_and_weights() -> None:

@@ -86,8 +86,8 @@ def test_questions_are_asked_together_and_answers_come_back_to_them() -> None:
     assert [pending.result(0).text for pending in (first, second)] == ["yes", "no"]
     assert source.batches == [[f"<|im_start|>user\n{t}<|im_end|>\n<|im_start|>assistant\n" for t in ("one", "two")]]
     (plan,) = source.plans
-    assert (plan.temperature, plan.max_response_tokens, plan.num_samples, plan.run_seed) == (0.5, 7, 1, 3)
-    assert plan.stop_token_ids == (2, 0)
+    assert (plan.sampling.temperature, plan.max_response_tokens, plan.num_samples, plan.run_seed) == (0.5, 7, 1, 3)
+    assert plan.sampling.stop_token_ids == (2, 0)
     num_tokens = len(encode_chats(TOKENIZER, [request("one").messages])[0])
     assert first.result(0).tokens == num_tokens + len("yes") + 1
 

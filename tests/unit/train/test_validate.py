@@ -58,7 +58,7 @@ class World(RolloutSource):
         raise NotImplementedError
 
     def is_right(self, uid: str, sample_index: int, plan: SamplingPlan) -> bool | None:
-        return True if plan.temperature == 0 else SAMPLED[int(uid[2:])][sample_index]
+        return True if plan.sampling.temperature == 0 else SAMPLED[int(uid[2:])][sample_index]
 
     def begin(self) -> "World":
         return self
