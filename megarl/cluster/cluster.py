@@ -5,10 +5,9 @@ import itertools
 import os
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
@@ -149,8 +148,8 @@ class Cluster:
         found = iter(locate(every, timeout_s=start_timeout_s))
 
         def located(begun: Sequence[Process[A_co]]) -> list[Process[A_co]]:
-            pairs = zip(begun, found, strict=False)
-            return [replace(p, name=its.name, location=its.location, roster=its.roster) for p, its in pairs]
+            # They are those that the roster knows, in the order in which they were begun.
+            return cast("list[Process[A_co]]", list(itertools.islice(found, len(begun))))
 
         timeout_s, its_ranks, its_judges = self._config.rollout.timeout_s, iter(located(ranks)), iter(located(judges))
         groups = [
