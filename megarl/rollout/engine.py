@@ -9,7 +9,7 @@ import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from megarl.seeds import span_seed
 from megarl.types import ExpertArray, FinishReason, FloatArray, IntArray, NucleusArray
 
 if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams, TokensPrompt
+
     from megarl.sync.wire.wires import Share
 
 # What a worker needs of a request to seed it anew, by name in vLLM's `extra_args`.
@@ -132,7 +134,7 @@ class VllmEngine:
         work, self._stepper.work = self._stepper.work, EngineWork()
         return work
 
-    def _inputs(self, requests: Sequence[GenerationRequest]) -> tuple[list[Any], list[Any]]:
+    def _inputs(self, requests: Sequence[GenerationRequest]) -> "tuple[list[TokensPrompt], list[SamplingParams]]":
         """Return the prompts and sampling parameters of requests for vLLM."""
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
@@ -282,7 +284,7 @@ def has_float8_keys() -> bool:
     return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def _completion(output: Any) -> Completion:
+def _completion(output: "RequestOutput") -> Completion:
     """Turn vLLM's output into a completion."""
     sampled = output.outputs[0]
     num_tokens, spans = len(sampled.token_ids), sampled.weight_versions

@@ -1,7 +1,6 @@
 """Derive the settings with which vLLM's engines start from a run's configuration."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from megarl.config.generation import SpeculationConfig
 from megarl.config.schema import Config, EngineConfig
@@ -10,7 +9,7 @@ from megarl.device.platform import platform
 # The devices on which vLLM supports sleeping.
 SLEEPING_DEVICES = frozenset({"cuda"})
 # Engine arguments by device, for settings that the configuration leaves open.
-_DEFAULTS: dict[str, dict[str, Any]] = {
+_DEFAULTS: dict[str, dict[str, object]] = {
     "cpu": {
         "kv_cache_memory_bytes": 64 << 20,
         "block_size": 32,
@@ -92,19 +91,20 @@ def rounding_of(spec: EngineSpec) -> str | None:
     return f"{ROUNDED}{spec.config.quantization}" if spec.config.quantization and platform().name == "cpu" else None
 
 
-def _speculation(config: SpeculationConfig) -> dict[str, Any] | None:
+def _speculation(config: SpeculationConfig) -> dict[str, object] | None:
     """Return what vLLM is told of drafts."""
     if config.method == "none":
         return None
-    lookup = {"prompt_lookup_min": config.min_ngram_tokens, "prompt_lookup_max": config.max_ngram_tokens}
-    drafts = {"method": config.method, "num_speculative_tokens": config.num_tokens}
-    return drafts | lookup if config.method == "ngram" else drafts
+    drafts: dict[str, object] = {"method": config.method, "num_speculative_tokens": config.num_tokens}
+    if config.method == "ngram":
+        drafts |= {"prompt_lookup_min": config.min_ngram_tokens, "prompt_lookup_max": config.max_ngram_tokens}
+    return drafts
 
 
-def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+def engine_arguments(spec: EngineSpec) -> dict[str, object]:
     """Return the arguments with which vLLM's engine starts."""
     config, device = spec.config, platform().name
-    chosen: dict[str, Any] = {
+    chosen: dict[str, object] = {
         "kv_cache_memory_bytes": None if config.kv_cache_mib is None else config.kv_cache_mib << 20,
         "block_size": config.block_size,
         "enforce_eager": config.enforce_eager or None,

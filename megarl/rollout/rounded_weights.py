@@ -4,8 +4,8 @@ vLLM asks these methods for the same layers as its own, so that vocabularies and
 this module makes them known to vLLM, where each has the name of vLLM's own method after `ROUNDED`.
 """
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -26,21 +26,21 @@ def _to_float8(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (weight.float() / scale).clamp(-_LARGEST, _LARGEST).to(FLOAT8).float() * scale
 
 
-def per_tensor(weight: torch.Tensor, layer: Any) -> torch.Tensor:
+def per_tensor(weight: torch.Tensor, layer: LinearBase) -> torch.Tensor:
     """Round with one scale s per matrix, max |w| = 448 s over all tensor-parallel workers."""
     split = layer.input_size_per_partition != layer.input_size or layer.output_size_per_partition != layer.output_size
     largest = amax_for_tp_weight_quant(weight_amax(weight).reshape(1).float(), split)
     return _to_float8(weight, largest / _LARGEST)
 
 
-def per_channel(weight: torch.Tensor, layer: Any) -> torch.Tensor:
+def per_channel(weight: torch.Tensor, layer: LinearBase) -> torch.Tensor:
     """Round with one scale s per output, max |w| = 448 s over the output's inputs; s is at least 1 / (448 · 512)."""
     split = layer.input_size_per_partition != layer.input_size
     largest = amax_for_tp_weight_quant(weight_amax(weight, dim=-1, keepdim=True).float(), split)
     return _to_float8(weight, (largest / _LARGEST).clamp_min(1 / (_LARGEST * 512)))
 
 
-def per_block(weight: torch.Tensor, _: Any) -> torch.Tensor:
+def per_block(weight: torch.Tensor, _: LinearBase) -> torch.Tensor:
     """Round with one scale s per block of a worker's part, max |w| = 448 s there; max |w| counts as 1e-4 at least."""
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -columns % _BLOCK, 0, -rows % _BLOCK))
@@ -52,13 +52,12 @@ def per_block(weight: torch.Tensor, _: Any) -> torch.Tensor:
 class _RoundedLinear(UnquantizedLinearMethod):
     """A layer that computes with rounded weights; loading and every reload round them."""
 
-    def __init__(self, rounding: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
+    def __init__(self, rounding: Callable[[torch.Tensor, LinearBase], torch.Tensor]) -> None:
         super().__init__()
         self._round = rounding
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        weight: Any = layer.weight
-        weight.data.copy_(self._round(weight.data, layer))
+    def process_weights_after_loading(self, layer: LinearBase) -> None:
+        layer.weight.data.copy_(self._round(layer.weight.data, layer))
         super().process_weights_after_loading(layer)
 
 
@@ -67,10 +66,10 @@ class _Rounded(QuantizationConfig):
 
     name: ClassVar[str]
 
-    def get_name(self) -> Any:
+    def get_name(self) -> str:
         return self.name
 
-    def rounding(self, weight: torch.Tensor, layer: Any) -> torch.Tensor:
+    def rounding(self, weight: torch.Tensor, layer: LinearBase) -> torch.Tensor:
         """Round a layer's weight."""
         raise NotImplementedError
 
@@ -86,10 +85,10 @@ class _Rounded(QuantizationConfig):
         return []
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "_Rounded":
+    def from_config(cls, config: Mapping[str, object]) -> "_Rounded":
         return cls()
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> _RoundedLinear | None:
         return _RoundedLinear(self.rounding) if isinstance(layer, LinearBase) else None
 
 
@@ -99,7 +98,7 @@ class RoundedPerTensor(_Rounded):
 
     name = f"{ROUNDED}fp8_per_tensor"
 
-    def rounding(self, weight: torch.Tensor, layer: Any) -> torch.Tensor:
+    def rounding(self, weight: torch.Tensor, layer: LinearBase) -> torch.Tensor:
         return per_tensor(weight, layer)
 
 
@@ -109,7 +108,7 @@ class RoundedPerChannel(_Rounded):
 
     name = f"{ROUNDED}fp8_per_channel"
 
-    def rounding(self, weight: torch.Tensor, layer: Any) -> torch.Tensor:
+    def rounding(self, weight: torch.Tensor, layer: LinearBase) -> torch.Tensor:
         return per_channel(weight, layer)
 
 
@@ -119,5 +118,5 @@ class RoundedPerBlock(_Rounded):
 
     name = f"{ROUNDED}fp8_per_block"
 
-    def rounding(self, weight: torch.Tensor, layer: Any) -> torch.Tensor:
+    def rounding(self, weight: torch.Tensor, layer: LinearBase) -> torch.Tensor:
         return per_block(weight, layer)

@@ -5,7 +5,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 
 # Between two steps that follow one another, an engine pauses for less than this.
 MAX_PAUSE_S = 0.02
@@ -39,23 +42,23 @@ class Stepper:
     steps.
     """
 
-    def __init__(self, llm: Any, *, max_num_seqs: int = 256) -> None:
+    def __init__(self, llm: "LLM", *, max_num_seqs: int = 256) -> None:
         self._llm, self._max_num_seqs = llm, max_num_seqs
         self._turn, self._counting = threading.Condition(), threading.Lock()
         # Threads that wait for their turn between two steps, or have it.
         self._holders = 0
-        self._finished: dict[str, Any] = {}
+        self._finished: dict[str, RequestOutput] = {}
         # Requests whose outputs `serve` yields: the caller's id by vLLM's.
         self._served: dict[str, int] = {}
         self._closed = False
         self.work = EngineWork()
 
-    def add(self, ids: Sequence[int], prompts: Sequence[Any], params: Sequence[Any]) -> None:
+    def add(self, ids: Sequence[int], prompts: "Sequence[TokensPrompt]", params: "Sequence[SamplingParams]") -> None:
         """Queue prompts, each with an id of the caller's, and return at once; `serve` yields their outputs."""
         with self._between_steps():
             self._served |= dict(zip(self._enqueue(prompts, params), ids, strict=True))
 
-    def serve(self) -> Iterator[dict[int, Any]]:
+    def serve(self) -> "Iterator[dict[int, RequestOutput]]":
         """Yield vLLM's output for each added prompt by its id, as soon as it has finished, until `close`."""
         while True:
             with self._turn:
@@ -66,11 +69,11 @@ class Stepper:
             if part:
                 yield part
 
-    def finish(self, prompts: Sequence[Any], params: Sequence[Any]) -> list[Any]:
+    def finish(self, prompts: "Sequence[TokensPrompt]", params: "Sequence[SamplingParams]") -> "list[RequestOutput]":
         """Wait for all prompts, and return vLLM's outputs in their order."""
         with self._between_steps():
             waiting = {request_id: i for i, request_id in enumerate(self._enqueue(prompts, params))}
-        found: dict[int, Any] = {}
+        found: dict[int, RequestOutput] = {}
         while waiting:
             with self._turn:
                 # Let a waiting holder go first; otherwise this thread would take the lock again at once.
@@ -78,7 +81,7 @@ class Stepper:
                 found |= self._step_for(waiting)
         return [found[i] for i in range(len(prompts))]
 
-    def unfinished(self) -> dict[int, Any]:
+    def unfinished(self) -> "dict[int, RequestOutput]":
         """Return vLLM's output so far for each added prompt that is not finished, by its id; all of them go on."""
         from vllm.v1.engine import FinishReason as Reason
 
@@ -135,11 +138,11 @@ class Stepper:
         with self._between_steps():
             self._closed = True
 
-    def _enqueue(self, prompts: Sequence[Any], params: Sequence[Any]) -> list[str]:
+    def _enqueue(self, prompts: "Sequence[TokensPrompt]", params: "Sequence[SamplingParams]") -> list[str]:
         # vLLM appends a random suffix to the ids that it returns here, but not to those in its outputs.
         return [name.partition("-")[0] for name in self._llm.enqueue(prompts, params, use_tqdm=False)]
 
-    def _step_for(self, wanted: dict[str, int]) -> dict[int, Any]:
+    def _step_for(self, wanted: dict[str, int]) -> "dict[int, RequestOutput]":
         """Take a step unless a wanted request has finished; remove and return the outputs of those that have."""
         if not wanted.keys() & self._finished.keys():
             engine, start = self._llm.llm_engine, time.time()

@@ -207,7 +207,7 @@ def truncate_drafted(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: to
     return apply_top_k_top_p(logits, top_k, top_p) if len(logits) else logits
 
 
-def make_inputs(runner: Any) -> None:
+def make_inputs(runner: CPUModelRunner) -> None:
     """Allocate what a pipeline stage receives from the one before; vLLM does it in a trial run, which needs graphs."""
     if not get_pp_group().is_first_rank:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
@@ -222,7 +222,7 @@ if current_platform.is_cpu():
     # Without graphs there is no trial run on CPUs.
     _load_model = CPUModelRunner.load_model
 
-    def _load_and_make_inputs(runner: CPUModelRunner, *args: Any, **kwargs: Any) -> None:
+    def _load_and_make_inputs(runner: CPUModelRunner, *args: object, **kwargs: object) -> None:
         _load_model(runner, *args, **kwargs)
         make_inputs(runner)
 

@@ -294,7 +294,7 @@ class Rollouts:
             sampling = [task for number in tickets if (task := self.groups[number].sampling) is not None]
             await asyncio.wait(sampling, return_when=asyncio.FIRST_COMPLETED)
 
-    def _wait(self, work: Coroutine[Any, Any, None]) -> None:
+    def _wait(self, work: Coroutine[object, object, None]) -> None:
         def doing() -> str:
             # Lists, since the thread that shows it looks while samples come.
             groups = list(self.groups.values())

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "megarl"
 # The module that calls remote methods for all others.
 PROXY = "cluster/remotes.py"
-ROOMS = ("cluster", "sync")
+ROOMS = ("cluster", "rollout", "sync", "train")
 MOST_PER_1000_LINES = 5.0
 
 
