@@ -68,7 +68,6 @@ class EngineGroup:
         # By engine, the stream of its completions.
         self._streams: dict[int, Stream[dict[int, Completion]]] = {}
         self._heard_at = 0.0
-        self._doing: Doing = generating
 
     def generate(self, request: GenerationRequest) -> "asyncio.Future[Completion]":
         """Queue a request, and return the future of its completion.
@@ -132,8 +131,9 @@ class EngineGroup:
         """Let living engines take over the requests of one that died, or its successor; raise any other failure."""
         if self.processes[engine] is not process:
             return
-        if not await is_replaceable(process, error, self._doing()):
-            raise await explained(process, error, {}, self._doing())
+        doing = activity.doing_now(generating())
+        if not await is_replaceable(process, error, doing):
+            raise await explained(process, error, {}, doing)
         if self.processes[engine] is not process:
             return
         self._streams.pop(engine, None)
@@ -162,7 +162,6 @@ class EngineGroup:
 
     async def attend(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing = generating) -> None:
         """Wait until `work` is done, or there is `trouble`. timeout_s: how long all engines and hosts may be silent."""
-        self._doing = doing
         watched = [*self.processes, *(self.hosts.processes if self.hosts else ())]
         vigil = Vigil(self._busy, timeout_s=timeout_s, doing=doing, heard_at=self._last_heard, watched=watched)
         trouble = asyncio.ensure_future(self.trouble.wait())
@@ -171,7 +170,6 @@ class EngineGroup:
                 await vigil.first_of({work, trouble})
         finally:
             trouble.cancel()
-            self._doing = generating
 
     def _busy(self) -> list[Process[Remote]]:
         """List the engines and hosts that owe something."""

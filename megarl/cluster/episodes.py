@@ -17,6 +17,7 @@ from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequ
 from megarl.errors import EngineDiedError
 from megarl.host import loop
 from megarl.host.child_environment import limit_environment
+from megarl.record import activity
 from megarl.rollout.conversations import HostLostError, Talk
 
 # A host whose event loop does not turn for so long counts as hung: an environment blocks it.
@@ -173,8 +174,8 @@ class EpisodeHosts:
         except RayError as error:
             if stream.process not in self.processes:
                 return
-            if not await is_replaceable(stream.process, error, DOING):
-                raise await explained(stream.process, error, {}, DOING) from None
+            if not await is_replaceable(stream.process, error, activity.doing_now(DOING)):
+                raise await explained(stream.process, error, {}, activity.doing_now(DOING)) from None
             self._trouble.set()
 
     def _take(self, process: Process[Remote], part: Mapping[int, HostReply]) -> None:

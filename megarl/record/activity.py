@@ -41,6 +41,12 @@ def current_activity() -> tuple[str, float] | None:
     return what(), since
 
 
+def doing_now(otherwise: str) -> str:
+    """Return what this process does, for messages; `otherwise` between two activities."""
+    now = current_activity()
+    return otherwise if now is None else now[0]
+
+
 def printed() -> None:
     """Note that the command has just printed a line, so that `LiveStatus` need not."""
     _printed[0] = time.monotonic()

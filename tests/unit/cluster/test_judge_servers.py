@@ -101,7 +101,7 @@ def test_nobody_else_gets_the_port_before_a_server_listens_nor_after_it_has_died
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))
     finally:
-        actor.call("close")
+        actor.close()
     assert "127.0.0.1 SO_REUSEADDR" in ways_to_take(port)
 
 

@@ -1,5 +1,6 @@
 """What another user of the host can do to a run's Ray: nothing. Ray and the other user are real."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -43,6 +44,8 @@ def test_what_the_run_has_in_its_ray_is_neither_read_nor_written(
 
 @needs_second_user
 def test_every_port_asks_for_the_token(ray_session: Janitor, processes: list[Process]) -> None:
+    # Stores of other tests in this process end with what held them.
+    gc.collect()
     # The monitor of Ray's autoscaler has numbers for whoever asks, and takes no commands.
     listeners = [
         each for each in listeners_of(ray_session.scope.run_id, os.getpid()) if each.process != "_private/monitor.py"

@@ -1,7 +1,6 @@
 """Waits, and the tasks that go on during each of them."""
 
 import asyncio
-import signal
 
 import pytest
 
@@ -61,7 +60,7 @@ def test_a_wait_that_was_interrupted_does_not_go_on() -> None:
     """Otherwise it takes the error of the next wait, which then has neither an error nor a result."""
 
     def interrupt() -> None:
-        signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt
 
     loop.event_loop().call_later(0.01, interrupt)
     with pytest.raises(KeyboardInterrupt):

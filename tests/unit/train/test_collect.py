@@ -297,7 +297,7 @@ def test_engines_stop_at_every_end_and_responses_that_were_cut_are_counted() -> 
     collected = collect(collector, 1)
     assert prompts_of(collected) == [2]
     assert collected.cut_frac == 0.75
-    assert world.plans[-1].stop_token_ids == (0, 3, 9)
+    assert world.plans[-1].sampling.stop_token_ids == (0, 3, 9)
     assert cut_warning(collected.cut_frac, 64, ("<|im_end|>", "<|endoftext|>")) == (
         "warning: 75% of the responses of step 1 were cut at rollout.max_response_tokens=64, before any of the ends "
         "'<|im_end|>', '<|endoftext|>'; raise the limit or, if the model ends answers in another way, set "

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.generation import ValidationConfig
+from megarl.config.generation import Sampling, ValidationConfig
 from megarl.config.schema import Config
 from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.host import loop
@@ -111,9 +111,9 @@ def test_the_score_is_accuracy_and_not_the_mean_reward(tmp_path: Path) -> None:
     )
     assert result.score == pytest.approx(1.25 / 3)
     sampled, greedy = world.plans
-    assert (sampled.temperature, sampled.top_p, sampled.top_k, sampled.max_response_tokens) == (0.6, 0.95, 20, 99)
-    assert sampled.stop_token_ids == greedy.stop_token_ids == (2, 0)
-    assert (greedy.temperature, greedy.top_p, greedy.top_k, greedy.num_samples) == (0.0, 1.0, -1, 1)
+    sampling = Sampling(temperature=0.6, top_p=0.95, top_k=20, stop_token_ids=(2, 0))
+    assert (sampled.sampling, sampled.max_response_tokens) == (sampling, 99)
+    assert (greedy.sampling, greedy.num_samples) == (Sampling(temperature=0.0, stop_token_ids=(2, 0)), 1)
     written = read_answers(tmp_path / "3.parquet")
     assert len(written) == 11 + 3
     assert sum(answer.correct for answer in written if answer.greedy) == 3
