@@ -61,6 +61,7 @@ class EngineGroup:
         # Whether requests of a dead engine are repeated with all that were submitted along with them.
         self.repeats_hands = False
         self._ids = itertools.count()
+        # Requests that no engine has been given.
         self._outbox: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
         self._open: dict[int, _Open] = {}
         # By engine, its unfinished requests; with `repeats_hands` all since it last had none.
@@ -73,18 +74,22 @@ class EngineGroup:
         """Queue a request, and return the future of its completion.
 
         It leaves with all others of this turn of the loop, in one call for each engine. Engines with fewer unfinished
-        requests come first. If none lives, the requests wait for a new one as those of a dead engine do.
+        requests come first. If none lives, the requests wait until `flush` finds one.
         """
         if not self._outbox:
-            loop.event_loop().call_soon(self._flush)
+            loop.event_loop().call_soon(self.flush)
         completion: asyncio.Future[Completion] = loop.event_loop().create_future()
         self._outbox.append((request, completion))
         return completion
 
-    def _flush(self) -> None:
-        posted, self._outbox = self._outbox, []
+    def flush(self) -> None:
+        """Give the requests that wait to the living engines, if there are any."""
         living = self.living()
-        load = dict.fromkeys(living or range(len(self.processes)), 0)
+        if not living:
+            self.trouble.set()
+            return
+        posted, self._outbox = self._outbox, []
+        load = dict.fromkeys(living, 0)
         for each in self._open.values():
             if each.engine in load:
                 load[each.engine] += 1
@@ -93,13 +98,7 @@ class EngineGroup:
             next(self._ids): _Open(request, engine, completion)
             for (request, completion), engine in zip(posted, engines, strict=True)
         }
-        if living:
-            self._start(opened)
-            return
-        self._open |= opened
-        for key, each in opened.items():
-            self._hands.setdefault(each.engine, {})[key] = each
-        self.trouble.set()
+        self._start(opened)
 
     def _start(self, opened: Mapping[int, _Open]) -> None:
         self._open |= opened
@@ -183,6 +182,10 @@ class EngineGroup:
     def are_idle(self, engines: Sequence[int]) -> bool:
         """Return whether none of these engines has unfinished requests."""
         return not any(each.engine in engines for each in self._open.values())
+
+    def are_missed(self) -> bool:
+        """Return whether requests wait since no engine lives."""
+        return bool(self._outbox) and not self.living()
 
     def orphans(self) -> list[int]:
         """List the dead engines that had unfinished requests."""

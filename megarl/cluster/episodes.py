@@ -102,11 +102,13 @@ class EpisodeHosts:
         self._open: dict[int, Talk] = {}
         begun = [self._create(f"environment host {i}") for i in range(spec.config.hosts)]
         self.processes = locate(begun, timeout_s=timeout_s)
-        # By host, the requests of this turn of the loop.
+        # By host, the requests of this turn of the loop, or those that wait for a new host.
         self._outboxes: dict[int, _Outbox] = {}
         names = [process.name for process in self.processes]
         self.processes[0].roster.allow_restarts(names, spec.config.max_host_restarts)
-        self._begin(range(len(names)))
+        self._begin(self.processes)
+        for process in self.processes:
+            self._listen(process)
 
     def start(self, request: StartRequest) -> Talk:
         key = next(self._keys)
@@ -133,11 +135,6 @@ class EpisodeHosts:
         lost = [i for i, process in enumerate(self.processes) if process.name in roster.lost]
         if not lost:
             return
-        located = locate([self._create(self.processes[i].name) for i in lost], timeout_s=self._timeout_s)
-        for i, each in zip(lost, located, strict=True):
-            self.processes[i] = replace(each, roster=roster)
-            roster.enter(self.processes[i])
-        self._begin(lost)
         for host in lost:
             self._outboxes.pop(host, None)
         for talk in [talk for talk in self._open.values() if talk.host in lost]:
@@ -145,6 +142,15 @@ class EpisodeHosts:
             talk.is_lost = True
             if not talk.reply.done():
                 talk.reply.set_exception(HostLostError())
+        # Meanwhile conversations begin again, and their requests wait for the new hosts.
+        located = locate([self._create(self.processes[i].name) for i in lost], timeout_s=self._timeout_s)
+        fresh = [replace(process, roster=roster) for process in located]
+        self._begin(fresh)
+        for i, process in zip(lost, fresh, strict=True):
+            roster.enter(process)
+            self.processes[i] = process
+            self._listen(process)
+        self._flush()
 
     def close(self) -> None:
         """End the hosts, and forget all conversations."""
@@ -157,14 +163,15 @@ class EpisodeHosts:
         self.processes.clear()
 
     def _outbox(self, talk: Talk) -> _Outbox:
-        if not self._outboxes:
+        if talk.host not in self._outboxes:
+            self._outboxes[talk.host] = _Outbox()
             loop.event_loop().call_soon(self._flush)
-        return self._outboxes.setdefault(talk.host, _Outbox())
+        return self._outboxes[talk.host]
 
     def _flush(self) -> None:
-        outboxes, self._outboxes = self._outboxes, {}
-        for host, outbox in outboxes.items():
-            outbox.send(self.processes[host])
+        for host, process in enumerate(self.processes):
+            if process.name not in process.roster.lost and (outbox := self._outboxes.pop(host, None)) is not None:
+                outbox.send(process)
 
     async def _read(self, stream: Stream[dict[int, HostReply]]) -> None:
         """Take the replies of a host's stream, until the host dies."""
@@ -194,11 +201,11 @@ class EpisodeHosts:
         remote = ray.remote(num_cpus=0, max_concurrency=100_000, scheduling_strategy=here)(EpisodeHostActor)
         return Process(name=name, actor=remote.remote())
 
-    def _begin(self, hosts: Sequence[int]) -> None:
-        """Start the episode hosts in these processes, and begin to read each one's stream of replies."""
-        processes = [self.processes[i] for i in hosts]
+    def _begin(self, processes: Sequence[Process[EpisodeHostActor]]) -> None:
+        """Start the episode hosts in these processes, and wait for them."""
         calls = [process.ask(EpisodeHostActor.start, self._spec) for process in processes]
         wait_all(calls, timeout_s=self._timeout_s, doing="starting the hosts of environments")
-        for process in processes:
-            process.roster.expect_answers(process, within_s=SILENCE_S)
-            loop.spawn(self._read(process.stream(EpisodeHostActor.serve)))
+
+    def _listen(self, process: Process[EpisodeHostActor]) -> None:
+        process.roster.expect_answers(process, within_s=SILENCE_S)
+        loop.spawn(self._read(process.stream(EpisodeHostActor.serve)))

@@ -89,6 +89,7 @@ class EngineSupervisor:
             self._ledger.enter(residency.GENERATE)
         for engine in sorted(orphans):
             self._engines.start_again(engine, exactly=self._deterministic)
+        self._engines.flush()
         return metrics
 
     def replace_lost(self) -> None:
@@ -121,7 +122,8 @@ class EngineSupervisor:
                 engines.hosts.mend()
             living = engines.living()
             # With the memory of ranks and engines shared, no engine may be at work when one starts.
-            if engines.orphans() and (self._deterministic or not living) and engines.are_idle(living):
+            is_due = engines.are_missed() or (engines.orphans() and (self._deterministic or not living))
+            if is_due and engines.are_idle(living):
                 if self._is_outdated:
                     return
                 self._bring_back()

@@ -118,6 +118,13 @@ def begin(source: RolloutSource, groups: Iterable[Group]) -> None:
         group.sampling = loop.spawn(source.sample(group))
 
 
+def abandon(groups: Iterable[Group]) -> None:
+    """Give up the samples of groups that are under way, so that no later wait goes on with them."""
+    for group in groups:
+        if group.sampling is not None:
+            group.sampling.cancel()
+
+
 async def all_sampled(groups: Iterable[Group]) -> None:
     """Wait until groups have all of their samples."""
     if tasks := [group.sampling for group in groups if group.sampling is not None]:
@@ -131,7 +138,10 @@ def collect(source: RolloutSource, groups: Sequence[Group], *, timeout_s: float)
     def doing() -> str:
         return f"generating: {sum(len(group.samples) for group in groups)} of {total} samples finished"
 
-    source.wait(loop.spawn(all_sampled(groups)), timeout_s=timeout_s, doing=doing)
+    try:
+        source.wait(loop.spawn(all_sampled(groups)), timeout_s=timeout_s, doing=doing)
+    finally:
+        abandon(groups)
     return rollout_of(groups)
 
 

@@ -20,7 +20,6 @@ from megarl.cluster import residency
 from megarl.config.schema import Config
 from megarl.data.ends import AnswerEnds
 from megarl.data.prompts import PromptDataset
-from megarl.data.sampler import Sampler
 from megarl.errors import RunError
 from megarl.host import loop
 from megarl.record.episodes import episode_metrics
@@ -30,8 +29,9 @@ from megarl.rewards.manager import Judging, RewardManager
 from megarl.rollout.prefixes import plan_prefixes
 from megarl.rollout.replay import read_record, write_record
 from megarl.rollout.scheduler import Scheduler
-from megarl.rollout.source import Group, RolloutSource, SamplingPlan, all_sampled, rollout_of
+from megarl.rollout.source import Group, RolloutSource, SamplingPlan, abandon, all_sampled, rollout_of
 from megarl.train.groups import JudgedGroup, all_heard, filter_groups, judge_groups, refill_count
+from megarl.train.prompt_queue import PromptQueue
 from megarl.types import FinishReason, Prompt, Reward, RolloutBatch
 
 # The samples of the pipeline in a checkpoint's directory.
@@ -51,40 +51,6 @@ class Collected:
     troubles: Sequence[Trouble] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     cut_frac: float = 0.0
-
-
-class PromptQueue:
-    """A queue of prompt indices in the sampler's order; indices that were given back come first."""
-
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
-        self._waiting: list[int] = []
-
-    def take(self, count: int, *, except_for: set[int]) -> list[int]:
-        """Take the next `count` indices; those in `except_for` keep their place in the queue."""
-        taken: list[int] = []
-        passed: list[int] = []
-        while len(taken) < count:
-            if not self._waiting:
-                self._waiting = self._sampler.next_batch()
-            index = self._waiting.pop(0)
-            (passed if index in except_for or index in taken else taken).append(index)
-        self.give_back(passed)
-        return taken
-
-    def give_back(self, indices: Sequence[int]) -> None:
-        """Put indices back at the front of the queue."""
-        # Each once: a mixture draws the rows of a small file again and again while they wait.
-        self._waiting = list(dict.fromkeys([*indices, *self._waiting]))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the queue's state for a checkpoint: the sampler's state, and the indices that were given back."""
-        return {"sampler": dict(self._sampler.state_dict()), "waiting": list(self._waiting)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the queue from what `state_dict` returned."""
-        self._sampler.load_state_dict(state["sampler"])
-        self._waiting = [int(index) for index in state["waiting"]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -209,6 +175,11 @@ class Rollouts:
         for sample in read_record(directory / SAMPLES_FILE).samples:
             by_uid[sample.uid].parts[sample.sample_index] = sample
         self._begin(groups)
+
+    def close(self) -> None:
+        """Give up what is under way, also after an error, and end the judges."""
+        abandon(self.groups.values())
+        self.rewards.close()
 
     def _start(self, count: int, version: int, *, sampled: Sequence[JudgedGroup]) -> int:
         """Admit `count` prompts, or all that are neither under way nor among `sampled`; return how many they were."""

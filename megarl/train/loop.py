@@ -94,7 +94,7 @@ class Trainer:
         self.memory.add(residency.built_parts(inputs.roles))
         start = self._restore(checkpoint) if checkpoint else 0
         with (
-            closing(self.rollouts.rewards),
+            closing(self.rollouts),
             self.recorder.metrics() as log,
             Progress(total=total, initial=start, description=config.run.name) as progress,
             stop_on_signals() as stop,

@@ -22,13 +22,14 @@ from megarl.rollout.scheduler import Scheduler
 from megarl.rollout.source import RolloutSource
 from megarl.rollout.vllm_source import VllmSource
 from megarl.train.checkpoint import CheckpointManager
-from megarl.train.collect import PromptQueue, Rollouts
+from megarl.train.collect import Rollouts
 from megarl.train.gate import MismatchGate
 from megarl.train.inputs import TrainInputs, max_reward_tokens, open_sampler
 from megarl.train.loop import Trainer
 from megarl.train.model_judge import ModelJudge, ModelRewards
 from megarl.train.passes import CountedObjective, RoleScorer, RoleUpdater
 from megarl.train.policy_judge import PolicyCompletions
+from megarl.train.prompt_queue import PromptQueue
 from megarl.train.score import ScoringPasses
 from megarl.train.update import UpdateStage
 from megarl.train.validate import Validator

@@ -33,7 +33,7 @@ RUN_FILE = Path(__file__).parents[2] / "configs" / "run" / "sums-rl.yaml"
 # What the trainer tells ranks and engines, in the words of the memory ledger.
 RECORDED = {
     "workers": ("load", "score", "update", "store_weights", "offload", "onload"),
-    "engines": ("_flush", "sleep", "wake"),
+    "engines": ("flush", "sleep", "wake"),
 }
 
 

@@ -49,7 +49,7 @@ SETTINGS = (
 STEP_1 = """
     workers.offload actor params
     engines.wake kv_cache
-    engines._flush
+    engines.flush
     engines.sleep
     workers.onload reference params
     workers.score reference

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> None:
 
     def build(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) -> Trainer:
         trainer = build_trainer(inputs, cluster, recorder)
-        push, group, flush = trainer.engines.push, cluster.engines, cluster.engines._flush
+        push, group, flush = trainer.engines.push, cluster.engines, cluster.engines.flush
         held: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
         is_first = True
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
             return metrics
 
         trainer.engines.push = push_and_export  # type: ignore[method-assign]
-        group._flush = flush_later  # type: ignore[method-assign]
+        group.flush = flush_later  # type: ignore[method-assign]
         return trainer
 
     set_up_workers("tests.helpers.held_engines.hold_engines")

@@ -247,6 +247,24 @@ def test_a_repeated_batch_tells_of_what_had_finished_no_more(ray_session: None) 
     assert sorted(told) == [0, 1, 2, 3, 4, 5]
 
 
+def test_requests_that_came_while_no_engine_lived_go_to_the_next_one(ray_session: None) -> None:
+    (engine,) = start_run("engine 0")
+    allow_restarts(engine)
+    group = EngineGroup([engine], timeout_s=30.0)
+    found = ask(group, [request(0, max_tokens=0)])
+    wait_until(group, lambda: group.living() == [])
+    missed = ask(group, [request(7)])
+    wait_until(group, group.are_missed)
+    assert (group.orphans(), missed) == ([0], {})
+    group.processes[0] = replace(engine, actor=start(0).actor)
+    engine.roster.enter(group.processes[0])
+    assert not group.are_missed()
+    group.flush()
+    wait_until(group, lambda: len(missed) == 1)
+    ray.kill(group.processes[0].actor)
+    assert (missed, found) == ({0: [7, 0]}, {})
+
+
 def test_completions_come_while_another_process_is_waited_for(ray_session: None) -> None:
     """And a wait for samples that ended meanwhile does not wait for more."""
     rank, engine = start_run("trainer rank 0", "engine 0")

@@ -103,7 +103,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def group(ray_session: None, model: Path) -> Iterator[EngineGroup]:
     """No engines, and two hosts."""
     engines = EngineGroup([], timeout_s=10.0)
-    settings = spec(model, hosts=2, max_host_restarts=3)
+    settings = spec(model, hosts=2, max_host_restarts=4)
     engines.hosts = EpisodeHosts(settings, timeout_s=60.0, trouble=engines.trouble)
     yield engines
     engines.hosts.close()
@@ -167,6 +167,30 @@ def test_a_host_that_hangs_is_replaced(group: EngineGroup, blocks: bool) -> None
     assert told.gone() == {"a": blocks}
 
 
+def test_a_conversation_begins_again_while_its_host_is_replaced(group: EngineGroup) -> None:
+    """Before there is another host that its request could go to."""
+    told = told_by(group)
+
+    async def go_on() -> None:
+        try:
+            await told.talks["a"].reply
+        except HostLostError:
+            told.start("a")
+            if told.talks["a"].host != lost:
+                told.start("a")
+
+    told.start("a")
+    wait(group, lambda: told.count() == 1)
+    lost = told.talks["a"].host
+    told.act("a", "die")
+    loop.spawn(go_on())
+    wait(group, lambda: not told.talks["a"].is_lost and told.talks["a"].reply.done())
+    assert told.talks["a"].host == lost
+    told.act("a", "I am back")
+    wait(group, lambda: told.talks["a"].reply.done())
+    assert told.talks["a"].reply.result().reward == 1.0
+
+
 def test_a_host_that_dies_is_replaced_and_its_conversations_learn_of_it(
     group: EngineGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,7 +206,7 @@ def test_a_host_that_dies_is_replaced_and_its_conversations_learn_of_it(
     told.start("a")
     wait(group, lambda: len(told.replies["a"]) == 2 and len(told.replies["b"]) == 2)
     written = capsys.readouterr()
-    assert re.search(r"talking: environment host \d died on .*; restart 3 of 3", written.out + written.err)
+    assert re.search(r"talking: environment host \d died on .*; restart 4 of 4", written.out + written.err)
     # No restart is left.
     told.act("a", "die")
     began = time.monotonic()

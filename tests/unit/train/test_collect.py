@@ -32,9 +32,10 @@ from megarl.record.metrics import Timers
 from megarl.rewards.judge import Judged, Tally, Trouble
 from megarl.rollout.scheduler import Scheduler
 from megarl.rollout.source import Doing, Group, RolloutSource, SamplingPlan, generating
-from megarl.train.collect import Collected, PromptQueue, Rollouts
+from megarl.train.collect import Collected, Rollouts
 from megarl.train.groups import refill_count
 from megarl.train.loop import cut_warning
+from megarl.train.prompt_queue import PromptQueue
 from megarl.train.rows import training_rows
 from megarl.types import DROPPED, FinishReason, Prompt, Reward, Sample, prompt_segment, scored_batch
 from tests.helpers.loops import answered, turns
