@@ -133,10 +133,6 @@ class EngineSupervisor:
         """Return the tokens so far of all unfinished requests; see `EngineGroup.parts`."""
         return self._engines.parts()
 
-    def abort(self) -> None:
-        """Forget all unfinished requests."""
-        self._engines.abort()
-
     def metrics(self) -> dict[str, float]:
         """Return metrics of the engines' work since the last call, which also renews `busy`.
 

@@ -162,7 +162,7 @@ class Rollouts:
         scheduler, saved = self.scheduler, state.get("scheduler", {})
         # Seeds follow the numbers: none may come twice.
         scheduler.next_number = max(step * scheduler.prompts_per_step, saved.get("next_number", 0))
-        tickets = [tuple(map(int, ticket)) for ticket in state.get("tickets", ())]
+        tickets = [(int(number), int(index), int(target)) for number, index, target in state.get("tickets", ())]
         if not tickets:
             return
         if not goes_on or (saved["staleness"], saved["window"]) != (scheduler.staleness, scheduler.window):
@@ -170,7 +170,7 @@ class Rollouts:
             return
         # Which groups are done is learnt from their samples.
         scheduler.load_state_dict({**saved, "done": []})
-        groups = self._groups([(number, index, target) for number, index, target in tickets], None)
+        groups = self._groups(tickets, None)
         by_uid = {group.prompt.uid: group for group in groups}
         for sample in read_record(directory / SAMPLES_FILE).samples:
             by_uid[sample.uid].parts[sample.sample_index] = sample

@@ -101,12 +101,6 @@ def map_tensors(path: Path, *, writable: bool = False) -> dict[str, torch.Tensor
     return views
 
 
-def data_bytes(path: Path) -> torch.Tensor:
-    """Return a writable memory map [n] uint8 of a safetensors file's tensor data, without the header."""
-    _, start = _parse_header(path)
-    return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)[start:]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileLayout:
     """A safetensors file to be written: its header bytes, its size, and where each tensor's data starts."""

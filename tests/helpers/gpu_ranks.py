@@ -102,16 +102,6 @@ def _device_memory() -> tuple[int, int]:
     return torch.cuda.memory_stats()["requested_bytes.all.current"], torch.cuda.memory_allocated()
 
 
-# The store of this process's last `offer_store`.
-_stores: list[torch.distributed.TCPStore] = []
-
-
-def offer_store(context: RankContext) -> int:
-    """The port of a store, which lives on in this process."""
-    _stores[:] = [open_store("127.0.0.1")]
-    return int(_stores[0].port)
-
-
 @dataclass(slots=True)
 class Recorder:
     """Stands in for the trainer's side of the ledger and passes the engine's on; notes what is asked, in order."""
