@@ -1,7 +1,7 @@
 """Define the sections for rollouts, vLLM engines, placement, weight syncs and validation."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, SHARE, Range, section, setting
@@ -89,6 +89,10 @@ class Sampling:
     top_k: int = -1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+
+    def greedy(self) -> "Sampling":
+        """Return the greedy choice of tokens with the same ends."""
+        return replace(self, temperature=0.0, top_p=1.0, top_k=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

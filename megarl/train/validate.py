@@ -79,16 +79,17 @@ class Validator:
     def _answers(self, prompts: Sequence[Prompt], step: int, *, greedy: bool) -> tuple[list[Answer], Sequence[Trouble]]:
         """Sample and judge answers, and return them with the troubles of their judges."""
         settings, rollout = self.config.validation, self.config.rollout
+        sampling = Sampling(
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            stop=rollout.stop,
+            stop_token_ids=self.stop_token_ids,
+        )
         plan = SamplingPlan(
             step=step,
             num_samples=1 if greedy else settings.num_samples,
-            sampling=Sampling(
-                temperature=0.0 if greedy else settings.temperature,
-                top_p=1.0 if greedy else settings.top_p,
-                top_k=-1 if greedy else settings.top_k,
-                stop=rollout.stop,
-                stop_token_ids=self.stop_token_ids,
-            ),
+            sampling=sampling.greedy() if greedy else sampling,
             max_response_tokens=settings.max_response_tokens or rollout.max_response_tokens,
             run_seed=self.config.run.seed,
         )

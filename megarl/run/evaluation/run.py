@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from megarl.cluster import residency
 from megarl.cluster.roles import actor_role
 from megarl.cluster.supervisor import EngineSupervisor, WeightSync
-from megarl.config.generation import Sampling
 from megarl.config.schema import Config
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.sharing import shared_with
@@ -176,16 +175,11 @@ def _collected(
 
 def _plan(config: Config, *, greedy: bool) -> SamplingPlan:
     rollout = config.rollout
+    sampling = rollout.sampling(rollout.stop_token_ids)
     return SamplingPlan(
         step=0,
         num_samples=1 if greedy else rollout.num_samples,
-        sampling=Sampling(
-            temperature=0.0 if greedy else rollout.temperature,
-            top_p=1.0 if greedy else rollout.top_p,
-            top_k=-1 if greedy else rollout.top_k,
-            stop=config.rollout.stop,
-            stop_token_ids=config.rollout.stop_token_ids,
-        ),
+        sampling=sampling.greedy() if greedy else sampling,
         max_response_tokens=rollout.max_response_tokens,
         run_seed=config.run.seed,
     )
