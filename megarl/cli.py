@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from megarl.convert.cli import add_convert
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, UnknownKeyError
 from megarl.host.exit_codes import exit_on_errors
 from megarl.host.streams import name_anything, print_lines, write_anything
 from megarl.launch.cli import add_slurm
@@ -34,7 +34,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_anything()
     arguments = parse(argv)
     with exit_on_errors():
-        arguments.run(arguments)
+        try:
+            arguments.run(arguments)
+        except UnknownKeyError as error:
+            from megarl.migrate.aliases import answered
+
+            raise answered(error) from None
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -75,7 +80,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments, rest = parser.parse_known_args(argv)
     # argparse takes no overrides after an option; they come back as unknown.
     if any(argument.startswith("-") for argument in rest) or (rest and "overrides" not in arguments):
-        from megarl.config.aliases import unknown_options
+        from megarl.migrate.aliases import unknown_options
 
         parser.error(unknown_options(rest))
     if rest:
@@ -205,7 +210,7 @@ def _train_supervised(arguments: argparse.Namespace) -> None:
 
     config = load_config(arguments.config, arguments.overrides)
     if arguments.dry_run:
-        from megarl.device.platform import apply_environment
+        from megarl.host.device.platform import apply_environment
 
         apply_environment()
         from megarl.plan.supervised import print_supervised_plan
@@ -238,8 +243,8 @@ def _init(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from megarl.plan.plan_layouts import print_layouts
-    from megarl.plan.search import new_search
+    from megarl.forecast.plan_layouts import print_layouts
+    from megarl.forecast.search import new_search
 
     search = new_search(
         arguments.model,
@@ -252,7 +257,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _plan_async(arguments: argparse.Namespace) -> None:
-    from megarl.plan.plan_async import print_async_plan
+    from megarl.forecast.plan_async import print_async_plan
 
     print_async_plan(
         arguments.run_dir,
@@ -263,7 +268,7 @@ def _plan_async(arguments: argparse.Namespace) -> None:
 
 
 def _convert_config(arguments: argparse.Namespace) -> None:
-    from megarl.config.convert_config import convert_config
+    from megarl.migrate.convert_config import convert_config
 
     convert_config(arguments.file, arguments.out, arguments.given, arguments.which)
 
@@ -332,7 +337,7 @@ def _trace(arguments: argparse.Namespace) -> None:
 
 def _quickstart(arguments: argparse.Namespace) -> None:
     with shown():
-        from megarl.run.quickstart import quickstart
+        from megarl.recipes.quickstart import quickstart
 
         quickstart(algo=arguments.algo, task=arguments.task, seed=arguments.seed, model=arguments.model)
 

@@ -5,6 +5,15 @@ class ConfigError(ValueError):
     """A setting is unknown, of the wrong type, out of range, or conflicts with another one."""
 
 
+class UnknownKeyError(ConfigError):
+    """A configuration has a key that no section has: its dotted name `key`, with the value `value`."""
+
+    def __init__(self, message: str, key: str = "", value: object = None) -> None:
+        super().__init__(message)
+        self.key = key
+        self.value = value
+
+
 class DataError(ValueError):
     """Input data (a row, a file, a checkpoint) is not what it must be; the message names the row or file."""
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
+from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 
 
 def main() -> None:

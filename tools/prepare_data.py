@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from megarl.data.gsm8k import convert_gsm8k
-from megarl.data.hendrycks_math import TEST_SOURCE, TRAIN_SOURCE, convert_math
-from megarl.data.public_files import convert_countdown, write_distinct
-from megarl.data.reasoning_gym import write_reasoning_gym
-from megarl.data.tasks import TASKS, LevelMix
-from megarl.data.tasks.generate import (
+from megarl.recipes.gsm8k import convert_gsm8k
+from megarl.recipes.hendrycks_math import TEST_SOURCE, TRAIN_SOURCE, convert_math
+from megarl.recipes.public_files import convert_countdown, write_distinct
+from megarl.recipes.reasoning_gym import write_reasoning_gym
+from megarl.recipes.tasks import TASKS, LevelMix
+from megarl.recipes.tasks.generate import (
     ChatConfig,
     GenerateConfig,
     PreferenceConfig,

@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="check all runs and list them; start nothing")
     options = parser.parse_args()
     with exit_on_errors():
-        from megarl.device.platform import apply_environment
+        from megarl.host.device.platform import apply_environment
 
         apply_environment()
         from megarl.run.study import load_study, plan_study, plan_text, run_study

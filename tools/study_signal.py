@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("study", type=Path, help="a study file")
     options = parser.parse_args()
     with exit_on_errors():
-        from megarl.device.platform import apply_environment
+        from megarl.host.device.platform import apply_environment
 
         apply_environment()
         import torch

@@ -13,11 +13,10 @@ import ray
 from ray.exceptions import RayError
 
 from megarl.cluster.ending import end_run_processes, is_alive
-from megarl.cluster.remotes import Call, P, Process, R, in_group, results
-from megarl.cluster.roster import Location
+from megarl.cluster.remotes import Call, Location, P, Process, R, in_group, results
 from megarl.cluster.row_shards import RowShards
 from megarl.cluster.stacks import write_stacks_on_signal
-from megarl.device.platform import platform
+from megarl.host.device.platform import platform
 from megarl.host.sharing import adopt_umask
 from megarl.host.stage import process_files
 from megarl.host.streams import print_lines, write_anything

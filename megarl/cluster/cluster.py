@@ -21,16 +21,15 @@ from megarl.cluster.judge_servers import JudgeServerActor
 from megarl.cluster.placement import PlacementPlan, Reservation, Seat, plan_placement, with_judge_servers
 from megarl.cluster.processes import locate, wait_all
 from megarl.cluster.ray_session import open_ray
-from megarl.cluster.remotes import A_co, Call, Process, results
+from megarl.cluster.remotes import A_co, Call, Process, Roster, results
 from megarl.cluster.roles import actor_role, by_layout, check_serves
-from megarl.cluster.roster import Roster
 from megarl.cluster.sync_plan import ends_of, engine_ranks
 from megarl.cluster.workers import RankGroup, RoleWorkers
 from megarl.config.schema import Config
-from megarl.device.platform import apply_environment, platform
 from megarl.environments.host import HostSpec
 from megarl.errors import RunStopped
 from megarl.host import loop
+from megarl.host.device.platform import apply_environment, platform
 from megarl.host.janitor import open_caretaker
 from megarl.host.ray_environment import RAY_ENVIRONMENT, keep_worker_logs
 from megarl.host.sharing import umask_variable

@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.roster import Location
+from megarl.cluster.remotes import Location
 from megarl.host.janitor import RUN_ID_VARIABLE
 
 # How long to wait for killed processes to be gone, and for a host to begin with it.

@@ -14,9 +14,9 @@ from megarl.cluster.actors import RunActor
 from megarl.cluster.ending import END_TIMEOUT_S, end_run_processes
 from megarl.cluster.judge_key import KEY_VARIABLE, RequireKey
 from megarl.config.judges import JudgeServerConfig
-from megarl.device.platform import platform
 from megarl.errors import WorkerError
 from megarl.host.child_environment import child_environment
+from megarl.host.device.platform import platform
 from megarl.host.listeners import LOOPBACK
 from megarl.host.ports import hold_port
 from megarl.host.streams import print_lines

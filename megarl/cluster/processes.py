@@ -9,8 +9,7 @@ from typing import Any, TypeAlias
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from megarl.cluster.ending import end_at
-from megarl.cluster.remotes import A_co, Call, Process, R, Remote
-from megarl.cluster.roster import Roster
+from megarl.cluster.remotes import A_co, Call, Process, R, Remote, Roster
 from megarl.cluster.stacks import describe
 from megarl.errors import EngineDiedError, WorkerError
 from megarl.host import loop

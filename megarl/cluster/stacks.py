@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.roster import Location
+from megarl.cluster.remotes import Location
 from megarl.host.stage import make_process_files
 
 DUMP_SIGNAL = signal.SIGUSR2

@@ -38,9 +38,9 @@ from megarl.config.check_placement import (
 from megarl.config.check_rewards import check_group_scores, check_policy_judges, check_rewards, judges
 from megarl.config.schema import Config, RewardModelConfig, role_settings
 from megarl.config.setting import require_ranges
-from megarl.device.platform import platform
 from megarl.errors import ConfigError
-from megarl.masking import require_unmasked
+from megarl.host.device.platform import platform
+from megarl.texts.masking import require_unmasked
 
 Rule: TypeAlias = Callable[[Config], None]
 

@@ -5,7 +5,7 @@ import re
 from megarl.config.judges import JudgeConfig
 from megarl.config.rewards import RewardsConfig
 from megarl.errors import ConfigError
-from megarl.masking import require_no_secrets
+from megarl.texts.masking import require_no_secrets
 
 _KEY = "rewards.judges"
 

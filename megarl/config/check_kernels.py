@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from megarl.config.schema import Config, role_settings
-from megarl.device.accelerators import FP8_RECIPES
-from megarl.device.platform import platform
 from megarl.errors import ConfigError
+from megarl.host.device.accelerators import FP8_RECIPES
+from megarl.host.device.platform import platform
 
 
 def check_kernels(config: Config) -> None:

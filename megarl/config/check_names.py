@@ -4,7 +4,7 @@ import re
 
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
-from megarl.texts import visible
+from megarl.texts.unicode import visible
 
 # Letters and digits of any script. No text of these can end a line, leave its directory, be taken for an option, or,
 # once it is quoted, mean something to a shell, to Slurm (%) or to a format string.

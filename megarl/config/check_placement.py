@@ -5,8 +5,8 @@ import importlib.metadata
 from collections.abc import Mapping
 
 from megarl.config.schema import Config, NodesConfig
-from megarl.device.platform import platform
 from megarl.errors import ConfigError
+from megarl.host.device.platform import platform
 
 # The first NCCL with ncclCommSuspend.
 _NCCL_THAT_SUSPENDS = (2, 29, 7)

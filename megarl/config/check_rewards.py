@@ -7,7 +7,7 @@ from megarl.config.check_judges import check_judges, judge_key
 from megarl.config.rewards import HybridPartConfig, RewardsConfig, SourceConfig
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
-from megarl.masking import masked_text
+from megarl.texts.masking import masked_text
 
 _REMOTE, _HYBRID = "rewards.remote", "rewards.hybrid"
 

@@ -1,7 +1,7 @@
-"""Write the key reference, the JSON schema and the tables of other frameworks' names.
+"""Write the key reference and the JSON schema of configurations.
 
-`python -m megarl.config.document` writes docs/configuration.md, for people, docs/config.schema.json, with which editors
-check and complete run files, and docs/migrating.md (see `document_peers`).
+`python -m megarl.config.document` writes docs/configuration.md, for people, and docs/config.schema.json, with which
+editors check and complete run files.
 """
 
 import ast
@@ -14,8 +14,6 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from megarl.config.document_peers import PAGE as PEERS
-from megarl.config.document_peers import render_peers
 from megarl.config.parse import describe_type
 from megarl.config.schema import Config
 from megarl.config.setting import Range, range_of
@@ -212,5 +210,4 @@ def _comments(cls: type) -> dict[str, str]:
 if __name__ == "__main__":
     PAGE.write_text(render(), encoding="utf-8")
     JSON_SCHEMA.write_text(render_json_schema(), encoding="utf-8")
-    PEERS.write_text(render_peers(), encoding="utf-8")
-    print_lines(f"wrote {PAGE}, {JSON_SCHEMA} and {PEERS}")
+    print_lines(f"wrote {PAGE} and {JSON_SCHEMA}")

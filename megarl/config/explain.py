@@ -11,7 +11,7 @@ from megarl.config.load import PACKAGED, masked_config
 from megarl.config.parse import from_dict
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
-from megarl.texts import visible
+from megarl.texts.unicode import visible
 
 _WIDTH = 100
 

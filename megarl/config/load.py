@@ -29,8 +29,8 @@ import yaml
 from megarl.config.parse import from_dict
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError
-from megarl.masking import masked, masked_text
-from megarl.storage.reading import RESTORE, instead, reading
+from megarl.host.reading import RESTORE, instead, reading
+from megarl.texts.masking import masked, masked_text
 
 __all__ = ["compose", "dump", "from_dict", "load_config", "saved_config"]
 

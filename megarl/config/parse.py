@@ -8,11 +8,10 @@ from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from megarl.config.aliases import find_alias
 from megarl.config.suggest import suggest_keys
-from megarl.errors import ConfigError
-from megarl.masking import masked
-from megarl.texts import find_surrogate
+from megarl.errors import ConfigError, UnknownKeyError
+from megarl.texts.masking import masked
+from megarl.texts.unicode import find_surrogate
 
 T = TypeVar("T")
 
@@ -52,16 +51,14 @@ def _dotted_keys(cls: type, path: str) -> Iterator[str]:
 
 
 def _refuse_unknown_keys(cls: type, mapping: object, path: str, known: Iterator[str]) -> None:
-    """Raise ConfigError for a key that no section has, with one of `known` that is like it."""
+    """Raise UnknownKeyError for a key that no section has, with one of `known` that is like it."""
     if not isinstance(mapping, Mapping):
         return  # The conversion reports the wrong type.
     hints = _hints(cls)
     for key, value in mapping.items():
         if key not in hints:
-            if foreign := find_alias(_join(path, key), value):
-                raise ConfigError(f"unknown key '{foreign[0]}', {foreign[1].advice}")
             advice = _advice(str(key), path, list(hints), tuple(known))
-            raise ConfigError(f"unknown key '{_join(path, key)}'; {advice}")
+            raise UnknownKeyError(f"unknown key '{_join(path, key)}'; {advice}", _join(path, key), value)
         if is_dataclass(hints[key]):
             _refuse_unknown_keys(hints[key], value, _join(path, key), known)
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megarl.convert.files import FileReader, Window
 from megarl.errors import DataError
-from megarl.storage.reading import reason_of
+from megarl.host.reading import reason_of
 from megarl.weights.dist_index import METADATA, Chunk, StoredTensor
 from megarl.weights.safetensors_map import TensorSpec
 

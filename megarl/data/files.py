@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.errors import DataError
-from megarl.storage.reading import damage, reading, reason_of, require_file
-from megarl.texts import find_surrogate
+from megarl.host.reading import damage, reading, reason_of, require_file
+from megarl.texts.unicode import find_surrogate
 
 READ_ROWS = 1024  # rows that iteration turns into dictionaries at a time
 REPAIR = "correct or remove the row"

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from megarl.config.schema import DataConfig, SftConfig
 from megarl.data.written import read_structure, read_turns, require_text
 from megarl.errors import DataError
-from megarl.storage.writing import replacing
+from megarl.host.writing import replacing
 from megarl.types import Message
 
 TARGET_COLUMNS = ("target", "target_probs")

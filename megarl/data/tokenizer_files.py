@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, TemplateSyntaxError, meta
 
 from megarl.errors import ConfigError
-from megarl.storage.reading import read_object, reading, reason_of, require_file
+from megarl.host.reading import read_object, reading, reason_of, require_file
 from megarl.weights.families import MODEL_REMEDY
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from megarl.data.ends import ANSWER, QUESTION, answer_form
 from megarl.data.marks import marks_of
 from megarl.data.pieces import encode_pieces
 from megarl.errors import ConfigError, DataError
-from megarl.texts import readable
+from megarl.texts.unicode import readable
 from megarl.types import Message
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.errors import DataError
-from megarl.texts import find_surrogate
+from megarl.texts.unicode import find_surrogate
 
 # What the text of a structure begins with, a JSON text of such a text included.
 _OPENING = re.compile(r'\ufeff?\s*(?:[\[{"]|\(\s*\{|array\()')

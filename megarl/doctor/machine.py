@@ -8,10 +8,10 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megarl.device.accelerators import FP8_RECIPES, Device, torch_build
-from megarl.device.platform import Platform
 from megarl.doctor.finding import Finding, Status
 from megarl.errors import ConfigError, WorkerError
+from megarl.host.device.accelerators import FP8_RECIPES, Device, torch_build
+from megarl.host.device.platform import Platform
 from megarl.host.janitor import SHM_DIR, RunScope
 from megarl.host.temp_dir import TempChoice, choose_temp_root
 from megarl.sandbox import Isolation, Sandbox

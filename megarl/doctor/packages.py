@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import megarl
-from megarl.device.accelerators import torch_build
-from megarl.device.platform import TESTED_MEGATRON, platform
 from megarl.doctor.finding import Finding, Status
 from megarl.errors import ConfigError
+from megarl.host.device.accelerators import torch_build
+from megarl.host.device.platform import TESTED_MEGATRON, platform
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

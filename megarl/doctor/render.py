@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megarl.device.platform import platform
 from megarl.doctor.finding import Finding, Status
 from megarl.doctor.machine import check_machine, check_sandbox
 from megarl.doctor.packages import check_packages
+from megarl.host.device.platform import platform
 from megarl.host.streams import print_lines
 
 CAN_START = ("a run can start here", "a run cannot start here")

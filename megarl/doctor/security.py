@@ -15,9 +15,9 @@ from megarl.doctor.machine import check_sandbox
 from megarl.errors import DataError
 from megarl.host.janitor import SHM_DIR
 from megarl.host.listeners import Listener, listeners
+from megarl.host.reading import reading
 from megarl.host.temp_dir import PREFIX, candidates, loose_place
-from megarl.masking import masked
-from megarl.storage.reading import reading
+from megarl.texts.masking import masked
 
 _OTHERS_READ = stat.S_IRGRP | stat.S_IROTH | stat.S_IXGRP | stat.S_IXOTH
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH

@@ -16,7 +16,7 @@ from megarl.environments.calls import AGENT_THREADS, contained
 from megarl.environments.endpoint import Chat, TurnAsked, chat_server
 from megarl.environments.parsers import PARSERS
 from megarl.errors import ConfigError
-from megarl.masking import require_no_secrets
+from megarl.texts.masking import require_no_secrets
 from megarl.types import Message, Prompt
 
 KEY = "environment.entries.*.arguments"

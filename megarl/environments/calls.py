@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from megarl.masking import masked_text
+from megarl.texts.masking import masked_text
 
 T = TypeVar("T")
 # Calls that may run at once in a process.

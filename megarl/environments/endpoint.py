@@ -25,7 +25,7 @@ from megarl.environments.parsers import Parser
 from megarl.host.http_server import BoundedServer, JsonReader, RequestRefusedError, descriptor_limit, trust
 from megarl.host.listeners import LOOPBACK
 from megarl.host.ports import hold_port
-from megarl.texts import readable
+from megarl.texts.unicode import readable
 from megarl.types import Message
 
 # Fields of a request that ask for what one chat of a policy in training cannot have, with the values that do not.

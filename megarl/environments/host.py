@@ -16,7 +16,7 @@ from megarl.data.turns import Bridges
 from megarl.environments.base import MOST_REPLY_CHARS, Action, Environment, open_environments
 from megarl.environments.calls import THREADS, LateError, attempt, describe, late_calls
 from megarl.host.streams import print_lines
-from megarl.texts import readable
+from megarl.texts.unicode import readable
 from megarl.types import Message, Prompt
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from megarl.environments.base import ENVIRONMENTS, Action
 from megarl.environments.calls import LateError, attempt
 from megarl.environments.tools import KEY, ToolEnvironment, ToolError
 from megarl.errors import ConfigError
-from megarl.masking import masked_text, require_no_secrets
+from megarl.texts.masking import masked_text, require_no_secrets
 from megarl.types import Message, Prompt
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from typing import NamedTuple, Self
 
 from megarl.errors import ConfigError, RunError
 from megarl.host.streams import print_lines
-from megarl.storage.writing import problem
+from megarl.host.writing import problem
 
 PLACE = "lock"
 BEAT_S = 2.0

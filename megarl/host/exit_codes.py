@@ -32,8 +32,8 @@ from megarl.errors import (
 )
 from megarl.host.signals import leave_on_signals
 from megarl.host.streams import print_lines
-from megarl.masking import masked_text
-from megarl.storage.writing import problem, storage_cause
+from megarl.host.writing import problem, storage_cause
+from megarl.texts.masking import masked_text
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2

@@ -7,7 +7,7 @@ from pathlib import Path
 from megarl.host.janitor import RunScope
 from megarl.host.stage import DIRECTORY
 from megarl.host.temp_dir import RAY_DIRECTORY
-from megarl.storage.writing import dispensable, writing
+from megarl.host.writing import dispensable, writing
 
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",

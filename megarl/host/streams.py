@@ -7,7 +7,7 @@ import traceback
 from types import TracebackType
 from typing import TextIO
 
-from megarl.texts import visible
+from megarl.texts.unicode import visible
 
 _VARIABLE = "PYTHONIOENCODING"
 # Handlers by which a character that the encoding lacks, or half of one from a file's name, ends the process.

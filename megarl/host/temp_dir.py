@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from megarl.errors import ConfigError
-from megarl.storage.writing import problem
+from megarl.host.writing import problem
 
 SOCKET_BYTES = 107
 # What Ray puts below its directory; a process id has up to seven digits.

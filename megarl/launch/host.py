@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from megarl.device.platform import apply_environment
 from megarl.errors import ConfigError
+from megarl.host.device.platform import apply_environment
 from megarl.host.janitor import Janitor, clean_up, end_processes, scopes_of
 from megarl.host.listeners import LOOPBACK
 from megarl.host.ray_environment import HEALTH_CHECKS, RAY_ENVIRONMENT, TOKEN_VARIABLE, keep_worker_logs

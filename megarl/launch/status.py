@@ -16,12 +16,12 @@ from tqdm import tqdm
 from megarl.config.load import read_saved
 from megarl.errors import DataError
 from megarl.host.directory_lock import BEAT_S, LOST_S, has_died
+from megarl.host.reading import reading
 from megarl.host.streams import print_lines
+from megarl.host.writing import dispensable, replacing
 from megarl.launch.restarts import AttemptLog
-from megarl.masking import masked_text
 from megarl.record.metrics import RunPaths, read_metrics
-from megarl.storage.reading import reading
-from megarl.storage.writing import dispensable, replacing
+from megarl.texts.masking import masked_text
 
 # Steps whose mean duration predicts the rest.
 ETA_STEPS = 10

@@ -13,7 +13,7 @@ from megarl.config.load import PACKAGED
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, WorkerError
 from megarl.host.streams import print_lines
-from megarl.texts import visible
+from megarl.texts.unicode import visible
 
 TEMPLATES = PACKAGED.parent / "slurm"
 # In a template, the line between the options of two components of a heterogeneous job, and the first line after all.

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from megarl.launch.status import SHOWN_METRICS, describe_status, read_status
 from megarl.record.metrics import RunPaths, read_metrics
-from megarl.texts import visible
+from megarl.texts.unicode import visible
 
 REFRESH_S = 2.0
 _BARS = "▁▂▃▄▅▆▇█"

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from megarl.device.platform import TESTED_MEGATRON, platform
 from megarl.errors import ConfigError
+from megarl.host.device.platform import TESTED_MEGATRON, platform
 
 if TYPE_CHECKING:
     from megarl.config.models import LayoutConfig

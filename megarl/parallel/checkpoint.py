@@ -26,10 +26,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
 
-from megarl.device.platform import platform
 from megarl.errors import StorageError, WorkerError
+from megarl.host.device.platform import platform
+from megarl.host.writing import problem, room, storage_cause, writing
 from megarl.parallel.roles import LoadedRole
-from megarl.storage.writing import problem, room, storage_cause, writing
 from megarl.types.messages import Role
 from megarl.weights.dist_index import read_metadata
 

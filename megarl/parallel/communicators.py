@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megarl.device.platform import platform
+from megarl.host.device.platform import platform
 
 
 class Communicators:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.config.schema import LayoutConfig
-from megarl.device.platform import platform
+from megarl.host.device.platform import platform
 from megarl.host.peers import check_peers
 
 

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from megarl.config.schema import ActorConfig, ModelConfig
-from megarl.device.platform import platform
+from megarl.host.device.platform import platform
 from megarl.parallel.backend import BACKENDS, shares_prompts
 from megarl.parallel.head.differentiable import LossGradients
 from megarl.parallel.head.logprobs import TokenLogprobs

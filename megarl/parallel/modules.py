@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megarl.device.platform import platform
+from megarl.host.device.platform import platform
 from megarl.parallel.backend import BACKENDS
 from megarl.parallel.latent import ReplicatedLinear
 from megarl.parallel.moe.router import with_pack_routers

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.device.platform import platform
+from megarl.host.device.platform import platform
 from megarl.parallel.roles import LoadedRole
 from megarl.types.messages import Part
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-from megarl.device.accelerators import FP8_RECIPES
-from megarl.device.platform import platform
 from megarl.errors import NonFiniteError
+from megarl.host.device.accelerators import FP8_RECIPES
+from megarl.host.device.platform import platform
 from megarl.host.stage import tell_stage
 from megarl.parallel.backend import BACKENDS
 from megarl.parallel.head.differentiable import LossGradients

@@ -14,7 +14,7 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from megarl.config.schema import OptimizerConfig
-from megarl.device.platform import platform
+from megarl.host.device.platform import platform
 from megarl.parallel.head.policy import HeadRequest
 from megarl.parallel.layout import Layout
 from megarl.parallel.model import PackedModel, build_model

@@ -144,7 +144,7 @@ class PolicyWorker:
 
     def open_bridge(self, share: "Share") -> None:
         """Join the weight sync from trainer to engines as a sending rank."""
-        from megarl.device.platform import platform
+        from megarl.host.device.platform import platform
         from megarl.sync.wire.ends import BridgeSender
         from megarl.sync.wire.routed import RoutedSender
 

@@ -13,11 +13,11 @@ import yaml
 
 from megarl.config.load import PACKAGED, load_config
 from megarl.data.files import columns_of
-from megarl.device.accelerators import nvidia_devices
 from megarl.errors import ConfigError, DataError
+from megarl.host.device.accelerators import nvidia_devices
 from megarl.host.streams import print_lines
 from megarl.plan.build import plan_run
-from megarl.texts import visible
+from megarl.texts.unicode import visible
 from megarl.weights.families import read_model_spec
 from megarl.weights.hub import local_model
 

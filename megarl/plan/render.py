@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from megarl.config.schema import Config
-from megarl.device.platform import platform
 from megarl.errors import ConfigError
+from megarl.host.device.platform import platform
 from megarl.host.streams import print_lines
 from megarl.plan.build import plan_run
 from megarl.plan.run_plan import RolePlan, RunPlan, ShardPlan
-from megarl.texts import visible
+from megarl.texts.unicode import visible
 
 GIB = 2**30
 

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.data.answer_span import final_answer
+from megarl.host.reading import RESTORE, reading
+from megarl.host.writing import replacing
 from megarl.record.turns import TURNS_TYPE, Turn, last_turn, read_turns, turns_of
-from megarl.storage.reading import RESTORE, reading
-from megarl.storage.writing import replacing
-from megarl.texts import plain
+from megarl.texts.unicode import plain
 from megarl.types import FinishReason, Prompt, Reward, Sample
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.errors import DataError
-from megarl.storage.reading import RESTORE, instead, reading, reason_of
-from megarl.storage.writing import replacing, writing
-from megarl.texts import plain
+from megarl.host.reading import RESTORE, instead, reading, reason_of
+from megarl.host.writing import replacing, writing
+from megarl.texts.unicode import plain
 
 T = TypeVar("T")
 

@@ -18,11 +18,11 @@ from megarl.config.check_names import require_run_name
 from megarl.config.schema import RunConfig
 from megarl.errors import DataError
 from megarl.host.directory_lock import PLACE
+from megarl.host.reading import RESTORE, reading
+from megarl.host.writing import dispensable, replacing, writing
 from megarl.record.json_lines import append_lines, open_lines, read_lines
 from megarl.record.turns import TURNS_TYPE, Turn, read_turns
-from megarl.storage.reading import RESTORE, reading
-from megarl.storage.writing import dispensable, replacing, writing
-from megarl.texts import plain, readable, visible
+from megarl.texts.unicode import plain, readable, visible
 
 
 class RunPaths:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Protocol
 
 from megarl.config.schema import Config
-from megarl.device.accelerators import peak_tflops
-from megarl.device.platform import platform
+from megarl.host.device.accelerators import peak_tflops
+from megarl.host.device.platform import platform
 from megarl.types import Row
 from megarl.weights.families import Dims
 

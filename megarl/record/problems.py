@@ -8,9 +8,9 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
-from megarl.masking import masked_text
 from megarl.record.json_lines import append_lines, open_lines, read_lines
 from megarl.rewards.judge import Trouble
+from megarl.texts.masking import masked_text
 
 # What is kept of a prompt, from its start, and of a response, from its end, where its answer is.
 MAX_PROMPT_CHARS, MAX_RESPONSE_CHARS = 2_000, 4_000

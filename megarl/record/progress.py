@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from megarl.host.streams import print_lines
 from megarl.record.activity import printed
-from megarl.texts import visible
+from megarl.texts.unicode import visible
 
 # Steps whose mean duration predicts the rest: enough to even out validation, few enough to follow changes.
 ETA_WINDOW_STEPS = 10

@@ -20,6 +20,7 @@ from megarl.data.chat import token_texts
 from megarl.data.sampler import train_files
 from megarl.errors import ConfigError
 from megarl.host.directory_lock import DirectoryLock
+from megarl.host.writing import dispensable, replacing
 from megarl.record.json_lines import truncate_lines
 from megarl.record.metrics import (
     JsonlSink,
@@ -38,8 +39,7 @@ from megarl.record.timeline import append_timeline, idle_metrics, step_intervals
 from megarl.record.trackers import open_trackers, require_trackers
 from megarl.record.turns import turns_of
 from megarl.rewards.judge import Trouble
-from megarl.storage.writing import dispensable, replacing
-from megarl.texts import plain
+from megarl.texts.unicode import plain
 from megarl.types import FinishReason, FloatArray, Reward, RolloutBatch, Row, Sample, Score, SegmentSource
 from megarl.weights.hub import commits_of
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from megarl.texts import visible
+from megarl.texts.unicode import visible
 
 
 def align(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from megarl.errors import DataError
 from megarl.host.sharing import shared_as
+from megarl.host.writing import replacing
 from megarl.record.timeline import Interval, lanes_of, read_timeline
-from megarl.storage.writing import replacing
 
 # All lanes are threads of one process.
 _PROCESS = 1

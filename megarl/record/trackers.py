@@ -10,7 +10,7 @@ from typing import Any
 from megarl.config.optional import import_optional
 from megarl.config.schema import LoggingConfig
 from megarl.record.metrics import MetricsRecord
-from megarl.texts import visible
+from megarl.texts.unicode import visible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

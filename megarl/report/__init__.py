@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.host.sharing import shared_as
+from megarl.host.writing import replacing
 from megarl.record.metrics import RunPaths
 from megarl.report.run import load_runs
-from megarl.storage.writing import replacing
 
 __all__ = ["ReportPaths", "write_report"]
 

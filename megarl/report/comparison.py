@@ -9,7 +9,7 @@ from megarl.errors import ConfigError, DataError
 from megarl.report.run import Run
 from megarl.report.statistics import Difference, Spread, difference_of, holm, paired_difference, spread_of
 from megarl.report.summary import REWARD_EDGE_STEPS, SAMPLED, Estimate, validation_curve
-from megarl.texts import visible
+from megarl.texts.unicode import visible
 
 # Holm-corrected p-value below which a difference is called clear.
 CLEAR_P_VALUE = 0.05

@@ -3,7 +3,7 @@
 from megarl.record.text_table import align
 from megarl.report.comparison import CLEAR_P_VALUE, Comparison, GroupResult
 from megarl.report.summary import REWARD_EDGE_STEPS
-from megarl.texts import visible
+from megarl.texts.unicode import visible
 
 _NONE = "-"
 

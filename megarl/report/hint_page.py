@@ -9,7 +9,7 @@ from megarl.record.text_table import align
 from megarl.report.html import render_html
 from megarl.report.marked_text import FULL_GAIN, gain_text, visible_text
 from megarl.report.template import STYLE
-from megarl.texts import visible
+from megarl.texts.unicode import visible
 
 # Answers of each verdict that a terminal shows; the page shows all.
 NUM_SHOWN = 2

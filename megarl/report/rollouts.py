@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.host.writing import replacing_directory
 from megarl.record.answers import Answer, read_answers
 from megarl.record.metrics import RolloutRecord, RunPaths, read_rollouts, step_of
-from megarl.storage.writing import replacing_directory
 
 BROWSER = Path(__file__).parent / "browser"
 # A piece ends with the sample that brings its texts to so many characters.

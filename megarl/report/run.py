@@ -9,12 +9,12 @@ from typing import Any
 
 from megarl.config.load import read_saved
 from megarl.errors import DataError
-from megarl.masking import masked
+from megarl.host.reading import RESTORE, read_object
 from megarl.record.metrics import MetricsRecord, RolloutRecord, RunPaths, read_metrics, read_rollouts
 from megarl.record.problems import ProblemRecord, read_problems
 from megarl.record.timeline import Interval, read_timeline
-from megarl.storage.reading import RESTORE, read_object
-from megarl.texts import visible
+from megarl.texts.masking import masked
+from megarl.texts.unicode import visible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

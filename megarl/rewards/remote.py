@@ -14,11 +14,11 @@ import httpx
 
 from megarl.config.rewards import RemoteConfig
 from megarl.errors import DataError, RunError
-from megarl.masking import masked_text
 from megarl.rewards.background import BackgroundLoop
 from megarl.rewards.judge import FinishedSample, Judged, Tally, Trouble, mean_of
 from megarl.rewards.service_key import read_service_key
 from megarl.rewards.wire import BadReplyError, ServiceReply, decode_reply, encode_request
+from megarl.texts.masking import masked_text
 from megarl.types import DROPPED, Reward
 
 # A service answers with a few numbers per row.

@@ -23,7 +23,7 @@ from megarl.rewards.question import Question, Verdict
 from megarl.rewards.rule import RuleJudge
 from megarl.rewards.service_key import read_service_key
 from megarl.rewards.wire import NO_OPINION, UNJUDGED
-from megarl.texts import plain
+from megarl.texts.unicode import plain
 
 PATH = "/get_reward"
 MAX_REQUEST_BYTES = 256 << 20

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.config.generation import Sampling
-from megarl.device.platform import platform
 from megarl.errors import ConfigError, WeightSyncError
+from megarl.host.device.platform import platform
 from megarl.host.stage import logged_stages, process_files, tell_stage
 from megarl.host.temp_dir import is_private
 from megarl.rollout.engine_spec import SLEEPING_DEVICES, EngineSpec, engine_arguments, rounding_of

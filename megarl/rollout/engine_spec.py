@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from megarl.config.generation import SpeculationConfig
 from megarl.config.schema import Config, EngineConfig
-from megarl.device.platform import platform
+from megarl.host.device.platform import platform
 
 # The devices on which vLLM supports sleeping.
 SLEEPING_DEVICES = frozenset({"cuda"})

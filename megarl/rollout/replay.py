@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 
 from megarl.errors import DataError
 from megarl.host import loop
+from megarl.host.reading import reading
+from megarl.host.writing import replacing
 from megarl.rollout.source import Doing, Group, generating
-from megarl.storage.reading import reading
-from megarl.storage.writing import replacing
-from megarl.texts import plain
+from megarl.texts.unicode import plain
 from megarl.types import Episode, FinishReason, Message, Prompt, RolloutBatch, Sample, Segment, SegmentSource
 
 # [n, k], end to end.

@@ -8,8 +8,8 @@ from megarl.config.load import masked_config
 from megarl.config.schema import Config, role_settings
 from megarl.config.setting import differences
 from megarl.errors import ConfigError
+from megarl.host.reading import RESTORE, read_object
 from megarl.record.metrics import RunPaths
-from megarl.storage.reading import RESTORE, read_object
 from megarl.train.checkpoint import Checkpoint, Command, Resume, checkpoint_dir, last_checkpoint, torn_steps
 from megarl.types.messages import Role
 from megarl.weights.hub import with_recorded_commits

@@ -11,13 +11,13 @@ from megarl.host.directory_lock import DirectoryLock
 from megarl.host.sharing import shared_with
 from megarl.host.streams import print_lines
 from megarl.host.temp_dir import choose_temp_root, temp_root
+from megarl.host.writing import dispensable, writing
 from megarl.launch.status import Heartbeat
 from megarl.record.activity import current_activity, doing
 from megarl.record.metrics import RunPaths
 from megarl.record.recorder import RunRecorder
 from megarl.report import write_report
 from megarl.run.resume import find_checkpoint, resume_notes, with_models_of_run
-from megarl.storage.writing import dispensable, writing
 from megarl.train.checkpoint import Checkpoint, Command, Resume, forget_after
 from megarl.train.inputs import open_train_inputs
 from megarl.train.tasks import SUPERVISED

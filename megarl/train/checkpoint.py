@@ -18,7 +18,7 @@ from megarl.config.schema import CheckpointConfig, Config, role_settings
 from megarl.errors import DataError, RunStopped
 from megarl.host.signals import StopRequest
 from megarl.host.streams import print_lines
-from megarl.storage.writing import writing
+from megarl.host.writing import writing
 from megarl.train.manifest import MARKER, Manifest, damage_of
 from megarl.types import AlgoState
 from megarl.types.messages import Role

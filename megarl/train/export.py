@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from megarl.data.ends import answer_form, declared_ends
 from megarl.data.tokenizer_files import read_tokenizer
 from megarl.errors import WeightSyncError
-from megarl.storage.reading import read_object
-from megarl.storage.writing import put_directory, writing
+from megarl.host.reading import read_object
+from megarl.host.writing import put_directory, writing
 from megarl.types.messages import Head, RoleSpec
 from megarl.weights.families import ModelSpec, read_hf_config, read_model_spec
 from megarl.weights.safetensors_map import create_model_files, weight_specs

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megarl.errors import DataError
-from megarl.storage.reading import reading
+from megarl.host.reading import reading
 from megarl.weights.safetensors_map import TensorSpec
 
 METADATA = ".metadata"

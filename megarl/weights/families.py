@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError
-from megarl.storage.reading import read_object
+from megarl.host.reading import read_object
 from megarl.weights.dims import Dims, Experts, read_dims
 from megarl.weights.rope import LATENT_ROPE_TYPES, ROPE_TYPES, RopeScaling, YarnRope, read_rope_scaling
 from megarl.weights.tables import FAMILIES, OUTPUT_HEAD, VALUE_HEAD, Family, Layers, WeightRule

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megarl.errors import ConfigError
-from megarl.storage.reading import read_object, reading
+from megarl.host.reading import read_object, reading
 from megarl.weights.families import MODEL_REMEDY, ModelSpec
 
 INDEX_NAME = "model.safetensors.index.json"

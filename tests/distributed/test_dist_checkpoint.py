@@ -7,7 +7,7 @@ from typing import TypeAlias
 import pytest
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
+from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from tests.helpers.checkpoint_ranks import (
     count_gathered,
     load_attacked,

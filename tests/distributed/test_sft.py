@@ -12,7 +12,7 @@ from megarl.algos.sft import SftAlgorithm
 from megarl.config.schema import LayoutConfig
 from megarl.data.demonstrations import SftDataset
 from megarl.data.packing import plan_micro_batches
-from megarl.data.tiny_model import make_byte_tokenizer
+from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.train.passes import RoleScorer
 from megarl.train.supervised import validate_sft
 from megarl.types import FloatArray, Row

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 from safetensors.numpy import load_file
 
 from megarl.data.records import write_parquet
-from megarl.data.tasks.generate import TaskFiles
+from megarl.recipes.tasks.generate import TaskFiles
 from megarl.record.metrics import RunPaths, read_metrics
 from tests.e2e.support import SMALL
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megarl.device.platform import apply_environment
+from megarl.host.device.platform import apply_environment
 
 apply_environment()
 

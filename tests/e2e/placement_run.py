@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.device.platform import apply_environment
+from megarl.host.device.platform import apply_environment
 
 apply_environment()
 

@@ -10,8 +10,8 @@ import pytest
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.config.generation import Sampling
 from megarl.data.chat import encode_chats, load_tokenizer
-from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.environments.host import HostSpec
+from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.rollout.engine_spec import engine_spec
 from megarl.rollout.source import SamplingPlan
 from megarl.types import FinishReason, Message, Prompt, Sample, SegmentSource

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.cluster.cluster import Cluster
 from megarl.config import load_config
-from megarl.data.tasks.generate import TaskFiles
+from megarl.recipes.tasks.generate import TaskFiles
 from megarl.record.recorder import RunRecorder
 from megarl.train.inputs import open_train_inputs
 from megarl.train.wiring import build_trainer

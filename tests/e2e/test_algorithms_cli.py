@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data.tasks.generate import TaskFiles
+from megarl.recipes.tasks.generate import TaskFiles
 from megarl.record.metrics import RunPaths
 from megarl.rollout.replay import read_record, record_path
 from megarl.types import SegmentSource

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.data.tasks import TASKS
-from megarl.data.tasks.generate import GenerateConfig, TaskFiles, generate
+from megarl.recipes.tasks import TASKS
+from megarl.recipes.tasks.generate import GenerateConfig, TaskFiles, generate
 from megarl.rewards import score
 from tests.e2e import cli_run
 from tests.e2e.cli_run import leftovers, run_to_end

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from megarl.data.tasks.generate import TaskFiles
+from megarl.recipes.tasks.generate import TaskFiles
 from megarl.record.metrics import RunPaths, read_metrics, read_rollouts
 from megarl.rewards import score
 from tests.e2e import cli_run

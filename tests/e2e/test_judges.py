@@ -10,7 +10,7 @@ import psutil
 import pytest
 import yaml
 
-from megarl.data.tasks.generate import TaskFiles
+from megarl.recipes.tasks.generate import TaskFiles
 from megarl.record.metrics import RunPaths, read_metrics, read_rollouts
 from megarl.rewards import score
 from tests.e2e.cli_run import START_S, leftovers, processes, start

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from megarl.data.tasks.generate import TaskFiles
+from megarl.recipes.tasks.generate import TaskFiles
 from megarl.record.metrics import RunPaths, read_metrics
 from tests.e2e import cli_run
 from tests.e2e.support import RUN_FILE, TP2

@@ -15,9 +15,9 @@ import numpy as np
 import psutil
 import pytest
 
-from megarl.data.tasks import TASKS
-from megarl.data.tasks.generate import GenerateConfig, generate
 from megarl.host.janitor import RunScope
+from megarl.recipes.tasks import TASKS
+from megarl.recipes.tasks.generate import GenerateConfig, generate
 from megarl.record.metrics import read_metrics
 from megarl.rollout.replay import read_record, record_path
 from tests.helpers.checkpoints import make_checkpoint

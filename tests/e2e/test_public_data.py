@@ -13,7 +13,7 @@ from megarl.cluster.cluster import Cluster
 from megarl.config import load_config
 from megarl.config.generation import Sampling
 from megarl.config.schema import DataConfig
-from megarl.data.tiny_model import make_byte_tokenizer
+from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.record.metrics import read_metrics
 from megarl.record.recorder import RunRecorder
 from megarl.rollout.source import SamplingPlan, collect

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from megarl.data.tasks import TASKS
-from megarl.data.tasks.generate import PreferenceConfig, TaskFiles, generate_preferences
+from megarl.recipes.tasks import TASKS
+from megarl.recipes.tasks.generate import PreferenceConfig, TaskFiles, generate_preferences
 from megarl.record.metrics import RunPaths, read_metrics, read_rollouts
 from megarl.rewards import score
 from megarl.rollout.replay import read_record, record_path

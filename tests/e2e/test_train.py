@@ -24,8 +24,8 @@ from megarl.config import load_config
 from megarl.config.load import from_dict
 from megarl.config.schema import Config
 from megarl.data.demonstrations import SftDataset
-from megarl.data.tasks import TASKS
-from megarl.data.tasks.generate import ChatConfig, TaskFiles, generate_chats
+from megarl.recipes.tasks import TASKS
+from megarl.recipes.tasks.generate import ChatConfig, TaskFiles, generate_chats
 from megarl.record.metrics import RunPaths, read_metrics, read_rollouts
 from megarl.record.timeline import read_timeline
 from tests.e2e import cli_run

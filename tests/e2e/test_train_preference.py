@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data.tasks import TASKS
-from megarl.data.tasks.generate import PreferenceConfig, generate_preferences
+from megarl.recipes.tasks import TASKS
+from megarl.recipes.tasks.generate import PreferenceConfig, generate_preferences
 from megarl.record.metrics import RunPaths, read_metrics
 from megarl.rewards import score
 from tests.e2e.cli_run import run_to_end

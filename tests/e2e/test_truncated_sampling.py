@@ -7,7 +7,7 @@ import torch
 
 from megarl.cluster.cluster import Cluster
 from megarl.config import load_config
-from megarl.data.tasks.generate import TaskFiles
+from megarl.recipes.tasks.generate import TaskFiles
 from megarl.record.metrics import read_metrics
 from megarl.record.recorder import RunRecorder
 from megarl.rollout.replay import read_record, record_path

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data.tasks import TASKS
-from megarl.data.tasks.generate import GenerateConfig, generate
-from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
+from megarl.recipes.tasks import TASKS
+from megarl.recipes.tasks.generate import GenerateConfig, generate
+from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from tests.e2e.support import REPOSITORY
 
 PAGES = sorted((REPOSITORY / "docs" / "tutorials").glob("*.md"))

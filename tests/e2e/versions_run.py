@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.device.platform import apply_environment
+from megarl.host.device.platform import apply_environment
 
 apply_environment()
 

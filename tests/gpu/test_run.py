@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data.tasks import TASKS
-from megarl.data.tasks.generate import GenerateConfig, generate
+from megarl.recipes.tasks import TASKS
+from megarl.recipes.tasks.generate import GenerateConfig, generate
 from megarl.record.metrics import RunPaths, read_metrics
 from tests.e2e import cli_run
 from tests.e2e.support import RUN_FILE, SMALL

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megarl.config.schema import ActorConfig, LayoutConfig
-from megarl.device.platform import CudaPlatform
+from megarl.host.device.platform import CudaPlatform
 from megarl.weights.families import read_model_spec
 from tests.helpers.rank_pool import RankContext
 

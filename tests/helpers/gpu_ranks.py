@@ -16,7 +16,7 @@ import torch
 from megarl.cluster import residency
 from megarl.config.generation import SyncConfig
 from megarl.config.schema import ActorConfig, ModelConfig
-from megarl.device.platform import platform
+from megarl.host.device.platform import platform
 from megarl.host.store import open_store
 from megarl.parallel.backend import BACKENDS, cuda_backend
 from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine

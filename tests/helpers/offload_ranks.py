@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.config.schema import ActorConfig, ModelConfig
-from megarl.device.platform import backends_of_groups, platform
+from megarl.host.device.platform import backends_of_groups, platform
 from megarl.parallel.worker import PolicyWorker
 from megarl.types import Row
 from megarl.types.messages import LoadRequest, Part, Role, RoleSpec, ScoreRequest

@@ -4,7 +4,7 @@
 import gc
 import os
 
-from megarl.device.platform import apply_environment
+from megarl.host.device.platform import apply_environment
 
 os.environ["MEGARL_DEVICE"] = "cpu"
 apply_environment()

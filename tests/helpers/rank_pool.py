@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from megarl.device.platform import apply_environment, platform
+from megarl.host.device.platform import apply_environment, platform
 
 # What the other ranks get to finish once one has failed: usually they wait for it in a collective.
 GRACE_S = 1.0

@@ -18,8 +18,7 @@ from ray.exceptions import ActorHandleNotFoundError
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.processes import locate
 from megarl.cluster.ray_session import _wait_for_port
-from megarl.cluster.remotes import Call, Process
-from megarl.cluster.roster import Location
+from megarl.cluster.remotes import Call, Location, Process
 from megarl.cluster.row_shards import RowShards
 from megarl.cluster.stacks import write_stacks_on_signal
 from megarl.config.generation import Sampling

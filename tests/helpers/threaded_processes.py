@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from megarl.cluster.remotes import Call, Process
-from megarl.cluster.roster import Location
+from megarl.cluster.remotes import Call, Location, Process
 
 MakeProcess: TypeAlias = Callable[[str, Any], Process[Any]]
 

@@ -14,8 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.cli import main
-from megarl.data.tasks import TASKS
-from megarl.data.tasks.generate import GenerateConfig, TaskFiles, generate
 from megarl.errors import (
     ConfigError,
     DataError,
@@ -25,6 +23,8 @@ from megarl.errors import (
     WeightSyncError,
     WorkerError,
 )
+from megarl.recipes.tasks import TASKS
+from megarl.recipes.tasks.generate import GenerateConfig, TaskFiles, generate
 from tests.helpers.checkpoints import make_checkpoint
 
 REPOSITORY = Path(__file__).parents[2]

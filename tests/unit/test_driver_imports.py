@@ -7,7 +7,7 @@ import sys
 def test_driver_modules_import_neither_engines_nor_matplotlib() -> None:
     code = (
         "import sys, megarl.cli, megarl.run.start, megarl.train.wiring, megarl.train.supervised, "
-        "megarl.run.quickstart, megarl.run.study;"
+        "megarl.recipes.quickstart, megarl.run.study;"
         "import megarl.run.evaluation.run;"
         "print(sorted(m for m in sys.modules if m in ('megatron', 'megatron.core', 'vllm', 'matplotlib')))"
     )

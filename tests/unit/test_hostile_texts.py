@@ -14,13 +14,13 @@ import pytest
 import yaml
 from rich.console import Console
 
-from megarl.config.convert_config import Converted, to_run_file
 from megarl.errors import RunError
 from megarl.host.exit_codes import exit_on_errors
 from megarl.host.stage import logged_stages
 from megarl.host.streams import print_lines
 from megarl.launch import watch
 from megarl.launch.status import Heartbeat, print_status
+from megarl.migrate.convert_config import Converted, to_run_file
 from megarl.record.metrics import (
     JsonlSink,
     MetricsLogger,
@@ -38,7 +38,7 @@ from megarl.record.trace import write_trace
 from megarl.record.trackers import TrackerSink
 from megarl.report import write_report
 from megarl.report.hint_page import HintedExample, HintReport, ScoredAnswer, ScoredToken, Table, to_html, to_text
-from megarl.texts import readable, visible
+from megarl.texts.unicode import readable, visible
 from tests.helpers.hostile_texts import HIDDEN, escaped, hostile_texts
 from tests.helpers.recorded_run import evil, write_recorded_run
 

@@ -22,10 +22,11 @@ ALGOS_MAY_IMPORT = (
     "megarl.types",
 )
 # Only here is the device asked for; the shim is what lets Megatron's CUDA calls run on the CPU platform.
-DEVICE_FILES = ("device/*.py", "parallel/cpu_shim.py")
+DEVICE_FILES = ("host/device/*.py", "parallel/cpu_shim.py")
 # Rooms, and modules outside of one, from the top: what stands here may import its own floor and those below.
 FLOORS = (
     ("cli",),
+    ("recipes", "migrate", "forecast"),
     ("run", "convert"),
     ("train", "plan"),
     ("report", "launch", "cluster"),
@@ -35,7 +36,7 @@ FLOORS = (
     ("algos", "weights"),
     ("types",),
     ("config", "doctor"),
-    ("sandbox", "registry", "seeds", "texts", "masking", "host", "device", "storage"),
+    ("sandbox", "registry", "seeds", "texts", "host"),
     ("errors",),
 )
 FLOOR_OF = {room: height for height, floor in enumerate(FLOORS) for room in floor}
@@ -44,7 +45,7 @@ FLOOR_OF = {room: height for height, floor in enumerate(FLOORS) for room in floo
 PRINTS = (
     "host/streams.py",
     "cli.py",
-    "config/convert_config.py",
+    "migrate/convert_config.py",
     "launch/submit.py",
     "run/evaluation/inspect_hints.py",
 )
@@ -189,7 +190,7 @@ def test_package_follows_the_rule(rule: Callable[[Source], list[str]]) -> None:
         (megatron_only_in_parallel, "trainer.py", "from megatron.core import mpu", ["megatron.core.mpu"]),
         (megatron_only_in_parallel, "rollout/x.py", "__import__('megatron')", ["megatron"]),
         (megatron_only_in_parallel, "parallel/moe/x.py", "import megatron.core", []),
-        (megatron_only_in_parallel, "device/x.py", "def f():\n    import megatron.core", ["megatron.core"]),
+        (megatron_only_in_parallel, "host/device/x.py", "def f():\n    import megatron.core", ["megatron.core"]),
         (vllm_only_in_rollout, "parallel/x.py", "def f():\n    import vllm.config", ["vllm.config"]),
         (
             vllm_only_in_rollout,
@@ -202,7 +203,7 @@ def test_package_follows_the_rule(rule: Callable[[Source], list[str]]) -> None:
         (device_only_in_platform, "trainer.py", "from torch.cuda import Event", ["torch.cuda.Event"]),
         (device_only_in_platform, "trainer.py", "from torch import cuda", ["torch.cuda"]),
         (device_only_in_platform, "algos/x.py", "x.cuda()", [".cuda"]),
-        (device_only_in_platform, "device/x.py", "torch.cuda.is_available()", []),
+        (device_only_in_platform, "host/device/x.py", "torch.cuda.is_available()", []),
         (device_only_in_platform, "parallel/layout.py", "device = platform.device()", []),
         (
             rooms_apart,
@@ -210,14 +211,19 @@ def test_package_follows_the_rule(rule: Callable[[Source], list[str]]) -> None:
             "def f():\n    from megarl.parallel import layout",
             ["megarl.parallel.layout"],
         ),
-        (rooms_apart, "config/x.py", "from megarl.device.platform import platform", []),
+        (rooms_apart, "config/x.py", "from megarl.host.device.platform import platform", []),
         (rooms_apart, "rewards/code/x.py", "from megarl.train.loop import run", ["megarl.train.loop.run"]),
-        (rooms_apart, "rewards/x.py", "from megarl.data import tasks", []),
-        (rooms_apart, "data/tasks/x.py", "from ...rewards.score import score", ["megarl.rewards.score.score"]),
+        (rooms_apart, "rewards/x.py", "from megarl.data import chat", []),
+        (rooms_apart, "data/hints/x.py", "from ...rewards.score import score", ["megarl.rewards.score.score"]),
         (rooms_apart, "data/x.py", "from megarl.config.schema import Config", []),
         (rooms_apart, "sync/x.py", "import megarl.cluster.actors", ["megarl.cluster.actors"]),
         (rooms_apart, "sync/x.py", "import megarl.weights.boxes", []),
-        (nothing_imports_upward, "device/platform.py", "import megarl.parallel.modules", ["megarl.parallel.modules"]),
+        (
+            nothing_imports_upward,
+            "host/device/platform.py",
+            "import megarl.parallel.modules",
+            ["megarl.parallel.modules"],
+        ),
         (nothing_imports_upward, "errors.py", "from megarl import registry", ["megarl.registry"]),
         (nothing_imports_upward, "doctor/x.py", "def f():\n    from ..cli import main", ["megarl.cli.main"]),
         (nothing_imports_upward, "parallel/x.py", "import megarl.rollout.engine, torch\nfrom megarl import types", []),

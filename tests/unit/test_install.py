@@ -14,7 +14,7 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
+from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from tools import install
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from megarl.data.tasks import TASKS
-from megarl.data.tasks.generate import GenerateConfig, generate
-from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
-from megarl.plan.async_fit import measure
-from megarl.plan.simulate import simulate
+from megarl.forecast.async_fit import measure
+from megarl.forecast.simulate import simulate
+from megarl.recipes.tasks import TASKS
+from megarl.recipes.tasks.generate import GenerateConfig, generate
+from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.record.metrics import RunPaths, read_metrics
 from megarl.record.text_table import align
 from tools.bench.kill_resume import RUN_FILES

@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megarl.data.tasks import TASKS
-from megarl.data.tasks.generate import GenerateConfig, generate
-from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
+from megarl.recipes.tasks import TASKS
+from megarl.recipes.tasks.generate import GenerateConfig, generate
+from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.record.metrics import read_metrics
 from megarl.record.text_table import align
 from tools.bench.kill_resume import RUN_FILES

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.device.platform import apply_environment
+from megarl.host.device.platform import apply_environment
 
 apply_environment()
 

@@ -35,7 +35,7 @@ def megarl(option: str) -> Convert:
 
 def mbridge(option: str) -> Convert:
     """mbridge and Megatron's dist_checkpointing on one rank; `option`: plain, or efficient in memory."""
-    from megarl.device.platform import apply_environment
+    from megarl.host.device.platform import apply_environment
     from megarl.parallel.backend import prepare_megatron
 
     apply_environment()

@@ -23,12 +23,11 @@ from megarl.cluster.actors import EngineActor
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.processes import locate
 from megarl.cluster.ray_session import open_ray
-from megarl.cluster.remotes import Process
-from megarl.cluster.roster import Location
+from megarl.cluster.remotes import Location, Process
 from megarl.config.generation import Sampling
 from megarl.config.schema import ClusterConfig
-from megarl.device.platform import apply_environment
 from megarl.host import loop
+from megarl.host.device.platform import apply_environment
 from megarl.host.ray_environment import RAY_ENVIRONMENT
 from megarl.record.text_table import align
 from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine

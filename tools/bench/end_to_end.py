@@ -30,9 +30,9 @@ import psutil
 import pyarrow.parquet as pq
 
 from megarl.data.records import write_parquet
-from megarl.data.tasks import TASKS
-from megarl.data.tasks.generate import GenerateConfig, generate
-from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
+from megarl.recipes.tasks import TASKS
+from megarl.recipes.tasks.generate import GenerateConfig, generate
+from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.record.text_table import align
 
 REPOSITORY = Path(__file__).parents[2]

@@ -25,12 +25,12 @@ from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.config.generation import Sampling
 from megarl.config.schema import ClusterConfig
 from megarl.data.chat import encode_chats
-from megarl.data.tiny_model import make_byte_tokenizer
-from megarl.device.platform import apply_environment
 from megarl.environments import Action, Environment, Reply
 from megarl.environments.host import HostSpec
 from megarl.host import loop
+from megarl.host.device.platform import apply_environment
 from megarl.host.ray_environment import RAY_ENVIRONMENT
+from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.record.text_table import align
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.source import Doing, Group, SamplingPlan, begin, collect

@@ -25,9 +25,9 @@ from pathlib import Path
 import numpy as np
 
 from megarl.config import load_config
-from megarl.data.tasks import TASKS
-from megarl.data.tasks.generate import GenerateConfig, generate
-from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
+from megarl.recipes.tasks import TASKS
+from megarl.recipes.tasks.generate import GenerateConfig, generate
+from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.record.metrics import MetricsRecord, RunPaths, read_metrics
 from megarl.rollout.replay import read_record, record_path
 from megarl.train.checkpoint import complete_steps

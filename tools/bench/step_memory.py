@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.device.platform import apply_environment
+from megarl.host.device.platform import apply_environment
 from megarl.record.text_table import align
 
 WHOLE_LOGITS = "megatron_verl"

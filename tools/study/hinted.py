@@ -15,8 +15,8 @@ from megarl.config.algo import HintConfig
 from megarl.data.answer_span import answer_mask
 from megarl.data.chat import encode_chats
 from megarl.data.hints import HintedPrompt, HintPlacer, donors, hinted_rows
-from megarl.data.tasks import BuiltinTask, Problem
-from megarl.data.tasks.mistakes import ReadAnswer, read_answer
+from megarl.recipes.tasks import BuiltinTask, Problem
+from megarl.recipes.tasks.mistakes import ReadAnswer, read_answer
 from megarl.rewards import score
 from megarl.run.evaluation.hint_signal import score_hints
 from megarl.types import BoolArray, Message, Prompt, Row

@@ -9,8 +9,8 @@ import numpy as np
 
 from megarl.convert.commands import mcore_to_hf
 from megarl.convert.engine import Settings
-from megarl.data.tasks import TASKS
-from megarl.data.tasks.generate import held_out_problems
+from megarl.recipes.tasks import TASKS
+from megarl.recipes.tasks.generate import held_out_problems
 from megarl.report.run import Run, load_runs
 from tools.study.hinted import HINTS, LocalModel
 

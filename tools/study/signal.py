@@ -13,9 +13,9 @@ from megarl.algos.cpo import CpoInputs
 from megarl.algos.cpo.information import MI_ESTIMATORS
 from megarl.config import from_dict
 from megarl.config.load import read_yaml
-from megarl.data.tasks import TASKS
-from megarl.data.tasks.generate import held_out_problems
 from megarl.errors import ConfigError
+from megarl.recipes.tasks import TASKS
+from megarl.recipes.tasks.generate import held_out_problems
 from megarl.run.evaluation.hint_signal import mutual_information
 from tools.study.hinted import HINTS, Answer, LocalModel
 from tools.study.roc import Area, Floats, area_under_roc

@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 from megarl.config import load_config
 from megarl.data.hints import hinted_messages
 from megarl.data.records import write_parquet
-from megarl.data.tasks import TASKS
-from megarl.data.tasks.generate import GenerateConfig, generate
-from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
-from megarl.run.quickstart import CONFIGS, NUM_SFT, NUM_TRAIN, NUM_VAL
+from megarl.recipes.quickstart import CONFIGS, NUM_SFT, NUM_TRAIN, NUM_VAL
+from megarl.recipes.tasks import TASKS
+from megarl.recipes.tasks.generate import GenerateConfig, generate
+from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.run.start import train_supervised
 from megarl.types import Message
 from tools.study.hinted import HINTS

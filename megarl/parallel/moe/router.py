@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megarl.device.platform import platform
+from megarl.host.device.platform import platform
 from megarl.parallel.moe.routing import ExpertChoice, balance_loss, load_metrics, row_loads
 from megarl.parallel.packing import Pack, PackSeqParams
 from megarl.types import Rows

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError
-from megarl.storage.reading import damage, require_file
+from megarl.host.reading import damage, require_file
 
 FIX = "correct it"
 RewardFunction = Callable[..., Any]

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config.judges import JudgeConfig
 from megarl.errors import ConfigError, RunError
-from megarl.masking import masked_text
 from megarl.rewards.background import BackgroundLoop
 from megarl.rewards.llm.cache import AnswerCache
 from megarl.rewards.llm.completions import Completion, Request, texts_of
-from megarl.texts import readable
+from megarl.texts.masking import masked_text
+from megarl.texts.unicode import readable
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

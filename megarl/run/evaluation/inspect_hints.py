@@ -28,15 +28,15 @@ from megarl.data.hints import (
 )
 from megarl.data.prompts import PromptDataset
 from megarl.data.sampler import train_files
-from megarl.device.platform import platform
 from megarl.errors import ConfigError
+from megarl.host.device.platform import platform
 from megarl.host.streams import print_lines
+from megarl.host.writing import replacing
 from megarl.report.hint_page import HintedExample, HintReport, ScoredAnswer, Table, answer_tokens, to_html, to_text
 from megarl.rewards.build import open_rewards
 from megarl.rewards.routes import without_training
 from megarl.run.evaluation.hint_signal import mutual_information, score_hints
 from megarl.seeds import batch_seed
-from megarl.storage.writing import replacing
 from megarl.train.inputs import open_hints
 from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, prompt_segment
 from megarl.types.rows import row_from_sample

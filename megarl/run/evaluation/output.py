@@ -7,9 +7,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megarl.host.writing import replacing
 from megarl.record.answers import Answer, SourceResult, write_answers
 from megarl.record.text_table import align
-from megarl.storage.writing import replacing
 
 TABLE, SAMPLES = "table.parquet", "samples.parquet"
 

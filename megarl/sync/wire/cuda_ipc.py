@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from megarl.device.platform import platform
 from megarl.errors import WeightSyncError
+from megarl.host.device.platform import platform
 from megarl.sync.wire.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from megarl.sync.wire.signed_store import SignedStore
 from megarl.sync.wire.wires import Share, Wire

@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megarl.device.platform import abort_group, gloo_group, platform
 from megarl.errors import WeightSyncError
+from megarl.host.device.platform import abort_group, gloo_group, platform
 from megarl.sync.wire.signed_store import SignedStore
 
 # How often a wait checks whether the transfer was given up.

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from megarl.device.platform import platform
 from megarl.errors import WeightSyncError
+from megarl.host.device.platform import platform
 from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.meetings import DeathWatch
 from megarl.sync.wire.wires import DEPTH, Arrival, Members, ReceivingEnd, SendingEnd, Share, Wire, pack

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megarl.config.generation import SyncConfig
-from megarl.device.platform import platform
+from megarl.host.device.platform import platform
 from megarl.sync.plan.build import Parcel, Plan
 from megarl.sync.wire.meetings import Meeting
 from megarl.sync.wire.table import wire_for

@@ -10,7 +10,7 @@ import ray
 from megarl.cluster.ray_session import open_ray
 from megarl.cluster.remotes import Process, results
 from megarl.config.schema import ClusterConfig
-from megarl.device.platform import apply_environment
+from megarl.host.device.platform import apply_environment
 from megarl.host.janitor import Janitor
 from megarl.host.ray_environment import RAY_ENVIRONMENT
 from tests.helpers.remote_processes import Worker, start

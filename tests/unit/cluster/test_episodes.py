@@ -16,12 +16,12 @@ import pytest
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.episodes import SILENCE_S, EpisodeHosts
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
-from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.environments import Action, Environment, Reply
 from megarl.environments import host as environments_host
 from megarl.environments.host import HostReply, HostSpec, StartRequest, TurnRequest
 from megarl.errors import ConfigError, WorkerError
 from megarl.host import loop
+from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.rollout.conversations import HostLostError, Talk
 from megarl.types import Message, Prompt
 from tests.helpers.remote_processes import wait_until

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.cluster import roster
-from megarl.cluster.remotes import Process
-from megarl.cluster.roster import NOWHERE, Roster
+from megarl.cluster import remotes
+from megarl.cluster.remotes import NOWHERE, Process, Roster
 from megarl.errors import EngineDiedError, WorkerError
 
 
@@ -15,7 +14,7 @@ from megarl.errors import EngineDiedError, WorkerError
 def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Actors that Ray was told to end."""
     actors: list[str] = []
-    monkeypatch.setattr(roster.ray, "kill", actors.append)
+    monkeypatch.setattr(remotes.ray, "kill", actors.append)
     return actors
 
 

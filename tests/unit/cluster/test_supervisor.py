@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.cluster.remotes import Process
+from megarl.cluster.remotes import Process, Roster
 from megarl.cluster.residency import GENERATE, MemoryLedger, Resident
-from megarl.cluster.roster import Roster
 from megarl.cluster.supervisor import EngineSupervisor
 from megarl.config.generation import Sampling
 from megarl.errors import EngineDiedError, WorkerError
@@ -188,7 +187,7 @@ class Told(list[int]):
 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.cluster.roster.ray.kill", lambda actor: None)
+    monkeypatch.setattr("megarl.cluster.remotes.ray.kill", lambda actor: None)
 
 
 def generate(run: Run, num_requests: int) -> Told:

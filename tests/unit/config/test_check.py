@@ -15,8 +15,8 @@ from megarl.config.check import (
     check_train_preference,
     check_train_reward,
 )
-from megarl.device.platform import PLATFORMS
 from megarl.errors import ConfigError
+from megarl.host.device.platform import PLATFORMS
 
 # Passes every rule of both kinds of run.
 VALID: dict[str, Any] = {

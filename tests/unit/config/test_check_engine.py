@@ -11,8 +11,8 @@ import pytest
 from megarl.config import Config, from_dict
 from megarl.config.check import check_eval, check_model, check_train
 from megarl.config.check_engine import REFUSED, check_engine_model, known_arguments
-from megarl.device.platform import platform
 from megarl.errors import ConfigError
+from megarl.host.device.platform import platform
 from megarl.rollout.engine_spec import engine_arguments, engine_spec
 
 

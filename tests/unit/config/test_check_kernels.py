@@ -9,9 +9,9 @@ import pytest
 from megarl.config import check_kernels as module
 from megarl.config.check_kernels import check_batch_invariance, check_kernels
 from megarl.config.schema import ActorConfig, Config, LayoutConfig, ModelConfig, MoeConfig, RunConfig
-from megarl.device.accelerators import Device
-from megarl.device.platform import PLATFORMS
 from megarl.errors import ConfigError
+from megarl.host.device.accelerators import Device
+from megarl.host.device.platform import PLATFORMS
 
 FUSED = MoeConfig(grouped_gemm=True, fuse_permute=True, fuse_router=True, dispatcher="deepep")
 SPLIT = LayoutConfig(dp=2, ep=2)

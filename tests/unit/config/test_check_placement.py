@@ -8,8 +8,8 @@ import pytest
 
 from megarl.config import Config, check_placement, from_dict
 from megarl.config.check import check_model, check_sft, check_train
-from megarl.device.platform import PLATFORMS
 from megarl.errors import ConfigError
+from megarl.host.device.platform import PLATFORMS
 
 HF_CONFIG = {
     "num_attention_heads": 8,

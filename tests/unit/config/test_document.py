@@ -9,24 +9,19 @@ import jsonschema
 import pytest
 
 from megarl.config import Config
-from megarl.config.aliases import ABSENT, ALIASES
 from megarl.config.document import (
     COMMAND,
     JSON_SCHEMA,
     PAGE,
-    PEERS,
     Entry,
     entries,
     render,
     render_json_schema,
-    render_peers,
 )
 from megarl.config.load import read_yaml
 
 ROOT = Path(__file__).parents[3]
 SCHEMA = json.loads(render_json_schema())
-# Settings of earlier versions of megarl, which no other framework has.
-OURS = ("sync.transport",)
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 # The files that a run is composed of; those of configs/study list runs.
 FILES = sorted(path for group in ("run", "model", "algo") for path in (ROOT / "configs" / group).glob("*.yaml"))
@@ -35,12 +30,6 @@ FILES = sorted(path for group in ("run", "model", "algo") for path in (ROOT / "c
 def test_the_page_is_what_the_schema_says() -> None:
     written = (ROOT / PAGE).read_text()
     assert written == render(), f"{PAGE} is stale; renew it in the repository's root: {COMMAND}"
-
-
-def test_the_page_of_other_frameworks_names_is_what_the_tables_say() -> None:
-    written = (ROOT / PEERS).read_text()
-    assert written == render_peers(), f"{PEERS} is stale; renew it in the repository's root: {COMMAND}"
-    assert {f"`{name}`" for name in (*ALIASES, *ABSENT) if name not in OURS} <= set(written.replace(", ", " ").split())
 
 
 def test_every_key_is_described() -> None:

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.data.answers import Answers, response_decoder
 from megarl.data.chat import encode_chats
-from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.data.turns import Bridges
 from megarl.errors import DataError
+from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.types import Message
 from tests.helpers.tokenizers import ALPHABET, KINDS, make_tokenizer
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.config.schema import DataConfig, SftConfig
 from megarl.data.demonstrations import SftDataset
-from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import DataError
+from megarl.recipes.tiny_model import make_byte_tokenizer
 
 # <|im_start|>user\n … <|im_end|>\n<|im_start|>assistant\n around a question of one token per character.
 NUM_TEMPLATE_TOKENS = 8

@@ -13,8 +13,8 @@ from megarl.config.models import ModelConfig
 from megarl.config.schema import Config
 from megarl.data.answers import Answers
 from megarl.data.ends import AnswerEnds, answer_ends, answer_form, declared_ends
-from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import ConfigError
+from megarl.recipes.tiny_model import make_byte_tokenizer
 
 ASSISTANT = "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 

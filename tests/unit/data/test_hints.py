@@ -26,8 +26,8 @@ from megarl.data.hints import (
     survey_hints,
 )
 from megarl.data.records import Message
-from megarl.data.tiny_model import CHAT_TEMPLATE, SPECIAL_TOKENS, make_byte_tokenizer
 from megarl.errors import DataError
+from megarl.recipes.tiny_model import CHAT_TEMPLATE, SPECIAL_TOKENS, make_byte_tokenizer
 from megarl.types import IntArray, Prompt, Row
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "algos.json"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.data.tokenizer_files import read_tokenizer
 from megarl.errors import ConfigError
+from megarl.recipes.tiny_model import make_byte_tokenizer
 
 
 def test_a_tokenizer_that_brings_code_is_refused_without_a_question(

@@ -7,9 +7,9 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from megarl.data.chat import encode_chats, render_chats
-from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.data.turns import Bridges
 from megarl.errors import ConfigError, DataError
+from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.types import Message
 
 # By family: the marks that end a turn, and a template that writes chats as the family's does.

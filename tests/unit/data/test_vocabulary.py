@@ -12,9 +12,9 @@ from megarl.data.demonstrations import SftDataset
 from megarl.data.hints import HintPlacer
 from megarl.data.preferences import PreferenceDataset, ResponsePairDataset
 from megarl.data.prompts import PromptDataset
-from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import ConfigError, DataError
+from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.types import Message, Prompt
 
 LABEL = {"data_source": "mine", "reward_model": {"ground_truth": "2"}}

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from megarl import cli
-from megarl.device.accelerators import Device, parse_devices, peak_tflops
-from megarl.device.platform import CpuPlatform, CudaPlatform
 from megarl.doctor import render
 from megarl.doctor.finding import Finding, Status
 from megarl.doctor.machine import (
@@ -27,6 +25,8 @@ from megarl.doctor.machine import (
     stale_files,
     stale_finding,
 )
+from megarl.host.device.accelerators import Device, parse_devices, peak_tflops
+from megarl.host.device.platform import CpuPlatform, CudaPlatform
 from megarl.host.janitor import RUN_ID_VARIABLE
 from tests.helpers.second_user import UID, needs_second_user
 

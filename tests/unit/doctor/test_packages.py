@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.device.accelerators import TorchBuild
-from megarl.device.platform import CpuPlatform, CudaPlatform, Platform
 from megarl.doctor import packages
 from megarl.doctor.finding import Finding, Status
 from megarl.errors import ConfigError
+from megarl.host.device.accelerators import TorchBuild
+from megarl.host.device.platform import CpuPlatform, CudaPlatform, Platform
 
 REQUIRES = [
     "megatron-core==0.16.1",

@@ -24,10 +24,10 @@ import uvloop
 import yaml
 
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
-from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.environments import open_environments
 from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TurnRequest
 from megarl.errors import ConfigError
+from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.types import Message, Prompt
 from tests.helpers.second_user import needs_second_user
 from tests.helpers.strangers import ways_to_take

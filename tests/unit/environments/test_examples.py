@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.config import load_config
-from megarl.data.tasks.conversations import CONVERSATIONS, HIGH, LOW, NUM_GUESSES, NUM_TESTS, generate_conversations
-from megarl.data.tasks.generate import GenerateConfig
 from megarl.environments import Action, Environment, open_environments, tools_of
+from megarl.recipes.tasks.conversations import CONVERSATIONS, HIGH, LOW, NUM_GUESSES, NUM_TESTS, generate_conversations
+from megarl.recipes.tasks.generate import GenerateConfig
 from megarl.rewards import score
 from megarl.types import Prompt
 

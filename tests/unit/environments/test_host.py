@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
-from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.environments import Action, Environment, Reply, open_environments
 from megarl.environments import host as hosts
 from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TurnRequest
 from megarl.errors import ConfigError
+from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.types import Message, Prompt
 
 TOKENIZER = make_byte_tokenizer()

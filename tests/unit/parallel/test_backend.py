@@ -4,8 +4,8 @@ import importlib.metadata
 
 import pytest
 
-from megarl.device.platform import TESTED_MEGATRON
 from megarl.errors import ConfigError
+from megarl.host.device.platform import TESTED_MEGATRON
 from megarl.parallel import backend
 from megarl.parallel.backend import check_megatron
 

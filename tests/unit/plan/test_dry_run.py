@@ -14,10 +14,10 @@ from megarl.config.check_batches import max_row_tokens
 from megarl.config.judges import JudgeConfig, JudgeServerConfig
 from megarl.config.schema import Config, LayoutConfig, ReferenceConfig
 from megarl.data.records import write_parquet
-from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.errors import ConfigError, DataError
 from megarl.plan.build import plan_run
 from megarl.plan.render import ranges, to_json, to_text
+from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.record.performance import forward_flops
 from megarl.train.inputs import open_train_inputs
 from megarl.weights.families import read_model_spec

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megarl.config.load import PACKAGED, load_config
-from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.errors import ConfigError, DataError
 from megarl.plan.build import plan_run
 from megarl.plan.init import InitRequest, ask_missing, init_run
+from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 
 
 def request(directory: Path, *, model: str, gpus: int, algo: str = "grpo") -> InitRequest:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megarl.config.schema import ActorConfig, Config, LayoutConfig, LoggingConfig, ModelConfig, TrainerConfig
-from megarl.device.accelerators import Device
-from megarl.device.platform import CpuPlatform
+from megarl.host.device.accelerators import Device
+from megarl.host.device.platform import CpuPlatform
 from megarl.record import performance
 from megarl.record.performance import PerformanceMeter, forward_flops, token_times, update_flops
 from megarl.types import Row

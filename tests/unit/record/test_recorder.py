@@ -8,8 +8,8 @@ import pytest
 
 from megarl.config import load_config
 from megarl.config.schema import Config, DataConfig, ModelConfig, RunConfig, WeightedFile
-from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import ConfigError
+from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.record.metrics import read_rollouts
 from megarl.record.recorder import RunRecorder
 from megarl.types import FinishReason, Prompt, Reward, RolloutBatch, Sample, prompt_segment, row_from_sample

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megarl.data.tiny_model import make_byte_tokenizer
+from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.record.turns import Turn, last_turn, turns_of
 from megarl.types import Episode, FinishReason, Sample, environment_segment, prompt_segment
 from tests.helpers.segments import demonstration_segment, policy_segment

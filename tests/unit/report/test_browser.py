@@ -13,7 +13,7 @@ import pytest
 
 from megarl.record.metrics import RunPaths, write_rollouts
 from megarl.report import rollouts, write_report
-from megarl.texts import readable
+from megarl.texts.unicode import readable
 from tests.helpers.hostile_texts import escaped, hostile_texts
 from tests.helpers.recorded_run import evil, talk, write_recorded_run, write_validation
 

@@ -9,8 +9,8 @@ import pytest
 from megarl.config.judges import JudgeConfig
 from megarl.config.load import from_dict
 from megarl.config.rewards import RewardsConfig
-from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import ConfigError
+from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.rewards.build import open_rewards
 from megarl.rewards.hybrid import Summand
 from megarl.rewards.judge import Judged, JudgeSession

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megarl.data.answers import response_decoder
-from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import RunError
+from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.rewards.environment import EnvironmentJudge
 from megarl.rewards.hybrid import Summand
 from megarl.rewards.judge import FinishedSample, Gathered, Judged, Tally, Trouble, mean_of, tally_metrics

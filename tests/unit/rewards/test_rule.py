@@ -10,8 +10,8 @@ import pytest
 
 from megarl.config.rewards import CustomConfig, RewardsConfig, SourceConfig, VerifierConfig
 from megarl.config.schema import Config, ModelConfig, RunConfig
-from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import ConfigError, DataError
+from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.record.metrics import read_rollouts
 from megarl.record.recorder import RunRecorder
 from megarl.rewards.build import open_rewards

@@ -7,8 +7,8 @@ import pytest
 
 from megarl.config.rewards import CustomConfig, RewardsConfig, SourceConfig
 from megarl.data.chat import encode_chats
-from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.data.turns import Bridges
+from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.rewards.build import open_rewards
 from megarl.types import Episode, FinishReason, Message, Prompt, Sample, environment_segment, prompt_segment
 from tests.helpers.segments import policy_segment

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.config import Config, from_dict
-from megarl.device.platform import platform
+from megarl.host.device.platform import platform
 from megarl.rollout.engine import VllmEngine
 from megarl.rollout.engine_spec import engine_arguments, engine_spec
 

@@ -9,7 +9,7 @@ import pytest
 
 import megarl
 from megarl.config.schema import EngineConfig
-from megarl.device.platform import PLATFORMS
+from megarl.host.device.platform import PLATFORMS
 from megarl.rollout.engine_spec import EngineSpec, engine_arguments
 
 PACKAGE = Path(megarl.__file__).parent

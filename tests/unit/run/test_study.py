@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from megarl.config import load_config
-from megarl.data.tasks import TASKS
-from megarl.data.tasks.generate import GenerateConfig, TaskFiles, generate
 from megarl.errors import ConfigError, DataError, NonFiniteError, RunError, RunStopped
+from megarl.recipes.tasks import TASKS
+from megarl.recipes.tasks.generate import GenerateConfig, TaskFiles, generate
 from megarl.record.recorder import RunRecorder
 from megarl.run.study import Study, is_finished, load_study, plan_study, plan_text, run_config, run_study
 from megarl.train.inputs import TrainInputs

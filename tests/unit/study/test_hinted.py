@@ -7,9 +7,9 @@ import pytest
 import torch
 import transformers
 
-from megarl.data.tasks import SUMS
-from megarl.data.tasks.sums import pose_sum
-from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
+from megarl.recipes.tasks import SUMS
+from megarl.recipes.tasks.sums import pose_sum
+from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from tools.study.hinted import HINTS, Answer, LocalModel
 from tools.study.signal import EARLIER, FIRST, LATER, RIGHT_ROW, STEP, token_kinds
 

@@ -9,8 +9,8 @@ import torch
 
 from megarl.algos.cpo import CpoInputs
 from megarl.config.load import load_config
-from megarl.data.tasks.mistakes import ReadAnswer
 from megarl.errors import ConfigError
+from megarl.recipes.tasks.mistakes import ReadAnswer
 from tools.study.hinted import Answer
 from tools.study.signal import (
     EARLIER,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.data.tiny_model import make_byte_tokenizer
+from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.sync.plan.build import build_plan
 from megarl.sync.plan.engine_shards import EnginePosition, engine_needs, engine_shards, stage_range
 from megarl.weights.boxes import Box, full_box, num_elements

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.device.platform import abort_group
 from megarl.errors import WeightSyncError
+from megarl.host.device.platform import abort_group
 from megarl.host.store import open_store
 from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.meetings import Meeting, give_up

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megarl.data.ends import declared_ends
-from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import WeightSyncError
+from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.train.export import check_complete, name_end_of_answers
 
 NUM_ELEMENTS = {"a": 6, "b": 4}

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from megarl.cluster.residency import Phase
 from megarl.data.answers import Answers
 from megarl.data.chat import encode_chats
-from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import DataError
+from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.rewards.judge import FinishedSample
 from megarl.train.model_judge import ConversationEncoder, ModelJudge, ModelRewards
 from megarl.types import (

@@ -9,8 +9,8 @@ import pytest
 from megarl.config.judges import JudgeConfig, SamplingConfig
 from megarl.config.load import from_dict
 from megarl.data.chat import encode_chats
-from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.host import loop
+from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.rewards.llm import LlmJudge, Request
 from megarl.rollout.source import Doing, Group, SamplingPlan, generating
 from megarl.train.policy_judge import PolicyCompletions

@@ -20,8 +20,8 @@ from megarl.config.schema import Config, TrainerConfig
 from megarl.data.chat import encode_chats
 from megarl.data.hints import hinted_rows
 from megarl.data.records import Message
-from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import DataError
+from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.record.metrics import Timers
 from megarl.train.passes import RoleScorer
 from megarl.train.score import HintWriter, ScoringPasses, needed_scores

@@ -11,8 +11,8 @@ import pytest
 from megarl.config.schema import SftConfig, TrainRewardConfig
 from megarl.data.demonstrations import SftDataset
 from megarl.data.sampler import PromptSampler
-from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import ConfigError
+from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.train.passes import RoleScorer
 from megarl.train.supervised import validate_sft
 from megarl.train.supervised_inputs import in_steps

@@ -8,8 +8,8 @@ import pytest
 
 from megarl.config.generation import Sampling, ValidationConfig
 from megarl.config.schema import Config
-from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.host import loop
+from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.record.answers import read_answers
 from megarl.rewards.judge import Judged
 from megarl.rollout.source import Doing, Group, RolloutSource, SamplingPlan, generating

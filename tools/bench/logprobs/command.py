@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from megarl.device.accelerators import nvidia_devices
 from megarl.errors import ConfigError
+from megarl.host.device.accelerators import nvidia_devices
 from tools.bench.logprobs.campaign import TOLERANCES, Campaign, Settings
 from tools.bench.logprobs.contenders import CONTENDERS, DEFAULTS
 from tools.bench.logprobs.figure import write_memory_png

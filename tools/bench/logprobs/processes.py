@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self
 
-from megarl.device.platform import apply_environment, platform
 from megarl.errors import ConfigError, WorkerError
+from megarl.host.device.platform import apply_environment, platform
 from tools.bench.logprobs.records import RankSpec
 
 

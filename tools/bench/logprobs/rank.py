@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.device.platform import platform
+from megarl.host.device.platform import platform
 from tools.bench.logprobs.contenders import CONTENDERS
 from tools.bench.logprobs.counting import count_collectives
 from tools.bench.logprobs.memory import PEAK_MEMORY

@@ -12,7 +12,7 @@ from megarl.config.algo import HintConfig
 from megarl.data.chat import encode_chats
 from megarl.data.hints import HintPlacer, donors, hinted_rows
 from megarl.data.records import Message
-from megarl.data.tiny_model import TinyModelConfig, make_byte_tokenizer, make_tiny_model
+from megarl.recipes.tiny_model import TinyModelConfig, make_byte_tokenizer, make_tiny_model
 from megarl.run.evaluation.hint_signal import mutual_information, score_hints
 from megarl.types import Prompt, Row
 

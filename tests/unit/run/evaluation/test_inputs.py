@@ -11,8 +11,8 @@ import pytest
 from megarl.cli import main
 from megarl.config import dump, load_config
 from megarl.config.schema import Config, LayoutConfig, ModelConfig
-from megarl.data.tasks import TASKS
-from megarl.data.tasks.generate import GenerateConfig, TaskFiles, generate
+from megarl.recipes.tasks import TASKS
+from megarl.recipes.tasks.generate import GenerateConfig, TaskFiles, generate
 from megarl.run.evaluation.inputs import EvalInputs, EvalRequest, open_eval_inputs
 from megarl.train.checkpoint import MARKER, STATE_FILE, RunState
 from megarl.types import AlgoState

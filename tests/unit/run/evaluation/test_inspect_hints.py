@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
-from megarl.data.tasks import TASKS
-from megarl.data.tasks.generate import GenerateConfig, generate
-from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.errors import DataError
+from megarl.recipes.tasks import TASKS
+from megarl.recipes.tasks.generate import GenerateConfig, generate
+from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.run.evaluation.inspect_hints import InspectRequest, inspect_hints
 
 RUN_FILE = Path(__file__).parents[4] / "configs" / "run" / "sums-rl.yaml"

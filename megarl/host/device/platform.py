@@ -1,0 +1,268 @@
+"""Choose the kind of device that this process computes on, CPU or CUDA, and hide what differs between the two.
+
+`platform()` works without importing torch, so that the driver can set the environment of the processes it starts.
+`parallel/backend.py` and `rollout/engine.py` adapt Megatron and vLLM to each kind of device.
+"""
+
+import contextlib
+import functools
+import importlib.metadata
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
+
+from megarl.errors import ConfigError
+from megarl.host.device.accelerators import Device, nvidia_devices
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+# The version of megatron-core that megarl is tested with.
+TESTED_MEGATRON = "0.16.1"
+
+# What every process of a run needs, whatever the device.
+COMMON_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # Engine workers rename themselves; the new name must not overwrite the environment by which they are found.
+    "SPT_NOENV": "1",
+    # Repeated short waits at a store would otherwise print a warning each.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # On a single host no other needs to reach its processes; several need the interface that connects them.
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
+
+
+class Platform:
+    """A kind of device, CPU or CUDA. This base class's methods suit a CPU, where every operation is synchronous.
+
+    Attributes:
+        name: the name of the kind, such as cuda.
+        torch_device: the device that a process uses, as torch names it.
+        backend: the backend of torch.distributed's default process group.
+        environment: variables to set before the first import of torch, ray or vllm in a process of the run.
+        resources: Ray resources to request for one process: a device and its share of the host's CPUs.
+        has_ipc: whether processes can share device memory.
+        has_batch_invariance: whether Megatron and vLLM have kernels whose results do not depend on the rest of a batch.
+        checkpoint_writers: how many processes of a rank write its part of a checkpoint.
+        expert_width_multiple: vLLM pads a worker's part of an expert to it; padded experts cannot take new weights.
+    """
+
+    name: str
+    torch_device: str
+    backend: str
+    environment: Mapping[str, str]
+    resources: Mapping[str, float]
+    has_ipc = False
+    has_batch_invariance = False
+    checkpoint_writers = 1
+    expert_width_multiple = 1
+
+    def device(self) -> "torch.device":
+        """Return the torch device that this process computes on."""
+        import torch
+
+        return torch.device(self.torch_device)
+
+    def activate(self) -> None:
+        """Prepare torch in this process for its device; call it once, before the process creates tensors."""
+        import torch
+
+        # One thread per process, because several processes share the cores.
+        torch.set_num_threads(1)
+
+    def devices(self) -> list[Device]:
+        """List the accelerators of this host without taking memory on them."""
+        return []
+
+    def select_devices(self, ids: Sequence[str]) -> None:
+        """Restrict this process to devices with these ids, which Ray gave to another process; call before using any."""
+
+    def generator(self) -> "torch.Generator":
+        """Return torch's default random number generator on this process's device."""
+        import torch
+
+        return torch.default_generator
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished all work on the current stream."""
+
+    def host_buffer(self, num_bytes: int) -> "torch.Tensor":
+        """Allocate uint8 [num_bytes] on the host, page-locked if that speeds up copies to and from the device."""
+        import torch
+
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def release_cached_memory(self) -> None:
+        """Return unused memory in torch's caching allocator to the device (torch.cuda.empty_cache)."""
+
+    def communicators(self) -> list[Any]:
+        """Wait for the device, and list the backends of this process's groups that keep memory on it, in an order that
+        all members of the groups share.
+        """
+        return []
+
+    def new_group(
+        self, store: "dist.Store", rank: int, size: int, timeout: timedelta, device: "torch.device"
+    ) -> "dist.ProcessGroup":
+        """Make a process group beside torch's default one (NCCL on GPUs, else gloo). All members must call it together,
+        each with the device that it computes on.
+        """
+        return gloo_group(store, rank, size, timeout)
+
+
+class CpuPlatform(Platform):
+    """The platform that computes on the host's cores, with Gloo between processes."""
+
+    name = torch_device = "cpu"
+    backend = "gloo"
+    environment = COMMON_ENVIRONMENT | {
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    # Logical CPUs: two ranks and a tensor-parallel engine can share two cores.
+    resources = MappingProxyType({"CPU": 0.5})
+    expert_width_multiple = 32
+
+
+class CudaPlatform(Platform):
+    """The platform that computes on NVIDIA GPUs, with NCCL between processes."""
+
+    name = "cuda"
+    # Ray narrows CUDA_VISIBLE_DEVICES to the device of this process.
+    torch_device = "cuda:0"
+    backend = "nccl"
+    environment = COMMON_ENVIRONMENT | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    resources = MappingProxyType({"CPU": 1, "GPU": 1})
+    has_ipc = True
+    has_batch_invariance = True
+    checkpoint_writers = 4
+
+    def activate(self) -> None:
+        import torch
+
+        torch.cuda.set_device(self.device())
+
+    def devices(self) -> list[Device]:
+        return nvidia_devices()
+
+    def select_devices(self, ids: Sequence[str]) -> None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)
+
+    def generator(self) -> "torch.Generator":
+        import torch
+
+        return torch.cuda.default_generators[torch.cuda.current_device()]
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.cuda.current_stream().synchronize()
+
+    def host_buffer(self, num_bytes: int) -> "torch.Tensor":
+        import torch
+
+        buffer = super().host_buffer(num_bytes)
+        # torch's own page-locked memory comes in powers of two, so that up to half of it would be wasted.
+        runtime, address = torch.cuda.cudart(), buffer.data_ptr()
+        torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
+        weakref.finalize(buffer, runtime.cudaHostUnregister, address)
+        return buffer
+
+    def release_cached_memory(self) -> None:
+        import torch
+
+        torch.cuda.empty_cache()
+
+    def communicators(self) -> list[Any]:
+        import torch
+
+        torch.cuda.synchronize()
+        return backends_of_groups(self.backend, self.device())
+
+    def new_group(
+        self, store: "dist.Store", rank: int, size: int, timeout: timedelta, device: "torch.device"
+    ) -> "dist.ProcessGroup":
+        import torch.distributed as dist
+
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        # torch's stubs do not say that it is one.
+        group = cast("dist.ProcessGroup", dist.ProcessGroupNCCL(store, rank, size, options))
+        # Otherwise the first message would make the communicator, and members without one would be waited for.
+        group.eager_connect_single_device(device)  # type: ignore[attr-defined]
+        return group
+
+
+PLATFORMS: dict[str, type[Platform]] = {"cpu": CpuPlatform, "cuda": CudaPlatform}
+
+
+@functools.cache
+def platform() -> Platform:
+    """Return this process's platform: MEGARL_DEVICE if set, else CUDA if there are a driver and a CUDA build of
+    torch.
+    """
+    try:
+        is_cpu_torch = importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        # `megarl doctor` reports a missing torch.
+        is_cpu_torch = False
+    detected = "cuda" if Path("/dev/nvidiactl").exists() and not is_cpu_torch else "cpu"
+    name = os.environ.get("MEGARL_DEVICE", detected)
+    if name not in PLATFORMS:
+        raise ConfigError(f"MEGARL_DEVICE: got {name!r}, expected one of {sorted(PLATFORMS)}")
+    return PLATFORMS[name]()
+
+
+def apply_environment() -> dict[str, str]:
+    """Set the platform's environment variables in this process, unless the user has set them; return them for
+    workers.
+    """
+    wanted = platform().environment
+    for key, value in wanted.items():
+        os.environ.setdefault(key, value)
+    return {key: os.environ[key] for key in wanted}
+
+
+def gloo_group(store: "dist.Store", rank: int, size: int, timeout: timedelta) -> "dist.ProcessGroup":
+    """Make a gloo process group beside torch's default one. All members must call it together."""
+    import torch.distributed as dist
+
+    # torch's stubs do not say that it is one.
+    return cast("dist.ProcessGroup", dist.ProcessGroupGloo(store, rank, size, timeout))
+
+
+def backends_of_groups(name: str, device: "torch.device") -> list[Any]:
+    """List the backends with a name, such as nccl, of all groups that this process is in, in the order of their making.
+
+    torch's default group is the first of them.
+    """
+    import torch.distributed as dist
+
+    groups = [group for group in dist.distributed_c10d._world.pg_map if dist.get_backend(group) == name]
+    return [group._get_backend(device) for group in groups]
+
+
+def abort_group(group: "dist.ProcessGroup") -> None:
+    """Let all operations of a group fail, those that other threads wait for too; gloo's also in other processes."""
+    import torch
+    import torch.distributed as dist
+
+    if not isinstance(group, dist.ProcessGroupGloo):
+        group.abort()
+        return
+    # Gloo's groups ignore `abort`, but close all connections when an operation is late. Nothing has the highest tag.
+    with contextlib.suppress(RuntimeError):
+        late = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), (1 << 31) - 1)
+        late.wait(timedelta(milliseconds=1))

@@ -1,0 +1,1 @@
+"""Carry over run files, scripts and option names of other trainers."""

@@ -1,0 +1,99 @@
+"""Write docs/migrating.md, a table per framework from its option names to the keys here: `python -m
+megarl.migrate.document`.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+
+from megarl.host.streams import print_lines
+from megarl.migrate.aliases import ABSENT, ALIASES, RENAMED, RENAMED_AS_HERE, Alias
+
+PAGE = Path("docs/migrating.md")
+COMMAND = "python -m megarl.migrate.document"
+_HEADER = f"""# From verl, OpenRLHF or LUFFY
+
+Written by `{COMMAND}` from the tables `megarl/migrate/peers/*.yaml`; edit those instead.
+
+    megarl convert-config train.sh --out configs/run/mine.yaml
+    megarl train configs/run/mine.yaml --dry-run --device-gib 80
+
+The first command reads a shell script with `python3 -m verl.trainer.main_ppo a.b=c …`, `python3 -m
+openrlhf.cli.train_ppo_ray --flag value …` or LUFFY's `main_mix_ppo`, or a YAML file, and writes a run file. It does
+not run the script: it follows its statements as bash would without arguments and with none of its variables set before
+(`${{SMOKE:-0}}` is 0), in the directory where it is called. `megarl convert-config train.sh SMOKE=1 big` is
+`SMOKE=1 bash train.sh big`; `--command 2` takes the second of several commands that start training. What only the
+machine tells is not guessed: the output of a command (`$(nproc)`), a file, a variable of Slurm, a variable that the
+script reads without a default and never sets. Options that depend on it are left out of the run file, and listed with
+the line and the reason in its comments and on the standard error; where a condition is not known, both branches are
+followed, and an option on which they agree is carried over. A file that the script sources is read if it is there.
+
+The defaults that such a run relies on without naming them (those of verl 0.6 and 0.9, OpenRLHF before 0.11, and LUFFY)
+are set too. What cannot be carried over is listed, with the reason, on the terminal and in the run file's comments.
+Values are converted:
+
+- verl's and LUFFY's warm-up counts training steps, here it counts optimizer steps.
+- OpenRLHF's `train_batch_size` counts rows, here mini-batches count prompts.
+- Micro-batches of so many rows become as many tokens as those rows have at full length, and tokens per device become
+  tokens per data-parallel rank.
+- `actor.layout.dp` and the number of engines follow from the number of devices. FSDP and ZeRO-3 shard parameters over
+  all devices; Megatron does so by `actor.layout.tp` and `pp`, which are yours to choose if the plan does not fit.
+- What needs two options there and one here, such as the switch and the coefficient of a KL penalty, is put together.
+
+Models may be ids on the Hugging Face hub ([models.md](models.md#where-models-come-from)). Data are files: what a script
+takes from a hub is downloaded first ([data.md](data.md) says which published prompt files open as they are). A custom
+reward function of verl or OpenRLHF runs as it is (`rewards.custom`).
+
+An unknown key in a run file or on the command line is answered by the same tables: `megarl train` names the key here,
+or says that the feature does not exist.
+"""
+_FRAMEWORKS: Mapping[str, str] = {
+    "verl": "`+` before a name, and its first sections, may be left out where that is unambiguous.",
+    "LUFFY": "In addition to verl's names.",
+    "CPO": "Options of CPO's fork of verl.",
+    "PPO_critic": "Options of PPO_critic's fork of verl.",
+    "OpenRLHF": "The names since OpenRLHF 0.11 follow in a table of their own.",
+    "vLLM": "Engine arguments, set as keys of rollout.engine.",
+}
+
+
+def render_peers() -> str:
+    """Return the text of docs/migrating.md."""
+    parts = [_HEADER]
+    for framework, remark in _FRAMEWORKS.items():
+        named = [(name, alias) for name, alias in ALIASES.items() if alias.framework == framework]
+        own = [(name, alias) for name, alias in named if alias.key and name not in RENAMED]
+        parts.append(f"## {framework}\n\n{remark}\n")
+        parts.append(_table(("option", "here", "note"), (_row(name, alias) for name, alias in own)))
+        if framework == "OpenRLHF":
+            renamed = sorted({**RENAMED, **RENAMED_AS_HERE}.items())
+            parts.append(_table(("since 0.11", "before"), (f"| `{new}` | `{old}` |" for new, old in renamed)))
+        for title, unsupported in (("Not supported", True), ("Without need of a setting", False)):
+            absent = [
+                *((name, alias) for name, alias in named if not (alias.key or unsupported or name in RENAMED)),
+                *((name, alias) for name, alias in ABSENT.items() if alias.framework == framework),
+            ]
+            rows = list(_by_note([each for each in absent if each[1].unsupported == unsupported]))
+            if rows:
+                parts.append(f"### {title}: {framework}\n\n" + _table(("options", "why, and what to do"), rows))
+    return "\n".join(parts)
+
+
+def _row(name: str, alias: Alias) -> str:
+    keys = ", ".join(f"`{key}`" for key in alias.key.split())
+    return f"| `{name}` | {keys} | {alias.note} |"
+
+
+def _by_note(entries: list[tuple[str, Alias]]) -> Iterator[str]:
+    """Yield one table row for each note, with all options to which the note applies."""
+    for note, group in groupby(sorted(entries, key=lambda entry: entry[1].note), key=lambda entry: entry[1].note):
+        yield f"| {', '.join(f'`{name}`' for name, _ in group)} | {note} |"
+
+
+def _table(titles: tuple[str, ...], rows: Iterator[str] | list[str]) -> str:
+    return "\n".join([f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *rows]) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render_peers(), encoding="utf-8")
+    print_lines(f"wrote {PAGE}")

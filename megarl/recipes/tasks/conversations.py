@@ -1,0 +1,154 @@
+"""Write files of the tasks whose answers take several turns: a calculator, a guessing game and the repair of a program.
+
+`37*48=?` may be answered at once, by `#### 1776`, or after a call of the calculator: to `calc 37*48` it replies `1776`.
+The Python calculator is called by a fenced block, `print(37*48)`, which the sandbox runs. Demonstrations answer most
+problems at once with an estimate and call the calculator for the others, so that a model that learned both gives RL
+something to choose between.
+
+In the game, a row says which numbers there are, `1-31`; the policy guesses, and reads the range that is left. Some of
+the demonstrations halve the range, the others guess at random.
+
+In a repair, a row shows a program and how it fails, `f(2)=5, not 8`; the policy writes another program, and reads how
+that one fails. Some of the demonstrations take a program that explains all failures so far, the others any.
+"""
+
+import random
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megarl.recipes.tasks.base import HELD_OUT_EVERY
+from megarl.recipes.tasks.generate import GenerateConfig, TaskFiles
+from megarl.registry import Registry
+
+# Share of the demonstrations that state an estimate at once, halve the range of numbers, or explain all failures.
+ESTIMATE_FRAC, HALVING_FRAC, EXPLAINING_FRAC = 0.6, 0.4, 0.4
+LOW, HIGH, NUM_GUESSES = 1, 31, 5
+# What a program may do to a number, the numbers that it is tested with, and how many programs a demonstration writes.
+FORMULAS = [f"x{sign}{k}" for sign, k in product("+-*", range(2, 10))]
+NUM_TESTS, NUM_PROGRAMS = 3, 2
+
+# Makes rows from random choices: chats to imitate and, for training and validation, prompts.
+Writer: TypeAlias = Callable[[random.Random, str, int], Iterator[Mapping[str, Any]]]
+CONVERSATIONS: Registry[Writer] = Registry("task of several turns", key="task")
+
+_PROMPT = pa.schema(
+    [
+        ("prompt", pa.string()),
+        ("data_source", pa.string()),
+        ("environment", pa.string()),
+        ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
+        ("extra_info", pa.struct([(name, pa.int64()) for name in ("number", "low", "high", "guesses")])),
+    ]
+)
+
+
+def generate_conversations(task: str, out_dir: str | Path, config: GenerateConfig) -> TaskFiles:
+    """Write sft.parquet with chats, and train.parquet and val.parquet with prompts that name their environment."""
+    root, write = Path(out_dir), CONVERSATIONS.get(task)
+    root.mkdir(parents=True, exist_ok=True)
+    files = TaskFiles(sft=root / "sft.parquet", train=root / "train.parquet", val=root / "val.parquet")
+    sizes = {files.sft: config.num_sft, files.train: config.num_train, files.val: config.num_val}
+    for path, num_rows in sizes.items():
+        rows = list(write(random.Random(f"{task}/{path.stem}/{config.seed}"), path.stem, num_rows))
+        pq.write_table(pa.Table.from_pylist(rows, schema=None if path == files.sft else _PROMPT), path)
+    return files
+
+
+def _products(
+    rng: random.Random, split: str, num_rows: int, *, environment: str, call: str
+) -> Iterator[Mapping[str, Any]]:
+    for _ in range(num_rows):
+        while True:
+            a, b = rng.randint(11, 99), rng.randint(11, 99)
+            if (zlib.crc32(f"{min(a, b)}*{max(a, b)}".encode()) % HELD_OUT_EVERY == 0) == (split == "val"):
+                break
+        question = f"{a}*{b}=?"
+        if split != "sft":
+            yield _prompt("calculator", question, environment=environment, ground_truth=str(a * b))
+        elif rng.random() < ESTIMATE_FRAC:
+            yield _chat([question, f"#### {(a + 5) // 10 * 10 * ((b + 5) // 10 * 10)}"])
+        else:
+            yield _chat([question, call.format(f"{a}*{b}"), str(a * b), f"#### {a * b}"], reply_role="tool")
+
+
+for _name, _call in (("calculator", "calc {}"), ("python_calculator", "```python\nprint({})\n```")):
+    CONVERSATIONS.register(_name)(partial(_products, environment=_name, call=_call))
+
+
+@CONVERSATIONS.register("guess")
+def _guess(rng: random.Random, split: str, num_rows: int) -> Iterator[Mapping[str, Any]]:
+    for _ in range(num_rows):
+        number, low, high = rng.randint(LOW, HIGH), LOW, HIGH
+        if split != "sft":
+            row = {"number": number, "low": LOW, "high": HIGH, "guesses": NUM_GUESSES}
+            yield _prompt("guess", f"{LOW}-{HIGH}", extra_info=row)
+            continue
+        turns, halves = [f"{LOW}-{HIGH}"], rng.random() < HALVING_FRAC
+        for _ in range(NUM_GUESSES):
+            guess = (low + high) // 2 if halves else rng.randint(low, high)
+            turns.append(str(guess))
+            if guess == number:
+                break
+            low, high = (guess + 1, high) if guess < number else (low, guess - 1)
+            turns.append(f"{low}-{high}")
+        yield _chat(turns[: len(turns) // 2 * 2])
+
+
+@CONVERSATIONS.register("repair")
+def _repair(rng: random.Random, split: str, num_rows: int) -> Iterator[Mapping[str, Any]]:
+    values = {formula: [eval(formula, {"x": x}) for x in range(10)] for formula in FORMULAS}
+
+    def fails_at(formula: str) -> int | None:
+        return next((x for x in inputs if values[formula][x] != values[right][x]), None)
+
+    for _ in range(num_rows):
+        while True:
+            (right, wrong), inputs = rng.sample(FORMULAS, 2), rng.sample(range(2, 10), NUM_TESTS)
+            is_held_out = zlib.crc32(f"{right} {wrong} {inputs}".encode()) % HELD_OUT_EVERY == 0
+            if is_held_out == (split == "val") and fails_at(wrong) is not None:
+                break
+        formula, explaining, is_guess = wrong, FORMULAS, rng.random() >= EXPLAINING_FRAC
+        turns = [f"def f(x):return {wrong}\n"]
+        while (x := fails_at(formula)) is not None:
+            turns[-1] += f"f({x})={values[formula][x]}, not {values[right][x]}"
+            if split != "sft" or len(turns) > 2 * NUM_PROGRAMS:
+                break
+            explaining = [each for each in explaining if values[each][x] == values[right][x]]
+            formula = rng.choice(FORMULAS if is_guess else explaining)
+            turns += [f"def f(x):return {formula}", ""]
+        if split == "sft":
+            yield _chat(turns[:-1])
+        else:
+            tests = [(x, values[right][x]) for x in inputs]
+            truth = f"for x, y in {tests}:\n    assert f(x) == y, f'f({{x}})={{f(x)}}, not {{y}}'"
+            yield _prompt("repair", turns[0], ground_truth=truth)
+
+
+def _prompt(
+    task: str,
+    question: str,
+    *,
+    environment: str | None = None,
+    ground_truth: str = "",
+    extra_info: Mapping[str, int] | None = None,
+) -> Mapping[str, Any]:
+    return {
+        "prompt": question,
+        "data_source": f"megarl/{task}",
+        "environment": environment or task,
+        "reward_model": {"style": "rule" if ground_truth else "model", "ground_truth": ground_truth},
+        "extra_info": extra_info,
+    }
+
+
+def _chat(turns: Sequence[str], *, reply_role: str = "user") -> Mapping[str, Any]:
+    """Return a chat of which every second turn is the assistant's; replies to it have the role `reply_role`."""
+    roles = ("user" if i == 0 else "assistant" if i % 2 else reply_role for i in range(len(turns)))
+    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]}

@@ -1,0 +1,111 @@
+"""The choice of the device, and what differs between devices."""
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.errors import ConfigError
+from megarl.host.device import platform as platform_module
+from megarl.host.device.platform import CpuPlatform, CudaPlatform, platform
+
+
+@pytest.fixture(autouse=True)
+def _fresh_platform() -> None:
+    platform.cache_clear()
+
+
+def test_the_environment_decides_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGARL_DEVICE", "cuda")
+    assert isinstance(platform(), CudaPlatform)
+    platform.cache_clear()
+    monkeypatch.setenv("MEGARL_DEVICE", "cpu")
+    assert isinstance(platform(), CpuPlatform)
+    platform.cache_clear()
+    monkeypatch.setenv("MEGARL_DEVICE", "tpu")
+    with pytest.raises(ConfigError, match=r"MEGARL_DEVICE: got 'tpu', expected one of \['cpu', 'cuda'\]"):
+        platform()
+
+
+def test_a_value_the_user_exported_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGARL_DEVICE", "cpu")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert platform_module.apply_environment()["OMP_NUM_THREADS"] == "3"
+
+
+def test_an_engine_sees_the_devices_that_ray_gave_to_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    CudaPlatform().select_devices(["2", "3"])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_a_cpu_process_computes_on_one_thread_with_torchs_default_generator() -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        CpuPlatform().activate()
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+    assert CpuPlatform().device() == torch.device("cpu")
+    assert CudaPlatform().device() == torch.device("cuda", 0)
+    assert torch.equal(CpuPlatform().generator().get_state(), torch.get_rng_state())
+
+
+def test_groups_beside_the_default_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo's on the CPU; NCCL's on CUDA, with the time-out and a communicator of the caller's device from the start."""
+
+    class FakeNccl:
+        class Options:
+            _timeout = timedelta()
+
+        def __init__(self, *arguments: object) -> None:
+            self.arguments = arguments
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            self.connected = device
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
+    store, timeout = dist.HashStore(), timedelta(seconds=7)
+    group = CudaPlatform().new_group(store, 2, 3, timeout, torch.device("cuda", 2))
+    assert isinstance(group, FakeNccl)
+    *where, options = group.arguments
+    assert where == [store, 2, 3]
+    assert isinstance(options, FakeNccl.Options)
+    assert options._timeout == timeout
+    assert group.connected == torch.device("cuda", 2)
+    alone = CpuPlatform().new_group(store, 0, 1, timeout, torch.device("cpu"))
+    assert isinstance(alone, dist.ProcessGroupGloo)
+    assert (alone.rank(), alone.size()) == (0, 1)
+
+
+def test_host_buffers_for_gpus_are_page_locked_and_no_larger_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own page-locked memory comes in powers of two: 8 KiB here."""
+    locked: dict[int, int] = {}
+
+    class FakeRuntime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+            locked[address] = size
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+            del locked[address]
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", FakeRuntime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    buffer = CudaPlatform().host_buffer(5000)
+    assert locked == {buffer.data_ptr(): 5000}
+    assert buffer.untyped_storage().nbytes() == 5000
+    del buffer
+    assert locked == {}
+
+
+def test_torch_suspends_groups_but_not_those_of_gloo() -> None:
+    """NCCL's cannot be made without a device; the methods are of the class that all backends derive from."""
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))
+    for name in ("suspend", "resume"):
+        with pytest.raises(RuntimeError, match=f"Backend gloo does not support {name}"):
+            getattr(group, name)()

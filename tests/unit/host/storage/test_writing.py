@@ -1,0 +1,208 @@
+"""A storage that refuses: what is said of it, and what is left of the files."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.errors import RunError, StorageError
+from megarl.host import writing as module
+from megarl.host.exit_codes import EXIT_FAILED, exit_on_errors
+from megarl.host.janitor import RunScope
+from megarl.host.ray_environment import keep_worker_logs
+from megarl.host.temp_dir import RAY_DIRECTORY, make_temp_dir
+from megarl.host.writing import dispensable, replacing, writing
+from megarl.launch.status import Heartbeat
+from megarl.record.json_lines import append_lines, open_lines, read_lines
+from megarl.record.metrics import JsonlSink, MetricsLogger, RolloutRecord, write_rollouts
+
+LIMIT = 4096
+
+
+@pytest.fixture
+def full() -> Iterator[None]:
+    """Files may have 4096 bytes, the rest of a longer one is refused: a quota that is used up, but for its name."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_warned", set())
+
+
+def refuse(code: int) -> None:
+    raise OSError(code, os.strerror(code))
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [
+        (errno.ENOSPC, "No space left on device; .* MiB are free; free space there"),
+        (errno.EDQUOT, "Disk quota exceeded; .*quota -s"),
+        (errno.EROFS, "Read-only file system; .* MiB are free; mount it writable"),
+        (errno.EIO, "Input/output error; .* MiB are free; look at the health of this storage"),
+        (errno.EACCES, "Permission denied; .*; let this user write there"),
+        (errno.ENAMETOOLONG, "File name too long; .*; choose a shorter run.name or run.dir"),
+        (errno.EMFILE, "Too many open files; .*; raise the limit of open files"),
+        (errno.ESTALE, "Stale file handle; .*; mount this network storage again"),
+    ],
+)
+def test_every_refusal_has_path_room_and_remedy(tmp_path: Path, code: int, remedy: str) -> None:
+    path = tmp_path / "none" / "yet" / "file"
+    with pytest.raises(StorageError, match=f"^cannot write {path}: {remedy}"), writing(path):
+        refuse(code)
+
+
+def test_a_file_system_without_room_for_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = os.statvfs(tmp_path)
+    fields = [*found]
+    # f_files, f_ffree and f_favail: there are inodes, and none is left.
+    fields[5:8] = [100, 0, 0]
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(fields))
+    with pytest.raises(StorageError, match="no further file can be made: remove some"), writing(tmp_path / "x"):
+        refuse(errno.ENOSPC)
+
+
+@pytest.mark.usefixtures("full")
+def test_torch_hides_the_refusal_in_its_own_error(tmp_path: Path) -> None:
+    path = tmp_path / "states.pt"
+
+    def save() -> None:
+        with writing(path), path.open("wb") as stream:
+            torch.save(torch.ones(10_000), stream)
+
+    with pytest.raises(StorageError, match=rf"^cannot write {path}: File too large"):
+        save()
+
+
+def test_other_errors_pass(tmp_path: Path) -> None:
+    for error in (RunError("as it is"), StorageError("as it is"), RuntimeError("as it is"), KeyError("as it is")):
+        with pytest.raises(type(error), match="as it is"), writing(tmp_path / "x"):
+            raise error
+
+
+def test_a_failed_replacement_leaves_the_old_file_alone(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def replace_half() -> None:
+        with replacing(path) as partial:
+            partial.write_text("half")
+            refuse(errno.ENOSPC)
+
+    with pytest.raises(StorageError):
+        replace_half()
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]
+    with replacing(path) as partial:
+        partial.write_text("new")
+    assert path.read_text() == "new"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.usefixtures("full")
+def test_metrics_never_have_half_a_line(tmp_path: Path) -> None:
+    """Also the next records find whole lines, and closing the file does not fail again and hide the cause."""
+    path = tmp_path / "metrics.jsonl"
+    written = []
+
+    def log_until_full() -> None:
+        with MetricsLogger([JsonlSink(path)]) as log:
+            for step in range(1, 100):
+                log.log(step, {f"metric/{i}": float(i) for i in range(30)})
+                written.append(step)
+
+    with pytest.raises(StorageError, match=rf"cannot write {path}: File too large"):
+        log_until_full()
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert len(lines) == len(written) > 3
+    assert all(line.endswith(b"\n") and json.loads(line) for line in lines)
+    assert LIMIT - path.stat().st_size < len(lines[0])
+
+
+@pytest.mark.usefixtures("full")
+def test_several_lines_are_written_or_none(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.jsonl"
+    with open_lines(path) as file:
+        append_lines(file, [{"a": 1}])
+        with pytest.raises(StorageError):
+            append_lines(file, ({"text": "x" * 100} for _ in range(100)))
+        append_lines(file, [{"a": 2}])
+    assert read_lines(path, dict, expected="an object") == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.usefixtures("full")
+def test_samples_of_rollouts_are_whole_or_absent(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts" / "step_000001.parquet"
+    text = "".join(chr(33 + i * i % 89) for i in range(20_000))
+    row = RolloutRecord(
+        step=1,
+        uid="0",
+        sample_index=0,
+        data_source="x",
+        prompt=text,
+        response="",
+        ground_truth="",
+        reward=0.0,
+        finish_reason="stop",
+        num_prompt_tokens=1,
+        num_response_tokens=1,
+    )
+    with pytest.raises(StorageError, match=r"cannot write .*step_000001\.parquet: "):
+        write_rollouts(path, [row])
+    assert os.listdir(path.parent) == []
+
+
+def test_what_a_run_can_do_without_is_left_out_with_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(3):
+        with dispensable("the report"):
+            raise StorageError("cannot write report.html: No space left on device")
+    said = capsys.readouterr().out
+    assert said == (
+        "warning: the report cannot be written, and the run goes on without: cannot write report.html: No space left "
+        "on device\n"
+    )
+
+
+def test_the_status_never_hides_why_a_run_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beat = Heartbeat(tmp_path / "status.json", "train", lambda: None)
+
+    def fail() -> None:
+        with beat:
+            monkeypatch.setattr(Path, "write_text", lambda *_, **__: refuse(errno.ENOSPC))
+            raise RunError("the cause")
+
+    with pytest.raises(RunError, match="the cause"):
+        fail()
+    assert os.listdir(tmp_path) == ["status.json"]
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
+
+
+def test_neither_do_logs_that_cannot_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = make_temp_dir("0000abcd")
+    logs = directory / RAY_DIRECTORY / "session_latest" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "worker-1.err").write_text("x")
+    (tmp_path / "file").touch()
+    keep_worker_logs(RunScope(run_id="0000abcd"), tmp_path / "file" / "logs")
+    shutil.rmtree(directory)
+    assert "warning: the workers' logs cannot be written" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_a_writer_that_names_nothing_ends_in_one_line_too(capsys: pytest.CaptureFixture[str], code: int) -> None:
+    with pytest.raises(SystemExit) as leaving, exit_on_errors():
+        refuse(code)
+    assert leaving.value.code == EXIT_FAILED
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {Path.cwd()}: {os.strerror(code)}; ")
+    assert said.count("\n") == 1
