@@ -1,7 +1,7 @@
 """Runs programs in sandboxes whose limits are low, and checks that nothing of them is left when they have ended."""
 
 import os
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -26,13 +26,17 @@ def processes_in(namespace: str) -> list[int]:
 def run_contained(sandbox: Sandbox, source: str, *tasks: ProgramTask) -> list[Outcome]:
     """Run the tasks, and fail if the program outlives its context or changes what is mounted here."""
     mounts = Path("/proc/self/mounts").read_text()
-    with sandbox.program(source) as program:
-        namespace = os.readlink(f"/proc/{program.keeper}/ns/pid_for_children")
-        (first,) = psutil.Process(program.keeper).children()
-        outcomes = [program.run(task) for task in tasks or [RunWithInput(text="")]]
-    # The kernel lets the first process of a pid namespace go when all others are gone.
-    assert not first.is_running()
-    assert processes_in(namespace) == []
+    with ExitStack() as held:
+        with sandbox.program(source) as program:
+            path = f"/proc/{program.keeper}/ns/pid_for_children"
+            namespace = os.readlink(path)
+            # The kernel gives the number of a namespace that is gone to the next one, which may be another test's.
+            held.enter_context(open(path))
+            (first,) = psutil.Process(program.keeper).children()
+            outcomes = [program.run(task) for task in tasks or [RunWithInput(text="")]]
+        # The kernel lets the first process of a pid namespace go when all others are gone.
+        assert not first.is_running()
+        assert processes_in(namespace) == []
     assert Path("/proc/self/mounts").read_text() == mounts
     return outcomes
 
