@@ -2,8 +2,9 @@
 
 import ast
 import functools
+import graphlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -40,6 +41,8 @@ FLOORS = (
     ("errors",),
 )
 FLOOR_OF = {room: height for height, floor in enumerate(FLOORS) for room in floor}
+# What is about one data set, other trainers' names, or predictions; only the command line knows these rooms.
+SHELL = ("recipes", "migrate", "forecast")
 # The function that prints lines, and what prints texts of its own that are whole: the shell's completion, run files,
 # job scripts, and pages with colours.
 PRINTS = (
@@ -141,6 +144,12 @@ def nothing_imports_upward(source: Source) -> list[str]:
     return [".".join(n) for n in names if n[0] == "megarl" and len(n) > 1 and FLOOR_OF.get(n[1], own) < own]
 
 
+def core_knows_no_shell(source: Source) -> list[str]:
+    if source.path.parts[0] in (*SHELL, "cli.py"):
+        return []
+    return [name for name in imported_names(source) if _is_within(name, tuple(f"megarl.{room}" for room in SHELL))]
+
+
 def prints_texts_by_one_function(source: Source) -> list[str]:
     """`print_lines` keeps texts in their lines; `PRINTS` has what is made to be printed whole."""
     if source.path.as_posix() in PRINTS or source.path.parts[:2] == ("sandbox", "jail"):
@@ -158,6 +167,7 @@ RULES: list[Callable[[Source], list[str]]] = [
     device_only_in_platform,
     rooms_apart,
     nothing_imports_upward,
+    core_knows_no_shell,
     prints_texts_by_one_function,
 ]
 
@@ -228,11 +238,51 @@ def test_package_follows_the_rule(rule: Callable[[Source], list[str]]) -> None:
         (nothing_imports_upward, "doctor/x.py", "def f():\n    from ..cli import main", ["megarl.cli.main"]),
         (nothing_imports_upward, "parallel/x.py", "import megarl.rollout.engine, torch\nfrom megarl import types", []),
         (nothing_imports_upward, "doctor/x.py", "import megarl\nfrom megarl import __version__", []),
+        (core_knows_no_shell, "run/x.py", "def f():\n    from megarl import recipes", ["megarl.recipes"]),
+        (core_knows_no_shell, "config/x.py", "import megarl.migrate.aliases", ["megarl.migrate.aliases"]),
+        (core_knows_no_shell, "forecast/x.py", "import megarl.recipes.tasks, megarl.plan", []),
         (nothing_imports_upward, "attic/x.py", "import math", ["no floor for attic"]),
     ],
 )
 def test_rule_on_a_snippet(rule: Callable[[Source], list[str]], path: str, code: str, found: list[str]) -> None:
     assert rule(Source(path=Path(path), tree=ast.parse(code))) == found
+
+
+def test_rooms_are_few() -> None:
+    assert len(FLOOR_OF) <= 30
+
+
+def circles(imports: Mapping[str, Collection[str]]) -> list[str]:
+    """The first circle of modules that import one another, if there is one."""
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_one_another() -> None:
+    """Not for their types, and not inside functions either."""
+    modules = {
+        ".".join((*source.package, source.path.stem)).removesuffix(".__init__"): source for source in read_sources()
+    }
+    imports = {
+        module: {
+            found
+            for name in imported_names(source)
+            for found in (name, name.rpartition(".")[0])
+            # A package's own face imports what is in it.
+            if found in modules and found != module and modules[found].path.name != "__init__.py"
+        }
+        for module, source in modules.items()
+    }
+    assert sum(map(len, imports.values())) > 1000
+    assert circles(imports) == []
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": ["b"], "b": ["c"], "c": []}) == []
+    assert set(circles({"a": ["b"], "b": ["c"], "c": ["a"]})) == {"a", "b", "c"}
 
 
 def test_files_and_functions_stay_short() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.unit.config.test_aliases import keys_of
+from tests.unit.migrate.test_aliases import keys_of
 
 from megarl.algos.build import build_algorithm
 from megarl.cli import main
