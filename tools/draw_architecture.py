@@ -24,7 +24,7 @@ STAGES = (
     ("judge", "Reward", JUDGE),
     ("filter, refill", "groups to keep", DRIVER),
     ("rows", "TrainingRows", DRIVER),
-    ("score", "log-probs, values", TRAINER),
+    ("forward", "log-probs, values", TRAINER),
     ("advantage", "Advantages", DRIVER),
     ("update", "new weights", TRAINER),
     ("sync", "engines updated", TRAINER),
@@ -148,11 +148,11 @@ def draw() -> Figure:
     arrow(axes, (86, 33), (86, 20))
     axes.text(87, 28.5, "forks", size=7.5, va="center", color=MUTED)
     arrow(axes, (43, 33), (17, 20), style="<|-|>")
-    axes.text(28, 28, "rows, scores", size=7.5, ha="right", va="center", color=MUTED)
+    axes.text(28, 28, "rows, log-probs", size=7.5, ha="right", va="center", color=MUTED)
     arrow(axes, (54, 33), (54, 20), style="<|-|>")
     axes.text(53, 28, "prompts, samples", size=7.5, ha="right", va="center", color=MUTED)
     arrow(axes, (28, 12.5), (42, 12.5), linewidth=2.6)
-    axes.text(35, 14.4, "bridge: weights", ha="center", size=7.5, color=INK)
+    axes.text(35, 14.4, "weights", ha="center", size=7.5, color=INK)
     axes.text(35, 9.8, "after each update", ha="center", size=7.5, color=MUTED)
     return figure
 
