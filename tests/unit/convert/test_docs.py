@@ -74,7 +74,7 @@ def test_the_page_shows_what_is_printed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shown = transcripts()
-    assert len(shown) == 8
+    assert len(shown) == 6
     for command, expected in shown:
         run(command, monkeypatch)
         output = capsys.readouterr()
