@@ -18,34 +18,33 @@ Written by `{COMMAND}` from the tables `megarl/migrate/peers/*.yaml`; edit those
     megarl convert-config train.sh --out configs/run/mine.yaml
     megarl train configs/run/mine.yaml --dry-run --device-gib 80
 
-The first command reads a shell script with `python3 -m verl.trainer.main_ppo a.b=c …`, `python3 -m
-openrlhf.cli.train_ppo_ray --flag value …` or LUFFY's `main_mix_ppo`, or a YAML file, and writes a run file. It does
-not run the script: it follows its statements as bash would without arguments and with none of its variables set before
-(`${{SMOKE:-0}}` is 0), in the directory where it is called. `megarl convert-config train.sh SMOKE=1 big` is
-`SMOKE=1 bash train.sh big`; `--command 2` takes the second of several commands that start training. What only the
-machine tells is not guessed: the output of a command (`$(nproc)`), a file, a variable of Slurm, a variable that the
-script reads without a default and never sets. Options that depend on it are left out of the run file, and listed with
-the line and the reason in its comments and on the standard error; where a condition is not known, both branches are
-followed, and an option on which they agree is carried over. A file that the script sources is read if it is there.
+The first command reads a script with `python3 -m verl.trainer.main_ppo a.b=c …`, `python3 -m
+openrlhf.cli.train_ppo_ray --flag value …` or LUFFY's `main_mix_ppo`, or a YAML file, and writes a run file. An unknown
+key in a run file or on the command line is answered from the same tables.
 
-The defaults that such a run relies on without naming them (those of verl 0.6 and 0.9, OpenRLHF before 0.11, and LUFFY)
-are set too. What cannot be carried over is listed, with the reason, on the terminal and in the run file's comments.
-Values are converted:
+The script is followed, not run, as bash would follow it in the directory where it is called, without arguments and with
+none of its variables set before:
 
-- verl's and LUFFY's warm-up counts training steps, here it counts optimizer steps.
-- OpenRLHF's `train_batch_size` counts rows, here mini-batches count prompts.
-- Micro-batches of so many rows become as many tokens as those rows have at full length, and tokens per device become
-  tokens per data-parallel rank.
+- `megarl convert-config train.sh SMOKE=1 big` stands for `SMOKE=1 bash train.sh big`. `--command 2` takes the second of
+  several commands that start training. Files that the script sources are read.
+- The converter does not guess what only the machine knows: the output of a command (`$(nproc)`), a file, a variable of
+  Slurm, or a variable without a default that the script never sets. Options that depend on these are left out. If a
+  condition is not known, both branches are followed, and an option on which they agree is carried over.
+- The run file's comments and the terminal list every option that is left out, with line and reason.
+
+The defaults of verl 0.6 and 0.9, OpenRLHF before 0.11, and LUFFY are written out. Values are converted:
+
+- Warm-up counts training steps in verl and LUFFY, and optimizer steps here.
+- OpenRLHF's `train_batch_size` counts rows; mini-batches here count prompts.
+- Micro-batches of so many rows become as many tokens as these rows have at full length. Tokens per device become tokens
+  per data-parallel rank.
 - `actor.layout.dp` and the number of engines follow from the number of devices. FSDP and ZeRO-3 shard parameters over
-  all devices; Megatron does so by `actor.layout.tp` and `pp`, which are yours to choose if the plan does not fit.
-- What needs two options there and one here, such as the switch and the coefficient of a KL penalty, is put together.
+  all devices; Megatron does so by `actor.layout.tp` and `pp`, which you choose if the plan does not fit.
+- Two options that are one here, such as the switch and the coefficient of a KL penalty, are put together.
 
-Models may be ids on the Hugging Face hub ([models.md](models.md#where-models-come-from)). Data are files: what a script
-takes from a hub is downloaded first ([data.md](data.md) says which published prompt files open as they are). A custom
-reward function of verl or OpenRLHF runs as it is (`rewards.custom`).
-
-An unknown key in a run file or on the command line is answered by the same tables: `megarl train` names the key here,
-or says that the feature does not exist.
+Models may be [ids on the hub](models.md#where-models-come-from). Data must be files: download first what a script takes
+from a hub ([published files](data.md#published-files)). A custom reward function of verl or OpenRLHF runs as it is
+(`rewards.custom`).
 """
 _FRAMEWORKS: Mapping[str, str] = {
     "verl": "`+` before a name, and its first sections, may be left out where that is unambiguous.",
