@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: README.md and CONTRIBUTING.md are pages of the site, and anchors are those of GitHub.
+"""Hooks of mkdocs: README.md and its neighbours are pages of the site, and anchors are those of GitHub.
 
 Links are written for readers of the repository; the site has the same pages in other places.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # Pages outside of docs/, by their place on the site.
-OUTSIDE = {"index.md": "README.md", "CONTRIBUTING.md": "CONTRIBUTING.md"}
+OUTSIDE = {"index.md": "README.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
 
 
 def on_config(config: Any) -> Any:
