@@ -109,7 +109,7 @@ def apply_kl_penalty(token_level_scores: Tensor, kl: Tensor, loss_mask: Tensor, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KLObservation:
-    """What a KL controller reads after a step: the step's mean KL in nats, and the number of rows behind that mean."""
+    """Input of a KL controller after a step: the step's mean KL in nats, and the number of rows behind that mean."""
 
     kl_nats: float
     num_rows: int

@@ -61,7 +61,7 @@ class BradleyTerry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairLogprobs:
-    """What a policy says of pairs of responses: row 0 of each [2, P] tensor are the chosen ones, row 1 the rejected.
+    """Log-probs of pairs of responses: row 0 of each [2, P] tensor are the chosen ones, row 1 the rejected.
 
     logprobs: log-probs of whole responses. log_ratios: the same less those of the reference model (0 for losses that
     have none). num_tokens: lengths of the responses. kl: what `BATCH_KL` stands for (0 for losses that do not read it).

@@ -16,7 +16,7 @@ Difficulty: TypeAlias = Callable[[Sequence[str], Tensor, Tensor], Tensor]
 
 DIFFICULTIES: Registry[Difficulty] = Registry("difficulty", key="algo.cpo.difficulty")
 
-# What metrics call the difficulties.
+# Names of the difficulties in metrics.
 LEVELS: Mapping[str, int] = {"easy": 1, "medium": 0, "hard": -1}
 
 _EASY_VARIANCE = 0.1
@@ -78,7 +78,7 @@ def variance_signed(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Te
 def group_difficulty(uids: Sequence[str], correct: Tensor, rewards: Tensor, cfg: CpoConfig) -> Tensor:
     """Return the difficulty [B] that CPO's methods read: 1 (easy), 0 or −1 (hard), the sign of the configured level.
 
-    Of the levels of `five_way`, 1 and 2 are therefore both easy, and −1 and −2 are both hard.
+    Levels 1 and 2 of `five_way` are therefore both easy, and −1 and −2 are both hard.
 
     >>> group_difficulty("aab", torch.tensor([True, False, True]), tensor([1.0, 0.0, 1.0]), CpoConfig()).tolist()
     [0, 0, 1]
