@@ -212,7 +212,7 @@ class EngineGroup:
 
     async def _parts(self) -> "dict[asyncio.Future[Completion], Completion]":
         found = await self._answers(VllmEngine.unfinished, doing="asking for unfinished samples")
-        # What had finished before is on its way.
+        # Samples that had finished before are on their way.
         while any(stream.has_more() for stream in self._streams.values()):
             await asyncio.sleep(0)
         # And who waited for it goes on.

@@ -23,7 +23,7 @@ from megarl.errors import ConfigError
 
 
 class RayNode(TypedDict):
-    """What `ray.nodes()` says of a node, as far as it is read here."""
+    """An entry of `ray.nodes()`, as far as it is read here."""
 
     Alive: bool
     NodeManagerAddress: str

@@ -83,7 +83,7 @@ OTHERWISE = (
 
 def explain(error: Exception, temp_dir: Path) -> str:
     """Return the remedy for an error of Ray's start; `temp_dir` is the run's, with the logs of what did not start."""
-    # What the processes logged is nearer to the cause than that somebody waited for them.
+    # The logs of the processes are nearer to the cause than the time-out of whoever waited for them.
     slow = SLOW if TIMED_OUT.search(str(error)) else ""
     remedy = known_remedy(error, _log_lines(temp_dir)) or slow + OTHERWISE
     return remedy.format(place=temp_dir.parent)

@@ -47,7 +47,7 @@ NOWHERE = Location(host="", address="", device_ids=())
 
 
 class Remote(Protocol):
-    """What every actor of a run answers; see `RunActor`."""
+    """The methods of every actor of a run; see `RunActor`."""
 
     def locate(self) -> Location: ...
 

@@ -14,7 +14,7 @@ from megarl.rollout.source import Doing, generating
 
 
 class WeightSync(Protocol):
-    """What brings the weights to all engines, and does not survive the replacement of one; see `BridgeSync`."""
+    """Brings the weights to all engines, and does not survive the replacement of one; see `BridgeSync`."""
 
     def push(self, version: int, *, verify: bool) -> dict[str, float]: ...
 
