@@ -11,7 +11,7 @@ from megarl.config.setting import ANY_NUMBER, AT_LEAST_0, AT_LEAST_1, POSITIVE, 
 class CriterionConfig:
     """Define one criterion of a rubric."""
 
-    text: str  # What the judge is told about the criterion.
+    text: str  # The judge reads this about the criterion.
     weight: float = setting(1.0, ANY_NUMBER)  # Factor of its score in the reward.
 
 
@@ -40,7 +40,7 @@ class SamplingConfig:
     top_p: float = setting(1.0, SHARE)
     max_tokens: int = setting(1024, AT_LEAST_1)  # Limit of what the judge may write.
     votes: int = setting(1, AT_LEAST_1)  # How often each question is asked, each time with another seed.
-    combine: Literal["mean", "median", "majority"] = "mean"  # Of the votes; majority: the most frequent one.
+    combine: Literal["mean", "median", "majority"] = "mean"  # Statistic of the votes; majority: the most frequent one.
     # Further fields of each request, such as {chat_template_kwargs: {enable_thinking: false}}.
     extra_body: Mapping[str, Any] = field(default_factory=dict)
 

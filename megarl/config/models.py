@@ -88,7 +88,7 @@ class HeadConfig:
     memory.
     """
 
-    # What the head keeps from forward to backward: nothing (recompute), the logits (keep), or their gradients
+    # Kept by the head from forward to backward: nothing (recompute), the logits (keep), or their gradients
     # (in_chunk, for losses that are sums over tokens). auto: keep if the logits fit memory_mib, else in_chunk if
     # the loss allows it, else recompute.
     regime: Literal["auto", "recompute", "keep", "in_chunk"] = "auto"

@@ -76,7 +76,7 @@ class Converted:
 def convert_config(path: Path, out: Path | None, given: Sequence[str] = (), command: int | None = None) -> None:
     """Convert a script or YAML file, and write the run file to `out`, or print it.
 
-    given, command: see `read_peer_file`. What the file does not tell is named on the standard error too.
+    given, command: see `read_peer_file`. The standard error also lists what the file does not tell.
     """
     if out is not None and out.exists():
         raise ConfigError(f"--out: {out} exists; choose another name or delete it")
@@ -167,7 +167,7 @@ def translated(alias: Alias, value: Any, options: Mapping[str, Any]) -> dict[str
 def _complete(settings: Mapping[str, Any], undecided: Set[str], lost: dict[str, str]) -> dict[str, Any]:
     """Add settings that follow from others (layouts, engines, sizes), and drop settings that would have no effect.
 
-    What would follow from one of the `undecided` keys is added to `lost` instead.
+    Settings that would follow from one of the `undecided` keys are added to `lost` instead.
     """
     known = {"placement.mode": "colocated", "algo.policy_loss.name": "ppo_clip", **settings}
     for start, decides, values in _ONLY_WITH:

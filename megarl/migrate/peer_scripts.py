@@ -1,6 +1,6 @@
 """Read the options of a training run from the command that a shell script starts it with.
 
-The script is followed, not run (`megarl.migrate.shell`). What only running it would tell is listed, never guessed.
+The script is followed, not run (`megarl.migrate.shell`). The conversion lists what only running it would tell.
 """
 
 import re

@@ -258,7 +258,7 @@ class Commands:
             return None
         if machine.wanted(words):
             machine.commands.append(Command(words=tuple(arguments), line=line))
-            # What follows it is what follows a training that succeeds.
+            # The script goes on as after a training that succeeds.
             return 0
         return self.inner(words, line)
 

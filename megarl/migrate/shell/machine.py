@@ -1,4 +1,4 @@
-"""What the parts of the interpreter share: the state of the shell, its variables, its decisions and its output."""
+"""Hold what the parts of the interpreter share: the state of the shell, its variables, its decisions and its output."""
 
 import re
 from collections.abc import Callable

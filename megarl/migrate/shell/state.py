@@ -21,7 +21,7 @@ class ShellLimitError(ValueError):
 
 @dataclass(slots=True)
 class Budget:
-    """What a script has used of the limits, in all worlds together."""
+    """The part of the limits that a script has used, in all worlds together."""
 
     steps: int = 0
     characters: int = 0
@@ -66,7 +66,7 @@ Value: TypeAlias = str | Array
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """What a subshell gets a copy of.
+    """The state of a shell, of which a subshell gets a copy.
 
     frames: variables, the script's own first, then one for each function that runs; None is a local name that is not
     set. functions: each with the line where its text starts. arguments: `$1` and those after it, of the script and of

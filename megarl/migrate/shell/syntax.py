@@ -59,7 +59,7 @@ def parse(source: str, line: int) -> "Node":
         ):
             continue
         if node.is_error or node.is_missing:
-            # What tree-sitter could not place comes last in an error.
+            # The node that tree-sitter could not place comes last in an error.
             place = node.children[-1] if node.children and not node.children[-1].is_named else node
             start = text_of(place).strip().partition("\n")[0][:60]
             what = f"{node.type} is missing" if node.is_missing else f"unclosed or unexpected: {start}"
