@@ -66,7 +66,7 @@ def find_record(reader: FileReader, chunk: Chunk, spec: TensorSpec) -> Record:
         reader.read_into(chunk.file, chunk.offset + entry.header_offset, memoryview(header))
     except DataError:
         raise
-    # What torch and zipfile make of damaged bytes may be any error.
+    # Damaged bytes may raise any error in torch and zipfile.
     except Exception as error:
         raise DataError(
             f"{chunk.file}: no tensor at byte {chunk.offset} ({reason_of(error)}); copy the checkpoint again"
