@@ -39,7 +39,7 @@ class Answers:
         self._tokenizer, self._form = tokenizer, answer_form(tokenizer)
         self._lead = self._form.lead or ""
         self.ends = answer_ends(tokenizer, self._form, declared=declared, stop=stop, stop_token_ids=stop_token_ids)
-        # What the model's files beside the template name.
+        # The ends that the model's files beside the template name.
         self._named = {tokenizer.eos_token_id, *declared}
 
     @classmethod

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# What an expression of a template may raise besides Jinja's own errors, given turns that it does not expect.
+# Given turns that it does not expect, an expression of a template may raise these besides Jinja's own errors.
 _TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 

@@ -1,8 +1,8 @@
 """Decide, in one place, how a policy's answers end.
 
 Training and engines have to agree on it, but a model names ends in up to four places: the chat template, the tokenizer,
-generation_config.json and config.json. What the template writes counts, as that is what the policy has seen and will
-see; engines stop at the tokens of all four.
+generation_config.json and config.json. The template decides, because the policy has seen and will see what it writes;
+engines stop at the tokens of all four.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ _MAX_TOKEN_ID = 2**31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerForm:
-    """What a chat template writes around an answer, as far as that is the same around every answer.
+    """The text that a chat template writes around an answer, as far as it is the same around every answer.
 
     before: the text up to the answer. inserted: what the template writes of its own between the prompt and the answer,
     such as an empty thought. lead: the spaces between the prompt and the answer; None: the answer does not

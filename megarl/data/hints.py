@@ -178,7 +178,7 @@ class HintPlacer:
             if not kept.strip():
                 break
             ids, of_hint = self._tokenizer([before + kept + after, kept], add_special_tokens=False)["input_ids"]
-            # What follows may merge with a hint that was cut, and a cut within a character keeps all of it.
+            # A hint that was cut may merge with the text after it, and a cut within a character keeps all of it.
             excess = max(len(ids) - self.max_prompt_tokens, len(of_hint) - self.cfg.max_tokens)
             if excess <= 0:
                 self._vocabulary.require(ids, f"prompt {prompt.uid} with its hint")

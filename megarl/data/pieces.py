@@ -27,8 +27,8 @@ def encode_pieces(tokenizer: "PreTrainedTokenizerBase", pieces: Sequence[str], *
     the tokens before the end stay as they are without the next piece, as those of a prompt do that a policy continues,
     and the next piece is encoded as in a text in which it does not merge with what stands before it.
 
-    mark: the text of an added token. What follows it does not depend on what precedes it, so that long chats with it
-    take time in proportion to their length.
+    mark: the text of an added token. The text after it is encoded without regard to the text before it, so that
+    long chats take time in proportion to their length.
     """
     found: list[list[int]] = []
     context = ""

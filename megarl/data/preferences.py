@@ -20,7 +20,7 @@ from megarl.types import Row, row_read_at_end
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# What happens to a pair with a text over its length limit: the run does not start, or the pair is left out.
+# A pair with a text over its length limit: the run does not start, or the pair is left out.
 OnLong: TypeAlias = Literal["error", "drop"]
 
 

@@ -41,7 +41,7 @@ SHAREGPT_ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
-# What a turn may hold besides its text. It would be lost: chats are rendered from roles and texts.
+# A turn may hold these besides its text. They would be lost: chats are rendered from roles and texts.
 UNREAD_TURN_KEYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 # Schemas of functions, by OpenAI's names of today and of before.
 TOOL_COLUMNS = ("tools", "functions")

@@ -66,7 +66,7 @@ def parse_template(tokenizer: "PreTrainedTokenizerBase", directory: Path) -> tup
             f"{file}: line {error.lineno} of the chat template is not valid Jinja: {error.message}; correct it, or "
             f"{MODEL_REMEDY}"
         ) from error
-    # Of several templates, none is the default.
+    # None of several templates is the default.
     except ValueError as error:
         raise ConfigError(f"{file}: no chat template can be chosen: {reason_of(error)}; {MODEL_REMEDY}") from error
     return template, frozenset(read - _GIVEN - environment.globals.keys())

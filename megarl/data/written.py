@@ -12,7 +12,7 @@ from typing import Any
 from megarl.errors import DataError
 from megarl.texts.unicode import find_surrogate
 
-# What the text of a structure begins with, a JSON text of such a text included.
+# The text of a structure begins with one of these, and so does a JSON text of such a text.
 _OPENING = re.compile(r'\ufeff?\s*(?:[\[{"]|\(\s*\{|array\()')
 # How numpy prints an array of turns, without commas, and with its own name around it: nothing can read that back.
 _PRINTED_TURNS = re.compile(

@@ -78,7 +78,7 @@ def generate_arithmetic(out_dir: str | Path, config: GenerateConfig) -> SplitFil
             symbol = rng.choice(list(OPERATIONS))
             operation = OPERATIONS[symbol]
             a, b = operation.draw(rng)
-            # Of sums and products, the order of the numbers makes no difference.
+            # The order of the numbers makes no difference to sums and products.
             key = f"{a}-{b}" if symbol == "-" else f"{min(a, b)}{symbol}{max(a, b)}"
             if (zlib.crc32(key.encode()) % HELD_OUT_EVERY == 0) == (path == files.val):
                 name, other = rng.sample(NAMES, 2)

@@ -30,7 +30,7 @@ from megarl.registry import Registry
 # Share of the demonstrations that state an estimate at once, halve the range of numbers, or explain all failures.
 ESTIMATE_FRAC, HALVING_FRAC, EXPLAINING_FRAC = 0.6, 0.4, 0.4
 LOW, HIGH, NUM_GUESSES = 1, 31, 5
-# What a program may do to a number, the numbers that it is tested with, and how many programs a demonstration writes.
+# The steps of a program, the numbers that it is tested with, and how many programs a demonstration writes.
 FORMULAS = [f"x{sign}{k}" for sign, k in product("+-*", range(2, 10))]
 NUM_TESTS, NUM_PROGRAMS = 3, 2
 

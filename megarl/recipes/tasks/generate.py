@@ -28,7 +28,7 @@ class GenerateConfig:
     """Sizes, levels (None: the task's own mix) and demonstration styles of the files that `generate` writes.
 
     `hint_frac` of the demonstrations have the gold solution in the question; of these, `direct_frac` answer at once and
-    the rest work the answer out. Of the demonstrations without a hint, `cheap_frac` have the cheap style.
+    the rest work the answer out. `cheap_frac` of the demonstrations without a hint have the cheap style.
     """
 
     seed: int = 0
@@ -63,7 +63,7 @@ class TaskFiles:
 class PreferenceConfig:
     """Sizes and difficulty levels of the preference files (None: the levels of the task's demonstrations).
 
-    Chosen answers are worked out step by step. Of the rejected answers, `cheap_frac` are estimates. The others are
+    Chosen answers are worked out step by step. `cheap_frac` of the rejected answers are estimates. The others are
     worked out too, but with mistakes, so that only correctness distinguishes them from chosen answers. If a rejected
     answer happens to be right, a wrong one that is stated at once replaces it.
     """
@@ -84,7 +84,7 @@ class PreferenceConfig:
 class ChatConfig:
     """Sizes and difficulty levels of the chat files (None: the levels of the task's demonstrations).
 
-    A chat has one to `max_answers` problems and answers. Of the answers before the last, `wrong_frac` are wrong and
+    A chat has one to `max_answers` problems and answers. `wrong_frac` of the answers before the last are wrong and
     marked as not to be trained.
     """
 
