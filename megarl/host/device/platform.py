@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # The version of megatron-core that megarl is tested with.
 TESTED_MEGATRON = "0.16.1"
 
-# What every process of a run needs, whatever the device.
+# Every process of a run needs these, whatever the device.
 COMMON_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
