@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MIN_PYTHON = (3, 11)
 # The extras of megarl whose packages a run uses, by platform.
 EXTRAS = {"cpu": ("cpu",), "cuda": ("cuda", "apex")}
-# What a run that does without these packages loses.
+# A run without these packages loses this.
 OPTIONAL = {
     "transformer-engine": "megarl's norm and attention take its place, without fused kernels and grouped experts",
     "apex": "weight gradients are not added up within the matrix products (gradient_accumulation_fusion)",

@@ -202,7 +202,7 @@ def _secrets_findings(run_dir: Path) -> Iterator[Finding]:
 
 
 def _checkpoint_findings(run_dir: Path, require_plain_data: Callable[[Path], None]) -> Iterator[Finding]:
-    # Of step_N/ROLE/.metadata the directory of the step, in which further files lie.
+    # step_N of step_N/ROLE/.metadata, since further files lie there.
     checkpoints = sorted({index.parents[1] for index in run_dir.rglob(".metadata")})
     for checkpoint in checkpoints:
         try:
