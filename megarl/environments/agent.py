@@ -29,7 +29,7 @@ class AgentEnvironment(Environment):
     """An environment whose other side is an agent: a function or a program that uses an OpenAI client.
 
     The agent's first request is the prompt, what it adds in later ones are replies, and its end ends the conversation.
-    What it returns is the reward, or a mapping with `reward` and further findings.
+    It returns the reward, or a mapping with `reward` and further findings.
     """
 
     owns_prompt = True

@@ -98,7 +98,7 @@ class PythonEnvironment(ToolEnvironment):
         Run Python code. Names, imports and files last from one call to the next.
 
         Args:
-            code: The code. What it prints, and the value of its last line, is the result.
+            code: The code. The result is its output and the value of its last line.
         """
         # A call that nobody waits for any more is in the way of the next one until its time is over.
         return await asyncio.shield(self._in_order(self._run_cell, code))
@@ -108,7 +108,7 @@ class PythonEnvironment(ToolEnvironment):
         for action in actions:
             for call in [] if action.is_cut else self._parse(action.text):
                 if call.name == "python":
-                    # What they raised, they raise again.
+                    # They raise again what they raised.
                     with suppress(ToolError, TypeError):
                         await self.python(**call.arguments)
         return True

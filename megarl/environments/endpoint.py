@@ -70,7 +70,7 @@ class TurnAsked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Said:
-    """What is compared of a message: who said it, the text, and each call's name and arguments."""
+    """The parts of a message that are compared: who said it, the text, and each call's name and arguments."""
 
     role: str
     text: str
@@ -119,7 +119,7 @@ class Chat:
         except (ValueError, RecursionError):
             functions = []
         if not functions or any(call.error for call in calls):
-            # What cannot be read, or not be sent, is no call; the agent gets the text.
+            # A call that cannot be read or sent is none; the agent gets the text.
             calls = []
         content = action.text
         for call in calls:

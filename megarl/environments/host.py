@@ -178,7 +178,7 @@ class EpisodeHost:
 def sendable(reply: HostReply) -> HostReply:
     """Return the reply with details that any process can read: numbers, texts, and lists and mappings of them.
 
-    What is neither is written as text. Details that cannot be, or are megabytes, make the reply a failure.
+    Other values are written as text. Details that cannot be, or are megabytes, make the reply a failure.
     """
     try:
         text = readable(json.dumps(dict(reply.details), default=_plain_value, ensure_ascii=False))

@@ -105,7 +105,7 @@ class ToolEnvironment(Environment):
         except LateError as error:
             return f"error: {call.name} {error}", True
         except (ConfigError, WorkerError):
-            # What is wrong with the run is not the policy's to mend.
+            # The policy cannot mend what is wrong with the run.
             raise
         except ToolError as error:
             return self._written(message_of(error)), True
