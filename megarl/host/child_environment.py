@@ -36,7 +36,7 @@ ALLOWED = (
     *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE", "HF_ENDPOINT"),
     *("TRANSFORMERS_CACHE", "TRANSFORMERS_OFFLINE", "MEGARL_RUN_ID", "MEGARL_DEVICE", "MEGARL_UMASK"),
 )
-# What a pattern must not let through, as in VLLM_API_KEY.
+# A pattern must not let these through, as in VLLM_API_KEY.
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH")
 
 

@@ -5,8 +5,8 @@ owner, and whose time of modification is its last sign of life. A claim appears 
 another name is renamed to it, which fails if the name is taken: one operation of the file system, also on shared
 storage, where locks of files (flock) may be those of one host only.
 
-A process takes over by making the claim after that of an owner that has died, and then removing the latter. Of several
-that try at once, one can make it. An owner whose claim is gone, because it was taken for dead while it was suspended,
+A process takes over by making the claim after that of an owner that has died, and then removing the latter. If several
+try at once, one can make it. An owner whose claim is gone, because it was taken for dead while it was suspended,
 notices at its next sign of life, and before everything that it writes (`require`).
 """
 

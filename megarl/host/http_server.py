@@ -145,7 +145,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 class _Connections(ServerState):
-    """What the connections of a server share: their bounds, and those of strangers, the oldest first."""
+    """State that the connections of a server share: their bounds, and those of strangers, the oldest first."""
 
     def __init__(self, max_strangers: int) -> None:
         super().__init__()

@@ -29,8 +29,8 @@ def name_anything() -> None:
 def write_anything() -> None:
     r"""Make this process's output, and that of all Python processes that it starts, escape what cannot be encoded.
 
-    In ASCII, as `PYTHONIOENCODING=ascii` or the locale C ask for, `2×3` is written as `2\xd73`. What ends this process
-    is printed as `print_lines` does.
+    In ASCII, as `PYTHONIOENCODING=ascii` or the locale C ask for, `2×3` is written as `2\xd73`. An error that
+    ends this process is printed as by `print_lines`.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in _STRICT:

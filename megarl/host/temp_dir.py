@@ -23,9 +23,9 @@ from megarl.errors import ConfigError
 from megarl.host.writing import problem
 
 SOCKET_BYTES = 107
-# What Ray puts below its directory; a process id has up to seven digits.
+# Ray puts this below its directory; a process id has up to seven digits.
 _RAY = "/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
-# What begins the name of a run's directory, the directory of Ray in it, and the file in it that has the run's id.
+# The beginning of the name of a run's directory, the directory of Ray in it, and the file in it that has the run's id.
 PREFIX, RAY_DIRECTORY, _ID_FILE = "mr-", "r", "run"
 # `mkdtemp` adds eight characters to what the name begins with.
 _RUN = f"/{PREFIX}12345678/{RAY_DIRECTORY}"
@@ -140,7 +140,7 @@ def temp_dirs() -> Iterator[tuple[str, Path]]:
     """
     for root in candidates():
         for directory in root.glob(f"{PREFIX}*"):
-            # What others have put there is not even looked into.
+            # Directories of others are not even looked into.
             if is_private(directory):
                 with contextlib.suppress(FileNotFoundError):
                     yield (directory / _ID_FILE).read_text(encoding="utf-8"), directory
