@@ -40,7 +40,7 @@ def main() -> None:
     arguments = parser.parse_args()
     head, _, port = arguments.head.partition(":")
     address = address_towards(head, int(port))
-    # Workers inherit all of this from Ray. What the user exported wins.
+    # Workers inherit all of this from Ray. Variables that the user exported win.
     os.environ.setdefault("MEGARL_HOST_ADDRESS", address)
     if address != LOOPBACK:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
