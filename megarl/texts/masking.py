@@ -1,6 +1,6 @@
 """Mask secrets in what is written or said: in saved configurations, reports, trackers, and messages that quote values.
 
-What is secret shows in a setting's name (`password`, `api_key`, `Authorization`, everything below `env` or `headers`),
+A secret shows in a setting's name (`password`, `api_key`, `Authorization`, everything below `env` or `headers`),
 or in the text: user and query of a URL, options and assignments of a command, and the forms of well-known keys. Names
 that end in `_env` only name a variable. A secret of another form is not noticed: settings such as `api_key_env` and
 `pass_env` keep secrets out of configurations altogether.
