@@ -105,7 +105,7 @@ def prepare_megatron() -> None:
 def make_batch_invariant() -> Any:
     """Make this process compute by Megatron's batch-invariant kernels, for good; return what keeps them in place.
 
-    Of torch's matrix products Megatron replaces those that allocate their results, in layers those of Transformer
+    Megatron replaces torch's matrix products that allocate their results, in layers those of Transformer
     Engine; the log-prob head writes its logits into memory that is there.
     """
     import torch

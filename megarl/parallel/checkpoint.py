@@ -112,7 +112,7 @@ class RankCheckpoints:
         """Restore weights and optimizer states, and RNG states if a role of this rank is in `same_layout`.
 
         same_layout: the roles whose layout is the same as when they were saved. weights_only: leave the optimizers as
-        they are; weights are readable under any layout. What is more than data is not unpickled.
+        they are; weights are readable under any layout. Nothing but data is unpickled.
         """
         # Also for the calls within torch and Megatron, and whatever the user's environment says.
         os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)

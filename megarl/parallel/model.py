@@ -299,7 +299,7 @@ def transformer_config(
     )
 
 
-# What `make_batch_invariant` needs besides.
+# `make_batch_invariant` needs these as well.
 _INVARIANT: Mapping[str, Any] = {
     "batch_invariant_mode": True,
     "attention_backend": AttnBackend.flash,

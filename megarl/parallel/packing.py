@@ -24,7 +24,7 @@ _LENGTH_STEP = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackAlignment:
-    """What the length of each row, and the total length of a pack, must be multiples of under a parallel layout.
+    """The numbers of which row lengths, and the total length of a pack, must be multiples under a parallel layout.
 
     tp: the tensor-parallel size under sequence parallelism, else 1. cp, cp_rank: the context-parallel size and rank.
     block: what must divide the tokens of every rank, because float8 has a scale per block.

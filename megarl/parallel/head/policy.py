@@ -19,7 +19,7 @@ from megarl.parallel.packing import Pack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRequest:
-    """What the log-prob head is asked to compute for a pack (a micro-batch as one sequence), and how.
+    """The request to the log-prob head for a pack (a micro-batch as one sequence): the values to compute, and how.
 
     temperature: one for all rows. entropy_needs_grad: whether the entropy is differentiated. token_local: whether the
     loss is a sum over tokens, each term depending only on its token. paired: the second half of the rows repeats the

@@ -13,8 +13,8 @@ AUTO = "auto"
 
 
 class Regime(StrEnum):
-    """What the log-prob head keeps from forward to backward: nothing (recompute), the logits (keep), or the finished
-    gradients of its inputs (in_chunk).
+    """The tensors that the log-prob head keeps from forward to backward: none (recompute), the logits (keep), or the
+    finished gradients of its inputs (in_chunk).
     """
 
     RECOMPUTE = "recompute"

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# What the first launch of a kernel may raise where it cannot be compiled: Triton's own errors, no usable driver or C
+# Errors of the first launch of a kernel where it cannot be compiled: Triton's own errors, no usable driver or C
 # compiler (RuntimeError), a C compiler that fails, no libcuda (AssertionError), a cache folder that cannot be written
 # (OSError) or that nothing can be loaded from (ImportError).
 LAUNCH_ERRORS = (
