@@ -31,7 +31,7 @@ _LENGTHS = ("response_length/mean", "response_length/max", "prompt_length/mean")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a run says of its costs and samples.
+    """The costs and samples of a recorded run.
 
     step_s: the mean time of the later half of its steps, those from which lengths are drawn. scores: whether its steps
     score old log-probs. notes: say what was estimated rather than measured.
@@ -123,7 +123,7 @@ def measure(run_dir: Path) -> Measured:
 def fit_non_negative(columns: Array, y: Array) -> list[float]:
     """Return the coefficients x ≥ 0 that minimize ‖columns·x − y‖², those of a subset of the columns, others 0.
 
-    columns: [N, K] with few columns; y: [N]. Of subsets that fit equally well, the smaller one counts.
+    columns: [N, K] with few columns; y: [N]. If subsets fit equally well, the smaller one counts.
 
     >>> fit_non_negative(np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]]), np.array([5.0, 7.0, 9.0]))
     [3.0, 2.0]

@@ -38,7 +38,7 @@ from megarl.weights.families import Dims
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """What a device does per second: an H100 SXM of eight in a node, with 400 Gb/s to other nodes. Bytes are those of
+    """Rates of a device per second: an H100 SXM of eight in a node, with 400 Gb/s to other nodes. Bytes are those of
     one direction; `latency_s` is that of an all-reduce.
     """
 
@@ -117,7 +117,7 @@ def train_parts(
     mine = [shard for shard in shards if shard.role == "actor"]
     imbalance = max(shard.num_layers for shard in mine) * layout.pp / dims.num_layers
     passes = epochs * (FORWARD_AND_BACKWARD + recomputed) + num_scored
-    # What a rank exchanges per hidden element of its tokens, in all passes and layers of its stage.
+    # Numbers that a rank exchanges per hidden element of its tokens, in all passes and layers of its stage.
     moved = (epochs * (2 + recomputed) + num_scored) * rows * row * dtype_bytes / (layout.dp * layout.cp)
     moved *= dims.num_layers / layout.pp
     tp, cp, ep = layout.tp, layout.cp, layout.ep * layout.etp

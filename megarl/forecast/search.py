@@ -57,9 +57,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutSearch:
-    """What to look for: a model on `gpus` devices with `device_bytes` each, `per_node` to a node. base: all settings
-    that the search does not choose. num_stages: an engine's, one on each of its nodes. stage_bytes: what
-    `engine_bytes` counts.
+    """The question to the search: a model on `gpus` devices with `device_bytes` each, `per_node` to a node.
+
+    base: all settings that the search does not choose. num_stages: an engine's, one on each of its nodes. stage_bytes:
+    what `engine_bytes` counts.
     """
 
     base: Config

@@ -56,7 +56,7 @@ class GroupLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What each step samples: `prompts_per_step` groups, drawn from `groups`, of `num_samples` samples.
+    """The samples of each step: `prompts_per_step` groups, drawn from `groups`, of `num_samples` samples.
 
     A drawn group with another number of samples gives `num_samples` of them, with repetitions.
     """

@@ -99,7 +99,7 @@ def checkpoint_host_bytes(
         for role in (role for role in roles if role.trainable):
             held, dtype_bytes = by_place[role.role.value, place.pp], DTYPE_BYTES[role.model.dtype]
             experts = held.num_expert_parameters
-            # Of a stage's ranks, those of an expert shard come together, and its replicas after each other.
+            # Ranks of a stage that have the same expert shard come together, and its replicas after each other.
             parts = (
                 (held.num_parameters - experts, layout.dp * layout.cp, place.dp * layout.cp + place.cp),
                 (experts, layout.expert_dp, rank % num_ranks // (layout.ep * layout.etp)),

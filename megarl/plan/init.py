@@ -64,7 +64,7 @@ placement:             # engines use the trainer's devices, and each leaves them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitRequest:
-    """What a first run is to do.
+    """The answers from which a first run file is written.
 
     gpus: 0 for a run on CPU cores. prompt_key, label_key: columns of the prompts, if they are not verl's. reward:
     `FILE.py:NAME` of a function of one's own, which then also judges rows that name no data source.

@@ -37,8 +37,7 @@ class LayoutPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringPlan:
-    """What a role computes before the update of a step (log-probs or values of all rows), if every row has full
-    length.
+    """The work of a role before the update of a step (log-probs or values of all rows), if every row has full length.
 
     rows, max_row_tokens: by kind of row: `plain`, `hinted` (with the prompt's hint) and `shuffled` (with another
     prompt's). micro_batches: of one replica. seconds_at_peak: a lower bound of the pass's time, namely its FLOPs at the
@@ -73,7 +72,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlan:
-    """What a role holds on each rank of a pipeline stage; all ranks of a stage hold equally much.
+    """The memory of a role on each rank of a pipeline stage; all ranks of a stage hold equally much.
 
     resident: bytes by part that a rank holds between passes if nothing is offloaded. activations, head: what the role's
     update adds; 0 if it is frozen. scoring: what a pass without gradients adds. num_experts: how many experts of each
