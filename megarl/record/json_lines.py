@@ -28,8 +28,8 @@ def open_lines(path: Path) -> FileIO:
 def append_lines(file: FileIO, objects: Iterable[object]) -> None:
     """Write one line per object, all of them on disk when this returns; NaN and infinity raise ValueError.
 
-    What JSON or UTF-8 cannot hold is written as the text that `plain` makes of it. If the storage refuses, the file has
-    none of them, and StorageError names it.
+    A value that JSON or UTF-8 cannot hold is written as the text that `plain` makes of it. If the storage refuses, the
+    file has none of the objects, and StorageError names it.
     """
     data = memoryview("".join(json.dumps(plain(value), allow_nan=False) + "\n" for value in objects).encode())
     before = os.fstat(file.fileno()).st_size

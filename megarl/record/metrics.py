@@ -33,11 +33,11 @@ class RunPaths:
         # Who writes the run; see `megarl.host.directory_lock`.
         self.lock = root / PLACE
         self.config = root / "config.yaml"
-        # What the run ran on: package → version.
+        # The packages of the run: package → version.
         self.versions = root / "versions.json"
         # Samples that could not be judged or read; see `megarl.record.problems`.
         self.problems = root / "reward_problems.jsonl"
-        # What the driver is doing; see `megarl.launch.status`.
+        # The present activity of the driver; see `megarl.launch.status`.
         self.status = root / "status.json"
         self.metrics = root / "metrics.jsonl"
         # When which side of the run worked at what; see `megarl.record.timeline`.
@@ -56,7 +56,7 @@ class RunPaths:
         self.records = root / "records"
         # Traces of torch's profiler, one per rank.
         self.profile = root / "profile"
-        # What `--resume` continues from.
+        # `--resume` continues from these.
         self.checkpoints = root / "checkpoints"
         # The workers' output, kept when a run fails.
         self.logs = root / "logs"

@@ -26,8 +26,8 @@ def forward_flops(dims: Dims, *, num_tokens: int, num_scored_tokens: int) -> int
     + 2·r·V·h                          output head
     h: hidden size; q, k, v: sizes of all query, all key and all values' heads (v = q without latents); f: width of the
     MLP; V: vocabulary. In a layer with E experts 3·h·f is 3·h·(width of those that see a token, and of shared ones)
-    + h·E; with latent attention 2·h·q + 2·h·k are the products into and out of latents, and with the output. What
-    recompute and padding cost does not count, nor do norms and other element-wise work.
+    + h·E; with latent attention 2·h·q + 2·h·k are the products into and out of latents, and with the output. Recompute
+    and padding do not count, nor do norms and other element-wise work.
     """
     hidden, latent, experts, q = dims.hidden, dims.latent, dims.experts, dims.dim("q")
     # Multiplications per token of the projections of a layer's attention.

@@ -8,7 +8,7 @@ from megarl.texts.unicode import visible
 def align(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:
     """Lay out rows as lines with columns of equal width, aligned right except for the columns `left`.
 
-    What is hidden in a cell shows.
+    Hidden characters of a cell show.
 
     >>> align([["a", "1"], ["bb", "10"]])
     ['a    1', 'bb  10']

@@ -97,7 +97,7 @@ def lanes_of(intervals: Iterable[Interval]) -> list[str]:
     ['trainer', 'engine 9', 'engine 10']
     """
     first = (STEP_LANE, TRAINER_LANE)
-    # Of two numbers, the one with more digits is larger.
+    # The number with more digits is larger.
     return sorted(
         {interval.lane for interval in intervals},
         key=lambda lane: (first.index(lane) if lane in first else len(first), len(lane), lane),

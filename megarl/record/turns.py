@@ -48,7 +48,7 @@ def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> tuple[Turn
     if sample.episode is None:
         return ()
     turns = []
-    # What an engine wrote before and after a resume is one part.
+    # The text that an engine wrote before and after a resume is one part.
     for author, group in groupby(sample.segments[1:], lambda segment: segment.source):
         segments = list(group)
         ids = [token for segment in segments for token in segment.token_ids.tolist()]
