@@ -26,7 +26,7 @@ def _name_of(run: Run) -> str:
     return visible(str(run.config.get("run", {}).get("name"))).rpartition("-seed")[0] or run.label
 
 
-# What runs can be grouped by.
+# Runs can be grouped by these.
 GROUPINGS: Mapping[str, Callable[[Run], str]] = {"algo": _algorithm_of, "name": _name_of}
 
 

@@ -26,7 +26,7 @@ from megarl.report.summary import (
 from megarl.report.template import PAGE, STYLE
 from megarl.report.timeline import timeline_svg, timeline_windows
 
-# What a reader asks first of a run: configuration key → words. Keys a run does not have are left out.
+# A reader asks first for these: configuration key → words. Keys a run does not have are left out.
 KEY_SETTINGS = {
     "model.path": "model",
     "model.dtype": "precision",

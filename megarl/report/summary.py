@@ -8,7 +8,7 @@ from megarl.report.run import Run, Series
 SAMPLED = "val/test_score/"
 GREEDY = "val/test_score_greedy/"
 NUM_PROMPTS = "val/num_prompts/"
-# What supervised runs measure, best first, and how the headline of their report begins.
+# Scores of supervised runs, best first, and how the headline of their report begins.
 SUPERVISED = {
     "val/reward_model/accuracy": "Share of held-out pairs that the reward model puts in order",
     "val/preference/accuracy": "Share of held-out pairs whose chosen response the policy prefers",

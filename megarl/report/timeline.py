@@ -16,7 +16,7 @@ from megarl.report.style import INK, MUTED, color_of, figure_style, to_svg
 WINDOW_STEPS = 3
 # Lanes of more engines would be too thin to see.
 MAX_ENGINES = 16
-# Of a lane, of what surrounds the lanes of a window, and of the legend's two lines.
+# The width of all, and the heights of a lane, of what surrounds the lanes of a window, and of the legend's two lines.
 WIDTH_INCHES, LANE_INCHES, FRAME_INCHES, LEGEND_INCHES = 11.2, 0.26, 0.95, 0.5
 LEGEND_COLUMNS = 7
 WAITING_ALPHA = 0.3
