@@ -15,7 +15,7 @@ from megarl.types import Reward
 
 SEARCH_CHARS = 300  # the answer stands at the end; a bounded search stays quick on any text
 _MARK = "####"
-# What stands around an answer and says nothing: Markdown, and tags that end a text.
+# Around an answer, these say nothing: Markdown, and tags that end a text.
 _AROUND = re.compile(r"\*{2,3}|__|`|<\|?/?[a-zA-Z_]+\|?>")
 _ABOUT = re.compile(r"[\s*_`$=]*~(?!~)")
 _NAMED = re.compile(r"^[a-zA-Z]\s*=\s*(?=[^=]*$)")

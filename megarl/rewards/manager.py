@@ -121,7 +121,7 @@ class Judging:
         """Accept a finished sample, without waiting for its reward."""
         if prompt.uid not in self.prompt_texts:
             self.prompt_texts[prompt.uid] = str(self.manager.tokenizer.decode(prompt.token_ids))
-        # What an environment wrote is no answer of the policy.
+        # The text of an environment is no answer of the policy.
         response = self.manager.decode(sample.last_turn_ids.tolist())
         item = FinishedSample(
             prompt=prompt, sample=sample, prompt_text=self.prompt_texts[prompt.uid], response=response

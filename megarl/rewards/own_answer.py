@@ -10,7 +10,7 @@ from megarl.rewards.sources import SourceSpec, score
 from megarl.types import Prompt
 
 SHOWN = 3
-# What empty fields of tables become as text.
+# Empty fields of tables become one of these as text.
 _EMPTY = frozenset({"", "none", "null", "nan", "n/a", "boxed", "[]", '"target":[]'})
 
 

@@ -3,7 +3,7 @@
 Request: {"query": [prompt + response, …], "prompts": […], "labels": [ground truth, …]}, and "data_source": […] and
 "extra_info": […], which services may ignore. Answer: {"rewards": [number, …], "scores": [number, …],
 "extra_logs": {name: [number, …] or number}}; "scores" and "extra_logs" may be missing. Lists in "extra_logs" have an
-entry for each row; null among numbers says that the service has no opinion there. What is not a number is kept beside
+entry for each row; null among numbers says that the service has no opinion there. Other values are kept beside
 the row's sample, and not averaged. A reward of null says that the service could not judge the row; the row's entry in
 "extra_logs": {"unjudged": [text, …]} must then say why. "no_opinion": [name, …], which may be missing, names numbers
 that other answers of the service have, but on which it has no opinion in any of these rows.

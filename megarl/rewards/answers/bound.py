@@ -12,7 +12,7 @@ _LETTER = r"(?P<letter>(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z]))"
 _UPPER = r"(?:\s*\^\s*(?:\{[^{}]*\}|\\[a-zA-Z]+|\w))?"
 _DOMAIN = r"\\in\s*(?:\\mathbb\s*\{?\s*[NZQRC]\s*\}?|[NZQRC])(?:[_^]\s*(?:\{[^{}]*\}|.))*"
 _END_OF_TERM, _END_OF_SIDE = "+-=,;<>", "=,;"
-# What binds a letter, and at which signs its scope ends that begins after the match. Without signs, the scope is the
+# These bind a letter, in a scope that begins after the match and ends at the signs. Without signs, the scope is the
 # match. Limits are not in it.
 _BINDERS: Mapping[re.Pattern[str], str] = {
     re.compile(pattern): ends

@@ -244,7 +244,7 @@ def same_group(answer: str, gold: str, compare: Compare, options: AnswerOptions)
             return Equality.DIFFERENT
     elif r"\{" in (a.opening, g.opening) and (a.ordered or g.ordered) and not options.ignore_brackets:
         return Equality.DIFFERENT
-    # What dots leave out depends on the order.
+    # Dots leave out terms that follow from the order.
     if a.ordered or g.ordered or r"\ldots" in (*a.items, *g.items):
         return _all_equal(a.items, g.items, compare)
     return _same_multiset(a.items, g.items, compare)

@@ -12,7 +12,7 @@ _STATED_REF = re.compile(r"he answer is")
 # A full stop ends an answer's sentence, unless it is between digits.
 _SENTENCE_END = re.compile(r"\.(?:\s|$)|\n")
 _MATH = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-# What may stand between two boxes that state one answer.
+# This may stand between two boxes that state one answer.
 _BETWEEN_BOXES = re.compile(
     r"(?:[\s$,;&~]|\\[()\[\],;: \\]|\\(?:q?quad|lor|land|vee|wedge)(?![a-zA-Z])|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])"
     r"|\\text\s*\{[\s,]*(?:and|or)?[\s,]*\}|(?<![a-zA-Z\\])[a-zA-Z]\s*=)*"

@@ -22,8 +22,8 @@ _CHAINED_POWER = re.compile(r"\^\s*(?:[\d.]+|[a-zA-Z])\s*\^")
 _DROPPED = re.compile(
     r"\d\s*_|['\"]|\d\s*\$\s*\d|(?<!\d)\d{4}-\d\d-\d\d(?!\d)|\\(?:angle|triangle|[lc]?dots|phantom|models)(?![a-zA-Z])|\^\s*(?:\{\s*T\s*\}|T(?![a-zA-Z]))"
 )
-# A number after a factor, with nothing but spaces between, which the parser would multiply. What `20 22` or `x 2` mean,
-# nobody knows. A mixed fraction is one number here, as `spelling.canonical` writes it.
+# A number after a factor, with nothing but spaces between, which the parser would multiply. Nobody knows
+# what `20 22` or `x 2` mean. A mixed fraction is one number here, as `spelling.canonical` writes it.
 _LETTERS = (
     "alpha|beta|gamma|delta|epsilon|varepsilon|theta|lambda|mu|nu|rho|sigma|tau|varphi|phi|psi|omega|pi|Gamma|Delta"
     "|Omega|infty|rfloor|rceil|degree"

@@ -135,7 +135,7 @@ def same_time(answer: str, gold: str, compare: Compare, options: AnswerOptions) 
 
 
 def same_ratio(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
-    """Compare ratios: `2:4:6` equals `1:2:3`. What may be two times of day, `2:15` and `4:30`, is compared as such."""
+    """Compare ratios: `2:4:6` equals `1:2:3`. Possible times of day, `2:15` and `4:30`, are compared as such."""
     ratios = [structure.split_top(text, _RATIO) for text in (answer, gold)]
     if any(len(terms) < 2 or not all(terms) for terms in ratios):
         return None

@@ -113,7 +113,7 @@ def _improper(match: re.Match[str]) -> str:
 
 def _repeated(match: re.Match[str]) -> str:
     whole, *parts = (group for group in match.groups() if group is not None)
-    # Of 0.1\dot{4}28\dot{5}, what repeats is in three groups.
+    # The period of 0.1\dot{4}28\dot{5} is in three groups.
     fixed, period = parts[0], "".join(parts[1:])
     if len(match[0]) > MAX_EXPONENT:
         return match[0]

@@ -90,7 +90,7 @@ def _compiled(*rows: tuple[str, str]) -> tuple[tuple[re.Pattern[str], str], ...]
     return tuple((re.compile(pattern), replacement) for pattern, replacement in rows)
 
 
-# What separates equations, where a text has several.
+# These separate the equations of a text.
 _BETWEEN_EQUATIONS = re.compile(r"\\q?quad(?![a-zA-Z])|\\\\(?!\[)")
 _ORDINAL = re.compile(r"(\d+)\s*(?:\^\s*\{?\s*)?(?:st|nd|rd|th)\s*\}?")
 # Patterns and their replacements; the order is part of the definition of both spellings.

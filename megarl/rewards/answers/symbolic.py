@@ -168,7 +168,7 @@ def _is_zero(difference: sympy.Expr, digits: int, size: sympy.Expr) -> bool:
     """Return whether the difference of two constants of a given size is 0: exactly if it is rational, otherwise to
     `digits` decimal places, without those that rounding may cost.
     """
-    # What was parsed is not evaluated. Not `is_zero` or `is_rational` of others, which multiply out powers of roots.
+    # Parsed terms are not evaluated. Not `is_zero` or `is_rational` of others, which multiply out powers of roots.
     if all(_is_rational(node) for node in sympy.preorder_traversal(difference)):
         return bool(difference.doit() == 0)
     maxn = digits + int(sympy.log(size, 10).evalf(15))

@@ -24,7 +24,7 @@ _MEANINGS: Mapping[str, str] = {
     # After a noun these say nothing new: 18 dollars each, 18 years old, 18 miles per hour, 18 apples in total.
     "go on": "per a an each every of in the all her his their total altogether overall old left away ago long tall "
     "high wide deep remaining apart together more",
-    # Of these, so many and so many are one amount: 18 pounds and 5 ounces.
+    # Two of these may make one amount: 18 pounds and 5 ounces.
     "measure": "pound ounce gallon quart pint yard acre month decade dime nickel penny",
 }
 _WORDS = {meaning: frozenset(words.split()) for meaning, words in _MEANINGS.items()}

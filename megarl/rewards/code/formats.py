@@ -18,7 +18,7 @@ from megarl.sandbox import Call, Check, RunWithInput
 
 Row = Mapping[str, Any]
 _BUILTINS = set(dir(builtins))
-# What a signature without a body lacks.
+# A signature without a body lacks one of these.
 _BODIES = ("", "    pass", "        pass")
 
 
@@ -158,7 +158,7 @@ def _pair(name: Any, given: Any, expected: Any, tolerance: float | None) -> Test
         # The arguments are a list, or a text with one JSON value per line.
         arguments = [json.loads(line) for line in given.splitlines() if line] if isinstance(given, str) else given
         if isinstance(expected, str):
-            # What is not JSON is text.
+            # Anything that is not JSON is text.
             with suppress(ValueError):
                 expected = json.loads(expected)
         task = Call(function=str(name), arguments=_list(arguments, "an input"))

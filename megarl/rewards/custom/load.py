@@ -36,7 +36,7 @@ def load_function(path: Path, name: str) -> RewardFunction:
             spec.loader.exec_module(loaded)
         except (Exception, SystemExit) as error:  # the user's code may raise anything
             del sys.modules[module_name]
-            # Of text with null bytes, Python names no file.
+            # Python names no file if the text has null bytes.
             if isinstance(error, SyntaxError) and error.filename in (file, None):
                 where = f"{path}:{error.lineno or 1}"
                 raise ConfigError(damage(path, "Python", error, where=where, remedy=FIX)) from error

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from io import TextIOWrapper
 
-# What is kept of the text of a call, from its end.
+# The text of a call is kept from its end.
 MAX_OUTPUT_CHARS = 4_000
 # No character of UTF-8 is longer than 4 bytes.
 _MAX_BYTES = 4 * MAX_OUTPUT_CHARS

@@ -24,7 +24,7 @@ def try_functions(functions: CustomFunctions, prompts: Iterable[Prompt]) -> None
                 judging.add(
                     Question(
                         data_source=prompt.data_source,
-                        # What a chat template makes of the messages takes the run's tokenizer.
+                        # Only the run's tokenizer could render the messages by its chat template.
                         prompt="\n".join(message.content for message in prompt.messages),
                         response=response,
                         ground_truth=prompt.ground_truth,

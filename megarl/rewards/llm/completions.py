@@ -18,7 +18,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What a model wrote; `text` is None if it could not be asked, and then `reason` says why in one line.
+    """The reply of a model; `text` is None if it could not be asked, and then `reason` says why in one line.
 
     tokens: read and written. is_refused: every endpoint refused the request because of its settings.
     """

@@ -14,7 +14,7 @@ from megarl.rewards.llm.templates import Asked, QuestionWriter, questions_of
 from megarl.rewards.llm.verdict import VerdictReader, combine
 from megarl.types import DROPPED, Reward
 
-# What is kept of a judge's text in the rollout files and in the record of problems, from its end.
+# A judge's text is kept from its end, in the rollout files and in the record of problems.
 MAX_TEXT_CHARS = 4_000
 
 
@@ -29,7 +29,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Heard:
-    """What the judge has said of a response: votes by criterion, and the text of its last reply.
+    """The judge's verdicts on a response: votes by criterion, and the text of its last reply.
 
     outcome, reason: if that reply had no verdict, the kind of failure and its explanation.
     """

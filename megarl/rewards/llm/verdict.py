@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.config.judges import JudgeConfig
 
-# What the built-in templates ask judges to end with.
+# The built-in templates ask judges to end with this.
 SCORE_PATTERN = r"score\W*:\W*(-?\d+(?:\.\d+)?)"
 WINNER_PATTERN = r"winner\W*:\W*(a|b|tie)\b"
 WINNER_LABELS: Mapping[str, float] = {"a": 1.0, "b": 0.0, "tie": 0.5}
