@@ -92,7 +92,7 @@ def started(sample: Sample, reply: HostReply) -> Sample:
     if reply.failure:
         return sample
     has_turns = any(segment.source is SegmentSource.POLICY for segment in sample.segments)
-    # What the policy wrote after another prompt belongs to that.
+    # Tokens that the policy wrote after another prompt belong to that.
     is_other = bool(reply.token_ids) and list(reply.token_ids) != sample.prompt_token_ids.tolist()
     if reply.is_anew or (has_turns and is_other):
         kept = [s for s in sample.segments if s.source in (SegmentSource.PROMPT, SegmentSource.DEMONSTRATION)]

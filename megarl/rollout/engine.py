@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from megarl.sync.wire.wires import Share
 
-# What a worker needs of a request to seed it anew, by name in vLLM's `extra_args`.
+# A worker needs these of a request to seed it anew; they are names in vLLM's `extra_args`.
 SEED, NUM_BEFORE = "megarl_seed", "megarl_num_before"
 
 
@@ -71,7 +71,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """What a worker received in a weight sync: checksums by tensor, if asked for, and the number of bytes sent."""
+    """A worker's receipt for a weight sync: checksums by tensor, if asked for, and the number of bytes sent."""
 
     checksums: Mapping[str, int]
     wire_bytes: int
@@ -288,7 +288,7 @@ def _completion(output: "RequestOutput") -> Completion:
     """Turn vLLM's output into a completion."""
     sampled = output.outputs[0]
     num_tokens, spans = len(sampled.token_ids), sampled.weight_versions
-    # Of each position the sampled token, then the likeliest.
+    # Each position has the sampled token, then the likeliest.
     shape = num_tokens, len(sampled.logprobs.token_ids) // num_tokens
     ids = np.asarray(sampled.logprobs.token_ids, dtype=np.int64).reshape(shape)
     every = np.asarray(sampled.logprobs.logprobs, dtype=np.float32).reshape(shape)

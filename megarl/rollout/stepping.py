@@ -16,7 +16,7 @@ MAX_PAUSE_S = 0.02
 
 @dataclass(slots=True, kw_only=True)
 class EngineWork:
-    """What an engine did since it was last asked: decode steps, the sequences in them added up, and busy times.
+    """The work of an engine since it was last asked: decode steps, the sequences in them added up, and busy times.
 
     recomputed_tokens: tokens of unfinished requests whose keys and values were dropped at an update. busy: (start,
     end) in Unix seconds of the times in which steps followed one another without a pause; began: when the count began.
