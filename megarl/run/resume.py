@@ -15,7 +15,7 @@ from megarl.types.messages import Role
 from megarl.weights.hub import with_recorded_commits
 
 _SCHEDULE = ("lr", "clip_grad_norm", "warmup_steps", "schedule", "decay_frac", "min_lr_frac")
-# What a run may be continued with: where and how it computes, how long, and what it writes. The rest decides what it
+# A resumed run may change these: where and how it computes, how long, and what it writes. The rest decides what it
 # optimises, on which data, in which order.
 CONTINUABLE = (
     "run.name",

@@ -43,7 +43,7 @@ from megarl.weights.hub import with_local_models
 if TYPE_CHECKING:
     from megarl.cluster.cluster import Cluster
 
-# What the study itself sets in every run.
+# The study itself sets these in every run.
 OWN_KEYS = ("run.dir", "run.name", "run.seed", "use.algo")
 # Keys of a config.json that say nothing about the model's shape.
 _INCIDENTAL = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")

@@ -47,7 +47,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRequest:
-    """What the command line asks an evaluation to do.
+    """The request of the command line to an evaluation.
 
     model: a Hugging Face directory, a run, or RUN/checkpoints/step_N.
     """

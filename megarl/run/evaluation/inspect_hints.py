@@ -51,7 +51,7 @@ NUM_EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectRequest:
-    """What the command line asks of an inspection.
+    """The request of the command line to an inspection.
 
     model: a Hugging Face directory, to measure how hints change its log-probs; None: only look at the prompts. answers:
     whose log-probs are measured, those of the model's own samples or of the hints used as answers.
