@@ -69,7 +69,7 @@ REMEDIES: Mapping[str, str] = {
 
 # The program that must succeed before others run. Its keeper looks at it once.
 _TRIAL = "import statistics, time\ntime.sleep(0.1)"
-# What is tried for each setting, one after the other.
+# These are tried for each setting, one after the other.
 _TIERS: Mapping[Isolation, Sequence[Isolation]] = {
     Isolation.AUTO: (Isolation.NAMESPACES, Isolation.LANDLOCK),
     **{each: (each,) for each in (Isolation.NAMESPACES, Isolation.LANDLOCK, Isolation.LIMITS_ONLY)},
@@ -159,7 +159,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
 
     def __init__(self, options: SandboxOptions | None = None) -> None:
         self.options = options or SandboxOptions()
-        # What isolates programs, and why it is no stronger one; known once a program has been started.
+        # The isolation of programs, and why it is no stronger one; known once a program has been started.
         self.tier: Isolation | None = None
         self.refusals: tuple[str, ...] = ()
         # Where the directories of programs are, unless namespaces have their own.

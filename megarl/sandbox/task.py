@@ -45,7 +45,7 @@ class Check:
 class Cell:
     """Run code in an interpreter that has run the program, and that keeps names and files from one cell to the next.
 
-    What the last statement evaluates to is printed, as an interactive interpreter does. Limits of output and of
+    The value of the last statement is printed, as an interactive interpreter does. Limits of output and of
     wall-clock time hold for each cell, the others for all together. An interpreter that goes over a limit, or ends, is
     ended; the next cell begins a new one, and so does a cell after another task.
     """

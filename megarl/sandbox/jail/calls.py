@@ -1,6 +1,6 @@
 """List the system calls that programs may make, with their numbers on x86_64 and aarch64 (- where there is none)."""
 
-# What every program may do: files by descriptor and path, memory, threads, handling signals, time, polling. The mounts,
+# Each program may use files by descriptor and path, memory, threads, handling signals, time, polling. The mounts,
 # or Landlock, decide where a path may lead.
 _ALWAYS = """
 read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, preadv 295 69, pwritev 296 70,

@@ -1,8 +1,8 @@
 """Stand in for a program's functions and objects in the process of its test code.
 
 A call goes to the program's process, and its result comes back as plain data (`values.py`), so that every comparison,
-`abs`, `all` or `isinstance` of the test is one of real builtins on real data. What is no plain data stays where it is,
-and a `Remote` stands for it. A Remote equals no data, and takes part in no arithmetic: that would show the program
+`abs`, `all` or `isinstance` of the test is one of real builtins on real data. Other values stay where they are, and
+a `Remote` stands for each. A Remote equals no data, and takes part in no arithmetic: that would show the program
 what is expected of it. Only objects that the test itself makes of a class (`Vector(1, 2) + Vector(3, 4)`) do.
 """
 

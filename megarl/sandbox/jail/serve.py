@@ -65,7 +65,7 @@ class Server:
             (target, args, kwargs), known = unpack(request, self._restore)
             value = _OPERATIONS[request["operation"]](self, target, request["name"], args, kwargs)
             written, _ = pack([value], self._describe, known)
-            # What the call left as it was is not sent back.
+            # Values that the call left as they were are not sent back.
             for number, node in enumerate(request["nodes"]):
                 if written["nodes"][number] == node:
                     written["nodes"][number] = None

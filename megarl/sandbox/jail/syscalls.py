@@ -1,6 +1,6 @@
 """Filter system calls (seccomp): programs may make those of a list (`calls.py`), and no others.
 
-What is not on it: sockets, executing files, new namespaces, mounts, tracing, memory that no limit counts (memfd, System
+The list lacks sockets, executing files, new namespaces, mounts, tracing, memory that no limit counts (memfd, System
 V segments), other users' identities, and whatever a later kernel brings. Nor may a program have the kernel signal
 others in its place (owners of descriptors, leases), or own a datagram socket, which reaches any socket whose address it
 knows. Under Landlock a program is one process: it may start threads, and send signals to itself alone. All its files
@@ -39,7 +39,7 @@ _NEW_NAMESPACES = (
     | kernel.CLONE_NEWPID
     | kernel.CLONE_NEWNET
 )
-# What each thread shares with the others of its process: being one, and its descriptors.
+# Each thread shares with the others of its process that it is one, and its descriptors.
 _THREAD = 0x00010000 | 0x00000400
 _CLOSE_RANGE_UNSHARE = 2
 

@@ -24,7 +24,7 @@ _STDERR_KEPT = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Running:
-    """What was started for a task: the program, what decides its end, and the streams of output, errors and answer.
+    """A task that was started: the program, what decides its end, and the streams of output, errors and answer.
 
     cells: the descriptor through which an interpreter of cells gets them.
     """

@@ -1,7 +1,7 @@
 """Write graphs of plain Python values as JSON and read them back, so that two processes can exchange them.
 
 Only builtin data crosses by value, whatever class it claims to be of: None, booleans, numbers, text, bytes, ranges,
-lists, tuples, sets, dicts, deques, dates, Decimal, Fraction. What is read is built of real builtins, so nothing that a
+lists, tuples, sets, dicts, deques, dates, Decimal, Fraction. Values are rebuilt from real builtins, so nothing that a
 program defines (an `__eq__` that always agrees) comes along. Identity and cycles survive, and the state of a container
 can be sent back to the process that owns it.
 """
