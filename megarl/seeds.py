@@ -12,8 +12,8 @@ def sample_seed(run_seed: int, step: int, uid: str, sample_index: int) -> int:
 def span_seed(seed: int, num_tokens: int) -> int:
     """Return the seed with which a sample of this seed goes on after `num_tokens` sampled tokens: its own after 0.
 
-    A sample is seeded anew where new weights come and where another request goes on with it. What follows depends on
-    the tokens so far and on this seed alone, so it can be sampled again.
+    A sample is seeded anew where new weights come and where another request goes on with it. The next tokens depend
+    on the tokens so far and on this seed alone, so they can be sampled again.
     """
     return _hash64(f"{seed}/{num_tokens}", "little") >> 1 if num_tokens else seed
 
