@@ -15,7 +15,7 @@ RESTORE = "restore what the run wrote"
 MAX_REASON_CHARS = 200
 # How much of a file is looked at to say what it is.
 _HEAD_BYTES = 4096
-# What a file that is not what it should be often begins with: its first bytes, what that is, and what to do about it.
+# A file of the wrong kind often begins with these first bytes; then what it is, and what to do about it.
 _KINDS = (
     (b"version https://git-lfs.github.com/spec/", "a pointer of Git LFS", "fetch the file itself with `git lfs pull`"),
     (b"\x1f\x8b", "compressed with gzip", "unpack it with gunzip"),
@@ -40,7 +40,7 @@ _TYPES = (
 
 
 class FileError(Protocol):
-    """What makes an error of a file from its message: ConfigError or DataError."""
+    """Makes an error of a file from its message: ConfigError or DataError."""
 
     def __call__(self, message: str, /) -> Exception: ...
 
@@ -64,7 +64,7 @@ def reading(path: Path, expected: str, *, remedy: str = COPY_AGAIN, error: FileE
 
 
 def require_file(path: Path, expected: str, *, remedy: str = COPY_AGAIN, error: FileError = DataError) -> None:
-    """Raise `error` unless `path` is a file that exists and may be read. What is no file is never opened: a pipe would
+    """Raise `error` unless `path` is a file that exists and may be read. Nothing but a file is opened: a pipe would
     wait for its writer.
     """
     try:
@@ -114,7 +114,7 @@ def reason_of(failure: BaseException) -> str:
 def read_object(path: Path, *, remedy: str = COPY_AGAIN, error: FileError = DataError) -> dict[str, Any]:
     """Read a file that holds one JSON object. Raises `error` for anything else."""
     with reading(path, "JSON", remedy=remedy, error=error):
-        # Of bytes, JSON knows the encoding by itself, also with a byte order mark.
+        # JSON finds the encoding of bytes by itself, also with a byte order mark.
         value = json.loads(path.read_bytes())
     if not isinstance(value, Mapping):
         raise error(

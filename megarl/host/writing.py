@@ -12,7 +12,7 @@ from megarl.errors import StorageError
 from megarl.host.streams import print_lines
 
 _MIB = 2**20
-# What to do about each error of a storage.
+# The remedy for each error of a storage.
 _REMEDIES: Mapping[int, str] = {
     errno.ENOSPC: "free space there",
     errno.EDQUOT: "free space within your quota (`quota -s`)",
