@@ -14,7 +14,7 @@ from megarl.weights.boxes import Box, num_elements, pieces, split_rows
 from megarl.weights.safetensors_map import TensorSpec
 
 _ITEM_BYTES = operator.attrgetter("item_bytes")
-# What a process holds or needs, as one box per tensor.
+# The parts of tensors that a process holds or needs, as one box per tensor.
 Holding: TypeAlias = Mapping[str, Box]
 # Sink → sources that share its memory.
 Neighbours: TypeAlias = Mapping[int, Collection[int]]
@@ -68,7 +68,7 @@ Shares: TypeAlias = Mapping[int, tuple[Block, ...]]
 
 
 class Layer(NamedTuple):
-    """What every sink receives of a layer: wire, from each source over the wire; local, from sources beside it.
+    """Parts of a layer that every sink receives: wire, from each source over the wire; local, from sources beside it.
 
     Tensors between layers, such as embeddings, make up a layer too. size: bytes of its full tensors. holders: all
     sources that hold some of it.
@@ -145,9 +145,9 @@ def assign(
     """Choose, for every part of a tensor that an engine worker (sink) needs, the trainer rank (source) that sends it.
 
     Among sources that hold it, those are preferred that share the sink's memory, then those that send to it from the
-    same layer anyway, then those of its host; of several, the one with least to send so far. What a sink gets from one
-    source of one layer is sent in blocks of at most `block_bytes`, which sinks with the same mapping in `needed`
-    share.
+    same layer anyway, then those of its host; of several, the one with least to send so far. The part of
+    a layer that a sink gets from one source is sent in blocks of at most `block_bytes`, which sinks with the same
+    mapping in `needed` share.
 
     Raises:
         WeightSyncError: a worker needs something that no rank holds.

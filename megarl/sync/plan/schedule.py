@@ -33,7 +33,7 @@ class _Stage:
 
 
 class _Sink:
-    """What a sink still lacks: the layers of each stage, and of its present one the blocks of each source.
+    """The parts that a sink still lacks: the layers of each stage, and of its present one the blocks of each source.
 
     near: the sources on its host. bit: this sink in sets of sinks. needs: the sources that have blocks for it now, as
     bits; after: those that come after the last one that sent.

@@ -21,8 +21,9 @@ _MOST_HANDLE_BYTES = 1 << 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceHandle:
-    """What opens a uint8 tensor [num_bytes] in another process: those arguments of torch's function that differ between
-    segments.
+    """The handle that opens a uint8 tensor [num_bytes] in another process.
+
+    It has those arguments of torch's function that differ between segments.
 
     memory: the allocation that holds the storage of `storage_bytes`, at `storage_offset`; the tensor begins at
     `tensor_offset` in that. counter, counter_offset: where the sender sees that the receiver has let go. event, waits:

@@ -20,7 +20,7 @@ _FOREIGN = "another process has meddled with it: remove it, and start the run ag
 
 
 class Memory(Protocol):
-    """What segments are made of: see `HostMemory`."""
+    """A kind of memory of which segments are made: see `HostMemory`."""
 
     def create(self, path: Path, num_bytes: int) -> torch.Tensor: ...
 

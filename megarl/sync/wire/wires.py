@@ -25,7 +25,7 @@ Key: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What connects a trainer rank to an engine worker that it sends to, and what the settings ask of such a link.
+    """The connection from a trainer rank to an engine worker, and what the settings ask of such a link.
 
     same_device: whether both use the same device. beside_rank: whether the worker shares its device with some rank.
     host_group: what carries messages between hosts. cuda_ipc: whether processes may share a device's memory. delta:
