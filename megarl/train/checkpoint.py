@@ -205,7 +205,7 @@ class CheckpointManager:
         self._require_owned()
         path = checkpoint_dir(self._root, step)
         remove_checkpoint(path)
-        # What a run that was killed, or met a full disk, has left: this one needs the space.
+        # A run that was killed, or met a full disk, left these: this one needs the space.
         for begun in torn_steps(self._root):
             remove_checkpoint(checkpoint_dir(self._root, begun))
         with writing(path):

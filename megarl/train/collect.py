@@ -42,8 +42,8 @@ SAMPLES_FILE = "rollouts.parquet"
 class Collected:
     """The samples of complete groups with their rewards, in the same order, and metrics of the collection.
 
-    A group lacks only those samples that nobody could judge. Of removed groups, too, are counted: troubles, all samples
-    of which judges report troubles; cut_frac, the share of responses that were cut.
+    A group lacks only those samples that nobody could judge. Two counts include removed groups: troubles, all
+    samples of which judges report troubles; cut_frac, the share of responses that were cut.
     """
 
     rollout: RolloutBatch
@@ -74,7 +74,7 @@ class Rollouts:
     timers: Timers
     # The groups that no step has taken, by the numbers of their tickets.
     groups: dict[int, Group] = field(default_factory=dict, init=False)
-    # What was sampled in each of the latest steps that have no groups left, in words.
+    # The samples of each of the latest steps that have no groups left, in words.
     skipped: list[str] = field(default_factory=list, init=False)
 
     def admit(self, version: int) -> None:

@@ -236,7 +236,7 @@ class HintWriter:
     def exclude_answers(self, rows: list[Row]) -> list[Row]:
         """Return the rows with their final answers marked if `exclude_answer` is set, otherwise unchanged.
 
-        Of a conversation, answers are looked for in the last turn.
+        Answers of a conversation are looked for in its last turn.
         """
         if not self._cfg.exclude_answer:
             return rows

@@ -39,7 +39,7 @@ Scorers: TypeAlias = Mapping[Role, RoleScorer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedTask:
-    """What a supervised run trains, and on what data.
+    """The model that a supervised run trains, and its data.
 
     rows: returns the rows of the examples with these indices. paired: the rows' second half holds the counterparts of
     the first; see `RoleUpdater.update`. validate: called before the first step, every `validate_every` steps and after
