@@ -123,7 +123,7 @@ class RowScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreResult:
-    """What a rank wrote, by Hugging Face tensor: elements and, if requested, position-weighted checksums."""
+    """Parts of Hugging Face tensors that a rank wrote: elements and, if requested, position-weighted checksums."""
 
     num_elements: Mapping[str, int]
     checksums: Mapping[str, int]

@@ -58,7 +58,7 @@ class EntropyState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgoState:
-    """What an algorithm keeps from one batch to the next: the KL coefficient, and the state of the entropy bonus."""
+    """State of an algorithm between batches: the KL coefficient, and the state of the entropy bonus."""
 
     kl_coef: float = 0.0
     entropy: EntropyState = field(default_factory=EntropyState)

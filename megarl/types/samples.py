@@ -124,7 +124,7 @@ def _given_segment(source: SegmentSource, token_ids: Sequence[int]) -> Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """What is known of a sample's conversation with an environment.
+    """The facts about a sample's conversation with an environment.
 
     num_turns: the policy's turns that the environment has replied to, or that ended the sample. num_calls: the tools
     called. num_restarts: how often it began anew because a host died. seconds: the time that the environment took to
