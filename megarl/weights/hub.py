@@ -16,7 +16,7 @@ _ID = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?")
 # How the hub's cache names the directory of a commit.
 _CACHED = re.compile(r".*/models--(?P<id>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?")
 _WEIGHTS = "*.safetensors"
-# What a model's directory has besides weights: config, generation settings, tokenizer and chat template.
+# A model's directory has these besides weights: config, generation settings, tokenizer and chat template.
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 # Other formats of the same weights lie in folders.
 _IGNORED = "*/*"

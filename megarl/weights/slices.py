@@ -132,7 +132,7 @@ def shard_slices(
 def _slices_of(
     shard: torch.Tensor, placed: PlacedRule, spec: ModelSpec, at: ShardPosition, *, writes: bool
 ) -> Iterator[Slice]:
-    """Yield the slices of one parameter's shard. Of a replicated parameter, tensor-parallel rank 0 owns the slices."""
+    """Yield the slices of one parameter's shard. Tensor-parallel rank 0 owns the slices of a replicated parameter."""
     rule, dims = placed.rule, spec.dims
     # All shards of a vocabulary have equally many rows, padding included.
     split = Split(at.tp_rank, at.tp_size, vocab_padding=shard.shape[0] * at.tp_size)
