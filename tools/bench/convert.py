@@ -157,7 +157,7 @@ def _memory_of(pids: list[int]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Of one process and those it starts, from the end of its imports on."""
+    """The use of one process and those it starts, from the end of its imports on."""
 
     seconds: float
     cpu_seconds: float

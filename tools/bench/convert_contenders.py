@@ -1,7 +1,7 @@
 """One conversion in a process of its own, for tools.bench.convert: says `ready` after imports, waits, converts.
 
-mbridge 0.15.1 was written for transformers 4 and Transformer Engine's layers. What `_mend` changes is what it needs on
-transformers 5 with Megatron's local layers; how it reads, converts and writes is untouched.
+mbridge 0.15.1 was written for transformers 4 and Transformer Engine's layers. `_mend` changes what it needs on
+transformers 5 with Megatron's local layers, but not how it reads, converts and writes.
 """
 
 import importlib

@@ -46,7 +46,7 @@ SAMPLING_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What both do. Each step takes the next prompts of `data`; `rows_per_pass` is TRL's, megarl packs by tokens."""
+    """Work of both. Each step takes the next prompts of `data`; `rows_per_pass` is TRL's, megarl packs by tokens."""
 
     model: str
     data: str

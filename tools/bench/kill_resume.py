@@ -39,7 +39,7 @@ RUN_FILES = {
     for command, kind in (("train", "rl"), ("sft", "sft"))
 }
 MEGARL = (sys.executable, "-W", "ignore", "-m", "megarl.cli")
-# What a resumed run may measure differently.
+# A resumed run may measure these differently.
 MEASURED = ("timing_", "perf/", "memory/")
 SETTINGS = (
     "use.model=qwen3-tiny",
@@ -138,7 +138,7 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
 
 
 def asynchronous_faults(run: SmallRun, reference: SmallRun, num_steps: int) -> tuple[list[str], str]:
-    """What is wrong with a finished asynchronous run, and what its records hold, in words."""
+    """Say in words what is wrong with a finished asynchronous run, and what its records hold."""
     found, num_across, num_samples, num_resumed, max_lag = [], 0, 0, 0, 0
     for step in range(1, num_steps + 1):
         ours, theirs = (read_record(record_path(each.paths.records, step)) for each in (run, reference))
@@ -180,7 +180,7 @@ def differences(run: SmallRun, reference: SmallRun) -> list[str]:
 
 
 def differing_metrics(run: SmallRun, reference: SmallRun) -> list[str]:
-    """Of the records that both have, in their order."""
+    """Compare the records that both have, in their order."""
     found = []
     for ours, theirs in zip(run.records(), reference.records(), strict=False):
         mine, other = _compared(ours), _compared(theirs)

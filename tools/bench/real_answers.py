@@ -210,7 +210,7 @@ def measure(root: Path, num_shifts: int) -> list[Counts]:
 
 
 def failures(results: Sequence[Counts]) -> list[str]:
-    """What does not hold."""
+    """List what does not hold."""
     found = []
     for result in results:
         name = f"{result.data}, {result.check}, {result.scorer}"

@@ -60,7 +60,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """What must hold, and whether it does."""
+    """A condition, and whether it holds."""
 
     case: str
     name: str

@@ -102,7 +102,7 @@ def plan_of(model: Model, bucket_bytes: int | None) -> Plan:
 
 
 def bridge(wire: str, rank: Rank, *, full_shape: bool = False) -> Contender:
-    """megarl's plan, its ends and a wire. What is local is copied from shard to shard."""
+    """megarl's plan, its ends and a wire. Local parts are copied from shard to shard."""
     plan, label = plan_of(rank.model, rank.job.bucket_bytes), f"{wire}-{full_shape}"
     held, wanted = rank.model.held(rank.number), rank.model.wanted(rank.number)
     outgoing, source, incoming, sink = _ends(rank, plan, label, wire)
@@ -318,7 +318,7 @@ def run(job: Job, number: int) -> dict[str, RankResult]:
         contenders[name] = CONTENDERS[name](rank)
         plan_seconds[name] = time.perf_counter() - began
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    # What is held so far is no staging; the peak starts anew.
+    # Memory held so far is no staging; the peak starts anew.
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     before = resident_bytes("VmRSS")

@@ -118,7 +118,7 @@ def model_sizes(num_bytes: int, num_layers: int) -> int:
 
 
 def shards(model: Model, rank: int) -> dict[str, torch.Tensor]:
-    """What a rank holds."""
+    """Return what a rank holds."""
     return dict(_cut(model, model.held(rank)))
 
 

@@ -1,4 +1,4 @@
-"""What the planner says of large models: bytes by rank, what placement saves, the least time, and the time to plan.
+"""Measure plans of large models: bytes by rank, what placement saves, the least time, and the time to plan.
 
 Nothing is moved: what ranks hold and engines need is worked out from published sizes. The least time of a transfer is
 
@@ -97,7 +97,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What a plan says.
+    """The figures of a plan.
 
     saved: the part of what workers need that their own devices hold, with workers in the order of ranks and where they
     overlap most within their engine. seconds: of CPU, for what ranks hold, what workers need, placement, and the plan;

@@ -70,7 +70,7 @@ class Process:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Of a process, its descendants, and those of them that it has reaped."""
+    """Add up a process, its descendants, and those of them that it has reaped."""
     pids, ticks = [pid], 0
     for each in pids:
         # Those that end meanwhile are counted by who reaps them.
@@ -133,7 +133,7 @@ def _measured(name: str, records: list[dict[str, Any]], sizes: list[int], items:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Of a contender with TRL's verdicts, on clean items: both claim one; of these, how many are equal."""
+    """Agreement of a contender with TRL on clean items: verdicts that both claim, and how many of these are equal."""
 
     contender: str
     rate: float
@@ -167,7 +167,7 @@ def compare(measured: Sequence[Measured], items: list[Item]) -> list[Agreement]:
 
 
 def gates(measured: list[Measured], agreements: list[Agreement]) -> list[tuple[str, str, bool]]:
-    """What was asked, what was measured, and whether that is enough."""
+    """Return each limit with its measurement, and whether that is enough."""
 
     def ratio(rate: float) -> float:
         compared = [each for each in measured if (each.items, each.rate, each.blocking) == (COMPARED[rate], rate, 0)]

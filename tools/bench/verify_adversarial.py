@@ -159,7 +159,7 @@ def resident_mib(pid: int) -> float:
 
 @dataclass(slots=True)
 class Caller:
-    """What the thread that submits went through, in seconds."""
+    """The waits of the thread that submits, in seconds."""
 
     longest_submit: float = 0.0
     latest_tick: float = 0.0

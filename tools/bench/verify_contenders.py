@@ -136,7 +136,7 @@ PEERS = ("TRL accuracy_reward", "verl math_verify")
 
 def main() -> None:
     verify = CONTENDERS[sys.argv[1]]()
-    # What libraries print must not come between the answers.
+    # Output of libraries must not come between the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     print(json.dumps("ready"), file=answers, flush=True)

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 Kind: TypeAlias = Literal["clean", "pathological", "blocking"]
 
 _TEXT = "so we find that the number of ways is then by symmetry of both sides multiply and collect terms"
-# Of each math-verify 0.9.0 takes longer than TRL's time-outs, and then some.
+# math-verify 0.9.0 takes longer for each than TRL's time-outs, and then some.
 PATHOLOGICAL = (
     r"9^{9^{9^{9}}}",
     r"10^{10^{10}}",

@@ -30,7 +30,7 @@ def warm_up() -> None:
 
 
 def score_plain(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
-    """What math-verify says of the whole response."""
+    """Ask math-verify about the whole response."""
     return _compare(response, parse_gold(ground_truth))
 
 
@@ -59,7 +59,7 @@ def match(answer: str, gold: str) -> bool | None:
 
 
 def only_box(text: str) -> str | None:
-    """What is in the box if the text has one box, closed."""
+    """Return the content of the box if the text has one box, closed."""
     if text.count("boxed") != 1 or (start := text.find(_BOXED)) < 0:
         return None
     depth, start = 1, start + len(_BOXED)

@@ -25,7 +25,7 @@ PACKAGES = ("torch", "megatron-core", "liger-kernel", "triton", "cut-cross-entro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a run measures. timed_rows: times are taken up to so many rows."""
+    """The measurements of a run. timed_rows: times are taken up to so many rows."""
 
     device: str
     dtype: str
@@ -56,7 +56,7 @@ def predicted_bytes(contender: Contender, size: Size, *, world_size: int, itemsi
 class Progress:
     """A line per measurement, with the time left if work goes on as it did."""
 
-    # What starting processes costs, in logits worked on.
+    # The cost of starting processes, in logits worked on.
     START = 1.5e8
 
     def __init__(self, settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> None:

@@ -51,7 +51,7 @@ class Contender:
 
 
 CONTENDERS: Registry[Contender] = Registry("contender", key="--contenders")
-# What Liger leaves out of the loss; no label is that.
+# Liger leaves this out of the loss; no label is that.
 _IGNORE_INDEX = -100
 
 DEFAULTS: Mapping[str, tuple[str, ...]] = MappingProxyType(

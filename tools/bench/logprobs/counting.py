@@ -44,7 +44,7 @@ class _Tally:
 
 
 class CollectiveCount:
-    """What was counted so far; `traffic()` once the block is left."""
+    """Counts so far; `traffic()` once the block is left."""
 
     def __init__(self) -> None:
         self._tally = _Tally()

@@ -1,4 +1,4 @@
-"""What the head must keep to, as ratios to its peers in the same run.
+"""Limits of the head, as ratios to its peers in the same run.
 
 Memory is compared with Liger's from `LEAST_ROWS` rows on. Times are medians of forward and backward.
 """

@@ -31,7 +31,7 @@ class PeakMemory(ABC):
 
     @abstractmethod
     def available_bytes(self, world_size: int) -> int:
-        """What each of the ranks can still use."""
+        """Return what each of the ranks can still use."""
 
 
 class ResidentMemory(PeakMemory):
@@ -51,7 +51,7 @@ class ResidentMemory(PeakMemory):
 
 
 class CudaMemory(PeakMemory):
-    """What torch's allocator handed out on this process's device."""
+    """Memory that torch's allocator handed out on this process's device."""
 
     def begin(self) -> None:
         gc.collect()

@@ -1,4 +1,4 @@
-"""What every contender is asked: log-probs and entropies from hidden states and a rank's rows of the output weight.
+"""The problem of every contender: log-probs and entropies from hidden states and a rank's rows of the output weight.
 
 Differentiated is L = Σ_i g_i log p(y_i) + Σ_i e_i H_i with random g and e, as in training with an entropy bonus.
 """

@@ -60,7 +60,7 @@ class Contestants:
         self.ask("load")
 
     def ask(self, method: str, *args: Any) -> list[Any]:
-        """What a method of `BenchRank` returns on every rank; a failure ends all of them."""
+        """Return what a method of `BenchRank` returns on every rank; a failure ends all of them."""
         payload = pickle.dumps((method, args))
         for connection in self._connections:
             connection.send_bytes(payload)

@@ -1,4 +1,4 @@
-"""What is asked and what was measured, as data; a report is one JSON file."""
+"""Questions and measurements as data; a report is one JSON file."""
 
 import json
 import statistics
