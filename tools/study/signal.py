@@ -199,7 +199,7 @@ def token_kinds(answer: Answer) -> np.ndarray:
     kinds[: answer.mistake.start] = EARLIER
     kinds[answer.mistake] = STEP
     if answer.answer_span[answer.mistake.start]:
-        # What closes a wrong answer, such as its tag, is not wrong.
+        # The end of a wrong answer, such as its tag, is not wrong.
         kinds[answer.mistake] = np.where(answer.answer_span[answer.mistake], STEP, LATER)
     kinds[answer.mistake.start] = FIRST
     return kinds
