@@ -38,7 +38,7 @@ messages whose cause or remedy needs more words.
 """
 
 
-class Message(NamedTuple):
+class FoundMessage(NamedTuple):
     """A message with its place, `module:line`; advice: it is a remedy and nothing else."""
 
     place: str
@@ -69,11 +69,11 @@ def texts(node: ast.expr | None, names: dict[str, list[ast.expr]]) -> Iterator[s
             yield from (text for value in names.get(name, ()) for text in texts(value, {}))
 
 
-class Messages(ast.NodeVisitor):
+class MessageCollector(ast.NodeVisitor):
     """Collects the messages of a module."""
 
     def __init__(self, place: str, tree: ast.Module) -> None:
-        self.place, self.found = place, list[Message]()
+        self.place, self.found = place, list[FoundMessage]()
         self.errors = ERRORS | ({"ConfigError", "error"} if place.startswith(EXPLAINED) else set())
         self.names: dict[str, list[ast.expr]] = {}
         for node in ast.walk(tree):
@@ -83,7 +83,7 @@ class Messages(ast.NodeVisitor):
 
     def add(self, node: ast.expr | None, *, advice: bool = False) -> None:
         place = f"{self.place}:{node.lineno}" if node else self.place
-        self.found += [Message(place, " ".join(text.split()), advice) for text in texts(node, self.names)]
+        self.found += [FoundMessage(place, " ".join(text.split()), advice) for text in texts(node, self.names)]
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         if WARNERS.search(node.name) or self.place == "storage/reading.py":
@@ -107,7 +107,7 @@ class Messages(ast.NodeVisitor):
             self.add(node.args[0])
         elif node.args:
             said = [text for text in texts(node.args[0], {}) if text.startswith("warning: ")]
-            self.found += [Message(f"{self.place}:{node.lineno}", " ".join(text.split())) for text in said]
+            self.found += [FoundMessage(f"{self.place}:{node.lineno}", " ".join(text.split())) for text in said]
         for keyword in node.keywords:
             if (name, keyword.arg) in {("Finding", "advice"), ("Cause", "remedy")}:
                 self.add(keyword.value, advice=True)
@@ -122,11 +122,11 @@ def sources() -> dict[str, str]:
 
 
 @cache
-def messages() -> tuple[Message, ...]:
+def messages() -> tuple[FoundMessage, ...]:
     """Return all messages with enough text to be told from others, in the order of modules and lines."""
     told = re.compile(rf"({'|'.join(ERRORS)}|Finding|Cause)\(|warn")
     chosen = [(place, text) for place, text in sources().items() if place.startswith(EXPLAINED) or told.search(text)]
-    found = [message for place, text in chosen for message in Messages(place, ast.parse(text)).found]
+    found = [message for place, text in chosen for message in MessageCollector(place, ast.parse(text)).found]
     return tuple(message for message in found if telling(message.text, GAP) >= LEAST)
 
 

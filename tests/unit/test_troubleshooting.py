@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from tools.messages import GAP, LEAST, PAGE, ROOT, Messages, messages, render, sources, telling
+from tools.messages import GAP, LEAST, PAGE, ROOT, MessageCollector, messages, render, sources, telling
 
 GUIDE = ROOT / "docs" / "troubleshooting.md"
 
@@ -65,7 +65,7 @@ def test_every_entry_is_of_a_message() -> None:
     ],
 )
 def test_messages_are_found_in_code(code: str, expected: str) -> None:
-    assert " ".join(message.text for message in Messages("data/files.py", ast.parse(code)).found) == expected
+    assert " ".join(message.text for message in MessageCollector("data/files.py", ast.parse(code)).found) == expected
 
 
 @pytest.mark.parametrize(
@@ -78,4 +78,6 @@ def test_messages_are_found_in_code(code: str, expected: str) -> None:
     ],
 )
 def test_messages_that_explain_themselves(code: str, expected: bool) -> None:
-    assert [message.explains_itself for message in Messages("data/files.py", ast.parse(code)).found] == [expected]
+    assert [message.explains_itself for message in MessageCollector("data/files.py", ast.parse(code)).found] == [
+        expected
+    ]
