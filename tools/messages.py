@@ -86,7 +86,7 @@ class MessageCollector(ast.NodeVisitor):
         self.found += [FoundMessage(place, " ".join(text.split()), advice) for text in texts(node, self.names)]
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        if WARNERS.search(node.name) or self.place == "storage/reading.py":
+        if WARNERS.search(node.name) or self.place == "host/reading.py":
             for inner in ast.walk(node):
                 if isinstance(inner, ast.Return | ast.Yield):
                     self.add(inner.value)

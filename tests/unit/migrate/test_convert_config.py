@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.unit.migrate.test_aliases import keys_of
 
 from megarl.algos.build import build_algorithm
 from megarl.cli import main
@@ -15,6 +14,7 @@ from megarl.errors import ConfigError
 from megarl.migrate.aliases import ALIASES, DEFAULTS
 from megarl.migrate.convert_config import Converted, convert, to_run_file, translated
 from megarl.migrate.peer_files import PeerOptions, read_peer_file
+from tests.unit.migrate.test_aliases import keys_of
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = sorted((Path(__file__).parent / "peer_scripts").iterdir())
