@@ -6,12 +6,10 @@ import pkgutil
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import megarl.algos
 from megarl.algos.advantages import ADVANTAGE_ESTIMATORS
@@ -27,7 +25,6 @@ from megarl.algos.policy_losses import POLICY_LOSSES
 from megarl.algos.preference import PREFERENCE_LOSSES
 from megarl.algos.prefixes import PREFIX_STRATEGIES
 from megarl.algos.reshape import DEMONSTRATION_RESHAPES, RATIO_RESHAPES
-from megarl.config import from_dict
 from megarl.config.schema import Config
 from megarl.registry import Registry
 
@@ -149,17 +146,6 @@ def test_every_file_of_configs_is_in_the_table() -> None:
     for row in table.rows:
         assert len(row) == 3
         assert row[1], f"{row[0]} does not say when to use it"
-
-
-@pytest.mark.parametrize("setting", sorted({setting for setting, _ in REGISTRIES}))
-def test_files_use_the_name_that_they_stand_beside(setting: str) -> None:
-    for table in detail_tables(setting):
-        if "file" not in table.header:
-            continue
-        for names, files in zip(table.column(table.header[0]), table.column("file"), strict=True):
-            for file in quoted(files):
-                config = from_dict(Config, yaml.safe_load((CONFIGS / file).read_text(encoding="utf-8")))
-                assert reduce(getattr, setting.split("."), config) in quoted(names), file
 
 
 def test_every_test_and_module_named_exists() -> None:
