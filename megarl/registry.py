@@ -1,11 +1,16 @@
 """Look up by name the functions that a configuration chooses from, and refuse settings that nothing would read."""
 
+import contextlib
 import difflib
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
 from megarl.errors import ConfigError
 
+F = TypeVar("F")
 T = TypeVar("T")
 
 
@@ -17,29 +22,48 @@ def unknown_name(kind: str, name: str, known: Iterable[str], *, key: str) -> Con
     return ConfigError(f"{key}: unknown {kind} {name!r}; {hint}expected one of: {', '.join(names)}")
 
 
-class Registry(Generic[T]):
-    """A table of functions or other values by name. It refuses duplicates; for an unknown name it lists the known
-    ones.
+class RegistrationError(ValueError):
+    """A registration that is refused: its name is taken, or what it registers or declares is not of the right form."""
+
+
+class FunctionRegistry(Generic[F, T]):
+    """A table of functions by name, each with what its registration declares about it.
+
+    `register` is a decorator: it stores `entry(function, **declared)`, which `get` returns, and leaves the function as
+    it is. It refuses names that are taken and functions that do not take `parameters`; for an unknown name, `get` lists
+    the known ones.
     """
 
-    def __init__(self, kind: str, *, key: str) -> None:
+    def __init__(self, kind: str, *, key: str, entry: Callable[..., T], parameters: Sequence[str] = ()) -> None:
         """Make an empty registry.
 
-        kind: what the entries are, for messages. key: the setting that chooses an entry, for messages.
+        kind: what the entries are, for messages. key: the setting that chooses an entry, for messages. parameters: what
+        the functions are called with, by position; (): anything may be registered.
         """
-        self._kind = kind
-        self._key = key
+        self._kind, self._key = kind, key
+        self._entry, self._parameters = entry, tuple(parameters)
+        named = inspect.signature(entry).parameters.values()
+        self._declarable = [each.name for each in named if each.kind is each.KEYWORD_ONLY]
         self._entries: dict[str, T] = {}
 
-    def register(self, name: str, *aliases: str) -> Callable[[T], T]:
-        """Return a decorator that stores its target under `name` and `aliases` and returns it unchanged."""
+    def register(self, name: str, *aliases: str, **declared: Any) -> Callable[[F], F]:
+        """Return a decorator that stores its target and what is declared about it under `name` and `aliases`."""
 
-        def add(entry: T) -> T:
-            taken = [n for n in (name, *aliases) if n in self._entries]
-            if taken:
-                raise ValueError(f"{self._kind} {taken[0]!r} is already registered; choose another name")
-            self._entries.update(dict.fromkeys((name, *aliases), entry))
-            return entry
+        def add(target: F) -> F:
+            what = f"{self._kind} {name!r}"
+            if self._parameters:
+                _require_parameters(what, target, self._parameters)
+            for unknown in (each for each in declared if each not in self._declarable):
+                known = ", ".join(self._declarable) or "none"
+                raise RegistrationError(f"{what}: declares {unknown!r}, expected names among {known}; correct it")
+            try:
+                entry = self._entry(target, **declared)
+            except (TypeError, ValueError) as error:
+                raise RegistrationError(f"{what}: {error}") from error
+            registration = Registration(registry=self, names=(name, *aliases), entry=entry)
+            registration.redo()
+            _note(registration)
+            return target
 
         return add
 
@@ -49,11 +73,100 @@ class Registry(Generic[T]):
             raise unknown_name(self._kind, name, self, key=self._key)
         return self._entries[name]
 
+    def entries(self) -> dict[str, T]:
+        """Return all entries by name, in the order in which they were registered."""
+        return dict(self._entries)
+
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._entries))
+
+
+class Registry(FunctionRegistry[T, T]):
+    """A table of values by name that declare nothing; `get` returns what was registered."""
+
+    def __init__(self, kind: str, *, key: str) -> None:
+        super().__init__(kind, key=key, entry=lambda value: value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """An entry of a registry, and its names, which can be taken out of the registry and put back."""
+
+    registry: FunctionRegistry[Any, Any]
+    names: tuple[str, ...]
+    entry: Any
+
+    def redo(self) -> None:
+        """Put the entry into its registry; raise RegistrationError if one of its names is taken."""
+        entries = self.registry._entries
+        if taken := [name for name in self.names if name in entries]:
+            kind = self.registry._kind
+            raise RegistrationError(f"{kind} {taken[0]!r} is already registered; choose another name")
+        entries.update(dict.fromkeys(self.names, self.entry))
+
+    def undo(self) -> None:
+        """Take the entry out of its registry."""
+        for name in self.names:
+            del self.registry._entries[name]
+
+
+# Where registrations are noted while the code of a user runs.
+_noted: list[Registration] | None = None
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[list[Registration]]:
+    """Note what code outside of megarl registers within this context."""
+    global _noted
+    before, _noted = _noted, []
+    try:
+        yield _noted
+    finally:
+        _noted = before
+
+
+def _note(registration: Registration) -> None:
+    """Note a registration, unless it is megarl's own: a module of megarl that the user's code is the first to import
+    stays imported.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    if _noted is not None and not str(frame.f_globals.get("__name__")).startswith("megarl."):
+        _noted.append(registration)
+
+
+def _require_parameters(what: str, target: object, parameters: Sequence[str]) -> None:
+    expected = f"expected a function that takes ({', '.join(parameters)})"
+    if not callable(target):
+        raise RegistrationError(f"{what}: got a {type(target).__name__}, {expected}")
+    signature = inspect.signature(target)
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        name = getattr(target, "__name__", type(target).__name__)
+        taken = ", ".join(signature.parameters)
+        raise RegistrationError(f"{what}: got {name}({taken}), {expected}; change its parameters") from error
+
+
+def readers_of(registry: FunctionRegistry[Any, Any]) -> dict[str, list[str]]:
+    """Return, for each option that entries of a registry declare, the names of the entries that do."""
+    readers: dict[str, list[str]] = {}
+    for name, entry in registry.entries().items():
+        for option in entry.options:
+            readers.setdefault(option, []).append(name)
+    return readers
+
+
+def require_fields(declared: str, names: Iterable[str], cls: type[Any]) -> None:
+    """Raise ValueError if a registration declares a name that is no field of the dataclass `cls`."""
+    known = [field.name for field in fields(cls)]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{declared}: got {name!r}, expected names among {', '.join(known)}; correct it")
 
 
 def refuse_unused(

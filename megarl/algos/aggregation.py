@@ -6,12 +6,13 @@ Rows without loss tokens are neither summed nor counted.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from torch import Tensor
 
 from megarl.algos.masked import masked_sum, row_means
-from megarl.registry import Registry
+from megarl.registry import FunctionRegistry
 from megarl.types import Row
 
 
@@ -33,6 +34,9 @@ def count_rows(rows: Sequence[Row]) -> RowCounts:
     return RowCounts(num_rows=sum(n > 0 for n in num_tokens), num_tokens=sum(num_tokens))
 
 
+LocalSum: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregation:
     """An aggregation reduces per-token losses to a number: the sum of `local_sum` over micro-batches / `denominator`.
@@ -41,11 +45,29 @@ class Aggregation:
     an empty mini-batch (see `global_denominator`). uses_horizon: whether `denominator` reads `horizon_tokens`.
     """
 
-    local_sum: Callable[[Tensor, Tensor], Tensor]
+    local_sum: LocalSum = field(kw_only=False)
     denominator: Callable[[RowCounts, int], float]
     uses_horizon: bool = False
 
 
+AGGREGATIONS: FunctionRegistry[LocalSum, Aggregation] = FunctionRegistry(
+    "aggregation", key="algo.aggregation", entry=Aggregation, parameters=("loss", "mask")
+)
+
+
+# Σ tokens / number of tokens (DAPO, arXiv:2503.14476): long rows have more weight.
+@AGGREGATIONS.register("token-mean", denominator=lambda counts, horizon_tokens: counts.num_tokens)
+# Mean over rows of the row's sum.
+@AGGREGATIONS.register("seq-mean-token-sum", denominator=lambda counts, horizon_tokens: counts.num_rows)
+# Σ tokens / horizon: the scale grows with the number of rows. verl 0.9.1 also divides by rows, as `dr_grpo` does here.
+@AGGREGATIONS.register(
+    "seq-mean-token-sum-norm", denominator=lambda counts, horizon_tokens: horizon_tokens, uses_horizon=True
+)
+# Σ tokens / (number of rows × horizon) (Dr. GRPO, arXiv:2503.20783): no length bias, and a scale that does
+# not depend on the batch size.
+@AGGREGATIONS.register(
+    "dr_grpo", denominator=lambda counts, horizon_tokens: counts.num_rows * horizon_tokens, uses_horizon=True
+)
 def token_sum(loss: Tensor, mask: Tensor) -> Tensor:
     """Return the sum of the per-token loss over the loss tokens.
 
@@ -55,6 +77,8 @@ def token_sum(loss: Tensor, mask: Tensor) -> Tensor:
     return masked_sum(loss, mask)
 
 
+# Mean over rows of the row's mean (GRPO, arXiv:2402.03300): tokens of long rows have less weight.
+@AGGREGATIONS.register("seq-mean-token-mean", denominator=lambda counts, horizon_tokens: counts.num_rows)
 def row_mean_sum(loss: Tensor, mask: Tensor) -> Tensor:
     """Return the sum over rows of each row's mean loss over its loss tokens.
 
@@ -62,35 +86,6 @@ def row_mean_sum(loss: Tensor, mask: Tensor) -> Tensor:
     1.5
     """
     return row_means(loss, mask).sum()
-
-
-AGGREGATIONS: Registry[Aggregation] = Registry("aggregation", key="algo.aggregation")
-
-# Σ tokens / number of tokens (DAPO, arXiv:2503.14476): long rows have more weight.
-AGGREGATIONS.register("token-mean")(
-    Aggregation(local_sum=token_sum, denominator=lambda counts, horizon_tokens: counts.num_tokens)
-)
-# Mean over rows of the row's sum.
-AGGREGATIONS.register("seq-mean-token-sum")(
-    Aggregation(local_sum=token_sum, denominator=lambda counts, horizon_tokens: counts.num_rows)
-)
-# Mean over rows of the row's mean (GRPO, arXiv:2402.03300): tokens of long rows have less weight.
-AGGREGATIONS.register("seq-mean-token-mean")(
-    Aggregation(local_sum=row_mean_sum, denominator=lambda counts, horizon_tokens: counts.num_rows)
-)
-# Σ tokens / horizon: the scale grows with the number of rows. verl 0.9.1 also divides by rows, as `dr_grpo` does here.
-AGGREGATIONS.register("seq-mean-token-sum-norm")(
-    Aggregation(local_sum=token_sum, denominator=lambda counts, horizon_tokens: horizon_tokens, uses_horizon=True)
-)
-# Σ tokens / (number of rows × horizon) (Dr. GRPO, arXiv:2503.20783): no length bias, and a scale that does
-# not depend on the batch size.
-AGGREGATIONS.register("dr_grpo")(
-    Aggregation(
-        local_sum=token_sum,
-        denominator=lambda counts, horizon_tokens: counts.num_rows * horizon_tokens,
-        uses_horizon=True,
-    )
-)
 
 
 def global_denominator(aggregation: Aggregation, counts: RowCounts, *, horizon_tokens: int) -> float:

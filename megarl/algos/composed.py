@@ -10,16 +10,16 @@ from megarl.algos import cpo
 from megarl.algos.advantages import estimator_of
 from megarl.algos.aggregation import AGGREGATIONS, global_denominator
 from megarl.algos.corrections import CORRECTION, compares_policies
-from megarl.algos.covariance import CHOSEN, COVARIANCE_LOSSES
+from megarl.algos.covariance import CHOSEN
 from megarl.algos.entropy import next_entropy_state
 from megarl.algos.kl import KL_CONTROLLERS, KL_ESTIMATORS, KLObservation, apply_kl_penalty
 from megarl.algos.masked import group_stats, kept, masked_sum, summary
 from megarl.algos.mixed_groups import demonstration_mask
 from megarl.algos.off_policy import count_mixed
-from megarl.algos.policy_losses import ROW_RATIO_LOSSES
+from megarl.algos.policy_losses import POLICY_LOSSES, PolicyLoss
 from megarl.algos.prefixes import DEMONSTRATION, TARGET_PROBS
 from megarl.algos.rewards import reward_advantages, shape_rewards
-from megarl.algos.shaping import ADVANTAGE_SHAPERS, ShapingInputs
+from megarl.algos.shaping import ShapingInputs, shapers_of
 from megarl.algos.token_losses import token_losses, trained_rows
 from megarl.algos.token_rewards import KL_PENALTY
 from megarl.algos.validate import check_algo_config
@@ -67,25 +67,33 @@ class ComposedAlgorithm:
         check_algo_config(self.cfg, max_response_tokens=self.max_response_tokens)
 
     @property
+    def _policy_loss(self) -> PolicyLoss:
+        return POLICY_LOSSES.get(self.cfg.policy_loss.name)
+
+    @property
     def entropy_needs_grad(self) -> bool:
-        return self.cfg.entropy_coef != 0
+        return self.cfg.entropy_coef != 0 or "entropy" in self._policy_loss.reads
 
     @property
     def token_local(self) -> bool:
-        return self.cfg.policy_loss.name not in ROW_RATIO_LOSSES and not cpo.shapes_in_loss(self.cfg.cpo)
+        return self._policy_loss.token_local and not cpo.shapes_in_loss(self.cfg.cpo)
 
     @property
     def reads(self) -> frozenset[str]:
         scores = {"advantages", CHOSEN, CORRECTION, DEMONSTRATION, TARGET_PROBS, Score.OLD_LOGPROBS, Score.REF_LOGPROBS}
+        scores |= {"rollout_logprobs"} & set(self._policy_loss.reads)
         return frozenset(scores | (cpo.LOSS_SCORES if cpo.shapes_in_loss(self.cfg.cpo) else frozenset()))
 
     def requires(self) -> frozenset[Score]:
         scores = _KL_SCORES[self.cfg.kl.where] | cpo.required_scores(self.cfg.cpo)
         if estimator_of(self.cfg).needs_values:
             scores |= {Score.VALUES}
-        cfg = self.cfg
-        in_choice = cfg.policy_loss.name in COVARIANCE_LOSSES
-        if in_choice or compares_policies(cfg) or cfg.off_policy.drop_above is not None:
+        cfg, loss = self.cfg, self._policy_loss
+        for shaper in shapers_of(cfg):
+            scores |= set(shaper.reads)
+        if "ref_logprobs" in loss.reads:
+            scores |= {Score.REF_LOGPROBS}
+        if loss.chooses or compares_policies(cfg) or cfg.off_policy.drop_above is not None:
             scores |= {Score.OLD_LOGPROBS}
         return scores
 
@@ -99,7 +107,7 @@ class ComposedAlgorithm:
     # --- advantages, on the host
 
     def advantages(self, batch: ScoredBatch, state: AlgoState) -> Advantages:
-        """Compute advantages in this order: reward shaping → KL penalty → estimator → `ADVANTAGE_SHAPERS`.
+        """Compute advantages in this order: reward shaping → KL penalty → estimator → `shapers_of`.
 
         The metrics are those of each stage, this step's KL coefficient, critic/advantages/{mean,max,min,std} of the
         final advantages over loss tokens (population std), and critic/group_reward_std (the groups' std, averaged over
@@ -113,20 +121,22 @@ class ComposedAlgorithm:
             metrics["actor/kl_coef"] = self._loss_kl_coef(state)
         if cfg.kl.in_reward:
             metrics["actor/reward_kl_penalty_coeff"] = state.kl_coef
-            kl = KL_ESTIMATORS.get(cfg.kl.estimator)(batch.score(Score.OLD_LOGPROBS), batch.score(Score.REF_LOGPROBS))
+            kl = KL_ESTIMATORS.get(cfg.kl.estimator).compute(
+                batch.score(Score.OLD_LOGPROBS), batch.score(Score.REF_LOGPROBS)
+            )
             policy_mask = mask & ~demonstration_mask(batch)
             penalised = apply_kl_penalty(torch.zeros_like(kl), kl, policy_mask, coef=state.kl_coef)
             batch = replace(batch, scores={**batch.scores, KL_PENALTY: -penalised.token_level_rewards})
             metrics[REWARD_KL_METRIC] = penalised.current_kl
         estimate = reward_advantages(batch, cfg.reward, cfg.advantage)
         metrics |= estimate.metrics
-        if self.entropy_needs_grad:
+        if cfg.entropy_coef:
             metrics["actor/entropy_coef"] = state.entropy.coef
         scores: dict[str, Tensor] = {} if estimate.returns is None else {"returns": estimate.returns}
         values = estimate.advantages
         inputs = ShapingInputs(batch=batch, scored_rewards=scored_rewards, cfg=cfg, vocab_size=self.vocab_size)
-        for shape in ADVANTAGE_SHAPERS:
-            change = shape(values, inputs)
+        for shaper in shapers_of(cfg):
+            change = shaper.shape(values, inputs)
             values = change.values
             scores |= change.scores
             metrics |= change.metrics
@@ -175,7 +185,7 @@ class ComposedAlgorithm:
         parts, per_token = {"actor/pg_loss": loss.detach()}, dict(terms.policy_diagnostics)
         if cfg.kl.in_loss:
             estimator = cfg.kl.loss_estimator if cfg.kl.where == "both" else cfg.kl.estimator
-            kl = KL_ESTIMATORS.get(estimator)(
+            kl = KL_ESTIMATORS.get(estimator).compute(
                 kept(out.logprobs, rows.loss_mask), kept(rows.score(Score.REF_LOGPROBS), rows.loss_mask)
             )
             kl_loss = local_sum(kl, terms.loss_mask & policy_mask)
@@ -184,7 +194,7 @@ class ComposedAlgorithm:
             per_token[LOSS_KL_METRIC] = kl
         if out.entropy is not None:
             per_token[ENTROPY_METRIC] = out.entropy
-        if self.entropy_needs_grad:
+        if cfg.entropy_coef:
             if out.entropy is None:
                 raise ValueError(f"entropy: got none, expected [B, T] as entropy_coef is {cfg.entropy_coef}")
             entropy_loss = local_sum(out.entropy, terms.loss_mask & policy_mask)

@@ -7,8 +7,8 @@ correction combines three parts: a weight per token, a gate that accepts or reje
 Its name selects weight and gate. Rejected tokens still count in the denominator.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, fields
 from typing import TypeAlias
 
 import torch
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megarl.algos.correction_metrics import correction_metrics
 from megarl.algos.masked import row_means
-from megarl.algos.policy_losses import MAX_LOG_RATIO, RATIO_FREE_LOSSES, ROW_RATIO_LOSSES
+from megarl.algos.policy_losses import MAX_LOG_RATIO, POLICY_LOSSES
 from megarl.config.algo import AlgoConfig, CorrectionConfig
 from megarl.errors import ConfigError, NonFiniteError
-from megarl.registry import Registry, refuse_unused
+from megarl.registry import FunctionRegistry, refuse_unused, require_fields
 
 # Name of the score that holds the weights of `compute_correction`.
 CORRECTION = "correction"
@@ -85,61 +85,6 @@ Weight: TypeAlias = Callable[[LogRatios, CorrectionConfig], Tensor]
 Gate: TypeAlias = Callable[[LogRatios, CorrectionConfig], Tensor]
 
 
-def one(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Give every token the weight 1.
-
-    >>> one(ratios([[2.0, 0.5]]), CorrectionConfig()).tolist()
-    [[1.0, 1.0]]
-    """
-    return torch.ones_like(x.token)
-
-
-def token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Weight each token by its importance ratio ρ (trainer / rollout), or by min(ρ, token_cap) if `token_cap` is set.
-
-    >>> token_ratio(ratios([[2.0, 0.5]]), CorrectionConfig(token_cap=1.5)).tolist()
-    [[1.5, 0.5]]
-    """
-    ratio = _exp(x.token)
-    return ratio if cfg.token_cap is None else ratio.clamp(max=cfg.token_cap)
-
-
-def clipped_token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Give each token the weight clip(ρ, low, high).
-
-    >>> clipped_token_ratio(ratios([[2.0, 0.5]]), CorrectionConfig(low=0.75, high=1.5)).tolist()
-    [[1.5, 0.75]]
-    """
-    return _exp(x.token).clamp(cfg.low, cfg.high)
-
-
-def truncated_token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Give each token the weight min(ρ, high).
-
-    >>> truncated_token_ratio(ratios([[2.0, 0.5]]), CorrectionConfig(high=1.5)).tolist()
-    [[1.5, 0.5]]
-    """
-    return _exp(x.token).clamp(max=cfg.high)
-
-
-def truncated_row_product(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Give all tokens of a row the weight min(Π ρ, high), with the product over the row's sampled tokens.
-
-    >>> truncated_row_product(ratios([[2.0, 0.5], [2.0, 2.0]]), CorrectionConfig(high=1.5)).tolist()
-    [[1.0, 1.0], [1.5, 1.5]]
-    """
-    return _exp(x.token.sum(-1, keepdim=True)).clamp(max=cfg.high).expand_as(x.token)
-
-
-def row_geometric_mean(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Give all tokens of a row the weight (Π ρ)^(1/n): the geometric mean of ρ over the row's n sampled tokens.
-
-    >>> row_geometric_mean(ratios([[4.0, 1.0]]), CorrectionConfig()).tolist()
-    [[2.0, 2.0]]
-    """
-    return _exp(x.row_mean).expand_as(x.token)
-
-
 def every_token(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
     """Accept every token.
 
@@ -201,47 +146,105 @@ def row_kl_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionRule:
-    """A rule gives a correction's name its weight and gate (which tokens are accepted), and says which `options` it
-    reads. With `rollout_ratio`, the policy loss uses the engine's log-probs as the old log-probs.
+    """A correction's weight, its gate (which tokens are accepted), and the `options` that it reads of its settings.
+
+    With `rollout_ratio`, the policy loss uses the engine's log-probs as the old log-probs.
     """
 
-    weight: Weight
+    weight: Weight = field(kw_only=False)
     gate: Gate = every_token
-    options: frozenset[str] = frozenset()
+    options: Collection[str] = ()
     rollout_ratio: bool = False
 
+    def __post_init__(self) -> None:
+        require_fields("options", self.options, CorrectionConfig)
 
-CORRECTIONS: Registry[CorrectionRule] = Registry("correction", key="algo.correction.name")
 
-_BOUNDS = frozenset({"low", "high"})
-_WEIGHTED = frozenset({"veto", "normalise"})
-_GATED = _WEIGHTED | {"only_negative"}
-_GATED_RATIO = _GATED | _BOUNDS | {"token_cap"}
+CORRECTIONS: FunctionRegistry[Weight, CorrectionRule] = FunctionRegistry(
+    "correction", key="algo.correction.name", entry=CorrectionRule, parameters=("x", "cfg")
+)
+
+_BOUNDS = ("low", "high")
+_WEIGHTED = ("veto", "normalise")
+_GATED = (*_WEIGHTED, "only_negative")
+_GATED_RATIO = (*_GATED, *_BOUNDS, "token_cap")
+
 
 # No correction.
-CORRECTIONS.register("none")(CorrectionRule(weight=one, options=frozenset({"forced"})))
+@CORRECTIONS.register("none", options=("forced",))
 # The policy loss's ratio is to the engine's log-probs: policy change and mismatch in one ratio, clipped as one.
-CORRECTIONS.register("rollout_ratio")(CorrectionRule(weight=one, options=frozenset({"veto"}), rollout_ratio=True))
-# Truncated importance sampling as in OpenRLHF: small weights are raised to `low`.
-CORRECTIONS.register("tis")(CorrectionRule(weight=clipped_token_ratio, options=_WEIGHTED | _BOUNDS))
-# The same from above only (arXiv:1802.01561 truncates ρ this way; Flash-RL applies it to the engine's mismatch).
-CORRECTIONS.register("tis_upper")(CorrectionRule(weight=truncated_token_ratio, options=_WEIGHTED | {"high"}))
+@CORRECTIONS.register("rollout_ratio", options=("veto",), rollout_ratio=True)
+# With `only_negative`: off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556).
+@CORRECTIONS.register("sequence_mask", gate=row_kl_within, options=(*_GATED, "max_kl_nats"))
+def one(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
+    """Give every token the weight 1.
+
+    >>> one(ratios([[2.0, 0.5]]), CorrectionConfig()).tolist()
+    [[1.0, 1.0]]
+    """
+    return torch.ones_like(x.token)
+
+
 # IcePop (Ring-1T, arXiv:2510.18855).
-CORRECTIONS.register("icepop")(CorrectionRule(weight=token_ratio, gate=token_within, options=_GATED_RATIO))
-CORRECTIONS.register("seq_mask_tis", "seq-mask-tis")(
-    CorrectionRule(weight=token_ratio, gate=row_within, options=_GATED_RATIO)
-)
+@CORRECTIONS.register("icepop", gate=token_within, options=_GATED_RATIO)
+@CORRECTIONS.register("seq_mask_tis", "seq-mask-tis", gate=row_within, options=_GATED_RATIO)
 # REINFORCE Pro.
-CORRECTIONS.register("reinforce_pro")(CorrectionRule(weight=token_ratio, gate=prefix_within, options=_GATED_RATIO))
+@CORRECTIONS.register("reinforce_pro", gate=prefix_within, options=_GATED_RATIO)
 # REINFORCE Pro with a gate that does not look at the token it judges. E[gate · ρ · ∇ ln π | prefix] is then 0 whatever
 # the gate does, so a baseline still cancels; the gradient as a whole stays biased. Anything else that depends on the
 # token or its advantage would undo this, hence no more options.
-CORRECTIONS.register("baseline_unbiased")(CorrectionRule(weight=token_ratio, gate=earlier_within, options=_BOUNDS))
+@CORRECTIONS.register("baseline_unbiased", gate=earlier_within, options=_BOUNDS)
+def token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
+    """Weight each token by its importance ratio ρ (trainer / rollout), or by min(ρ, token_cap) if `token_cap` is set.
+
+    >>> token_ratio(ratios([[2.0, 0.5]]), CorrectionConfig(token_cap=1.5)).tolist()
+    [[1.5, 0.5]]
+    """
+    ratio = _exp(x.token)
+    return ratio if cfg.token_cap is None else ratio.clamp(max=cfg.token_cap)
+
+
+# Truncated importance sampling as in OpenRLHF: small weights are raised to `low`.
+@CORRECTIONS.register("tis", options=(*_WEIGHTED, *_BOUNDS))
+def clipped_token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
+    """Give each token the weight clip(ρ, low, high).
+
+    >>> clipped_token_ratio(ratios([[2.0, 0.5]]), CorrectionConfig(low=0.75, high=1.5)).tolist()
+    [[1.5, 0.75]]
+    """
+    return _exp(x.token).clamp(cfg.low, cfg.high)
+
+
+# The same from above only (arXiv:1802.01561 truncates ρ this way; Flash-RL applies it to the engine's mismatch).
+@CORRECTIONS.register("tis_upper", options=(*_WEIGHTED, "high"))
+def truncated_token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
+    """Give each token the weight min(ρ, high).
+
+    >>> truncated_token_ratio(ratios([[2.0, 0.5]]), CorrectionConfig(high=1.5)).tolist()
+    [[1.5, 0.5]]
+    """
+    return _exp(x.token).clamp(max=cfg.high)
+
+
 # Importance sampling of whole rows: unbiased except for the truncation, with a variance exponential in the length.
-CORRECTIONS.register("sequence")(CorrectionRule(weight=truncated_row_product, options=_WEIGHTED | {"high"}))
-CORRECTIONS.register("geometric")(CorrectionRule(weight=row_geometric_mean, gate=row_within, options=_GATED | _BOUNDS))
-# With `only_negative`: off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556).
-CORRECTIONS.register("sequence_mask")(CorrectionRule(weight=one, gate=row_kl_within, options=_GATED | {"max_kl_nats"}))
+@CORRECTIONS.register("sequence", options=(*_WEIGHTED, "high"))
+def truncated_row_product(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
+    """Give all tokens of a row the weight min(Π ρ, high), with the product over the row's sampled tokens.
+
+    >>> truncated_row_product(ratios([[2.0, 0.5], [2.0, 2.0]]), CorrectionConfig(high=1.5)).tolist()
+    [[1.0, 1.0], [1.5, 1.5]]
+    """
+    return _exp(x.token.sum(-1, keepdim=True)).clamp(max=cfg.high).expand_as(x.token)
+
+
+@CORRECTIONS.register("geometric", gate=row_within, options=(*_GATED, *_BOUNDS))
+def row_geometric_mean(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
+    """Give all tokens of a row the weight (Π ρ)^(1/n): the geometric mean of ρ over the row's n sampled tokens.
+
+    >>> row_geometric_mean(ratios([[4.0, 1.0]]), CorrectionConfig()).tolist()
+    [[2.0, 2.0]]
+    """
+    return _exp(x.row_mean).expand_as(x.token)
 
 
 def compares_policies(cfg: AlgoConfig) -> bool:
@@ -330,17 +333,18 @@ def check_correction(cfg: AlgoConfig) -> None:
     refuse_unused(
         "algo.correction",
         correction,
-        (field.name for field in fields(correction) if field.name != "name" and field.name not in rule.options),
+        (each.name for each in fields(correction) if each.name != "name" and each.name not in rule.options),
         f"algo.correction.name={correction.name}, which takes {takes}",
         "choose another correction",
     )
-    if cfg.policy_loss.name in ROW_RATIO_LOSSES and correction.name not in ("none", "rollout_ratio"):
+    loss = POLICY_LOSSES.get(cfg.policy_loss.name)
+    if loss.row_ratio and correction.name not in ("none", "rollout_ratio"):
         raise ConfigError(
             f"algo.correction.name: got {correction.name!r} with algo.policy_loss.name={cfg.policy_loss.name}, whose "
             "ratio is one per row and takes no weights per token; set algo.correction.name=rollout_ratio, which takes "
             "that ratio to the engine's log-probs, or none"
         )
-    if cfg.policy_loss.name in RATIO_FREE_LOSSES and rule.rollout_ratio:
+    if "old_logprobs" not in loss.reads and rule.rollout_ratio:
         raise ConfigError(
             f"algo.correction.name: got {correction.name!r} with algo.policy_loss.name={cfg.policy_loss.name}, which "
             "has no ratio that could be taken to the engine's log-probs; set algo.correction.name=tis_upper or another "

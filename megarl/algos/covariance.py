@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from megarl.algos.masked import masked_sum
+from megarl.algos.policy_losses import POLICY_LOSSES
 from megarl.config.algo import PolicyLossConfig
 from megarl.seeds import sample_seed
 
 # Name of the score that is 1 on the chosen tokens and 0 elsewhere.
 CHOSEN = "chosen_by_covariance"
-# Losses that treat chosen tokens in another way.
-COVARIANCE_LOSSES = frozenset({"clip_cov", "kl_cov"})
 # Makes these random choices independent of others with the same seed.
 _SALT = "covariance"
 
@@ -48,7 +47,7 @@ def choose_tokens(covariance: Tensor, mask: Tensor, cfg: PolicyLossConfig, *, ui
     for row, uid in zip(draws, uids, strict=True):
         row[:] = np.random.default_rng(sample_seed(seed, 0, f"{_SALT}/{uid}", places[uid])).random(len(row))
         places[uid] += 1
-    is_random = cfg.name == "clip_cov"
+    is_random = POLICY_LOSSES.get(cfg.name).chooses == "drawn"
     allowed = mask & (covariance > cfg.cov_low) & (covariance < cfg.cov_high) if is_random else mask
     # Rounding errors must not decide between equal covariances, such as those of a batch without advantages.
     rank = torch.zeros_like(covariance) if is_random else -covariance.round(decimals=9)

@@ -5,13 +5,14 @@ the coefficient for the next step. H covers all ranks because otherwise each ran
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from megarl.config.algo import AlgoConfig
+from megarl.config.algo.compose import EntropyConfig
 from megarl.errors import ConfigError, NonFiniteError
-from megarl.registry import Registry
+from megarl.registry import FunctionRegistry, refuse_unused, require_fields
 from megarl.types import EntropyState
 
 _BETA_1, _BETA_2, _EPS = 0.9, 0.999, 1e-8
@@ -19,9 +20,26 @@ _BETA_1, _BETA_2, _EPS = 0.9, 0.999, 1e-8
 _MIN_ENTROPY_NATS = 1e-4
 
 
-EntropyController: TypeAlias = Callable[[EntropyState, float, AlgoConfig], EntropyState]
+EntropyRule: TypeAlias = Callable[[EntropyState, float, AlgoConfig], EntropyState]
 
-ENTROPY_CONTROLLERS: Registry[EntropyController] = Registry("entropy controller", key="algo.entropy.controller")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntropyController:
+    """A rule for the next step's coefficient; `options` are the fields of `EntropyConfig` that are read with it."""
+
+    next_state: EntropyRule = field(kw_only=False)
+    options: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        require_fields("options", self.options, EntropyConfig)
+
+
+ENTROPY_CONTROLLERS: FunctionRegistry[EntropyRule, EntropyController] = FunctionRegistry(
+    "entropy controller",
+    key="algo.entropy.controller",
+    entry=EntropyController,
+    parameters=("state", "entropy_nats", "cfg"),
+)
 
 
 def next_entropy_state(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> EntropyState:
@@ -35,7 +53,7 @@ def next_entropy_state(state: EntropyState, entropy_nats: float, cfg: AlgoConfig
     """
     if not math.isfinite(entropy_nats):
         raise NonFiniteError(f"entropy: got {entropy_nats}, expected a finite number of nats; check the log-probs")
-    state = ENTROPY_CONTROLLERS.get(cfg.entropy.controller)(state, entropy_nats, cfg)
+    state = ENTROPY_CONTROLLERS.get(cfg.entropy.controller).next_state(state, entropy_nats, cfg)
     bound = cfg.entropy.max_coef
     return state if bound is None else replace(state, coef=min(state.coef, bound))
 
@@ -50,7 +68,7 @@ def fixed(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> EntropyS
     return state
 
 
-@ENTROPY_CONTROLLERS.register("learned")
+@ENTROPY_CONTROLLERS.register("learned", options=("target_nats", "lr", "max_coef"))
 def learned(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> EntropyState:
     """Take one AdamW step of ln α on alpha_loss = (H − target)·α, whose gradient in ln α is (H − target)·α.
 
@@ -70,7 +88,7 @@ def learned(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> Entrop
     return EntropyState(coef=math.exp(log_coef), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, num_updates=num_updates)
 
 
-@ENTROPY_CONTROLLERS.register("proportional")
+@ENTROPY_CONTROLLERS.register("proportional", options=("target_nats", "max_coef"))
 def proportional(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> EntropyState:
     """Set the coefficient to entropy_coef · target / H, with H at least 1e-4 nats; `next_entropy_state` bounds it.
 
@@ -90,7 +108,7 @@ def check_entropy(cfg: AlgoConfig) -> None:
         ...
     megarl.errors.ConfigError: algo.entropy_coef: got 0 with algo.entropy.controller=proportional, ...
     """
-    ENTROPY_CONTROLLERS.get(cfg.entropy.controller)
+    options = ENTROPY_CONTROLLERS.get(cfg.entropy.controller).options
     if cfg.entropy.controller != "fixed" and cfg.entropy_coef == 0:
         raise ConfigError(
             f"algo.entropy_coef: got 0 with algo.entropy.controller={cfg.entropy.controller}, which scales the "
@@ -102,3 +120,6 @@ def check_entropy(cfg: AlgoConfig) -> None:
             f"algo.entropy_coef: got {cfg.entropy_coef}, expected <= algo.entropy.max_coef={bound}; "
             f"lower it or raise the bound"
         )
+    unread = [each for each in ("target_nats", "lr", "max_coef") if each not in options]
+    situation = f"algo.entropy.controller={cfg.entropy.controller}"
+    refuse_unused("algo.entropy", cfg.entropy, unread, situation, "set algo.entropy.controller=learned")

@@ -1,14 +1,90 @@
 """Remove groups (all samples of a prompt) that would teach little, such as those whose samples are all right."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from megarl.config.algo import FilterConfig
 from megarl.errors import ConfigError, DataError
+from megarl.registry import FunctionRegistry
 from megarl.types import Reward
 
 # Scores pass through float32, which changes 0.1 by 1.5e-9.
 _SCORE_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredGroup:
+    """A prompt's samples as a filter sees them: the numbers of those that have a say, of all `num_rows` that there
+    are.
+    """
+
+    uid: str
+    scores: Sequence[float]
+    num_rows: int
+
+
+Keeps: TypeAlias = Callable[[ScoredGroup, FilterConfig], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFilter:
+    """A filter, which says whether a group stays.
+
+    turned_on_by: the field of `FilterConfig` that turns it on; None: it is on where `algo.filter.names` has its name.
+    """
+
+    keeps: Keeps = field(kw_only=False)
+    turned_on_by: str | None = None
+
+
+GROUP_FILTERS: FunctionRegistry[Keeps, GroupFilter] = FunctionRegistry(
+    "filter", key="algo.filter.names", entry=GroupFilter, parameters=("group", "cfg")
+)
+
+
+@GROUP_FILTERS.register("mean_score", turned_on_by="mean_score")
+def mean_within(group: ScoredGroup, cfg: FilterConfig) -> bool:
+    """Keep a group if low < mean score < high, with `mean_score` = [low, high] (dynamic sampling, arXiv:2503.14476).
+
+    >>> cfg = FilterConfig(mean_score=(0.0, 1.0))
+    >>> mean_within(ScoredGroup(uid="a", scores=[1.0, 0.0], num_rows=2), cfg)
+    True
+    """
+    if group.num_rows == 1:
+        raise DataError(
+            f"group {group.uid!r}: got 1 row, expected all samples of the prompt, at least 2, to judge its mean score"
+        )
+    assert cfg.mean_score is not None
+    low, high = cfg.mean_score
+    return low < math.fsum(group.scores) / len(group.scores) < high
+
+
+@GROUP_FILTERS.register("uniform_scores", turned_on_by="uniform_scores")
+def not_uniform(group: ScoredGroup, cfg: FilterConfig) -> bool:
+    """Remove a group whose scores all equal one of the values of `uniform_scores` (within 1e-6).
+
+    >>> not_uniform(ScoredGroup(uid="a", scores=[1.0, 1.0], num_rows=2), FilterConfig(uniform_scores=(1.0,)))
+    False
+    """
+    return not any(all(abs(each - value) <= _SCORE_TOLERANCE for each in group.scores) for value in cfg.uniform_scores)
+
+
+def filters_of(cfg: FilterConfig) -> list[GroupFilter]:
+    """Return the filters that a configuration turns on; raise ConfigError for a name that is none of a user's filters.
+
+    >>> [each.turned_on_by for each in filters_of(FilterConfig(mean_score=(0.0, 1.0)))]
+    ['mean_score']
+    """
+    for name in cfg.names:
+        if (setting := GROUP_FILTERS.get(name).turned_on_by) is not None:
+            raise ConfigError(
+                f"algo.filter.names: got {name!r}, which algo.filter.{setting} turns on; set that instead"
+            )
+    settings = [each for each in GROUP_FILTERS.entries().values() if each.turned_on_by is not None]
+    on = [each for each in settings if getattr(cfg, str(each.turned_on_by)) not in (None, ())]
+    return [*on, *map(GROUP_FILTERS.get, cfg.names)]
 
 
 def filter_scores(rewards: Sequence[Reward], cfg: FilterConfig) -> list[float]:
@@ -28,12 +104,10 @@ def filter_scores(rewards: Sequence[Reward], cfg: FilterConfig) -> list[float]:
 def kept_rows(
     scores: Sequence[float], uids: Sequence[str], cfg: FilterConfig, *, demonstrated: Sequence[bool] | None = None
 ) -> tuple[bool, ...]:
-    """Return, for each row, whether the filters keep it; they keep or remove a whole group (the rows with one uid).
+    """Return, for each row, whether all filters keep it; they keep or remove a whole group (the rows with one uid).
 
-    `mean_score` = [low, high] keeps a group if low < mean score < high (dynamic sampling, arXiv:2503.14476).
-    `uniform_scores` removes a group whose scores all equal one of the listed values (within 1e-6). scores: from
-    `filter_scores`. demonstrated: whether a row begins with a demonstration. Without `count_demonstrations`, such rows
-    have no say, unless the group has no others.
+    scores: from `filter_scores`. demonstrated: whether a row begins with a demonstration. Without
+    `count_demonstrations`, such rows have no say, unless the group has no others.
 
     Raises:
         DataError: a score is not finite, or `mean_score` is set and a group has one row.
@@ -42,22 +116,15 @@ def kept_rows(
     (True, True, False, False)
     """
     groups = _group_rows(uids)
-    removed: set[str] = set()
+    removed, filters = set[str](), filters_of(cfg)
     for uid, rows in groups.items():
         own = rows if cfg.count_demonstrations or demonstrated is None else [i for i in rows if not demonstrated[i]]
         values = [float(scores[i]) for i in own or rows]
         bad = [value for value in values if not math.isfinite(value)]
         if bad:
             raise DataError(f"score of group {uid!r}: got {bad[0]}, expected a finite number; check the scorer")
-        if cfg.mean_score is not None:
-            if len(rows) == 1:
-                raise DataError(
-                    f"group {uid!r}: got 1 row, expected all samples of the prompt, at least 2, to judge its mean score"
-                )
-            low, high = cfg.mean_score
-            if not low < math.fsum(values) / len(values) < high:
-                removed.add(uid)
-        if any(all(abs(value - score) <= _SCORE_TOLERANCE for value in values) for score in cfg.uniform_scores):
+        group = ScoredGroup(uid=uid, scores=values, num_rows=len(rows))
+        if not all(each.keeps(group, cfg) for each in filters):
             removed.add(uid)
     return tuple(uid not in removed for uid in uids)
 
@@ -114,7 +181,7 @@ def check_filter(cfg: FilterConfig, *, num_samples: int) -> None:
                 f"algo.filter.mean_score: got [{low}, {high}], expected lower < upper bound, both exclusive; "
                 "take for example [0.0, 1.0]"
             )
-    filters = cfg.mean_score is not None or bool(cfg.uniform_scores)
+    filters = filters_of(cfg)
     if filters and num_samples < 2:
         raise ConfigError(
             f"algo.filter: got rollout.num_samples={num_samples}, expected at least 2 samples of a prompt to judge its "

@@ -6,8 +6,8 @@ expectation, k2 has the gradient of the reverse KL, k3 has a different gradient,
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from torch import Tensor
@@ -15,19 +15,35 @@ from torch import Tensor
 from megarl.algos.masked import row_means
 from megarl.config.algo import KLConfig
 from megarl.errors import NonFiniteError
-from megarl.registry import Registry
+from megarl.registry import FunctionRegistry, Registry
 from megarl.types import AlgoState
 
-KLEstimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+KLFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
-KL_ESTIMATORS: Registry[KLEstimator] = Registry("KL estimator", key="algo.kl.estimator")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KLEstimator:
+    """A KL estimator; `refused_in_loss` says why it is refused as a loss, and is None if it is not."""
+
+    compute: KLFunction = field(kw_only=False)
+    refused_in_loss: str | None = None
+
+
+KL_ESTIMATORS: FunctionRegistry[KLFunction, KLEstimator] = FunctionRegistry(
+    "KL estimator",
+    key="algo.kl.estimator",
+    entry=KLEstimator,
+    parameters=("logprobs", "ref_logprobs"),
+)
 
 # Bounds exp() in k3, and k3 itself: one token far from the reference must not decide the whole batch.
 _MAX_EXPONENT = 20.0
 _MAX_K3 = 10.0
 
 
-@KL_ESTIMATORS.register("k1", "kl")
+@KL_ESTIMATORS.register(
+    "k1", "kl", refused_in_loss="its gradient has zero expectation on-policy, so it does not regularise"
+)
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return Δ = logprobs − ref_logprobs, an unbiased estimate of the KL that may be negative.
 
@@ -37,7 +53,7 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return logprobs - ref_logprobs
 
 
-@KL_ESTIMATORS.register("abs")
+@KL_ESTIMATORS.register("abs", refused_in_loss="its gradient, sign(Δ) at any distance, is not that of a KL")
 def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return |Δ|, Δ = logprobs − ref_logprobs. Its mean is an upper bound of the KL, not an estimate.
 
@@ -77,13 +93,6 @@ def k3_straight_through(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """
     surrogate = k2(logprobs, ref_logprobs)
     return k3(logprobs, ref_logprobs).detach() + (surrogate - surrogate.detach())
-
-
-# The estimators that are refused as a loss, with the reason.
-LOSS_REFUSALS: Mapping[KLEstimator, str] = {
-    k1: "its gradient has zero expectation on-policy, so it does not regularise",
-    absolute: "its gradient, sign(Δ) at any distance, is not that of a KL",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,18 +1,20 @@
-"""Compute policy losses per token. Gradients flow only through the current policy's log-probs."""
+"""Compute policy losses per token. Gradients flow only through the current policy's log-probs, and its entropy."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from megarl.algos.masked import kept, row_means
 from megarl.config.algo import PolicyLossConfig
-from megarl.registry import Registry
+from megarl.registry import FunctionRegistry, require_fields
 
 # Bounds log-ratios before exp(): e^±20 is far outside any clip range, and finite in float32.
 MAX_LOG_RATIO = 20.0
+# The inputs that only some losses read, besides the ratio's `old_logprobs`.
+FURTHER_INPUTS = ("ref_logprobs", "rollout_logprobs", "entropy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +22,8 @@ class PolicyLossInputs:
     """Inputs of a policy loss, [B, T] each; `loss_mask` is bool, and the others are set to 0 outside it.
 
     correction: the weights of `compute_correction`. chosen: bool, the tokens of `choose_tokens`, for losses that treat
-    these in another way.
+    these in another way. ref_logprobs, rollout_logprobs (the engine's), entropy (the current policy's, with a gradient)
+    are there for losses that read them.
     """
 
     logprobs: Tensor
@@ -29,10 +32,13 @@ class PolicyLossInputs:
     loss_mask: Tensor
     correction: Tensor | None = None
     chosen: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    rollout_logprobs: Tensor | None = None
+    entropy: Tensor | None = None
 
     def __post_init__(self) -> None:
         # Padding may hold anything, and a mask on the loss alone would leave gradients of 0 · NaN.
-        for name in ("logprobs", "old_logprobs", "advantages", "correction"):
+        for name in ("logprobs", "old_logprobs", "advantages", "correction", *FURTHER_INPUTS):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, kept(value, self.loss_mask))
 
@@ -53,26 +59,52 @@ class PolicyLossTerms:
     diagnostics: Mapping[str, Tensor]
 
 
-PolicyLoss: TypeAlias = Callable[[PolicyLossInputs, PolicyLossConfig], PolicyLossTerms]
+PolicyLossFunction: TypeAlias = Callable[[PolicyLossInputs, PolicyLossConfig], PolicyLossTerms]
 
-POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", key="algo.policy_loss.name")
 
-# Losses with one ratio per row: they need an aggregation over rows, and take no weights per token.
-ROW_RATIO_LOSSES = frozenset({"gmpo", "gspo", "gspo_token"})
-# Losses without a ratio to the old policy.
-RATIO_FREE_LOSSES = frozenset({"reinforce"})
-# Fields of PolicyLossConfig that the named loss reads; a loss that is not here reads all.
-READ_SETTINGS: Mapping[str, frozenset[str]] = {
-    "ppo_clip": frozenset({"clip_low", "clip_high", "dual_clip"}),
-    "reinforce": frozenset(),
-    "cispo": frozenset({"clip_low", "clip_high"}),
-    "gspo": frozenset({"clip_low", "clip_high"}),
-    "gspo_token": frozenset({"clip_low", "clip_high"}),
-    "gmpo": frozenset({"clip_low", "clip_high"}),
-    "sapo": frozenset({"tau_pos", "tau_neg"}),
-    "clip_cov": frozenset({"clip_low", "clip_high", "cov_share", "cov_low", "cov_high"}),
-    "kl_cov": frozenset({"cov_share", "cov_kl_coef"}),
-}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss:
+    """A policy loss, and what its registration declares about it.
+
+    options: the fields of `PolicyLossConfig` that it reads. reads: the inputs that it needs besides `logprobs` and
+    `advantages`: `old_logprobs` if it has a ratio to the old policy, `ref_logprobs`, `rollout_logprobs`, `entropy`.
+    token_local: whether a token's loss depends on that token alone. row_ratio: whether the ratio is one per row, as a
+    mean over its tokens; such a loss needs an aggregation over rows, and takes no weights per token. chooses: which
+    tokens of a step it treats in another way, those of the largest covariance or a draw among those between bounds.
+    tuned_clip: the largest `clip_high` that suits it.
+    """
+
+    compute: PolicyLossFunction = field(kw_only=False)
+    options: Collection[str] = ()
+    reads: Collection[str] = ("old_logprobs",)
+    token_local: bool = True
+    row_ratio: bool = False
+    chooses: Literal["largest", "drawn"] | None = None
+    tuned_clip: float = torch.inf
+
+    def __post_init__(self) -> None:
+        require_fields("options", self.options, PolicyLossConfig)
+        for name in self.reads:
+            if name not in ("old_logprobs", *FURTHER_INPUTS):
+                known = ", ".join(("old_logprobs", *FURTHER_INPUTS))
+                raise ValueError(f"reads: got {name!r}, expected names among {known}; correct it")
+        if self.row_ratio and self.token_local:
+            raise ValueError(
+                "token_local: got true with row_ratio, but a ratio of a whole row depends on other tokens; declare "
+                "token_local=False"
+            )
+
+
+POLICY_LOSSES: FunctionRegistry[PolicyLossFunction, PolicyLoss] = FunctionRegistry(
+    "policy loss",
+    key="algo.policy_loss.name",
+    entry=PolicyLoss,
+    parameters=("x", "cfg"),
+)
+
+_CLIP_RANGE = ("clip_low", "clip_high")
+# A wider clip range suits PPO, not GSPO, whose ratio is a mean over the row.
+GSPO_LARGE_CLIP = 0.01
 
 
 def policy_loss(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
@@ -81,7 +113,7 @@ def policy_loss(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     >>> policy_loss(loss_inputs([[1.0, 2.0]], [[1.0, 1.0]]), PolicyLossConfig()).loss.round(decimals=2).tolist()
     [[-1.0, -1.2]]
     """
-    terms = POLICY_LOSSES.get(cfg.name)(x, cfg)
+    terms = POLICY_LOSSES.get(cfg.name).compute(x, cfg)
     return terms if x.correction is None else replace(terms, loss=terms.loss * x.correction.detach())
 
 
@@ -118,7 +150,7 @@ def clipped_surrogate(
     return Surrogate(loss=loss, clipped=clipped > unclipped, dual_clipped=dual_clipped)
 
 
-@POLICY_LOSSES.register("ppo_clip")
+@POLICY_LOSSES.register("ppo_clip", options=(*_CLIP_RANGE, "dual_clip"))
 def ppo_clip(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     """Compute PPO's clipped surrogate (arXiv:1707.06347) with the dual clip (arXiv:1912.09729), per token.
 
@@ -142,7 +174,7 @@ def ppo_clip(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     )
 
 
-@POLICY_LOSSES.register("reinforce")
+@POLICY_LOSSES.register("reinforce", reads=())
 def reinforce(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     """Compute REINFORCE (Williams, 1992): l = −A·logprobs, the policy gradient on its own samples, without ratio or
     clip.
@@ -153,7 +185,7 @@ def reinforce(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     return PolicyLossTerms(loss=-x.advantages * x.logprobs, diagnostics={"actor/ppo_kl": -x.log_ratio.detach()})
 
 
-@POLICY_LOSSES.register("cispo")
+@POLICY_LOSSES.register("cispo", options=_CLIP_RANGE)
 def cispo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     """Compute CISPO (arXiv:2506.13585): l = −clip(r, 1 − clip_low, 1 + clip_high)·A·logprobs, r as in `ppo_clip`.
 
@@ -171,7 +203,7 @@ def cispo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     )
 
 
-@POLICY_LOSSES.register("gspo")
+@POLICY_LOSSES.register("gspo", options=_CLIP_RANGE, token_local=False, row_ratio=True, tuned_clip=GSPO_LARGE_CLIP)
 def gspo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     """Compute group sequence policy optimisation (arXiv:2507.18071): all tokens of a row share one ratio s.
 
@@ -184,7 +216,9 @@ def gspo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     return _row_clip(_row_log_ratio(x), x, cfg)
 
 
-@POLICY_LOSSES.register("gspo_token")
+@POLICY_LOSSES.register(
+    "gspo_token", options=_CLIP_RANGE, token_local=False, row_ratio=True, tuned_clip=GSPO_LARGE_CLIP
+)
 def gspo_token(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     """Compute GSPO-token (arXiv:2507.18071, section 4.3): the loss values of `gspo`, with a gradient per token.
 
@@ -215,7 +249,7 @@ def _row_clip(row_log_ratio: Tensor, x: PolicyLossInputs, cfg: PolicyLossConfig)
     )
 
 
-@POLICY_LOSSES.register("gmpo")
+@POLICY_LOSSES.register("gmpo", options=_CLIP_RANGE, token_local=False, row_ratio=True)
 def gmpo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     """Compute geometric-mean policy optimisation (arXiv:2507.20673): a row's ratio is a geometric mean of clipped ones.
 
@@ -240,7 +274,7 @@ def gmpo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     )
 
 
-@POLICY_LOSSES.register("sapo")
+@POLICY_LOSSES.register("sapo", options=("tau_pos", "tau_neg"))
 def sapo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     """Compute soft adaptive policy optimisation (arXiv:2511.20347): a gate without corners takes the clip's place.
 
@@ -256,7 +290,7 @@ def sapo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     return PolicyLossTerms(loss=-x.advantages * gate, diagnostics={"actor/ppo_kl": -x.log_ratio.detach()})
 
 
-@POLICY_LOSSES.register("clip_cov")
+@POLICY_LOSSES.register("clip_cov", options=(*_CLIP_RANGE, "cov_share", "cov_low", "cov_high"), chooses="drawn")
 def clip_cov(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     """Compute Clip-Cov (arXiv:2505.22617): the loss of `ppo_clip` without dual clip, but 0 on the chosen tokens.
 
@@ -281,7 +315,7 @@ def clip_cov(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     )
 
 
-@POLICY_LOSSES.register("kl_cov")
+@POLICY_LOSSES.register("kl_cov", options=("cov_share", "cov_kl_coef"), chooses="largest")
 def kl_cov(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     """Compute KL-Cov (arXiv:2505.22617): l = −r·A, on the chosen tokens + `cov_kl_coef`·|logprobs − old_logprobs|.
 

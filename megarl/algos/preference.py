@@ -1,8 +1,8 @@
 """Define the objectives that train reward models and policies on pairs of a preferred and a rejected response."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megarl.algos.masked import masked_sum, per_row
 from megarl.config.schema import TrainPreferenceConfig
-from megarl.registry import Registry, refuse_unused
+from megarl.registry import FunctionRegistry, refuse_unused, require_fields
 from megarl.types import AlgoState, Denominators, LossSums, PolicyOutputs, Row, RowBatch, Score, ValueOutputs
 
 MARGIN = "margin"
@@ -81,15 +81,27 @@ class PairLosses:
     rewards: Tensor
 
 
+PairLossFunction: TypeAlias = Callable[[PairLogprobs, TrainPreferenceConfig], PairLosses]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceLoss:
     """A loss of a policy on pairs. reads: the scores of rows it needs. options: the settings that it alone reads."""
 
-    of_pairs: Callable[[PairLogprobs, TrainPreferenceConfig], PairLosses]
-    reads: frozenset[str] = frozenset()
-    options: frozenset[str] = frozenset()
+    of_pairs: PairLossFunction = field(kw_only=False)
+    reads: Collection[str] = ()
+    options: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        require_fields("options", self.options, TrainPreferenceConfig)
 
 
+PREFERENCE_LOSSES: FunctionRegistry[PairLossFunction, PreferenceLoss] = FunctionRegistry(
+    "objective", key="train_preference.objective", entry=PreferenceLoss, parameters=("pairs", "cfg")
+)
+
+
+@PREFERENCE_LOSSES.register("dpo", reads=(Score.REF_LOGPROBS,))
 def dpo_losses(pairs: PairLogprobs, cfg: TrainPreferenceConfig) -> PairLosses:
     """Compute DPO's losses (arXiv:2305.18290): −log σ(r_chosen − r_rejected) with r = β·ln(π/π_ref) of a response.
 
@@ -100,6 +112,7 @@ def dpo_losses(pairs: PairLogprobs, cfg: TrainPreferenceConfig) -> PairLosses:
     return PairLosses(losses=-F.logsigmoid(rewards[0] - rewards[1]), rewards=rewards)
 
 
+@PREFERENCE_LOSSES.register("ipo", reads=(Score.REF_LOGPROBS,))
 def ipo_losses(pairs: PairLogprobs, cfg: TrainPreferenceConfig) -> PairLosses:
     """Compute IPO's losses (arXiv:2310.12036): (h_chosen − h_rejected − 1/(2β))², h the mean of ln(π/π_ref) per token.
 
@@ -112,6 +125,9 @@ def ipo_losses(pairs: PairLogprobs, cfg: TrainPreferenceConfig) -> PairLosses:
     return PairLosses(losses=(means[0] - means[1] - 1 / (2 * cfg.beta)).square(), rewards=cfg.beta * means)
 
 
+@PREFERENCE_LOSSES.register(
+    "kto", reads=(Score.REF_LOGPROBS, BATCH_KL), options=("desirable_weight", "undesirable_weight")
+)
 def kto_losses(pairs: PairLogprobs, cfg: TrainPreferenceConfig) -> PairLosses:
     """Compute KTO's losses (arXiv:2402.01306), the mean of λ_D·(1 − σ(r_chosen − z)) and λ_U·(1 − σ(z − r_rejected)).
 
@@ -126,6 +142,7 @@ def kto_losses(pairs: PairLogprobs, cfg: TrainPreferenceConfig) -> PairLosses:
     return PairLosses(losses=(chosen + rejected) / 2, rewards=rewards)
 
 
+@PREFERENCE_LOSSES.register("orpo")
 def orpo_losses(pairs: PairLogprobs, cfg: TrainPreferenceConfig) -> PairLosses:
     """Compute ORPO's losses (arXiv:2403.07691): −ln p_chosen − β·log σ(ln odds_chosen − ln odds_rejected).
 
@@ -139,21 +156,6 @@ def orpo_losses(pairs: PairLogprobs, cfg: TrainPreferenceConfig) -> PairLosses:
     log_odds = means - torch.log(-torch.expm1(means))
     losses = -means[0] - cfg.beta * F.logsigmoid(log_odds[0] - log_odds[1])
     return PairLosses(losses=losses, rewards=cfg.beta * means)
-
-
-PREFERENCE_LOSSES: Registry[PreferenceLoss] = Registry("objective", key="train_preference.objective")
-
-_WITH_REFERENCE = frozenset({Score.REF_LOGPROBS.value})
-PREFERENCE_LOSSES.register("dpo")(PreferenceLoss(of_pairs=dpo_losses, reads=_WITH_REFERENCE))
-PREFERENCE_LOSSES.register("ipo")(PreferenceLoss(of_pairs=ipo_losses, reads=_WITH_REFERENCE))
-PREFERENCE_LOSSES.register("kto")(
-    PreferenceLoss(
-        of_pairs=kto_losses,
-        reads=_WITH_REFERENCE | {BATCH_KL},
-        options=frozenset({"desirable_weight", "undesirable_weight"}),
-    )
-)
-PREFERENCE_LOSSES.register("orpo")(PreferenceLoss(of_pairs=orpo_losses))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +173,7 @@ class PreferenceObjective:
 
     @property
     def reads(self) -> frozenset[str]:
-        return PREFERENCE_LOSSES.get(self.cfg.objective).reads
+        return frozenset(PREFERENCE_LOSSES.get(self.cfg.objective).reads)
 
     def denominators(self, rows: Sequence[Row]) -> Denominators:
         """Count the pairs of an optimizer mini-batch."""
@@ -214,8 +216,8 @@ def preference_objective(cfg: TrainPreferenceConfig) -> PreferenceObjective:
     ['batch_kl', 'ref_logprobs']
     """
     own = PREFERENCE_LOSSES.get(cfg.objective).options
-    for name in PREFERENCE_LOSSES:
-        others = sorted(PREFERENCE_LOSSES.get(name).options - own)
+    for name, loss in PREFERENCE_LOSSES.entries().items():
+        others = [option for option in loss.options if option not in own]
         remedy = f"set train_preference.objective={name}"
         refuse_unused("train_preference", cfg, others, f"train_preference.objective={cfg.objective}", remedy)
     return PreferenceObjective(cfg=cfg)

@@ -4,13 +4,13 @@ Random numbers are hashes of seed, step, uid and sample index, so that a resumed
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from megarl.config.algo import DemonstrationConfig
 from megarl.errors import ConfigError
-from megarl.registry import Registry
+from megarl.registry import FunctionRegistry, require_fields
 from megarl.seeds import uniform
 
 
@@ -36,9 +36,23 @@ DEMONSTRATION = "demonstration"
 # Name of the score that holds the demonstrator's probabilities, -1 where unknown and on all other tokens.
 TARGET_PROBS = "target_probs"
 
-PrefixStrategy: TypeAlias = Callable[[Slot, DemonstrationConfig], Window]
+WindowOf: TypeAlias = Callable[[Slot, DemonstrationConfig], Window]
 
-PREFIX_STRATEGIES: Registry[PrefixStrategy] = Registry("prefix strategy", key="algo.demonstrations.strategy")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixStrategy:
+    """A rule for each sample's window; `options` are the fields of `DemonstrationConfig` that not all rules read."""
+
+    window: WindowOf = field(kw_only=False)
+    options: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        require_fields("options", self.options, DemonstrationConfig)
+
+
+PREFIX_STRATEGIES: FunctionRegistry[WindowOf, PrefixStrategy] = FunctionRegistry(
+    "prefix strategy", key="algo.demonstrations.strategy", entry=PrefixStrategy, parameters=("slot", "cfg")
+)
 
 # Stepped schedules divide decay_steps into this many equal parts, each with a constant window.
 _NUM_WINDOWS = 10
@@ -56,7 +70,7 @@ def none(slot: Slot, cfg: DemonstrationConfig) -> Window:
     return Window(low=0.0, high=0.0)
 
 
-@PREFIX_STRATEGIES.register("random")
+@PREFIX_STRATEGIES.register("random", options=("min_ratio",))
 def random(slot: Slot, cfg: DemonstrationConfig) -> Window:
     """Draw the share of the demonstration uniformly from [min_ratio, max_ratio].
 
@@ -67,7 +81,7 @@ def random(slot: Slot, cfg: DemonstrationConfig) -> Window:
     return Window(low=cfg.min_ratio, high=cfg.max_ratio)
 
 
-@PREFIX_STRATEGIES.register("linear")
+@PREFIX_STRATEGIES.register("linear", options=("decay_steps",))
 def linear(slot: Slot, cfg: DemonstrationConfig) -> Window:
     """Let the share of the demonstration fall linearly: max_ratio · (1 − min(s / decay_steps, 1)) with s = step − 1.
 
@@ -79,7 +93,7 @@ def linear(slot: Slot, cfg: DemonstrationConfig) -> Window:
     return Window(low=ratio, high=ratio)
 
 
-@PREFIX_STRATEGIES.register("linear_max")
+@PREFIX_STRATEGIES.register("linear_max", options=("decay_steps",))
 def linear_max(slot: Slot, cfg: DemonstrationConfig) -> Window:
     """Draw the share from U[0, (10 − j)·max_ratio / 10], with j from 0 to 9 the current tenth of decay_steps (then 9).
 
@@ -90,7 +104,7 @@ def linear_max(slot: Slot, cfg: DemonstrationConfig) -> Window:
     return Window(low=0.0, high=(_NUM_WINDOWS - _tenth(slot.step, cfg)) * cfg.max_ratio / _NUM_WINDOWS)
 
 
-@PREFIX_STRATEGIES.register("reverse_linear")
+@PREFIX_STRATEGIES.register("reverse_linear", options=("decay_steps",))
 def reverse_linear(slot: Slot, cfg: DemonstrationConfig) -> Window:
     """Draw the share from U[0, (j + 1)·max_ratio / 10], with j from 0 to 9 the current tenth of decay_steps (then 9).
 
@@ -101,7 +115,7 @@ def reverse_linear(slot: Slot, cfg: DemonstrationConfig) -> Window:
     return Window(low=0.0, high=(_tenth(slot.step, cfg) + 1) * cfg.max_ratio / _NUM_WINDOWS)
 
 
-@PREFIX_STRATEGIES.register("fixed")
+@PREFIX_STRATEGIES.register("fixed", options=("min_ratio",))
 def fixed(slot: Slot, cfg: DemonstrationConfig) -> Window:
     """Space the shares of a prompt's prefixed samples evenly from min_ratio to max_ratio; a single one gets max_ratio.
 
@@ -114,7 +128,7 @@ def fixed(slot: Slot, cfg: DemonstrationConfig) -> Window:
     return Window(low=ratio, high=ratio)
 
 
-@PREFIX_STRATEGIES.register("linear_variance")
+@PREFIX_STRATEGIES.register("linear_variance", options=("decay_steps", "variance"))
 def linear_variance(slot: Slot, cfg: DemonstrationConfig) -> Window:
     """Draw the share from U[v − variance, v + variance], where v is the share that `linear` computes.
 
@@ -161,7 +175,7 @@ def prefix_ratios(
     strategy = PREFIX_STRATEGIES.get(cfg.strategy)
     ratios = []
     for i in range(count):
-        window = strategy(Slot(step=step, index=i, count=count), cfg)
+        window = strategy.window(Slot(step=step, index=i, count=count), cfg)
         draw = uniform("ratio", run_seed, step, uid, 0 if cfg.shared else i)
         ratios.append(min(max(window.low + (window.high - window.low) * draw, 0.0), 1.0))
     return (*ratios, *[0.0] * (num_samples - count))

@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 from megarl.algos.policy_losses import MAX_LOG_RATIO
 from megarl.config.algo import OffPolicyConfig
 from megarl.errors import ConfigError
-from megarl.registry import Registry
+from megarl.registry import FunctionRegistry, require_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,18 +58,66 @@ class ReshapeArguments:
 
 ReshapeMaker: TypeAlias = Callable[[ReshapeArguments], Reshape]
 
-DEMONSTRATION_RESHAPES: Registry[ReshapeMaker] = Registry("reshape", key="algo.off_policy.reshape")
-RATIO_RESHAPES: Registry[ReshapeMaker] = Registry("reshape", key="algo.off_policy.on_policy_reshape")
 
-for _registry in (DEMONSTRATION_RESHAPES, RATIO_RESHAPES):
-    _registry.register("no_reshape")(lambda a: Reshape())
-    _registry.register("p_logp")(lambda a: Reshape(log=a.weight))
-    _registry.register("square_root")(lambda a: Reshape(exponent=0.5))
-    _registry.register("pow")(lambda a: Reshape(exponent=a.exponent))
-    _registry.register("p_div_p")(lambda a: Reshape(half=a.half))
-DEMONSTRATION_RESHAPES.register("logp")(lambda a: Reshape(linear=0.0, log=a.weight))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshapeRule:
+    """What a reshape's name stands for; `options` are the settings among the arguments that `make` reads."""
+
+    make: ReshapeMaker = field(kw_only=False)
+    options: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        require_fields("options", self.options, ReshapeArguments)
+
+
+DEMONSTRATION_RESHAPES: FunctionRegistry[ReshapeMaker, ReshapeRule] = FunctionRegistry(
+    "reshape", key="algo.off_policy.reshape", entry=ReshapeRule, parameters=("arguments",)
+)
+RATIO_RESHAPES: FunctionRegistry[ReshapeMaker, ReshapeRule] = FunctionRegistry(
+    "reshape", key="algo.off_policy.on_policy_reshape", entry=ReshapeRule, parameters=("arguments",)
+)
+
+
+@DEMONSTRATION_RESHAPES.register("no_reshape")
+@RATIO_RESHAPES.register("no_reshape")
+def _identity(arguments: ReshapeArguments) -> Reshape:
+    return Reshape()
+
+
+@DEMONSTRATION_RESHAPES.register("logp", options=("weight",))
+def _weighted_log(arguments: ReshapeArguments) -> Reshape:
+    return Reshape(linear=0.0, log=arguments.weight)
+
+
 # As in LUFFY's code, the ratio's logp has no weight.
-RATIO_RESHAPES.register("logp")(lambda a: Reshape(linear=0.0, log=1.0))
+@RATIO_RESHAPES.register("logp")
+def _log(arguments: ReshapeArguments) -> Reshape:
+    return Reshape(linear=0.0, log=1.0)
+
+
+@DEMONSTRATION_RESHAPES.register("p_logp", options=("weight",))
+@RATIO_RESHAPES.register("p_logp", options=("weight",))
+def _plus_log(arguments: ReshapeArguments) -> Reshape:
+    return Reshape(log=arguments.weight)
+
+
+@DEMONSTRATION_RESHAPES.register("square_root")
+@RATIO_RESHAPES.register("square_root")
+def _square_root(arguments: ReshapeArguments) -> Reshape:
+    return Reshape(exponent=0.5)
+
+
+@DEMONSTRATION_RESHAPES.register("pow", options=("exponent",))
+@RATIO_RESHAPES.register("pow", options=("exponent",))
+def _power(arguments: ReshapeArguments) -> Reshape:
+    return Reshape(exponent=arguments.exponent)
+
+
+@DEMONSTRATION_RESHAPES.register("p_div_p")
+@RATIO_RESHAPES.register("p_div_p")
+def _saturating(arguments: ReshapeArguments) -> Reshape:
+    return Reshape(half=arguments.half)
+
 
 _P_DIV_P = "p_div_p"
 _NUMBERED = re.compile(rf"{_P_DIV_P}_(\d*\.?\d+)")
@@ -103,10 +151,12 @@ def ratio_reshape(cfg: OffPolicyConfig) -> Reshape:
     )
 
 
-def _named(registry: Registry[ReshapeMaker], name: str, field: str, *, weight: float, exponent: float) -> Reshape:
+def _named(
+    registry: FunctionRegistry[ReshapeMaker, ReshapeRule], name: str, field: str, *, weight: float, exponent: float
+) -> Reshape:
     numbered = _NUMBERED.fullmatch(name)
     half = float(numbered[1]) if numbered else None
     if (numbered or name == _P_DIV_P) and not half:
         raise ConfigError(f"algo.off_policy.{field}: got {name!r}, expected p_div_p_C with C > 0, as in p_div_p_0.1")
-    maker = registry.get(_P_DIV_P if numbered else name)
-    return maker(ReshapeArguments(weight=weight, exponent=exponent, half=half))
+    rule = registry.get(_P_DIV_P if numbered else name)
+    return rule.make(ReshapeArguments(weight=weight, exponent=exponent, half=half))

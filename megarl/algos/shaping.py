@@ -1,18 +1,21 @@
 """Change a step's advantages after the estimator and before the loss, by a chain of functions called shapers."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
 from megarl.algos import cpo
 from megarl.algos.corrections import CORRECTION, CorrectionInputs, compares_policies, compute_correction
-from megarl.algos.covariance import CHOSEN, COVARIANCE_LOSSES, choose_tokens, token_covariance
+from megarl.algos.covariance import CHOSEN, choose_tokens, token_covariance
 from megarl.algos.masked import summary
 from megarl.algos.mixed_groups import demonstration_mask, mixed_metrics, weight_advantages, without_truncated
+from megarl.algos.policy_losses import POLICY_LOSSES
 from megarl.algos.prefixes import DEMONSTRATION
 from megarl.config.algo import AlgoConfig
+from megarl.errors import ConfigError
+from megarl.registry import FunctionRegistry
 from megarl.types import Advantages, Score, ScoredBatch
 
 
@@ -30,9 +33,56 @@ class ShapingInputs:
 
 
 # (advantages [B, T], the step) → new advantages, still 0 outside the loss mask, with scores and metrics to add.
-AdvantageShaper: TypeAlias = Callable[[Tensor, ShapingInputs], Advantages]
+Shape: TypeAlias = Callable[[Tensor, ShapingInputs], Advantages]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageShaper:
+    """A shaper, and what its registration declares about it.
+
+    reads: the scores of rows that it needs. place: where it stands in the chain. Those that are first or last run in
+    every algorithm, and leave advantages alone if their settings do not turn them on; the others run where
+    `algo.shapers` names them. The last ones may look at the final advantages.
+    """
+
+    shape: Shape = field(kw_only=False)
+    reads: Collection[Score] = ()
+    place: Literal["first", "named", "last"] = "named"
+
+    def __post_init__(self) -> None:
+        known = [score.value for score in Score]
+        for name in self.reads:
+            if name not in known:
+                raise ValueError(f"reads: got {str(name)!r}, expected names among {', '.join(known)}; correct it")
+
+
+ADVANTAGE_SHAPERS: FunctionRegistry[Shape, AdvantageShaper] = FunctionRegistry(
+    "shaper", key="algo.shapers", entry=AdvantageShaper, parameters=("advantages", "x")
+)
+
+
+def shapers_of(cfg: AlgoConfig) -> list[AdvantageShaper]:
+    """Return the shapers of an algorithm in the order in which they are applied.
+
+    Raises ConfigError for a name in `algo.shapers` that is none of a user's shapers, or stands there twice.
+
+    >>> [each.place for each in shapers_of(AlgoConfig())]
+    ['first', 'first', 'last', 'last']
+    """
+    named = [ADVANTAGE_SHAPERS.get(name) for name in cfg.shapers]
+    for name, each in zip(cfg.shapers, named, strict=True):
+        if each.place != "named" or cfg.shapers.count(name) > 1:
+            raise ConfigError(
+                f"algo.shapers: got {list(cfg.shapers)}, in which {name} "
+                f"{'runs in every algorithm' if each.place != 'named' else 'stands twice'}; name each shaper of "
+                "algo.plugins once"
+            )
+    chain = ADVANTAGE_SHAPERS.entries().values()
+    first, last = ([each for each in chain if each.place == place] for place in ("first", "last"))
+    return [*first, *named, *last]
+
+
+@ADVANTAGE_SHAPERS.register("weigh_demonstrations", place="first")
 def weigh_demonstrations(advantages: Tensor, x: ShapingInputs) -> Advantages:
     """Multiply advantages by the weights that `algo.off_policy` sets for demonstration tokens and for policy tokens.
 
@@ -45,6 +95,7 @@ def weigh_demonstrations(advantages: Tensor, x: ShapingInputs) -> Advantages:
     return Advantages(values=weight_advantages(advantages, x.batch, x.cfg.off_policy), metrics=metrics)
 
 
+@ADVANTAGE_SHAPERS.register("shape_by_hint", place="first")
 def shape_by_hint(advantages: Tensor, x: ShapingInputs) -> Advantages:
     """Shape advantages with CPO; if CPO needs the current entropy, pass its inputs on to the loss, which shapes there.
 
@@ -79,6 +130,31 @@ def shape_by_hint(advantages: Tensor, x: ShapingInputs) -> Advantages:
     )
 
 
+@ADVANTAGE_SHAPERS.register("choose_by_covariance", place="last")
+def choose_by_covariance(advantages: Tensor, x: ShapingInputs) -> Advantages:
+    """Return the advantages unchanged, with the tokens that the losses clip_cov and kl_cov treat in another way.
+
+    Demonstration tokens neither count nor are chosen. Metrics: actor/cov/{mean,max,min} over the other loss tokens.
+
+    >>> batch = step("a", [1.0], old_logprobs=[[-1.0, -3.0]])
+    >>> cfg = AlgoConfig(policy_loss=PolicyLossConfig(name="kl_cov"))
+    >>> x = ShapingInputs(batch=batch, scored_rewards=batch.rewards, cfg=cfg, vocab_size=None)
+    >>> choose_by_covariance(tensor([[2.0, 0.0]]), x).metrics["actor/cov/mean"]
+    1.0
+    """
+    if POLICY_LOSSES.get(x.cfg.policy_loss.name).chooses is None:
+        return Advantages(values=advantages)
+    batch, mask = x.batch, x.batch.loss_mask & ~demonstration_mask(x.batch)
+    covariance = token_covariance(advantages, batch.score(Score.OLD_LOGPROBS), mask)
+    chosen = choose_tokens(covariance, mask, x.cfg.policy_loss, uids=batch.uids, seed=batch.seed)
+    return Advantages(
+        values=advantages,
+        scores={CHOSEN: chosen.to(advantages.dtype)},
+        metrics=summary("actor/cov", covariance[mask]),
+    )
+
+
+@ADVANTAGE_SHAPERS.register("correct_for_engine", place="last")
 def correct_for_engine(advantages: Tensor, x: ShapingInputs) -> Advantages:
     """Compute the importance weights by which the loss corrects for the engine's different log-probs; keep the
     advantages.
@@ -106,35 +182,3 @@ def correct_for_engine(advantages: Tensor, x: ShapingInputs) -> Advantages:
         scores={CORRECTION: correction.weights, Score.OLD_LOGPROBS: correction.old_logprobs},
         metrics=correction.metrics,
     )
-
-
-def choose_by_covariance(advantages: Tensor, x: ShapingInputs) -> Advantages:
-    """Return the advantages unchanged, with the tokens that the losses clip_cov and kl_cov treat in another way.
-
-    Demonstration tokens neither count nor are chosen. Metrics: actor/cov/{mean,max,min} over the other loss tokens.
-
-    >>> batch = step("a", [1.0], old_logprobs=[[-1.0, -3.0]])
-    >>> cfg = AlgoConfig(policy_loss=PolicyLossConfig(name="kl_cov"))
-    >>> x = ShapingInputs(batch=batch, scored_rewards=batch.rewards, cfg=cfg, vocab_size=None)
-    >>> choose_by_covariance(tensor([[2.0, 0.0]]), x).metrics["actor/cov/mean"]
-    1.0
-    """
-    if x.cfg.policy_loss.name not in COVARIANCE_LOSSES:
-        return Advantages(values=advantages)
-    batch, mask = x.batch, x.batch.loss_mask & ~demonstration_mask(x.batch)
-    covariance = token_covariance(advantages, batch.score(Score.OLD_LOGPROBS), mask)
-    chosen = choose_tokens(covariance, mask, x.cfg.policy_loss, uids=batch.uids, seed=batch.seed)
-    return Advantages(
-        values=advantages,
-        scores={CHOSEN: chosen.to(advantages.dtype)},
-        metrics=summary("actor/cov", covariance[mask]),
-    )
-
-
-# Applied in this order; the last two may look at the final advantages.
-ADVANTAGE_SHAPERS: tuple[AdvantageShaper, ...] = (
-    weigh_demonstrations,
-    shape_by_hint,
-    choose_by_covariance,
-    correct_for_engine,
-)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from megarl.algos.corrections import CORRECTION
-from megarl.algos.covariance import CHOSEN, COVARIANCE_LOSSES
+from megarl.algos.covariance import CHOSEN
 from megarl.algos.mixed_groups import demonstration_mask, kept_tokens
 from megarl.algos.off_policy import imitation_masks, luffy_loss
-from megarl.algos.policy_losses import PolicyLossInputs, policy_loss
+from megarl.algos.policy_losses import POLICY_LOSSES, PolicyLossInputs, policy_loss
 from megarl.algos.prefixes import TARGET_PROBS
 from megarl.config.algo import AlgoConfig, OffPolicyConfig
 from megarl.types import PolicyOutputs, Row, RowBatch, Score
@@ -52,6 +52,7 @@ def token_losses(rows: RowBatch, out: PolicyOutputs, advantages: Tensor, cfg: Al
     if off_policy.loss == "sft":
         masks = imitation_masks(mask, demonstrated, off_policy.sft_tokens)
         loss_mask, imitated = masks.policy, masks.imitated
+    loss = POLICY_LOSSES.get(cfg.policy_loss.name)
     x = PolicyLossInputs(
         logprobs=out.logprobs,
         old_logprobs=rows.scores.get(Score.OLD_LOGPROBS, out.logprobs.detach()),
@@ -59,7 +60,9 @@ def token_losses(rows: RowBatch, out: PolicyOutputs, advantages: Tensor, cfg: Al
         # Imitated tokens, too, have diagnostics.
         loss_mask=mask,
         correction=rows.scores.get(CORRECTION),
-        chosen=rows.score(CHOSEN) > 0 if cfg.policy_loss.name in COVARIANCE_LOSSES else None,
+        chosen=rows.score(CHOSEN) > 0 if loss.chooses else None,
+        **{name: rows.score(name) for name in ("ref_logprobs", "rollout_logprobs") if name in loss.reads},
+        entropy=out.entropy if "entropy" in loss.reads else None,
     )
     if off_policy.loss == "luffy":
         mixed = luffy_loss(

@@ -8,16 +8,14 @@ from megarl.algos.aggregation import AGGREGATIONS
 from megarl.algos.corrections import check_correction
 from megarl.algos.cpo import check_cpo
 from megarl.algos.entropy import check_entropy
-from megarl.algos.kl import KL_CONTROLLERS, KL_ESTIMATORS, LOSS_REFUSALS
-from megarl.algos.policy_losses import POLICY_LOSSES, READ_SETTINGS, ROW_RATIO_LOSSES
+from megarl.algos.kl import KL_CONTROLLERS, KL_ESTIMATORS
+from megarl.algos.policy_losses import POLICY_LOSSES
+from megarl.algos.shaping import shapers_of
 from megarl.algos.validate_luffy import check_luffy
 from megarl.algos.validate_rewards import check_rewards
 from megarl.config.algo import AlgoConfig
 from megarl.errors import ConfigError
-from megarl.registry import refuse_unused, unknown_name
-
-# A wider clip range suits PPO, not GSPO.
-GSPO_LARGE_CLIP = 0.01
+from megarl.registry import readers_of, refuse_unused, unknown_name
 
 
 def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
@@ -29,7 +27,7 @@ def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
     megarl.errors.ConfigError: algo.aggregation: unknown aggregation 'mean'; expected one of: ...
     """
     ADVANTAGE_ESTIMATORS.get(cfg.advantage.estimator)
-    POLICY_LOSSES.get(cfg.policy_loss.name)
+    part = POLICY_LOSSES.get(cfg.policy_loss.name)
     AGGREGATIONS.get(cfg.aggregation)
     KL_CONTROLLERS.get(cfg.kl.controller)
     KL_ESTIMATORS.get(cfg.kl.estimator)
@@ -37,17 +35,17 @@ def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
         raise unknown_name("KL estimator", cfg.kl.loss_estimator, KL_ESTIMATORS, key="algo.kl.loss_estimator")
     key, loss = "loss_estimator" if cfg.kl.where == "both" else "estimator", cfg.policy_loss
     in_loss = getattr(cfg.kl, key)
-    if cfg.kl.in_loss and (refusal := LOSS_REFUSALS.get(KL_ESTIMATORS.get(in_loss))):
+    if cfg.kl.in_loss and (refusal := KL_ESTIMATORS.get(in_loss).refused_in_loss):
         raise ConfigError(
             f"algo.kl.{key}: got {in_loss!r} with algo.kl.where={cfg.kl.where}: {refusal}; "
             f"use k2, k3 or k3_straight_through, or algo.kl.where=reward"
         )
-    if loss.name in ROW_RATIO_LOSSES and cfg.aggregation != "seq-mean-token-mean":
+    if part.row_ratio and cfg.aggregation != "seq-mean-token-mean":
         raise ConfigError(
             f"algo.aggregation: got {cfg.aggregation!r} with algo.policy_loss.name={loss.name}, whose ratio "
             f"is one per row; set algo.aggregation=seq-mean-token-mean"
         )
-    if loss.name in ("gspo", "gspo_token") and loss.clip_high > GSPO_LARGE_CLIP:
+    if loss.clip_high > part.tuned_clip:
         warnings.warn(
             f"algo.policy_loss.clip_high={loss.clip_high} hardly ever clips under {loss.name}, whose ratio is a mean "
             f"over the row; the paper uses 3e-4 and 4e-4",
@@ -58,6 +56,7 @@ def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
             f"algo.policy_loss.cov_low and algo.policy_loss.cov_high: got {loss.cov_low} and {loss.cov_high}, expected "
             f"cov_low < cov_high, as clip_cov chooses among tokens between them; the paper has 1 and 5"
         )
+    shapers_of(cfg)
     check_rewards(cfg, max_response_tokens=max_response_tokens)
     check_cpo(cfg.cpo)
     check_correction(cfg)
@@ -73,11 +72,10 @@ def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
 
 def _check_all_is_read(cfg: AlgoConfig) -> None:
     """Raise ConfigError for settings of the whole algorithm that nothing reads; its parts check their own settings."""
-    loss, kl, controller = cfg.policy_loss, cfg.kl, cfg.entropy.controller
-    for name in (field.name for field in fields(loss)):
-        if name != "name" and name not in READ_SETTINGS.get(loss.name, {name}):
-            reader = next(other for other, names in READ_SETTINGS.items() if name in names)
-            situation, remedy = f"algo.policy_loss.name={loss.name}", f"set algo.policy_loss.name={reader}"
+    loss, kl = cfg.policy_loss, cfg.kl
+    for name, readers in readers_of(POLICY_LOSSES).items():
+        if loss.name not in readers:
+            situation, remedy = f"algo.policy_loss.name={loss.name}", f"set algo.policy_loss.name={readers[0]}"
             refuse_unused("algo.policy_loss", loss, (name,), situation, remedy, harmless=(None,))
     if kl.where == "none":
         settings = (field.name for field in fields(kl) if field.name != "where")
@@ -100,11 +98,3 @@ def _check_all_is_read(cfg: AlgoConfig) -> None:
             f"algo.aggregation={cfg.aggregation}",
             "set algo.aggregation=dr_grpo",
         )
-    unread = {"fixed": ("target_nats", "lr", "max_coef"), "proportional": ("lr",)}.get(controller, ())
-    refuse_unused(
-        "algo.entropy",
-        cfg.entropy,
-        unread,
-        f"algo.entropy.controller={controller}",
-        "set algo.entropy.controller=learned",
-    )

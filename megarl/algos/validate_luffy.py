@@ -5,10 +5,17 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from megarl.algos.prefixes import PREFIX_STRATEGIES
-from megarl.algos.reshape import demonstration_reshape, ratio_reshape
+from megarl.algos.reshape import (
+    DEMONSTRATION_RESHAPES,
+    RATIO_RESHAPES,
+    ReshapeMaker,
+    ReshapeRule,
+    demonstration_reshape,
+    ratio_reshape,
+)
 from megarl.config.algo import AlgoConfig, DemonstrationConfig
 from megarl.errors import ConfigError
-from megarl.registry import refuse_unused
+from megarl.registry import FunctionRegistry, readers_of, refuse_unused
 
 _DEMONSTRATIONS, _OFF_POLICY = "algo.demonstrations", "algo.off_policy"
 # Settings of algo.off_policy that only one kind of loss reads.
@@ -29,18 +36,10 @@ _ONLY_LUFFY = (
 _ONLY_SFT = ("sft_coef", "sft_tokens")
 # Settings of algo.off_policy that change nothing without demonstrations.
 _NEED_DEMONSTRATIONS = ("loss", "demonstration_weight", "prefix_reward", "only_positive")
-# Settings of algo.demonstrations that only some strategies read → those strategies.
-_STRATEGIES_OF: Mapping[str, tuple[str, ...]] = {
-    "min_ratio": ("random", "fixed"),
-    "decay_steps": ("linear", "linear_max", "reverse_linear", "linear_variance"),
-    "variance": ("linear_variance",),
-}
-# Settings of algo.off_policy that only some reshapes read → the setting that chooses the reshape, and those reshapes.
-_RESHAPES_OF: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "reshape_weight": ("reshape", ("logp", "p_logp")),
-    "reshape_exponent": ("reshape", ("pow",)),
-    "on_policy_reshape_weight": ("on_policy_reshape", ("p_logp",)),
-    "on_policy_reshape_exponent": ("on_policy_reshape", ("pow",)),
+# Of each setting of algo.off_policy that chooses a reshape, the reshapes; what they read is called after the setting.
+_RESHAPES: Mapping[str, FunctionRegistry[ReshapeMaker, ReshapeRule]] = {
+    "reshape": DEMONSTRATION_RESHAPES,
+    "on_policy_reshape": RATIO_RESHAPES,
 }
 
 
@@ -84,7 +83,7 @@ def _check_demonstrations(cfg: AlgoConfig) -> None:
     elif count == 0:
         situation, remedy = f"{_DEMONSTRATIONS}.num_prefixed=0", f"raise {_DEMONSTRATIONS}.num_prefixed"
         refuse_unused(_OFF_POLICY, off_policy, _NEED_DEMONSTRATIONS, situation, remedy)
-    for name, readers in _STRATEGIES_OF.items():
+    for name, readers in readers_of(PREFIX_STRATEGIES).items():
         if strategy not in readers:
             remedy = f"set strategy={' or '.join(readers)}"
             refuse_unused(_DEMONSTRATIONS, demonstrations, (name,), f"strategy={strategy}", remedy)
@@ -109,10 +108,12 @@ def _check_off_policy(cfg: AlgoConfig) -> None:
     for loss, names in (("luffy", _ONLY_LUFFY), ("sft", _ONLY_SFT)):
         if off_policy.loss != loss:
             refuse_unused(_OFF_POLICY, off_policy, names, f"loss={off_policy.loss}", f"set loss={loss}")
-    for name, (key, readers) in _RESHAPES_OF.items():
+    for key, registry in _RESHAPES.items():
         reshape = getattr(off_policy, key)
-        if reshape not in readers:
-            refuse_unused(_OFF_POLICY, off_policy, (name,), f"{key}={reshape}", f"set {key}={' or '.join(readers)}")
+        for option, readers in readers_of(registry).items():
+            if reshape not in readers:
+                remedy = f"set {key}={' or '.join(readers)}"
+                refuse_unused(_OFF_POLICY, off_policy, (f"{key}_{option}",), f"{key}={reshape}", remedy)
     if off_policy.loss == "luffy" and cfg.policy_loss.name != "ppo_clip":
         raise ConfigError(
             f"algo.policy_loss.name: got {cfg.policy_loss.name!r} with algo.off_policy.loss=luffy, which brings a "

@@ -1,11 +1,9 @@
 """Check that reward settings and advantage estimator agree: refuse contradictions, warn about likely mistakes."""
 
-from dataclasses import fields
-
 from megarl.algos.advantages import ADVANTAGE_ESTIMATORS, estimator_of
 from megarl.config.algo import AlgoConfig
 from megarl.errors import ConfigError
-from megarl.registry import refuse_unused
+from megarl.registry import readers_of, refuse_unused
 
 _MASK = "algo.reward.mask"
 
@@ -32,9 +30,9 @@ def check_rewards(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
         )
     if reward.source == "critic":
         _check_critic_source(cfg)
-    elif name == "critic_value":
+    elif not ADVANTAGE_ESTIMATORS.get(name).reads_rewards:
         raise ConfigError(
-            "algo.advantage.estimator: got 'critic_value' with algo.reward.source=rule, whose rewards it does not "
+            f"algo.advantage.estimator: got {name!r} with algo.reward.source=rule, whose rewards it does not "
             "read; set algo.advantage.estimator=gae, or algo.reward.source=critic"
         )
     _check_mask(cfg)
@@ -42,12 +40,13 @@ def check_rewards(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
     if from_critic:
         situation += " and algo.reward.source=critic"
     read = estimator_of(cfg).options
-    for key in (field.name for field in fields(cfg.advantage) if field.name != "estimator" and field.name not in read):
-        readers = [other for other in ADVANTAGE_ESTIMATORS if key in ADVANTAGE_ESTIMATORS.get(other).options]
+    for key, readers in readers_of(ADVANTAGE_ESTIMATORS).items():
+        if key in read:
+            continue
         remedy = "set algo.reward.source=rule" if from_critic else f"use {' or '.join(readers)}"
         refuse_unused("algo.advantage", cfg.advantage, (key,), situation, remedy)
     shapes = reward.clip is not None or buffer is not None or reward.truncated is not None
-    if name == "gdpo":
+    if "components" in read:
         _check_components(cfg, shapes=shapes)
     if estimator_of(cfg).needs_greedy and shapes:
         raise ConfigError(
@@ -60,9 +59,9 @@ def check_rewards(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
         "algo.reward.truncated < 0": reward.truncated is not None and reward.truncated < 0,
     }
     for cause, present in makes_negative.items():
-        if name == "maxrl" and present:
+        if ADVANTAGE_ESTIMATORS.get(name).refuses_negative and present:
             raise ConfigError(
-                f"algo.advantage.estimator: got 'maxrl' with {cause}, which can make rewards negative; maxrl divides "
+                f"algo.advantage.estimator: got {name!r} with {cause}, which can make rewards negative; {name} divides "
                 f"by the mean of rewards in [0, 1]; drop one of the two"
             )
 
@@ -71,8 +70,8 @@ def _check_components(cfg: AlgoConfig, *, shapes: bool) -> None:
     reward, names = cfg.reward, [name for name, weight in cfg.advantage.components.items() if weight]
     if not names:
         raise ConfigError(
-            "algo.advantage.components: got none with algo.advantage.estimator=gdpo, which normalises each of them; "
-            "name them with their weights, as in {correct: 1.0, format: 0.5}"
+            f"algo.advantage.components: got none with algo.advantage.estimator={cfg.advantage.estimator}, which "
+            "normalises each of them; name them with their weights, as in {correct: 1.0, format: 0.5}"
         )
     unread = {
         f"algo.kl.where: got {cfg.kl.where!r}": cfg.kl.in_reward,
@@ -82,8 +81,9 @@ def _check_components(cfg: AlgoConfig, *, shapes: bool) -> None:
     for setting, is_set in unread.items():
         if is_set:
             raise ConfigError(
-                f"{setting} with algo.advantage.estimator=gdpo, which it would not reach: the estimator reads the "
-                f"components {', '.join(names)}; leave it at its default, or choose another estimator"
+                f"{setting} with algo.advantage.estimator={cfg.advantage.estimator}, which it would not reach: the "
+                f"estimator reads the components {', '.join(names)}; leave it at its default, or choose another "
+                "estimator"
             )
 
 

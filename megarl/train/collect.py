@@ -311,6 +311,7 @@ class Rollouts:
         self.skipped.append(f"{len(means)} judged groups{spread}, {unjudged} that could not be judged")
         if len(self.skipped) >= cfg.max_skipped_steps:
             bounds = f"mean_score={cfg.mean_score and list(cfg.mean_score)}, uniform_scores={list(cfg.uniform_scores)}"
+            bounds += f", names={list(cfg.names)}" if cfg.names else ""
             raise RunError(
                 f"{len(self.skipped)} steps in a row had no group to train on. algo.filter (by={cfg.by}, {bounds}) saw "
                 f"in the last of them {self.skipped[-1]}. Take prompts that can be judged and are neither too "

@@ -51,7 +51,7 @@ def openrlhf_experience(batch: Batch, estimator: str, *, kl: Tensor | None = Non
 
 
 def our_kl(batch: Batch) -> Tensor:
-    return KL_ESTIMATORS.get("k1")(batch.old_logprobs, batch.ref_logprobs)
+    return KL_ESTIMATORS.get("k1").compute(batch.old_logprobs, batch.ref_logprobs)
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "dr_grpo", "group_norm"])

@@ -68,7 +68,7 @@ def test_advantages_without_scale(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_rloo_advantages_with_kl_in_the_reward(seed: int, kl_coef: float) -> None:
     batch = grouped_batch(seed)
-    penalty = kl_coef * KL_ESTIMATORS.get("k1")(batch.old_logprobs, batch.ref_logprobs)
+    penalty = kl_coef * KL_ESTIMATORS.get("k1").compute(batch.old_logprobs, batch.ref_logprobs)
     ours = per_row(our_advantages(batch, AdvantageConfig(estimator="rloo"), kl_penalty=penalty), batch)
     assert_close(ours, Rloo(batch, beta=kl_coef).scored()["advantages"], FLOAT64)
 

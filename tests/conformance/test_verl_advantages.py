@@ -104,7 +104,7 @@ def test_gpg_differs_in_what_it_counts(seed: int) -> None:
 def test_remax(seed: int) -> None:
     batch = random_batch(seed)
     greedy = batch.rewards.flip(0)
-    penalty = 0.05 * KL_ESTIMATORS.get("k1")(batch.old_logprobs, batch.ref_logprobs)
+    penalty = 0.05 * KL_ESTIMATORS.get("k1").compute(batch.old_logprobs, batch.ref_logprobs)
     scored = replace(batch.scored(kl_penalty=penalty), details={"greedy_score": greedy})
     ours = compute_advantages(scored, AdvantageConfig(estimator="remax")).advantages
     theirs, _ = core_algos.compute_remax_outcome_advantage(batch.token_rewards - penalty, greedy, batch.mask.double())
@@ -216,7 +216,7 @@ def test_kl_per_token(seed: int, ours: str, theirs: str, scale: float) -> None:
         return values, *value_and_gradient(lambda lp: (weights * estimator(lp, ref.clone())).sum(), batch.logprobs)
 
     for mine, peers in zip(
-        answers(KL_ESTIMATORS.get(ours)),
+        answers(KL_ESTIMATORS.get(ours).compute),
         answers(lambda lp, ref_lp: core_algos.kl_penalty(lp, ref_lp, theirs)),
         strict=True,
     ):
@@ -226,7 +226,7 @@ def test_kl_per_token(seed: int, ours: str, theirs: str, scale: float) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_kl_in_the_reward(seed: int) -> None:
     batch = random_batch(seed, holes=True)
-    kl = KL_ESTIMATORS.get("k1")(batch.old_logprobs, batch.ref_logprobs)
+    kl = KL_ESTIMATORS.get("k1").compute(batch.old_logprobs, batch.ref_logprobs)
     ours = apply_kl_penalty(batch.token_rewards, kl, batch.mask, coef=0.05).token_level_rewards
     theirs = core_algos.compute_rewards(batch.token_rewards, batch.old_logprobs, batch.ref_logprobs, 0.05)
     assert_close(ours[batch.mask], theirs[batch.mask], FLOAT64)

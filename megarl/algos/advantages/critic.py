@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megarl.algos.advantages.estimator import ADVANTAGE_ESTIMATORS, Estimate, Estimator
+from megarl.algos.advantages.estimator import ADVANTAGE_ESTIMATORS, Estimate
 from megarl.algos.masked import masked_sum, summary
 from megarl.algos.token_rewards import last_token, returns_to_go, token_rewards
 from megarl.config.algo import AdvantageConfig
@@ -32,6 +32,24 @@ def last_values(batch: ScoredBatch) -> Tensor:
     return masked_sum(masked_values(batch), last_token(batch.loss_mask), dim=-1)
 
 
+def whitened(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
+    """Return (A − mean)·rsqrt(var + 1e-8) over the batch's loss tokens (unbiased var), or A unchanged without
+    `whiten`.
+
+    >>> whitened(tensor([[1.0], [3.0]]), step("aa", [1.0, 0.0]), AdvantageConfig()).round(decimals=2).tolist()
+    [[-0.71], [0.71]]
+    """
+    if not cfg.whiten:
+        return advantages
+    num_tokens = batch.loss_mask.sum()
+    centred = torch.where(batch.loss_mask, advantages - advantages.sum() / num_tokens.clamp(min=1), 0.0)
+    variance = centred.square().sum() / (num_tokens - 1).clamp(min=1)
+    return centred * (variance + _VARIANCE_EPS).rsqrt()
+
+
+@ADVANTAGE_ESTIMATORS.register(
+    "gae", normalise=whitened, options=("gamma", "lam", "lam_critic", "whiten"), needs_values=True
+)
 def gae(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
     """Compute GAE (arXiv:1506.02438) over loss tokens only, as if the tokens between them did not exist.
 
@@ -60,6 +78,9 @@ def gae(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
     return Estimate(advantages=advantages, returns=returns, metrics=value_metrics(values, returns, mask))
 
 
+@ADVANTAGE_ESTIMATORS.register(
+    "critic_value", normalise=whitened, options=("whiten",), needs_values=True, reads_rewards=False
+)
 def critic_value(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
     """Use the critic's value of the last token as the reward: A_t = V_last − V_t, and returns V_last.
 
@@ -76,21 +97,6 @@ def critic_value(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
     )
 
 
-def whitened(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """Return (A − mean)·rsqrt(var + 1e-8) over the batch's loss tokens (unbiased var), or A unchanged without
-    `whiten`.
-
-    >>> whitened(tensor([[1.0], [3.0]]), step("aa", [1.0, 0.0]), AdvantageConfig()).round(decimals=2).tolist()
-    [[-0.71], [0.71]]
-    """
-    if not cfg.whiten:
-        return advantages
-    num_tokens = batch.loss_mask.sum()
-    centred = torch.where(batch.loss_mask, advantages - advantages.sum() / num_tokens.clamp(min=1), 0.0)
-    variance = centred.square().sum() / (num_tokens - 1).clamp(min=1)
-    return centred * (variance + _VARIANCE_EPS).rsqrt()
-
-
 def value_metrics(values: Tensor, returns: Tensor, loss_mask: Tensor) -> dict[str, float]:
     """Compute critic/{values,returns}/{mean,max,min} and critic/vf_explained_var = 1 − Var(R − V) / (Var(R) + 1e-5).
 
@@ -104,16 +110,3 @@ def value_metrics(values: Tensor, returns: Tensor, loss_mask: Tensor) -> dict[st
         unexplained = (kept_returns - kept_values).var() / (kept_returns.var() + _EXPLAINED_EPS)
         metrics["critic/vf_explained_var"] = 1 - float(unexplained.item())
     return metrics
-
-
-ADVANTAGE_ESTIMATORS.register("gae")(
-    Estimator(
-        raw=gae,
-        normalise=whitened,
-        options=frozenset({"gamma", "lam", "lam_critic", "whiten"}),
-        needs_values=True,
-    )
-)
-ADVANTAGE_ESTIMATORS.register("critic_value")(
-    Estimator(raw=critic_value, normalise=whitened, options=frozenset({"whiten"}), needs_values=True)
-)

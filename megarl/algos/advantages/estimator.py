@@ -1,6 +1,6 @@
 """Define the interface of advantage estimators, and run the estimator that the configuration names."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -11,7 +11,7 @@ from megarl.algos.masked import masked_sum
 from megarl.algos.token_rewards import KL_PENALTY, TURN_REWARDS
 from megarl.config.algo import AdvantageConfig, AlgoConfig
 from megarl.errors import DataError
-from megarl.registry import Registry
+from megarl.registry import FunctionRegistry, require_fields
 from megarl.types import Score, ScoredBatch
 
 # Name of the detail that holds the reward of the greedy response to a row's prompt.
@@ -38,7 +38,7 @@ class Flip:
         return torch.where(self.rows[:, None], -advantages, advantages)
 
 
-RawEstimator: TypeAlias = Callable[[ScoredBatch, AdvantageConfig], Estimate]
+RawEstimator: TypeAlias = Callable[[ScoredBatch, AdvantageConfig], Estimate | Tensor]
 Normaliser: TypeAlias = Callable[[Tensor, ScoredBatch, AdvantageConfig], Tensor]
 
 
@@ -46,21 +46,30 @@ Normaliser: TypeAlias = Callable[[Tensor, ScoredBatch, AdvantageConfig], Tensor]
 class Estimator:
     """An advantage estimator: `raw` computes advantages in float64, then `normalise` scales them over the batch.
 
-    Advantages are 0 outside the loss mask. options: the fields of `AdvantageConfig` that the estimator reads.
-    needs_values: whether it reads a critic's values. min_group: the smallest number of samples per prompt it accepts.
-    needs_greedy: whether it reads `GREEDY_SCORE`, for which a greedy response to each prompt is generated.
+    `raw` returns an `Estimate`, whose advantages are 0 outside the loss mask, or one number per row [B], which is the
+    advantage of all its loss tokens. options: the fields of `AdvantageConfig` that the estimator reads. needs_values:
+    whether it reads a critic's values. min_group: the smallest number of samples per prompt it accepts. needs_greedy:
+    whether it reads `GREEDY_SCORE`, for which a greedy response to each prompt is generated. reads_rewards: whether it
+    reads the rewards. refuses_negative: whether it fails on rewards below 0.
     """
 
-    raw: RawEstimator
+    raw: RawEstimator = field(kw_only=False)
     normalise: Normaliser | None = None
-    options: frozenset[str] = frozenset()
+    options: Collection[str] = ()
     needs_values: bool = False
     min_group: int = 1
     needs_greedy: bool = False
+    reads_rewards: bool = True
+    refuses_negative: bool = False
+
+    def __post_init__(self) -> None:
+        require_fields("options", self.options, AdvantageConfig)
 
     def __call__(self, batch: ScoredBatch, cfg: AdvantageConfig, flip: Flip | None = None) -> Estimate:
         """Compute advantages and returns, and convert them to the dtype of the rewards."""
         estimate = self.raw(batch, cfg)
+        if isinstance(estimate, Tensor):
+            estimate = Estimate(advantages=torch.where(batch.loss_mask, estimate[:, None], 0.0))
         advantages = estimate.advantages
         if flip is not None and flip.stage == "before_whiten":
             advantages = flip.apply(advantages)
@@ -73,7 +82,9 @@ class Estimator:
         return replace(estimate, advantages=advantages.to(dtype), returns=returns)
 
 
-ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry("advantage estimator", key="algo.advantage.estimator")
+ADVANTAGE_ESTIMATORS: FunctionRegistry[RawEstimator, Estimator] = FunctionRegistry(
+    "advantage estimator", key="algo.advantage.estimator", entry=Estimator, parameters=("batch", "cfg")
+)
 
 
 def estimator_of(cfg: AlgoConfig) -> Estimator:

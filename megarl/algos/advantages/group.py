@@ -5,12 +5,11 @@ The reward r is a sample's reward minus its KL penalty. In a group of one sample
 
 from collections.abc import Callable, Sequence
 from math import comb
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from megarl.algos.advantages.estimator import ADVANTAGE_ESTIMATORS, Estimate, Estimator, required_detail
+from megarl.algos.advantages.estimator import ADVANTAGE_ESTIMATORS, required_detail
 from megarl.algos.masked import GroupStats, group_index, group_stats
 from megarl.algos.mixed_groups import demonstration_mask
 from megarl.algos.token_rewards import sequence_rewards
@@ -27,21 +26,6 @@ _GROUP_NORM_EPS = 1e-9
 # Rewards of a group with a smaller deviation count as equal; rounding alone leaves about 1e-16.
 EQUAL_REWARDS_STD = 1e-8
 
-RowEstimator: TypeAlias = Callable[[ScoredBatch, AdvantageConfig], Tensor]
-
-
-def _register(name: str, *options: str) -> Callable[[RowEstimator], RowEstimator]:
-    """Register an estimator that returns one float64 number per row, [B]; for `options` see `Estimator`."""
-
-    def add(rows: RowEstimator) -> RowEstimator:
-        def raw(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
-            return Estimate(advantages=torch.where(batch.loss_mask, rows(batch, cfg)[:, None], 0.0))
-
-        ADVANTAGE_ESTIMATORS.register(name)(Estimator(raw=raw, options=frozenset(options), min_group=2))
-        return rows
-
-    return add
-
 
 def centred(rewards: Tensor, stats: GroupStats) -> Tensor:
     """Return the rewards [B], each minus the mean reward of its group.
@@ -56,7 +40,7 @@ def _deviation(stats: GroupStats) -> Tensor:
     return torch.where(stats.size == 1, 1.0, stats.std)
 
 
-@_register("grpo", "norm_by_std")
+@ADVANTAGE_ESTIMATORS.register("grpo", options=("norm_by_std",), min_group=2)
 def grpo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     """Compute GRPO's A = (r − mean_group) / (std_group + 1e-6), with the unbiased deviation (arXiv:2402.03300).
 
@@ -74,7 +58,7 @@ def _compared(rewards: Tensor, stats: GroupStats, cfg: AdvantageConfig) -> Tenso
     return difference / (_deviation(stats) + _STD_EPS) if cfg.norm_by_std else difference
 
 
-@_register("grpo_split", "norm_by_std")
+@ADVANTAGE_ESTIMATORS.register("grpo_split", options=("norm_by_std",), min_group=2)
 def grpo_split(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     """Compute GRPO's A with mean and deviation over rows without demonstration tokens (LUFFY, arXiv:2504.14945).
 
@@ -99,7 +83,7 @@ def grpo_split(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     return difference / (deviation + _STD_EPS) if cfg.norm_by_std else difference
 
 
-@_register("dr_grpo")
+@ADVANTAGE_ESTIMATORS.register("dr_grpo", min_group=2)
 def dr_grpo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     """Compute Dr. GRPO's A = r − mean_group (arXiv:2503.20783).
 
@@ -110,7 +94,7 @@ def dr_grpo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     return centred(rewards, group_stats(rewards, batch.uids))
 
 
-@_register("group_norm")
+@ADVANTAGE_ESTIMATORS.register("group_norm", min_group=2)
 def group_norm(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     """Compute GRPO's advantage with OpenRLHF's constant 1e-9: A = (r − mean_group) / (std_group + 1e-9).
 
@@ -131,7 +115,7 @@ def leave_one_out(rewards: Tensor, stats: GroupStats) -> Tensor:
     return centred(rewards, stats) * stats.size / (stats.size - 1).clamp(min=1)
 
 
-@_register("rloo")
+@ADVANTAGE_ESTIMATORS.register("rloo", min_group=2)
 def rloo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     """Compute RLOO's A_i = r_i − (Σ r − r_i)/(n − 1) over the n rows of a group (arXiv:2402.14740).
 
@@ -142,7 +126,7 @@ def rloo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     return leave_one_out(rewards, group_stats(rewards, batch.uids))
 
 
-@_register("opo")
+@ADVANTAGE_ESTIMATORS.register("opo", min_group=2)
 def opo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     """Compute OPO's A = r − Σ l·r / Σ l over the group, l being a row's number of loss tokens (arXiv:2505.23585).
 
@@ -169,7 +153,7 @@ def equal_rewards(batch: ScoredBatch) -> Tensor:
     return (stats.size > 1) & (stats.std < EQUAL_REWARDS_STD)
 
 
-@_register("gpg")
+@ADVANTAGE_ESTIMATORS.register("gpg", min_group=2)
 def gpg(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     """Compute GPG's A = α·(r − mean_group), α = rows / rows in groups of unequal rewards (arXiv:2504.02546).
 
@@ -183,7 +167,7 @@ def gpg(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     return alpha * centred(rewards, group_stats(rewards, batch.uids))
 
 
-@_register("gdpo", "components", "norm_by_std")
+@ADVANTAGE_ESTIMATORS.register("gdpo", options=("components", "norm_by_std"), min_group=2)
 def gdpo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     """Compute GDPO (arXiv:2601.05242): normalise the parts of a reward in each group, their sum over the batch.
 
@@ -225,7 +209,7 @@ def _by_group(rewards: Tensor, uids: Sequence[str], estimate: Callable[[Tensor],
     return result
 
 
-@_register("passk", "k")
+@ADVANTAGE_ESTIMATORS.register("passk", options=("k",), min_group=2)
 def passk(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     """Compute the advantage for pass@k, the probability that at least one of k samples is correct (arXiv:2508.10751).
 
@@ -255,7 +239,7 @@ def passk(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     return _by_group(sequence_rewards(batch), batch.uids, estimate)
 
 
-@_register("passk_best", "norm_by_std")
+@ADVANTAGE_ESTIMATORS.register("passk_best", options=("norm_by_std",), min_group=2)
 def passk_best(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     """Compute A = (r − r_second) / (std_group + 1e-6) for the best row of a group, 0 for others (arXiv:2503.19595).
 
@@ -277,7 +261,7 @@ def passk_best(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     return difference / (deviation + _STD_EPS) if cfg.norm_by_std else difference
 
 
-@_register("maxrl")
+@ADVANTAGE_ESTIMATORS.register("maxrl", min_group=2, refuses_negative=True)
 def maxrl(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     """Compute MaxRL's A = (r − mean_group) / mean_group, or 0 in a group whose mean is 0 (arXiv:2602.02710).
 

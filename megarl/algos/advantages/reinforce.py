@@ -13,7 +13,6 @@ from megarl.algos.advantages.estimator import (
     ADVANTAGE_ESTIMATORS,
     GREEDY_SCORE,
     Estimate,
-    Estimator,
     required_detail,
 )
 from megarl.algos.advantages.group import ZERO, centred, equal_rewards, leave_one_out
@@ -40,38 +39,6 @@ def _returns(batch: ScoredBatch, rewards: Tensor, gamma: float = 1.0) -> Estimat
     return Estimate(advantages=torch.where(batch.loss_mask, returns, 0.0))
 
 
-def reinforce_plus_plus(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
-    """Compute the raw advantages of REINFORCE++ (arXiv:2501.03262): returns of the reward r, discounted by γ.
-
-    `batch_whitened` normalises them afterwards. Only the batch's mean is subtracted, so groups of one row are enough.
-
-    >>> reinforce_plus_plus(step("a", [1.0], [[1, 1]]), AdvantageConfig(gamma=0.5)).advantages.tolist()
-    [[0.5, 1.0]]
-    """
-    return _returns(batch, batch.rewards, cfg.gamma)
-
-
-def remax(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
-    """Compute ReMax (arXiv:2310.10505): returns of r minus the reward of the greedy response to the same prompt.
-
-    >>> batch = replace(step("a", [1.0]), details={"greedy_score": tensor([0.25])})
-    >>> remax(batch, AdvantageConfig()).advantages.tolist()
-    [[0.75]]
-    """
-    greedy = required_detail(batch, GREEDY_SCORE, "collect the samples with algo.advantage.estimator=remax")
-    return _returns(batch, batch.rewards.double() - greedy)
-
-
-def reinforce_baseline(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
-    """Compute REINFORCE++-baseline (arXiv:2501.03262): returns of r − mean_group, before `batch_whitened` scales them.
-
-    >>> batch = step("aa", [1.0, 0.0], [[1, 1], [1, 0]])
-    >>> reinforce_baseline(batch, AdvantageConfig()).advantages.tolist()
-    [[0.5, 0.5], [-0.5, 0.0]]
-    """
-    return _returns(batch, centred(batch.rewards.double(), group_stats(batch.rewards, batch.uids)))
-
-
 def batch_whitened(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     """Scale advantages to (A − μ)·rsqrt(max(σ², 1e-8)), with mean μ and population variance σ² over all loss tokens.
 
@@ -92,22 +59,6 @@ def batch_whitened(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig)
     if not (cfg.norm_by_std and counted.any()):
         return shifted
     return shifted * variance.clamp(min=_MIN_VARIANCE).rsqrt()
-
-
-def reinforce_max(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
-    """Compute REINFORCE Max: returns of r_i − (Σ r − r_i)/(n − 1), before `max_normalised` scales them.
-
-    With `uniform_scale`, rows of a group whose rewards are all equal use r/n instead.
-
-    >>> reinforce_max(step("aa", [1.0, 0.0]), AdvantageConfig()).advantages.tolist()
-    [[1.0], [-1.0]]
-    """
-    stats = group_stats(batch.rewards, batch.uids)
-    rewards = batch.rewards.double()
-    advantages = leave_one_out(rewards, stats)
-    if cfg.uniform_scale:
-        advantages = torch.where(equal_rewards(batch), rewards / stats.size, advantages)
-    return _returns(batch, advantages)
 
 
 def max_normalised(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
@@ -142,17 +93,55 @@ def max_normalised(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig)
     return advantages * torch.where(positive, scale_pos, torch.where(negative, scale_neg, 1.0))
 
 
-ADVANTAGE_ESTIMATORS.register("reinforce_plus_plus")(
-    Estimator(raw=reinforce_plus_plus, normalise=batch_whitened, options=frozenset({"gamma", "norm_by_std"}))
+@ADVANTAGE_ESTIMATORS.register("reinforce_plus_plus", normalise=batch_whitened, options=("gamma", "norm_by_std"))
+def reinforce_plus_plus(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
+    """Compute the raw advantages of REINFORCE++ (arXiv:2501.03262): returns of the reward r, discounted by γ.
+
+    `batch_whitened` normalises them afterwards. Only the batch's mean is subtracted, so groups of one row are enough.
+
+    >>> reinforce_plus_plus(step("a", [1.0], [[1, 1]]), AdvantageConfig(gamma=0.5)).advantages.tolist()
+    [[0.5, 1.0]]
+    """
+    return _returns(batch, batch.rewards, cfg.gamma)
+
+
+@ADVANTAGE_ESTIMATORS.register("remax", needs_greedy=True)
+def remax(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
+    """Compute ReMax (arXiv:2310.10505): returns of r minus the reward of the greedy response to the same prompt.
+
+    >>> batch = replace(step("a", [1.0]), details={"greedy_score": tensor([0.25])})
+    >>> remax(batch, AdvantageConfig()).advantages.tolist()
+    [[0.75]]
+    """
+    greedy = required_detail(batch, GREEDY_SCORE, "collect the samples with algo.advantage.estimator=remax")
+    return _returns(batch, batch.rewards.double() - greedy)
+
+
+@ADVANTAGE_ESTIMATORS.register(
+    "reinforce_baseline", normalise=batch_whitened, options=("norm_by_std", "center", "exclude_equal_groups")
 )
-ADVANTAGE_ESTIMATORS.register("remax")(Estimator(raw=remax, needs_greedy=True))
-ADVANTAGE_ESTIMATORS.register("reinforce_baseline")(
-    Estimator(
-        raw=reinforce_baseline,
-        normalise=batch_whitened,
-        options=frozenset({"norm_by_std", "center", "exclude_equal_groups"}),
-    )
-)
-ADVANTAGE_ESTIMATORS.register("reinforce_max")(
-    Estimator(raw=reinforce_max, normalise=max_normalised, options=frozenset({"uniform_scale"}), min_group=2)
-)
+def reinforce_baseline(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
+    """Compute REINFORCE++-baseline (arXiv:2501.03262): returns of r − mean_group, before `batch_whitened` scales them.
+
+    >>> batch = step("aa", [1.0, 0.0], [[1, 1], [1, 0]])
+    >>> reinforce_baseline(batch, AdvantageConfig()).advantages.tolist()
+    [[0.5, 0.5], [-0.5, 0.0]]
+    """
+    return _returns(batch, centred(batch.rewards.double(), group_stats(batch.rewards, batch.uids)))
+
+
+@ADVANTAGE_ESTIMATORS.register("reinforce_max", normalise=max_normalised, options=("uniform_scale",), min_group=2)
+def reinforce_max(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
+    """Compute REINFORCE Max: returns of r_i − (Σ r − r_i)/(n − 1), before `max_normalised` scales them.
+
+    With `uniform_scale`, rows of a group whose rewards are all equal use r/n instead.
+
+    >>> reinforce_max(step("aa", [1.0, 0.0]), AdvantageConfig()).advantages.tolist()
+    [[1.0], [-1.0]]
+    """
+    stats = group_stats(batch.rewards, batch.uids)
+    rewards = batch.rewards.double()
+    advantages = leave_one_out(rewards, stats)
+    if cfg.uniform_scale:
+        advantages = torch.where(equal_rewards(batch), rewards / stats.size, advantages)
+    return _returns(batch, advantages)

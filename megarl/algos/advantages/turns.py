@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megarl.algos.advantages.estimator import ADVANTAGE_ESTIMATORS, Estimate, Estimator
+from megarl.algos.advantages.estimator import ADVANTAGE_ESTIMATORS, Estimate
 from megarl.algos.masked import group_index
 from megarl.algos.token_rewards import returns_to_go, token_rewards
 from megarl.config.algo import AdvantageConfig
@@ -20,6 +20,7 @@ def turn_numbers(loss_mask: Tensor) -> Tensor:
     return torch.where(loss_mask, (loss_mask & ~before).cumsum(-1) - 1, -1)
 
 
+@ADVANTAGE_ESTIMATORS.register("turn_returns", options=("gamma",), min_group=2)
 def turn_returns(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
     """Compute A_k = G_k − mean of G_k over the group's other samples that reached turn k, for all tokens of turn k.
 
@@ -47,6 +48,3 @@ def turn_returns(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
     others = (sums[group] - returns) / (counts[group] - 1).clamp(min=1)
     advantages = torch.where(mask, (returns - others).gather(1, index), 0.0)
     return Estimate(advantages=advantages)
-
-
-ADVANTAGE_ESTIMATORS.register("turn_returns")(Estimator(raw=turn_returns, options=frozenset({"gamma"}), min_group=2))

@@ -2,14 +2,18 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from torch import Tensor
 
-from megarl.registry import Registry
+from megarl.registry import FunctionRegistry
 
 # The bound on |d|: one token that is far from the hinted policy must not decide the whole row.
 MAX_DELTA = 10.0
+
+
+MiFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,14 +22,20 @@ class MiEstimator:
     of: (d, hint_logprobs, hint_kl or None) → [B, T].
     """
 
-    of: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    of: MiFunction = field(kw_only=False)
     bounds: Callable[[float], tuple[float, float]] = lambda ratio_clamp: (-MAX_DELTA, MAX_DELTA)
     uses_hint_kl: bool = False
 
 
-MI_ESTIMATORS: Registry[MiEstimator] = Registry("mutual-information estimator", key="algo.cpo.mi_estimator")
+MI_ESTIMATORS: FunctionRegistry[MiFunction, MiEstimator] = FunctionRegistry(
+    "mutual-information estimator",
+    key="algo.cpo.mi_estimator",
+    entry=MiEstimator,
+    parameters=("delta", "hint_logprobs", "hint_kl"),
+)
 
 
+@MI_ESTIMATORS.register("p_weighted", bounds=lambda ratio_clamp: (-math.inf, math.inf))
 def p_weighted(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
     """Return exp(hint_logprobs)·d, CPO's published formula. It down-weights rare tokens, unlike mutual information.
 
@@ -35,6 +45,7 @@ def p_weighted(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> 
     return hint_logprobs.exp() * delta
 
 
+@MI_ESTIMATORS.register("pmi")
 def pmi(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
     """Return d, the pointwise mutual information of token and hint.
 
@@ -44,6 +55,7 @@ def pmi(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
     return delta
 
 
+@MI_ESTIMATORS.register("kl_is", bounds=lambda ratio_clamp: (-MAX_DELTA, min(MAX_DELTA, math.log(ratio_clamp))))
 def kl_is(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
     """Return exp(d)·d, unless d is clamped an unbiased estimate of KL(with hint ‖ without) on the old policy's tokens.
 
@@ -53,6 +65,7 @@ def kl_is(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tenso
     return delta.exp() * delta
 
 
+@MI_ESTIMATORS.register("full_kl", uses_hint_kl=True)
 def full_kl(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
     """Return `hint_kl`, the KL(with hint ‖ without) over the whole vocabulary, computed by a scoring pass beforehand.
 
@@ -62,11 +75,3 @@ def full_kl(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Ten
     if hint_kl is None:
         raise ValueError("full_kl: got no hint_kl, expected [B, T]")
     return hint_kl
-
-
-MI_ESTIMATORS.register("p_weighted")(MiEstimator(of=p_weighted, bounds=lambda ratio_clamp: (-math.inf, math.inf)))
-MI_ESTIMATORS.register("pmi")(MiEstimator(of=pmi))
-MI_ESTIMATORS.register("kl_is")(
-    MiEstimator(of=kl_is, bounds=lambda ratio_clamp: (-MAX_DELTA, min(MAX_DELTA, math.log(ratio_clamp))))
-)
-MI_ESTIMATORS.register("full_kl")(MiEstimator(of=full_kl, uses_hint_kl=True))

@@ -15,9 +15,21 @@ from megarl.registry import Registry
 
 # The rules for which rows count as negative, [B] bool.
 NEG_SCOPES: Registry[Callable[[CpoInputs], Tensor]] = Registry("negative scope", key="algo.cpo.neg_scope")
-NEG_SCOPES.register("not_all_correct")(lambda x: x.difficulty != 1)
-NEG_SCOPES.register("all_wrong_group")(lambda x: (x.difficulty == -1) & ~x.correct)
-NEG_SCOPES.register("negative_sample")(lambda x: ~x.correct)
+
+
+@NEG_SCOPES.register("not_all_correct")
+def _in_groups_not_all_correct(x: CpoInputs) -> Tensor:
+    return x.difficulty != 1
+
+
+@NEG_SCOPES.register("all_wrong_group")
+def _in_groups_all_wrong(x: CpoInputs) -> Tensor:
+    return (x.difficulty == -1) & ~x.correct
+
+
+@NEG_SCOPES.register("negative_sample")
+def _wrong(x: CpoInputs) -> Tensor:
+    return ~x.correct
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,9 +73,15 @@ class AlgoConfig:
     """Compose an RL algorithm: reward, advantage estimator, shaping, policy loss, correction, KL, aggregation."""
 
     name: str = "grpo"  # Name of the algorithm in reports.
+    # Python files, or modules by dotted names, that register parts of algorithms by names of yours, as in
+    # [my_losses.py]; a run records them, and continues only with the same ones.
+    plugins: tuple[str, ...] = setting((), needs_trust=True)
     reward: RewardConfig = field(default_factory=RewardConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    # Functions that change advantages after the estimator and CPO, in this order, by the names under which algo.plugins
+    # registered them.
+    shapers: tuple[str, ...] = ()
     cpo: CpoConfig = field(default_factory=CpoConfig)
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)

@@ -45,6 +45,8 @@ class FilterConfig:
     mean_score: tuple[float, float] | None = None
     # Discard groups whose numbers all equal one of these values, as in [0.0, 1.0].
     uniform_scores: tuple[float, ...] = setting((), Range(expected="any numbers"))
+    # Further filters, by the names under which algo.plugins registered them; a group stays if all filters keep it.
+    names: tuple[str, ...] = ()
     count_demonstrations: bool = True  # Count rows that start with a demonstration when a group is judged.
     # Replace discarded groups by sampling further prompts, with at most this many additional batches per step; 0:
     # do not replace them.

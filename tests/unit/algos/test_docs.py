@@ -26,7 +26,7 @@ from megarl.algos.preference import PREFERENCE_LOSSES
 from megarl.algos.prefixes import PREFIX_STRATEGIES
 from megarl.algos.reshape import DEMONSTRATION_RESHAPES, RATIO_RESHAPES
 from megarl.config.schema import Config
-from megarl.registry import Registry
+from megarl.registry import FunctionRegistry
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs" / "algo"
@@ -34,7 +34,7 @@ INDEX = ROOT / "docs" / "algorithms.md"
 DETAILS = sorted((ROOT / "docs" / "algorithms").glob("*.md"))
 PAGES = [INDEX, *DETAILS]
 
-REGISTRIES: list[tuple[str, Registry[Any]]] = [
+REGISTRIES: list[tuple[str, FunctionRegistry[Any, Any]]] = [
     ("algo.advantage.estimator", ADVANTAGE_ESTIMATORS),
     ("algo.policy_loss.name", POLICY_LOSSES),
     ("algo.correction.name", CORRECTIONS),
@@ -84,7 +84,7 @@ def detail_tables(setting: str) -> list[Table]:
     return [table for page in DETAILS for table in tables(page) if table.setting == setting]
 
 
-def names_of(registry: Registry[Any]) -> list[str]:
+def names_of(registry: FunctionRegistry[Any, Any]) -> list[str]:
     """All names, but for those with a suffix that changes nothing."""
     suffix = "_qwen3"
     plain = [name for name in registry if not name.endswith(suffix)]
@@ -102,7 +102,7 @@ def words() -> list[str]:
 
 def test_all_registries_are_compared() -> None:
     modules = [importlib.import_module(m.name) for m in pkgutil.walk_packages(megarl.algos.__path__, "megarl.algos.")]
-    found = {id(value) for module in modules for value in vars(module).values() if isinstance(value, Registry)}
+    found = {id(value) for module in modules for value in vars(module).values() if isinstance(value, FunctionRegistry)}
     assert found == {id(registry) for _, registry in REGISTRIES}
 
 
@@ -110,7 +110,7 @@ every_registry = pytest.mark.parametrize(("setting", "registry"), REGISTRIES)
 
 
 @every_registry
-def test_the_index_lists_every_name_and_where_it_is(setting: str, registry: Registry[Any]) -> None:
+def test_the_index_lists_every_name_and_where_it_is(setting: str, registry: FunctionRegistry[Any, Any]) -> None:
     listed = {row[0].strip("`"): row[1:] for table in tables(INDEX) if table.setting == "setting" for row in table.rows}
     names, link = listed[setting]
     assert quoted(names) == names_of(registry)
@@ -120,7 +120,7 @@ def test_the_index_lists_every_name_and_where_it_is(setting: str, registry: Regi
 
 
 @every_registry
-def test_every_name_has_its_row(setting: str, registry: Registry[Any]) -> None:
+def test_every_name_has_its_row(setting: str, registry: FunctionRegistry[Any, Any]) -> None:
     documented = [name for table in detail_tables(setting) for row in table.rows for name in quoted(row[0])]
     assert sorted(documented) == names_of(registry)
 

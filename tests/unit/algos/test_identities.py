@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megarl.algos import build_algorithm
 from megarl.algos.corrections import CORRECTIONS
-from megarl.algos.covariance import COVARIANCE_LOSSES
 from megarl.algos.cpo.methods import CPO_METHODS, formula
+from megarl.algos.policy_losses import POLICY_LOSSES
 from megarl.algos.prefixes import DEMONSTRATION
 from megarl.config import load_config
 from megarl.config.algo import (
@@ -418,7 +418,7 @@ def test_split_order_and_padding_do_not_matter(
     assert_same(outcome_of(algo, step, parts), whole)
 
     order = data.draw(st.permutations(range(num_rows)))
-    if cfg.reward.mask.ratio or cfg.policy_loss.name in COVARIANCE_LOSSES:
+    if cfg.reward.mask.ratio or POLICY_LOSSES.get(cfg.policy_loss.name).chooses:
         # Which rewards are hidden, and which tokens are drawn, depends on a row's place within its group.
         order = keeping_order_within_groups(step, order)
     shuffled = outcome_of(algo, step.rows(order))

@@ -14,9 +14,9 @@ from megarl.algos.advantages import ADVANTAGE_ESTIMATORS
 from megarl.algos.aggregation import AGGREGATIONS
 from megarl.algos.corrections import CORRECTIONS
 from megarl.algos.cpo.methods import CPO_METHODS
-from megarl.algos.kl import KL_ESTIMATORS, LOSS_REFUSALS
+from megarl.algos.kl import KL_ESTIMATORS
 from megarl.algos.masked import masked_sum
-from megarl.algos.policy_losses import POLICY_LOSSES, ROW_RATIO_LOSSES, PolicyLossInputs, policy_loss
+from megarl.algos.policy_losses import POLICY_LOSSES, PolicyLossInputs, policy_loss
 from megarl.algos.preference import BATCH_KL, PREFERENCE_LOSSES, BradleyTerry, PreferenceObjective
 from megarl.algos.reshape import DEMONSTRATION_RESHAPES
 from megarl.algos.sft import SftAlgorithm
@@ -46,13 +46,13 @@ def garbage(shape: torch.Size) -> Tensor:
 
 
 GIVEN = DemonstrationConfig(strategy="linear_max")
-LOSS_ESTIMATORS = [name for name in KL_ESTIMATORS if KL_ESTIMATORS.get(name) not in LOSS_REFUSALS]
+LOSS_ESTIMATORS = [name for name in KL_ESTIMATORS if KL_ESTIMATORS.get(name).refused_in_loss is None]
 
 
 def policy_loss_config(name: str) -> AlgoConfig:
     return AlgoConfig(
         policy_loss=PolicyLossConfig(name=name),
-        aggregation="seq-mean-token-mean" if name in ROW_RATIO_LOSSES else "token-mean",
+        aggregation="seq-mean-token-mean" if POLICY_LOSSES.get(name).row_ratio else "token-mean",
     )
 
 
@@ -131,7 +131,7 @@ def test_a_policy_loss_by_itself(name: str) -> None:
         )
         cfg = PolicyLossConfig(name=name)
         weighted = policy_loss(replace(x, correction=spoiled(numbers(5, 0, 2), fill)), cfg)
-        loss = masked_sum(POLICY_LOSSES.get(name)(x, cfg).loss, MASK) + masked_sum(weighted.loss, MASK)
+        loss = masked_sum(POLICY_LOSSES.get(name).compute(x, cfg).loss, MASK) + masked_sum(weighted.loss, MASK)
         loss.backward()
         assert logprobs.grad is not None
         return loss.detach(), logprobs.grad

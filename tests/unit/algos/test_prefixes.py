@@ -23,7 +23,7 @@ def windows(case: dict[str, Any]) -> list[list[float]]:
     params = case["params"]
     cfg = DemonstrationConfig(decay_steps=params["prefix_steps"], max_ratio=params["prefix_linear_max_ratio"])
     strategy = PREFIX_STRATEGIES.get(params["strategy"])
-    found = [strategy(Slot(step=step, index=0, count=1), cfg) for step in case["inputs"]["global_step"]]
+    found = [strategy.window(Slot(step=step, index=0, count=1), cfg) for step in case["inputs"]["global_step"]]
     return [[window.low, window.high] for window in found]
 
 
