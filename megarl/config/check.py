@@ -36,6 +36,7 @@ from megarl.config.check_placement import (
     check_trainer_nodes,
 )
 from megarl.config.check_rewards import check_group_scores, check_policy_judges, check_rewards, judges
+from megarl.config.plugins import use_plugins
 from megarl.config.schema import Config, RewardModelConfig, role_settings
 from megarl.config.setting import require_ranges
 from megarl.errors import ConfigError
@@ -96,6 +97,7 @@ def check_model(config: Config, hf_config: Mapping[str, object], role: str = "ac
 
 def _apply(rules: tuple[Rule, ...], config: Config) -> None:
     require_unmasked(asdict(config))
+    use_plugins(config.algo.plugins)
     for rule in rules:
         rule(config)
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.config.plugins import activate
 from megarl.config.schema import LayoutConfig
 from megarl.parallel.communicators import Communicators
 from megarl.types import Rows
@@ -75,6 +76,7 @@ class PolicyWorker:
         from megarl.parallel.roles import load_role
 
         self.communicators.resume()
+        activate(request.plugins)
         # An earlier run's models are freed before new ones are built.
         for name in ("roles", "offloaders", "checkpoints"):
             self.__dict__.pop(name, None)

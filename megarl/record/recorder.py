@@ -34,6 +34,7 @@ from megarl.record.metrics import (
     summarize,
     write_rollouts,
 )
+from megarl.record.plugins import write_plugins
 from megarl.record.problems import ProblemRecord, append_problems, pick_problems
 from megarl.record.timeline import append_timeline, idle_metrics, step_intervals
 from megarl.record.trackers import open_trackers, require_trackers
@@ -72,8 +73,8 @@ def installed_versions() -> dict[str, str]:
 
 
 def write_settings(directory: Path, config: Config) -> None:
-    """Write the complete configuration of a command, and the versions of the packages and models that it runs with,
-    into its directory.
+    """Write the complete configuration of a command, the versions of the packages and models that it runs with, and
+    its plugins, into its directory.
     """
     paths = RunPaths(directory)
     versions = installed_versions() | commits_of(config)
@@ -81,6 +82,7 @@ def write_settings(directory: Path, config: Config) -> None:
     for path, text in texts.items():
         with replacing(path) as file:
             file.write_text(text, encoding="utf-8")
+    write_plugins(paths)
 
 
 class RunRecorder:
@@ -135,7 +137,8 @@ class RunRecorder:
         pairs = [path for section in (config.train_reward, config.train_preference) for path in section.train]
         pairs += [*config.train_reward.val, *config.train_preference.val]
         models = (config.model.path, config.reference.model_path, config.reward_model.model_path)
-        for given in (*models, *prompts, *config.sft.train, *pairs, config.rollout.replay_dir):
+        others = (config.rollout.replay_dir, *config.algo.plugins)
+        for given in (*models, *prompts, *config.sft.train, *pairs, *others):
             if given and Path(given).resolve().is_relative_to(root):
                 raise ConfigError(
                     f"{given} lies in {self.paths.root}, which --overwrite removes; choose another run.name"

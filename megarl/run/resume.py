@@ -10,7 +10,16 @@ from megarl.config.setting import differences
 from megarl.errors import ConfigError
 from megarl.host.reading import RESTORE, read_object
 from megarl.record.metrics import RunPaths
-from megarl.train.checkpoint import Checkpoint, Command, Resume, checkpoint_dir, last_checkpoint, torn_steps
+from megarl.record.plugins import require_same_plugins
+from megarl.train.checkpoint import (
+    Checkpoint,
+    Command,
+    Resume,
+    checkpoint_dir,
+    complete_steps,
+    last_checkpoint,
+    torn_steps,
+)
 from megarl.types.messages import Role
 from megarl.weights.hub import with_recorded_commits
 
@@ -73,6 +82,13 @@ def with_models_of_run(config: Config) -> Config:
     return with_recorded_commits(config, read_object(versions, remedy=RESTORE)) if versions.is_file() else config
 
 
+def require_plugins_of_run(config: Config) -> None:
+    """Raise ConfigError if a plugin is not what the run has begun with; a run without a checkpoint begins anew."""
+    paths = RunPaths.of(config.run)
+    if complete_steps(paths.checkpoints):
+        require_same_plugins(paths, config.algo.plugins)
+
+
 def changed_settings(old: Config, new: Config) -> list[str]:
     """List `dotted.key: old → new` for every setting in which two runs differ, as far as saved ones show it: they have
     no secrets.
@@ -80,7 +96,8 @@ def changed_settings(old: Config, new: Config) -> list[str]:
     If neither run has a critic, settings of the critic are ignored: checkpoints of earlier versions may hold unused
     ones.
     """
-    if not any(estimator_of(config.algo).needs_values for config in (old, new)):
+    # Of other plugins, nothing is known here.
+    if old.algo.plugins == new.algo.plugins and not any(estimator_of(each.algo).needs_values for each in (old, new)):
         old = replace(old, critic=new.critic)
     return [f"{key}: {before} → {after}" for key, before, after in differences(masked_config(old), masked_config(new))]
 

@@ -17,7 +17,7 @@ from megarl.record.activity import current_activity, doing
 from megarl.record.metrics import RunPaths
 from megarl.record.recorder import RunRecorder
 from megarl.report import write_report
-from megarl.run.resume import find_checkpoint, resume_notes, with_models_of_run
+from megarl.run.resume import find_checkpoint, require_plugins_of_run, resume_notes, with_models_of_run
 from megarl.train.checkpoint import Checkpoint, Command, Resume, forget_after
 from megarl.train.inputs import open_train_inputs
 from megarl.train.tasks import SUPERVISED
@@ -31,6 +31,8 @@ def train(config: Config, *, overwrite: bool = False, resume: Resume | None = No
     """Run reinforcement learning from the first check to the report. Raises RunStopped if a signal ends it early."""
     with DirectoryLock(RunPaths.of(config.run).root, "train") as lock:
         with doing("reading model and data"):
+            if resume:
+                require_plugins_of_run(config)
             inputs = open_train_inputs(with_models_of_run(config) if resume else config)
         config = inputs.config
         checkpoint = find_checkpoint(config, "train", resume) if resume else None
@@ -53,6 +55,8 @@ def train_supervised(
     """Run supervised training from the first check to the report. Raises RunStopped if a signal ends it early."""
     with DirectoryLock(RunPaths.of(config.run).root, command) as lock:
         with doing("reading model and data"):
+            if resume:
+                require_plugins_of_run(config)
             opened = SUPERVISED[command](with_models_of_run(config) if resume else config)
         inputs, task, config = opened.inputs, opened.task, opened.inputs.config
         checkpoint = find_checkpoint(config, command, resume) if resume else None

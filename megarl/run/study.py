@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.cluster.roles import by_layout
 from megarl.config import from_dict, load_config
 from megarl.config.load import read_saved, read_yaml, saved_config
+from megarl.config.plugins import use_plugins
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, RunError, RunStopped
 from megarl.host.directory_lock import DirectoryLock
@@ -30,6 +31,7 @@ from megarl.host.sharing import shared_with
 from megarl.host.signals import last_stop_signal
 from megarl.host.streams import print_lines
 from megarl.record.metrics import RunPaths, read_metrics
+from megarl.record.plugins import require_same_plugins
 from megarl.record.recorder import RunRecorder
 from megarl.report import write_report
 from megarl.report.run import load_runs
@@ -146,6 +148,8 @@ def is_finished(config: Config) -> bool:
     paths = RunPaths.of(config.run)
     if not paths.export.is_dir() or not paths.metrics.is_file():
         return False
+    require_same_plugins(paths, config.algo.plugins)
+    use_plugins(config.algo.plugins)
     saved = saved_config(read_saved(paths.config))
     # The study's directory may have been moved.
     saved = replace(saved, run=replace(saved.run, dir=config.run.dir))

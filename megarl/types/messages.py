@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from megarl.config.plugins import Plugin, active_plugins
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, RunConfig
 from megarl.types import FloatArray
 
@@ -61,9 +62,13 @@ class RoleSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """A request to load the models of a run; a group of ranks gets only the models that have the group's layout."""
+    """A request to load the models of a run; a group of ranks gets only the models that have the group's layout.
+
+    plugins: what registers the parts of users that the ranks will be asked for.
+    """
 
     roles: tuple[RoleSpec, ...]
+    plugins: tuple[Plugin, ...] = ()
     seed: int
     deterministic: bool = False
     batch_invariant: bool = False
@@ -71,9 +76,10 @@ class LoadRequest:
 
     @classmethod
     def of(cls, run: RunConfig, roles: Sequence[RoleSpec], *, suspends_nccl: bool = False) -> "LoadRequest":
-        """Return the request of a run's settings."""
+        """Return the request of a run's settings, with the plugins of this process."""
         return cls(
             roles=tuple(roles),
+            plugins=active_plugins(),
             seed=run.seed,
             deterministic=run.deterministic,
             batch_invariant=run.batch_invariant,

@@ -118,10 +118,11 @@ class ModelSpec:
 def find_family(architectures: object) -> Family:
     """Return the family of a config's `architectures`. Raise ConfigError if none of them is known."""
     names = tuple(architectures) if isinstance(architectures, list | tuple) else ()
-    for family in FAMILIES:
+    families = FAMILIES.entries().values()
+    for family in families:
         if any(name in (*family.architectures, *family.value_architectures) for name in names):
             return family
-    known = sorted(a for family in FAMILIES for a in family.architectures)
+    known = sorted(a for family in families for a in family.architectures)
     raise ConfigError(
         f"model architecture {list(names)} is not supported; known: {known} "
         f"(a family is a table in megarl/weights/tables.py)"

@@ -76,6 +76,7 @@ class Family:
     `normalizes_experts`: whether a token's routing weights are normalised to sum 1; None: `norm_topk_prob` says.
     `group_rating`: how many best experts' scores make up the score of a group of experts, for families with groups.
     `biased_routers`: routing scores are sigmoids, with a bias that is used only to choose experts; else softmax.
+    `ends_on_every_stage`: vLLM builds the vocabulary, the last norm and the head on every pipeline stage.
     `norms_add_one`: norms scale by 1 + w. `scales_embedding`: embeddings are multiplied by √hidden.
     """
 
@@ -94,6 +95,7 @@ class Family:
     normalizes_experts: bool | None = None
     group_rating: int | None = None
     biased_routers: bool = False
+    ends_on_every_stage: bool = False
 
     @property
     def value_architectures(self) -> tuple[str, ...]:

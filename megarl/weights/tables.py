@@ -1,9 +1,11 @@
 """Describe model families as data: which Hugging Face tensors make up each Megatron parameter.
 
-To support another family, add a `Family` here; no other code knows a model's name. Loading, export, weight sync,
+To support another family, register a `Family`, here or in a plugin (`algo.plugins`); no other code knows the name of a
+model. Loading, export, weight sync,
 validation and estimates of sizes all derive from these tables. Nothing here imports torch or megatron.
 """
 
+from megarl.registry import RegistrationError, Registry
 from megarl.weights.blocks import (
     DECODER,
     DENSE_MLP,
@@ -18,26 +20,54 @@ from megarl.weights.blocks import (
 )
 from megarl.weights.rules import Activation, Family, HFTensor, Layers, Partition, WeightRule
 
-__all__ = ["FAMILIES", "OUTPUT_HEAD", "VALUE_HEAD", "Family", "HFTensor", "Layers", "Partition", "WeightRule"]
+__all__ = [
+    "FAMILIES",
+    "OUTPUT_HEAD",
+    "VALUE_HEAD",
+    "Family",
+    "HFTensor",
+    "Layers",
+    "Partition",
+    "WeightRule",
+    "register_family",
+]
 
 # transformers uses this epsilon for the norms of latents, whatever rms_norm_eps config.json has for the other norms.
 _LATENT_NORM_EPS = 1e-6
 
-FAMILIES = (
+FAMILIES: Registry[Family] = Registry("model family", key="config.json: architectures")
+
+
+def register_family(family: Family) -> Family:
+    """Register a family under its name; it is that of the models whose config.json names one of its architectures."""
+    for other in FAMILIES.entries().values():
+        if both := set(family.architectures) & set(other.architectures):
+            raise RegistrationError(
+                f"model family {family.name!r}: has the architecture {min(both)}, which {other.name} has already; "
+                "remove it from one of them"
+            )
+    return FAMILIES.register(family.name)(family)
+
+
+register_family(
     Family(
         name="llama",
         architectures=("LlamaForCausalLM",),
         weights=DECODER + DENSE_MLP,
         required={"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
         ignored=(ROTARY_FREQUENCIES,),
-    ),
+    )
+)
+register_family(
     Family(
         name="mistral",
         architectures=("MistralForCausalLM",),
         weights=DECODER + DENSE_MLP,
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
         required={"hidden_act": ("silu",)},
-    ),
+    )
+)
+register_family(
     Family(
         name="qwen2",
         architectures=("Qwen2ForCausalLM",),
@@ -45,7 +75,9 @@ FAMILIES = (
         qkv_bias=True,
         defaults={"num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False},
         required={"hidden_act": ("silu",)},
-    ),
+    )
+)
+register_family(
     Family(
         name="qwen3",
         architectures=("Qwen3ForCausalLM",),
@@ -58,9 +90,12 @@ FAMILIES = (
             "use_sliding_window": False,
         },
         required={"hidden_act": ("silu",), "attention_bias": (False,)},
-    ),
+    )
+)
+register_family(
     Family(
         name="gemma",
+        ends_on_every_stage=True,
         architectures=("GemmaForCausalLM",),
         weights=DECODER + DENSE_MLP,
         activation=Activation.GELU_TANH,
@@ -73,9 +108,12 @@ FAMILIES = (
             "attention_bias": (False,),
             "use_bidirectional_attention": (None, False),
         },
-    ),
+    )
+)
+register_family(
     Family(
         name="qwen3_moe",
+        ends_on_every_stage=True,
         architectures=("Qwen3MoeForCausalLM",),
         weights=DECODER + DENSE_MLP + expert_mlps("mlp", "gate_proj", "up_proj", "down_proj") + QK_NORM,
         qk_layernorm=True,
@@ -89,16 +127,21 @@ FAMILIES = (
         },
         required={"hidden_act": ("silu",), "attention_bias": (False,)},
         expert_ffn_key="moe_intermediate_size",
-    ),
+    )
+)
+register_family(
     Family(
         name="mixtral",
+        ends_on_every_stage=True,
         architectures=("MixtralForCausalLM",),
         weights=DECODER + expert_mlps("block_sparse_moe", "w1", "w3", "w2"),
         defaults={"num_key_value_heads": 8, "rope_theta": 1000000.0},
         required={"hidden_act": ("silu",), "router_jitter_noise": (0.0,)},
         expert_ffn_key="intermediate_size",
         normalizes_experts=True,
-    ),
+    )
+)
+register_family(
     Family(
         name="deepseek_v2",
         architectures=("DeepseekV2ForCausalLM",),
@@ -118,7 +161,9 @@ FAMILIES = (
         expert_ffn_key="moe_intermediate_size",
         normalizes_experts=False,
         group_rating=1,
-    ),
+    )
+)
+register_family(
     Family(
         name="deepseek_v3",
         architectures=("DeepseekV3ForCausalLM",),
@@ -143,5 +188,5 @@ FAMILIES = (
         normalizes_experts=True,
         group_rating=2,
         biased_routers=True,
-    ),
+    )
 )

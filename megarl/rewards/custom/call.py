@@ -10,7 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megarl.rewards.custom.load import RewardFunction, first_line, line_of, load_function
+from megarl.host.user_code import line_of
+from megarl.rewards.custom.load import RewardFunction, first_line, load_function
 from megarl.rewards.custom.output import MAX_OUTPUT_CHARS, output
 from megarl.rewards.custom.signatures import BadResultError, Signature, signature_of
 from megarl.rewards.question import Question, Verdict

@@ -1,18 +1,16 @@
-"""Load a function from a user's Python file, and name the line of the file that an error comes from."""
+"""Load a function from a user's Python file."""
 
-import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError
-from megarl.host.reading import damage, require_file
+from megarl.host.reading import require_file
+from megarl.host.user_code import run_file
 
-FIX = "correct it"
 RewardFunction = Callable[..., Any]
 
 
@@ -26,33 +24,15 @@ def load_function(path: Path, name: str) -> RewardFunction:
     file, module_name = str(path.absolute()), f"megarl_reward_{path.stem}"
     loaded = sys.modules.get(module_name)
     if loaded is None or loaded.__file__ != file:
-        spec = importlib.util.spec_from_file_location(module_name, file)
-        if spec is None or spec.loader is None:
+        if path.suffix != ".py":
             raise ConfigError(f"{path}: expected a Python file, its name ending in .py")
-        loaded = importlib.util.module_from_spec(spec)
-        # Dataclasses and pickle look modules up by name.
-        sys.modules[module_name] = loaded
-        try:
-            spec.loader.exec_module(loaded)
-        except (Exception, SystemExit) as error:  # the user's code may raise anything
-            del sys.modules[module_name]
-            # Python names no file if the text has null bytes.
-            if isinstance(error, SyntaxError) and error.filename in (file, None):
-                where = f"{path}:{error.lineno or 1}"
-                raise ConfigError(damage(path, "Python", error, where=where, remedy=FIX)) from error
-            raise ConfigError(f"{path}:{line_of(error, path)}: {type(error).__name__}: {error}; {FIX}") from error
+        loaded = run_file(path, module_name)
     function = getattr(loaded, name, None)
     if not callable(function):
         others = [each for each, value in vars(loaded).items() if inspect.isfunction(value) and each[0] != "_"]
         raise ConfigError(f"{path}: has no function {name!r}, only {', '.join(others) or 'none'}; set its name")
     found: RewardFunction = function
     return found
-
-
-def line_of(error: BaseException, path: Path) -> int:
-    """Return the last line of the user's file that an error passed through, or 1 if it passed through none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return next((frame.lineno or 1 for frame in reversed(frames) if Path(frame.filename) == path.absolute()), 1)
 
 
 def first_line(function: RewardFunction) -> int:

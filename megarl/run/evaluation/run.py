@@ -90,7 +90,7 @@ def _serving_engines(inputs: EvalInputs, cluster: "Cluster") -> EngineSupervisor
     open_sync: Callable[[], WeightSync] = _OwnWeights
     if checkpoint is not None:
         ledger.enter(residency.LOAD)
-        cluster.workers.load(LoadRequest(roles=(role,), seed=config.run.seed))
+        cluster.workers.load(LoadRequest.of(config.run, [role]))
         ledger.add(residency.built_parts([role]))
         cluster.workers.load_checkpoint(checkpoint.path, weights_only=True)
         specs = weight_specs(read_model_spec(config.model.path), config.model.dtype)

@@ -13,8 +13,6 @@ from megarl.weights.tables import Partition
 VOCAB_PADDING = 64
 _LAYER = "model.layers.{}."
 _EMBEDDING = "model.embed_tokens.weight"
-# The families of which vLLM 0.32 builds the vocabulary, the last norm and the head on every pipeline stage.
-_ENDS_EVERYWHERE = frozenset({"gemma", "mixtral", "qwen3_moe"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +63,7 @@ def stage_range(num_layers: int, stage: int, num_stages: int) -> range:
 
 def _is_at_end(name: str, spec: ModelSpec, stage: int, num_stages: int) -> bool:
     """Return whether a stage has a tensor that belongs to no layer: the vocabulary, the last norm or the head."""
-    if spec.family.name in _ENDS_EVERYWHERE:
+    if spec.family.ends_on_every_stage:
         return True
     if name == _EMBEDDING:
         return stage == 0 or (spec.dims.tied and stage == num_stages - 1)

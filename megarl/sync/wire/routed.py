@@ -4,8 +4,9 @@ from collections.abc import Iterable
 
 import torch
 
+from megarl.config.plugins import activate
 from megarl.sync.plan.build import Parcel
-from megarl.sync.wire.table import BY_NAME
+from megarl.sync.wire.table import WIRES
 from megarl.sync.wire.wires import NEVER, ReceivingEnd, Share, key_of
 
 
@@ -13,7 +14,8 @@ class RoutedSender:
     """The sending ends of all wires of a trainer rank."""
 
     def __init__(self, share: Share, device: torch.device) -> None:
-        ends = {name: BY_NAME[name].sender(share.over(name), device) for name in share.wires}
+        activate(share.plugins)
+        ends = {name: WIRES.get(name).sender(share.over(name), device) for name in share.wires}
         self._ends = list(ends.values())
         self._end_of = {key_of(m): ends[name] for name, messages in share.wires.items() for m in messages}
 
@@ -56,7 +58,8 @@ class RoutedReceiver:
     """The receiving ends of all wires of an engine worker."""
 
     def __init__(self, share: Share, device: torch.device) -> None:
-        ends = {name: BY_NAME[name].receiver(share.over(name), device) for name in share.wires}
+        activate(share.plugins)
+        ends = {name: WIRES.get(name).receiver(share.over(name), device) for name in share.wires}
         self._ends = list(ends.values())
         self._end_of = {key_of(m): ends[name] for name, messages in share.wires.items() for m in messages}
 

@@ -1,11 +1,13 @@
 """Divide a sync plan into the shares of its processes: whose messages they are, and which wire carries each."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from megarl.config.generation import SyncConfig
+from megarl.config.plugins import active_plugins
 from megarl.host.device.platform import platform
 from megarl.sync.plan.build import Parcel, Plan
 from megarl.sync.wire.meetings import Meeting
@@ -29,7 +31,7 @@ def shares_of(
     worker, the rank that shares its device. segments: path prefix of shared-memory files.
     """
     carried = [defaultdict[str, list[Parcel]](list) for _ in hosts]
-    used = dict[str, Wire]()
+    used, choose = dict[str, Wire](), functools.cache(wire_for)
     cuda_ipc = platform().has_ipc if settings.cuda_ipc is None else settings.cuda_ipc
     for message in plan.messages:
         link = Link(
@@ -40,7 +42,7 @@ def shares_of(
             cuda_ipc=cuda_ipc,
             delta=settings.delta,
         )
-        wire = wire_for(link)
+        wire = choose(link)
         used[wire.name] = wire
         passing = [beside[message.sink]] if wire.members is Members.RANKS else []
         for process in (message.source, message.sink, *passing):
@@ -59,6 +61,7 @@ def shares_of(
             meeting=replace(meeting, rank=process, size=size),
             wires={name: tuple(carried[process][name]) for name in used if name in carried[process]},
             beside=beside,
+            plugins=active_plugins(),
         )
         for process in range(len(hosts))
     ]

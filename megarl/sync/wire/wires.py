@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
+from megarl.config.plugins import Plugin
 from megarl.sync.plan.assign import Holding
 from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.meetings import Meeting
@@ -47,7 +48,7 @@ class Share:
     messages: in the plan's order. specs: the full tensors. needs: the box of each tensor that an engine worker needs.
     segments: path prefix of shared-memory files. meeting: the rendezvous of all processes; its ranks are their numbers
     in the plan. wires: by the name of each wire that this process opens, the messages that it sends, receives or passes
-    on over it. beside: by engine worker, the rank that shares its device.
+    on over it. beside: by engine worker, the rank that shares its device. plugins: what registers wires of users.
     """
 
     messages: tuple[Parcel, ...]
@@ -57,6 +58,7 @@ class Share:
     meeting: Meeting
     wires: Mapping[str, tuple[Parcel, ...]] = field(default_factory=dict)
     beside: Mapping[int, int] = field(default_factory=dict)
+    plugins: tuple[Plugin, ...] = ()
 
     def over(self, wire: str) -> "Share":
         """Return the share with only the messages that one wire carries."""

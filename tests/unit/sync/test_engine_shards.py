@@ -27,7 +27,7 @@ LAYER = "model.layers.0."
 def make_spec(family: str, dims: Dims) -> ModelSpec:
     return ModelSpec(
         path=Path("model"),
-        family=next(each for each in FAMILIES if each.name == family),
+        family=FAMILIES.get(family),
         dims=dims,
         rope_theta=1e4,
         rope_scaling=DefaultRope(),

@@ -8,10 +8,11 @@ import torch
 
 from megarl.config.generation import SyncConfig
 from megarl.errors import WeightSyncError
+from megarl.registry import RegistrationError, noting
 from megarl.sync.plan.build import build_plan
 from megarl.sync.wire.meetings import Meeting
 from megarl.sync.wire.shares import shares_of
-from megarl.sync.wire.table import BY_NAME, WIRES, wire_for
+from megarl.sync.wire.table import WIRES, register_wire, wire_for
 from megarl.sync.wire.wires import Link, Share, key_of
 from megarl.weights.safetensors_map import TensorSpec
 
@@ -44,8 +45,17 @@ def test_the_first_wire_that_fits_a_link_carries_its_messages(link: Link, wire: 
     assert wire_for(link).name == wire
 
 
-def test_every_wire_has_a_name_of_its_own() -> None:
-    assert len(BY_NAME) == len(WIRES)
+def test_a_wire_of_a_user_comes_before_the_others() -> None:
+    own = replace(WIRES.get("gloo"), name="own", fits=lambda link: link.delta)
+    with noting() as noted:
+        assert register_wire(own) is own
+    try:
+        assert wire_for(replace(NEIGHBOURS, delta=True)).name == "own"
+        assert wire_for(NEIGHBOURS).name == "CUDA IPC"
+        with pytest.raises(RegistrationError, match="wire 'own' is already registered"):
+            register_wire(own)
+    finally:
+        noted[0].undo()
 
 
 @pytest.mark.parametrize("link", [APART, BESIDE])

@@ -18,7 +18,7 @@ from megarl.weights.safetensors_map import check_tensors
 from megarl.weights.tables import FAMILIES, Family
 
 CONFIGS = Path(__file__).parents[3] / "configs/model/hf"
-DENSE = [family for family in FAMILIES if family.expert_ffn_key is None]
+DENSE = [family for family in FAMILIES.entries().values() if family.expert_ffn_key is None]
 
 # The keys of published config.json files that matter here.
 LLAMA_3_1_8B = {
@@ -362,7 +362,7 @@ def test_table_is_what_transformers_has(tmp_path: Path, family: Family, tied: bo
     assert read_model_spec(tmp_path).expected_tensors() == expected
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", FAMILIES.entries().values(), ids=lambda family: family.name)
 def test_left_out_keys_mean_what_they_mean_to_transformers(tmp_path: Path, family: Family) -> None:
     published = PUBLISHED[family.name]
     # As many positions as Mistral's window has by default.
@@ -427,7 +427,7 @@ def test_experts_are_what_transformers_writes(
     tmp_path: Path, model_type: str, keys: dict[str, Any], layers: tuple[int, ...]
 ) -> None:
     """Compared with the files: in memory transformers holds all experts of a layer in one tensor."""
-    family = next(family for family in FAMILIES if family.name == model_type)
+    family = FAMILIES.get(model_type)
     config = transformers.AutoConfig.for_model(
         model_type, **{**SMALL_EXPERTS, **keys}, architectures=list(family.architectures)
     )

@@ -43,7 +43,7 @@ def make_spec(*, tied: bool) -> ModelSpec:
     )
     return ModelSpec(
         path=Path("model"),
-        family=next(family for family in FAMILIES if family.name == "qwen3"),
+        family=FAMILIES.get("qwen3"),
         dims=dims,
         rope_theta=1e4,
         rope_scaling=DefaultRope(),

@@ -1,0 +1,48 @@
+"""Run the Python files of users, and name the line of a file that an error comes from."""
+
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from megarl.errors import ConfigError
+from megarl.host.reading import damage
+
+FIX = "correct it"
+
+
+def run_file(path: Path, module_name: str, source: bytes | None = None) -> ModuleType:
+    """Run a Python file as a module of this process; the ConfigError about a mistake names file and line.
+
+    source: what the file holds; None: read it.
+    """
+    file = str(path.absolute())
+    module = ModuleType(module_name)
+    module.__file__ = file
+    # Dataclasses and pickle look modules up by name.
+    sys.modules[module_name] = module
+    try:
+        code = compile(path.read_bytes() if source is None else source, file, "exec", dont_inherit=True)
+        exec(code, module.__dict__)
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        del sys.modules[module_name]
+        raise mistake(path, error) from error
+    return module
+
+
+def mistake(path: Path, error: BaseException) -> ConfigError:
+    """Return the error to raise for what a user's file raised when it was run."""
+    # Of text with null bytes, Python names no file.
+    if isinstance(error, SyntaxError) and error.filename in (str(path.absolute()), None):
+        where = f"{path}:{error.lineno or 1}"
+        return ConfigError(damage(path, "Python", error, where=where, remedy=FIX))
+    where = f"{path}:{line_of(error, path)}"
+    if type(error).__module__.startswith("megarl."):  # it says itself what to do
+        return ConfigError(f"{where}: {error}")
+    return ConfigError(f"{where}: {type(error).__name__}: {error}; {FIX}")
+
+
+def line_of(error: BaseException, path: Path) -> int:
+    """Return the last line of the user's file that an error passed through, or 1 if it passed through none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame.lineno or 1 for frame in reversed(frames) if Path(frame.filename) == path.absolute()), 1)
