@@ -147,7 +147,6 @@ def row_kl_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionRule:
     """A correction's weight, its gate (which tokens are accepted), and the `options` that it reads of its settings.
-
     With `rollout_ratio`, the policy loss uses the engine's log-probs as the old log-probs.
     """
 
@@ -190,9 +189,8 @@ def one(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 @CORRECTIONS.register("seq_mask_tis", "seq-mask-tis", gate=row_within, options=_GATED_RATIO)
 # REINFORCE Pro.
 @CORRECTIONS.register("reinforce_pro", gate=prefix_within, options=_GATED_RATIO)
-# REINFORCE Pro with a gate that does not look at the token it judges. E[gate · ρ · ∇ ln π | prefix] is then 0 whatever
-# the gate does, so a baseline still cancels; the gradient as a whole stays biased. Anything else that depends on the
-# token or its advantage would undo this, hence no more options.
+# Its gate does not look at the token it judges. E[gate · ρ · ∇ ln π | prefix] is then 0 whatever the gate does, so a
+# baseline still cancels; the gradient as a whole stays biased. Whatever else depends on the token would undo this.
 @CORRECTIONS.register("baseline_unbiased", gate=earlier_within, options=_BOUNDS)
 def token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
     """Weight each token by its importance ratio ρ (trainer / rollout), or by min(ρ, token_cap) if `token_cap` is set.

@@ -35,9 +35,6 @@ class RunPaths:
         self.config = root / "config.yaml"
         # The packages of the run: package → version.
         self.versions = root / "versions.json"
-        # The files of users that registered parts of its algorithm, and where they came from.
-        self.plugins = root / "plugins"
-        self.plugins_record = root / "plugins.json"
         # Samples that could not be judged or read; see `megarl.record.problems`.
         self.problems = root / "reward_problems.jsonl"
         # The present activity of the driver; see `megarl.launch.status`.
@@ -69,10 +66,6 @@ class RunPaths:
         """Return the paths of the run with these settings. Raises ConfigError if its name is no name of a directory."""
         require_run_name(run.name)
         return cls(Path(run.dir) / run.name)
-
-    def plugin(self, title: str) -> Path:
-        """Return the copy of a plugin with this title."""
-        return self.plugins / f"{title.removesuffix('.py')}.py"
 
     def rollouts(self, step: int) -> Path:
         return self.root / "rollouts" / f"step_{step:06d}.parquet"

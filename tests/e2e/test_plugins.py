@@ -1,4 +1,4 @@
-"""The loss and the estimator of the tutorial, from a user's file: a run with them, its continuation, and its refusal."""
+"""The loss and the estimator of the tutorial, from a user's file, in a run, its continuation, and its refusal."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megarl.host.exit_codes import EXIT_BAD_INPUT
+from megarl.record.plugins import copy_of, record_of
 from tests.e2e.test_tutorials import BLOCK, PAGES
 from tools.bench.kill_resume import SmallRun, make_inputs
 
@@ -34,13 +35,15 @@ def test_a_users_loss_and_estimator_train_under_tp2_resume_and_are_refused_once_
     # One optimizer step per batch: every ratio is 1, and its logarithm 0.
     assert [each["actor/soft_ratio"] for each in metrics] == [0.0] * 3
     assert "continuing after step 2" in log.read_text()
-    record = json.loads(run.paths.plugins_record.read_text())
+    record = json.loads(record_of(run.paths).read_text())
     assert record["my_parts.py"]["path"] == str(parts)
-    assert run.paths.plugin("my_parts.py").read_bytes() == parts.read_bytes()
+    assert copy_of(run.paths, "my_parts.py").read_bytes() == parts.read_bytes()
 
     changed = parts.read_text().replace("torch.tanh", "torch.sin")
     parts.write_text(changed)
     assert finish(4) == EXIT_BAD_INPUT
     said = log.read_text().splitlines()[-1]
     assert said.startswith(f"error: {parts}: has changed since {run.paths.root} was begun: got the SHA-256 ")
-    assert said.endswith(f"restore it from {run.paths.plugin('my_parts.py')}, or start a new run with another run.name")
+    assert said.endswith(
+        f"restore it from {copy_of(run.paths, 'my_parts.py')}, or start a new run with another run.name"
+    )

@@ -20,11 +20,13 @@ from megarl.algos.cpo.information import MI_ESTIMATORS
 from megarl.algos.cpo.methods import CPO_METHODS
 from megarl.algos.cpo.terms import NEG_SCOPES
 from megarl.algos.entropy import ENTROPY_CONTROLLERS
+from megarl.algos.filters import GROUP_FILTERS
 from megarl.algos.kl import KL_CONTROLLERS, KL_ESTIMATORS
 from megarl.algos.policy_losses import POLICY_LOSSES
 from megarl.algos.preference import PREFERENCE_LOSSES
 from megarl.algos.prefixes import PREFIX_STRATEGIES
 from megarl.algos.reshape import DEMONSTRATION_RESHAPES, RATIO_RESHAPES
+from megarl.algos.shaping import ADVANTAGE_SHAPERS
 from megarl.config.schema import Config
 from megarl.registry import FunctionRegistry
 
@@ -37,6 +39,8 @@ PAGES = [INDEX, *DETAILS]
 REGISTRIES: list[tuple[str, FunctionRegistry[Any, Any]]] = [
     ("algo.advantage.estimator", ADVANTAGE_ESTIMATORS),
     ("algo.policy_loss.name", POLICY_LOSSES),
+    ("algo.filter.names", GROUP_FILTERS),
+    ("algo.shapers", ADVANTAGE_SHAPERS),
     ("algo.correction.name", CORRECTIONS),
     ("algo.kl.estimator", KL_ESTIMATORS),
     ("algo.kl.controller", KL_CONTROLLERS),
