@@ -4,7 +4,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megarl.config.check_rewards import judges
 from megarl.config.schema import Config, LayoutConfig, ModelConfig, role_settings
 from megarl.config.setting import affected
 from megarl.errors import ConfigError
@@ -37,7 +36,7 @@ def roles_of(config: Config, algorithm: "Algorithm") -> tuple[RoleSpec, ...]:
                 trainable=not config.critic.freeze,
             )
         )
-    if judges(config.rewards, "model"):
+    if config.rewards.uses("model"):
         model = _model(config, config.reward_model.model_path)
         own = settings[Role.REWARD]
         roles.append(RoleSpec(role=Role.REWARD, model=model, settings=own, head=Head.SCALAR, trainable=False))

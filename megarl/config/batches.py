@@ -1,4 +1,4 @@
-"""Compute how many rows and optimizer steps a training step has, and in which steps the actor is trained."""
+"""Compute how many rows and optimizer steps a training step has, how long rows are, and when the actor is trained."""
 
 from dataclasses import dataclass
 
@@ -40,3 +40,34 @@ def num_actor_steps(config: Config, *, has_critic: bool) -> int:
     """Return the number of steps of the run in which the actor is updated."""
     waiting = max(config.critic.warmup_steps - 1, 0) if has_critic else 0
     return config.trainer.total_steps - waiting
+
+
+def max_row_tokens(config: Config) -> int:
+    """Return the number of tokens (prompt and response) of the longest possible row."""
+    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+
+
+def max_hinted_row_tokens(config: Config, max_positions: int) -> int:
+    """Return the maximum length of a row with a hint, in a model with a context of `max_positions` tokens.
+
+    With algo.cpo.mi_estimator=full_kl, a row and its copy with the hint must fit into one micro-batch together.
+    """
+    paired = config.algo.cpo.mi_estimator == "full_kl"
+    return min(config.actor.micro_batch_tokens // (2 if paired else 1), max_positions)
+
+
+def max_row_terms(config: Config) -> str:
+    """Return the settings whose sum is the length of the longest row, as text for messages."""
+    return (
+        f"data.max_prompt_tokens={config.data.max_prompt_tokens} + "
+        f"rollout.max_response_tokens={config.rollout.max_response_tokens}"
+    )
+
+
+def longest_row(config: Config, *, sft: bool) -> tuple[int, str]:
+    """Return the length in tokens of the longest row, of `megarl sft` or of the other commands, and the settings that
+    give it, as text for messages.
+    """
+    if sft and config.sft.max_tokens is not None:
+        return config.sft.max_tokens, f"sft.max_tokens={config.sft.max_tokens}"
+    return max_row_tokens(config), max_row_terms(config)

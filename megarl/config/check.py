@@ -1,44 +1,37 @@
-"""Check a configuration beyond its types: ranges, relations between keys, and fit to the model's dimensions.
+"""Check a configuration before a command begins: what fields accept, the rules of each section, and those across.
 
-Each rule is a function that raises ConfigError. Tuples at the end of the module list the rules of each kind of run.
+A rule that needs one section alone is in the section's own method `check`. The checks of commands, at the end of the
+module, say which sections a command reads and which rules hold across them. `check_rows` has the rules for the lengths
+of rows, `check_engines` those between engines and trainer, `check_model` those of a model's config.json.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import TypeAlias
 
-from megarl.config.check_batches import (
-    check_pair_fits_micro_batch,
-    check_responses_fit_micro_batch,
-    check_row_fits_engine,
-    check_row_fits_micro_batch,
-    check_sft_outlasts_warmup,
-    check_sft_row_fits_micro_batch,
-    check_train_outlasts_warmup,
-    check_train_preference_outlasts_warmup,
-    check_train_reward_outlasts_warmup,
-    check_whole_mini_batches,
-    longest_row,
-)
-from megarl.config.check_engine import check_engine_arguments, check_engine_model, check_quantization, check_speculation
-from megarl.config.check_experts import check_expert_width, check_experts, check_moe_settings, check_replayed_routing
-from megarl.config.check_keep_best import check_scores_for_keep_best, check_supervised_scores_for_keep_best
-from megarl.config.check_kernels import check_batch_invariance, check_kernels
-from megarl.config.check_layout import check_layout, check_role_layouts, check_stages, check_tp, model_dimension
-from megarl.config.check_names import check_names
-from megarl.config.check_placement import (
-    check_engine_tp,
+from megarl.config.batches import batch_counts, num_actor_steps
+from megarl.config.check_engines import (
+    check_drafts,
     check_engines,
+    check_quantization,
+    check_replayed_routing,
     check_schedule,
     check_sync,
     check_trainer_nodes,
 )
-from megarl.config.check_rewards import check_group_scores, check_policy_judges, check_rewards, judges
+from megarl.config.check_rows import (
+    check_pair_fits_micro_batch,
+    check_responses_fit_micro_batch,
+    check_row_fits_engine,
+    check_row_fits_micro_batch,
+    check_sft_row_fits_micro_batch,
+)
 from megarl.config.plugins import use_plugins
-from megarl.config.schema import Config, RewardModelConfig, role_settings
-from megarl.config.setting import require_ranges
+from megarl.config.schema import CheckpointConfig, Config, OptimizerConfig, RewardModelConfig, role_settings
+from megarl.config.setting import check_values
+from megarl.config.supervised import PairsConfig, SftConfig
 from megarl.errors import ConfigError
 from megarl.host.device.platform import platform
 from megarl.texts.masking import require_unmasked
@@ -46,185 +39,199 @@ from megarl.texts.masking import require_unmasked
 Rule: TypeAlias = Callable[[Config], None]
 
 
-def check_config(config: Config) -> None:
-    """Check the rules common to all kinds of training. Raises ConfigError, whose message says what to change."""
-    _apply((*COMMON_RULES, *ROW_RULES), config)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """The check of a configuration for one command.
 
+    sections: the dotted keys of the sections whose own rules hold, with those within them. rules: those across
+    sections. What single fields accept holds for every command.
+    """
 
-def check_train(config: Config) -> None:
-    """Check the rules of RL training, which include those of `check_config`. Raises ConfigError."""
-    _apply((*COMMON_RULES, *TRAIN_RULES), config)
+    sections: tuple[str, ...]
+    rules: tuple[Rule, ...] = ()
 
-
-def check_sft(config: Config) -> None:
-    """Check the rules of supervised fine-tuning, which include those of `check_config`. Raises ConfigError."""
-    _apply((*COMMON_RULES, *SFT_RULES), config)
-
-
-def check_train_reward(config: Config) -> None:
-    """Check the rules of reward-model training, which include those of `check_config`. Raises ConfigError."""
-    _apply((*COMMON_RULES, *TRAIN_REWARD_RULES), config)
-
-
-def check_train_preference(config: Config) -> None:
-    """Apply the rules of `check_config` and those of training on preference pairs. Raises ConfigError."""
-    _apply((*COMMON_RULES, *TRAIN_PREFERENCE_RULES), config)
-
-
-def check_eval(config: Config) -> None:
-    """Check the rules of an evaluation, which uses engines but does not train. Raises ConfigError."""
-    _apply(EVAL_RULES, config)
-
-
-def check_serve_reward(config: Config) -> None:
-    """Check the rules of a reward service, which has no model and no data. Raises ConfigError."""
-    _apply(SERVE_RULES, config)
-
-
-def check_model(config: Config, hf_config: Mapping[str, object], role: str = "actor", *, for_sft: bool = False) -> None:
-    """Check a configuration against the config.json of a role's model, given as a mapping. Raises ConfigError."""
-    layout = role_settings(config)[role].layout
-    check_tp(layout, hf_config, role)
-    check_stages(layout, hf_config, f"{role}.layout")
-    check_experts(layout, hf_config, role)
-    if role == "actor":
-        check_moe_settings(config, hf_config)
-        check_engine_tp(config, hf_config)
-        check_engine_model(config, hf_config, on_cpu=platform().name == "cpu")
-        check_expert_width(config, hf_config, platform().expert_width_multiple)
-    _require_positions(hf_config, role, *longest_row(config, sft=for_sft))
-
-
-def _apply(rules: tuple[Rule, ...], config: Config) -> None:
-    require_unmasked(asdict(config))
-    use_plugins(config.algo.plugins)
-    for rule in rules:
-        rule(config)
+    def __call__(self, config: Config) -> None:
+        """Raise ConfigError for the first thing that is wrong; its message says what to change."""
+        require_unmasked(asdict(config))
+        use_plugins(config.algo.plugins)
+        # Values come first: rules across sections divide by these numbers.
+        check_values(config, self.sections)
+        for rule in self.rules:
+            rule(config)
 
 
 # --- every kind of run
 
 
-def _require_model_path(config: Config) -> None:
-    if not config.model.path:
-        raise ConfigError("model.path: is empty; set it to a directory with config.json and *.safetensors")
+def check_precision(config: Config) -> None:
+    """Raise ConfigError for float8 in layers whose other products are not in bfloat16."""
+    if config.actor.fp8 is not None and config.model.dtype != "bfloat16":
+        raise ConfigError(
+            f"actor.fp8: got {config.actor.fp8} with model.dtype={config.model.dtype}, expected bfloat16; change either"
+        )
 
 
-def _require_sound_layout(config: Config) -> None:
-    check_layout(config.actor.layout, "actor.layout")
-
-
-def _require_ipc(config: Config) -> None:
+def check_batch_invariance(config: Config) -> None:
+    """Raise ConfigError for `run.batch_invariant` where a result would depend on what else is in its batch."""
+    if not config.run.batch_invariant:
+        return
     here = platform()
-    if config.sync.cuda_ipc and not here.has_ipc:
-        raise ConfigError(
-            f"sync.cuda_ipc: got true, but processes cannot share a device's memory on {here.name}; set "
-            f"sync.cuda_ipc=false"
-        )
-
-
-def _require_known_routing(config: Config) -> None:
-    check_replayed_routing(config, captured=platform().name == "cuda")
-
-
-def _require_dtype_of_layers(config: Config) -> None:
-    here = platform()
-    if config.model.dtype == "float32" and here.name == "cuda" and find_spec("transformer_engine") is not None:
-        raise ConfigError(
-            "model.dtype: got float32, but Transformer Engine has no attention for packed sequences in float32; set "
-            "model.dtype=bfloat16"
-        )
-
-
-def _require_joined_cluster(config: Config) -> None:
-    cluster = config.cluster
-    if cluster.hosts and cluster.address is None:
-        raise ConfigError(
-            "cluster.hosts: is set, but without cluster.address Ray is started on this host alone; set "
-            "cluster.address=HOST:PORT, or remove it"
-        )
+    hindrances = {
+        f"on {here.name}, whose matrix products depend on the number of tokens": not here.has_batch_invariance,
+        "without Transformer Engine, for whose layers Megatron has such kernels": not find_spec("transformer_engine"),
+        "without the package flash_attn or flash_attn_3, whose attention these kernels need": not (
+            find_spec("flash_attn") or find_spec("flash_attn_3")
+        ),
+        f"with actor.fp8={config.actor.fp8}, for which Megatron has no such kernels": config.actor.fp8 is not None,
+        **{
+            f"with {role}.layout.tp={own.layout.tp}, where NCCL adds parts in an order that depends on their size": (
+                own.layout.tp > 2
+            )
+            for role, own in role_settings(config).items()
+        },
+        **{
+            f"on {device.name}, for which vLLM has no such kernels": (device.capability or 8.0) < 8.0
+            for device in here.devices()
+        },
+    }
+    if found := next((what for what, hinders in hindrances.items() if hinders), None):
+        raise ConfigError(f"run.batch_invariant: got true {found}; change either")
 
 
 # --- RL training
 
 
-def _require_train_data(config: Config) -> None:
-    if not config.data.train:
-        raise ConfigError("data.train: is empty; list parquet or JSONL files, as in data.train=[a.parquet]")
-
-
-def _require_sound_validation(config: Config) -> None:
-    validation = config.validation
-    if config.trainer.total_steps == 0 and not config.data.val:
+def check_steps(config: Config) -> None:
+    """Raise ConfigError for a run that does nothing, and for profiled steps that it does not have."""
+    total_steps, profiled = config.trainer.total_steps, config.logging.profile_steps
+    if total_steps == 0 and not config.data.val:
         raise ConfigError(
             "trainer.total_steps: got 0, which only validates, but data.val is empty; set data.val, or take more steps"
         )
-    if any(k > validation.num_samples for k in validation.pass_at):
+    if profiled is not None and not 1 <= profiled[0] <= profiled[1] <= total_steps:
         raise ConfigError(
-            f"validation.pass_at: got {list(validation.pass_at)}, expected at most validation.num_samples="
-            f"{validation.num_samples}; raise that, or lower these"
+            f"logging.profile_steps: got {list(profiled)}, expected first and last step with "
+            f"1 <= first <= last <= trainer.total_steps={total_steps}"
         )
 
 
-def _require_profile_within_run(config: Config) -> None:
-    if (steps := config.logging.profile_steps) is None:
-        return
-    if not 1 <= steps[0] <= steps[1] <= config.trainer.total_steps:
+def check_cpo_of_run(config: Config) -> None:
+    """Raise ConfigError for log-probs that CPO cannot compare, and for a prompt that no other lends its hint."""
+    top_k, cpo = config.rollout.top_k, config.algo.cpo
+    if top_k != -1 and cpo.method != "none":
         raise ConfigError(
-            f"logging.profile_steps: got {list(steps)}, expected first and last step with "
-            f"1 <= first <= last <= trainer.total_steps={config.trainer.total_steps}"
+            f"rollout.top_k: got {top_k}, but algo.cpo.method={cpo.method} compares log-probs over the whole "
+            "vocabulary; set rollout.top_k=-1 and rollout.top_p=1.0"
+        )
+    if cpo.shuffled_baseline and config.trainer.prompts_per_step == 1:
+        raise ConfigError(
+            "algo.cpo.shuffled_baseline: got true with trainer.prompts_per_step=1, where no other prompt lends its "
+            "hint and CPO would change nothing; raise prompts_per_step, or set it to false"
         )
 
 
-def _require_sound_rollout(config: Config) -> None:
-    rollout = config.rollout
-    if rollout.top_p != 1 and rollout.top_k == -1:
-        raise ConfigError(
-            f"rollout.top_p: got {rollout.top_p}, but rollout.top_k=-1 does not limit the number of tokens that it "
-            "leaves to sample from, which training records for every token; set rollout.top_k, as in "
-            "rollout.top_k=100, or rollout.top_p=1.0"
-        )
-    if rollout.top_k == 1:
-        raise ConfigError(
-            "rollout.top_k: got 1, which leaves nothing to choose, so no token has a gradient; set it to at least 2, "
-            "or to -1"
-        )
-    if rollout.top_k != -1 and config.algo.cpo.method != "none":
-        raise ConfigError(
-            f"rollout.top_k: got {rollout.top_k}, but algo.cpo.method={config.algo.cpo.method} compares log-probs over "
-            "the whole vocabulary; set rollout.top_k=-1 and rollout.top_p=1.0"
-        )
-    if config.rollout.source != "vllm" and not config.rollout.replay_dir:
-        raise ConfigError(
-            f"rollout.replay_dir: is not set, but rollout.source={config.rollout.source}; "
-            "set it to the records directory of an earlier run with rollout.record=true"
-        )
-
-
-def _require_reward_model(config: Config) -> None:
-    if judges(config.rewards, "model") and config.reward_model.model_path is None:
+def check_reward_model(config: Config) -> None:
+    """Raise ConfigError if a reward model is asked and there is none."""
+    if config.rewards.uses("model") and config.reward_model.model_path is None:
         raise ConfigError(
             f"reward_model.model_path: is not set, but rewards.manager={config.rewards.manager} asks a reward model; "
             "set it to a directory with score.weight, such as RUN/export of megarl train-reward, or change the manager"
         )
 
 
-# --- supervised warm start
-
-
-def _require_sft_data(config: Config) -> None:
-    if not config.sft.train:
-        raise ConfigError("sft.train: is empty; list parquet or JSONL files, as in sft.train=[a.parquet]")
-
-
-# --- reward model training
-
-
-def _require_pairs_alone(config: Config) -> None:
-    if not config.train_reward.train:
+def check_scores_for_keep_best(config: Config) -> None:
+    """Raise ConfigError unless the checkpoints of an RL run have scores, if the best are to be kept."""
+    checkpoint, validation, every = config.checkpoint, config.validation, config.validation.every_steps
+    if checkpoint.keep_best == 0:
+        return
+    _require_validated_checkpoints(checkpoint, "data.val", config.data.val, "validation.every_steps", every)
+    if checkpoint.best_metric == "val/test_score_greedy" and not validation.greedy:
         raise ConfigError(
-            "train_reward.train: is empty; list parquet or JSONL files, as in train_reward.train=[a.jsonl]"
+            "checkpoint.best_metric: got 'val/test_score_greedy', but validation.greedy=false; set it to true, or "
+            "checkpoint.best_metric=val/test_score"
         )
+
+
+def check_group_scores(config: Config) -> None:
+    """Raise ConfigError for rewards that compare the samples of a group where groups have one sample."""
+    rewards = config.rewards
+    if config.rollout.num_samples > 1:
+        return
+    for judge in rewards.asked_judges():
+        if rewards.judges[judge].mode == "pairwise":
+            raise ConfigError(
+                f"rewards.judges.{judge}.mode: got 'pairwise' with rollout.num_samples=1, so there is nothing to "
+                "compare; raise rollout.num_samples, or set mode=pointwise"
+            )
+    for name, part in rewards.mixture.items():
+        if part.transform == "group_zscore":
+            raise ConfigError(
+                f"rewards.hybrid.parts.{name}.transform: got 'group_zscore' with rollout.num_samples=1, whose z-scores "
+                "are all 0; raise rollout.num_samples, or choose another transform"
+            )
+
+
+def check_policy_judges(config: Config) -> None:
+    """Raise ConfigError for a judge that asks the policy in a run whose samples are replayed, without engines."""
+    for name, judge in config.rewards.judges.items():
+        if judge.use_policy and config.rollout.source != "vllm":
+            raise ConfigError(
+                f"rewards.judges.{name}.use_policy: got true with rollout.source={config.rollout.source}, which may "
+                "have no engines; set rollout.source=vllm"
+            )
+
+
+def check_role_layouts(config: Config) -> None:
+    """Raise ConfigError for a role whose own layout needs more ranks than the actor's."""
+    size = config.actor.layout.world_size
+    own = {
+        "reference": config.reference.layout,
+        "critic": config.critic.layout,
+        "reward_model": config.reward_model.layout,
+    }
+    for role, layout in own.items():
+        if layout is not None and layout.world_size > size:
+            raise ConfigError(
+                f"{role}.layout: tp {layout.tp} × pp {layout.pp} × cp {layout.cp} × dp {layout.dp} = "
+                f"{layout.world_size} ranks, expected <= {size}, those of actor.layout, whose devices they use; "
+                f"lower it, raise actor.layout, or set {role}.layout=null"
+            )
+
+
+def check_train_outlasts_warmup(config: Config) -> None:
+    """Raise ConfigError if actor or critic would have no optimizer step after its warm-up; total_steps=0 is allowed."""
+    trainer, critic = config.trainer, config.critic
+    if not trainer.total_steps:
+        return
+    if critic.warmup_steps > trainer.total_steps:
+        raise ConfigError(
+            f"critic.warmup_steps: got {critic.warmup_steps}, expected <= trainer.total_steps={trainer.total_steps}, "
+            "or the actor never trains; shorten it or lengthen the run"
+        )
+    per_step = batch_counts(config).optimizer_steps_per_step
+    _require_warmup_below(config.actor.optimizer, num_actor_steps(config, has_critic=True) * per_step, "actor")
+    _require_warmup_below(critic.optimizer, trainer.total_steps * per_step, "critic")
+
+
+# --- supervised training
+
+
+def check_supervised(config: Config, name: str) -> None:
+    """Raise ConfigError unless a supervised run has steps after its warm-up, and scores for the best checkpoints.
+
+    name: the section of the command, such as `sft`.
+    """
+    run: SftConfig | PairsConfig = getattr(config, name)
+    if config.checkpoint.keep_best:
+        every_key = f"{name}.val_every_steps"
+        _require_validated_checkpoints(config.checkpoint, f"{name}.val", run.val, every_key, run.val_every_steps)
+    # With a length in epochs, the number of steps is known, and checked, once the data is open.
+    if run.total_epochs is None:
+        _require_warmup_below(config.actor.optimizer, run.total_steps, "actor")
+
+
+def check_no_reward_model(config: Config) -> None:
+    """Raise ConfigError for settings of a reward model where the one that is trained has those of the actor."""
     if config.reward_model != RewardModelConfig():
         raise ConfigError(
             "reward_model: is for runs that are judged by a reward model; train-reward trains model.path with the "
@@ -232,117 +239,90 @@ def _require_pairs_alone(config: Config) -> None:
         )
 
 
-# --- policies on preference pairs
-
-
-def _require_preference_data(config: Config) -> None:
-    settings = config.train_preference
-    if not settings.train:
+def _require_warmup_below(optimizer: OptimizerConfig, num_steps: int, role: str) -> None:
+    if optimizer.warmup_steps >= num_steps:
         raise ConfigError(
-            "train_preference.train: is empty; list parquet or JSONL files, as in train_preference.train=[a.jsonl]"
-        )
-    if settings.objective == "kto" and settings.batch_size == 1:
-        raise ConfigError(
-            "train_preference.batch_size: got 1, where no other pair lends the response that kto's KL is estimated "
-            "with; raise it, or choose another train_preference.objective"
+            f"{role}.optimizer.warmup_steps: got {optimizer.warmup_steps}, expected < {num_steps}, the run's optimizer "
+            "steps, or the learning rate never arrives; shorten the warm-up or lengthen the run"
         )
 
 
-def _require_other_hints(config: Config) -> None:
-    if config.algo.cpo.shuffled_baseline and config.trainer.prompts_per_step == 1:
+def _require_validated_checkpoints(
+    checkpoint: CheckpointConfig, val_key: str, val: Sequence[str], every_key: str, every_steps: int
+) -> None:
+    if not val:
         raise ConfigError(
-            "algo.cpo.shuffled_baseline: got true with trainer.prompts_per_step=1, where no other prompt lends its "
-            "hint and CPO would change nothing; raise prompts_per_step, or set it to false"
+            f"checkpoint.keep_best: got {checkpoint.keep_best}, but {val_key} is empty, so no checkpoint has a score; "
+            f"set {val_key}, or checkpoint.keep_best=0"
+        )
+    if checkpoint.every_steps % every_steps:
+        raise ConfigError(
+            f"checkpoint.every_steps: got {checkpoint.every_steps}, expected a multiple of {every_key}={every_steps}, "
+            "or checkpoints have no score to keep the best by; change either, or set checkpoint.keep_best=0"
         )
 
 
-# Ranges come first: later rules divide by these numbers.
-COMMON_RULES: tuple[Rule, ...] = (
-    require_ranges,
-    check_names,
-    _require_model_path,
-    _require_sound_layout,
-    _require_dtype_of_layers,
-    check_kernels,
-    check_batch_invariance,
-    check_trainer_nodes,
-    _require_joined_cluster,
-)
-ROW_RULES: tuple[Rule, ...] = (check_row_fits_micro_batch, check_row_fits_engine)
-TRAIN_RULES: tuple[Rule, ...] = (
-    *ROW_RULES,
-    _require_train_data,
-    _require_profile_within_run,
-    _require_sound_validation,
-    check_scores_for_keep_best,
-    _require_sound_rollout,
-    check_rewards,
-    check_group_scores,
-    check_policy_judges,
-    _require_other_hints,
-    check_role_layouts,
-    check_whole_mini_batches,
-    _require_reward_model,
-    _require_known_routing,
-    check_train_outlasts_warmup,
-    check_engines,
-    check_engine_arguments,
-    check_speculation,
-    check_quantization,
-    check_schedule,
-    check_sync,
-    _require_ipc,
-)
-SFT_RULES: tuple[Rule, ...] = (
-    _require_sft_data,
-    partial(check_supervised_scores_for_keep_best, name="sft"),
-    check_sft_row_fits_micro_batch,
-    check_sft_outlasts_warmup,
-)
-TRAIN_REWARD_RULES: tuple[Rule, ...] = (
-    *ROW_RULES,
-    _require_pairs_alone,
-    partial(check_supervised_scores_for_keep_best, name="train_reward"),
-    check_pair_fits_micro_batch,
-    check_train_reward_outlasts_warmup,
-)
-TRAIN_PREFERENCE_RULES: tuple[Rule, ...] = (
-    *ROW_RULES,
-    _require_preference_data,
-    partial(check_supervised_scores_for_keep_best, name="train_preference"),
-    check_responses_fit_micro_batch,
-    check_role_layouts,
-    check_train_preference_outlasts_warmup,
-)
-EVAL_RULES: tuple[Rule, ...] = (
-    require_ranges,
-    check_names,
-    _require_sound_layout,
-    check_batch_invariance,
-    check_rewards,
-    check_row_fits_engine,
-    check_trainer_nodes,
-    check_engines,
-    check_engine_arguments,
-    check_speculation,
-    check_sync,
-    _require_ipc,
-    _require_joined_cluster,
-)
-# Rules for the part of a configuration that `megarl serve-reward` reads.
-SERVE_RULES: tuple[Rule, ...] = (require_ranges, check_rewards)
+_SECTIONS = ("run", "model", "actor", "cluster")
+_RULES: tuple[Rule, ...] = (check_precision, check_batch_invariance, check_trainer_nodes)
+_ROWS: tuple[Rule, ...] = (check_row_fits_micro_batch, check_row_fits_engine)
+_ENGINES: tuple[Rule, ...] = (check_engines, check_drafts, check_sync)
 
-
-def _require_positions(hf_config: Mapping[str, object], role: str, longest: int, terms: str) -> None:
-    limit = model_dimension(hf_config, "max_position_embeddings", role)
-    if limit < longest:
-        whose = "the model" if role == "actor" else f"the {role}"
-        total, remedy = (f"{terms} = {longest}", "shorten one of the two") if " + " in terms else (terms, "lower it")
-        raise ConfigError(f"{total}, but {whose} has max_position_embeddings={limit}; {remedy}")
-
+check_train = Check(
+    sections=(
+        *_SECTIONS,
+        *("data", "reference", "critic", "reward_model", "rollout", "rewards", "placement", "sync"),
+        *("trainer", "validation"),
+    ),
+    rules=(
+        *_RULES,
+        *_ROWS,
+        check_steps,
+        check_scores_for_keep_best,
+        check_cpo_of_run,
+        check_group_scores,
+        check_policy_judges,
+        check_role_layouts,
+        check_reward_model,
+        check_replayed_routing,
+        check_train_outlasts_warmup,
+        check_quantization,
+        check_schedule,
+        *_ENGINES,
+    ),
+)
+check_sft = Check(
+    sections=(*_SECTIONS, "sft"), rules=(*_RULES, check_sft_row_fits_micro_batch, partial(check_supervised, name="sft"))
+)
+check_train_reward = Check(
+    sections=(*_SECTIONS, "train_reward"),
+    rules=(
+        *_RULES,
+        *_ROWS,
+        check_no_reward_model,
+        check_pair_fits_micro_batch,
+        partial(check_supervised, name="train_reward"),
+    ),
+)
+check_train_preference = Check(
+    sections=(*_SECTIONS, "train_preference", "reference", "critic", "reward_model"),
+    rules=(
+        *_RULES,
+        *_ROWS,
+        check_responses_fit_micro_batch,
+        check_role_layouts,
+        partial(check_supervised, name="train_preference"),
+    ),
+)
+# An evaluation uses engines, but does not train.
+check_eval = Check(
+    sections=("run", "actor.layout", "rewards", "rollout.engine", "placement", "sync", "cluster"),
+    rules=(check_batch_invariance, check_row_fits_engine, check_trainer_nodes, *_ENGINES),
+)
+# A reward service has no model and no data.
+check_serve_reward = Check(sections=("rewards",))
 
 # The commands that train, and the check of a configuration for each.
-TRAINING_CHECKS: Mapping[str, Callable[[Config], None]] = {
+TRAINING_CHECKS: Mapping[str, Check] = {
     "train": check_train,
     "sft": check_sft,
     "train-reward": check_train_reward,

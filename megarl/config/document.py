@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 
 from megarl.config.parse import describe_type
 from megarl.config.schema import Config
-from megarl.config.setting import Range, range_of
+from megarl.config.setting import Allowed, Range, allowed_by
 from megarl.host.streams import print_lines
 
 PAGE = Path("docs/configuration.md")
@@ -89,12 +89,12 @@ def render_json_schema() -> str:
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 
-def _object_schema(cls: type, default: Range | None) -> dict[str, Any]:
+def _object_schema(cls: type, default: Allowed | None) -> dict[str, Any]:
     """Describe a section as JSON schema; numbers without a range of their own have the range `default`."""
     hints, comments = get_type_hints(cls), _comments(cls)
     properties = {}
     for field in fields(cls):
-        schema = _value_schema(hints[field.name], range_of(field, default))
+        schema = _value_schema(hints[field.name], allowed_by(field, default))
         if field.name in comments:
             schema["description"] = comments[field.name]
         if field.default is not MISSING:
@@ -110,7 +110,7 @@ def _object_schema(cls: type, default: Range | None) -> dict[str, Any]:
     }
 
 
-def _value_schema(hint: Any, allowed: Range | None) -> dict[str, Any]:
+def _value_schema(hint: Any, allowed: Allowed | None) -> dict[str, Any]:
     """Describe the values of a type as JSON schema; `allowed` is the range of the numbers among them."""
     args, origin = get_args(hint), get_origin(hint)
     if hint is Any:
@@ -127,7 +127,7 @@ def _value_schema(hint: Any, allowed: Range | None) -> dict[str, Any]:
         size = {} if Ellipsis in args else {"minItems": len(args), "maxItems": len(args)}
         return {"type": "array", "items": _value_schema(args[0], allowed), **size}
     schema: dict[str, Any] = {"type": _JSON_TYPES[hint]}
-    if hint not in (int, float) or allowed is None:
+    if hint not in (int, float) or not isinstance(allowed, Range):
         return schema
     bounds = {
         "minimum": allowed.at_least,
@@ -141,11 +141,11 @@ def _value_schema(hint: Any, allowed: Range | None) -> dict[str, Any]:
     return schema if allowed.also is None else {"anyOf": [schema, {"const": allowed.also}]}
 
 
-def _sections(cls: type, path: str, default: Range | None = None) -> Iterator[tuple[str, type, Range | None]]:
+def _sections(cls: type, path: str, default: Allowed | None = None) -> Iterator[tuple[str, type, Allowed | None]]:
     """Yield the name, class and default range of every section (parents first) and of records in lists and mappings."""
     hints = get_type_hints(cls)
     for field in fields(cls):
-        hint, allowed, section = hints[field.name], range_of(field, default), f"{path}{field.name}"
+        hint, allowed, section = hints[field.name], allowed_by(field, default), f"{path}{field.name}"
         if is_dataclass(hint):
             yield section, cast(type, hint), allowed
             yield from _sections(cast(type, hint), f"{section}.", allowed)
@@ -156,13 +156,13 @@ def _sections(cls: type, path: str, default: Range | None = None) -> Iterator[tu
             yield from ((f"{section}{place}", cast(type, kind), allowed) for kind in items if is_dataclass(kind))
 
 
-def _entries(cls: type, section: str, default: Range | None) -> Iterator[Entry]:
+def _entries(cls: type, section: str, default: Allowed | None) -> Iterator[Entry]:
     """Yield the keys of a section that are not sections themselves."""
     hints, comments = get_type_hints(cls), _comments(cls)
     for field in fields(cls):
         if is_dataclass(hints[field.name]):
             continue
-        allowed = range_of(field, default)
+        allowed = allowed_by(field, default)
         expects = describe_type(hints[field.name]) + (f"; {allowed.expected}" if allowed else "")
         # A | would end the table's cell.
         yield Entry(

@@ -1,61 +1,17 @@
-"""Define the sections for rollouts, vLLM engines, placement, weight syncs and validation."""
+"""Define the sections for rollouts, placement, weight syncs and validation."""
 
-from collections.abc import Mapping
+import contextlib
+import importlib.metadata
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
+from megarl.config.engine import EngineConfig
 from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, SHARE, Range, section, setting
+from megarl.errors import ConfigError
+from megarl.host.device.platform import platform
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationConfig:
-    """Configure speculative decoding: tokens are drafted, and the policy accepts or replaces them in one pass.
-
-    Samples are distributed as without it, and their log-probs are the policy's.
-    """
-
-    # ngram: draft what followed the last tokens where they occurred before; mtp: draft with the model's own layer for
-    # multi-token prediction, which is not trained.
-    method: Literal["none", "ngram", "mtp"] = "none"
-    num_tokens: int = setting(3, Range(expected="in 1 .. 128", at_least=1, at_most=128))  # Tokens drafted at a time.
-    min_ngram_tokens: int = setting(2, AT_LEAST_1)  # With ngram: how many of the last tokens must occur again.
-    max_ngram_tokens: int = setting(4, AT_LEAST_1)  # With ngram: the most of the last tokens to look for.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """Configure the vLLM engines, which all have the same settings; null leaves a choice to vLLM."""
-
-    num_engines: int = setting(1, AT_LEAST_1)  # Number of engines; each holds a full copy of the policy.
-    tp: int = setting(1, AT_LEAST_1)  # Tensor-parallel size of each engine.
-    # Number of pipeline stages of each engine. Its tp × pp workers lie on one node, or fill several.
-    pp: int = setting(1, AT_LEAST_1)
-    # Data type in which engines hold weights and compute; null: model.dtype.
-    dtype: Literal["float32", "bfloat16"] | None = None
-    # With experts: let each of an engine's tp workers hold whole experts instead of a slice of each; on CUDA only.
-    expert_parallel: bool = False
-    max_num_seqs: int = setting(256, AT_LEAST_1)  # Maximum number of sequences that an engine decodes concurrently.
-    max_model_tokens: int | None = setting(None, AT_LEAST_1)  # Context length; null: the longest possible row.
-    kv_cache_mib: int | None = setting(None, AT_LEAST_1)  # Size of the KV cache per device.
-    gpu_memory_utilization: float = setting(0.6, SHARE)  # Fraction of a device's memory that an engine uses.
-    block_size: int | None = setting(None, AT_LEAST_1)  # Tokens per block of the KV cache.
-    enforce_eager: bool = False  # Disable CUDA graphs.
-    prefix_caching: bool = True  # Share the KV cache of common prompt prefixes.
-    # Round the matrices of layers to float8 at every weight sync, by vLLM's method of this name: with one scale per
-    # matrix, per output, or per block of 128 × 128. Needs algo.correction. On CPUs, layers compute with rounded
-    # weights in model.dtype; on CUDA, activations are rounded too.
-    quantization: Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block"] | None = None
-    # Data type of the KV cache; null: model.dtype. float8 needs algo.correction; on CPUs, AVX-512 or AMX too.
-    kv_cache_dtype: Literal["fp8_e4m3", "fp8_e5m2"] | None = None
-    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    # Further engine arguments by vLLM's own names, as in {max_num_batched_tokens: 16384}. Unknown names, and those that
-    # follow from other settings, are errors.
-    vllm: Mapping[str, Any] = section(dict, needs_trust=True)
-
-    @property
-    def num_workers(self) -> int:
-        """Return the number of an engine's workers, each on a device."""
-        return self.tp * self.pp
+# The first NCCL with ncclCommSuspend.
+_NCCL_THAT_SUSPENDS = (2, 29, 7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +27,14 @@ class ScheduleConfig:
     # Share of the (staleness + 1) · trainer.prompts_per_step prompts under way within which a finished group may train
     # before an older one. 0: strict order.
     window_frac: float = setting(0.0, FRACTION)
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError for a window in which nothing can move."""
+        if self.staleness == 0 and self.window_frac:
+            raise ConfigError(
+                f"{key}.window_frac: got {self.window_frac} with {key}.staleness=0, where a step waits for all of its "
+                "groups; set it to 0, or raise staleness"
+            )
 
     def window(self, prompts_per_step: int) -> int:
         """Return `window_frac` in prompts; 1: strict order."""
@@ -124,6 +88,38 @@ class RolloutConfig:
     engine: EngineConfig = section(EngineConfig, affects=("engines", "workers"))
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
+    def check(self, key: str) -> None:
+        """Raise ConfigError for samples that cannot be trained on, or that nobody could give."""
+        if self.top_p != 1 and self.top_k == -1:
+            raise ConfigError(
+                f"{key}.top_p: got {self.top_p}, but {key}.top_k=-1 does not limit the number of tokens that it leaves "
+                f"to sample from, which training records for every token; set {key}.top_k, as in {key}.top_k=100, or "
+                f"{key}.top_p=1.0"
+            )
+        if self.top_k == 1:
+            raise ConfigError(
+                f"{key}.top_k: got 1, which leaves nothing to choose, so no token has a gradient; set it to at least "
+                "2, or to -1"
+            )
+        if self.source != "vllm" and not self.replay_dir:
+            raise ConfigError(
+                f"{key}.replay_dir: is not set, but {key}.source={self.source}; set it to the records directory of an "
+                f"earlier run with {key}.record=true"
+            )
+        schedule = self.schedule
+        if not schedule.staleness or self.source != "vllm":
+            return
+        if schedule.on_update == "finish" and schedule.staleness > 1:
+            raise ConfigError(
+                f"{key}.schedule.staleness: got {schedule.staleness} with {key}.schedule.on_update=finish, but engines "
+                "are empty at every update, so more than 1 gains nothing; set staleness=1, or on_update=continue"
+            )
+        if schedule.on_update == "continue" and self.engine.pp > 1:
+            raise ConfigError(
+                f"{key}.engine.pp: got {self.engine.pp} with {key}.schedule.on_update=continue, but vLLM cannot take "
+                "tokens back that are between two stages when new weights come; set on_update=finish or pp=1"
+            )
+
     def sampling(self, stop_token_ids: tuple[int, ...]) -> Sampling:
         """Return how responses are sampled, which these tokens end."""
         return Sampling(
@@ -160,6 +156,34 @@ class PlacementConfig:
     # host memory and of engines while they sleep. Requires NCCL 2.29.7.
     suspend_nccl: bool = False
 
+    def check(self, key: str) -> None:
+        """Raise ConfigError for settings that the mode does not read, and for memory that cannot be freed."""
+        if self.mode == "colocated" and self.engines != NodesConfig():
+            raise ConfigError(
+                f"{key}.engines: is set, but with {key}.mode=colocated engines run on the trainer's nodes; remove it "
+                f"or set {key}.mode=split"
+            )
+        if self.mode == "split" and self.offload:
+            raise ConfigError(
+                f"{key}.offload: got true with {key}.mode=split, but then engines do not share the trainer's memory; "
+                "set one of the two otherwise"
+            )
+        if not self.suspend_nccl:
+            return
+        got = f"{key}.suspend_nccl: got true"
+        if not self.offload:
+            raise ConfigError(f"{got} with {key}.offload=false, where nobody sleeps; set one of the two otherwise")
+        if platform().backend != "nccl":
+            raise ConfigError(f"{got}, but on {platform().name} processes do not use NCCL; set it to false")
+        for package in ("nvidia-nccl-cu12", "nvidia-nccl-cu13"):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                version = importlib.metadata.version(package)
+                if tuple(map(int, version.split(".")[:3])) < _NCCL_THAT_SUSPENDS:
+                    raise ConfigError(
+                        f"{got}, but {package} is {version}, expected at least "
+                        f"{'.'.join(map(str, _NCCL_THAT_SUSPENDS))}; update it, or set it to false"
+                    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncConfig:
@@ -183,6 +207,14 @@ class SyncConfig:
     # on CUDA. This takes up to two messages of 128 MiB of device memory per pair.
     cuda_ipc: bool | None = setting(None, affects=("workers",))
 
+    def check(self, key: str) -> None:
+        """Raise ConfigError for differences that would be made where they cannot be."""
+        if self.delta and self.host_group == "device":
+            raise ConfigError(
+                f"{key}.delta: got true with {key}.host_group=device, but differences are made in host memory; set "
+                f"{key}.host_group=gloo or {key}.delta=false"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationConfig:
@@ -202,3 +234,11 @@ class ValidationConfig:
     greedy: bool = True  # Also score one greedy answer per prompt.
     # Use only the first prompts of data.val, at most this many; null: all.
     max_prompts: int | None = setting(None, AT_LEAST_1)
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError for a pass@k of more answers than there are."""
+        if any(k > self.num_samples for k in self.pass_at):
+            raise ConfigError(
+                f"{key}.pass_at: got {list(self.pass_at)}, expected at most {key}.num_samples={self.num_samples}; "
+                "raise that, or lower these"
+            )

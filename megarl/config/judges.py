@@ -1,10 +1,13 @@
 """Define the entries of `rewards.judges`: language models that judge responses in words. See docs/rewards/judges.md."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megarl.config.setting import ANY_NUMBER, AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, Range, section, setting
+from megarl.config.setting import ANY_NUMBER, AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, URL, Range, section, setting
+from megarl.errors import ConfigError
+from megarl.texts.masking import require_no_secrets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,23 @@ class VerdictConfig:
     # Lowest and highest verdict, which become 0 and 1; a verdict beyond them is not read. null: take it as it is.
     scale: tuple[float, float] | None = None
 
+    def check(self, key: str) -> None:
+        """Raise ConfigError for a pattern that finds no verdict, and for a scale without a length."""
+        if self.pattern is not None:
+            if self.form == "json":
+                raise ConfigError(f"{key}.pattern: is set, but verdict.form=json reads no pattern; remove it")
+            try:
+                num_groups = re.compile(self.pattern).groups
+            except re.error as error:
+                raise ConfigError(f"{key}.pattern: got {self.pattern!r}: {error}; correct it") from error
+            if num_groups != 1:
+                raise ConfigError(
+                    f"{key}.pattern: got {num_groups} groups in {self.pattern!r}, expected one, around the verdict; "
+                    "write others as (?:...)"
+                )
+        if self.scale is not None and not self.scale[0] < self.scale[1]:
+            raise ConfigError(f"{key}.scale: got {list(self.scale)}, expected [low, high] with low < high")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig:
@@ -44,13 +64,21 @@ class SamplingConfig:
     # Further fields of each request, such as {chat_template_kwargs: {enable_thinking: false}}.
     extra_body: Mapping[str, Any] = field(default_factory=dict)
 
+    def check(self, key: str) -> None:
+        """Raise ConfigError for several votes that would all be the same."""
+        if self.votes > 1 and self.temperature == 0:
+            raise ConfigError(
+                f"{key}.votes: got {self.votes} with temperature=0, which would be the same vote again; raise the "
+                "temperature"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointConfig:
     """Configure how a judge's model is reached over HTTP."""
 
     # Base URLs of equivalent OpenAI-compatible endpoints, such as http://host:8000/v1.
-    urls: tuple[str, ...] = ()
+    urls: tuple[str, ...] = setting((), URL)
     model: str | None = None  # Name of the model there; null: the first that the endpoint lists.
     api_key_env: str | None = None  # Environment variable that holds the API key; null: none is sent.
     use_proxy: bool = False  # Whether to go through the proxy that the environment names.
@@ -73,6 +101,12 @@ class JudgeServerConfig:
     # Names of environment variables that the servers get besides the usual ones, such as [HF_TOKEN] for a model of the
     # hub that asks for it.
     pass_env: tuple[str, ...] = setting((), needs_trust=True)
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError for secrets on a command line, and for replicas that do not spread evenly."""
+        require_no_secrets(self.args, f"{key}.args")
+        if self.replicas % self.num_nodes:
+            raise ConfigError(f"{key}.num_nodes: got {self.num_nodes}, expected a divisor of replicas={self.replicas}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,3 +146,47 @@ class JudgeConfig:
     value: float | None = setting(None, ANY_NUMBER)  # Reward of rows without a verdict, with on_error=value.
     correct_from: float = setting(0.5, ANY_NUMBER)  # Reward above which a response is correct, where no rule decides.
     dry_run: bool = True  # Ask about one prompt before the run starts; false: do not.
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError unless one setting says where the model is, and the others suit it and the mode."""
+        places = {
+            "endpoint.urls": bool(self.endpoint.urls),
+            "server": self.server is not None,
+            "use_policy": self.use_policy,
+        }
+        if sum(places.values()) != 1:
+            given = " and ".join(name for name, is_set in places.items() if is_set) or "none"
+            raise ConfigError(
+                f"{key}: got {given} of {', '.join(places)}, expected one, which says where the model is, as in "
+                "endpoint: {urls: [http://host:8000/v1]}"
+            )
+        limits = (self.cache, self.budget.requests, self.budget.tokens)
+        if self.use_policy and (any(each is not None for each in limits) or self.sampling.extra_body):
+            raise ConfigError(
+                f"{key}.use_policy: got true with cache, budget or sampling.extra_body, which endpoints have; remove "
+                "them"
+            )
+        verdict, pairwise = self.verdict, self.mode == "pairwise"
+        if self.opponents is not None and (not pairwise or self.opponents % 2):
+            raise ConfigError(
+                f"{key}.opponents: got {self.opponents}, expected an even number, with mode=pairwise only"
+            )
+        if pairwise and (verdict.scale is not None or any(not 0 <= value <= 1 for value in verdict.labels.values())):
+            raise ConfigError(
+                f"{key}.verdict: with mode=pairwise, labels are A's share of a win, from 0 to 1, and there is no scale"
+            )
+        if self.sampling.combine != "mean" and (pairwise or self.sampling.votes == 1):
+            raise ConfigError(
+                f"{key}.sampling.combine: got {self.sampling.combine!r}, expected 'mean' with mode=pairwise or one vote"
+            )
+        check_fallback(key, self.on_error, self.value)
+
+
+def check_fallback(key: str, on_error: str, value: float | None) -> None:
+    """Raise ConfigError unless the section `key` has a `value` exactly if `on_error` is `value`."""
+    if (on_error == "value") != (value is not None):
+        given = "is not set" if value is None else f"got {value}"
+        raise ConfigError(
+            f"{key}.value: {given}, but {key}.on_error={on_error}; on_error=value takes a number, other choices take "
+            "none"
+        )

@@ -1,9 +1,15 @@
 """Define the sections for the models of a run: their files, and the layout and training of each role."""
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Literal
 
 from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, BELOW_1, FRACTION, POSITIVE, SHARE, Range, section, setting
+from megarl.errors import ConfigError
+from megarl.host.device.accelerators import FP8_RECIPES
+from megarl.host.device.platform import platform
+
+_TRANSFORMER_ENGINE = "transformer_engine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +26,16 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = setting("bfloat16", affects=("workers",))
     fp32_head: bool = False  # Compute the output head's logits in float32 whatever the dtype.
     vocab_multiple: int = setting(128, AT_LEAST_1)  # Vocabulary rows are padded to a multiple of this × tp.
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError for no model, and for a data type that the layers on this machine cannot compute in."""
+        if not self.path:
+            raise ConfigError(f"{key}.path: is empty; set it to a directory with config.json and *.safetensors")
+        if self.dtype == "float32" and platform().name == "cuda" and find_spec(_TRANSFORMER_ENGINE) is not None:
+            raise ConfigError(
+                f"{key}.dtype: got float32, but Transformer Engine has no attention for packed sequences in float32; "
+                f"set {key}.dtype=bfloat16"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +58,36 @@ class LayoutConfig:
     # Layers of the last pipeline stage, if it has more or fewer than the others; null: an even split.
     last_stage_layers: int | None = setting(None, AT_LEAST_1)
     overlap_p2p: bool = False  # Overlap the point-to-point communication between pipeline stages with computation.
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError for sizes that do not divide, or that Megatron computes wrongly together."""
+        if self.sequence_parallel and self.tp == 1:
+            raise ConfigError(
+                f"{key}.sequence_parallel: got true with tp=1, but it shards over tensor-parallel ranks; "
+                f"set {key}.sequence_parallel=false or {key}.tp >= 2"
+            )
+        uneven = [n for n in ("first_stage_layers", "last_stage_layers") if getattr(self, n) is not None]
+        if self.pp == 1 and (uneven or self.virtual_pp > 1):
+            name = uneven[0] if uneven else "virtual_pp"
+            raise ConfigError(
+                f"{key}.{name}: got {getattr(self, name)} with pp=1, but there is only one stage; "
+                f"remove it or set {key}.pp >= 2"
+            )
+        if uneven and self.virtual_pp > 1:
+            raise ConfigError(
+                f"{key}.{uneven[0]}: uneven stages do not combine with virtual_pp={self.virtual_pp}; remove one of them"
+            )
+        if self.virtual_pp > 1 and self.pp == 2 and not self.overlap_p2p:
+            raise ConfigError(
+                f"{key}.virtual_pp: got {self.virtual_pp} at pp=2 without overlapped communication, which Megatron "
+                f"computes silently wrong; set {key}.overlap_p2p=true"
+            )
+        if self.stage_size % (self.ep * self.etp):
+            raise ConfigError(
+                f"{key}.ep: ep {self.ep} × etp {self.etp} = {self.ep * self.etp}, expected a divisor of the "
+                f"tp {self.tp} × cp {self.cp} × dp {self.dp} = {self.stage_size} ranks of a pipeline stage, over "
+                f"which experts are split; change one of them"
+            )
 
     @property
     def world_size(self) -> int:
@@ -115,6 +161,19 @@ class MoeConfig:
     # Choose experts in one kernel of Transformer Engine, on CUDA; not for models that choose groups of experts first.
     fuse_router: bool = False
 
+    def check(self, key: str) -> None:
+        """Raise ConfigError unless this machine has the kernels that are set, and they leave the routing as it is."""
+        if self.dispatcher == "deepep":
+            _require_kernels(f"{key}.dispatcher: got deepep", "deep_ep", f"set {key}.dispatcher=alltoall")
+        for name in ("grouped_gemm", "fuse_permute", "fuse_router"):
+            if getattr(self, name):
+                _require_kernels(f"{key}.{name}: got true", _TRANSFORMER_ENGINE, f"set {key}.{name}=false")
+        if self.fuse_router and self.replay_routing:
+            raise ConfigError(
+                f"{key}.fuse_router: got true with {key}.replay_routing=true, but the fused kernel chooses all experts "
+                "itself; set one of them to false"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorConfig:
@@ -134,6 +193,23 @@ class ActorConfig:
     # Tokens, prompts included, in one micro-batch on one data-parallel rank, for scoring and for updates.
     micro_batch_tokens: int = setting(16384, AT_LEAST_1)
     head: HeadConfig = field(default_factory=HeadConfig)
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError for float8 on a machine without it, and for a dispatcher with nothing to send."""
+        if self.fp8 is not None:
+            _require_kernels(f"{key}.fp8: got {self.fp8}", _TRANSFORMER_ENGINE, f"set {key}.fp8=null")
+            recipe = FP8_RECIPES[self.fp8]
+            for device in platform().devices():
+                if device.capability is not None and not recipe.runs_on(device.capability):
+                    raise ConfigError(
+                        f"{key}.fp8: got {self.fp8}, which needs compute capability {recipe.expected}, but "
+                        f"{device.name} has {device.capability:.1f}; set {key}.fp8 to another recipe, or to null"
+                    )
+        if self.moe.dispatcher == "deepep" and self.layout.ep * self.layout.etp == 1:
+            raise ConfigError(
+                f"{key}.moe.dispatcher: got deepep with ep=1 and etp=1, where no token leaves its rank; set "
+                f"{key}.moe.dispatcher=alltoall, or raise {key}.layout.ep"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,3 +267,12 @@ class RewardModelConfig:
     model_path: str | None = None
     # Tokens in one micro-batch on one data-parallel rank; null: actor.micro_batch_tokens.
     micro_batch_tokens: int | None = setting(None, AT_LEAST_1)
+
+
+def _require_kernels(setting: str, package: str, remedy: str) -> None:
+    """Raise ConfigError unless this machine has CUDA and the package; the other arguments are parts of the message."""
+    here = platform()
+    if here.name != "cuda":
+        raise ConfigError(f"{setting}, which needs CUDA, but this is {here.name}; {remedy}")
+    if find_spec(package) is None:
+        raise ConfigError(f"{setting}, which needs the package {package}, but it is not installed; {remedy}")

@@ -4,18 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megarl.config.judges import JudgeConfig, JudgeServerConfig
-from megarl.config.setting import (
-    ANY_NUMBER,
-    AT_LEAST_0,
-    AT_LEAST_1,
-    BELOW_1,
-    FRACTION,
-    POSITIVE,
-    Range,
-    section,
-    setting,
-)
+from megarl.config.judges import JudgeConfig, JudgeServerConfig, check_fallback
+from megarl.config.mixture import HybridConfig, HybridPartConfig, RemoteConfig
+from megarl.config.setting import ANY_NUMBER, AT_LEAST_1, BELOW_1, FRACTION, POSITIVE, PYTHON_FILE, section, setting
+from megarl.errors import ConfigError
 from megarl.sandbox.options import Limits
 
 
@@ -44,7 +36,7 @@ class SourceConfig:
 class FunctionConfig:
     """Name a reward function in a Python file, what it judges, and its weight in the reward."""
 
-    path: str  # The Python file.
+    path: str = setting(allowed=PYTHON_FILE)  # The Python file.
     # Name of the function. Its parameters show which library it was written for: verl, OpenRLHF or TRL.
     name: str = "reward_func"
     # Data sources that it judges; []: all that have no scorer and that no other function names. For a source with
@@ -61,7 +53,7 @@ class CustomConfig:
     """Configure your own reward functions: one by path and name, or several under `functions`."""
 
     # A Python file with a function that judges all data sources without a scorer; null: none.
-    path: str | None = setting(None, needs_trust=True)
+    path: str | None = setting(None, PYTHON_FILE, needs_trust=True)
     # Name of the function: OpenRLHF's reward_func(queries, prompts, labels, **kwargs), verl's
     # compute_score(data_source, solution_str, ground_truth, extra_info), or TRL's with `completions`. Its
     # parameters show which it is.
@@ -80,6 +72,12 @@ class CustomConfig:
     timeout_s: float = setting(30.0, POSITIVE)  # Time after which a call is killed.
     memory_mib: int = setting(16384, AT_LEAST_1)  # Limit on the growth of the address space of a process.
 
+    def check(self, key: str) -> None:
+        """Raise ConfigError for two functions of one name, and for a `value` that `on_error` does not read."""
+        if self.path is not None and self.name in self.functions:
+            raise ConfigError(f"{key}.functions.{self.name}: {key}.path has a function of this name; rename this one")
+        check_fallback(key, self.on_error, self.value)
+
     def all_functions(self) -> dict[str, FunctionConfig]:
         """Return all functions by name, including the one that `path` and `name` set."""
         if self.path is None:
@@ -97,6 +95,14 @@ class VerifierConfig:
     soft_limit_s: float = setting(2.0, POSITIVE)
     hard_limit_s: float = setting(5.0, POSITIVE)  # Time after which the scorer's process is killed and replaced.
     memory_mib: int = setting(2048, AT_LEAST_1)  # Memory limit of one process.
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError unless a scorer is interrupted before it is killed."""
+        if self.hard_limit_s <= self.soft_limit_s:
+            raise ConfigError(
+                f"{key}.hard_limit_s: got {self.hard_limit_s}, expected more than {key}.soft_limit_s="
+                f"{self.soft_limit_s}, which must have its chance first; raise it"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,54 +136,6 @@ class CodeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteConfig:
-    """Configure a reward service over HTTP in OpenRLHF's format, such as `megarl serve-reward`."""
-
-    # URLs of equivalent services, among which rows are distributed.
-    urls: tuple[str, ...] = setting((), needs_trust=True)
-    # Environment variable that holds the key of the services; null: none is sent.
-    api_key_env: str | None = setting(None, needs_trust=True)
-    # Rows of one request. A request is sent as soon as this many samples have finished, and once more for the
-    # remainder.
-    rows_per_request: int = setting(16, AT_LEAST_1)
-    timeout_s: float = setting(30.0, POSITIVE)  # Time limit of one request, from connecting to the last byte.
-    # Number of times that a request which failed at every service is tried again at all of them.
-    retries: int = setting(3, AT_LEAST_0)
-    # Delay before the first retry; it doubles each time, with a random jitter of ±50 %.
-    backoff_s: float = setting(0.5, AT_LEAST_0)
-    # If no service answers. raise: end the run; drop_rows: train without the rows; value: reward them with `value`.
-    on_error: Literal["raise", "drop_rows", "value"] = "drop_rows"
-    value: float | None = setting(None, ANY_NUMBER)  # Reward of rows without an answer, with on_error=value.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HybridPartConfig:
-    """Define one part of a mixture of rewards, under a name of your choice: weight × transform(a manager's reward)."""
-
-    # Who gives the term's reward; see rewards.manager.
-    manager: Literal["rule", "remote", "model", "judge", "environment"]
-    weight: float = setting(1.0, Range(expected="not 0; leave the part out", never=0))  # Weight of the term.
-    # Transform of the term's reward r. identity: r; sigmoid: 1 / (1 + e^−r); group_zscore, batch_zscore: z-score
-    # within the prompt's group, or within all rows of the batch that the term judged; clip: r within `clip`.
-    transform: Literal["identity", "sigmoid", "group_zscore", "batch_zscore", "clip"] = "identity"
-    clip: tuple[float, float] | None = None  # Lower and upper bound, with transform=clip.
-    # With manager=remote: URLs of the term's own services; []: those of rewards.remote.
-    urls: tuple[str, ...] = setting((), needs_trust=True)
-    # With urls: environment variable that holds their key; null: none is sent.
-    api_key_env: str | None = setting(None, needs_trust=True)
-    judge: str | None = None  # With manager=judge: the entry of rewards.judges; null: the only one.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HybridConfig:
-    """Define a mixture of reward managers: a row's reward is the sum of the parts routed to its data source."""
-
-    parts: Mapping[str, HybridPartConfig] = field(default_factory=dict)  # Terms of the mixture by name.
-    # Names of the terms that apply to a data source; sources that are not listed get all terms.
-    routes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RewardsConfig:
     """Choose what computes rewards. A data source's scorer, if there is one, decides which responses are correct."""
 
@@ -195,3 +153,91 @@ class RewardsConfig:
     # Models that the run serves for its judges, by a name that judges refer to.
     judge_servers: Mapping[str, JudgeServerConfig] = section(dict, affects=("workers",), needs_trust=True)
     hybrid: HybridConfig = field(default_factory=HybridConfig)
+
+    @property
+    def mixture(self) -> Mapping[str, HybridPartConfig]:
+        """Return the parts of the hybrid mixture by name; none unless it is the manager."""
+        return self.hybrid.parts if self.manager == "hybrid" else {}
+
+    def uses(self, manager: str) -> bool:
+        """Return whether the reward manager `manager` is used, alone or in the hybrid mixture."""
+        return manager in (self.manager, *(part.manager for part in self.mixture.values()))
+
+    def judge_key(self, part: str | None = None) -> str:
+        """Return the entry of `judges` that `manager=judge`, or a part of the hybrid mixture, asks.
+
+        Raises ConfigError if there is none, or more than one to choose from.
+        """
+        key, named, known = "rewards.manager=judge", None, ", ".join(self.judges) or "none"
+        if part is not None:
+            key, named = f"rewards.hybrid.parts.{part}", self.hybrid.parts[part].judge
+        if named is not None and named not in self.judges:
+            raise ConfigError(f"{key}.judge: got {named!r}, expected an entry of rewards.judges: {known}")
+        if named is None and len(self.judges) != 1:
+            remedy = (
+                "name it in hybrid.parts.NAME.judge" if self.judges else "describe it there, see docs/rewards/judges.md"
+            )
+            raise ConfigError(f"{key}: asks the only entry of rewards.judges, but there is {known}; {remedy}")
+        return named or next(iter(self.judges))
+
+    def asked_judges(self) -> list[str]:
+        """Return the entries of `judges` that are asked. Raises ConfigError as `judge_key` does."""
+        parts = (
+            [None] if self.manager == "judge" else [n for n, part in self.mixture.items() if part.manager == "judge"]
+        )
+        return [self.judge_key(part) for part in parts]
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError for services, parts and judges that nothing asks, or that are asked and not there."""
+        named = {source for function in self.custom.all_functions().values() for source in function.sources}
+        takes_rest = any(not function.sources for function in self.custom.all_functions().values())
+        for name, source in self.sources.items():
+            if source.scorer is None and source != SourceConfig() and (takes_rest or name in named):
+                raise ConfigError(
+                    f"{key}.sources.{name}: says how a scorer judges this source, but {key}.custom judges it; set "
+                    f"{key}.sources.{name}.scorer, or remove the other keys"
+                )
+        if self.manager != "hybrid" and self.hybrid != HybridConfig():
+            raise ConfigError(
+                f"{key}.hybrid: is set, but {key}.manager={self.manager} does not read it; set {key}.manager=hybrid, "
+                "or remove it"
+            )
+        if self.manager == "hybrid" and not self.hybrid.parts:
+            raise ConfigError(
+                f"{key}.hybrid.parts: is empty, but {key}.manager=hybrid; name its parts, as in "
+                "{rule: {manager: rule}, judge: {manager: remote, weight: 0.2}}"
+            )
+        self._check_services(key)
+        self._check_judges(key)
+
+    def _check_services(self, key: str) -> None:
+        remote = (name for name, part in self.mixture.items() if part.manager == "remote" and not part.urls)
+        asked = [key] if self.manager == "remote" else [f"{key}.hybrid.parts.{name}" for name in remote]
+        if asked and not self.remote.urls:
+            raise ConfigError(
+                f"{key}.remote.urls: is empty, but {asked[0]}.manager=remote; list reward services, as in "
+                "[http://host:8000/get_reward]"
+            )
+        if self.remote.urls and not asked:
+            raise ConfigError(
+                f"{key}.remote.urls: is set, but nothing asks these services; set {key}.manager=remote, or remove them"
+            )
+
+    def _check_judges(self, key: str) -> None:
+        asked = self.asked_judges()
+        for name, judge in self.judges.items():
+            if name not in asked:
+                raise ConfigError(
+                    f"{key}.judges.{name}: nothing asks this judge; set {key}.manager=judge, or a part of the mixture"
+                )
+            if judge.server is not None and judge.server not in self.judge_servers:
+                known = ", ".join(self.judge_servers) or "none"
+                raise ConfigError(
+                    f"{key}.judges.{name}.server: got {judge.server!r}, expected an entry of {key}.judge_servers: "
+                    f"{known}"
+                )
+        used = {judge.server for judge in self.judges.values()}
+        if unused := [name for name in self.judge_servers if name not in used]:
+            raise ConfigError(
+                f"{key}.judge_servers.{unused[0]}: no judge asks it; set {key}.judges.NAME.server={unused[0]}"
+            )

@@ -1,13 +1,14 @@
 """Define the configuration tree: every key that a user can set is a field here or in the modules imported here."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megarl.config.algo import AlgoConfig
+from megarl.config.engine import EngineConfig
 from megarl.config.environments import EnvironmentConfig
 from megarl.config.generation import (
-    EngineConfig,
     NodesConfig,
     PlacementConfig,
     RolloutConfig,
@@ -27,8 +28,11 @@ from megarl.config.models import (
     RewardModelConfig,
 )
 from megarl.config.rewards import RewardsConfig
-from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, AT_LEAST_2, POSITIVE, Range, section, setting
+from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, POSITIVE, Range, Text, section, setting
+from megarl.config.supervised import SftConfig, TrainPreferenceConfig, TrainRewardConfig
+from megarl.errors import ConfigError
 from megarl.host.sharing import Share
+from megarl.texts.unicode import visible
 
 __all__ = [
     "ActorConfig",
@@ -62,15 +66,28 @@ __all__ = [
     "role_settings",
 ]
 
+# Letters and digits of any script. No text of these can end a line, leave its directory, be taken for an option, or,
+# once it is quoted, mean something to a shell, to Slurm (%) or to a format string.
+_RUN_NAME = Text(
+    expected="a single directory name of letters, digits, spaces and .,+=@~()_- that begins with a letter, a digit or "
+    "_, and does not end with a space",
+    holds=re.compile(r"\w(?:[\w .,+=@~()-]*[\w.,+=@~()-])?").fullmatch,
+)
+_PRINTABLE = Text(expected="a path without control characters", holds=lambda path: visible(path) == path)
+_HOST = Text(
+    expected="names of hosts, of letters, digits and ._-", holds=re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*").fullmatch
+)
+_ADDRESS = Text(
+    expected="HOST:PORT of a running Ray cluster", holds=re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*:[0-9]+").fullmatch
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """Set the directory that the run writes to, and the seed from which all randomness derives."""
 
-    # Name of the run; it writes to RUN = dir/name. Letters, digits, spaces and .,+=@~()_-, beginning with a letter, a
-    # digit or _.
-    name: str = "run"
-    dir: str = "runs"  # Directory that holds runs.
+    name: str = setting("run", _RUN_NAME)  # Name of the run; it writes to RUN = dir/name.
+    dir: str = setting("runs", _PRINTABLE)  # Directory that holds runs.
     # Who else may read RUN, and the directory of an evaluation. null: only this user, whatever the umask is; group: its
     # group as well; everyone: every user of the host, and of others that see the directory.
     share: Share | None = None
@@ -114,6 +131,11 @@ class DataConfig:
     system_prompt: str | None = None  # Text of a system turn put before prompts that have none; null: none.
     shuffle: bool = True  # Shuffle the prompts anew in each epoch, with an order derived from run.seed.
 
+    def check(self, key: str) -> None:
+        """Raise ConfigError without training data."""
+        if not self.train:
+            raise ConfigError(f"{key}.train: is empty; list parquet or JSONL files, as in {key}.train=[a.parquet]")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
@@ -131,72 +153,13 @@ class TrainerConfig:
     # 1e-4 for float32, 0.05 if trainer or engines compute in bfloat16, 0.2 for engines that round to float8.
     mismatch_gate_nats: float | None = setting(None, POSITIVE, affects=("engines",))
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SftConfig:
-    """Configure supervised fine-tuning on demonstrations and chats (`megarl sft`), such as a warm start for RL."""
-
-    train: tuple[str, ...] = ()  # Parquet or JSONL files of chats, or of prompts with a demonstration; see docs/sft.md.
-    val: tuple[str, ...] = ()  # Files of held-out rows; []: no validation.
-    # Trained tokens. all: every answer of the assistant whose turn does not say otherwise. last: the last of these.
-    # each: as all, with a row of its own for each answer. every_token: the whole chat, whoever speaks.
-    train_on: Literal["all", "last", "each", "every_token"] = "all"
-    # Limit on the whole row; null: data.max_prompt_tokens before the first trained token and
-    # rollout.max_response_tokens from there on.
-    max_tokens: int | None = setting(None, AT_LEAST_2)
-    # Rows over the limit. error: the run does not start. drop: they are left out. cut: their ends are,
-    # and the rows that would keep no trained token. The latter two are counted and reported.
-    on_long: Literal["error", "drop", "cut"] = "error"
-    # Column with the chat, a list of {role, content} or {from, value}; null: messages or conversations.
-    chat_key: str | None = None
-    # Column with the answer to data.prompt_key; null: target, response or completion.
-    answer_key: str | None = None
-    batch_size: int = setting(32, AT_LEAST_1)  # Rows per optimizer step.
-    total_steps: int = setting(1000, AT_LEAST_1)  # Number of optimizer steps.
-    # Passes over the rows, which set total_steps to ⌊total_epochs · rows / batch_size⌋, or null.
-    total_epochs: int | None = setting(None, AT_LEAST_1)
-    # Steps between validations, in addition to those before the first step and after the last.
-    val_every_steps: int = setting(100, AT_LEAST_1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainRewardConfig:
-    """Configure reward-model training on preference pairs; it starts from model.path with the settings of `actor`."""
-
-    train: tuple[str, ...] = ()  # Parquet or JSONL files of preference pairs.
-    val: tuple[str, ...] = ()  # Files of held-out pairs; []: no validation.
-    # Pairs over the length limits. error: the run does not start. drop: they are left out and counted.
-    on_long: Literal["error", "drop"] = "error"
-    batch_size: int = setting(32, AT_LEAST_1)  # Pairs per optimizer step.
-    total_steps: int = setting(500, AT_LEAST_1)  # Number of optimizer steps.
-    # Passes over the pairs, which set total_steps to ⌊total_epochs · pairs / batch_size⌋, or null.
-    total_epochs: int | None = setting(None, AT_LEAST_1)
-    # Steps between validations, in addition to those before the first step and after the last.
-    val_every_steps: int = setting(100, AT_LEAST_1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainPreferenceConfig:
-    """Configure the training of a policy on preference pairs (`megarl train-preference`), with the settings of `actor`
-    and, for the reference model, of `reference`.
-    """
-
-    train: tuple[str, ...] = ()  # Parquet or JSONL files of preference pairs.
-    val: tuple[str, ...] = ()  # Files of held-out pairs; []: no validation.
-    # Pairs over the length limits. error: the run does not start. drop: they are left out and counted.
-    on_long: Literal["error", "drop"] = "error"
-    objective: str = "dpo"  # Name of the loss: dpo, ipo, kto or orpo; see docs/algorithms/preferences.md.
-    # dpo, ipo, kto: strength of the tie to the reference model, which smaller values loosen. orpo: weight of the term
-    # of odds.
-    beta: float = setting(0.1, POSITIVE)
-    desirable_weight: float = setting(1.0, POSITIVE)  # kto: weight of chosen responses, the paper's λ_D.
-    undesirable_weight: float = setting(1.0, POSITIVE)  # kto: weight of rejected responses, the paper's λ_U.
-    batch_size: int = setting(32, AT_LEAST_1)  # Pairs per optimizer step.
-    total_steps: int = setting(500, AT_LEAST_1)  # Number of optimizer steps.
-    # Passes over the pairs, which set total_steps to ⌊total_epochs · pairs / batch_size⌋, or null.
-    total_epochs: int | None = setting(None, AT_LEAST_1)
-    # Steps between validations, in addition to those before the first step and after the last.
-    val_every_steps: int = setting(100, AT_LEAST_1)
+    def check(self, key: str) -> None:
+        """Raise ConfigError unless the prompts of a step divide into whole mini-batches."""
+        if self.mini_batch_prompts and self.prompts_per_step % self.mini_batch_prompts:
+            raise ConfigError(
+                f"{key}.mini_batch_prompts: got {self.mini_batch_prompts}, which does not divide "
+                f"{key}.prompts_per_step={self.prompts_per_step}; set it to a divisor, or to null"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,9 +207,9 @@ class ClusterConfig:
     """Choose the run's Ray cluster: one that is started on this host and ends with the run, or a running one."""
 
     # HOST:PORT of a running Ray cluster, such as one started by `megarl slurm run`; null: start Ray on this host.
-    address: str | None = setting(None, needs_trust=True)
+    address: str | None = setting(None, _ADDRESS, needs_trust=True)
     # Names of hosts that must have joined the cluster before the run starts; []: do not wait for any.
-    hosts: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = setting((), _HOST)
     # Logical CPUs, which only affect placement; null: the number of CPUs of the host.
     num_cpus: int | None = setting(None, AT_LEAST_1)
     # Size of Ray's object store, which lies in shared memory.
@@ -260,6 +223,14 @@ class ClusterConfig:
     # Time after which a rank that waits for others in a collective operation fails. It covers the time by which ranks
     # read their parts of a checkpoint at different speeds.
     collective_timeout_s: float = setting(1800.0, POSITIVE)
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError for hosts that could not join."""
+        if self.hosts and self.address is None:
+            raise ConfigError(
+                f"{key}.hosts: is set, but without {key}.address Ray is started on this host alone; set "
+                f"{key}.address=HOST:PORT, or remove it"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,13 @@
-"""Declare the fields of a configuration: the range of numbers each accepts, and what a change to it affects."""
+"""Declare the fields of a configuration: the values each accepts and what a change to it affects; and check them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from math import inf
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
+from urllib.parse import urlsplit
 
 from megarl.errors import ConfigError
+from megarl.texts.masking import masked
 
 T = TypeVar("T")
 
@@ -37,6 +39,33 @@ class Range:
         return (within and number != self.never) or number == self.also
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """The texts that a setting accepts: those for which `holds`. `expected` describes them in error messages."""
+
+    expected: str
+    holds: Callable[[str], object]
+
+
+Allowed: TypeAlias = Range | Text
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """A section of the configuration that has rules of its own, besides what its fields accept."""
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError unless the section, which stands at the dotted `key`, agrees with itself."""
+
+
+def _is_url(text: str) -> bool:
+    try:
+        address = urlsplit(text)
+        return address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
+    except ValueError:  # such as a port that is no number
+        return False
+
+
 ANY_NUMBER = Range(expected="any number")
 AT_LEAST_0 = Range(expected=">= 0", at_least=0)
 AT_LEAST_1 = Range(expected=">= 1", at_least=1)
@@ -46,23 +75,33 @@ SHARE = Range(expected="in (0, 1]", above=0, at_most=1)
 FRACTION = Range(expected="in [0, 1]", at_least=0, at_most=1)
 BELOW_1 = Range(expected="in [0, 1)", at_least=0, below=1)
 PROBABILITY = Range(expected="in (0, 1)", above=0, below=1)
+URL = Text(expected="http://host:port/path, or https", holds=_is_url)
+PYTHON_FILE = Text(expected="a Python file (.py)", holds=lambda text: text.endswith(".py"))
+
+
+_REQUIRED: Any = MISSING
 
 
 def setting(
-    default: T, allowed: Range | None = None, *, affects: tuple[Affected, ...] = (), needs_trust: bool = False
+    default: T = _REQUIRED,
+    allowed: Allowed | None = None,
+    *,
+    affects: tuple[Affected, ...] = (),
+    needs_trust: bool = False,
 ) -> T:
-    """Declare a field of a configuration class with its default, the range of its numbers, what a change of it affects,
-    and whether it names what would run, be reached or be less confined on this machine (`needs_trust`).
+    """Declare a field of a configuration class with its default, the numbers or texts that it accepts, what a change of
+    it affects, and whether it names what would run, be reached or be less confined on this machine (`needs_trust`).
 
-    If the value is a list, each of its numbers must be in the range. Null is always accepted.
+    If the value is a list, each of its numbers or texts must be accepted. Null always is. A run must
+    set a field without a default.
     """
-    metadata = {"range": allowed, "affects": affects, "needs_trust": needs_trust}
+    metadata = {"allowed": allowed, "affects": affects, "needs_trust": needs_trust}
     return cast(T, field(default=default, metadata=metadata))
 
 
 def section(
     factory: Callable[[], T],
-    allowed: Range | None = None,
+    allowed: Allowed | None = None,
     *,
     affects: tuple[Affected, ...] = (),
     needs_trust: bool = False,
@@ -72,13 +111,13 @@ def section(
 
     A field of the section that declares its own range keeps that range.
     """
-    metadata = {"range": allowed, "affects": affects, "needs_trust": needs_trust}
+    metadata = {"allowed": allowed, "affects": affects, "needs_trust": needs_trust}
     return cast(T, field(default_factory=factory, metadata=metadata))
 
 
-def range_of(each: Field[Any], default: Range | None) -> Range | None:
-    """Return the range that a field was declared with, or else `default`, the range of its section."""
-    return each.metadata.get("range") or default
+def allowed_by(each: Field[Any], default: Allowed | None) -> Allowed | None:
+    """Return the range or the texts that a field was declared with, or else `default`, those of its section."""
+    return each.metadata.get("allowed") or default
 
 
 def affected(before: T, now: T, by: Affected) -> list[str]:
@@ -125,19 +164,32 @@ def needing_trust(config: object, path: str = "") -> Iterator[tuple[str, Any]]:
                 yield from needing_trust(item, f"{name}.")
 
 
-def require_ranges(config: object) -> None:
-    """Raise ConfigError for the first number of a configuration that is out of its range."""
-    for key, value, allowed in _values(config, "", None):
-        if type(value) in (int, float) and allowed is not None and not allowed.holds(value):
-            raise ConfigError(f"{key}: got {value}, expected {allowed.expected}")
+def check_values(config: object, sections: Collection[str], key: str = "") -> None:
+    """Raise ConfigError for the first value that its field does not accept, or the first section that is at odds with
+    itself.
+
+    sections: the dotted keys of the sections whose own rules hold, with those within them. key: that of `config`.
+    """
+    for name, value, allowed in _values(config, key, None):
+        if isinstance(value, Checked):
+            if any(f"{name}.".startswith(f"{section}.") for section in sections):
+                value.check(name)
+        elif isinstance(allowed, Range) and type(value) in (int, float) and not allowed.holds(value):
+            raise ConfigError(f"{name}: got {value}, expected {allowed.expected}")
+        elif isinstance(allowed, Text) and isinstance(value, str) and not allowed.holds(value):
+            raise ConfigError(f"{name}: got {masked(value, name)!r}, expected {allowed.expected}")
 
 
-def _values(value: Any, key: str, allowed: Range | None) -> Iterator[tuple[str, Any, Range | None]]:
-    """Yield the dotted key, the value and the range of every setting; each number of a list has the list's key."""
+def _values(value: Any, key: str, allowed: Allowed | None) -> Iterator[tuple[str, Any, Allowed | None]]:
+    """Yield the dotted key, the value and the range or texts of every setting, and each section after what is in it.
+
+    Each number or text of a list has the list's key.
+    """
     if is_dataclass(value):
         for each in fields(value):
             name = f"{key}.{each.name}" if key else each.name
-            yield from _values(getattr(value, each.name), name, range_of(each, allowed))
+            yield from _values(getattr(value, each.name), name, allowed_by(each, allowed))
+        yield key, value, None
     elif isinstance(value, Mapping):
         for name, item in value.items():
             yield from _values(item, f"{key}.{name}", allowed)

@@ -27,8 +27,7 @@ on other nodes. Shares of peaks in `Hardware` are guesses by experience with oth
 import math
 from dataclasses import dataclass, field
 
-from megarl.config.batches import batch_counts
-from megarl.config.check_batches import max_row_tokens
+from megarl.config.batches import batch_counts, max_row_tokens
 from megarl.config.schema import Config, LayoutConfig
 from megarl.plan.memory import DTYPE_BYTES, GRADIENT_BYTES
 from megarl.plan.run_plan import DevicePlan, EnginePlan, ShardPlan

@@ -4,8 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
-from megarl.config.batches import batch_counts
-from megarl.config.check_batches import max_row_tokens
+from megarl.config.batches import batch_counts, max_row_tokens
 from megarl.config.schema import LayoutConfig
 from megarl.forecast.search import Choice, LayoutSearch, find_layouts
 from megarl.host.streams import print_lines

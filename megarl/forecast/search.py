@@ -9,11 +9,9 @@ from typing import Literal
 
 from megarl.algos.build import algorithm_of
 from megarl.cluster.roles import by_layout, roles_of
-from megarl.config.batches import batch_counts
-from megarl.config.check import check_model, check_train
-from megarl.config.check_batches import max_row_tokens
-from megarl.config.check_experts import check_experts
-from megarl.config.check_layout import check_layout, check_stages, check_tp
+from megarl.config.batches import batch_counts, max_row_tokens
+from megarl.config.check import check_train
+from megarl.config.check_model import check_experts, check_model, check_stages, check_tp
 from megarl.config.generation import NodesConfig, PlacementConfig
 from megarl.config.load import PACKAGED, with_overrides
 from megarl.config.parse import from_dict
@@ -223,7 +221,7 @@ def _layouts(search: LayoutSearch, gpus: int) -> Iterator[LayoutConfig]:
             last_stage_layers=last,
         )
         try:
-            check_layout(layout, "actor.layout")
+            layout.check("actor.layout")
             check_tp(layout, search.spec.hf_config, "actor")
             check_stages(layout, search.spec.hf_config, "actor.layout")
             check_experts(layout, search.spec.hf_config, "actor")

@@ -14,9 +14,9 @@ from megarl.algos.build import algorithm_of
 from megarl.cluster.placement import NodeGroup, Seat, plan_placement, with_judge_servers, workers_per_node
 from megarl.cluster.roles import by_layout, model_key, roles_of
 from megarl.cluster.sync_plan import bridge_plan
-from megarl.config.batches import batch_counts, num_actor_steps
-from megarl.config.check import check_model, check_train
-from megarl.config.check_batches import max_hinted_row_tokens, max_row_tokens
+from megarl.config.batches import batch_counts, max_hinted_row_tokens, max_row_tokens, num_actor_steps
+from megarl.config.check import check_train
+from megarl.config.check_model import check_model
 from megarl.config.load import packaged
 from megarl.config.schema import ActorConfig, Config, LayoutConfig
 from megarl.data.packing import plan_micro_batches

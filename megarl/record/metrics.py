@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol, Self
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.config.check_names import require_run_name
 from megarl.config.schema import RunConfig
+from megarl.config.setting import check_values
 from megarl.errors import DataError
 from megarl.host.directory_lock import PLACE
 from megarl.host.reading import RESTORE, reading
@@ -64,7 +64,7 @@ class RunPaths:
     @classmethod
     def of(cls, run: RunConfig) -> Self:
         """Return the paths of the run with these settings. Raises ConfigError if its name is no name of a directory."""
-        require_run_name(run.name)
+        check_values(run, (), "run")
         return cls(Path(run.dir) / run.name)
 
     def rollouts(self, step: int) -> Path:

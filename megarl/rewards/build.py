@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from megarl.config.check_judges import judge_key
 from megarl.config.judges import JudgeConfig
 from megarl.config.rewards import RewardsConfig
 from megarl.data.answers import response_decoder
@@ -54,7 +53,7 @@ def open_rewards(
         part = rewards.hybrid.parts.get(name)
         manager = part.manager if part else rewards.manager
         if manager == "judge":
-            judges[name] = open_judge(rewards, judge_key(rewards, name if part else None), completions, name=name)
+            judges[name] = open_judge(rewards, rewards.judge_key(name if part else None), completions, name=name)
         elif manager == "environment":
             judges[name] = EnvironmentJudge()
         elif manager == "remote":

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from megarl.config.rewards import RemoteConfig
+from megarl.config.mixture import RemoteConfig
 from megarl.errors import DataError, RunError
 from megarl.rewards.background import BackgroundLoop
 from megarl.rewards.judge import FinishedSample, Judged, Tally, Trouble, mean_of

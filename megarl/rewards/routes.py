@@ -3,7 +3,8 @@
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from megarl.config.rewards import HybridConfig, RewardsConfig
+from megarl.config.mixture import HybridConfig
+from megarl.config.rewards import RewardsConfig
 from megarl.rewards.hybrid import Summand
 from megarl.rewards.manager import RULE
 from megarl.rewards.rule import Rules

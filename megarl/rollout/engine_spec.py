@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from megarl.config.generation import SpeculationConfig
+from megarl.config.engine import SpeculationConfig
 from megarl.config.schema import Config, EngineConfig
 from megarl.host.device.platform import platform
 

@@ -10,8 +10,9 @@ from megarl.algos.build import algorithm_of
 from megarl.algos.filters import check_filter_ranges
 from megarl.algos.validate_rewards import reward_warnings
 from megarl.cluster.roles import model_key, roles_of
-from megarl.config.check import check_model, check_train
-from megarl.config.check_batches import max_hinted_row_tokens, max_row_terms, max_row_tokens
+from megarl.config.batches import max_hinted_row_tokens, max_row_terms, max_row_tokens
+from megarl.config.check import check_train
+from megarl.config.check_model import check_model
 from megarl.config.schema import Config, role_settings
 from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer, require_system_turn

@@ -6,8 +6,8 @@ from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from megarl.algos.preference import BATCH_KL, preference_objective
 from megarl.cluster.roles import reference_role, reward_role
+from megarl.config.batches import max_row_tokens
 from megarl.config.check import check_sft, check_train_preference, check_train_reward
-from megarl.config.check_batches import max_row_tokens
 from megarl.config.schema import Config, SftConfig, TrainPreferenceConfig, TrainRewardConfig
 from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.config import load_config
-from megarl.config.check import check_eval, check_model
+from megarl.config.check import check_eval
+from megarl.config.check_model import check_model
 from megarl.config.load import read_saved, saved_config, with_overrides
 from megarl.config.schema import Config, LayoutConfig, ModelConfig, NodesConfig, PlacementConfig
 from megarl.config.setting import needing_trust

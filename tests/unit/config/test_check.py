@@ -8,13 +8,13 @@ import pytest
 
 from megarl.config import Config, from_dict
 from megarl.config.check import (
-    check_config,
-    check_model,
     check_sft,
     check_train,
     check_train_preference,
     check_train_reward,
 )
+from megarl.config.check_model import check_model
+from megarl.config.setting import check_values
 from megarl.errors import ConfigError
 from megarl.host.device.platform import PLATFORMS
 
@@ -45,12 +45,16 @@ def message(check: Callable[[Config], None], **changes: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("check", [check_config, check_train, check_sft])
+@pytest.mark.parametrize("check", [check_train, check_sft])
 def test_valid_configuration_passes(check: Callable[[Config], None]) -> None:
     check(config())
 
 
 # --- ranges
+
+
+def check_ranges(config: Config) -> None:
+    check_values(config, ())
 
 
 AT_LEAST_1 = [
@@ -137,12 +141,12 @@ SHARE = [
     ],
 )
 def test_out_of_range(key: str, value: Any, expected: str) -> None:
-    assert message(check_config, **{key: value}) == f"{key}: got {expected}"
+    assert message(check_ranges, **{key: value}) == f"{key}: got {expected}"
 
 
 @pytest.mark.parametrize("key", AT_LEAST_0)
 def test_negative(key: str) -> None:
-    assert message(check_config, **{key: -1}) in (f"{key}: got {n}, expected >= 0" for n in ("-1", "-1.0"))
+    assert message(check_ranges, **{key: -1}) in (f"{key}: got {n}, expected >= 0" for n in ("-1", "-1.0"))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +167,7 @@ def test_negative(key: str) -> None:
 )
 def test_edge_of_the_range(key: str, value: Any) -> None:
     changed = config(**{key: value})
-    check_config(changed)
+    check_ranges(changed)
     got = attrgetter(key)(changed)
     assert got == (tuple(value) if isinstance(value, list) else value)
 
@@ -172,26 +176,26 @@ def test_edge_of_the_range(key: str, value: Any) -> None:
 
 
 def test_model_path() -> None:
-    assert message(check_config, model__path="") == (
+    assert message(check_train, model__path="") == (
         "model.path: is empty; set it to a directory with config.json and *.safetensors"
     )
 
 
 def test_sequence_parallel_needs_tensor_parallel() -> None:
-    assert message(check_config, actor__layout__sequence_parallel=True) == (
+    assert message(check_train, actor__layout__sequence_parallel=True) == (
         "actor.layout.sequence_parallel: got true with tp=1, but it shards over tensor-parallel ranks; "
         "set actor.layout.sequence_parallel=false or actor.layout.tp >= 2"
     )
-    check_config(config(actor__layout__sequence_parallel=True, actor__layout__tp=2))
+    check_train(config(actor__layout__sequence_parallel=True, actor__layout__tp=2))
 
 
 def test_longest_row_fits_a_micro_batch() -> None:
     lengths = {"data__max_prompt_tokens": 100, "rollout__max_response_tokens": 28}
-    assert message(check_config, actor__micro_batch_tokens=127, **lengths) == (
+    assert message(check_train, actor__micro_batch_tokens=127, **lengths) == (
         "actor.micro_batch_tokens: got 127, expected >= 128 (data.max_prompt_tokens=100 + "
         "rollout.max_response_tokens=28), or the longest row fits no micro-batch; raise it or shorten the two"
     )
-    check_config(config(actor__micro_batch_tokens=128, **lengths))
+    check_train(config(actor__micro_batch_tokens=128, **lengths))
 
 
 def test_longest_row_of_supervised_training() -> None:
@@ -210,11 +214,11 @@ def test_longest_row_of_supervised_training() -> None:
 
 def test_longest_row_fits_the_engine() -> None:
     lengths = {"data__max_prompt_tokens": 100, "rollout__max_response_tokens": 28}
-    assert message(check_config, rollout__engine__max_model_tokens=127, **lengths) == (
+    assert message(check_train, rollout__engine__max_model_tokens=127, **lengths) == (
         "rollout.engine.max_model_tokens: got 127, expected >= 128 (data.max_prompt_tokens=100 + "
         "rollout.max_response_tokens=28); raise it, shorten the two, or set it to null"
     )
-    check_config(config(rollout__engine__max_model_tokens=128, **lengths))
+    check_train(config(rollout__engine__max_model_tokens=128, **lengths))
 
 
 # --- RL training
@@ -468,8 +472,8 @@ def test_pass_at_needs_so_many_answers() -> None:
 def test_transformer_engine_does_not_train_in_float32(
     device: str, installed: bool, dtype: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megarl.config.check.platform", PLATFORMS[device])
-    monkeypatch.setattr("megarl.config.check.find_spec", lambda name: installed or None)
+    monkeypatch.setattr("megarl.config.models.platform", PLATFORMS[device])
+    monkeypatch.setattr("megarl.config.models.find_spec", lambda name: installed or None)
     if not refused:
         check_sft(config(model__dtype=dtype))
         return

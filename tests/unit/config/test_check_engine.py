@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, from_dict
-from megarl.config.check import check_eval, check_model, check_train
-from megarl.config.check_engine import REFUSED, check_engine_model, known_arguments
+from megarl.config.check import check_eval, check_train
+from megarl.config.check_model import check_engine_model, check_model
+from megarl.config.engine import REFUSED, known_arguments
 from megarl.errors import ConfigError
 from megarl.host.device.platform import platform
 from megarl.rollout.engine_spec import engine_arguments, engine_spec
@@ -99,7 +100,7 @@ def test_the_names_are_vllms() -> None:
     assert known_arguments().keys() == names
     assert REFUSED.keys() <= names
     code = (
-        "import sys; from megarl.config.check_engine import known_arguments; known_arguments(); "
+        "import sys; from megarl.config.engine import known_arguments; known_arguments(); "
         "print([m for m in sys.modules if m.startswith('vllm')])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
@@ -251,7 +252,7 @@ def test_vllm_knows_what_it_is_told() -> None:
     from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
     from vllm.config.speculative import SpeculativeConfig
 
-    from megarl.config.generation import EngineConfig
+    from megarl.config.engine import EngineConfig
 
     schemes, dtypes = (EngineConfig.__annotations__[name] for name in ("quantization", "kv_cache_dtype"))
     literals = [value for hint in (schemes, dtypes) for part in get_args(hint) for value in get_args(part)]

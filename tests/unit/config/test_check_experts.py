@@ -5,11 +5,13 @@ from typing import Any, Literal
 
 import pytest
 
-from megarl.config.check_experts import check_expert_width, check_experts, check_moe_settings, check_replayed_routing
-from megarl.config.check_layout import check_layout
+from megarl.config import check_engines
+from megarl.config.check_engines import check_replayed_routing
+from megarl.config.check_model import check_expert_width, check_experts, check_moe_settings
 from megarl.config.generation import ScheduleConfig
 from megarl.config.schema import ActorConfig, Config, EngineConfig, LayoutConfig, MoeConfig, RolloutConfig, RunConfig
 from megarl.errors import ConfigError
+from megarl.host.device.platform import PLATFORMS
 
 QWEN = {"num_experts": 6, "moe_intermediate_size": 40, "intermediate_size": 80}
 MIXTRAL = {"num_local_experts": 6, "intermediate_size": 80}
@@ -36,9 +38,9 @@ def test_experts_are_split_over_the_ranks_of_a_stage() -> None:
         "which experts are split; change one of them"
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        check_layout(LayoutConfig(tp=2, pp=3, dp=2, ep=2, etp=3), "x")
+        LayoutConfig(tp=2, pp=3, dp=2, ep=2, etp=3).check("x")
     for layout in (LayoutConfig(tp=2, ep=2), LayoutConfig(cp=2, dp=3, ep=3, etp=2), LayoutConfig(pp=2, dp=4, ep=2)):
-        check_layout(layout, "x")
+        layout.check("x")
 
 
 @pytest.mark.parametrize(
@@ -108,17 +110,18 @@ def test_settings_for_experts_need_some() -> None:
     [("replay", False, True), ("vllm", True, True), ("vllm", False, False), ("regenerate", True, False)],
 )
 def test_routing_is_replayed_from_records_and_from_engines_that_capture_it(
-    source: Literal["replay", "vllm", "regenerate"], captured: bool, known: bool
+    source: Literal["replay", "vllm", "regenerate"], captured: bool, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(check_engines, "platform", PLATFORMS["cuda" if captured else "cpu"])
     actor = ActorConfig(moe=MoeConfig(replay_routing=True))
     config = Config(actor=actor, rollout=RolloutConfig(source=source, replay_dir="records"))
     if known:
-        check_replayed_routing(config, captured=captured)
+        check_replayed_routing(config)
     else:
         message = rf"^actor\.moe\.replay_routing: got true with rollout\.source={source}, but only a record"
         with pytest.raises(ConfigError, match=message):
-            check_replayed_routing(config, captured=captured)
-    check_replayed_routing(Config(), captured=captured)
+            check_replayed_routing(config)
+    check_replayed_routing(Config())
 
 
 @pytest.mark.parametrize(
@@ -135,10 +138,13 @@ def test_routing_is_replayed_from_records_and_from_engines_that_capture_it(
         ),
     ],
 )
-def test_engines_capture_the_routing_of_whole_samples_only(changes: dict[str, Any], named: str) -> None:
+def test_engines_capture_the_routing_of_whole_samples_only(
+    changes: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_engines, "platform", PLATFORMS["cuda"])
     config = Config(actor=ActorConfig(moe=MoeConfig(replay_routing=True)), **changes)
     with pytest.raises(ConfigError, match=f"source=vllm and {re.escape(named)}, with which engines cannot say"):
-        check_replayed_routing(config, captured=True)
+        check_replayed_routing(config)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from megarl.config import check_kernels as module
-from megarl.config.check_kernels import check_batch_invariance, check_kernels
+from megarl.config import check, models
+from megarl.config.check import check_batch_invariance, check_precision
 from megarl.config.schema import ActorConfig, Config, LayoutConfig, ModelConfig, MoeConfig, RunConfig
+from megarl.config.setting import check_values
 from megarl.errors import ConfigError
 from megarl.host.device.accelerators import Device
 from megarl.host.device.platform import PLATFORMS
@@ -21,14 +22,20 @@ def config(dtype: Any = "bfloat16", **actor: Any) -> Config:
     return Config(model=ModelConfig(path="m", dtype=dtype), actor=ActorConfig(**actor))
 
 
+def check_kernels(config: Config) -> None:
+    check_values(config, ("actor",))
+    check_precision(config)
+
+
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[Device]:
     """CUDA with all packages; the devices to fill in."""
     devices: list[Device] = []
     platform = PLATFORMS["cuda"]()
     monkeypatch.setattr(platform, "devices", lambda: devices)
-    monkeypatch.setattr(module, "platform", lambda: platform)
-    monkeypatch.setattr(module, "find_spec", lambda name: name)
+    for module in (check, models):
+        monkeypatch.setattr(module, "platform", lambda: platform)
+        monkeypatch.setattr(module, "find_spec", lambda name: name)
     return devices
 
 
@@ -71,7 +78,7 @@ def test_a_cpu_has_none_of_them(actor: dict[str, Any], message: str) -> None:
 def test_their_package_must_be_there(
     actor: dict[str, Any], package: str, on_cuda: list[Device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=f"which needs the package {package}, but it is not installed; set actor"):
         check_kernels(config(layout=SPLIT, **actor))
 
@@ -146,9 +153,9 @@ def test_batch_invariance_is_not_to_be_had_on_cpus_or_without_packages(
         ({"flash_attn"}, "Transformer Engine"),
         ({"transformer_engine"}, "the package flash_attn"),
     ):
-        monkeypatch.setattr(module, "find_spec", lambda name, installed=installed: name in installed or None)
+        monkeypatch.setattr(check, "find_spec", lambda name, installed=installed: name in installed or None)
         with pytest.raises(ConfigError, match=f"^run.batch_invariant: got true without {missing}"):
             check_batch_invariance(asked)
-    monkeypatch.setattr(module, "platform", PLATFORMS["cpu"])
+    monkeypatch.setattr(check, "platform", PLATFORMS["cpu"])
     with pytest.raises(ConfigError, match=r"^run.batch_invariant: got true on cpu, whose matrix products depend on"):
         check_batch_invariance(asked)

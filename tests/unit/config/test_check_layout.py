@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megarl.config.check_layout import check_layout, check_stages
+from megarl.config.check_model import check_stages
 from megarl.config.schema import LayoutConfig
 from megarl.errors import ConfigError
 
@@ -38,7 +38,7 @@ from megarl.errors import ConfigError
 )
 def test_unsound_layouts(layout: LayoutConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        check_layout(layout, "x")
+        layout.check("x")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_unsound_layouts(layout: LayoutConfig, message: str) -> None:
     ],
 )
 def test_sound_layouts(layout: LayoutConfig) -> None:
-    check_layout(layout, "x")
+    layout.check("x")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Config
-from megarl.config.check_names import check_names
+from megarl.config.check import check_eval
 from megarl.config.parse import from_dict
 from megarl.errors import ConfigError
 
@@ -25,10 +25,10 @@ from megarl.errors import ConfigError
 )
 def test_texts_that_are_no_names_are_refused(section: str, values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check_names(from_dict(Config, {section: values}))
+        check_eval(from_dict(Config, {section: values}))
 
 
 def test_names_of_all_scripts_and_paths_with_spaces_are_fine() -> None:
     run = {"name": "größe 数学 (2)", "dir": "my runs/50%/it's"}
     cluster = {"address": "10.0.0.1:20000", "hosts": ["node-1", "gpu_2.cluster", "10.0.0.2"]}
-    check_names(from_dict(Config, {"run": run, "cluster": cluster}))
+    check_eval(from_dict(Config, {"run": run, "cluster": cluster}))

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from megarl.config import Config, check_placement, from_dict
-from megarl.config.check import check_model, check_sft, check_train
+from megarl.config import Config, from_dict, generation
+from megarl.config.check import check_sft, check_train
+from megarl.config.check_model import check_model
 from megarl.errors import ConfigError
 from megarl.host.device.platform import PLATFORMS
 
@@ -210,7 +211,7 @@ def test_nccl_is_suspended_where_something_sleeps_and_nccl_can(monkeypatch: pyte
         ConfigError, match=r"^placement.suspend_nccl: got true, but on cpu processes do not use NCCL; se"
     ):
         check_train(asked)
-    monkeypatch.setattr(check_placement, "platform", PLATFORMS["cuda"])
+    monkeypatch.setattr(generation, "platform", PLATFORMS["cuda"])
     known = metadata.version
     for version, is_refused in (("2.28.9", True), ("2.29.7", False), ("2.30.4", False)):
         monkeypatch.setattr(

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.check import check_serve_reward, check_train
-from megarl.config.check_rewards import check_group_scores, check_policy_judges, check_rewards
+from megarl.config.check import check_group_scores, check_policy_judges, check_serve_reward, check_train
 from megarl.config.load import from_dict
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
@@ -30,7 +29,7 @@ def hybrid(parts: dict[str, Any], **others: Any) -> dict[str, Any]:
 
 def message(**section: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        check_rewards(rewards(**section))
+        check_serve_reward(rewards(**section))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -60,7 +59,6 @@ def message(**section: Any) -> str:
     ],
 )
 def test_sound_sections(section: dict[str, Any]) -> None:
-    check_rewards(rewards(**section))
     check_serve_reward(rewards(**section))
 
 
@@ -191,7 +189,7 @@ def test_sound_sections(section: dict[str, Any]) -> None:
             "rewards.judges.style.sampling.combine: got 'median', expected 'mean' with mode=pairwise or one vote",
         ),
         (judge(sampling={"votes": 2}), "rewards.judges.style.sampling.votes: got 2 with temperature=0"),
-        (judge(value=0), "rewards.judges.style.value: got 0.0 with on_error=drop_rows"),
+        (judge(value=0), "rewards.judges.style.value: got 0.0, but rewards.judges.style.on_error=drop_rows"),
         ({"manager": "remote"}, "rewards.remote.urls: is empty, but rewards.manager=remote; list reward services"),
         (
             hybrid({"judge": {"manager": "remote"}}),

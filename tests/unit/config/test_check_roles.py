@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, from_dict
-from megarl.config.check import check_model, check_sft, check_train, check_train_preference, check_train_reward
+from megarl.config.check import check_sft, check_train, check_train_preference, check_train_reward
+from megarl.config.check_model import check_model
 from megarl.errors import ConfigError
 
 HF_CONFIG = {

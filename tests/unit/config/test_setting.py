@@ -9,14 +9,14 @@ import pytest
 from megarl.config import Config
 from megarl.config.load import with_overrides
 from megarl.config.schema import EngineConfig, LayoutConfig, NodesConfig, PlacementConfig, SyncConfig
-from megarl.config.setting import AT_LEAST_0, Range, affected, needing_trust, range_of
+from megarl.config.setting import AT_LEAST_0, Allowed, Range, affected, allowed_by, needing_trust
 
 
-def numbers(cls: Any, path: str = "", default: Range | None = None) -> Iterator[tuple[str, Range | None]]:
+def numbers(cls: Any, path: str = "", default: Allowed | None = None) -> Iterator[tuple[str, Allowed | None]]:
     """Key and range of every number, those of sections that may be null and of named ones too; not of pairs."""
     hints = get_type_hints(cls)
     for each in fields(cls):
-        hint, allowed = hints[each.name], range_of(each, default)
+        hint, allowed = hints[each.name], allowed_by(each, default)
         alternatives = (hint, *get_args(hint))
         sections = [alternative for alternative in alternatives if is_dataclass(alternative)]
         if sections:

@@ -10,7 +10,7 @@ import pytest
 from megarl.cli import main
 from megarl.config import from_dict, load_config
 from megarl.config.algo import CpoConfig, HintConfig
-from megarl.config.check_batches import max_row_tokens
+from megarl.config.batches import max_row_tokens
 from megarl.config.judges import JudgeConfig, JudgeServerConfig
 from megarl.config.schema import Config, LayoutConfig, ReferenceConfig
 from megarl.data.records import write_parquet

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from megarl.config import Config
-from megarl.config.rewards import RemoteConfig, RewardsConfig
+from megarl.config.mixture import RemoteConfig
+from megarl.config.rewards import RewardsConfig
 from megarl.config.schema import LoggingConfig, RunConfig
 from megarl.errors import ConfigError
 from megarl.record.recorder import RunRecorder

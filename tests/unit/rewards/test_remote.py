@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.rewards import RemoteConfig
+from megarl.config.mixture import RemoteConfig
 from megarl.errors import DataError, RunError
 from megarl.rewards.judge import Judged
 from megarl.rewards.remote import RemoteJudge

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from megarl.cli import main
-from megarl.config.rewards import RemoteConfig
+from megarl.config.mixture import RemoteConfig
 from megarl.errors import ConfigError, RunError
 from megarl.rewards.question import Question, Verdict
 from megarl.rewards.remote import RemoteJudge

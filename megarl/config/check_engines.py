@@ -1,0 +1,143 @@
+"""Check what engines and trainer must agree on: devices and nodes, the schedule, weight syncs, and what engines say."""
+
+from megarl.config.schema import Config, NodesConfig
+from megarl.errors import ConfigError
+from megarl.host.device.platform import platform
+
+
+def check_trainer_nodes(config: Config) -> None:
+    """Raise ConfigError unless the actor's ranks fill the trainer's nodes."""
+    size = config.actor.layout.world_size
+    _require_full_nodes(config.placement.trainer, "placement.trainer", size, f"the {size} ranks of actor.layout")
+
+
+def check_engines(config: Config) -> None:
+    """Raise ConfigError unless engines fit on the trainer's devices or fill their own nodes; one that spans nodes has
+    all of their devices.
+    """
+    engine, placement = config.rollout.engine, config.placement
+    num_devices = engine.num_engines * engine.num_workers
+    wanted = f"rollout.engine.num_engines={engine.num_engines} × rollout.engine.tp={engine.tp}"
+    if engine.pp > 1:
+        wanted += f" × rollout.engine.pp={engine.pp}"
+    if placement.mode == "colocated":
+        if num_devices > config.actor.layout.world_size:
+            raise ConfigError(
+                f"{wanted} = {num_devices} devices, but placement.mode=colocated shares the trainer's "
+                f"{config.actor.layout.world_size}; lower one of them or set placement.mode=split"
+            )
+        nodes, where, count = placement.trainer, "placement.trainer", config.actor.layout.world_size
+    else:
+        nodes, where, count = placement.engines, "placement.engines", num_devices
+        _require_full_nodes(nodes, where, count, f"the {count} devices of {wanted}")
+    per_node = nodes.devices_per_node or count // nodes.num_nodes
+    if per_node % engine.num_workers and engine.num_workers % per_node:
+        raise ConfigError(
+            f"rollout.engine: an engine has tp={engine.tp} × pp={engine.pp} = {engine.num_workers} workers, expected a "
+            f"divisor or a multiple of the {per_node} devices of each node of {where}, since an engine lies on one "
+            f"node or fills several; change tp, pp or {where}"
+        )
+
+
+def check_schedule(config: Config) -> None:
+    """Raise ConfigError unless the schedule suits the placement, the correction and the wish for equal bits."""
+    schedule = config.rollout.schedule
+    if schedule.staleness == 0:
+        return
+    ahead = f"rollout.schedule.staleness: got {schedule.staleness}"
+    if config.placement.mode == "colocated":
+        raise ConfigError(
+            f"{ahead} with placement.mode=colocated, but engines that share the trainer's devices cannot generate "
+            "while it works; set placement.mode=split, or staleness=0"
+        )
+    if config.algo.correction.name == "none" and not config.algo.correction.forced:
+        raise ConfigError(
+            f"{ahead} with algo.correction.name=none, but then ratios would be to weights that did not sample; set "
+            "algo.correction.name, as use.schedule=one_step_off (rollout_ratio) and use.schedule=async (tis_upper) do, "
+            "or algo.correction.forced=true to see what that costs"
+        )
+    if config.rollout.source == "vllm" and schedule.on_update == "continue" and config.run.deterministic:
+        raise ConfigError(
+            "run.deterministic: got true with rollout.schedule.on_update=continue, where it depends on time which "
+            "token new weights come at; set on_update=finish, or record the run and execute it again with "
+            "rollout.source=regenerate"
+        )
+
+
+def check_sync(config: Config) -> None:
+    """Raise ConfigError for weight-sync settings that exclude each other or that the placement does not allow."""
+    sync = config.sync
+    if sync.dtype == config.model.dtype:
+        raise ConfigError(f"sync.dtype: got {sync.dtype}, which model.dtype already is; set sync.dtype=null")
+    if sync.cuda_ipc and config.placement.mode == "split":
+        raise ConfigError(
+            "sync.cuda_ipc: got true with placement.mode=split, but then no engine shares a device with a rank; set "
+            "sync.cuda_ipc=false or placement.mode=colocated"
+        )
+    if sync.cuda_ipc and not platform().has_ipc:
+        raise ConfigError(
+            f"sync.cuda_ipc: got true, but processes cannot share a device's memory on {platform().name}; set "
+            f"sync.cuda_ipc=false"
+        )
+
+
+def check_drafts(config: Config) -> None:
+    """Raise ConfigError for a layer that drafts and would not survive sleep."""
+    if config.rollout.engine.speculation.method == "mtp" and config.placement.offload:
+        raise ConfigError(
+            "rollout.engine.speculation.method: got mtp with placement.offload=true, but the layer that drafts is lost "
+            "when engines sleep, and no weight sync brings it back; set one of the two otherwise"
+        )
+
+
+def check_quantization(config: Config) -> None:
+    """Raise ConfigError for engines that compute in less precision than the trainer, unless something corrects that."""
+    engine, sync = config.rollout.engine, config.sync
+    for name, value in (("quantization", engine.quantization), ("kv_cache_dtype", engine.kv_cache_dtype)):
+        if value is not None and config.algo.correction.name == "none" and config.rollout.source == "vllm":
+            raise ConfigError(
+                f"rollout.engine.{name}: got {value} with algo.correction.name=none, but then nothing corrects for "
+                "samples of a less precise policy; set algo.correction.name, as in algo.correction.name=tis_upper"
+            )
+    if engine.quantization is not None and sync.dtype == "float8_e4m3":
+        raise ConfigError(
+            f"sync.dtype: got float8_e4m3 with rollout.engine.quantization={engine.quantization}, so that weights "
+            "would be rounded twice, to different scales; set sync.dtype=null or rollout.engine.quantization=null"
+        )
+
+
+def check_replayed_routing(config: Config) -> None:
+    """Raise ConfigError for `actor.moe.replay_routing` where nothing says of all tokens to which experts they went."""
+    rollout = config.rollout
+    if not config.actor.moe.replay_routing or rollout.source == "replay":
+        return
+    where = f"actor.moe.replay_routing: got true with rollout.source={rollout.source}"
+    if rollout.source != "vllm" or platform().name != "cuda":
+        raise ConfigError(
+            f"{where}, but only a record, or vLLM on CUDA, can say to which experts its tokens went; set "
+            "rollout.source=replay, or actor.moe.replay_routing=false"
+        )
+    hindrances = {
+        "rollout.engine.prefix_caching=false": not rollout.engine.prefix_caching,
+        "run.deterministic=true": config.run.deterministic,
+        "rollout.engine.pp > 1": rollout.engine.pp > 1,
+        "rollout.schedule.on_update=continue": rollout.schedule.on_update == "continue",
+        "algo.demonstrations": config.algo.demonstrations.strategy != "none",
+    }
+    if found := [name for name, is_set in hindrances.items() if is_set]:
+        raise ConfigError(
+            f"{where} and {found[0]}, with which engines cannot say of all tokens to which experts they went; change "
+            "either"
+        )
+
+
+def _require_full_nodes(nodes: NodesConfig, where: str, count: int, what: str) -> None:
+    if count % nodes.num_nodes:
+        raise ConfigError(
+            f"{where}.num_nodes: got {nodes.num_nodes}, expected a divisor of {count}, {what}; change either"
+        )
+    if nodes.devices_per_node not in (None, count // nodes.num_nodes):
+        raise ConfigError(
+            f"{where}: num_nodes={nodes.num_nodes} × devices_per_node={nodes.devices_per_node} is not {what}; "
+            f"change either"
+        )

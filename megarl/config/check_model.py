@@ -1,0 +1,197 @@
+"""Check a configuration against the config.json of a role's model: what must divide, and what experts need."""
+
+from collections.abc import Mapping
+from math import gcd
+
+from megarl.config.batches import longest_row
+from megarl.config.schema import Config, LayoutConfig, MoeConfig, role_settings
+from megarl.errors import ConfigError
+from megarl.host.device.platform import platform
+
+# Names that config.json files use for the number of experts and for the width of one; the first that is present counts.
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_WIDTHS = ("moe_intermediate_size", "intermediate_size")
+
+
+def check_model(config: Config, hf_config: Mapping[str, object], role: str = "actor", *, for_sft: bool = False) -> None:
+    """Check a configuration against the config.json of a role's model, given as a mapping. Raises ConfigError."""
+    layout = role_settings(config)[role].layout
+    check_tp(layout, hf_config, role)
+    check_stages(layout, hf_config, f"{role}.layout")
+    check_experts(layout, hf_config, role)
+    if role == "actor":
+        check_moe_settings(config, hf_config)
+        check_engine_tp(config, hf_config)
+        check_engine_model(config, hf_config, on_cpu=platform().name == "cpu")
+        check_expert_width(config, hf_config, platform().expert_width_multiple)
+    _require_positions(hf_config, role, *longest_row(config, sft=for_sft))
+
+
+def check_tp(layout: LayoutConfig, hf_config: Mapping[str, object], role: str) -> None:
+    """Raise ConfigError unless tp divides the numbers of heads and the widths of a role's model."""
+    names = ["num_attention_heads", "num_key_value_heads", "intermediate_size"]
+    if hf_config.get("num_key_value_heads") is None:  # as many as query heads
+        names.remove("num_key_value_heads")
+    dimensions = {name: _dimension(hf_config, name, role) for name in names}
+    undivided = [f"{name}={size}" for name, size in dimensions.items() if size % layout.tp]
+    if undivided:
+        valid = _divisors(gcd(*dimensions.values()))
+        raise ConfigError(
+            f"{role}.layout.tp: got {layout.tp}, which does not divide the model's {' and '.join(undivided)}; "
+            f"valid values: {valid}"
+        )
+
+
+def check_stages(layout: LayoutConfig, hf_config: Mapping[str, object], where: str) -> None:
+    """Raise ConfigError unless the layers divide evenly over the pipeline stages (and virtual chunks) without a set
+    number.
+    """
+    if layout.pp == 1:
+        return
+    num_layers = int(str(hf_config["num_hidden_layers"]))
+    named = [n for n in (layout.first_stage_layers, layout.last_stage_layers) if n is not None]
+    rest, stages = num_layers - sum(named), layout.pp - len(named)
+    if rest < stages or (stages == 0 and rest) or (stages and rest % (stages * layout.virtual_pp)):
+        raise ConfigError(
+            f"{where}: {num_layers} layers do not split over pp={layout.pp} stages"
+            f"{f' of {layout.virtual_pp} chunks' if layout.virtual_pp > 1 else ''} "
+            f"(first_stage_layers={layout.first_stage_layers}, last_stage_layers={layout.last_stage_layers}); "
+            f"set {where}.first_stage_layers or last_stage_layers so that the rest divides evenly"
+        )
+
+
+def check_experts(layout: LayoutConfig, hf_config: Mapping[str, object], role: str) -> None:
+    """Raise ConfigError unless ep and etp suit the experts and Megatron can train them; dense models need both 1."""
+    where, key = f"{role}.layout", _first(NUM_EXPERTS, hf_config)
+    if key is None:
+        for name in ("ep", "etp"):
+            if (size := getattr(layout, name)) > 1:
+                raise ConfigError(
+                    f"{where}.{name}: got {size}, but the model has no experts to split; set {where}.{name}=1"
+                )
+        return
+    _require_divisor(layout.ep, f"{where}.ep", key, _dimension(hf_config, key, role))
+    width = _first(_WIDTHS, hf_config) or _WIDTHS[0]
+    _require_divisor(layout.etp, f"{where}.etp", width, _dimension(hf_config, width, role))
+    if layout.tp > 1 and not layout.sequence_parallel:
+        raise ConfigError(
+            f"{where}.sequence_parallel: got false with tp={layout.tp}, but Megatron trains models with experts only "
+            f"with it; set {where}.sequence_parallel=true or {where}.tp=1"
+        )
+
+
+def check_moe_settings(config: Config, hf_config: Mapping[str, object]) -> None:
+    """Raise ConfigError for settings that a model with experts, or one without, does not allow."""
+    if _first(NUM_EXPERTS, hf_config) is None and config.actor.moe != MoeConfig():
+        raise ConfigError("actor.moe: is set, but the model has no experts; remove it")
+    if _first(NUM_EXPERTS, hf_config) is not None and config.run.batch_invariant:
+        raise ConfigError(
+            "run.batch_invariant: got true for a model with experts, for whose products Megatron has no kernels that "
+            "do not depend on the number of tokens; set run.batch_invariant=false"
+        )
+    if config.actor.moe.fuse_router and (num_groups := int(str(hf_config.get("n_group") or 1))) > 1:
+        raise ConfigError(
+            f"actor.moe.fuse_router: got true, but the model has n_group={num_groups}, and the fused kernel rates "
+            f"groups of experts in its own way; set actor.moe.fuse_router=false"
+        )
+
+
+def check_expert_width(config: Config, hf_config: Mapping[str, object], multiple: int) -> None:
+    """Raise ConfigError unless an expert's width per engine worker is a multiple of `multiple`.
+
+    vLLM pads other widths, and a weight sync cannot load weights into padded experts.
+    """
+    name, tp = _first(_WIDTHS, hf_config), 1 if config.rollout.engine.expert_parallel else config.rollout.engine.tp
+    if _first(NUM_EXPERTS, hf_config) is None or name is None:
+        return
+    width = _dimension(hf_config, name, "actor")
+    if width % (tp * multiple):
+        valid = [n for n in range(1, width + 1) if width % (n * multiple) == 0]
+        remedy = f"set rollout.engine.tp to one of {', '.join(map(str, valid))}" if valid else "use another model"
+        raise ConfigError(
+            f"rollout.engine.tp: got {tp}, so an engine's worker has {width / tp:g} of {name}={width} of each expert, "
+            f"expected a multiple of {multiple}: vLLM pads others on this device, and padded experts cannot take new "
+            f"weights; {remedy}, or run on CUDA"
+        )
+
+
+def check_engine_tp(config: Config, hf_config: Mapping[str, object]) -> None:
+    """Raise ConfigError unless rollout.engine.tp divides the model, and every one of rollout.engine.pp stages gets a
+    layer; vLLM may replicate key-value heads to fit.
+    """
+    tp, pp = config.rollout.engine.tp, config.rollout.engine.pp
+    if pp > 1 and pp > (num_layers := int(str(hf_config["num_hidden_layers"]))):
+        raise ConfigError(
+            f"rollout.engine.pp: got {pp}, but the model has num_hidden_layers={num_layers}, so that some stages would "
+            "be empty; lower it"
+        )
+    sizes = {name: int(str(hf_config[name])) for name in ("num_attention_heads", "intermediate_size")}
+    kv_heads = int(str(hf_config.get("num_key_value_heads") or sizes["num_attention_heads"]))
+    valid = [
+        n
+        for n in range(1, sizes["num_attention_heads"] + 1)
+        if all(size % n == 0 for size in sizes.values()) and (kv_heads % n == 0 or n % kv_heads == 0)
+    ]
+    if tp not in valid:
+        named = ", ".join(f"{name}={size}" for name, size in (sizes | {"num_key_value_heads": kv_heads}).items())
+        raise ConfigError(
+            f"rollout.engine.tp: got {tp}, which does not divide the model ({named}); "
+            f"valid values: {', '.join(map(str, valid))}"
+        )
+
+
+def check_engine_model(config: Config, hf_config: Mapping[str, object], *, on_cpu: bool) -> None:
+    """Raise ConfigError for drafts without a layer for them, and for what engines cannot do with experts or without."""
+    engine, has_experts = config.rollout.engine, any(hf_config.get(name) for name in NUM_EXPERTS)
+    if engine.speculation.method == "mtp" and not hf_config.get("num_nextn_predict_layers"):
+        raise ConfigError(
+            "rollout.engine.speculation.method: got mtp, but config.json has no num_nextn_predict_layers, so no layer "
+            "predicts further tokens; set it to ngram or none"
+        )
+    if on_cpu and engine.quantization is not None and has_experts:
+        raise ConfigError(
+            f"rollout.engine.quantization: got {engine.quantization} for a model with experts, whose weights are not "
+            "rounded on CPUs; set it to null"
+        )
+    if engine.expert_parallel and (on_cpu or not has_experts or engine.tp == 1):
+        why = (
+            "vLLM's CPU build ends by a segmentation fault with it"
+            if on_cpu
+            else "the model has no experts"
+            if not has_experts
+            else "rollout.engine.tp=1 leaves a single worker to hold them"
+        )
+        raise ConfigError(f"rollout.engine.expert_parallel: got true, but {why}; set it to false")
+
+
+def _require_positions(hf_config: Mapping[str, object], role: str, longest: int, terms: str) -> None:
+    limit = _dimension(hf_config, "max_position_embeddings", role)
+    if limit < longest:
+        whose = "the model" if role == "actor" else f"the {role}"
+        total, remedy = (f"{terms} = {longest}", "shorten one of the two") if " + " in terms else (terms, "lower it")
+        raise ConfigError(f"{total}, but {whose} has max_position_embeddings={limit}; {remedy}")
+
+
+def _first(names: tuple[str, ...], hf_config: Mapping[str, object]) -> str | None:
+    return next((name for name in names if hf_config.get(name) is not None), None)
+
+
+def _require_divisor(divisor: int, where: str, name: str, size: int) -> None:
+    if size % divisor:
+        raise ConfigError(
+            f"{where}: got {divisor}, which does not divide the model's {name}={size}; valid values: {_divisors(size)}"
+        )
+
+
+def _dimension(hf_config: Mapping[str, object], name: str, role: str) -> int:
+    """Return the size `name` from the config.json of a role's model. Raises ConfigError unless it is a positive int."""
+    value = hf_config.get(name)
+    if type(value) is not int or value < 1:
+        key = "model.path" if role == "actor" else f"{role}.model_path"
+        raise ConfigError(f"{key}: config.json has {name}={value!r}, expected a positive int; is it a causal LM?")
+    return value
+
+
+def _divisors(number: int) -> str:
+    """Return the divisors of a number as text for messages."""
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
