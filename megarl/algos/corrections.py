@@ -311,20 +311,15 @@ def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction
 
 
 def check_correction(cfg: AlgoConfig) -> None:
-    """Raise ConfigError for an unknown correction, bounds that reject a ratio of 1, or options that are not read.
+    """Raise ConfigError for an unknown correction, options that are not read, or a loss without a place for it.
 
-    >>> check_correction(AlgoConfig(correction=CorrectionConfig(low=2.0)))
+    >>> check_correction(AlgoConfig(correction=CorrectionConfig(low=0.9)))
     Traceback (most recent call last):
         ...
-    megarl.errors.ConfigError: algo.correction.low and algo.correction.high: got 2.0 and 5.0, ...
+    megarl.errors.ConfigError: algo.correction.low: got 0.9, which is not read with algo.correction.name=none, ...
     """
     correction = cfg.correction
     rule = CORRECTIONS.get(correction.name)
-    if not (correction.low < correction.high and correction.low <= 1 <= correction.high):
-        raise ConfigError(
-            f"algo.correction.low and algo.correction.high: got {correction.low} and {correction.high}, expected "
-            "low <= 1 <= high and low < high, as a ratio of 1 is perfect agreement; take for example 0.5 and 5.0"
-        )
     takes = ", ".join(sorted(rule.options)) or "no options"
     if correction.name == "baseline_unbiased":
         takes += ": its baseline stays unbiased only if nothing but earlier tokens decides and ratios are not bounded"

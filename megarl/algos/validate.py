@@ -1,7 +1,7 @@
-"""Check that the choices of the section `algo` exist and fit together; `megarl.config` checks types and ranges."""
+"""Check that the choices of the section `algo` exist and read what is set; its classes hold the rules without names."""
 
 import warnings
-from dataclasses import fields
+from collections.abc import Mapping
 
 from megarl.algos.advantages import ADVANTAGE_ESTIMATORS
 from megarl.algos.aggregation import AGGREGATIONS
@@ -10,12 +10,27 @@ from megarl.algos.cpo import check_cpo
 from megarl.algos.entropy import check_entropy
 from megarl.algos.kl import KL_CONTROLLERS, KL_ESTIMATORS
 from megarl.algos.policy_losses import POLICY_LOSSES
+from megarl.algos.prefixes import PREFIX_STRATEGIES
+from megarl.algos.reshape import (
+    DEMONSTRATION_RESHAPES,
+    RATIO_RESHAPES,
+    ReshapeMaker,
+    ReshapeRule,
+    demonstration_reshape,
+    ratio_reshape,
+)
 from megarl.algos.shaping import shapers_of
-from megarl.algos.validate_luffy import check_luffy
 from megarl.algos.validate_rewards import check_rewards
 from megarl.config.algo import AlgoConfig
+from megarl.config.setting import check_values
 from megarl.errors import ConfigError
-from megarl.registry import readers_of, refuse_unused, unknown_name
+from megarl.registry import FunctionRegistry, readers_of, refuse_unused, unknown_name
+
+# The settings of algo.off_policy that choose a reshape; a setting that the reshape reads begins with the same name.
+_RESHAPES: Mapping[str, FunctionRegistry[ReshapeMaker, ReshapeRule]] = {
+    "reshape": DEMONSTRATION_RESHAPES,
+    "on_policy_reshape": RATIO_RESHAPES,
+}
 
 
 def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
@@ -33,6 +48,7 @@ def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
     KL_ESTIMATORS.get(cfg.kl.estimator)
     if cfg.kl.loss_estimator not in KL_ESTIMATORS:
         raise unknown_name("KL estimator", cfg.kl.loss_estimator, KL_ESTIMATORS, key="algo.kl.loss_estimator")
+    check_values(cfg, ("algo",), "algo")
     key, loss = "loss_estimator" if cfg.kl.where == "both" else "estimator", cfg.policy_loss
     in_loss = getattr(cfg.kl, key)
     if cfg.kl.in_loss and (refusal := KL_ESTIMATORS.get(in_loss).refused_in_loss):
@@ -51,50 +67,34 @@ def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
             f"over the row; the paper uses 3e-4 and 4e-4",
             stacklevel=2,
         )
-    if not loss.cov_low < loss.cov_high:
-        raise ConfigError(
-            f"algo.policy_loss.cov_low and algo.policy_loss.cov_high: got {loss.cov_low} and {loss.cov_high}, expected "
-            f"cov_low < cov_high, as clip_cov chooses among tokens between them; the paper has 1 and 5"
-        )
     shapers_of(cfg)
     check_rewards(cfg, max_response_tokens=max_response_tokens)
     check_cpo(cfg.cpo)
     check_correction(cfg)
-    check_luffy(cfg)
+    _check_demonstrations(cfg)
     check_entropy(cfg)
-    _check_all_is_read(cfg)
-    if cfg.kl.where != "none" and cfg.kl.controller == "adaptive" and cfg.kl.coef == 0:
-        raise ConfigError(
-            "algo.kl.coef: got 0 with algo.kl.controller=adaptive, which scales the coefficient and so never "
-            "leaves 0; set algo.kl.coef > 0, or algo.kl.where=none"
-        )
-
-
-def _check_all_is_read(cfg: AlgoConfig) -> None:
-    """Raise ConfigError for settings of the whole algorithm that nothing reads; its parts check their own settings."""
-    loss, kl = cfg.policy_loss, cfg.kl
     for name, readers in readers_of(POLICY_LOSSES).items():
         if loss.name not in readers:
             situation, remedy = f"algo.policy_loss.name={loss.name}", f"set algo.policy_loss.name={readers[0]}"
             refuse_unused("algo.policy_loss", loss, (name,), situation, remedy, harmless=(None,))
-    if kl.where == "none":
-        settings = (field.name for field in fields(kl) if field.name != "where")
-        refuse_unused(
-            "algo.kl", kl, settings, "algo.kl.where=none", "set algo.kl.where=loss or reward", harmless=(0.0,)
-        )
-    elif kl.where != "both":
-        settings_of_both = ("loss_estimator", "loss_coef")
-        refuse_unused("algo.kl", kl, settings_of_both, f"algo.kl.where={kl.where}", "set algo.kl.where=both")
-    if kl.controller == "fixed":
-        settings_of_adaptive = ("target_nats", "horizon")
-        refuse_unused(
-            "algo.kl", kl, settings_of_adaptive, "algo.kl.controller=fixed", "set algo.kl.controller=adaptive"
-        )
     if not AGGREGATIONS.get(cfg.aggregation).uses_horizon:
-        refuse_unused(
-            "algo",
-            cfg,
-            ("aggregation_horizon_tokens",),
-            f"algo.aggregation={cfg.aggregation}",
-            "set algo.aggregation=dr_grpo",
-        )
+        situation, remedy = f"algo.aggregation={cfg.aggregation}", "set algo.aggregation=dr_grpo"
+        refuse_unused("algo", cfg, ("aggregation_horizon_tokens",), situation, remedy)
+
+
+def _check_demonstrations(cfg: AlgoConfig) -> None:
+    """Raise ConfigError for an unknown strategy or reshape, and for settings that the chosen ones do not read."""
+    demonstrations, strategy = cfg.demonstrations, cfg.demonstrations.strategy
+    PREFIX_STRATEGIES.get(strategy)
+    demonstration_reshape(cfg.off_policy)
+    ratio_reshape(cfg.off_policy)
+    for name, readers in readers_of(PREFIX_STRATEGIES).items():
+        if strategy not in readers:
+            remedy = f"set strategy={' or '.join(readers)}"
+            refuse_unused("algo.demonstrations", demonstrations, (name,), f"strategy={strategy}", remedy)
+    for key, registry in _RESHAPES.items():
+        reshape = getattr(cfg.off_policy, key)
+        for option, readers in readers_of(registry).items():
+            if reshape not in readers:
+                remedy = f"set {key}={' or '.join(readers)}"
+                refuse_unused("algo.off_policy", cfg.off_policy, (f"{key}_{option}",), f"{key}={reshape}", remedy)

@@ -11,26 +11,24 @@ _MASK = "algo.reward.mask"
 def check_rewards(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
     """Raise ConfigError for settings of `algo.reward` or `algo.advantage` that contradict each other or do nothing.
 
-    >>> check_rewards(AlgoConfig(reward=RewardConfig(clip=(1.0, 0.0))), max_response_tokens=8)
+    >>> check_rewards(AlgoConfig(reward=RewardConfig(overlong_buffer_tokens=9)), max_response_tokens=8)
     Traceback (most recent call last):
         ...
-    megarl.errors.ConfigError: algo.reward.clip: got [1.0, 0.0], expected [low, high] with low < high
+    megarl.errors.ConfigError: algo.reward.overlong_buffer_tokens: got 9, expected at most rollout.max_response_tokens=8
     """
     reward, name = cfg.reward, cfg.advantage.estimator
-    if reward.clip is not None and reward.clip[0] >= reward.clip[1]:
-        raise ConfigError(f"algo.reward.clip: got {list(reward.clip)}, expected [low, high] with low < high")
     buffer = reward.overlong_buffer_tokens
-    if buffer is None:
-        situation, remedy = "algo.reward.overlong_buffer_tokens=null", "set algo.reward.overlong_buffer_tokens"
-        refuse_unused("algo.reward", reward, ("overlong_factor",), situation, remedy)
-    elif buffer > max_response_tokens:
+    if buffer is not None and buffer > max_response_tokens:
         raise ConfigError(
             f"algo.reward.overlong_buffer_tokens: got {buffer}, expected at most "
             f"rollout.max_response_tokens={max_response_tokens}"
         )
-    if reward.source == "critic":
-        _check_critic_source(cfg)
-    elif not ADVANTAGE_ESTIMATORS.get(name).reads_rewards:
+    if reward.source == "critic" and not ADVANTAGE_ESTIMATORS.get(name).needs_values:
+        raise ConfigError(
+            f"algo.reward.source: got 'critic' with algo.advantage.estimator={name}, which reads no values; "
+            f"set algo.advantage.estimator=critic_value, or algo.reward.source=rule"
+        )
+    if reward.source != "critic" and not ADVANTAGE_ESTIMATORS.get(name).reads_rewards:
         raise ConfigError(
             f"algo.advantage.estimator: got {name!r} with algo.reward.source=rule, whose rewards it does not "
             "read; set algo.advantage.estimator=gae, or algo.reward.source=critic"
@@ -87,31 +85,8 @@ def _check_components(cfg: AlgoConfig, *, shapes: bool) -> None:
             )
 
 
-def _check_critic_source(cfg: AlgoConfig) -> None:
-    name = cfg.advantage.estimator
-    if not ADVANTAGE_ESTIMATORS.get(name).needs_values:
-        raise ConfigError(
-            f"algo.reward.source: got 'critic' with algo.advantage.estimator={name}, which reads no values; "
-            f"set algo.advantage.estimator=critic_value, or algo.reward.source=rule"
-        )
-    if cfg.kl.in_reward:
-        raise ConfigError(
-            f"algo.kl.where: got {cfg.kl.where!r} with algo.reward.source=critic, whose rewards take no KL penalty; "
-            "set algo.kl.where=loss or none"
-        )
-    refuse_unused(
-        "algo.reward",
-        cfg.reward,
-        ("clip", "overlong_buffer_tokens", "truncated"),
-        "algo.reward.source=critic",
-        "set algo.reward.source=rule",
-    )
-
-
 def _check_mask(cfg: AlgoConfig) -> None:
     mask, source = cfg.reward.mask, cfg.reward.source
-    if mask.ratio == 0:
-        refuse_unused(_MASK, mask, ("kind", "flip_stage"), f"{_MASK}.ratio=0", f"set {_MASK}.ratio > 0")
     nothing_to_order = {
         "algo.reward.source=critic": source == "critic",
         f"{_MASK}.flip=false": mask.flip is False,

@@ -6,7 +6,7 @@ from megarl.algos.cpo.difficulty import DIFFICULTIES
 from megarl.algos.cpo.formulas import SETTINGS, WEIGHTS
 from megarl.algos.cpo.information import MI_ESTIMATORS
 from megarl.algos.cpo.methods import coefficients, formula, formula_set
-from megarl.config.algo import CpoConfig, HintConfig
+from megarl.config.algo import CpoConfig
 from megarl.errors import ConfigError
 from megarl.registry import refuse_unused
 
@@ -47,11 +47,6 @@ def check_cpo(cfg: CpoConfig) -> None:
     )
     unread_weights = (name for name in WEIGHTS if name not in read.reads)
     refuse_unused("algo.cpo", cfg, unread_weights, situation, "choose another method", harmless=(0.0,))
-    if cfg.difficulty == "data" and cfg.difficulty_field is None:
-        raise ConfigError(
-            "algo.cpo.difficulty_field: got null with algo.cpo.difficulty=data; set it to the field of extra_info that "
-            "holds the difficulty"
-        )
     if cfg.shuffled_baseline and estimator.uses_hint_kl:
         raise ConfigError(
             f"algo.cpo.shuffled_baseline: got true with algo.cpo.mi_estimator={cfg.mi_estimator}, which is not a "
@@ -61,22 +56,4 @@ def check_cpo(cfg: CpoConfig) -> None:
         raise ConfigError(
             "algo.cpo.difficulty: got 'variance' with algo.cpo.formula_set=fix: it calls a group without a correct "
             "sample easy; set algo.cpo.difficulty=variance_signed"
-        )
-    _check_hint(cfg.hint)
-
-
-def _check_hint(hint: HintConfig) -> None:
-    """Raise ConfigError if a hint template does not fit its place in the prompt, or if hints have two sources."""
-    blanks = {"{hint}", "{question}"}
-    expected = blanks if hint.place == "user_turn" else {"{hint}"}
-    if {blank for blank in blanks if blank in hint.template} != expected or hint.template.count("{hint}") != 1:
-        raise ConfigError(
-            f"algo.cpo.hint.template: got {hint.template!r} for algo.cpo.hint.place={hint.place}, expected text with "
-            f"{{hint}} in it once and {{question}} {'also' if hint.place == 'user_turn' else 'not at all'}; these "
-            f"places are filled in"
-        )
-    if hint.field is not None and hint.source != "solution":
-        raise ConfigError(
-            f"algo.cpo.hint.source: got {hint.source!r} with algo.cpo.hint.field={hint.field}, which decides alone; "
-            f"remove one of them"
         )

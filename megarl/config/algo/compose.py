@@ -1,6 +1,6 @@
 """Define the section `algo:`, which composes an RL algorithm from advantages, policy loss, KL penalty and more."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from megarl.config.algo.cpo import CpoConfig
@@ -8,6 +8,11 @@ from megarl.config.algo.luffy import DemonstrationConfig, OffPolicyConfig
 from megarl.config.algo.reinforce import AdvantageConfig, CorrectionConfig
 from megarl.config.algo.reward import FilterConfig, RewardConfig
 from megarl.config.setting import ANY_NUMBER, AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, Range, setting
+from megarl.errors import ConfigError
+from megarl.registry import refuse_unused
+
+# Settings of algo.off_policy that change nothing without demonstrations.
+_NEED_DEMONSTRATIONS = ("loss", "demonstration_weight", "prefix_reward", "only_positive")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +35,14 @@ class PolicyLossConfig:
     cov_high: float = setting(5.0, ANY_NUMBER)  # clip_cov: tokens are chosen among those of a covariance below this.
     cov_kl_coef: float = setting(1.0, AT_LEAST_0)  # kl_cov: coefficient of the penalty on chosen tokens.
 
+    def check(self, key: str) -> None:
+        """Raise ConfigError unless there are covariances between the two bounds."""
+        if not self.cov_low < self.cov_high:
+            raise ConfigError(
+                f"{key}.cov_low and {key}.cov_high: got {self.cov_low} and {self.cov_high}, expected "
+                f"cov_low < cov_high, as clip_cov chooses among tokens between them; the paper has 1 and 5"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KLConfig:
@@ -46,6 +59,23 @@ class KLConfig:
     # both: estimator of the penalty in the loss; the settings above are then those of the penalty in the reward.
     loss_estimator: str = "k3"
     loss_coef: float = setting(0.001, AT_LEAST_0)  # both: constant coefficient of the penalty in the loss.
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError for settings that no penalty reads, and for a coefficient that cannot move."""
+        if self.where == "none":
+            others = (each.name for each in fields(self) if each.name != "where")
+            refuse_unused(key, self, others, f"{key}.where=none", f"set {key}.where=loss or reward", harmless=(0.0,))
+        elif self.where != "both":
+            of_both = ("loss_estimator", "loss_coef")
+            refuse_unused(key, self, of_both, f"{key}.where={self.where}", f"set {key}.where=both")
+        if self.controller == "fixed":
+            of_adaptive = ("target_nats", "horizon")
+            refuse_unused(key, self, of_adaptive, f"{key}.controller=fixed", f"set {key}.controller=adaptive")
+        elif self.where != "none" and self.coef == 0:
+            raise ConfigError(
+                f"{key}.coef: got 0 with {key}.controller=adaptive, which scales the coefficient and so never "
+                f"leaves 0; set {key}.coef > 0, or {key}.where=none"
+            )
 
     @property
     def in_reward(self) -> bool:
@@ -93,3 +123,29 @@ class AlgoConfig:
     aggregation: str = "token-mean"  # How per-token losses are aggregated; see docs/algorithms.md.
     # Length by which seq-mean-token-sum-norm and dr_grpo divide the loss; null: rollout.max_response_tokens.
     aggregation_horizon_tokens: int | None = setting(None, AT_LEAST_1)
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError for parts that do not go together, and settings that nothing reads for want of another."""
+        if self.reward.source == "critic" and self.kl.in_reward:
+            raise ConfigError(
+                f"{key}.kl.where: got {self.kl.where!r} with {key}.reward.source=critic, whose rewards take no KL "
+                f"penalty; set {key}.kl.where=loss or none"
+            )
+        strategy, count = self.demonstrations.strategy, self.demonstrations.num_prefixed
+        where = f"{key}.demonstrations"
+        for is_off, situation, remedy in (
+            (strategy == "none", f"{where}.strategy=none", f"choose another {where}.strategy"),
+            (count == 0, f"{where}.num_prefixed=0", f"raise {where}.num_prefixed"),
+        ):
+            if is_off:
+                refuse_unused(f"{key}.off_policy", self.off_policy, _NEED_DEMONSTRATIONS, situation, remedy)
+        if self.off_policy.prefix_reward is not None and count != -1:
+            raise ConfigError(
+                f"{key}.off_policy.prefix_reward: is set with {key}.demonstrations.num_prefixed={count}, expected -1, "
+                "as it shares one reward among all samples of a prompt; set num_prefixed=-1, or prefix_reward=null"
+            )
+        if self.off_policy.loss == "luffy" and self.policy_loss.name != "ppo_clip":
+            raise ConfigError(
+                f"{key}.policy_loss.name: got {self.policy_loss.name!r} with {key}.off_policy.loss=luffy, which brings "
+                "a clipped surrogate of its own; set ppo_clip, whose clip range it uses"
+            )

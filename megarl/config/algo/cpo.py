@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megarl.config.setting import ANY_NUMBER, AT_LEAST_0, AT_LEAST_1, FRACTION, PROBABILITY, Range, section, setting
+from megarl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,22 @@ class HintConfig:
     max_tokens: int = setting(2048, AT_LEAST_1)
     # Prompt without a hint. error: the run does not start; skip_row: its rows keep their advantage.
     on_missing: Literal["error", "skip_row"] = "skip_row"
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError if the template does not fit its place in the prompt, or if hints have two sources."""
+        blanks = {"{hint}", "{question}"}
+        expected = blanks if self.place == "user_turn" else {"{hint}"}
+        if {blank for blank in blanks if blank in self.template} != expected or self.template.count("{hint}") != 1:
+            raise ConfigError(
+                f"{key}.template: got {self.template!r} for {key}.place={self.place}, expected text with {{hint}} in "
+                f"it once and {{question}} {'also' if self.place == 'user_turn' else 'not at all'}; these places are "
+                "filled in"
+            )
+        if self.field is not None and self.source != "solution":
+            raise ConfigError(
+                f"{key}.source: got {self.source!r} with {key}.field={self.field}, which decides alone; remove one of "
+                "them"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,3 +84,11 @@ class CpoConfig:
     # Coefficients that the method itself declares, by name; see "Adding a method" in docs/algorithms/cpo.md.
     coefficients: Mapping[str, float] = section(dict, ANY_NUMBER)
     hint: HintConfig = field(default_factory=HintConfig)
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError for a difficulty from data without the field that holds it."""
+        if self.difficulty == "data" and self.difficulty_field is None:
+            raise ConfigError(
+                f"{key}.difficulty_field: got null with {key}.difficulty=data; set it to the field of extra_info that "
+                "holds the difficulty"
+            )

@@ -1,9 +1,29 @@
 """Define the sections of LUFFY: samples that start with part of a demonstration, and the loss on those tokens."""
 
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, SHARE, Range, setting
+from megarl.errors import ConfigError
+from megarl.registry import refuse_unused
+
+# Settings of algo.off_policy that only one kind of loss reads.
+_ONLY_LUFFY = (
+    "reshape",
+    "reshape_weight",
+    "reshape_exponent",
+    "on_policy_reshape",
+    "on_policy_reshape_weight",
+    "on_policy_reshape_exponent",
+    "max_clip",
+    "min_clip",
+    "drop_above",
+    "clip_upper_bound",
+    "remove_clip",
+    "target_probs",
+)
+_ONLY_SFT = ("sft_coef", "sft_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +47,31 @@ class DemonstrationConfig:
     keep_frac: float = setting(1.0, FRACTION)
     # Use a prompt's demonstration only if the accuracy of its other samples is at most this; null: always.
     max_group_accuracy: float | None = setting(None, FRACTION)
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError for ratios that the strategy cannot give, and for settings that nothing reads."""
+        if self.strategy == "fixed" and self.shared:
+            raise ConfigError(
+                f"{key}.shared: got true with strategy=fixed, which gives each sample of a prompt a ratio of its own; "
+                "set shared=false, or another strategy"
+            )
+        if self.strategy == "linear" and not self.shared:
+            raise ConfigError(
+                f"{key}.shared: got false with strategy=linear, whose ratio depends on the step alone; set "
+                "shared=true, or strategy=linear_variance for ratios around it"
+            )
+        if self.min_ratio > self.max_ratio:
+            raise ConfigError(
+                f"{key}.min_ratio: got {self.min_ratio}, expected <= max_ratio={self.max_ratio}; swap them"
+            )
+        if self.strategy == "none":
+            others = (each.name for each in fields(self) if each.name != "strategy")
+            refuse_unused(key, self, others, f"{key}.strategy=none", f"choose another {key}.strategy")
+        if self.max_group_accuracy is not None and self.num_prefixed == -1:
+            raise ConfigError(
+                f"{key}.max_group_accuracy: is set with num_prefixed=-1, which leaves no sample without a "
+                "demonstration to measure the accuracy on; set num_prefixed below rollout.num_samples"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,3 +105,25 @@ class OffPolicyConfig:
     sft_coef: float = setting(0.1, AT_LEAST_0)  # Weight of the imitation loss with loss=sft.
     # sft: imitate the demonstration only, or the whole row that starts with it.
     sft_tokens: Literal["demonstration", "row"] = "demonstration"
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError for bounds out of order and settings of another loss; warn of those with little effect."""
+        least, most = self.min_clip, self.max_clip
+        if least is not None and most is not None and least > most:
+            raise ConfigError(f"{key}.min_clip: got {least}, expected <= max_clip={most}; swap them")
+        # Imitation and LUFFY's loss are alternatives: each refuses the settings of the other.
+        for loss, names in (("luffy", _ONLY_LUFFY), ("sft", _ONLY_SFT)):
+            if self.loss != loss:
+                refuse_unused(key, self, names, f"loss={self.loss}", f"set loss={loss}")
+        if self.target_probs and self.reshape != "no_reshape":
+            warnings.warn(
+                f"{key}.reshape={self.reshape} acts only on demonstration tokens without a probability, as "
+                "target_probs=true divides by the others'",
+                stacklevel=3,
+            )
+        if self.on_policy_reshape == "logp" and not self.remove_clip:
+            warnings.warn(
+                f"{key}.on_policy_reshape=logp is about 0 where a ratio is about 1, outside of the clip range; set "
+                "remove_clip=true",
+                stacklevel=3,
+            )

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarl.config.setting import ANY_NUMBER, AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, SHARE, Range, section, setting
+from megarl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,3 +55,11 @@ class CorrectionConfig:
     veto: float | None = setting(None, Range(expected="> 1, or null for none", above=1))
     only_negative: bool = False  # Let the gate reject only tokens of negative advantage.
     normalise: bool = False  # Divide the weights of a step by their mean over the tokens that the engine sampled.
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError for bounds that reject a ratio of 1."""
+        if not (self.low < self.high and self.low <= 1 <= self.high):
+            raise ConfigError(
+                f"{key}.low and {key}.high: got {self.low} and {self.high}, expected low <= 1 <= high and low < high, "
+                "as a ratio of 1 is perfect agreement; take for example 0.5 and 5.0"
+            )

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, FRACTION, Range, setting
+from megarl.errors import ConfigError
+from megarl.registry import refuse_unused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +18,11 @@ class RewardMaskConfig:
     # Negate the advantages of masked rows; null: as true. It has no effect with algo.reward.source=critic.
     flip: bool | None = None
     flip_stage: Literal["before_whiten", "after_whiten"] = "after_whiten"  # Negate them before or after whitening.
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError for settings of a mask that hides nothing."""
+        if self.ratio == 0:
+            refuse_unused(key, self, ("kind", "flip_stage"), f"{key}.ratio=0", f"set {key}.ratio > 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +39,17 @@ class RewardConfig:
     # replaces it; null: neither.
     truncated: float | None = setting(None, Range(expected="any number, or null"))
     mask: RewardMaskConfig = field(default_factory=RewardMaskConfig)
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError for bounds out of order, and for shaping that the source does not read."""
+        if self.clip is not None and self.clip[0] >= self.clip[1]:
+            raise ConfigError(f"{key}.clip: got {list(self.clip)}, expected [low, high] with low < high")
+        if self.overlong_buffer_tokens is None:
+            unset = f"{key}.overlong_buffer_tokens"
+            refuse_unused(key, self, ("overlong_factor",), f"{unset}=null", f"set {unset}")
+        if self.source == "critic":
+            shaping = ("clip", "overlong_buffer_tokens", "truncated")
+            refuse_unused(key, self, shaping, f"{key}.source=critic", f"set {key}.source=rule")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

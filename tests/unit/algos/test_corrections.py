@@ -14,6 +14,7 @@ from torch import Tensor
 from megarl.algos.corrections import CORRECTIONS, Correction, CorrectionInputs, check_correction, compute_correction
 from megarl.algos.policy_losses import PolicyLossInputs, policy_loss
 from megarl.config.algo import AlgoConfig, CorrectionConfig, PolicyLossConfig
+from megarl.config.setting import check_values
 from megarl.errors import ConfigError, NonFiniteError
 
 LN2 = math.log(2)
@@ -391,9 +392,6 @@ def algo(name: str, loss: str = "ppo_clip", **cfg: Any) -> AlgoConfig:
     ("cfg", "message"),
     [
         (algo("ice_pop"), r"algo\.correction\.name: unknown correction 'ice_pop'; did you mean 'icepop'"),
-        (algo("tis", low=2.0, high=2.0), r"algo\.correction\.low and .*got 2\.0 and 2\.0, expected low <= 1 <= high"),
-        (algo("tis", low=1.0, high=1.0), r"expected low <= 1 <= high and low < high"),
-        (algo("tis", low=1.5, high=5.0), r"got 1\.5 and 5\.0, expected low <= 1 <= high"),
         (algo("baseline_unbiased", token_cap=2.0), r"token_cap: got 2\.0, .*baseline stays unbiased only if"),
         (algo("baseline_unbiased", veto=9.0), r"veto: got 9\.0, .*baseline stays unbiased only if"),
         (algo("baseline_unbiased", only_negative=True), r"only_negative: got true, .*baseline stays unbiased only if"),
@@ -422,6 +420,13 @@ def algo(name: str, loss: str = "ppo_clip", **cfg: Any) -> AlgoConfig:
 def test_conflicts(cfg: AlgoConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_correction(cfg)
+
+
+@pytest.mark.parametrize(("low", "high"), [(2.0, 2.0), (1.0, 1.0), (1.5, 5.0)])
+def test_bounds_accept_a_ratio_of_1(low: float, high: float) -> None:
+    message = rf"^algo\.correction\.low and .*got {low} and {high}, expected low <= 1 <= high and low < high"
+    with pytest.raises(ConfigError, match=message):
+        check_values(CorrectionConfig(name="tis", low=low, high=high), ("algo",), "algo.correction")
 
 
 @pytest.mark.parametrize(

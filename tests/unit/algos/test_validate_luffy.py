@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.algos.entropy import check_entropy
-from megarl.algos.validate_luffy import check_luffy
+from megarl.algos.validate import check_algo_config
 from megarl.config.algo import AlgoConfig, DemonstrationConfig, OffPolicyConfig, PolicyLossConfig
 from megarl.config.parse import from_dict
 from megarl.errors import ConfigError
@@ -132,7 +131,7 @@ def config(
 )
 def test_conflicts_are_refused(cfg: AlgoConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check_luffy(cfg)
+        check_algo_config(cfg, max_response_tokens=8)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +143,7 @@ def test_conflicts_are_refused(cfg: AlgoConfig, message: str) -> None:
 )
 def test_settings_that_hardly_act_are_warned_of(cfg: AlgoConfig, message: str) -> None:
     with pytest.warns(UserWarning, match=re.escape(message)):
-        check_luffy(cfg)
+        check_algo_config(cfg, max_response_tokens=8)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +151,7 @@ def test_settings_that_hardly_act_are_warned_of(cfg: AlgoConfig, message: str) -
     [
         AlgoConfig(),
         config(loss="luffy"),
-        config(loss="sft", policy_loss="gspo"),
+        config(loss="sft", policy_loss="reinforce"),
         config(DemonstrationConfig(strategy="linear", shared=True), loss="luffy", prefix_reward=1.0),
         config(loss="luffy", on_policy_reshape="logp", remove_clip=True),
         config(loss="luffy", target_probs=True, reshape="no_reshape"),
@@ -167,7 +166,7 @@ def test_settings_that_hardly_act_are_warned_of(cfg: AlgoConfig, message: str) -
 def test_settings_that_agree_pass(cfg: AlgoConfig) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check_luffy(cfg)
+        check_algo_config(cfg, max_response_tokens=8)
 
 
 @pytest.mark.parametrize("name", ["luffy", "luffy_prefix", "luffy_sft"])
@@ -176,5 +175,4 @@ def test_the_files_of_configs_pass(name: str) -> None:
     cfg = from_dict(AlgoConfig, body["algo"], "algo")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check_luffy(cfg)
-        check_entropy(cfg)
+        check_algo_config(cfg, max_response_tokens=8)

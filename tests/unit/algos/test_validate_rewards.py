@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from megarl.algos.rewards import reward_advantages
-from megarl.algos.validate_rewards import check_rewards, reward_warnings
+from megarl.algos.validate import check_algo_config
+from megarl.algos.validate_rewards import reward_warnings
 from megarl.config import Config, from_dict
 from megarl.config.algo import AlgoConfig
 from megarl.config.load import with_overrides
@@ -143,7 +144,7 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("keys", "message"), CONFLICTS, ids=[message[:50] for _, message in CONFLICTS])
 def test_conflicts(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_rewards(algo(**keys), max_response_tokens=100)
+        check_algo_config(algo(**keys), max_response_tokens=100)
     assert str(caught.value) == message
 
 
@@ -151,7 +152,7 @@ def test_conflicts(keys: dict[str, Any], message: str) -> None:
 def test_every_algorithm_file_is_without_conflict(path: Path) -> None:
     config = from_dict(Config, yaml.safe_load(path.read_text(encoding="utf-8")))
     assert config.algo.name == path.stem
-    check_rewards(config.algo, max_response_tokens=8)
+    check_algo_config(config.algo, max_response_tokens=8)
     critic = config.critic
     assert reward_warnings(config.algo, critic_frozen=critic.freeze, critic_warmup_steps=critic.warmup_steps) == []
 
@@ -168,7 +169,7 @@ def test_every_algorithm_file_is_without_conflict(path: Path) -> None:
     ],
 )
 def test_no_conflict(keys: dict[str, Any]) -> None:
-    check_rewards(algo(**keys), max_response_tokens=100)
+    check_algo_config(algo(**keys), max_response_tokens=100)
 
 
 GAE = {"estimator": "gae"}
@@ -206,7 +207,7 @@ def test_source_mask_flip_and_freeze_combine_freely(
     changes = [f"algo.reward.source={source}", f"algo.reward.mask.ratio={ratio}", f"critic.freeze={frozen}"]
     changes.append(f"algo.reward.mask.flip={'null' if flip is None else flip}")
     config = with_overrides(from_dict(Config, yaml.safe_load((FILES / f"{name}.yaml").read_text())), changes)
-    check_rewards(config.algo, max_response_tokens=8)
+    check_algo_config(config.algo, max_response_tokens=8)
     warnings = reward_warnings(config.algo, critic_frozen=frozen, critic_warmup_steps=0)
     flips_nothing = flip is True and (source == "critic" or ratio == 0)
     assert any("flips nothing" in warning for warning in warnings) == flips_nothing

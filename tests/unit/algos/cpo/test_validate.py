@@ -6,7 +6,13 @@ import pytest
 
 from megarl.algos.cpo import check_cpo
 from megarl.config.algo import CpoConfig, HintConfig
+from megarl.config.setting import check_values
 from megarl.errors import ConfigError
+
+
+def check(cfg: CpoConfig) -> None:
+    check_values(cfg, ("algo.cpo",), "algo.cpo")
+    check_cpo(cfg)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +68,7 @@ from megarl.errors import ConfigError
 )
 def test_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        check_cpo(CpoConfig(**settings))
+        check(CpoConfig(**settings))
     assert "\n" not in str(caught.value)
 
 
@@ -78,4 +84,4 @@ def test_accepted() -> None:
         {"method": "tok_kl_qwen3", "difficulty": "variance"},
         {"method": "seq_kl", "difficulty": "data", "difficulty_field": "level"},
     ):
-        check_cpo(CpoConfig(**settings))
+        check(CpoConfig(**settings))
