@@ -105,7 +105,7 @@ def differentiate_head(
 ) -> HeadResult:
     """The log-prob head on a rank's rows of the padded weight; the gradients of the hidden states and of these rows."""
     # Imported late: a rank prepares its platform first.
-    from megarl.parallel.head.logprobs import vocab_parallel_logprobs
+    from megarl.parallel.head.logprobs import HeadOptions, vocab_parallel_logprobs
 
     hidden, weight = problem.hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     out = vocab_parallel_logprobs(
@@ -113,9 +113,11 @@ def differentiate_head(
         weight,
         problem.labels,
         shard=shard,
-        temperature=problem.temperature,
-        chunk_tokens=chunk_tokens,
-        entropy_needs_grad=problem.grad_entropy is not None,
+        options=HeadOptions(
+            temperature=problem.temperature,
+            chunk_tokens=chunk_tokens,
+            entropy_needs_grad=problem.grad_entropy is not None,
+        ),
     )
     loss = (out.logprobs * problem.grad_logprobs).sum()
     if problem.grad_entropy is not None:
@@ -136,7 +138,7 @@ def pair_kl(
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
     """[N] KL(hidden ‖ other) as the head computes it of rows and their twins."""
-    from megarl.parallel.head.logprobs import head_inputs
+    from megarl.parallel.head.logprobs import HeadOptions, head_inputs
     from megarl.parallel.head.pairs import pair_statistics
 
     count = len(hidden)
@@ -145,8 +147,7 @@ def pair_kl(
         weight,
         torch.zeros(2 * count, dtype=torch.int64),
         shard=shard,
-        temperature=temperature,
-        chunk_tokens=chunk_tokens,
+        options=HeadOptions(temperature=temperature, chunk_tokens=chunk_tokens),
     )
     pairs = pair_statistics(x, torch.arange(count), torch.arange(count, 2 * count))
     assert not pairs.kl[count:].any()

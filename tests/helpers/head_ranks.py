@@ -69,7 +69,7 @@ class HeadCase:
     def forward(self, hidden: torch.Tensor, weight: torch.Tensor, shard: "VocabShard", **options: Any) -> Any:
         """The head on a rank's rows; `options` go to it."""
         # Imported late: a rank prepares its platform first.
-        from megarl.parallel.head.logprobs import vocab_parallel_logprobs
+        from megarl.parallel.head.logprobs import HeadOptions, vocab_parallel_logprobs
         from megarl.parallel.head.regime import Regime
 
         regime = Regime(self.regime)
@@ -78,14 +78,16 @@ class HeadCase:
             weight,
             self.problem.labels,
             shard=shard,
-            temperature=self.problem.temperature,
-            regime=regime,
-            chunk_tokens=self.chunk_tokens,
-            entropy_needs_grad=self.problem.grad_entropy is not None,
-            row_counts=self.row_counts,
-            loss_gradients=token_gradients(self.problem) if regime is Regime.IN_CHUNK else None,
+            options=HeadOptions(
+                temperature=self.problem.temperature,
+                regime=regime,
+                chunk_tokens=self.chunk_tokens,
+                entropy_needs_grad=self.problem.grad_entropy is not None,
+                row_counts=self.row_counts,
+                loss_gradients=token_gradients(self.problem) if regime is Regime.IN_CHUNK else None,
+                **options,
+            ),
             nucleus=self.problem.nucleus,
-            **options,
         )
 
     def differentiate(self, weight: torch.Tensor, shard: "VocabShard") -> HeadResult:
@@ -105,15 +107,15 @@ class HeadCase:
         )
 
 
-def one_rank_arguments(problem: HeadProblem, padded_rows: int) -> dict[str, Any]:
-    """What the head is told beside hidden states and weight, in chunks of three rows."""
+def one_rank_arguments(problem: HeadProblem, padded_rows: int, **options: Any) -> dict[str, Any]:
+    """What the head is told beside hidden states and weight, in chunks of three rows; `options` are further ones."""
+    from megarl.parallel.head.logprobs import HeadOptions
     from megarl.parallel.head.statistics import vocab_shard
 
     return {
         "labels": problem.labels,
         "shard": vocab_shard(ONE_RANK, padded_rows, problem.vocab_size),
-        "temperature": problem.temperature,
-        "chunk_tokens": 3,
+        "options": HeadOptions(temperature=problem.temperature, chunk_tokens=3, **options),
     }
 
 
@@ -172,7 +174,7 @@ class HeadCollectives:
 def head_collectives(context: RankContext, case: HeadCase, top_k: int) -> HeadCollectives:
     """What `case` exchanges in each of its passes."""
     group = join_layout(context, LayoutConfig(tp=context.world_size)).layout.tp_group
-    from megarl.parallel.head.logprobs import vocab_parallel_top_logprobs
+    from megarl.parallel.head.logprobs import HeadOptions, vocab_parallel_top_logprobs
 
     weight, shard = _rank_shard(context, case, group)
     hidden = case.own_hidden(context.rank).clone().requires_grad_()
@@ -186,9 +188,8 @@ def head_collectives(context: RankContext, case: HeadCase, top_k: int) -> HeadCo
         loss.backward()
     problem = case.problem
     with Collectives() as top:
-        vocab_parallel_top_logprobs(
-            problem.hidden, weight, problem.labels, shard=shard, top_k=top_k, chunk_tokens=case.chunk_tokens
-        )
+        options = HeadOptions(chunk_tokens=case.chunk_tokens)
+        vocab_parallel_top_logprobs(problem.hidden, weight, problem.labels, shard=shard, top_k=top_k, options=options)
     return HeadCollectives(without_graph=without_graph.seen, forward=forward.seen, backward=backward.seen, top=top.seen)
 
 
@@ -203,7 +204,7 @@ class TopResult:
 
 def top_result(case: HeadCase, weight: torch.Tensor, shard: "VocabShard", top_k: int) -> TopResult:
     """The head's top-k of a problem."""
-    from megarl.parallel.head.logprobs import vocab_parallel_top_logprobs
+    from megarl.parallel.head.logprobs import HeadOptions, vocab_parallel_top_logprobs
 
     problem = case.problem
     values, top = vocab_parallel_top_logprobs(
@@ -212,8 +213,7 @@ def top_result(case: HeadCase, weight: torch.Tensor, shard: "VocabShard", top_k:
         problem.labels,
         shard=shard,
         top_k=top_k,
-        temperature=problem.temperature,
-        chunk_tokens=case.chunk_tokens,
+        options=HeadOptions(temperature=problem.temperature, chunk_tokens=case.chunk_tokens),
     )
     return TopResult(label_logprobs=values.logprobs, logprobs=top.logprobs, ids=top.ids)
 
@@ -261,4 +261,6 @@ def _head_update(context: RankContext, case: HeadUpdates, settings: HeadConfig) 
         result = worker.update(case.rows, mine, case.request)
     temperature = case.request.temperature
     after = worker.score(case.rows, mine, ScoreRequest(role=Role.ACTOR, temperature=temperature, step=0))
-    return HeadUpdate(result=result, after=after, regimes=[str(call.kwargs["regime"]) for call in head.call_args_list])
+    return HeadUpdate(
+        result=result, after=after, regimes=[str(call.kwargs["options"].regime) for call in head.call_args_list]
+    )

@@ -13,7 +13,7 @@ Method: streaming log-sum-exp over vocabulary shards, as in Megatron's vocab-par
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -38,65 +38,78 @@ class TokenLogprobs:
     entropy: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadOptions:
+    """How the log-prob head computes, what it keeps for backward, and where it writes gradients.
+
+    Attributes:
+        temperature: a float, or one per token [N], > 0.
+        regime: what is kept for backward (see `Regime`); irrelevant without gradients.
+        chunk_tokens: tokens whose logits are computed at a time; None: `automatic_chunk` decides.
+        kernels: computations on a chunk of logits; None: the best for the device.
+        fp32_logits: multiply in float32 (a float32 copy of the weight shard lives from forward to backward).
+        entropy_needs_grad: whether the entropy is differentiable; under in_chunk, `loss_gradients` decides instead.
+        loss_gradients: the loss's gradients as a function of log-probs and entropies; required under in_chunk.
+        main_grad: [≥ shard.size, H] float32; the weight's gradient is added to it instead of returned to autograd.
+        overwrite_hidden: write the gradient of the hidden states over them, to save memory. No other code may read
+            them then, not even in backward. With this or `row_counts`, backward can run only once.
+        row_counts: how many hidden states each rank has, in rank order; None: every rank has all of them.
+    """
+
+    temperature: torch.Tensor | float = 1.0
+    regime: Regime = Regime.RECOMPUTE
+    chunk_tokens: int | None = None
+    kernels: ChunkKernels | None = None
+    fp32_logits: bool = False
+    entropy_needs_grad: bool = False
+    loss_gradients: LossGradients | None = None
+    main_grad: torch.Tensor | None = None
+    overwrite_hidden: bool = False
+    row_counts: Sequence[int] | None = None
+
+
+_DEFAULTS = HeadOptions()
+
+
 def vocab_parallel_logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
     *,
     shard: VocabShard,
-    temperature: torch.Tensor | float = 1.0,
-    regime: Regime = Regime.RECOMPUTE,
-    chunk_tokens: int | None = None,
-    entropy_needs_grad: bool = False,
-    fp32_logits: bool = False,
-    overwrite_hidden: bool = False,
-    row_counts: Sequence[int] | None = None,
-    main_grad: torch.Tensor | None = None,
-    loss_gradients: LossGradients | None = None,
-    kernels: ChunkKernels | None = None,
+    options: HeadOptions = _DEFAULTS,
     nucleus: torch.Tensor | None = None,
 ) -> TokenLogprobs:
     """Compute log-probs of `labels` and entropies from hidden states and this rank's rows of the output weight.
 
     Args:
-        hidden: [N, H] on every rank of `shard.group`; or, with `row_counts`, this rank's part [row_counts[rank], H],
-            in rank order. Its gradient is summed over the group.
+        hidden: [N, H] on every rank of `shard.group`; or, with `row_counts`, this rank's part [row_counts[rank], H].
+            Its gradient is summed over the group.
         weight: [≥ shard.size, H]; rows beyond `shard.size` are vocabulary padding.
         labels: [N] int64 token ids.
-        temperature: a float, or one per token [N], > 0.
-        regime: what is kept for backward (see `Regime`); irrelevant without gradients.
-        chunk_tokens: tokens whose logits are computed at a time; None: `automatic_chunk` decides.
-        entropy_needs_grad: whether `entropy` is differentiable; under in_chunk, `loss_gradients` decides instead.
-        fp32_logits: multiply in float32 (a float32 copy of the weight shard lives from forward to backward).
-        overwrite_hidden: write the gradient of `hidden` over it, to save memory. No other code may read `hidden`
-            then, not even in backward. With this or `row_counts`, backward can run only once.
-        main_grad: [≥ shard.size, H] float32; the weight's gradient is added to it instead of returned to autograd.
-        loss_gradients: the loss's gradients as a function of log-probs and entropies; required under in_chunk.
-        kernels: computations on a chunk of logits; None: the best for the device.
         nucleus: normalise log-probs over the tokens that each label was sampled from (see `HeadInputs`).
 
     Raises:
-        ValueError: shapes do not agree, or an argument that the regime requires is missing.
+        ValueError: shapes do not agree, or an option that the regime requires is missing.
     """
-    owners = _row_owners(len(hidden), len(labels), shard.group, row_counts)
+    regime, loss_gradients = options.regime, options.loss_gradients
+    owners = _row_owners(len(hidden), len(labels), shard.group, options.row_counts)
     if (regime is Regime.IN_CHUNK) != (loss_gradients is not None) and torch.is_grad_enabled():
         raise ValueError(f"regime {regime}: loss_gradients belong to {Regime.IN_CHUNK}, which needs them")
-    hidden, weight = (hidden.float(), weight.float()) if fp32_logits else (hidden, weight)
+    hidden, weight = (hidden.float(), weight.float()) if options.fp32_logits else (hidden, weight)
     states = owners.gather(hidden.detach())
-    x = head_inputs(
-        states, weight, labels, shard=shard, temperature=temperature, chunk_tokens=chunk_tokens, kernels=kernels
-    )
-    x = replace(x, nucleus=nucleus)
+    x = head_inputs(states, weight, labels, shard=shard, options=options, nucleus=nucleus)
     if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
         found = row_statistics(x)
         return TokenLogprobs(logprobs=found.logprobs, entropy=found.entropy)
     # Hidden states that were gathered here belong to nobody else, so they may be overwritten.
-    overwrite = overwrite_hidden or states.data_ptr() != hidden.data_ptr()
-    sinks = GradientSinks(owners=owners, main_grad=main_grad, overwrite_hidden=overwrite)
+    overwrite = options.overwrite_hidden or states.data_ptr() != hidden.data_ptr()
+    sinks = GradientSinks(owners=owners, main_grad=options.main_grad, overwrite_hidden=overwrite)
     if loss_gradients is not None:
         logprobs, entropy = GradientsInChunk.apply(hidden, weight, x, sinks, loss_gradients)
     else:
-        logprobs, entropy = DeferredGradients.apply(hidden, weight, x, sinks, entropy_needs_grad, regime is Regime.KEEP)
+        needs_grad, keep = options.entropy_needs_grad, regime is Regime.KEEP
+        logprobs, entropy = DeferredGradients.apply(hidden, weight, x, sinks, needs_grad, keep)
     return TokenLogprobs(logprobs=logprobs, entropy=entropy)
 
 
@@ -119,15 +132,10 @@ def vocab_parallel_top_logprobs(
     *,
     shard: VocabShard,
     top_k: int,
-    temperature: torch.Tensor | float = 1.0,
-    chunk_tokens: int | None = None,
-    kernels: ChunkKernels | None = None,
+    options: HeadOptions = _DEFAULTS,
 ) -> tuple[TokenLogprobs, TopLogprobs]:
     """Compute log-probs, entropies and the `top_k` most likely tokens per position, without autograd."""
-    x = head_inputs(
-        hidden, weight, labels, shard=shard, temperature=temperature, chunk_tokens=chunk_tokens, kernels=kernels
-    )
-    found = row_statistics(x, top_k=top_k)
+    found = row_statistics(head_inputs(hidden, weight, labels, shard=shard, options=options), top_k=top_k)
     assert found.top is not None
     return TokenLogprobs(logprobs=found.logprobs, entropy=found.entropy), found.top
 
@@ -138,14 +146,14 @@ def head_inputs(
     labels: torch.Tensor,
     *,
     shard: VocabShard,
-    temperature: torch.Tensor | float,
-    chunk_tokens: int | None,
-    kernels: ChunkKernels | None = None,
+    options: HeadOptions,
+    nucleus: torch.Tensor | None = None,
 ) -> HeadInputs:
     """Detach the arguments of `vocab_parallel_logprobs` for use without gradients. `hidden` is the complete [N, H]."""
+    hidden, weight = (hidden.float(), weight.float()) if options.fp32_logits else (hidden, weight)
     local = labels - shard.start
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    inverse_temperature = torch.as_tensor(temperature, dtype=wide, device=hidden.device).reciprocal()
+    inverse_temperature = torch.as_tensor(options.temperature, dtype=wide, device=hidden.device).reciprocal()
     return HeadInputs(
         hidden=hidden.detach(),
         weight=weight.detach()[: shard.size],
@@ -153,7 +161,8 @@ def head_inputs(
         inverse_temperature=inverse_temperature.expand(labels.shape).contiguous(),
         shard=shard,
         # Computed from values that are equal on all ranks, because ranks exchange data chunk by chunk.
-        chunk_tokens=chunk_tokens
+        chunk_tokens=options.chunk_tokens
         or automatic_chunk(len(hidden), hidden=hidden.shape[1], num_logits=len(weight), itemsize=hidden.element_size()),
-        kernels=kernels or choose_kernels(hidden.device),
+        kernels=options.kernels or choose_kernels(hidden.device),
+        nucleus=nucleus,
     )

@@ -2,14 +2,14 @@
 buffers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from megarl.config.schema import HeadConfig
 from megarl.parallel.head.differentiable import LossGradients
-from megarl.parallel.head.logprobs import TokenLogprobs, head_inputs, vocab_parallel_logprobs
+from megarl.parallel.head.logprobs import HeadOptions, TokenLogprobs, head_inputs, vocab_parallel_logprobs
 from megarl.parallel.head.pairs import TokenPairs, pair_statistics
 from megarl.parallel.head.regime import Regime, choose_regime
 from megarl.parallel.head.rows import RowOwners, uneven_owners
@@ -32,6 +32,15 @@ class HeadRequest:
     entropy_needs_grad: bool = False
     token_local: bool = False
     paired: bool = False
+
+    def options(self) -> HeadOptions:
+        """Return how the head computes, whatever is kept for gradients."""
+        return HeadOptions(
+            temperature=self.temperature,
+            chunk_tokens=self.settings.chunk_tokens,
+            fp32_logits=self.fp32_logits,
+            entropy_needs_grad=self.entropy_needs_grad,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,22 +82,17 @@ class PolicyHead:
                 memory_bytes=request.settings.memory_mib << 20,
                 token_local=request.token_local,
             )
-        return vocab_parallel_logprobs(
-            own,
-            self.weight,
-            pack.labels,
-            shard=self.shard,
-            temperature=request.temperature,
+        options = replace(
+            request.options(),
             regime=regime,
-            chunk_tokens=request.settings.chunk_tokens,
-            entropy_needs_grad=request.entropy_needs_grad,
-            fp32_logits=request.fp32_logits,
+            loss_gradients=loss_gradients if regime is Regime.IN_CHUNK else None,
+            main_grad=getattr(self.weight, "main_grad", None) if torch.is_grad_enabled() else None,
             # Picking positions has made a copy, which may be overwritten.
             overwrite_hidden=True,
             row_counts=counts,
-            main_grad=getattr(self.weight, "main_grad", None) if torch.is_grad_enabled() else None,
-            loss_gradients=loss_gradients if regime is Regime.IN_CHUNK else None,
-            nucleus=pack.nucleus,
+        )
+        return vocab_parallel_logprobs(
+            own, self.weight, pack.labels, shard=self.shard, options=options, nucleus=pack.nucleus
         )
 
     def _pairs(self, own: torch.Tensor, counts: tuple[int, ...] | None, pack: Pack, request: HeadRequest) -> TokenPairs:
@@ -103,17 +107,7 @@ class PolicyHead:
         )
         # Labels of the first half by row and column, then those of the second half in the same order.
         first, second = torch.argsort(rows * pack.batch_shape[1] + columns).chunk(2)
-        weight = self.weight
-        if request.fp32_logits:
-            states, weight = states.float(), weight.float()
-        x = head_inputs(
-            states,
-            weight,
-            labels,
-            shard=self.shard,
-            temperature=request.temperature,
-            chunk_tokens=request.settings.chunk_tokens,
-        )
+        x = head_inputs(states, self.weight, labels, shard=self.shard, options=request.options())
         found = pair_statistics(x, first, second)
         return TokenPairs(
             logprobs=owners.own(found.logprobs), entropy=owners.own(found.entropy), kl=owners.own(found.kl)

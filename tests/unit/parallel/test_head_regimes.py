@@ -121,7 +121,9 @@ def test_gradcheck(regime: str) -> None:
 
     def function(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out = vocab_parallel_logprobs(
-            hidden, weight, **one_rank_arguments(problem, PADDED_ROWS), regime=Regime(regime), entropy_needs_grad=True
+            hidden,
+            weight,
+            **one_rank_arguments(problem, PADDED_ROWS, regime=Regime(regime), entropy_needs_grad=True),
         )
         return out.logprobs, out.entropy
 
@@ -135,13 +137,8 @@ def test_differences_of_a_loss_in_its_chunks() -> None:
     problem = head_problem(num_rows=4, vocab_size=5)
 
     def loss(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        out = vocab_parallel_logprobs(
-            hidden,
-            weight,
-            **one_rank_arguments(problem, PADDED_ROWS),
-            regime=Regime.IN_CHUNK,
-            loss_gradients=token_gradients(problem),
-        )
+        given = {"regime": Regime.IN_CHUNK, "loss_gradients": token_gradients(problem)}
+        out = vocab_parallel_logprobs(hidden, weight, **one_rank_arguments(problem, PADDED_ROWS, **given))
         return token_loss(problem, out.logprobs, out.entropy)
 
     inputs = (problem.hidden.clone().requires_grad_(), problem.padded_weight(PADDED_ROWS).requires_grad_())

@@ -50,9 +50,7 @@ def test_a_loss_that_is_no_sum_over_tokens_is_refused(
     out = vocab_parallel_logprobs(
         problem.hidden.clone().requires_grad_(),
         problem.padded_weight(PADDED_ROWS),
-        **one_rank_arguments(problem, PADDED_ROWS),
-        regime=Regime.IN_CHUNK,
-        loss_gradients=gradients,
+        **one_rank_arguments(problem, PADDED_ROWS, regime=Regime.IN_CHUNK, loss_gradients=gradients),
     )
     with pytest.raises(ValueError, match=r"in_chunk.*log-probs of kept row \d.*no sum over tokens.*recompute or keep"):
         loss(out.logprobs).backward()
@@ -60,12 +58,14 @@ def test_a_loss_that_is_no_sum_over_tokens_is_refused(
 
 def test_a_loss_of_the_entropy_that_is_no_sum_over_tokens_is_refused() -> None:
     problem = head_problem()
+
+    def gradients(logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(logprobs), entropy / len(entropy)
+
     out = vocab_parallel_logprobs(
         problem.hidden.clone().requires_grad_(),
         problem.padded_weight(PADDED_ROWS),
-        **one_rank_arguments(problem, PADDED_ROWS),
-        regime=Regime.IN_CHUNK,
-        loss_gradients=lambda logprobs, entropy: (torch.zeros_like(logprobs), entropy / len(entropy)),
+        **one_rank_arguments(problem, PADDED_ROWS, regime=Regime.IN_CHUNK, loss_gradients=gradients),
     )
     with pytest.raises(ValueError, match="with respect to the entropy"):
         out.entropy.mean().backward()
@@ -97,10 +97,11 @@ def test_a_loss_of_the_entropy_that_is_no_sum_over_tokens_is_refused() -> None:
 def test_arguments_that_do_not_agree(options: dict[str, Any], message: str) -> None:
     problem = head_problem()
     hidden = problem.hidden.clone().requires_grad_()
+    given = {name: value for name, value in options.items() if name != "shard"}
+    arguments = one_rank_arguments(problem, PADDED_ROWS, **given)
+    arguments["shard"] = options.get("shard", arguments["shard"])
     with pytest.raises(ValueError, match=message):
-        vocab_parallel_logprobs(
-            hidden, problem.padded_weight(PADDED_ROWS), **{**one_rank_arguments(problem, PADDED_ROWS), **options}
-        )
+        vocab_parallel_logprobs(hidden, problem.padded_weight(PADDED_ROWS), **arguments)
 
 
 @pytest.mark.parametrize(

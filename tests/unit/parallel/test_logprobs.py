@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.parallel.head.logprobs import TokenLogprobs, vocab_parallel_logprobs
+from megarl.parallel.head.logprobs import HeadOptions, TokenLogprobs, vocab_parallel_logprobs
 from megarl.parallel.head.statistics import VocabShard, vocab_shard
 from tests.helpers.compare import assert_within
 from tests.helpers.head import HeadProblem, HeadResult, dense_head, differentiate_head, head_problem
@@ -65,9 +65,7 @@ def test_gradcheck() -> None:
             weight,
             problem.labels,
             shard=vocab_shard(ONE_RANK, 8, problem.vocab_size),
-            temperature=problem.temperature,
-            chunk_tokens=3,
-            entropy_needs_grad=True,
+            options=HeadOptions(temperature=problem.temperature, chunk_tokens=3, entropy_needs_grad=True),
         )
         return out.logprobs, out.entropy
 
@@ -80,7 +78,7 @@ def test_one_temperature_for_all_rows() -> None:
     shard = vocab_shard(ONE_RANK, problem.vocab_size, problem.vocab_size)
     for temperature in (1.0, 0.5):
         out = vocab_parallel_logprobs(
-            problem.hidden, problem.weight, problem.labels, shard=shard, temperature=temperature
+            problem.hidden, problem.weight, problem.labels, shard=shard, options=HeadOptions(temperature=temperature)
         )
         log_p = (problem.hidden @ problem.weight.t() / temperature).log_softmax(-1)
         assert_within("log-probs", out.logprobs, log_p.gather(1, problem.labels[:, None])[:, 0], atol=1e-12)
@@ -122,7 +120,8 @@ def test_bfloat16_inputs_keep_float32_statistics() -> None:
     problem = head_problem(num_rows=40, vocab_size=4096, dtype=torch.bfloat16)
     shard = vocab_shard(ONE_RANK, 4096, 4096)
     hidden, weight = (x.clone().requires_grad_() for x in (problem.hidden, problem.weight))
-    out = vocab_parallel_logprobs(hidden, weight, problem.labels, shard=shard, entropy_needs_grad=True)
+    options = HeadOptions(entropy_needs_grad=True)
+    out = vocab_parallel_logprobs(hidden, weight, problem.labels, shard=shard, options=options)
     assert out.logprobs.dtype == out.entropy.dtype == torch.float32
     # The logits themselves are a bfloat16 matrix product, as in the sampling engine.
     log_p = (problem.hidden @ problem.weight.t()).double().log_softmax(-1)
@@ -162,7 +161,7 @@ def test_entropy_has_a_gradient_only_if_asked_for() -> None:
             problem.weight,
             problem.labels,
             shard=vocab_shard(ONE_RANK, problem.vocab_size, problem.vocab_size),
-            entropy_needs_grad=entropy_needs_grad,
+            options=HeadOptions(entropy_needs_grad=entropy_needs_grad),
         )
 
     assert head(False).logprobs.requires_grad

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megarl.algos import build_algorithm
 from megarl.config import load_config
 from megarl.parallel.head import differentiable
-from megarl.parallel.head.logprobs import vocab_parallel_logprobs
+from megarl.parallel.head.logprobs import HeadOptions, vocab_parallel_logprobs
 from megarl.parallel.head.regime import Regime
 from megarl.parallel.head.statistics import vocab_shard
 from megarl.types import PolicyOutputs, RowBatch
@@ -58,13 +58,15 @@ def test_the_head_leaves_no_device(
         weight,
         torch.empty(NUM_TOKENS, dtype=torch.int64, device=META),
         shard=vocab_shard(tensor_parallel, ROWS_PER_RANK, VOCAB),
-        temperature=0.7,
-        regime=regime,
-        chunk_tokens=16,
-        entropy_needs_grad=entropy,
-        row_counts=counts,
-        main_grad=main_grad,
-        loss_gradients=gradients if regime is Regime.IN_CHUNK else None,
+        options=HeadOptions(
+            temperature=0.7,
+            regime=regime,
+            chunk_tokens=16,
+            entropy_needs_grad=entropy,
+            row_counts=counts,
+            main_grad=main_grad,
+            loss_gradients=gradients if regime is Regime.IN_CHUNK else None,
+        ),
     )
     loss = out.logprobs.sin().sum() + (out.entropy.sin().sum() if entropy else 0)
     # The regime in_chunk compares its gradients with the loss's, once in a micro-batch; the comparison needs values.

@@ -69,7 +69,7 @@ def _head(regime: str, kernels: Callable[[], Any] | None = None) -> Callable[[di
     """The head in one regime; `kernels` None is its own choice."""
 
     def load(group: dist.ProcessGroup) -> Head:
-        from megarl.parallel.head.logprobs import Regime, vocab_parallel_logprobs
+        from megarl.parallel.head.logprobs import HeadOptions, Regime, vocab_parallel_logprobs
         from megarl.parallel.head.statistics import vocab_shard
 
         made = None if kernels is None else kernels()
@@ -82,13 +82,15 @@ def _head(regime: str, kernels: Callable[[], Any] | None = None) -> Callable[[di
                 problem.weight,
                 problem.labels,
                 shard=vocab_shard(group, rows_per_rank, rows_per_rank * group.size()),
-                regime=Regime[regime],
-                entropy_needs_grad=True,
-                # As in training, where the rows are a copy of those that are trained.
-                overwrite_hidden=True,
-                main_grad=problem.main_grad,
-                loss_gradients=(lambda *_: (problem.grad_logprobs, problem.grad_entropy)) if in_chunk else None,
-                kernels=made,
+                options=HeadOptions(
+                    regime=Regime[regime],
+                    entropy_needs_grad=True,
+                    # As in training, where the rows are a copy of those that are trained.
+                    overwrite_hidden=True,
+                    main_grad=problem.main_grad,
+                    loss_gradients=(lambda *_: (problem.grad_logprobs, problem.grad_entropy)) if in_chunk else None,
+                    kernels=made,
+                ),
             )
             return Outputs(logprobs=result.logprobs, entropy=result.entropy)
 
