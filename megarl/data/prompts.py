@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from megarl.config.algo import DemonstrationConfig
 from megarl.config.environments import EnvironmentConfig
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 # Marks a token for which the demonstrator's probability is unknown.
 UNKNOWN_PROB = -1.0
 
-OnLongPrompt = Literal["error", "drop"]
 ToolsOf: TypeAlias = Callable[[str], Sequence[Mapping[str, Any]]]
 T = TypeVar("T")
 
@@ -48,35 +47,33 @@ def no_tools(_: str) -> Sequence[Mapping[str, Any]]:
 class PromptDataset:
     """A data set of prompts. A prompt's uid is its data source and its row number, counted before rows are dropped.
 
-    A prompt over `max_prompt_tokens` raises DataError; with `on_long_prompt="drop"` it is left out and counted in
-    `num_dropped`. With `demonstrations`, prompts carry the demonstrations of the files; DataError if no file has any.
-    `num_target_probs` counts the prompts whose demonstration comes with the demonstrator's probabilities. `form` names
-    the columns. environment: names the column with a row's environment, or one for all rows. tools_of: returns the
-    schemas of an environment's tools, which the chat template writes into the prompts. answers: encodes demonstrations;
-    None: as the tokenizer alone says. vocabulary: DataError for tokens of prompts and demonstrations without a row in
-    the model's embedding. `spelled`: rows whose texts spell special tokens. `by_roles`: of each sequence of roles that
-    prompts have, the first prompt.
+    settings: names the columns and limits the length of prompts. A longer one raises DataError; with
+    `on_long_prompt="drop"` it is left out and counted in `num_dropped`. With `demonstrations`, prompts carry the
+    demonstrations of the files; DataError if no file has any. `num_target_probs` counts the prompts whose demonstration
+    comes with the demonstrator's probabilities. environment: names the column with a row's environment, or one for all
+    rows. tools_of: returns the schemas of an environment's tools, which the chat template writes into the prompts.
+    answers: encodes demonstrations; None: as the tokenizer alone says. vocabulary: DataError for tokens of prompts and
+    demonstrations without a row in the model's embedding. `spelled`: rows whose texts spell special tokens. `by_roles`:
+    of each sequence of roles that prompts have, the first prompt.
     """
 
     def __init__(
         self,
         paths: Sequence[str | Path],
         tokenizer: "PreTrainedTokenizerBase",
+        settings: DataConfig,
         *,
-        max_prompt_tokens: int,
-        on_long_prompt: OnLongPrompt = "error",
         demonstrations: DemonstrationConfig | None = None,
-        form: DataConfig | None = None,
         environment: EnvironmentConfig | None = None,
         tools_of: ToolsOf = no_tools,
         answers: Answers | None = None,
         vocabulary: Vocabulary = EVERY_TOKEN,
     ) -> None:
-        self._form, self._environment = form or DataConfig(), environment or EnvironmentConfig()
-        columns = (*prompt_columns(self._form), self._environment.key, *(TARGET_COLUMNS if demonstrations else ()))
-        required = (self._form.prompt_key, self._form.label_key or "reward_model")
+        self._settings, self._environment = settings, environment or EnvironmentConfig()
+        columns = (*prompt_columns(self._settings), self._environment.key, *(TARGET_COLUMNS if demonstrations else ()))
+        required = (self._settings.prompt_key, self._settings.label_key or "reward_model")
         self._files = RowFiles(paths, columns=columns, required=required)
-        require_system_turn(tokenizer, self._form.system_prompt)
+        require_system_turn(tokenizer, self._settings.system_prompt)
         self._tokens: list[array[int]] = []
         # One entry per prompt, if demonstrations are requested; a prompt without a target has an empty one.
         self._demonstrations: list[array[int]] = []
@@ -85,7 +82,7 @@ class PromptDataset:
         self.spelled = SpelledMarks(tokenizer)
         encoder = None if demonstrations is None else answers or Answers(tokenizer)
         sources, environments = set[str](), set[str]()
-        rows = ((i, row, parse_prompt(row, self._files.where(i), self._form)) for i, row in enumerate(self._files))
+        rows = ((i, row, parse_prompt(row, self._files.where(i), self._settings)) for i, row in enumerate(self._files))
         for chunk in _chunks(rows):
             sources.update(record.data_source for *_, record in chunk)
             names = [self._environment_of(row, self._files.where(index)) for index, row, _ in chunk]
@@ -96,7 +93,7 @@ class PromptDataset:
                 for ids in self._encoded([each for _, each in its_rows], tokenizer, tools_of(name) if name else ())
             ]
             for (index, row, record), ids in zip(chunk, prompts, strict=True):
-                if len(ids) <= max_prompt_tokens:
+                if len(ids) <= settings.max_prompt_tokens:
                     where, spoken = self._files.where(index), record.messages
                     vocabulary.require(ids, where)
                     if demonstrations is not None and row.get("target"):
@@ -110,20 +107,20 @@ class PromptDataset:
                         vocabulary.require(target, f"{where}: target")
                         self._demonstrations.append(array("i", target))
                         self.num_target_probs += has_probs
-                elif on_long_prompt == "error":
-                    raise long_prompt_error(self._files.where(index), len(ids), max_prompt_tokens)
+                elif settings.on_long_prompt == "error":
+                    raise long_prompt_error(self._files.where(index), len(ids), settings.max_prompt_tokens)
         self.data_sources, self.environments = frozenset(sources), frozenset(environments)
         self.num_dropped = len(self._files) - len(self._kept)
         # Number of usable prompts of each file, in the order of `paths`.
         self.num_prompts_by_file = self._files.counts(self._kept)
-        self._require_usable(max_prompt_tokens, demonstrations)
+        self._require_usable(demonstrations)
 
-    def _require_usable(self, max_prompt_tokens: int, demonstrations: DemonstrationConfig | None) -> None:
+    def _require_usable(self, demonstrations: DemonstrationConfig | None) -> None:
         """Raise DataError if no prompt is left, or no demonstration where they are requested."""
         if not self._kept:
             raise DataError(
                 f"all {self.num_dropped} prompts have more tokens than data.max_prompt_tokens="
-                f"{max_prompt_tokens}; raise it"
+                f"{self._settings.max_prompt_tokens}; raise it"
             )
         if demonstrations is not None and not any(self._demonstrations):
             raise DataError(
@@ -153,7 +150,7 @@ class PromptDataset:
     def __getitem__(self, index: int) -> Prompt:
         place = self._kept[index]
         row, where = self._files[place], self._files.where(place)
-        record = parse_prompt(row, where, self._form)
+        record = parse_prompt(row, where, self._settings)
         demonstration = self._demonstrations[index] if self._demonstrations else ()
         probs = parse_target_probs(row, where) if self._demonstrations else ()
         return Prompt(

@@ -258,9 +258,7 @@ def _open_prompts(
     return PromptDataset(
         files,
         tokenizer,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        on_long_prompt=config.data.on_long_prompt,
-        form=config.data,
+        config.data,
         demonstrations=config.algo.demonstrations if has_demonstrations else None,
         environment=config.environment,
         tools_of=partial(tools_of, config.environment),

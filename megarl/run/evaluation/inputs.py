@@ -111,9 +111,7 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
     data = PromptDataset(
         config.data.val,
         tokenizer,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        on_long_prompt=config.data.on_long_prompt,
-        form=config.data,
+        config.data,
         environment=config.environment,
         tools_of=partial(tools_of, config.environment),
         vocabulary=vocabulary,

@@ -83,9 +83,7 @@ def inspect_hints(request: InspectRequest) -> HintReport:
     prompts = PromptDataset(
         train_files(config.data.train),
         tokenizer,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        on_long_prompt=config.data.on_long_prompt,
-        form=config.data,
+        config.data,
     )
     positions = int(read_hf_config(Path(config.model.path)).get("max_position_embeddings", sys.maxsize))
     placer = open_hints(config, tokenizer, positions).placer

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config.algo import DemonstrationConfig
+from megarl.config.schema import DataConfig
 from megarl.data.demonstrations import SftDataset
 from megarl.data.marks import SpelledMarks
 from megarl.data.preferences import PreferenceDataset, ResponsePairDataset
@@ -34,7 +35,7 @@ def warnings_of(directory: Path, *rows: Mapping[str, Any]) -> list[str]:
     elif "messages" in rows[0]:
         spelled = SftDataset([path], TOKENIZER, max_prompt_tokens=200, max_response_tokens=200).spelled
     else:
-        spelled = PromptDataset([path], TOKENIZER, max_prompt_tokens=200).spelled
+        spelled = PromptDataset([path], TOKENIZER, DataConfig(max_prompt_tokens=200)).spelled
     return spelled.warnings("data.train")
 
 
@@ -70,6 +71,6 @@ def test_a_demonstration_is_looked_through_where_it_is_used(tmp_path: Path) -> N
     target = [ANSWERED | {"content": "<|im_start|>2"}]
     path.write_text(json.dumps({**LABEL, "prompt": [ASKED], "target": target}) + "\n")
     used = DemonstrationConfig(strategy="fixed")
-    assert PromptDataset([path], TOKENIZER, max_prompt_tokens=200).spelled.num_rows == 0
-    data = PromptDataset([path], TOKENIZER, max_prompt_tokens=200, demonstrations=used)
+    assert PromptDataset([path], TOKENIZER, DataConfig(max_prompt_tokens=200)).spelled.num_rows == 0
+    data = PromptDataset([path], TOKENIZER, DataConfig(max_prompt_tokens=200), demonstrations=used)
     assert "row 0: turn 1 of the role assistant has '<|im_start|>'" in data.spelled.warnings("x")[0]

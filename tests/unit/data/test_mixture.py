@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from megarl.config.schema import WeightedFile
+from megarl.config.schema import DataConfig, WeightedFile
 from megarl.data.prompts import PromptDataset
 from megarl.data.sampler import MixtureSampler, PromptSampler, prompt_sampler, train_files
 from megarl.errors import ConfigError, DataError
@@ -110,5 +110,5 @@ def test_prompts_are_counted_by_file(tokenizer: PreTrainedTokenizerBase, tmp_pat
         return path
 
     paths = [write("a.jsonl", ["1", "4444444", "2"]), write("b.jsonl", ["4444444"]), write("c.jsonl", ["1"])]
-    data = PromptDataset(paths, tokenizer, max_prompt_tokens=12, on_long_prompt="drop")
+    data = PromptDataset(paths, tokenizer, DataConfig(max_prompt_tokens=12, on_long_prompt="drop"))
     assert data.num_prompts_by_file == [2, 0, 1]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from megarl.config.schema import DataConfig
 from megarl.data.prompts import PromptDataset
 from megarl.errors import DataError
 
@@ -32,7 +33,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 def test_prompts(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", [row("1"), row("22")])
     second = write(tmp_path / "b.jsonl", [row("333", data_source="other")])
-    data = PromptDataset([first, second], tokenizer, max_prompt_tokens=NUM_TEMPLATE_TOKENS + 3)
+    data = PromptDataset([first, second], tokenizer, DataConfig(max_prompt_tokens=NUM_TEMPLATE_TOKENS + 3))
     assert len(data) == 3
     assert [data[i].uid for i in range(3)] == ["megarl/sums:0", "megarl/sums:1", "other:2"]
     assert [len(data[i].token_ids) for i in range(3)] == [NUM_TEMPLATE_TOKENS + n for n in (1, 2, 3)]
@@ -47,8 +48,8 @@ def test_long_prompts_are_an_error_or_dropped(tokenizer: PreTrainedTokenizerBase
     path = write(tmp_path / "a.jsonl", [row("1"), row("4444"), row("22")])
     limit = NUM_TEMPLATE_TOKENS + 3
     with pytest.raises(DataError, match=r"a\.jsonl row 1: the prompt has 12 tokens, data.max_prompt_tokens is 11"):
-        PromptDataset([path], tokenizer, max_prompt_tokens=limit)
-    data = PromptDataset([path], tokenizer, max_prompt_tokens=limit, on_long_prompt="drop")
+        PromptDataset([path], tokenizer, DataConfig(max_prompt_tokens=limit))
+    data = PromptDataset([path], tokenizer, DataConfig(max_prompt_tokens=limit, on_long_prompt="drop"))
     assert data.num_dropped == 1
     # The uid keeps the place in the file, so that it does not depend on the limit.
     assert [(data[i].uid, data[i].ground_truth) for i in range(2)] == [
@@ -56,13 +57,13 @@ def test_long_prompts_are_an_error_or_dropped(tokenizer: PreTrainedTokenizerBase
         ("megarl/sums:2", "2"),
     ]
     with pytest.raises(DataError, match=r"all 3 prompts have more tokens than data.max_prompt_tokens=2"):
-        PromptDataset([path], tokenizer, max_prompt_tokens=2, on_long_prompt="drop")
+        PromptDataset([path], tokenizer, DataConfig(max_prompt_tokens=2, on_long_prompt="drop"))
 
 
 def test_a_bad_row_stops_at_once(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [row("1"), row("2", reward_model={"style": "rule"})])
     with pytest.raises(DataError, match=r"a\.jsonl row 1: reward_model: ground_truth is missing"):
-        PromptDataset([path], tokenizer, max_prompt_tokens=100)
+        PromptDataset([path], tokenizer, DataConfig(max_prompt_tokens=100))
     path = write(tmp_path / "b.jsonl", [{"question": "1+1"}])
     with pytest.raises(DataError, match=r"b\.jsonl: column 'prompt' is missing; there are: question"):
-        PromptDataset([path], tokenizer, max_prompt_tokens=100)
+        PromptDataset([path], tokenizer, DataConfig(max_prompt_tokens=100))

@@ -50,7 +50,7 @@ def test_every_kind_of_file_names_the_row(
     expected = rf"^\S+x\.jsonl row 1(: chosen)?: the chat template refuses the roles \[{roles}[^]]*\]: {said}; correct"
     files = write(tmp_path / "x.jsonl", {**LABEL, "prompt": [USER]}, {**LABEL, "prompt": turns})
     with pytest.raises(DataError, match=expected):
-        PromptDataset(files, tokenizer, max_prompt_tokens=100)
+        PromptDataset(files, tokenizer, DataConfig(max_prompt_tokens=100))
     files = write(tmp_path / "x.jsonl", {"messages": [USER, ANSWER]}, {"messages": [*turns, ANSWER]})
     with pytest.raises(DataError, match=expected):
         SftDataset(files, tokenizer, max_prompt_tokens=100, max_response_tokens=100)
@@ -86,7 +86,7 @@ def test_whatever_an_expression_raises_is_a_refusal(
 
 
 def test_the_setting_is_named_that_makes_a_system_turn(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    form = DataConfig(system_prompt="You add.")
+    form = DataConfig(system_prompt="You add.", max_prompt_tokens=100)
     prompts = write(tmp_path / "x.jsonl", {**LABEL, "prompt": [USER]})
     chats = write(tmp_path / "y.jsonl", {"messages": [USER, ANSWER]})
     for template, said in (
@@ -95,7 +95,7 @@ def test_the_setting_is_named_that_makes_a_system_turn(tokenizer: PreTrainedToke
     ):
         tokenizer.chat_template = template
         with pytest.raises(ConfigError, match=rf"^data\.system_prompt: the chat template {said}.*; write it into user"):
-            PromptDataset(prompts, tokenizer, max_prompt_tokens=100, form=form)
+            PromptDataset(prompts, tokenizer, form)
         with pytest.raises(ConfigError, match=r"^data\.system_prompt: the chat template"):
             SftDataset(chats, tokenizer, max_prompt_tokens=100, max_response_tokens=100, form=form)
         with pytest.raises(ConfigError, match=r"^rewards\.judges\.j\.system: the chat template"):

@@ -8,6 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.algo import DemonstrationConfig, HintConfig
+from megarl.config.schema import DataConfig
 from megarl.data.demonstrations import SftDataset
 from megarl.data.hints import HintPlacer
 from megarl.data.preferences import PreferenceDataset, ResponsePairDataset
@@ -51,12 +52,17 @@ def test_every_kind_of_file_names_the_row_and_the_token(
     prompt, target = {**LABEL, "prompt": QUESTION}, [{"role": "assistant", "content": "<search>2"}]
     files = write(path, prompt, {**LABEL, "prompt": USE})
     with pytest.raises(DataError, match=rf"^{path} row 1: has {problem}"):
-        PromptDataset(files, added, max_prompt_tokens=100, vocabulary=vocabulary)
-    assert len(PromptDataset(files, added, max_prompt_tokens=100, vocabulary=Vocabulary.of(added, len(added)))) == 2
+        PromptDataset(files, added, DataConfig(max_prompt_tokens=100), vocabulary=vocabulary)
+    assert (
+        len(PromptDataset(files, added, DataConfig(max_prompt_tokens=100), vocabulary=Vocabulary.of(added, len(added))))
+        == 2
+    )
     files = write(path, prompt, {**prompt, "target": target})
     demonstrations = DemonstrationConfig(strategy="fixed")
     with pytest.raises(DataError, match=rf"^{path} row 1: target: has {problem}"):
-        PromptDataset(files, added, max_prompt_tokens=100, demonstrations=demonstrations, vocabulary=vocabulary)
+        PromptDataset(
+            files, added, DataConfig(max_prompt_tokens=100), demonstrations=demonstrations, vocabulary=vocabulary
+        )
     files = write(path, {"messages": [*QUESTION, *target]})
     with pytest.raises(DataError, match=rf"^{path} row 0: has {problem}"):
         SftDataset(files, added, max_prompt_tokens=100, max_response_tokens=100, vocabulary=vocabulary)

@@ -30,7 +30,9 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_prompts_carry_what_training_needs(made: tuple[str, TaskFiles], tokenizer: PreTrainedTokenizerBase) -> None:
     name, files = made
-    train, val = (PromptDataset([path], tokenizer, max_prompt_tokens=64) for path in (files.train, files.val))
+    train, val = (
+        PromptDataset([path], tokenizer, DataConfig(max_prompt_tokens=64)) for path in (files.train, files.val)
+    )
     assert (len(train), len(val)) == (300, 200)
     for data, split in ((train, "train"), (val, "val")):
         assert data.data_sources == {f"megarl/{name}"}

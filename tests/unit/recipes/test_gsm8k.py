@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from megarl.config.schema import DataConfig
 from megarl.data.demonstrations import SftDataset
 from megarl.data.prompts import PromptDataset
 from megarl.errors import DataError
@@ -27,7 +28,7 @@ def write(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
 def test_conversion(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     out = convert_gsm8k(write(tmp_path / "train.jsonl", ROWS), tmp_path / "out")
     assert out == tmp_path / "out" / "train.parquet"
-    data = PromptDataset([out], tokenizer, max_prompt_tokens=200)
+    data = PromptDataset([out], tokenizer, DataConfig(max_prompt_tokens=200))
     prompts = [data[i] for i in range(len(data))]
     assert [p.ground_truth for p in prompts] == ["4", "1500"]
     assert [p.uid for p in prompts] == ["openai/gsm8k:0", "openai/gsm8k:1"]

@@ -14,6 +14,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.algo import HintConfig
+from megarl.config.schema import DataConfig
 from megarl.data.demonstrations import SftDataset
 from megarl.data.hints import HintPlacer, survey_hints
 from megarl.data.prompts import PromptDataset
@@ -68,7 +69,7 @@ def test_every_form_has_the_same_prompts(tokenizer: PreTrainedTokenizerBase, tmp
     for place in (lines(tmp_path / "rows.jsonl", ROWS), parquet, directory(tmp_path / "MATH" / "train")):
         out = tmp_path / "out" / "train.parquet"
         assert convert([place], out) == [row["problem"] for row in ROWS]
-        data = PromptDataset([out], tokenizer, max_prompt_tokens=300)
+        data = PromptDataset([out], tokenizer, DataConfig(max_prompt_tokens=300))
         prompts = [data[i] for i in range(len(data))]
         assert [p.ground_truth for p in prompts] == TRUTHS
         assert [p.uid for p in prompts] == [f"hendrycks_math:{i}" for i in range(3)]
@@ -113,7 +114,7 @@ def test_the_tool_leaves_the_test_split_out_of_training(tokenizer: PreTrainedTok
         f"{tmp_path}/out/test.parquet: 1 rows",
         f"{tmp_path}/out/train.parquet: 2 rows",
     ]
-    made = PromptDataset([tmp_path / "out/test.parquet"], tokenizer, max_prompt_tokens=300)[0]
+    made = PromptDataset([tmp_path / "out/test.parquet"], tokenizer, DataConfig(max_prompt_tokens=300))[0]
     assert (made.data_source, made.ground_truth) == ("math500", "5")
     assert made.extra_info["difficulty_score"] == 5
     assert made.extra_info["subject"] == "Algebra"
