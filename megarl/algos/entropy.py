@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from megarl.config.algo import AlgoConfig
 from megarl.config.algo.compose import EntropyConfig
-from megarl.errors import ConfigError, NonFiniteError
+from megarl.errors import NonFiniteError
 from megarl.registry import FunctionRegistry, refuse_unused, require_fields
 from megarl.types import EntropyState
 
@@ -101,25 +101,14 @@ def proportional(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> E
 
 
 def check_entropy(cfg: AlgoConfig) -> None:
-    """Raise ConfigError for an unknown controller, or an `entropy_coef` of 0 (never changes) or above `max_coef`.
+    """Raise ConfigError for an unknown controller, and for settings that the controller does not read.
 
-    >>> check_entropy(AlgoConfig(entropy=EntropyConfig(controller="proportional")))
+    >>> check_entropy(AlgoConfig(entropy=EntropyConfig(lr=0.1)))
     Traceback (most recent call last):
         ...
-    megarl.errors.ConfigError: algo.entropy_coef: got 0 with algo.entropy.controller=proportional, ...
+    megarl.errors.ConfigError: algo.entropy.lr: got 0.1, which is not read with algo.entropy.controller=fixed; ...
     """
     options = ENTROPY_CONTROLLERS.get(cfg.entropy.controller).options
-    if cfg.entropy.controller != "fixed" and cfg.entropy_coef == 0:
-        raise ConfigError(
-            f"algo.entropy_coef: got 0 with algo.entropy.controller={cfg.entropy.controller}, which scales the "
-            f"coefficient and so never leaves 0; set algo.entropy_coef > 0, or algo.entropy.controller=fixed"
-        )
-    bound = cfg.entropy.max_coef
-    if bound is not None and cfg.entropy_coef > bound:
-        raise ConfigError(
-            f"algo.entropy_coef: got {cfg.entropy_coef}, expected <= algo.entropy.max_coef={bound}; "
-            f"lower it or raise the bound"
-        )
     unread = [each for each in ("target_nats", "lr", "max_coef") if each not in options]
     situation = f"algo.entropy.controller={cfg.entropy.controller}"
     refuse_unused("algo.entropy", cfg.entropy, unread, situation, "set algo.entropy.controller=learned")

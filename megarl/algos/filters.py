@@ -165,22 +165,15 @@ def group_metrics(
 
 
 def check_filter(cfg: FilterConfig, *, num_samples: int) -> None:
-    """Raise ConfigError for a filter that keeps nothing, groups too small to judge, or refills without a filter.
+    """Raise ConfigError for groups too small to judge, or refills without a filter.
 
     `check_filter_ranges` checks the bounds against the numbers that can occur.
 
-    >>> check_filter(FilterConfig(mean_score=(1.0, 0.0)), num_samples=8)
+    >>> check_filter(FilterConfig(max_refills=3), num_samples=8)
     Traceback (most recent call last):
         ...
-    megarl.errors.ConfigError: algo.filter.mean_score: got [1.0, 0.0], expected lower < upper bound, ...
+    megarl.errors.ConfigError: algo.filter.max_refills: got 3 without a filter that removes groups; ...
     """
-    if cfg.mean_score is not None:
-        low, high = cfg.mean_score
-        if low >= high:
-            raise ConfigError(
-                f"algo.filter.mean_score: got [{low}, {high}], expected lower < upper bound, both exclusive; "
-                "take for example [0.0, 1.0]"
-            )
     filters = filters_of(cfg)
     if filters and num_samples < 2:
         raise ConfigError(

@@ -149,3 +149,14 @@ class AlgoConfig:
                 f"{key}.policy_loss.name: got {self.policy_loss.name!r} with {key}.off_policy.loss=luffy, which brings "
                 "a clipped surrogate of its own; set ppo_clip, whose clip range it uses"
             )
+        if self.entropy.controller != "fixed" and self.entropy_coef == 0:
+            raise ConfigError(
+                f"{key}.entropy_coef: got 0 with {key}.entropy.controller={self.entropy.controller}, which scales the "
+                f"coefficient and so never leaves 0; set {key}.entropy_coef > 0, or {key}.entropy.controller=fixed"
+            )
+        bound = self.entropy.max_coef
+        if bound is not None and self.entropy_coef > bound:
+            raise ConfigError(
+                f"{key}.entropy_coef: got {self.entropy_coef}, expected <= {key}.entropy.max_coef={bound}; lower it or "
+                "raise the bound"
+            )

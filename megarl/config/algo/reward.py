@@ -70,3 +70,11 @@ class FilterConfig:
     # do not replace them.
     max_refills: int = setting(0, AT_LEAST_0)
     max_skipped_steps: int = setting(10, AT_LEAST_1)  # End the run when so many steps in a row have no group left.
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError for bounds that keep no group."""
+        if self.mean_score is not None and self.mean_score[0] >= self.mean_score[1]:
+            raise ConfigError(
+                f"{key}.mean_score: got {list(self.mean_score)}, expected lower < upper bound, both exclusive; take "
+                "for example [0.0, 1.0]"
+            )

@@ -9,7 +9,6 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
-from megarl.errors import ConfigError
 from megarl.rewards.code.formats import TEST_FORMATS, parse_tests
 from megarl.rewards.code.tests import Test
 from megarl.rewards.scorers import PARSE_FAILED, SCORERS
@@ -46,14 +45,6 @@ class CodeOptions:
     float_tolerance: float | None = None
     max_tests: int | None = None
     max_timeouts: int = 3
-
-    def __post_init__(self) -> None:
-        if self.max_timeouts < 1:
-            raise ConfigError(f"rewards.code.max_timeouts: got {self.max_timeouts}, expected at least 1")
-        if self.max_tests is not None and self.max_tests < 1:
-            raise ConfigError(f"rewards.code.max_tests: got {self.max_tests}, expected at least 1, or null for all")
-        if self.float_tolerance is not None and not 0 <= self.float_tolerance < 1:
-            raise ConfigError(f"rewards.code.float_tolerance: got {self.float_tolerance}, expected one in [0, 1)")
 
 
 _DEFAULT = CodeOptions()

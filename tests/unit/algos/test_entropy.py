@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algos.entropy import EntropyState, check_entropy, next_entropy_state
+from megarl.algos.entropy import EntropyState, next_entropy_state
+from megarl.algos.validate import check_algo_config
 from megarl.config.algo import AlgoConfig
 from megarl.config.algo.compose import EntropyConfig
 from megarl.errors import ConfigError, NonFiniteError
@@ -90,11 +91,11 @@ def test_a_bad_entropy_is_an_error(controller: str) -> None:
 
 
 def test_settings_that_cannot_work() -> None:
-    check_entropy(config("fixed", coef=0.0))
-    check_entropy(config("learned", max_coef=0.01))
+    check_algo_config(config("fixed", coef=0.0), max_response_tokens=8)
+    check_algo_config(config("learned", max_coef=0.01), max_response_tokens=8)
     with pytest.raises(ConfigError, match=r"entropy_coef: got 0 with algo.entropy.controller=learned, which scales"):
-        check_entropy(config("learned", coef=0.0))
+        check_algo_config(config("learned", coef=0.0), max_response_tokens=8)
     with pytest.raises(ConfigError, match=r"entropy_coef: got 0.1, expected <= algo.entropy.max_coef=0.01"):
-        check_entropy(config("learned", coef=0.1, max_coef=0.01))
+        check_algo_config(config("learned", coef=0.1, max_coef=0.01), max_response_tokens=8)
     with pytest.raises(ConfigError, match="unknown entropy controller 'pid'"):
-        check_entropy(config("pid"))
+        check_algo_config(config("pid"), max_response_tokens=8)

@@ -1,6 +1,7 @@
 """Which groups stay, by uid and never by place."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from megarl.algos.filters import check_filter, check_filter_ranges, filter_scores, group_metrics, kept_rows
 from megarl.config.algo import FilterConfig
+from megarl.config.setting import check_values
 from megarl.errors import ConfigError, DataError
 from megarl.types import Reward
 
@@ -139,12 +141,6 @@ def test_a_group_of_one_cannot_be_judged_by_its_mean() -> None:
 @pytest.mark.parametrize(
     ("cfg", "num_samples", "message"),
     [
-        (
-            FilterConfig(mean_score=(1.0, 0.0)),
-            8,
-            r"algo\.filter\.mean_score: got \[1\.0, 0\.0\], expected lower < upper",
-        ),
-        (FilterConfig(mean_score=(0.5, 0.5)), 8, r"both exclusive; take for example \[0\.0, 1\.0\]"),
         (STRICT, 1, r"algo\.filter: got rollout\.num_samples=1, expected at least 2"),
         (FilterConfig(uniform_scores=(0.0,)), 1, r"raise rollout\.num_samples or take algo\.filter away"),
         (FilterConfig(max_refills=3), 8, r"algo\.filter\.max_refills: got 3 without a filter"),
@@ -153,6 +149,13 @@ def test_a_group_of_one_cannot_be_judged_by_its_mean() -> None:
 def test_conflicts(cfg: FilterConfig, num_samples: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_filter(cfg, num_samples=num_samples)
+
+
+@pytest.mark.parametrize("bounds", [(1.0, 0.0), (0.5, 0.5)])
+def test_bounds_that_keep_no_group(bounds: tuple[float, float]) -> None:
+    message = rf"algo\.filter\.mean_score: got {re.escape(str(list(bounds)))}, expected lower < upper bound, both excl"
+    with pytest.raises(ConfigError, match=message):
+        check_values(FilterConfig(mean_score=bounds), ("algo.filter",), "algo.filter")
 
 
 def test_the_number_that_decides() -> None:
