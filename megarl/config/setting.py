@@ -92,8 +92,8 @@ def setting(
     """Declare a field of a configuration class with its default, the numbers or texts that it accepts, what a change of
     it affects, and whether it names what would run, be reached or be less confined on this machine (`needs_trust`).
 
-    If the value is a list, each of its numbers or texts must be accepted. Null always is. A run must
-    set a field without a default.
+    If the value is a list, each of its numbers or texts must be accepted. Null always is. Without a default, the field
+    must be set.
     """
     metadata = {"allowed": allowed, "affects": affects, "needs_trust": needs_trust}
     return cast(T, field(default=default, metadata=metadata))

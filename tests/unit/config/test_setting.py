@@ -1,7 +1,8 @@
 """What the fields of the configuration say about themselves."""
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -9,7 +10,19 @@ import pytest
 from megarl.config import Config
 from megarl.config.load import with_overrides
 from megarl.config.schema import EngineConfig, LayoutConfig, NodesConfig, PlacementConfig, SyncConfig
-from megarl.config.setting import AT_LEAST_0, Allowed, Range, affected, allowed_by, needing_trust
+from megarl.config.setting import (
+    AT_LEAST_0,
+    Allowed,
+    Range,
+    Text,
+    affected,
+    allowed_by,
+    check_values,
+    needing_trust,
+    section,
+    setting,
+)
+from megarl.errors import ConfigError
 
 
 def numbers(cls: Any, path: str = "", default: Allowed | None = None) -> Iterator[tuple[str, Allowed | None]]:
@@ -36,6 +49,51 @@ def test_a_range() -> None:
     odd = Range(expected="odd", at_least=1, below=3, also=-1, never=2)
     assert [x for x in (-2, -1, 0, 1, 1.5, 2, 2.5, 3) if odd.holds(x)] == [-1, 1, 1.5, 2.5]
     assert not AT_LEAST_0.holds(float("nan"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inner:
+    low: int = setting(0, AT_LEAST_0)
+    high: int = 1
+
+    def check(self, key: str) -> None:
+        if self.low > self.high:
+            raise ConfigError(f"{key}: {self.low} > {self.high}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outer:
+    first: Inner = section(Inner)
+    named: Mapping[str, Inner] = section(dict)
+    words: tuple[str, ...] = setting((), Text(expected="lower case", holds=str.islower))
+
+    def check(self, key: str) -> None:
+        if self.named:
+            raise ConfigError(f"{key}: has names")
+
+
+UNORDERED = Inner(low=2)
+
+
+@pytest.mark.parametrize(
+    ("outer", "sections", "message"),
+    [
+        # What a field accepts holds wherever it is, and before a rule of its section.
+        (Outer(first=Inner(low=-1, high=-2)), (), "top.first.low: got -1, expected >= 0"),
+        (Outer(words=("a", "B")), (), "top.words: got 'B', expected lower case"),
+        (Outer(first=UNORDERED), ("top.first",), "top.first: 2 > 1"),
+        # The rules of a section come after those of the sections in it.
+        (Outer(named={"x": UNORDERED}), ("top",), "top.named.x: 2 > 1"),
+        (Outer(named={"x": Inner()}), ("top",), "top: has names"),
+    ],
+)
+def test_a_walk_checks_values_and_sections(outer: Outer, sections: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        check_values(outer, sections, "top")
+
+
+def test_rules_hold_for_the_sections_that_are_named_alone() -> None:
+    check_values(Outer(first=UNORDERED, named={"x": UNORDERED}, words=("a",)), ("top.fir", "other"), "top")
 
 
 # What the processes of a cluster are started with; without sync.verify, which the trainer reads alone.
