@@ -44,7 +44,7 @@ class Check:
     """The check of a configuration for one command.
 
     sections: the dotted keys of the sections whose own rules hold, with those within them. rules: those across
-    sections. What single fields accept holds for every command.
+    sections. Ranges of single fields hold for every command.
     """
 
     sections: tuple[str, ...]

@@ -19,7 +19,7 @@ class SftConfig:
     # Limit on the whole row; null: data.max_prompt_tokens before the first trained token and
     # rollout.max_response_tokens from there on.
     max_tokens: int | None = setting(None, AT_LEAST_2)
-    # What happens to rows over the limit. error: the run does not start. drop: they are left out. cut: their ends are,
+    # Rows over the limit. error: the run does not start. drop: they are left out. cut: their ends are,
     # and the rows that would keep no trained token. The latter two are counted and reported.
     on_long: Literal["error", "drop", "cut"] = "error"
     # Column with the chat, a list of {role, content} or {from, value}; null: messages or conversations.
@@ -44,7 +44,7 @@ class PairsConfig:
 
     train: tuple[str, ...] = ()  # Parquet or JSONL files of preference pairs.
     val: tuple[str, ...] = ()  # Files of held-out pairs; []: no validation.
-    # What happens to pairs over the length limits. error: the run does not start. drop: they are left out and counted.
+    # Pairs over the length limits. error: the run does not start. drop: they are left out and counted.
     on_long: Literal["error", "drop"] = "error"
     batch_size: int = setting(32, AT_LEAST_1)  # Pairs per optimizer step.
     total_steps: int = setting(500, AT_LEAST_1)  # Number of optimizer steps.
