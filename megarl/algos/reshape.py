@@ -61,7 +61,7 @@ ReshapeMaker: TypeAlias = Callable[[ReshapeArguments], Reshape]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshapeRule:
-    """The function that a reshape's name stands for; `options` are the settings among the arguments that `make` reads."""
+    """The function of a reshape's name; `options` are the settings among the arguments that `make` reads."""
 
     make: ReshapeMaker = field(kw_only=False)
     options: Collection[str] = ()
