@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.rank_pool import RankContext, RankError, RankPool
+from tests.helpers.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -136,8 +137,5 @@ def test_nothing_outlives_its_session(tmp_path: Path, signum: int) -> None:
         assert all(is_alive(pid) for pid in pids)
         session.send_signal(signum)
         session.wait(timeout=30)
-    deadline = time.monotonic() + 30
-    while any(is_alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"processes {pids} are still there"
-        time.sleep(0.02)
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), f"the end of processes {pids}", timeout_s=30)
     assert not Path(path).exists()

@@ -4,12 +4,13 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from tests.helpers.waiting import wait_until
 
 MEGARL = Path(sys.executable).with_name("megarl")
 START_S = 400.0
@@ -23,17 +24,13 @@ class CliRun:
     stdout: Path
     stderr: Path
 
-    def wait_until(self, condition: Callable[[], bool]) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait for something that must happen while the command runs."""
-        deadline = time.monotonic() + START_S
-        while not condition():
-            assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.stderr.read_text()}"
-            assert time.monotonic() < deadline, f"not within {START_S} s: {self.stderr.read_text()}"
-            time.sleep(0.1)
+        wait_until(condition, what, timeout_s=START_S, seen=self.stderr.read_text, process=self.process)
 
     def run_id(self) -> str:
         """The id that the janitor was started with."""
-        self.wait_until(lambda: bool(self._janitors()))
+        self.wait_until(lambda: bool(self._janitors()), "the janitor")
         return self._janitors()[0].cmdline()[-1]
 
     def _janitors(self) -> list[psutil.Process]:

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -22,6 +21,7 @@ from megarl.train.checkpoint import last_checkpoint
 from megarl.types import Sample, SegmentSource
 from tests.helpers.expert_checkpoint import make_moe
 from tests.helpers.talk import talk_settings
+from tests.helpers.waiting import wait_until
 from tools.bench.kill_resume import SCHEDULES, SmallRun, asynchronous_faults, differences, make_inputs
 from tools.bench.killed import command_of, kill
 
@@ -226,9 +226,13 @@ def test_a_killed_run_goes_on_with_its_unfinished_samples(
     run = SmallRun(inputs=inputs, name=name, settings=settings, environment=environment)
     process = run.start()
     try:
-        while run.last_step() < NUM_STEPS // 2:
-            assert process.poll() is None, run.paths.root.with_suffix(".log").read_text()
-            time.sleep(0.02)
+        wait_until(
+            lambda: run.last_step() >= NUM_STEPS // 2,
+            "the middle of the run",
+            timeout_s=400.0,
+            seen=run.paths.root.with_suffix(".log").read_text,
+            process=process,
+        )
         commands = [" ".join(command_of(each)) for each in psutil.Process(process.pid).children(recursive=True)]
         assert any("VLLM::EngineCore" in command for command in commands) == (environment is APART)
         assert kill(process).leftovers == ()

@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import psutil
@@ -16,6 +16,7 @@ import pytest
 
 from megarl.host.janitor import RunScope
 from tests.helpers.talk import talk_settings
+from tests.helpers.waiting import wait_until
 from tools.bench.kill_resume import SCHEDULES, SmallRun, asynchronous_faults, differences, make_inputs
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -138,7 +139,7 @@ def test_a_failure_is_named_and_the_run_ends_as_if_there_had_been_none(
     finally:
         process.kill()
         process.wait()
-    assert left_behind(scope) == []
+    wait_until(lambda: not left_behind(scope), "the clean-up", timeout_s=30.0, seen=lambda: left_behind(scope))
     if not failure.survived:
         assert run.start().wait() == 0, log(run)
     if name in ("async", "talk"):
@@ -153,9 +154,9 @@ def test_a_failure_is_named_and_the_run_ends_as_if_there_had_been_none(
 
 def strike(process: subprocess.Popen[bytes], run: SmallRun, failure: Failure, delay_s: float) -> RunScope:
     """Send the signal in the middle of the run, and wait until the log names what happened; returns the run's scope."""
-    while run.last_step() < NUM_STEPS // 3:
-        assert process.poll() is None, log(run)
-        time.sleep(0.01)
+    told = partial(log, run)
+    middle = NUM_STEPS // 3
+    wait_until(lambda: run.last_step() >= middle, f"step {middle}", timeout_s=400.0, seen=told, process=process)
     time.sleep(delay_s)
     family: dict[int, list[str]] = {}
     for each in psutil.Process(process.pid).children(recursive=True):
@@ -164,16 +165,9 @@ def strike(process: subprocess.Popen[bytes], run: SmallRun, failure: Failure, de
     (janitor,) = (command for command in family.values() if "megarl.host.janitor" in command)
     # What an actor forks, such as writers of a checkpoint, has its title and a later number.
     os.kill(min(pid for pid, command in family.items() if command[0].startswith(failure.title)), failure.signum)
-    began = time.monotonic()
-    while not re.search(failure.named, log(run)):
-        assert time.monotonic() - began < failure.within_s, log(run)
-        time.sleep(0.02)
+    wait_until(lambda: re.search(failure.named, told()), failure.named, timeout_s=failure.within_s, seen=told)
     return RunScope(run_id=janitor[-1])
 
 
 def left_behind(scope: RunScope) -> list[str]:
-    """What is still there of a run some time after its driver has ended."""
-    deadline = time.monotonic() + 30.0
-    while (left := [*map(str, scope.processes()), *map(str, scope.leftovers())]) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return left
+    return [*map(str, scope.processes()), *map(str, scope.leftovers())]

@@ -161,7 +161,7 @@ def test_engines_that_die_are_replaced(
     run = cli_run.start(out, "eval", str(model), *slow, "--data", *files, *options, "--out", str(out))
     try:
         run_id = run.run_id()
-        run.wait_until(lambda: "eval " in run.stdout.read_text())
+        run.wait_until(lambda: "eval " in run.stdout.read_text(), "the evaluation")
         os.kill(run.pid_of("ray::EngineActor", run_id), signal.SIGKILL)
         assert run.process.wait(300) == 0, run.stderr.read_text()
         assert leftovers(run_id) == []

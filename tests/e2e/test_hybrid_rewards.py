@@ -31,7 +31,7 @@ def serving(directory: Path) -> Iterator[str]:
     worth = [f"rewards.sources.megarl/sums.{name}={value}" for name, value in (("correct", RIGHT), ("wrong", WRONG))]
     service = cli_run.start(directory, "serve-reward", "--port", "0", *worth, "rewards.verifier.workers=1")
     try:
-        service.wait_until(lambda: "rewards at" in service.stdout.read_text())
+        service.wait_until(lambda: "rewards at" in service.stdout.read_text(), "the service's address")
         found = re.search(r"rewards at (\S+),", service.stdout.read_text())
         assert found is not None
         yield found.group(1)

@@ -81,7 +81,7 @@ def test_a_served_judge_and_the_policy_judge_a_run(tmp_path: Path, sums: TaskFil
     run = start(tmp_path / "cwd", "train", str(file), *SMALL, *where, *steps, *others)
     try:
         run_id = run.run_id()
-        run.wait_until(lambda: is_locked(run_id))
+        run.wait_until(lambda: is_locked(run_id), "a server that asks for a key")
         assert run.process.wait(START_S) == 0, run.stderr.read_text()
         assert leftovers(run_id) == []
     finally:

@@ -5,10 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from megarl.recipes.tasks.generate import GenerateConfig, generate
 from megarl.record.metrics import read_metrics
 from megarl.rollout.replay import read_record, record_path
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 # float32 rounding of two implementations; wrong or stale weights are off by 1e-2 and more.
@@ -122,11 +123,8 @@ def started(files: Files, name: str, settings: Sequence[str], **job: bool) -> It
         )
 
     def wait_for_report() -> dict:
-        deadline = time.monotonic() + RUN_TIMEOUT_S
-        while not report.exists():
-            assert process.poll() is None, f"{name} ended without a report:\n{log.read_text()[-4000:]}"
-            assert time.monotonic() < deadline, f"{name} took more than {RUN_TIMEOUT_S} s:\n{log.read_text()[-4000:]}"
-            time.sleep(0.2)
+        what, tail = f"the report of {name}", lambda: log.read_text()[-4000:]
+        wait_until(report.exists, what, timeout_s=RUN_TIMEOUT_S, seen=tail, process=process)
         return {**json.loads(report.read_text()), "driver": process.pid}
 
     try:
@@ -159,13 +157,9 @@ def still_alive(pids: Sequence[int]) -> list[int]:
     return [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
 
 
-def gone_within(pids: Sequence[int], *, timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while still_alive(pids):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
+def wait_for_ends(pids: Sequence[int]) -> None:
+    left = partial(still_alive, pids)
+    wait_until(lambda: not left(), f"the ends of {pids}", timeout_s=GONE_TIMEOUT_S, seen=left)
 
 
 def sampled_tokens(files: Files, name: str) -> dict[tuple[int, str, int], list[int]]:
@@ -246,14 +240,15 @@ def test_split_tensor_parallel_engines_on_other_hosts_are_synced_and_end_with_th
         # The janitor knows them by the environment that they inherited.
         assert {*first, *second} <= set(scope.processes())
         os.kill(pids["engine 0"], signal.SIGKILL)
-        assert gone_within(first, timeout_s=GONE_TIMEOUT_S)
+        wait_for_ends(first)
         assert still_alive(second) == second
         os.kill(seen["driver"], signal.SIGKILL)
-        assert gone_within([*pids.values()], timeout_s=GONE_TIMEOUT_S)
-        deadline = time.monotonic() + GONE_TIMEOUT_S
-        while (scope.processes() or scope.leftovers()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert (scope.processes(), scope.leftovers()) == ([], [])
+        wait_for_ends([*pids.values()])
+
+        def left() -> list[object]:
+            return [*scope.processes(), *scope.leftovers()]
+
+        wait_until(lambda: not left(), "the clean-up", timeout_s=GONE_TIMEOUT_S, seen=left)
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.e2e.cli_run import CliRun
 from tests.e2e.support import RUN_FILE, SMALL
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.listeners import listeners_of
+from tests.helpers.waiting import wait_until
 
 SECURITY = Path(__file__).parents[2] / "docs" / "security.md"
 GONE_WITHIN_S = 30.0
@@ -135,7 +137,7 @@ LONG = (
 def test_nothing_is_left(start: Callable[..., CliRun], ending: Ending) -> None:
     run = start(*ending.settings)
     run_id = run.run_id()
-    run.wait_until(lambda: ending.when(run, run_id))
+    run.wait_until(lambda: ending.when(run, run_id), "the moment to end the run")
     assert cli_run.leftovers(run_id)
     if ending.hung:
         for pid in cli_run.processes(run_id, name=ending.hung):
@@ -144,9 +146,8 @@ def test_nothing_is_left(start: Callable[..., CliRun], ending: Ending) -> None:
     os.kill(run.pid_of(ending.target, run_id), ending.signum)
     deadline = time.monotonic() + GONE_WITHIN_S
     assert run.process.wait(GONE_WITHIN_S) == ending.exit_code
-    while cli_run.leftovers(run_id) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert cli_run.leftovers(run_id) == []
+    left = partial(cli_run.leftovers, run_id)
+    wait_until(lambda: not left(), "the clean-up", timeout_s=deadline - time.monotonic(), seen=left)
     errors = run.stderr.read_text().splitlines()
     assert len(errors) == bool(ending.message), errors
     assert all(re.fullmatch(ending.message, line) for line in errors), errors
@@ -169,7 +170,7 @@ def test_a_layout_that_a_host_cannot_hold_is_refused_at_once(start: Callable[...
 def test_a_run_listens_on_loopback_where_the_page_says(start: Callable[..., CliRun]) -> None:
     run = start()
     run_id = run.run_id()
-    run.wait_until(lambda: in_its_steps(run, run_id))
+    run.wait_until(lambda: in_its_steps(run, run_id), "the first steps")
     found = listeners_of(run_id, run.process.pid)
     assert [each for each in found if each.address.removeprefix("::ffff:") not in ("127.0.0.1", "::1")] == []
     rows = SECURITY.read_text(encoding="utf-8").partition("## What listens where")[2].partition("\n\n#")[0]

@@ -4,7 +4,7 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from megarl.host.exit_codes import EXIT_STOPPED
 from megarl.host.janitor import RUN_ID_VARIABLE, RunScope
 from megarl.train.checkpoint import complete_steps, last_checkpoint
 from tests.helpers.talk import talk_settings
+from tests.helpers.waiting import wait_until
 from tools.bench.kill_resume import SmallRun, differences, make_inputs
 from tools.bench.killed import kill
 
@@ -43,12 +44,10 @@ def finish(run: SmallRun) -> int:
         return process.wait()
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not condition():
-        assert process.poll() is None, f"the run ended with {process.returncode}"
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def wait_for_step(run: SmallRun, step: int, process: subprocess.Popen[bytes]) -> None:
+    wait_until(
+        lambda: run.last_step() >= step, f"step {step}", timeout_s=START_TIMEOUT_S, seen=run.last_step, process=process
+    )
 
 
 def scope_of(process: subprocess.Popen[bytes]) -> RunScope:
@@ -76,7 +75,7 @@ def test_a_stopped_and_killed_run_equals_an_uninterrupted_one(inputs: Path, more
 
     run = SmallRun(inputs=inputs, name=f"interrupted{len(more)}", settings=settings)
     with started(run) as process:
-        wait_until(lambda: run.last_step() >= 1, process)
+        wait_for_step(run, 1, process)
         process.send_signal(signal.SIGTERM)
         assert process.wait() == EXIT_STOPPED
     stopped = last_checkpoint(run.paths.checkpoints)
@@ -88,7 +87,7 @@ def test_a_stopped_and_killed_run_equals_an_uninterrupted_one(inputs: Path, more
     torn.mkdir()
     (torn / "state.json").write_text("{")
     with started(run) as process:
-        wait_until(lambda: run.last_step() > stopped.state.step, process)
+        wait_for_step(run, stopped.state.step + 1, process)
         assert kill(process).leftovers == ()
 
     assert finish(run) == 0
@@ -109,7 +108,7 @@ def test_a_supervised_run_continues_under_another_layout(inputs: Path) -> None:
     portable = (*steps, "checkpoint.portable=true")
     run = SmallRun(inputs=inputs, name="sft-stopped", command="sft", settings=portable)
     with started(run) as process:
-        wait_until(lambda: run.last_step() >= 1, process)
+        wait_for_step(run, 1, process)
         process.send_signal(signal.SIGTERM)
         assert process.wait() == EXIT_STOPPED
     assert 1 <= run.last_step() < 6
@@ -137,7 +136,7 @@ def test_a_supervised_run_stopped_within_an_epoch_equals_an_uninterrupted_one(in
     run = SmallRun(inputs=inputs, name="epochs-stopped", command="sft", settings=settings)
     for signum, num_steps in ((signal.SIGTERM, 1), (signal.SIGKILL, 3)):
         with started(run) as process:
-            wait_until(lambda least=num_steps: run.last_step() >= least, process)
+            wait_for_step(run, num_steps, process)
             if signum == signal.SIGKILL:
                 kill(process)
             else:
@@ -153,7 +152,7 @@ def test_a_second_signal_ends_the_run_at_once(inputs: Path) -> None:
     rows = ("trainer.prompts_per_step=32", "rollout.num_samples=16", "algo.kl.horizon=1000")
     run = SmallRun(inputs=inputs, name="twice", settings=("trainer.total_steps=100", *rows))
     with started(run) as process:
-        wait_until(lambda: run.last_step() >= 0, process)
+        wait_for_step(run, 0, process)
         scope = scope_of(process)
         # More often than twice: signals that arrive together count as one.
         while process.poll() is None:

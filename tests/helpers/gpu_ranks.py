@@ -36,6 +36,7 @@ from tests.e2e.engines import load_files
 from tests.helpers.offload_ranks import History, open_trained
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
+from tests.helpers.waiting import wait_until
 
 
 def use_local_layers(context: RankContext) -> None:
@@ -182,8 +183,7 @@ def update_in_flight(
                     return
 
         serving = pool.submit(serve)
-        while len(engine.unfinished()) < len(requests):
-            time.sleep(0.001)
+        wait_until(lambda: len(engine.unfinished()) == len(requests), "all requests", seen=engine.unfinished)
         load_files(engine, files, version=1)
         serving.result(timeout=120.0)
     return UpdateTrace(start_s=start_s, first=first, updated=[found[i] for i in range(len(requests))])

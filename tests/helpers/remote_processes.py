@@ -171,7 +171,7 @@ def request(seed: int, *, max_tokens: int = 2) -> GenerationRequest:
 def collected(group: EngineGroup, requests: Sequence[GenerationRequest]) -> dict[int, list[int]]:
     """Tokens by position, in the order in which they came."""
     found = ask(group, requests)
-    wait_until(group, lambda: len(found) == len(requests))
+    attend_until(group, lambda: len(found) == len(requests))
     return found
 
 
@@ -187,7 +187,7 @@ def ask(group: EngineGroup, requests: Sequence[GenerationRequest]) -> dict[int, 
     return found
 
 
-def wait_until(
+def attend_until(
     group: EngineGroup, until: Callable[[], bool], *, timeout_s: float = 30.0, doing: Doing = generating
 ) -> None:
     """Wait as a supervisor does which replaces nothing but hosts."""

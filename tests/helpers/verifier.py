@@ -1,10 +1,10 @@
 """Jobs of the scorers in tests.helpers.hostile_scorers, and the processes of a pool."""
 
-import time
 from pathlib import Path
 from typing import Any
 
 from megarl.rewards.verifier import JobResult, VerifierJob
+from tests.helpers.waiting import wait_until
 
 SCORERS = "tests.helpers.hostile_scorers"
 
@@ -26,10 +26,7 @@ def details_of(verdict: JobResult) -> dict[str, Any]:
 
 
 def wait_for_end(pid: int, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while is_alive(pid):
-        assert time.monotonic() < deadline, f"process {pid} is still there"
-        time.sleep(0.02)
+    wait_until(lambda: not is_alive(pid), f"the end of process {pid}", timeout_s=seconds)
 
 
 def is_alive(pid: int) -> bool:

@@ -8,9 +8,10 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from tests.helpers.waiting import wait_until
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "iproute2", "util-linux")
 CPUS_PER_NODE = 8
@@ -86,7 +87,9 @@ class SlurmLab:
             self._ip("-n", space, "link", "set", "lo", "up")
             self._ip("-n", space, "link", "set", "eth0", "up")
             self.start_node(node)
-        self._until(lambda: self.query("sinfo", "-h", "-t", "idle", "-o", "%D") == str(len(self.nodes)), "idle nodes")
+        self._wait_until(
+            lambda: self.query("sinfo", "-h", "-t", "idle", "-o", "%D") == str(len(self.nodes)), "idle nodes"
+        )
 
     def down(self) -> None:
         for node in list(self._init):
@@ -113,7 +116,7 @@ class SlurmLab:
         command = [*inside, "--kill-child", "--mount-proc", "bash", "-c", script]
         process = self._start(["nsenter", f"--net=/run/netns/{self._namespace(node)}", *command], f"init-{node}")
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        self._until(lambda: bool(children.read_text().split()), f"the first process of {node}")
+        self._wait_until(lambda: bool(children.read_text().split()), f"the first process of {node}")
         self._init[node] = int(children.read_text().split()[0])
 
     def kill_node(self, node: str) -> None:
@@ -180,19 +183,19 @@ class SlurmLab:
     def wait(self, job_id: int, *, timeout_s: float) -> Mapping[str, str]:
         """The job once it has left Slurm's hands."""
         busy = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED")
-        try:
-            self._until(lambda: self.job(job_id)["JobState"] not in busy, f"the end of job {job_id}", timeout_s)
-        except LabError as error:
-            output = Path(self.job(job_id)["StdOut"])
-            raise LabError(f"{error}; its output:\n{output.read_text() if output.exists() else ''}") from error
+
+        def output() -> str:
+            file = Path(self.job(job_id)["StdOut"])
+            return file.read_text() if file.exists() else ""
+
+        def has_ended() -> bool:
+            return self.job(job_id)["JobState"] not in busy
+
+        wait_until(has_ended, f"the end of job {job_id}", timeout_s=timeout_s, seen=output)
         return self.job(job_id)
 
-    def _until(self, condition: Callable[[], bool], what: str, timeout_s: float = START_S) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            if time.monotonic() > deadline:
-                raise LabError(f"no {what} within {timeout_s:g} s; logs in {self.root}/log")
-            time.sleep(0.2)
+    def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        wait_until(condition, what, timeout_s=START_S, seen=lambda: f"logs in {self.root}/log")
 
     def _start(self, command: Sequence[str], name: str) -> subprocess.Popen[bytes]:
         with (self.root / "log" / f"{name}.log").open("ab") as log:

@@ -1,11 +1,11 @@
 """Runs that a job of the lab works on."""
 
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.helpers.waiting import wait_until
 from tests.slurm.lab import CPUS_PER_NODE, SlurmLab
 from tools.bench.kill_resume import MEGARL, SmallRun
 
@@ -73,15 +73,6 @@ def finish_here(run: SlurmRun) -> None:
     assert run.start().wait() == 0, run.paths.root.with_suffix(".log").read_text()
 
 
-def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float = JOB_S) -> float:
-    """Seconds until a condition holds."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() < started + timeout_s, f"not within {timeout_s:g} s: {what}"
-        time.sleep(0.1)
-    return time.monotonic() - started
-
-
 def mid_run(run: SlurmRun, *, after: int = 2) -> None:
     """Wait until a job is in the middle of its training."""
 
@@ -91,12 +82,12 @@ def mid_run(run: SlurmRun, *, after: int = 2) -> None:
         assert run.log().count("error:") <= num_errors, run.log()
         return run.last_step() >= after
 
-    wait_until(arrived, f"step {after} of {run.name}: {run.log()}")
+    wait_until(arrived, f"step {after} of {run.name}", timeout_s=JOB_S, seen=run.log)
 
 
 def noticed(run: SlurmRun, text: str) -> None:
     """What has just happened is named in the job's log in time."""
-    wait_until(lambda: text in run.log(), f"{text!r} in the log", timeout_s=NOTICED_S)
+    wait_until(lambda: text in run.log(), f"{text!r} in the log", timeout_s=NOTICED_S, seen=run.log)
 
 
 def left_behind(lab: SlurmLab, *, name: str = "megarl", file: str = "") -> list[str]:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from megarl.train.checkpoint import last_checkpoint
+from tests.helpers.waiting import wait_until
 from tests.slurm.lab import SlurmLab
-from tests.slurm.runs import JOB_S, SlurmRun, left_behind, mid_run, noticed, wait_until
+from tests.slurm.runs import JOB_S, SlurmRun, left_behind, mid_run, noticed
 from tools.bench.kill_resume import differences, differing_metrics
 
 pytestmark = pytest.mark.timeout(400)
@@ -61,7 +62,7 @@ def test_a_job_continues_after_its_time_limit_and_after_a_lost_node(
     job = run.submit(lab)
     mid_run(run)
     lab.query("scancel", "--batch", "--signal=USR1", str(job))
-    wait_until(lambda: "continuing after step" in run.log(), "the job's second life")
+    wait_until(lambda: "continuing after step" in run.log(), "the job's second life", timeout_s=JOB_S, seen=run.log)
     assert lab.job(job)["Restarts"] == "1"
     assert run.log().count("back into the queue") == 1
     mid_run(run, after=run.last_step() + 2)
@@ -84,11 +85,11 @@ def test_a_node_out_of_reach_is_noticed_at_the_start_and_in_mid_run(
     lab.set_link("node2", "down")
     try:
         job = run.submit(lab, max_restarts=6)
-        wait_until(lambda: "attempt 0" in run.log(), "the first attempt")
+        wait_until(lambda: "attempt 0" in run.log(), "the first attempt", timeout_s=JOB_S, seen=run.log)
         noticed(run, "no sign of life from node2")
     finally:
         lab.set_link("node2", "up")
-    wait_until(lambda: run.last_step() >= 2, "step 2")
+    wait_until(lambda: run.last_step() >= 2, "step 2", timeout_s=JOB_S, seen=run.last_step)
     lab.set_link("node2", "down")
     mended = time.monotonic() + LINK_DOWN_S
     try:

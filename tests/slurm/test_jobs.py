@@ -1,5 +1,6 @@
 """Jobs on a real Slurm of two nodes: side by side, at their time limit, and the other scripts of slurm/."""
 
+from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -8,8 +9,9 @@ import pytest
 from megarl.train.checkpoint import complete_steps
 from tests.helpers.listeners import listeners_of
 from tests.helpers.strangers import REFUSED, answers_to_strangers
+from tests.helpers.waiting import wait_until
 from tests.slurm.lab import SlurmLab
-from tests.slurm.runs import JOB_S, REPOSITORY, VENV, SlurmRun, job_options, left_behind, mid_run, wait_until
+from tests.slurm.runs import JOB_S, REPOSITORY, VENV, SlurmRun, job_options, left_behind, mid_run
 from tools.bench.kill_resume import differences
 
 pytestmark = pytest.mark.timeout(400)
@@ -32,7 +34,11 @@ def test_of_two_jobs_at_once_one_is_cancelled(lab: SlurmLab, inputs: Path, refer
     """
     kept, cancelled = (SlurmRun(inputs=inputs, name=name, command="sft") for name in ("kept", "cancelled"))
     jobs = {run.name: run.submit(lab) for run in (kept, cancelled)}
-    wait_until(lambda: all(lab.job(job)["JobState"] == "RUNNING" for job in jobs.values()), "both jobs run at once")
+
+    def states() -> list[str]:
+        return [lab.job(job)["JobState"] for job in jobs.values()]
+
+    wait_until(lambda: states() == ["RUNNING"] * 2, "two jobs at once", timeout_s=JOB_S, seen=states)
     mid_run(cancelled)
     job = jobs["cancelled"]
     its = {"name": f"--run-id={job}-", "file": f"mr-{job}-"}
@@ -44,7 +50,8 @@ def test_of_two_jobs_at_once_one_is_cancelled(lab: SlurmLab, inputs: Path, refer
     asking = {address.partition(":")[0] for address, found in answers.items() if found in REFUSED}
     assert asking == set(lab.nodes.values())
     lab.query("scancel", str(job))
-    wait_until(lambda: left_behind(lab, **its) == [], "nothing left", timeout_s=30.0)
+    left = partial(left_behind, lab, **its)
+    wait_until(lambda: not left(), "the clean-up", timeout_s=30.0, seen=left)
     assert lab.wait(job, timeout_s=30.0)["JobState"] == "CANCELLED"
     assert complete_steps(cancelled.paths.checkpoints)
     assert lab.wait(jobs["kept"], timeout_s=JOB_S)["JobState"] == "COMPLETED", kept.log()
@@ -80,7 +87,7 @@ def test_conversion_and_evaluation(lab: SlurmLab, inputs: Path) -> None:
         assert lab.job(evaluate)["JobState"] in ("PENDING", "RUNNING"), (inputs / "eval.out").read_text()
         return all(lab.actors(node, "EngineActor") for node in lab.nodes)
 
-    wait_until(has_engines, "an engine on each node")
+    wait_until(has_engines, "an engine on each node", timeout_s=JOB_S)
     for job, name in ((convert, "convert"), (evaluate, "eval")):
         assert lab.wait(job, timeout_s=JOB_S)["JobState"] == "COMPLETED", (inputs / f"{name}.out").read_text()
     assert (converted / "metadata.json").exists()

@@ -9,6 +9,7 @@ import pytest
 
 from megarl.rollout.replay import read_record, record_path
 from tests.helpers.talk import talk_settings
+from tests.helpers.waiting import wait_until
 from tests.slurm.lab import SlurmLab
 from tests.slurm.runs import (
     JOB_S,
@@ -20,7 +21,6 @@ from tests.slurm.runs import (
     left_behind,
     mid_run,
     noticed,
-    wait_until,
 )
 from tools.bench.kill_resume import MEGARL, SCHEDULES, differences
 
@@ -113,7 +113,7 @@ def test_a_job_of_two_components_continues_as_a_whole_after_its_time_limit(lab: 
     job = run.submit(lab, "--nodelist=node1", ":", *other, script="train_split")
     mid_run(run, after=2)
     lab.query("scancel", "--batch", "--signal=USR1", str(job))
-    wait_until(lambda: "continuing after step" in run.log(), "the job's second life")
+    wait_until(lambda: "continuing after step" in run.log(), "the job's second life", timeout_s=JOB_S, seen=run.log)
     mid_run(run, after=run.last_step() + 1)
     require_apart(lab)
     ended = lab.wait(job, timeout_s=JOB_S)

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,7 @@ from megarl.cluster.remotes import Process
 from megarl.config.schema import EngineConfig
 from megarl.host.janitor import RUN_ID_VARIABLE
 from megarl.rollout.engine_spec import EngineSpec
+from tests.helpers.waiting import wait_until
 
 SPEC = EngineSpec(model_path="", dtype="float32", seed=0, max_model_tokens=1, config=EngineConfig(tp=2))
 
@@ -47,8 +47,8 @@ def test_lost_workers(workers: list[subprocess.Popen[bytes]], monkeypatch: pytes
     assert len(actor.start(SPEC, [])) == 3
     assert actor.lost_workers() == []
     workers[1].kill()
-    while psutil.Process(workers[1].pid).status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)
+    status = psutil.Process(workers[1].pid).status
+    wait_until(lambda: status() == psutil.STATUS_ZOMBIE, "the end of the worker", seen=status)
     assert actor.lost_workers() == [1]
     workers[1].wait()
     workers[0].kill()

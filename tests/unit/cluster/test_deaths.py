@@ -19,13 +19,13 @@ from megarl.errors import EngineDiedError, NonFiniteError, WorkerError
 from tests.helpers.remote_processes import (
     Worker,
     ask,
+    attend_until,
     calls,
     collected,
     kill_after,
     request,
     start,
     start_run,
-    wait_until,
 )
 
 
@@ -113,10 +113,10 @@ def test_others_take_over_from_an_engine_that_hangs(ray_session: None) -> None:
     group = EngineGroup(engines, timeout_s=30.0)
     os.kill(engines[1].location.pid, signal.SIGSTOP)
     told = ask(group, [request(i) for i in range(60)])
-    wait_until(group, lambda: group.living() == [0])
+    attend_until(group, lambda: group.living() == [0])
     # Engine 0 needs 0.2 s for each of its 30: it was still at work.
     assert len(told) < 30
-    wait_until(group, lambda: len(told) == 60)
+    attend_until(group, lambda: len(told) == 60)
     assert sorted(told) == list(range(60))
 
 
@@ -199,12 +199,12 @@ def test_failures_while_results_stream_in(processes: list[Process[Worker]]) -> N
     group = EngineGroup([processes[0]], timeout_s=30.0)
     ask(group, [request(0)])
     with pytest.raises(WorkerError, match="generating: no answer from trainer rank 0 within 0 s"):
-        wait_until(group, lambda: False, timeout_s=0.05)
+        attend_until(group, lambda: False, timeout_s=0.05)
 
 
 def test_a_wait_that_nothing_can_end_is_refused() -> None:
     with pytest.raises(WorkerError, match=r"^ticket 7: no engine has anything left to generate$"):
-        wait_until(EngineGroup([], timeout_s=1.0), lambda: False, timeout_s=0.05, doing=lambda: "ticket 7")
+        attend_until(EngineGroup([], timeout_s=1.0), lambda: False, timeout_s=0.05, doing=lambda: "ticket 7")
 
 
 def test_what_others_generate_is_taken_when_an_engine_dies(ray_session: None) -> None:
@@ -215,7 +215,7 @@ def test_what_others_generate_is_taken_when_an_engine_dies(ray_session: None) ->
     group = EngineGroup(engines, timeout_s=30.0)
     group.repeats_hands = True
     found = ask(group, requests)
-    wait_until(group, lambda: group.orphans() == [1] and group.are_idle([0]))
+    attend_until(group, lambda: group.orphans() == [1] and group.are_idle([0]))
     assert engines[1].roster.lost == {"engine 1": engines[1]}
     assert group.living() == [0]
     assert found.keys() == {0, 2, 4, 5}
@@ -224,7 +224,7 @@ def test_what_others_generate_is_taken_when_an_engine_dies(ray_session: None) ->
     group._open |= group._hands[1]
     group.start_again(1, exactly=False)
     assert group.orphans() == []
-    wait_until(group, lambda: len(found) == 6)
+    attend_until(group, lambda: len(found) == 6)
 
 
 def test_a_repeated_batch_tells_of_what_had_finished_no_more(ray_session: None) -> None:
@@ -235,14 +235,14 @@ def test_a_repeated_batch_tells_of_what_had_finished_no_more(ray_session: None) 
     # Engine 1 finishes request 5, and dies at 3.
     requests = [request(0), request(1), request(2), request(3, max_tokens=0), request(4), request(5)]
     told = ask(group, requests)
-    wait_until(group, lambda: len(told) == 4)
-    wait_until(group, lambda: group.orphans() == [1])
+    attend_until(group, lambda: len(told) == 4)
+    attend_until(group, lambda: group.orphans() == [1])
     group.processes[1] = replace(engines[1], actor=start(1).actor)
     engines[1].roster.enter(group.processes[1])
     group._hands[1] = {key: harmless(each) for key, each in group._hands[1].items()}
     assert [each.request.seed for each in group._hands[1].values()] == [1, 3, 5]
     group.start_again(1, exactly=True)
-    wait_until(group, lambda: group.are_idle([0, 1]))
+    attend_until(group, lambda: group.are_idle([0, 1]))
     ray.kill(group.processes[1].actor)
     assert sorted(told) == [0, 1, 2, 3, 4, 5]
 
@@ -252,15 +252,15 @@ def test_requests_that_came_while_no_engine_lived_go_to_the_next_one(ray_session
     allow_restarts(engine)
     group = EngineGroup([engine], timeout_s=30.0)
     found = ask(group, [request(0, max_tokens=0)])
-    wait_until(group, lambda: group.living() == [])
+    attend_until(group, lambda: group.living() == [])
     missed = ask(group, [request(7)])
-    wait_until(group, group.are_missed)
+    attend_until(group, group.are_missed)
     assert (group.orphans(), missed) == ([0], {})
     group.processes[0] = replace(engine, actor=start(0).actor)
     engine.roster.enter(group.processes[0])
     assert not group.are_missed()
     group.flush()
-    wait_until(group, lambda: len(missed) == 1)
+    attend_until(group, lambda: len(missed) == 1)
     ray.kill(group.processes[0].actor)
     assert (missed, found) == ({0: [7, 0]}, {})
 
@@ -272,4 +272,4 @@ def test_completions_come_while_another_process_is_waited_for(ray_session: None)
     found = ask(group, [request(0), request(1)])
     assert wait_all(calls([rank], ("answer", 4.0)), timeout_s=30.0, doing="updating") == [0]
     assert found.keys() == {0, 1}
-    wait_until(group, lambda: len(found) == 2, timeout_s=0.0)
+    attend_until(group, lambda: len(found) == 2, timeout_s=0.0)

@@ -24,7 +24,7 @@ from megarl.host import loop
 from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.rollout.conversations import HostLostError, Talk
 from megarl.types import Message, Prompt
-from tests.helpers.remote_processes import wait_until
+from tests.helpers.remote_processes import attend_until
 
 END = 2
 NAMED_S = 2.0
@@ -121,7 +121,7 @@ def told_by(group: EngineGroup) -> Told:
 
 
 def wait(group: EngineGroup, until: Callable[[], bool]) -> None:
-    wait_until(group, until, timeout_s=20.0, doing=lambda: "talking")
+    attend_until(group, until, timeout_s=20.0, doing=lambda: "talking")
 
 
 def test_conversations_are_dealt_to_hosts_and_their_replies_come_in_waits(group: EngineGroup) -> None:

@@ -2,7 +2,6 @@
 
 import socket
 import sys
-import time
 from urllib.parse import urlsplit
 
 import psutil
@@ -16,6 +15,7 @@ from megarl.cluster.judge_servers import JudgeServerActor, server_command
 from megarl.config.judges import JudgeServerConfig
 from tests.helpers.second_user import needs_second_user
 from tests.helpers.strangers import ways_to_take
+from tests.helpers.waiting import wait_until
 
 # Says that it is well to those who know the key, and has a worker that ends only if it is made to.
 SERVER = """
@@ -67,10 +67,7 @@ def test_a_server_that_dies_is_started_again_but_not_for_ever(monkeypatch: pytes
         assert worker.is_running()
         assert actor.lost_workers() == []
         assert psutil.wait_procs([worker], timeout=10)[1] == []
-        deadline = time.monotonic() + 30
-        while not judge_servers._is_healthy(url, "k"):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: judge_servers._is_healthy(url, "k"), "a restarted server", timeout_s=30)
         assert actor.lost_workers() == []
         kill(actor)
         assert actor.lost_workers() == [0]

@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
+
+import psutil
 
 from megarl.cluster.stacks import Activity, activities
+from tests.helpers.waiting import wait_until
 
 IN_COLLECTIVE = """Current thread 0x00007f0000000000 (most recent call first):
   File "/v/torch/distributed/distributed_c10d.py", line 3104 in all_reduce
@@ -40,7 +42,7 @@ def test_a_process_that_cannot_tell() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(0.2)
+        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "the process to stop")
         assert str(activities([process.pid], "/nowhere")[process.pid]) == "is stopped"
     finally:
         process.kill()

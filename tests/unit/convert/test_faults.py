@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from megarl.convert.files import preallocate
 from megarl.convert.models import open_model
 from megarl.errors import ConfigError, DataError
 from tests.helpers.hf_models import make_model
+from tests.helpers.waiting import wait_until
 
 CONVERT: dict[str, Callable[..., ConversionOutcome | None]] = {"hf-to-mcore": hf_to_mcore, "mcore-to-hf": mcore_to_hf}
 directions = pytest.mark.parametrize("direction", CONVERT)
@@ -138,11 +138,7 @@ def kill_in_the_middle(direction: str, source: Path, out: Path, num_workers: int
     command = ["convert", direction, str(source), "--out", str(out), "--workers", str(num_workers)]
     process = subprocess.Popen([sys.executable, "-c", SLOW, *command], stderr=subprocess.DEVNULL)
     # Starting takes long on a machine that does other things too.
-    deadline = time.monotonic() + 180
-    while len(Journal(partial_dir(out)).done()) < 5:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: len(Journal(partial_dir(out)).done()) >= 5, "five pieces", timeout_s=180, process=process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     return len(Journal(partial_dir(out)).done())

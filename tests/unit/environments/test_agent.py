@@ -13,12 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
-import psutil
 import pytest
 import uvloop
 import yaml
@@ -31,7 +31,9 @@ from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.types import Message, Prompt
 from tests.helpers.second_user import needs_second_user
 from tests.helpers.strangers import ways_to_take
+from tests.helpers.verifier import wait_for_end
 from tests.helpers.verifiers_venv import verifiers_command
+from tests.helpers.waiting import wait_until
 
 DOCS = Path(__file__).parents[3] / "docs" / "environments.md"
 TOKENIZER = make_byte_tokenizer()
@@ -310,10 +312,7 @@ def test_nothing_of_a_program_is_left_when_its_conversation_ends(tmp_path: Path)
     talk = asyncio.run(converse(command))
     assert talk.last.failure == "", talk.last
     child = int((tmp_path / "pid").read_text(encoding="utf-8"))
-    deadline = time.monotonic() + 10
-    while psutil.pid_exists(child) and psutil.Process(child).status() != "zombie" and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
+    wait_for_end(child, seconds=10.0)
 
 
 def test_the_first_request_is_the_prompt_and_has_its_limit() -> None:
@@ -614,17 +613,11 @@ def test_nobody_else_can_answer_an_agent_whose_host_has_died(tmp_path: Path) -> 
     with subprocess.Popen([sys.executable, "-c", HOST, str(started)], stdout=subprocess.PIPE, text=True) as host:
         assert host.stdout is not None
         port = int(host.stdout.readline())
-        wait_until(lambda: started.is_file() and started.read_text().endswith("\n"))
+        wait_until(lambda: started.is_file() and started.read_text().endswith("\n"), "the agent's start", process=host)
         host.kill()
     try:
         assert ways_to_take(port) == []
     finally:
         os.killpg(int(started.read_text()), signal.SIGKILL)
-    wait_until(lambda: "127.0.0.1 SO_REUSEADDR" in ways_to_take(port))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    taken = partial(ways_to_take, port)
+    wait_until(lambda: "127.0.0.1 SO_REUSEADDR" in taken(), "a free port", seen=taken)

@@ -5,7 +5,6 @@ import itertools
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 
 from megarl.environments import Action, ToolEnvironment, calls
 from megarl.environments.calls import CallThreads, EscapedError, LateError, attempt, contained, describe
+from tests.helpers.waiting import wait_until
 from tests.unit.environments.test_tools import call
 
 
@@ -61,10 +61,12 @@ def test_a_thread_that_hangs_in_python_is_asked_to_end(threads: CallThreads, mon
     assert said(ToolEnvironment(tools=[spin], timeout_s=0.1), call("spin", "{}")) == [
         "error: spin took longer than 0.1 s"
     ]
-    deadline = time.monotonic() + 30
-    while threads.late() and time.monotonic() < deadline:
+
+    def returned() -> bool:
         assert threads.submit(quick).result(30) == "fine"
-    assert not threads.late()
+        return not threads.late()
+
+    wait_until(returned, "the end of the thread", timeout_s=30, seen=threads.late)
 
 
 def test_the_loops_own_threads_may_be_these(threads: CallThreads) -> None:

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,6 +19,7 @@ from megarl.environments import Action, Environment, Reply, open_environments, t
 from megarl.environments.mcp_tools import McpEnvironment
 from megarl.errors import ConfigError
 from megarl.types import Prompt
+from tests.helpers.waiting import wait_until
 
 SERVER = [sys.executable, str(Path(__file__).parents[2] / "helpers" / "mcp_server.py")]
 PROMPT = Prompt(uid="a", token_ids=(1,), data_source="d", ground_truth="")
@@ -128,6 +128,11 @@ def test_a_conversation_goes_on_where_the_session_is_shared() -> None:
     assert not asyncio.run(run(McpEnvironment(server=SERVER, session="sample")))
 
 
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def test_a_server_by_http() -> None:
     async def talk(environments: Sequence[McpEnvironment]) -> None:
         (tools,) = environments
@@ -138,12 +143,7 @@ def test_a_server_by_http() -> None:
         port = free.getsockname()[1]
     with subprocess.Popen([*SERVER, str(port)]) as process:
         try:
-            deadline = time.monotonic() + 60
-            while time.monotonic() < deadline:
-                with socket.socket() as probe:
-                    if probe.connect_ex(("127.0.0.1", port)) == 0:
-                        break
-                time.sleep(0.1)
+            wait_until(lambda: answers(port), f"a server at port {port}", process=process)
             together(talk, McpEnvironment(server=f"http://127.0.0.1:{port}/mcp"))
         finally:
             process.kill()

@@ -19,6 +19,7 @@ import pytest
 from megarl.errors import ConfigError, RunError, WorkerError
 from megarl.host import directory_lock
 from megarl.host.directory_lock import LOST_S, DirectoryLock, Owner, has_died, read_claims
+from tests.helpers.waiting import wait_until
 
 # A program that owns the directory in its arguments and says so, until its input ends.
 OWN = """
@@ -260,9 +261,7 @@ def test_of_many_at_the_same_instant_one_wins(tmp_path: Path, left: bool) -> Non
         time.sleep(0.5)
         go.touch()
         # The owner waits for its input, so those that end were refused.
-        deadline = time.monotonic() + 60
-        while sum(process.poll() is None for process in started) > 1 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: sum(process.poll() is None for process in started) <= 1, "five refusals")
         (winner,) = (process for process in started if process.poll() is None)
         assert {process.returncode for process in started if process is not winner} == {2}
         assert winner.communicate(b"\n")[0].endswith(b"owns\n")

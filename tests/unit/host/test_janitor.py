@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 
 from megarl.host.janitor import RUN_ID_VARIABLE, SHM_DIR, Janitor, RunScope, clean_up, scopes_of
 from megarl.host.temp_dir import make_temp_dir
+from tests.helpers.waiting import wait_until
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(300)"]
 # Prints once its handler is set, so that no signal comes too early.
@@ -98,8 +98,8 @@ def test_clean_up_ends_the_run_and_nothing_else(scope: RunScope) -> None:
 def test_a_process_that_is_only_unreaped_is_not_alive(scope: RunScope) -> None:
     process = start(SLEEP, scope.run_id)
     process.kill()
-    while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)
+    status = psutil.Process(process.pid).status
+    wait_until(lambda: status() == psutil.STATUS_ZOMBIE, "the end of the process", seen=status)
     assert scope.processes() == []
     process.wait()
 
@@ -110,9 +110,7 @@ def test_close_returns_when_everything_is_gone() -> None:
     janitor.scope.new_shm_file("weights").write_bytes(b"w")
     assert os.environ[RUN_ID_VARIABLE] == janitor.scope.run_id
     # The kernel ends the wait of Popen a moment before /proc shows the new process's environment.
-    while not janitor.scope.processes():
-        time.sleep(0.01)
-    assert janitor.scope.processes() == [child.pid]
+    assert wait_until(janitor.scope.processes, "the child") == [child.pid]
     janitor.close()
     assert child.wait(5) == -signal.SIGTERM
     assert janitor.scope.leftovers() == []
@@ -132,11 +130,11 @@ def test_a_killed_driver_leaves_nothing(num_files: int) -> None:
     assert len(scope.leftovers()) == 2
     driver.kill()
     driver.wait()
-    deadline = time.monotonic() + 20
-    while (scope.leftovers() or scope.processes()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert scope.leftovers() == []
-    assert scope.processes() == []
+
+    def left() -> list[object]:
+        return [*scope.leftovers(), *scope.processes()]
+
+    wait_until(lambda: not left(), "the end of all that the driver left", timeout_s=20, seen=left)
 
 
 def test_a_signal_to_the_drivers_group_does_not_end_the_janitor() -> None:
@@ -147,10 +145,7 @@ def test_a_signal_to_the_drivers_group_does_not_end_the_janitor() -> None:
     scope = RunScope(run_id=run_id)
     os.killpg(driver.pid, signal.SIGTERM)
     driver.wait()
-    deadline = time.monotonic() + 20
-    while scope.leftovers() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert scope.leftovers() == []
+    wait_until(lambda: not scope.leftovers(), "the end of the driver's files", timeout_s=20, seen=scope.leftovers)
 
 
 MAPPER = """

@@ -10,6 +10,7 @@ import pytest
 
 from megarl.host import stage
 from megarl.record.activity import LiveStatus, current_activity, doing, shown
+from tests.helpers.waiting import wait_until
 
 
 class Terminal(io.StringIO):
@@ -19,10 +20,8 @@ class Terminal(io.StringIO):
 
 def wait_for_two(text: str, stream: io.StringIO) -> None:
     """Wait until two different numbers of seconds have been shown behind the text."""
-    deadline = time.monotonic() + 30
-    while len(set(re.findall(re.escape(text) + r", (\d+) s", stream.getvalue()))) < 2:
-        assert time.monotonic() < deadline, stream.getvalue()
-        time.sleep(0.02)
+    shown_s = re.compile(re.escape(text) + r", (\d+) s")
+    wait_until(lambda: len(set(shown_s.findall(stream.getvalue()))) >= 2, f"{text!r} twice", seen=stream.getvalue)
 
 
 def test_the_innermost_activity_counts_and_texts_are_asked_for_anew() -> None:

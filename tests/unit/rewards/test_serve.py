@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from http.client import HTTPConnection
@@ -30,6 +29,7 @@ from megarl.rewards.wire import decode_reply
 from megarl.types import Reward
 from tests.helpers.http_flood import flood
 from tests.helpers.reward_items import item
+from tests.helpers.waiting import wait_until
 
 BODY = {"query": ["?#### 4", "?#### 5", "?four"], "prompts": ["?"] * 3, "labels": ["4"] * 3}
 FILE = """
@@ -199,9 +199,12 @@ def test_busy_refuses_and_a_stop_finishes_what_has_begun(service: tuple[subproce
     with ThreadPoolExecutor(1) as thread:
         begun: Future[httpx.Response] = thread.submit(post, url, slow)
         health = url.replace(PATH, "/health")
-        while httpx.get(health, timeout=60.0, trust_env=False).json()["rows_in_work"] != 3:
+
+        def state() -> dict[str, Any]:
             assert not begun.done()
-            time.sleep(0.02)
+            return httpx.get(health, timeout=60.0, trust_env=False).json()
+
+        wait_until(lambda: state()["rows_in_work"] == 3, "three rows in work", seen=state)
         refused = post(url, BODY)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         process.send_signal(signal.SIGTERM)

@@ -10,6 +10,7 @@ import pytest
 
 from megarl.sandbox import Cell, Ending, Isolation, Limits, Outcome, Program, RunWithInput, Sandbox, SandboxOptions
 from tests.helpers.sandboxes import BRIEF, LIMITS, run_contained
+from tests.helpers.waiting import wait_until
 
 TIERS = (Isolation.NAMESPACES, Isolation.LIMITS_ONLY)
 # For a cell that is there to run out of time, while those before and after it must not, on a busy machine either.
@@ -117,10 +118,11 @@ if child == 0:
         assert run(program, code).ending is Ending.WAITS
         family = psutil.Process(program.keeper).children(recursive=True)[1:]
         assert len(family) == 2
-        deadline = time.monotonic() + 10
-        while {process.status() for process in family} != {psutil.STATUS_STOPPED} and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert {process.status() for process in family} == {psutil.STATUS_STOPPED}
+
+        def statuses() -> set[str]:
+            return {process.status() for process in family}
+
+        wait_until(lambda: statuses() == {psutil.STATUS_STOPPED}, "two stopped processes", timeout_s=10, seen=statuses)
         used = [process.cpu_times().user for process in family]
         time.sleep(0.3)
         assert [process.cpu_times().user for process in family] == used

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -19,6 +18,7 @@ from megarl.sandbox import Ending, Isolation, Limits, RunWithInput, Sandbox, San
 from megarl.sandbox.jail import kernel, namespaces
 from megarl.sandbox.process import REMEDIES
 from tests.helpers.sandboxes import BRIEF
+from tests.helpers.waiting import wait_until
 
 ROOT = str(Path(__file__).parents[3])
 SLEEPER = "import time\ntime.sleep(600)"
@@ -83,9 +83,7 @@ with Sandbox(SandboxOptions(limits=Limits(wall_s=300))).program({SLEEPER!r}) as 
     ) as caller:
         assert caller.stdout is not None
         keeper = psutil.Process(int(caller.stdout.readline()))
-        deadline = time.monotonic() + 60.0
-        while not (children := keeper.children()) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        children = wait_until(keeper.children, "the program's process")
         family = [keeper, keeper.parent(), *children]
         caller.kill()
     assert len(family) == 3

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from megarl.sandbox.jail import calls
 from megarl.sandbox.jail.scratch import delete_tree
 from tests.helpers.sandboxes import BRIEF, LIMITS
 from tests.helpers.second_user import as_nobody, needs_second_user
+from tests.helpers.waiting import wait_until
 from tests.unit.rewards.code.test_forgery import FORGERS
 
 ROOT = str(Path(__file__).parents[3])
@@ -285,8 +285,7 @@ print(sqlite3.connect("base").execute("select 7").fetchone())
             runner = threading.Thread(target=program.run, args=(RunWithInput(text=""),))
             runner.start()
             keeper = psutil.Process(program.keeper)
-            while not (children := keeper.children()):
-                time.sleep(0.01)
+            children = wait_until(keeper.children, "the program's process")
             keeper.kill()
             runner.join()
             assert psutil.wait_procs([keeper, *children], timeout=20)[1] == []

@@ -1,9 +1,9 @@
 """Answers made to hang, crash or bloat a verifier: the first few of `tools.bench.verify_adversarial`."""
 
-import time
 from dataclasses import replace
 
 from megarl.rewards.verifier import VerifierPool
+from tests.helpers.waiting import wait_until
 from tools.bench.verify_adversarial import KINDS, OPTIONS, checkpoint, fork_server, run
 
 COUNT = 96
@@ -14,13 +14,13 @@ def test_every_verdict_comes_in_time_and_nothing_is_left() -> None:
     with VerifierPool(options) as pool:
         verdicts, checkpoints, caller = run(pool, COUNT, seed=1)
         statistics = pool.statistics()
+
         # A worker that has been replaced may take a moment to end.
-        for _ in range(50):
-            num_workers = checkpoint(COUNT, fork_server()).num_workers
-            if num_workers == options.num_workers + options.num_spares:
-                break
-            time.sleep(0.1)
-        assert num_workers == options.num_workers + options.num_spares
+        def num_workers() -> int:
+            return checkpoint(COUNT, fork_server()).num_workers
+
+        expected = options.num_workers + options.num_spares
+        wait_until(lambda: num_workers() == expected, f"{expected} workers", timeout_s=5.0, seen=num_workers)
     assert set(verdicts) == {"hypothesis", *KINDS}
     judged = [verdict for found in verdicts.values() for verdict in found]
     assert len(judged) == statistics.jobs == COUNT
