@@ -11,7 +11,7 @@ from tests.e2e.test_tutorials import BLOCK, PAGES
 from tools.bench.kill_resume import SmallRun, make_inputs
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_users_loss_and_estimator_train_under_tp2_resume_and_are_refused_once_changed(tmp_path: Path) -> None:
     """Two gloo ranks, two steps and one more; SmallRun's advantages and gradients are those of the user's parts."""
     (page,) = (page for page in PAGES if page.stem == "own-algorithm")
@@ -19,7 +19,12 @@ def test_a_users_loss_and_estimator_train_under_tp2_resume_and_are_refused_once_
         if title:
             (tmp_path / title).write_text(text, encoding="utf-8")
     inputs, parts = make_inputs(tmp_path), tmp_path / "my_parts.py"
-    settings = (f"use.algo={tmp_path / 'own.yaml'}", f"algo.plugins=[{parts}]", "validation.every_steps=0")
+    settings = (
+        f"use.algo={tmp_path / 'own.yaml'}",
+        f"algo.plugins=[{parts}]",
+        "data.val=[]",
+        "actor.optimizer.warmup_steps=0",
+    )
 
     def finish(num_steps: int) -> int:
         return (

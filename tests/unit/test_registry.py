@@ -1,7 +1,10 @@
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.registry import Registry
+from megarl.registry import FunctionRegistry, RegistrationError, Registry, noting, readers_of
 
 
 @pytest.fixture
@@ -41,3 +44,64 @@ def test_duplicates_are_refused_and_change_nothing(colours: Registry[int], names
         colours.register(*names)(9)
     assert list(colours) == ["blue", "crimson", "red"]
     assert colours.get("red") == 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Brush:
+    stroke: Callable[[int, int], int] = field(kw_only=False)
+    options: Collection[str] = ()
+
+
+@pytest.fixture
+def brushes() -> FunctionRegistry[Callable[[int, int], int], Brush]:
+    return FunctionRegistry("brush", key="paint.brush", entry=Brush, parameters=("width", "height"))
+
+
+def test_a_function_is_stored_with_what_it_declares(
+    brushes: FunctionRegistry[Callable[[int, int], int], Brush],
+) -> None:
+    @brushes.register("fine", options=("hardness",))
+    @brushes.register("broad", "wide", options=("hardness", "load"))
+    def area(width: int, height: int) -> int:
+        return width * height
+
+    assert area(2, 3) == 6
+    assert brushes.get("wide") == Brush(area, options=("hardness", "load"))
+    # In the order in which they were registered: decorators apply from below.
+    assert list(brushes.entries()) == ["broad", "wide", "fine"]
+    assert readers_of(brushes) == {"hardness": ["broad", "wide", "fine"], "load": ["broad", "wide"]}
+
+
+@pytest.mark.parametrize(
+    ("function", "declared", "message"),
+    [
+        (
+            len,
+            {},
+            r"brush 'x': got len\(obj\), expected a function that takes \(width, height\); change its parameters",
+        ),
+        (3, {}, r"brush 'x': got a int, expected a function that takes \(width, height\)"),
+        (lambda width, height: 1, {"size": 2}, "brush 'x': declares 'size', expected names among options; correct it"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    brushes: FunctionRegistry[Callable[[int, int], int], Brush],
+    function: Callable[[int, int], int],
+    declared: dict[str, int],
+    message: str,
+) -> None:
+    with pytest.raises(RegistrationError, match=message):
+        brushes.register("x", **declared)(function)
+    assert list(brushes) == []
+
+
+def test_registrations_are_noted_and_can_be_taken_back(colours: Registry[int]) -> None:
+    with noting() as noted:
+        colours.register("green", "grass")(3)
+    (registration,) = noted
+    registration.undo()
+    assert list(colours) == ["blue", "crimson", "red"]
+    registration.redo()
+    assert colours.get("grass") == 3
+    with pytest.raises(RegistrationError, match="already registered"):
+        registration.redo()

@@ -1,5 +1,6 @@
 """Which run directories can be continued, and with which changes."""
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,19 @@ import pytest
 
 from megarl.cli import parse
 from megarl.config import Config, from_dict
+from megarl.config.plugins import use_plugins
 from megarl.config.schema import LayoutConfig
 from megarl.errors import ConfigError, DataError
 from megarl.record.metrics import JsonlSink, MetricsRecord, read_metrics
 from megarl.record.recorder import RunRecorder, write_settings
-from megarl.run.resume import CONTINUABLE, changed_settings, find_checkpoint, resume_notes, with_models_of_run
+from megarl.run.resume import (
+    CONTINUABLE,
+    changed_settings,
+    find_checkpoint,
+    require_plugins_of_run,
+    resume_notes,
+    with_models_of_run,
+)
 from megarl.train.checkpoint import RunState, checkpoint_dir, mark_complete
 from megarl.types import AlgoState
 from tests.helpers.hostile_pickles import ATTACKS, write_role
@@ -271,3 +280,58 @@ def test_a_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
         RunRecorder(config(tmp_path))
     RunRecorder(config(tmp_path), overwrite=True)
     assert not (tmp_path / "a" / "checkpoints").exists()
+
+
+LOSS = """
+from megarl.algos.policy_losses import POLICY_LOSSES, PolicyLossTerms
+
+
+@POLICY_LOSSES.register("own")
+def own(x, cfg):
+    return PolicyLossTerms(loss=-x.advantages * x.log_ratio, diagnostics={})
+"""
+
+
+def test_a_run_continues_with_the_plugins_that_it_began_with(tmp_path: Path) -> None:
+    file = tmp_path / "my_losses.py"
+    file.write_text(LOSS)
+    with_plugin = config(tmp_path, algo={"plugins": [str(file)], "policy_loss": {"name": "own"}})
+    root, algo = tmp_path / "a", with_plugin.algo
+    try:
+        use_plugins(algo.plugins)
+        RunRecorder(with_plugin)
+        record = json.loads((root / "plugins.json").read_text())
+        assert record == {"my_losses.py": {"path": str(file), "sha256": hashlib.sha256(LOSS.encode()).hexdigest()}}
+        copy = root / "plugins" / "my_losses.py"
+        assert copy.read_text() == LOSS
+
+        file.write_text(LOSS + "# another\n")
+        # Without a checkpoint, it begins anew.
+        require_plugins_of_run(with_plugin)
+        save(with_plugin)
+        with pytest.raises(ConfigError) as caught:
+            require_plugins_of_run(with_plugin)
+        now, before = (hashlib.sha256(text.encode()).hexdigest() for text in (file.read_text(), LOSS))
+        assert str(caught.value) == (
+            f"{file}: has changed since {root} was begun: got the SHA-256 {now}, expected {before}; restore it from "
+            f"{copy}, or start a new run with another run.name"
+        )
+        file.write_bytes(copy.read_bytes())
+        require_plugins_of_run(with_plugin)
+        assert find_checkpoint(with_plugin, "train") is not None
+    finally:
+        use_plugins([])
+    # The run's own loss is not known then, which must not hide what has changed.
+    without = message(config(tmp_path))
+    assert f"algo.plugins: ('{file}',) → ()" in without
+    assert "algo.policy_loss.name: own → ppo_clip" in without
+
+
+def test_plugins_that_lie_in_the_run_are_not_overwritten(tmp_path: Path) -> None:
+    kept = tmp_path / "a" / "plugins" / "my_losses.py"
+    kept.parent.mkdir(parents=True)
+    kept.write_text(LOSS)
+    (tmp_path / "a" / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"my_losses\.py lies in .*, which --overwrite removes"):
+        RunRecorder(config(tmp_path, algo={"plugins": [str(kept)]}), overwrite=True)
+    assert kept.exists()

@@ -1,7 +1,9 @@
 """Model directories read into specs, for every family, and what is refused."""
 
+import ast
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+import megarl
 from megarl.errors import ConfigError
+from megarl.registry import RegistrationError, noting
 from megarl.weights.dims import Experts, Routing
 from megarl.weights.families import find_family, read_model_spec
 from megarl.weights.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
 from megarl.weights.safetensors_map import check_tensors
-from megarl.weights.tables import FAMILIES, Family
+from megarl.weights.tables import FAMILIES, Family, register_family
 
 CONFIGS = Path(__file__).parents[3] / "configs/model/hf"
 DENSE = [family for family in FAMILIES.entries().values() if family.expert_ffn_key is None]
@@ -655,3 +659,33 @@ def test_tensors_that_nothing_reads(tmp_path: Path) -> None:
     untied = read_model_spec(write_config(tmp_path, LLAMA_3_1_8B | small | {"tie_word_embeddings": False}))
     assert set(untied.ignored_tensors()) == set(buffers)
     assert read_model_spec(write_config(tmp_path, QWEN2_5_0_5B)).ignored_tensors() == ("lm_head.weight",)
+
+
+def test_a_family_of_a_user() -> None:
+    own = replace(FAMILIES.get("llama"), name="own", architectures=("OwnForCausalLM",))
+    with noting() as noted:
+        assert register_family(own) is own
+    try:
+        assert find_family(["OwnForCausalLM"]) is own
+        assert find_family(["OwnForSequenceClassification"]) is own
+        with pytest.raises(
+            RegistrationError, match="model family 'own': has the architecture OwnForCausalLM, which own"
+        ):
+            register_family(own)
+    finally:
+        noted[0].undo()
+    with pytest.raises(ConfigError, match=r"OwnForCausalLM.* is not supported"):
+        find_family(["OwnForCausalLM"])
+
+
+def test_no_other_code_knows_the_name_of_a_model() -> None:
+    """`parsers.py` names the formats of tool calls, and `tiny_model.py` writes a model."""
+    known, package = set(FAMILIES), Path(megarl.__file__).parent
+    found = {
+        path.name
+        for path in package.rglob("*.py")
+        if path.name not in ("tables.py", "parsers.py", "tiny_model.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in known
+    }
+    assert found == set()
