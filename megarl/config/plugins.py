@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.errors import ConfigError
-from megarl.host.reading import require_file
+from megarl.host.reading import reason_of, require_file
 from megarl.host.user_code import mistake, run_file
 from megarl.registry import Registration, RegistrationError, noting
 
@@ -109,7 +109,9 @@ def read_plugin(name: str) -> Plugin:
     except ModuleNotFoundError:
         found = None
     except Exception as error:  # the package's code may raise anything
-        raise ConfigError(f"{KEY}: the package of {name} fails: {type(error).__name__}: {error}; correct it") from error
+        raise ConfigError(
+            f"{KEY}: the package of {name} fails: {type(error).__name__}: {reason_of(error)}; correct it"
+        ) from error
     if found is None or found.origin is None or not found.origin.endswith(".py"):
         raise ConfigError(f"{KEY}: there is no module {name} in Python; install it, or add its directory to PYTHONPATH")
     return Plugin(name=name, path=found.origin, source=Path(found.origin).read_bytes())

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 from megarl.errors import ConfigError
-from megarl.host.reading import damage
+from megarl.host.reading import damage, reason_of
 
 FIX = "correct it"
 
@@ -39,7 +39,7 @@ def mistake(path: Path, error: BaseException) -> ConfigError:
     where = f"{path}:{line_of(error, path)}"
     if type(error).__module__.startswith("megarl."):  # it says itself what to do
         return ConfigError(f"{where}: {error}")
-    return ConfigError(f"{where}: {type(error).__name__}: {error}; {FIX}")
+    return ConfigError(f"{where}: {type(error).__name__}: {reason_of(error)}; {FIX}")
 
 
 def line_of(error: BaseException, path: Path) -> int:
