@@ -90,7 +90,7 @@ class ComposedAlgorithm:
             scores |= {Score.VALUES}
         cfg, loss = self.cfg, self._policy_loss
         for shaper in shapers_of(cfg):
-            scores |= set(shaper.reads)
+            scores |= {Score(name) for name in shaper.reads}
         if "ref_logprobs" in loss.reads:
             scores |= {Score.REF_LOGPROBS}
         if loss.chooses or compares_policies(cfg) or cfg.off_policy.drop_above is not None:

@@ -173,7 +173,7 @@ class PreferenceObjective:
 
     @property
     def reads(self) -> frozenset[str]:
-        return frozenset(PREFERENCE_LOSSES.get(self.cfg.objective).reads)
+        return frozenset(map(str, PREFERENCE_LOSSES.get(self.cfg.objective).reads))
 
     def denominators(self, rows: Sequence[Row]) -> Denominators:
         """Count the pairs of an optimizer mini-batch."""

@@ -46,7 +46,7 @@ class AdvantageShaper:
     """
 
     shape: Shape = field(kw_only=False)
-    reads: Collection[Score] = ()
+    reads: Collection[str] = ()
     place: Literal["first", "named", "last"] = "named"
 
     def __post_init__(self) -> None:

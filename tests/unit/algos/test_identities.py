@@ -245,7 +245,7 @@ def corrections() -> Iterator[CorrectionConfig]:
     """Every correction, alone and with each of the options that it takes."""
     for name in CORRECTIONS:
         for options in OPTIONS:
-            if options.keys() <= CORRECTIONS.get(name).options:
+            if options.keys() <= set(CORRECTIONS.get(name).options):
                 yield CorrectionConfig(name=name, **options)
 
 
