@@ -48,6 +48,9 @@ def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
     KL_ESTIMATORS.get(cfg.kl.estimator)
     if cfg.kl.loss_estimator not in KL_ESTIMATORS:
         raise unknown_name("KL estimator", cfg.kl.loss_estimator, KL_ESTIMATORS, key="algo.kl.loss_estimator")
+    PREFIX_STRATEGIES.get(cfg.demonstrations.strategy)
+    demonstration_reshape(cfg.off_policy)
+    ratio_reshape(cfg.off_policy)
     check_values(cfg, ("algo",), "algo")
     key, loss = "loss_estimator" if cfg.kl.where == "both" else "estimator", cfg.policy_loss
     in_loss = getattr(cfg.kl, key)
@@ -83,11 +86,8 @@ def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
 
 
 def _check_demonstrations(cfg: AlgoConfig) -> None:
-    """Raise ConfigError for an unknown strategy or reshape, and for settings that the chosen ones do not read."""
+    """Raise ConfigError for settings that the chosen strategy and reshapes do not read."""
     demonstrations, strategy = cfg.demonstrations, cfg.demonstrations.strategy
-    PREFIX_STRATEGIES.get(strategy)
-    demonstration_reshape(cfg.off_policy)
-    ratio_reshape(cfg.off_policy)
     for name, readers in readers_of(PREFIX_STRATEGIES).items():
         if strategy not in readers:
             remedy = f"set strategy={' or '.join(readers)}"

@@ -56,7 +56,14 @@ def check_schedule(config: Config) -> None:
             "algo.correction.name, as use.schedule=one_step_off (rollout_ratio) and use.schedule=async (tis_upper) do, "
             "or algo.correction.forced=true to see what that costs"
         )
-    if config.rollout.source == "vllm" and schedule.on_update == "continue" and config.run.deterministic:
+    if config.rollout.source != "vllm":
+        return
+    if schedule.on_update == "finish" and schedule.staleness > 1:
+        raise ConfigError(
+            f"{ahead} with rollout.schedule.on_update=finish, but engines are empty at every update, so more than 1 "
+            "gains nothing; set staleness=1, or on_update=continue"
+        )
+    if schedule.on_update == "continue" and config.run.deterministic:
         raise ConfigError(
             "run.deterministic: got true with rollout.schedule.on_update=continue, where it depends on time which "
             "token new weights come at; set on_update=finish, or record the run and execute it again with "

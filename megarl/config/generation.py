@@ -106,15 +106,8 @@ class RolloutConfig:
                 f"{key}.replay_dir: is not set, but {key}.source={self.source}; set it to the records directory of an "
                 f"earlier run with {key}.record=true"
             )
-        schedule = self.schedule
-        if not schedule.staleness or self.source != "vllm":
-            return
-        if schedule.on_update == "finish" and schedule.staleness > 1:
-            raise ConfigError(
-                f"{key}.schedule.staleness: got {schedule.staleness} with {key}.schedule.on_update=finish, but engines "
-                "are empty at every update, so more than 1 gains nothing; set staleness=1, or on_update=continue"
-            )
-        if schedule.on_update == "continue" and self.engine.pp > 1:
+        continues = self.schedule.staleness and self.schedule.on_update == "continue" and self.source == "vllm"
+        if continues and self.engine.pp > 1:
             raise ConfigError(
                 f"{key}.engine.pp: got {self.engine.pp} with {key}.schedule.on_update=continue, but vLLM cannot take "
                 "tokens back that are between two stages when new weights come; set on_update=finish or pp=1"

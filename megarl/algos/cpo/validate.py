@@ -47,6 +47,11 @@ def check_cpo(cfg: CpoConfig) -> None:
     )
     unread_weights = (name for name in WEIGHTS if name not in read.reads)
     refuse_unused("algo.cpo", cfg, unread_weights, situation, "choose another method", harmless=(0.0,))
+    if cfg.difficulty == "data" and cfg.difficulty_field is None:
+        raise ConfigError(
+            "algo.cpo.difficulty_field: got null with algo.cpo.difficulty=data; set it to the field of extra_info that "
+            "holds the difficulty"
+        )
     if cfg.shuffled_baseline and estimator.uses_hint_kl:
         raise ConfigError(
             f"algo.cpo.shuffled_baseline: got true with algo.cpo.mi_estimator={cfg.mi_estimator}, which is not a "

@@ -84,11 +84,3 @@ class CpoConfig:
     # Coefficients that the method itself declares, by name; see "Adding a method" in docs/algorithms/cpo.md.
     coefficients: Mapping[str, float] = section(dict, ANY_NUMBER)
     hint: HintConfig = field(default_factory=HintConfig)
-
-    def check(self, key: str) -> None:
-        """Raise ConfigError for a difficulty from data without the field that holds it."""
-        if self.difficulty == "data" and self.difficulty_field is None:
-            raise ConfigError(
-                f"{key}.difficulty_field: got null with {key}.difficulty=data; set it to the field of extra_info that "
-                "holds the difficulty"
-            )
