@@ -117,13 +117,13 @@ class OffPolicyConfig:
                 refuse_unused(key, self, names, f"loss={self.loss}", f"set loss={loss}")
         if self.target_probs and self.reshape != "no_reshape":
             warnings.warn(
-                f"{key}.reshape={self.reshape} acts only on demonstration tokens without a probability, as "
+                f"algo.off_policy.reshape={self.reshape} acts only on demonstration tokens without a probability, as "
                 "target_probs=true divides by the others'",
                 stacklevel=3,
             )
         if self.on_policy_reshape == "logp" and not self.remove_clip:
             warnings.warn(
-                f"{key}.on_policy_reshape=logp is about 0 where a ratio is about 1, outside of the clip range; set "
-                "remove_clip=true",
+                "algo.off_policy.on_policy_reshape=logp is about 0 where a ratio is about 1, outside of the clip "
+                "range; set remove_clip=true",
                 stacklevel=3,
             )

@@ -192,6 +192,7 @@ ONLY_DATA = {
         "algo.cpo.difficulty_field",
     ),
     *("algo.demonstrations.strategy", "algo.kl.estimator", "algo.kl.loss_estimator", "algo.policy_loss.name"),
+    *("algo.filter.names", "algo.shapers"),  # of what algo.plugins registers
     *("algo.off_policy.reshape", "algo.off_policy.on_policy_reshape", "environment.key", "rewards.sources.*.scorer"),
     *("reference.model_path", "critic.model_path", "reward_model.model_path", "rollout.stop", "rollout.replay_dir"),
     *("rewards.sources.*.format", "rewards.custom.name", "rewards.custom.arguments.*", "rewards.hybrid.parts.*.judge"),
