@@ -13,7 +13,7 @@ from megarl.errors import ConfigError, WorkerError
 from megarl.host.device.accelerators import FP8_RECIPES, Device, torch_build
 from megarl.host.device.platform import Platform
 from megarl.host.janitor import SHM_DIR, RunScope
-from megarl.host.temp_dir import TempChoice, choose_temp_root
+from megarl.host.temp_dir import ADVICE, TempChoice, choose_temp_root
 from megarl.sandbox import Isolation, Sandbox
 
 GIB = 2**30
@@ -152,9 +152,7 @@ def temp_finding(choice: TempChoice) -> Finding:
         found = f"{choice.root}, {shutil.disk_usage(choice.root).free / GIB:.1f} GiB free"
         found += f" (not {'; '.join(choice.problems)})" if choice.problems else ""
         status = Status.WARN if choice.problems else Status.OK
-    return Finding(
-        subject="temporary files", found=found, status=status, advice="" if status is Status.OK else choice.advice
-    )
+    return Finding(subject="temporary files", found=found, status=status, advice="" if status is Status.OK else ADVICE)
 
 
 def files_finding(soft: int, hard: int) -> Finding:

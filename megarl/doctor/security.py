@@ -45,8 +45,11 @@ def check_security(run_dir: Path | None, require_plain_data: Callable[[Path], No
             yield shared_directory_finding(root)
     if SHM_DIR.is_dir():
         yield shared_directory_finding(SHM_DIR)
-    yield open_files_finding(temporary_files())
-    yield listeners_finding(own_listeners())
+    # Of all users' runs.
+    temporary = [path for root in candidates() for path in root.glob(f"{PREFIX}*")] + [*SHM_DIR.glob("megarl-*")]
+    yield open_files_finding(temporary)
+    own = [each.pid for each in psutil.process_iter(["uids"]) if each.info["uids"].real == os.getuid()]
+    yield listeners_finding(listeners(own))
     yield tokens_finding(Path.home())
     yield core_dumps_finding(resource.getrlimit(resource.RLIMIT_CORE)[0])
     yield neighbours_finding({process.info["uids"].real for process in psutil.process_iter(["uids"])})
@@ -64,11 +67,6 @@ def shared_directory_finding(directory: Path) -> Finding:
         status=Status.OK if loose is None else Status.UNSAFE,
         advice="" if loose is None else f"chmod +t {loose}, or set TMPDIR to a directory of your own",
     )
-
-
-def temporary_files() -> list[Path]:
-    """List the temporary directories and shared memory of all users' runs."""
-    return [path for root in candidates() for path in root.glob(f"{PREFIX}*")] + [*SHM_DIR.glob("megarl-*")]
 
 
 def open_files_finding(paths: list[Path]) -> Finding:
@@ -89,12 +87,6 @@ def open_files_finding(paths: list[Path]) -> Finding:
         status=Status.WARN if bare else Status.OK,
         advice=f"end these runs, which an earlier megarl started, then rm -r {_some(bare)}" if bare else "",
     )
-
-
-def own_listeners() -> list[Listener]:
-    """List the sockets on which this user's processes accept connections."""
-    own = [each.pid for each in psutil.process_iter(["uids"]) if each.info["uids"].real == os.getuid()]
-    return listeners(own)
 
 
 def listeners_finding(found: list[Listener]) -> Finding:

@@ -47,16 +47,16 @@ def child_environment(pass_env: Collection[str], *, key: str) -> dict[str, str]:
     """
     if missing := [name for name in pass_env if name not in os.environ]:
         raise ConfigError(f"{key}: {missing[0]} is not set; export it, or remove it there")
-    return {name: value for name, value in os.environ.items() if name in pass_env or _is_allowed(name)}
+    patterns = [allowed for allowed in ALLOWED if "*" in allowed]
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in (*pass_env, *ALLOWED)
+        or (not _SECRET.search(name) and any(fnmatchcase(name, pattern) for pattern in patterns))
+    }
 
 
 def limit_environment(pass_env: Collection[str], *, key: str) -> None:
     """Remove from this process's environment what `child_environment` leaves out."""
     for name in os.environ.keys() - child_environment(pass_env, key=key).keys():
         del os.environ[name]
-
-
-def _is_allowed(name: str) -> bool:
-    return name in ALLOWED or (
-        not _SECRET.search(name) and any(fnmatchcase(name, pattern) for pattern in ALLOWED if "*" in pattern)
-    )

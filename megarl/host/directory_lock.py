@@ -91,11 +91,6 @@ class Owner:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"megarl {self.command} on {self.host} (process {self.pid}{job}, since {since})"
 
-    @property
-    def end_it(self) -> str:
-        """Return the command that ends this process as a user would."""
-        return f"scancel {self.job.split()[0]}" if self.job else f"kill {self.pid}"
-
     def is_alive(self, *, seen_by: "Owner") -> bool | None:
         """Return whether this process lives, as far as another one can tell at once; None if only time can tell."""
         if self.job is not None and self.job == seen_by.job and self.restart < seen_by.restart:
@@ -248,8 +243,10 @@ class DirectoryLock:
             claim = claims[-1]
             alive = None if claim.owner is None else claim.owner.is_alive(seen_by=self._me)
             if alive or (alive is None and self._shows_life(claim)):
-                owner = claim.owner
-                end_it = f", end it (`{owner.end_it}` on {owner.host})" if owner else ""
+                owner, end_it = claim.owner, ""
+                if owner is not None:
+                    command = f"scancel {owner.job.split()[0]}" if owner.job else f"kill {owner.pid}"
+                    end_it = f", end it (`{command}` on {owner.host})"
                 raise ConfigError(
                     f"{self.directory}: is in use by {owner or 'another process'}, and two processes would spoil each "
                     f"other's files; wait until it has ended{end_it}, or choose another directory (run.name)"

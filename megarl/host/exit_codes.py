@@ -64,17 +64,13 @@ def exit_on_errors() -> Iterator[None]:
         print_lines(stopped, file=sys.stderr)
         raise SystemExit(EXIT_STOPPED) from None
     finally:
-        _require_reader()
-
-
-def _require_reader() -> None:
-    """Exit silently if the reader of the output (such as `head`) is gone, even if no print has failed yet."""
-    poll = select.poll()
-    poll.register(_STDOUT)
-    if any(event & select.POLLERR for _, event in poll.poll(0)):
-        # Python flushes its output buffers at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
-        raise SystemExit(128 + signal.SIGPIPE) from None
+        # The reader of the output (such as `head`) may be gone, even if no print has failed yet.
+        poll = select.poll()
+        poll.register(_STDOUT)
+        if any(event & select.POLLERR for _, event in poll.poll(0)):
+            # Python flushes its output buffers at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
+            raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def _fail(error: Exception, code: int) -> NoReturn:

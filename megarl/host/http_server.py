@@ -91,19 +91,24 @@ class JsonReader:
 
     async def read(self, request: Request) -> Any:
         """Return the JSON of a request. Raises RequestRefusedError for what is too large, or is not JSON in UTF-8."""
+        too_large = RequestRefusedError(413, f"got more than {self._max_bytes} bytes; send less at a time")
         with SpooledTemporaryFile(MEMORY_BYTES) as body:
             self._unfinished.add(body)
             try:
                 # A number of thousands of digits is none for Python.
                 if int(request.headers.get("content-length", "0")) > self._max_bytes:
-                    self._refuse_size()
+                    raise too_large
                 async for part in request.stream():
                     if body.closed:
                         raise RequestRefusedError(503, "the service has no room for the body; try again")
                     body.write(part)
                     if body.tell() > self._max_bytes:
-                        self._refuse_size()
-                    self._make_room()
+                        raise too_large
+                    while sum(body.tell() for body in self._unfinished) > DISK_BYTES:
+                        # Since connections are limited, a client that sends no more than others is never dropped.
+                        largest = max(self._unfinished, key=lambda body: body.tell())
+                        self._unfinished.remove(largest)
+                        largest.close()
                 body.seek(0)
                 content = body.read()
             except ClientDisconnect:
@@ -126,18 +131,6 @@ class JsonReader:
         except (ValueError, RecursionError) as error:
             raise RequestRefusedError(400, f"got no JSON: {type(error).__name__}: {error}") from error
         return parsed
-
-    def _refuse_size(self) -> NoReturn:
-        raise RequestRefusedError(413, f"got more than {self._max_bytes} bytes; send less at a time")
-
-    def _make_room(self) -> None:
-        """Drop the largest unfinished body while all of them are too large. Since connections are limited, a client
-        that sends no more than others is never dropped.
-        """
-        while sum(body.tell() for body in self._unfinished) > DISK_BYTES:
-            largest = max(self._unfinished, key=lambda body: body.tell())
-            self._unfinished.remove(largest)
-            largest.close()
 
 
 def _refuse_constant(name: str) -> NoReturn:

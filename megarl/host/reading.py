@@ -16,7 +16,7 @@ MAX_REASON_CHARS = 200
 # How much of a file is looked at to say what it is.
 _HEAD_BYTES = 4096
 # A file of the wrong kind often begins with these first bytes; then what it is, and what to do about it.
-_KINDS = (
+_KINDS: tuple[tuple[bytes | tuple[bytes, ...], str, str], ...] = (
     (b"version https://git-lfs.github.com/spec/", "a pointer of Git LFS", "fetch the file itself with `git lfs pull`"),
     (b"\x1f\x8b", "compressed with gzip", "unpack it with gunzip"),
     (b"\x28\xb5\x2f\xfd", "compressed with Zstandard", "unpack it with `zstd -d`"),
@@ -24,11 +24,8 @@ _KINDS = (
     (b"\xfd7zXZ\0", "compressed with xz", "unpack it with unxz"),
     (b"PK\x03\x04", "a zip archive", "unpack it with unzip"),
     (b"PAR1", "a Parquet file", "give it its right name or setting"),
-    (b"<!DOCTYPE", "a web page", "download the file itself"),
-    (b"<!doctype", "a web page", "download the file itself"),
-    (b"<html", "a web page", "download the file itself"),
-    (b"\xff\xfe", "text in UTF-16", "write it in UTF-8"),
-    (b"\xfe\xff", "text in UTF-16", "write it in UTF-8"),
+    ((b"<!DOCTYPE", b"<!doctype", b"<html"), "a web page", "download the file itself"),
+    ((b"\xff\xfe", b"\xfe\xff"), "text in UTF-16", "write it in UTF-8"),
 )
 _TYPES = (
     (stat.S_ISDIR, "a directory"),

@@ -45,7 +45,7 @@ def leave_on_signals() -> list[int]:
 
 @contextmanager
 def keep_handlers() -> Iterator[None]:
-    """Restore megarl's signal handlers at the end of this context, in which `ray.init` replaces them."""
+    """Restore the signal handlers at the end of this context, in which `ray.init` or a Slurm job replaces them."""
     previous = {each: signal.getsignal(each) for each in _LEAVING}
     try:
         yield

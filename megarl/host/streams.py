@@ -4,7 +4,6 @@ import io
 import os
 import sys
 import traceback
-from types import TracebackType
 from typing import TextIO
 
 from megarl.texts.unicode import visible
@@ -35,14 +34,12 @@ def write_anything() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in _STRICT:
             stream.reconfigure(errors=_LENIENT)
-    sys.excepthook = _print_traceback
+    sys.excepthook = lambda *raised: print_lines(
+        *"".join(traceback.format_exception(*raised)).rstrip("\n").split("\n"), file=sys.stderr
+    )
     encoding, _, errors = os.environ.get(_VARIABLE, "").partition(":")
     if errors in _STRICT:
         os.environ[_VARIABLE] = f"{encoding}:{_LENIENT}"
-
-
-def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    print_lines(*"".join(traceback.format_exception(kind, error, trace)).rstrip("\n").split("\n"), file=sys.stderr)
 
 
 def print_lines(*lines: object, file: TextIO | None = None) -> None:

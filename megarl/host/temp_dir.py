@@ -33,6 +33,7 @@ MOST_BYTES = SOCKET_BYTES - len(_RAY) - len(_RUN)
 # Ray's logs and the files of its sessions; without any room it does not start, and says so after 47 s.
 SMALLEST_MIB = 64
 USUAL = (Path("/tmp"), Path("/var/tmp"))
+ADVICE = f"set TMPDIR to a local directory whose path has at most {MOST_BYTES} bytes, with {SMALLEST_MIB} MiB free"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +42,6 @@ class TempChoice:
 
     root: Path | None
     problems: tuple[str, ...]
-
-    @property
-    def advice(self) -> str:
-        return (
-            f"set TMPDIR to a local directory whose path has at most {MOST_BYTES} bytes, with {SMALLEST_MIB} MiB free"
-        )
 
 
 def candidates() -> tuple[Path, ...]:
@@ -74,7 +69,7 @@ def temp_root() -> Path:
     """Return the directory that a run's temporary directory lies in. Raises ConfigError if none suits."""
     choice = choose_temp_root()
     if choice.root is None:
-        raise ConfigError(f"no directory for temporary files suits Ray: {'; '.join(choice.problems)}; {choice.advice}")
+        raise ConfigError(f"no directory for temporary files suits Ray: {'; '.join(choice.problems)}; {ADVICE}")
     return choice.root
 
 
@@ -85,9 +80,12 @@ def unsuited(root: Path) -> str | None:
     if (loose := loose_place(root)) is not None:
         return f"another user can replace what lies in {loose}"
     try:
-        with _probe(root) as directory, contextlib.closing(socket.socket(socket.AF_UNIX)) as probe:
-            (directory / "file").write_bytes(bytes(1 << 12))
-            probe.bind(str(directory / "socket"))
+        with (
+            tempfile.TemporaryDirectory(dir=root, prefix=PREFIX, ignore_cleanup_errors=True) as directory,
+            contextlib.closing(socket.socket(socket.AF_UNIX)) as probe,
+        ):
+            Path(directory, "file").write_bytes(bytes(1 << 12))
+            probe.bind(f"{directory}/socket")
     except OSError as error:
         return problem(error, root) if root.is_dir() else "no such directory"
     if (free := shutil.disk_usage(root).free) < SMALLEST_MIB << 20:
@@ -106,15 +104,6 @@ def loose_place(root: Path) -> Path | None:
             if shared or not {found.st_uid, place.lstat().st_uid} <= trusted:
                 return place
     return None
-
-
-@contextlib.contextmanager
-def _probe(root: Path) -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(dir=root, prefix=PREFIX))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def make_temp_dir(run_id: str) -> Path:

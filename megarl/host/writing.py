@@ -134,8 +134,10 @@ def problem(error: OSError, path: Path) -> str:
     remedy = remedies.get(code, "look at the health of this storage")
     # Libraries' own words, as Arrow's, may be long.
     what = os.strerror(code) if code in remedies else str(error)
-    if code == errno.ENOSPC and _has_no_inodes(path):
-        return f"{what}; {room(path)}, but no further file can be made: remove some there"
+    if code == errno.ENOSPC:
+        found = os.statvfs(_nearest(path))
+        if found.f_files > 0 and found.f_favail == 0:
+            return f"{what}; {room(path)}, but no further file can be made: remove some there"
     return f"{what}; {room(path)}; {remedy}"
 
 
@@ -150,8 +152,3 @@ def room(path: Path) -> str:
 
 def _nearest(path: Path) -> Path:
     return next(each for each in (path, *path.absolute().parents) if each.exists())
-
-
-def _has_no_inodes(path: Path) -> bool:
-    found = os.statvfs(_nearest(path))
-    return found.f_files > 0 and found.f_favail == 0

@@ -10,8 +10,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -22,6 +21,7 @@ from megarl.host.exit_codes import EXIT_BAD_INPUT, EXIT_STOPPED
 from megarl.host.janitor import HOSTED_RUN_VARIABLE, RunScope, clean_up
 from megarl.host.ray_environment import fresh_token
 from megarl.host.sharing import VARIABLE, shared_with, umask_variable
+from megarl.host.signals import keep_handlers
 from megarl.host.streams import print_lines
 from megarl.launch.allocation import Allocation, free_ports, own_address
 from megarl.launch.command import JobCommand, read_command
@@ -73,7 +73,9 @@ def run_job(argv: Sequence[str], arguments: Namespace, *, max_restarts: int) -> 
     logs = command.logs / f"slurm-{allocation.job_id}"
     attempts = AttemptLog(logs)
     driver = _Driver()
-    with _forwarded(driver), shared_with(command.share, command.directory):
+    with keep_handlers(), shared_with(command.share, command.directory):
+        for each in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(each, driver.forward)
         while True:
             started = time.time()
             code = _attempt(command, allocation, logs, driver, number=len(attempts.read()))
@@ -102,17 +104,6 @@ def run_job(argv: Sequence[str], arguments: Namespace, *, max_restarts: int) -> 
             # Slurm ends this process during the wait.
             time.sleep(REQUEUE_S)
     return code
-
-
-@contextmanager
-def _forwarded(driver: _Driver) -> Iterator[None]:
-    """Forward the signals SIGUSR1 and SIGTERM to the driver while this context is active."""
-    previous = {each: signal.signal(each, driver.forward) for each in (signal.SIGUSR1, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for each, handler in previous.items():
-            signal.signal(each, handler)
 
 
 def _attempt(command: JobCommand, allocation: Allocation, logs: Path, driver: _Driver, *, number: int) -> int:
