@@ -17,17 +17,11 @@ CLEAR_P_VALUE = 0.05
 _OWN_SETTINGS = ("algo.", "run.", "logging.")
 
 
-def _algorithm_of(run: Run) -> str:
-    return visible(str(run.config.get("algo", {}).get("name")))
-
-
-def _name_of(run: Run) -> str:
-    """Return the run's name without its seed: `cpo-wide-seed2` → `cpo-wide`."""
-    return visible(str(run.config.get("run", {}).get("name"))).rpartition("-seed")[0] or run.label
-
-
-# Runs can be grouped by these.
-GROUPINGS: Mapping[str, Callable[[Run], str]] = {"algo": _algorithm_of, "name": _name_of}
+# What runs can be grouped by: the algorithm, or the run's name without its seed (`cpo-wide-seed2` → `cpo-wide`).
+GROUPINGS: Mapping[str, Callable[[Run], str]] = {
+    "algo": lambda run: visible(str(run.config.get("algo", {}).get("name"))),
+    "name": lambda run: visible(str(run.config.get("run", {}).get("name"))).rpartition("-seed")[0] or run.label,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

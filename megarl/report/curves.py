@@ -2,7 +2,7 @@
 gives.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -93,21 +93,17 @@ def _plot_estimates(ax: Axes, points: Sequence[Estimate], color: str, style: str
     ax.plot(steps, scores, style, color=color, marker="o", markersize=3.5, label=label or "_nolegend_")
 
 
-def draw_spread(prefix: str) -> Callable[[Axes, Sequence[Run]], None]:
-    """Return a function that draws the mean of a quantity of the first run, and a band from its least to its most."""
-
-    def draw(ax: Axes, runs: Sequence[Run]) -> None:
-        run, color = runs[0], color_of(0)
-        mean, low, high = (run.get(f"{prefix}/{name}") for name in ("mean", "min", "max"))
-        _plot_smoothed(ax, mean, color)
-        labels = [EndLabel(mean.values[-1], "mean", color)]
-        if low and high and low.steps == high.steps:
-            ax.fill_between(low.steps, low.values, high.values, color=color, alpha=0.15, linewidth=0)
-            labels += [EndLabel(low.values[-1], "min", MUTED), EndLabel(high.values[-1], "max", MUTED)]
-        ax.set_ylim(bottom=0)
-        label_ends(ax, labels)
-
-    return draw
+def draw_spread(ax: Axes, runs: Sequence[Run], *, prefix: str) -> None:
+    """Draw the mean of a quantity of the first run, and a band from its least to its most."""
+    run, color = runs[0], color_of(0)
+    mean, low, high = (run.get(f"{prefix}/{name}") for name in ("mean", "min", "max"))
+    _plot_smoothed(ax, mean, color)
+    labels = [EndLabel(mean.values[-1], "mean", color)]
+    if low and high and low.steps == high.steps:
+        ax.fill_between(low.steps, low.values, high.values, color=color, alpha=0.15, linewidth=0)
+        labels += [EndLabel(low.values[-1], "min", MUTED), EndLabel(high.values[-1], "max", MUTED)]
+    ax.set_ylim(bottom=0)
+    label_ends(ax, labels)
 
 
 def draw_mismatch(ax: Axes, runs: Sequence[Run]) -> None:
@@ -127,30 +123,20 @@ def draw_mismatch(ax: Axes, runs: Sequence[Run]) -> None:
         ax.text(0.5, 0.5, "zero at every step", transform=ax.transAxes, ha="center", color=MUTED)
 
 
-def draw_line(metric: str) -> Callable[[Axes, Sequence[Run]], None]:
-    """Return a function that draws a panel of one metric of the first run."""
-
-    def draw(ax: Axes, runs: Sequence[Run]) -> None:
-        _plot_smoothed(ax, runs[0].get(metric), color_of(0))
-
-    return draw
+def draw_line(ax: Axes, runs: Sequence[Run], *, metric: str) -> None:
+    """Draw one metric of the first run."""
+    _plot_smoothed(ax, runs[0].get(metric), color_of(0))
 
 
-def draw_good_and_bad(prefix: str, good: str, bad: str) -> Callable[[Axes, Sequence[Run]], None]:
-    """Return a function that draws two metrics of the first run: a prefix followed by the name of the good rows, such
-    as `right`, and by that of the bad rows, such as `wrong`.
-    """
-
-    def draw(ax: Axes, runs: Sequence[Run]) -> None:
-        labels = []
-        for rows, color in ((good, color_of(2)), (bad, color_of(1))):
-            if series := runs[0].get(f"{prefix}_{rows}"):
-                _plot_smoothed(ax, series, color)
-                labels.append(EndLabel(series.values[-1], rows, color))
-        ax.axhline(0, color=MUTED, linewidth=0.8)
-        label_ends(ax, labels)
-
-    return draw
+def draw_good_and_bad(ax: Axes, runs: Sequence[Run], *, prefix: str, good: str = "right", bad: str = "wrong") -> None:
+    """Draw two metrics of the first run: a prefix followed by the name of the good rows, and by that of the bad."""
+    labels = []
+    for rows, color in ((good, color_of(2)), (bad, color_of(1))):
+        if series := runs[0].get(f"{prefix}_{rows}"):
+            _plot_smoothed(ax, series, color)
+            labels.append(EndLabel(series.values[-1], rows, color))
+    ax.axhline(0, color=MUTED, linewidth=0.8)
+    label_ends(ax, labels)
 
 
 def draw_advantage_changes(ax: Axes, runs: Sequence[Run]) -> None:
@@ -167,18 +153,14 @@ def draw_advantage_changes(ax: Axes, runs: Sequence[Run]) -> None:
         ax.legend(loc="best")
 
 
-def draw_with_held_out(metric: str, top: float | None = None) -> Callable[[Axes, Sequence[Run]], None]:
-    """Return a function that draws a training metric of the first run, and the same on held-out data as dots."""
-
-    def draw(ax: Axes, runs: Sequence[Run]) -> None:
-        _plot_smoothed(ax, runs[0].get(metric), color_of(0))
-        if held_out := runs[0].get(f"val/{metric}"):
-            ax.plot(held_out.steps, held_out.values, "o", color=color_of(1), markersize=3.5)
-            label_ends(ax, [EndLabel(held_out.values[-1], "held out", color_of(1))])
-        if top is not None:
-            ax.set_ylim(0, top)
-
-    return draw
+def draw_with_held_out(ax: Axes, runs: Sequence[Run], *, metric: str, top: float | None = None) -> None:
+    """Draw a training metric of the first run, and the same on held-out data as dots."""
+    _plot_smoothed(ax, runs[0].get(metric), color_of(0))
+    if held_out := runs[0].get(f"val/{metric}"):
+        ax.plot(held_out.steps, held_out.values, "o", color=color_of(1), markersize=3.5)
+        label_ends(ax, [EndLabel(held_out.values[-1], "held out", color_of(1))])
+    if top is not None:
+        ax.set_ylim(0, top)
 
 
 def draw_time(ax: Axes, runs: Sequence[Run]) -> None:

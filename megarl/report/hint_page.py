@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from markupsafe import Markup
-
 from megarl.record.text_table import align
 from megarl.report.html import render_html
 from megarl.report.marked_text import FULL_GAIN, gain_text, visible_text
@@ -94,20 +92,25 @@ def _terminal_token(token: ScoredToken, *, with_colors: bool) -> str:
     text = visible(token.text, keep_lines=True)
     if not with_colors:
         return f"{text}({token.gain:+.1f})" if abs(token.gain) >= 0.05 else text
-    strength = _strength(token.gain)
+    strength = min(abs(token.gain) / FULL_GAIN, 1.0)
     # Mixed with a dark background, so that white text can be read on it.
     red, green, blue = (round(30 + strength * (part - 30)) for part in (_BETTER if token.gain > 0 else _WORSE))
     shown = text.replace("\n", "↵\n")
     return f"\x1b[38;2;255;255;255;48;2;{red};{green};{blue}m{shown}\x1b[0m"
 
 
-def _strength(gain: float) -> float:
-    """Return how strong a gain's colour is, in [0, 1]."""
-    return min(abs(gain) / FULL_GAIN, 1.0)
-
-
 def to_html(report: HintReport) -> str:
-    """Write a report as one self-contained HTML page."""
+    """Write a report as one self-contained HTML page, with answers coloured by gain; a token's tooltip has its
+    log-probs.
+    """
+    answers = {}
+    for answer in report.answers:
+        notes = []
+        for token in answer.tokens:
+            others = "" if token.shuffled is None else f", another prompt's hint {token.shuffled - token.old:+.3f}"
+            notes.append(f"log-prob {token.old:.3f} → {token.hinted:.3f}{others}")
+        texts, gains = [token.text for token in answer.tokens], [token.gain for token in answer.tokens]
+        answers[id(answer)] = gain_text(texts, gains, notes)
     return render_html(
         _PAGE,
         title=report.title,
@@ -115,18 +118,9 @@ def to_html(report: HintReport) -> str:
         report=report,
         full=FULL_GAIN,
         visible=visible_text,
-        tokens={id(answer): _html_tokens(answer) for answer in report.answers},
+        tokens=answers,
         key=id,
     )
-
-
-def _html_tokens(answer: ScoredAnswer) -> Markup:
-    """Return an answer as HTML, coloured by gain; a token's log-probs are its tooltip."""
-    notes = []
-    for token in answer.tokens:
-        others = "" if token.shuffled is None else f", another prompt's hint {token.shuffled - token.old:+.3f}"
-        notes.append(f"log-prob {token.old:.3f} → {token.hinted:.3f}{others}")
-    return gain_text([token.text for token in answer.tokens], [token.gain for token in answer.tokens], notes)
 
 
 def answer_tokens(

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from megarl.record.metrics import summarize
 from megarl.report.figures import available_panels, panel_svg
 from megarl.report.html import render_html
-from megarl.report.problems import problem_group, problem_kinds, problem_shares
+from megarl.report.problems import problem_groups, problem_shares
 from megarl.report.rollouts import Verdicts
 from megarl.report.run import Run
 from megarl.report.style import PALETTE
@@ -110,7 +110,7 @@ def render_page(runs: Sequence[Run], verdicts: Sequence[Verdicts]) -> str:
         rollouts=rollout_rows(verdicts),
         num_samples=sum(each.num_samples for each in verdicts),
         problem_shares=problem_shares(run),
-        problems=[problem_group(*kind) for kind in problem_kinds(run)],
+        problems=list(problem_groups(run)),
         key_settings=[(label, settings[key]) for key, label in KEY_SETTINGS.items() if key in settings],
         settings=settings,
         versions=run.versions,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from matplotlib.axes import Axes
 
@@ -61,7 +62,7 @@ PANELS = (
         unit="share of pairs in order",
         caption="Of the batch that a reward model trains on, and of held-out pairs (dots).",
         needs="reward_model/accuracy",
-        draw=draw_with_held_out("reward_model/accuracy", top=1.02),
+        draw=partial(draw_with_held_out, metric="reward_model/accuracy", top=1.02),
     ),
     Panel(
         name="pair_loss",
@@ -69,7 +70,7 @@ PANELS = (
         unit="nats per pair",
         caption="− log σ of the difference of a pair's scores, less its margin.",
         needs="reward_model/loss",
-        draw=draw_with_held_out("reward_model/loss"),
+        draw=partial(draw_with_held_out, metric="reward_model/loss"),
     ),
     Panel(
         name="preference_accuracy",
@@ -77,7 +78,7 @@ PANELS = (
         unit="share of pairs",
         caption="Pairs whose chosen response has the larger implicit reward: of the batch, and held out (dots).",
         needs="preference/accuracy",
-        draw=draw_with_held_out("preference/accuracy", top=1.02),
+        draw=partial(draw_with_held_out, metric="preference/accuracy", top=1.02),
     ),
     Panel(
         name="preference_margin",
@@ -85,7 +86,7 @@ PANELS = (
         unit="chosen less rejected",
         caption="Mean difference of the implicit rewards of a pair: of the batch, and held out (dots).",
         needs="preference/margin",
-        draw=draw_with_held_out("preference/margin"),
+        draw=partial(draw_with_held_out, metric="preference/margin"),
     ),
     Panel(
         name="preference_loss",
@@ -93,7 +94,7 @@ PANELS = (
         unit="mean over pairs",
         caption="Of the objective that the run trains with: of the batch, and of held-out pairs (dots).",
         needs="preference/loss",
-        draw=draw_with_held_out("preference/loss"),
+        draw=partial(draw_with_held_out, metric="preference/loss"),
     ),
     Panel(
         name="preference_rewards",
@@ -102,7 +103,7 @@ PANELS = (
         caption="Of chosen and of rejected responses. Below 0, responses are less likely than under the reference "
         "model; rewards of ORPO, which has none, are never above 0.",
         needs="preference/reward_chosen",
-        draw=draw_good_and_bad("preference/reward", "chosen", "rejected"),
+        draw=partial(draw_good_and_bad, prefix="preference/reward", good="chosen", bad="rejected"),
     ),
     Panel(
         name="sft_nll",
@@ -110,7 +111,7 @@ PANELS = (
         unit="nats per token",
         caption="Mean −log-prob of the tokens to imitate: of the batch, and of held-out rows (dots).",
         needs="sft/nll",
-        draw=draw_with_held_out("sft/nll"),
+        draw=partial(draw_with_held_out, metric="sft/nll"),
     ),
     Panel(
         name="cpo_signal",
@@ -118,7 +119,7 @@ PANELS = (
         unit="nats per token",
         caption="Mean change of log-probs by the hint, d, over the tokens of right and of wrong responses.",
         needs="cpo/delta_mean",
-        draw=draw_good_and_bad("cpo/delta", "right", "wrong"),
+        draw=partial(draw_good_and_bad, prefix="cpo/delta"),
     ),
     Panel(
         name="cpo_change",
@@ -127,7 +128,7 @@ PANELS = (
         caption="After less before shaping, over the tokens of right and of wrong responses. Methods that only move "
         "credit within a row, such as verifier_sign, keep this mean at 0.",
         needs="cpo/adv_delta_mean",
-        draw=draw_good_and_bad("cpo/adv_delta", "right", "wrong"),
+        draw=partial(draw_good_and_bad, prefix="cpo/adv_delta"),
     ),
     Panel(
         name="cpo_histogram",
@@ -144,7 +145,7 @@ PANELS = (
         unit="tokens",
         caption="Mean over the batch; the band spans the shortest to the longest response.",
         needs="response_length/mean",
-        draw=draw_spread("response_length"),
+        draw=partial(draw_spread, prefix="response_length"),
     ),
     Panel(
         name="turns",
@@ -152,7 +153,7 @@ PANELS = (
         unit="turns of the policy",
         caption="Mean over the sampled conversations; the band spans the shortest to the longest.",
         needs="environment/turns/mean",
-        draw=draw_spread("environment/turns"),
+        draw=partial(draw_spread, prefix="environment/turns"),
     ),
     Panel(
         name="tool_calls",
@@ -160,7 +161,7 @@ PANELS = (
         unit="calls in a conversation",
         caption="Mean over the sampled conversations.",
         needs="environment/tool_calls",
-        draw=draw_line("environment/tool_calls"),
+        draw=partial(draw_line, metric="environment/tool_calls"),
     ),
     Panel(
         name="environment_time",
@@ -168,7 +169,7 @@ PANELS = (
         unit="seconds in a conversation",
         caption="What environments took for all replies of a conversation, mean; engines work meanwhile.",
         needs="perf/environment_reply_s",
-        draw=draw_line("perf/environment_reply_s"),
+        draw=partial(draw_line, metric="perf/environment_reply_s"),
     ),
     Panel(
         name="environment_failures",
@@ -192,7 +193,7 @@ PANELS = (
         unit="L2 norm before clipping",
         caption="Of the actor's gradient.",
         needs="actor/grad_norm",
-        draw=draw_line("actor/grad_norm"),
+        draw=partial(draw_line, metric="actor/grad_norm"),
     ),
     Panel(
         name="entropy",
@@ -200,7 +201,7 @@ PANELS = (
         unit="nats per token",
         caption="Mean over response tokens. A fall to zero means that samples stop differing.",
         needs="actor/entropy",
-        draw=draw_line("actor/entropy"),
+        draw=partial(draw_line, metric="actor/entropy"),
     ),
     Panel(
         name="time",
@@ -216,7 +217,7 @@ PANELS = (
         unit="tokens per second",
         caption="Tokens of a step over its duration.",
         needs="perf/tokens_per_s",
-        draw=draw_line("perf/tokens_per_s"),
+        draw=partial(draw_line, metric="perf/tokens_per_s"),
     ),
     Panel(
         name="idle",

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from markupsafe import Markup
@@ -70,23 +70,18 @@ def problem_shares(run: Run) -> list[ShareRow]:
     return rows
 
 
-def problem_kinds(run: Run) -> Iterator[tuple[str, Sequence[ProblemRecord]]]:
-    """Yield the recorded problems of each kind, with a title."""
+def problem_groups(run: Run) -> Iterator[ProblemGroup]:
+    """Yield the latest examples of each kind of problem, of different reasons as far as there are enough."""
     kinds: dict[tuple[str, str], list[ProblemRecord]] = defaultdict(list)
     for record in run.problems:
         kinds[record.judge, record.outcome].append(record)
     for (judge, outcome), records in sorted(kinds.items()):
-        yield f"{judge}: {outcome.replace('_', ' ')}, {len(records)} recorded", records
-
-
-def problem_group(title: str, records: Sequence[ProblemRecord]) -> ProblemGroup:
-    """Pick the latest examples of a kind, of different reasons as far as there are enough."""
-    latest = list({record.reason: record for record in records}.values())[-NUM_EXAMPLES:]
-    latest = latest if len(latest) == NUM_EXAMPLES else list(records)[-NUM_EXAMPLES:]
-    return ProblemGroup(
-        title=title,
-        examples=tuple(
-            ProblemExample(record=each, response=visible_text(each.response), output=visible_text(each.output))
-            for each in reversed(latest)
-        ),
-    )
+        latest = list({record.reason: record for record in records}.values())[-NUM_EXAMPLES:]
+        latest = latest if len(latest) == NUM_EXAMPLES else records[-NUM_EXAMPLES:]
+        yield ProblemGroup(
+            title=f"{judge}: {outcome.replace('_', ' ')}, {len(records)} recorded",
+            examples=tuple(
+                ProblemExample(record=each, response=visible_text(each.response), output=visible_text(each.output))
+                for each in reversed(latest)
+            ),
+        )

@@ -81,7 +81,8 @@ def path_labels(paths: Sequence[Path]) -> list[str]:
 
 def _load_run(run_dir: Path, label: str) -> Run:
     paths = RunPaths(run_dir)
-    config = _read_config(paths)
+    if not paths.config.is_file():
+        raise DataError(f"{paths.root} is not a run directory: expected a config.yaml and a metrics.jsonl")
     records = read_metrics(paths.metrics)
     if not records:
         raise DataError(f"{paths.metrics} holds no metrics yet, expected at least one line; wait for the first step")
@@ -91,21 +92,14 @@ def _load_run(run_dir: Path, label: str) -> Run:
         series=build_series(records),
         last_step=max(record.step for record in records),
         elapsed_s=records[-1].time_s - records[0].time_s,
-        config=config,
+        # Earlier versions wrote secrets there.
+        config=masked(read_saved(paths.config)),
         versions=read_object(paths.versions, remedy=RESTORE) if paths.versions.is_file() else {},
         first_rollouts=tuple(read_rollouts(rollouts[0])) if rollouts else (),
         last_rollouts=tuple(read_rollouts(rollouts[-1])) if len(rollouts) > 1 else (),
         timeline=tuple(read_timeline(paths.timeline)) if paths.timeline.is_file() else (),
         problems=tuple(read_problems(paths.problems)),
     )
-
-
-def _read_config(paths: RunPaths) -> Mapping[str, Any]:
-    if not paths.config.is_file():
-        raise DataError(f"{paths.root} is not a run directory: expected a config.yaml and a metrics.jsonl")
-    # Earlier versions wrote secrets there.
-    settings: Mapping[str, Any] = masked(read_saved(paths.config))
-    return settings
 
 
 def build_series(records: Iterable[MetricsRecord]) -> dict[str, Series]:

@@ -144,17 +144,14 @@ def headline(run: Run) -> Headline:
         details.append(f"greedy decoding: {greedy.before} → {greedy.after}")
     if change.gain_std_error is not None:
         details.append("± is one standard error, √(p(1−p)/n)")
-    return Headline(sentence=_validation_sentence(change), details=tuple(details))
-
-
-def _validation_sentence(change: Change) -> str:
     is_clear = abs(change.gain) > CLEAR_CHANGE_STD_ERRORS * (change.gain_std_error or 0.0)
     verb = ("rose" if change.gain > 0 else "fell") if is_clear else "did not clearly change:"
     before = "before RL" if change.before.step == 0 else f"at step {change.before.step}"
-    return (
+    sentence = (
         f"Validation score {verb} from {change.before} {before} to {change.after} "
         f"after {change.after.step} steps ({change.gain:+.3f})."
     )
+    return Headline(sentence=sentence, details=tuple(details))
 
 
 def _reward_sentence(run: Run) -> str:

@@ -44,17 +44,14 @@ def timeline_windows(timeline: Sequence[Interval]) -> list[Window]:
     else:
         first = (len(steps) - WINDOW_STEPS) // 2
         chosen = [steps[first : first + WINDOW_STEPS], steps[-WINDOW_STEPS:]]
-    return [_window(timeline, _after_last_pause(part)) for part in chosen if part]
-
-
-def _after_last_pause(steps: Sequence[Interval]) -> Sequence[Interval]:
-    """Return the steps after the last gap that is longer than all of the steps together."""
-    whole = sum(step.end_s - step.start_s for step in steps)
-    gaps = [right.start_s - left.end_s for left, right in pairwise(steps)]
-    return steps[max((index for index, gap in enumerate(gaps, start=1) if gap > whole), default=0) :]
+    return [_window(timeline, part) for part in chosen if part]
 
 
 def _window(timeline: Sequence[Interval], steps: Sequence[Interval]) -> Window:
+    """Return the window of the steps after the last gap that is longer than all of the steps together."""
+    whole = sum(step.end_s - step.start_s for step in steps)
+    gaps = [right.start_s - left.end_s for left, right in pairwise(steps)]
+    steps = steps[max((index for index, gap in enumerate(gaps, start=1) if gap > whole), default=0) :]
     start, end = steps[0].start_s, steps[-1].end_s
     inside = [i for i in timeline if i.lane != STEP_LANE and i.end_s > start and i.start_s < end]
     cut = [
