@@ -22,7 +22,6 @@ import time
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 from megarl.errors import ConfigError, RunError
@@ -184,9 +183,7 @@ class DirectoryLock:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._ended.set()
         self._thread.join()
         try:

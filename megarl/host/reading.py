@@ -4,9 +4,9 @@ import contextlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from megarl.errors import ConfigError, DataError
 
@@ -36,10 +36,8 @@ _TYPES = (
 )
 
 
-class FileError(Protocol):
-    """Makes an error of a file from its message: ConfigError or DataError."""
-
-    def __call__(self, message: str, /) -> Exception: ...
+# Makes an error of a file from its message: ConfigError or DataError.
+FileError: TypeAlias = Callable[[str], Exception]
 
 
 @contextlib.contextmanager

@@ -57,19 +57,14 @@ FP8_RECIPES = {
 
 
 def nvidia_devices() -> list[Device]:
-    """List the devices that `nvidia-smi` reports; the list is empty if the tool is missing or fails."""
+    """List the devices that `nvidia-smi` reports, a line each; the list is empty if the tool is missing or fails."""
     try:
         answer = subprocess.run(
             _QUERY, capture_output=True, check=True, timeout=_TIMEOUT_S, encoding="utf-8", errors="replace"
         )
     except (FileNotFoundError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
         return []
-    return parse_devices(answer.stdout)
-
-
-def parse_devices(listing: str) -> list[Device]:
-    """Parse the output of nvidia-smi, with one line `name, MiB, driver version, compute capability` per device."""
-    rows = [[cell.strip() for cell in line.rsplit(",", 3)] for line in listing.splitlines() if line.strip()]
+    rows = [[cell.strip() for cell in line.rsplit(",", 3)] for line in answer.stdout.splitlines() if line.strip()]
     return [
         Device(name=name, memory_gib=float(mib) / 1024, driver=driver, capability=float(capability))
         for name, mib, driver, capability in rows

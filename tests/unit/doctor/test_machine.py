@@ -25,7 +25,8 @@ from megarl.doctor.machine import (
     stale_files,
     stale_finding,
 )
-from megarl.host.device.accelerators import Device, parse_devices, peak_tflops
+from megarl.host.device import accelerators
+from megarl.host.device.accelerators import Device, peak_tflops
 from megarl.host.device.platform import CpuPlatform, CudaPlatform
 from megarl.host.janitor import RUN_ID_VARIABLE
 from tests.helpers.second_user import UID, needs_second_user
@@ -40,9 +41,11 @@ def test_devices() -> None:
     assert devices_finding("cuda", [H100] * 8).found == "8 × NVIDIA H100 80GB HBM3, 80 GiB, driver 580.1"
 
 
-def test_a_listing_of_the_driver() -> None:
+def test_a_listing_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     listing = "NVIDIA H100 80GB HBM3, 81559, 570.86.15, 9.0\nNVIDIA, odd name, 40960, 570.86.15, 12.0\n\n"
-    assert parse_devices(listing) == [
+    answer = subprocess.CompletedProcess([], 0, stdout=listing)
+    monkeypatch.setattr(accelerators.subprocess, "run", lambda *_, **__: answer)
+    assert accelerators.nvidia_devices() == [
         Device(name="NVIDIA H100 80GB HBM3", memory_gib=81559 / 1024, driver="570.86.15", capability=9.0),
         Device(name="NVIDIA, odd name", memory_gib=40.0, driver="570.86.15", capability=12.0),
     ]
