@@ -166,7 +166,13 @@ class CallThreads(ThreadPoolExecutor):
                 self._start_waiting()
 
     def _start_waiting(self) -> None:
-        self._ask_to_end()
+        for call in list(self._late):
+            if not call.thread.is_alive():
+                self._late.discard(call)
+            elif time.monotonic() - call.late_at > GRACE_S:
+                # Ask it to end.
+                ident = ctypes.c_ulong(call.thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
         with self._guard:
             while self._waiting and len(self._running) < self._most:
                 call = self._waiting.popleft()
@@ -178,14 +184,6 @@ class CallThreads(ThreadPoolExecutor):
                 except RuntimeError as error:
                     self._running.discard(call)
                     call.set_exception(RuntimeError(f"no thread for {call.name}: {error}; raise `ulimit -u`"))
-
-    def _ask_to_end(self) -> None:
-        for call in list(self._late):
-            if not call.thread.is_alive():
-                self._late.discard(call)
-            elif time.monotonic() - call.late_at > GRACE_S:
-                ident = ctypes.c_ulong(call.thread.ident or 0)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
 
 
 # Those that all environments of a process share. Agents block theirs for a whole conversation.

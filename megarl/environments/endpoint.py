@@ -152,7 +152,10 @@ class Chat:
         if self._broken is not None:
             raise self._broken
         _refuse_fields(body)
-        said, tools = _read_messages(body), body.get("tools") or []
+        messages, tools = body.get("messages"), body.get("tools") or []
+        if not isinstance(messages, list) or not messages:
+            raise RequestError("messages is missing or empty, expected the whole conversation so far")
+        said = [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
             raise RequestError(f"tools is {str(tools)[:80]}, expected a list of objects")
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
@@ -164,13 +167,13 @@ class Chat:
                 waiting.answer.set_exception(RequestError("the same request came again; that one is answered"))
             waiting.answer = answer
             return await answer
-        messages = self._new_messages(said)
+        new = self._new_messages(said)
         if self._said and tools != self._tools:
             raise self._break("the tools differ from those of the first request, which are in the prompt")
         limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
         self._tools = tools
         self._unanswered = _Unanswered(said=said, model=str(body.get("model", "policy")), answer=answer)
-        self._arrived.put_nowait(TurnAsked(messages=messages, tools=tools, max_tokens=min(limits, default=None)))
+        self._arrived.put_nowait(TurnAsked(messages=new, tools=tools, max_tokens=min(limits, default=None)))
         return await answer
 
     def close(self) -> None:
@@ -313,13 +316,6 @@ def _refuse_fields(body: Mapping[str, Any]) -> None:
     for name in ("max_tokens", "max_completion_tokens"):
         if (limit := body.get(name)) is not None and (not isinstance(limit, int) or limit < 1):
             raise RequestError(f"{name} is {limit!r}, expected a whole number of at least 1")
-
-
-def _read_messages(body: Mapping[str, Any]) -> list[_Said]:
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise RequestError("messages is missing or empty, expected the whole conversation so far")
-    return [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def _read_message(message: Any, place: str) -> _Said:

@@ -119,7 +119,7 @@ class EpisodeHost:
             limit = _turn_limit(environment)
             return HostReply(token_ids=tuple(ids), max_turn_tokens=limit, is_anew=bool(request.turns))
 
-        return await self._limited(key, begin)
+        return await self._limited(begin)
 
     async def act(self, key: int, request: TurnRequest) -> HostReply:
         """Pass a turn of the policy to its environment."""
@@ -152,7 +152,7 @@ class EpisodeHost:
                 details=said.details,
             )
 
-        return await self._limited(key, reply, left_s=self._config.episode_timeout_s - (time.monotonic() - began))
+        return await self._limited(reply, left_s=self._config.episode_timeout_s - (time.monotonic() - began))
 
     async def close(self, key: int) -> None:
         """End a conversation; nothing that its environment does counts any more."""
@@ -162,7 +162,7 @@ class EpisodeHost:
             except Exception as error:
                 print_lines(f"an environment failed to close: {describe(error)}")
 
-    async def _limited(self, key: int, call: Callable[[], Awaitable[HostReply]], *, left_s: float = 1e9) -> HostReply:
+    async def _limited(self, call: Callable[[], Awaitable[HostReply]], *, left_s: float = 1e9) -> HostReply:
         """Await a call within the time limits; an exception or a late answer becomes a failure."""
         began, limit_s = time.monotonic(), min(self._config.reply_timeout_s, max(0.0, left_s))
         try:
@@ -172,7 +172,11 @@ class EpisodeHost:
             reply = HostReply(failure="timed_out", reason=f"no reply within environment.{which}_timeout_s")
         except Exception as error:
             reply = _raised(error)
-        return replace(reply, seconds=time.monotonic() - began, worn_out=_worn_out())
+        worn_out = ""
+        if (late := late_calls()).total() >= MOST_LATE_CALLS:
+            names = ", ".join(f"{name} {count} times" for name, count in late.most_common(3))
+            worn_out = f"{late.total()} calls never returned: {names}; give what they wait for a time limit of its own"
+        return replace(reply, seconds=time.monotonic() - began, worn_out=worn_out)
 
 
 def sendable(reply: HostReply) -> HostReply:
@@ -212,11 +216,3 @@ def _short(messages: Sequence[Message]) -> Sequence[Message]:
 
 def _turn_limit(environment: Environment) -> int | None:
     return None if environment.max_turn_tokens is None else int(environment.max_turn_tokens)
-
-
-def _worn_out() -> str:
-    """Say why this process is to be replaced, if it is: so many calls never returned."""
-    if (late := late_calls()).total() < MOST_LATE_CALLS:
-        return ""
-    names = ", ".join(f"{name} {count} times" for name, count in late.most_common(3))
-    return f"{late.total()} calls never returned: {names}; give what they wait for a time limit of its own"

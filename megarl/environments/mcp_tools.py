@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import shlex
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 from megarl.environments.base import ENVIRONMENTS, Action
-from megarl.environments.calls import LateError, attempt
+from megarl.environments.calls import AGENT_THREADS, LateError, attempt
 from megarl.environments.tools import KEY, ToolEnvironment, ToolError
 from megarl.errors import ConfigError
 from megarl.texts.masking import masked_text, require_no_secrets
@@ -174,19 +173,7 @@ class McpEnvironment(ToolEnvironment):
             return ()
         if self._server not in _SCHEMAS:
             # Tools may be asked for inside an event loop, which cannot run another one.
-            failure: list[Exception] = []
-
-            def list_tools() -> None:
-                try:
-                    asyncio.run(self._list(_Session(self._server, self._start_timeout_s)))
-                except Exception as error:
-                    failure.append(error)
-
-            thread = threading.Thread(target=list_tools, daemon=True)
-            thread.start()
-            thread.join()
-            if failure:
-                raise failure[0]
+            AGENT_THREADS.submit(asyncio.run, self._list(_Session(self._server, self._start_timeout_s))).result()
         return self._chosen()
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:

@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 from megarl.data.answer_span import final_answer
 from megarl.host.reading import RESTORE, reading
 from megarl.host.writing import replacing
-from megarl.record.turns import TURNS_TYPE, Turn, last_turn, read_turns, turns_of
+from megarl.record.metrics import ARROW_TYPES
+from megarl.record.turns import Turn, last_turn, read_turns, turns_of
 from megarl.texts.unicode import plain
 from megarl.types import FinishReason, Prompt, Reward, Sample
 
@@ -75,14 +76,7 @@ class Answer:
         )
 
 
-_ARROW_TYPES = {
-    int: pa.int64(),
-    str: pa.string(),
-    float: pa.float64(),
-    bool: pa.bool_(),
-    tuple[Turn, ...]: TURNS_TYPE,
-}
-_SCHEMA = pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in Answer.__annotations__.items()])
+_SCHEMA = pa.schema([(name, ARROW_TYPES[kind]) for name, kind in Answer.__annotations__.items()])
 
 
 def write_answers(path: Path, answers: Sequence[Answer]) -> None:

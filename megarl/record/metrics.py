@@ -305,7 +305,7 @@ class RolloutRecord:
     num_calls: int = 0
 
 
-_ARROW_TYPES = {
+ARROW_TYPES = {
     int: pa.int64(),
     str: pa.string(),
     float: pa.float64(),
@@ -318,7 +318,7 @@ _ARROW_TYPES = {
 TOKEN_COLUMNS = ("tokens", "rollout_logprobs", "old_logprobs", "advantage", "hint_gain", "base_advantage")
 # Columns that files of earlier versions lack, with what such a file would say.
 _LATER_COLUMNS: Mapping[str, Any] = {**{key: [] for key in (*TOKEN_COLUMNS, "turns")}, "num_calls": 0}
-ROLLOUT_SCHEMA = pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in RolloutRecord.__annotations__.items()])
+ROLLOUT_SCHEMA = pa.schema([(name, ARROW_TYPES[kind]) for name, kind in RolloutRecord.__annotations__.items()])
 
 
 def write_rollouts(path: Path, rows: Sequence[RolloutRecord]) -> None:

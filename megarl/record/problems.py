@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megarl.record.json_lines import append_lines, open_lines, read_lines
 from megarl.rewards.judge import Trouble
@@ -73,12 +73,6 @@ def append_problems(path: Path, records: Iterable[ProblemRecord]) -> None:
 
 def read_problems(path: Path) -> list[ProblemRecord]:
     """Read all records of a run; none if there is no file, because all samples were judged and read."""
-
-    def parse(fields: Any) -> ProblemRecord:
-        return ProblemRecord(**fields)
-
-    return (
-        read_lines(path, parse, expected="an object with the fields of a ProblemRecord")
-        if os.path.lexists(path)
-        else []
-    )
+    if not os.path.lexists(path):
+        return []
+    return read_lines(path, lambda row: ProblemRecord(**row), expected="an object with the fields of a ProblemRecord")

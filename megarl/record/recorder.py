@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 # The name of a score of rows for the record: the trainer's log-probs from before the update, of rows for which it
 # computed them. A correction may make the engine's the `old_logprobs`.
 TRAINER_LOGPROBS = "trainer_logprobs"
+# The packages that decide what a run computes.
 RECORDED_PACKAGES = (
     "megarl",
     "torch",
@@ -63,21 +64,16 @@ RECORDED_PACKAGES = (
 )
 
 
-def installed_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that decide what a run computes."""
-    versions = {"python": platform.python_version()}
-    for name in RECORDED_PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions
-
-
 def write_settings(directory: Path, config: Config) -> None:
     """Write the complete configuration of a command, the versions of the packages and models that it runs with, and
     its plugins, into its directory.
     """
     paths = RunPaths(directory)
-    versions = installed_versions() | commits_of(config)
+    versions = {"python": platform.python_version()}
+    for name in RECORDED_PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    versions |= commits_of(config)
     texts = {paths.config: dump(config), paths.versions: json.dumps(versions, indent=2) + "\n"}
     for path, text in texts.items():
         with replacing(path) as file:
