@@ -101,8 +101,11 @@ def check_ground_truths(rewards: RewardsConfig, data: PromptDataset) -> None:
     check_sources(rewards, data.data_sources)
     rules = Rules(rewards)
     by_scorer, chosen = [], spread_rows(len(data), rewards.ground_truths.max_rows)
+    # The first prompt of each data source.
+    firsts: dict[str, Prompt] = {}
     for index in range(len(data)):
         prompt = data[index]
+        firsts.setdefault(prompt.data_source, prompt)
         # A custom function checks ground truths only when it judges.
         spec = rules.spec(prompt.data_source) if rules.knows(prompt.data_source) else None
         if spec is None:
@@ -115,19 +118,10 @@ def check_ground_truths(rewards: RewardsConfig, data: PromptDataset) -> None:
             by_scorer.append((prompt, spec))
     if warning := check_own_answers(by_scorer, rewards.ground_truths.max_unscorable):
         print_lines(warning, file=sys.stderr)
-    firsts = first_prompts(data)
     if rewards.custom.dry_run:
-        try_functions(CustomFunctions(rewards), firsts)
+        try_functions(CustomFunctions(rewards), firsts.values())
     for key, cfg in rewards.judges.items():
         # A model of the run is not there yet.
         if cfg.dry_run and cfg.endpoint.urls:
             with closing(open_judge(rewards, key, name=key)) as judge:
-                try_judge(judge, firsts[0])
-
-
-def first_prompts(data: PromptDataset) -> list[Prompt]:
-    """Return the first prompt of each data source."""
-    found: dict[str, Prompt] = {}
-    for index in range(len(data)):
-        found.setdefault((prompt := data[index]).data_source, prompt)
-    return list(found.values())
+                try_judge(judge, next(iter(firsts.values())))

@@ -45,14 +45,6 @@ _VERDICT = re.compile(
 )
 
 
-def gold_letter(ground_truth: str) -> str:
-    """Return the letter of the right choice in a ground truth; raise DataError if it has none or several."""
-    letters: list[str] = _LETTER.findall(ground_truth)
-    if len(letters) != 1:
-        raise DataError(f"ground truth {ground_truth[:60]!r}: expected one letter of a choice, such as 'B'")
-    return letters[0]
-
-
 def compare_letters(answer: str, gold: str, options: AnswerOptions) -> Equality:
     """Compare multiple-choice letters, each standing alone or before the text of its choice.
 
@@ -90,12 +82,16 @@ def stated_letter(answer: str) -> str | None:
 def score_letters(response: str, ground_truth: str, extra_info: Mapping[str, Any], *, options: AnswerOptions) -> Reward:
     """Score 1 if the response states the letter of the right choice, else 0.
 
-    Without a box and "the answer is", the last `Answer: B` counts.
+    Without a box and "the answer is", the last `Answer: B` counts. Raises DataError for a ground truth without a
+    letter, or with several.
     """
-    gold, answer = gold_letter(ground_truth), extract_answer(response, options)
+    letters: list[str] = _LETTER.findall(ground_truth)
+    if len(letters) != 1:
+        raise DataError(f"ground truth {ground_truth[:60]!r}: expected one letter of a choice, such as 'B'")
+    answer = extract_answer(response, options)
     if answer is None and (lines := ANSWER_LINE.findall(_WRAPPER.sub(" ", response[-ANSWER_LINE_CHARS:]))):
         answer = lines[-1]
-    return reward_of_answer(answer, gold, compare_letters, options)
+    return reward_of_answer(answer, letters[0], compare_letters, options)
 
 
 for _mode, _options in MODES.items():

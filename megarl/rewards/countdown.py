@@ -9,13 +9,12 @@ from fractions import Fraction
 from typing import Any
 
 from megarl.errors import DataError
-from megarl.rewards.scorers import PARSE_FAILED, SCORERS
+from megarl.rewards.scorers import LAST_ANSWER, PARSE_FAILED, SCORERS
 from megarl.types import Reward
 
 TOLERANCE = 1e-5
 MAX_EXPRESSION_CHARS = 256  # bounds parsing; far beyond what a few numbers need
 
-_ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 _CHARACTERS = re.compile(r"[0-9+\-*/() ]+")
 _ASCII = str.maketrans({"×": "*", "÷": "/", "−": "-"})
 _BINARY: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -41,7 +40,7 @@ def score_countdown(
         raise DataError(
             f'countdown ground truth is {ground_truth!r}, expected JSON like {{"numbers": [4, 5, 9], "target": 8}}'
         ) from error
-    answers = _ANSWER.findall(response)
+    answers = LAST_ANSWER.findall(response)
     correct = bool(answers) and _reaches(answers[-1], numbers, target)
     score = 1.0 if correct else format_score if answers else 0.0
     return Reward(score=score, correct=correct, details={PARSE_FAILED: float(not answers)})

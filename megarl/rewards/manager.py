@@ -93,7 +93,11 @@ class RewardManager:
         tallies["reward/dropped_rows"] = Tally(total=num_dropped)
         tallies["reward/dropped_frac"] = Tally(total=num_dropped, over=len(rewards))
         troubles = [replace(trouble, judge=name) for name, each in judged.items() for trouble in each.troubles]
-        troubles += [_failure(items[row]) for row in sorted(failed)]
+        for item in (items[row] for row in sorted(failed)):
+            episode = item.sample.episode
+            assert episode is not None, "only environments fail samples"
+            why = f"{episode.failure}: {episode.reason}"
+            troubles.append(Trouble(item=item, outcome="failed", reason=why, judge="environment"))
         rows = {(item.sample.uid, item.sample.sample_index): row for row, item in enumerate(items)}
         return Judged(
             rewards=[rewards[rows[s.uid, s.sample_index]] for s in samples], tallies=tallies, troubles=troubles
@@ -149,10 +153,3 @@ def _combined(heard: Mapping[str, Reward], route: Sequence[str], score: float) -
         own = decisive.score if own is None else own
     notes = {key: note for opinion in heard.values() for key, note in opinion.notes.items()} | dict(decisive.notes)
     return replace(decisive, score=score, details=details, notes=notes, own_score=own, no_opinion=tuple(silent))
-
-
-def _failure(item: FinishedSample) -> Trouble:
-    """Describe a sample whose environment failed."""
-    episode = item.sample.episode
-    assert episode is not None, "only environments fail samples"
-    return Trouble(item=item, outcome="failed", reason=f"{episode.failure}: {episode.reason}", judge="environment")

@@ -78,15 +78,12 @@ def compare_with_second_opinion(answer: str, gold: str, options: AnswerOptions) 
     readings = [
         parse(rf"\boxed{{{text}}}", (LatexExtractionConfig(),), parsing_timeout=None) for text in (gold, answer)
     ]
-    if not all(_reads_all(text, reading) for text, reading in zip((gold, answer), readings, strict=True)):
-        return verdict
+    for text, reading in zip((gold, answer), readings, strict=True):
+        # It may have read a part of the text only: all numbers and names must be in what it read.
+        read = set(_TOKEN.findall(str(reading[0]))) if reading else set()
+        if not read or not set(_TOKEN.findall(text)) <= read:
+            return verdict
     return Equality.EQUAL if verify(*readings, timeout_seconds=None) else verdict
-
-
-def _reads_all(text: str, reading: list[Any]) -> bool:
-    """Return whether all numbers and names of a text are in what math-verify reads, which may be a part of the text."""
-    read = set(_TOKEN.findall(str(reading[0]))) if reading else set()
-    return bool(read) and set(_TOKEN.findall(text)) <= read
 
 
 def reward_of_answer(answer: str | None, gold: str, compare: AnswerComparison, options: AnswerOptions) -> Reward:

@@ -14,20 +14,13 @@ SHOWN = 3
 _EMPTY = frozenset({"", "none", "null", "nan", "n/a", "boxed", "[]", '"target":[]'})
 
 
-def _in_box(ground_truth: str) -> str:
-    return rf"</think>\boxed{{{ground_truth}}}"
-
-
-def _in_tags(ground_truth: str) -> str:
-    return f"<answer>{accepted_answers(ground_truth)[0]}</answer>"
-
-
+_in_box = r"</think>\boxed{{{}}}".format
 # How a response states a ground truth, by scorer. Others want more than an answer, such as a program.
 STATED: Mapping[str, Callable[[str], str]] = {
     **dict.fromkeys(("math", "math/last_number", "strict", "letters", "math_verify"), _in_box),
     **dict.fromkeys((f"luffy/{version}" for version in range(5)), _in_box),
     "answer_line": "Answer: {}".format,
-    "short_answer": _in_tags,
+    "short_answer": lambda ground_truth: f"<answer>{accepted_answers(ground_truth)[0]}</answer>",
     "openai/gsm8k": "#### {}".format,
     "megarl/sums": "#### {}".format,
     "megarl/calculator": "#### {}".format,
@@ -58,7 +51,10 @@ def check_own_answers(prompts: Sequence[tuple[Prompt, SourceSpec]], max_unscorab
         state = STATED.get(spec.scorer)
         judged[prompt.data_source] += 1
         empty = spec.scorer.removeprefix("format/") not in FORMATS and is_empty(prompt.ground_truth)
-        if empty or (state is not None and not _is_right(prompt, spec, state)):
+        truth, extra = prompt.ground_truth, prompt.extra_info
+        if empty or (
+            state is not None and not score(prompt.data_source, state(truth), truth, extra, source=spec).correct
+        ):
             failed[prompt.data_source].append(f"{prompt.uid}: {prompt.ground_truth[:60]!r}")
     for source, found in failed.items():
         share = len(found) / judged[source]
@@ -75,8 +71,3 @@ def check_own_answers(prompts: Sequence[tuple[Prompt, SourceSpec]], max_unscorab
     return f"warning: ground truths: {total} of {len(prompts)} ({total / len(prompts):.2%}) cannot be scored" + "".join(
         f"\n  {text}" for text in examples
     )
-
-
-def _is_right(prompt: Prompt, spec: SourceSpec, state: Callable[[str], str]) -> bool:
-    response = state(prompt.ground_truth)
-    return score(prompt.data_source, response, prompt.ground_truth, prompt.extra_info, source=spec).correct

@@ -17,7 +17,7 @@ from megarl.errors import DataError, RunError
 from megarl.rewards.background import BackgroundLoop
 from megarl.rewards.judge import FinishedSample, Judged, Tally, Trouble, mean_of
 from megarl.rewards.service_key import read_service_key
-from megarl.rewards.wire import BadReplyError, ServiceReply, decode_reply, encode_request
+from megarl.rewards.wire import UNJUDGED, BadReplyError, ServiceReply, decode_reply, encode_request
 from megarl.texts.masking import masked_text
 from megarl.types import DROPPED, Reward
 
@@ -152,7 +152,7 @@ class RemoteJudge:
             if (reply := answer.reply) is not None:
                 found = [reply.reward(row) for row in range(len(rows))]
                 troubles += [
-                    Trouble(item=item, outcome="unanswered", reason=reply.why_unjudged(row))
+                    Trouble(item=item, outcome="unanswered", reason=str(reply.notes[UNJUDGED][row]))
                     for row, (item, reward) in enumerate(zip(rows, found, strict=True))
                     if reward.dropped
                 ]

@@ -57,19 +57,13 @@ def has_format(response: str, *, tags: tuple[str, ...], ends_well: FormatCheck, 
     return ends_well(text.rpartition("</think>")[2].strip())
 
 
-def _has_box(text: str) -> bool:
-    return "}" in text.partition(r"\boxed{")[2]
-
-
-def _is_answer(text: str) -> bool:
-    before, _, content = text.partition("<answer>")
-    return not before and content.endswith("</answer>") and content.removesuffix("</answer>").strip() != ""
-
-
 _FORMATS: Mapping[str, tuple[tuple[str, ...], FormatCheck]] = {
     "think": (_THINK, bool),
-    "think_boxed": (_THINK, _has_box),
-    "think_answer": (_THINK + _ANSWER, _is_answer),
+    "think_boxed": (_THINK, lambda text: "}" in text.partition(r"\boxed{")[2]),
+    "think_answer": (
+        _THINK + _ANSWER,
+        lambda text: re.fullmatch(r"<answer>\s*\S.*</answer>", text, re.DOTALL) is not None,
+    ),
 }
 
 

@@ -59,10 +59,6 @@ class ServiceReply:
             no_opinion=tuple(name for name, values in self.logs.items() if values[row] is None),
         )
 
-    def why_unjudged(self, row: int) -> str:
-        """Return why the service has no reward for a row."""
-        return str(self.notes[UNJUDGED][row])
-
 
 def encode_request(items: Sequence[FinishedSample]) -> dict[str, list[Any]]:
     """Build the body of a request that asks a service to judge samples."""

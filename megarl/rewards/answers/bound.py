@@ -63,7 +63,14 @@ def same_renamed(
     fresh = [letter for letter in _FRESH if letter not in used][: len(letters[0])]
     if len(fresh) < len(letters[0]):
         return None
-    return compare(*(_renamed(text, each, fresh) for text, each in zip((answer, gold), found, strict=True)))
+    renamed = []
+    for text, bindings in zip((answer, gold), found, strict=True):
+        # The inner ones first.
+        for binding, letter in reversed(list(zip(bindings, fresh, strict=True))):
+            for place in binding.places(text):
+                text = text[:place] + letter + text[place + 1 :]
+        renamed.append(text)
+    return compare(*renamed)
 
 
 def _bindings(text: str) -> list[Binding]:
@@ -89,11 +96,3 @@ def _end_of_scope(text: str, start: int, ends: str) -> int:
         if depth < 0 or (depth == 0 and text[position] in ends and text[start:position].strip()):
             return position
     return len(text)
-
-
-def _renamed(text: str, bindings: list[Binding], letters: list[str]) -> str:
-    """Return a text with other letters for what it binds, the inner ones first."""
-    for binding, letter in reversed(list(zip(bindings, letters, strict=True))):
-        for place in binding.places(text):
-            text = text[:place] + letter + text[place + 1 :]
-    return text

@@ -44,8 +44,8 @@ def is_counted(words: str) -> bool:
     if len(text) > 2 and text[0] == "(" and text[-1] == ")":
         text = text[1:-1]
     if (more := _MORE.fullmatch(text)) and _noun(more[2]):
-        things = (more[1].split() or [""])[-1], more[2]
-        return is_counted(more[1]) and not any(_is_measure(thing) for thing in things)
+        units = [split_unit(f"1 {thing}").unit for thing in ((more[1].split() or [""])[-1], more[2])]
+        return is_counted(more[1]) and not any(unit in MEASURES or unit in _WORDS["measure"] for unit in units)
     found = text.split()
     if not found or any(word in CHANGING or not re.fullmatch("[a-z]+", word) for word in found):
         return False
@@ -55,8 +55,3 @@ def is_counted(words: str) -> bool:
 
 def _noun(word: str) -> bool:
     return word not in CHANGING and (_PLURAL.fullmatch(word) is not None or split_unit(f"1 {word}").unit != "")
-
-
-def _is_measure(word: str) -> bool:
-    unit = split_unit(f"1 {word}").unit
-    return unit in MEASURES or unit in _WORDS["measure"]

@@ -72,14 +72,9 @@ class CustomFunctions:
         """Return which functions are called row by row and are coroutine functions, so that calls may overlap."""
         return {name: self.per[name] == "row" and is_async(each) for name, each in self._loaded.items()}
 
-    @cached_property
-    def _takes_ids(self) -> frozenset[str]:
-        """Return the names of the functions that have a parameter for the tokens of responses."""
-        return frozenset(name for name, each in self._loaded.items() if IDS in inspect.signature(each).parameters)
-
     def need_ids(self, data_source: str) -> bool:
         """Return whether `Question.response_ids` must be filled for a data source."""
-        return not self._takes_ids.isdisjoint(self.of(data_source))
+        return any(IDS in inspect.signature(self._loaded[name]).parameters for name in self.of(data_source))
 
     def begin(self) -> "CustomSession":
         """Begin to judge a batch."""

@@ -53,7 +53,8 @@ class Output:
             os.dup2(source, fd)
         # The first call opens them, as streams remember whether they can seek; an earlier call may have closed them.
         if not self._streams or any(stream.closed for stream in self._streams):
-            self._streams = _open_streams()
+            reopened = partial(os.fdopen, encoding="utf-8", closefd=False)
+            self._streams = reopened(0), reopened(1, "w", 1), reopened(2, "w", 1)
         for stream in self._streams[1:]:
             # In the encoding that an earlier call may have changed; what it cannot hold is written with backslashes.
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
@@ -85,11 +86,6 @@ class Output:
                     del self._tail[:-_MAX_BYTES]
             except BlockingIOError:
                 return
-
-
-def _open_streams() -> tuple[TextIOWrapper, TextIOWrapper, TextIOWrapper]:
-    reopened = partial(os.fdopen, encoding="utf-8", closefd=False)
-    return reopened(0), reopened(1, "w", 1), reopened(2, "w", 1)
 
 
 @cache

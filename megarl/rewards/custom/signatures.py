@@ -74,35 +74,6 @@ def signature_of(function: RewardFunction, path: Path, extra: Mapping[str, Any])
     return found
 
 
-def _verl(rows: Sequence[Question]) -> dict[str, Any]:
-    (row,) = rows
-    return {
-        "data_source": row.data_source,
-        "solution_str": row.response,
-        "ground_truth": row.ground_truth,
-        "extra_info": row.extra_info,
-    }
-
-
-def _verl_batch(rows: Sequence[Question]) -> dict[str, Any]:
-    return {
-        "data_sources": [row.data_source for row in rows],
-        "solution_strs": [row.response for row in rows],
-        "ground_truths": [row.ground_truth for row in rows],
-        "extra_infos": [row.extra_info for row in rows],
-    }
-
-
-def _openrlhf(rows: Sequence[Question]) -> dict[str, Any]:
-    return {
-        "queries": [row.prompt + row.response for row in rows],
-        "prompts": [row.prompt for row in rows],
-        "labels": [row.ground_truth for row in rows],
-        "data_source": [row.data_source for row in rows],
-        "extra_info": [row.extra_info for row in rows],
-    }
-
-
 def _trl(rows: Sequence[Question]) -> dict[str, Any]:
     """Build TRL's arguments: chats as lists of messages, or texts if a chat is unknown, and the columns of the data."""
     are_chats = all(row.messages for row in rows)
@@ -186,16 +157,42 @@ def plain(value: Any) -> Any:
     return value
 
 
-VERL = Signature(name="verl", parameter="solution_str", takes_rows=False, arguments=_verl, results=_rewards_of_verl)
+VERL = Signature(
+    name="verl",
+    parameter="solution_str",
+    takes_rows=False,
+    arguments=lambda rows: {
+        "data_source": rows[0].data_source,
+        "solution_str": rows[0].response,
+        "ground_truth": rows[0].ground_truth,
+        "extra_info": rows[0].extra_info,
+    },
+    results=_rewards_of_verl,
+)
 VERL_BATCH = Signature(
     name="verl's batch manager",
     parameter="solution_strs",
     takes_rows=True,
-    arguments=_verl_batch,
+    arguments=lambda rows: {
+        "data_sources": [row.data_source for row in rows],
+        "solution_strs": [row.response for row in rows],
+        "ground_truths": [row.ground_truth for row in rows],
+        "extra_infos": [row.extra_info for row in rows],
+    },
     results=_rewards_of_verl_batch,
 )
 OPENRLHF = Signature(
-    name="OpenRLHF", parameter="queries", takes_rows=True, arguments=_openrlhf, results=_rewards_of_openrlhf
+    name="OpenRLHF",
+    parameter="queries",
+    takes_rows=True,
+    arguments=lambda rows: {
+        "queries": [row.prompt + row.response for row in rows],
+        "prompts": [row.prompt for row in rows],
+        "labels": [row.ground_truth for row in rows],
+        "data_source": [row.data_source for row in rows],
+        "extra_info": [row.extra_info for row in rows],
+    },
+    results=_rewards_of_openrlhf,
 )
 TRL = Signature(name="TRL", parameter="completions", takes_rows=True, arguments=_trl, results=_rewards_of_trl)
 SIGNATURES = (VERL, VERL_BATCH, OPENRLHF, TRL)

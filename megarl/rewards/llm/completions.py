@@ -1,6 +1,5 @@
 """Define what judges ask of a language model, wherever it runs."""
 
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -47,8 +46,3 @@ class Completions(Protocol):
 
     def close(self) -> None:
         """End all processes and connections that were opened for the model."""
-
-
-def texts_of(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Return messages as JSON objects."""
-    return [message.as_dict() for message in messages]

@@ -12,7 +12,7 @@ from megarl.config.judges import JudgeConfig
 from megarl.errors import ConfigError, RunError
 from megarl.rewards.background import BackgroundLoop
 from megarl.rewards.llm.cache import AnswerCache
-from megarl.rewards.llm.completions import Completion, Request, texts_of
+from megarl.rewards.llm.completions import Completion, Request
 from megarl.texts.masking import masked_text
 from megarl.texts.unicode import readable
 
@@ -84,7 +84,7 @@ class EndpointCompletions:
                 return Completion(text=None, reason=str(error), is_refused=error.is_refused)
             body: dict[str, Any] = {
                 "model": model,
-                "messages": texts_of(request.messages),
+                "messages": [message.as_dict() for message in request.messages],
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "max_tokens": sampling.max_tokens,

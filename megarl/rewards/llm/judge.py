@@ -79,7 +79,13 @@ class LlmJudge:
         calls = [call for session in sessions for call in session.calls]
         if self.cfg.mode == "pairwise":
             met = {call.items for call in calls}
-            calls += [call for pair in self._pairs(items) if pair not in met for call in self.compare(*pair)]
+            groups: dict[str, list[FinishedSample]] = defaultdict(list)
+            for item in items:
+                groups[item.prompt.uid].append(item)
+            for rows in groups.values():
+                for i, j in pairs_of(len(rows), self.cfg.opponents):
+                    if (rows[i], rows[j]) not in met:
+                        calls += self.compare(rows[i], rows[j])
         self.completions.flush()
         completions = [call.pending.result() for call in calls]
         heard = {item: _Heard() for item in items}
@@ -105,14 +111,6 @@ class LlmJudge:
             scores = (reward.details[name] for reward in rewards if name in reward.details)
             tallies[f"{prefix}/{name}"] = mean_of(scores)
         return Judged(rewards=rewards, tallies=tallies, troubles=troubles)
-
-    def _pairs(self, items: Sequence[FinishedSample]) -> list[tuple[FinishedSample, FinishedSample]]:
-        """Return the pairs of responses to compare, within groups."""
-        groups: dict[str, list[FinishedSample]] = defaultdict(list)
-        for item in items:
-            groups[item.prompt.uid].append(item)
-        opponents = self.cfg.opponents
-        return [(rows[i], rows[j]) for rows in groups.values() for i, j in pairs_of(len(rows), opponents)]
 
     def _read(
         self, calls: Sequence[_Call], completions: Sequence[Completion], heard: Mapping[FinishedSample, _Heard]

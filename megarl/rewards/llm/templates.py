@@ -106,7 +106,13 @@ class QuestionWriter:
         """
         first, low_high = items[0], self._cfg.verdict.scale or (0.0, 1.0)
         users = [message.content for message in first.prompt.messages if message.role == "user"]
-        responses = [self._shown(item.response) for item in items]
+        responses = []
+        for item in items:
+            said = item.response
+            if self._cfg.hide_thinking and "</think>" in said:
+                said = said.rpartition("</think>")[2].lstrip("\n")
+            # It cannot close the tag that it stands in.
+            responses.append(said.replace("</response", "< /response"))
         values: dict[str, Any] = {
             "question": users[-1] if users else first.prompt_text,
             "messages": [message.as_dict() for message in first.prompt.messages],
@@ -126,9 +132,3 @@ class QuestionWriter:
             raise ConfigError(f"{self._key}: {type(error).__name__}: {error}; known are {', '.join(values)}") from error
         system = () if self._cfg.system is None else (Message(role="system", content=self._cfg.system),)
         return (*system, Message(role="user", content=text))
-
-    def _shown(self, response: str) -> str:
-        """Return what a judge sees of a response, which cannot close the tag that it stands in."""
-        if self._cfg.hide_thinking:
-            response = response.rpartition("</think>")[2].lstrip("\n") if "</think>" in response else response
-        return response.replace("</response", "< /response")

@@ -77,10 +77,7 @@ class ForkServer:
                 kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(pidfd)
-        self._end_orphans()
-
-    def _end_orphans(self) -> None:
-        """Kill the processes of an ended worker that have left its group; they are now children of this process."""
+        # Those that have left its group are now children of this process.
         workers = set(self._workers.values())
         children = Path(f"/proc/self/task/{os.getpid()}/children")
         while orphans := set(map(int, children.read_text(encoding="utf-8").split())) - workers:

@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from types import TracebackType
 
 from megarl.rewards.verifier.fleet import PendingJob
 from megarl.rewards.verifier.supervisor import Supervisor
@@ -60,7 +59,5 @@ class VerifierPool(AbstractContextManager["VerifierPool"]):
         """End the workers and wait until they have ended; unfinished jobs raise RuntimeError."""
         self._finalizer()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -281,7 +281,7 @@ def test_a_row_that_fails_costs_no_other() -> None:
     assert (decoded.reward(0).score, decoded.reward(0).correct) == (0.5, True)
     assert decoded.reward(0).details["a"] == 1.0
     assert decoded.reward(1).dropped
-    assert decoded.why_unjudged(1) == "failed: KeyError: 'x' in mine.py:3"
+    assert decoded.notes["unjudged"][1] == "failed: KeyError: 'x' in mine.py:3"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.errors import DataError
+from megarl.config.load import with_overrides
+from megarl.config.schema import Config
+from megarl.config.setting import require_ranges
+from megarl.errors import ConfigError, DataError
 from megarl.rewards.code.formats import parse_tests
 from megarl.rewards.code.scorer import extract_code
 from megarl.rewards.code.tests import as_json, same_output
@@ -232,3 +235,16 @@ def test_bad_ground_truth_is_named(truth: str, why: str) -> None:
     assert message.startswith(f"ground truth of a program is {truth[:200]!r}: ")
     assert why in message
     assert 'expected JSON like {"inputs": ["1 2\\n"], "outputs": ["3\\n"]}' in message
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("max_timeouts", 0, ">= 1"),
+        ("max_tests", 0, ">= 1"),
+        ("float_tolerance", 1.0, r"in \[0, 1\)"),
+    ],
+)
+def test_options_out_of_range(option: str, value: Any, expected: str) -> None:
+    with pytest.raises(ConfigError, match=f"rewards.code.{option}.*got {value}, expected.* {expected}"):
+        require_ranges(with_overrides(Config(), [f"rewards.code.{option}={value}"]))
