@@ -152,6 +152,11 @@ class Janitor:
         os.environ.pop(RUN_ID_VARIABLE, None)
 
 
+def scopes_of(prefix: str) -> list[RunScope]:
+    """Find the runs whose ids begin with `prefix` and whose temporary directories are on this host."""
+    return [RunScope(run_id=run_id) for run_id, _ in temp_dirs() if run_id.startswith(prefix)]
+
+
 def clean_up(scope: RunScope, noted: Iterable[Path] = ()) -> None:
     """End the run's processes; then delete its files, and the files `noted`, which are shared memory made by
     libraries.

@@ -13,12 +13,12 @@ from types import FrameType
 
 from megarl.errors import ConfigError
 from megarl.host.device.platform import apply_environment
-from megarl.host.janitor import Janitor, RunScope, clean_up, end_processes
+from megarl.host.janitor import Janitor, clean_up, end_processes, scopes_of
 from megarl.host.listeners import LOOPBACK
 from megarl.host.ray_environment import HEALTH_CHECKS, RAY_ENVIRONMENT, TOKEN_VARIABLE, keep_worker_logs
 from megarl.host.sharing import adopt_umask
 from megarl.host.streams import name_anything, print_lines, write_anything
-from megarl.host.temp_dir import RAY_DIRECTORY, temp_dirs
+from megarl.host.temp_dir import RAY_DIRECTORY
 from megarl.launch.allocation import address_towards, free_ports, interface_of
 
 # How long processes get to end; Slurm may kill what is left 3 s after its first signal.
@@ -48,10 +48,9 @@ def main() -> None:
     apply_environment()
     for name, value in (RAY_ENVIRONMENT | HEALTH_CHECKS).items():
         os.environ.setdefault(name, value)
-    for run_id, _ in list(temp_dirs()):
+    for earlier in scopes_of(f"{arguments.job_id}-"):
         # Clean up after earlier attempts of this job that were killed together with their janitors.
-        if run_id.startswith(f"{arguments.job_id}-"):
-            clean_up(RunScope(run_id=run_id))
+        clean_up(earlier)
     if TOKEN_VARIABLE not in os.environ:
         sys.exit(
             f"{socket.gethostname()}: {TOKEN_VARIABLE} is not set here, but Ray would let everybody in without; make "

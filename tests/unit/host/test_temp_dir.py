@@ -13,8 +13,8 @@ from megarl.doctor.finding import Status
 from megarl.doctor.machine import temp_finding
 from megarl.errors import ConfigError
 from megarl.host import temp_dir
-from megarl.host.janitor import RunScope, clean_up
-from megarl.host.temp_dir import MOST_BYTES, choose_temp_root, make_temp_dir, temp_dirs, temp_root, unsuited
+from megarl.host.janitor import RunScope, clean_up, scopes_of
+from megarl.host.temp_dir import MOST_BYTES, choose_temp_root, make_temp_dir, temp_root, unsuited
 from tests.helpers.second_user import UID, as_nobody, needs_second_user
 
 
@@ -159,7 +159,7 @@ def test_what_others_plant_is_neither_found_nor_touched(
     (own / "r" / "link").symlink_to(victim)
     scope = RunScope(run_id="0000abcd")
     assert scope.temp_dirs() == scope.leftovers() == [own]
-    assert [run_id for run_id, _ in temp_dirs() if run_id.startswith("0000")] == ["0000abcd"]
+    assert [found.run_id for found in scopes_of("0000")] == ["0000abcd"]
     clean_up(scope, noted=[file for file in theirs if file.parent == Path("/dev/shm")])
     assert not own.exists()
     assert all(path.is_symlink() or path.exists() for path in theirs)
