@@ -49,9 +49,7 @@ class RunActor:
         )
 
     def lost_workers(self) -> list[int]:
-        """Return the indices of this actor's worker processes that have died. Any answer also shows that the actor
-        itself lives.
-        """
+        """Return the indices of this actor's worker processes that have died. An answer shows that the actor lives."""
         return []
 
     def close(self) -> None:

@@ -129,9 +129,7 @@ class BridgeSync:
                 )
 
     def _sink(self, engine: int, worker: int) -> int:
-        """Return the number by which the plan knows an engine's worker as a receiver; trainer ranks have the first
-        numbers.
-        """
+        """Return the number of an engine's worker as a receiver in the plan; trainer ranks have the first numbers."""
         return len(self._ranks) + engine * self._num_workers + worker
 
     def _hosts(self) -> list[str]:

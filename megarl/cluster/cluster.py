@@ -89,9 +89,7 @@ class Cluster:
             raise
 
     def check_serves(self, config: Config, roles: Sequence[RoleSpec]) -> None:
-        """Raise ConfigError if a run with these settings and roles cannot use the processes that this cluster has
-        started.
-        """
+        """Raise ConfigError if a run with these settings and roles cannot use the processes of this cluster."""
         check_serves(self._config, [group.layout for group in self.workers.groups], config, roles)
 
     def _start(self, environment: dict[str, str], with_engine: bool) -> None:

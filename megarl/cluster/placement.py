@@ -262,9 +262,7 @@ def _reserve(name: str, group: NodeGroup, addresses: Sequence[str], timeout_s: f
 
 
 def resource_table(nodes: Sequence[RayNode], free: Mapping[str, float]) -> str:
-    """Format a table of each live node's CPUs and GPUs (from `ray.nodes()`) with the cluster's free ones in the last
-    line.
-    """
+    """Format each live node's CPUs and GPUs (from `ray.nodes()`), and the cluster's free ones last."""
     alive = [node for node in nodes if node["Alive"]]
     held = [(f"node {node['NodeManagerAddress']}", node["Resources"]) for node in alive]
     return "; ".join(

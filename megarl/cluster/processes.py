@@ -57,9 +57,7 @@ def wait_all(calls: Sequence[Call[R]], *, timeout_s: float, doing: str) -> list[
 
 
 def wait_living(calls: Sequence[Call[R]], *, timeout_s: float, doing: str) -> list[R | None]:
-    """Return the results of remote calls in order; None for a process that died and can be replaced. Raises the other
-    errors of `wait_all`.
-    """
+    """Return results of calls in order, None for a process that died replaceably; else raises as `wait_all`."""
     return loop.wait(living_results(calls, timeout_s=timeout_s, doing=doing))
 
 
@@ -127,9 +125,7 @@ class _Watch:
         return {answer: process for roster in self._rosters for answer, (process, _) in roster.asked.items()}
 
     def ask(self, busy: Collection[Process[Remote]]) -> None:
-        """Ask every living process for a sign of life that has answered the last question; not if it is busy, unless it
-        answers nevertheless.
-        """
+        """Ask every living process that owes no answer for a sign of life; busy ones only if they are watched."""
         for roster in self._rosters:
             asked = {process for process, _ in roster.asked.values()}
             for name, process in roster.living.items():

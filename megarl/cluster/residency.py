@@ -68,16 +68,12 @@ SYNC = Phase(name="sync", needs=parts_of(Role.ACTOR, [Part.PARAMS]) | parts_of(E
 
 
 def scoring(role: Role) -> Phase:
-    """Return the phase in which a role's model only computes outputs, for which just its parameters must be on the
-    devices.
-    """
+    """Return the phase in which a role's model only computes outputs, and needs just its parameters."""
     return Phase(name=f"score {role}", needs=parts_of(role, [Part.PARAMS]))
 
 
 def updating(role: Role) -> Phase:
-    """Return the phase in which a role is trained, for which its parameters, gradients and optimizer must be on the
-    devices.
-    """
+    """Return the phase in which a role is trained, and needs its parameters, gradients and optimizer."""
     return Phase(name=f"update {role}", needs=parts_of(role, Part))
 
 

@@ -71,9 +71,7 @@ def by_layout(roles: Sequence[RoleSpec]) -> dict[LayoutConfig, tuple[RoleSpec, .
 
 
 def check_serves(ours: Config, layouts: Collection[LayoutConfig], theirs: Config, roles: Sequence[RoleSpec]) -> None:
-    """Raise ConfigError if a run with settings `theirs` cannot use the processes that were started with settings
-    `ours`.
-    """
+    """Raise ConfigError if a run with settings `theirs` cannot use processes that were started with `ours`."""
     differing = affected(ours, theirs, "workers")
     others = [role for role in roles if role.role is not Role.ACTOR]
     differing += [f"{role.role}.layout" for role in others if role.layout not in layouts]

@@ -39,9 +39,7 @@ class Command:
 
 
 def add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `convert` to the parser of `megarl`: Hugging Face to Megatron, Megatron to Hugging Face, and
-    `verify`.
-    """
+    """Add the command `convert` to `megarl`: Hugging Face to Megatron, Megatron to Hugging Face, and `verify`."""
     convert = commands.add_parser("convert", help="convert checkpoints between Hugging Face and Megatron, or compare")
     kinds = convert.add_subparsers(dest="kind", required=True)
     for name, command in COMMANDS.items():

@@ -119,9 +119,7 @@ def _run(
 
 
 def _cast(source: OpenModel, dtype: str | None) -> dict[str, TensorSpec]:
-    """Return shape and dtype of each tensor to write. `dtype` applies to all but those that the family keeps in
-    float32.
-    """
+    """Return shape and dtype of each tensor to write: `dtype`, except those that the family keeps in float32."""
     specs, wide = source.reader.specs, source.spec.float32_tensors()
     if dtype is None:
         return dict(specs)
@@ -144,9 +142,7 @@ def _check_written(partial: Path, written: Mapping[str, TensorSpec], expected: M
 def _write_companions(
     source: OpenModel, partial: Path, target: Mapping[str, TensorSpec], *, skipped: tuple[str, ...]
 ) -> None:
-    """Copy configuration, tokenizer and templates from the source; adapt config.json where it would contradict the
-    weights.
-    """
+    """Copy configuration, tokenizer and templates; adapt config.json where it would contradict the weights."""
     copy_companions(source.spec.path, partial, skipped=skipped)
     file = partial / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))

@@ -1,6 +1,4 @@
-"""Find the elements of torch_dist checkpoints (`weights.dist_index`), and write such checkpoints, without Megatron and
-without process groups.
-"""
+"""Find the elements of torch_dist checkpoints (`weights.dist_index`), and write them, without Megatron."""
 
 import functools
 import io
@@ -42,9 +40,7 @@ _LOCAL_HEADER_BYTES = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """The place in a file where a chunk's elements begin, after torch.save's header. They are stored in row-major
-    order.
-    """
+    """The place in a file where a chunk's elements begin, in row-major order, after torch.save's header."""
 
     file: str
     offset: int

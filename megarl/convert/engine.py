@@ -41,9 +41,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingPiece:
-    """A piece of output to convert, or to check if an earlier run has written it; `checksum` is then that of its
-    bytes.
-    """
+    """A piece of output to convert, or to check if an earlier run has written it, with the given `checksum`."""
 
     index: int
     checksum: int | None
@@ -51,9 +49,7 @@ class PendingPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedPiece:
-    """A piece of output that has been written: by this run (`is_new`), or by an earlier one (then num_bytes_read is
-    0).
-    """
+    """A piece of output that was written: by this run (`is_new`), or by an earlier one (num_bytes_read is 0)."""
 
     index: int
     checksum: int
@@ -89,9 +85,7 @@ class Journal:
         return {int(each[1]): int(each[2]) for each in found if each}
 
     def add(self, piece: int, checksum: int) -> None:
-        """Record that a piece of output is written, with the CRC-32 of its bytes, so that a continued conversion can
-        skip it.
-        """
+        """Record that a piece is written, with its CRC-32, so that a continued conversion can skip it."""
         with self.done_file.open("a", encoding="utf-8") as file:
             file.write(f"{piece} {checksum:010d}\n")
 

@@ -24,9 +24,7 @@ _UNDER_OTHER_NAME = (".input_layernorm.weight", ".pre_mlp_layernorm.weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBlock:
-    """Rows that a Megatron parameter and a Hugging Face tensor have in common: `num_rows` from `row` and from
-    `tensor_row` on.
-    """
+    """Rows that a parameter and a Hugging Face tensor share: `num_rows` from `row` and from `tensor_row` on."""
 
     row: int
     tensor: str
@@ -93,9 +91,7 @@ def model_parameters(spec: ModelSpec, *, scalar_head: bool, vocab_multiple: int,
 
 
 def _dist_key(placed: PlacedRule, name: str, *, stacked: bool) -> str:
-    """Return a parameter's key in a torch_dist checkpoint. It has no expert number, and no layer number if
-    `stacked`.
-    """
+    """Return a parameter's key in a torch_dist checkpoint, without expert number, and without layer if `stacked`."""
     if placed.expert is not None:
         name = placed.rule.names[0].replace(".local_experts.{expert}.", ".experts.")
     return placed.name(name.replace(".{layer}.", ".") if stacked else name)

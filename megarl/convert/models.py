@@ -1,6 +1,4 @@
-"""Open checkpoints in Hugging Face or torch_dist format, and check that they have the tensors that config.json
-implies.
-"""
+"""Open checkpoints (Hugging Face or torch_dist), and check that they have the tensors that config.json implies."""
 
 import dataclasses
 import re

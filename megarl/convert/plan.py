@@ -18,9 +18,7 @@ PIECE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """An instruction to copy `num_rows` rows of a Hugging Face tensor, from `tensor_row` on, to row `row` of an output
-    piece.
-    """
+    """An instruction to copy `num_rows` rows of a tensor, from `tensor_row` on, to row `row` of an output piece."""
 
     tensor: str
     tensor_row: int
@@ -59,9 +57,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFile:
-    """A file to preallocate. `fixed` lists (offset, bytes) that are known in advance, such as headers; pieces fill the
-    rest.
-    """
+    """A file to preallocate; `fixed` lists (offset, bytes) known in advance, such as headers; pieces fill the rest."""
 
     name: str
     num_bytes: int

@@ -91,9 +91,7 @@ class DistReader:
             self._read_parameter(parameter, block.row + start - block.tensor_row, out[start - row : stop - row])
 
     def _read_parameter(self, parameter: Parameter, row: int, out: torch.Tensor) -> None:
-        """Fill `out` with rows of a Megatron parameter, from `row` on, by reading every stored chunk that overlaps
-        these rows.
-        """
+        """Fill `out` with rows of a Megatron parameter, from `row` on, from every stored chunk that overlaps them."""
         num_axes, covered = len(parameter.stack), 0
         spec = self._stored[parameter.key].spec
         for chunk in self._chunks.get((parameter.key, parameter.place), ()):

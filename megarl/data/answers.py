@@ -23,9 +23,7 @@ _PROBES = ("The answer is 1.", "1", "So")
 
 
 class Answers:
-    """The encoder of answers as a policy writes them: after the chat template's prompt for them, and with the end that
-    `ends` has decided on.
-    """
+    """The encoder of answers as a policy writes them: after the template's prompt, with the end from `ends`."""
 
     def __init__(
         self,

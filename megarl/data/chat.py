@@ -62,9 +62,7 @@ def load_tokenizer(
 def _require_read(
     arguments: Mapping[str, Any], read: frozenset[str], tokenizer: "PreTrainedTokenizerBase", path: str | Path
 ) -> None:
-    """Raise ConfigError if `arguments` (`data.chat_template`) has an argument that is none of the variables that the
-    chat template reads.
-    """
+    """Raise ConfigError if an argument (`data.chat_template`) is no variable that the chat template reads."""
     free = sorted(read - tokenizer.special_tokens_map.keys())
     for name in arguments:
         if name not in free:

@@ -105,9 +105,7 @@ def _before_next_question(tokenizer: "PreTrainedTokenizerBase", chat: Sequence[M
 
 
 def _up_to_mark(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[str, int | None]:
-    """Return a text up to the end of the first added token in it, and the token; without one, the text without its
-    last spaces, and None.
-    """
+    """Return a text up to the first added token in it, and the token; without one, the stripped text and None."""
     marks = {mark: token for mark, token in tokenizer.get_added_vocab().items() if mark.strip()}
     found = [(text.index(mark), -len(mark), mark) for mark in marks if mark in text]
     if not found:

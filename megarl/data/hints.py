@@ -134,9 +134,7 @@ class HintPlacer:
     def place_all(
         self, prompts: Mapping[str, Prompt], donated: Mapping[str, str] | None = None
     ) -> dict[str, HintedPrompt]:
-        """Write a hint into each prompt, its own or with `donated` that of another prompt (`donors`); return the
-        results by uid.
-        """
+        """Write hints into prompts, own or with `donated` those of other prompts (`donors`); return them by uid."""
         if donated is None:
             return {uid: self.place(prompt) for uid, prompt in prompts.items()}
         return {

@@ -84,9 +84,7 @@ class PromptSampler:
         return {**self._settings, "num_batches": self._num_batches}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the state by drawing `num_batches` batches again; raise DataError if the saved settings differ from
-        these.
-        """
+        """Restore the state by drawing `num_batches` batches again; raise DataError if the settings differ."""
         for name, value in self._settings.items():
             if state[name] != value:
                 raise DataError(
@@ -149,9 +147,7 @@ class MixtureSampler:
         return {**self._settings, "num_batches": self._num_batches}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the state by drawing `num_batches` batches again; raise DataError if the saved settings differ from
-        these.
-        """
+        """Restore the state by drawing `num_batches` batches again; raise DataError if the settings differ."""
         for name in sorted(self._settings.keys() | (state.keys() - {"num_batches"})):
             was, now = state.get(name), self._settings.get(name)
             if was != now:

@@ -49,9 +49,7 @@ def read_tokenizer(path: str | Path, key: str) -> "PreTrainedTokenizerBase":
 
 
 def parse_template(tokenizer: "PreTrainedTokenizerBase", directory: Path) -> tuple[str, frozenset[str]]:
-    """Return the chat template that chats are rendered with, and the variables that it reads; ConfigError if it is not
-    valid Jinja.
-    """
+    """Return the template that renders chats, and the variables that it reads; ConfigError for invalid Jinja."""
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     own = directory / "chat_template.jinja"
     file = own if own.is_file() else directory / "tokenizer_config.json"

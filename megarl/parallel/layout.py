@@ -38,9 +38,7 @@ class Layout:
 
     @property
     def reports(self) -> bool:
-        """Return whether this rank reports results for its data-parallel replica: tp and cp rank 0 of the last
-        stage.
-        """
+        """Return whether this rank reports its data-parallel replica's results: tp and cp rank 0, last stage."""
         return self.tp_group.rank() == 0 and self.cp_group.rank() == 0 and self.is_last_stage
 
 

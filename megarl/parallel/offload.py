@@ -21,9 +21,7 @@ from megarl.types.messages import Part
 
 @dataclass(frozen=True, slots=True)
 class _Freed:
-    """A torch storage whose device memory is freed; the number of its bytes; their copy on the host, unless they are
-    dropped.
-    """
+    """A torch storage whose device memory is freed; its size in bytes; its copy on the host, unless dropped."""
 
     storage: torch.UntypedStorage
     num_bytes: int
@@ -31,9 +29,7 @@ class _Freed:
 
 
 class Offloader:
-    """Moves one role's memory between device and host, and knows which parts (parameters, gradients, optimizer) are
-    where.
-    """
+    """Moves one role's memory (parameters, gradients, optimizer) between device and host, and knows what is where."""
 
     def __init__(self, role: LoadedRole) -> None:
         self._role = role

@@ -223,9 +223,7 @@ def _scoring(config: Config, role: RoleSpec, spec: ModelSpec, variants: Abstract
 
 
 def micro_batches_at_full_length(config: Config, settings: ActorConfig) -> int:
-    """Return the number of micro-batches that one replica has in an optimizer step if all rows have the maximum
-    length.
-    """
+    """Return one replica's micro-batches in an optimizer step if all rows have the maximum length."""
     layout, rows = settings.layout, batch_counts(config).rows_per_optimizer_step
     multiple = layout.pp if layout.virtual_pp > 1 else 1
     return _most_micro_batches((max_row_tokens(config),), rows, layout.dp, settings.micro_batch_tokens, multiple)

@@ -115,9 +115,7 @@ def plan_devices(
     shards: Sequence[ShardPlan],
     engine: EnginePlan,
 ) -> list[DevicePlan]:
-    """Estimate the memory of the actor's devices; devices with equal contents share an entry. Rank i of a layout uses
-    device i.
-    """
+    """Estimate the memory of the actor's devices (rank i uses device i); equal devices share an entry."""
     by_place = {(shard.role, shard.stage): i for i, shard in enumerate(shards)}
     held: dict[tuple[int, ...], list[int]] = {}
     for device in range(config.actor.layout.world_size):

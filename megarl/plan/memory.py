@@ -83,9 +83,7 @@ def layer_activation_bytes(dims: Dims, layout: LayoutConfig, *, num_tokens: int,
 
 
 def num_kept_layers(layout: LayoutConfig, stage: int, num_layers: int, num_micro_batches: int) -> int:
-    """Count the layer activations that a pipeline stage keeps at once: its layers × its micro-batches in flight
-    (1F1B).
-    """
+    """Count the layer activations that a pipeline stage keeps: its layers × its micro-batches in flight (1F1B)."""
     if layout.virtual_pp == 1:
         return min(num_micro_batches, layout.pp - stage) * num_layers
     chunks = 2 * (layout.pp - stage - 1) + (layout.virtual_pp - 1) * layout.pp + 1
@@ -139,9 +137,7 @@ def head_bytes(
 
 
 def kv_bytes_per_token(dims: Dims, *, tp: int, num_layers: int, dtype_bytes: int) -> int:
-    """Return the KV-cache bytes of a token, in so many layers, on one of `tp` devices. Single heads and latents are not
-    split.
-    """
+    """Return a token's KV-cache bytes in so many layers on one of `tp` devices; single heads, latents stay whole."""
     if dims.latent is not None:
         return dtype_bytes * num_layers * (dims.latent.kv_latent + dims.latent.rope)
     num_heads = max(1, dims.num_kv_heads // tp)

@@ -97,9 +97,7 @@ class VllmEngine:
         self._stepper = Stepper(self.llm, max_num_seqs=spec.config.max_num_seqs)
 
     def process_ids(self) -> list[int]:
-        """Return the ids of this process, and of the workers and vLLM's core if they are processes of their own, all on
-        this host.
-        """
+        """Return the ids of this process, and of workers and vLLM's core if they are processes of this host."""
         workers: list[int] = self.llm.collective_rpc("process_id")
         workers = workers[: len(workers) // self._num_nodes]
         resources = getattr(self.llm.llm_engine.engine_core, "resources", None)

@@ -38,9 +38,7 @@ class EngineWork:
 
 
 class Stepper:
-    """A `vllm.LLM` that several threads share: they wait here for their requests, or stop the engine between two
-    steps.
-    """
+    """A `vllm.LLM` that several threads share: they wait for their requests, or stop it between two steps."""
 
     def __init__(self, llm: "LLM", *, max_num_seqs: int = 256) -> None:
         self._llm, self._max_num_seqs = llm, max_num_seqs
@@ -107,9 +105,7 @@ class Stepper:
 
     @contextmanager
     def held(self) -> Iterator[bool]:
-        """Keep the engine from stepping inside this context. Yields whether unfinished requests can continue
-        afterwards.
-        """
+        """Keep the engine from stepping inside this context. Yields whether unfinished requests can go on."""
         with self._between_steps():
             busy = self._llm.llm_engine.has_unfinished_requests()
             if busy:

@@ -33,9 +33,7 @@ from megarl.sync.wire.wires import Share
 
 
 class WeightReceiver:
-    """A mixin of vLLM's worker class that receives weights; `self.model_runner` and `self.vllm_config` are the
-    worker's.
-    """
+    """A mixin of vLLM's worker class (its `model_runner`, `vllm_config`) that receives weights."""
 
     def process_id(self) -> int:
         """Return the id of this worker's process."""
@@ -194,9 +192,7 @@ def repack_cpu_weights(model: torch.nn.Module) -> None:
 def expand_to_tokens(
     values: torch.Tensor, ends: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
-    """Repeat the value [B] of each request for its drafted tokens, which end at `ends` [B]; a value that equals
-    `replace_from` becomes `replace_to`.
-    """
+    """Repeat each request's value [B] for its drafted tokens (to `ends` [B]), `replace_from` as `replace_to`."""
     counts = torch.diff(ends.long(), prepend=ends.new_zeros(1).long())
     replaced = values.masked_fill(values == replace_from, replace_to)
     return replaced.repeat_interleave(counts, output_size=num_tokens)

@@ -143,9 +143,7 @@ def find_checkpoint(config: Config, command: Command, resume: Resume = "newest")
 
 
 def _require_readable_layout(checkpoint: Checkpoint, config: Config) -> None:
-    """Raise ConfigError if a trained role's layout differs in more than dp from that of a checkpoint that is not
-    portable.
-    """
+    """Raise ConfigError if a trained role's layout differs beyond dp from a checkpoint's that is not portable."""
     if checkpoint.state.portable:
         return
     before, now = role_settings(checkpoint.state.config), role_settings(config)

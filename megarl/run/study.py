@@ -102,16 +102,12 @@ class StudyPlan:
 
     @property
     def cluster_config(self) -> Config:
-        """Return the configuration with which to start the cluster: that of the remaining run with the longest
-        context.
-        """
+        """Return the configuration that starts the cluster: the remaining run's with the longest context."""
         return max((run.config for run in self.waiting), key=lambda config: engine_spec(config).max_model_tokens)
 
     @property
     def roles(self) -> tuple[RoleSpec, ...]:
-        """Return every combination of role and layout in the remaining runs, because the ranks must have room for all
-        of them.
-        """
+        """Return every role and layout of the remaining runs, since the ranks must have room for all of them."""
         return tuple({(role.role, role.layout): role for run in self.waiting for role in run.roles}.values())
 
 

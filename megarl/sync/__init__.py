@@ -1,3 +1,1 @@
-"""Send weights from trainer ranks to engine workers: each worker gets only the slices that it lacks, by a fixed
-plan.
-"""
+"""Send weights from trainer ranks to engine workers: each gets only the slices that it lacks, by a fixed plan."""

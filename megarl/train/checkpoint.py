@@ -73,9 +73,7 @@ class Checkpoint:
     state: RunState
 
     def same_layout(self, config: Config) -> frozenset[Role]:
-        """Return the roles whose layout under `config` is the one they had in the checkpoint, so that ranks hold the
-        same shards.
-        """
+        """Return the roles that have the checkpoint's layout under `config`, so that ranks hold the same shards."""
         before, now = role_settings(self.state.config), role_settings(config)
         return frozenset(role for role in Role if before[role].layout == now[role].layout)
 

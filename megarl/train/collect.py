@@ -83,9 +83,7 @@ class Rollouts:
             self._start(self.scheduler.admissible(self.config.trainer.total_steps - version), version, sampled=[])
 
     def take(self, step: int) -> Collected:
-        """Take a step's groups, judged and filtered, in the order of their tickets; fewer, or none, if the filter
-        removes too many.
-        """
+        """Take a step's groups, judged and filtered, by ticket; fewer, or none, if the filter removes too many."""
         num_prompts, sampled, kept, tallies = self.config.trainer.prompts_per_step, [], [], []
         troubles: list[Trouble] = []
         count = num_prompts

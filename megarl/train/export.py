@@ -54,9 +54,7 @@ def _write_model(workers: "RoleWorkers", role: RoleSpec, spec: ModelSpec, partia
 
 
 def copy_companions(source: Path, target: Path, *, skipped: Sequence[str] = _WEIGHT_FILES) -> None:
-    """Copy the files of a model directory that are not weights, such as tokenizer files, except those matching
-    `skipped`.
-    """
+    """Copy a model directory's files that are not weights, such as tokenizer files, except those like `skipped`."""
     unwanted = {file for pattern in skipped for file in source.glob(pattern)}
     for file in sorted({file for pattern in _COMPANIONS for file in source.glob(pattern)} - unwanted):
         # Not with its mode: who may read the copy is the run's to say.

@@ -95,9 +95,7 @@ def open_sampler(config: Config, train: PromptDataset) -> Sampler:
 
 
 def open_model(config: Config, *, for_sft: bool = False) -> ModelSpec:
-    """Read config.json and the checkpoint's headers; raise ConfigError for a model that the family or layout cannot
-    take.
-    """
+    """Read config.json and the checkpoint's headers; ConfigError for a model that family or layout cannot take."""
     spec = read_model_spec(config.model.path)
     check_model(config, spec.hf_config, for_sft=for_sft)
     check_tensors(spec.path, spec.expected_tensors(), ignored=spec.ignored_tensors())
@@ -141,9 +139,7 @@ def _require_rows(config: Config, tokenizer: "PreTrainedTokenizerBase", spec: Mo
 
 
 def _require_trained_head(spec: ModelSpec, role: RoleSpec, key: str) -> None:
-    """Raise ConfigError for a frozen critic or reward model whose files have no value head, which would be 0 in every
-    run.
-    """
+    """Raise ConfigError for a frozen critic or reward model without a value head, which would be 0 in every run."""
     if role.trainable or any(VALUE_HEAD in read_specs(file) for file in model_files(spec.path)):
         return
     lacking = f"{spec.path} ({key}) has no {VALUE_HEAD}, so every value would be 0"
@@ -175,9 +171,7 @@ def missing_files(config: Config, roles: Sequence[RoleSpec]) -> list[str]:
 
 
 def open_train_inputs(config: Config) -> TrainInputs:
-    """Check the configuration, the model and the data of a reinforcement-learning run. Models are fetched from the hub
-    if need be.
-    """
+    """Check configuration, model and data of a reinforcement-learning run; fetch models from the hub if need be."""
     check_train(config)
     config = with_local_models(config, judges=True)
     spec = open_model(config)
@@ -285,9 +279,7 @@ def open_hints(
     max_positions: int,
     vocabulary: Vocabulary = EVERY_TOKEN,
 ) -> HintWriter:
-    """Open the writer of hints. It limits hints so that the longest response still fits a micro-batch and the model's
-    context.
-    """
+    """Open the writer of hints, limited so that the longest response fits a micro-batch and the context."""
     room = max_hinted_row_tokens(config, max_positions) - config.rollout.max_response_tokens
     tools = partial(tools_of, config.environment)
     return HintWriter(tokenizer, config.algo.cpo, max_prompt_tokens=room, tools_of=tools, vocabulary=vocabulary)

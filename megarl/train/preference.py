@@ -17,9 +17,7 @@ from megarl.types.messages import Role
 
 
 def train_preference_task(inputs: SupervisedInputs[ResponsePairDataset]) -> SupervisedTask:
-    """Make the task that trains up to step `train_preference.total_steps`, on `train_preference.batch_size` pairs a
-    step.
-    """
+    """Make the task that trains up to `train_preference.total_steps`, `train_preference.batch_size` pairs a step."""
     config, settings, val = inputs.config, inputs.config.train_preference, inputs.val
     objective = preference_objective(settings)
     return SupervisedTask(

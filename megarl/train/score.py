@@ -214,9 +214,7 @@ def _score_with_pairs(
 
 
 class HintWriter:
-    """A writer of hints into prompts (`placer`), which also marks the answer tokens whose advantage CPO must not
-    change.
-    """
+    """A writer of hints into prompts (`placer`), which also marks answer tokens that CPO must leave alone."""
 
     def __init__(
         self,

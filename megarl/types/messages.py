@@ -96,9 +96,7 @@ class MicroBatchPlan:
     ranks: Sequence[Sequence[Sequence[int]]]
 
     def paired(self, offset: int) -> "MicroBatchPlan":
-        """Return the plan for twice as many rows: each micro-batch also gets the rows whose indices are larger by
-        `offset`.
-        """
+        """Return the plan for twice as many rows: a micro-batch's rows also come with `offset` added to them."""
         return MicroBatchPlan(
             [[[*indices, *(offset + i for i in indices)] for indices in batches] for batches in self.ranks]
         )

@@ -65,9 +65,7 @@ class AlgoState:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> "AlgoState":
-        """Rebuild an AlgoState from the dictionary that `dataclasses.asdict` made of it, for example from a
-        checkpoint.
-        """
+        """Rebuild an AlgoState from the dictionary that `dataclasses.asdict` made, such as a checkpoint's."""
         return cls(kl_coef=state["kl_coef"], entropy=EntropyState(**state["entropy"]))
 
 

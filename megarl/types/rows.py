@@ -20,9 +20,7 @@ from megarl.types.samples import (
 
 
 class Score(StrEnum):
-    """The names of per-token quantities that a forward pass can compute for a batch before the update, such as log-
-    probs.
-    """
+    """The names of quantities per token that a forward pass can compute before the update, such as log-probs."""
 
     OLD_LOGPROBS = "old_logprobs"
     OLD_ENTROPY = "old_entropy"

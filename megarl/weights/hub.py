@@ -38,9 +38,7 @@ def with_local_models(config: "Config", *, weights: bool = True, judges: bool = 
 
 
 def commits_of(config: "Config") -> dict[str, str]:
-    """Return the commits of the hub's models in a configuration whose models are local, by setting and id, such as
-    `model.path: Qwen/Qwen3-8B`.
-    """
+    """Return the commits of a configuration's hub models, by setting and id (`model.path: Qwen/Qwen3-8B`)."""
     commits = {}
 
     def collect(path: str, key: str) -> str:

@@ -52,9 +52,7 @@ class ShardPosition:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Which shard of a tensor is meant: number `rank` of `size`; vocabularies are first padded to a multiple of
-    `vocab_padding`.
-    """
+    """The shard `rank` of `size` of a tensor; vocabularies are first padded to a multiple of `vocab_padding`."""
 
     rank: int
     size: int

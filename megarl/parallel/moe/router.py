@@ -88,9 +88,7 @@ class PackRouter(TopKRouter):
         return scaled
 
     def _own_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """Return this rank's tokens of a tensor over all tokens of the pack; under sequence parallelism, a rank has
-        only some.
-        """
+        """Return this rank's tokens of a tensor over all tokens of the pack; sequence parallelism splits them."""
         if not self.config.sequence_parallel:
             return values
         return values.chunk(self.tp_group.size())[self.tp_group.rank()]

@@ -41,9 +41,7 @@ class ExpertChoice:
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: _TopK
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores and the indices of each token's experts, both [T, k]. Megatron's router calls this
-        method.
-        """
+        """Return scores and indices of each token's experts, both [T, k]. Megatron's router calls this method."""
         rated = scores
         if num_groups is not None and group_topk is not None:
             ratings = scores.unflatten(1, (num_groups, -1)).topk(self.group_rating, dim=-1).values.sum(-1)

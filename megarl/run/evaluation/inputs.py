@@ -194,9 +194,7 @@ def _eval_config(config: Config, request: EvalRequest, *, with_trainer: bool) ->
 
 
 def _engines_alone(config: Config) -> Config:
-    """Change a configuration to engines only, without a trainer, on devices of their own and as many nodes as they
-    need.
-    """
+    """Change a configuration to engines alone, on devices of their own and as many nodes as they need."""
     placement = config.placement
     nodes = placement.engines if placement.mode == "split" else NodesConfig(num_nodes=placement.trainer.num_nodes)
     return replace(

@@ -223,9 +223,7 @@ def _judge(
 
 
 def _signal(x: CpoInputs) -> Table:
-    """Return means over tokens of the log-prob gain and of every MI estimate, for right rows, wrong rows and all
-    rows.
-    """
+    """Return means over tokens of log-prob gain and MI estimates, for right, wrong and all rows."""
     old, hint, other = x.need("old_logprobs"), x.need("hint_logprobs"), x.shuffled_hint_logprobs
     values = {"gain of the own hint": hint - old}
     if other is not None:

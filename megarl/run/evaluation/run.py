@@ -1,6 +1,4 @@
-"""Run an evaluation from start to end: check inputs, start engines, send weights, generate, judge, estimate, write
-files.
-"""
+"""Run an evaluation: check inputs, start engines, send weights, generate, judge, estimate, write files."""
 
 import time
 from collections import deque

@@ -1,6 +1,4 @@
-"""Choose which trainer rank sends each part of a tensor that an engine worker needs: one beside it or the least
-busy.
-"""
+"""Choose which trainer rank sends each part that an engine worker needs: one beside it, or the least busy."""
 
 import functools
 import itertools
@@ -91,9 +89,7 @@ def replicas_of(holdings: Mapping[int, Holding]) -> list[tuple[Holding, tuple[in
 def alike_tensors(
     specs: Mapping[str, TensorSpec], held: Mapping[int, Holding], needed: Mapping[int, Holding]
 ) -> Iterator[tuple[str, list[Alike]]]:
-    """Yield each layer's name and its tensors, grouped by shape, dtype, holders and receivers, in the order of
-    `specs`.
-    """
+    """Yield each layer's name and its tensors by shape, dtype, holders and receivers, in the order of `specs`."""
     holders, takers = _by_tensor(held), _by_tensor(needed)
     for layer, names in itertools.groupby(specs, layer_of):
         groups = defaultdict[tuple[Hashable, ...], list[str]](list)

@@ -175,9 +175,7 @@ def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> list[Parcel]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStatistics:
-    """The cost of a weight sync. staging_bytes: the largest amount that a process buffers at a time, summed over
-    processes.
-    """
+    """The cost of a weight sync. staging_bytes: the most that processes buffer at a time, summed over them."""
 
     wire_bytes: int
     local_bytes: int
@@ -210,9 +208,7 @@ def plan_statistics(plan: Plan, *, depth: int) -> PlanStatistics:
 
 
 def _staged(process: np.ndarray, bucket: np.ndarray, num_bytes: np.ndarray, depth: int) -> int:
-    """Return the largest total size of messages in any `depth` successive buckets, which a process must stage, summed
-    over processes.
-    """
+    """Return the largest total size of messages in any `depth` successive buckets, summed over processes."""
     width = bucket.max(initial=0) + depth
     totals = np.bincount(process * width + bucket, num_bytes, minlength=(process.max(initial=0) + 1) * width)
     staged = np.lib.stride_tricks.sliding_window_view(totals.reshape(-1, width), depth, axis=1).sum(axis=2)

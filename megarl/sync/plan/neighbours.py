@@ -11,9 +11,7 @@ from megarl.weights.safetensors_map import TensorSpec
 
 
 def overlaps(specs: Mapping[str, TensorSpec], held: Mapping[int, Holding], needed: Mapping[int, Holding]) -> np.ndarray:
-    """Compute |D_i ∩ S_j|, the bytes that worker i needs and rank j holds: [workers, ranks] int64, in the order of the
-    keys.
-    """
+    """Compute |D_i ∩ S_j|, the bytes that worker i needs and rank j holds: [workers, ranks] int64, in key order."""
     replicas, columns = replicas_of(needed), {source: j for j, source in enumerate(held)}
     # For each different holding of workers: bytes by rank. Additions to single elements of arrays would be slow.
     rows = [[0] * len(columns) for _ in replicas]

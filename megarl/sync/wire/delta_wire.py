@@ -44,9 +44,7 @@ class _Versions:
         self._store.set(self._name(message), str(message.num_bytes))
 
     def with_length(self, message: Parcel) -> Parcel:
-        """Wait until the sender announces how many bytes a message has in this transfer, and return the message with
-        that size.
-        """
+        """Wait for the sender's announcement of a message's size in this transfer; return it with that size."""
         name = self._name(message)
         length = unless_given_up(partial(self._store.get, name), self._store, self.transfer, self._timeout_s)
         if length is None:

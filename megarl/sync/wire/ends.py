@@ -19,9 +19,7 @@ _Views = Mapping[str, list[tuple[Box, torch.Tensor]]]
 
 
 def holding_of(slices: Iterable[Slice], shapes: Mapping[str, Sequence[int]]) -> dict[str, Box]:
-    """Return tensor → box (rectangular part) that a rank holds, even if another rank owns it. Tied tensors count
-    once.
-    """
+    """Return tensor → box (rectangular part) that a rank holds, even if another owns it; tied tensors once."""
     return {part.tensor: box_of(part.index, shapes[part.tensor]) for part in slices}
 
 
@@ -137,9 +135,7 @@ class BridgeReceiver:
     def restore(
         self, name: str, tensor: torch.Tensor, scale: float | None, *, fill: float | None = None
     ) -> torch.Tensor:
-        """Return a received tensor: in float32 and multiplied by `scale` if it has one, else unchanged. `fill`: see
-        `receive`.
-        """
+        """Return a received tensor, in float32 times `scale` if it has one, else unchanged. `fill`: see `receive`."""
         if scale is None:
             return tensor
         index = slices_of(self._share.needs[name])

@@ -66,9 +66,7 @@ class Exchange(SendingEnd, ReceivingEnd):
         return self._bytes_of(message)
 
     def post_staged(self) -> None:
-        """Start to send and receive the staged messages, as one grouped call if the group can (NCCL), else one by
-        one.
-        """
+        """Start to send and receive the staged messages, in one grouped call if the group can (NCCL)."""
         if not self._staged:
             return
         if self._group.supports_coalescing:
