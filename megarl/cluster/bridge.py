@@ -83,7 +83,12 @@ class BridgeSync:
             WeightSyncError: a tensor is missing on either side, or (with `verify`) its checksums differ.
         """
         self._transfer += 1
-        scales = self._scales()
+        scales: dict[str, float] = {}
+        if self._scaled:
+            # The largest magnitude of each tensor that is sent in float8, on any rank.
+            calls = [p.call(PolicyWorker.largest_weights) for p in self._ranks]
+            largest = wait_all(calls, timeout_s=self._timeout_s, doing=_DOING)
+            scales = {name: scale_of(max(rank.get(name, 0.0) for rank in largest)) for name in self._scaled}
         full = self._since_full is None or self._since_full + 1 == self._full_every
         since_full, self._since_full = 0 if self._since_full is None or full else self._since_full + 1, None
         send, receive, transfer = PolicyWorker.send_over_bridge, VllmEngine.receive_over_bridge, self._transfer
@@ -102,14 +107,6 @@ class BridgeSync:
             self._compare(results(sends), received)
         scale_bytes = _SCALE_BYTES * len(scales) * len(received)
         return {WIRE_BYTES: float(scale_bytes + sum(worker.wire_bytes for worker in received))}
-
-    def _scales(self) -> dict[str, float]:
-        """Return the scale of each tensor that is sent in float8, computed from its largest magnitude on any rank."""
-        if not self._scaled:
-            return {}
-        calls = [p.call(PolicyWorker.largest_weights) for p in self._ranks]
-        largest = wait_all(calls, timeout_s=self._timeout_s, doing=_DOING)
-        return {name: scale_of(max(rank.get(name, 0.0) for rank in largest)) for name in self._scaled}
 
     def close(self) -> None:
         """Make the ranks delete their shared-memory segments."""

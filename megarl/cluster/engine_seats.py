@@ -35,12 +35,6 @@ def create_process(name: str, cls: type[A], reservation: Reservation, seat: Seat
     return Process(name=name, actor=remote.options(**reservation.options(seat)).remote(*args))
 
 
-def engine_pids(name: str, pids: Sequence[Sequence[int]]) -> dict[str, int]:
-    """Map names of an engine's processes, given by node, to their ids: first `name`, then `name worker 0`, …"""
-    pid, *workers = itertools.chain(*pids)
-    return {name: pid} | {f"{name} worker {i}": worker for i, worker in enumerate(workers)}
-
-
 def wait_started(
     starting: Sequence[Call[list[list[int]]]], *, timeout_s: float, doing: str, every_s: float = PROGRESS_S
 ) -> list[list[list[int]]]:
@@ -108,10 +102,14 @@ class EngineSeats:
         return process.ask(EngineActor.start_all, engine_spec(self._config), devices, predecessors)
 
     def started(self, index: int, process: Process[EngineActor], pids: list[list[int]]) -> dict[str, int]:
-        """Note that an engine has started, with which processes on each node; return their ids by name."""
+        """Note that an engine has started, with which processes on each node; return their ids by name:
+        `engine 0`, then `engine 0 worker 0`, …
+        """
         self._pids[index] = pids
-        self._watch(process)
-        return engine_pids(process.name, pids)
+        # From now on, it counts as hung whenever it is silent for so long.
+        process.roster.expect_answers(process, within_s=self._config.cluster.heartbeat_timeout_s)
+        pid, *workers = itertools.chain(*pids)
+        return {process.name: pid} | {f"{process.name} worker {i}": worker for i, worker in enumerate(workers)}
 
     def restart(self, index: int, lost: Process[EngineActor]) -> tuple[Process[EngineActor], dict[str, int]]:
         """Start a new engine in the place of a dead one; return it and its process ids by name.
@@ -131,10 +129,6 @@ class EngineSeats:
         if self._config.placement.offload:
             self._answer(process.call(VllmEngine.sleep))
         return process, new_pids
-
-    def _watch(self, process: Process[EngineActor]) -> None:
-        """Take an engine that has started for hung whenever it is silent for `cluster.heartbeat_timeout_s`."""
-        process.roster.expect_answers(process, within_s=self._config.cluster.heartbeat_timeout_s)
 
     def _answer(self, call: Call[R]) -> R:
         timeout_s = self._config.cluster.start_timeout_s

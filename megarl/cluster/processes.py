@@ -53,18 +53,13 @@ def wait_all(calls: Sequence[Call[R]], *, timeout_s: float, doing: str) -> list[
             process was not called and can be replaced, the roster records its death and the wait goes on.
         Exception: any error that megarl or a library raised in a called process; megarl's own errors have priority.
     """
-    return loop.wait(all_results(calls, timeout_s=timeout_s, doing=doing))
+    answers = loop.wait(_finished(calls, timeout_s=timeout_s, doing=doing, needs_all=True))
+    return [answer.result() for answer in answers]
 
 
 def wait_living(calls: Sequence[Call[R]], *, timeout_s: float, doing: str) -> list[R | None]:
     """Return results of calls in order, None for a process that died replaceably; else raises as `wait_all`."""
     return loop.wait(living_results(calls, timeout_s=timeout_s, doing=doing))
-
-
-async def all_results(calls: Sequence[Call[R]], *, timeout_s: float, doing: str) -> list[R]:
-    """Await what `wait_all` returns."""
-    answers = await _finished(calls, timeout_s=timeout_s, doing=doing, needs_all=True)
-    return [answer.result() for answer in answers]
 
 
 async def living_results(calls: Sequence[Call[R]], *, timeout_s: float, doing: str) -> list[R | None]:
@@ -179,7 +174,11 @@ class Vigil:
                 awaited, timeout=max(0.0, min(WATCH_S, self._left_s())), return_when=asyncio.FIRST_COMPLETED
             )
             if not done and self._left_s() <= 0.0:
-                raise self._silence()
+                silent = "no engine has anything left to generate"
+                if busy := self._busy():
+                    silent = f"no answer from {', '.join(p.name for p in busy)} within {self._timeout_s:.0f} s"
+                    silent += f"{_described(busy)}; see RUN/logs"
+                raise WorkerError(f"{self._doing()}: {silent}")
             if self._watch.is_due():
                 # Look for deaths of processes that are not waited for, and for those that hang.
                 for death in self._watch.deaths():
@@ -191,13 +190,6 @@ class Vigil:
 
     def _left_s(self) -> float:
         return max(self._began, self._heard_at()) + self._timeout_s - time.monotonic()
-
-    def _silence(self) -> WorkerError:
-        busy = self._busy()
-        if not busy:
-            return WorkerError(f"{self._doing()}: no engine has anything left to generate")
-        silent = f"no answer from {', '.join(p.name for p in busy)} within {self._timeout_s:.0f} s"
-        return WorkerError(f"{self._doing()}: {silent}{_described(busy)}; see RUN/logs")
 
     def stage(self) -> str:
         """Say what the wait is for, and how far the first process has come that it waits for, if that is known."""

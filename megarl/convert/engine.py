@@ -14,12 +14,13 @@ from typing import IO, cast
 import numpy as np
 import torch
 
-from megarl.convert.files import WindowWriter, bytes_of, exclusive, preallocate, range_checksum, sync
+from megarl.convert.files import WindowWriter, bytes_of, exclusive, preallocate, range_checksum
 from megarl.convert.plan import ConversionPlan
 from megarl.convert.readers import TensorReader
 from megarl.convert.workers import WorkerPool
 from megarl.errors import ConfigError
 from megarl.host.directory_lock import DirectoryLock
+from megarl.host.writing import fsync
 from megarl.record.progress import Progress, ProgressValues
 
 # The directory within OUT.partial that records which pieces are finished.
@@ -116,13 +117,13 @@ def carry_out(
         outcome = _convert(partial, plan, reader, journal, settings.num_workers, description)
         finish(partial)
         for path in [*(path for path in partial.rglob("*") if STATE not in path.parts), partial]:
-            sync(path)
+            fsync(path)
         owned.require()
         if settings.out.exists():
             shutil.rmtree(settings.out)
         shutil.rmtree(partial / STATE)
         partial.rename(settings.out)
-        sync(settings.out.parent)
+        fsync(settings.out.parent)
     return outcome
 
 

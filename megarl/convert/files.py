@@ -129,15 +129,6 @@ def preallocate(file: Path, size: int) -> None:
             ) from error
 
 
-def sync(path: Path) -> None:
-    """Flush a file or a directory to disk (fsync)."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @contextlib.contextmanager
 def exclusive(file: Path) -> Iterator[None]:
     """Wait until no worker of an earlier conversion, which was killed, writes to the directory of the file `file`.

@@ -143,12 +143,9 @@ class Answers:
 
     def _without_end(self, content: str) -> str:
         """Return an answer without the end that its author may have written already."""
-        end = next((name for name in self._end_names() if content.endswith(name)), "")
-        return content.removesuffix(end)
-
-    def _end_names(self) -> list[str]:
         names = self._tokenizer.convert_ids_to_tokens(list(self.ends.declared))
-        return [self.ends.tails[0].strip(), *(name for name in names if name)]
+        ends = (self.ends.tails[0].strip(), *(name for name in names if name))
+        return content.removesuffix(next((end for end in ends if content.endswith(end)), ""))
 
     def _text(self, content: str, opening: str, where: str) -> str:
         """Return the text that the policy writes after the prompt `opening`; DataError if there is none."""

@@ -51,23 +51,16 @@ def load_tokenizer(
         raise ConfigError(f"{key}: the tokenizer in {path} has no eos_token; set it in tokenizer_config.json")
     template, read = parse_template(tokenizer, Path(path))
     if arguments:
-        _require_read(arguments, read, tokenizer, path)
+        free = sorted(read - tokenizer.special_tokens_map.keys())
+        for name in arguments:
+            if name not in free:
+                reads = f"it may read {', '.join(free)}" if free else "it reads no arguments"
+                raise ConfigError(f"data.chat_template.{name}: the chat template in {path} never reads this; {reads}")
         # transformers drops the line feed after a block, so that these lines write nothing. Jinja reads Python's
         # literals, True and None included.
         lines = "".join(f"{{% set {name} = {value!r} %}}\n" for name, value in arguments.items())
         tokenizer.chat_template = lines + template
     return tokenizer
-
-
-def _require_read(
-    arguments: Mapping[str, Any], read: frozenset[str], tokenizer: "PreTrainedTokenizerBase", path: str | Path
-) -> None:
-    """Raise ConfigError if an argument (`data.chat_template`) is no variable that the chat template reads."""
-    free = sorted(read - tokenizer.special_tokens_map.keys())
-    for name in arguments:
-        if name not in free:
-            reads = f"it may read {', '.join(free)}" if free else "it reads no arguments"
-            raise ConfigError(f"data.chat_template.{name}: the chat template in {path} never reads this; {reads}")
 
 
 def encode_chats(

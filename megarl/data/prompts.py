@@ -5,10 +5,10 @@ arrays of 4 bytes per token instead of lists of Python objects.
 """
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from megarl.config.algo import DemonstrationConfig
 from megarl.config.environments import EnvironmentConfig
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 UNKNOWN_PROB = -1.0
 
 ToolsOf: TypeAlias = Callable[[str], Sequence[Mapping[str, Any]]]
-T = TypeVar("T")
 
 
 def no_tools(_: str) -> Sequence[Mapping[str, Any]]:
@@ -82,8 +81,8 @@ class PromptDataset:
         self.spelled = SpelledMarks(tokenizer)
         encoder = None if demonstrations is None else answers or Answers(tokenizer)
         sources, environments = set[str](), set[str]()
-        rows = ((i, row, parse_prompt(row, self._files.where(i), self._settings)) for i, row in enumerate(self._files))
-        for chunk in _chunks(rows):
+        rows = ((i, row, parse_prompt(row, self._files.where(i), self._form)) for i, row in enumerate(self._files))
+        while chunk := list(islice(rows, READ_ROWS)):
             sources.update(record.data_source for *_, record in chunk)
             names = [self._environment_of(row, self._files.where(index)) for index, row, _ in chunk]
             environments.update(name for name in names if name)
@@ -187,8 +186,3 @@ def _demonstration(
     if len(ids) > cfg.max_tokens + 1:
         ids = ids[: cfg.max_tokens] if cfg.on_long == "cut" else []
     return ids, bool(probs)
-
-
-def _chunks(items: Iterator[T]) -> Iterator[list[T]]:
-    while chunk := list(islice(items, READ_ROWS)):
-        yield chunk

@@ -2,7 +2,7 @@
 
 `prompt` and `target`: lists of {role, content}, the prompt also a text; `target_probs`: optional list of the
 probabilities that the author of the target gave its tokens, -1 where unknown; `data_source`: string, at the top level
-or in `extra_info`; `ability`: optional string; `reward_model`: {style, ground_truth}; `extra_info`: any object. The
+or in `extra_info`; `ability`: not read; `reward_model`: {style, ground_truth}; `extra_info`: any object. The
 section `data` of a configuration can name other columns.
 
 Preference rows have `chosen` and `rejected`: texts, or lists of {role, content} that end with the assistant's
@@ -79,8 +79,6 @@ class PromptRecord:
 
     messages: tuple[Message, ...]
     data_source: str
-    ability: str | None
-    reward_style: str
     ground_truth: str
     extra_info: Mapping[str, Any]
 
@@ -105,7 +103,7 @@ class PreferenceRecord:
 def prompt_columns(form: DataConfig) -> tuple[str, ...]:
     """Return the columns that `parse_prompt` reads, whose names `form` can set."""
     label = "reward_model" if form.label_key is None else form.label_key
-    return (form.prompt_key, form.source_key, "ability", label, "extra_info")
+    return (form.prompt_key, form.source_key, label, "extra_info")
 
 
 def parse_prompt(row: Mapping[str, Any], where: str, form: DataConfig | None = None) -> PromptRecord:
@@ -123,7 +121,7 @@ def parse_prompt(row: Mapping[str, Any], where: str, form: DataConfig | None = N
         if style == "model" and label is None:
             label = ""
     else:
-        style, label, place = "rule", row.get(form.label_key), form.label_key
+        label, place = row.get(form.label_key), form.label_key
     if label is None:
         raise DataError(f"{where}: {place} is missing, expected a ground truth; see data.label_key")
     if not isinstance(label, str):
@@ -136,14 +134,12 @@ def parse_prompt(row: Mapping[str, Any], where: str, form: DataConfig | None = N
         raise DataError(
             f"{where}: {form.source_key} is missing; name the column in data.source_key, or set data.default_source"
         )
-    messages, ability = _messages(row, form.prompt_key, where, text_role="user"), row.get("ability")
+    messages = _messages(row, form.prompt_key, where, text_role="user")
     if form.system_prompt is not None and messages[0].role != "system":
         messages = (Message(role="system", content=form.system_prompt), *messages)
     return PromptRecord(
         messages=messages,
         data_source=_string({form.source_key: source}, form.source_key, where),
-        ability=None if ability is None else str(ability),
-        reward_style="model" if style == "model" else "rule",
         ground_truth=label,
         extra_info=extra_info,
     )

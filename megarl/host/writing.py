@@ -50,6 +50,15 @@ def writing(path: Path) -> Iterator[None]:
         raise StorageError(f"cannot write {path}: {problem(cause, path)}") from failure
 
 
+def fsync(path: Path) -> None:
+    """Flush a file or a directory to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path to write to, which takes the place of `path` at the end: readers see the old file or the new one.

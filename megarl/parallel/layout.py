@@ -33,10 +33,6 @@ class Layout:
         return self.pp_group.rank() == self.config.pp - 1
 
     @property
-    def dp_rank(self) -> int:
-        return self.dp_group.rank()
-
-    @property
     def reports(self) -> bool:
         """Return whether this rank reports its data-parallel replica's results: tp and cp rank 0, last stage."""
         return self.tp_group.rank() == 0 and self.cp_group.rank() == 0 and self.is_last_stage

@@ -38,6 +38,7 @@ from megarl.weights.families import ModelSpec
 from megarl.weights.rope import YarnRope
 from megarl.weights.rules import Activation
 from megarl.weights.safetensors_map import dtype_of, map_model, model_files
+from megarl.weights.shards import padded_vocab
 from megarl.weights.slices import ShardPosition, Slice, load_slices, shard_slices
 from megarl.weights.tables import VALUE_HEAD
 
@@ -64,12 +65,11 @@ class PackedModel(GPTModel):
         vocab_multiple: int,
         vp_stage: int | None,
     ) -> None:
-        multiple = vocab_multiple * layout.config.tp
-        padded_vocab = -(-spec.dims.vocab // multiple) * multiple
+        num_rows = padded_vocab(spec.dims.vocab, layout.config, vocab_multiple)
         super().__init__(
             config=config,
             transformer_layer_spec=block_spec(config, vp_stage),
-            vocab_size=padded_vocab,
+            vocab_size=num_rows,
             max_sequence_length=spec.max_positions,
             pre_process=layout.pp_group.rank() == 0 and vp_stage in (None, 0),
             post_process=layout.is_last_stage and vp_stage in (None, layout.config.virtual_pp - 1),
@@ -88,10 +88,12 @@ class PackedModel(GPTModel):
             for layer in moe_layers([self]):
                 layer.router.group_rating = experts.routing.group_rating
         if spec.family.scales_embedding and self.pre_process:
-            self.embedding.register_forward_hook(_times_root_hidden)
+            # By √H, first rounded to their dtype, as Gemma does.
+            root = torch.tensor(config.hidden_size**0.5, dtype=config.params_dtype)
+            self.embedding.register_forward_hook(lambda *call: call[-1] * root)
         self.spec, self.layout, self.replays_routing = spec, layout, False
         self.shares_prompts = shares_prompts(spec.dims, layout.config)
-        self.vocab_shard = vocab_shard(layout.tp_group, padded_vocab // layout.config.tp, spec.dims.vocab)
+        self.vocab_shard = vocab_shard(layout.tp_group, num_rows // layout.config.tp, spec.dims.vocab)
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
         return hidden_states
@@ -319,8 +321,3 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
-
-
-def _times_root_hidden(module: torch.nn.Module, inputs: object, embedded: torch.Tensor) -> torch.Tensor:
-    """Multiply embeddings [T, 1, H] by √H, first rounded to their dtype, as Gemma does. This is a forward hook."""
-    return embedded * torch.tensor(embedded.shape[-1] ** 0.5, dtype=embedded.dtype)

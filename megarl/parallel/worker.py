@@ -122,11 +122,14 @@ class PolicyWorker:
         """Write the slices of Hugging Face tensors that this rank owns into preallocated safetensors files."""
         from megarl.parallel.model import model_slices
         from megarl.weights.safetensors_map import map_model
-        from megarl.weights.slices import store_slices
+        from megarl.weights.slices import count_elements, slice_checksums, store_slices
 
         loaded = self._role(role, Part.PARAMS)
         store_slices(model_slices(loaded.chunks), map_model([Path(f) for f in files], writable=True))
-        return _owned(loaded, with_checksums=with_checksums)
+        checksums: dict[str, int] = {}
+        if with_checksums:
+            checksums = slice_checksums(model_slices(loaded.chunks), loaded.expected_tensors())
+        return StoreResult(num_elements=count_elements(model_slices(loaded.chunks)), checksums=checksums)
 
     def offer_meeting(self, address: str) -> int:
         """Open the key-value store by which trainer ranks and engine workers set up a weight sync; return its port."""
@@ -233,14 +236,3 @@ class PolicyWorker:
         end_writer()
         self.communicators.resume()
         destroy_layout()
-
-
-def _owned(loaded: "LoadedRole", *, with_checksums: bool) -> StoreResult:
-    """Return, per Hugging Face tensor of a role, how many elements this rank owns and, if asked, their checksum."""
-    from megarl.parallel.model import model_slices
-    from megarl.weights.slices import count_elements, slice_checksums
-
-    return StoreResult(
-        num_elements=count_elements(model_slices(loaded.chunks)),
-        checksums=slice_checksums(model_slices(loaded.chunks), loaded.expected_tensors()) if with_checksums else {},
-    )

@@ -4,7 +4,7 @@ import itertools
 import math
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,7 +199,10 @@ def init_run(request: InitRequest) -> Path:
     needs_source = bool(request.reward) and "data_source" not in columns_of(Path(request.train[0]))
     request.directory.mkdir(parents=True, exist_ok=True)
     refusals: list[ConfigError] = []
-    for tp, pp in _layouts(request.gpus):
+    # The sizes with fewer devices per replica first, tp before pp.
+    sizes = itertools.product((1, 2, 4, 8), repeat=2) if request.gpus else [(1, 1)]
+    fitting = [(tp, pp) for tp, pp in sizes if request.gpus % (tp * pp) == 0]
+    for tp, pp in sorted(fitting, key=lambda each: (math.prod(each), each[1])):
         file.write_text(
             _text(request, file, tp=tp, pp=pp, positions=positions, needs_source=needs_source), encoding="utf-8"
         )
@@ -229,15 +232,6 @@ def _check_data(file: Path) -> None:
             f"{error}. {file} is written all the same: correct the data, or say in it how to read and judge them "
             "(data.prompt_key, data.label_key, data.default_source, rewards.sources, rewards.custom.path)"
         ) from error
-
-
-def _layouts(gpus: int) -> Iterator[tuple[int, int]]:
-    """Yield tensor- and pipeline-parallel sizes, those with fewer devices per replica first, tp before pp."""
-    if gpus == 0:
-        yield 1, 1
-    sizes = itertools.product((1, 2, 4, 8), (1, 2, 4, 8))
-    fitting = [(tp, pp) for tp, pp in sizes if gpus and gpus % (tp * pp) == 0]
-    yield from sorted(fitting, key=lambda each: (math.prod(each), each[1]))
 
 
 def _scalar(text: object) -> str:

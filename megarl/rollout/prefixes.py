@@ -17,10 +17,6 @@ class Prefix:
     token_ids: tuple[int, ...] = ()
     is_complete: bool = False
 
-    def within(self, max_tokens: int) -> "Prefix":
-        """Return this prefix, cut to its first `max_tokens` tokens if it is longer."""
-        return self if len(self.token_ids) <= max_tokens else Prefix(token_ids=self.token_ids[:max_tokens])
-
 
 def plan_prefixes(
     prompts: Sequence[Prompt],

@@ -65,13 +65,10 @@ class _Rounded(QuantizationConfig):
     """The choice of the layers that are rounded, in the form that vLLM asks for."""
 
     name: ClassVar[str]
+    rounding: ClassVar["staticmethod[[torch.Tensor, LinearBase], torch.Tensor]"]
 
     def get_name(self) -> str:
         return self.name
-
-    def rounding(self, weight: torch.Tensor, layer: LinearBase) -> torch.Tensor:
-        """Round a layer's weight."""
-        raise NotImplementedError
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         return [torch.float32, torch.bfloat16]
@@ -89,7 +86,7 @@ class _Rounded(QuantizationConfig):
         return cls()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> _RoundedLinear | None:
-        return _RoundedLinear(self.rounding) if isinstance(layer, LinearBase) else None
+        return _RoundedLinear(type(self).rounding) if isinstance(layer, LinearBase) else None
 
 
 @register_quantization_config(f"{ROUNDED}fp8_per_tensor")
@@ -97,9 +94,7 @@ class RoundedPerTensor(_Rounded):
     """Rounding with one scale per matrix."""
 
     name = f"{ROUNDED}fp8_per_tensor"
-
-    def rounding(self, weight: torch.Tensor, layer: LinearBase) -> torch.Tensor:
-        return per_tensor(weight, layer)
+    rounding = staticmethod(per_tensor)
 
 
 @register_quantization_config(f"{ROUNDED}fp8_per_channel")
@@ -107,9 +102,7 @@ class RoundedPerChannel(_Rounded):
     """Rounding with one scale per output."""
 
     name = f"{ROUNDED}fp8_per_channel"
-
-    def rounding(self, weight: torch.Tensor, layer: LinearBase) -> torch.Tensor:
-        return per_channel(weight, layer)
+    rounding = staticmethod(per_channel)
 
 
 @register_quantization_config(f"{ROUNDED}fp8_per_block")
@@ -117,6 +110,4 @@ class RoundedPerBlock(_Rounded):
     """Rounding with one scale per block."""
 
     name = f"{ROUNDED}fp8_per_block"
-
-    def rounding(self, weight: torch.Tensor, layer: LinearBase) -> torch.Tensor:
-        return per_block(weight, layer)
+    rounding = staticmethod(per_block)

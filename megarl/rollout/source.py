@@ -51,12 +51,10 @@ class SamplingPlan:
 
     def prefix(self, uid: str, sample_index: int) -> Prefix:
         """Return the prefix that a response starts with, cut to the response limit; it may be empty."""
-        return self.prefixes.get((uid, sample_index), Prefix()).within(self.max_response_tokens)
-
-    def num_tokens_left(self, uid: str, sample_index: int) -> int:
-        """Return how many tokens may be generated after a response's prefix; 0 if the prefix is complete."""
-        prefix = self.prefix(uid, sample_index)
-        return 0 if prefix.is_complete else self.max_response_tokens - len(prefix.token_ids)
+        prefix = self.prefixes.get((uid, sample_index), Prefix())
+        if len(prefix.token_ids) <= self.max_response_tokens:
+            return prefix
+        return Prefix(token_ids=prefix.token_ids[: self.max_response_tokens])
 
 
 # Judges read one sample in each turn of the loop, so that no number of samples keeps it from what else there is to do.
@@ -86,8 +84,15 @@ class Group:
         return len(self.samples) == self.plan.num_samples
 
     async def finish(self, sample: Sample) -> None:
-        """Accept a finished sample, and hand it to the judges that can start at once."""
-        require_finite([sample], step=self.plan.step)
+        """Accept a finished sample, and hand it to the judges that can start at once.
+
+        Raises NonFiniteError if a log-prob of it is NaN or infinite.
+        """
+        if not np.isfinite(sample.rollout_logprobs).all():
+            raise NonFiniteError(
+                f"step {self.plan.step}: rollout log-probs of row {sample.uid}/{sample.sample_index} are not finite; "
+                f"the engine's weights or the record are spoiled: start from an earlier checkpoint, or record again"
+            )
         self.samples[sample.sample_index] = sample
         self.parts.pop(sample.sample_index, None)
         if self.judging is not None:
@@ -151,13 +156,3 @@ def rollout_of(groups: Sequence[Group]) -> RolloutBatch:
         prompts={group.prompt.uid: group.prompt for group in groups},
         samples=tuple(group.samples[i] for group in groups for i in range(group.plan.num_samples)),
     )
-
-
-def require_finite(samples: Sequence[Sample], *, step: int) -> None:
-    """Raise NonFiniteError naming the first sample whose log-probs are NaN or infinite."""
-    for sample in samples:
-        if not np.isfinite(sample.rollout_logprobs).all():
-            raise NonFiniteError(
-                f"step {step}: rollout log-probs of row {sample.uid}/{sample.sample_index} are not finite; "
-                f"the engine's weights or the record are spoiled: start from an earlier checkpoint, or record again"
-            )

@@ -98,7 +98,15 @@ class VllmSource:
 
     async def _generate(self, group: Group, sample: Sample, max_tokens: int, engine: int | None = None) -> Completion:
         """Ask an engine for more of a sample. engine: the one that has its keys and values, if any has."""
-        request = replace(_request(sample, group.plan, max_tokens=max_tokens), engine=engine)
+        request = GenerationRequest(
+            token_ids=(*sample.prompt_token_ids.tolist(), *sample.response_token_ids.tolist()),
+            seed=sample.seed,
+            sampling=group.plan.sampling_of(sample.sample_index),
+            max_tokens=max_tokens,
+            num_before=sum(len(s.token_ids) for s in sample.segments if s.source is SegmentSource.POLICY),
+            with_nucleus=group.plan.with_nucleus,
+            engine=engine,
+        )
         asked = group.asked[sample.sample_index] = self._engines.generate(request)
         completion = await asked
         del group.asked[sample.sample_index]
@@ -142,18 +150,6 @@ def extended(sample: Sample, completion: Completion) -> Sample:
     )
 
 
-def _request(sample: Sample, plan: SamplingPlan, *, max_tokens: int) -> GenerationRequest:
-    """Return the request that goes on with a sample."""
-    return GenerationRequest(
-        token_ids=(*sample.prompt_token_ids.tolist(), *sample.response_token_ids.tolist()),
-        seed=sample.seed,
-        sampling=plan.sampling_of(sample.sample_index),
-        max_tokens=max_tokens,
-        num_before=sum(len(s.token_ids) for s in sample.segments if s.source is SegmentSource.POLICY),
-        with_nucleus=plan.with_nucleus,
-    )
-
-
 def _begin(prompt: Prompt, plan: SamplingPlan, sample_index: int) -> Sample:
     """Return a sample of which nothing was generated; it is finished if its prefix ends it or fills its limit."""
     prefix = plan.prefix(prompt.uid, sample_index)
@@ -169,11 +165,12 @@ def _begin(prompt: Prompt, plan: SamplingPlan, sample_index: int) -> Sample:
                 weight_versions=np.full(n, -1, dtype=np.int64),
             )
         )
-    reason = FinishReason.STOP if prefix.is_complete else FinishReason.LENGTH
+    is_full = len(prefix.token_ids) == plan.max_response_tokens
+    cut = FinishReason.LENGTH if is_full else FinishReason.ABORT
     return Sample(
         uid=prompt.uid,
         sample_index=sample_index,
         seed=sample_seed(plan.run_seed, plan.step, prompt.uid, sample_index),
         segments=tuple(segments),
-        finish_reason=FinishReason.ABORT if plan.num_tokens_left(prompt.uid, sample_index) else reason,
+        finish_reason=FinishReason.STOP if prefix.is_complete else cut,
     )

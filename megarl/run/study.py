@@ -246,7 +246,9 @@ def _run_until_failure(study: Study, plan: StudyPlan, waiting: deque[PlannedRun]
             # Whatever it is, the other runs may be sound.
             except Exception as error:
                 cluster.close(failed=True)
-                cause = _cause(error).replace("RUN/logs", str(logs))
+                if not type(error).__module__.startswith("megarl"):
+                    traceback.print_exception(error)
+                cause = f"{type(error).__name__}: {' '.join(str(error).split())}".replace("RUN/logs", str(logs))
                 _report(plan, run.place, f"{run.name}: FAILED after {time.monotonic() - began:.0f} s, {cause}")
                 return [run.name]
             _report(plan, run.place, f"{run.name}: {result} in {time.monotonic() - began:.0f} s")
@@ -282,10 +284,3 @@ def _result(root: Path) -> str:
         return f"validation {' → '.join(str(point) for point in dict.fromkeys((curve[0], curve[-1])))}"
     rewards = run.get("critic/score/mean").values
     return f"reward {rewards[-1]:.3f} at the last step" if rewards else "no step had rows to train on"
-
-
-def _cause(error: Exception) -> str:
-    """Describe an error in one line. The traceback of an error that is not megarl's own is printed first."""
-    if not type(error).__module__.startswith("megarl"):
-        traceback.print_exception(error)
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

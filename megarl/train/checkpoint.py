@@ -6,7 +6,6 @@ marker is never read, and removed later. RUN must lie on storage that all hosts 
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +17,7 @@ from megarl.config.schema import CheckpointConfig, Config, role_settings
 from megarl.errors import DataError, RunStopped
 from megarl.host.signals import StopRequest
 from megarl.host.streams import print_lines
-from megarl.host.writing import writing
+from megarl.host.writing import fsync, writing
 from megarl.train.manifest import MARKER, Manifest, damage_of
 from megarl.types import AlgoState
 from megarl.types.messages import Role
@@ -220,7 +219,10 @@ class CheckpointManager:
             mark_complete(self._writing)
         num_bytes = sum(file.stat().st_size for file in self._writing.rglob("*") if file.is_file())
         self._writing = None
-        self._remove_superfluous()
+        scores = {step: _score(checkpoint_dir(self._root, step)) for step in complete_steps(self._root)}
+        kept = steps_to_keep(scores, keep_last=self._config.keep_last, keep_best=self._config.keep_best)
+        for superfluous in sorted(scores.keys() - kept):
+            remove_checkpoint(checkpoint_dir(self._root, superfluous))
         free = shutil.disk_usage(self._root).free
         if free < num_bytes:
             print_lines(
@@ -228,14 +230,6 @@ class CheckpointManager:
                 "are free: the next one will not fit; free space there before it is due, or lower checkpoint.keep_last "
                 "and checkpoint.keep_best",
             )
-
-    def _remove_superfluous(self) -> None:
-        """Remove the checkpoints that the configuration does not keep; none is being written when this is called."""
-        scores = {step: _score(checkpoint_dir(self._root, step)) for step in complete_steps(self._root)}
-        kept = steps_to_keep(scores, keep_last=self._config.keep_last, keep_best=self._config.keep_best)
-        for step in scores:
-            if step not in kept:
-                remove_checkpoint(checkpoint_dir(self._root, step))
 
 
 def _score(path: Path) -> float | None:
@@ -250,13 +244,13 @@ def _score(path: Path) -> float | None:
 def mark_complete(path: Path) -> None:
     """Make everything under `path` durable, then write the marker file that makes the checkpoint complete."""
     for file in [*path.rglob("*"), path]:
-        _fsync(file)
+        fsync(file)
     partial = path / f"{MARKER}.partial"
     partial.write_text(Manifest.of(path).to_json(), encoding="utf-8")
-    _fsync(partial)
+    fsync(partial)
     partial.replace(path / MARKER)
-    _fsync(path)
-    _fsync(path.parent)
+    fsync(path)
+    fsync(path.parent)
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -264,11 +258,3 @@ def remove_checkpoint(path: Path) -> None:
     (path / MARKER).unlink(missing_ok=True)
     if path.exists():
         shutil.rmtree(path)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -136,10 +136,6 @@ class Rollouts:
             with self.timers("settle"):
                 self._wait(all_sampled(self.groups.values()))
 
-    def release(self) -> None:
-        """Free the places of the groups that the step took, once engines have the weights that it made."""
-        self.scheduler.release()
-
     def save(self, directory: Path) -> dict[str, Any]:
         """Write the samples of the pipeline, finished or not, to a checkpoint's directory; return the other state."""
         if self.groups:

@@ -157,7 +157,7 @@ class Trainer:
         self.rollouts.settle()
         with self.timers("sync"):
             metrics |= self.engines.push(step)
-        self.rollouts.release()
+        self.rollouts.scheduler.release()
         return StepResult(collected=collected, rows=rows, metrics=metrics)
 
     def _log(self, step: int, result: StepResult, log: MetricsLogger, progress: Progress) -> None:
@@ -193,7 +193,9 @@ class Trainer:
         self.cluster.workers.load_checkpoint(checkpoint.path, same_layout=checkpoint.same_layout(config))
         self.rollouts.queue.load_state_dict(state.sampler)
         self.state = state.algo
-        self.updates.set_steps(state.num_optimizer_steps, state.num_critic_steps)
+        for role, count in ((Role.ACTOR, state.num_optimizer_steps), (Role.CRITIC, state.num_critic_steps)):
+            if role in self.updates.updaters:
+                self.updates.updaters[role].num_optimizer_steps = count
         # A run that samples or syncs in another way than before has to pass the gate again.
         self.gate.passed = state.gate_passed and not affected(state.config, config, "engines")
         return state.step

@@ -79,8 +79,11 @@ class RoleScorer:
         if self._dims is not None and shares_prompts(self._dims, layout):
             first: dict[bytes, int] = {}
             order.sort(key=lambda i: first.setdefault(rows[i].prompt_key, i))
-            neighbours = itertools.pairwise(order)
-            savings = [0, *(sum(self._saving(each[a], each[b]) for each in halves) for a, b in neighbours)]
+            # What is saved is the prompt of a row beside one with the same prompt.
+            savings = [0] * len(order)
+            for place, (a, b) in enumerate(itertools.pairwise(order), start=1):
+                shared = [each[b] for each in halves if each[b].prompt_key == each[a].prompt_key]
+                savings[place] = sum(self._cost(row.num_prompt_tokens - 1, 0) for row in shared)
         lengths = [sum(each[i].num_tokens for each in halves) for i in order]
         costs = [sum(self._cost(each[i].num_tokens, len(each[i].loss_mask)) for each in halves) for i in order]
         planned = plan_micro_batches(
@@ -100,10 +103,6 @@ class RoleScorer:
         if self._dims is None:
             return num_tokens
         return forward_flops(self._dims, num_tokens=num_tokens, num_scored_tokens=num_scored)
-
-    def _saving(self, before: Row, row: Row) -> int:
-        """Return how much less a row costs in a micro-batch with the row before it, whose prompt it may share."""
-        return self._cost(row.num_prompt_tokens - 1, 0) if row.prompt_key == before.prompt_key else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

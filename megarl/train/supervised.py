@@ -92,7 +92,12 @@ class SupervisedTrainer:
         task, run = self.task, self.config.run
         roles = (task.role, *task.frozen)
         self.cluster.workers.load(LoadRequest.of(run, roles))
-        start = self._restore(checkpoint) if checkpoint else 0
+        start = 0
+        if checkpoint:
+            self.cluster.workers.load_checkpoint(checkpoint.path, same_layout=checkpoint.same_layout(self.config))
+            self.sampler.load_state_dict(checkpoint.state.sampler)
+            self.updater.num_optimizer_steps = checkpoint.state.num_optimizer_steps
+            start = checkpoint.state.step
         with (
             self.recorder.metrics() as log,
             Progress(total=task.total_steps, initial=start, description=run.name) as progress,
@@ -108,13 +113,6 @@ class SupervisedTrainer:
                 self.checkpoints.after_step(step, total=task.total_steps, stop=stop, state=state)
         self.recorder.require_owned()
         export_model(self.cluster.workers, task.role, self.recorder.paths.export)
-
-    def _restore(self, checkpoint: Checkpoint) -> int:
-        """Restore everything from a checkpoint, and return its step."""
-        self.cluster.workers.load_checkpoint(checkpoint.path, same_layout=checkpoint.same_layout(self.config))
-        self.sampler.load_state_dict(checkpoint.state.sampler)
-        self.updater.num_optimizer_steps = checkpoint.state.num_optimizer_steps
-        return checkpoint.state.step
 
     def _run_state(self, step: int, score: float | None, directory: Path) -> RunState:
         return RunState(

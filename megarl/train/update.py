@@ -29,12 +29,6 @@ class UpdateStage:
         """Return how many optimizer steps a role has taken; 0 if it is not trained."""
         return self.updaters[role].num_optimizer_steps if role in self.updaters else 0
 
-    def set_steps(self, num_actor: int, num_critic: int) -> None:
-        """Go on after these numbers of optimizer steps of the actor and the critic."""
-        for role, count in ((Role.ACTOR, num_actor), (Role.CRITIC, num_critic)):
-            if role in self.updaters:
-                self.updaters[role].num_optimizer_steps = count
-
     def update(
         self, rows: Sequence[Row], state: AlgoState, *, step: int
     ) -> tuple[dict[str, float], Mapping[int, FloatArray] | None]:

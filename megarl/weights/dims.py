@@ -147,13 +147,16 @@ def _read_experts(family: Family, config: Mapping[str, Any]) -> Experts | None:
         return None
     # Transformers 5 writes the second name in place of the first; DeepSeek uses the third.
     key = next((key for key in ("num_experts", "num_local_experts") if key in config), "n_routed_experts")
+    # In Qwen3-MoE every n-th layer has experts, with exceptions; in DeepSeek all but the first.
+    without, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
+    layers = range(config.get("first_k_dense_replace", 0), config["num_hidden_layers"])
     normalized = config["norm_topk_prob"] if family.normalizes_experts is None else family.normalizes_experts
     return Experts(
         num=config[key],
         per_token=config["num_experts_per_tok"],
         ffn=config[family.expert_ffn_key],
         normalized=normalized,
-        layers=tuple(layer for layer in range(config["num_hidden_layers"]) if _has_experts(layer, config)),
+        layers=tuple(each for each in layers if each not in without and (each + 1) % every == 0),
         shared_ffn=(config.get("n_shared_experts") or 0) * config[family.expert_ffn_key],
         routing=None if family.group_rating is None else _read_routing(family, family.group_rating, config),
     )
@@ -175,10 +178,3 @@ def _read_routing(family: Family, group_rating: int, config: Mapping[str, Any]) 
         scale=float(config["routed_scaling_factor"]),
         biased=family.biased_routers,
     )
-
-
-def _has_experts(layer: int, config: Mapping[str, Any]) -> bool:
-    """Return whether a layer has experts: in Qwen3-MoE every n-th, with exceptions; in DeepSeek all but the first."""
-    without, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
-    first = config.get("first_k_dense_replace", 0)
-    return layer >= first and layer not in without and (layer + 1) % every == 0

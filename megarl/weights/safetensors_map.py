@@ -7,7 +7,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,53 +51,50 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _parse_header(path: Path) -> tuple[dict[str, Any], int]:
+def locate_tensors(path: Path) -> dict[str, tuple[TensorSpec, int]]:
+    """Return name → (shape and dtype, byte offset in the file) of a safetensors file's tensors, reading its header.
+
+    Raises ConfigError unless every tensor has a known dtype and its bytes lie within the file.
+    """
+    found = {}
     with reading(path, "a safetensors file", remedy=MODEL_REMEDY, error=ConfigError), path.open("rb") as file:
-        prefix = file.read(8)
+        prefix, size = file.read(8), path.stat().st_size
         if len(prefix) < 8:
             raise ValueError(f"{len(prefix)} bytes")
         length = struct.unpack("<Q", prefix)[0]
-        if length > path.stat().st_size:
+        if length > size:
             raise ValueError(f"header of {length} bytes exceeds the file")
         header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        _check_entries(path, header, start=8 + length)
-    return header, 8 + length
-
-
-def _check_entries(path: Path, header: Mapping[str, Any], *, start: int) -> None:
-    """Raise ConfigError unless every tensor in a file's header has a known dtype and its bytes lie within the file."""
-    size = path.stat().st_size
-    for name, entry in header.items():
-        if entry["dtype"] not in _DTYPES:
-            raise ConfigError(f"{path}: tensor {name} has type {entry['dtype']}, expected one of {sorted(_DTYPES)}")
-        first, last = entry["data_offsets"]
-        if start + last > size:
-            raise ConfigError(f"{path}: tensor {name} ends at byte {start + last} of {size}; {MODEL_REMEDY}")
-        expected = TensorSpec(shape=tuple(entry["shape"]), dtype=_DTYPES[entry["dtype"]]).num_bytes
-        if first < 0 or last - first != expected:
-            raise ConfigError(f"{path}: tensor {name} has {last - first} bytes, its shape {expected}; {MODEL_REMEDY}")
+        for name, entry in header.items():
+            if entry["dtype"] not in _DTYPES:
+                raise ConfigError(f"{path}: tensor {name} has type {entry['dtype']}, expected one of {sorted(_DTYPES)}")
+            first, last = (8 + length + offset for offset in entry["data_offsets"])
+            if last > size:
+                raise ConfigError(f"{path}: tensor {name} ends at byte {last} of {size}; {MODEL_REMEDY}")
+            spec = TensorSpec(shape=tuple(entry["shape"]), dtype=_DTYPES[entry["dtype"]])
+            if first < 8 + length or last - first != spec.num_bytes:
+                has = f"{last - first} bytes, its shape {spec.num_bytes}"
+                raise ConfigError(f"{path}: tensor {name} has {has}; {MODEL_REMEDY}")
+            found[name] = spec, first
+    return found
 
 
 def read_specs(path: Path) -> dict[str, TensorSpec]:
     """Return name → shape and dtype of a safetensors file's tensors, reading only its header."""
-    header, _ = _parse_header(path)
-    return {n: TensorSpec(shape=tuple(e["shape"]), dtype=_DTYPES[e["dtype"]]) for n, e in header.items()}
+    return {name: spec for name, (spec, _) in locate_tensors(path).items()}
 
 
 def map_tensors(path: Path, *, writable: bool = False) -> dict[str, torch.Tensor]:
     """Return name → memory-mapped tensor of a safetensors file. If `writable`, writing to a tensor changes the file."""
-    header, start = _parse_header(path)
-    size = path.stat().st_size
-    flat = torch.from_file(str(path), shared=writable, size=size, dtype=torch.uint8)
+    located = locate_tensors(path)
+    flat = torch.from_file(str(path), shared=writable, size=path.stat().st_size, dtype=torch.uint8)
     views = {}
-    for name, entry in header.items():
-        dtype = _DTYPES[entry["dtype"]]
-        begin, end = (start + offset for offset in entry["data_offsets"])
-        raw = flat[begin:end]
+    for name, (spec, begin) in located.items():
+        raw = flat[begin : begin + spec.num_bytes]
         # Files of other writers may place data at unaligned offsets, of which torch can make no view: copy them.
-        raw = raw.clone() if begin % dtype.itemsize and not writable else raw
-        views[name] = raw.view(dtype).view(entry["shape"])
+        raw = raw.clone() if begin % spec.dtype.itemsize and not writable else raw
+        views[name] = raw.view(spec.dtype).view(spec.shape)
     return views
 
 
@@ -127,15 +124,6 @@ def file_layout(specs: Mapping[str, TensorSpec]) -> FileLayout:
     head = struct.pack("<Q", len(encoded)) + encoded
     offsets = {name: len(head) + header[name]["data_offsets"][0] for name in specs}
     return FileLayout(head=head, num_bytes=len(head) + offset, offsets=offsets)
-
-
-def locate_tensors(path: Path) -> dict[str, tuple[TensorSpec, int]]:
-    """Return name → (shape and dtype, byte offset in the file) of a safetensors file's tensors."""
-    header, start = _parse_header(path)
-    return {
-        name: (TensorSpec(shape=tuple(e["shape"]), dtype=_DTYPES[e["dtype"]]), start + e["data_offsets"][0])
-        for name, e in header.items()
-    }
 
 
 def create_file(path: Path, specs: Mapping[str, TensorSpec]) -> None:
@@ -251,9 +239,3 @@ def map_model(files: Sequence[Path], *, writable: bool = False) -> dict[str, tor
     for file in files:
         views |= map_tensors(file, writable=writable)
     return views
-
-
-def iter_tensors(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, memory-mapped tensor) of several safetensors files, mapping one file at a time."""
-    for file in files:
-        yield from map_tensors(file).items()

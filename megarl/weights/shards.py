@@ -72,11 +72,15 @@ def num_stage_parameters(
     last stage unless it is also the first. Replicated parameters count in full on every tensor-parallel rank. Expert
     parallelism splits a layer's experts over ranks, and expert tensor parallelism splits each expert.
     """
-    counts = [0, 0]
+    counts, sizes = [0, 0], {"vocab": padded_vocab(spec.dims.vocab, layout, vocab_multiple)}
     kinds = [spec.dims.kind_of(layer) for layer in stage_layers(layout, spec.dims.num_layers, stage)]
     for rule in spec.family.weights:
         names, of_expert = rule.names[0], "{expert}" in rule.names[0]
-        size = _num_local(rule, spec, layout, vocab_multiple)
+        size = sum(math.prod(sizes.get(s) or spec.dims.dim(s) for s in tensor.shape) for tensor in rule.tensors)
+        if of_expert:
+            size = num_local_experts(spec, layout) * size // layout.etp
+        elif rule.partition is not Partition.REPLICATED:
+            size //= layout.tp
         if "{layer}" in names:
             num_layers = len(kinds) if rule.layers is Layers.ALL else kinds.count(rule.layers)
             counts[of_expert] += size * num_layers
@@ -99,14 +103,6 @@ def stage_layers(layout: LayoutConfig, num_layers: int, stage: int) -> list[int]
     size = counts[stage] // layout.virtual_pp
     starts = [(chunk * layout.pp + stage) * size for chunk in range(layout.virtual_pp)]
     return [start + i for start in starts for i in range(size)]
-
-
-def _num_local(rule: WeightRule, spec: ModelSpec, layout: LayoutConfig, vocab_multiple: int) -> int:
-    sizes = {"vocab": padded_vocab(spec.dims.vocab, layout, vocab_multiple)}
-    full = sum(math.prod(sizes.get(s) or spec.dims.dim(s) for s in tensor.shape) for tensor in rule.tensors)
-    if "{expert}" in rule.names[0]:
-        return num_local_experts(spec, layout) * full // layout.etp
-    return full if rule.partition is Partition.REPLICATED else full // layout.tp
 
 
 def is_on_stage(rule: WeightRule, spec: ModelSpec, layout: LayoutConfig, stage: int, scalar_head: bool) -> bool:

@@ -15,7 +15,7 @@ from megarl.errors import WeightSyncError
 from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
 from megarl.rollout.engine_spec import EngineSpec
 from megarl.types import FloatArray
-from megarl.weights.safetensors_map import iter_tensors
+from megarl.weights.safetensors_map import map_model
 from tests.helpers.rank_pool import RankContext
 
 
@@ -62,7 +62,7 @@ def view(_: RankContext, spec: EngineSpec, sequences: Sequence[Sequence[int]]) -
 
 def _load_files(worker: Any, files: Sequence[str]) -> tuple[dict[str, int], str]:
     """In a worker: take the weights of safetensors files through vLLM's reload, as those of a sync."""
-    return worker._load(iter_tensors([Path(file) for file in files]), None)  # type: ignore[no-any-return]
+    return worker._load(iter(map_model([Path(file) for file in files]).items()), None)  # type: ignore[no-any-return]
 
 
 def load_files(engine: VllmEngine, files: Sequence[str], *, version: int) -> None:

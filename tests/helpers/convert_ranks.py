@@ -34,7 +34,7 @@ def through_the_trainer(context: RankContext, case: RoundTrip) -> dict[int, Floa
     """Load the converted checkpoint, save and export; logits by row of what was loaded."""
     worker = open_worker(context, case.actor, case.model)
     load_over_nan(worker.roles[Role.ACTOR].chunks, case.dist)
-    logits = dense_logits(worker, case.rows, case.micro_batches[worker.layout.dp_rank])
+    logits = dense_logits(worker, case.rows, case.micro_batches[worker.layout.dp_group.rank()])
     save(worker, case.saved)
     worker.store_weights(case.exported, with_checksums=False)
     return logits

@@ -40,7 +40,7 @@ def run_critic(context: RankContext, case: CriticCase) -> CriticOutcome:
     """Score and update, and write the weights after each step."""
     worker = join_layout(context, case.critic.layout)
     worker.load(LoadRequest(roles=(case.critic,), seed=0))
-    mine = case.micro_batches[worker.layout.dp_rank]
+    mine = case.micro_batches[worker.layout.dp_group.rank()]
     scored = worker.score(case.rows, mine, ScoreRequest(role=case.critic.role, temperature=1.0, step=0))
     updates = []
     for request, files in zip(case.requests, case.files, strict=True):
@@ -53,7 +53,7 @@ def refused_update(context: RankContext, case: CriticCase) -> str:
     """What a frozen critic answers to an update; its weights are written afterwards."""
     worker = join_layout(context, case.critic.layout)
     worker.load(LoadRequest(roles=(case.critic,), seed=0))
-    mine = case.micro_batches[worker.layout.dp_rank]
+    mine = case.micro_batches[worker.layout.dp_group.rank()]
     worker.score(case.rows, mine, ScoreRequest(role=Role.CRITIC, temperature=1.0, step=0))
     try:
         worker.update(case.rows, mine, case.requests[0])

@@ -256,7 +256,7 @@ def _head_update(context: RankContext, case: HeadUpdates, settings: HeadConfig) 
     worker = load_worker(context, replace(case.actor, head=settings), case.model)
     from megarl.parallel.head import policy
 
-    mine = case.micro_batches[worker.layout.dp_rank]
+    mine = case.micro_batches[worker.layout.dp_group.rank()]
     with patch.object(policy, "vocab_parallel_logprobs", wraps=policy.vocab_parallel_logprobs) as head:
         result = worker.update(case.rows, mine, case.request)
     temperature = case.request.temperature

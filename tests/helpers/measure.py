@@ -48,7 +48,7 @@ def measure(context: RankContext, case: MeasureCase) -> Measured:
     """Load, score, take one backward pass of the mean negative log-likelihood, and write weights and gradients."""
     worker = join_layout(context, case.actor.layout)
     worker.load(LoadRequest(roles=(RoleSpec(role=Role.ACTOR, model=case.model, settings=case.actor),), seed=0))
-    mine = case.micro_batches[worker.layout.dp_rank]
+    mine = case.micro_batches[worker.layout.dp_group.rank()]
     scores = worker.score(case.rows, mine, ScoreRequest(role=Role.ACTOR, temperature=1.0, step=0))
     logits = dense_logits(worker, case.rows, mine)
     weights = worker.store_weights(case.weight_files, with_checksums=False)

@@ -109,7 +109,7 @@ def score_pairs(
 ) -> RowScores | None:
     """The actor's divergences between the halves of each micro-batch of `plan[dp]`."""
     worker = load_worker(context, actor, model)
-    mine = plan[worker.layout.dp_rank]
+    mine = plan[worker.layout.dp_group.rank()]
     return worker.score(rows, mine, ScoreRequest(role=Role.ACTOR, temperature=temperature, step=0, paired=True))
 
 
@@ -159,7 +159,7 @@ class UpdateOutcome:
 def run_updates(context: RankContext, case: UpdateCase) -> UpdateOutcome:
     """Score and update through the worker, as the trainer's rank does, and write the weights after each step."""
     worker = load_worker(context, case.actor, case.model, with_reference=True)
-    mine = case.micro_batches[worker.layout.dp_rank]
+    mine = case.micro_batches[worker.layout.dp_group.rank()]
     temperature = case.requests[0].temperature
 
     def scored(role: Role) -> RowScores | None:

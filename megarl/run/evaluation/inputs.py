@@ -190,11 +190,9 @@ def _eval_config(config: Config, request: EvalRequest, *, with_trainer: bool) ->
             ),
         ),
     )
-    return config if with_trainer else _engines_alone(config)
-
-
-def _engines_alone(config: Config) -> Config:
-    """Change a configuration to engines alone, on devices of their own and as many nodes as they need."""
+    if with_trainer:
+        return config
+    # Engines alone, on devices of their own and as many nodes as they need.
     placement = config.placement
     nodes = placement.engines if placement.mode == "split" else NodesConfig(num_nodes=placement.trainer.num_nodes)
     return replace(

@@ -1,9 +1,10 @@
 """Inspect the hints of a run before it starts: which prompts have one, how they look, and what they tell a model."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +18,6 @@ from megarl.config.schema import Config
 from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer, token_texts
 from megarl.data.hints import (
-    HintedPrompt,
     HintPlacer,
     HintSurvey,
     Missing,
@@ -88,7 +88,8 @@ def inspect_hints(request: InspectRequest) -> HintReport:
     positions = int(read_hf_config(Path(config.model.path)).get("max_position_embeddings", sys.maxsize))
     placer = open_hints(config, tokenizer, positions).placer
     survey = survey_hints(placer, (prompts[i] for i in range(len(prompts))))
-    chosen = _with_hint(placer, (prompts[i] for i in range(len(prompts))), request.num_prompts)
+    placed = ((prompt, placer.place(prompt)) for prompt in (prompts[i] for i in range(len(prompts))))
+    chosen = list(islice(((prompt, hinted) for prompt, hinted in placed if not hinted.missing), request.num_prompts))
     report = HintReport(
         title=f"Hints of {config.run.name}",
         details=f"{', '.join(train_files(config.data.train))}; algo.cpo.hint: place {config.algo.cpo.hint.place}, "
@@ -113,18 +114,6 @@ def inspect_hints(request: InspectRequest) -> HintReport:
         print_lines(f"wrote {out}")
     survey.require_some(placer)
     return report
-
-
-def _with_hint(placer: HintPlacer, prompts: Iterable[Prompt], count: int) -> list[tuple[Prompt, HintedPrompt]]:
-    """Return the first `count` prompts that have a hint."""
-    chosen: list[tuple[Prompt, HintedPrompt]] = []
-    for prompt in prompts:
-        found = placer.place(prompt)
-        if found.missing is None:
-            chosen.append((prompt, found))
-            if len(chosen) == count:
-                break
-    return chosen
 
 
 def _coverage(survey: HintSurvey) -> Table:

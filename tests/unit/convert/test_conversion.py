@@ -46,7 +46,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """What was made durable, in name only: on a slow disk that takes longer than all the rest."""
     paths: list[Path] = []
-    monkeypatch.setattr(engine, "sync", paths.append)
+    monkeypatch.setattr(engine, "fsync", paths.append)
     return paths
 
 

@@ -34,7 +34,7 @@ def test_parse_prompt() -> None:
         Message(role="system", content="be brief"),
         Message(role="user", content="1+1=?"),
     )
-    assert (record.data_source, record.ability, record.reward_style) == ("megarl/sums", "math", "rule")
+    assert record.data_source == "megarl/sums"
     assert record.ground_truth == "2"
     assert record.extra_info == {"index": 3, "gold_solution": "1+1=2"}
 
@@ -74,7 +74,6 @@ def test_bad_prompts_are_named(change: dict[str, Any], message: str) -> None:
 def test_public_data_is_read_as_it_is(name: str) -> None:
     row, form, expected = PUBLIC_FORMS[name]
     record = parse_prompt(row, "here", form)
-    assert record.reward_style == "rule"
     assert [m.role for m in record.messages] == ["user"]
     assert (record.messages[-1].content, record.data_source, record.ground_truth) == expected
 

@@ -7,8 +7,10 @@ import pytest
 
 from megarl.algos.prefixes import prefix_ratios
 from megarl.config.algo import DemonstrationConfig
+from megarl.config.generation import Sampling
 from megarl.errors import ConfigError
 from megarl.rollout.prefixes import Prefix, demonstration_scores, plan_prefixes
+from megarl.rollout.source import SamplingPlan
 from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, prompt_segment
 
 EOS = 2
@@ -68,10 +70,21 @@ def test_more_prefixes_than_samples_are_refused() -> None:
         plan(WHOLE, strategy="random", num_prefixed=4)
 
 
-def test_within() -> None:
+def test_a_prefix_is_cut_to_the_response_limit() -> None:
     prefix = Prefix(token_ids=(1, 2, EOS), is_complete=True)
-    assert prefix.within(3) == prefix
-    assert prefix.within(2) == Prefix(token_ids=(1, 2))
+    whole, cut = (
+        SamplingPlan(
+            step=1,
+            num_samples=1,
+            sampling=Sampling(temperature=1.0),
+            max_response_tokens=limit,
+            run_seed=0,
+            prefixes={("a", 0): prefix},
+        )
+        for limit in (3, 2)
+    )
+    assert whole.prefix("a", 0) == prefix
+    assert cut.prefix("a", 0) == Prefix(token_ids=(1, 2))
 
 
 def segment(source: SegmentSource, token_ids: list[int]) -> Segment:

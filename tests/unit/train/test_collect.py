@@ -258,7 +258,7 @@ def collect(rollouts: Rollouts, step: int) -> Collected:
     admit(rollouts, step - 1)
     collected = rollouts.take(step)
     rollouts.settle()
-    rollouts.release()
+    rollouts.scheduler.release()
     return collected
 
 
@@ -538,7 +538,7 @@ def test_a_step_takes_the_oldest_groups_and_the_pipeline_is_filled_again() -> No
     # The plan's step is the one that will train on the prompts.
     assert world.asked == [(1, [0, 1]), (2, [2, 3])]
     assert prompts_of(rollouts.take(1)) == [0, 1]
-    rollouts.release()
+    rollouts.scheduler.release()
     admit(rollouts, 1)
     assert world.asked[2:] == [(3, [4, 5])]
     assert prompts_of(rollouts.take(2)) == [2, 3]
@@ -596,7 +596,7 @@ def test_the_last_steps_admit_no_more_than_they_take() -> None:
     for step in (1, 2):
         admit(rollouts, step - 1)
         rollouts.take(step)
-        rollouts.release()
+        rollouts.scheduler.release()
     assert [index for _, indices in world.asked for index in indices] == [0, 1, 2, 3]
     assert rollouts.scheduler.pipeline == {}
 

@@ -14,7 +14,6 @@ from megarl.weights.safetensors_map import (
     check_tensors,
     create_file,
     create_model_files,
-    iter_tensors,
     map_model,
     map_tensors,
     model_files,
@@ -154,7 +153,7 @@ def test_model_of_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     }
     assert model_files(tmp_path) == files
     map_model(files, writable=True)["c"].fill_(5.0)
-    assert {name: tensor.tolist() for name, tensor in iter_tensors(files)} == {"a": [0, 0], "b": [0, 0], "c": [5]}
+    assert {name: tensor.tolist() for name, tensor in map_model(files).items()} == {"a": [0, 0], "b": [0, 0], "c": [5]}
     check_tensors(tmp_path, {"a": (2,), "b": (2,), "c": (1,)})
     files[1].unlink()
     with pytest.raises(ConfigError, match=r"model-00002-of-00002\.safetensors does not exist"):
