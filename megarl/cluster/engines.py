@@ -162,7 +162,13 @@ class EngineGroup:
     async def attend(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing = generating) -> None:
         """Wait until `work` is done, or there is `trouble`. timeout_s: how long all engines and hosts may be silent."""
         watched = [*self.processes, *(self.hosts.processes if self.hosts else ())]
-        vigil = Vigil(self._busy, timeout_s=timeout_s, doing=doing, heard_at=self._last_heard, watched=watched)
+        vigil = Vigil(
+            self._busy,
+            timeout_s=timeout_s,
+            doing=doing,
+            heard_at=lambda: max(self._heard_at, self.hosts.heard_at if self.hosts is not None else 0.0),
+            watched=watched,
+        )
         trouble = asyncio.ensure_future(self.trouble.wait())
         try:
             with activity.doing(doing):
@@ -175,9 +181,6 @@ class EngineGroup:
         engines = {each.engine for each in self._open.values()}
         hosts = self.hosts.busy() if self.hosts is not None else []
         return [*(self.processes[i] for i in self.living() if i in engines), *hosts]
-
-    def _last_heard(self) -> float:
-        return max(self._heard_at, self.hosts.heard_at if self.hosts is not None else 0.0)
 
     def are_idle(self, engines: Sequence[int]) -> bool:
         """Return whether none of these engines has unfinished requests."""

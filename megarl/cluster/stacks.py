@@ -93,18 +93,14 @@ def describe(locations: Mapping[str, Location]) -> str:
             by_host[location.host][name] = location
     for host, its in by_host.items():
         directory, pids = next(iter(its.values())).files, [location.pid for location in its.values()]
-        here = host == ray.get_runtime_context().get_node_id()
-        seen = activities(pids, directory) if here else _remote_activities(host, pids, directory)
+        if host == ray.get_runtime_context().get_node_id():
+            seen = activities(pids, directory)
+        else:
+            strategy = NodeAffinitySchedulingStrategy(host, soft=False)
+            task = ray.remote(num_cpus=0)(activities).options(scheduling_strategy=strategy)
+            try:
+                seen = ray.get(task.remote(pids, directory), timeout=HOST_S)
+            except (RayError, GetTimeoutError):
+                seen = {pid: Activity(state="on a host that does not answer", stacks="") for pid in pids}
         found |= {name: seen[location.pid] for name, location in its.items()}
     return "; ".join(f"{name} {activity}" for name, activity in found.items())
-
-
-def _remote_activities(host: str, pids: Sequence[int], directory: str) -> Mapping[int, Activity]:
-    """Return the `Activity` of each given process on another host; if the host does not answer, the state says so."""
-    strategy = NodeAffinitySchedulingStrategy(host, soft=False)
-    task = ray.remote(num_cpus=0)(activities).options(scheduling_strategy=strategy)
-    try:
-        found: Mapping[int, Activity] = ray.get(task.remote(list(pids), directory), timeout=HOST_S)
-    except (RayError, GetTimeoutError):
-        return {pid: Activity(state="on a host that does not answer", stacks="") for pid in pids}
-    return found

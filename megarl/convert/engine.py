@@ -14,13 +14,13 @@ from typing import IO, cast
 import numpy as np
 import torch
 
-from megarl.convert.files import WindowWriter, bytes_of, exclusive, preallocate, range_checksum
+from megarl.convert.files import WindowWriter, bytes_of, exclusive, range_checksum
 from megarl.convert.plan import ConversionPlan
 from megarl.convert.readers import TensorReader
 from megarl.convert.workers import WorkerPool
 from megarl.errors import ConfigError
 from megarl.host.directory_lock import DirectoryLock
-from megarl.host.writing import fsync
+from megarl.host.writing import fsync, preallocate
 from megarl.record.progress import Progress, ProgressValues
 
 # The directory within OUT.partial that records which pieces are finished.

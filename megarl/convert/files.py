@@ -117,18 +117,6 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def preallocate(file: Path, size: int) -> None:
-    """Create a file of `size` zero bytes and reserve its disk space. Raise ConfigError if the disk is too full."""
-    with file.open("wb") as stream:
-        try:
-            os.posix_fallocate(stream.fileno(), 0, max(1, size))
-        except OSError as error:
-            file.unlink(missing_ok=True)
-            raise ConfigError(
-                f"cannot reserve {size / 2**30:.2f} GiB for {file}: {error.strerror}; free space there"
-            ) from error
-
-
 @contextlib.contextmanager
 def exclusive(file: Path) -> Iterator[None]:
     """Wait until no worker of an earlier conversion, which was killed, writes to the directory of the file `file`.

@@ -42,7 +42,7 @@ from megarl.train.inputs import missing_files, open_train_inputs, setting_warnin
 from megarl.train.score import SOURCES, Variant
 from megarl.types import Score
 from megarl.types.messages import Head, Role, RoleSpec
-from megarl.weights.boxes import Box, num_elements
+from megarl.weights.boxes import num_elements
 from megarl.weights.families import Dims, ModelSpec, read_model_spec
 from megarl.weights.hub import with_local_models
 from megarl.weights.shards import groups_of
@@ -242,8 +242,13 @@ def _most_micro_batches(
 def engine_bytes(config: Config, spec: ModelSpec, num_stages: int) -> int:
     """Count the bytes of weights in the pipeline stage of an engine that has most, on all its devices together."""
     dtype_bytes, rounds = DTYPE_BYTES[config.model.dtype], config.rollout.engine.quantization is not None
-    stages = engine_needs(spec, 1, stages=num_stages)
-    return max(sum(_held_bytes(*held, dtype_bytes, rounds=rounds) for held in stage.items()) for stage in stages)
+    totals = []
+    for stage in engine_needs(spec, 1, stages=num_stages):
+        matrices = {name for name, box in stage.items() if len(box) > 1 and name.startswith("model.layers.")}
+        # Routers stay as they are.
+        rounded = {name for name in matrices if not name.endswith(".gate.weight")} if rounds else set()
+        totals.append(sum(num_elements(box) * (1 if name in rounded else dtype_bytes) for name, box in stage.items()))
+    return max(totals)
 
 
 def plan_engine(config: Config, dims: Dims, stage_bytes: int, device_bytes: int | None) -> EnginePlan:
@@ -266,9 +271,3 @@ def plan_engine(config: Config, dims: Dims, stage_bytes: int, device_bytes: int 
             dims, tp=engine.tp, num_layers=layers, dtype_bytes=1 if engine.kv_cache_dtype else dtype_bytes
         ),
     )
-
-
-def _held_bytes(name: str, box: Box, dtype_bytes: int, *, rounds: bool) -> int:
-    """Return the bytes of a tensor in an engine; one that `rounds` has the layers' matrices in float8, not routers."""
-    is_rounded = rounds and len(box) > 1 and name.startswith("model.layers.") and not name.endswith(".gate.weight")
-    return num_elements(box) * (1 if is_rounded else dtype_bytes)

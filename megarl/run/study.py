@@ -271,16 +271,9 @@ def _train(run: PlannedRun, cluster: "Cluster") -> str:
         recorder = RunRecorder(run.config, lock=lock, overwrite=True)
         build_trainer(inputs, cluster, recorder).fit()
         write_report(recorder.paths.root)
-        return _result(recorder.paths.root)
-
-
-def _result(root: Path) -> str:
-    """Describe a run's result in words.
-
-    `validation 0.441 ± 0.031 → 0.965 ± 0.012`, or the reward of the last step of a run without validation.
-    """
-    (run,) = load_runs([root])
-    if curve := validation_curve(run, SAMPLED):
+        (trained,) = load_runs([recorder.paths.root])
+    # `validation 0.441 ± 0.031 → 0.965 ± 0.012`, or the reward of the last step of a run without validation.
+    if curve := validation_curve(trained, SAMPLED):
         return f"validation {' → '.join(str(point) for point in dict.fromkeys((curve[0], curve[-1])))}"
-    rewards = run.get("critic/score/mean").values
+    rewards = trained.get("critic/score/mean").values
     return f"reward {rewards[-1]:.3f} at the last step" if rewards else "no step had rows to train on"

@@ -13,7 +13,7 @@ from megarl.errors import WeightSyncError
 from megarl.host.reading import read_object
 from megarl.host.writing import put_directory, writing
 from megarl.types.messages import Head, RoleSpec
-from megarl.weights.families import ModelSpec, read_hf_config, read_model_spec
+from megarl.weights.families import read_hf_config, read_model_spec
 from megarl.weights.safetensors_map import create_model_files, weight_specs
 from megarl.weights.tables import Family
 
@@ -34,23 +34,17 @@ def export_model(workers: "RoleWorkers", role: RoleSpec, directory: Path) -> Non
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     with writing(directory):
-        _write_model(workers, role, spec, partial)
+        scalar = role.head is Head.SCALAR
+        specs = weight_specs(spec, role.model.dtype, scalar_head=scalar)
+        written = workers.store_weights(create_model_files(partial, specs), role=role.role)
+        check_complete({name: math.prod(tensor.shape) for name, tensor in specs.items()}, written.num_elements)
+        copy_companions(spec.path, partial)
+        config = read_hf_config(partial)
+        if not scalar:
+            name_end_of_answers(partial)
+        config = exported_config(config, spec.family, dtype=role.model.dtype, scalar_head=scalar)
+        write_config(partial / "config.json", config)
         put_directory(partial, directory)
-
-
-def _write_model(workers: "RoleWorkers", role: RoleSpec, spec: ModelSpec, partial: Path) -> None:
-    """Write weights, config.json and the files that go with them into the directory `partial`."""
-    specs = weight_specs(spec, role.model.dtype, scalar_head=role.head is Head.SCALAR)
-    written = workers.store_weights(create_model_files(partial, specs), role=role.role)
-    check_complete({name: math.prod(tensor.shape) for name, tensor in specs.items()}, written.num_elements)
-    copy_companions(spec.path, partial)
-    config = read_hf_config(partial)
-    scalar = role.head is Head.SCALAR
-    if not scalar:
-        name_end_of_answers(partial)
-    write_config(
-        partial / "config.json", exported_config(config, spec.family, dtype=role.model.dtype, scalar_head=scalar)
-    )
 
 
 def copy_companions(source: Path, target: Path, *, skipped: Sequence[str] = _WEIGHT_FILES) -> None:

@@ -75,9 +75,8 @@ class Dims:
     # Cached because plans of large models look sizes up a million times.
     @functools.cached_property
     def _sizes(self) -> Mapping[str, int]:
-        experts = self.experts
-        return {
-            **self._latent_dims(),
+        experts, latent = self.experts, self.latent
+        sizes = {
             "one": 1,
             "hidden": self.hidden,
             "ffn": self.ffn,
@@ -89,11 +88,9 @@ class Dims:
             "expert_ffn": experts.ffn if experts else 0,
             "shared_ffn": experts.shared_ffn if experts else 0,
         }
-
-    def _latent_dims(self) -> dict[str, int]:
-        if (latent := self.latent) is None:
-            return {}
-        return {
+        if latent is None:
+            return sizes
+        return sizes | {
             "q_latent": latent.q_latent,
             "q_without_latent": 0 if latent.q_latent else self.num_heads * self.head_dim,
             "kv_latent": latent.kv_latent,
@@ -114,7 +111,15 @@ class Dims:
 
 def read_dims(family: Family, config: Mapping[str, Any]) -> Dims:
     """Read the sizes of a model of this family from its config.json."""
-    heads, latent = config["num_attention_heads"], _read_latent(config)
+    heads, latent = config["num_attention_heads"], None
+    if "kv_lora_rank" in config:
+        latent = LatentAttention(
+            q_latent=int(config["q_lora_rank"] or 0),
+            kv_latent=config["kv_lora_rank"],
+            nope=config["qk_nope_head_dim"],
+            rope=config["qk_rope_head_dim"],
+            values=config["v_head_dim"],
+        )
     head_dim = latent.nope + latent.rope if latent else config.get("head_dim") or config["hidden_size"] // heads
     return Dims(
         num_layers=config["num_hidden_layers"],
@@ -127,18 +132,6 @@ def read_dims(family: Family, config: Mapping[str, Any]) -> Dims:
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=_read_experts(family, config),
         latent=latent,
-    )
-
-
-def _read_latent(config: Mapping[str, Any]) -> LatentAttention | None:
-    if "kv_lora_rank" not in config:
-        return None
-    return LatentAttention(
-        q_latent=int(config["q_lora_rank"] or 0),
-        kv_latent=config["kv_lora_rank"],
-        nope=config["qk_nope_head_dim"],
-        rope=config["qk_rope_head_dim"],
-        values=config["v_head_dim"],
     )
 
 

@@ -16,6 +16,7 @@ import torch
 
 from megarl.errors import ConfigError
 from megarl.host.reading import read_object, reading
+from megarl.host.writing import preallocate
 from megarl.weights.families import MODEL_REMEDY, ModelSpec
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -129,17 +130,9 @@ def file_layout(specs: Mapping[str, TensorSpec]) -> FileLayout:
 def create_file(path: Path, specs: Mapping[str, TensorSpec]) -> None:
     """Create a safetensors file of zeros with reserved disk space. Raise ConfigError if the disk is too full."""
     layout = file_layout(specs)
-    with path.open("wb") as file:
+    preallocate(path, layout.num_bytes)
+    with path.open("r+b") as file:
         file.write(layout.head)
-        file.flush()
-        try:
-            # Reserve the space now: writing through a map to a full disk would kill the process.
-            os.posix_fallocate(file.fileno(), 0, layout.num_bytes)
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            raise ConfigError(
-                f"cannot reserve {layout.num_bytes / 2**30:.2f} GiB for {path}: {error.strerror}; free space there"
-            ) from error
 
 
 def model_files(directory: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megarl.convert.files import sync
+from megarl.host.writing import fsync
 
 Convert = Callable[[str, Path, Path, Path], int]
 
@@ -132,7 +132,7 @@ def main() -> None:
     num_bytes = convert(direction, source, model, out)
     for file in out.iterdir():
         # Ours has done so; both are timed until what they wrote would survive a crash.
-        sync(file)
+        fsync(file)
     print("read", num_bytes, _cpu_seconds() - before, flush=True)
 
 

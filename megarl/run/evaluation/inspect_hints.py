@@ -154,7 +154,12 @@ def _with_signal(
             _as_sample(prompt, encoder.demonstration(prompt.messages, hint_text(prompt, placer.cfg) or ""), 0)
             for prompt in prompts
         ]
-    correct = _judge(config, tokenizer, samples, by_uid)
+    sources = {prompt.data_source for prompt in prompts}
+    with closing(open_rewards(without_training(config.rewards, sources), sources, tokenizer)) as rewards:
+        judging = rewards.begin()
+        for sample in samples:
+            judging.add(by_uid[sample.uid], sample)
+        correct = [reward.correct for reward in rewards.finish([judging], samples).rewards]
     rows = [row_from_sample(sample) for sample in samples]
     own = placer.place_all(by_uid)
     shuffled = hinted_rows(rows, placer.place_all(by_uid, donors(own, seed=0))) if len(by_uid) > 1 else None
@@ -197,18 +202,6 @@ def _scored_answers(
             )
         )
     return tuple(answers)
-
-
-def _judge(
-    config: Config, tokenizer: "PreTrainedTokenizerBase", samples: Sequence[Sample], prompts: Mapping[str, Prompt]
-) -> list[bool]:
-    """Return the verifier's verdict on each sample."""
-    sources = {prompt.data_source for prompt in prompts.values()}
-    with closing(open_rewards(without_training(config.rewards, sources), sources, tokenizer)) as rewards:
-        judging = rewards.begin()
-        for sample in samples:
-            judging.add(prompts[sample.uid], sample)
-        return [reward.correct for reward in rewards.finish([judging], samples).rewards]
 
 
 def _signal(x: CpoInputs) -> Table:

@@ -7,7 +7,7 @@ there is no deadlock.
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ class Exchange(SendingEnd, ReceivingEnd):
 
     def __init__(self, share: Share, device: torch.device | None) -> None:
         self._rank = share.meeting.rank
+        # By sink: the member of the group that its messages are sent to, if it is not the sink itself.
+        self._via: Mapping[int, int] = {}
         # Messages are staged in memory that the group can send from: on the devices, or on the host.
         self._device = device or torch.device("cpu")
         self._num_turns = Counter((message.source, message.sink) for message in share.messages)
@@ -107,16 +109,12 @@ class Exchange(SendingEnd, ReceivingEnd):
         self._wait(_slot(message))
         return Arrival(self._bytes_of(message), message.num_bytes)
 
-    def _peer_of(self, message: Parcel) -> int:
-        """Return the member of the group that a message is sent to."""
-        return message.sink
-
     def _start(self, message: Parcel) -> Any:
         buffers = [self._bytes_of(message)]
         # The tag differs between messages of a pair, also between those of different weight syncs.
         tag = self._transfer * self._num_turns[message.source, message.sink] + message.turn
         if message.source == self._rank:
-            return self._group.send(buffers, self._peer_of(message), tag)
+            return self._group.send(buffers, self._via.get(message.sink, message.sink), tag)
         return self._group.recv(buffers, message.source, tag)
 
     def _bytes_of(self, message: Parcel) -> torch.Tensor:

@@ -20,7 +20,7 @@ class Relay(Exchange):
 
     def __init__(self, share: Share, device: torch.device, onward: Wire) -> None:
         super().__init__(share, device)
-        self._beside = share.beside
+        self._via = share.beside
         passed = [message for message in share.messages if message.source != share.meeting.rank]
         self._onward = onward.sender(replace(share, messages=tuple(passed)), device)
         self._passed = defaultdict[int, list[Parcel]](list)
@@ -61,9 +61,6 @@ class Relay(Exchange):
     def close(self) -> None:
         super().close()
         self._onward.close()
-
-    def _peer_of(self, message: Parcel) -> int:
-        return self._beside[message.sink]
 
 
 def relayed_to(onward: Wire) -> Wire:
