@@ -21,7 +21,7 @@ from megarl.cluster.judge_servers import JudgeServerActor
 from megarl.cluster.placement import PlacementPlan, Reservation, Seat, plan_placement, with_judge_servers
 from megarl.cluster.processes import locate, wait_all
 from megarl.cluster.ray_session import open_ray
-from megarl.cluster.remotes import A_co, Call, Process, Roster, results
+from megarl.cluster.remotes import A_co, Process, results
 from megarl.cluster.roles import actor_role, by_layout, check_serves
 from megarl.cluster.sync_plan import ends_of, engine_ranks
 from megarl.cluster.workers import RankGroup, RoleWorkers
@@ -112,7 +112,17 @@ class Cluster:
         with doing("starting Ray"):
             open_ray(cluster, num_cpus=plan.num_cpus, temp_dir=self._caretaker.temp_dir, environment=environment)
         self._create_processes(plan)
-        judges = self._begin_judge_servers()
+        judges = [
+            process.ask(
+                JudgeServerActor.start,
+                self._config.rewards.judge_servers[name],
+                api_key=self.judge_key,
+                timeout_s=cluster.start_timeout_s,
+                several_hosts=cluster.address is not None,
+            )
+            for name, processes in self._judge_servers.items()
+            for process in processes
+        ]
         # Engines take longest: start them first, wait for them last.
         engines = [self._seats.begin(i, p) for i, p in enumerate(self.engines.processes)]
         self.pids = self._join_ranks(plan)
@@ -159,21 +169,6 @@ class Cluster:
         }
         self.engines = EngineGroup(located(engines), timeout_s=timeout_s)
 
-    def _begin_judge_servers(self) -> list[Call[str]]:
-        """Make all judges' servers start, and return the pending remote calls."""
-        cluster, entries = self._config.cluster, self._config.rewards.judge_servers
-        return [
-            process.ask(
-                JudgeServerActor.start,
-                entries[name],
-                api_key=self.judge_key,
-                timeout_s=cluster.start_timeout_s,
-                several_hosts=cluster.address is not None,
-            )
-            for name, processes in self._judge_servers.items()
-            for process in processes
-        ]
-
     def _shared_devices(self, seat: Seat) -> list[str]:
         ranks = self.workers.processes
         return [device for rank in seat.shares for device in ranks[rank].location.device_ids]
@@ -194,12 +189,6 @@ class Cluster:
         ]
         pids = wait_all(joins, timeout_s=timeout_s, doing="joining process groups")
         return dict(zip((p.name for p in ranks), pids, strict=True))
-
-    @property
-    def roster(self) -> Roster:
-        """Return the run's `Roster`, which lists its processes and knows which of them have died."""
-        first, *_ = self.workers.processes or self.engines.processes
-        return first.roster
 
     def restart_engine(self, index: int) -> None:
         """Start a new engine in place of engine number `index`, which died; see `EngineSeats.restart`."""

@@ -10,7 +10,7 @@ from ray.exceptions import RayError
 
 from megarl.cluster.actors import EngineActor
 from megarl.cluster.episodes import EpisodeHosts
-from megarl.cluster.processes import Vigil, explained, is_replaceable, living_results, wait_all, wait_living
+from megarl.cluster.processes import Vigil, explained, is_replaceable, living_results, wait_all
 from megarl.cluster.remotes import Call, Process, R, Remote, Stream
 from megarl.host import loop
 from megarl.record import activity
@@ -259,4 +259,4 @@ class EngineGroup:
 
     def _move(self, calls: Sequence[Call[None]], *, doing: str) -> None:
         # An engine that died has nothing to move.
-        wait_living(calls, timeout_s=self._timeout_s, doing=doing)
+        loop.wait(living_results(calls, timeout_s=self._timeout_s, doing=doing))

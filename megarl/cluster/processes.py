@@ -57,13 +57,8 @@ def wait_all(calls: Sequence[Call[R]], *, timeout_s: float, doing: str) -> list[
     return [answer.result() for answer in answers]
 
 
-def wait_living(calls: Sequence[Call[R]], *, timeout_s: float, doing: str) -> list[R | None]:
-    """Return results of calls in order, None for a process that died replaceably; else raises as `wait_all`."""
-    return loop.wait(living_results(calls, timeout_s=timeout_s, doing=doing))
-
-
 async def living_results(calls: Sequence[Call[R]], *, timeout_s: float, doing: str) -> list[R | None]:
-    """Await what `wait_living` returns."""
+    """Return results of calls in order, None for a process that died replaceably; else raises as `wait_all`."""
     answers = await _finished(calls, timeout_s=timeout_s, doing=doing, needs_all=False)
     return [None if answer.exception() is not None else answer.result() for answer in answers]
 

@@ -47,11 +47,7 @@ class Record:
 
 
 def find_record(reader: FileReader, chunk: Chunk, spec: TensorSpec) -> Record:
-    """Find where a chunk's elements begin in its file, by reading headers only.
-
-    Raises:
-        DataError: the file does not hold the chunk that the metadata describes.
-    """
+    """Find where a chunk's elements begin in its file, from headers alone; DataError if the file lacks the chunk."""
     reader.check_range(chunk.file, chunk.offset, chunk.length)
     window = Window(reader, chunk.file, chunk.offset, chunk.length)
     try:

@@ -93,18 +93,6 @@ def long_prompt_error(
     )
 
 
-def encode_whole(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], *, where: str
-) -> tuple[list[int], list[bool]]:
-    """Encode a chat as the chat template renders it; return token ids, and a mask of all but the first of them.
-
-    Raises DataError, which names the row (`where`), if the chat template refuses the chat.
-    """
-    (text,) = render_row(tokenizer, [messages], where, add_generation_prompt=False)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids, [False] + [True] * (len(ids) - 1)
-
-
 def render_row(
     tokenizer: "PreTrainedTokenizerBase",
     chats: Sequence[Sequence[Message]],

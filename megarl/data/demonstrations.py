@@ -1,7 +1,7 @@
 """Provide the data set of supervised fine-tuning: chats and demonstrations, tokenised and checked when it is opened."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,10 +9,10 @@ import numpy as np
 
 from megarl.config.schema import DataConfig, SftConfig
 from megarl.data.answers import Answers
-from megarl.data.chat import encode_whole, long_prompt_error, require_system_turn
+from megarl.data.chat import long_prompt_error, render_row, require_system_turn
 from megarl.data.files import RowFiles
 from megarl.data.marks import SpelledMarks
-from megarl.data.records import DemonstrationRecord, demonstration_columns, parse_demonstration
+from megarl.data.records import demonstration_columns, parse_demonstration
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
 from megarl.types import Row
@@ -56,7 +56,17 @@ class SftDataset:
             where = files.where(i)
             record = parse_demonstration(row, where, form, settings)
             self.spelled.look(record.messages, where)
-            for ids, mask in _encoded(tokenizer, answers, record, settings.train_on, where):
+            # Token ids and loss mask of each row that the chat becomes.
+            if settings.train_on == "every_token":
+                (text,) = render_row(tokenizer, [record.messages], where, add_generation_prompt=False)
+                whole: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+                # Nothing predicts the first token.
+                encoded = [(whole, [False] + [True] * (len(whole) - 1))]
+            else:
+                turns = record.trained[-1:] if settings.train_on == "last" else record.trained
+                parts = [(i,) for i in turns] if settings.train_on == "each" else [turns]
+                encoded = [answers.turns(record.messages, trained, where=where) for trained in parts]
+            for ids, mask in encoded:
                 num_kept = limits.num_kept(len(ids), mask.index(True), where)
                 # A cut may end within a turn that is not trained.
                 num_kept = max((j + 1 for j in range(num_kept) if mask[j]), default=0)
@@ -86,18 +96,6 @@ class SftDataset:
             num_prompt_tokens=num_prompt_tokens,
             loss_mask=mask[num_prompt_tokens:].copy(),
         )
-
-
-def _encoded(
-    tokenizer: "PreTrainedTokenizerBase", answers: Answers, record: DemonstrationRecord, train_on: str, where: str
-) -> Iterator[tuple[list[int], list[bool]]]:
-    """Yield token ids and loss mask of each row that a chat becomes."""
-    if train_on == "every_token":
-        yield encode_whole(tokenizer, record.messages, where=where)
-        return
-    turns = record.trained[-1:] if train_on == "last" else record.trained
-    for trained in [(i,) for i in turns] if train_on == "each" else [turns]:
-        yield answers.turns(record.messages, trained, where=where)
 
 
 class _Limits:

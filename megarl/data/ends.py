@@ -6,6 +6,7 @@ engines stop at the tokens of all four.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -72,7 +73,12 @@ def answer_form(tokenizer: "PreTrainedTokenizerBase") -> AnswerForm:
         if not found:
             break
         lead = before.removeprefix(prompt)
-        followed = _before_next_question(tokenizer, chat)
+        # What stands between an answer and the next question, if the template has such chats.
+        followed: str | None = None
+        with suppress(TemplateRefusal):
+            (text,) = render_chats(tokenizer, [[*chat, ANSWER, QUESTION]], add_generation_prompt=False)
+            between, has_next, _ = text.rpartition(ANSWER.content)[2].partition(QUESTION.content)
+            followed = between if has_next else None
         pairs = zip(after, after if followed is None else followed, strict=False)
         shared = "".join(own for own, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         # Without regard for `add_generation_prompt`, the rest may be the prompt for the next answer.
@@ -92,16 +98,6 @@ def answer_form(tokenizer: "PreTrainedTokenizerBase") -> AnswerForm:
             next_id=next_id,
         )
     return AnswerForm()
-
-
-def _before_next_question(tokenizer: "PreTrainedTokenizerBase", chat: Sequence[Message]) -> str | None:
-    """Return the text from an answer to the next question; None if the template has no such chats."""
-    try:
-        (text,) = render_chats(tokenizer, [[*chat, ANSWER, QUESTION]], add_generation_prompt=False)
-    except TemplateRefusal:
-        return None
-    between, found, _ = text.rpartition(ANSWER.content)[2].partition(QUESTION.content)
-    return between if found else None
 
 
 def _up_to_mark(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[str, int | None]:

@@ -95,10 +95,7 @@ class ParquetFile:
 
 
 class JsonlFile:
-    """A file with one JSON object per line, of which only some keys are read; empty lines do not count as rows.
-
-    `present` names the keys that the first row has.
-    """
+    """The JSON objects of a file's lines, some keys only (`present`: the first row's); empty lines are no rows."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         self._path = path

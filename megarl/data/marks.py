@@ -25,10 +25,7 @@ def marks_of(tokenizer: "PreTrainedTokenizerBase", written: str) -> re.Pattern[s
 
 
 class SpelledMarks:
-    """The rows of a data set whose texts spell marks.
-
-    Data may mean that, such as those with turns in one text. So it is not changed, but said.
-    """
+    """The rows of a data set whose texts spell marks. Data may mean that, so it is said, and not changed."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         form = answer_form(tokenizer)

@@ -34,10 +34,7 @@ class Bridges:
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """Check the template with a reply of the role user.
-
-        Raises ConfigError if the template writes no special token after an answer.
-        """
+        """Check the template with a user's reply; ConfigError if it writes no special token after an answer."""
         self._tokenizer, self._end = tokenizer, answer_form(tokenizer).end_id
         self._marks = re.compile(r"(?!)")
         before, after = self._around_end([QUESTION])

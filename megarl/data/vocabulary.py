@@ -41,10 +41,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerBase", num_rows: int, key: str = "model.path") -> "Vocabulary":
-        """Compare a tokenizer with the model of a setting `key`.
-
-        Raises ConfigError if its chat template writes a token without a row, or ends answers with one.
-        """
+        """Compare a tokenizer with the model of `key`; ConfigError if its template needs tokens without a row."""
         lacking = {id: token for token, id in tokenizer.get_vocab().items() if id >= num_rows}
         vocabulary = cls(num_rows=num_rows, lacking=lacking, name=f"the model of {key}")
         if lacking:

@@ -50,9 +50,6 @@ class _Immediate:
 
     record = synchronize = wait_stream = wait_event = wait
 
-    def query(self) -> bool:
-        return True
-
     def record_event(self, *_: Any) -> "_Immediate":
         return self
 

@@ -78,10 +78,7 @@ def initialize_layout(config: LayoutConfig, *, rank: int, store: dist.Store, tim
 
 
 def destroy_layout() -> None:
-    """Destroy the process groups that `initialize_layout` created.
-
-    Dropping the last reference to a group would not end its threads.
-    """
+    """Destroy the groups of `initialize_layout`; dropping the last reference would not end their threads."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

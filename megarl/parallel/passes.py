@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -195,7 +194,10 @@ def accumulate_gradients(
     )
     in_chunk = gradients_of if objective.token_local else None
     _run_schedule(loaded.ddp, rows, micro_batches, head, loss_of, forward_only=False, loss_gradients=in_chunk)
-    metrics = _reduce_sums(sums, dp_group, device)
+    totals = torch.tensor([sums[name] for name in sorted(sums)], dtype=torch.float64, device=device)
+    if dp_group.size() > 1:
+        dist.all_reduce(totals, group=dp_group)
+    metrics = dict(zip(sorted(sums), totals.tolist(), strict=True))
     # Metrics of a critic's experts get the role's name as prefix.
     prefix = "" if request.role is Role.ACTOR else f"{request.role}/"
     metrics |= {f"{prefix}{name}": value for name, value in load.metrics().items()}
@@ -251,11 +253,3 @@ def _explain(batch: RowBatch, role: Role) -> str:
             return f"{name} of row {batch.labels[int(bad.nonzero()[0])]} are not finite"
     cause = f"all scores are finite; its micro-batch starts with row {batch.labels[0]}"
     return f"{cause}: lower {_TRAINED_AS.get(role, role)}.optimizer.lr"
-
-
-def _reduce_sums(sums: dict[str, float], group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
-    names = sorted(sums)
-    values = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=device)
-    if group.size() > 1:
-        dist.all_reduce(values, group=group)
-    return dict(zip(names, np.asarray(values.cpu()).tolist(), strict=True))

@@ -107,11 +107,10 @@ def wrap_ddp(chunks: Sequence[PackedModel], config: OptimizerConfig) -> list[Dis
     )
     wrapped: list[DistributedDataParallel] = [HeadAwareDdp(chunk.config, ddp_config, chunk) for chunk in chunks]
 
-    def finalize(models: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
-        # The loss is already divided by global denominators: no second division by tokens.
-        finalize_model_grads(models, None, **kwargs)
-
-    chunks[0].config.finalize_model_grads_func = finalize
+    # The loss is already divided by global denominators: no second division by tokens.
+    chunks[0].config.finalize_model_grads_func = lambda models, num_tokens=None, **named: finalize_model_grads(
+        models, None, **named
+    )
     if overlaps:
         # Only the last micro-batch's gradients are complete.
         no_sync = [each.no_sync for each in wrapped]

@@ -44,8 +44,11 @@ def to_json(plan: RunPlan) -> str:
 
 def to_text(plan: RunPlan) -> str:
     """Return the plan as a page of text."""
-    sections = (_layout_lines, _step_lines, _scoring_lines, _engine_lines, _memory_lines, _warning_lines)
-    lines = itertools.chain(role_lines(plan.roles), *(section(plan) for section in sections))
+    sections = (_layout_lines, _step_lines, _scoring_lines, _engine_lines, _memory_lines)
+    lines = [*itertools.chain(role_lines(plan.roles), *(section(plan) for section in sections))]
+    lines += [f"warning    {warning}" for warning in plan.warnings]
+    if plan.missing:
+        lines.append(f"unchecked  tokenizer, prompts, hints and ground truths, without {', '.join(plan.missing)}")
     return "\n".join(map(visible, [f"plan of {plan.run}; nothing was started", *lines]))
 
 
@@ -200,9 +203,3 @@ def _memory_lines(plan: RunPlan) -> Iterator[str]:
                 fits = "fits" if phase.total <= plan.device_bytes else "DOES NOT FIT"
                 verdict = f", {fits} {_gib(plan.device_bytes)}"
             yield f"  {name:<{width}}  {_gib(phase.total)} = {parts}{verdict}"
-
-
-def _warning_lines(plan: RunPlan) -> Iterator[str]:
-    yield from (f"warning    {warning}" for warning in plan.warnings)
-    if plan.missing:
-        yield f"unchecked  tokenizer, prompts, hints and ground truths, without {', '.join(plan.missing)}"

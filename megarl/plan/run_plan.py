@@ -24,10 +24,7 @@ class RolePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutPlan:
-    """The processes of one layout and the roles that share them; rank i uses device i.
-
-    groups: ranks of each process group, by axis.
-    """
+    """The processes of one layout (rank i uses device i), their roles, and each group's ranks, by axis."""
 
     roles: tuple[str, ...]
     num_ranks: int

@@ -132,10 +132,7 @@ def replied(sample: Sample, reply: HostReply, plan: SamplingPlan, limits: Enviro
 
 
 def bereft(sample: Sample) -> Sample:
-    """Return the sample after the death of a host that owed it a reply; if it is the second one, the sample failed.
-
-    It may be what kills hosts.
-    """
+    """Return the sample after its host died; after the second time it failed, as it may be what kills hosts."""
     if episode_of(sample).num_restarts:
         reason = "hosts died twice while this conversation's environment worked"
         return finished(_with(sample, failure="died", reason=reason), FinishReason.FAILED)

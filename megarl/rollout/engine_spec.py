@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-from megarl.config.engine import SpeculationConfig
 from megarl.config.schema import Config, EngineConfig
 from megarl.host.device.platform import platform
 
@@ -59,10 +58,7 @@ class EngineSpec:
 
 
 def engine_spec(config: Config) -> EngineSpec:
-    """Derive the engine's settings from a run's configuration.
-
-    If the context length is not set, it becomes the length of the longest prompt plus response.
-    """
+    """Derive the engine's settings from a run's; by default the context holds the longest prompt and response."""
     longest = max(config.rollout.max_response_tokens, config.validation.max_response_tokens or 0)
     needed = config.data.max_prompt_tokens + longest
     engine = config.rollout.engine
@@ -91,19 +87,14 @@ def rounding_of(spec: EngineSpec) -> str | None:
     return f"{ROUNDED}{spec.config.quantization}" if spec.config.quantization and platform().name == "cpu" else None
 
 
-def _speculation(config: SpeculationConfig) -> dict[str, object] | None:
-    """Return what vLLM is told of drafts."""
-    if config.method == "none":
-        return None
-    drafts: dict[str, object] = {"method": config.method, "num_speculative_tokens": config.num_tokens}
-    if config.method == "ngram":
-        drafts |= {"prompt_lookup_min": config.min_ngram_tokens, "prompt_lookup_max": config.max_ngram_tokens}
-    return drafts
-
-
 def engine_arguments(spec: EngineSpec) -> dict[str, object]:
     """Return the arguments with which vLLM's engine starts."""
     config, device = spec.config, platform().name
+    drafts: dict[str, object] | None = None
+    if (wanted := config.speculation).method != "none":
+        drafts = {"method": wanted.method, "num_speculative_tokens": wanted.num_tokens}
+        if wanted.method == "ngram":
+            drafts |= {"prompt_lookup_min": wanted.min_ngram_tokens, "prompt_lookup_max": wanted.max_ngram_tokens}
     chosen: dict[str, object] = {
         "kv_cache_memory_bytes": None if config.kv_cache_mib is None else config.kv_cache_mib << 20,
         "block_size": config.block_size,
@@ -112,7 +103,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, object]:
         # Inside a Ray actor, vLLM would by default choose its Ray executor, which needs devices of its own.
         "distributed_executor_backend": "mp" if config.num_workers > 1 else None,
         "pipeline_parallel_size": config.pp if config.pp > 1 else None,
-        "speculative_config": _speculation(config.speculation),
+        "speculative_config": drafts,
         # vLLM's CPU kernels for float8 need matrix instructions that few CPUs have, and no float32.
         "quantization": rounding_of(spec) or config.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,

@@ -84,10 +84,7 @@ class Group:
         return len(self.samples) == self.plan.num_samples
 
     async def finish(self, sample: Sample) -> None:
-        """Accept a finished sample, and hand it to the judges that can start at once.
-
-        Raises NonFiniteError if a log-prob of it is NaN or infinite.
-        """
+        """Take a finished sample, and hand it to judges that can start. NonFiniteError: a log-prob is not finite."""
         if not np.isfinite(sample.rollout_logprobs).all():
             raise NonFiniteError(
                 f"step {self.plan.step}: rollout log-probs of row {sample.uid}/{sample.sample_index} are not finite; "
@@ -140,11 +137,12 @@ def collect(source: RolloutSource, groups: Sequence[Group], *, timeout_s: float)
     """Wait until groups have all of their samples, and return them."""
     total = sum(group.plan.num_samples for group in groups)
 
-    def doing() -> str:
-        return f"generating: {sum(len(group.samples) for group in groups)} of {total} samples finished"
-
     try:
-        source.wait(loop.spawn(all_sampled(groups)), timeout_s=timeout_s, doing=doing)
+        source.wait(
+            loop.spawn(all_sampled(groups)),
+            timeout_s=timeout_s,
+            doing=lambda: f"generating: {sum(len(group.samples) for group in groups)} of {total} samples finished",
+        )
     finally:
         abandon(groups)
     return rollout_of(groups)

@@ -67,10 +67,7 @@ class QueuedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """The content of a study file.
-
-    overrides: settings of all runs; those of a run come after them.
-    """
+    """The content of a study file; `overrides` are settings of all runs, and those of a run come after them."""
 
     base: str
     dir: str
@@ -136,11 +133,7 @@ def run_config(study: Study, run: QueuedRun) -> Config:
 
 
 def is_finished(config: Config) -> bool:
-    """Return whether the run's directory holds its export and the metrics of its last step.
-
-    Raises:
-        ConfigError: the run is finished but had other settings.
-    """
+    """Return whether a run has its export and its last step's metrics; ConfigError if it had other settings."""
     paths = RunPaths.of(config.run)
     if not paths.export.is_dir() or not paths.metrics.is_file():
         return False
@@ -225,10 +218,7 @@ def _report(plan: StudyPlan, place: int, text: str) -> None:
 
 
 def _run_until_failure(study: Study, plan: StudyPlan, waiting: deque[PlannedRun]) -> list[str]:
-    """Do the remaining runs, one after the other on one cluster, until all are done or one has failed.
-
-    Returns the name of the run that failed, if one did.
-    """
+    """Do the remaining runs in turn on one cluster until all are done or one fails; return the one that failed."""
     from megarl.cluster.cluster import Cluster
 
     logs = Path(study.dir) / "logs"

@@ -19,7 +19,7 @@ from megarl.host.signals import StopRequest
 from megarl.host.streams import print_lines
 from megarl.host.writing import fsync, writing
 from megarl.train.manifest import MARKER, Manifest, damage_of
-from megarl.types import AlgoState
+from megarl.types import AlgoState, EntropyState
 from megarl.types.messages import Role
 from megarl.weights.dist_index import require_plain_data
 
@@ -61,7 +61,8 @@ class RunState:
     @classmethod
     def from_json(cls, text: str) -> Self:
         raw = json.loads(text)
-        return cls(**raw | {"algo": AlgoState.from_dict(raw["algo"]), "config": saved_config(raw["config"])})
+        algo = AlgoState(kl_coef=raw["algo"]["kl_coef"], entropy=EntropyState(**raw["algo"]["entropy"]))
+        return cls(**raw | {"algo": algo, "config": saved_config(raw["config"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,10 +31,7 @@ def mismatch_of(rows: Sequence[Row], logprobs: Sequence[FloatArray]) -> Mismatch
 
 
 def trainer_logprobs(rows: Sequence[Row], before: Mapping[int, FloatArray]) -> dict[int, FloatArray]:
-    """Return the trainer's log-probs from before the update, by row index: those scored, or else those of `before`.
-
-    A row that has neither is left out.
-    """
+    """Return the trainer's log-probs from before the update, scored or else of `before`, by index of their rows."""
     known = {i: row.scores.get(Score.OLD_LOGPROBS, before.get(i)) for i, row in enumerate(rows)}
     return {i: logprobs for i, logprobs in known.items() if logprobs is not None}
 

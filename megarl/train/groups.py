@@ -12,7 +12,7 @@ from megarl.config.schema import Config
 from megarl.rewards.judge import Judged
 from megarl.rewards.manager import Judging, RewardManager
 from megarl.rollout.source import Group, rollout_of
-from megarl.types import DROPPED, Reward, Sample
+from megarl.types import DROPPED, Reward, Sample, SegmentSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,14 @@ def judge_groups(groups: Sequence[Group], rewards: RewardManager, cfg: Config) -
     for group in groups:
         pairs = by_uid[group.prompt.uid]
         if estimator_of(cfg.algo).needs_greedy:
-            pairs = _with_greedy_score(pairs, cfg.rollout.num_samples)
+            # The greedy sample is the last. Its reward becomes a detail of the others; if nobody could judge it, these
+            # have nothing to be compared with, and are dropped.
+            (baseline,) = (r for s, r in pairs if s.sample_index == cfg.rollout.num_samples)
+            pairs = [
+                (s, DROPPED if baseline.dropped else replace(r, details={**r.details, GREEDY_SCORE: baseline.score}))
+                for s, r in pairs
+                if s.sample_index != cfg.rollout.num_samples
+            ]
         known = [(sample, reward) for sample, reward in pairs if not reward.dropped]
         found.append(
             JudgedGroup(
@@ -71,24 +78,12 @@ def filter_groups(groups: Sequence[JudgedGroup], cfg: FilterConfig) -> tuple[lis
     judged = [group for group in groups if group.is_judged]
     rows = [(s, r) for group in judged for s, r in zip(group.samples, group.rewards, strict=True)]
     uids = [sample.uid for sample, _ in rows]
-    demonstrated = [sample.has_demonstration for sample, _ in rows]
+    sources = [{segment.source for segment in sample.segments} for sample, _ in rows]
+    demonstrated = [SegmentSource.DEMONSTRATION in each for each in sources]
     keep = kept_rows(filter_scores([r for _, r in rows], cfg), uids, cfg, demonstrated=demonstrated)
     kept = {uid for uid, stays in zip(uids, keep, strict=True) if stays}
     metrics = group_metrics([r.correct for _, r in rows], uids, keep, demonstrated=demonstrated)
     return [each for each in judged if each.group.prompt.uid in kept], metrics
-
-
-def _with_greedy_score(judged: Sequence[tuple[Sample, Reward]], greedy: int) -> list[tuple[Sample, Reward]]:
-    """Return a group without its sample of index `greedy`, whose reward becomes a detail of the other rewards.
-
-    If nobody could judge that sample, the others have nothing to be compared with, and are dropped.
-    """
-    (baseline,) = (reward for sample, reward in judged if sample.sample_index == greedy)
-    return [
-        (s, DROPPED if baseline.dropped else replace(r, details={**r.details, GREEDY_SCORE: baseline.score}))
-        for s, r in judged
-        if s.sample_index != greedy
-    ]
 
 
 def refill_count(num_wanted: int, *, num_kept: int, num_sampled: int) -> int:

@@ -75,10 +75,7 @@ class TrainInputs:
 
 
 def open_sampler(config: Config, train: PromptDataset) -> Sampler:
-    """Return the sampler that orders training prompts.
-
-    Raises ConfigError if they are fewer than a batch needs, or than are under way at a time.
-    """
+    """Return the sampler of training prompts; ConfigError if fewer than a batch needs, or are under way."""
     under_way = (config.rollout.schedule.staleness + 1) * config.trainer.prompts_per_step
     if config.rollout.schedule.staleness and len(train) < under_way:
         raise ConfigError(
@@ -183,7 +180,14 @@ def open_train_inputs(config: Config) -> TrainInputs:
     vocabulary = Vocabulary.of(tokenizer, spec.dims.vocab)
     train = _open_prompts(config, train_files(config.data.train), tokenizer, vocabulary, answers)
     val = _open_prompts(config, config.data.val, tokenizer, vocabulary) if config.data.val else None
-    _check_later_texts(config, tokenizer, vocabulary, train.environments | (val.environments if val else frozenset()))
+    # What becomes tokens only during the run: replies of environments, and the questions of judges.
+    environments = train.environments | (val.environments if val else frozenset())
+    check_replies(config.environment, environments, tokenizer)
+    asking = [name for name, judge in config.rewards.judges.items() if judge.use_policy]
+    for name in asking:
+        require_system_turn(tokenizer, config.rewards.judges[name].system, f"rewards.judges.{name}.system")
+    vocabulary.require_all("model.path", [f"environment {name}" for name in sorted(environments)])
+    vocabulary.require_all("model.path", [f"questions of rewards.judges.{name}" for name in asking])
     if (epochs := config.trainer.total_epochs) is not None:
         steps = epochs * (len(train) // config.trainer.prompts_per_step)
         config = replace(config, trainer=replace(config.trainer, total_steps=steps, total_epochs=None))
@@ -259,18 +263,6 @@ def _open_prompts(
         answers=answers,
         vocabulary=vocabulary,
     )
-
-
-def _check_later_texts(
-    config: Config, tokenizer: "PreTrainedTokenizerBase", vocabulary: Vocabulary, environments: frozenset[str]
-) -> None:
-    """Check what becomes tokens only during the run: replies of environments, and the questions of judges."""
-    check_replies(config.environment, environments, tokenizer)
-    asking = [name for name, judge in config.rewards.judges.items() if judge.use_policy]
-    for name in asking:
-        require_system_turn(tokenizer, config.rewards.judges[name].system, f"rewards.judges.{name}.system")
-    vocabulary.require_all("model.path", [f"environment {name}" for name in sorted(environments)])
-    vocabulary.require_all("model.path", [f"questions of rewards.judges.{name}" for name in asking])
 
 
 def open_hints(

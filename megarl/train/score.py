@@ -139,7 +139,15 @@ class ScoringPasses:
         """Run one pass of a role over rows with and without hints, packed together."""
         assert self.hints is not None, "an algorithm with hints needs a HintWriter"
         placer, count = self.hints.placer, len(rows)
-        _require_own_prompts(rows, prompts)
+        for row in rows:
+            prompt = prompts[row.uid]
+            # Nobody would know where the hint goes.
+            if prompt.environment and row.token_ids[: row.num_prompt_tokens].tolist() != list(prompt.token_ids):
+                raise DataError(
+                    f"row {row.label}: its environment {prompt.environment!r} opens conversations with messages of its "
+                    "own, and hints are written into those of the data alone; move the messages to the data's prompts, "
+                    "or set algo.cpo.method=none"
+                )
         own = placer.place_all(prompts)
         # Every score of hints is compared with the log-probs under the own hint.
         variants = {Score.HINT_LOGPROBS: hinted_rows(rows, own)}
@@ -166,18 +174,6 @@ class ScoringPasses:
             kept = [e if has else np.ones_like(e) for e, has in zip(excluded, has_hint, strict=True)]
             rows = with_scores(rows, {EXCLUDED: kept})
         return rows, variants[Score.HINT_LOGPROBS].metrics()
-
-
-def _require_own_prompts(rows: Sequence[Row], prompts: Mapping[str, Prompt]) -> None:
-    """Raise DataError for a row that does not begin with its prompt alone, so that nobody knows where its hint goes."""
-    for row in rows:
-        prompt = prompts[row.uid]
-        if prompt.environment and row.token_ids[: row.num_prompt_tokens].tolist() != list(prompt.token_ids):
-            raise DataError(
-                f"row {row.label}: its environment {prompt.environment!r} opens conversations with messages of its "
-                "own, and hints are written into those of the data alone; move the messages to the data's prompts, "
-                "or set algo.cpo.method=none"
-            )
 
 
 def _plain_scores(role: Role, found: Mapping[str, list[FloatArray]]) -> dict[Score, list[FloatArray]]:

@@ -25,20 +25,15 @@ class OpenedTask:
     task: SupervisedTask
 
 
-def _opener(
-    open_inputs: Callable[[Config], SupervisedInputs[Data]],
-    make_task: Callable[[SupervisedInputs[Data]], SupervisedTask],
-) -> Callable[[Config], OpenedTask]:
-    def opened(config: Config) -> OpenedTask:
-        inputs = open_inputs(config)
-        return OpenedTask(inputs=inputs, task=make_task(inputs))
-
-    return opened
+def _opened(
+    inputs: SupervisedInputs[Data], make_task: Callable[[SupervisedInputs[Data]], SupervisedTask]
+) -> OpenedTask:
+    return OpenedTask(inputs=inputs, task=make_task(inputs))
 
 
 # How each supervised command reads and checks its inputs, and makes its task.
 SUPERVISED: Mapping[Command, Callable[[Config], OpenedTask]] = {
-    "sft": _opener(open_sft_inputs, sft_task),
-    "train-reward": _opener(open_train_reward_inputs, train_reward_task),
-    "train-preference": _opener(open_train_preference_inputs, train_preference_task),
+    "sft": lambda config: _opened(open_sft_inputs(config), sft_task),
+    "train-reward": lambda config: _opened(open_train_reward_inputs(config), train_reward_task),
+    "train-preference": lambda config: _opened(open_train_preference_inputs(config), train_preference_task),
 }

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -62,11 +62,6 @@ class AlgoState:
 
     kl_coef: float = 0.0
     entropy: EntropyState = field(default_factory=EntropyState)
-
-    @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> "AlgoState":
-        """Rebuild an AlgoState from the dictionary that `dataclasses.asdict` made, such as a checkpoint's."""
-        return cls(kl_coef=state["kl_coef"], entropy=EntropyState(**state["entropy"]))
 
 
 OutputsT = TypeVar("OutputsT", contravariant=True)

@@ -199,11 +199,6 @@ class Sample:
         return np.concatenate([np.empty(0, np.bool_), *(s.loss_mask for s in self.segments[1:])])
 
     @property
-    def has_demonstration(self) -> bool:
-        """Return whether any part of the response comes from a demonstration."""
-        return any(segment.source is SegmentSource.DEMONSTRATION for segment in self.segments)
-
-    @property
     def rollout_logprobs(self) -> FloatArray:
         """Return the engine's log-probs [R] over the response; they are 0 on tokens that the engine did not sample."""
         parts = [

@@ -1,7 +1,4 @@
-"""Define weight rules, which say what Hugging Face tensors make up a Megatron parameter, and families of models.
-
-Nothing here imports torch or megatron.
-"""
+"""Define weight rules (which tensors make up a Megatron parameter) and families, without torch or megatron."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -44,11 +44,6 @@ class ShardPosition:
     ep_rank: int = 0
     ep_size: int = 1
 
-    def local_experts(self, num_experts: int) -> range:
-        """Return the range of a layer's experts that this rank holds, numbered as in the whole model."""
-        count = num_experts // self.ep_size
-        return range(self.ep_rank * count, (self.ep_rank + 1) * count)
-
 
 @dataclass(frozen=True, slots=True)
 class Split:
@@ -117,7 +112,9 @@ def shard_slices(
         KeyError: a parameter is not in the family's table.
     """
     experts_at = experts_at or at
-    rules = spec.parameter_rules(experts=experts_at.local_experts(spec.dims.dim("experts")))
+    # A layer's experts that this rank holds, numbered as in the whole model.
+    count = spec.dims.dim("experts") // experts_at.ep_size
+    rules = spec.parameter_rules(range(experts_at.ep_rank * count, (experts_at.ep_rank + 1) * count))
     for position, (name, parameter) in enumerate(parameters):
         if name not in rules:
             raise KeyError(f"parameter {name} is not in the weight table of family {spec.family.name}")

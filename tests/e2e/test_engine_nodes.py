@@ -64,7 +64,7 @@ def test_syncs_of_engines_in_parts(
         assert largest_difference(given, trainer) <= NATS
         policy.sync.close()
         # Whichever node it is on, the engine is lost with its last worker, and comes back as a whole.
-        cluster.roster.allow_restarts(["engine 0"], 1)
+        cluster.engines.processes[0].roster.allow_restarts(["engine 0"], 1)
         os.kill(engine[f"engine 0 worker {names - 1}"], signal.SIGKILL)
         with pytest.raises(EngineDiedError, match="engine 0 died"):
             cluster.engines.prompt_logprobs(sequences)

@@ -43,10 +43,7 @@ class PackRouter(TopKRouter):
         self.begin(aux_loss_scale=0.0)
 
     def begin(self, *, aux_loss_scale: float) -> None:
-        """Reset the sums at the start of an optimizer mini-batch.
-
-        aux_loss_scale: the weight of Σ_r n_r · aux(r) in the mini-batch's loss (see `moe/routing.py`).
-        """
+        """Reset the sums of a mini-batch, in whose loss Σ_r n_r · aux(r) has the weight `aux_loss_scale`."""
         self._aux_loss_scale = aux_loss_scale
         self.loads: torch.Tensor | float = 0.0
         self.balance: torch.Tensor | float = 0.0

@@ -48,10 +48,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRequest:
-    """The request of the command line to an evaluation.
-
-    model: a Hugging Face directory, a run, or RUN/checkpoints/step_N.
-    """
+    """What an evaluation is asked to do; `model`: a Hugging Face directory, a run, RUN/checkpoints/step_N."""
 
     model: Path
     data: tuple[Path, ...]

@@ -29,23 +29,24 @@ def results_lines(results: Sequence[SourceResult]) -> list[str]:
         "truncated",
         *(("turns", "calls") if with_turns else ()),
     )
-    return align([header, *(_row(result, with_turns=with_turns) for result in results)], left=(0, 1))
-
-
-def _row(result: SourceResult, *, with_turns: bool) -> tuple[str, ...]:
-    error = "" if result.avg_std_error is None else f" ± {result.avg_std_error:.3f}"
-    return (
-        result.data,
-        result.data_source,
-        str(result.num_prompts),
-        f"{result.avg:.3f}{error}",
-        *(f"{value:.3f}" for value in result.pass_at.values()),
-        f"{result.maj:.3f}",
-        "" if result.greedy is None else f"{result.greedy:.3f}",
-        f"{result.response_tokens:.1f}",
-        f"{result.truncated_frac:.1%}",
-        *(("" if n is None else f"{n:.2f}" for n in (result.turns, result.tool_calls)) if with_turns else ()),
-    )
+    rows: list[tuple[str, ...]] = [header]
+    for result in results:
+        error = "" if result.avg_std_error is None else f" ± {result.avg_std_error:.3f}"
+        rows.append(
+            (
+                result.data,
+                result.data_source,
+                str(result.num_prompts),
+                f"{result.avg:.3f}{error}",
+                *(f"{value:.3f}" for value in result.pass_at.values()),
+                f"{result.maj:.3f}",
+                "" if result.greedy is None else f"{result.greedy:.3f}",
+                f"{result.response_tokens:.1f}",
+                f"{result.truncated_frac:.1%}",
+                *(("" if n is None else f"{n:.2f}" for n in (result.turns, result.tool_calls)) if with_turns else ()),
+            )
+        )
+    return align(rows, left=(0, 1))
 
 
 def write_results(directory: Path, results: Sequence[SourceResult], answers: Sequence[Answer]) -> list[Path]:

@@ -40,10 +40,7 @@ def best_neighbours(shared: np.ndarray) -> list[int]:
 
 
 def assignment(costs: np.ndarray) -> list[int]:
-    """Choose a different column for each row at the least total cost (Hungarian method, shortest augmenting paths).
-
-    costs: [n, m] int64, n ≤ m. Exact; O(n² m).
-    """
+    """Choose each row of [n, m] int64 its own column, n ≤ m, at least total cost (Hungarian method, O(n² m))."""
     num_rows, num_columns = costs.shape
     # Column 0 and row 0 are outside the matrix; paths begin there.
     row_price, column_price = np.zeros(num_rows + 1, dtype=np.int64), np.zeros(num_columns + 1, dtype=np.int64)

@@ -110,10 +110,7 @@ class _Switch:
             sink.needs = sum(map((1).__lshift__, sink.shares))
 
     def pairs(self, ended: Sequence[tuple[_Sink, int]]) -> Iterator[tuple[int, _Sink]]:
-        """Choose which transfers begin, as (source, sink), after others have ended.
-
-        Sinks that have most layers left choose first.
-        """
+        """Choose which transfers begin, as (source, sink), after others ended; first sinks with most left."""
         for sink, _ in sorted(ended, key=lambda each: -each[0].num_layers):
             if able := sink.needs & self.free_sources:
                 able = able & sink.after or able

@@ -59,11 +59,7 @@ def scale_of(largest: float) -> float:
 
 
 def largest_magnitude(name: str, view: torch.Tensor) -> float:
-    """Compute max |x| of a part of the tensor `name`.
-
-    Raises:
-        NonFiniteError: a weight is NaN or infinite, which float8 cannot represent.
-    """
+    """Compute max |x| of a part of the tensor `name`; NonFiniteError for what float8 cannot represent."""
     largest = float(view.detach().abs().amax()) if view.numel() else 0.0
     if not math.isfinite(largest):
         raise NonFiniteError(f"{name} has weights that are not finite, which sync.dtype=float8_e4m3 cannot send")

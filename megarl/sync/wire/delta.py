@@ -31,7 +31,7 @@ def encode(previous: Bytes, current: Bytes, spans: Sequence[Span]) -> Bytes | No
         return None
     changed = [np.flatnonzero(mask) for mask in masks]
     counts = [
-        np.bincount(places // BLOCK, minlength=_num_blocks(len(mask))).astype(np.uint32)
+        np.bincount(places // BLOCK, minlength=-(-len(mask) // BLOCK)).astype(np.uint32)
         for places, mask in zip(changed, masks, strict=True)
     ]
     size = _CRC_BYTES + sum(_CRC_BYTES + _size(each, span[3]) for each, span in zip(counts, spans, strict=True))
@@ -64,7 +64,7 @@ def apply(payload: Bytes, target: Bytes, spans: Sequence[Span]) -> None:
         name, start, end, _ = span
         words = _words(target, span)
         crc = reader.take(1, np.dtype(np.uint32))
-        counts = reader.take(_num_blocks(len(words)), np.dtype(np.uint32))
+        counts = reader.take(-(-len(words) // BLOCK), np.dtype(np.uint32))
         positions = _positions(counts, reader)
         words[positions] = reader.take(len(positions), words.dtype)
         if crc.tobytes() != _crc(target[start:end]).tobytes():
@@ -91,10 +91,6 @@ def _words(message: Bytes, span: Span) -> npt.NDArray[np.unsignedinteger]:
     """Return the elements of a span (a part of a tensor in a message) as unsigned integers with the same bits."""
     _, start, end, width = span
     return message[start:end].view(f"u{width}")
-
-
-def _num_blocks(length: int) -> int:
-    return -(-length // BLOCK)
 
 
 def _has_bitmap(counts: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:

@@ -33,10 +33,7 @@ class HostMemory:
     """Shared memory of the host: files that only this user can open."""
 
     def create(self, path: Path, num_bytes: int) -> torch.Tensor:
-        """Create a file with reserved space, and map it as uint8 [num_bytes].
-
-        Without reserved space, full memory would kill the process later.
-        """
+        """Create a file, map it as uint8 [num_bytes], and reserve its space: full memory would kill the process."""
         try:
             # Never what lies there already: it may be a link, or a file that others have open.
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -30,11 +30,7 @@ class SignedStore:
         self._store.set(key, self._code(key, value) + value)
 
     def get(self, key: str, timeout_s: float) -> str | None:
-        """Wait until a key is set, and return its value; return None after `timeout_s`.
-
-        Raises:
-            WeightSyncError: the value was written without the secret.
-        """
+        """Wait until a key is set; return its value, None after `timeout_s`; WeightSyncError if it is forged."""
         self._store.set_timeout(timedelta(seconds=timeout_s))
         try:
             text = self._store.get(key).decode(errors="replace")

@@ -13,9 +13,10 @@ import ray
 from ray.exceptions import ActorDiedError
 
 from megarl.cluster.engines import EngineGroup
-from megarl.cluster.processes import wait_all, wait_living
+from megarl.cluster.processes import living_results, wait_all
 from megarl.cluster.remotes import Process, results
 from megarl.errors import EngineDiedError, NonFiniteError, WorkerError
+from megarl.host import loop
 from tests.helpers.remote_processes import (
     Worker,
     ask,
@@ -137,7 +138,7 @@ def test_a_wait_for_an_engine_that_can_be_restarted_ends(ray_session: None) -> N
     rank, engine = start_run("trainer rank 0", "engine 0")
     kill_after(0.5, allow_restarts(engine))
     pending = calls([rank, engine], ("answer", 3.0), ("answer", 20.0))
-    wait_living(pending, timeout_s=60.0, doing="waking engines")
+    loop.wait(living_results(pending, timeout_s=60.0, doing="waking engines"))
     assert results(pending[:1], timeout_s=0) == [0]
     assert engine.roster.lost == {"engine 0": engine}
 

@@ -22,7 +22,7 @@ PAGE = REPOSITORY / "docs" / "convert.md"
 @pytest.fixture(autouse=True)
 def handlers_stay(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Commands set signal handlers, and wait for slow disks."""
-    monkeypatch.setattr(engine, "sync", lambda path: None)
+    monkeypatch.setattr(engine, "fsync", lambda path: None)
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     yield
     for signum, handler in handlers.items():

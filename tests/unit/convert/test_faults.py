@@ -33,7 +33,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """About a dozen rows in a piece, and several output files; what is durable on a slow disk is tested elsewhere."""
     monkeypatch.setattr(plan_module, "PIECE_BYTES", 2500)
     monkeypatch.setattr(plan_module, "MAX_FILE_BYTES", 200_000)
-    monkeypatch.setattr(engine, "sync", lambda path: None)
+    monkeypatch.setattr(engine, "fsync", lambda path: None)
 
 
 @pytest.fixture(scope="module")
