@@ -19,7 +19,6 @@ from megarl.data.files import READ_ROWS, RowFiles
 from megarl.data.marks import SpelledMarks
 from megarl.data.records import (
     TARGET_COLUMNS,
-    PromptRecord,
     parse_prompt,
     parse_target,
     parse_target_probs,
@@ -86,11 +85,11 @@ class PromptDataset:
             sources.update(record.data_source for *_, record in chunk)
             names = [self._environment_of(row, self._files.where(index)) for index, row, _ in chunk]
             environments.update(name for name in names if name)
-            prompts = [
-                ids
-                for name, its_rows in groupby(zip(names, chunk, strict=True), key=lambda each: each[0])
-                for ids in self._encoded([each for _, each in its_rows], tokenizer, tools_of(name) if name else ())
-            ]
+            prompts = list[list[int]]()
+            for name, pairs in groupby(zip(names, chunk, strict=True), key=lambda each: each[0]):
+                part, tools = [each for _, each in pairs], tools_of(name) if name else ()
+                places = [self._files.where(i) for i, *_ in part]
+                prompts += encode_chats(tokenizer, [record.messages for *_, record in part], tools=tools, places=places)
             for (index, row, record), ids in zip(chunk, prompts, strict=True):
                 if len(ids) <= settings.max_prompt_tokens:
                     where, spoken = self._files.where(index), record.messages
@@ -126,15 +125,6 @@ class PromptDataset:
                 f"none of the {len(self)} prompts has a usable target, but algo.demonstrations.strategy asks for "
                 f"demonstrations; add the column target, raise algo.demonstrations.max_tokens, or set strategy=none"
             )
-
-    def _encoded(
-        self,
-        rows: Sequence[tuple[int, Mapping[str, Any], PromptRecord]],
-        tokenizer: "PreTrainedTokenizerBase",
-        tools: Sequence[Mapping[str, Any]],
-    ) -> list[list[int]]:
-        places = [self._files.where(index) for index, *_ in rows]
-        return encode_chats(tokenizer, [record.messages for *_, record in rows], tools=tools, places=places)
 
     def _environment_of(self, row: Mapping[str, Any], where: str) -> str:
         """Return the name of a row's environment; empty: it has none."""

@@ -72,6 +72,8 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
     engine = plan_engine(config, actor.dims, engine_bytes(config, actor, config.rollout.engine.pp), device_bytes)
     devices, missing = plan_devices(config, layouts, shards, engine), missing_files(config, roles)
     inputs = None if missing or not with_data else open_train_inputs(config)
+    counts = batch_counts(config)
+    asked = {role: {SOURCES[score].variant for score in needed if SOURCES[score].role is role} for role in specs}
     return RunPlan(
         run=str(Path(config.run.dir) / config.run.name),
         roles=tuple(role_plan(role, specs[role.role]) for role in roles),
@@ -85,7 +87,16 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
             for layout, hosted in layouts.items()
         ),
         nodes=_nodes(config, devices, layouts, shards),
-        steps=_steps(config, roles, specs, needed),
+        steps=StepPlan(
+            rows_per_step=counts.rows_per_step,
+            rows_per_optimizer_step=counts.rows_per_optimizer_step,
+            optimizer_steps_per_step=counts.optimizer_steps_per_step,
+            optimizer_steps=num_actor_steps(config, has_critic=Role.CRITIC in specs) * counts.optimizer_steps_per_step,
+            max_row_tokens=max_row_tokens(config),
+            micro_batch_tokens=config.actor.micro_batch_tokens,
+            micro_batches_at_full_length=micro_batches_at_full_length(config, config.actor),
+            scoring=tuple(_scoring(config, role, specs[role.role], its) for role in roles if (its := asked[role.role])),
+        ),
         shards=tuple(shards),
         devices=tuple(devices),
         engine=engine,
@@ -175,23 +186,6 @@ def role_plan(role: RoleSpec, spec: ModelSpec) -> RolePlan:
         trainable=role.trainable,
         num_parameters=_model_parameters(spec, role.head),
         num_expert_parameters=sum(math.prod(spec.dims.dim(symbol) for symbol in tensor.shape) for tensor in tensors),
-    )
-
-
-def _steps(
-    config: Config, roles: Sequence[RoleSpec], specs: Mapping[Role, ModelSpec], needed: Collection[Score]
-) -> StepPlan:
-    counts = batch_counts(config)
-    asked = {role: {SOURCES[score].variant for score in needed if SOURCES[score].role is role} for role in specs}
-    return StepPlan(
-        rows_per_step=counts.rows_per_step,
-        rows_per_optimizer_step=counts.rows_per_optimizer_step,
-        optimizer_steps_per_step=counts.optimizer_steps_per_step,
-        optimizer_steps=num_actor_steps(config, has_critic=Role.CRITIC in specs) * counts.optimizer_steps_per_step,
-        max_row_tokens=max_row_tokens(config),
-        micro_batch_tokens=config.actor.micro_batch_tokens,
-        micro_batches_at_full_length=micro_batches_at_full_length(config, config.actor),
-        scoring=tuple(_scoring(config, role, specs[role.role], asked[role.role]) for role in roles if asked[role.role]),
     )
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.cluster.roles import by_layout
+from megarl.cluster.roles import by_layout, check_serves
 from megarl.config import from_dict, load_config
 from megarl.config.load import read_saved, read_yaml, saved_config
 from megarl.config.plugins import use_plugins
@@ -165,8 +165,16 @@ def plan_study(study: Study) -> StudyPlan:
         architecture = {k: v for k, v in inputs.spec.hf_config.items() if k not in _INCIDENTAL}
         waiting.append(PlannedRun(place=place, config=config, roles=inputs.roles, architecture=architecture))
     plan = StudyPlan(num_runs=len(study.runs), finished=finished, waiting=tuple(waiting))
-    if waiting:
-        _check_cluster_serves(plan)
+    for run in waiting:
+        try:
+            check_serves(plan.cluster_config, by_layout(plan.roles), run.config, run.roles)
+        except ConfigError as error:
+            raise ConfigError(f"{run.name}: {error}") from error
+        if run.architecture != waiting[0].architecture:
+            raise ConfigError(
+                f"{run.name}: the model in {run.config.model.path} is not of the shape of that in "
+                f"{waiting[0].config.model.path}, so one cluster cannot serve both; make another study for it"
+            )
     return plan
 
 
@@ -175,22 +183,6 @@ def plan_text(plan: StudyPlan) -> str:
     lines = {place: f"{name}: finished" for place, name in plan.finished.items()}
     lines |= {run.place: f"{run.name}: to do" for run in plan.waiting}
     return "\n".join(f"[{place}/{plan.num_runs}] {lines[place]}" for place in sorted(lines))
-
-
-def _check_cluster_serves(plan: StudyPlan) -> None:
-    from megarl.cluster.roles import check_serves
-
-    config, first = plan.cluster_config, plan.waiting[0]
-    for run in plan.waiting:
-        try:
-            check_serves(config, by_layout(plan.roles), run.config, run.roles)
-        except ConfigError as error:
-            raise ConfigError(f"{run.name}: {error}") from error
-        if run.architecture != first.architecture:
-            raise ConfigError(
-                f"{run.name}: the model in {run.config.model.path} is not of the shape of that in "
-                f"{first.config.model.path}, so one cluster cannot serve both; make another study for it"
-            )
 
 
 def run_study(study: Study) -> list[str]:

@@ -180,7 +180,6 @@ def open_train_inputs(config: Config) -> TrainInputs:
     vocabulary = Vocabulary.of(tokenizer, spec.dims.vocab)
     train = _open_prompts(config, train_files(config.data.train), tokenizer, vocabulary, answers)
     val = _open_prompts(config, config.data.val, tokenizer, vocabulary) if config.data.val else None
-    # What becomes tokens only during the run: replies of environments, and the questions of judges.
     environments = train.environments | (val.environments if val else frozenset())
     check_replies(config.environment, environments, tokenizer)
     asking = [name for name, judge in config.rewards.judges.items() if judge.use_policy]

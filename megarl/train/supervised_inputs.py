@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from megarl.algos.preference import BATCH_KL, preference_objective
@@ -82,19 +83,16 @@ def open_sft_inputs(config: Config) -> SupervisedInputs[SftDataset]:
     spec = open_model(config, for_sft=True)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     answers, vocabulary = Answers.of(config, tokenizer), Vocabulary.of(tokenizer, spec.dims.vocab)
-
-    def read(files: Sequence[str]) -> SftDataset:
-        return SftDataset(
-            files,
-            tokenizer,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            max_response_tokens=config.rollout.max_response_tokens,
-            settings=config.sft,
-            form=config.data,
-            answers=answers,
-            vocabulary=vocabulary,
-        )
-
+    read = partial(
+        SftDataset,
+        tokenizer=tokenizer,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+        settings=config.sft,
+        form=config.data,
+        answers=answers,
+        vocabulary=vocabulary,
+    )
     warnings = [*answers.warnings(), *vocabulary.warnings]
     return _checked(config, "sft", check_sft, _read_both(config.sft, read), _lost_rows, warnings)
 
@@ -107,12 +105,9 @@ def open_train_reward_inputs(config: Config) -> SupervisedInputs[PreferenceDatas
     check_role_models(config, [reward_role(config)], tokenizer)
     vocabulary = Vocabulary.of(tokenizer, read_model_spec(config.model.path).dims.vocab)
     settings, max_tokens = config.train_reward, max_row_tokens(config)
-
-    def read(files: Sequence[str]) -> PreferenceDataset:
-        return PreferenceDataset(
-            files, tokenizer, max_tokens=max_tokens, on_long=settings.on_long, vocabulary=vocabulary
-        )
-
+    read = partial(
+        PreferenceDataset, tokenizer=tokenizer, max_tokens=max_tokens, on_long=settings.on_long, vocabulary=vocabulary
+    )
     sets, warnings = _read_both(settings, read), vocabulary.warnings
     return _checked(config, "train_reward", check_train_reward, sets, _dropped_pairs, warnings)
 
@@ -128,18 +123,15 @@ def open_train_preference_inputs(config: Config) -> SupervisedInputs[ResponsePai
     if Score.REF_LOGPROBS in objective.reads:
         check_role_models(config, [reference_role(config)], tokenizer)
     answers, vocabulary = Answers.of(config, tokenizer), Vocabulary.of(tokenizer, spec.dims.vocab)
-
-    def read(files: Sequence[str]) -> ResponsePairDataset:
-        return ResponsePairDataset(
-            files,
-            tokenizer,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            max_response_tokens=config.rollout.max_response_tokens,
-            on_long=settings.on_long,
-            answers=answers,
-            vocabulary=vocabulary,
-        )
-
+    read = partial(
+        ResponsePairDataset,
+        tokenizer=tokenizer,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+        on_long=settings.on_long,
+        answers=answers,
+        vocabulary=vocabulary,
+    )
     train, val = _read_both(settings, read)
     if val is not None and len(val) == 1 and BATCH_KL in objective.reads:
         raise DataError(

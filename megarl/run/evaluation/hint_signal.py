@@ -47,15 +47,7 @@ def score_hints(
         chosen = [order.pop() for _ in range(min(len(order), max(1, micro_batch_tokens // width)))]
         plain: list[Tensor] = []
         for name, (variant, has_hint) in zip(names, variants, strict=True):
-            those = [variant[i] for i in chosen]
-            ids = pad_rows([row.token_ids for row in those], dtype=torch.long).to(model.device)
-            mask = pad_rows([row.token_ids >= 0 for row in those], dtype=torch.long).to(model.device)
-            # The logits before a token predict it.
-            places = [slice(row.num_prompt_tokens - 1, row.num_tokens - 1) for row in those]
-            with torch.inference_mode():
-                logits = model(input_ids=ids, attention_mask=mask).logits
-                # Per row [R, vocabulary].
-                found = [(logits[n, at].float() / temperature).log_softmax(dim=-1) for n, at in enumerate(places)]
+            found = _distributions(model, [variant[i] for i in chosen], temperature)
             for place, (i, logprobs) in enumerate(zip(chosen, found, strict=True)):
                 row, n = rows[i], rows[i].num_response_tokens
                 labels = torch.from_numpy(row.token_ids[row.num_prompt_tokens :]).to(logprobs.device)
@@ -86,3 +78,14 @@ def mutual_information(x: CpoInputs, estimator: str, *, shuffled_baseline: bool 
     """Estimate the mutual information of token and hint [B, T] in nats, 0 outside the loss mask."""
     cfg = CpoConfig(mi_estimator=estimator, shuffled_baseline=shuffled_baseline)  # type: ignore[arg-type]
     return make_terms(x, cfg, neg_scope="negative_sample", uses_hint=True, uses_entropy=False).mi
+
+
+@torch.inference_mode()
+def _distributions(model: Any, rows: Sequence[Row], temperature: float) -> list[Tensor]:
+    """Return, per row, the log-probs [R, vocabulary] of all possible tokens at its R response positions, in float32."""
+    ids = pad_rows([row.token_ids for row in rows], dtype=torch.long).to(model.device)
+    mask = pad_rows([row.token_ids >= 0 for row in rows], dtype=torch.long).to(model.device)
+    logits = model(input_ids=ids, attention_mask=mask).logits
+    # The logits before a token predict it.
+    places = [slice(row.num_prompt_tokens - 1, row.num_tokens - 1) for row in rows]
+    return [(logits[i, place].float() / temperature).log_softmax(dim=-1) for i, place in enumerate(places)]
