@@ -169,11 +169,10 @@ class Vigil:
                 awaited, timeout=max(0.0, min(WATCH_S, self._left_s())), return_when=asyncio.FIRST_COMPLETED
             )
             if not done and self._left_s() <= 0.0:
-                silent = "no engine has anything left to generate"
-                if busy := self._busy():
-                    silent = f"no answer from {', '.join(p.name for p in busy)} within {self._timeout_s:.0f} s"
-                    silent += f"{_described(busy)}; see RUN/logs"
-                raise WorkerError(f"{self._doing()}: {silent}")
+                if not (busy := self._busy()):
+                    raise WorkerError(f"{self._doing()}: no engine has anything left to generate")
+                silent = f"no answer from {', '.join(p.name for p in busy)} within {self._timeout_s:.0f} s"
+                raise WorkerError(f"{self._doing()}: {silent}{_described(busy)}; see RUN/logs")
             if self._watch.is_due():
                 # Look for deaths of processes that are not waited for, and for those that hang.
                 for death in self._watch.deaths():

@@ -20,8 +20,9 @@ from megarl.convert.readers import TensorReader
 from megarl.convert.workers import WorkerPool
 from megarl.errors import ConfigError
 from megarl.host.directory_lock import DirectoryLock
-from megarl.host.writing import fsync, preallocate
+from megarl.host.writing import fsync
 from megarl.record.progress import Progress, ProgressValues
+from megarl.weights.safetensors_map import preallocate
 
 # The directory within OUT.partial that records which pieces are finished.
 STATE = ".convert"

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megarl.errors import ConfigError, StorageError
+from megarl.errors import StorageError
 from megarl.host.streams import print_lines
 
 _MIB = 2**20
@@ -57,21 +57,6 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def preallocate(file: Path, size: int) -> None:
-    """Create a file of `size` zero bytes and reserve its disk space: a map to a full disk would kill its writer.
-
-    Raises ConfigError if the disk is too full.
-    """
-    with file.open("wb") as stream:
-        try:
-            os.posix_fallocate(stream.fileno(), 0, max(1, size))
-        except OSError as error:
-            file.unlink(missing_ok=True)
-            raise ConfigError(
-                f"cannot reserve {size / 2**30:.2f} GiB for {file}: {error.strerror}; free space there"
-            ) from error
 
 
 @contextlib.contextmanager

@@ -93,7 +93,7 @@ class Scheduler:
         for number in list(self._taken):
             self.remove(number)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the state between two steps for a checkpoint, when no taken ticket is left."""
         return {
             "staleness": self.staleness,

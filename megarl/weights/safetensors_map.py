@@ -16,7 +16,6 @@ import torch
 
 from megarl.errors import ConfigError
 from megarl.host.reading import read_object, reading
-from megarl.host.writing import preallocate
 from megarl.weights.families import MODEL_REMEDY, ModelSpec
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -125,6 +124,21 @@ def file_layout(specs: Mapping[str, TensorSpec]) -> FileLayout:
     head = struct.pack("<Q", len(encoded)) + encoded
     offsets = {name: len(head) + header[name]["data_offsets"][0] for name in specs}
     return FileLayout(head=head, num_bytes=len(head) + offset, offsets=offsets)
+
+
+def preallocate(file: Path, size: int) -> None:
+    """Create a file of `size` zero bytes and reserve its disk space: a map to a full disk would kill its writer.
+
+    Raises ConfigError if the disk is too full.
+    """
+    with file.open("wb") as stream:
+        try:
+            os.posix_fallocate(stream.fileno(), 0, max(1, size))
+        except OSError as error:
+            file.unlink(missing_ok=True)
+            raise ConfigError(
+                f"cannot reserve {size / 2**30:.2f} GiB for {file}: {error.strerror}; free space there"
+            ) from error
 
 
 def create_file(path: Path, specs: Mapping[str, TensorSpec]) -> None:

@@ -18,9 +18,9 @@ from megarl.convert import commands, engine, readers
 from megarl.convert import plan as plan_module
 from megarl.convert.commands import hf_to_mcore, mcore_to_hf
 from megarl.convert.engine import STATE, ConversionOutcome, Journal, Settings, partial_dir
-from megarl.host.writing import preallocate
 from megarl.convert.models import open_model
 from megarl.errors import ConfigError, DataError
+from megarl.weights.safetensors_map import preallocate
 from tests.helpers.hf_models import make_model
 from tests.helpers.waiting import wait_until
 
