@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megarl.config.algo import DemonstrationConfig
 from megarl.config.environments import EnvironmentConfig
@@ -80,7 +80,7 @@ class PromptDataset:
         self.spelled = SpelledMarks(tokenizer)
         encoder = None if demonstrations is None else answers or Answers(tokenizer)
         sources, environments = set[str](), set[str]()
-        rows = ((i, row, parse_prompt(row, self._files.where(i), self._form)) for i, row in enumerate(self._files))
+        rows = ((i, row, parse_prompt(row, self._files.where(i), self._settings)) for i, row in enumerate(self._files))
         while chunk := list(islice(rows, READ_ROWS)):
             sources.update(record.data_source for *_, record in chunk)
             names = [self._environment_of(row, self._files.where(index)) for index, row, _ in chunk]
