@@ -10,6 +10,7 @@ import torch
 from megarl.errors import WorkerError
 from megarl.report.summary import format_duration
 from tools.bench.logprobs.contenders import CONTENDERS, Contender, Kind
+from tools.bench.logprobs.memory import PEAK_MEMORY
 from tools.bench.logprobs.problem import differences, solve_dense
 from tools.bench.logprobs.processes import Contestants, UnavailableError
 from tools.bench.logprobs.records import GIB, MIB, Agreement, Measurement, Report, Size
@@ -25,7 +26,8 @@ PACKAGES = ("torch", "megatron-core", "liger-kernel", "triton", "cut-cross-entro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The measurements of a run. timed_rows: times are taken up to so many rows."""
+    """What a run measures. timed_rows: times are taken up to so many rows. exact_rows: as many are compared with dense
+    float64 at the largest vocabulary too, if a single rank has all of it."""
 
     device: str
     dtype: str
@@ -33,6 +35,7 @@ class Settings:
     contenders: Sequence[str]
     sizes: Sequence[Size]
     timed_rows: int
+    exact_rows: int
     rounds: int
     main_grad: bool
     kernels: str
@@ -86,15 +89,17 @@ class Campaign:
     settings: Settings
     measurements: dict[tuple[str, Size], Measurement] = field(default_factory=dict)
     agreements: dict[str, Agreement] = field(default_factory=dict)
+    relative_errors: dict[str, dict[str, float]] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 
     def run(self) -> Report:
         settings, self.progress = self.settings, Progress(self.settings)
         self.time_in_turns()
+        timed_too = () if PEAK_MEMORY[settings.device].in_fresh_processes else settings.timed_sizes
         for size in settings.sizes:
-            for name in self._measured():
-                self.measure_memory(name, size)
+            for name in self._measured() if size not in timed_too else ():
+                self._measure_memory_alone(name, size)
         return Report(
             device=settings.device,
             dtype=settings.dtype,
@@ -104,6 +109,7 @@ class Campaign:
             versions=self.versions,
             agreements=list(self.agreements.values()),
             measurements=list(self.measurements.values()),
+            relative_errors=self.relative_errors,
             unavailable=self.unavailable,
         )
 
@@ -112,29 +118,43 @@ class Campaign:
         settings = self.settings
         with ExitStack() as stack:
             started = {name: group for name in settings.contenders if (group := self._enter(name, stack))}
+            if settings.exact_rows and settings.world_size == 1:
+                size = replace(max(settings.sizes), rows=settings.exact_rows)
+                for name in [name for name in self._measured() if name in started]:
+                    self._compare_exactly(name, size, started[name])
             for size in settings.timed_sizes:
-                names = [name for name, group in started.items() if self._fits(name, size, group)]
+                names = [name for name in started if name not in self.unavailable]
+                names = [name for name in names if self._fits(name, size, started[name])]
                 for turn in range(settings.rounds if names else 0):
                     for name in names[turn % len(names) :] + names[: turn % len(names)]:
                         self._time(name, size, started[name], turn)
+                if not PEAK_MEMORY[settings.device].in_fresh_processes:
+                    for name in self._measured():
+                        self._measure_memory(name, size, started[name])
 
     def _enter(self, name: str, stack: ExitStack) -> Contestants | None:
-        """Processes that stay for all rounds, checked against float64; None for an optional contender that fails."""
+        """Processes that stay for all rounds, checked against float64; None for a contender that fails.
+
+        Raises UnavailableError if one that is not optional cannot be imported.
+        """
         try:
             group = stack.enter_context(self._start(name))
             agreement = self._compare(name, group)
         except (UnavailableError, WorkerError) as error:
-            if not CONTENDERS.get(name).optional:
+            if isinstance(error, UnavailableError) and not CONTENDERS.get(name).optional:
                 raise
-            # The last line of a traceback.
-            self.unavailable[name] = str(error).strip().splitlines()[-1]
-            self.progress.advance(Progress.START, f"{name}: cannot run, {self.unavailable[name]}")
+            self._leave_out(name, str(error), Progress.START)
             return None
         if agreement is not None:
             self.agreements[name] = agreement
         self.versions |= group.ask("versions", PACKAGES)[0]
         self.progress.advance(Progress.START, f"{name}: {_describe(agreement)}")
         return group
+
+    def _leave_out(self, name: str, why: str, work: float) -> None:
+        """Go on without a contender that failed; what was measured of it stays."""
+        self.unavailable[name] = why
+        self.progress.advance(work, f"{name}: cannot run, {why}")
 
     def _start(self, name: str) -> Contestants:
         s = self.settings
@@ -168,8 +188,20 @@ class Campaign:
         tolerance = TOLERANCES[settings.dtype]
         return Agreement(contender=name, tolerance=tolerance, differences=differences(answers, dense))
 
+    def _compare_exactly(self, name: str, size: Size, group: Contestants) -> None:
+        try:
+            (self.relative_errors[name],) = group.ask("relative_errors", size)
+        except (UnavailableError, WorkerError) as error:
+            self._leave_out(name, f"{size}: {error}", 0.0)
+
     def _time(self, name: str, size: Size, group: Contestants, turn: int) -> None:
-        times = group.ask("times", size)
+        if name in self.unavailable:
+            return
+        try:
+            times = group.ask("times", size)
+        except (UnavailableError, WorkerError) as error:
+            self._leave_out(name, f"{size}: {error}", Progress.work(size))
+            return
         forward_s, total_s = (max(each) for each in zip(*times, strict=True))
         known = self._known(name, size)
         self.measurements[name, size] = replace(
@@ -179,17 +211,25 @@ class Campaign:
         round_of = f"round {turn + 1} of {self.settings.rounds}"
         self.progress.advance(Progress.work(size), f"{size} {name}, {round_of}: {seconds}")
 
-    def measure_memory(self, name: str, size: Size) -> None:
-        """Peak memory and collectives in fresh processes; a prediction if the memory would not do."""
-        work = Progress.work(size) + Progress.START
+    def _measure_memory_alone(self, name: str, size: Size) -> None:
+        """Peak memory and collectives in fresh processes."""
         with self._start(name) as group:
-            if not self._fits(name, size, group):
-                total = self._known(name, size).predicted_bytes or 0
-                self.progress.advance(work, f"{size} {name}: predicted out of memory, {total / GIB:.1f} GiB")
-                return
             # First use of the code is then behind us.
             self._compare(name, group)
+            self._measure_memory(name, size, group)
+
+    def _measure_memory(self, name: str, size: Size, group: Contestants) -> None:
+        """Peak memory and collectives; a prediction if the memory would not do."""
+        work = Progress.work(size) + Progress.START
+        if not self._fits(name, size, group):
+            total = self._known(name, size).predicted_bytes or 0
+            self.progress.advance(work, f"{size} {name}: predicted out of memory, {total / GIB:.1f} GiB")
+            return
+        try:
             ranks = group.ask("footprint", size)
+        except (UnavailableError, WorkerError) as error:
+            self._leave_out(name, f"{size}: {error}", work)
+            return
         memory_bytes = max(rank.memory_bytes for rank in ranks)
         self.measurements[name, size] = replace(
             self._known(name, size), memory_bytes=memory_bytes, forward=ranks[0].forward, backward=ranks[0].backward

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from megarl.errors import ConfigError
 from megarl.host.device.accelerators import nvidia_devices
 from tools.bench.logprobs.campaign import TOLERANCES, Campaign, Settings
-from tools.bench.logprobs.contenders import CONTENDERS, DEFAULTS
+from tools.bench.logprobs.contenders import CONTENDERS, DEFAULTS, Kind
 from tools.bench.logprobs.figure import write_memory_png
 from tools.bench.logprobs.limits import Verdict, judge
 from tools.bench.logprobs.records import Size
@@ -25,13 +25,14 @@ class Defaults:
     rows: tuple[int, ...]
     hidden: int
     timed_rows: int
+    exact_rows: int = 0
     rounds: int = 5
 
 
 FULL: Mapping[str, Defaults] = MappingProxyType(
     {
         "cpu": Defaults(vocab=(32768, 151936), rows=(1024, 4096, 16384), hidden=512, timed_rows=4096),
-        "cuda": Defaults(vocab=(151936,), rows=(8192, 32768), hidden=4096, timed_rows=32768),
+        "cuda": Defaults(vocab=(151936,), rows=(8192, 32768), hidden=4096, timed_rows=32768, exact_rows=512),
     }
 )
 QUICK = Defaults(vocab=(2048,), rows=(256, 1024), hidden=32, timed_rows=256, rounds=2)
@@ -52,6 +53,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="+")
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--timed-rows", type=int, help="the most rows that are timed; 0: only memory")
+    parser.add_argument(
+        "--exact-rows", type=int, help="rows compared with float64 at the largest vocabulary, on one rank"
+    )
     parser.add_argument("--rounds", type=int, help="how often each contender is timed at a size")
     parser.add_argument(
         "--main-grad",
@@ -91,6 +95,7 @@ def to_settings(arguments: argparse.Namespace) -> Settings:
             Size(vocab=vocab, rows=rows, hidden=hidden) for vocab in vocabs for rows in arguments.rows or defaults.rows
         ),
         timed_rows=defaults.timed_rows if arguments.timed_rows is None else arguments.timed_rows,
+        exact_rows=defaults.exact_rows if arguments.exact_rows is None else arguments.exact_rows,
         rounds=defaults.rounds if arguments.rounds is None else arguments.rounds,
         main_grad=arguments.main_grad,
         kernels=str(arguments.kernels),
@@ -109,4 +114,5 @@ def main(argv: list[str] | None = None) -> None:
     judgements = judge(report)
     print(f"\n{report_text(report)}\n\n{limits_text(judgements)}")
     print(f"wrote {arguments.out / 'records.json'}\nwrote {arguments.out / 'memory.png'}")
-    raise SystemExit(any(each.verdict is Verdict.FAIL for each in judgements))
+    is_missing = any(CONTENDERS.get(name).kind is Kind.OURS for name in report.unavailable)
+    raise SystemExit(is_missing or any(each.verdict is Verdict.FAIL for each in judgements))

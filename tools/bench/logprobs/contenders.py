@@ -35,6 +35,11 @@ def _eager_copies(itemsize: int) -> int:
     return 3 * itemsize + (4 if itemsize < 4 else 0)
 
 
+def _float32_softmax(itemsize: int) -> int:
+    """A float32 softmax, and beside it in backward the gradient of the logits."""
+    return 4 + itemsize
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
     """load: (tensor-parallel group) → head. kept_bytes: (bytes of a number) → bytes kept for each logit [N, V/tp].
@@ -59,7 +64,8 @@ DEFAULTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "cpu": ("recompute", "keep", "in_chunk", "megatron_verl", "liger_fallback", "gemms"),
         "cuda": (
             *("recompute_triton", "recompute_torch", "keep_triton", "keep_torch", "in_chunk_triton"),
-            *("megatron_verl", "liger", "liger_fallback", "cut_cross_entropy", "gemms"),
+            *("megatron_verl", "megatron_fused", "liger", "liger_fallback", "liger_linear", "cut_cross_entropy"),
+            "gemms",
         ),
     }
 )
@@ -117,6 +123,12 @@ def _megatron_verl(group: dist.ProcessGroup) -> Head:
     return load(group)
 
 
+def _megatron_fused(group: dist.ProcessGroup) -> Head:
+    from tools.bench.logprobs.eager_peer import load_fused
+
+    return load_fused(group)
+
+
 def _liger_fallback(group: dist.ProcessGroup) -> Head:
     """Liger's chunked function, called as its own front end calls it where its CUDA kernels cannot run."""
     module = import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
@@ -140,6 +152,21 @@ def _liger(group: dist.ProcessGroup) -> Head:
         else:
             nll, entropy = ops.LigerFusedLinearScaledCrossEntropyTPFunction.apply(*inputs, group, return_entropy=True)
         return Outputs(logprobs=-nll, entropy=entropy)
+
+    return head
+
+
+def _liger_linear(group: dist.ProcessGroup) -> Head:
+    """Liger's Triton loss on hidden states, a loss per token; its gradients are then computed in backward."""
+    function = import_module("liger_kernel.ops").LigerFusedLinearCrossEntropyFunction
+    if group.size() > 1:
+        raise ImportError("it has no tensor-parallel form")
+
+    def head(problem: Problem) -> Outputs:
+        bias, class_weights, z_loss, smoothing = None, None, 0.0, 0.0
+        options = bias, class_weights, _IGNORE_INDEX, z_loss, smoothing, "none"
+        nll, *_ = function.apply(problem.hidden, problem.weight, problem.labels, *options)
+        return Outputs(logprobs=-nll, entropy=None)
 
     return head
 
@@ -181,6 +208,16 @@ CONTENDERS.register("megatron_verl")(
         note="megatron-core's cross entropy on whole logits, with the eager entropy of verl",
     )
 )
+CONTENDERS.register("megatron_fused")(
+    Contender(
+        kind=Kind.PEER,
+        load=_megatron_fused,
+        num_gemms=3,
+        kept_bytes=_float32_softmax,
+        optional=True,
+        note="megatron-core's compiled cross entropy on whole logits; computes no entropy",
+    )
+)
 CONTENDERS.register("liger_fallback")(
     Contender(
         kind=Kind.PEER, load=_liger_fallback, num_gemms=4, note="Liger's tensor-parallel function without CUDA kernels"
@@ -188,6 +225,15 @@ CONTENDERS.register("liger_fallback")(
 )
 CONTENDERS.register("liger")(
     Contender(kind=Kind.PEER, load=_liger, num_gemms=4, optional=True, note="Liger's fused linear scaled cross entropy")
+)
+CONTENDERS.register("liger_linear")(
+    Contender(
+        kind=Kind.PEER,
+        load=_liger_linear,
+        num_gemms=4,
+        optional=True,
+        note="Liger's fused linear cross entropy in Triton; computes no entropy",
+    )
 )
 CONTENDERS.register("cut_cross_entropy")(
     Contender(kind=Kind.PEER, load=_cut_cross_entropy, num_gemms=4, optional=True, note="computes no entropy")

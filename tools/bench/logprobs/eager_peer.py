@@ -1,4 +1,4 @@
-"""Megatron-Core's cross entropy on whole logits, and the entropy of their softmax as verl computes it eagerly.
+"""Megatron-Core's cross entropies on whole logits, and the entropy of their softmax as verl computes it eagerly.
 
 verl (arXiv:2409.19256; verl/utils/megatron/tensor_parallel.py and workers/actor/megatron_actor.py) has the logits
 [N, V/tp] from Megatron's output layer. Where the entropy is wanted it clones them, since the cross entropy of
@@ -9,6 +9,7 @@ with softmax and logits kept for backward, where the softmax is overwritten by t
 
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,14 +46,39 @@ class _EagerEntropy(torch.autograd.Function):
 
 
 def load(group: dist.ProcessGroup) -> Head:
-    """The head; Megatron's tensor-parallel group becomes one of the same ranks as `group`."""
+    """The head with verl's entropy; Megatron's tensor-parallel group becomes one of the same ranks as `group`."""
+    linear, tp_group = _output_layer(group)
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    def head(problem: Problem) -> Outputs:
+        logits = linear(problem)
+        copy = logits.clone()
+        entropy = _EagerEntropy.apply(logits, tp_group)
+        return Outputs(logprobs=-vocab_parallel_cross_entropy(copy, problem.labels), entropy=entropy)
+
+    return head
+
+
+def load_fused(group: dist.ProcessGroup) -> Head:
+    """The head with Megatron's compiled cross entropy (cross_entropy_loss_fusion), whose gradient is bfloat16."""
+    linear, tp_group = _output_layer(group)
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+
+    def head(problem: Problem) -> Outputs:
+        nll = fused_vocab_parallel_cross_entropy(linear(problem), problem.labels, tp_group)
+        return Outputs(logprobs=-nll, entropy=None)
+
+    return head
+
+
+def _output_layer(group: dist.ProcessGroup) -> tuple[Callable[[Problem], torch.Tensor], dist.ProcessGroup]:
+    """Megatron's product h·Wᵀ, and its tensor-parallel group."""
     # Megatron asks for it where it overlaps its all-reduce; without CUDA it is not read.
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     with warnings.catch_warnings():
         # About optional packages.
         warnings.simplefilter("ignore")
         from megatron.core import parallel_state
-        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
         from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce as linear
 
     # A worker of a run has done so.
@@ -60,8 +86,8 @@ def load(group: dist.ProcessGroup) -> Head:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=group.size())
     tp_group = parallel_state.get_tensor_model_parallel_group()
 
-    def head(problem: Problem) -> Outputs:
-        logits = linear(
+    def logits(problem: Problem) -> torch.Tensor:
+        made: torch.Tensor = linear(
             problem.hidden,
             problem.weight,
             bias=None,
@@ -70,8 +96,6 @@ def load(group: dist.ProcessGroup) -> Head:
             sequence_parallel=False,
             tp_group=tp_group,
         )
-        copy = logits.clone()
-        entropy = _EagerEntropy.apply(logits, tp_group)
-        return Outputs(logprobs=-vocab_parallel_cross_entropy(copy, problem.labels), entropy=entropy)
+        return made
 
-    return head
+    return logits, tp_group

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import ClassVar
 
 import psutil
 import torch
@@ -16,7 +17,12 @@ _RESET_PEAK = "5"
 
 
 class PeakMemory(ABC):
-    """Bytes used at most since `begin`, over what was used then."""
+    """Bytes used at most since `begin`, over what was used then.
+
+    in_fresh_processes: whether what a process did before would show in its peak.
+    """
+
+    in_fresh_processes: ClassVar[bool]
 
     def __init__(self) -> None:
         self._baseline = 0
@@ -37,6 +43,8 @@ class PeakMemory(ABC):
 class ResidentMemory(PeakMemory):
     """The process's resident set, as the kernel counts it."""
 
+    in_fresh_processes = True
+
     def begin(self) -> None:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
@@ -52,6 +60,8 @@ class ResidentMemory(PeakMemory):
 
 class CudaMemory(PeakMemory):
     """Memory that torch's allocator handed out on this process's device."""
+
+    in_fresh_processes = False
 
     def begin(self) -> None:
         gc.collect()

@@ -13,6 +13,8 @@ from tools.bench.logprobs.records import Size
 
 # Deviation of the logits: softmax is neither flat nor a point.
 LOGIT_STD = 2.0
+# What every rank has the whole of: quantity → attribute of an answer.
+_REPLICATED = {"log-prob": "logprobs", "entropy": "entropy", "hidden gradient": "grad_hidden"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,9 +125,13 @@ def solve(head: Head, problem: Problem) -> Answer:
     )
 
 
-def solve_dense(size: Size, *, world_size: int, dtype: torch.dtype, with_entropy: bool) -> Answer:
-    """The answer by dense float64 log_softmax over the whole vocabulary, from inputs of `dtype`."""
-    shares = [make_problem(size, rank=rank, world_size=world_size, dtype=dtype) for rank in range(world_size)]
+def solve_dense(
+    size: Size, *, world_size: int, dtype: torch.dtype, with_entropy: bool, device: torch.device | str = "cpu"
+) -> Answer:
+    """The answer by dense float64 log_softmax over the whole vocabulary, from inputs of `dtype`, all on `device`."""
+    shares = [
+        make_problem(size, rank=rank, world_size=world_size, dtype=dtype, device=device) for rank in range(world_size)
+    ]
     hidden = shares[0].hidden.detach().double().requires_grad_()
     weight = torch.cat([share.weight.detach() for share in shares]).double().requires_grad_()
     log_p = (hidden @ weight.t()).log_softmax(-1)
@@ -144,10 +150,21 @@ def differences(answers: list[Answer], dense: Answer) -> dict[str, float]:
     """max |got − dense| ÷ max(1, max |dense|) of each value and gradient over all ranks' answers."""
     grad_weight = torch.cat([answer.grad_weight for answer in answers])
     found = {"weight gradient": _difference(grad_weight, dense.grad_weight)}
-    for name, attribute in (("log-prob", "logprobs"), ("entropy", "entropy"), ("hidden gradient", "grad_hidden")):
+    for name, attribute in _REPLICATED.items():
         values = [getattr(answer, attribute) for answer in answers]
         if values[0] is not None:
             found[name] = _difference(torch.stack(values), getattr(dense, attribute))
+    return found
+
+
+def relative_errors(answer: Answer, dense: Answer) -> dict[str, float]:
+    """‖got − dense‖ ÷ ‖dense‖ of each value and gradient of a single rank's answer."""
+    found = {}
+    for name, attribute in {**_REPLICATED, "weight gradient": "grad_weight"}.items():
+        got, expected = getattr(answer, attribute), getattr(dense, attribute)
+        if got is not None:
+            error = torch.linalg.vector_norm(got.to(expected.device, expected.dtype) - expected)
+            found[name] = float(error / torch.linalg.vector_norm(expected))
     return found
 
 

@@ -7,6 +7,7 @@ import pickle
 import shutil
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -26,6 +27,7 @@ class UnavailableError(ConfigError):
 class _Reply:
     value: Any = None
     import_error: str | None = None
+    failure: str | None = None
 
 
 class Contestants:
@@ -113,6 +115,8 @@ class Contestants:
                 f"{self._contender} cannot be imported ({reply.import_error}); install what it needs into the folder "
                 f"of --kernels, or leave it out of --contenders"
             )
+        if reply.failure is not None:
+            raise WorkerError(f"{self._contender}, rank {rank}: {reply.failure}")
         return reply.value
 
 
@@ -138,9 +142,12 @@ def _serve(connection: Connection, spec: RankSpec) -> None:
 def _answer(method: Callable[..., Any], arguments: Sequence[Any]) -> _Reply:
     try:
         return _Reply(value=method(*arguments))
-    # Anything else ends the process, with its traceback on stderr.
     except ImportError as error:
         return _Reply(import_error=f"{type(error).__name__}: {error}")
+    # Whatever it is ends this contender, and the others go on.
+    except Exception as error:
+        traceback.print_exc()
+        return _Reply(failure=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
 
 def _exit_with_parent(directory: str) -> None:

@@ -87,8 +87,8 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A whole run. main_grad: whether inputs had the weight's main gradient. unavailable: contender → why it could not
-    run."""
+    """A whole run. main_grad: whether inputs had the weight's main gradient. relative_errors: contender → quantity →
+    ‖got − dense‖ ÷ ‖dense‖ at the full vocabulary. unavailable: contender → why it could not run, or not to the end."""
 
     device: str
     dtype: str
@@ -98,6 +98,7 @@ class Report:
     versions: Mapping[str, str]
     agreements: Sequence[Agreement]
     measurements: Sequence[Measurement]
+    relative_errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     unavailable: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:

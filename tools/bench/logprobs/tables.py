@@ -38,7 +38,7 @@ def report_text(report: Report) -> str:
     rows = [_row(report, m, _at(report, size)) for size in sizes for m in _at(report, size)]
     names = dict.fromkeys(m.contender for m in report.measurements)
     notes = [f"{name}: {CONTENDERS.get(name).note}" for name in names if CONTENDERS.get(name).note]
-    missing = [f"{name}: not measured, {why}" for name, why in report.unavailable.items()]
+    missing = [f"{name}: not measured, or not to the end: {why}" for name, why in report.unavailable.items()]
     setup = f"{report.device}, {report.dtype}, {report.world_size} rank{'s' if report.world_size > 1 else ''}"
     setup += ", weight gradients into main gradients" if report.main_grad else ""
     versions = ", ".join(f"{name} {version}" for name, version in sorted(report.versions.items()))
@@ -54,6 +54,7 @@ def report_text(report: Report) -> str:
             "",
             "Largest difference from dense float64, relative to the largest element:",
             *align([("contender", *_DIFFERENCES, "verdict"), *(_agreement_row(each) for each in report.agreements)]),
+            *_relative_errors(report),
         ]
     )
 
@@ -112,6 +113,20 @@ def _agreement_row(agreement: Agreement) -> tuple[str, ...]:
     found = (agreement.differences.get(name) for name in _DIFFERENCES)
     verdict = "agrees" if agreement.agrees else f"DISAGREES (more than {agreement.tolerance:g})"
     return (agreement.contender, *(_number(value, ".1e") for value in found), verdict)
+
+
+def _relative_errors(report: Report) -> list[str]:
+    if not report.relative_errors:
+        return []
+    rows = [
+        (name, *(_number(found.get(each), ".1e") for each in _DIFFERENCES))
+        for name, found in report.relative_errors.items()
+    ]
+    return [
+        "",
+        "‖got − dense float64‖ ÷ ‖dense float64‖, whole vocabulary:",
+        *align([("contender", *_DIFFERENCES), *rows]),
+    ]
 
 
 def _number(value: float | None, form: str) -> str:
