@@ -3,7 +3,7 @@
 #   tests/gpu/sitting_1.sh PYTHON OUT [SECONDS]
 # Nothing is downloaded. A step that fails does not keep the next ones from running; OUT/summary.txt says how each ended.
 # On an H200 its tests have passed (docs/cuda.md). Expected:
-#   kernels     15 passed: Triton chosen, statistics and gradients against float64
+#   kernels     13 passed: Triton chosen, statistics and gradients against float64
 #   head        a table of times, memory and errors; nothing is expected of it but that every regime runs
 #   copies      a table of GB/s, every copy equal to its source
 #   ipc         1 passed
