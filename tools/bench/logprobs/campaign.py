@@ -26,7 +26,7 @@ PACKAGES = ("torch", "megatron-core", "liger-kernel", "triton", "cut-cross-entro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a run measures. timed_rows: times are taken up to so many rows. exact_rows: as many are compared with dense
+    """The measurements of a run. timed_rows: times are taken up to so many rows. exact_rows: as many are compared with dense
     float64 at the largest vocabulary too, if a single rank has all of it."""
 
     device: str
