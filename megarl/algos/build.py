@@ -19,7 +19,7 @@ from megarl.types import Algorithm
 def build_algorithm(cfg: AlgoConfig, *, max_response_tokens: int, vocab_size: int | None = None) -> Algorithm:
     """Build the algorithm that `cfg` describes; raise ConfigError for unknown names and for conflicting settings.
 
-    Without `vocab_size`, the algorithm can only say which scores it requires: CPO cannot then shape advantages.
+    Without `vocab_size`, the algorithm can only say which quantities it requires: CPO cannot then shape advantages.
 
     >>> build_algorithm(AlgoConfig(), max_response_tokens=8).token_local
     True

@@ -33,15 +33,15 @@ from megarl.types import (
     PolicyOutputs,
     Row,
     RowBatch,
-    Score,
     ScoredBatch,
+    TokenQuantity,
 )
 
-_KL_SCORES: Mapping[str, frozenset[Score]] = {
+_KL_QUANTITIES: Mapping[str, frozenset[TokenQuantity]] = {
     "none": frozenset(),
-    "loss": frozenset({Score.REF_LOGPROBS}),
-    "reward": frozenset({Score.REF_LOGPROBS, Score.OLD_LOGPROBS}),
-    "both": frozenset({Score.REF_LOGPROBS, Score.OLD_LOGPROBS}),
+    "loss": frozenset({TokenQuantity.REF_LOGPROBS}),
+    "reward": frozenset({TokenQuantity.REF_LOGPROBS, TokenQuantity.OLD_LOGPROBS}),
+    "both": frozenset({TokenQuantity.REF_LOGPROBS, TokenQuantity.OLD_LOGPROBS}),
 }
 
 LOSS_KL_METRIC, REWARD_KL_METRIC = "actor/ref_kl", "actor/reward_kl_penalty"
@@ -80,22 +80,30 @@ class ComposedAlgorithm:
 
     @property
     def reads(self) -> frozenset[str]:
-        scores = {"advantages", CHOSEN, CORRECTION, DEMONSTRATION, TARGET_PROBS, Score.OLD_LOGPROBS, Score.REF_LOGPROBS}
-        scores |= {"rollout_logprobs"} & set(self._policy_loss.reads)
-        return frozenset(scores | (cpo.LOSS_SCORES if cpo.shapes_in_loss(self.cfg.cpo) else frozenset()))
+        quantities = {
+            "advantages",
+            CHOSEN,
+            CORRECTION,
+            DEMONSTRATION,
+            TARGET_PROBS,
+            TokenQuantity.OLD_LOGPROBS,
+            TokenQuantity.REF_LOGPROBS,
+        }
+        quantities |= {"rollout_logprobs"} & set(self._policy_loss.reads)
+        return frozenset(quantities | (cpo.LOSS_QUANTITIES if cpo.shapes_in_loss(self.cfg.cpo) else frozenset()))
 
-    def requires(self) -> frozenset[Score]:
-        scores = _KL_SCORES[self.cfg.kl.where] | cpo.required_scores(self.cfg.cpo)
+    def requires(self) -> frozenset[TokenQuantity]:
+        quantities = _KL_QUANTITIES[self.cfg.kl.where] | cpo.required_quantities(self.cfg.cpo)
         if estimator_of(self.cfg).needs_values:
-            scores |= {Score.VALUES}
+            quantities |= {TokenQuantity.VALUES}
         cfg, loss = self.cfg, self._policy_loss
         for shaper in shapers_of(cfg):
-            scores |= {Score(name) for name in shaper.reads}
+            quantities |= {TokenQuantity(name) for name in shaper.reads}
         if "ref_logprobs" in loss.reads:
-            scores |= {Score.REF_LOGPROBS}
+            quantities |= {TokenQuantity.REF_LOGPROBS}
         if loss.chooses or compares_policies(cfg) or cfg.off_policy.drop_above is not None:
-            scores |= {Score.OLD_LOGPROBS}
-        return scores
+            quantities |= {TokenQuantity.OLD_LOGPROBS}
+        return quantities
 
     def _loss_kl_coef(self, state: AlgoState) -> float:
         return self.cfg.kl.loss_coef if self.cfg.kl.where == "both" else state.kl_coef
@@ -111,7 +119,7 @@ class ComposedAlgorithm:
 
         The metrics are those of each stage, this step's KL coefficient, critic/advantages/{mean,max,min,std} of the
         final advantages over loss tokens (population std), and critic/group_reward_std (the groups' std, averaged over
-        rows). The scores are a critic's `returns` and further tensors that the loss reads.
+        rows). The quantities are a critic's `returns` and further tensors that the loss reads.
         """
         cfg, mask = self.cfg, batch.loss_mask
         shaped = shape_rewards(batch, cfg.reward, max_response_tokens=self.max_response_tokens)
@@ -122,29 +130,29 @@ class ComposedAlgorithm:
         if cfg.kl.in_reward:
             metrics["actor/reward_kl_penalty_coeff"] = state.kl_coef
             kl = KL_ESTIMATORS.get(cfg.kl.estimator).compute(
-                batch.score(Score.OLD_LOGPROBS), batch.score(Score.REF_LOGPROBS)
+                batch.quantity(TokenQuantity.OLD_LOGPROBS), batch.quantity(TokenQuantity.REF_LOGPROBS)
             )
             policy_mask = mask & ~demonstration_mask(batch)
             penalised = apply_kl_penalty(torch.zeros_like(kl), kl, policy_mask, coef=state.kl_coef)
-            batch = replace(batch, scores={**batch.scores, KL_PENALTY: -penalised.token_level_rewards})
+            batch = replace(batch, quantities={**batch.quantities, KL_PENALTY: -penalised.token_level_rewards})
             metrics[REWARD_KL_METRIC] = penalised.current_kl
         estimate = reward_advantages(batch, cfg.reward, cfg.advantage)
         metrics |= estimate.metrics
         if cfg.entropy_coef:
             metrics["actor/entropy_coef"] = state.entropy.coef
-        scores: dict[str, Tensor] = {} if estimate.returns is None else {"returns": estimate.returns}
+        quantities: dict[str, Tensor] = {} if estimate.returns is None else {"returns": estimate.returns}
         values = estimate.advantages
         inputs = ShapingInputs(batch=batch, scored_rewards=scored_rewards, cfg=cfg, vocab_size=self.vocab_size)
         for shaper in shapers_of(cfg):
             change = shaper.shape(values, inputs)
             values = change.values
-            scores |= change.scores
+            quantities |= change.quantities
             metrics |= change.metrics
         metrics |= summary("critic/advantages", values[mask])
         if mask.any():
             metrics["critic/advantages/std"] = float(values[mask].double().std(correction=0))
             metrics["critic/group_reward_std"] = float(group_stats(batch.rewards, batch.uids).std.mean())
-        return Advantages(values=values, scores=scores, metrics=metrics)
+        return Advantages(values=values, quantities=quantities, metrics=metrics)
 
     # --- the loss, per micro-batch
 
@@ -172,7 +180,7 @@ class ComposedAlgorithm:
         if out.logprobs.shape != rows.loss_mask.shape:
             raise ValueError(f"logprobs: got shape {tuple(out.logprobs.shape)}, expected {tuple(rows.loss_mask.shape)}")
         shift: Mapping[str, Tensor] = {}
-        advantages = rows.score("advantages")
+        advantages = rows.quantity("advantages")
         if cpo.shapes_in_loss(cfg.cpo):
             assert out.entropy is not None, "the log-prob head answers entropies too"
             assert self.vocab_size is not None, "CPO needs the model's vocabulary size"
@@ -186,7 +194,7 @@ class ComposedAlgorithm:
         if cfg.kl.in_loss:
             estimator = cfg.kl.loss_estimator if cfg.kl.where == "both" else cfg.kl.estimator
             kl = KL_ESTIMATORS.get(estimator).compute(
-                kept(out.logprobs, rows.loss_mask), kept(rows.score(Score.REF_LOGPROBS), rows.loss_mask)
+                kept(out.logprobs, rows.loss_mask), kept(rows.quantity(TokenQuantity.REF_LOGPROBS), rows.loss_mask)
             )
             kl_loss = local_sum(kl, terms.loss_mask & policy_mask)
             loss = loss + self._loss_kl_coef(state) * kl_loss

@@ -21,7 +21,7 @@ from megarl.config.algo import AlgoConfig, CorrectionConfig
 from megarl.errors import ConfigError, NonFiniteError
 from megarl.registry import FunctionRegistry, refuse_unused, require_fields
 
-# Name of the score that holds the weights of `compute_correction`.
+# Name of the quantity that holds the weights of `compute_correction`.
 CORRECTION = "correction"
 
 

@@ -12,7 +12,7 @@ from megarl.algos.policy_losses import POLICY_LOSSES
 from megarl.config.algo import PolicyLossConfig
 from megarl.seeds import sample_seed
 
-# Name of the score that is 1 on the chosen tokens and 0 elsewhere.
+# Name of the quantity that is 1 on the chosen tokens and 0 elsewhere.
 CHOSEN = "chosen_by_covariance"
 # Makes these random choices independent of others with the same seed.
 _SALT = "covariance"

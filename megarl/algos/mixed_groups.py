@@ -16,9 +16,9 @@ def demonstration_mask(batch: ScoredBatch | RowBatch) -> Tensor:
     >>> demonstration_mask(batch).tolist()
     [[True, False], [False, False]]
     """
-    if DEMONSTRATION not in batch.scores:
+    if DEMONSTRATION not in batch.quantities:
         return torch.zeros_like(batch.loss_mask)
-    return batch.scores[DEMONSTRATION].bool() & batch.loss_mask
+    return batch.quantities[DEMONSTRATION].bool() & batch.loss_mask
 
 
 def weight_advantages(advantages: Tensor, batch: ScoredBatch, cfg: OffPolicyConfig) -> Tensor:

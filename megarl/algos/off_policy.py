@@ -132,14 +132,14 @@ class MixedCounts:
 
 
 def count_mixed(rows: Sequence[Row], cfg: OffPolicyConfig) -> MixedCounts:
-    """Count rows and tokens by kind; the score `demonstration`, if rows have it, marks demonstration tokens.
+    """Count rows and tokens by kind; the quantity `demonstration`, if rows have it, marks demonstration tokens.
 
     >>> count_mixed([row([1, 1, 1], demonstration=[1, 0, 0])], OffPolicyConfig()).num_demonstration_tokens
     1
     """
     loss_mask = pad_rows([row.loss_mask for row in rows], dtype=torch.bool)
     absent = np.empty(0, np.float32)
-    marks = pad_rows([row.scores.get(DEMONSTRATION, absent) for row in rows], dtype=torch.bool)
+    marks = pad_rows([row.quantities.get(DEMONSTRATION, absent) for row in rows], dtype=torch.bool)
     demonstrated = torch.zeros_like(loss_mask)
     demonstrated[:, : marks.shape[1]] = marks
     demonstrated &= loss_mask

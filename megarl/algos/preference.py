@@ -11,7 +11,7 @@ from torch import Tensor
 from megarl.algos.masked import masked_sum, per_row
 from megarl.config.schema import TrainPreferenceConfig
 from megarl.registry import FunctionRegistry, refuse_unused, require_fields
-from megarl.types import AlgoState, Denominators, LossSums, PolicyOutputs, Row, RowBatch, Score, ValueOutputs
+from megarl.types import AlgoState, Denominators, LossSums, PolicyOutputs, Row, RowBatch, TokenQuantity, ValueOutputs
 
 MARGIN = "margin"
 # KL(policy ‖ reference) of a whole batch, estimated on prompts with responses of other rows; the same in each token.
@@ -43,7 +43,7 @@ class BradleyTerry:
         num_pairs = len(out.values) // 2
         # Each row has one token, or none in a micro-batch without rows.
         mask = rows.loss_mask
-        scores, margin = masked_sum(out.values, mask, dim=1), masked_sum(rows.score(MARGIN), mask, dim=1)[:num_pairs]
+        scores, margin = masked_sum(out.values, mask, dim=1), masked_sum(rows.quantity(MARGIN), mask, dim=1)[:num_pairs]
         chosen, rejected = scores[:num_pairs], scores[num_pairs:]
         difference = chosen - rejected
         with torch.no_grad():
@@ -86,7 +86,9 @@ PairLossFunction: TypeAlias = Callable[[PairLogprobs, TrainPreferenceConfig], Pa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceLoss:
-    """A loss of a policy on pairs. reads: the scores of rows it needs. options: the settings that it alone reads."""
+    """A loss of a policy on pairs. reads: the quantities of rows it needs. options: the settings that it alone
+    reads.
+    """
 
     of_pairs: PairLossFunction = field(kw_only=False)
     reads: Collection[str] = ()
@@ -101,7 +103,7 @@ PREFERENCE_LOSSES: FunctionRegistry[PairLossFunction, PreferenceLoss] = Function
 )
 
 
-@PREFERENCE_LOSSES.register("dpo", reads=(Score.REF_LOGPROBS,))
+@PREFERENCE_LOSSES.register("dpo", reads=(TokenQuantity.REF_LOGPROBS,))
 def dpo_losses(pairs: PairLogprobs, cfg: TrainPreferenceConfig) -> PairLosses:
     """Compute DPO's losses (arXiv:2305.18290): −log σ(r_chosen − r_rejected) with r = β·ln(π/π_ref) of a response.
 
@@ -112,7 +114,7 @@ def dpo_losses(pairs: PairLogprobs, cfg: TrainPreferenceConfig) -> PairLosses:
     return PairLosses(losses=-F.logsigmoid(rewards[0] - rewards[1]), rewards=rewards)
 
 
-@PREFERENCE_LOSSES.register("ipo", reads=(Score.REF_LOGPROBS,))
+@PREFERENCE_LOSSES.register("ipo", reads=(TokenQuantity.REF_LOGPROBS,))
 def ipo_losses(pairs: PairLogprobs, cfg: TrainPreferenceConfig) -> PairLosses:
     """Compute IPO's losses (arXiv:2310.12036): (h_chosen − h_rejected − 1/(2β))², h the mean of ln(π/π_ref) per token.
 
@@ -126,7 +128,7 @@ def ipo_losses(pairs: PairLogprobs, cfg: TrainPreferenceConfig) -> PairLosses:
 
 
 @PREFERENCE_LOSSES.register(
-    "kto", reads=(Score.REF_LOGPROBS, BATCH_KL), options=("desirable_weight", "undesirable_weight")
+    "kto", reads=(TokenQuantity.REF_LOGPROBS, BATCH_KL), options=("desirable_weight", "undesirable_weight")
 )
 def kto_losses(pairs: PairLogprobs, cfg: TrainPreferenceConfig) -> PairLosses:
     """Compute KTO's losses (arXiv:2402.01306), the mean of λ_D·(1 − σ(r_chosen − z)) and λ_U·(1 − σ(z − r_rejected)).
@@ -184,11 +186,13 @@ class PreferenceObjective:
         shape, mask = (2, len(out.logprobs) // 2), rows.loss_mask
         logprobs = masked_sum(out.logprobs, mask, dim=1).reshape(shape)
         log_ratios, kl = (torch.zeros_like(logprobs) for _ in range(2))
-        if Score.REF_LOGPROBS in self.reads:
+        if TokenQuantity.REF_LOGPROBS in self.reads:
             # Subtract before summing: the sums are large, and float32 would lose their difference.
-            log_ratios = masked_sum(out.logprobs - rows.score(Score.REF_LOGPROBS), mask, dim=1).reshape(shape)
+            log_ratios = masked_sum(out.logprobs - rows.quantity(TokenQuantity.REF_LOGPROBS), mask, dim=1).reshape(
+                shape
+            )
         if BATCH_KL in self.reads:
-            kl = per_row(rows.score(BATCH_KL), mask).reshape(shape)
+            kl = per_row(rows.quantity(BATCH_KL), mask).reshape(shape)
         num_tokens = mask.sum(1).clamp(min=1).reshape(shape)
         pairs = PairLogprobs(logprobs=logprobs, log_ratios=log_ratios, num_tokens=num_tokens, kl=kl)
         result = PREFERENCE_LOSSES.get(self.cfg.objective).of_pairs(pairs, self.cfg)

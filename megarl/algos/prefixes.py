@@ -24,19 +24,19 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class PrefixRange:
     """The range from which a sample's share of the demonstration is drawn uniformly, before it is clamped to [0, 1]."""
 
     low: float
     high: float
 
 
-# Name of the score that marks a row's demonstration tokens with 1.
+# Name of the quantity that marks a row's demonstration tokens with 1.
 DEMONSTRATION = "demonstration"
-# Name of the score that holds the demonstrator's probabilities, -1 where unknown and on all other tokens.
+# Name of the quantity that holds the demonstrator's probabilities, -1 where unknown and on all other tokens.
 TARGET_PROBS = "target_probs"
 
-WindowOf: TypeAlias = Callable[[Slot, DemonstrationConfig], Window]
+WindowOf: TypeAlias = Callable[[Slot, DemonstrationConfig], PrefixRange]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,28 +61,28 @@ _LENGTH_EPS = 1e-9
 
 
 @PREFIX_STRATEGIES.register("none")
-def none(slot: Slot, cfg: DemonstrationConfig) -> Window:
+def none(slot: Slot, cfg: DemonstrationConfig) -> PrefixRange:
     """Use no part of the demonstration.
 
     >>> none(Slot(step=1, index=0, count=2), DemonstrationConfig())
     Window(low=0.0, high=0.0)
     """
-    return Window(low=0.0, high=0.0)
+    return PrefixRange(low=0.0, high=0.0)
 
 
 @PREFIX_STRATEGIES.register("random", options=("min_ratio",))
-def random(slot: Slot, cfg: DemonstrationConfig) -> Window:
+def random(slot: Slot, cfg: DemonstrationConfig) -> PrefixRange:
     """Draw the share of the demonstration uniformly from [min_ratio, max_ratio].
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
     >>> random(Slot(step=1, index=0, count=2), cfg)
     Window(low=0.25, high=1.0)
     """
-    return Window(low=cfg.min_ratio, high=cfg.max_ratio)
+    return PrefixRange(low=cfg.min_ratio, high=cfg.max_ratio)
 
 
 @PREFIX_STRATEGIES.register("linear", options=("decay_steps",))
-def linear(slot: Slot, cfg: DemonstrationConfig) -> Window:
+def linear(slot: Slot, cfg: DemonstrationConfig) -> PrefixRange:
     """Let the share of the demonstration fall linearly: max_ratio · (1 − min(s / decay_steps, 1)) with s = step − 1.
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
@@ -90,33 +90,33 @@ def linear(slot: Slot, cfg: DemonstrationConfig) -> Window:
     Window(low=0.5, high=0.5)
     """
     ratio = cfg.max_ratio * (1 - min((slot.step - 1) / cfg.decay_steps, 1.0))
-    return Window(low=ratio, high=ratio)
+    return PrefixRange(low=ratio, high=ratio)
 
 
 @PREFIX_STRATEGIES.register("linear_max", options=("decay_steps",))
-def linear_max(slot: Slot, cfg: DemonstrationConfig) -> Window:
+def linear_max(slot: Slot, cfg: DemonstrationConfig) -> PrefixRange:
     """Draw the share from U[0, (10 − j)·max_ratio / 10], with j from 0 to 9 the current tenth of decay_steps (then 9).
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
     >>> linear_max(Slot(step=1, index=0, count=2), cfg)
     Window(low=0.0, high=1.0)
     """
-    return Window(low=0.0, high=(_NUM_WINDOWS - _tenth(slot.step, cfg)) * cfg.max_ratio / _NUM_WINDOWS)
+    return PrefixRange(low=0.0, high=(_NUM_WINDOWS - _tenth(slot.step, cfg)) * cfg.max_ratio / _NUM_WINDOWS)
 
 
 @PREFIX_STRATEGIES.register("reverse_linear", options=("decay_steps",))
-def reverse_linear(slot: Slot, cfg: DemonstrationConfig) -> Window:
+def reverse_linear(slot: Slot, cfg: DemonstrationConfig) -> PrefixRange:
     """Draw the share from U[0, (j + 1)·max_ratio / 10], with j from 0 to 9 the current tenth of decay_steps (then 9).
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
     >>> reverse_linear(Slot(step=6, index=1, count=2), cfg)
     Window(low=0.0, high=0.5)
     """
-    return Window(low=0.0, high=(_tenth(slot.step, cfg) + 1) * cfg.max_ratio / _NUM_WINDOWS)
+    return PrefixRange(low=0.0, high=(_tenth(slot.step, cfg) + 1) * cfg.max_ratio / _NUM_WINDOWS)
 
 
 @PREFIX_STRATEGIES.register("fixed", options=("min_ratio",))
-def fixed(slot: Slot, cfg: DemonstrationConfig) -> Window:
+def fixed(slot: Slot, cfg: DemonstrationConfig) -> PrefixRange:
     """Space the shares of a prompt's prefixed samples evenly from min_ratio to max_ratio; a single one gets max_ratio.
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
@@ -125,11 +125,11 @@ def fixed(slot: Slot, cfg: DemonstrationConfig) -> Window:
     """
     spread = cfg.max_ratio - cfg.min_ratio
     ratio = cfg.max_ratio if slot.count == 1 else cfg.min_ratio + spread * slot.index / (slot.count - 1)
-    return Window(low=ratio, high=ratio)
+    return PrefixRange(low=ratio, high=ratio)
 
 
 @PREFIX_STRATEGIES.register("linear_variance", options=("decay_steps", "variance"))
-def linear_variance(slot: Slot, cfg: DemonstrationConfig) -> Window:
+def linear_variance(slot: Slot, cfg: DemonstrationConfig) -> PrefixRange:
     """Draw the share from U[v − variance, v + variance], where v is the share that `linear` computes.
 
     >>> cfg = DemonstrationConfig(max_ratio=1.0, decay_steps=10, variance=0.25)
@@ -137,7 +137,7 @@ def linear_variance(slot: Slot, cfg: DemonstrationConfig) -> Window:
     Window(low=0.25, high=0.75)
     """
     middle = linear(slot, cfg).low
-    return Window(low=middle - cfg.variance, high=middle + cfg.variance)
+    return PrefixRange(low=middle - cfg.variance, high=middle + cfg.variance)
 
 
 def _tenth(step: int, cfg: DemonstrationConfig) -> int:

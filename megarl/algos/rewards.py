@@ -115,8 +115,8 @@ def critic_rewards(batch: ScoredBatch) -> ScoredBatch:
     >>> critic_rewards(step("a", [1.0], values=[[0.5, 0.25]])).rewards.tolist()
     [0.25]
     """
-    scores = {name: score for name, score in batch.scores.items() if name not in (KL_PENALTY, TURN_REWARDS)}
-    return replace(batch, rewards=last_values(batch).to(batch.rewards.dtype), scores=scores)
+    quantities = {name: values for name, values in batch.quantities.items() if name not in (KL_PENALTY, TURN_REWARDS)}
+    return replace(batch, rewards=last_values(batch).to(batch.rewards.dtype), quantities=quantities)
 
 
 def hide_rewards(batch: ScoredBatch, keep: Tensor) -> ScoredBatch:
@@ -125,10 +125,10 @@ def hide_rewards(batch: ScoredBatch, keep: Tensor) -> ScoredBatch:
     >>> hide_rewards(step("aa", [1.0, 1.0]), tensor([True, False])).rewards.tolist()
     [1.0, 0.0]
     """
-    scores = dict(batch.scores)
-    for name in {KL_PENALTY, TURN_REWARDS} & scores.keys():
-        scores[name] = torch.where(keep[:, None], scores[name], 0.0)
-    return replace(batch, rewards=torch.where(keep, batch.rewards, 0.0), scores=scores)
+    quantities = dict(batch.quantities)
+    for name in {KL_PENALTY, TURN_REWARDS} & quantities.keys():
+        quantities[name] = torch.where(keep[:, None], quantities[name], 0.0)
+    return replace(batch, rewards=torch.where(keep, batch.rewards, 0.0), quantities=quantities)
 
 
 def keep_rows(uids: Sequence[str], cfg: RewardMaskConfig, *, seed: int) -> Tensor:

@@ -6,7 +6,7 @@ from typing import ClassVar, NoReturn
 
 from megarl.algos.aggregation import count_rows
 from megarl.algos.masked import masked_sum
-from megarl.types import AlgoState, Denominators, LossSums, PolicyOutputs, Row, RowBatch, Score, ScoredBatch
+from megarl.types import AlgoState, Denominators, LossSums, PolicyOutputs, Row, RowBatch, ScoredBatch, TokenQuantity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +17,7 @@ class SftAlgorithm:
     token_local: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset()
 
-    def requires(self) -> frozenset[Score]:
+    def requires(self) -> frozenset[TokenQuantity]:
         return frozenset()
 
     def initial_state(self) -> AlgoState:

@@ -16,7 +16,7 @@ from megarl.algos.prefixes import DEMONSTRATION
 from megarl.config.algo import AlgoConfig
 from megarl.errors import ConfigError
 from megarl.registry import FunctionRegistry
-from megarl.types import Advantages, Score, ScoredBatch
+from megarl.types import Advantages, ScoredBatch, TokenQuantity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class ShapingInputs:
     vocab_size: int | None
 
 
-# (advantages [B, T], the step) → new advantages, still 0 outside the loss mask, with scores and metrics to add.
+# (advantages [B, T], the step) → new advantages, still 0 outside the loss mask, with quantities and metrics to add.
 Shape: TypeAlias = Callable[[Tensor, ShapingInputs], Advantages]
 
 
@@ -40,8 +40,8 @@ Shape: TypeAlias = Callable[[Tensor, ShapingInputs], Advantages]
 class AdvantageShaper:
     """A shaper, and what its registration declares about it.
 
-    reads: the scores of rows that it needs. place: where it stands in the chain. Those that are first or last run in
-    every algorithm, and leave advantages alone if their settings do not turn them on; the others run where
+    reads: the quantities of rows that it needs. place: where it stands in the chain. Those that are first or last run
+    in every algorithm, and leave advantages alone if their settings do not turn them on; the others run where
     `algo.shapers` names them. The last ones may look at the final advantages.
     """
 
@@ -50,7 +50,7 @@ class AdvantageShaper:
     place: Literal["first", "named", "last"] = "named"
 
     def __post_init__(self) -> None:
-        known = [score.value for score in Score]
+        known = [score.value for score in TokenQuantity]
         for name in self.reads:
             if name not in known:
                 raise ValueError(f"reads: got {str(name)!r}, expected names among {', '.join(known)}; correct it")
@@ -91,7 +91,7 @@ def weigh_demonstrations(advantages: Tensor, x: ShapingInputs) -> Advantages:
     >>> weigh_demonstrations(tensor([[0.5], [-0.5]]), x).values.tolist()
     [[0.25], [-0.25]]
     """
-    metrics = mixed_metrics(x.batch) if DEMONSTRATION in x.batch.scores else {}
+    metrics = mixed_metrics(x.batch) if DEMONSTRATION in x.batch.quantities else {}
     return Advantages(values=weight_advantages(advantages, x.batch, x.cfg.off_policy), metrics=metrics)
 
 
@@ -118,14 +118,14 @@ def shape_by_hint(advantages: Tensor, x: ShapingInputs) -> Advantages:
         metrics |= cpo.hint_metrics(inputs, x.cfg.cpo)
         return Advantages(
             values=without_truncated(advantages, batch, x.cfg.off_policy),
-            scores=cpo.loss_scores(inputs, x.cfg.cpo),
+            quantities=cpo.loss_quantities(inputs, x.cfg.cpo),
             metrics=metrics,
         )
     shaped = cpo.shape_advantages(inputs, x.cfg.cpo)
     metrics |= cpo.cpo_metrics(advantages, shaped, inputs, x.cfg.cpo)
     return Advantages(
         values=without_truncated(shaped, batch, x.cfg.off_policy),
-        scores={cpo.BASE_ADVANTAGES: advantages},
+        quantities={cpo.BASE_ADVANTAGES: advantages},
         metrics=metrics,
     )
 
@@ -145,11 +145,11 @@ def choose_by_covariance(advantages: Tensor, x: ShapingInputs) -> Advantages:
     if POLICY_LOSSES.get(x.cfg.policy_loss.name).chooses is None:
         return Advantages(values=advantages)
     batch, mask = x.batch, x.batch.loss_mask & ~demonstration_mask(x.batch)
-    covariance = token_covariance(advantages, batch.score(Score.OLD_LOGPROBS), mask)
+    covariance = token_covariance(advantages, batch.quantity(TokenQuantity.OLD_LOGPROBS), mask)
     chosen = choose_tokens(covariance, mask, x.cfg.policy_loss, uids=batch.uids, seed=batch.seed)
     return Advantages(
         values=advantages,
-        scores={CHOSEN: chosen.to(advantages.dtype)},
+        quantities={CHOSEN: chosen.to(advantages.dtype)},
         metrics=summary("actor/cov", covariance[mask]),
     )
 
@@ -166,12 +166,14 @@ def correct_for_engine(advantages: Tensor, x: ShapingInputs) -> Advantages:
     """
     if x.cfg.correction.name == "none":
         return Advantages(values=advantages)
-    if Score.OLD_LOGPROBS not in x.batch.scores and not compares_policies(x.cfg):
+    if TokenQuantity.OLD_LOGPROBS not in x.batch.quantities and not compares_policies(x.cfg):
         # Every token has weight 1; the policy loss's ratio is to the engine's log-probs.
-        return Advantages(values=advantages, scores={Score.OLD_LOGPROBS: x.batch.score("rollout_logprobs")})
+        return Advantages(
+            values=advantages, quantities={TokenQuantity.OLD_LOGPROBS: x.batch.quantity("rollout_logprobs")}
+        )
     inputs = CorrectionInputs(
-        old_logprobs=x.batch.score(Score.OLD_LOGPROBS),
-        rollout_logprobs=x.batch.score("rollout_logprobs"),
+        old_logprobs=x.batch.quantity(TokenQuantity.OLD_LOGPROBS),
+        rollout_logprobs=x.batch.quantity("rollout_logprobs"),
         advantages=advantages,
         loss_mask=x.batch.loss_mask,
         demonstration_mask=demonstration_mask(x.batch),
@@ -179,6 +181,6 @@ def correct_for_engine(advantages: Tensor, x: ShapingInputs) -> Advantages:
     correction = compute_correction(inputs, x.cfg.correction)
     return Advantages(
         values=advantages,
-        scores={CORRECTION: correction.weights, Score.OLD_LOGPROBS: correction.old_logprobs},
+        quantities={CORRECTION: correction.weights, TokenQuantity.OLD_LOGPROBS: correction.old_logprobs},
         metrics=correction.metrics,
     )

@@ -7,7 +7,7 @@ newest weights have lag 0. See `megarl.rollout.scheduler` for its bound.
 import torch
 from torch import Tensor
 
-# Name of the per-token score with the lags.
+# Name of the per-token quantity with the lags.
 LAG = "lag"
 
 

@@ -14,7 +14,7 @@ from megarl.algos.off_policy import imitation_masks, luffy_loss
 from megarl.algos.policy_losses import POLICY_LOSSES, PolicyLossInputs, policy_loss
 from megarl.algos.prefixes import TARGET_PROBS
 from megarl.config.algo import AlgoConfig, OffPolicyConfig
-from megarl.types import PolicyOutputs, Row, RowBatch, Score
+from megarl.types import PolicyOutputs, Row, RowBatch, TokenQuantity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ def token_losses(rows: RowBatch, out: PolicyOutputs, advantages: Tensor, cfg: Al
     off_policy = cfg.off_policy
     mask, bound = rows.loss_mask, off_policy.drop_above
     if bound is not None:
-        mask = kept_tokens(rows.score(Score.OLD_LOGPROBS), mask, bound)
+        mask = kept_tokens(rows.quantity(TokenQuantity.OLD_LOGPROBS), mask, bound)
     demonstrated = demonstration_mask(rows) & mask
     nothing = torch.zeros_like(mask)
     loss_mask, imitated = mask, nothing
@@ -55,13 +55,13 @@ def token_losses(rows: RowBatch, out: PolicyOutputs, advantages: Tensor, cfg: Al
     loss = POLICY_LOSSES.get(cfg.policy_loss.name)
     x = PolicyLossInputs(
         logprobs=out.logprobs,
-        old_logprobs=rows.scores.get(Score.OLD_LOGPROBS, out.logprobs.detach()),
+        old_logprobs=rows.quantities.get(TokenQuantity.OLD_LOGPROBS, out.logprobs.detach()),
         advantages=advantages,
         # Imitated tokens, too, have diagnostics.
         loss_mask=mask,
-        correction=rows.scores.get(CORRECTION),
-        chosen=rows.score(CHOSEN) > 0 if loss.chooses else None,
-        **{name: rows.score(name) for name in ("ref_logprobs", "rollout_logprobs") if name in loss.reads},
+        correction=rows.quantities.get(CORRECTION),
+        chosen=rows.quantity(CHOSEN) > 0 if loss.chooses else None,
+        **{name: rows.quantity(name) for name in ("ref_logprobs", "rollout_logprobs") if name in loss.reads},
         entropy=out.entropy if "entropy" in loss.reads else None,
     )
     if off_policy.loss == "luffy":
@@ -70,7 +70,7 @@ def token_losses(rows: RowBatch, out: PolicyOutputs, advantages: Tensor, cfg: Al
             demonstrated,
             off_policy,
             cfg.policy_loss,
-            target_probs=rows.scores.get(TARGET_PROBS) if off_policy.target_probs else None,
+            target_probs=rows.quantities.get(TARGET_PROBS) if off_policy.target_probs else None,
         )
         return TokenLosses(
             loss=mixed.loss,
@@ -103,4 +103,7 @@ def trained_rows(rows: Sequence[Row], cfg: OffPolicyConfig) -> Sequence[Row]:
     bound = cfg.drop_above
     if bound is None:
         return rows
-    return [replace(row, loss_mask=row.loss_mask & (np.exp(row.scores[Score.OLD_LOGPROBS]) <= bound)) for row in rows]
+    return [
+        replace(row, loss_mask=row.loss_mask & (np.exp(row.quantities[TokenQuantity.OLD_LOGPROBS]) <= bound))
+        for row in rows
+    ]

@@ -8,9 +8,9 @@ from torch import Tensor
 from megarl.algos.masked import masked_sum
 from megarl.types import ScoredBatch
 
-# Name of the score that holds coefficient × KL of every token.
+# Name of the quantity that holds coefficient × KL of every token.
 KL_PENALTY = "kl_penalty"
-# Name of the score that holds what environments gave for turns, on the last token of each.
+# Name of the quantity that holds what environments gave for turns, on the last token of each.
 TURN_REWARDS = "turn_rewards"
 
 
@@ -38,9 +38,9 @@ def kl_penalty(batch: ScoredBatch) -> Tensor:
     >>> kl_penalty(step("a", [1.0], [[1, 0]], kl_penalty=[[0.5, 9.0]])).tolist()
     [[0.5, 0.0]]
     """
-    if KL_PENALTY not in batch.scores:
+    if KL_PENALTY not in batch.quantities:
         return torch.zeros_like(batch.loss_mask, dtype=torch.float64)
-    return torch.where(batch.loss_mask, batch.scores[KL_PENALTY].double(), 0.0)
+    return torch.where(batch.loss_mask, batch.quantities[KL_PENALTY].double(), 0.0)
 
 
 def token_rewards(batch: ScoredBatch) -> Tensor:
@@ -55,9 +55,9 @@ def token_rewards(batch: ScoredBatch) -> Tensor:
     [[0.25, 0.0, 0.75]]
     """
     rewards = batch.rewards.double()
-    if TURN_REWARDS not in batch.scores:
+    if TURN_REWARDS not in batch.quantities:
         return place_reward(rewards, batch.loss_mask) - kl_penalty(batch)
-    turns = torch.where(batch.loss_mask, batch.scores[TURN_REWARDS].double(), 0.0)
+    turns = torch.where(batch.loss_mask, batch.quantities[TURN_REWARDS].double(), 0.0)
     return turns + place_reward(rewards - turns.sum(-1), batch.loss_mask) - kl_penalty(batch)
 
 

@@ -14,7 +14,7 @@ from megarl.types import AlgoState, Denominators, LossSums, Row, RowBatch, Value
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLoss:
     """The critic's loss, PPO's: the mean over loss tokens of ½·max((v − R)², (clip(v, v_old ± clip) − R)²). It follows
-    the reference code of arXiv:1707.06347. R is the row's score `returns`, v_old its score `values`; with `clip`
+    the reference code of arXiv:1707.06347. R is the row's quantity `returns`, v_old its `values`; with `clip`
     None, there is no second term and no need for `values`.
     """
 
@@ -31,11 +31,11 @@ class ValueLoss:
     def loss(self, rows: RowBatch, out: ValueOutputs, state: AlgoState) -> LossSums:
         """Sum the loss over a micro-batch; metrics: `critic/{vf_loss,vf_clipfrac,vpred_mean}`."""
         mask = rows.loss_mask
-        values, returns = kept(out.values, mask), kept(rows.score("returns"), mask)
+        values, returns = kept(out.values, mask), kept(rows.quantity("returns"), mask)
         error = (values - returns).square()
         clipped = torch.zeros_like(error)
         if self.clip is not None:
-            old = kept(rows.score("values"), mask)
+            old = kept(rows.quantity("values"), mask)
             near_old = values.clamp(old - self.clip, old + self.clip)
             clipped = (near_old - returns).square()
         loss = masked_sum(0.5 * torch.maximum(error, clipped), mask)

@@ -1,4 +1,4 @@
-"""Define the Ray actors of a run; each wraps the object that does the work, a `PolicyWorker` or a `VllmEngine`."""
+"""Define the Ray actors of a run; each wraps the object that does the work, a `RankWorker` or a `VllmEngine`."""
 
 import os
 import socket
@@ -13,17 +13,17 @@ import ray
 from ray.exceptions import RayError
 
 from megarl.cluster.ending import end_run_processes, is_alive
-from megarl.cluster.remotes import Call, Location, P, Process, R, in_group, results
+from megarl.cluster.remotes import Location, P, PendingCall, Process, R, in_group, results
 from megarl.cluster.row_shards import RowShards
 from megarl.cluster.stacks import write_stacks_on_signal
 from megarl.host.device.platform import platform
 from megarl.host.sharing import adopt_umask
 from megarl.host.stage import process_files
 from megarl.host.streams import print_lines, write_anything
-from megarl.parallel.worker import PolicyWorker
+from megarl.parallel.worker import RankWorker
 from megarl.rollout.engine import Completion, EngineNodeWorkers, VllmEngine
 from megarl.rollout.engine_spec import EngineNode, EngineSpec
-from megarl.types.messages import RowScores, ScoreRequest, UpdateRequest, UpdateResult
+from megarl.types.messages import ForwardRequest, ForwardResult, UpdateRequest, UpdateResult
 
 
 class RunActor:
@@ -61,27 +61,27 @@ class RankActor(RunActor):
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self.worker = PolicyWorker(rank)
+        self.worker = RankWorker(rank)
 
     def prepare(self, device_ids: Sequence[str]) -> None:
-        """Call `PolicyWorker.prepare`; if device ids are given, first restrict this process to those devices."""
+        """Call `RankWorker.prepare`; if device ids are given, first restrict this process to those devices."""
         if device_ids:
             platform().select_devices(device_ids)
         self.worker.prepare()
 
-    def call(self, method: Callable[Concatenate[PolicyWorker, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self, method: Callable[Concatenate[RankWorker, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         return method(self.worker, *args, **kwargs)
 
-    def score(
-        self, shards: RowShards, micro_batches: Sequence[Sequence[int]], request: ScoreRequest
-    ) -> RowScores | None:
-        """Call `PolicyWorker.score` with the rows whose indices the micro-batches list."""
-        return self.worker.score(shards.fetch(micro_batches), micro_batches, request)
+    def forward(
+        self, shards: RowShards, micro_batches: Sequence[Sequence[int]], request: ForwardRequest
+    ) -> ForwardResult | None:
+        """Call `RankWorker.forward` with the rows whose indices the micro-batches list."""
+        return self.worker.forward(shards.fetch(micro_batches), micro_batches, request)
 
     def update(
         self, shards: RowShards, micro_batches: Sequence[Sequence[int]], request: UpdateRequest
     ) -> UpdateResult | None:
-        """Call `PolicyWorker.update` with the rows whose indices the micro-batches list."""
+        """Call `RankWorker.update` with the rows whose indices the micro-batches list."""
         return self.worker.update(shards.fetch(micro_batches), micro_batches, request)
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class EngineActor(EngineNodeActor):
         yield from self.engine.serve()
 
 
-def _end_unless(started: Sequence[Call[list[int]]]) -> None:
+def _end_unless(started: Sequence[PendingCall[list[int]]]) -> None:
     """End this process if another node of its engine cannot start: the engine would wait for its workers."""
     try:
         results(started)

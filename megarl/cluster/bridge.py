@@ -6,11 +6,11 @@ from pathlib import Path
 
 from megarl.cluster.actors import EngineActor, RankActor
 from megarl.cluster.processes import wait_all
-from megarl.cluster.remotes import Call, Process, R, results
+from megarl.cluster.remotes import PendingCall, Process, R, results
 from megarl.config.generation import SyncConfig
 from megarl.errors import EngineDiedError, WeightSyncError
 from megarl.host.listeners import LOOPBACK
-from megarl.parallel.worker import PolicyWorker
+from megarl.parallel.worker import RankWorker
 from megarl.rollout.engine import Received, VllmEngine
 from megarl.sync.plan.assign import Holding
 from megarl.sync.plan.build import build_plan
@@ -58,7 +58,7 @@ class BridgeSync:
                 f"engines need {len(lacking)} tensors that the trainer does not send: {lacking[:3]}; the family's "
                 f"weight table does not fit the model"
             )
-        held = self._wait([p.call(PolicyWorker.held_weights) for p in ranks])
+        held = self._wait([p.call(RankWorker.held_weights) for p in ranks])
         sinks = range(len(ranks), len(ranks) + len(engines) * self._num_workers)
         beside = {
             self._sink(engine, worker): rank
@@ -86,12 +86,12 @@ class BridgeSync:
         scales: dict[str, float] = {}
         if self._scaled:
             # The largest magnitude of each tensor that is sent in float8, on any rank.
-            calls = [p.call(PolicyWorker.largest_weights) for p in self._ranks]
+            calls = [p.call(RankWorker.largest_weights) for p in self._ranks]
             largest = wait_all(calls, timeout_s=self._timeout_s, doing=_DOING)
             scales = {name: scale_of(max(rank.get(name, 0.0) for rank in largest)) for name in self._scaled}
         full = self._since_full is None or self._since_full + 1 == self._full_every
         since_full, self._since_full = 0 if self._since_full is None or full else self._since_full + 1, None
-        send, receive, transfer = PolicyWorker.send_over_bridge, VllmEngine.receive_over_bridge, self._transfer
+        send, receive, transfer = RankWorker.send_over_bridge, VllmEngine.receive_over_bridge, self._transfer
         sends = [p.call(send, transfer, with_checksums=verify, scales=scales, full=full) for p in self._ranks]
         receives = [
             p.call(receive, transfer, version=version, with_checksums=verify, scales=scales) for p in self._engines
@@ -110,7 +110,7 @@ class BridgeSync:
 
     def close(self) -> None:
         """Make the ranks delete their shared-memory segments."""
-        calls = [p.call(PolicyWorker.close_bridge) for p in self._ranks]
+        calls = [p.call(RankWorker.close_bridge) for p in self._ranks]
         wait_all(calls, timeout_s=self._timeout_s, doing="closing the bridge for weights")
 
     def _compare(self, sent: Sequence[Mapping[int, Mapping[str, int]]], received: Sequence[Received]) -> None:
@@ -138,7 +138,7 @@ class BridgeSync:
     def _open(self, settings: SyncConfig, beside: Mapping[int, int], segments: Path) -> None:
         first, hosts = self._ranks[0], self._hosts()
         address = LOOPBACK if len(set(hosts)) == 1 else first.location.address
-        (port,) = self._wait([first.call(PolicyWorker.offer_meeting, address)])
+        (port,) = self._wait([first.call(RankWorker.offer_meeting, address)])
         self._meeting = Meeting(
             address=address,
             port=port,
@@ -156,11 +156,11 @@ class BridgeSync:
             beside=beside,
             segments=segments,
         )
-        opens = [p.call(PolicyWorker.open_bridge, shares[rank]) for rank, p in enumerate(self._ranks)]
+        opens = [p.call(RankWorker.open_bridge, shares[rank]) for rank, p in enumerate(self._ranks)]
         for engine, process in enumerate(self._engines):
             sinks = [self._sink(engine, worker) for worker in range(self._num_workers)]
             opens.append(process.call(VllmEngine.open_bridge, [shares[sink] for sink in sinks]))
         self._wait(opens)
 
-    def _wait(self, calls: Sequence[Call[R]]) -> list[R]:
+    def _wait(self, calls: Sequence[PendingCall[R]]) -> list[R]:
         return wait_all(calls, timeout_s=self._timeout_s, doing="opening the bridge for weights")

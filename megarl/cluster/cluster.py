@@ -33,7 +33,7 @@ from megarl.host.device.platform import apply_environment, platform
 from megarl.host.janitor import open_caretaker
 from megarl.host.ray_environment import RAY_ENVIRONMENT, keep_worker_logs
 from megarl.host.sharing import umask_variable
-from megarl.parallel.worker import PolicyWorker
+from megarl.parallel.worker import RankWorker
 from megarl.record.activity import doing
 from megarl.sync.plan.engine_shards import engine_needs
 from megarl.sync.wire.casts import wire_specs
@@ -180,10 +180,10 @@ class Cluster:
         prepared = [p.ask(RankActor.prepare, self._shared_devices(seat)) for p, seat in zip(ranks, seats, strict=True)]
         wait_all(prepared, timeout_s=timeout_s, doing="starting the trainer")
         groups = self.workers.groups
-        offers = [group.processes[0].call(PolicyWorker.offer_rendezvous) for group in groups]
+        offers = [group.processes[0].call(RankWorker.offer_rendezvous) for group in groups]
         addresses = wait_all(offers, timeout_s=timeout_s, doing="joining process groups")
         joins = [
-            p.call(PolicyWorker.join, group.layout, address, self._config.cluster.collective_timeout_s)
+            p.call(RankWorker.join, group.layout, address, self._config.cluster.collective_timeout_s)
             for group, address in zip(groups, addresses, strict=True)
             for p in group.processes
         ]

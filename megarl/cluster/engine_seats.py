@@ -13,7 +13,7 @@ import ray
 from megarl.cluster.actors import EngineActor, EngineNodeActor, RunActor
 from megarl.cluster.placement import Reservation, Seat
 from megarl.cluster.processes import wait_all
-from megarl.cluster.remotes import Call, Process, R
+from megarl.cluster.remotes import PendingCall, Process, R
 from megarl.cluster.stacks import describe
 from megarl.config.schema import Config
 from megarl.host import loop
@@ -36,7 +36,7 @@ def create_process(name: str, cls: type[A], reservation: Reservation, seat: Seat
 
 
 def wait_started(
-    starting: Sequence[Call[list[list[int]]]], *, timeout_s: float, doing: str, every_s: float = PROGRESS_S
+    starting: Sequence[PendingCall[list[list[int]]]], *, timeout_s: float, doing: str, every_s: float = PROGRESS_S
 ) -> list[list[list[int]]]:
     """Wait until engines have started, and return the ids of each one's processes by node. Raises the errors of
     `wait_all`.
@@ -95,7 +95,7 @@ class EngineSeats:
         ]
         return create_process(name, EngineActor, reservation, first, self._further[index])
 
-    def begin(self, index: int, process: Process[EngineActor]) -> Call[list[list[int]]]:
+    def begin(self, index: int, process: Process[EngineActor]) -> PendingCall[list[list[int]]]:
         """Make an engine start after killing the processes of the one before it, and return the pending remote call."""
         seats = [self._seats[index], *self._seats[index].further]
         devices, predecessors = [self._devices_of(seat) for seat in seats], self._pids.get(index, [[]] * len(seats))
@@ -130,7 +130,7 @@ class EngineSeats:
             self._answer(process.call(VllmEngine.sleep))
         return process, new_pids
 
-    def _answer(self, call: Call[R]) -> R:
+    def _answer(self, call: PendingCall[R]) -> R:
         timeout_s = self._config.cluster.start_timeout_s
         (answer,) = wait_all([call], timeout_s=timeout_s, doing=f"restarting {call.process.name}")
         return answer

@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 from megarl.cluster.actors import EngineActor
 from megarl.cluster.episodes import EpisodeHosts
 from megarl.cluster.processes import Vigil, explained, is_replaceable, living_results, wait_all
-from megarl.cluster.remotes import Call, Process, R, Remote, Stream
+from megarl.cluster.remotes import PendingCall, Process, R, Remote, Stream
 from megarl.host import loop
 from megarl.record import activity
 from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
@@ -112,7 +112,7 @@ class EngineGroup:
             requests = {key: each.request for key, each in mine.items()}
             loop.spawn(self._hand_over(engine, process.call(VllmEngine.add, requests)))
 
-    async def _hand_over(self, engine: int, call: Call[None]) -> None:
+    async def _hand_over(self, engine: int, call: PendingCall[None]) -> None:
         try:
             await call.answer()
         except RayError as error:
@@ -247,7 +247,7 @@ class EngineGroup:
     def prompt_logprobs(self, sequences: Sequence[Sequence[int]], *, engine: int = 0) -> list[FloatArray]:
         """Return the log-probs that one engine gives the tokens of given sequences, at temperature 1."""
         call = self.processes[engine].call(VllmEngine.prompt_logprobs, [list(s) for s in sequences])
-        return wait_all([call], timeout_s=self._timeout_s, doing="scoring with the engine")[0]
+        return wait_all([call], timeout_s=self._timeout_s, doing="computing log-probs with the engine")[0]
 
     def sleep(self) -> None:
         """Make the engines free the memory of weights and KV caches (vLLM's sleep), on platforms that support sleep."""
@@ -257,6 +257,6 @@ class EngineGroup:
         """Make the engines allocate memory again: for `weights`, which the next weight sync fills, or `kv_cache`."""
         self._move([p.call(VllmEngine.wake, list(parts)) for p in self.processes], doing="waking engines")
 
-    def _move(self, calls: Sequence[Call[None]], *, doing: str) -> None:
+    def _move(self, calls: Sequence[PendingCall[None]], *, doing: str) -> None:
         # An engine that died has nothing to move.
         loop.wait(living_results(calls, timeout_s=self._timeout_s, doing=doing))

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from megarl.cluster.ending import end_at
-from megarl.cluster.remotes import A_co, Call, Process, R, Remote, Roster
+from megarl.cluster.remotes import A_co, PendingCall, Process, R, Remote, Roster
 from megarl.cluster.stacks import describe
 from megarl.errors import EngineDiedError, WorkerError
 from megarl.host import loop
@@ -44,7 +44,7 @@ def locate(begun: Sequence[Process[A_co]], *, timeout_s: float) -> list[Process[
     return located
 
 
-def wait_all(calls: Sequence[Call[R]], *, timeout_s: float, doing: str) -> list[R]:
+def wait_all(calls: Sequence[PendingCall[R]], *, timeout_s: float, doing: str) -> list[R]:
     """Return the results of remote calls in order. Stop at the first failure: other ranks would hang in a collective.
 
     Raises:
@@ -57,14 +57,14 @@ def wait_all(calls: Sequence[Call[R]], *, timeout_s: float, doing: str) -> list[
     return [answer.result() for answer in answers]
 
 
-async def living_results(calls: Sequence[Call[R]], *, timeout_s: float, doing: str) -> list[R | None]:
+async def living_results(calls: Sequence[PendingCall[R]], *, timeout_s: float, doing: str) -> list[R | None]:
     """Return results of calls in order, None for a process that died replaceably; else raises as `wait_all`."""
     answers = await _finished(calls, timeout_s=timeout_s, doing=doing, needs_all=False)
     return [None if answer.exception() is not None else answer.result() for answer in answers]
 
 
 async def _finished(
-    calls: Sequence[Call[R]], *, timeout_s: float, doing: str, needs_all: bool
+    calls: Sequence[PendingCall[R]], *, timeout_s: float, doing: str, needs_all: bool
 ) -> "list[asyncio.Future[R]]":
     answers = [call.answer() for call in calls]
     pending: dict[Waited, Process[Remote]] = dict(zip(answers, (call.process for call in calls), strict=True))

@@ -66,7 +66,7 @@ A_co = TypeVar("A_co", bound=Remote, covariant=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call(Generic[R_co]):
+class PendingCall(Generic[R_co]):
     """A pending call to a process; Ray has its result under `ref`."""
 
     process: "Process[Remote]"
@@ -120,20 +120,24 @@ class Process(Generic[A_co]):
         /,
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> Call[R]: ...
+    ) -> PendingCall[R]: ...
 
     @overload
-    def ask(self, method: Callable[Concatenate[A_co, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Call[R]: ...
+    def ask(
+        self, method: Callable[Concatenate[A_co, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> PendingCall[R]: ...
 
-    def ask(self, method: Callable[Concatenate[A_co, P], object], /, *args: P.args, **kwargs: P.kwargs) -> Call[object]:
+    def ask(
+        self, method: Callable[Concatenate[A_co, P], object], /, *args: P.args, **kwargs: P.kwargs
+    ) -> PendingCall[object]:
         """Begin a call of a method of the actor itself."""
-        return Call(process=self, ref=getattr(self.actor, method.__name__).remote(*args, **kwargs))
+        return PendingCall(process=self, ref=getattr(self.actor, method.__name__).remote(*args, **kwargs))
 
     def call(
         self: "Process[Hosting[H]]", method: Callable[Concatenate[H, P], R], /, *args: P.args, **kwargs: P.kwargs
-    ) -> Call[R]:
+    ) -> PendingCall[R]:
         """Begin a call of a method of the object that the actor hosts."""
-        return Call(process=self, ref=self.actor.call.remote(method, *args, **kwargs))
+        return PendingCall(process=self, ref=self.actor.call.remote(method, *args, **kwargs))
 
     def stream(
         self,
@@ -200,7 +204,7 @@ class Roster:
         return EngineDiedError(message)
 
 
-def results(calls: Sequence[Call[R]], *, timeout_s: float | None = None) -> list[R]:
+def results(calls: Sequence[PendingCall[R]], *, timeout_s: float | None = None) -> list[R]:
     """Return the results of calls in order. Raises Ray's error for the first that failed; `wait_all` explains it."""
     found: list[R] = ray.get([call.ref for call in calls], timeout=timeout_s)
     return found

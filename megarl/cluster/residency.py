@@ -67,7 +67,7 @@ GENERATE = Phase(name="generate", needs=_ENGINE_PARTS)
 SYNC = Phase(name="sync", needs=parts_of(Role.ACTOR, [Part.PARAMS]) | parts_of(ENGINE, [WEIGHTS]))
 
 
-def scoring(role: Role) -> Phase:
+def forward(role: Role) -> Phase:
     """Return the phase in which a role's model only computes outputs, and needs just its parameters."""
     return Phase(name=f"score {role}", needs=parts_of(role, [Part.PARAMS]))
 
@@ -89,10 +89,12 @@ def checkpointing(roles: Sequence[RoleSpec]) -> Phase:
 
 
 def step_phases(roles: Sequence[RoleSpec]) -> list[Phase]:
-    """Return a step's phases in order: generation, scoring by every role, updates of trained roles, weight sync."""
+    """Return a step's phases in order: generation, a forward pass of every role, updates of trained roles, weight
+    sync.
+    """
     others_first = (*roles[1:], roles[0])
     trained = [updating(r.role) for r in others_first if r.trainable]
-    return [GENERATE, *(scoring(r.role) for r in others_first), *trained, SYNC]
+    return [GENERATE, *(forward(r.role) for r in others_first), *trained, SYNC]
 
 
 def plan_moves(resident: frozenset[Resident], phase: Phase) -> list[Move]:

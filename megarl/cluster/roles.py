@@ -8,7 +8,7 @@ from megarl.config.schema import Config, LayoutConfig, ModelConfig, role_setting
 from megarl.config.setting import affected
 from megarl.errors import ConfigError
 from megarl.rollout.engine_spec import engine_spec
-from megarl.types import Score
+from megarl.types import TokenQuantity
 from megarl.types.messages import Head, Role, RoleSpec
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ def roles_of(config: Config, algorithm: "Algorithm") -> tuple[RoleSpec, ...]:
     """List a run's models: the actor, a reference and a critic if the algorithm needs them, and any reward model."""
     required, roles = algorithm.requires(), [actor_role(config)]
     settings = role_settings(config)
-    if Score.REF_LOGPROBS in required:
+    if TokenQuantity.REF_LOGPROBS in required:
         roles.append(reference_role(config))
-    if Score.VALUES in required:
+    if TokenQuantity.VALUES in required:
         roles.append(
             RoleSpec(
                 role=Role.CRITIC,

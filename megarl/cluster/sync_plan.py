@@ -21,7 +21,7 @@ from megarl.weights.slices import Split, split_box
 
 
 def rank_holdings(spec: ModelSpec, layout: LayoutConfig, *, vocab_multiple: int) -> list[dict[str, Box]]:
-    """Compute the slice of each tensor that every rank will hold; equals `PolicyWorker.held_weights`, but needs no
+    """Compute the slice of each tensor that every rank will hold; equals `RankWorker.held_weights`, but needs no
     model.
     """
     holdings: list[dict[str, Box]] = [{} for _ in range(layout.world_size)]

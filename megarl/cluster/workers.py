@@ -7,18 +7,18 @@ from pathlib import Path
 
 from megarl.cluster.actors import RankActor
 from megarl.cluster.processes import wait_all
-from megarl.cluster.remotes import Call, Process, R
+from megarl.cluster.remotes import PendingCall, Process, R
 from megarl.cluster.roles import by_layout
 from megarl.cluster.row_shards import put_rows
 from megarl.config.schema import LayoutConfig
-from megarl.parallel.worker import PolicyWorker
+from megarl.parallel.worker import RankWorker
 from megarl.types import FloatArray, Row
 from megarl.types.messages import (
+    ForwardRequest,
     LoadRequest,
     MicroBatchPlan,
     Part,
     Role,
-    ScoreRequest,
     StoreResult,
     UpdateRequest,
     UpdateResult,
@@ -58,23 +58,25 @@ class RoleWorkers:
         assert hosted.keys() <= {group.layout for group in self.groups}, "Cluster.check_serves was not asked"
         self._group_of = {spec.role: group for group in self.groups for spec in hosted.get(group.layout, ())}
         calls = [
-            p.call(PolicyWorker.load, replace(request, roles=hosted.get(group.layout, ())))
+            p.call(RankWorker.load, replace(request, roles=hosted.get(group.layout, ())))
             for group in self.groups
             for p in group.processes
         ]
         self._wait(calls, doing="loading the models")
 
-    def score(self, rows: Sequence[Row], plan: MicroBatchPlan, request: ScoreRequest) -> dict[str, list[FloatArray]]:
-        """Run a role's model on all rows, and return its scores: by name, an array per row in the rows' order.
+    def forward(
+        self, rows: Sequence[Row], plan: MicroBatchPlan, request: ForwardRequest
+    ) -> dict[str, list[FloatArray]]:
+        """Run a role's model on all rows, and return its outputs: by name, an array per row in the rows' order.
 
         A language model returns `logprobs` and `entropy`, a critic or reward model `values`. With `request.paired`
         there is also `kl`; see `HeadRequest`.
         """
         shards = put_rows(rows)
-        calls = [p.ask(RankActor.score, shards, mine, request) for p, mine in self._group(request.role).shares(plan)]
+        calls = [p.ask(RankActor.forward, shards, mine, request) for p, mine in self._group(request.role).shares(plan)]
         merged: dict[str, dict[int, FloatArray]] = {}
-        for result in self._wait(calls, doing=f"scoring with the {request.role}"):
-            for name, arrays in result.scores.items() if result is not None else ():
+        for result in self._wait(calls, doing=f"running a forward pass of the {request.role}"):
+            for name, arrays in result.quantities.items() if result is not None else ():
                 merged.setdefault(name, {}).update(arrays)
         return {name: [arrays[i] for i in range(len(rows))] for name, arrays in merged.items()}
 
@@ -93,7 +95,7 @@ class RoleWorkers:
         """Make every rank that hosts a role write its own slices of the model into preallocated files."""
         paths = [str(file) for file in files]
         calls = [
-            p.call(PolicyWorker.store_weights, paths, with_checksums=with_checksums, role=role)
+            p.call(RankWorker.store_weights, paths, with_checksums=with_checksums, role=role)
             for p in self._group(role).processes
         ]
         return functools.reduce(StoreResult.merged, self._wait(calls, doing="writing weights"))
@@ -103,12 +105,12 @@ class RoleWorkers:
 
         portable: make it readable under any layout, which takes time and memory; see `parallel.checkpoint`.
         """
-        calls = [p.call(PolicyWorker.save_checkpoint, str(directory), portable=portable) for p in self.processes]
+        calls = [p.call(RankWorker.save_checkpoint, str(directory), portable=portable) for p in self.processes]
         self._wait(calls, doing="saving a checkpoint")
 
     def finish_checkpoint(self, *, wait: bool) -> bool:
         """Return whether all ranks have written their part of the checkpoint; with `wait`, wait until they have."""
-        calls = [p.call(PolicyWorker.finish_checkpoint, wait=wait) for p in self.processes]
+        calls = [p.call(RankWorker.finish_checkpoint, wait=wait) for p in self.processes]
         return all(self._wait(calls, doing="writing a checkpoint"))
 
     def load_checkpoint(
@@ -119,23 +121,23 @@ class RoleWorkers:
         same_layout: the roles whose layout is the same as when they were saved. weights_only: load no optimizer states;
         then any checkpoint will do.
         """
-        load, path = PolicyWorker.load_checkpoint, str(directory)
+        load, path = RankWorker.load_checkpoint, str(directory)
         calls = [p.call(load, path, same_layout=same_layout, weights_only=weights_only) for p in self.processes]
         self._wait(calls, doing="loading a checkpoint")
 
     def offload(self, role: Role, parts: Sequence[Part]) -> int:
         """Move parts of a role's state, such as parameters, to host memory; return the bytes freed on all devices."""
-        calls = [p.call(PolicyWorker.offload, role, list(parts)) for p in self._group(role).processes]
+        calls = [p.call(RankWorker.offload, role, list(parts)) for p in self._group(role).processes]
         return sum(self._wait(calls, doing=f"offloading the {role}"))
 
     def onload(self, role: Role, parts: Sequence[Part]) -> None:
         """Move parts of a role's state, such as parameters, from host memory back to the devices."""
-        calls = [p.call(PolicyWorker.onload, role, list(parts)) for p in self._group(role).processes]
+        calls = [p.call(RankWorker.onload, role, list(parts)) for p in self._group(role).processes]
         self._wait(calls, doing=f"onloading the {role}")
 
     def start_profile(self) -> None:
         """Start torch's profiler in every rank."""
-        self._wait([p.call(PolicyWorker.start_profile) for p in self.processes], doing="starting the profiler")
+        self._wait([p.call(RankWorker.start_profile) for p in self.processes], doing="starting the profiler")
 
     def stop_profile(self, directory: Path) -> None:
         """Make every rank write its trace since `start_profile` as rank_N.json.gz (Chrome's trace format).
@@ -146,12 +148,12 @@ class RoleWorkers:
         for i, group in enumerate(self.groups):
             roles = "+".join(role for role, its_group in self._group_of.items() if its_group is group)
             path = str(directory / roles if i else directory)
-            calls += [p.call(PolicyWorker.stop_profile, path) for p in group.processes]
+            calls += [p.call(RankWorker.stop_profile, path) for p in group.processes]
         self._wait(calls, doing="writing profiler traces")
 
     def _group(self, role: Role) -> RankGroup:
         assert role in self._group_of, f"these ranks host {', '.join(self._group_of)}, not the {role}; load it first"
         return self._group_of[role]
 
-    def _wait(self, calls: Sequence[Call[R]], *, doing: str) -> list[R]:
+    def _wait(self, calls: Sequence[PendingCall[R]], *, doing: str) -> list[R]:
         return wait_all(calls, timeout_s=self._timeout_s, doing=doing)

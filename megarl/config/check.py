@@ -40,7 +40,7 @@ Rule: TypeAlias = Callable[[Config], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class CommandCheck:
     """The check of a configuration for one command.
 
     sections: the dotted keys of the sections whose own rules hold, with those within them. rules: those across
@@ -267,7 +267,7 @@ _RULES: tuple[Rule, ...] = (check_precision, check_batch_invariance, check_train
 _ROWS: tuple[Rule, ...] = (check_row_fits_micro_batch, check_row_fits_engine)
 _ENGINES: tuple[Rule, ...] = (check_engines, check_drafts, check_sync)
 
-check_train = Check(
+check_train = CommandCheck(
     sections=(
         *_SECTIONS,
         *("data", "reference", "critic", "reward_model", "rollout", "rewards", "placement", "sync"),
@@ -290,10 +290,10 @@ check_train = Check(
         *_ENGINES,
     ),
 )
-check_sft = Check(
+check_sft = CommandCheck(
     sections=(*_SECTIONS, "sft"), rules=(*_RULES, check_sft_row_fits_micro_batch, partial(check_supervised, name="sft"))
 )
-check_train_reward = Check(
+check_train_reward = CommandCheck(
     sections=(*_SECTIONS, "train_reward"),
     rules=(
         *_RULES,
@@ -303,7 +303,7 @@ check_train_reward = Check(
         partial(check_supervised, name="train_reward"),
     ),
 )
-check_train_preference = Check(
+check_train_preference = CommandCheck(
     sections=(*_SECTIONS, "train_preference", "reference", "critic", "reward_model"),
     rules=(
         *_RULES,
@@ -314,15 +314,15 @@ check_train_preference = Check(
     ),
 )
 # An evaluation uses engines, but does not train.
-check_eval = Check(
+check_eval = CommandCheck(
     sections=("run", "actor.layout", "rewards", "rollout.engine", "placement", "sync", "cluster"),
     rules=(check_batch_invariance, check_row_fits_engine, check_trainer_nodes, *_ENGINES),
 )
 # A reward service has no model and no data.
-check_serve_reward = Check(sections=("rewards",))
+check_serve_reward = CommandCheck(sections=("rewards",))
 
 # The commands that train, and the check of a configuration for each.
-TRAINING_CHECKS: Mapping[str, Check] = {
+TRAINING_CHECKS: Mapping[str, CommandCheck] = {
     "train": check_train,
     "sft": check_sft,
     "train-reward": check_train_reward,

@@ -190,7 +190,7 @@ class ActorConfig:
     # gradients and the output head stay in model.dtype. blockwise: 128 × 128 weights and 1 × 128 activations, on H100
     # and later; mxfp8: 1 × 32, on B200. null: none.
     fp8: Literal["blockwise", "mxfp8"] | None = None
-    # Tokens, prompts included, in one micro-batch on one data-parallel rank, for scoring and for updates.
+    # Tokens, prompts included, in one micro-batch on one data-parallel rank, for forward passes and for updates.
     micro_batch_tokens: int = setting(16384, AT_LEAST_1)
     head: HeadConfig = field(default_factory=HeadConfig)
 

@@ -30,7 +30,7 @@ _OUTPUT: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class ConvertCommand:
     """One conversion command: its help text, its arguments as `add_argument` takes them, and the function it runs."""
 
     text: str
@@ -65,11 +65,11 @@ def script(name: str, argv: Sequence[str] | None = None) -> None:
 
 def _hf_to_mcore(arguments: argparse.Namespace) -> None:
     from megarl.convert.commands import hf_to_mcore
-    from megarl.convert.engine import Settings
+    from megarl.convert.engine import ConvertSettings
 
     hf_to_mcore(
         arguments.model,
-        Settings(out=arguments.out, num_workers=arguments.workers, overwrite=arguments.overwrite),
+        ConvertSettings(out=arguments.out, num_workers=arguments.workers, overwrite=arguments.overwrite),
         dtype=arguments.dtype,
         vocab_multiple=arguments.vocab_multiple,
         dry_run=arguments.dry_run,
@@ -78,11 +78,11 @@ def _hf_to_mcore(arguments: argparse.Namespace) -> None:
 
 def _mcore_to_hf(arguments: argparse.Namespace) -> None:
     from megarl.convert.commands import mcore_to_hf
-    from megarl.convert.engine import Settings
+    from megarl.convert.engine import ConvertSettings
 
     mcore_to_hf(
         arguments.checkpoint,
-        Settings(out=arguments.out, num_workers=arguments.workers, overwrite=arguments.overwrite),
+        ConvertSettings(out=arguments.out, num_workers=arguments.workers, overwrite=arguments.overwrite),
         model=arguments.model,
         dtype=arguments.dtype,
         dry_run=arguments.dry_run,
@@ -101,8 +101,8 @@ def _verify(arguments: argparse.Namespace) -> None:
     raise SystemExit(EXIT_FAILED)
 
 
-COMMANDS: Mapping[str, Command] = {
-    "hf-to-mcore": Command(
+COMMANDS: Mapping[str, ConvertCommand] = {
+    "hf-to-mcore": ConvertCommand(
         text="Hugging Face directory → Megatron torch_dist checkpoint",
         arguments={
             "model": {"type": Path, "help": "a Hugging Face directory"},
@@ -111,7 +111,7 @@ COMMANDS: Mapping[str, Command] = {
         },
         run=_hf_to_mcore,
     ),
-    "mcore-to-hf": Command(
+    "mcore-to-hf": ConvertCommand(
         text="Megatron torch_dist checkpoint → Hugging Face directory",
         arguments={
             "checkpoint": {"type": Path, "help": "a torch_dist checkpoint, such as RUN/checkpoints/step_N/actor"},
@@ -120,7 +120,7 @@ COMMANDS: Mapping[str, Command] = {
         },
         run=_mcore_to_hf,
     ),
-    "verify": Command(
+    "verify": ConvertCommand(
         text="compare two checkpoints bit for bit; exit code 1 if they differ",
         arguments={
             "first": {"type": Path, "help": "a Hugging Face directory or a torch_dist checkpoint"},

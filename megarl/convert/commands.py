@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megarl.convert.dist_format import FORMAT_FILE, write_index
-from megarl.convert.engine import ConversionOutcome, Settings, carry_out
+from megarl.convert.engine import ConversionOutcome, ConvertSettings, carry_out
 from megarl.convert.mapping import model_parameters
 from megarl.convert.models import OpenModel, declared_dtype, open_model
 from megarl.convert.plan import ConversionPlan, plan_dist, plan_hf
@@ -29,7 +29,7 @@ _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
 
 def hf_to_mcore(
     model: Path,
-    settings: Settings,
+    settings: ConvertSettings,
     *,
     dtype: str | None = None,
     vocab_multiple: int = VOCAB_MULTIPLE,
@@ -63,7 +63,7 @@ def hf_to_mcore(
 
 def mcore_to_hf(
     checkpoint: Path,
-    settings: Settings,
+    settings: ConvertSettings,
     *,
     model: Path | None = None,
     dtype: str | None = None,
@@ -91,7 +91,7 @@ def mcore_to_hf(
 def _run(
     source: OpenModel,
     plan: ConversionPlan,
-    settings: Settings,
+    settings: ConvertSettings,
     finish: Callable[[Path], None],
     description: str,
     *,
@@ -156,7 +156,7 @@ def _write_companions(
         write_config(file, changed)
 
 
-def _plan_table(source: OpenModel, plan: ConversionPlan, settings: Settings) -> list[str]:
+def _plan_table(source: OpenModel, plan: ConversionPlan, settings: ConvertSettings) -> list[str]:
     """Describe for --dry-run what would be written, by kind of tensor, and the disk space and memory it needs."""
     tensors = [(name, spec) for group in plan.hf_files.values() for name, spec in group.items()]
     tensors += [(name, tensor.spec) for name, tensor in plan.tensors.items()]

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megarl.convert.files import FileReader, Window
+from megarl.convert.files import FileReader, FileWindow
 from megarl.errors import DataError
 from megarl.host.reading import reason_of
 from megarl.weights.dist_index import METADATA, Chunk, StoredTensor
@@ -39,17 +39,17 @@ _LOCAL_HEADER_BYTES = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class ChunkRecord:
     """The place in a file where a chunk's elements begin, in row-major order, after torch.save's header."""
 
     file: str
     offset: int
 
 
-def find_record(reader: FileReader, chunk: Chunk, spec: TensorSpec) -> Record:
+def find_record(reader: FileReader, chunk: Chunk, spec: TensorSpec) -> ChunkRecord:
     """Find where a chunk's elements begin in its file, from headers alone; DataError if the file lacks the chunk."""
     reader.check_range(chunk.file, chunk.offset, chunk.length)
-    window = Window(reader, chunk.file, chunk.offset, chunk.length)
+    window = FileWindow(reader, chunk.file, chunk.offset, chunk.length)
     try:
         tensor = torch.load(cast(IO[bytes], window), map_location="meta", weights_only=True)
         with zipfile.ZipFile(window) as archive:
@@ -73,7 +73,7 @@ def find_record(reader: FileReader, chunk: Chunk, spec: TensorSpec) -> Record:
     start = entry.header_offset + _LOCAL_HEADER_BYTES + names + tensor.storage_offset() * spec.dtype.itemsize
     if start + found.num_bytes > chunk.length:
         raise DataError(f"{chunk.file}: the tensor at byte {chunk.offset} is cut short; copy the checkpoint again")
-    return Record(file=chunk.file, offset=chunk.offset + start)
+    return ChunkRecord(file=chunk.file, offset=chunk.offset + start)
 
 
 class _Counter(io.RawIOBase):

@@ -33,7 +33,7 @@ _LINE = re.compile(r"(\d+) (\d{10})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ConvertSettings:
     """Where a conversion writes, with how many processes, and whether it replaces an existing directory."""
 
     out: Path
@@ -101,7 +101,7 @@ def carry_out(
     plan: ConversionPlan,
     reader: TensorReader,
     source: Sequence[object],
-    settings: Settings,
+    settings: ConvertSettings,
     finish: Callable[[Path], None],
     description: str,
 ) -> ConversionOutcome:

@@ -51,7 +51,7 @@ class FileReader:
         return self._descriptors[file]
 
 
-class Window(io.RawIOBase):
+class FileWindow(io.RawIOBase):
     """A byte range of a file, presented as a seekable read-only stream (for torch.load and zipfile)."""
 
     def __init__(self, reader: FileReader, file: str, offset: int, length: int) -> None:

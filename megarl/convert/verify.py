@@ -29,7 +29,7 @@ class ComparedRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class BlockComparison:
     """The result of comparing a block of rows. `first` and `values`: index and both values of the first difference."""
 
     tensor: str
@@ -86,7 +86,7 @@ def verify(first: Path, second: Path, *, model: Path | None, num_workers: int) -
     return Verification(num_tensors=len({part.tensor for part in parts}), num_bytes=total, problems=tuple(problems))
 
 
-def _compare(a: OpenModel, b: OpenModel, part: ComparedRows) -> Comparison:
+def _compare(a: OpenModel, b: OpenModel, part: ComparedRows) -> BlockComparison:
     """Read one block of rows from both checkpoints, compare the bits, and count NaNs and infinities."""
     spec = a.reader.specs[part.tensor]
     one, other = (torch.empty((part.num_rows, *spec.shape[1:]), dtype=spec.dtype) for _ in range(2))
@@ -100,7 +100,7 @@ def _compare(a: OpenModel, b: OpenModel, part: ComparedRows) -> Comparison:
         at = [int(i) for i in different.nonzero()[0]]
         values = (float(one[tuple(at)]), float(other[tuple(at)]))
         first = (part.row + at[0], *at[1:])
-    return Comparison(
+    return BlockComparison(
         tensor=part.tensor,
         row=part.row,
         num_different=num_different,
@@ -119,9 +119,9 @@ def _num_non_finite(tensor: torch.Tensor) -> int:
     return int((~tensor.isfinite()).sum())
 
 
-def _describe(findings: list[Comparison]) -> Iterator[str]:
+def _describe(findings: list[BlockComparison]) -> Iterator[str]:
     """Yield one line per tensor for differing elements and one for non-finite elements, sorted by tensor name."""
-    by_tensor: dict[str, list[Comparison]] = {}
+    by_tensor: dict[str, list[BlockComparison]] = {}
     for finding in sorted(findings, key=lambda each: (each.tensor, each.row)):
         by_tensor.setdefault(finding.tensor, []).append(finding)
     for name, found in by_tensor.items():

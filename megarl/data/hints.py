@@ -1,4 +1,4 @@
-"""Write hints into prompts for the scoring pass of CPO (`megarl.algos.cpo`). Sampling and evaluation never see hints.
+"""Write hints into prompts for the forward pass of CPO (`megarl.algos.cpo`). Sampling and evaluation never see hints.
 
 A hint, such as the solution, becomes part of the prompt's messages before the chat template renders them, so that the
 text around the hint is tokenised as in an ordinary chat. A hinted row has the prompt with the hint and the response
@@ -258,7 +258,7 @@ class HintedRows:
 
 
 def hinted_rows(rows: Sequence[Row], prompts: Mapping[str, HintedPrompt]) -> HintedRows:
-    """Replace every row's prompt by its hinted prompt. Response and loss mask are kept, scores are left out."""
+    """Replace every row's prompt by its hinted prompt. Response and loss mask are kept, quantities are left out."""
     chosen = tuple(prompts[row.uid] for row in rows)
     made = (
         Row(

@@ -1,7 +1,7 @@
 """Write what stands between two turns of the policy: token ids that only ever follow those of the conversation so far.
 
-Nothing that an engine wrote is tokenised again. A *bridge* is what the chat template writes between the end token of an
-answer and the next place where the assistant speaks. It begins with a special token, with which no text before it
+Nothing that an engine wrote is tokenised again. *Turn glue* is what the chat template writes between the end token of
+an answer and the next place where the assistant speaks. It begins with a special token, with which no text before it
 merges.
 """
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 _REPLY = Message(role="user", content="Zq3 reply")
 
 
-class Bridges:
-    """The bridges of one tokenizer's chat template.
+class TurnGlue:
+    """The turn glue of one tokenizer's chat template.
 
-    Bridges are the same whatever the conversation: each is taken from a chat of one fixed question and answer. A
+    It is the same whatever the conversation: it is taken from a chat of one fixed question and answer. A
     template that drops or changes earlier turns, as some do with thoughts, therefore has no say: the policy reads its
     own earlier turns as it wrote them.
     """
@@ -57,7 +57,7 @@ class Bridges:
         content = self._marks.sub(lambda found: f"{found[0][0]} {found[0][1:]}", readable(message.content))
         return replace(message, content=content)
 
-    def bridge(self, replies: Sequence[Message], *, last_token: int) -> list[int]:
+    def between(self, replies: Sequence[Message], *, last_token: int) -> list[int]:
         """Return the tokens from an answer to the next one, with `replies`, made `plain`, between them.
 
         last_token: the answer's last token. An answer without the mark that ends it, since it was cut or ended by a

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Status(StrEnum):
+class Severity(StrEnum):
     """How serious a finding is. With `warn`, a run can start, but the advice is worth reading; with `missing`, no run
     can; with `unsafe`, other users can steer it.
     """
@@ -21,5 +21,5 @@ class Finding:
 
     subject: str
     found: str
-    status: Status = Status.OK
+    status: Severity = Severity.OK
     advice: str = ""

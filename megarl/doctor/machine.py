@@ -8,7 +8,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megarl.doctor.finding import Finding, Status
+from megarl.doctor.finding import Finding, Severity
 from megarl.errors import ConfigError, WorkerError
 from megarl.host.device.accelerators import FP8_RECIPES, Device, torch_build
 from megarl.host.device.platform import Platform
@@ -37,7 +37,7 @@ def check_machine(platform: Platform) -> Iterator[Finding]:
         yield Finding(
             subject="collectives",
             found="NCCL absent",
-            status=Status.MISSING,
+            status=Severity.MISSING,
             advice="install the CUDA build of torch (containers/install.sh)",
         )
     free = available_bytes(Path("/proc/meminfo").read_text(encoding="utf-8"))
@@ -48,7 +48,7 @@ def check_machine(platform: Platform) -> Iterator[Finding]:
     yield Finding(
         subject="cores",
         found=str(num_cores),
-        status=Status.OK if num_cores >= 2 else Status.WARN,
+        status=Severity.OK if num_cores >= 2 else Severity.WARN,
         advice="" if num_cores >= 2 else "trainer and engine take turns on one core; two or more are faster",
     )
     if SHM_DIR.is_dir():
@@ -56,7 +56,7 @@ def check_machine(platform: Platform) -> Iterator[Finding]:
         yield shm_finding(usage.total, usage.free)
         yield stale_finding(stale_files(SHM_DIR))
     else:
-        yield Finding(subject=str(SHM_DIR), found="absent", status=Status.MISSING, advice="mount a tmpfs there")
+        yield Finding(subject=str(SHM_DIR), found="absent", status=Severity.MISSING, advice="mount a tmpfs there")
     yield temp_finding(choose_temp_root())
     yield files_finding(*resource.getrlimit(resource.RLIMIT_NOFILE))
     if platform.name == "cuda":
@@ -72,7 +72,7 @@ def devices_finding(name: str, devices: Sequence[Device]) -> Finding:
         return Finding(
             subject="devices",
             found="nvidia-smi lists none",
-            status=Status.MISSING,
+            status=Severity.MISSING,
             advice="install the NVIDIA driver, or set MEGARL_DEVICE=cpu",
         )
     kinds = {f"{d.name}, {d.memory_gib:.0f} GiB, driver {d.driver}" for d in devices}
@@ -103,7 +103,7 @@ def memory_finding(available: int) -> Finding:
     return Finding(
         subject="memory",
         found=f"{available / GIB:.1f} GiB available",
-        status=Status.OK if is_enough else Status.WARN,
+        status=Severity.OK if is_enough else Severity.WARN,
         advice="" if is_enough else f"a run of the tiny model takes {SMALLEST_RUN_GIB:g} GiB; end other programs",
     )
 
@@ -114,7 +114,7 @@ def shm_finding(total: int, free: int) -> Finding:
     return Finding(
         subject=str(SHM_DIR),
         found=f"{free / GIB:.2f} GiB of {total / GIB:.2f} GiB free",
-        status=Status.OK if is_enough else Status.MISSING,
+        status=Severity.OK if is_enough else Severity.MISSING,
         advice=""
         if is_enough
         else f"needs {SMALLEST_SHM_GIB:g} GiB and the model's weights: mount -o remount,size=16G {SHM_DIR}, or in a "
@@ -139,7 +139,7 @@ def stale_finding(files: Sequence[Path]) -> Finding:
     return Finding(
         subject="stale files",
         found=f"{len(files)} of dead runs hold {size / GIB:.2f} GiB",
-        status=Status.WARN,
+        status=Severity.WARN,
         advice=f"rm {' '.join(map(str, files))}",
     )
 
@@ -147,12 +147,14 @@ def stale_finding(files: Sequence[Path]) -> Finding:
 def temp_finding(choice: TempChoice) -> Finding:
     """Report the directory that a run's temporary files will be in, Ray's sockets among them."""
     if choice.root is None:
-        found, status = "; ".join(choice.problems), Status.MISSING
+        found, status = "; ".join(choice.problems), Severity.MISSING
     else:
         found = f"{choice.root}, {shutil.disk_usage(choice.root).free / GIB:.1f} GiB free"
         found += f" (not {'; '.join(choice.problems)})" if choice.problems else ""
-        status = Status.WARN if choice.problems else Status.OK
-    return Finding(subject="temporary files", found=found, status=status, advice="" if status is Status.OK else ADVICE)
+        status = Severity.WARN if choice.problems else Severity.OK
+    return Finding(
+        subject="temporary files", found=found, status=status, advice="" if status is Severity.OK else ADVICE
+    )
 
 
 def files_finding(soft: int, hard: int) -> Finding:
@@ -163,7 +165,7 @@ def files_finding(soft: int, hard: int) -> Finding:
     return Finding(
         subject="open files",
         found="unlimited" if unlimited else f"{soft} (hard limit {hard})",
-        status=Status.OK if is_enough else Status.WARN,
+        status=Severity.OK if is_enough else Severity.WARN,
         advice="" if is_enough else f"Ray needs many on large runs: ulimit -n {reachable}",
     )
 
@@ -182,7 +184,7 @@ def compiler_finding(include: Path) -> Finding:
     return Finding(
         subject="C compiler",
         found=", ".join(lacks) or f"{compiler}, with Python's headers",
-        status=Status.MISSING if lacks else Status.OK,
+        status=Severity.MISSING if lacks else Severity.OK,
         advice="Triton's kernels do not start without: apt-get install gcc python3-dev, or name one by CC"
         if lacks
         else "",
@@ -204,6 +206,6 @@ def check_sandbox() -> Finding:
         return Finding(
             subject="code sandbox",
             found="programs cannot be shut in, so rewards from tests of programs refuse to run",
-            status=Status.WARN,
+            status=Severity.WARN,
             advice=str(error),
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import megarl
-from megarl.doctor.finding import Finding, Status
+from megarl.doctor.finding import Finding, Severity
 from megarl.errors import ConfigError
 from megarl.host.device.accelerators import torch_build
 from megarl.host.device.platform import TESTED_MEGATRON, platform
@@ -44,7 +44,7 @@ def check_packages(check_megatron: Callable[[], None]) -> Iterator[Finding]:
     yield Finding(
         subject="python",
         found=f"{host.python_version()} ({host.machine()})",
-        status=Status.OK if is_new else Status.MISSING,
+        status=Severity.OK if is_new else Severity.MISSING,
         advice="" if is_new else f"install Python {'.'.join(map(str, MIN_PYTHON))} or newer",
     )
     yield Finding(subject="megarl", found=megarl.__version__)
@@ -54,7 +54,7 @@ def check_packages(check_megatron: Callable[[], None]) -> Iterator[Finding]:
         yield Finding(
             subject="requirements",
             found="megarl is not installed, so there is no list of them",
-            status=Status.MISSING,
+            status=Severity.MISSING,
             advice="run `make install`, or `pip install -e .` in the checkout",
         )
         return
@@ -70,7 +70,7 @@ def check_packages(check_megatron: Callable[[], None]) -> Iterator[Finding]:
             yield Finding(
                 subject=name,
                 found=f"{version}, a build that needs CUDA",
-                status=Status.MISSING,
+                status=Severity.MISSING,
                 advice=f"vLLM does not import beside it: pip uninstall {name}",
             )
 
@@ -97,7 +97,7 @@ def _package(requirement: "Requirement", check_megatron: Callable[[], None]) -> 
         return Finding(
             subject=name,
             found="not installed" if needed else f"not installed: {OPTIONAL[name]}",
-            status=Status.MISSING if needed else Status.WARN,
+            status=Severity.MISSING if needed else Severity.WARN,
             advice=_install(requirement),
         )
     return special.get(name, _versioned)(requirement, version)
@@ -108,7 +108,7 @@ def _versioned(requirement: "Requirement", version: str, detail: str = "") -> Fi
     return Finding(
         subject=requirement.name,
         found=f"{version}{detail}",
-        status=Status.OK if fits else Status.WARN,
+        status=Severity.OK if fits else Severity.WARN,
         advice="" if fits else f"tested with {requirement.specifier}; {_install(requirement)}",
     )
 
@@ -127,7 +127,7 @@ def _torch(requirement: "Requirement", version: str) -> Finding:
         return Finding(
             subject="torch",
             found=f"{version}, built without CUDA",
-            status=Status.MISSING,
+            status=Severity.MISSING,
             advice="install the CUDA build (containers/install.sh), or set MEGARL_DEVICE=cpu",
         )
     target = f"CUDA {build.cuda_version}" if build.cuda_version else "CPU"
@@ -140,11 +140,11 @@ def _megatron(check_megatron: Callable[[], None], requirement: "Requirement", ve
     try:
         check_megatron()
     except ConfigError as error:
-        return Finding(subject="megatron-core", found=version, status=Status.MISSING, advice=str(error))
+        return Finding(subject="megatron-core", found=version, status=Severity.MISSING, advice=str(error))
     return Finding(
         subject="megatron-core",
         found=f"{version}, which has what megarl relies on",
-        status=Status.WARN,
+        status=Severity.WARN,
         advice=f"tested with {TESTED_MEGATRON}; {_install(requirement)}",
     )
 
@@ -167,7 +167,7 @@ def _transformer_engine(requirement: "Requirement", version: str) -> Finding:
     return Finding(
         subject="transformer-engine",
         found=f"{version}, but {problem}",
-        status=Status.MISSING,
+        status=Severity.MISSING,
         advice=f"its extension must be built beside this torch: {_install(requirement)}; or do without it: "
         "pip uninstall transformer-engine transformer-engine-torch",
     )
@@ -180,14 +180,14 @@ def _apex(requirement: "Requirement", version: str) -> Finding:
         return Finding(
             subject="apex",
             found=f"{version}: an unrelated package, not NVIDIA's",
-            status=Status.WARN,
+            status=Severity.WARN,
             advice=f"pip uninstall apex; {_install(requirement)}",
         )
     if importlib.util.find_spec("amp_C") is None:
         return Finding(
             subject="apex",
             found=f"{version}, built without its CUDA kernels",
-            status=Status.WARN,
+            status=Severity.WARN,
             advice=_install(requirement),
         )
     return Finding(subject="apex", found=f"{version}, NVIDIA's, with CUDA kernels")

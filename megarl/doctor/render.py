@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megarl.doctor.finding import Finding, Status
+from megarl.doctor.finding import Finding, Severity
 from megarl.doctor.machine import check_machine, check_sandbox
 from megarl.doctor.packages import check_packages
 from megarl.host.device.platform import platform
@@ -37,7 +37,7 @@ def print_security(run_dir: Path | None, require_plain_data: Callable[[Path], No
 
 def is_well(findings: Sequence[Finding]) -> bool:
     """Return whether findings are at most warnings."""
-    return all(finding.status in (Status.OK, Status.WARN) for finding in findings)
+    return all(finding.status in (Severity.OK, Severity.WARN) for finding in findings)
 
 
 def _print(findings: Sequence[Finding], key: str, verdicts: tuple[str, str], *, as_json: bool) -> None:
@@ -55,6 +55,6 @@ def to_lines(findings: Sequence[Finding], verdicts: tuple[str, str]) -> list[str
         lines.append(f"{finding.status:<8}{finding.subject:<{width}}  {finding.found}")
         if finding.advice:
             lines.append(f"{'':<8}{'':<{width}}  → {finding.advice}")
-    counts = {status: sum(f.status is status for f in findings) for status in Status}
+    counts = {status: sum(f.status is status for f in findings) for status in Severity}
     verdict = verdicts[0] if is_well(findings) else verdicts[1]
     return [*lines, f"{verdict}: {', '.join(f'{n} {status}' for status, n in counts.items() if n)}"]

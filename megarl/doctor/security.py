@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from megarl.doctor.finding import Finding, Status
+from megarl.doctor.finding import Finding, Severity
 from megarl.doctor.machine import check_sandbox
 from megarl.errors import DataError
 from megarl.host.janitor import SHM_DIR
@@ -64,7 +64,7 @@ def shared_directory_finding(directory: Path) -> Finding:
     return Finding(
         subject=str(directory),
         found="others cannot replace files here" if loose is None else f"every user may replace what lies in {loose}",
-        status=Status.OK if loose is None else Status.UNSAFE,
+        status=Severity.OK if loose is None else Severity.UNSAFE,
         advice="" if loose is None else f"chmod +t {loose}, or set TMPDIR to a directory of your own",
     )
 
@@ -84,7 +84,7 @@ def open_files_finding(paths: list[Path]) -> Finding:
         found=f"{len(bare)} of {len(modes)} are open to others: {_some(bare)}"
         if bare
         else f"{len(modes)}, all private",
-        status=Status.WARN if bare else Status.OK,
+        status=Severity.WARN if bare else Severity.OK,
         advice=f"end these runs, which an earlier megarl started, then rm -r {_some(bare)}" if bare else "",
     )
 
@@ -96,7 +96,7 @@ def listeners_finding(found: list[Listener]) -> Finding:
         subject="listening sockets",
         found=f"{len(found)} of this user's, {len(reachable)} beyond loopback"
         + (f": {', '.join(reachable[:_NAMED])}{' …' if len(reachable) > _NAMED else ''}" if reachable else ""),
-        status=Status.WARN if reachable else Status.OK,
+        status=Severity.WARN if reachable else Severity.OK,
         advice="runs on one host need none of these, runs on several hosts need an isolated network (docs/security.md)"
         if reachable
         else "",
@@ -111,7 +111,7 @@ def tokens_finding(home: Path) -> Finding:
     return Finding(
         subject="files with tokens",
         found=f"others may read {_some(bare)}" if bare else f"{len(there)}, all private",
-        status=Status.WARN if bare else Status.OK,
+        status=Severity.WARN if bare else Severity.OK,
         advice=f"chmod 600 {_some(bare)}" if bare else "",
     )
 
@@ -121,7 +121,7 @@ def core_dumps_finding(soft: int) -> Finding:
     return Finding(
         subject="core dumps",
         found="off" if soft == 0 else "on: a core file holds the keys of its process",
-        status=Status.OK if soft == 0 else Status.WARN,
+        status=Severity.OK if soft == 0 else Severity.WARN,
         advice="" if soft == 0 else "ulimit -c 0",
     )
 
@@ -140,7 +140,7 @@ def check_run(run_dir: Path, require_plain_data: Callable[[Path], None]) -> Iter
     """Check a run's directory: modes, owners, links, secrets in its configuration, and its checkpoints."""
     if not run_dir.is_dir():
         yield Finding(
-            subject=str(run_dir), found="no such directory", status=Status.UNSAFE, advice="name a run's directory"
+            subject=str(run_dir), found="no such directory", status=Severity.UNSAFE, advice="name a run's directory"
         )
         return
     paths = [run_dir, *run_dir.rglob("*")]
@@ -151,7 +151,7 @@ def check_run(run_dir: Path, require_plain_data: Callable[[Path], None]) -> Iter
     yield Finding(
         subject="who may write RUN",
         found=f"others may write {_some(writable)}" if writable else f"its owner alone ({len(paths)} files)",
-        status=Status.UNSAFE if writable else Status.OK,
+        status=Severity.UNSAFE if writable else Severity.OK,
         advice=f"chmod -R go-w {run_dir}" if writable else "",
     )
     readable = {stat.S_IMODE(plain[run_dir].st_mode) & _OTHERS_READ} - {0}
@@ -164,14 +164,14 @@ def check_run(run_dir: Path, require_plain_data: Callable[[Path], None]) -> Iter
     yield Finding(
         subject="owner of RUN",
         found=f"{_some(foreign)} belong to another user" if foreign else "this user",
-        status=Status.WARN if foreign else Status.OK,
+        status=Severity.WARN if foreign else Severity.OK,
         advice="use its checkpoints only if you would run that user's programs" if foreign else "",
     )
     outside = [path for path in links if not path.resolve().is_relative_to(run_dir.resolve())]
     yield Finding(
         subject="links out of RUN",
         found=_some(outside) if outside else "none",
-        status=Status.WARN if outside else Status.OK,
+        status=Severity.WARN if outside else Severity.OK,
         advice="see what they point at before you delete or copy the run" if outside else "",
     )
     yield from _secrets_findings(run_dir)
@@ -188,7 +188,7 @@ def _secrets_findings(run_dir: Path) -> Iterator[Finding]:
     yield Finding(
         subject="secrets in RUN",
         found=f"{_some(bare)} hold what looks like one" if bare else "none in its configurations",
-        status=Status.WARN if bare else Status.OK,
+        status=Severity.WARN if bare else Severity.OK,
         advice="replace the secret where it came from; name an environment variable in its place" if bare else "",
     )
 
@@ -201,7 +201,7 @@ def _checkpoint_findings(run_dir: Path, require_plain_data: Callable[[Path], Non
             require_plain_data(checkpoint)
         except DataError as error:
             yield Finding(
-                subject="checkpoints", found=str(error), status=Status.UNSAFE, advice=f"do not load {checkpoint}"
+                subject="checkpoints", found=str(error), status=Severity.UNSAFE, advice=f"do not load {checkpoint}"
             )
             return
     yield Finding(subject="checkpoints", found=f"{len(checkpoints)}, plain data all of them")

@@ -41,7 +41,7 @@ class Action:
 class Reply:
     """An environment's reply to a turn: messages for the policy to read, and whether the conversation ends here.
 
-    Messages are text, whatever they spell: the policy reads `< |im_end|>` for `<|im_end|>`, see `Bridges.plain`.
+    Messages are text, whatever they spell: the policy reads `< |im_end|>` for `<|im_end|>`, see `TurnGlue.plain`.
     reward: the reward of the turn. num_calls: the tools that the turn called. details: further findings; numbers among
     them become metrics `environment/detail/…`, as means; later replies override earlier ones of the same name.
     """

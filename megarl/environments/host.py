@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.config.environments import EnvironmentConfig
 from megarl.data.answers import response_decoder
 from megarl.data.chat import load_tokenizer
-from megarl.data.turns import Bridges
+from megarl.data.turns import TurnGlue
 from megarl.environments.base import MOST_REPLY_CHARS, Action, Environment, open_environments
 from megarl.environments.calls import THREADS, LateError, attempt, describe, late_calls
 from megarl.host.streams import print_lines
@@ -94,7 +94,7 @@ class EpisodeHost:
         self._config, self._max_prompt_tokens = spec.config, spec.max_prompt_tokens
         self._makers = open_environments(spec.config, spec.names)
         tokenizer = tokenizer or load_tokenizer(spec.model_path, arguments=spec.chat_template)
-        self._bridges, self._decode = Bridges(tokenizer), response_decoder(tokenizer)
+        self._glue, self._decode = TurnGlue(tokenizer), response_decoder(tokenizer)
         self._live: dict[int, tuple[Environment, float]] = {}
 
     async def start(self, key: int, request: StartRequest) -> HostReply:
@@ -110,9 +110,9 @@ class EpisodeHost:
                 actions = [Action(text=self._decode(ids), turn=i) for i, ids in enumerate(request.turns)]
                 if await environment.resume(request.prompt, actions):
                     return HostReply()
-            opening = [self._bridges.plain(each) for each in _short(await environment.start(request.prompt))]
+            opening = [self._glue.plain(each) for each in _short(await environment.start(request.prompt))]
             messages = opening if environment.owns_prompt else [*request.prompt.messages, *opening]
-            ids = self._bridges.opening(messages, environment.tools) if opening else []
+            ids = self._glue.opening(messages, environment.tools) if opening else []
             if self._max_prompt_tokens is not None and len(ids) > self._max_prompt_tokens:
                 most = f"data.max_prompt_tokens is {self._max_prompt_tokens}"
                 raise ValueError(f"the opening makes a prompt of {len(ids)} tokens, {most}")
@@ -142,7 +142,7 @@ class EpisodeHost:
                     raise ValueError("the reply has no messages, and does not end the conversation; set done=True")
                 role = self._config.tool_role
                 messages = [replace(m, role=role) if m.role == "tool" else m for m in _short(said.messages)]
-                ids = self._bridges.bridge(messages, last_token=request.token_ids[-1])
+                ids = self._glue.between(messages, last_token=request.token_ids[-1])
             return HostReply(
                 token_ids=tuple(ids),
                 max_turn_tokens=_turn_limit(environment),

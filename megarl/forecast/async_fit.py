@@ -30,18 +30,18 @@ _LENGTHS = ("response_length/mean", "response_length/max", "prompt_length/mean")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredRun:
     """The costs and samples of a recorded run.
 
-    step_s: the mean time of the later half of its steps, those from which lengths are drawn. scores: whether its steps
-    score old log-probs. notes: say what was estimated rather than measured.
+    step_s: the mean time of the later half of its steps, those from which lengths are drawn. has_old_logprobs: whether
+    its steps compute old log-probs. notes: say what was estimated rather than measured.
     """
 
     config: Config
     costs: Costs
     workload: Workload
     step_s: float
-    scores: bool
+    has_old_logprobs: bool
     notes: tuple[str, ...]
 
     @property
@@ -54,11 +54,11 @@ class Measured:
             staleness=schedule.staleness,
             finish=schedule.on_update == "finish",
             window=schedule.window(self.config.trainer.prompts_per_step),
-            scores=self.scores,
+            has_old_logprobs=self.has_old_logprobs,
         )
 
 
-def measure(run_dir: Path) -> Measured:
+def measure(run_dir: Path) -> MeasuredRun:
     """Fit costs to a run's steps. Raises DataError if RUN is no run, or has too few steps or no rollouts."""
     paths = RunPaths(run_dir)
     records = read_metrics(paths.metrics)
@@ -81,10 +81,10 @@ def measure(run_dir: Path) -> Measured:
     )
     tokens = _column(steps, "timing_s/step") * _column(steps, "perf/tokens_per_s")
     trained_s = _column(steps, "timing_s/step") - sum(_column(steps, name) for name in _NOT_TRAINING)
-    scored_s = _column(steps, "timing_s/old_log_prob")
+    old_logprobs_s = _column(steps, "timing_s/old_log_prob")
     # With one optimizer step, only corrections by weights need old log-probs: runs without one do not have that pass.
     is_extra = batch_counts(config).optimizer_steps_per_step == 1
-    trained_s -= scored_s * is_extra
+    trained_s -= old_logprobs_s * is_extra
     train_step_s, train_token_s = fit_non_negative(np.stack([np.ones_like(tokens), tokens], axis=1), trained_s)
     num_trainers = config.actor.layout.world_size
     updates_s = float(np.median(_column(steps, "timing_s/update_actor") / tokens)) * num_trainers
@@ -94,10 +94,10 @@ def measure(run_dir: Path) -> Measured:
     recompute_s = forward_s / config.rollout.engine.tp
     decode_step_s, decode_sequence_s, notes = _decode_costs(steps, config, recompute_s)
     notes.append("recomputing after an update: estimated as a third of a token's update")
-    scoring_s = float(np.median(scored_s / tokens)) * num_trainers
-    if not scoring_s:
-        scoring_s = forward_s
-        notes.append("scoring old log-probs of updates in flight: estimated as a third of an update, the run had none")
+    old_logprobs_token_s = float(np.median(old_logprobs_s / tokens)) * num_trainers
+    if not old_logprobs_token_s:
+        old_logprobs_token_s = forward_s
+        notes.append("old log-probs of updates in flight: estimated as a third of an update, the run had none")
     if config.placement.offload:
         notes.append("moving models between devices and hosts counts as training, also for splits, which need none")
     costs = Costs(
@@ -107,15 +107,15 @@ def measure(run_dir: Path) -> Measured:
         recompute_s=recompute_s,
         train_step_s=train_step_s,
         train_token_s=train_token_s * num_trainers,
-        scoring_token_s=scoring_s if is_extra else 0.0,
+        old_logprobs_token_s=old_logprobs_token_s if is_extra else 0.0,
         sync_s=float(np.median(_column(steps, "timing_s/sync"))),
     )
-    return Measured(
+    return MeasuredRun(
         config=config,
         costs=costs,
         workload=workload,
         step_s=float(np.mean(_column(steps, "timing_s/step")[len(steps) // 2 :])),
-        scores=is_extra and float(np.median(scored_s)) > 0,
+        has_old_logprobs=is_extra and float(np.median(old_logprobs_s)) > 0,
         notes=tuple(notes),
     )
 

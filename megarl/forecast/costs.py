@@ -3,7 +3,7 @@
 All rows have full length, and nothing overlaps. n: tokens of all rows; F: FLOPs of a forward pass over them; m: micro-
 batches of a replica per optimizer step; b = 2 bytes; h: hidden size; L: layers; g: devices that train.
 
-    compute     (E·(3 + r) + s)·F·imbalance / (g · FLOP/s)      E epochs, r: 1 with full recompute, s passes that score,
+    compute     (E·(3 + r) + s)·F·imbalance / (g · FLOP/s)      E epochs, r: 1 with full recompute, s forward passes,
                                                                 imbalance: layers of the longest stage · pp / L
     tp, cp, ep  c passes over a rank's n·b/(dp·cp) · L/pp bytes, c = E·(2 + r) + s, each moving
                 tp: 4·h·(tp − 1)/tp (two all-reduces); cp: 2·(key and value sizes)·(cp − 1)/tp;
@@ -85,12 +85,14 @@ def step_cost(
     engine: EnginePlan,
     *,
     micro_batches: int,
-    num_scored: int,
+    num_forward_passes: int,
     hardware: Hardware,
 ) -> StepCost:
-    """Estimate a step. num_scored: passes over all rows before the update."""
+    """Estimate a step. num_forward_passes: passes over all rows before the update."""
     layout = config.actor.layout
-    train = train_parts(config, dims, shards, micro_batches=micro_batches, num_scored=num_scored, hardware=hardware)
+    train = train_parts(
+        config, dims, shards, micro_batches=micro_batches, num_forward_passes=num_forward_passes, hardware=hardware
+    )
     if config.placement.offload:
         train["offload"] = 2 * max(each.offloaded for each in devices) / hardware.host
     # A whole copy of the weights is spread over so many nodes, of which a worker's own holds one part.
@@ -106,18 +108,24 @@ def step_cost(
 
 
 def train_parts(
-    config: Config, dims: Dims, shards: list[ShardPlan], *, micro_batches: int, num_scored: int, hardware: Hardware
+    config: Config,
+    dims: Dims,
+    shards: list[ShardPlan],
+    *,
+    micro_batches: int,
+    num_forward_passes: int,
+    hardware: Hardware,
 ) -> dict[str, float]:
     """Estimate the seconds that parts of the training of a step take."""
     layout, counts, row = config.actor.layout, batch_counts(config), max_row_tokens(config)
     dtype_bytes, recomputed = DTYPE_BYTES[config.model.dtype], config.actor.recompute == "full"
     epochs, rows = config.trainer.num_epochs, counts.rows_per_step
-    flops = rows * forward_flops(dims, num_tokens=row, num_scored_tokens=config.rollout.max_response_tokens)
+    flops = rows * forward_flops(dims, num_tokens=row, num_head_tokens=config.rollout.max_response_tokens)
     mine = [shard for shard in shards if shard.role == "actor"]
     imbalance = max(shard.num_layers for shard in mine) * layout.pp / dims.num_layers
-    passes = epochs * (FORWARD_AND_BACKWARD + recomputed) + num_scored
+    passes = epochs * (FORWARD_AND_BACKWARD + recomputed) + num_forward_passes
     # Numbers that a rank exchanges per hidden element of its tokens, in all passes and layers of its stage.
-    moved = (epochs * (2 + recomputed) + num_scored) * rows * row * dtype_bytes / (layout.dp * layout.cp)
+    moved = (epochs * (2 + recomputed) + num_forward_passes) * rows * row * dtype_bytes / (layout.dp * layout.cp)
     moved *= dims.num_layers / layout.pp
     tp, cp, ep = layout.tp, layout.cp, layout.ep * layout.etp
     per_token = dims.experts.per_token if dims.experts else 0
@@ -154,7 +162,7 @@ def generate_parts(config: Config, dims: Dims, engine: EnginePlan, *, hardware: 
     if at_once == 0:
         return {"KV cache": math.inf}
     tp, turns = settings.tp, settings.pp
-    flops = forward_flops(dims, num_tokens=1, num_scored_tokens=1)
+    flops = forward_flops(dims, num_tokens=1, num_head_tokens=1)
     attended, reduces = (row + prompt) / 2, 2 * dims.num_layers
     states = at_once * dims.hidden * DTYPE_BYTES[config.model.dtype]
     reduced = reduces / turns * 2 * states * (tp - 1) / tp
@@ -171,7 +179,7 @@ def generate_parts(config: Config, dims: Dims, engine: EnginePlan, *, hardware: 
     step = ({"compute": compute} if compute > sum(reading.values()) else reading) | exchanged
     steps = response * math.ceil(rows / at_once)
     prompts = math.ceil(rows / config.rollout.num_samples)
-    prefilled = prompts * forward_flops(dims, num_tokens=prompt, num_scored_tokens=0)
+    prefilled = prompts * forward_flops(dims, num_tokens=prompt, num_head_tokens=0)
     prefill = prefilled / settings.num_workers / hardware.flops
     return {"prefill": prefill, **{name: steps * seconds for name, seconds in step.items() if seconds}}
 
@@ -181,7 +189,7 @@ def read_share(dims: Dims, num_sequences: int) -> float:
     if dims.experts is None:
         return 1.0
     of_experts = 3 * dims.hidden * dims.experts.ffn * dims.experts.num * len(dims.experts.layers)
-    flops = forward_flops(dims, num_tokens=1, num_scored_tokens=1)
+    flops = forward_flops(dims, num_tokens=1, num_head_tokens=1)
     used = 3 * dims.hidden * dims.experts.ffn * dims.experts.per_token * len(dims.experts.layers)
     others = flops / 2 - used
     share = 1 - (1 - dims.experts.per_token / dims.experts.num) ** num_sequences

@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 
 from megarl.config.generation import ScheduleConfig
 from megarl.errors import ConfigError
-from megarl.forecast.async_fit import Measured, measure
-from megarl.forecast.simulate import Outcome, Setting, simulate
+from megarl.forecast.async_fit import MeasuredRun, measure
+from megarl.forecast.simulate import Setting, SimulatedOutcome, simulate
 from megarl.host.streams import print_lines
 from megarl.record.text_table import align
 from megarl.report.style import INK, MUTED, color_of, figure_style, save_png
@@ -22,13 +22,13 @@ LEAST_STEPS, LEAST_GROUPS = 8, 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class AsyncChoice:
     """A simulated setting. schedule: its name. devices: those that train, and those of engines."""
 
     schedule: str
     devices: tuple[int, int]
     setting: Setting
-    outcome: Outcome
+    outcome: SimulatedOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +39,12 @@ class AsyncPlan:
 
     run: str
     num_devices: int
-    measured: Measured
-    itself: Outcome
-    colocated: Outcome
-    choices: tuple[Choice, ...]
+    measured: MeasuredRun
+    itself: SimulatedOutcome
+    colocated: SimulatedOutcome
+    choices: tuple[AsyncChoice, ...]
 
-    def recommended(self) -> Choice | None:
+    def recommended(self) -> AsyncChoice | None:
         """Return the choice of least staleness that is nearly as fast as the fastest; None: stay synchronous and
         colocated.
         """
@@ -64,7 +64,7 @@ def print_async_plan(run_dir: Path, *, num_devices: int | None, staleness: Seque
 
 
 def plan_async(
-    measured: Measured, *, num_devices: int | None, staleness: Sequence[int], window_frac: float = 0.0
+    measured: MeasuredRun, *, num_devices: int | None, staleness: Sequence[int], window_frac: float = 0.0
 ) -> AsyncPlan:
     """Simulate a run with all splits of the devices: synchronous, one step off, and with each staleness in flight.
 
@@ -84,16 +84,16 @@ def plan_async(
             f"--devices: got {num_devices}, expected what can be split into engines of {per_engine} devices and "
             f"trainer replicas of {layout.world_size // layout.dp}; give more, or name a run with a smaller layout"
         )
-    # A synchronous run scores if this one does; one step off, the ratio to the engines' log-probs needs no scoring.
-    sync_scores = measured.scores and config.rollout.schedule.staleness == 0
-    schedules = {"synchronous": (0, True, 1, sync_scores), "one step off": (1, True, 1, False)}
+    # A synchronous run computes old log-probs if this one does; one step off, the ratio is to the engines'.
+    sync_has_old_logprobs = measured.has_old_logprobs and config.rollout.schedule.staleness == 0
+    schedules = {"synchronous": (0, True, 1, sync_has_old_logprobs), "one step off": (1, True, 1, False)}
     for eta in staleness:
         window = ScheduleConfig(staleness=eta, window_frac=window_frac).window(config.trainer.prompts_per_step)
         schedules[f"in flight, staleness {eta}"] = (eta, False, window, True)
     # Small batches differ more from one another: more steps of them count.
     num_steps = max(LEAST_STEPS, -(-LEAST_GROUPS // config.trainer.prompts_per_step))
     choices = []
-    for name, (eta, finish, window, scores) in schedules.items():
+    for name, (eta, finish, window, has_old_logprobs) in schedules.items():
         for trainers, engines in possible:
             setting = Setting(
                 num_engines=engines // per_engine,
@@ -101,11 +101,13 @@ def plan_async(
                 staleness=eta,
                 finish=finish,
                 window=window,
-                scores=scores,
+                has_old_logprobs=has_old_logprobs,
             )
             outcome = simulate(measured.workload, measured.costs, setting, num_steps=num_steps)
-            choices.append(Choice(schedule=name, devices=(trainers, engines), setting=setting, outcome=outcome))
-    together = Setting(num_engines=max(1, num_devices // per_engine), num_trainers=num_devices, scores=sync_scores)
+            choices.append(AsyncChoice(schedule=name, devices=(trainers, engines), setting=setting, outcome=outcome))
+    together = Setting(
+        num_engines=max(1, num_devices // per_engine), num_trainers=num_devices, has_old_logprobs=sync_has_old_logprobs
+    )
     return AsyncPlan(
         run=config.run.name,
         num_devices=num_devices,
@@ -144,7 +146,7 @@ def plan_lines(plan: AsyncPlan) -> Iterator[str]:
     )
     yield (
         f"train      {costs.train_step_s:.4g} s per step + {1e6 * costs.train_token_s:.4g} µs × devices per token; "
-        f"with updates in flight {1e6 * costs.scoring_token_s:.4g} more; sync {costs.sync_s:.4g} s"
+        f"with updates in flight {1e6 * costs.old_logprobs_token_s:.4g} more; sync {costs.sync_s:.4g} s"
     )
     yield (
         f"samples    {workload.prompts_per_step} × {workload.num_samples} per step; responses of {min(lengths)} to "
@@ -203,13 +205,13 @@ def draw(plan: AsyncPlan, path: Path) -> None:
         save_png(figure, path)
 
 
-def _devices_of(measured: Measured) -> int:
+def _devices_of(measured: MeasuredRun) -> int:
     engine, placement = measured.config.rollout.engine, measured.config.placement
     trainers = measured.config.actor.layout.world_size
     return trainers if placement.mode == "colocated" else trainers + engine.num_engines * engine.num_workers
 
 
-def _cells(schedule: str, split: str, outcome: Outcome, colocated: Outcome) -> tuple[str, ...]:
+def _cells(schedule: str, split: str, outcome: SimulatedOutcome, colocated: SimulatedOutcome) -> tuple[str, ...]:
     return (
         schedule,
         split,

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from megarl.config.batches import batch_counts, max_row_tokens
 from megarl.config.schema import LayoutConfig
-from megarl.forecast.search import Choice, LayoutSearch, find_layouts
+from megarl.forecast.search import LayoutChoice, LayoutSearch, find_layouts
 from megarl.host.streams import print_lines
 from megarl.record.text_table import align
 
@@ -22,7 +22,7 @@ def print_layouts(search: LayoutSearch, *, most: int, as_json: bool) -> None:
         print_lines(*to_lines(search, choices))
 
 
-def to_json(search: LayoutSearch, choices: Sequence[Choice]) -> str:
+def to_json(search: LayoutSearch, choices: Sequence[LayoutChoice]) -> str:
     """Return the choices as JSON, the best first: settings, bytes by phase on the fullest device, and seconds."""
     found = [
         {
@@ -38,7 +38,7 @@ def to_json(search: LayoutSearch, choices: Sequence[Choice]) -> str:
     return json.dumps({"model": search.base.model.path, "gpus": search.gpus, "choices": found}, indent=2)
 
 
-def to_lines(search: LayoutSearch, choices: Sequence[Choice]) -> Iterator[str]:
+def to_lines(search: LayoutSearch, choices: Sequence[LayoutChoice]) -> Iterator[str]:
     """Write a table of choices, the best first, and the settings of the best."""
     counts, row = batch_counts(search.base), max_row_tokens(search.base)
     yield (
@@ -67,7 +67,7 @@ def to_lines(search: LayoutSearch, choices: Sequence[Choice]) -> Iterator[str]:
         yield f"{section}: {_flow(values)}"
 
 
-def settings_of(choice: Choice) -> dict[str, Mapping[str, object]]:
+def settings_of(choice: LayoutChoice) -> dict[str, Mapping[str, object]]:
     """Return what a run file has to set, as sections."""
     config = choice.config
     actor, engine, placement = config.actor, config.rollout.engine, config.placement
@@ -95,7 +95,7 @@ def layout_text(layout: LayoutConfig) -> str:
     return f"{sizes}, ep {layout.ep}" if layout.ep > 1 else sizes
 
 
-def host_bytes(search: LayoutSearch, choice: Choice) -> int:
+def host_bytes(search: LayoutSearch, choice: LayoutChoice) -> int:
     """Return the most host memory that the offloaded trainer takes on a node."""
     held = {device: alike.offloaded for alike in choice.devices for device in alike.devices}
     nodes = range(0, len(held), search.per_node)
@@ -115,7 +115,7 @@ def _flow(value: object) -> str:
     return json.dumps(value) if isinstance(value, bool) else str(value)
 
 
-def _cells(search: LayoutSearch, choice: Choice) -> tuple[str, ...]:
+def _cells(search: LayoutSearch, choice: LayoutChoice) -> tuple[str, ...]:
     config, cost = choice.config, choice.cost
     placement = config.placement.mode + (", offload" if config.placement.offload else "")
     host = host_bytes(search, choice)

@@ -37,7 +37,7 @@ _SIZES, _MOST_STAGES = (1, 2, 4, 8, 16, 32, 64), 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class LayoutChoice:
     """A way to run that fits: its configuration, its memory by the estimate of `--dry-run`, and its cost.
 
     peak: bytes on the fullest device, and `phase` in which. num_sequences: rows of full length that an engine's cache
@@ -139,13 +139,13 @@ class _Place:
     offload: bool = False
 
 
-def find_layouts(search: LayoutSearch, *, most: int) -> list[Choice]:
+def find_layouts(search: LayoutSearch, *, most: int) -> list[LayoutChoice]:
     """Return the choices that fit and cost least, one for each layout of the trainer and placement.
 
     Raises:
         ConfigError: nothing fits; it says what takes too much.
     """
-    found, trainers = list[Choice](), list[int]()
+    found, trainers = list[LayoutChoice](), list[int]()
     limit = FILL * search.device_bytes
     for place in _places(search):
         for layout in _layouts(search, place.trainers):
@@ -175,7 +175,7 @@ def _engine_sizes(search: LayoutSearch, gpus: int) -> list[int]:
     return [size for size in _SIZES if node % size == 0]
 
 
-def _sound(search: LayoutSearch, choices: Iterable[Choice]) -> Iterator[Choice]:
+def _sound(search: LayoutSearch, choices: Iterable[LayoutChoice]) -> Iterator[LayoutChoice]:
     """Yield the choices that a run would accept."""
     for choice in choices:
         try:
@@ -254,7 +254,7 @@ def _with_trainer(
 
 def _with_engines(
     search: LayoutSearch, config: Config, place: _Place, limit: float, trainers: list[int]
-) -> Iterator[Choice]:
+) -> Iterator[LayoutChoice]:
     """Yield the choices that fit with this trainer; append what the trainer takes to `trainers`."""
     algorithm = algorithm_of(config)
     needed, roles = algorithm.requires(), roles_of(config, algorithm)
@@ -295,10 +295,10 @@ def _with_engines(
             devices,
             engine,
             micro_batches=micro_batches,
-            num_scored=len(needed),
+            num_forward_passes=len(needed),
             hardware=search.hardware,
         )
-        yield Choice(
+        yield LayoutChoice(
             config=chosen,
             devices=tuple(devices),
             engine=engine,

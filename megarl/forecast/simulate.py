@@ -25,8 +25,8 @@ class Costs:
     decode_step_s, decode_sequence_s: a decode step of b sequences takes decode_step_s + b · decode_sequence_s.
     max_num_seqs: how many sequences an engine decodes at a time; others wait. recompute_s: per token whose keys and
     values an engine computes again after an update. train_step_s: per step, whatever its tokens. train_token_s:
-    seconds × devices per token of prompts and responses. scoring_token_s: seconds × devices per token that a step needs
-    on top if it scores old log-probs. sync_s: pause of engines and trainer at an update.
+    seconds × devices per token of prompts and responses. old_logprobs_token_s: seconds × devices per token that a step
+    needs on top if it computes old log-probs. sync_s: pause of engines and trainer at an update.
     """
 
     decode_step_s: float
@@ -35,7 +35,7 @@ class Costs:
     recompute_s: float
     train_step_s: float
     train_token_s: float
-    scoring_token_s: float
+    old_logprobs_token_s: float
     sync_s: float
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class Setting:
     """A way to run: `num_engines` engines, `num_trainers` devices that train, and `rollout.schedule` with its window in
     tickets. With staleness 0, trainer and engines take turns, on the same devices or not.
 
-    scores: whether a step scores old log-probs, as corrections by weights need.
+    has_old_logprobs: whether a step computes old log-probs, as corrections by weights need.
     """
 
     num_engines: int
@@ -86,11 +86,11 @@ class Setting:
     staleness: int = 0
     finish: bool = True
     window: int = 1
-    scores: bool = False
+    has_old_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SimulatedOutcome:
     """Means over the simulated steps after the first ones, in which the pipeline fills.
 
     step_s: seconds per step. trainer_idle: share of the time that the trainer waits for samples. engine_idle: share of
@@ -106,14 +106,16 @@ class Outcome:
     recomputed_tokens: float
 
 
-def simulate(workload: Workload, costs: Costs, setting: Setting, *, num_steps: int = 8, seed: int = 0) -> Outcome:
+def simulate(
+    workload: Workload, costs: Costs, setting: Setting, *, num_steps: int = 8, seed: int = 0
+) -> SimulatedOutcome:
     """Simulate a run, and return what `num_steps` steps are like after 2·(staleness + 1) others.
 
     With the same seed, all settings sample the same lengths in the same order.
 
     >>> costs = Costs(
     ...     decode_step_s=1.0, decode_sequence_s=0.0, max_num_seqs=8, recompute_s=0.0,
-    ...     train_step_s=5.0, train_token_s=0.0, scoring_token_s=0.0, sync_s=0.0,
+    ...     train_step_s=5.0, train_token_s=0.0, old_logprobs_token_s=0.0, sync_s=0.0,
     ... )
     >>> groups = (GroupLengths(prompt=4, responses=(10, 10)),)
     >>> workload = Workload(prompts_per_step=1, num_samples=2, groups=groups)
@@ -129,7 +131,7 @@ def simulate(workload: Workload, costs: Costs, setting: Setting, *, num_steps: i
     for step in range(num_first + 1, num_first + num_steps + 1):
         run.step(step)
     span, waited, busy, recomputed = (after - first for after, first in zip(run.totals(), before, strict=True))
-    return Outcome(
+    return SimulatedOutcome(
         step_s=span / num_steps,
         trainer_idle=waited / span,
         engine_idle=max(0.0, 1 - busy / setting.num_engines / span),
@@ -229,7 +231,7 @@ class _Simulation:
             scheduler.take(number)
             num_tokens += self._tokens.pop(number)
             self.lags.append(step - 1 - scheduler.pipeline[number])
-        token_s = costs.train_token_s + (costs.scoring_token_s if setting.scores else 0.0)
+        token_s = costs.train_token_s + (costs.old_logprobs_token_s if setting.has_old_logprobs else 0.0)
         self._run_until(self._now + costs.train_step_s + num_tokens * token_s / setting.num_trainers)
         if setting.finish:
             self._wait(lambda: not self._open)

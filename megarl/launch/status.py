@@ -33,7 +33,7 @@ SHOWN_METRICS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
+class RunStatus:
     """The state of a run as its driver last wrote it.
 
     state: running, finished, stopped (by a signal), failed. phase, phase_since: what the driver waits for, and since
@@ -69,7 +69,7 @@ class Heartbeat:
         is_owned: returns whether the run is still that of this process; the status is not written once it is not.
         """
         self._path, self._phase, self._is_owned, now = path, phase, is_owned, time.time()
-        self._status = Status(
+        self._status = RunStatus(
             command=command,
             state="running",
             host=socket.gethostname(),
@@ -98,7 +98,7 @@ class Heartbeat:
             phase, since = self._phase() or (None, None)
             self._write(replace(self._status, written=time.time(), phase=phase, phase_since=since))
 
-    def _write(self, status: Status) -> None:
+    def _write(self, status: RunStatus) -> None:
         """Replace the status file in one operation, so that a reader never sees half of it."""
         if not self._is_owned():
             return
@@ -109,13 +109,13 @@ class Heartbeat:
 _STATES = {"RunStopped": "stopped", "SystemExit": "stopped", "KeyboardInterrupt": "stopped"}
 
 
-def read_status(root: Path) -> Status:
+def read_status(root: Path) -> RunStatus:
     """Read the status of the run in a directory. Raises DataError if there is none."""
     path = RunPaths(root).status
     if not os.path.lexists(path):
         raise DataError(f"{root} holds no run (there is no {path.name}); give the directory run.dir/run.name")
     with reading(path, "the status of a run", remedy="the run writes it again within seconds"):
-        return Status(**json.loads(path.read_bytes()))
+        return RunStatus(**json.loads(path.read_bytes()))
 
 
 def describe_status(root: Path, *, now: float) -> dict[str, Any]:

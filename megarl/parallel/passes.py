@@ -33,7 +33,7 @@ from megarl.types import (
     ValueOutputs,
     row_batch,
 )
-from megarl.types.messages import Role, RowScores, UpdateRequest, UpdateResult
+from megarl.types.messages import ForwardResult, Role, UpdateRequest, UpdateResult
 
 TokenOutputs: TypeAlias = TokenLogprobs | TokenPairs | TokenValues
 MicroBatches: TypeAlias = Sequence[Sequence[int]]
@@ -104,7 +104,8 @@ def _to_rows(values: torch.Tensor, rows: Rows, indices: Sequence[int]) -> dict[i
     return {i: host[b, : rows[i].num_response_tokens] for b, i in enumerate(indices)}
 
 
-# The names of scores in messages; and, for roles without training settings of their own, the role whose settings apply.
+# The names of quantities in messages; and, for roles without training settings of their own, the role whose settings
+# apply.
 _SPOKEN = {"logprobs": "log-probs"}
 _TRAINED_AS = {Role.REFERENCE: Role.ACTOR, Role.REWARD: Role.ACTOR}
 
@@ -121,7 +122,7 @@ def _require_finite(name: str, values: torch.Tensor, rows: Rows, indices: Sequen
 
 
 @torch.no_grad()
-def score_rows(
+def forward_rows(
     chunks: Sequence[torch.nn.Module],
     rows: Rows,
     micro_batches: MicroBatches,
@@ -129,18 +130,18 @@ def score_rows(
     *,
     role: Role,
     step: int,
-) -> RowScores:
+) -> ForwardResult:
     """Compute log-probs or values, without gradients, of the rows whose indices `micro_batches` lists."""
-    scores: dict[str, dict[int, FloatArray]] = {}
+    quantities: dict[str, dict[int, FloatArray]] = {}
 
     def collect(model: PackedModel, pack: Pack, indices: Sequence[int], out: TokenOutputs) -> None:
         for name, values in _by_name(out).items():
             complete = model.complete_rows(pack, values)
             _require_finite(name, complete, rows, indices, step, role)
-            scores.setdefault(name, {}).update(_to_rows(complete, rows, indices))
+            quantities.setdefault(name, {}).update(_to_rows(complete, rows, indices))
 
     _run_schedule(chunks, rows, micro_batches, request, collect, forward_only=True)
-    return RowScores(scores=scores)
+    return ForwardResult(quantities=quantities)
 
 
 def accumulate_gradients(
@@ -247,9 +248,9 @@ def _by_name(out: TokenOutputs) -> dict[str, torch.Tensor]:
 
 def _explain(batch: RowBatch, role: Role) -> str:
     """Describe, for the error message, which row's which input (such as old log-probs) makes the loss non-finite."""
-    for name, values in batch.scores.items():
+    for name, values in batch.quantities.items():
         bad = ~torch.isfinite(values).all(1)
         if bad.any():
             return f"{name} of row {batch.labels[int(bad.nonzero()[0])]} are not finite"
-    cause = f"all scores are finite; its micro-batch starts with row {batch.labels[0]}"
+    cause = f"all quantities are finite; its micro-batch starts with row {batch.labels[0]}"
     return f"{cause}: lower {_TRAINED_AS.get(role, role)}.optimizer.lr"

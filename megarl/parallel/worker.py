@@ -1,7 +1,7 @@
 """Run one Megatron rank: build models, compute log-probs or values of rows, take optimizer steps, send and store
 weights.
 
-`PolicyWorker` is a plain synchronous class, which Ray actors wrap and tests call in ordinary processes.
+`RankWorker` is a plain synchronous class, which Ray actors wrap and tests call in ordinary processes.
 """
 
 import gc
@@ -15,11 +15,11 @@ from megarl.config.schema import LayoutConfig
 from megarl.parallel.communicators import Communicators
 from megarl.types import Rows
 from megarl.types.messages import (
+    ForwardRequest,
+    ForwardResult,
     LoadRequest,
     Part,
     Role,
-    RowScores,
-    ScoreRequest,
     StoreResult,
     UpdateRequest,
     UpdateResult,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megarl.weights.boxes import Box
 
 
-class PolicyWorker:
+class RankWorker:
     """One rank of the trainer. Constructing it is cheap, because heavy modules are imported only in `prepare`."""
 
     def __init__(self, rank: int) -> None:
@@ -97,14 +97,16 @@ class PolicyWorker:
         self.offloaders = {role: Offloader(loaded) for role, loaded in self.roles.items()}
         self.checkpoints = RankCheckpoints(list(self.roles.values()), rank=self.rank)
 
-    def score(self, rows: Rows, micro_batches: Sequence[Sequence[int]], request: ScoreRequest) -> RowScores | None:
+    def forward(
+        self, rows: Rows, micro_batches: Sequence[Sequence[int]], request: ForwardRequest
+    ) -> ForwardResult | None:
         """Compute log-probs or values of this replica's rows. Return them on the replica's reporting rank only."""
-        from megarl.parallel.passes import score_rows
+        from megarl.parallel.passes import forward_rows
 
         loaded = self._role(request.role, Part.PARAMS)
         head = loaded.head_request(temperature=request.temperature, paired=request.paired)
-        scores = score_rows(loaded.chunks, rows, micro_batches, head, role=request.role, step=request.step)
-        return scores if self.layout.reports else None
+        result = forward_rows(loaded.chunks, rows, micro_batches, head, role=request.role, step=request.step)
+        return result if self.layout.reports else None
 
     def update(self, rows: Rows, micro_batches: Sequence[Sequence[int]], request: UpdateRequest) -> UpdateResult | None:
         """Take one optimizer step. `micro_batches` are this data-parallel replica's share of the mini-batch."""

@@ -26,11 +26,11 @@ from megarl.plan.memory import DTYPE_BYTES
 from megarl.plan.run_plan import (
     DevicePlan,
     EnginePlan,
+    ForwardPlan,
     LayoutPlan,
     NodePlan,
     RolePlan,
     RunPlan,
-    ScoringPlan,
     ShardPlan,
     StepPlan,
 )
@@ -38,9 +38,9 @@ from megarl.record.performance import forward_flops, peak_of
 from megarl.sync.plan.build import plan_statistics
 from megarl.sync.plan.engine_shards import engine_needs, stage_range
 from megarl.sync.wire.wires import DEPTH
+from megarl.train.forward import SOURCES, Variant
 from megarl.train.inputs import missing_files, open_train_inputs, setting_warnings
-from megarl.train.score import SOURCES, Variant
-from megarl.types import Score
+from megarl.types import TokenQuantity
 from megarl.types.messages import Head, Role, RoleSpec
 from megarl.weights.boxes import num_elements
 from megarl.weights.families import Dims, ModelSpec, read_model_spec
@@ -73,7 +73,7 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
     devices, missing = plan_devices(config, layouts, shards, engine), missing_files(config, roles)
     inputs = None if missing or not with_data else open_train_inputs(config)
     counts = batch_counts(config)
-    asked = {role: {SOURCES[score].variant for score in needed if SOURCES[score].role is role} for role in specs}
+    asked = {role: {SOURCES[name].variant for name in needed if SOURCES[name].role is role} for role in specs}
     return RunPlan(
         run=str(Path(config.run.dir) / config.run.name),
         roles=tuple(role_plan(role, specs[role.role]) for role in roles),
@@ -95,7 +95,7 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
             max_row_tokens=max_row_tokens(config),
             micro_batch_tokens=config.actor.micro_batch_tokens,
             micro_batches_at_full_length=micro_batches_at_full_length(config, config.actor),
-            scoring=tuple(_scoring(config, role, specs[role.role], its) for role in roles if (its := asked[role.role])),
+            forward=tuple(_forward(config, role, specs[role.role], its) for role in roles if (its := asked[role.role])),
         ),
         shards=tuple(shards),
         devices=tuple(devices),
@@ -110,7 +110,7 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
 
 
 def plan_shards(
-    config: Config, roles: Sequence[RoleSpec], specs: Mapping[Role, ModelSpec], needed: Collection[Score]
+    config: Config, roles: Sequence[RoleSpec], specs: Mapping[Role, ModelSpec], needed: Collection[TokenQuantity]
 ) -> list[ShardPlan]:
     """Plan what every role holds on each rank of each of its pipeline stages."""
     shards = []
@@ -122,7 +122,9 @@ def plan_shards(
                 specs[role.role],
                 stage,
                 num_micro_batches=num_micro_batches,
-                scores_pairs=any(SOURCES[s].role is role.role and SOURCES[s].variant is Variant.PAIR for s in needed),
+                computes_pair_kl=any(
+                    SOURCES[s].role is role.role and SOURCES[s].variant is Variant.PAIR for s in needed
+                ),
             )
             for stage in range(role.layout.pp)
         ]
@@ -189,8 +191,8 @@ def role_plan(role: RoleSpec, spec: ModelSpec) -> RolePlan:
     )
 
 
-def _scoring(config: Config, role: RoleSpec, spec: ModelSpec, variants: AbstractSet[Variant]) -> ScoringPlan:
-    """Plan a role's pass that computes scores (log-probs or values) of all rows of a step, plain or with a hint."""
+def _forward(config: Config, role: RoleSpec, spec: ModelSpec, variants: AbstractSet[Variant]) -> ForwardPlan:
+    """Plan a role's pass that computes log-probs or values of all rows of a step, plain or with a hint."""
     num_rows, plain = batch_counts(config).rows_per_step, max_row_tokens(config)
     hinted = min(plain + config.algo.cpo.hint.max_tokens, max_hinted_row_tokens(config, spec.max_positions))
     lengths = {"plain": plain}
@@ -201,11 +203,11 @@ def _scoring(config: Config, role: RoleSpec, spec: ModelSpec, variants: Abstract
     # A row and its twin are in one micro-batch.
     packed = (sum(lengths.values()),) if Variant.PAIR in variants else tuple(lengths.values())
     flops = num_rows * sum(
-        forward_flops(spec.dims, num_tokens=length, num_scored_tokens=config.rollout.max_response_tokens)
+        forward_flops(spec.dims, num_tokens=length, num_head_tokens=config.rollout.max_response_tokens)
         for length in lengths.values()
     )
     peak = peak_of(config)
-    return ScoringPlan(
+    return ForwardPlan(
         role=role.role.value,
         rows=dict.fromkeys(lengths, num_rows),
         max_row_tokens=lengths,

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
-from megarl.cluster.residency import ENGINE, KV_CACHE, WEIGHTS, Resident, scoring, step_phases, updating
+from megarl.cluster.residency import ENGINE, KV_CACHE, WEIGHTS, Resident, forward, step_phases, updating
 from megarl.config.schema import Config, LayoutConfig
 from megarl.plan import memory as bytes_of
 from megarl.plan.memory import DTYPE_BYTES
@@ -14,12 +14,12 @@ from megarl.weights.shards import num_local_experts, num_stage_layers, num_stage
 
 
 def plan_shard(
-    role: RoleSpec, spec: ModelSpec, stage: int, *, num_micro_batches: int, scores_pairs: bool = False
+    role: RoleSpec, spec: ModelSpec, stage: int, *, num_micro_batches: int, computes_pair_kl: bool = False
 ) -> ShardPlan:
     """Plan a role's shard of one pipeline stage.
 
-    num_micro_batches: micro-batches of one optimizer step on one replica. scores_pairs: whether a pass computes the KL
-    between rows and their hinted copies, so that both share a micro-batch.
+    num_micro_batches: micro-batches of one optimizer step on one replica. computes_pair_kl: whether a pass computes the
+    KL between rows and their hinted copies, so that both share a micro-batch.
     """
     settings, layout, dtype_bytes = role.settings, role.layout, DTYPE_BYTES[role.model.dtype]
     scalar, multiple = role.head is Head.SCALAR, role.model.vocab_multiple
@@ -56,7 +56,7 @@ def plan_shard(
         resident={part.value: size for part, size in resident.items()},
         activations=activations,
         head=_head_bytes(role, spec, stage, num_tokens, backward=True) if role.trainable else 0,
-        scoring=one_layer + _head_bytes(role, spec, stage, num_tokens, backward=False, paired=scores_pairs),
+        forward=one_layer + _head_bytes(role, spec, stage, num_tokens, backward=False, paired=computes_pair_kl),
     )
 
 
@@ -140,7 +140,7 @@ def _device(
         sizes |= {Resident(ENGINE, WEIGHTS): engine.weights, Resident(ENGINE, KV_CACHE): engine.kv_cache or 0}
     added: dict[str, int] = {}
     for shard in shards:
-        added[scoring(Role(shard.role)).name] = shard.scoring
+        added[forward(Role(shard.role)).name] = shard.forward
         added[updating(Role(shard.role)).name] = shard.activations + shard.head
     phases = {}
     for phase in step_phases(roles):

@@ -16,8 +16,9 @@
     with full recompute
                  b·T·h/s per layer, and one layer's activations while it is recomputed
     head         b·c·V/tp + b·T·h
-                 c rows of logits (all T where the regime keeps them for backward), and the hidden states that are
-                 scored, which their gradients overwrite; those of the output weight are summed where the others are
+                 c rows of logits (all T where the regime keeps them for backward), and the hidden states that
+                 the head reads, which their gradients overwrite; those of the output weight are summed where the others
+                 are
     checkpoint   on the hosts of a parameter's D replicas, until it is written: b·P on the first, 12·P / D on each:
                  copies of weights, main parameters (float32 ones too) and moments
     portable     24·P on the first instead: main parameters and moments, gathered, and copies of them
@@ -132,8 +133,8 @@ def head_bytes(
     logits = dtype_bytes * chunk * rows
     # `token_local` only decides between two regimes that take the same memory, so either value does.
     regime = choose_regime(head.regime, logits_bytes=kept, memory_bytes=head.memory_mib << 20, token_local=False)
-    scored = dtype_bytes * num_tokens * dims.hidden
-    return (kept if backward and regime is Regime.KEEP else logits) + scored
+    hidden_rows = dtype_bytes * num_tokens * dims.hidden
+    return (kept if backward and regime is Regime.KEEP else logits) + hidden_rows
 
 
 def kv_bytes_per_token(dims: Dims, *, tp: int, num_layers: int, dtype_bytes: int) -> int:

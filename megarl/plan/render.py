@@ -44,7 +44,7 @@ def to_json(plan: RunPlan) -> str:
 
 def to_text(plan: RunPlan) -> str:
     """Return the plan as a page of text."""
-    sections = (_layout_lines, _step_lines, _scoring_lines, _engine_lines, _memory_lines)
+    sections = (_layout_lines, _step_lines, _forward_lines, _engine_lines, _memory_lines)
     lines = [*itertools.chain(role_lines(plan.roles), *(section(plan) for section in sections))]
     lines += [f"warning    {warning}" for warning in plan.warnings]
     if plan.missing:
@@ -131,17 +131,17 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
     )
 
 
-def _scoring_lines(plan: RunPlan) -> Iterator[str]:
+def _forward_lines(plan: RunPlan) -> Iterator[str]:
     words = {"plain": "", "hinted": " with their hint", "shuffled": " with another prompt's hint"}
-    for scoring in plan.steps.scoring:
+    for forward in plan.steps.forward:
         forms = [
-            f"{count} rows{words[form]} of up to {scoring.max_row_tokens[form]} tokens"
-            for form, count in scoring.rows.items()
+            f"{count} rows{words[form]} of up to {forward.max_row_tokens[form]} tokens"
+            for form, count in forward.rows.items()
         ]
-        least = "" if scoring.seconds_at_peak is None else f", {scoring.seconds_at_peak:,.1f} s at the device's peak"
+        least = "" if forward.seconds_at_peak is None else f", {forward.seconds_at_peak:,.1f} s at the device's peak"
         yield (
-            f"scoring    {scoring.role}: {', '.join(forms)}; at most {scoring.micro_batches} forward passes of a "
-            f"replica and step, {scoring.tokens:,} tokens, {scoring.flops / 1e12:,.1f} TFLOP{least}"
+            f"scoring    {forward.role}: {', '.join(forms)}; at most {forward.micro_batches} forward passes of a "
+            f"replica and step, {forward.tokens:,} tokens, {forward.flops / 1e12:,.1f} TFLOP{least}"
         )
     if plan.hints:
         hints = plan.hints

@@ -33,7 +33,7 @@ class LayoutPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoringPlan:
+class ForwardPlan:
     """The work of a role before the update of a step (log-probs or values of all rows), if every row has full length.
 
     rows, max_row_tokens: by kind of row: `plain`, `hinted` (with the prompt's hint) and `shuffled` (with another
@@ -52,7 +52,7 @@ class ScoringPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The batch sizes of a step, and the log-probs and values that are computed before its update (`scoring`).
+    """The batch sizes of a step, and the log-probs and values that are computed before its update (`forward`).
 
     Micro-batches are those of one optimizer step on one replica if every row has full length.
     """
@@ -64,7 +64,7 @@ class StepPlan:
     max_row_tokens: int
     micro_batch_tokens: int
     micro_batches_at_full_length: int
-    scoring: tuple[ScoringPlan, ...]
+    forward: tuple[ForwardPlan, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class ShardPlan:
     """The memory of a role on each rank of a pipeline stage; all ranks of a stage hold equally much.
 
     resident: bytes by part that a rank holds between passes if nothing is offloaded. activations, head: what the role's
-    update adds; 0 if it is frozen. scoring: what a pass without gradients adds. num_experts: how many experts of each
+    update adds; 0 if it is frozen. forward: what a pass without gradients adds. num_experts: how many experts of each
     MoE layer a rank holds; num_expert_parameters: their parameters.
     """
 
@@ -86,7 +86,7 @@ class ShardPlan:
     resident: dict[str, int]
     activations: int
     head: int
-    scoring: int
+    forward: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

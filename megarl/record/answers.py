@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class JudgedAnswer:
     """One judged answer. A prompt has at most one `greedy` answer, and several sampled ones.
 
     data: the data file, named by the end of its path, as long as needed to tell it from the other files.
@@ -56,7 +56,7 @@ class Answer:
         greedy: bool,
         tokenizer: "PreTrainedTokenizerBase",
         data: str = "",
-    ) -> "Answer":
+    ) -> "JudgedAnswer":
         """Make the record of a sample that was judged."""
         return cls(
             data=data,
@@ -76,21 +76,23 @@ class Answer:
         )
 
 
-_SCHEMA = pa.schema([(name, ARROW_TYPES[kind]) for name, kind in Answer.__annotations__.items()])
+_SCHEMA = pa.schema([(name, ARROW_TYPES[kind]) for name, kind in JudgedAnswer.__annotations__.items()])
 
 
-def write_answers(path: Path, answers: Sequence[Answer]) -> None:
+def write_answers(path: Path, answers: Sequence[JudgedAnswer]) -> None:
     """Write answers as parquet; the file appears complete or not at all."""
     table = pa.Table.from_pylist([plain(asdict(answer)) for answer in answers], schema=_SCHEMA)
     with replacing(path) as partial:
         pq.write_table(table, partial)
 
 
-def read_answers(path: Path) -> list[Answer]:
+def read_answers(path: Path) -> list[JudgedAnswer]:
     """Read the answers that `write_answers` wrote; files of earlier versions have no turns."""
     with reading(path, "a file of answers", remedy=RESTORE):
         rows = pq.read_table(path, schema=_SCHEMA).to_pylist()
-    return [Answer(**{**row, "turns": read_turns(row["turns"]), "num_calls": row["num_calls"] or 0}) for row in rows]
+    return [
+        JudgedAnswer(**{**row, "turns": read_turns(row["turns"]), "num_calls": row["num_calls"] or 0}) for row in rows
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +132,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
-def majority_correct(answers: Sequence[Answer]) -> float:
+def majority_correct(answers: Sequence[JudgedAnswer]) -> float:
     """Return whether the majority's final answer is correct, as a share: 1 if it is, 0 if not.
 
     The majority are the answers of a prompt with the most frequent final answer (see `final_answer`), compared as text
@@ -145,20 +147,20 @@ def majority_correct(answers: Sequence[Answer]) -> float:
     return _mean([_mean([float(c) for c in group]) for group in votes.values() if len(group) == most] or [0.0])
 
 
-def results_by_source(answers: Sequence[Answer], ks: Sequence[int]) -> list[SourceResult]:
+def results_by_source(answers: Sequence[JudgedAnswer], ks: Sequence[int]) -> list[SourceResult]:
     """Compute a result for each data source of each file, sorted by name.
 
     Answers that could not be judged may be missing; pass@k of a prompt with fewer than k answers uses all that it has.
     """
-    by_source: dict[tuple[str, str], list[Answer]] = defaultdict(list)
+    by_source: dict[tuple[str, str], list[JudgedAnswer]] = defaultdict(list)
     for answer in answers:
         by_source[answer.data, answer.data_source].append(answer)
     return [_result(data, source, by_source[data, source], ks) for data, source in sorted(by_source)]
 
 
-def _result(data: str, source: str, answers: Sequence[Answer], ks: Sequence[int]) -> SourceResult:
+def _result(data: str, source: str, answers: Sequence[JudgedAnswer], ks: Sequence[int]) -> SourceResult:
     sampled = [answer for answer in answers if not answer.greedy]
-    by_prompt: dict[str, list[Answer]] = defaultdict(list)
+    by_prompt: dict[str, list[JudgedAnswer]] = defaultdict(list)
     for answer in sampled:
         by_prompt[answer.uid].append(answer)
     counts = [(len(group), sum(answer.correct for answer in group)) for group in by_prompt.values()]

@@ -18,7 +18,7 @@ _TOKEN_PHASES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic",
 FORWARD_AND_BACKWARD = 3
 
 
-def forward_flops(dims: Dims, *, num_tokens: int, num_scored_tokens: int) -> int:
+def forward_flops(dims: Dims, *, num_tokens: int, num_head_tokens: int) -> int:
     """Count the FLOPs of one forward pass over a row of n tokens, r of which reach the output head.
 
     2·n·L·(2·h·q + 2·h·k + 3·h·f)      matrix products of L layers: query and output, key and value, MLP
@@ -47,13 +47,13 @@ def forward_flops(dims: Dims, *, num_tokens: int, num_scored_tokens: int) -> int
     products = 2 * num_tokens * (dims.num_layers * projections + mlps)
     heads = q + dims.dim("values" if latent else "q")
     attention = dims.num_layers * heads * num_tokens**2
-    return products + attention + 2 * num_scored_tokens * dims.vocab * hidden
+    return products + attention + 2 * num_head_tokens * dims.vocab * hidden
 
 
 def update_flops(dims: Dims, rows: Sequence[Row]) -> int:
     """Count the FLOPs of one forward and backward pass over rows."""
     return FORWARD_AND_BACKWARD * sum(
-        forward_flops(dims, num_tokens=row.num_tokens, num_scored_tokens=int(row.loss_mask.sum())) for row in rows
+        forward_flops(dims, num_tokens=row.num_tokens, num_head_tokens=int(row.loss_mask.sum())) for row in rows
     )
 
 

@@ -41,14 +41,14 @@ from megarl.record.trackers import open_trackers, require_trackers
 from megarl.record.turns import turns_of
 from megarl.rewards.judge import Trouble
 from megarl.texts.unicode import plain
-from megarl.types import FinishReason, FloatArray, Reward, RolloutBatch, Row, Sample, Score, SegmentSource
+from megarl.types import FinishReason, FloatArray, Reward, RolloutBatch, Row, Sample, SegmentSource, TokenQuantity
 from megarl.weights.hub import commits_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# The name of a score of rows for the record: the trainer's log-probs from before the update, of rows for which it
+# The name of a quantity of rows for the record: the trainer's log-probs from before the update, of rows for which it
 # computed them. A correction may make the engine's the `old_logprobs`.
 TRAINER_LOGPROBS = "trainer_logprobs"
 # The packages that decide what a run computes.
@@ -203,12 +203,12 @@ class RunRecorder:
     ) -> None:
         """Write some rollouts as text: on the first step, then every `logging.rollout_every_steps`, and on the last.
 
-        rows: those of the step that were trained on; the scores of their tokens are written with the text.
+        rows: those of the step that were trained on; the quantities of their tokens are written with the text.
         """
         every, total = self._config.logging.rollout_every_steps, self._config.trainer.total_steps
         if every == 0 or (step % every and step not in (1, total)):
             return
-        records, scores = [], {(row.uid, row.sample_index): row.scores for row in rows}
+        records, quantities = [], {(row.uid, row.sample_index): row.quantities for row in rows}
         for sample, reward in list(zip(rollout.samples, rewards, strict=True))[: self._config.logging.num_rollouts]:
             prompt = rollout.prompts[sample.uid]
             records.append(
@@ -228,7 +228,7 @@ class RunRecorder:
                     details=json.dumps(plain({**reward.details, **reward.notes})),
                     turns=turns_of(sample, tokenizer),
                     num_calls=0 if sample.episode is None else sample.episode.num_calls,
-                    **_token_columns(sample, scores.get((sample.uid, sample.sample_index), {}), tokenizer),
+                    **_token_columns(sample, quantities.get((sample.uid, sample.sample_index), {}), tokenizer),
                 )
             )
         with dispensable("samples of rollouts"):
@@ -236,14 +236,14 @@ class RunRecorder:
 
 
 def _token_columns(
-    sample: Sample, scores: Mapping[str, FloatArray], tokenizer: "PreTrainedTokenizerBase"
+    sample: Sample, quantities: Mapping[str, FloatArray], tokenizer: "PreTrainedTokenizerBase"
 ) -> dict[str, Any]:
     """Return the `RolloutRecord` columns with a value per response token; a hint's effect only for a row with one."""
-    known = {"old_logprobs": scores.get(TRAINER_LOGPROBS), "advantage": scores.get("advantages")}
-    if Score.HINT_LOGPROBS in scores:
-        baseline = scores.get(Score.SHUFFLED_HINT_LOGPROBS, scores[Score.OLD_LOGPROBS])
-        known["hint_gain"] = scores[Score.HINT_LOGPROBS] - baseline
-        known["base_advantage"] = scores.get(BASE_ADVANTAGES, scores["advantages"])
+    known = {"old_logprobs": quantities.get(TRAINER_LOGPROBS), "advantage": quantities.get("advantages")}
+    if TokenQuantity.HINT_LOGPROBS in quantities:
+        baseline = quantities.get(TokenQuantity.SHUFFLED_HINT_LOGPROBS, quantities[TokenQuantity.OLD_LOGPROBS])
+        known["hint_gain"] = quantities[TokenQuantity.HINT_LOGPROBS] - baseline
+        known["base_advantage"] = quantities.get(BASE_ADVANTAGES, quantities["advantages"])
     sampled = (
         logprob
         for s in sample.segments[1:]

@@ -8,7 +8,7 @@ from typing import Any
 from megarl.errors import ConfigError, DataError
 from megarl.report.run import Run
 from megarl.report.statistics import Difference, Spread, difference_of, holm, paired_difference, spread_of
-from megarl.report.summary import REWARD_EDGE_STEPS, SAMPLED, Estimate, validation_curve
+from megarl.report.summary import REWARD_EDGE_STEPS, SAMPLED, MeanScore, validation_curve
 from megarl.texts.unicode import visible
 
 # Holm-corrected p-value below which a difference is called clear.
@@ -35,8 +35,8 @@ class RunResult:
     label: str
     seed: int
     steps: int
-    before: Estimate | None
-    after: Estimate
+    before: MeanScore | None
+    after: MeanScore
     reward: float | None
     mismatch_nats: float | None
     step_s: float | None

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from megarl.record.episodes import FAILURES
 from megarl.report.run import Run, Series
 from megarl.report.style import MUTED, EndLabel, color_of, label_ends, use_log_scale
-from megarl.report.summary import GREEDY, SAMPLED, Estimate, data_sources, validation_curve
+from megarl.report.summary import GREEDY, SAMPLED, MeanScore, data_sources, validation_curve
 
 # The moving mean spans this share of the run, within these bounds: a fast change must stay visible.
 SMOOTHING_FRAC = 0.1
@@ -88,7 +88,7 @@ def _draw_score(ax: Axes, run: Run, source: str | None, color: str, label: str) 
     return labels
 
 
-def _plot_estimates(ax: Axes, points: Sequence[Estimate], color: str, style: str, label: str) -> None:
+def _plot_estimates(ax: Axes, points: Sequence[MeanScore], color: str, style: str, label: str) -> None:
     steps, scores = [point.step for point in points], [point.score for point in points]
     ax.plot(steps, scores, style, color=color, marker="o", markersize=3.5, label=label or "_nolegend_")
 

@@ -26,7 +26,7 @@ class HintedExample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredToken:
+class HintedToken:
     """A token of an answer, with its log-probs without a hint, with its own, and with another prompt's."""
 
     text: str
@@ -40,13 +40,13 @@ class ScoredToken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredAnswer:
+class HintedAnswer:
     """An answer, its question and the verifier's verdict."""
 
     title: str
     question: str
     is_right: bool
-    tokens: tuple[ScoredToken, ...]
+    tokens: tuple[HintedToken, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class HintReport:
     details: str
     tables: tuple[Table, ...]
     examples: tuple[HintedExample, ...]
-    answers: tuple[ScoredAnswer, ...]
+    answers: tuple[HintedAnswer, ...]
 
 
 def to_text(report: HintReport, *, with_colors: bool) -> str:
@@ -88,7 +88,7 @@ def to_text(report: HintReport, *, with_colors: bool) -> str:
     return "\n".join(lines)
 
 
-def _terminal_token(token: ScoredToken, *, with_colors: bool) -> str:
+def _terminal_token(token: HintedToken, *, with_colors: bool) -> str:
     text = visible(token.text, keep_lines=True)
     if not with_colors:
         return f"{text}({token.gain:+.1f})" if abs(token.gain) >= 0.05 else text
@@ -125,11 +125,11 @@ def to_html(report: HintReport) -> str:
 
 def answer_tokens(
     texts: Sequence[str], old: Sequence[float], hinted: Sequence[float], shuffled: Sequence[float] | None
-) -> tuple[ScoredToken, ...]:
+) -> tuple[HintedToken, ...]:
     """Join the texts and log-probs of an answer's tokens."""
     others = shuffled if shuffled is not None else [None] * len(texts)
     return tuple(
-        ScoredToken(text=text, old=a, hinted=b, shuffled=c)
+        HintedToken(text=text, old=a, hinted=b, shuffled=c)
         for text, a, b, c in zip(texts, old, hinted, others, strict=True)
     )
 

@@ -52,7 +52,7 @@ KEY_SETTINGS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class PageFigure:
     """An inline figure of the page."""
 
     svg: Markup
@@ -105,7 +105,7 @@ def render_page(runs: Sequence[Run], verdicts: Sequence[Verdicts]) -> str:
         elapsed=format_duration(run.elapsed_s),
         comparison=comparison_rows(runs) if len(runs) > 1 else [],
         scores=score_rows(run),
-        figures=[Figure(svg=Markup(panel_svg(p, runs)), caption=p.caption) for p in available_panels(runs)],
+        figures=[PageFigure(svg=Markup(panel_svg(p, runs)), caption=p.caption) for p in available_panels(runs)],
         timeline=Markup(timeline_svg(windows)) if windows else None,
         rollouts=rollout_rows(verdicts),
         num_samples=sum(each.num_samples for each in verdicts),

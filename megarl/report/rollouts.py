@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.host.writing import replacing_directory
-from megarl.record.answers import Answer, read_answers
+from megarl.record.answers import JudgedAnswer, read_answers
 from megarl.record.metrics import RolloutRecord, RunPaths, read_rollouts, step_of
 
 BROWSER = Path(__file__).parent / "browser"
@@ -57,7 +57,7 @@ class _Writer:
         self._prompts: dict[str, int] = {}
         self._num_chars = 0
 
-    def add(self, row: RolloutRecord | Answer, *, run: int, phase: str, step: int) -> None:
+    def add(self, row: RolloutRecord | JudgedAnswer, *, run: int, phase: str, step: int) -> None:
         """Add a sample to the index and to the present piece, which is written once it is full."""
         if not self._texts:
             self.starts.append(len(self.columns["run"]))
@@ -145,7 +145,7 @@ def write_browser(runs: Sequence[tuple[str, RunPaths]], out: Path) -> list[Verdi
     ]
 
 
-def _recorded(paths: RunPaths) -> Iterator[tuple[str, int, RolloutRecord | Answer]]:
+def _recorded(paths: RunPaths) -> Iterator[tuple[str, int, RolloutRecord | JudgedAnswer]]:
     """Yield the recorded samples of a run with their phases and steps: those of training, then those of validations."""
     for path in paths.recorded_rollouts():
         for record in read_rollouts(path):
@@ -175,7 +175,7 @@ def token_values(row: RolloutRecord) -> dict[str, Any]:
     return {"text": row.tokens, **known} if row.tokens else {}
 
 
-def sample_values(row: RolloutRecord | Answer, tokens: dict[str, Any]) -> dict[str, float | None]:
+def sample_values(row: RolloutRecord | JudgedAnswer, tokens: dict[str, Any]) -> dict[str, float | None]:
     """Return a sample's mean log-prob, advantage and signal, and its largest mismatch, over tokens of its own."""
     read = [turn.is_read for turn in row.turns for _ in range(turn.num_tokens)] or [False] * len(tokens.get("text", ()))
 

@@ -25,7 +25,7 @@ REWARD_EDGE_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class MeanScore:
     """A mean score over `num_prompts` prompts (None: not logged)."""
 
     step: int
@@ -47,8 +47,8 @@ class Estimate:
 class Change:
     """Validation scores before and after training; `before` is that of step 0, or else the first that was measured."""
 
-    before: Estimate
-    after: Estimate
+    before: MeanScore
+    after: MeanScore
 
     @property
     def gain(self) -> float:
@@ -78,7 +78,7 @@ def data_sources(run: Run) -> list[str]:
     return sorted({*run.under(SAMPLED), *run.under(GREEDY)})
 
 
-def validation_curve(run: Run, prefix: str, data_source: str | None = None) -> list[Estimate]:
+def validation_curve(run: Run, prefix: str, data_source: str | None = None) -> list[MeanScore]:
     """Return the validation scores over steps, of one data source or of all pooled.
 
     Scores are pooled by numbers of prompts, or equally if these are unknown.
@@ -99,13 +99,13 @@ def _by_step(series: Series) -> dict[int, float]:
     return dict(zip(series.steps, series.values, strict=True))
 
 
-def _pool(step: int, scores: list[float], counts: list[float | None]) -> Estimate:
+def _pool(step: int, scores: list[float], counts: list[float | None]) -> MeanScore:
     known = [count for count in counts if count]
     if len(known) < len(counts):
-        return Estimate(step=step, score=sum(scores) / len(scores), num_prompts=None)
+        return MeanScore(step=step, score=sum(scores) / len(scores), num_prompts=None)
     total = sum(known)
     score = sum(s * n for s, n in zip(scores, known, strict=True)) / total
-    return Estimate(step=step, score=score, num_prompts=round(total))
+    return MeanScore(step=step, score=score, num_prompts=round(total))
 
 
 def validation_change(run: Run, prefix: str, data_source: str | None = None) -> Change | None:

@@ -23,7 +23,7 @@ WAITING_ALPHA = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class StepWindow:
     """Successive steps of a run, with everything that went on between the start of the first and the end of the last.
 
     steps: their intervals in the lane of steps. intervals: those of the trainer and the engines, cut at both ends.
@@ -33,7 +33,7 @@ class Window:
     intervals: tuple[Interval, ...]
 
 
-def timeline_windows(timeline: Sequence[Interval]) -> list[Window]:
+def timeline_windows(timeline: Sequence[Interval]) -> list[StepWindow]:
     """Return the steps to draw: some around the middle of a run, and the last ones; all of a short run.
 
     A window does not span a pause of the run, as between a kill and a resume.
@@ -47,7 +47,7 @@ def timeline_windows(timeline: Sequence[Interval]) -> list[Window]:
     return [_window(timeline, part) for part in chosen if part]
 
 
-def _window(timeline: Sequence[Interval], steps: Sequence[Interval]) -> Window:
+def _window(timeline: Sequence[Interval], steps: Sequence[Interval]) -> StepWindow:
     """Return the window of the steps after the last gap that is longer than all of the steps together."""
     whole = sum(step.end_s - step.start_s for step in steps)
     gaps = [right.start_s - left.end_s for left, right in pairwise(steps)]
@@ -58,10 +58,10 @@ def _window(timeline: Sequence[Interval], steps: Sequence[Interval]) -> Window:
         Interval(lane=i.lane, name=i.name, start_s=max(start, i.start_s), end_s=min(end, i.end_s), step=i.step)
         for i in inside
     ]
-    return Window(steps=tuple(steps), intervals=tuple(cut))
+    return StepWindow(steps=tuple(steps), intervals=tuple(cut))
 
 
-def timeline_svg(windows: Sequence[Window]) -> str:
+def timeline_svg(windows: Sequence[StepWindow]) -> str:
     """Draw windows of a timeline, one below the other, as inline SVG."""
     with figure_style("timeline"):
         figure = Figure(figsize=(WIDTH_INCHES, timeline_inches(windows)), layout="constrained")
@@ -69,16 +69,16 @@ def timeline_svg(windows: Sequence[Window]) -> str:
         return to_svg(figure, "Timeline")
 
 
-def timeline_inches(windows: Sequence[Window]) -> float:
+def timeline_inches(windows: Sequence[StepWindow]) -> float:
     """Return the height of the drawing of windows."""
     return LEGEND_INCHES + sum(map(_window_inches, windows))
 
 
-def _window_inches(window: Window) -> float:
+def _window_inches(window: StepWindow) -> float:
     return LANE_INCHES * len(_shown_lanes(window)) + FRAME_INCHES
 
 
-def draw_timeline(figure: Figure | SubFigure, windows: Sequence[Window]) -> None:
+def draw_timeline(figure: Figure | SubFigure, windows: Sequence[StepWindow]) -> None:
     """Draw windows of a timeline into a figure, one below the other, on axes of their own."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for interval in (i for window in windows for i in window.intervals if i.lane == TRAINER_LANE):
@@ -99,7 +99,7 @@ def draw_timeline(figure: Figure | SubFigure, windows: Sequence[Window]) -> None
     figure.legend(handles=patches, loc="outside upper left", ncols=min(len(patches), LEGEND_COLUMNS))
 
 
-def _draw_window(ax: Axes, window: Window, colors: dict[str, str]) -> None:
+def _draw_window(ax: Axes, window: StepWindow, colors: dict[str, str]) -> None:
     """Draw a window, a lane below the other, over the seconds since its start."""
     start = window.steps[0].start_s
     lanes = _shown_lanes(window)
@@ -123,5 +123,5 @@ def _draw_window(ax: Axes, window: Window, colors: dict[str, str]) -> None:
     ax.grid(visible=False)
 
 
-def _shown_lanes(window: Window) -> list[str]:
+def _shown_lanes(window: StepWindow) -> list[str]:
     return lanes_of(window.intervals)[: MAX_ENGINES + 1]

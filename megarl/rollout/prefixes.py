@@ -45,8 +45,8 @@ def plan_prefixes(
     return prefixes
 
 
-def demonstration_scores(sample: Sample, prompt: Prompt) -> dict[str, FloatArray]:
-    """Return the scores [R] of a sample's row: `demonstration`, 1 on demonstration tokens, and `target_probs`."""
+def demonstration_quantities(sample: Sample, prompt: Prompt) -> dict[str, FloatArray]:
+    """Return the quantities [R] of a sample's row: `demonstration`, 1 on demonstration tokens, and `target_probs`."""
     is_demonstration = np.concatenate(
         [
             np.empty(0, np.bool_),

@@ -11,7 +11,7 @@ from megarl.algos.staleness import LAG, drift_metrics, staleness_metrics
 from megarl.config.algo import CorrectionConfig
 from megarl.config.schema import Config
 from megarl.errors import MismatchError
-from megarl.types import BoolArray, FloatArray, Row, Score, pad_rows
+from megarl.types import BoolArray, FloatArray, Row, TokenQuantity, pad_rows
 
 # Mean |Δ log-prob| between engine and trainer above which training would optimise a different policy.
 MISMATCH_GATE_NATS = {"float32": 1e-4, "bfloat16": 0.05}
@@ -24,15 +24,15 @@ def mismatch_of(rows: Sequence[Row], logprobs: Sequence[FloatArray]) -> Mismatch
     trainer's weights: on stale tokens they differ because of the updates since then.
     """
     return mismatch_sums(
-        pad_rows([row.scores["rollout_logprobs"] for row in rows], dtype=torch.float32),
+        pad_rows([row.quantities["rollout_logprobs"] for row in rows], dtype=torch.float32),
         pad_rows(logprobs, dtype=torch.float32),
-        pad_rows([_sampled(row) & (row.scores.get(LAG, 0) == 0) for row in rows], dtype=torch.bool),
+        pad_rows([_sampled(row) & (row.quantities.get(LAG, 0) == 0) for row in rows], dtype=torch.bool),
     )
 
 
 def trainer_logprobs(rows: Sequence[Row], before: Mapping[int, FloatArray]) -> dict[int, FloatArray]:
     """Return the trainer's log-probs from before the update, scored or else of `before`, by index of their rows."""
-    known = {i: row.scores.get(Score.OLD_LOGPROBS, before.get(i)) for i, row in enumerate(rows)}
+    known = {i: row.quantities.get(TokenQuantity.OLD_LOGPROBS, before.get(i)) for i, row in enumerate(rows)}
     return {i: logprobs for i, logprobs in known.items() if logprobs is not None}
 
 
@@ -50,19 +50,19 @@ def engine_metrics(
     metrics: dict[str, float] = {}
     sums = mismatch_of(compared, logprobs)
     # Where no token is fresh, 0 would look like perfect agreement.
-    if sums.num_tokens or LAG not in rows[0].scores:
+    if sums.num_tokens or LAG not in rows[0].quantities:
         metrics |= sums.metrics()
     old, rollout = (
         pad_rows(values, dtype=torch.float32)
-        for values in (logprobs, [row.scores["rollout_logprobs"] for row in compared])
+        for values in (logprobs, [row.quantities["rollout_logprobs"] for row in compared])
     )
     sampled = pad_rows([_sampled(row) for row in compared], dtype=torch.bool)
-    if LAG in rows[0].scores:
-        lag = pad_rows([row.scores[LAG] for row in rows], dtype=torch.float32)
+    if LAG in rows[0].quantities:
+        lag = pad_rows([row.quantities[LAG] for row in rows], dtype=torch.float32)
         metrics |= staleness_metrics(lag, pad_rows([_sampled(row) for row in rows], dtype=torch.bool))
-        lag = pad_rows([row.scores[LAG] for row in compared], dtype=torch.float32)
+        lag = pad_rows([row.quantities[LAG] for row in compared], dtype=torch.float32)
         metrics |= drift_metrics(lag, sampled, rollout_logprobs=rollout, old_logprobs=old)
-    if CORRECTIONS.get(correction.name).rollout_ratio and Score.OLD_LOGPROBS not in rows[0].scores:
+    if CORRECTIONS.get(correction.name).rollout_ratio and TokenQuantity.OLD_LOGPROBS not in rows[0].quantities:
         inputs = CorrectionInputs(
             old_logprobs=old,
             rollout_logprobs=rollout,
@@ -77,7 +77,7 @@ def engine_metrics(
 
 def _sampled(row: Row) -> BoolArray:
     """Mark the loss tokens that an engine sampled."""
-    given = row.scores.get(DEMONSTRATION)
+    given = row.quantities.get(DEMONSTRATION)
     return row.loss_mask if given is None else row.loss_mask & (given == 0)
 
 
@@ -99,7 +99,7 @@ class MismatchGate:
         """
         if self.passed:
             return
-        sums = mismatch_of(rows, [row.scores[Score.OLD_LOGPROBS] for row in rows])
+        sums = mismatch_of(rows, [row.quantities[TokenQuantity.OLD_LOGPROBS] for row in rows])
         measured = sums.metrics()["mismatch/abs_mean"]
         if not measured <= self._limit:
             raise MismatchError(

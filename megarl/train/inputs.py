@@ -25,9 +25,9 @@ from megarl.errors import ConfigError, DataError
 from megarl.rewards.build import check_ground_truths
 from megarl.rewards.routes import filter_ranges
 from megarl.rollout.replay import require_records
+from megarl.train.forward import HINT_QUANTITIES, HintWriter
 from megarl.train.model_judge import ConversationEncoder
 from megarl.train.rows import stated_difficulty
-from megarl.train.score import HINT_SCORES, HintWriter
 from megarl.types import Algorithm
 from megarl.types.messages import Head, Role, RoleSpec
 from megarl.weights.families import ModelSpec, read_model_spec
@@ -194,7 +194,7 @@ def open_train_inputs(config: Config) -> TrainInputs:
     _require_fitting(config, train)
     open_sampler(config, train)
     hints, survey = None, None
-    if algorithm.requires() & HINT_SCORES:
+    if algorithm.requires() & HINT_QUANTITIES:
         hints = open_hints(config, tokenizer, spec.max_positions, vocabulary)
         survey = survey_hints(hints.placer, (train[i] for i in range(len(train))))
         survey.require_some(hints.placer)

@@ -1,6 +1,6 @@
-"""Run the training loop: sample → judge → rows → score → advantage → update → sync, then log.
+"""Run the training loop: sample → judge → rows → forward passes → advantage → update → sync, then log.
 
-The trainer does not know which algorithm runs, nor how models are laid out: it asks the algorithm which scores it
+The trainer does not know which algorithm runs, nor how models are laid out: it asks the algorithm which quantities it
 needs, and the cluster for passes over rows. `megarl.train.wiring` makes its parts.
 """
 
@@ -24,10 +24,10 @@ from megarl.seeds import batch_seed
 from megarl.train.checkpoint import Checkpoint, CheckpointManager, RunState
 from megarl.train.collect import Collected, Rollouts
 from megarl.train.export import export_model
+from megarl.train.forward import ForwardStage, needed_quantities, with_advantages
 from megarl.train.gate import MismatchGate, engine_metrics, trainer_logprobs
 from megarl.train.inputs import TrainInputs
 from megarl.train.rows import training_rows
-from megarl.train.score import ScoringPasses, needed_scores, with_advantages
 from megarl.train.update import UpdateStage
 from megarl.train.validate import Validator
 from megarl.types import AlgoState, FinishReason, Row, scored_batch
@@ -68,10 +68,10 @@ class Trainer:
     recorder: RunRecorder
     memory: residency.MemoryLedger
     rollouts: Rollouts
-    scoring: ScoringPasses
+    forward: ForwardStage
     gate: MismatchGate
     updates: UpdateStage
-    engines: EngineSupervisor
+    supervisor: EngineSupervisor
     validator: Validator | None
     checkpoints: CheckpointManager
     profiler: StepProfiler
@@ -102,7 +102,7 @@ class Trainer:
             if config.placement.offload:
                 for line in residency.phase_table(residency.SYNC.needs, residency.step_phases(inputs.roles)):
                     progress.note(line)
-            self.engines.push(start)
+            self.supervisor.push(start)
             if checkpoint:
                 source, goes_on = checkpoint.state.source, self.gate.passed
                 self.rollouts.restore(source, checkpoint.path, step=start, goes_on=goes_on)
@@ -125,7 +125,7 @@ class Trainer:
             self.memory.enter(residency.exporting(role.role))
             self.recorder.require_owned()
             export_model(self.cluster.workers, role, paths[role.role])
-        self.engines.close()
+        self.supervisor.close()
 
     def step(self, step: int) -> StepResult:
         """Run one step, from prompts to engines that generate with the new weights: admit → take → learn → push."""
@@ -138,32 +138,32 @@ class Trainer:
         training = training_rows(collected, config.algo, stale_at=stale_at, replayed=replayed)
         rows, metrics = training.rows, {"filter/skipped_updates": 1.0}
         if rows:
-            needed = needed_scores(config, inputs.algorithm, gate_passed=self.gate.passed)
-            rows, metrics = self.scoring.score(rows, collected.rollout.prompts, needed, seed=seed, step=step)
+            needed = needed_quantities(config, inputs.algorithm, gate_passed=self.gate.passed)
+            rows, metrics = self.forward.add_quantities(rows, collected.rollout.prompts, needed, seed=seed, step=step)
             self.gate.check(rows)
             with self.timers("adv"):
                 truncated = [reason is FinishReason.LENGTH for reason in training.finish_reasons]
                 batch = scored_batch(rows, training.rewards, truncated=truncated, step=step, seed=seed)
                 advantages = inputs.algorithm.advantages(batch, self.state)
-            scored, rows = rows, with_advantages(rows, advantages)
-            self.engines.outdate()
+            computed, rows = rows, with_advantages(rows, advantages)
+            self.supervisor.outdate()
             updated, before = self.updates.update(rows, self.state, step=step)
             if before is not None:
-                updated |= engine_metrics(scored, before, config.algo.correction)
-            known = trainer_logprobs(scored, before or {})
-            rows = [r.with_scores(**{TRAINER_LOGPROBS: known[i]}) if i in known else r for i, r in enumerate(rows)]
+                updated |= engine_metrics(computed, before, config.algo.correction)
+            known = trainer_logprobs(computed, before or {})
+            rows = [r.with_quantities(**{TRAINER_LOGPROBS: known[i]}) if i in known else r for i, r in enumerate(rows)]
             metrics |= {**advantages.metrics, **updated}
             self.state = inputs.algorithm.after_step(self.state, metrics, len(rows))
         self.rollouts.settle()
         with self.timers("sync"):
-            metrics |= self.engines.push(step)
+            metrics |= self.supervisor.push(step)
         self.rollouts.scheduler.release()
         return StepResult(collected=collected, rows=rows, metrics=metrics)
 
     def _log(self, step: int, result: StepResult, log: MetricsLogger, progress: Progress) -> None:
         """Record the metrics and some samples of a step."""
-        metrics = {**result.metrics, **result.collected.metrics, **self.memory.metrics(), **self.engines.metrics()}
-        metrics |= self.recorder.timeline(step, self.timers.stages(), self.engines.busy)
+        metrics = {**result.metrics, **result.collected.metrics, **self.memory.metrics(), **self.supervisor.metrics()}
+        metrics |= self.recorder.timeline(step, self.timers.stages(), self.supervisor.busy)
         collected, rows, times = result.collected, result.rows, self.timers.pop()
         metrics |= times
         if rows:

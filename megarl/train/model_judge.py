@@ -11,7 +11,7 @@ from megarl.data.answers import Answers, response_decoder
 from megarl.data.chat import encode_chats
 from megarl.errors import DataError
 from megarl.rewards.judge import Gathered, Judged
-from megarl.train.passes import RoleScorer
+from megarl.train.passes import RolePasses
 from megarl.types import IntArray, Message, Prompt, Reward, RolloutBatch, Sample, row_read_at_end
 from megarl.types.messages import Role
 
@@ -75,13 +75,13 @@ class ModelRewards:
 
     def __init__(
         self,
-        scorer: RoleScorer,
+        passes: RolePasses,
         encoder: ConversationEncoder,
         *,
         max_tokens: int,
         enter: Callable[[Phase], None] = lambda phase: None,
     ) -> None:
-        self._scorer, self._encoder, self._max_tokens, self._enter = scorer, encoder, max_tokens, enter
+        self._passes, self._encoder, self._max_tokens, self._enter = passes, encoder, max_tokens, enter
 
     def score(self, batch: RolloutBatch, *, step: int = 0) -> list[float]:
         """Return the reward model's score of each sample, in the order of `batch.samples`; `step` is for error
@@ -101,8 +101,8 @@ class ModelRewards:
                     f"rollout.max_response_tokens"
                 )
             rows.append(row_read_at_end(sample.uid, sample.sample_index, ids))
-        self._enter(residency.scoring(Role.REWARD))
-        return np.concatenate(self._scorer.score(rows, step=step)["values"]).tolist() if rows else []
+        self._enter(residency.forward(Role.REWARD))
+        return np.concatenate(self._passes.forward(rows, step=step)["values"]).tolist() if rows else []
 
 
 class ModelJudge:

@@ -1,4 +1,4 @@
-"""Run passes over rows through a role's model: scoring passes, and optimizer steps if the role is trained."""
+"""Run passes over rows through a role's model: forward passes, and optimizer steps if the role is trained."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from megarl.data.packing import imbalance_metrics, plan_micro_batches
 from megarl.parallel.backend import shares_prompts
 from megarl.record.performance import forward_flops
 from megarl.types import AlgoState, Denominators, FloatArray, Objective, Row
-from megarl.types.messages import Head, MicroBatchPlan, Role, RoleSpec, ScoreRequest, UpdateRequest, UpdateResult
+from megarl.types.messages import ForwardRequest, Head, MicroBatchPlan, Role, RoleSpec, UpdateRequest, UpdateResult
 from megarl.weights.dims import Dims
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class CountedObjective(Objective[Any], Protocol):
         """Return the global counts of an optimizer mini-batch."""
 
 
-class RoleScorer:
+class RolePasses:
     """The forward passes of a role, trained or frozen, over rows in micro-batches that suit its layout.
 
     Rows are split so that data-parallel ranks get nearly equal FLOPs of a model with these `dims` (None: equal tokens).
@@ -36,31 +36,31 @@ class RoleScorer:
     ) -> None:
         self._workers, self._role, self._temperature, self._dims = workers, role, temperature, dims
 
-    def score(self, rows: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
+    def forward(self, rows: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
         """Compute all outputs that the role's model has for the rows (such as log-probs) in one pass, by name, in row
         order.
 
         Log-probs and entropies are those at the training temperature.
         """
-        return self._score(rows, step, paired=False)
+        return self._forward(rows, step, paired=False)
 
-    def score_pairs(self, rows: Sequence[Row], others: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
+    def forward_pairs(self, rows: Sequence[Row], others: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
         """Compute outputs of rows and of `others` (the same responses after other prompts) in one pass, and the KL
         between both.
 
         Returns the outputs of `rows` followed by `others`, and `kl`: KL(policy on `others` ‖ policy on `rows`) over the
         vocabulary, per response token, of `rows`. A pair shares a micro-batch.
         """
-        found = self._score([*rows, *others], step, paired=True)
+        found = self._forward([*rows, *others], step, paired=True)
         return {**found, "kl": found["kl"][: len(rows)]}
 
-    def _score(self, rows: Sequence[Row], step: int, *, paired: bool) -> dict[str, list[FloatArray]]:
-        request = ScoreRequest(role=self._role.role, temperature=self._temperature, step=step, paired=paired)
-        # Do not send the scores of earlier passes along.
-        return self._workers.score(self._sent(rows, frozenset()), self._plan(rows, paired=paired)[0], request)
+    def _forward(self, rows: Sequence[Row], step: int, *, paired: bool) -> dict[str, list[FloatArray]]:
+        request = ForwardRequest(role=self._role.role, temperature=self._temperature, step=step, paired=paired)
+        # Do not send the quantities of earlier passes along.
+        return self._workers.forward(self._sent(rows, frozenset()), self._plan(rows, paired=paired)[0], request)
 
     def _sent(self, rows: Sequence[Row], names: Collection[str]) -> list[Row]:
-        """Remove from rows the scores that a pass of this role does not read, before they are sent to ranks."""
+        """Remove from rows the quantities that a pass of this role does not read, before they are sent to ranks."""
         role = self._role
         with_nucleus = role.head is Head.LM
         return [row.only(names, routed_experts=role.replays_routing, nucleus=with_nucleus) for row in rows]
@@ -99,10 +99,10 @@ class RoleScorer:
         plan = MicroBatchPlan([[[order[i] for i in members] for members in bins] for bins in planned])
         return plan.paired(half) if paired else plan, metrics
 
-    def _cost(self, num_tokens: int, num_scored: int) -> int:
+    def _cost(self, num_tokens: int, num_head_tokens: int) -> int:
         if self._dims is None:
             return num_tokens
-        return forward_flops(self._dims, num_tokens=num_tokens, num_scored_tokens=num_scored)
+        return forward_flops(self._dims, num_tokens=num_tokens, num_head_tokens=num_head_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +117,8 @@ class BatchUpdate:
     before: Mapping[int, FloatArray]
 
 
-class RoleUpdater(RoleScorer):
-    """The scoring passes and optimizer steps of a trained role; its schedule has `total_steps` optimizer steps."""
+class RoleUpdater(RolePasses):
+    """The forward passes and optimizer steps of a trained role; its schedule has `total_steps` optimizer steps."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from megarl.config.generation import Sampling
 from megarl.config.judges import SamplingConfig
 from megarl.data.answers import response_decoder
 from megarl.data.chat import encode_chats
-from megarl.rewards.llm import Completion, Request
+from megarl.rewards.llm import JudgeCompletion, Request
 from megarl.rollout.source import Group, RolloutSource, SamplingPlan, begin, collect
 from megarl.types import Prompt
 
@@ -45,17 +45,17 @@ class PolicyCompletions:
         self._decode = response_decoder(tokenizer)
         self._max_tokens, self._run_seed, self._timeout_s, self._enter = max_tokens, run_seed, timeout_s, enter
         self._stop_token_ids, self._numbers = stop_token_ids, itertools.count()
-        self._waiting: list[tuple[Request, Future[Completion]]] = []
+        self._waiting: list[tuple[Request, Future[JudgeCompletion]]] = []
 
-    def submit(self, request: Request) -> Future[Completion]:
-        pending: Future[Completion] = Future()
+    def submit(self, request: Request) -> Future[JudgeCompletion]:
+        pending: Future[JudgeCompletion] = Future()
         self._waiting.append((request, pending))
         return pending
 
     def flush(self) -> None:
         waiting, self._waiting = self._waiting, []
         chats = encode_chats(self._tokenizer, [request.messages for request, _ in waiting]) if waiting else []
-        sampling, asked = self._sampling, dict[str, Future[Completion]]()
+        sampling, asked = self._sampling, dict[str, Future[JudgeCompletion]]()
         prompts = []
         for (_, pending), ids in zip(waiting, chats, strict=True):
             if len(ids) + sampling.max_tokens > self._max_tokens:
@@ -63,7 +63,7 @@ class PolicyCompletions:
                     f"the question has {len(ids)} tokens and sampling.max_tokens={sampling.max_tokens}, more than the "
                     f"engine's {self._max_tokens}"
                 )
-                pending.set_result(Completion(text=None, reason=reason))
+                pending.set_result(JudgeCompletion(text=None, reason=reason))
                 continue
             # The number makes the seed: two votes on the same question differ.
             uid = f"judge:{next(self._numbers)}"
@@ -86,7 +86,7 @@ class PolicyCompletions:
         for sample in collect(self._source, groups, timeout_s=self._timeout_s).samples:
             tokens = len(sample.prompt_token_ids) + len(sample.response_token_ids)
             text = self._decode(sample.response_token_ids.tolist())
-            asked[sample.uid].set_result(Completion(text=text, tokens=tokens))
+            asked[sample.uid].set_result(JudgeCompletion(text=text, tokens=tokens))
 
     def close(self) -> None:
         """Do nothing: the engines belong to the run."""

@@ -1,4 +1,6 @@
-"""Train a policy on preference pairs: the task of `megarl train-preference`, with the scores that its losses read."""
+"""Train a policy on preference pairs: the task of `megarl train-preference`, with the quantities that its losses
+read.
+"""
 
 from collections.abc import Collection
 
@@ -8,11 +10,11 @@ import torch
 from megarl.algos.preference import BATCH_KL, PreferenceObjective, preference_objective
 from megarl.cluster.roles import actor_role, reference_role
 from megarl.data.preferences import ResponsePairDataset, mismatched_rows
-from megarl.train.score import with_scores
-from megarl.train.supervised import Scorers, SupervisedTask
+from megarl.train.forward import with_quantities
+from megarl.train.supervised import PassesByRole, SupervisedTask
 from megarl.train.supervised_inputs import SupervisedInputs
 from megarl.train.validate import Validation
-from megarl.types import AlgoState, PolicyOutputs, Row, Score, pad_rows, row_batch
+from megarl.types import AlgoState, PolicyOutputs, Row, TokenQuantity, pad_rows, row_batch
 from megarl.types.messages import Role
 
 
@@ -29,43 +31,41 @@ def train_preference_task(inputs: SupervisedInputs[ResponsePairDataset]) -> Supe
         num_examples=len(inputs.train),
         rows=inputs.train.rows,
         paired=True,
-        validate=None
-        if val is None
-        else lambda scorers, step: validate_preferences(val, objective, scorers, step=step),
+        validate=None if val is None else lambda passes, step: validate_preferences(val, objective, passes, step=step),
         validate_every=settings.val_every_steps,
-        frozen=(reference_role(config),) if Score.REF_LOGPROBS in objective.reads else (),
-        add_scores=lambda scorers, rows, step: with_pair_scores(rows, objective.reads, scorers, step=step),
+        frozen=(reference_role(config),) if TokenQuantity.REF_LOGPROBS in objective.reads else (),
+        add_quantities=lambda passes, rows, step: with_pair_quantities(rows, objective.reads, passes, step=step),
     )
 
 
-def with_pair_scores(rows: list[Row], reads: Collection[str], scorers: Scorers, *, step: int) -> list[Row]:
-    """Return a batch's rows with those scores of `reads` that need models: reference log-probs, and KTO's batch KL.
+def with_pair_quantities(rows: list[Row], reads: Collection[str], passes: PassesByRole, *, step: int) -> list[Row]:
+    """Return a batch's rows with those quantities of `reads` that need models: reference log-probs, and KTO's batch KL.
 
     The KL is estimated with the policy as it is before the step, over the whole batch: it has no gradient, and does not
     depend on how the rows are split over ranks and micro-batches.
     """
-    if Score.REF_LOGPROBS not in reads:
+    if TokenQuantity.REF_LOGPROBS not in reads:
         return rows
     others = mismatched_rows(rows) if BATCH_KL in reads else []
-    reference = scorers[Role.REFERENCE].score([*rows, *others], step=step)["logprobs"]
-    rows = with_scores(rows, {Score.REF_LOGPROBS: reference[: len(rows)]})
+    reference = passes[Role.REFERENCE].forward([*rows, *others], step=step)["logprobs"]
+    rows = with_quantities(rows, {TokenQuantity.REF_LOGPROBS: reference[: len(rows)]})
     if not others:
         return rows
-    policy = scorers[Role.ACTOR].score(others, step=step)["logprobs"]
+    policy = passes[Role.ACTOR].forward(others, step=step)["logprobs"]
     ratios = [(p.astype(np.float64) - r).sum() for p, r in zip(policy, reference[len(rows) :], strict=True)]
     kl = max(float(np.mean(ratios)), 0.0)
-    return with_scores(rows, {BATCH_KL: [np.full(row.num_response_tokens, kl, np.float32) for row in rows]})
+    return with_quantities(rows, {BATCH_KL: [np.full(row.num_response_tokens, kl, np.float32) for row in rows]})
 
 
 def validate_preferences(
-    data: ResponsePairDataset, objective: PreferenceObjective, scorers: Scorers, *, step: int
+    data: ResponsePairDataset, objective: PreferenceObjective, passes: PassesByRole, *, step: int
 ) -> Validation:
     """Measure the loss and its metrics over held-out pairs; the score is the accuracy.
 
     KTO's KL is estimated once over all pairs, so that no number depends on how they divide into batches.
     """
-    rows = with_pair_scores(data.rows(range(len(data))), objective.reads, scorers, step=step)
-    logprobs = scorers[Role.ACTOR].score(rows, step=step)["logprobs"]
+    rows = with_pair_quantities(data.rows(range(len(data))), objective.reads, passes, step=step)
+    logprobs = passes[Role.ACTOR].forward(rows, step=step)["logprobs"]
     sums: dict[str, float] = {}
     # In parts, because rows are padded to the longest of a part.
     for start in range(0, len(data), objective.cfg.batch_size):

@@ -12,7 +12,7 @@ from megarl.algos.staleness import LAG
 from megarl.algos.token_rewards import TURN_REWARDS
 from megarl.config.algo import AlgoConfig
 from megarl.errors import DataError
-from megarl.rollout.prefixes import demonstration_scores
+from megarl.rollout.prefixes import demonstration_quantities
 from megarl.train.collect import Collected
 from megarl.types import FinishReason, Prompt, Reward, Row, row_from_sample, scored_batch
 from megarl.weights.families import Dims
@@ -78,15 +78,16 @@ def training_rows(
         versions = [np.concatenate([s.weight_versions for s in sample.segments[1:]]) for sample in samples]
         # Tokens of a demonstration or an environment, of version -1, are not stale.
         lags = [np.where(v < 0, 0, stale_at - 1 - v).astype(np.float32) for v in versions]
-        rows = [row.with_scores(**{LAG: lag}) for row, lag in zip(rows, lags, strict=True)]
+        rows = [row.with_quantities(**{LAG: lag}) for row, lag in zip(rows, lags, strict=True)]
     if any(sample.episode is not None for sample in samples):
         rows = [
-            row.with_scores(**{TURN_REWARDS: sample.turn_rewards}) for row, sample in zip(rows, samples, strict=True)
+            row.with_quantities(**{TURN_REWARDS: sample.turn_rewards})
+            for row, sample in zip(rows, samples, strict=True)
         ]
     if cfg.demonstrations.strategy != "none":
         prompts = collected.rollout.prompts
         rows = [
-            row.with_scores(**demonstration_scores(sample, prompts[sample.uid]))
+            row.with_quantities(**demonstration_quantities(sample, prompts[sample.uid]))
             for row, sample in zip(rows, samples, strict=True)
         ]
         bound = cfg.demonstrations.max_group_accuracy
@@ -96,7 +97,9 @@ def training_rows(
     if cfg.cpo.difficulty == "data":
         prompts, key = collected.rollout.prompts, cfg.cpo.difficulty_field
         rows = [
-            row.with_scores(**{DIFFICULTY: np.full(row.num_response_tokens, stated_difficulty(prompts[row.uid], key))})
+            row.with_quantities(
+                **{DIFFICULTY: np.full(row.num_response_tokens, stated_difficulty(prompts[row.uid], key))}
+            )
             for row in rows
         ]
     rows = [rows[i] for i in kept]

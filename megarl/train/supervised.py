@@ -23,7 +23,7 @@ from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import RunRecorder, resident_memory
 from megarl.train.checkpoint import Checkpoint, CheckpointManager, Command, RunState
 from megarl.train.export import export_model
-from megarl.train.passes import CountedObjective, RoleScorer, RoleUpdater
+from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
 from megarl.train.supervised_inputs import SupervisedInputs
 from megarl.train.validate import Validation
 from megarl.types import AlgoState, FloatArray, Row
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megarl.cluster.cluster import Cluster
 
 
-Scorers: TypeAlias = Mapping[Role, RoleScorer]
+PassesByRole: TypeAlias = Mapping[Role, RolePasses]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +43,8 @@ class SupervisedTask:
 
     rows: returns the rows of the examples with these indices. paired: the rows' second half holds the counterparts of
     the first; see `RoleUpdater.update`. validate: called before the first step, every `validate_every` steps and after
-    the last. frozen: roles that are loaded besides the trained one. add_scores: adds the scores that the objective
-    reads to the rows of a step.
+    the last. frozen: roles that are loaded besides the trained one. add_quantities: adds the quantities that the
+    objective reads to the rows of a step.
     """
 
     command: Command
@@ -55,10 +55,10 @@ class SupervisedTask:
     num_examples: int
     rows: Callable[[Sequence[int]], list[Row]]
     paired: bool = False
-    validate: Callable[[Scorers, int], Validation] | None = None
+    validate: Callable[[PassesByRole, int], Validation] | None = None
     validate_every: int = 1
     frozen: tuple[RoleSpec, ...] = ()
-    add_scores: Callable[[Scorers, list[Row], int], list[Row]] | None = None
+    add_quantities: Callable[[PassesByRole, list[Row], int], list[Row]] | None = None
 
 
 class SupervisedTrainer:
@@ -69,10 +69,10 @@ class SupervisedTrainer:
         self.state, self.timers = AlgoState(), Timers()
         dims = read_model_spec(task.role.model.path).dims
         self.updater = RoleUpdater(cluster.workers, task.role, task.objective, total_steps=task.total_steps, dims=dims)
-        self.scorers: Scorers = {
+        self.passes: PassesByRole = {
             task.role.role: self.updater,
             **{
-                role.role: RoleScorer(cluster.workers, role, dims=read_model_spec(role.model.path).dims)
+                role.role: RolePasses(cluster.workers, role, dims=read_model_spec(role.model.path).dims)
                 for role in task.frozen
             },
         }
@@ -130,9 +130,9 @@ class SupervisedTrainer:
         role = self.task.role.role
         rows = self.task.rows(self.sampler.next_batch())
         with self.timers("step"):
-            if self.task.add_scores is not None:
+            if self.task.add_quantities is not None:
                 with self.timers("score"):
-                    rows = self.task.add_scores(self.scorers, rows, step)
+                    rows = self.task.add_quantities(self.passes, rows, step)
             with self.timers(f"update_{role}"):
                 result = self.updater.update(rows, self.state, step=step, paired=self.task.paired)
         times = self.timers.pop()
@@ -155,7 +155,7 @@ class SupervisedTrainer:
         if self.task.validate is None or not due:
             return None
         with self.timers("testing"):
-            result = self.task.validate(self.scorers, step)
+            result = self.task.validate(self.passes, step)
         log.log(step, {**result.metrics} | self.timers.pop())
         progress.note(f"step {step}: {result.summary}")
         return result.score
@@ -172,18 +172,18 @@ def sft_task(inputs: SupervisedInputs[SftDataset]) -> SupervisedTask:
         batch_size=config.sft.batch_size,
         num_examples=len(inputs.train),
         rows=inputs.train.rows,
-        validate=None if val is None else lambda scorers, step: validate_sft(val, scorers[Role.ACTOR], step=step),
+        validate=None if val is None else lambda passes, step: validate_sft(val, passes[Role.ACTOR], step=step),
         validate_every=config.sft.val_every_steps,
     )
 
 
-def validate_sft(data: SftDataset, scorer: RoleScorer, *, step: int) -> Validation:
+def validate_sft(data: SftDataset, passes: RolePasses, *, step: int) -> Validation:
     """Measure the cross-entropy per trained token of held-out rows, and its exponential, the perplexity.
 
     Every row counts once, whatever the layout. The score is the negative cross-entropy, so that more is better.
     """
     rows = data.rows(range(len(data)))
-    logprobs = scorer.score(rows, step=step)["logprobs"]
+    logprobs = passes.forward(rows, step=step)["logprobs"]
     num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
     total = sum(float(values[row.loss_mask].sum(dtype=np.float64)) for row, values in zip(rows, logprobs, strict=True))
     nll = -total / num_tokens
@@ -207,16 +207,16 @@ def train_reward_task(inputs: SupervisedInputs[PreferenceDataset]) -> Supervised
         num_examples=len(inputs.train),
         rows=inputs.train.rows,
         paired=True,
-        validate=None if val is None else lambda scorers, step: validate_pairs(val, scorers[Role.REWARD], step=step),
+        validate=None if val is None else lambda passes, step: validate_pairs(val, passes[Role.REWARD], step=step),
         validate_every=settings.val_every_steps,
     )
 
 
-def validate_pairs(data: PreferenceDataset, scorer: RoleScorer, *, step: int) -> Validation:
+def validate_pairs(data: PreferenceDataset, passes: RolePasses, *, step: int) -> Validation:
     """Measure accuracy, loss and mean difference over held-out pairs; the score is the accuracy."""
     rows = data.rows(range(len(data)))
-    scores = np.concatenate(scorer.score(rows, step=step)["values"])
-    margins = np.concatenate([row.scores[MARGIN] for row in rows[: len(data)]])
+    scores = np.concatenate(passes.forward(rows, step=step)["values"])
+    margins = np.concatenate([row.quantities[MARGIN] for row in rows[: len(data)]])
     metrics = pair_metrics(scores[: len(data)], scores[len(data) :], margins)
     named = {f"val/reward_model/{name}": value for name, value in metrics.items()}
     return Validation(

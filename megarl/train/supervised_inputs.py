@@ -19,7 +19,7 @@ from megarl.data.sampler import require_batch
 from megarl.data.vocabulary import Vocabulary
 from megarl.errors import DataError
 from megarl.train.inputs import check_role_models, open_model
-from megarl.types import Row, Score
+from megarl.types import Row, TokenQuantity
 from megarl.weights.families import read_model_spec
 from megarl.weights.hub import with_local_models
 
@@ -120,7 +120,7 @@ def open_train_preference_inputs(config: Config) -> SupervisedInputs[ResponsePai
     objective = preference_objective(settings)
     spec = open_model(config)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
-    if Score.REF_LOGPROBS in objective.reads:
+    if TokenQuantity.REF_LOGPROBS in objective.reads:
         check_role_models(config, [reference_role(config)], tokenizer)
     answers, vocabulary = Answers.of(config, tokenizer), Vocabulary.of(tokenizer, spec.dims.vocab)
     read = partial(

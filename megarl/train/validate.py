@@ -9,7 +9,7 @@ from megarl.cluster import residency
 from megarl.config.generation import Sampling
 from megarl.config.schema import Config
 from megarl.data.prompts import PromptDataset
-from megarl.record.answers import Answer, SourceResult, results_by_source, write_answers
+from megarl.record.answers import JudgedAnswer, SourceResult, results_by_source, write_answers
 from megarl.rewards.judge import Trouble
 from megarl.rewards.manager import RewardManager
 from megarl.rollout.source import Group, RolloutSource, SamplingPlan, begin, collect
@@ -76,7 +76,9 @@ class Validator:
             troubles=troubles,
         )
 
-    def _answers(self, prompts: Sequence[Prompt], step: int, *, greedy: bool) -> tuple[list[Answer], Sequence[Trouble]]:
+    def _answers(
+        self, prompts: Sequence[Prompt], step: int, *, greedy: bool
+    ) -> tuple[list[JudgedAnswer], Sequence[Trouble]]:
         """Sample and judge answers, and return them with the troubles of their judges."""
         settings, rollout = self.config.validation, self.config.rollout
         sampling = Sampling(
@@ -100,7 +102,7 @@ class Validator:
         batch = collect(self.source, groups, timeout_s=rollout.timeout_s)
         judged = self.rewards.finish([judging], batch.samples)
         answers = [
-            Answer.of(batch.prompts[sample.uid], sample, reward, greedy=greedy, tokenizer=self.tokenizer)
+            JudgedAnswer.of(batch.prompts[sample.uid], sample, reward, greedy=greedy, tokenizer=self.tokenizer)
             for sample, reward in zip(batch.samples, judged.rewards, strict=True)
             if not reward.dropped
         ]

@@ -23,14 +23,14 @@ from megarl.rollout.source import RolloutSource
 from megarl.rollout.vllm_source import VllmSource
 from megarl.train.checkpoint import CheckpointManager
 from megarl.train.collect import Rollouts
+from megarl.train.forward import ForwardStage
 from megarl.train.gate import MismatchGate
 from megarl.train.inputs import TrainInputs, max_reward_tokens, open_sampler
 from megarl.train.loop import Trainer
 from megarl.train.model_judge import ModelJudge, ModelRewards
-from megarl.train.passes import CountedObjective, RoleScorer, RoleUpdater
+from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
 from megarl.train.policy_judge import PolicyCompletions
 from megarl.train.prompt_queue import PromptQueue
-from megarl.train.score import ScoringPasses
 from megarl.train.update import UpdateStage
 from megarl.train.validate import Validator
 from megarl.types.messages import Role
@@ -43,7 +43,7 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
     config, workers, paths, timers = inputs.config, cluster.workers, recorder.paths, Timers()
     cluster.check_serves(config, inputs.roles)
     memory = residency.MemoryLedger(workers, cluster.engines, enabled=config.placement.offload)
-    engines = EngineSupervisor(
+    supervisor = EngineSupervisor(
         cluster.engines,
         cluster.restart_engine,
         memory,
@@ -53,15 +53,15 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         verify=config.sync.verify,
     )
     names = inputs.train.environments | (frozenset() if inputs.val is None else inputs.val.environments)
-    live = VllmSource(engines, cluster.open_hosts(names, config), config.environment)
-    scheduler, source = _open_source(config, engines, live)
+    live = VllmSource(supervisor, cluster.open_hosts(names, config), config.environment)
+    scheduler, source = _open_source(config, supervisor, live)
     temperature = config.rollout.temperature
-    scorers = {
-        role.role: RoleScorer(workers, role, temperature=temperature, dims=read_model_spec(role.model.path).dims)
+    passes = {
+        role.role: RolePasses(workers, role, temperature=temperature, dims=read_model_spec(role.model.path).dims)
         for role in inputs.roles
     }
-    completions = partial(_completions, inputs, cluster, VllmSource(engines), memory)
-    rewards, validation_rewards = _reward_managers(inputs, scorers, memory, completions)
+    completions = partial(_completions, inputs, cluster, VllmSource(supervisor), memory)
+    rewards, validation_rewards = _reward_managers(inputs, passes, memory, completions)
     rollouts = Rollouts(
         config=config,
         scheduler=scheduler,
@@ -81,10 +81,10 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         recorder=recorder,
         memory=memory,
         rollouts=rollouts,
-        scoring=ScoringPasses(scorers=scorers, hints=inputs.hints, enter=memory.enter, timers=timers),
+        forward=ForwardStage(passes=passes, hints=inputs.hints, enter=memory.enter, timers=timers),
         gate=MismatchGate(config),
         updates=_update_stage(inputs, cluster, memory, timers),
-        engines=engines,
+        supervisor=supervisor,
         validator=_open_validator(inputs, live, validation_rewards, recorder, memory),
         checkpoints=CheckpointManager(paths.checkpoints, config.checkpoint, workers, recorder.require_owned),
         profiler=StepProfiler(workers, config.logging.profile_steps, paths.profile),
@@ -115,7 +115,7 @@ def _open_validator(
     )
 
 
-def _open_source(config: Config, engines: EngineSupervisor, live: VllmSource) -> tuple[Scheduler, RolloutSource]:
+def _open_source(config: Config, supervisor: EngineSupervisor, live: VllmSource) -> tuple[Scheduler, RolloutSource]:
     """Open the source of the samples to train on, and return it with the scheduler that decides what it samples.
 
     live: the source that samples with the engines.
@@ -132,12 +132,12 @@ def _open_source(config: Config, engines: EngineSupervisor, live: VllmSource) ->
     synchronous = Scheduler(prompts_per_step=num_prompts)
     if config.rollout.source == "replay":
         return synchronous, ReplaySource(directory)
-    return synchronous, RegenerateSource(directory=directory, engines=engines, max_lag=scheduler.max_lag)
+    return synchronous, RegenerateSource(directory=directory, engines=supervisor, max_lag=scheduler.max_lag)
 
 
 def _reward_managers(
     inputs: TrainInputs,
-    scorers: dict[Role, RoleScorer],
+    passes: dict[Role, RolePasses],
     memory: residency.MemoryLedger,
     completions: CompletionsOf,
 ) -> tuple[RewardManager, RewardManager]:
@@ -147,8 +147,8 @@ def _reward_managers(
     """
     model = None
     if inputs.conversations is not None:
-        limit, scorer = max_reward_tokens(inputs.config), scorers[Role.REWARD]
-        model = ModelJudge(ModelRewards(scorer, inputs.conversations, max_tokens=limit, enter=memory.enter))
+        limit, judge = max_reward_tokens(inputs.config), passes[Role.REWARD]
+        model = ModelJudge(ModelRewards(judge, inputs.conversations, max_tokens=limit, enter=memory.enter))
     val_sources = set() if inputs.val is None else inputs.val.data_sources
     sources = inputs.train.data_sources | val_sources
     rewards = open_rewards(inputs.config.rewards, sources, inputs.tokenizer, model=model, completions=completions)

@@ -14,7 +14,7 @@ sampled, and demonstrations.
 
 from typing import TYPE_CHECKING, Any
 
-from megarl.types.rows import Row, Rows, Score, row_from_sample, row_read_at_end
+from megarl.types.rows import Row, Rows, TokenQuantity, row_from_sample, row_read_at_end
 from megarl.types.samples import (
     DROPPED,
     BoolArray,
@@ -75,10 +75,10 @@ __all__ = [
     "RowBatch",
     "Rows",
     "Sample",
-    "Score",
     "ScoredBatch",
     "Segment",
     "SegmentSource",
+    "TokenQuantity",
     "ValueOutputs",
     "environment_segment",
     "pad_rows",

@@ -13,29 +13,29 @@ from megarl.types.rows import Row
 from megarl.types.samples import Reward
 
 
-class _PaddedScores:
+class _PaddedQuantities:
     """The base class of batches that hold per-token quantities [B, T], such as log-probs, by name.
 
-    `score` returns one of them; if it was not computed, the KeyError says how to have it computed.
+    `quantity` returns one of them; if it was not computed, the KeyError says how to have it computed.
     """
 
     __slots__ = ()
     loss_mask: torch.Tensor
-    scores: Mapping[str, torch.Tensor]
+    quantities: Mapping[str, torch.Tensor]
 
-    def score(self, name: str) -> torch.Tensor:
-        if name in self.scores:
-            return self.scores[name]
-        if not len(self.loss_mask):  # A batch without rows has every score, all empty.
+    def quantity(self, name: str) -> torch.Tensor:
+        if name in self.quantities:
+            return self.quantities[name]
+        if not len(self.loss_mask):  # A batch without rows has every quantity, all empty.
             return torch.zeros(self.loss_mask.shape, device=self.loss_mask.device)
         raise KeyError(
-            f"{name} was not computed for this batch (there are: {sorted(self.scores)}); "
+            f"{name} was not computed for this batch (there are: {sorted(self.quantities)}); "
             f"add it to the algorithm's requires()"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredBatch(_PaddedScores):
+class ScoredBatch(_PaddedQuantities):
     """All rows of a step with their rewards, as advantage estimators read them: complete groups, padded to [B, T].
 
     uids: B group keys. rewards: [B], one per row. correct: [B] bool. loss_mask: [B, T] bool. truncated: [B] bool, rows
@@ -48,7 +48,7 @@ class ScoredBatch(_PaddedScores):
     rewards: torch.Tensor
     correct: torch.Tensor
     loss_mask: torch.Tensor
-    scores: Mapping[str, torch.Tensor]
+    quantities: Mapping[str, torch.Tensor]
     truncated: torch.Tensor | None = None
     step: int = 0
     seed: int = 0
@@ -62,23 +62,23 @@ class ScoredBatch(_PaddedScores):
                 f"scored batch: {b} uids, rewards {tuple(self.rewards.shape)}, correct "
                 f"{tuple(self.correct.shape)}, loss_mask {tuple(self.loss_mask.shape)} do not agree"
             )
-        _check_shapes(self.scores, self.loss_mask)
+        _check_shapes(self.quantities, self.loss_mask)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowBatch(_PaddedScores):
+class RowBatch(_PaddedQuantities):
     """One micro-batch as loss functions read it: complete rows padded to [B, T], under every parallel layout."""
 
     labels: tuple[str, ...]
     loss_mask: torch.Tensor
-    scores: Mapping[str, torch.Tensor]
+    quantities: Mapping[str, torch.Tensor]
 
     def __post_init__(self) -> None:
-        _check_shapes(self.scores, self.loss_mask)
+        _check_shapes(self.quantities, self.loss_mask)
 
 
-def _check_shapes(scores: Mapping[str, torch.Tensor], loss_mask: torch.Tensor) -> None:
-    for name, value in scores.items():
+def _check_shapes(quantities: Mapping[str, torch.Tensor], loss_mask: torch.Tensor) -> None:
+    for name, value in quantities.items():
         if value.shape != loss_mask.shape:
             raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected {tuple(loss_mask.shape)}")
 
@@ -91,11 +91,11 @@ def scored_batch(
     step: int = 0,
     seed: int = 0,
 ) -> ScoredBatch:
-    """Pad the rows of a step and add their rewards, for the advantage estimator; scores are float32 on the host.
+    """Pad the rows of a step and add their rewards, for the advantage estimator; quantities are float32 on the host.
 
     >>> verdicts = [Reward(score=1.0, correct=True, details={"format": 0.25})]
     >>> batch = scored_batch([row([1, 0], values=[0.5, 0.0])], verdicts)
-    >>> batch.scores["values"].tolist(), batch.details["format"].tolist()
+    >>> batch.quantities["values"].tolist(), batch.details["format"].tolist()
     ([[0.5, 0.0]], [0.25])
     """
     silent = sorted({name for reward in rewards for name in reward.no_opinion})
@@ -105,7 +105,7 @@ def scored_batch(
         rewards=torch.tensor([r.score for r in rewards], dtype=torch.float32),
         correct=torch.tensor([r.correct for r in rewards], dtype=torch.bool),
         loss_mask=pad_rows([r.loss_mask for r in rows], dtype=torch.bool),
-        scores=_pad_scores(rows),
+        quantities=_pad_quantities(rows),
         truncated=None if truncated is None else torch.tensor(truncated, dtype=torch.bool),
         step=step,
         seed=seed,
@@ -114,14 +114,18 @@ def scored_batch(
     )
 
 
-def _pad_scores(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """Pad the scores of rows to [B, T], by name; raise ValueError unless all rows have the same names of scores."""
-    names = rows[0].scores.keys() if rows else frozenset()
+def _pad_quantities(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    """Pad the quantities of rows to [B, T], by name; raise ValueError unless all rows have the same names of
+    quantities.
+    """
+    names = rows[0].quantities.keys() if rows else frozenset()
     for row in rows:
-        if row.scores.keys() != names:
-            differing = sorted(row.scores.keys() ^ names)
-            raise ValueError(f"row {row.label}: {differing} are scores of some rows only; score all of a batch alike")
-    return {name: pad_rows([row.scores[name] for row in rows], dtype=torch.float32) for name in names}
+        if row.quantities.keys() != names:
+            differing = sorted(row.quantities.keys() ^ names)
+            raise ValueError(
+                f"row {row.label}: {differing} are quantities of some rows only; compute them for all rows of a batch"
+            )
+    return {name: pad_rows([row.quantities[name] for row in rows], dtype=torch.float32) for name in names}
 
 
 def row_batch(rows: Sequence[Row], *, device: torch.device) -> RowBatch:
@@ -133,7 +137,7 @@ def row_batch(rows: Sequence[Row], *, device: torch.device) -> RowBatch:
     return RowBatch(
         labels=tuple(r.label for r in rows),
         loss_mask=pad_rows([r.loss_mask for r in rows], dtype=torch.bool).to(device),
-        scores={name: values.to(device) for name, values in _pad_scores(rows).items()},
+        quantities={name: values.to(device) for name, values in _pad_quantities(rows).items()},
     )
 
 
@@ -176,9 +180,9 @@ ModelOutputs: TypeAlias = PolicyOutputs | ValueOutputs
 class Advantages:
     """The advantages [B, T] of a batch, 0 outside the loss mask, with metrics to log.
 
-    scores: further tensors [B, T] that the updates need, by name, such as `returns` and `correction`.
+    quantities: further tensors [B, T] that the updates need, by name, such as `returns` and `correction`.
     """
 
     values: torch.Tensor
-    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    quantities: Mapping[str, torch.Tensor] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -103,7 +103,7 @@ class MicroBatchPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreRequest:
+class ForwardRequest:
     """A request for one forward pass of a role over a batch; log-probs and entropies are taken at `temperature`.
     paired: each micro-batch holds rows, then the same responses after other prompts; the pass also computes, per
     response token, KL(policy after the other prompt ‖ policy after the row's own).
@@ -116,13 +116,14 @@ class ScoreRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowScores:
-    """The per-token results of a scoring pass for some rows, float32 and 0 outside the loss mask.
+class ForwardResult:
+    """The per-token results of a forward pass for some rows, float32 and 0 outside the loss mask.
 
-    scores: name (`logprobs` and `entropy`, `values` of a scalar head, or `kl` of pairs) → row index in the batch → [R].
+    quantities: name (`logprobs` and `entropy`, `values` of a scalar head, or `kl` of pairs) → row index in the batch →
+    [R].
     """
 
-    scores: Mapping[str, Mapping[int, FloatArray]]
+    quantities: Mapping[str, Mapping[int, FloatArray]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias, TypeVar
 import torch
 
 from megarl.types.batches import Advantages, PolicyOutputs, RowBatch, ScoredBatch
-from megarl.types.rows import Row, Score
+from megarl.types.rows import Row, TokenQuantity
 
 # The numbers that sums are divided by, under names that the objective chooses: counts over one optimizer mini-batch
 # (all micro-batches × data-parallel ranks), at least 1 each.
@@ -80,7 +80,9 @@ class Objective(Protocol[OutputsT]):
 
     @property
     def reads(self) -> frozenset[str]:
-        """Return the names of the scores that the loss reads if rows have them; other scores are not sent to ranks."""
+        """Return the names of the quantities that the loss reads if rows have them; other quantities are not sent to
+        ranks.
+        """
 
     def loss(self, rows: RowBatch, out: OutputsT, state: AlgoState) -> LossSums:
         """Return the local sums of the loss and of its metrics over a micro-batch."""
@@ -89,8 +91,10 @@ class Objective(Protocol[OutputsT]):
 class Algorithm(Objective[PolicyOutputs], Protocol):
     """An RL algorithm: the loss, the advantages and the denominators. Implementations are picklable and stateless."""
 
-    def requires(self) -> frozenset[Score]:
-        """Return the names of the scores that must be computed for the whole batch before `advantages` is called."""
+    def requires(self) -> frozenset[TokenQuantity]:
+        """Return the names of the quantities that must be computed for the whole batch before `advantages` is
+        called.
+        """
 
     def initial_state(self) -> AlgoState:
         """Return the algorithm's state (such as the KL coefficient) before the first step."""

@@ -1,4 +1,6 @@
-"""Define `Row`, the form of a sample that the trainer's ranks get, and the per-token scores that can be added to it."""
+"""Define `Row`, the form of a sample that the trainer's ranks get, and the per-token quantities that can be added to
+it.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +21,7 @@ from megarl.types.samples import (
 )
 
 
-class Score(StrEnum):
+class TokenQuantity(StrEnum):
     """The names of quantities per token that a forward pass can compute before the update, such as log-probs."""
 
     OLD_LOGPROBS = "old_logprobs"
@@ -38,7 +40,7 @@ class Row:
     """One sample (prompt and response) in the form that the trainer's ranks get; per-token arrays are [R], R the
     response length.
 
-    `scores` holds per-token results by name (`old_logprobs`, `ref_logprobs`, `rollout_logprobs`, `advantages`).
+    `quantities` holds per-token results by name (`old_logprobs`, `ref_logprobs`, `rollout_logprobs`, `advantages`).
     `routed_experts` is that of `Sample`. nucleus: [R, K] int32, the ids of the tokens that each response token was
     sampled from, itself among them, then -1; only -1 if it was sampled from the whole vocabulary or not at all. None:
     all were.
@@ -49,7 +51,7 @@ class Row:
     token_ids: IntArray
     num_prompt_tokens: int
     loss_mask: BoolArray
-    scores: Mapping[str, FloatArray] = field(default_factory=dict)
+    quantities: Mapping[str, FloatArray] = field(default_factory=dict)
     routed_experts: ExpertArray | None = None
     nucleus: NucleusArray | None = None
 
@@ -57,7 +59,7 @@ class Row:
         num_response = len(self.token_ids) - self.num_prompt_tokens
         if self.num_prompt_tokens < 1:
             raise ValueError(f"row {self.label}: needs at least one prompt token to predict the first label from")
-        for name, value in {"loss_mask": self.loss_mask, **self.scores}.items():
+        for name, value in {"loss_mask": self.loss_mask, **self.quantities}.items():
             if value.shape != (num_response,):
                 raise ValueError(f"row {self.label}: {name} has shape {value.shape}, expected ({num_response},)")
         require_experts_of_tokens(self.routed_experts, len(self.token_ids), f"row {self.label}")
@@ -85,19 +87,20 @@ class Row:
     def num_loss_tokens(self) -> int:
         return int(self.loss_mask.sum())
 
-    def with_scores(self, **scores: FloatArray) -> "Row":
-        """Return the row with these scores added; a score that exists under the same name is replaced."""
-        return replace(self, scores={**self.scores, **scores})
+    def with_quantities(self, **quantities: FloatArray) -> "Row":
+        """Return the row with these quantities added; a quantity that exists under the same name is replaced."""
+        return replace(self, quantities={**self.quantities, **quantities})
 
     def only(self, names: Collection[str], *, routed_experts: bool = False, nucleus: bool = False) -> "Row":
-        """Return a copy of the row without its scores (per-token values such as log-probs), except those in `names`.
+        """Return a copy of the row without its quantities (per-token values such as log-probs), except those in
+        `names`.
 
         The recorded experts and the nucleus (the tokens that top-p and top-k left) are also dropped, unless asked for.
         Everything else is kept.
         """
         return replace(
             self,
-            scores={name: score for name, score in self.scores.items() if name in names},
+            quantities={name: values for name, values in self.quantities.items() if name in names},
             routed_experts=self.routed_experts if routed_experts else None,
             nucleus=self.nucleus if nucleus else None,
         )
@@ -122,13 +125,13 @@ def row_from_sample(sample: Sample) -> Row:
         token_ids=np.concatenate([sample.prompt_token_ids, sample.response_token_ids]),
         num_prompt_tokens=len(sample.prompt_token_ids),
         loss_mask=sample.loss_mask,
-        scores={"rollout_logprobs": sample.rollout_logprobs},
+        quantities={"rollout_logprobs": sample.rollout_logprobs},
         routed_experts=sample.routed_experts,
         nucleus=sample.nucleus,
     )
 
 
-def row_read_at_end(uid: str, sample_index: int, token_ids: IntArray, **scores: float) -> Row:
+def row_read_at_end(uid: str, sample_index: int, token_ids: IntArray, **quantities: float) -> Row:
     """Make a row of a whole sequence, such that a scalar head's score at its last token becomes the row's only output.
 
     Heads compute the output of a response token from the token before it. The response is therefore a single token
@@ -143,5 +146,5 @@ def row_read_at_end(uid: str, sample_index: int, token_ids: IntArray, **scores: 
         token_ids=np.append(token_ids, token_ids[-1:]),
         num_prompt_tokens=len(token_ids),
         loss_mask=np.ones(1, dtype=np.bool_),
-        scores={name: np.full(1, value, dtype=np.float32) for name, value in scores.items()},
+        quantities={name: np.full(1, value, dtype=np.float32) for name, value in quantities.items()},
     )

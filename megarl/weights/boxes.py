@@ -14,7 +14,7 @@ Index: TypeAlias = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BoxPart:
     """A part of a wanted box, and the indices (in a list of held boxes) of all boxes that contain this part."""
 
     box: Box
@@ -53,7 +53,7 @@ def intersection(left: Box, right: Box) -> Box | None:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def pieces(wanted: Box, held: tuple[Box, ...]) -> tuple[Piece, ...]:
+def pieces(wanted: Box, held: tuple[Box, ...]) -> tuple[BoxPart, ...]:
     """Cut the box `wanted` wherever a box of `held` begins or ends; return the disjoint pieces in row-major order.
 
     Results are cached, because all layers of a model have the same boxes.
@@ -63,7 +63,7 @@ def pieces(wanted: Box, held: tuple[Box, ...]) -> tuple[Piece, ...]:
         inner = {place for box in held for place in box[axis] if start < place < end}
         ranges.append(list(itertools.pairwise(sorted({start, end, *inner}))))
     grid = itertools.product(*ranges)
-    return tuple(Piece(box, tuple(i for i, each in enumerate(held) if contains(each, box))) for box in grid)
+    return tuple(BoxPart(box, tuple(i for i, each in enumerate(held) if contains(each, box))) for box in grid)
 
 
 def split_rows(box: Box, max_elements: int) -> list[Box]:

@@ -49,14 +49,14 @@ class Batch:
     def num_tokens(self) -> int:
         return int(self.mask.sum())
 
-    def scored(self, **scores: Tensor) -> ScoredBatch:
-        """What our advantage estimators read; `scores` besides the values."""
+    def scored(self, **quantities: Tensor) -> ScoredBatch:
+        """What our advantage estimators read; `quantities` besides the values."""
         return ScoredBatch(
             uids=self.uids,
             rewards=self.rewards,
             correct=self.rewards > 0,
             loss_mask=self.mask,
-            scores={"values": self.values, **scores},
+            quantities={"values": self.values, **quantities},
         )
 
 
@@ -123,8 +123,8 @@ def reordered(batch: Batch, order: Tensor) -> Batch:
     return Batch(uids=tuple(batch.uids[i] for i in order.tolist()), **tensors)
 
 
-def our_advantages(batch: Batch, cfg: AdvantageConfig, **scores: Tensor) -> Tensor:
-    return compute_advantages(batch.scored(**scores), cfg).advantages
+def our_advantages(batch: Batch, cfg: AdvantageConfig, **quantities: Tensor) -> Tensor:
+    return compute_advantages(batch.scored(**quantities), cfg).advantages
 
 
 def objective(loss: Tensor, mask: Tensor, aggregation: str) -> Tensor:

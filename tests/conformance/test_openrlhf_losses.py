@@ -138,7 +138,9 @@ def test_gspo(seed: int, to_engine: bool, low: float, high: float, layout: str) 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_value_loss(seed: int, clip: float | None) -> None:
     batch = random_batch(seed, holes=True)
-    rows = RowBatch(labels=batch.uids, loss_mask=batch.mask, scores={"returns": batch.returns, "values": batch.values})
+    rows = RowBatch(
+        labels=batch.uids, loss_mask=batch.mask, quantities={"returns": batch.returns, "values": batch.values}
+    )
     assert_same_loss(
         lambda v: (
             ValueLoss(clip=clip).loss(rows, ValueOutputs(values=v), AlgoState()).objective["tokens"] / batch.num_tokens
@@ -152,7 +154,7 @@ def test_value_loss(seed: int, clip: float | None) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_supervised_loss(seed: int) -> None:
     batch = random_batch(seed, holes=True)
-    rows = RowBatch(labels=batch.uids, loss_mask=batch.mask, scores={})
+    rows = RowBatch(labels=batch.uids, loss_mask=batch.mask, quantities={})
 
     def ours(logprobs: Tensor) -> Tensor:
         out = PolicyOutputs(logprobs=logprobs, entropy=None)

@@ -23,8 +23,8 @@ GROUPS = (NUM_PAIRS, NUM_PAIRS)
 def sums(batch: Batch, name: str, logprobs: Tensor, *, kl: float = 0.0, **settings: float) -> LossSums:
     """Our loss and metrics, summed over the pairs."""
     cfg = TrainPreferenceConfig(objective=name, beta=BETA, **settings)  # type: ignore[arg-type]
-    scores = {"ref_logprobs": batch.ref_logprobs, "batch_kl": torch.full_like(logprobs, kl)}
-    rows = RowBatch(labels=batch.uids, loss_mask=batch.mask, scores=scores)
+    quantities = {"ref_logprobs": batch.ref_logprobs, "batch_kl": torch.full_like(logprobs, kl)}
+    rows = RowBatch(labels=batch.uids, loss_mask=batch.mask, quantities=quantities)
     return preference_objective(cfg).loss(rows, PolicyOutputs(logprobs=logprobs, entropy=None), AlgoState())
 
 

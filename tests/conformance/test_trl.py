@@ -174,12 +174,12 @@ def our_loss(
     kl = KLConfig(where="loss" if kl_coef else "none", estimator="k3", coef=kl_coef)
     cfg = AlgoConfig(policy_loss=case.loss, aggregation=case.aggregation, kl=kl, entropy_coef=entropy_coef)
     algorithm = ComposedAlgorithm(cfg=cfg, horizon_tokens=HORIZON_TOKENS, max_response_tokens=HORIZON_TOKENS)
-    scores = {
+    quantities = {
         "advantages": batch.advantages,
         "old_logprobs": batch.old_logprobs,
         "ref_logprobs": batch.ref_logprobs,
     }
-    rows = RowBatch(labels=batch.uids, loss_mask=batch.mask, scores=scores)
+    rows = RowBatch(labels=batch.uids, loss_mask=batch.mask, quantities=quantities)
     counted = [
         Row(uid=uid, sample_index=i, token_ids=np.zeros(len(mask) + 1, np.int64), num_prompt_tokens=1, loss_mask=mask)
         for i, (uid, mask) in enumerate(zip(batch.uids, batch.mask.numpy(), strict=True))

@@ -355,7 +355,9 @@ def test_losses_by_covariance_choose_alike_at_the_first_update(seed: int) -> Non
 @pytest.mark.parametrize("seed", SEEDS)
 def test_value_loss(seed: int, clip: float) -> None:
     batch = random_batch(seed, holes=True)
-    rows = RowBatch(labels=batch.uids, loss_mask=batch.mask, scores={"returns": batch.returns, "values": batch.values})
+    rows = RowBatch(
+        labels=batch.uids, loss_mask=batch.mask, quantities={"returns": batch.returns, "values": batch.values}
+    )
     at = batch.values + batch.advantages
     value_loss = ValueLoss(clip=clip if clip < 1e9 else None)
 

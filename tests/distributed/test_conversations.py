@@ -14,7 +14,7 @@ from megarl.algos.build import build_algorithm
 from megarl.algos.token_rewards import TURN_REWARDS
 from megarl.config.algo import AdvantageConfig, AlgoConfig
 from megarl.config.schema import LayoutConfig
-from megarl.train.score import with_advantages
+from megarl.train.forward import with_advantages
 from megarl.types import (
     FinishReason,
     Reward,
@@ -69,7 +69,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Expect
         path = make_model(directory / "model", model, tied=False, num_hidden_layers=4)
         objective = Objective(per_row=False, entropy_coef=0.0, kl_coef=0.0, temperature=TEMPERATURE)
         trainer = DensePolicy(path, objective, ADAM)
-        replay = Replay(name="token-mean", path=path, rows=scored_rows(trainer))
+        replay = Replay(name="token-mean", path=path, rows=filled_rows(trainer))
         steps = [trainer.step(replay.rows, lr) for lr in LEARNING_RATES]
         trainer.model.float().save_pretrained(directory / "after")
         return Expected(replay=replay, steps=steps, weights=load_file(directory / "after" / "model.safetensors"))
@@ -100,29 +100,29 @@ def conversation(index: int, rng: np.random.Generator) -> Sample:
     return Sample(uid="q", sample_index=index, seed=0, segments=tuple(segments), finish_reason=FinishReason.STOP)
 
 
-def scored_rows(trainer: DensePolicy) -> list[Row]:
+def filled_rows(trainer: DensePolicy) -> list[Row]:
     """Every turn has an advantage of its own; old log-probs are the policy's with noise; holes hold noise alone."""
     rng = np.random.default_rng(5)
     samples = [conversation(i, rng) for i in range(len(TURNS))]
-    rows = [row_from_sample(sample).with_scores(**{TURN_REWARDS: sample.turn_rewards}) for sample in samples]
+    rows = [row_from_sample(sample).with_quantities(**{TURN_REWARDS: sample.turn_rewards}) for sample in samples]
     rewards = [Reward(score=float(sample.turn_rewards.sum()), correct=False) for sample in samples]
     cfg = AlgoConfig(advantage=AdvantageConfig(estimator="turn_returns", gamma=0.9))
     algorithm = build_algorithm(cfg, max_response_tokens=64)
     rows = with_advantages(rows, algorithm.advantages(scored_batch(rows, rewards), algorithm.initial_state()))
-    scored = []
+    filled = []
     for row in rows:
         tokens = torch.from_numpy(row.token_ids)
         logits = trainer.model(tokens[None]).logits[0, row.num_prompt_tokens - 1 : -1].detach() / TEMPERATURE
         old = logits.log_softmax(-1).gather(-1, tokens[row.num_prompt_tokens :, None])[:, 0].numpy()
-        near = {"old_logprobs": rng.normal(old, 0.3), "advantages": row.scores["advantages"]}
+        near = {"old_logprobs": rng.normal(old, 0.3), "advantages": row.quantities["advantages"]}
         noise = rng.normal(0, 9, (2, len(old)))
-        scores = {
+        quantities = {
             name: np.where(row.loss_mask, values, n).astype(np.float32)
             for (name, values), n in zip(near.items(), noise, strict=True)
         }
         # The reference is the old policy: this objective does not read it.
-        scored.append(row.with_scores(**scores, ref_logprobs=scores["old_logprobs"]))
-    return scored
+        filled.append(row.with_quantities(**quantities, ref_logprobs=quantities["old_logprobs"]))
+    return filled
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in CASES])

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from megarl.convert.commands import mcore_to_hf
-from megarl.convert.engine import Settings
+from megarl.convert.engine import ConvertSettings
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import create_model_files, weight_specs
 from tests.helpers.convert_ranks import train_and_save
@@ -28,8 +28,8 @@ LAYOUTS = {
 }
 
 
-def settings(out: Path) -> Settings:
-    return Settings(out=out, num_workers=1)
+def settings(out: Path) -> ConvertSettings:
+    return ConvertSettings(out=out, num_workers=1)
 
 
 def actor_config(layout: LayoutConfig) -> ActorConfig:

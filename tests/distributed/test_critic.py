@@ -67,9 +67,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Steps in one layout, and what a scoring pass said before them."""
+    """Steps in one layout, and what a forward pass said before them."""
 
-    scored: list[np.ndarray]
+    outputs: list[np.ndarray]
     steps: list[Step]
 
 
@@ -87,7 +87,7 @@ class Problem:
 
 
 def concatenated(rows: Sequence[Row], name: str) -> np.ndarray:
-    return np.concatenate([row.scores[name][row.loss_mask] for row in rows])
+    return np.concatenate([row.quantities[name][row.loss_mask] for row in rows])
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def make_problem(path: Path) -> Problem:
         def near(scale: float, values: np.ndarray = values, row: Row = row) -> np.ndarray:
             return np.where(row.loss_mask, values + rng.normal(0, scale, len(values)), 0).astype(np.float32)
 
-        rows.append(row.with_scores(returns=near(1.0), values=near(0.3)))
+        rows.append(row.with_quantities(returns=near(1.0), values=near(0.3)))
     return Problem(path=path, rows=rows, dense=[critic.step(rows, lr) for lr in LEARNING_RATES])
 
 
@@ -166,7 +166,7 @@ def critic_case(
 
 def run(pools: Pools, case: CriticCase) -> Run:
     layout = case.critic.layout
-    outcomes = [o for o in pools(layout.world_size).run(run_critic, case) if o.scored is not None]
+    outcomes = [o for o in pools(layout.world_size).run(run_critic, case) if o.outputs is not None]
     assert len(outcomes) == layout.dp
     steps = []
     for step, (file,) in enumerate(case.files):
@@ -174,14 +174,14 @@ def run(pools: Pools, case: CriticCase) -> Run:
         assert all(result.metrics == results[0].metrics for result in results)
         values = merge([result.before for result in results], len(case.rows))
         steps.append(Step(metrics=results[0].metrics, values=values, weights=load_file(file)))
-    scored = merge([outcome.scored.scores["values"] for outcome in outcomes], len(case.rows))
-    return Run(scored=scored, steps=steps)
+    outputs = merge([outcome.outputs.quantities["values"] for outcome in outcomes], len(case.rows))
+    return Run(outputs=outputs, steps=steps)
 
 
 def assert_same_steps(got: Run, problem: Problem) -> None:
     """Losses, values, gradient norms and weights of both steps."""
     first = np.concatenate(problem.dense[0].before)
-    assert_within("scored values", np.concatenate(got.scored), first, atol=VALUE)
+    assert_within("scored values", np.concatenate(got.outputs), first, atol=VALUE)
     for mine, dense in zip(got.steps, problem.dense, strict=True):
         assert_within("values", np.concatenate(mine.values), np.concatenate(dense.before), atol=VALUE)
         for name in ("critic/loss", "critic/vf_loss"):
@@ -240,11 +240,11 @@ def test_a_language_models_critic_starts_at_zero_and_learns_a_fixed_target(
     rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     rows = [row_from_sample(sample) for sample in random_rollout().samples]
-    rows = [row.with_scores(returns=np.where(row.loss_mask, np.float32(1.5), np.float32(0))) for row in rows]
+    rows = [row.with_quantities(returns=np.where(row.loss_mask, np.float32(1.5), np.float32(0))) for row in rows]
     path = checkpoint(tied=True, num_layers=4)
     case = critic_case(path, CASES["tp2-sp"], rows, tmp_path, rates=(1e-2,) * 6, clip=None)
     got = run(rank_pool, case)
-    assert not np.concatenate(got.scored).any()
+    assert not np.concatenate(got.outputs).any()
     losses = [step.metrics["critic/loss"] for step in got.steps]
     # v = 0: ½·1.5² on every token.
     assert losses[0] == pytest.approx(1.125)
@@ -260,10 +260,10 @@ def test_a_language_models_critic_starts_at_zero_and_learns_a_fixed_target(
 
 
 @pytest.mark.long
-def test_a_frozen_critic_scores_and_is_not_updated(rank_pool: Pools, problem: Problem, tmp_path: Path) -> None:
+def test_a_frozen_critic_computes_values_and_is_not_updated(rank_pool: Pools, problem: Problem, tmp_path: Path) -> None:
     case = critic_case(problem.path, CASES["tp2-sp"], problem.rows, tmp_path, trainable=False)
-    scored = run(rank_pool, replace(case, requests=(), files=())).scored
-    assert_within("values", np.concatenate(scored), np.concatenate(problem.dense[0].before), atol=VALUE)
+    outputs = run(rank_pool, replace(case, requests=(), files=())).outputs
+    assert_within("values", np.concatenate(outputs), np.concatenate(problem.dense[0].before), atol=VALUE)
     assert set(rank_pool(2).run(refused_update, case)) == {"the critic is frozen"}
     before = load_file(problem.path / "model.safetensors")
     after = load_file(case.files[0][0])

@@ -162,14 +162,14 @@ def assert_pairs(pool: RankPool, path: Path, layout: LayoutConfig, plan: Sequenc
     rows = pairs_of_rows()
     actor = ActorConfig(layout=layout, head=HeadConfig(chunk_tokens=7))
     model = ModelConfig(path=str(path), dtype="float32")
-    results = pool.run(ranks.score_pairs, actor, model, rows, with_twins(plan), temperature=TEMPERATURE)
+    results = pool.run(ranks.forward_pairs, actor, model, rows, with_twins(plan), temperature=TEMPERATURE)
     reported = [result for result in results if result is not None]
     assert len(reported) == layout.dp
-    assert all(set(result.scores) == {"logprobs", "entropy", "kl"} for result in reported)
-    logprobs = merge([result.scores["logprobs"] for result in reported], len(rows))
+    assert all(set(result.quantities) == {"logprobs", "entropy", "kl"} for result in reported)
+    logprobs = merge([result.quantities["logprobs"] for result in reported], len(rows))
     for values, dense in zip(logprobs, dense_logprobs(path, rows), strict=True):
         assert_within("log-probs", values, dense, atol=TOLERANCE)
-    got, expected = merge([result.scores["kl"] for result in reported], len(rows)), dense_pairs(path, rows)
+    got, expected = merge([result.quantities["kl"] for result in reported], len(rows)), dense_pairs(path, rows)
     for kl, dense in zip(got, expected, strict=False):
         assert_within("KL", kl, dense, atol=TOLERANCE)
     # Twins answer nothing.

@@ -12,7 +12,7 @@ import torch
 from megarl.algos.build import build_algorithm
 from megarl.config.schema import HeadConfig, LayoutConfig, ModelConfig
 from megarl.types import Row
-from megarl.types.messages import RowScores, UpdateRequest, UpdateResult
+from megarl.types.messages import ForwardResult, UpdateRequest, UpdateResult
 from megarl.weights.safetensors_map import dtype_of
 from tests.helpers import head_ranks
 from tests.helpers.checkpoints import VOCAB_SIZE, load_hf
@@ -148,12 +148,12 @@ def run_updates(
 
 def outcome_of(ranks: Sequence[HeadUpdate], num_rows: int) -> Outcome:
     results: list[UpdateResult] = [rank.result for rank in ranks if rank.result is not None]
-    scores: list[RowScores] = [rank.after for rank in ranks if rank.after is not None]
+    passes: list[ForwardResult] = [rank.after for rank in ranks if rank.after is not None]
     assert all(result.metrics == results[0].metrics for result in results)
     return Outcome(
         metrics=dict(results[0].metrics),
         before=merge([result.before for result in results], num_rows),
-        after=merge([score.scores["logprobs"] for score in scores], num_rows),
+        after=merge([each.quantities["logprobs"] for each in passes], num_rows),
         regimes={regime for rank in ranks for regime in rank.regimes},
     )
 
@@ -211,7 +211,7 @@ def test_every_regime_is_the_same_update_on_nuclei(
     assert np.concatenate(shifts).max() > 3
     shifted = ("old_logprobs", "ref_logprobs")
     rows = [
-        row.with_scores(**{name: row.scores[name] + shift for name in shifted})
+        row.with_quantities(**{name: row.quantities[name] + shift for name in shifted})
         for row, shift in zip(rows, shifts, strict=True)
     ]
     replay = replace(replay, rows=rows)

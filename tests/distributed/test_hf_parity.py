@@ -79,13 +79,17 @@ def test_logprobs_and_entropy(rank_pool: GetPool, checkpoint: GetCheckpoint, lay
     actor = ActorConfig(layout=layout, head=HeadConfig(chunk_tokens=7))
     model = ModelConfig(path=str(path), dtype="float32")
     micro_batches = [[0, 3, 1], [6], [5, 2, 4]]
-    scores = rank_pool(layout.world_size).run(ranks.score, actor, model, rows, micro_batches, temperature=TEMPERATURE)
-    assert all(result is None for result in scores[1:])
-    assert sorted(scores[0].scores["logprobs"]) == sorted(scores[0].scores["entropy"]) == list(range(len(rows)))
+    results = rank_pool(layout.world_size).run(
+        ranks.forward_actor, actor, model, rows, micro_batches, temperature=TEMPERATURE
+    )
+    assert all(result is None for result in results[1:])
+    assert (
+        sorted(results[0].quantities["logprobs"]) == sorted(results[0].quantities["entropy"]) == list(range(len(rows)))
+    )
     for i, row in enumerate(rows):
         logprobs, entropy = dense_scores(path, row)
-        assert_within("log-probs", scores[0].scores["logprobs"][i], logprobs, atol=TOLERANCE)
-        assert_within("entropy", scores[0].scores["entropy"][i], entropy, atol=TOLERANCE)
+        assert_within("log-probs", results[0].quantities["logprobs"][i], logprobs, atol=TOLERANCE)
+        assert_within("entropy", results[0].quantities["entropy"][i], entropy, atol=TOLERANCE)
 
 
 def masked_out(row: Row) -> Row:

@@ -159,8 +159,8 @@ def score(pool: RankPool, path: Path, rows: Sequence[Row], *, replay_routing: bo
     actor = ActorConfig(layout=LayoutConfig(cp=cp), moe=MoeConfig(replay_routing=replay_routing))
     model = ModelConfig(path=str(path), dtype="float32", vocab_multiple=4)
     batches = [[i, i + 1] for i in range(0, len(rows), 2)]
-    scores = pool.run(ranks.score, actor, model, rows, batches, temperature=1.0)[0]
-    return [scores.scores["logprobs"][i] for i in range(len(rows))]
+    result = pool.run(ranks.forward_actor, actor, model, rows, batches, temperature=1.0)[0]
+    return [result.quantities["logprobs"][i] for i in range(len(rows))]
 
 
 @pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.long)])

@@ -70,13 +70,13 @@ def test_nan_weight(rank_pool: GetPool, spoiled: Path, layout: LayoutConfig) -> 
         ("advantages", 1e30, "step 3: gradient norm of the actor is inf; "),
     ],
 )
-def test_scores_that_are_not_finite(
+def test_quantities_that_are_not_finite(
     rank_pool: GetPool, checkpoint: GetCheckpoint, name: str, value: float, message: str
 ) -> None:
     rows = rows_with_bad_token(-1)
     broken = np.where(rows[2].loss_mask, np.float32(value), np.float32(0))
-    rows = [row.with_scores(old_logprobs=np.zeros(row.num_response_tokens, np.float32)) for row in rows]
-    rows[2] = rows[2].with_scores(**{name: broken})
+    rows = [row.with_quantities(old_logprobs=np.zeros(row.num_response_tokens, np.float32)) for row in rows]
+    rows[2] = rows[2].with_quantities(**{name: broken})
     model = ModelConfig(path=str(checkpoint(tied=False)), dtype="float32")
     got = rank_pool(1).run(
         ranks.non_finite_messages, ActorConfig(), model, rows, MICRO_BATCHES, update_request(rows, step=STEP)

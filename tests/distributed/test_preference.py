@@ -49,7 +49,7 @@ def preference_pairs() -> list[Row]:
     prompts, responses = rng.integers(1, 9, 7), rng.integers(1, 30, 14)
     rows = random_rows([(int(prompts[i % 7]), int(num)) for i, num in enumerate(responses)], seed=3, holes=False)
     return [
-        row.with_scores(
+        row.with_quantities(
             ref_logprobs=rng.normal(-5.5, 0.3, row.num_response_tokens).astype(np.float32),
             batch_kl=np.full(row.num_response_tokens, 0.8, np.float32),
         )

@@ -116,7 +116,7 @@ SHORT = {
     ("pp2 vpp2", "token-mean"),
     ("cp2", "gspo"),
 }
-# These differ from the others in pure functions, which unit tests cover, and in scores that rows carry.
+# These differ from the others in pure functions, which unit tests cover, and in quantities that rows carry.
 RARE = ("gmpo", "sapo", "clip_cov", "kl_cov")
 
 PAIRS = [
@@ -193,7 +193,7 @@ def test_a_small_mistake_would_be_seen(rank_pool: GetPool, baseline: Callable[[s
     """Advantages of the longest of twelve rows off by 2 %: loss, gradient norm and weights leave their tolerances."""
     replay, expected = baseline("token-mean").replay, baseline("token-mean").run.steps[0]
     longest = max(replay.rows, key=lambda row: row.num_loss_tokens)
-    wrong = longest.with_scores(advantages=longest.scores["advantages"] * np.float32(1.02))
+    wrong = longest.with_quantities(advantages=longest.quantities["advantages"] * np.float32(1.02))
     changed = replace(replay, rows=[wrong if row is longest else row for row in replay.rows])
     got = run_replay(changed, rank_pool(1), BASELINE.actor, one_batch(replay.rows), tmp_path).steps[0]
     loss_error, norm_error = (abs(got.metrics[n] - expected.metrics[n]) for n in ("actor/loss", "actor/grad_norm"))

@@ -94,10 +94,10 @@ def test_scores_are_those_of_transformers(rank_pool: Pools, model: Path, name: s
         plan = [[[i] for i in range(len(rows))]]
     case = CriticCase(critic=role(model, layout, trainable=False), rows=rows, micro_batches=plan, requests=(), files=())
     outcomes = rank_pool(layout.world_size).run(run_critic, case)
-    scored = merge([o.scored.scores["values"] for o in outcomes if o.scored is not None], len(rows))
+    outputs = merge([o.outputs.quantities["values"] for o in outcomes if o.outputs is not None], len(rows))
     expected = padded_scores(model, tokens)
     assert expected.std() > 1000 * OUTPUT
-    assert_within("scores", np.concatenate(scored), expected, atol=OUTPUT)
+    assert_within("scores", np.concatenate(outputs), expected, atol=OUTPUT)
 
 
 @dataclass(slots=True)

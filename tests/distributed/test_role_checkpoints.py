@@ -19,7 +19,7 @@ pytestmark = pytest.mark.long
 Pools: TypeAlias = Callable[[int], RankPool]
 
 ROWS = [
-    row.with_scores(returns=np.where(row.loss_mask, np.float32(i % 3), np.float32(0)))
+    row.with_quantities(returns=np.where(row.loss_mask, np.float32(i % 3), np.float32(0)))
     for i, row in enumerate(random_rows([(5, 12), (3, 20), (9, 7), (4, 15), (6, 18), (2, 9), (8, 14), (7, 11)]))
 ]
 TP2, DP2, PP2 = LayoutConfig(tp=2, sequence_parallel=True), LayoutConfig(dp=2), LayoutConfig(pp=2)

@@ -13,7 +13,7 @@ import pytest
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from megarl.convert.commands import hf_to_mcore, mcore_to_hf
-from megarl.convert.engine import Settings
+from megarl.convert.engine import ConvertSettings
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import INDEX_NAME, create_model_files, weight_specs
 from tests.helpers.convert_ranks import RoundTrip, through_the_trainer
@@ -37,8 +37,8 @@ CASES = [
 SHARD_BYTES = 100_000
 
 
-def settings(out: Path) -> Settings:
-    return Settings(out=out, num_workers=1)
+def settings(out: Path) -> ConvertSettings:
+    return ConvertSettings(out=out, num_workers=1)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from megarl.config.schema import LayoutConfig
 from megarl.data.demonstrations import SftDataset
 from megarl.data.packing import plan_micro_batches
 from megarl.recipes.tiny_model import make_byte_tokenizer
-from megarl.train.passes import RoleScorer
+from megarl.train.passes import RolePasses
 from megarl.train.supervised import validate_sft
 from megarl.types import FloatArray, Row
 from tests.helpers import layout_training
@@ -66,13 +66,13 @@ def sft_case(path: Path, layout: LayoutConfig, tokens: int, rows: list[Row], dir
     return training_case(trained_role(path, layout, tokens), rows, plan, requests, directory)
 
 
-class Scored:
+class MeasuredPasses:
     """A scorer that repeats what the ranks said."""
 
     def __init__(self, logprobs: Sequence[FloatArray]) -> None:
         self.logprobs = logprobs
 
-    def score(self, rows: Sequence[Row], *, step: int) -> Mapping[str, Sequence[FloatArray]]:
+    def forward(self, rows: Sequence[Row], *, step: int) -> Mapping[str, Sequence[FloatArray]]:
         return {"logprobs": self.logprobs}
 
 
@@ -91,8 +91,8 @@ def test_every_layout_trains_as_plain_torch(
     dense = DenseSft(path, ADAM)
 
     nll = np.concatenate([-dense.logprobs(row).detach().numpy()[row.loss_mask] for row in rows])
-    measured = merge([outcome.scored.scores["logprobs"] for outcome in outcomes if outcome.scored], len(rows))
-    result = validate_sft(chats, cast(RoleScorer, Scored(measured)), step=0)
+    measured = merge([outcome.outputs.quantities["logprobs"] for outcome in outcomes if outcome.outputs], len(rows))
+    result = validate_sft(chats, cast(RolePasses, MeasuredPasses(measured)), step=0)
     assert_within("held-out cross-entropy", result.metrics["val/sft/nll"], nll.mean(), atol=LOSS)
     assert_within("perplexity", result.metrics["val/sft/perplexity"] / np.exp(nll.mean()), 1.0, atol=LOSS)
     assert result.metrics["val/sft/num_tokens"] == len(nll)
@@ -117,7 +117,7 @@ def test_a_replica_without_rows_keeps_in_step(
     path, rows = checkpoint(tied=False), chats.rows([0])
     case = sft_case(path, LAYOUTS["dp2"], SPLIT, rows, tmp_path)
     outcomes = run_training(rank_pool, case)
-    assert sorted(len(outcome.scored.scores["logprobs"]) for outcome in outcomes if outcome.scored) == [0, 1]
+    assert sorted(len(outcome.outputs.quantities["logprobs"]) for outcome in outcomes if outcome.outputs) == [0, 1]
     dense = DenseSft(path, ADAM)
     for number, lr in enumerate(LEARNING_RATES):
         step = dense.step(rows, lr)

@@ -16,7 +16,7 @@ from megarl.cluster.cluster import Cluster
 from megarl.cluster.processes import wait_all
 from megarl.cluster.roles import actor_role
 from megarl.cluster.sync_plan import ends_of, engine_ranks
-from megarl.parallel.worker import PolicyWorker
+from megarl.parallel.worker import RankWorker
 from megarl.sync.plan.build import Holding
 from megarl.train.export import export_model
 from megarl.types import FloatArray, row_from_sample
@@ -62,9 +62,9 @@ def run(_: RankContext, model: str, settings: Sequence[str], export: str) -> Rep
             # Only every other sync is checked, and fills what is not sent with NaN.
             measured.append(policy.sync.push(step, verify=step % 2 == 1)["sync/wire_bytes"])
             engine.append(cluster.engines.prompt_logprobs(sequences()))
-            trainer.append(policy.score(rows_of(sequences())))
+            trainer.append(policy.logprobs(rows_of(sequences())))
         export_model(cluster.workers, actor_role(config), Path(export))
-        held = [p.call(PolicyWorker.held_weights) for p in cluster.workers.processes]
+        held = [p.call(RankWorker.held_weights) for p in cluster.workers.processes]
         boxes = wait_all(held, timeout_s=60, doing="asking what ranks hold")
         plan = sync.plan
         shapes = {name: spec.shape for name, spec in plan.specs.items()}

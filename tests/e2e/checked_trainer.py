@@ -1,4 +1,4 @@
-"""A trainer that scores the same rows as its engines after every sync."""
+"""A trainer that compares its log-probs with its engines' after every sync."""
 
 from dataclasses import dataclass, field
 
@@ -22,23 +22,23 @@ class Seen:
 
 def checked(trainer: Trainer, seen: Seen) -> Trainer:
     """The trainer, which now writes into `seen` after every sync."""
-    push = trainer.engines.push
+    push = trainer.supervisor.push
 
     def push_and_compare(version: int) -> dict[str, float]:
         metrics = push(version)
         calls = list(seen.calls)
         rows = compared_rows(trainer.inputs.spec.dims.vocab)
-        logprobs = trainer.updates.updaters[Role.ACTOR].score(rows, step=version)["logprobs"]
+        logprobs = trainer.updates.updaters[Role.ACTOR].forward(rows, step=version)["logprobs"]
         sequences = [row.token_ids.tolist() for row in rows]
         engines = trainer.cluster.engines
-        scored = [engines.prompt_logprobs(sequences, engine=i) for i in range(len(engines.processes))]
+        found = [engines.prompt_logprobs(sequences, engine=i) for i in range(len(engines.processes))]
         seen.trainer_logprobs.append(np.concatenate(logprobs).tolist())
-        seen.engine_logprobs.append([np.concatenate(each).tolist() for each in scored])
+        seen.engine_logprobs.append([np.concatenate(each).tolist() for each in found])
         # The comparison is no part of the run.
         seen.calls[:] = calls
         return metrics
 
-    trainer.engines.push = push_and_compare  # type: ignore[method-assign]
+    trainer.supervisor.push = push_and_compare  # type: ignore[method-assign]
     return trainer
 
 

@@ -13,7 +13,7 @@ from megarl.cluster.cluster import Cluster
 from megarl.cluster.roles import actor_role, roles_of
 from megarl.errors import ConfigError
 from megarl.train.export import export_model
-from megarl.train.passes import CountedObjective, RoleScorer, RoleUpdater
+from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
 from megarl.types import AlgoState, FloatArray, Row
 from megarl.types.messages import LoadRequest, Role, RoleSpec
 from tests.e2e.support import small_config
@@ -28,7 +28,7 @@ OBJECTIVES: dict[Role, CountedObjective] = {Role.ACTOR: SftAlgorithm(), Role.CRI
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What roles under some layouts say: scores before an optimizer step of actor and critic, and its metrics."""
+    """What roles under some layouts say: outputs before an optimizer step of actor and critic, and its metrics."""
 
     logprobs: list[FloatArray]
     ref_logprobs: list[FloatArray]
@@ -54,15 +54,15 @@ class Report:
 
 def rows() -> list[Row]:
     made = random_rows([(5, 12), (3, 20), (9, 7), (4, 15), (6, 18), (2, 9), (8, 14), (7, 11)])
-    return [row.with_scores(returns=np.where(row.loss_mask, np.float32(i % 3), 0)) for i, row in enumerate(made)]
+    return [row.with_quantities(returns=np.where(row.loss_mask, np.float32(i % 3), 0)) for i, row in enumerate(made)]
 
 
 class Run:
-    """Scores and updates of three roles on a cluster."""
+    """Forward passes and updates of three roles on a cluster."""
 
     def __init__(self, cluster: Cluster, roles: Sequence[RoleSpec]) -> None:
         cluster.workers.load(LoadRequest(roles=tuple(roles), seed=0))
-        self.scorers = {role.role: RoleScorer(cluster.workers, role) for role in roles}
+        self.passes = {role.role: RolePasses(cluster.workers, role) for role in roles}
         self.updaters = {
             role.role: RoleUpdater(cluster.workers, role, OBJECTIVES[role.role], total_steps=2)
             for role in roles
@@ -70,13 +70,13 @@ class Run:
         }
 
     def step(self) -> Seen:
-        """Score with everyone, then update everyone."""
-        scores = {role: scorer.score(rows(), step=1) for role, scorer in self.scorers.items()}
-        assert scores[Role.ACTOR].keys() == scores[Role.REFERENCE].keys() == {"logprobs", "entropy"}
+        """Run a forward pass of everyone, then update everyone."""
+        outputs = {role: each.forward(rows(), step=1) for role, each in self.passes.items()}
+        assert outputs[Role.ACTOR].keys() == outputs[Role.REFERENCE].keys() == {"logprobs", "entropy"}
         return Seen(
-            logprobs=scores[Role.ACTOR]["logprobs"],
-            ref_logprobs=scores[Role.REFERENCE]["logprobs"],
-            values=scores[Role.CRITIC]["values"],
+            logprobs=outputs[Role.ACTOR]["logprobs"],
+            ref_logprobs=outputs[Role.REFERENCE]["logprobs"],
+            values=outputs[Role.CRITIC]["values"],
             metrics=[dict(u.update(rows(), AlgoState(), step=1).metrics) for u in self.updaters.values()],
         )
 
@@ -101,7 +101,7 @@ def run(_: RankContext, model: str, critic: str, directory: str) -> Report:
         assert workers.finish_checkpoint(wait=True)
         apart.append(before.step())
         critic_role = roles[-1]
-        values = before.scorers[Role.CRITIC].score(rows(), step=1)["values"]
+        values = before.passes[Role.CRITIC].forward(rows(), step=1)["values"]
         export_model(workers, critic_role, export)
         after = Run(cluster, shared)
         together = [after.step(), after.step()]
@@ -116,7 +116,7 @@ def run(_: RankContext, model: str, critic: str, directory: str) -> Report:
             together=together,
             resumed=resumed,
             values_before_export=values,
-            exported=RoleScorer(workers, again).score(rows(), step=1)["values"],
+            exported=RolePasses(workers, again).forward(rows(), step=1)["values"],
             refusal=_refusal(cluster, small_config(Path(model), "use.algo=ppo", LAYOUTS[0], "critic.layout={dp: 1}")),
         )
 

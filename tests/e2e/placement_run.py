@@ -24,7 +24,7 @@ from megarl.config import load_config  # noqa: E402
 from megarl.record.recorder import RunRecorder  # noqa: E402
 from megarl.train.inputs import open_train_inputs  # noqa: E402
 from megarl.train.wiring import build_trainer  # noqa: E402
-from megarl.types.messages import ScoreRequest  # noqa: E402
+from megarl.types.messages import ForwardRequest  # noqa: E402
 from megarl.weights.safetensors_map import TensorSpec  # noqa: E402
 from tests.e2e.checked_trainer import Seen, checked  # noqa: E402
 from tests.e2e.support import TP2, move_apart  # noqa: E402
@@ -32,7 +32,7 @@ from tests.e2e.support import TP2, move_apart  # noqa: E402
 RUN_FILE = Path(__file__).parents[2] / "configs" / "run" / "sums-rl.yaml"
 # What the trainer tells ranks and engines, in the words of the memory ledger.
 RECORDED = {
-    "workers": ("load", "score", "update", "store_weights", "offload", "onload"),
+    "workers": ("load", "forward", "update", "store_weights", "offload", "onload"),
     "engines": ("flush", "sleep", "wake"),
 }
 
@@ -54,7 +54,7 @@ def record_calls(cluster: Cluster, calls: list[str]) -> None:
         @functools.wraps(call)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             words = [a if isinstance(a, str) else "+".join(sorted(a)) for a in args if _is_text(a)]
-            words += [a.role for a in args if isinstance(a, ScoreRequest)]
+            words += [a.role for a in args if isinstance(a, ForwardRequest)]
             calls.append(" ".join([name, *words]))
             return call(*args, **kwargs)
 

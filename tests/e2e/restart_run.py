@@ -74,7 +74,7 @@ def _train(cluster: Cluster, settings: Sequence[str], death: Death | None) -> Se
     recorder = RunRecorder(config)
     trainer = build_trainer(open_train_inputs(config), cluster, recorder)
     kill, num_again = Kill(cluster, death), list[int]()
-    check, push, start_again = trainer.gate.check, trainer.engines.push, cluster.engines.start_again
+    check, push, start_again = trainer.gate.check, trainer.supervisor.push, cluster.engines.start_again
     finish, step = Group.finish, 0
 
     async def deadly_finish(group: Group, sample: Sample) -> None:
@@ -91,7 +91,7 @@ def _train(cluster: Cluster, settings: Sequence[str], death: Death | None) -> Se
         kill("syncing", version)
         return push(version)
 
-    trainer.engines.push = deadly_push  # type: ignore[method-assign]
+    trainer.supervisor.push = deadly_push  # type: ignore[method-assign]
 
     def counted(engine: int, *, exactly: bool) -> None:
         num_again.append(sum(each.engine == engine for each in cluster.engines._open.values()))

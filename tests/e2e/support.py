@@ -21,7 +21,7 @@ from megarl.host import loop
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.source import Doing, Group, SamplingPlan, collect
 from megarl.rollout.vllm_source import VllmSource
-from megarl.train.passes import RoleScorer, RoleUpdater
+from megarl.train.passes import RolePasses, RoleUpdater
 from megarl.types import FloatArray, Prompt, RolloutBatch, Row, Sample
 from megarl.types.messages import LoadRequest
 from megarl.weights.families import ModelSpec, read_model_spec
@@ -158,16 +158,16 @@ class Policy:
             at_first(source, groups)
         return collect(source, groups, timeout_s=60.0)
 
-    def score(self, rows: Sequence[Row], *, temperature: float = 1.0) -> list[FloatArray]:
+    def logprobs(self, rows: Sequence[Row], *, temperature: float = 1.0) -> list[FloatArray]:
         """The trainer's log-probs."""
-        scorer = RoleScorer(self.cluster.workers, actor_role(self.config), temperature=temperature)
-        return scorer.score(rows, step=0)["logprobs"]
+        passes = RolePasses(self.cluster.workers, actor_role(self.config), temperature=temperature)
+        return passes.forward(rows, step=0)["logprobs"]
 
     def update(self, rows: Sequence[Row], *, step: int) -> None:
         """A GRPO update that makes every other row likelier and the rest less likely."""
-        old = self.score(rows)
+        old = self.logprobs(rows)
         judged = [
-            row.with_scores(
+            row.with_quantities(
                 old_logprobs=old[i], advantages=np.full(row.num_response_tokens, 1 - 2 * (i % 2), dtype=np.float32)
             )
             for i, row in enumerate(rows)

@@ -55,7 +55,7 @@ def test_three_steps_over_two_stages(algorithm: str, model: Path, sums: TaskFile
 @pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["cpo", "luffy", "ppo", "turn_returns"])
 def test_three_steps_on_conversations(algorithm: str, model: Path, sums: TaskFiles, tmp_path: Path) -> None:
-    """With a hint in the scoring pass alone, and with demonstrations that are the first turn or its beginning."""
+    """With a hint in the forward pass alone, and with demonstrations that are the first turn or its beginning."""
     paths = three_steps(algorithm, model, sums, tmp_path, *TALK)
     samples = [sample for step in range(1, 4) for sample in read_record(record_path(paths.records, step)).samples]
     sources = [[segment.source for segment in sample.segments[1:]] for sample in samples]

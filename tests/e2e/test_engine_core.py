@@ -72,11 +72,11 @@ def test_syncs_and_deaths_of_an_engine_with_two_workers(tmp_path: Path) -> None:
         samples = policy.rollout(random_prompts([8] * 12), max_tokens=176, step=2, at_first=push).samples
         versions = np.concatenate([sample.segments[1].weight_versions for sample in samples])
         assert set(versions.tolist()) == {0, 1}
-        given, trainer = cluster.engines.prompt_logprobs(sequences), policy.score(rows_of(sequences))
+        given, trainer = cluster.engines.prompt_logprobs(sequences), policy.logprobs(rows_of(sequences))
         assert largest_difference(given, trainer) <= NATS
         new = [row_from_sample(sample) for sample in samples if (sample.segments[1].weight_versions == 1).all()]
         if new:
-            assert mean_difference([row.scores["rollout_logprobs"] for row in new], policy.score(new)) <= NATS
+            assert mean_difference([row.quantities["rollout_logprobs"] for row in new], policy.logprobs(new)) <= NATS
         policy.sync.close()
         os.kill(engine["engine 0 worker 2"], signal.SIGKILL)
         with pytest.raises(WorkerError, match="engine 0"):

@@ -57,10 +57,10 @@ def test_syncs_of_engines_in_parts(
         policy = open_policy(cluster, config)
         policy.sync.push(0, verify=True)
         rows = [row_from_sample(sample) for sample in policy.rollout(random_prompts([12] * 4)).samples]
-        assert mean_difference([row.scores["rollout_logprobs"] for row in rows], policy.score(rows)) <= NATS
+        assert mean_difference([row.quantities["rollout_logprobs"] for row in rows], policy.logprobs(rows)) <= NATS
         policy.update(rows, step=1)
         policy.sync.push(1, verify=True)
-        given, trainer = cluster.engines.prompt_logprobs(sequences), policy.score(rows_of(sequences))
+        given, trainer = cluster.engines.prompt_logprobs(sequences), policy.logprobs(rows_of(sequences))
         assert largest_difference(given, trainer) <= NATS
         policy.sync.close()
         # Whichever node it is on, the engine is lost with its last worker, and comes back as a whole.

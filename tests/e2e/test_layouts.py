@@ -17,7 +17,7 @@ from tests.helpers.rank_pool import RankPool
 # Minutes beside what the default set has of it.
 pytestmark = pytest.mark.long
 
-# float32 rounding; an optimizer step moves scores by 1e-2 and more.
+# float32 rounding; an optimizer step moves log-probs and values by 1e-2 and more.
 SCORE = 1e-5
 MOVED = 1e-3
 
@@ -58,7 +58,7 @@ def test_each_layout_has_ranks_of_its_own(report: Report) -> None:
     ]
 
 
-def test_scores_and_updates_are_those_of_a_shared_layout(report: Report) -> None:
+def test_forward_passes_and_updates_are_those_of_a_shared_layout(report: Report) -> None:
     for apart, together in zip(report.apart, report.together, strict=True):
         assert_same(apart, together)
     first, second = report.apart

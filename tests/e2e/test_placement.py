@@ -53,15 +53,15 @@ STEP_1 = """
     engines.flush
     engines.sleep
     workers.onload reference params
-    workers.score reference
+    workers.forward reference
     workers.offload reference params
     workers.onload actor params
-    workers.score actor
+    workers.forward actor
     workers.onload actor grads+optimizer
     workers.update
 """
-# Without the first step's comparison of log-probs nobody scores with the actor.
-STEP_2 = STEP_1.replace("    workers.onload actor params\n    workers.score actor\n", "").replace(
+# Without the first step's comparison of log-probs the actor has no forward pass before its update.
+STEP_2 = STEP_1.replace("    workers.onload actor params\n    workers.forward actor\n", "").replace(
     "onload actor grads+optimizer", "onload actor grads+optimizer+params"
 )
 AFTER_UPDATE = """

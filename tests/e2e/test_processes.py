@@ -111,7 +111,7 @@ ENDINGS = {
         signum=signal.SIGKILL,
         target="ray::EngineActor",
         exit_code=1,
-        message=r"error: (scoring|updating|writing).*: engine 0 died; .*",
+        message=r"error: (running|updating|writing).*: engine 0 died; .*",
         hung="ray::RankActor",
         settings=NO_RESTARTS,
     ),

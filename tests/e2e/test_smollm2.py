@@ -107,9 +107,9 @@ def test_logprobs_are_as_exact_as_those_of_transformers(
     theirs = error(transformers_logprobs(smollm2, rows, getattr(torch, dtype)))
     actor, model = ActorConfig(layout=layout), ModelConfig(path=str(smollm2), dtype=dtype)
     micro_batches = [[0, 3, 1], [6, 7], [5, 2, 4]]
-    scored = rank_pool(layout.world_size).run(ranks.score, actor, model, rows, micro_batches, temperature=1.0)
-    (got,) = [result for result in scored if result is not None]
-    ours = error([got.scores["logprobs"][i] for i in range(len(rows))])
+    results = rank_pool(layout.world_size).run(ranks.forward_actor, actor, model, rows, micro_batches, temperature=1.0)
+    (got,) = [result for result in results if result is not None]
+    ours = error([got.quantities["logprobs"][i] for i in range(len(rows))])
     assert 0 < ours <= TIMES_TRANSFORMERS * theirs, (ours, theirs)
 
 
@@ -150,7 +150,7 @@ def test_rl_is_resumed_exported_evaluated_and_converted(smollm2: Path, arithmeti
     assert pq.read_metadata(out / "samples.parquet").num_rows == 16 * 3
 
 
-def test_cpo_scores_rows_with_their_hints(smollm2: Path, arithmetic: SplitFiles, tmp_path: Path) -> None:
+def test_cpo_reads_rows_with_their_hints(smollm2: Path, arithmetic: SplitFiles, tmp_path: Path) -> None:
     settings = ["use.algo=cpo", f"data.train=[{arithmetic.train}]", "data.val=[]", "trainer.total_steps=2"]
     records = command(tmp_path, "train", smollm2, *settings)
     metrics = next(record.metrics for record in records if record.step == 2)

@@ -71,9 +71,9 @@ def train(policy: Policy, *, steps: int) -> None:
 def test_first_rollout_has_the_trainers_logprobs(policy: Policy, temperature: float) -> None:
     rollout = policy.rollout(random_prompts(range(4, 20)), temperature=temperature)
     rows = [row_from_sample(sample) for sample in rollout.samples]
-    scored = policy.score(rows, temperature=temperature)
-    sampled = [row.scores["rollout_logprobs"] for row in rows]
-    assert mean_difference(sampled, scored) <= NATS
+    recomputed = policy.logprobs(rows, temperature=temperature)
+    sampled = [row.quantities["rollout_logprobs"] for row in rows]
+    assert mean_difference(sampled, recomputed) <= NATS
 
 
 @both_heads
@@ -87,7 +87,7 @@ def test_after_updates_the_engine_equals_a_new_one_and_the_trainer(
     export_model(policy.cluster.workers, actor_role(policy.config), tmp_path / "export")
     spec = engine_spec(small_config(tmp_path / "export"))
     fresh = engine_process.run(engines.view, spec, sequences)[0].given
-    trainer = policy.score(rows_of(sequences))
+    trainer = policy.logprobs(rows_of(sequences))
     assert mean_difference(before, after) > 1e-3
     assert largest_difference(after, fresh) <= NATS
     assert largest_difference(after, trainer) <= NATS
@@ -131,7 +131,7 @@ def test_a_cached_prefix_is_forgotten_with_its_weights(policy: Policy) -> None:
     policy.rollout(prompts)
     train(policy, steps=1)
     rows = [row_from_sample(sample) for sample in policy.rollout(prompts, step=2).samples]
-    assert mean_difference([row.scores["rollout_logprobs"] for row in rows], policy.score(rows)) <= NATS
+    assert mean_difference([row.quantities["rollout_logprobs"] for row in rows], policy.logprobs(rows)) <= NATS
 
 
 @tied_head
@@ -172,10 +172,10 @@ def test_requests_in_flight_go_on_by_the_new_weights(policy: Policy) -> None:
     assert all(np.isin(v, [0, 1]).all() and (np.diff(v) >= 0).all() for v in versions)
     assert any(v[0] == 0 and v[-1] == 1 for v in versions)
     rows = [row_from_sample(sample) for sample in samples]
-    sampled = [row.scores["rollout_logprobs"] for row in rows]
-    new = policy.score(rows)
+    sampled = [row.quantities["rollout_logprobs"] for row in rows]
+    new = policy.logprobs(rows)
     policy.cluster.workers.load(LoadRequest(roles=(actor_role(policy.config),), seed=0))
-    old = policy.score(rows)
+    old = policy.logprobs(rows)
     for version, own, other in ((0, old, new), (1, new, old)):
         of_version = [np.flatnonzero(v == version) for v in versions]
         tokens, owned, others = ([a[i] for a, i in zip(x, of_version, strict=True)] for x in (sampled, own, other))
@@ -217,8 +217,8 @@ def test_unfinished_samples_are_looked_at_and_go_on(policy: Policy) -> None:
             assert np.array_equal(first.token_ids, part.response_token_ids)
             assert len(first.token_ids) + len(second.token_ids) <= 176
     rows = [row_from_sample(sample) for sample in resumed]
-    sampled = [row.scores["rollout_logprobs"] for row in rows]
-    assert largest_difference(sampled, policy.score(rows)) <= NATS
+    sampled = [row.quantities["rollout_logprobs"] for row in rows]
+    assert largest_difference(sampled, policy.logprobs(rows)) <= NATS
 
 
 @tied_head

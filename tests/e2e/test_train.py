@@ -305,8 +305,8 @@ def test_export_is_the_policy_in_transformers_engine_and_trainer(runs: Runs, clu
         with torch.no_grad():
             logits = hf(ids).logits[0, :-1]
         hf_logprobs.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].numpy())
-    scored = policy.score(rows_of([prompt.token_ids for prompt in prompts]))
-    assert largest_difference(hf_logprobs, scored) <= 1e-5
+    recomputed = policy.logprobs(rows_of([prompt.token_ids for prompt in prompts]))
+    assert largest_difference(hf_logprobs, recomputed) <= 1e-5
 
 
 @pytest.mark.long

@@ -69,7 +69,7 @@ def test_two_steps(cluster: Cluster, model: Path, sums: TaskFiles, tmp_path: Pat
         kept = torch.from_numpy(row.nucleus).long()
         log_mass = log_p.gather(1, kept.clamp(min=0)).masked_fill(kept < 0, -torch.inf).logsumexp(1)
         full = log_p.gather(1, tokens[row.num_prompt_tokens :, None])[:, 0]
-        np.testing.assert_allclose(row.scores["rollout_logprobs"], full - log_mass, atol=1e-4)
+        np.testing.assert_allclose(row.quantities["rollout_logprobs"], full - log_mass, atol=1e-4)
         log_masses += log_mass.tolist()
         sizes += (kept >= 0).sum(1).tolist()
     assert 1 < np.mean(sizes) < max(sizes) <= TOP_K

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> None:
 
     def build(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) -> Trainer:
         trainer = build_trainer(inputs, cluster, recorder)
-        push, group, flush = trainer.engines.push, cluster.engines, cluster.engines.flush
+        push, group, flush = trainer.supervisor.push, cluster.engines, cluster.engines.flush
         held: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
         is_first = True
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
             export_model(cluster.workers, inputs.roles[0], Path(argv[0]) / str(version))
             return metrics
 
-        trainer.engines.push = push_and_export  # type: ignore[method-assign]
+        trainer.supervisor.push = push_and_export  # type: ignore[method-assign]
         group.flush = flush_later  # type: ignore[method-assign]
         return trainer
 

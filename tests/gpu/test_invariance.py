@@ -16,7 +16,7 @@ from megarl.rollout.engine import GenerationRequest
 from megarl.rollout.engine_spec import EngineSpec
 from tests.helpers.checkpoints import VOCAB_SIZE
 from tests.helpers.cuda import needs_devices
-from tests.helpers.gpu_ranks import alone_and_together, scored_alone_and_together
+from tests.helpers.gpu_ranks import alone_and_together, logprobs_alone_and_together
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.rows import random_rows
 
@@ -57,5 +57,5 @@ def test_trainer(checkpoint: Callable[..., Path]) -> None:
     model = ModelConfig(path=str(checkpoint(dtype="bfloat16", seed=0)), dtype="bfloat16")
     rows = random_rows([(5, 12), (3, 20), (9, 7), (40, 150)], holes=False)
     with RankPool(1, timeout_s=300.0, device="cuda") as pool:
-        ((alone, together),) = pool.run(scored_alone_and_together, ActorConfig(), model, rows)
+        ((alone, together),) = pool.run(logprobs_alone_and_together, ActorConfig(), model, rows)
     assert alone == together

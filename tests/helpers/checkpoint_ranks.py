@@ -16,7 +16,7 @@ import torch
 from megarl.algos.sft import SftAlgorithm
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.data.packing import plan_micro_batches
-from megarl.parallel.worker import PolicyWorker
+from megarl.parallel.worker import RankWorker
 from megarl.types import Row
 from megarl.types.messages import LoadRequest, Role, RoleSpec, UpdateRequest
 from tests.helpers.hostile_pickles import ATTACKS, Touches, replace_object
@@ -24,7 +24,7 @@ from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
 
 
-def open_worker(context: RankContext, actor: ActorConfig, model: ModelConfig) -> PolicyWorker:
+def open_worker(context: RankContext, actor: ActorConfig, model: ModelConfig) -> RankWorker:
     """A worker that trains the model, in a process that may start others: those that write checkpoints."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     worker = join_layout(context, actor.layout)
@@ -33,7 +33,7 @@ def open_worker(context: RankContext, actor: ActorConfig, model: ModelConfig) ->
     return worker
 
 
-def train(worker: PolicyWorker, actor: ActorConfig, rows: Sequence[Row], steps: range) -> list[tuple[float, float]]:
+def train(worker: RankWorker, actor: ActorConfig, rows: Sequence[Row], steps: range) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step, on ranks that report; a step sees its own four rows."""
     algorithm, history = SftAlgorithm(), []
     for step in steps:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megarl.config.schema import ActorConfig, ModelConfig
-from megarl.parallel.worker import PolicyWorker
+from megarl.parallel.worker import RankWorker
 from megarl.types import FloatArray, Row
 from megarl.types.messages import Role
 from tests.helpers.checkpoint_ranks import open_worker, train
@@ -66,7 +66,7 @@ def weights(chunk: torch.nn.Module) -> Iterator[torch.Tensor]:
     yield from (buffer for name, buffer in chunk.named_buffers() if name.endswith("expert_bias"))
 
 
-def save(worker: PolicyWorker, directory: str) -> None:
+def save(worker: RankWorker, directory: str) -> None:
     """The trainer's checkpoint, complete on return."""
     from megarl.parallel.checkpoint import end_writer
 

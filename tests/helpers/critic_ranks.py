@@ -10,9 +10,17 @@ from typing import Any
 from megarl.algos.sft import SftAlgorithm
 from megarl.algos.value_loss import ValueLoss
 from megarl.data.packing import plan_micro_batches
-from megarl.parallel.worker import PolicyWorker
+from megarl.parallel.worker import RankWorker
 from megarl.types import AlgoState, Row
-from megarl.types.messages import LoadRequest, Role, RoleSpec, RowScores, ScoreRequest, UpdateRequest, UpdateResult
+from megarl.types.messages import (
+    ForwardRequest,
+    ForwardResult,
+    LoadRequest,
+    Role,
+    RoleSpec,
+    UpdateRequest,
+    UpdateResult,
+)
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
 
@@ -32,21 +40,21 @@ class CriticCase:
 class CriticOutcome:
     """What one rank reports: values before the steps, and the steps' results."""
 
-    scored: RowScores | None
+    outputs: ForwardResult | None
     updates: list[UpdateResult | None]
 
 
 def run_critic(context: RankContext, case: CriticCase) -> CriticOutcome:
-    """Score and update, and write the weights after each step."""
+    """Run forward passes and updates, and write the weights after each step."""
     worker = join_layout(context, case.critic.layout)
     worker.load(LoadRequest(roles=(case.critic,), seed=0))
     mine = case.micro_batches[worker.layout.dp_group.rank()]
-    scored = worker.score(case.rows, mine, ScoreRequest(role=case.critic.role, temperature=1.0, step=0))
+    outputs = worker.forward(case.rows, mine, ForwardRequest(role=case.critic.role, temperature=1.0, step=0))
     updates = []
     for request, files in zip(case.requests, case.files, strict=True):
         updates.append(worker.update(case.rows, mine, request))
         worker.store_weights(files, with_checksums=False, role=case.critic.role)
-    return CriticOutcome(scored=scored, updates=updates)
+    return CriticOutcome(outputs=outputs, updates=updates)
 
 
 def refused_update(context: RankContext, case: CriticCase) -> str:
@@ -54,7 +62,7 @@ def refused_update(context: RankContext, case: CriticCase) -> str:
     worker = join_layout(context, case.critic.layout)
     worker.load(LoadRequest(roles=(case.critic,), seed=0))
     mine = case.micro_batches[worker.layout.dp_group.rank()]
-    worker.score(case.rows, mine, ScoreRequest(role=Role.CRITIC, temperature=1.0, step=0))
+    worker.forward(case.rows, mine, ForwardRequest(role=Role.CRITIC, temperature=1.0, step=0))
     try:
         worker.update(case.rows, mine, case.requests[0])
     except AssertionError as refusal:
@@ -63,7 +71,7 @@ def refused_update(context: RankContext, case: CriticCase) -> str:
     raise AssertionError("a frozen critic was updated")
 
 
-def train_roles(worker: PolicyWorker, rows: Sequence[Row], steps: range) -> dict[Role, list[float]]:
+def train_roles(worker: RankWorker, rows: Sequence[Row], steps: range) -> dict[Role, list[float]]:
     """Losses of every trained role that this rank hosts, on ranks that report; a step sees its own four rows."""
     losses: dict[Role, list[float]] = {}
     objectives: dict[Role, Any] = {Role.ACTOR: SftAlgorithm(), Role.CRITIC: ValueLoss()}
@@ -127,7 +135,7 @@ def load_roles(
     return Continued(losses=train_roles(worker, rows, range(2, 4)), drawn=draw())
 
 
-def open_roles(context: RankContext, roles: Sequence[RoleSpec]) -> PolicyWorker:
+def open_roles(context: RankContext, roles: Sequence[RoleSpec]) -> RankWorker:
     """A worker that hosts roles of one layout, in a process that may start others: those that write checkpoints."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     worker = join_layout(context, roles[0].layout)

@@ -34,11 +34,11 @@ def dense_loss(name: str, logprobs: torch.Tensor, old: torch.Tensor, advantage: 
         gates = [4 / tau / (1 + torch.exp(-tau * (ratio - 1))) for tau in (TAU_POS, TAU_NEG)]
         return -torch.where(advantage > 0, *gates) * advantage
     if name == "kl_cov":
-        chosen = torch.from_numpy(row.scores["chosen_by_covariance"])
+        chosen = torch.from_numpy(row.quantities["chosen_by_covariance"])
         return -ratio * advantage + chosen * KL_COEF * log_ratio.abs()
     loss = -torch.min(ratio * advantage, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantage)
     if name == "clip_cov":
-        return loss * (1 - torch.from_numpy(row.scores["chosen_by_covariance"]))
+        return loss * (1 - torch.from_numpy(row.quantities["chosen_by_covariance"]))
     return torch.where(advantage < 0, torch.min(loss, -DUAL_CLIP * advantage), loss)
 
 
@@ -140,7 +140,7 @@ class DensePolicy(DenseTrainer):
         within = F.log_softmax(logits.masked_fill(outside, -torch.inf), dim=-1)
         logprobs = within[torch.arange(len(log_p)), tokens[row.num_prompt_tokens :]]
         advantage, old, ref = (
-            torch.from_numpy(row.scores[name]).double() for name in ("advantages", "old_logprobs", "ref_logprobs")
+            torch.from_numpy(row.quantities[name]).double() for name in ("advantages", "old_logprobs", "ref_logprobs")
         )
         policy = dense_loss(self.objective.policy_loss, logprobs, old, advantage, row)
         kl = (torch.exp(ref - logprobs) - (ref - logprobs) - 1).clamp(max=MAX_K3)
@@ -164,7 +164,7 @@ class DenseCritic(DenseTrainer):
 
     def _row(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
         values = self.values(row)
-        returns, old = (torch.from_numpy(row.scores[name]).double() for name in ("returns", "values"))
+        returns, old = (torch.from_numpy(row.quantities[name]).double() for name in ("returns", "values"))
         near_old = old + (values - old).clamp(-self.clip, self.clip)
         return 0.5 * torch.maximum((values - returns) ** 2, (near_old - returns) ** 2), values
 
@@ -187,7 +187,7 @@ class DenseRewardModel(DenseTrainer):
         loss, before = 0.0, {}
         for i in range(count):
             chosen, rejected = self.score(rows[i]), self.score(rows[count + i])
-            part = -F.logsigmoid(chosen - rejected - float(rows[i].scores["margin"][0])) / count
+            part = -F.logsigmoid(chosen - rejected - float(rows[i].quantities["margin"][0])) / count
             part.backward()
             loss += part.item()
             before |= {i: chosen, count + i: rejected}
@@ -214,13 +214,14 @@ class DensePreference(DenseTrainer):
             odds_ratio = p_chosen / (1 - p_chosen) / (p_rejected / (1 - p_rejected))
             return -p_chosen.log() - beta * (odds_ratio / (1 + odds_ratio)).log()
         c, r = (
-            side - torch.from_numpy(row.scores["ref_logprobs"]).double() for side, row in zip(sides, rows, strict=True)
+            side - torch.from_numpy(row.quantities["ref_logprobs"]).double()
+            for side, row in zip(sides, rows, strict=True)
         )
         if self.objective == "ipo":
             return (c.mean() - r.mean() - 0.5 / beta) ** 2
         if self.objective == "dpo":
             return torch.log1p(torch.exp(beta * (r.sum() - c.sum())))
-        kl = float(rows[0].scores["batch_kl"][0])
+        kl = float(rows[0].quantities["batch_kl"][0])
         wanted, unwanted = torch.sigmoid(beta * (c.sum() - kl)), torch.sigmoid(beta * (kl - r.sum()))
         return ((1 - wanted) + (1 - unwanted)) / 2
 

@@ -24,22 +24,24 @@ def tensor(values: Any) -> Tensor:
     return made if made.dtype == torch.bool else made.double()
 
 
-def step(uids: str, rewards: Sequence[float], mask: Any = None, truncated: Any = None, **scores: Any) -> ScoredBatch:
+def step(
+    uids: str, rewards: Sequence[float], mask: Any = None, truncated: Any = None, **quantities: Any
+) -> ScoredBatch:
     """The rows of a step, one letter of `uids` for each; rewards above 0.5 are correct, and all tokens are loss tokens
     unless `mask` says which."""
-    padded = {name: tensor(values) for name, values in scores.items()}
+    padded = {name: tensor(values) for name, values in quantities.items()}
     shape = next((values.shape for values in padded.values()), (len(uids), 1))
     return ScoredBatch(
         uids=tuple(uids),
         rewards=tensor(rewards),
         correct=tensor(rewards) > 0.5,
         loss_mask=torch.ones(shape, dtype=torch.bool) if mask is None else torch.tensor(mask).bool(),
-        scores=padded,
+        quantities=padded,
         truncated=None if truncated is None else torch.tensor(truncated),
     )
 
 
-def row(mask: Sequence[int], **scores: Sequence[float]) -> Row:
+def row(mask: Sequence[int], **quantities: Sequence[float]) -> Row:
     """A row of one prompt token and the response that `mask` describes."""
     return Row(
         uid="a",
@@ -47,15 +49,15 @@ def row(mask: Sequence[int], **scores: Sequence[float]) -> Row:
         token_ids=np.arange(len(mask) + 1),
         num_prompt_tokens=1,
         loss_mask=np.array(mask, np.bool_),
-        scores={name: np.array(values, np.float32) for name, values in scores.items()},
+        quantities={name: np.array(values, np.float32) for name, values in quantities.items()},
     )
 
 
-def rows(mask: Any, **scores: Any) -> RowBatch:
+def rows(mask: Any, **quantities: Any) -> RowBatch:
     """Rows of a micro-batch, whose loss tokens `mask` marks."""
-    padded = {name: tensor(values) for name, values in scores.items()}
+    padded = {name: tensor(values) for name, values in quantities.items()}
     return RowBatch(
-        labels=tuple(f"a/{i}" for i in range(len(mask))), loss_mask=torch.tensor(mask).bool(), scores=padded
+        labels=tuple(f"a/{i}" for i in range(len(mask))), loss_mask=torch.tensor(mask).bool(), quantities=padded
     )
 
 

@@ -28,7 +28,7 @@ from megarl.sync.wire.routed import RoutedReceiver, RoutedSender
 from megarl.sync.wire.shares import shares_of
 from megarl.sync.wire.wires import Share
 from megarl.types import FloatArray, Row
-from megarl.types.messages import LoadRequest, Part, Role, RoleSpec, ScoreRequest
+from megarl.types.messages import ForwardRequest, LoadRequest, Part, Role, RoleSpec
 from megarl.weights.boxes import full_box
 from megarl.weights.safetensors_map import TensorSpec
 from megarl.weights.slices import Slice
@@ -260,7 +260,7 @@ def alone_and_together(
         engine.close()
 
 
-def scored_alone_and_together(
+def logprobs_alone_and_together(
     context: RankContext, actor: ActorConfig, model: ModelConfig, rows: Sequence[Row]
 ) -> tuple[list[bytes], list[bytes]]:
     """The bits of the trainer's log-probs, with a micro-batch for each row, and with one for all."""
@@ -268,8 +268,8 @@ def scored_alone_and_together(
     role = RoleSpec(role=Role.ACTOR, model=model, settings=actor)
     worker.load(LoadRequest(roles=(role,), seed=0, batch_invariant=True))
     whole = list(range(len(rows)))
-    scores = [
-        worker.score(rows, plan, ScoreRequest(role=Role.ACTOR, step=1)) for plan in ([[i] for i in whole], [whole])
+    results = [
+        worker.forward(rows, plan, ForwardRequest(role=Role.ACTOR, step=1)) for plan in ([[i] for i in whole], [whole])
     ]
-    first, second = ([each.scores["logprobs"][i].tobytes() for i in whole] for each in scores if each is not None)
+    first, second = ([each.quantities["logprobs"][i].tobytes() for i in whole] for each in results if each is not None)
     return first, second

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from megarl.config.schema import ActorConfig, HeadConfig, LayoutConfig, ModelConfig
 from megarl.types import Row
-from megarl.types.messages import Role, RowScores, ScoreRequest, UpdateRequest, UpdateResult
+from megarl.types.messages import ForwardRequest, ForwardResult, Role, UpdateRequest, UpdateResult
 from tests.helpers.head import HeadProblem, HeadResult, dense_head
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout, load_worker
@@ -231,7 +231,7 @@ class HeadUpdate:
     ranks with a head the regimes of its micro-batches."""
 
     result: UpdateResult | None
-    after: RowScores | None
+    after: ForwardResult | None
     regimes: list[str]
 
 
@@ -260,7 +260,7 @@ def _head_update(context: RankContext, case: HeadUpdates, settings: HeadConfig) 
     with patch.object(policy, "vocab_parallel_logprobs", wraps=policy.vocab_parallel_logprobs) as head:
         result = worker.update(case.rows, mine, case.request)
     temperature = case.request.temperature
-    after = worker.score(case.rows, mine, ScoreRequest(role=Role.ACTOR, temperature=temperature, step=0))
+    after = worker.forward(case.rows, mine, ForwardRequest(role=Role.ACTOR, temperature=temperature, step=0))
     return HeadUpdate(
         result=result, after=after, regimes=[str(call.kwargs["options"].regime) for call in head.call_args_list]
     )

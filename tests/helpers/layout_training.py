@@ -87,7 +87,7 @@ def training_case(
 def run_training(pools: Pools, case: CriticCase) -> list[Any]:
     """Run the case in its layout; a `CriticOutcome` of each rank that reports, of which a replica has one."""
     layout = case.critic.layout
-    outcomes = [o for o in pools(layout.world_size).run(run_critic, case) if o.scored is not None]
+    outcomes = [o for o in pools(layout.world_size).run(run_critic, case) if o.outputs is not None]
     assert len(outcomes) == layout.dp
     return outcomes
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from megarl.algos.sft import SftAlgorithm
 from megarl.config.schema import ActorConfig, ModelConfig
-from megarl.parallel.worker import PolicyWorker
+from megarl.parallel.worker import RankWorker
 from megarl.types import FloatArray, Row
-from megarl.types.messages import LoadRequest, Role, RoleSpec, ScoreRequest, StoreResult, UpdateRequest
+from megarl.types.messages import ForwardRequest, LoadRequest, Role, RoleSpec, StoreResult, UpdateRequest
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
 
@@ -45,11 +45,13 @@ class Measured:
 
 
 def measure(context: RankContext, case: MeasureCase) -> Measured:
-    """Load, score, take one backward pass of the mean negative log-likelihood, and write weights and gradients."""
+    """Load, run a forward pass, take one backward pass of the mean negative log-likelihood, and write weights and
+    gradients.
+    """
     worker = join_layout(context, case.actor.layout)
     worker.load(LoadRequest(roles=(RoleSpec(role=Role.ACTOR, model=case.model, settings=case.actor),), seed=0))
     mine = case.micro_batches[worker.layout.dp_group.rank()]
-    scores = worker.score(case.rows, mine, ScoreRequest(role=Role.ACTOR, temperature=1.0, step=0))
+    outputs = worker.forward(case.rows, mine, ForwardRequest(role=Role.ACTOR, temperature=1.0, step=0))
     logits = dense_logits(worker, case.rows, mine)
     weights = worker.store_weights(case.weight_files, with_checksums=False)
 
@@ -67,8 +69,8 @@ def measure(context: RankContext, case: MeasureCase) -> Measured:
     for parameter in itertools.chain.from_iterable(c.parameters() for c in worker.roles[Role.ACTOR].chunks):
         parameter.data.copy_(parameter.main_grad)
     return Measured(
-        logprobs=scores.scores["logprobs"] if scores else {},
-        logits=logits if scores else {},
+        logprobs=outputs.quantities["logprobs"] if outputs else {},
+        logits=logits if outputs else {},
         weights=weights,
         gradients=worker.store_weights(case.gradient_files, with_checksums=False),
         metrics=result.metrics if result else {},
@@ -77,7 +79,7 @@ def measure(context: RankContext, case: MeasureCase) -> Measured:
 
 @torch.no_grad()
 def dense_logits(
-    worker: PolicyWorker, rows: Sequence[Row], micro_batches: Sequence[Sequence[int]]
+    worker: RankWorker, rows: Sequence[Row], micro_batches: Sequence[Sequence[int]]
 ) -> dict[int, FloatArray]:
     """Logits of every token of the rows, through the pipeline, gathered over the vocabulary."""
     from megarl.parallel.passes import _run_schedule

@@ -17,7 +17,7 @@ class Problem:
     mask: Tensor
     logprobs: Tensor
     entropy: Tensor
-    scores: Mapping[str, Tensor]
+    quantities: Mapping[str, Tensor]
 
     def rows(self) -> list[Row]:
         """The rows of the host, with one prompt token."""
@@ -28,7 +28,7 @@ class Problem:
                 token_ids=np.zeros(self.mask.shape[1] + 1, dtype=np.int64),
                 num_prompt_tokens=1,
                 loss_mask=mask.numpy(),
-                scores={name: values[i].numpy() for name, values in self.scores.items()},
+                quantities={name: values[i].numpy() for name, values in self.quantities.items()},
             )
             for i, mask in enumerate(self.mask)
         ]
@@ -39,7 +39,7 @@ class Problem:
             mask=change(self.mask),
             logprobs=change(self.logprobs),
             entropy=change(self.entropy),
-            scores={name: change(value) for name, value in self.scores.items()},
+            quantities={name: change(value) for name, value in self.quantities.items()},
         )
 
 
@@ -96,9 +96,9 @@ def _width(mask: Tensor) -> int:
 
 
 def _micro_batch(problem: Problem, rows: Sequence[int], width: int) -> RowBatch:
-    """As `row_batch` makes it: without rows there are no scores."""
+    """As `row_batch` makes it: without rows there are no quantities."""
     return RowBatch(
         labels=tuple(f"q/{i}" for i in rows),
         loss_mask=problem.mask[list(rows), :width],
-        scores={name: values[list(rows), :width] for name, values in problem.scores.items()} if rows else {},
+        quantities={name: values[list(rows), :width] for name, values in problem.quantities.items()} if rows else {},
     )

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.host.device.platform import backends_of_groups, platform
-from megarl.parallel.worker import PolicyWorker
+from megarl.parallel.worker import RankWorker
 from megarl.types import Row
-from megarl.types.messages import LoadRequest, Part, Role, RoleSpec, ScoreRequest
+from megarl.types.messages import ForwardRequest, LoadRequest, Part, Role, RoleSpec
 from tests.helpers.checkpoint_ranks import train
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
@@ -32,7 +32,7 @@ class OffloadTrace:
 
 def open_trained(
     context: RankContext, actor: ActorConfig, model: ModelConfig, rows: Sequence[Row], num_steps: int
-) -> tuple[PolicyWorker, History]:
+) -> tuple[RankWorker, History]:
     """An actor with a reference beside it, after some steps."""
     worker = join_layout(context, actor.layout)
     spec = RoleSpec(role=Role.ACTOR, model=model, settings=actor)
@@ -41,7 +41,7 @@ def open_trained(
     return worker, train(worker, actor, rows, range(num_steps))
 
 
-def named_tensors(worker: PolicyWorker) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(worker: RankWorker) -> Iterator[tuple[str, torch.Tensor]]:
     """What the actor computes with, found from the outside: parameters, their gradients, main parameters, moments."""
     role = worker.roles[Role.ACTOR]
     for i, chunk in enumerate(role.chunks):
@@ -156,7 +156,7 @@ def use_while_offloaded(
         _error_of(
             worker,
             Part.PARAMS,
-            lambda: worker.score(rows[:1], [[0]], ScoreRequest(role=Role.ACTOR, temperature=1.0, step=1)),
+            lambda: worker.forward(rows[:1], [[0]], ForwardRequest(role=Role.ACTOR, temperature=1.0, step=1)),
         ),
         _error_of(worker, Part.OPTIMIZER, lambda: train(worker, actor, rows, range(1, 2))),
         _error_of(worker, Part.GRADS, lambda: train(worker, actor, rows, range(1, 2))),
@@ -164,7 +164,7 @@ def use_while_offloaded(
     ]
 
 
-def _error_of(worker: PolicyWorker, part: Part, use: object) -> str:
+def _error_of(worker: RankWorker, part: Part, use: object) -> str:
     worker.offload(Role.ACTOR, [part])
     try:
         use()  # type: ignore[operator]
@@ -178,14 +178,14 @@ def _error_of(worker: PolicyWorker, part: Part, use: object) -> str:
 def offload_reference(
     context: RankContext, actor: ActorConfig, model: ModelConfig, rows: Sequence[Row]
 ) -> tuple[dict[Part, int], bool]:
-    """Bytes released by the parts of a frozen role, and whether it scores the same afterwards."""
+    """Bytes released by the parts of a frozen role, and whether its log-probs are the same afterwards."""
     worker, _ = open_trained(context, actor, model, rows, 0)
 
-    def scores() -> list[list[float]]:
-        result = worker.score(rows[:1], [[0]], ScoreRequest(role=Role.REFERENCE, temperature=1.0, step=1))
-        return [] if result is None else [array.tolist() for of in result.scores.values() for array in of.values()]
+    def logprobs() -> list[list[float]]:
+        result = worker.forward(rows[:1], [[0]], ForwardRequest(role=Role.REFERENCE, temperature=1.0, step=1))
+        return [] if result is None else [array.tolist() for of in result.quantities.values() for array in of.values()]
 
-    before = scores()
+    before = logprobs()
     released = {part: worker.offload(Role.REFERENCE, [part]) for part in Part}
     worker.onload(Role.REFERENCE, list(Part))
-    return released, before == scores()
+    return released, before == logprobs()

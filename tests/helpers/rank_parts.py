@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from megarl.config.schema import LayoutConfig
-from megarl.parallel.worker import PolicyWorker
+from megarl.parallel.worker import RankWorker
 from megarl.types import Row
 from tests.helpers.head import HeadProblem, HeadResult, differentiate_head, pair_kl
 from tests.helpers.rank_pool import RankContext
@@ -41,7 +41,7 @@ class PackFields:
 
 def pack_fields(context: RankContext, rows: Sequence[Row], multiple: int, shares_prompts: bool = False) -> PackFields:
     """`pack_rows`, and `scatter` with the gradient of Σ k² over the scattered values."""
-    PolicyWorker(context.rank).prepare()
+    RankWorker(context.rank).prepare()
     from megarl.parallel.packing import PackAlignment, pack_rows
 
     alignment = PackAlignment(tp=multiple)
@@ -70,7 +70,7 @@ def context_parallel_packs(
     context: RankContext, rows: Sequence[Row], cp: int, tp: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Token ids and positions of every context-parallel rank's part of a pack."""
-    PolicyWorker(context.rank).prepare()
+    RankWorker(context.rank).prepare()
     from megarl.parallel.packing import PackAlignment, pack_rows
 
     device = torch.device("cpu")
@@ -82,7 +82,7 @@ def pack_experts(
     context: RankContext, rows: Sequence[Row], *, tp: int, cp: int, replay_routing: bool
 ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     """The rows of tokens and their experts, in every context-parallel rank's part of a pack."""
-    PolicyWorker(context.rank).prepare()
+    RankWorker(context.rank).prepare()
     from megarl.parallel.packing import PackAlignment, pack_rows
 
     device = torch.device("cpu")
@@ -129,7 +129,7 @@ def packed_attention(
     grad_output: torch.Tensor,
 ) -> list[torch.Tensor]:
     """Output of the packed attention, and the gradients of query, key and value."""
-    PolicyWorker(context.rank).prepare()
+    RankWorker(context.rank).prepare()
     from megarl.parallel.modules import PackedAttention
     from megarl.parallel.packing import PackAlignment, pack_rows
 
@@ -174,7 +174,7 @@ def rms_norm_gradients(
 def _norm_of(
     context: RankContext, weight: torch.Tensor, *, eps: float, sequence_parallel: bool, adds_one: bool
 ) -> torch.nn.Module:
-    PolicyWorker(context.rank).prepare()
+    RankWorker(context.rank).prepare()
     from megarl.parallel.modules import RMSNorm
 
     config = SimpleNamespace(

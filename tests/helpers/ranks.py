@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from megarl.errors import NonFiniteError
-from megarl.parallel.worker import PolicyWorker
+from megarl.parallel.worker import RankWorker
 from megarl.types import Row
 from megarl.types.messages import (
+    ForwardRequest,
+    ForwardResult,
     LoadRequest,
     Role,
     RoleSpec,
-    RowScores,
-    ScoreRequest,
     StoreResult,
     UpdateRequest,
     UpdateResult,
@@ -31,9 +31,9 @@ COLLECTIVE_TIMEOUT_S = 30.0
 _meetings = itertools.count()
 
 
-def join_layout(context: RankContext, config: LayoutConfig) -> PolicyWorker:
+def join_layout(context: RankContext, config: LayoutConfig) -> RankWorker:
     """A worker in this layout, instead of the one that the process was in."""
-    worker = PolicyWorker(context.rank)
+    worker = RankWorker(context.rank)
     worker.prepare()
     # A model that lingers in a reference cycle keeps its groups, and they their threads.
     gc.collect()
@@ -44,7 +44,7 @@ def join_layout(context: RankContext, config: LayoutConfig) -> PolicyWorker:
 
 def load_worker(
     context: RankContext, actor: ActorConfig, model: ModelConfig, *, with_reference: bool = False
-) -> PolicyWorker:
+) -> RankWorker:
     """A worker with its models loaded."""
     worker = join_layout(context, actor.layout)
     roles = [RoleSpec(role=Role.ACTOR, model=model, settings=actor)]
@@ -84,7 +84,7 @@ def pack_logits(
     return PackLogits(input_ids=pack.input_ids[0], cu_seqlens=pack.cu_seqlens.tolist(), logits=logits)
 
 
-def score(
+def forward_actor(
     context: RankContext,
     actor: ActorConfig,
     model: ModelConfig,
@@ -92,13 +92,13 @@ def score(
     micro_batches: Sequence[Sequence[int]],
     *,
     temperature: float,
-) -> RowScores | None:
-    """The actor's scores of the rows."""
+) -> ForwardResult | None:
+    """The actor's log-probs and entropies of the rows."""
     worker = load_worker(context, actor, model)
-    return worker.score(rows, micro_batches, ScoreRequest(role=Role.ACTOR, temperature=temperature, step=0))
+    return worker.forward(rows, micro_batches, ForwardRequest(role=Role.ACTOR, temperature=temperature, step=0))
 
 
-def score_pairs(
+def forward_pairs(
     context: RankContext,
     actor: ActorConfig,
     model: ModelConfig,
@@ -106,11 +106,11 @@ def score_pairs(
     plan: Sequence[Sequence[Sequence[int]]],
     *,
     temperature: float,
-) -> RowScores | None:
+) -> ForwardResult | None:
     """The actor's divergences between the halves of each micro-batch of `plan[dp]`."""
     worker = load_worker(context, actor, model)
     mine = plan[worker.layout.dp_group.rank()]
-    return worker.score(rows, mine, ScoreRequest(role=Role.ACTOR, temperature=temperature, step=0, paired=True))
+    return worker.forward(rows, mine, ForwardRequest(role=Role.ACTOR, temperature=temperature, step=0, paired=True))
 
 
 def load_and_store(
@@ -122,7 +122,7 @@ def load_and_store(
     return stored, {name: tuple(p.shape) for name, p in _parameters(worker, Role.ACTOR).items()}
 
 
-def _parameters(worker: PolicyWorker, role: Role) -> dict[str, torch.nn.Parameter]:
+def _parameters(worker: RankWorker, role: Role) -> dict[str, torch.nn.Parameter]:
     """The parameters of a role that is a single model chunk here."""
     (chunk,) = worker.roles[role].chunks
     return dict(chunk.named_parameters())
@@ -151,21 +151,23 @@ class UpdateCase:
 class UpdateOutcome:
     """What one rank reports: log-probs of actor and reference before the steps, and the steps' results."""
 
-    actor: RowScores | None
-    reference: RowScores | None
+    actor: ForwardResult | None
+    reference: ForwardResult | None
     updates: list[UpdateResult | None]
 
 
 def run_updates(context: RankContext, case: UpdateCase) -> UpdateOutcome:
-    """Score and update through the worker, as the trainer's rank does, and write the weights after each step."""
+    """Run forward passes and updates through the worker, as the trainer's rank does, and write the weights after each
+    step.
+    """
     worker = load_worker(context, case.actor, case.model, with_reference=True)
     mine = case.micro_batches[worker.layout.dp_group.rank()]
     temperature = case.requests[0].temperature
 
-    def scored(role: Role) -> RowScores | None:
-        return worker.score(case.rows, mine, ScoreRequest(role=role, temperature=temperature, step=0))
+    def forward(role: Role) -> ForwardResult | None:
+        return worker.forward(case.rows, mine, ForwardRequest(role=role, temperature=temperature, step=0))
 
-    actor, reference = scored(Role.ACTOR), scored(Role.REFERENCE)
+    actor, reference = forward(Role.ACTOR), forward(Role.REFERENCE)
     updates = []
     for request, files in zip(case.requests, case.files, strict=True):
         updates.append(worker.update(case.rows, mine, request))
@@ -211,7 +213,7 @@ def non_finite_messages(
     micro_batches: Sequence[Sequence[int]],
     request: UpdateRequest,
 ) -> tuple[str | None, str | None]:
-    """What scoring and updating complain about."""
+    """What forward passes and updates complain about."""
     worker = load_worker(context, actor, model)
 
     def complaint(call: Callable[[], object]) -> str | None:
@@ -222,7 +224,7 @@ def non_finite_messages(
         return None
 
     return (
-        complaint(lambda: worker.score(rows, micro_batches, ScoreRequest(role=Role.ACTOR, step=request.step))),
+        complaint(lambda: worker.forward(rows, micro_batches, ForwardRequest(role=Role.ACTOR, step=request.step))),
         complaint(lambda: worker.update(rows, micro_batches, request)),
     )
 

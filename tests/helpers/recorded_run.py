@@ -4,7 +4,7 @@ import json
 import random
 from pathlib import Path
 
-from megarl.record.answers import Answer, write_answers
+from megarl.record.answers import JudgedAnswer, write_answers
 from megarl.record.metrics import JsonlSink, MetricsLogger, RolloutRecord, RunPaths, write_rollouts
 from megarl.record.turns import Turn
 
@@ -116,7 +116,7 @@ def write_validation(paths: RunPaths, step: int, uids: range, *, correct: bool) 
     write_answers(
         paths.validation(step),
         [
-            Answer(
+            JudgedAnswer(
                 data="val",
                 data_source="sums",
                 uid=f"sums:{uid}",

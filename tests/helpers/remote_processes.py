@@ -18,7 +18,7 @@ from ray.exceptions import ActorHandleNotFoundError
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.processes import locate
 from megarl.cluster.ray_session import _wait_for_port
-from megarl.cluster.remotes import Call, Location, Process
+from megarl.cluster.remotes import Location, PendingCall, Process
 from megarl.cluster.row_shards import RowShards
 from megarl.cluster.stacks import write_stacks_on_signal
 from megarl.config.generation import Sampling
@@ -28,7 +28,15 @@ from megarl.host.stage import process_files
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.source import Doing, generating
 from megarl.types import FinishReason
-from megarl.types.messages import LoadRequest, Role, RowScores, ScoreRequest, StoreResult, UpdateRequest, UpdateResult
+from megarl.types.messages import (
+    ForwardRequest,
+    ForwardResult,
+    LoadRequest,
+    Role,
+    StoreResult,
+    UpdateRequest,
+    UpdateResult,
+)
 
 
 class Worker:
@@ -78,16 +86,18 @@ class Worker:
     def load(self, request: LoadRequest) -> None:
         """Nothing to load."""
 
-    def score(self, shards: RowShards, micro_batches: Any, _: ScoreRequest | None = None) -> RowScores | None:
+    def forward(self, shards: RowShards, micro_batches: Any, _: ForwardRequest | None = None) -> ForwardResult | None:
         """[replica, first token] for every row, and that negated, from the first rank of each replica."""
         rows = shards.fetch(micro_batches)
         values = {i: np.asarray([self.index // 2, rows[i].token_ids[0]], np.float32) for b in micro_batches for i in b}
-        scores = {"logprobs": values, "entropy": {i: -array for i, array in values.items()}}
-        return RowScores(scores=scores) if self.index % 2 == 0 else None
+        quantities = {"logprobs": values, "entropy": {i: -array for i, array in values.items()}}
+        return ForwardResult(quantities=quantities) if self.index % 2 == 0 else None
 
     def update(self, shards: RowShards, micro_batches: Any, request: UpdateRequest) -> UpdateResult | None:
-        scores = self.score(shards, micro_batches)
-        return None if scores is None else UpdateResult(metrics={"lr": request.lr}, before=scores.scores["logprobs"])
+        result = self.forward(shards, micro_batches)
+        return (
+            None if result is None else UpdateResult(metrics={"lr": request.lr}, before=result.quantities["logprobs"])
+        )
 
     def store_weights(self, files: Sequence[str], *, with_checksums: bool, role: Role) -> StoreResult:
         assert role is Role.CRITIC
@@ -160,7 +170,7 @@ def kill_after(delay_s: float, process: Process[Worker]) -> None:
     threading.Timer(delay_s, os.kill, (process.location.pid, signal.SIGKILL)).start()
 
 
-def calls(processes: Sequence[Process[Worker]], *requests: tuple[Any, ...]) -> list[Call[Any]]:
+def calls(processes: Sequence[Process[Worker]], *requests: tuple[Any, ...]) -> list[PendingCall[Any]]:
     return [p.ask(getattr(Worker, name), *args) for p, (name, *args) in zip(processes, requests, strict=False)]
 
 

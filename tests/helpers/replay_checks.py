@@ -15,9 +15,9 @@ WEIGHT = 1e-6
 
 
 def assert_same_steps(got: Run, expected: Run, *, mean_abs_advantage: float) -> None:
-    """Both steps are within the acceptance tolerances, and scoring passes agree with the training pass."""
+    """Both steps are within the acceptance tolerances, and forward passes agree with the training pass."""
     # The reference starts as the actor.
-    assert_same_logprobs("scored", got.scored_logprobs, expected.steps[0].logprobs)
+    assert_same_logprobs("scored", got.forward_logprobs, expected.steps[0].logprobs)
     assert_same_logprobs("reference", got.ref_logprobs, expected.steps[0].logprobs)
     for mine, theirs in zip(got.steps, expected.steps, strict=True):
         assert_same_logprobs("actor", mine.logprobs, theirs.logprobs)

@@ -14,7 +14,7 @@ from megarl.config.algo import AlgoConfig, KLConfig, PolicyLossConfig
 from megarl.config.schema import ActorConfig, HeadConfig, LayoutConfig, ModelConfig, MoeConfig, OptimizerConfig
 from megarl.data.packing import plan_micro_batches
 from megarl.rollout.replay import read_record, write_record
-from megarl.train.score import with_advantages
+from megarl.train.forward import with_advantages
 from megarl.types import Reward, Row, row_from_sample, scored_batch
 from megarl.types.messages import UpdateRequest, UpdateResult
 from megarl.weights.families import read_model_spec
@@ -63,10 +63,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Two steps in one layout, and what scoring passes of actor and reference said before them."""
+    """Two steps in one layout, and what forward passes of actor and reference said before them."""
 
     steps: list[Step]
-    scored_logprobs: list[np.ndarray]
+    forward_logprobs: list[np.ndarray]
     ref_logprobs: list[np.ndarray]
 
 
@@ -84,7 +84,7 @@ class Replay:
 
     @property
     def mean_abs_advantage(self) -> float:
-        return float(np.abs(np.concatenate([row.scores["advantages"][row.loss_mask] for row in self.rows])).mean())
+        return float(np.abs(np.concatenate([row.quantities["advantages"][row.loss_mask] for row in self.rows])).mean())
 
 
 def make_replay(name: str, path: Path, record: Path, pool: RankPool) -> Replay:
@@ -96,17 +96,17 @@ def make_replay(name: str, path: Path, record: Path, pool: RankPool) -> Replay:
     rows = [row_from_sample(sample) for sample in replayed.samples]
     model = ModelConfig(path=str(path), dtype="float32")
     everything = [list(range(len(rows)))]
-    scores = pool.run(ranks.score, ActorConfig(), model, rows, everything, temperature=TEMPERATURE)[0].scores[
-        "logprobs"
-    ]
+    logprobs = pool.run(ranks.forward_actor, ActorConfig(), model, rows, everything, temperature=TEMPERATURE)[
+        0
+    ].quantities["logprobs"]
 
     rng = np.random.default_rng(7)
 
     def noisy(i: int, scale: float) -> np.ndarray:
-        noise = rng.normal(0, scale, len(scores[i])).astype(np.float32)
-        return np.where(rows[i].loss_mask, scores[i] + noise, np.float32(0))
+        noise = rng.normal(0, scale, len(logprobs[i])).astype(np.float32)
+        return np.where(rows[i].loss_mask, logprobs[i] + noise, np.float32(0))
 
-    rows = [row.with_scores(old_logprobs=noisy(i, 0.3), ref_logprobs=noisy(i, 0.2)) for i, row in enumerate(rows)]
+    rows = [row.with_quantities(old_logprobs=noisy(i, 0.3), ref_logprobs=noisy(i, 0.2)) for i, row in enumerate(rows)]
     algorithm = build_algorithm(ALGORITHMS[name], max_response_tokens=64)
     rewards = [Reward(score=score, correct=score == 1.0) for score in REWARDS]
     advantages = algorithm.advantages(scored_batch(rows, rewards), algorithm.initial_state())
@@ -149,11 +149,11 @@ def run_replay(
         assert all(result.metrics == results[0].metrics for result in results)
         logprobs = merge([result.before for result in results], num_rows)
         steps.append(Step(metrics=dict(results[0].metrics), logprobs=logprobs, weights=load_file(file)))
-    scored, reference = (
-        merge([getattr(outcome, role).scores["logprobs"] for outcome in outcomes], num_rows)
+    old, reference = (
+        merge([getattr(outcome, role).quantities["logprobs"] for outcome in outcomes], num_rows)
         for role in ("actor", "reference")
     )
-    return Run(steps=steps, scored_logprobs=scored, ref_logprobs=reference)
+    return Run(steps=steps, forward_logprobs=old, ref_logprobs=reference)
 
 
 def merge(parts: Sequence[Mapping[int, np.ndarray]], num_rows: int) -> list[np.ndarray]:

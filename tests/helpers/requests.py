@@ -12,7 +12,7 @@ from megarl.types.messages import UpdateRequest
 
 def with_advantages(rows: Sequence[Row], value: float = 1.0) -> list[Row]:
     """The same advantage on every loss token."""
-    return [row.with_scores(advantages=np.where(row.loss_mask, np.float32(value), np.float32(0))) for row in rows]
+    return [row.with_quantities(advantages=np.where(row.loss_mask, np.float32(value), np.float32(0))) for row in rows]
 
 
 def update_request(rows: Sequence[Row], *, step: int = 0, lr: float = 1e-3) -> UpdateRequest:

@@ -23,13 +23,13 @@ class Step:
     logprobs: Tensor
     entropy: Tensor
 
-    def with_scores(self, **scores: Tensor) -> "Step":
-        return replace(self, batch=replace(self.batch, scores={**self.batch.scores, **scores}))
+    def with_quantities(self, **quantities: Tensor) -> "Step":
+        return replace(self, batch=replace(self.batch, quantities={**self.batch.quantities, **quantities}))
 
     def without(self, *names: str) -> "Step":
-        """The step without some scores."""
-        scores = {name: value for name, value in self.batch.scores.items() if name not in names}
-        return replace(self, batch=replace(self.batch, scores=scores))
+        """The step without some quantities."""
+        quantities = {name: value for name, value in self.batch.quantities.items() if name not in names}
+        return replace(self, batch=replace(self.batch, quantities=quantities))
 
     def rows(self, order: Sequence[int]) -> "Step":
         """These rows, in this order."""
@@ -41,7 +41,7 @@ class Step:
                 rewards=batch.rewards[index],
                 correct=batch.correct[index],
                 loss_mask=batch.loss_mask[index],
-                scores={name: value[index] for name, value in batch.scores.items()},
+                quantities={name: value[index] for name, value in batch.quantities.items()},
                 truncated=None if batch.truncated is None else batch.truncated[index],
                 details={name: value[index] for name, value in batch.details.items()},
             ),
@@ -51,9 +51,9 @@ class Step:
 
     def columns(self, change: Callable[[Tensor], Tensor]) -> "Step":
         """With every [B, T] tensor changed alike."""
-        scores = {name: change(value) for name, value in self.batch.scores.items()}
+        quantities = {name: change(value) for name, value in self.batch.quantities.items()}
         return Step(
-            batch=replace(self.batch, loss_mask=change(self.batch.loss_mask), scores=scores),
+            batch=replace(self.batch, loss_mask=change(self.batch.loss_mask), quantities=quantities),
             logprobs=change(self.logprobs),
             entropy=change(self.entropy),
         )
@@ -77,7 +77,7 @@ def random_step(group_sizes: Sequence[int], seed: int, *, demonstrations: bool =
         return torch.where(mask, (values + noise).clamp(max=0), 0.0)
 
     old = uniform(-4, 0)
-    scores = {
+    quantities = {
         "old_logprobs": old,
         "rollout_logprobs": near(old, 0.5),
         "ref_logprobs": near(old, 0.5),
@@ -90,8 +90,8 @@ def random_step(group_sizes: Sequence[int], seed: int, *, demonstrations: bool =
     }
     if demonstrations:
         starts = torch.randint(-width, width + 1, (rows, 1), generator=g)
-        scores[DEMONSTRATION] = ((torch.arange(width) < starts) & mask).double()
-        scores["target_probs"] = torch.where(torch.rand(rows, width, generator=g) < 0.5, uniform(0.01, 1), -1.0)
+        quantities[DEMONSTRATION] = ((torch.arange(width) < starts) & mask).double()
+        quantities["target_probs"] = torch.where(torch.rand(rows, width, generator=g) < 0.5, uniform(0.01, 1), -1.0)
     rewards = torch.randint(0, 2, (rows,), generator=g).double()
     return Step(
         batch=ScoredBatch(
@@ -99,7 +99,7 @@ def random_step(group_sizes: Sequence[int], seed: int, *, demonstrations: bool =
             rewards=rewards,
             correct=rewards > 0,
             loss_mask=mask,
-            scores=scores,
+            quantities=quantities,
             truncated=lengths[:, 0] == width,
             step=3,
             seed=11,
@@ -111,11 +111,11 @@ def random_step(group_sizes: Sequence[int], seed: int, *, demonstrations: bool =
 
 
 def problem_of(algo: Algorithm, step: Step) -> tuple[Problem, Advantages]:
-    """What the loss sees of a step: the scores that it reads, as the trainer sends them."""
+    """What the loss sees of a step: the quantities that it reads, as the trainer sends them."""
     advantages = algo.advantages(step.batch, algo.initial_state())
-    scores = {**step.batch.scores, "advantages": advantages.values, **advantages.scores}
-    sent = {name: value for name, value in scores.items() if name in algo.reads}
-    return Problem(mask=step.batch.loss_mask, logprobs=step.logprobs, entropy=step.entropy, scores=sent), advantages
+    quantities = {**step.batch.quantities, "advantages": advantages.values, **advantages.quantities}
+    sent = {name: value for name, value in quantities.items() if name in algo.reads}
+    return Problem(mask=step.batch.loss_mask, logprobs=step.logprobs, entropy=step.entropy, quantities=sent), advantages
 
 
 def outcome_of(algo: Algorithm, step: Step, micro_batches: Sequence[Sequence[int]] | None = None) -> Outcome:

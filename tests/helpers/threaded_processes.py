@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from megarl.cluster.remotes import Call, Location, Process
+from megarl.cluster.remotes import Location, PendingCall, Process
 
 MakeProcess: TypeAlias = Callable[[str, Any], Process[Any]]
 
@@ -26,10 +26,10 @@ def threaded_processes(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> I
             def remote(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
                 return pool.submit(getattr(self.target, method.__name__), *args, **kwargs)
 
-        def results(calls: Sequence[Call[Any]]) -> list[Any]:
+        def results(calls: Sequence[PendingCall[Any]]) -> list[Any]:
             return [call.ref.result() for call in calls]
 
-        def wait_all(calls: Sequence[Call[Any]], **_: Any) -> list[Any]:
+        def wait_all(calls: Sequence[PendingCall[Any]], **_: Any) -> list[Any]:
             """Raises what failed first, when all have ended, so that the next call finds them idle."""
             for future in list(as_completed([call.ref for call in calls], timeout=30)):
                 future.result()

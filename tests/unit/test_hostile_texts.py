@@ -37,7 +37,7 @@ from megarl.record.timeline import Interval, append_timeline
 from megarl.record.trace import write_trace
 from megarl.record.trackers import TrackerSink
 from megarl.report import write_report
-from megarl.report.hint_page import HintedExample, HintReport, ScoredAnswer, ScoredToken, Table, to_html, to_text
+from megarl.report.hint_page import HintedAnswer, HintedExample, HintedToken, HintReport, Table, to_html, to_text
 from megarl.texts.unicode import readable, visible
 from tests.helpers.hostile_texts import HIDDEN, escaped, hostile_texts
 from tests.helpers.recorded_run import evil, write_recorded_run
@@ -266,8 +266,8 @@ def test_reports_and_their_browser(tmp_path: Path) -> None:
 
 def hint_report(texts: list[str]) -> HintReport:
     examples = tuple(HintedExample(title=a, before=b, hint=c, after=d) for a, b, c, d in fours(texts[:4000]))
-    tokens = tuple(ScoredToken(text=text, old=-1.0, hinted=-0.5, shuffled=None) for text in texts[4000:9000])
-    answer = ScoredAnswer(title=texts[9000], question=texts[9001], is_right=True, tokens=tokens)
+    tokens = tuple(HintedToken(text=text, old=-1.0, hinted=-0.5, shuffled=None) for text in texts[4000:9000])
+    answer = HintedAnswer(title=texts[9000], question=texts[9001], is_right=True, tokens=tokens)
     table = Table(title=texts[9002], note=texts[9003], rows=tuple((a, b) for a, b, *_ in fours(texts[9004:])))
     return HintReport(title=texts[0], details=texts[1], tables=(table,), examples=examples, answers=(answer,))
 

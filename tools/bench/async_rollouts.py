@@ -88,7 +88,7 @@ class SlowTool(Environment):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class RolloutTimes:
     """One run: the median time of its steps and what both sides were idle, as shares; load: of the machine, before."""
 
     scenario: str
@@ -100,7 +100,7 @@ class Measured:
     load: float
 
 
-def measure(inputs: Path, scenario: str, contender: str, turn: int, *, steps: int, skipped: int) -> Measured:
+def measure(inputs: Path, scenario: str, contender: str, turn: int, *, steps: int, skipped: int) -> RolloutTimes:
     """Run a contender and read its metrics."""
     name = f"{scenario}-{contender}-{turn}".replace(", ", "-").replace(" ", "-")
     settings = [*COMMON, *SCENARIOS[scenario], *CONTENDERS[contender], f"trainer.total_steps={steps}"]
@@ -131,7 +131,7 @@ def measure(inputs: Path, scenario: str, contender: str, turn: int, *, steps: in
         return statistics.median(record.metrics[metric] for record in records)
 
     idle = median("perf/trainer_idle_frac"), median("perf/engine_idle_frac")
-    return Measured(
+    return RolloutTimes(
         scenario=scenario,
         contender=contender,
         turn=turn,
@@ -156,7 +156,7 @@ def main() -> None:
     inputs = arguments.out
     generate(TASKS.get("sums"), inputs / "data", GenerateConfig(seed=0, num_sft=64, num_train=1024, num_val=4))
     make_tiny_model(inputs / "model", TinyModelConfig(), seed=0)
-    measured: list[Measured] = []
+    measured: list[RolloutTimes] = []
     for turn in range(arguments.turns):
         for scenario in arguments.scenarios:
             for contender in arguments.contenders:

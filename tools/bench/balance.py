@@ -22,7 +22,7 @@ from megarl.weights.families import read_model_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class BalanceResult:
     """The largest rank's tokens and FLOPs over the mean, with equal row counts and as planned."""
 
     rows: int
@@ -44,15 +44,15 @@ def equal_rows(lengths: list[int], ranks: int) -> Bins:
     return bins
 
 
-def measure(lengths: list[int], ranks: int, dims: Dims) -> Result:
-    costs = [forward_flops(dims, num_tokens=n, num_scored_tokens=n) for n in lengths]
+def measure(lengths: list[int], ranks: int, dims: Dims) -> BalanceResult:
+    costs = [forward_flops(dims, num_tokens=n, num_head_tokens=n) for n in lengths]
 
     def imbalance(bins: Bins, values: list[int]) -> float:
         sums = [sum(values[i] for i in members) for members in bins]
         return max(sums) * len(sums) / sum(sums)
 
     equal, planned = equal_rows(lengths, ranks), balance(costs, ranks)
-    return Result(
+    return BalanceResult(
         rows=len(lengths),
         ranks=ranks,
         equal_tokens=imbalance(equal, lengths),

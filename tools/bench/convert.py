@@ -43,7 +43,7 @@ SIZES = {"0.5": (1024, 15), "deep": (1024, 45), "2": (2048, 18), "8": (4096, 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contender:
+class ConvertContender:
     """A way to convert, as arguments of `tools.bench.convert_contenders`."""
 
     name: str
@@ -52,19 +52,19 @@ class Contender:
 
 
 CONTENDERS = (
-    Contender(name="megarl, 1 process", direction="hf-to-mcore", arguments=("megarl", "1")),
-    Contender(name="megarl, 2 processes", direction="hf-to-mcore", arguments=("megarl", "2")),
-    Contender(name="mbridge", direction="hf-to-mcore", arguments=("mbridge", "plain")),
-    Contender(name="mbridge, memory-efficient", direction="hf-to-mcore", arguments=("mbridge", "efficient")),
-    Contender(name="megarl, 1 process", direction="mcore-to-hf", arguments=("megarl", "1")),
-    Contender(name="megarl, 2 processes", direction="mcore-to-hf", arguments=("megarl", "2")),
-    Contender(name="mbridge", direction="mcore-to-hf", arguments=("mbridge", "plain")),
-    Contender(name="mbridge, memory-efficient", direction="mcore-to-hf", arguments=("mbridge", "efficient")),
+    ConvertContender(name="megarl, 1 process", direction="hf-to-mcore", arguments=("megarl", "1")),
+    ConvertContender(name="megarl, 2 processes", direction="hf-to-mcore", arguments=("megarl", "2")),
+    ConvertContender(name="mbridge", direction="hf-to-mcore", arguments=("mbridge", "plain")),
+    ConvertContender(name="mbridge, memory-efficient", direction="hf-to-mcore", arguments=("mbridge", "efficient")),
+    ConvertContender(name="megarl, 1 process", direction="mcore-to-hf", arguments=("megarl", "1")),
+    ConvertContender(name="megarl, 2 processes", direction="mcore-to-hf", arguments=("megarl", "2")),
+    ConvertContender(name="mbridge", direction="mcore-to-hf", arguments=("mbridge", "plain")),
+    ConvertContender(name="mbridge, memory-efficient", direction="mcore-to-hf", arguments=("mbridge", "efficient")),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class ConvertCost:
     """Of a conversion. peak_mib: of all its processes together, beyond what imports take.
 
     read_ratio: bytes asked of the source's files / bytes of the model's tensors.
@@ -156,7 +156,7 @@ def _memory_of(pids: list[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class ConvertRun:
     """The use of one process and those it starts, from the end of its imports on."""
 
     seconds: float
@@ -165,7 +165,7 @@ class Run:
     num_bytes_read: int
 
 
-def run(contender: Contender, source: Path, model: Path, out: Path, mbridge: Path) -> Run:
+def run(contender: ConvertContender, source: Path, model: Path, out: Path, mbridge: Path) -> ConvertRun:
     """One conversion by one contender."""
     environment = {**os.environ, "PYTHONPATH": str(mbridge), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     kind, option = contender.arguments
@@ -192,7 +192,9 @@ def run(contender: Contender, source: Path, model: Path, out: Path, mbridge: Pat
         seconds = time.monotonic() - start
         watch.close()
         process.communicate()
-    return Run(seconds=seconds, cpu_seconds=float(cpu_seconds), peak_bytes=watch.peak, num_bytes_read=int(num_bytes))
+    return ConvertRun(
+        seconds=seconds, cpu_seconds=float(cpu_seconds), peak_bytes=watch.peak, num_bytes_read=int(num_bytes)
+    )
 
 
 def _wait_for(lines: Iterable[str], word: str, log: Path) -> str:
@@ -202,7 +204,7 @@ def _wait_for(lines: Iterable[str], word: str, log: Path) -> str:
     raise SystemExit(f"the contender ended before it said {word!r}; see {log}")
 
 
-def measure(size: str, directory: Path, mbridge: Path) -> list[Measured]:
+def measure(size: str, directory: Path, mbridge: Path) -> list[ConvertCost]:
     """All contenders on a model of one size."""
     model = make_model(directory / f"model-{size}", size)
     model_bytes = sum(spec.num_bytes for file in model.glob("*.safetensors") for spec in read_specs(file).values())
@@ -218,7 +220,7 @@ def measure(size: str, directory: Path, mbridge: Path) -> list[Measured]:
             raise SystemExit(f"{contender.name}, {contender.direction}: {verdict.problems[:3]}")
         shutil.rmtree(out)
         measured.append(
-            Measured(
+            ConvertCost(
                 size=size,
                 model_mib=model_bytes / _MIB,
                 direction=contender.direction,
@@ -235,7 +237,7 @@ def measure(size: str, directory: Path, mbridge: Path) -> list[Measured]:
     return measured
 
 
-def table(measured: list[Measured]) -> list[str]:
+def table(measured: list[ConvertCost]) -> list[str]:
     header = ("model", "MiB", "direction", "contender", "seconds", "CPU seconds", "peak MiB", "read / owned")
     rows = [
         (

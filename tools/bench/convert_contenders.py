@@ -19,10 +19,10 @@ Convert = Callable[[str, Path, Path, Path], int]
 def megarl(option: str) -> Convert:
     """Our converters with `option` processes."""
     from megarl.convert.commands import hf_to_mcore, mcore_to_hf
-    from megarl.convert.engine import Settings
+    from megarl.convert.engine import ConvertSettings
 
     def convert(direction: str, source: Path, model: Path, out: Path) -> int:
-        settings = Settings(out=out, num_workers=int(option))
+        settings = ConvertSettings(out=out, num_workers=int(option))
         if direction == "hf-to-mcore":
             outcome = hf_to_mcore(source, settings)
         else:

@@ -45,7 +45,7 @@ SAMPLING_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class TrainingJob:
     """Work of both. Each step takes the next prompts of `data`; `rows_per_pass` is TRL's, megarl packs by tokens."""
 
     model: str
@@ -61,7 +61,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class TimedStep:
     """A step's end in Unix seconds, its phases in seconds, and its tokens: all, and the generated ones."""
 
     time_s: float
@@ -71,12 +71,12 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class ContenderRun:
     """A contender's run: when it began, its steps, and its memory as pairs of Unix seconds and bytes."""
 
     contender: str
     began_s: float
-    steps: Sequence[Step]
+    steps: Sequence[TimedStep]
     memory: Sequence[tuple[float, int]]
 
     @property
@@ -85,7 +85,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class ContenderResult:
     """A contender over all of its runs; `shares` are the phases' parts of its steps."""
 
     contender: str
@@ -98,7 +98,7 @@ class Result:
     shares: Mapping[str, float]
 
 
-def our_steps(metrics_file: Path, num_rows: int) -> list[Step]:
+def our_steps(metrics_file: Path, num_rows: int) -> list[TimedStep]:
     """The steps that megarl has logged."""
     steps = []
     for record in map(json.loads, metrics_file.read_text(encoding="utf-8").splitlines()):
@@ -106,18 +106,18 @@ def our_steps(metrics_file: Path, num_rows: int) -> list[Step]:
         response = metrics["response_length/mean"] * num_rows
         phases = {name: metrics[f"timing_s/{key}"] for key, name in PHASES.items()}
         tokens = response + metrics["prompt_length/mean"] * num_rows
-        steps.append(Step(time_s=record["time_s"], phases=phases, num_tokens=tokens, response_tokens=response))
+        steps.append(TimedStep(time_s=record["time_s"], phases=phases, num_tokens=tokens, response_tokens=response))
     return steps
 
 
-def result(runs: Sequence[Run], num_rows: int, *, skip: int) -> Result:
+def result(runs: Sequence[ContenderRun], num_rows: int, *, skip: int) -> ContenderResult:
     """Medians of one contender's runs, without the first `skip` steps of each."""
     pairs = [(b.time_s - a.time_s, b) for run in runs for a, b in pairwise(run.steps[skip - 1 :])]
     step_s = statistics.median(seconds for seconds, _ in pairs)
     phases = {name: statistics.median(step.phases[name] for _, step in pairs) for name in pairs[0][1].phases}
     rest = "other" if "update" in phases else "update"
     shares = {name: seconds / step_s for name, seconds in phases.items()}
-    return Result(
+    return ContenderResult(
         contender=runs[0].contender,
         step_s=step_s,
         samples_per_s=num_rows / step_s,
@@ -129,7 +129,7 @@ def result(runs: Sequence[Run], num_rows: int, *, skip: int) -> Result:
     )
 
 
-def table(results: Sequence[Result]) -> list[str]:
+def table(results: Sequence[ContenderResult]) -> list[str]:
     """A line per contender; the last column compares samples/s with the last contender's."""
     phases = list(dict.fromkeys(name for each in results for name in each.shares))
     head = ["", "s/step", "samples/s", "tokens/s", "tokens/sample", "first step s", "peak GiB", *phases, "ratio"]
@@ -186,7 +186,7 @@ def run_process(
     return began, memory
 
 
-def run_ours(job: Job, out: Path, settings: Sequence[str]) -> Run:
+def run_ours(job: TrainingJob, out: Path, settings: Sequence[str]) -> ContenderRun:
     """megarl's run, as `megarl train` with the run file of the built-in sums."""
     name = out.name
     overrides = [
@@ -202,18 +202,18 @@ def run_ours(job: Job, out: Path, settings: Sequence[str]) -> Run:
     command = [sys.executable, "-m", "megarl.cli", "train", file, *overrides, "--overwrite"]
     began, memory = run_process(command, out.with_suffix(".log"), os.environ)
     steps = our_steps(out / "metrics.jsonl", job.prompts_per_step * job.num_samples)
-    return Run(contender=OURS, began_s=began, steps=steps, memory=memory)
+    return ContenderRun(contender=OURS, began_s=began, steps=steps, memory=memory)
 
 
-def run_trl(job: Job, out: Path, interpreter: str) -> Run:
+def run_trl(job: TrainingJob, out: Path, interpreter: str) -> ContenderRun:
     """TRL's run in its own environment."""
     # Threads are TRL's own choice: one per core.
     hidden = ("OMP_NUM_THREADS", "PYTHONPATH")
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
     command = [interpreter, str(PEER), json.dumps(asdict(job))]
     began, memory = run_process(command, out.with_suffix(".log"), environment)
-    steps = [Step(**json.loads(line)) for line in Path(job.log).read_text(encoding="utf-8").splitlines()]
-    return Run(contender=TRL, began_s=began, steps=steps, memory=memory)
+    steps = [TimedStep(**json.loads(line)) for line in Path(job.log).read_text(encoding="utf-8").splitlines()]
+    return ContenderRun(contender=TRL, began_s=began, steps=steps, memory=memory)
 
 
 def make_prompts(directory: Path, count: int) -> Path:
@@ -246,7 +246,7 @@ def main() -> None:
     if model is None:
         model = out / "tiny"
         make_tiny_model(model, TinyModelConfig(), seed=0)
-    job = Job(
+    job = TrainingJob(
         model=str(model.resolve()),
         # Runs that are a step ahead have twice the prompts of a step under way.
         data=str(make_prompts(out / "data", 4 * options.prompts)),
@@ -258,7 +258,7 @@ def main() -> None:
         num_steps=options.steps,
         num_cores=len(os.sched_getaffinity(0)),
     )
-    runs: dict[str, list[Run]] = {OURS: [], TRL: []}
+    runs: dict[str, list[ContenderRun]] = {OURS: [], TRL: []}
     for i in range(options.rounds):
         runs[OURS].append(run_ours(job, out / f"megarl-{i}", options.set))
         runs[TRL].append(run_trl(job, out / f"trl-{i}", options.peers))

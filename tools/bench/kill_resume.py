@@ -223,7 +223,7 @@ def kill_at(process: subprocess.Popen[bytes], run: SmallRun, moment: Moment) -> 
 
 
 @dataclass(kw_only=True)
-class Campaign:
+class KillCampaign:
     """Runs that are killed and resumed until they finish, one after the other.
 
     duration_s: what the uninterrupted run `reference` took. schedule: a name in `SCHEDULES`.
@@ -291,7 +291,7 @@ def main() -> None:
     began = time.monotonic()
     if exit_code := reference.start().wait():
         raise SystemExit(f"the reference run ended with {exit_code}; see {reference.paths.root}.log")
-    campaign = Campaign(
+    campaign = KillCampaign(
         reference=reference,
         duration_s=time.monotonic() - began,
         schedule=arguments.schedule,

@@ -1,6 +1,6 @@
 """Pace the trainer and the engines of a run, as if each had a device of its own however busy the CPU cores are.
 
-A decode step, an update and a scoring pass take at least the time of `PACE`: what is left of it after the real work is
+A decode step, an update and a forward pass take at least the time of `PACE`: what is left of it after the real work is
 slept. On shared cores trainer and engines slow each other; with a pace above what the work takes there, they do not.
 `pace_driver` patches a process that is about to call `ray.init`, and through it the engines of that run.
 """
@@ -15,16 +15,16 @@ from typing import Any
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
     """Least times in seconds: a decode step of b sequences takes decode_step_s + b · decode_sequence_s; every token
-    costs train_token_s in an update, and score_token_s in a scoring pass and where an engine computes it again.
+    costs train_token_s in an update, and forward_token_s in a forward pass and where an engine computes it again.
     """
 
     decode_step_s: float
     decode_sequence_s: float
     train_token_s: float
-    score_token_s: float
+    forward_token_s: float
 
 
-PACE = Pace(decode_step_s=0.040, decode_sequence_s=0.0005, train_token_s=0.0021, score_token_s=0.0007)
+PACE = Pace(decode_step_s=0.040, decode_sequence_s=0.0005, train_token_s=0.0021, forward_token_s=0.0007)
 
 
 def pace_engines() -> None:
@@ -48,7 +48,7 @@ def pace_engines() -> None:
 
     def add_step(work: EngineWork, start: float, end: float, num_sequences: int) -> None:
         nonlocal owed, due, ended
-        length = PACE.decode_step_s + num_sequences * PACE.decode_sequence_s + owed * PACE.score_token_s
+        length = PACE.decode_step_s + num_sequences * PACE.decode_sequence_s + owed * PACE.forward_token_s
         due = (due if start - ended < MAX_PAUSE_S else start) + length
         owed = 0
         time.sleep(max(0.0, due - end))
@@ -73,7 +73,7 @@ def pace_driver() -> None:
         return slow
 
     RoleWorkers.update = paced(RoleWorkers.update, PACE.train_token_s)  # type: ignore[method-assign]
-    RoleWorkers.score = paced(RoleWorkers.score, PACE.score_token_s)  # type: ignore[method-assign]
+    RoleWorkers.forward = paced(RoleWorkers.forward, PACE.forward_token_s)  # type: ignore[method-assign]
     set_up_workers(f"{__name__}.pace_engines")
 
 

@@ -32,7 +32,7 @@ GATED = ("gsm8k/train", "gsm8k/test", "minerva_math")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class MathProblem:
     """`solution` is "" where a set has none."""
 
     label: str
@@ -52,27 +52,29 @@ class Counts:
     unexpected: tuple[str, ...]
 
 
-def read_sets(root: Path) -> dict[str, list[Problem]]:
+def read_sets(root: Path) -> dict[str, list[MathProblem]]:
     """Problems by the name of their set. Gold of GSM8K and Minerva stands in the solution."""
     sets = {}
     for name in ("train", "test"):
         rows = _rows(root / f"gsm8k/{name}.jsonl")
         sets[f"gsm8k/{name}"] = [
-            Problem(label=str(i), gold=row["answer"].rpartition("#### ")[2], solution=row["answer"])
+            MathProblem(label=str(i), gold=row["answer"].rpartition("#### ")[2], solution=row["answer"])
             for i, row in enumerate(rows)
         ]
     sets["minerva_math"] = [
         # The library's reading of the box, not ours.
-        Problem(label=str(row["idx"]), gold=extract_boxed_content(row["solution"], "last"), solution=row["solution"])
+        MathProblem(
+            label=str(row["idx"]), gold=extract_boxed_content(row["solution"], "last"), solution=row["solution"]
+        )
         for row in _rows(root / "eval/minerva_math.jsonl")
     ]
     sets["aime24"] = [
-        Problem(label=str(row["id"]), gold=row["answer"], solution=row["solution"])
+        MathProblem(label=str(row["id"]), gold=row["answer"], solution=row["solution"])
         for row in _rows(root / "eval/aime24.jsonl")
     ]
     for name, key, label in (("amc23", "answer", "id"), ("svamp", "Answer", "ID")):
         rows = _rows(root / f"eval/{name}.jsonl")
-        sets[name] = [Problem(label=str(row[label]), gold=str(row[key]), solution="") for row in rows]
+        sets[name] = [MathProblem(label=str(row[label]), gold=str(row[key]), solution="") for row in rows]
     return sets
 
 
@@ -80,19 +82,19 @@ def _rows(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
-def worked(data: str, scorer: str, problems: Sequence[Problem]) -> Counts:
+def worked(data: str, scorer: str, problems: Sequence[MathProblem]) -> Counts:
     """Solutions against their own gold."""
     wrong = [f"{p.label} (gold {p.gold})" for p in problems if not is_correct(scorer, p.solution, p.gold)]
     return _counts(data, "worked", scorer, len(problems), len(problems) - len(wrong), wrong)
 
 
-def boxed(data: str, scorer: str, problems: Sequence[Problem]) -> Counts:
+def boxed(data: str, scorer: str, problems: Sequence[MathProblem]) -> Counts:
     """Gold against itself, stated as the scorer wants it."""
     wrong = [f"{p.label} (gold {p.gold})" for p in problems if not is_correct(scorer, _stated(scorer, p.gold), p.gold)]
     return _counts(data, "boxed gold", scorer, len(problems), len(problems) - len(wrong), wrong)
 
 
-def shuffled(data: str, scorer: str, problems: Sequence[Problem], num_shifts: int) -> Counts:
+def shuffled(data: str, scorer: str, problems: Sequence[MathProblem], num_shifts: int) -> Counts:
     """Gold against that of the problem `shift` places on, for spread shifts."""
     judged, accepted = 0, []
     for answer, gold in _pairs(problems, num_shifts):
@@ -104,14 +106,14 @@ def shuffled(data: str, scorer: str, problems: Sequence[Problem], num_shifts: in
     return _counts(data, "other gold", scorer, judged, len(accepted), accepted)
 
 
-def _pairs(problems: Sequence[Problem], num_shifts: int) -> Iterator[tuple[Problem, Problem]]:
+def _pairs(problems: Sequence[MathProblem], num_shifts: int) -> Iterator[tuple[MathProblem, MathProblem]]:
     size = len(problems)
     for shift in sorted({1 + index * (size - 1) // num_shifts for index in range(num_shifts)}):
         for index in range(size):
             yield problems[index], problems[(index + shift) % size]
 
 
-def mutated(data: str, scorer: str, problems: Sequence[Problem]) -> Counts:
+def mutated(data: str, scorer: str, problems: Sequence[MathProblem]) -> Counts:
     """Mutations of each distinct gold against it, without those within the tolerance of rounded decimals."""
     judged, accepted = 0, []
     for gold in sorted({problem.gold for problem in problems}):

@@ -31,7 +31,7 @@ TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepSizes:
     """Sizes of the model and of the step; its tokens are those that are trained."""
 
     vocab: int
@@ -41,7 +41,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class StepPeak:
     """One head's step: the larger rank's peak, and the loss, by which heads are seen to do the same."""
 
     head: str
@@ -50,7 +50,7 @@ class Record:
     grad_norm: float
 
 
-def make_model(step: Step, directory: Path) -> None:
+def make_model(step: StepSizes, directory: Path) -> None:
     """A Qwen3 model directory with random weights, the same every time."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -71,7 +71,7 @@ def make_model(step: Step, directory: Path) -> None:
     Qwen3ForCausalLM(config).save_pretrained(directory)
 
 
-def measure(head: str, step: Step, model: Path) -> Record:
+def measure(head: str, step: StepSizes, model: Path) -> StepPeak:
     """One head in fresh processes."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory, spawn.Pool(NUM_RANKS) as pool:
@@ -81,14 +81,14 @@ def measure(head: str, step: Step, model: Path) -> Record:
     return replace(records[0], peak_bytes=peak_bytes)
 
 
-def _rank(head: str, step: Step, model: str, rank: int, meeting: str) -> Record:
+def _rank(head: str, step: StepSizes, model: str, rank: int, meeting: str) -> StepPeak:
     """A rank's life: load, one small step that makes the optimizer's state, the step that counts."""
     apply_environment()
     from megarl.config.schema import ActorConfig, HeadConfig, LayoutConfig, ModelConfig, OptimizerConfig
-    from megarl.parallel.worker import PolicyWorker
+    from megarl.parallel.worker import RankWorker
     from megarl.types.messages import LoadRequest, Role, RoleSpec
 
-    worker = PolicyWorker(rank)
+    worker = RankWorker(rank)
     worker.prepare()
     from tools.bench.logprobs.memory import ResidentMemory
 
@@ -110,7 +110,7 @@ def _rank(head: str, step: Step, model: str, rank: int, meeting: str) -> Record:
     result = _update(worker, step, step.tokens)
     # The first rank reports for both.
     metrics = {} if result is None else result.metrics
-    return Record(
+    return StepPeak(
         head=head,
         peak_bytes=memory.peak_bytes(),
         loss=metrics.get("actor/loss", math.nan),
@@ -118,7 +118,7 @@ def _rank(head: str, step: Step, model: str, rank: int, meeting: str) -> Record:
     )
 
 
-def _update(worker: Any, step: Step, num_tokens: int) -> Any:
+def _update(worker: Any, step: StepSizes, num_tokens: int) -> Any:
     """A step on rows with so many response tokens in all: GRPO with an entropy bonus."""
     from megarl.algos.build import build_algorithm
     from megarl.config.algo import AlgoConfig
@@ -133,7 +133,7 @@ def _update(worker: Any, step: Step, num_tokens: int) -> Any:
             token_ids=rng.integers(0, step.vocab, PROMPT_TOKENS + length),
             num_prompt_tokens=PROMPT_TOKENS,
             loss_mask=np.ones(length, bool),
-        ).with_scores(advantages=rng.standard_normal(length).astype(np.float32))
+        ).with_quantities(advantages=rng.standard_normal(length).astype(np.float32))
         for i in range(NUM_ROWS)
     ]
     objective = build_algorithm(AlgoConfig(entropy_coef=0.01), max_response_tokens=length)
@@ -155,16 +155,16 @@ def _use_whole_logits(worker: Any) -> None:
     from megarl.parallel.head.logprobs import TokenLogprobs
     from megarl.types.messages import Role
     from tools.bench.logprobs.eager_peer import load
-    from tools.bench.logprobs.problem import Problem
+    from tools.bench.logprobs.problem import HeadProblem
 
     (chunk,) = worker.roles[Role.ACTOR].chunks
-    solve: Callable[[Problem], Any] = load(chunk.layout.tp_group)
+    solve: Callable[[HeadProblem], Any] = load(chunk.layout.tp_group)
 
     def forward(pack: Any, request: Any, loss_gradients: Any = None) -> TokenLogprobs:
         nothing = torch.empty(0)
         hidden = chunk.hidden_states(pack)[pack.positions, 0]
         out = solve(
-            Problem(
+            HeadProblem(
                 hidden=hidden,
                 weight=chunk.output_weight,
                 labels=pack.labels,
@@ -184,7 +184,7 @@ def main() -> None:
     for name, size in (("vocab", 151936), ("hidden", 512), ("layers", 2), ("tokens", 4096)):
         parser.add_argument(f"--{name}", type=int, default=size)
     args = parser.parse_args()
-    step = Step(vocab=args.vocab, hidden=args.hidden, layers=args.layers, tokens=args.tokens)
+    step = StepSizes(vocab=args.vocab, hidden=args.hidden, layers=args.layers, tokens=args.tokens)
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as model:
         make_model(step, Path(model))

@@ -23,7 +23,7 @@ from typing import Any
 
 from megarl.host.store import open_store
 from megarl.record.text_table import align
-from tools.bench.sync_contenders import CONTENDERS, Job, RankResult
+from tools.bench.sync_contenders import CONTENDERS, RankResult, SyncJob
 from tools.bench.sync_model import CASES, NUM_RANKS, make_model, model_sizes
 from tools.bench.sync_plans import planning
 
@@ -45,7 +45,7 @@ OURS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class SyncCost:
     """Of all ranks together; seconds of the slowest."""
 
     case: str
@@ -69,7 +69,7 @@ class Gate:
     holds: bool
 
 
-def run_ranks(job: Job, environment: dict[str, str]) -> list[dict[str, RankResult]]:
+def run_ranks(job: SyncJob, environment: dict[str, str]) -> list[dict[str, RankResult]]:
     """Every rank in a process of its own."""
     command = [sys.executable, "-m", "tools.bench.sync_contenders", json.dumps(asdict(job))]
     setting = {
@@ -98,7 +98,7 @@ def run_ranks(job: Job, environment: dict[str, str]) -> list[dict[str, RankResul
     ]
 
 
-def measure(case: str, num_bytes: int, arguments: argparse.Namespace) -> Iterator[Measured]:
+def measure(case: str, num_bytes: int, arguments: argparse.Namespace) -> Iterator[SyncCost]:
     """Memory of each contender in a run of its own, time of all in another."""
     width = model_sizes(num_bytes, arguments.layers)
     model = make_model(case, width, arguments.layers)
@@ -106,7 +106,7 @@ def measure(case: str, num_bytes: int, arguments: argparse.Namespace) -> Iterato
     def run(contenders: Sequence[str], rounds: int, environment: dict[str, str]) -> list[dict[str, RankResult]]:
         store = open_store("127.0.0.1")
         with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-            job = Job(
+            job = SyncJob(
                 contenders=tuple(contenders),
                 case=case,
                 width=width,
@@ -120,7 +120,7 @@ def measure(case: str, num_bytes: int, arguments: argparse.Namespace) -> Iterato
     timed = run(arguments.contenders, arguments.rounds, {})
     for name in arguments.contenders:
         memory = [rank[name] for rank in run([name], 0, _GIVE_BACK)]
-        yield Measured(
+        yield SyncCost(
             case=case,
             model_bytes=model.num_bytes,
             contender=name,
@@ -143,7 +143,7 @@ def lacking_bytes(case: str, model_bytes: int) -> int:
     return quarters[case] * model_bytes // 4
 
 
-def gates(measured: Sequence[Measured]) -> Iterator[Gate]:
+def gates(measured: Sequence[SyncCost]) -> Iterator[Gate]:
     """Of one case and size. Of all-gather's bytes a third is possible only where sinks sit well."""
     found = {each.contender: each for each in measured}
     peer, gathered, case = found["megatron-core"], found["all-gather"], measured[0].case
@@ -170,7 +170,7 @@ def gates(measured: Sequence[Measured]) -> Iterator[Gate]:
         yield at_most(f"{name}: time ÷ the faster peer", mine.seconds / fastest, TIME_LIMITS.get(name, 1.0))
 
 
-def table(measured: Sequence[Measured]) -> list[str]:
+def table(measured: Sequence[SyncCost]) -> list[str]:
     rows = [["case", "model MB", "contender", "wire MB", "messages", "staging MiB", "seconds", "of megatron-core"]]
     for each in measured:
         peer = next(
@@ -195,7 +195,7 @@ def table(measured: Sequence[Measured]) -> list[str]:
 
 def transfers(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     """Measure all cases and sizes; the record, and whether all gates hold."""
-    measured, found = list[Measured](), list[Gate]()
+    measured, found = list[SyncCost](), list[Gate]()
     for case in arguments.cases:
         for size in arguments.mb:
             some = list(measure(case, int(size * 1e6), arguments))

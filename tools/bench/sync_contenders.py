@@ -35,7 +35,7 @@ from megarl.sync.wire.shares import shares_of
 from megarl.sync.wire.wires import Share, unpack
 from megarl.weights.boxes import Box, Index, slices_of
 from megarl.weights.slices import Slice
-from tools.bench.sync_model import NUM_RANKS, Layout, Model, check, make_model, shards
+from tools.bench.sync_model import NUM_RANKS, Model, RankLayout, check, make_model, shards
 
 TIMEOUT_S = 300.0
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ _stores: list[dist.TCPStore] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class SyncJob:
     """The same for all ranks. A round of each contender in turn, `rounds` times after one that does not count."""
 
     contenders: tuple[str, ...]
@@ -74,7 +74,7 @@ class RankResult:
 class Rank:
     """A rank with its shards before and after."""
 
-    job: Job
+    job: SyncJob
     number: int
     model: Model
     held: Mapping[str, torch.Tensor]
@@ -82,7 +82,7 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contender:
+class SyncContender:
     """`sync` runs one round; `traffic` says (bytes received from others, messages sent) of it."""
 
     sync: Callable[[], None]
@@ -101,7 +101,7 @@ def plan_of(model: Model, bucket_bytes: int | None) -> Plan:
     )
 
 
-def bridge(wire: str, rank: Rank, *, full_shape: bool = False) -> Contender:
+def bridge(wire: str, rank: Rank, *, full_shape: bool = False) -> SyncContender:
     """megarl's plan, its ends and a wire. Local parts are copied from shard to shard."""
     plan, label = plan_of(rank.model, rank.job.bucket_bytes), f"{wire}-{full_shape}"
     held, wanted = rank.model.held(rank.number), rank.model.wanted(rank.number)
@@ -135,7 +135,7 @@ def bridge(wire: str, rank: Rank, *, full_shape: bool = False) -> Contender:
         sending.join()
 
     received = sum(message.num_bytes for message in incoming.messages)
-    return Contender(sync=sync, traffic=lambda: (received, len(outgoing.messages)))
+    return SyncContender(sync=sync, traffic=lambda: (received, len(outgoing.messages)))
 
 
 def receive(
@@ -198,7 +198,7 @@ def _ends(rank: Rank, plan: Plan, name: str, wire: str) -> tuple[Share, RoutedSe
         return outgoing, source.result(), incoming, sink.result()
 
 
-def megatron(rank: Rank) -> Contender:
+def megatron(rank: Rank) -> SyncContender:
     """megatron-core's centralized plan over its own gloo service."""
     # Its service makes a CUDA stream that it does not need between CPU tensors.
     torch.cuda.Stream = lambda: None  # type: ignore[misc, assignment]
@@ -218,13 +218,13 @@ def megatron(rank: Rank) -> Contender:
         return batch(operations)
 
     dist.batch_isend_irecv = counting  # type: ignore[assignment]
-    return Contender(
+    return SyncContender(
         sync=lambda: execute_reshard_plan(plan, source, target, service),
         traffic=lambda: counted[-1] if counted else (0, 0),
     )
 
 
-def _module(rank: Rank, parts: Mapping[str, torch.Tensor], layout: Layout) -> torch.nn.Module:
+def _module(rank: Rank, parts: Mapping[str, torch.Tensor], layout: RankLayout) -> torch.nn.Module:
     """A module with megatron-core's marks of tensor parallelism; parameters are the shards themselves."""
 
     def mine(groups: Sequence[Sequence[int]]) -> Any:
@@ -246,7 +246,7 @@ def _module(rank: Rank, parts: Mapping[str, torch.Tensor], layout: Layout) -> to
     return module
 
 
-def all_gather(rank: Rank) -> Contender:
+def all_gather(rank: Rank) -> SyncContender:
     """Every tensor gathered in the groups that have it and broadcast to all others; each rank keeps its part."""
     model, wanted = rank.model, rank.model.wanted(rank.number)
     groups = {ranks: dist.new_group(list(ranks)) for ranks in model.source.groups}
@@ -271,10 +271,10 @@ def all_gather(rank: Rank) -> Contender:
                 dist.broadcast(full, src=holders[0][0], group=to_all)
             rank.got[name].copy_(full[slices_of(wanted[name])])
 
-    return Contender(sync=sync, traffic=lambda: (received, len(model.specs)))
+    return SyncContender(sync=sync, traffic=lambda: (received, len(model.specs)))
 
 
-CONTENDERS: dict[str, Callable[[Rank], Contender]] = {
+CONTENDERS: dict[str, Callable[[Rank], SyncContender]] = {
     "megarl, shared memory": functools.partial(bridge, "shared_memory"),
     "megarl, shared memory, full shape": functools.partial(bridge, "shared_memory", full_shape=True),
     "megarl, gloo": functools.partial(bridge, "gloo"),
@@ -294,7 +294,7 @@ def resident_bytes(field: str) -> int:
     return int(line.split()[1]) << 10
 
 
-def open_rank(job: Job, number: int) -> Rank:
+def open_rank(job: SyncJob, number: int) -> Rank:
     """Join the others; hold what the layout says, in memory, and room for what comes."""
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
     dist.init_process_group("gloo", store=dist.PrefixStore("ranks", store), rank=number, world_size=NUM_RANKS)
@@ -305,13 +305,13 @@ def open_rank(job: Job, number: int) -> Rank:
     return Rank(job=job, number=number, model=model, held=shards(model, number), got=got)
 
 
-def run(job: Job, number: int) -> dict[str, RankResult]:
+def run(job: SyncJob, number: int) -> dict[str, RankResult]:
     """Every contender's rounds, in turn."""
     rank = open_rank(job, number)
     if "megatron-core" in job.contenders:
         # Its imports take longer than its plan.
         importlib.import_module("megatron.core.resharding.planner")
-    contenders, plan_seconds = dict[str, Contender](), dict[str, float]()
+    contenders, plan_seconds = dict[str, SyncContender](), dict[str, float]()
     for name in job.contenders:
         dist.barrier()
         began = time.perf_counter()
@@ -347,7 +347,7 @@ def run(job: Job, number: int) -> dict[str, RankResult]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    job = Job(**json.loads(sys.argv[1]))
+    job = SyncJob(**json.loads(sys.argv[1]))
     results = run(job, int(sys.argv[2]))
     print(json.dumps({name: asdict(result) for name, result in results.items()}))
 

@@ -16,7 +16,7 @@ _ELEMENTS = sum(rows * columns for (rows, columns), _ in LAYER.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class RankLayout:
     """Tensor-parallel groups of ranks, in their order; with `stages`, the n-th group has the n-th part of the layers,
     else every group has all of them.
     """
@@ -36,24 +36,24 @@ class Layout:
         return [self.groups[layer * len(self.groups) // num_layers]] if self.stages else self.groups
 
 
-_TP4, _TP2 = Layout(groups=((0, 1, 2, 3),)), Layout(groups=((0, 1), (2, 3)))
-_PP2 = Layout(groups=((0, 1), (2, 3)), stages=True)
+_TP4, _TP2 = RankLayout(groups=((0, 1, 2, 3),)), RankLayout(groups=((0, 1), (2, 3)))
+_PP2 = RankLayout(groups=((0, 1), (2, 3)), stages=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class SyncCase:
     """From a layout to a layout; `overlapping`: sinks sit where they overlap most with sources, else in order."""
 
-    source: Layout
-    sink: Layout
+    source: RankLayout
+    sink: RankLayout
     overlapping: bool = False
 
 
 CASES = {
-    "TP4 → 2 × TP2, overlapping": Case(source=_TP4, sink=_TP2, overlapping=True),
-    "TP4 → 2 × TP2, in order": Case(source=_TP4, sink=_TP2),
-    "2 × TP2 → TP4, in order": Case(source=_TP2, sink=_TP4),
-    "PP2 × TP2 → 2 × TP2, in order": Case(source=_PP2, sink=_TP2),
+    "TP4 → 2 × TP2, overlapping": SyncCase(source=_TP4, sink=_TP2, overlapping=True),
+    "TP4 → 2 × TP2, in order": SyncCase(source=_TP4, sink=_TP2),
+    "2 × TP2 → TP4, in order": SyncCase(source=_TP2, sink=_TP4),
+    "PP2 × TP2 → 2 × TP2, in order": SyncCase(source=_PP2, sink=_TP2),
 }
 
 
@@ -64,8 +64,8 @@ class Model:
     specs: Mapping[str, TensorSpec]
     axes: Mapping[str, int]
     layers: Mapping[str, int]
-    source: Layout
-    sink: Layout
+    source: RankLayout
+    sink: RankLayout
 
     @property
     def num_layers(self) -> int:
@@ -81,7 +81,7 @@ class Model:
     def wanted(self, rank: int) -> dict[str, Box]:
         return self._boxes(self.sink, rank)
 
-    def _boxes(self, layout: Layout, rank: int) -> dict[str, Box]:
+    def _boxes(self, layout: RankLayout, rank: int) -> dict[str, Box]:
         group = layout.groups[layout.group_of(rank)]
         names = (n for n in self.specs if group in layout.holders(self.layers[n], self.num_layers))
         return {name: self.box(name, group.index(rank), len(group)) for name in names}
@@ -109,7 +109,7 @@ def make_model(case: str, width: int, num_layers: int) -> Model:
     # Sink i of the layout in order goes to the rank that it overlaps most with.
     seats = best_neighbours(overlaps(specs, held, wanted))
     groups = tuple(tuple(seats[sink] for sink in group) for group in chosen.sink.groups)
-    return Model(specs=specs, axes=axes, layers=layers, source=chosen.source, sink=Layout(groups=groups))
+    return Model(specs=specs, axes=axes, layers=layers, source=chosen.source, sink=RankLayout(groups=groups))
 
 
 def model_sizes(num_bytes: int, num_layers: int) -> int:

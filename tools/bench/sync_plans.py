@@ -84,7 +84,7 @@ SCENARIOS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class RankSpread:
     """Of bytes over ranks."""
 
     least: int
@@ -109,8 +109,8 @@ class Planned:
     engines: str
     num_tensors: int
     model_bytes: int
-    received: Spread
-    sent: Spread
+    received: RankSpread
+    sent: RankSpread
     saved_in_order: float
     saved: float
     bytes_are_least: bool
@@ -194,8 +194,8 @@ def _num_bytes(specs: Mapping[str, TensorSpec], holding: Holding) -> int:
     return sum(num_elements(box) * specs[name].dtype.itemsize for name, box in holding.items())
 
 
-def _spread(values: Sequence[int]) -> Spread:
-    return Spread(least=min(values), mean=sum(values) / len(values), most=max(values))
+def _spread(values: Sequence[int]) -> RankSpread:
+    return RankSpread(least=min(values), mean=sum(values) / len(values), most=max(values))
 
 
 def _bound(plan: Plan, size: int, seats: Sequence[int]) -> float:

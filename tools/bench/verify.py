@@ -34,7 +34,7 @@ SWEPT = (300, 3000, 30000)
 CLEAN_GATE, HARD_GATE, HARD_RATE = 1.5, 3.0, 0.01
 
 
-class Process:
+class ContenderProcess:
     """A contender, ready to verify."""
 
     def __init__(self, name: str, interpreter: str, log: IO[str]) -> None:
@@ -83,7 +83,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class VerifierRate:
     """One contender on a list of items, or its first slices. `slices`: items/s of each; `figures` are the pool's."""
 
     contender: str
@@ -97,7 +97,7 @@ class Measured:
     figures: dict[str, Any]
 
 
-def run(processes: dict[str, Process], file: Path, items: list[Item], rate: float) -> list[Measured]:
+def run(processes: dict[str, ContenderProcess], file: Path, items: list[Item], rate: float) -> list[VerifierRate]:
     """All contenders, one slice each in turn; each round begins with another one."""
     records: dict[str, list[dict[str, Any]]] = {name: [] for name in processes}
     num_slices = NUM_SLICES if len(processes) > 1 else 1
@@ -111,14 +111,16 @@ def run(processes: dict[str, Process], file: Path, items: list[Item], rate: floa
     return [_measured(name, each, sizes, items, rate) for name, each in records.items()]
 
 
-def _measured(name: str, records: list[dict[str, Any]], sizes: list[int], items: list[Item], rate: float) -> Measured:
+def _measured(
+    name: str, records: list[dict[str, Any]], sizes: list[int], items: list[Item], rate: float
+) -> VerifierRate:
     sums = ("correct", "wrong", "parse_failed", "timed_out", "crashed", "replaced", "late")
     figures: dict[str, Any] = {key: sum(record[key] for record in records) for key in sums if key in records[0]}
     if figures:
         figures["max_seconds"] = max(record["max_seconds"] for record in records)
         figures["restored"] = all(record["workers"] == record["expected"] for record in records)
     done = sum(sizes[: len(records)])
-    return Measured(
+    return VerifierRate(
         contender=name,
         items=len(items),
         rate=rate,
@@ -132,7 +134,7 @@ def _measured(name: str, records: list[dict[str, Any]], sizes: list[int], items:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
+class VerdictAgreement:
     """Agreement of a contender with TRL on clean items: verdicts that both claim, and how many of these are equal."""
 
     contender: str
@@ -143,7 +145,7 @@ class Agreement:
     examples: list[str]
 
 
-def compare(measured: Sequence[Measured], items: list[Item]) -> list[Agreement]:
+def compare(measured: Sequence[VerifierRate], items: list[Item]) -> list[VerdictAgreement]:
     [reference] = [each for each in measured if each.contender == TRL]
     found = []
     for each in measured:
@@ -154,7 +156,7 @@ def compare(measured: Sequence[Measured], items: list[Item]) -> list[Agreement]:
         ]
         clean = sum(item.kind == "clean" for item in items)
         found.append(
-            Agreement(
+            VerdictAgreement(
                 contender=each.contender,
                 rate=each.rate,
                 items=clean,
@@ -166,7 +168,7 @@ def compare(measured: Sequence[Measured], items: list[Item]) -> list[Agreement]:
     return found
 
 
-def gates(measured: list[Measured], agreements: list[Agreement]) -> list[tuple[str, str, bool]]:
+def gates(measured: list[VerifierRate], agreements: list[VerdictAgreement]) -> list[tuple[str, str, bool]]:
     """Return each limit with its measurement, and whether that is enough."""
 
     def ratio(rate: float) -> float:
@@ -188,7 +190,7 @@ def gates(measured: list[Measured], agreements: list[Agreement]) -> list[tuple[s
     ]
 
 
-def table(measured: list[Measured]) -> list[str]:
+def table(measured: list[VerifierRate]) -> list[str]:
     header = (
         "items",
         "hostile",
@@ -232,8 +234,8 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="*", default=SWEPT, help="numbers of items for the pool alone")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    measured: list[Measured] = []
-    agreements: list[Agreement] = []
+    measured: list[VerifierRate] = []
+    agreements: list[VerdictAgreement] = []
 
     def items_file(count: int, rate: float, blocking: int) -> tuple[Path, list[Item]]:
         items = make_items(count, rate, data=options.data, seed=count, blocking=blocking)
@@ -245,7 +247,7 @@ def main() -> None:
         log = stack.enter_context((options.out / "contenders.log").open("w", encoding="utf-8"))
         processes = {}
         for name in CONTENDERS:
-            processes[name] = Process(name, options.peers if name in PEERS else sys.executable, log)
+            processes[name] = ContenderProcess(name, options.peers if name in PEERS else sys.executable, log)
             stack.callback(processes[name].close)
         for rate, count in COMPARED.items():
             file, items = items_file(count, rate, 0)

@@ -127,7 +127,7 @@ def make_responses(count: int, seed: int) -> Iterator[tuple[str, str]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class MemoryReading:
     """MiB resident of this process, and of its fork server and workers; how many workers there are."""
 
     judged: int
@@ -136,10 +136,12 @@ class Checkpoint:
     num_workers: int
 
 
-def checkpoint(judged: int, server: int) -> Checkpoint:
+def checkpoint(judged: int, server: int) -> MemoryReading:
     workers = children(server)
     total = sum(resident_mib(pid) for pid in (server, *workers))
-    return Checkpoint(judged=judged, parent_mib=resident_mib(os.getpid()), workers_mib=total, num_workers=len(workers))
+    return MemoryReading(
+        judged=judged, parent_mib=resident_mib(os.getpid()), workers_mib=total, num_workers=len(workers)
+    )
 
 
 def fork_server(command: bytes = b"megarl.rewards.verifier") -> int:
@@ -170,7 +172,7 @@ class Caller:
         self.latest_tick = max(self.latest_tick, time.monotonic() - began - TICK_S)
 
 
-def run(pool: VerifierPool, count: int, seed: int) -> tuple[dict[str, list[JobResult]], list[Checkpoint], Caller]:
+def run(pool: VerifierPool, count: int, seed: int) -> tuple[dict[str, list[JobResult]], list[MemoryReading], Caller]:
     """A tenth at a time, as a trainer would with its steps."""
     rng, caller = random.Random(seed), Caller()
     verdicts: dict[str, list[JobResult]] = {}

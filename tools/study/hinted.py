@@ -18,7 +18,7 @@ from megarl.data.hints import HintedPrompt, HintPlacer, donors, hinted_rows
 from megarl.recipes.tasks import BuiltinTask, Problem
 from megarl.recipes.tasks.mistakes import ReadAnswer, read_answer
 from megarl.rewards import score
-from megarl.run.evaluation.hint_signal import score_hints
+from megarl.run.evaluation.hint_signal import hint_inputs
 from megarl.types import BoolArray, Message, Prompt, Row
 
 # A hint in every place, in the words that the tiny model's demonstrations have before the question.
@@ -33,7 +33,7 @@ BATCH_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class SampledAnswer:
     """This is a sampled answer to a problem, the place of which among all problems is `group`.
 
     Attributes:
@@ -92,7 +92,7 @@ class LocalModel:
         num_samples: int,
         max_tokens: int,
         seed: int,
-    ) -> list[Answer]:
+    ) -> list[SampledAnswer]:
         """Sample answers to the problems' prompts at temperature 1. Those that hit the limit are left out."""
         eos, pad = self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
         rows = [(group, list(prompt)) for group, prompt in enumerate(prompts) for _ in range(num_samples)]
@@ -112,7 +112,7 @@ class LocalModel:
                         answers.append(self.judge(task, problems[group], group, row[: row.index(eos) + 1]))
         return answers
 
-    def judge(self, task: BuiltinTask, problem: Problem, group: int, token_ids: Sequence[int]) -> Answer:
+    def judge(self, task: BuiltinTask, problem: Problem, group: int, token_ids: Sequence[int]) -> SampledAnswer:
         """Judge a complete answer, whose last token is the end token, and find its first wrong tokens."""
         content = token_ids[:-1]
         text = self._tokenizer.decode(content)
@@ -123,7 +123,7 @@ class LocalModel:
             ends = list(accumulate(len(self._tokenizer.decode([i])) for i in content))
             first = bisect_right(ends, read.mistake.start)
             mistake = slice(first, max(bisect_right(ends, read.mistake.stop - 1) + 1, first + 1))
-        return Answer(
+        return SampledAnswer(
             group=group,
             token_ids=tuple(token_ids),
             correct=score(task.data_source, text, problem.ground_truth, {}).correct,
@@ -132,7 +132,9 @@ class LocalModel:
             answer_span=np.append(answer_mask(content, self._tokenizer.decode), False),
         )
 
-    def score(self, answers: Sequence[Answer], prompts: Sequence[Prompt], cfg: HintConfig, *, seed: int) -> CpoInputs:
+    def hint_inputs(
+        self, answers: Sequence[SampledAnswer], prompts: Sequence[Prompt], cfg: HintConfig, *, seed: int
+    ) -> CpoInputs:
         """Score answers without a hint, with their prompts' own hints, and with those of other prompts."""
         placer = HintPlacer(self._tokenizer, cfg, max_prompt_tokens=MAX_PROMPT_TOKENS)
         posed = {prompt.uid: prompt for prompt in prompts}
@@ -148,7 +150,7 @@ class LocalModel:
             )
             for i, answer in enumerate(answers)
         ]
-        return score_hints(
+        return hint_inputs(
             self._model,
             rows,
             hinted_rows(rows, own),

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megarl.convert.commands import mcore_to_hf
-from megarl.convert.engine import Settings
+from megarl.convert.engine import ConvertSettings
 from megarl.recipes.tasks import TASKS
 from megarl.recipes.tasks.generate import held_out_problems
 from megarl.report.run import Run, load_runs
@@ -87,7 +87,7 @@ def _models(run: Run, run_dir: Path, out: Path) -> Iterator[tuple[int, Path]]:
     for checkpoint in sorted(run_dir.glob("checkpoints/step_*")):
         path = out / f"{run.label}-{checkpoint.name}"
         if not path.is_dir():
-            mcore_to_hf(checkpoint / "actor", Settings(out=path, num_workers=1), model=start)
+            mcore_to_hf(checkpoint / "actor", ConvertSettings(out=path, num_workers=1), model=start)
         yield int(checkpoint.name.removeprefix("step_")), path
 
 
@@ -100,8 +100,8 @@ def measure_behavior(study: LeakStudy, model: LocalModel) -> Behavior:
     hinted = [prompt.token_ids.tolist() for prompt in model.hint(prompts, HINTS[PLACE]).values()]
     answers = model.sample(task, problems, [prompt.token_ids for prompt in prompts], **sampling)
     with_hint = model.sample(task, problems, hinted, **sampling)
-    scores = model.score(answers, prompts, HINTS[PLACE], seed=study.seed)
-    gains = (scores.need("hint_logprobs") - scores.need("old_logprobs")).numpy()
+    inputs = model.hint_inputs(answers, prompts, HINTS[PLACE], seed=study.seed)
+    gains = (inputs.need("hint_logprobs") - inputs.need("old_logprobs")).numpy()
     num_sampled = study.num_prompts * study.num_samples
 
     def gain(*, correct: bool, in_answer: bool) -> float | None:

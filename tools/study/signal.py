@@ -17,7 +17,7 @@ from megarl.errors import ConfigError
 from megarl.recipes.tasks import TASKS
 from megarl.recipes.tasks.generate import held_out_problems
 from megarl.run.evaluation.hint_signal import mutual_information
-from tools.study.hinted import HINTS, Answer, LocalModel
+from tools.study.hinted import HINTS, LocalModel, SampledAnswer
 from tools.study.roc import Area, Floats, area_under_roc
 from tools.study.warm_starts import WarmStart, warm_model
 
@@ -64,7 +64,7 @@ class Signal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class SignalArea:
     """This is the area of one signal against one kind of positive and negative tokens; None if a kind is missing."""
 
     signal: Signal
@@ -92,7 +92,7 @@ class ModelResult:
     num_in_answer: int
     accuracy: float
     hinted_accuracy: dict[str, float]
-    cells: tuple[Cell, ...]
+    cells: tuple[SignalArea, ...]
 
 
 def load_signal_study(path: Path) -> SignalStudy:
@@ -129,16 +129,16 @@ def measure_model(study: SignalStudy, task_name: str, start: WarmStart, model: L
     sampled = model.sample(task, problems, plain, num_samples=study.num_samples, **sampling)
     answers = [answer for answer in sampled if answer.correct == (answer.mistake is None)]
     hinted_accuracy: dict[str, float] = {}
-    cells: list[Cell] = []
+    cells: list[SignalArea] = []
     for place, cfg in HINTS.items():
         hinted = model.hint(prompts, cfg).values()
         with_hint = model.sample(task, problems, [h.token_ids.tolist() for h in hinted], num_samples=1, **sampling)
         hinted_accuracy[place] = sum(answer.correct for answer in with_hint) / study.num_prompts
-        scores = model.score(answers, prompts, cfg, seed=study.seed)
+        inputs = model.hint_inputs(answers, prompts, cfg, seed=study.seed)
         if not cells:
             surprise = Signal(place="", estimator=SURPRISE, shuffled=False, excluded=False)
-            cells += cells_of(study, answers, [(surprise, -scores.need("old_logprobs"))])
-        cells += cells_of(study, answers, signals_of(place, scores))
+            cells += cells_of(study, answers, [(surprise, -inputs.need("old_logprobs"))])
+        cells += cells_of(study, answers, signals_of(place, inputs))
     right = [answer for answer in answers if answer.correct]
     wrong = [answer for answer in answers if not answer.correct]
     return ModelResult(
@@ -155,17 +155,19 @@ def measure_model(study: SignalStudy, task_name: str, start: WarmStart, model: L
     )
 
 
-def signals_of(place: str, scores: CpoInputs) -> Iterator[tuple[Signal, Tensor]]:
+def signals_of(place: str, inputs: CpoInputs) -> Iterator[tuple[Signal, Tensor]]:
     """Yield −MI [B, T] by every estimator, as CPO computes it, against both baselines."""
     for estimator in MI_ESTIMATORS:
         for shuffled in (False, True):
             if shuffled and MI_ESTIMATORS.get(estimator).uses_hint_kl:
                 continue  # which is no difference of log-probs
             signal = Signal(place=place, estimator=estimator, shuffled=shuffled, excluded=False)
-            yield signal, -mutual_information(scores, estimator, shuffled_baseline=shuffled)
+            yield signal, -mutual_information(inputs, estimator, shuffled_baseline=shuffled)
 
 
-def cells_of(study: SignalStudy, answers: Sequence[Answer], signals: Iterable[tuple[Signal, Tensor]]) -> Iterator[Cell]:
+def cells_of(
+    study: SignalStudy, answers: Sequence[SampledAnswer], signals: Iterable[tuple[Signal, Tensor]]
+) -> Iterator[SignalArea]:
     """Compute the areas of signals [B, T] on all tokens, and on those outside of final answers."""
     kinds = np.concatenate([token_kinds(answer) for answer in answers])
     groups = np.concatenate([np.full(len(answer.token_ids), answer.group) for answer in answers])
@@ -177,7 +179,7 @@ def cells_of(study: SignalStudy, answers: Sequence[Answer], signals: Iterable[tu
             for positive, wanted in POSITIVE.items():
                 for negative, others in NEGATIVE.items():
                     kept = np.isin(kinds, (*wanted, *others)) & (outside | (not excluded))
-                    yield Cell(
+                    yield SignalArea(
                         signal=replace(signal, excluded=excluded),
                         positive=positive,
                         negative=negative,
@@ -191,7 +193,7 @@ def cells_of(study: SignalStudy, answers: Sequence[Answer], signals: Iterable[tu
                     )
 
 
-def token_kinds(answer: Answer) -> np.ndarray:
+def token_kinds(answer: SampledAnswer) -> np.ndarray:
     """Tell where each token stands: in a right row, or before, in and after the first mistake of a wrong one."""
     if answer.mistake is None:
         return np.full(len(answer.token_ids), RIGHT_ROW)

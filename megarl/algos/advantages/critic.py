@@ -7,7 +7,7 @@ from megarl.algos.advantages.estimator import ADVANTAGE_ESTIMATORS, Estimate
 from megarl.algos.masked import masked_sum, summary
 from megarl.algos.token_rewards import last_token, returns_to_go, token_rewards
 from megarl.config.algo import AdvantageConfig
-from megarl.types import Score, ScoredBatch
+from megarl.types import ScoredBatch, TokenQuantity
 
 _VARIANCE_EPS = 1e-8
 # Keeps the explained variance finite where all returns are equal.
@@ -20,7 +20,7 @@ def masked_values(batch: ScoredBatch) -> Tensor:
     >>> masked_values(step("a", [1.0], [[1, 0]], values=[[0.5, 9.0]])).tolist()
     [[0.5, 0.0]]
     """
-    return torch.where(batch.loss_mask, batch.score(Score.VALUES).double(), 0.0)
+    return torch.where(batch.loss_mask, batch.quantity(TokenQuantity.VALUES).double(), 0.0)
 
 
 def last_values(batch: ScoredBatch) -> Tensor:

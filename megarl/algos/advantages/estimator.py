@@ -12,7 +12,7 @@ from megarl.algos.token_rewards import KL_PENALTY, TURN_REWARDS
 from megarl.config.algo import AdvantageConfig, AlgoConfig
 from megarl.errors import DataError
 from megarl.registry import FunctionRegistry, require_fields
-from megarl.types import Score, ScoredBatch
+from megarl.types import ScoredBatch, TokenQuantity
 
 # Name of the detail that holds the reward of the greedy response to a row's prompt.
 GREEDY_SCORE = "greedy_score"
@@ -110,10 +110,10 @@ def compute_advantages(batch: ScoredBatch, cfg: AdvantageConfig, flip: Flip | No
     remedies = {
         TURN_REWARDS: "check the environment",
         KL_PENALTY: "check the model and the log-probs it is computed from",
-        Score.VALUES: "check the critic",
+        TokenQuantity.VALUES: "check the critic",
     }
-    for name in remedies.keys() & batch.scores.keys():
-        rows = masked_sum(batch.scores[name].double(), batch.loss_mask, dim=-1)
+    for name in remedies.keys() & batch.quantities.keys():
+        rows = masked_sum(batch.quantities[name].double(), batch.loss_mask, dim=-1)
         _require_finite(batch, f"sum of {name}", rows, remedies[name])
     estimate = estimator(batch, cfg, flip)
     for what, values in (("advantage", estimate.advantages), ("return", estimate.returns)):

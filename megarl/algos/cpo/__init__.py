@@ -8,21 +8,21 @@ from megarl.algos.cpo.inputs import (
     BASE_ADVANTAGES,
     DIFFICULTY,
     EXCLUDED,
-    LOSS_SCORES,
+    LOSS_QUANTITIES,
     CpoInputs,
     inputs_from_batch,
     inputs_from_rows,
-    loss_scores,
+    loss_quantities,
 )
 from megarl.algos.cpo.metrics import cpo_metrics, hint_metrics, shift_diagnostics
-from megarl.algos.cpo.shaping import required_scores, shape_advantages, shapes_in_loss
+from megarl.algos.cpo.shaping import required_quantities, shape_advantages, shapes_in_loss
 from megarl.algos.cpo.validate import check_cpo
 
 __all__ = [
     "BASE_ADVANTAGES",
     "DIFFICULTY",
     "EXCLUDED",
-    "LOSS_SCORES",
+    "LOSS_QUANTITIES",
     "CpoInputs",
     "check_cpo",
     "cpo_metrics",
@@ -31,8 +31,8 @@ __all__ = [
     "hint_metrics",
     "inputs_from_batch",
     "inputs_from_rows",
-    "loss_scores",
-    "required_scores",
+    "loss_quantities",
+    "required_quantities",
     "shape_advantages",
     "shapes_in_loss",
     "shift_diagnostics",

@@ -67,7 +67,7 @@ def kl_is(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tenso
 
 @MI_ESTIMATORS.register("full_kl", uses_hint_kl=True)
 def full_kl(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
-    """Return `hint_kl`, the KL(with hint ‖ without) over the whole vocabulary, computed by a scoring pass beforehand.
+    """Return `hint_kl`, the KL(with hint ‖ without) over the whole vocabulary, computed by a forward pass beforehand.
 
     >>> full_kl(tensor([2.0]), tensor([0.0]), tensor([0.25])).tolist()
     [0.25]

@@ -12,30 +12,30 @@ from megarl.algos.cpo.difficulty import group_difficulty
 from megarl.algos.cpo.information import MI_ESTIMATORS
 from megarl.algos.masked import per_row
 from megarl.config.algo import CpoConfig
-from megarl.types import RowBatch, Score, ScoredBatch
+from megarl.types import RowBatch, ScoredBatch, TokenQuantity
 
 PerToken: TypeAlias = Literal[
     "old_logprobs", "hint_logprobs", "shuffled_hint_logprobs", "hint_kl", "entropy", "excluded"
 ]
 PerRow: TypeAlias = Literal["correct", "difficulty"]
 
-# Names of the scores that carry inputs to the loss; correctness and difficulty, one per row, repeat on every token.
+# Names of the quantities that carry inputs to the loss; correctness and difficulty, one per row, repeat on every token.
 CORRECT, DIFFICULTY, EXCLUDED = "cpo_correct", "cpo_difficulty", "cpo_excluded"
 # The trainer's log-probs have a name of their own, because a correction may make the engine's the `old_logprobs`.
 OLD = "cpo_old_logprobs"
 # The advantages before shaping, which the record of a step shows.
 BASE_ADVANTAGES = "cpo_base_advantages"
 
-# All names that `loss_scores` may return.
-LOSS_SCORES: frozenset[str] = frozenset(
+# All names that `loss_quantities` may return.
+LOSS_QUANTITIES: frozenset[str] = frozenset(
     {
         CORRECT,
         DIFFICULTY,
         EXCLUDED,
         OLD,
-        Score.HINT_LOGPROBS,
-        Score.SHUFFLED_HINT_LOGPROBS,
-        Score.HINT_KL,
+        TokenQuantity.HINT_LOGPROBS,
+        TokenQuantity.SHUFFLED_HINT_LOGPROBS,
+        TokenQuantity.HINT_KL,
     }
 )
 
@@ -49,7 +49,7 @@ class CpoInputs:
     the response under the same weights, without the hint, with it, and with another prompt's hint; in rows without a
     hint, all equal `old_logprobs`. hint_kl: KL(with hint ‖ without) over the vocabulary, in nats. entropy: nats,
     detached. vocab_size: without padding. excluded: [B, T] bool, tokens that keep their advantage. step: counts from 0.
-    Tensors that the method does not read (see `required_scores`) may be None.
+    Tensors that the method does not read (see `required_quantities`) may be None.
     """
 
     advantages: Tensor
@@ -91,7 +91,7 @@ class CpoInputs:
         """Return an optional input; raise ValueError if it was not given."""
         value: Tensor | None = getattr(self, name)
         if value is None:
-            raise ValueError(f"cpo inputs: got no {name}, which the method uses; see required_scores()")
+            raise ValueError(f"cpo inputs: got no {name}, which the method uses; see required_quantities()")
         return value
 
 
@@ -102,15 +102,15 @@ def inputs_from_batch(
     *,
     vocab_size: int,
 ) -> CpoInputs:
-    """Gather CPO's inputs for a whole step from the batch's scores.
+    """Gather CPO's inputs for a whole step from the batch's quantities.
 
     >>> batch, advantages = step("ab", [1.0, 0.0]), tensor([[1.0], [0.0]])
     >>> inputs_from_batch(batch, advantages, CpoConfig(), vocab_size=10).difficulty.tolist()
     [1, -1]
     """
-    excluded = batch.scores.get(EXCLUDED)
+    excluded = batch.quantities.get(EXCLUDED)
     if cfg.difficulty == "data":
-        values = batch.score(DIFFICULTY)
+        values = batch.quantity(DIFFICULTY)
         # A row without loss tokens has a difficulty, too.
         difficulty = values[:, :1].sum(-1).sign().long()
     else:
@@ -121,59 +121,59 @@ def inputs_from_batch(
         correct=batch.correct,
         difficulty=difficulty,
         vocab_size=vocab_size,
-        old_logprobs=batch.scores.get(Score.OLD_LOGPROBS),
-        hint_logprobs=batch.scores.get(Score.HINT_LOGPROBS),
-        shuffled_hint_logprobs=batch.scores.get(Score.SHUFFLED_HINT_LOGPROBS),
-        hint_kl=batch.scores.get(Score.HINT_KL),
-        entropy=batch.scores.get(Score.OLD_ENTROPY),
+        old_logprobs=batch.quantities.get(TokenQuantity.OLD_LOGPROBS),
+        hint_logprobs=batch.quantities.get(TokenQuantity.HINT_LOGPROBS),
+        shuffled_hint_logprobs=batch.quantities.get(TokenQuantity.SHUFFLED_HINT_LOGPROBS),
+        hint_kl=batch.quantities.get(TokenQuantity.HINT_KL),
+        entropy=batch.quantities.get(TokenQuantity.OLD_ENTROPY),
         excluded=None if excluded is None else excluded.bool(),
         step=max(batch.step - 1, 0),
     )
 
 
-def loss_scores(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, Tensor]:
+def loss_quantities(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, Tensor]:
     """Return the tensors [B, T] that CPO needs when it shapes advantages inside the loss; `inputs_from_rows` reads
     them there.
 
-    >>> scores = loss_scores(terms([[1.0, 2.0]], difficulty=1).inputs, CpoConfig())
-    >>> sorted(scores), scores[DIFFICULTY].tolist()
+    >>> quantities = loss_quantities(terms([[1.0, 2.0]], difficulty=1).inputs, CpoConfig())
+    >>> sorted(quantities), quantities[DIFFICULTY].tolist()
     (['cpo_correct', 'cpo_difficulty', 'cpo_old_logprobs', 'hint_logprobs'], [[1.0, 1.0]])
     """
     like = x.advantages
-    scores = {
+    quantities = {
         CORRECT: x.correct.to(like.dtype)[:, None].expand_as(like),
         DIFFICULTY: x.difficulty.to(like.dtype)[:, None].expand_as(like),
         OLD: x.need("old_logprobs"),
-        Score.HINT_LOGPROBS.value: x.need("hint_logprobs"),
+        TokenQuantity.HINT_LOGPROBS.value: x.need("hint_logprobs"),
     }
     if x.excluded is not None:
-        scores[EXCLUDED] = x.excluded.to(like.dtype)
+        quantities[EXCLUDED] = x.excluded.to(like.dtype)
     if cfg.shuffled_baseline:
-        scores[Score.SHUFFLED_HINT_LOGPROBS.value] = x.need("shuffled_hint_logprobs")
+        quantities[TokenQuantity.SHUFFLED_HINT_LOGPROBS.value] = x.need("shuffled_hint_logprobs")
     if MI_ESTIMATORS.get(cfg.mi_estimator).uses_hint_kl:
-        scores[Score.HINT_KL.value] = x.need("hint_kl")
-    return scores
+        quantities[TokenQuantity.HINT_KL.value] = x.need("hint_kl")
+    return quantities
 
 
 def inputs_from_rows(rows: RowBatch, entropy: Tensor, *, vocab_size: int) -> CpoInputs:
-    """Gather CPO's inputs for a micro-batch from `advantages`, `loss_scores` and the current policy's `entropy`.
+    """Gather CPO's inputs for a micro-batch from `advantages`, `loss_quantities` and the current policy's `entropy`.
 
     >>> row = {DIFFICULTY: [[1.0, 1.0]], CORRECT: [[1.0, 1.0]], OLD: [[-1.0, -1.0]], "hint_logprobs": [[0.0, 0.0]]}
     >>> batch = rows([[1, 1]], advantages=[[0.5, 0.5]], **row)
     >>> inputs_from_rows(batch, tensor([[0.1, 0.2]]), vocab_size=10).difficulty.tolist()
     [1]
     """
-    excluded = rows.scores.get(EXCLUDED)
+    excluded = rows.quantities.get(EXCLUDED)
     return CpoInputs(
-        advantages=rows.score("advantages"),
+        advantages=rows.quantity("advantages"),
         loss_mask=rows.loss_mask,
-        correct=per_row(rows.score(CORRECT), rows.loss_mask) > 0,
-        difficulty=per_row(rows.score(DIFFICULTY), rows.loss_mask).long(),
+        correct=per_row(rows.quantity(CORRECT), rows.loss_mask) > 0,
+        difficulty=per_row(rows.quantity(DIFFICULTY), rows.loss_mask).long(),
         vocab_size=vocab_size,
-        old_logprobs=rows.score(OLD),
-        hint_logprobs=rows.score(Score.HINT_LOGPROBS),
-        shuffled_hint_logprobs=rows.scores.get(Score.SHUFFLED_HINT_LOGPROBS),
-        hint_kl=rows.scores.get(Score.HINT_KL),
+        old_logprobs=rows.quantity(OLD),
+        hint_logprobs=rows.quantity(TokenQuantity.HINT_LOGPROBS),
+        shuffled_hint_logprobs=rows.quantities.get(TokenQuantity.SHUFFLED_HINT_LOGPROBS),
+        hint_kl=rows.quantities.get(TokenQuantity.HINT_KL),
         entropy=entropy.detach(),
         excluded=None if excluded is None else excluded > 0,
     )

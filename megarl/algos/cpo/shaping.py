@@ -9,7 +9,7 @@ from megarl.algos.cpo.inputs import CpoInputs
 from megarl.algos.cpo.methods import coefficients, formula, neg_scope
 from megarl.algos.cpo.terms import Terms, make_terms
 from megarl.config.algo import CpoConfig
-from megarl.types import Score
+from megarl.types import TokenQuantity
 
 
 def shape_advantages(x: CpoInputs, cfg: CpoConfig) -> Tensor:
@@ -45,23 +45,23 @@ def terms_of(x: CpoInputs, cfg: CpoConfig) -> Terms:
     )
 
 
-def required_scores(cfg: CpoConfig) -> frozenset[Score]:
-    """Return the scores that the method reads. The trainer must compute all of them, even the old log-probs.
+def required_quantities(cfg: CpoConfig) -> frozenset[TokenQuantity]:
+    """Return the quantities that the method reads. The trainer must compute all of them, even the old log-probs.
 
-    >>> ", ".join(sorted(required_scores(CpoConfig(method="mi", formula_set="doc"))))
+    >>> ", ".join(sorted(required_quantities(CpoConfig(method="mi", formula_set="doc"))))
     'hint_logprobs, old_logprobs'
     """
     chosen = formula(cfg)
-    scores = set()
+    quantities = set()
     if chosen.uses_hint:
-        scores |= {Score.OLD_LOGPROBS, Score.HINT_LOGPROBS}
+        quantities |= {TokenQuantity.OLD_LOGPROBS, TokenQuantity.HINT_LOGPROBS}
         if cfg.shuffled_baseline:
-            scores.add(Score.SHUFFLED_HINT_LOGPROBS)
+            quantities.add(TokenQuantity.SHUFFLED_HINT_LOGPROBS)
         if "mi" in chosen.reads and MI_ESTIMATORS.get(cfg.mi_estimator).uses_hint_kl:
-            scores.add(Score.HINT_KL)
+            quantities.add(TokenQuantity.HINT_KL)
     if "entropy" in chosen.reads and cfg.entropy_source == "old":
-        scores.add(Score.OLD_ENTROPY)
-    return frozenset(scores)
+        quantities.add(TokenQuantity.OLD_ENTROPY)
+    return frozenset(quantities)
 
 
 def shapes_in_loss(cfg: CpoConfig) -> bool:

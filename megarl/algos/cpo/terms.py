@@ -119,6 +119,6 @@ def _clean(name: str, values: Tensor, mask: Tensor) -> Tensor:
     if bad_rows:
         raise NonFiniteError(
             f"cpo: {name} of row {bad_rows[0]} is not finite on a loss token, expected finite numbers; "
-            f"check the scoring passes"
+            f"check the forward passes"
         )
     return kept

@@ -10,7 +10,7 @@ from megarl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintConfig:
-    """Configure CPO's hint: a text, such as the solution, that is added to the prompt for one more scoring pass."""
+    """Configure CPO's hint: a text, such as the solution, that is added to the prompt for one more forward pass."""
 
     # solution: the hint is extra_info.gold_solution (or solution); answer: it is the ground-truth answer.
     source: Literal["solution", "answer"] = "solution"
@@ -69,7 +69,7 @@ class CpoConfig:
     # With difficulty=data: the field of extra_info that holds it, a number of which the sign counts (−1: hard, 0:
     # medium, 1: easy).
     difficulty_field: str | None = None
-    # old: take entropies from the scoring pass before the update; current: take them from the update's own
+    # old: take entropies from the forward pass before the update; current: take them from the update's own
     # forward pass.
     entropy_source: Literal["old", "current"] = "old"
     shuffled_baseline: bool = False  # Subtract the effect of another prompt's hint.

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from megarl.migrate.shell import syntax
 from megarl.migrate.shell.builtins import BUILTINS, read_local
-from megarl.migrate.shell.conditions import ShellTestError, Test
+from megarl.migrate.shell.conditions import ConditionReader, ShellTestError
 from megarl.migrate.shell.declaring import DECLARING, declare
 from megarl.migrate.shell.flow import Exit, Return
-from megarl.migrate.shell.machine import Command, Machine, Undecided
+from megarl.migrate.shell.machine import Machine, StartedCommand, Undecided
 from megarl.migrate.shell.state import MAX_DEPTH, Array, ShellLimitError
 from megarl.migrate.shell.words import expand_text, expand_words
 
@@ -250,14 +250,14 @@ class Commands:
             return self.function(name, words[1:], tested=tested)
         if name in ("[", "test"):
             operands = words[1:-1] if name == "[" else words[1:]
-            return self.outcome(Test(machine=machine, tokens=operands, double=False))
+            return self.outcome(ConditionReader(machine=machine, tokens=operands, double=False))
         if name in BUILTINS:
             return BUILTINS[name](machine, words[1:])
         machine.print(None)
         if name in _MENTION:
             return None
         if machine.wanted(words):
-            machine.commands.append(Command(words=tuple(arguments), line=line))
+            machine.commands.append(StartedCommand(words=tuple(arguments), line=line))
             # The script goes on as after a training that succeeds.
             return 0
         return self.inner(words, line)
@@ -311,9 +311,9 @@ class Commands:
     def test(self, text: str, *, double: bool) -> int | None:
         inner = text.strip()[2:].rstrip()
         tokens = syntax.test_tokens(inner[:-2] if inner.endswith("]]") else inner)
-        return self.outcome(Test(machine=self.machine, tokens=tokens, double=double))
+        return self.outcome(ConditionReader(machine=self.machine, tokens=tokens, double=double))
 
-    def outcome(self, test: Test) -> int | None:
+    def outcome(self, test: ConditionReader) -> int | None:
         try:
             result = test.run()
         except ShellTestError:

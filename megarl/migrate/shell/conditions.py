@@ -28,7 +28,7 @@ class ShellTestError(ValueError):
 
 
 @dataclass(slots=True, kw_only=True)
-class Test:
+class ConditionReader:
     """A test that is being read. tokens: what is left; double: `[[ … ]]`, whose tokens are source, not text yet."""
 
     machine: Machine

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megarl.migrate.shell import syntax
 from megarl.migrate.shell.commands import Commands, subshell
-from megarl.migrate.shell.conditions import Test
+from megarl.migrate.shell.conditions import ConditionReader
 from megarl.migrate.shell.flow import Break, Continue, Exit, forget_assigned, is_inert
 from megarl.migrate.shell.machine import Machine, Undecided
 from megarl.migrate.shell.state import MAX_DEPTH, ShellLimitError
@@ -222,7 +222,7 @@ class _Run(Commands):
             machine.line = self.line(item)
             written, body, ending = syntax.case_patterns(item)
             if not falls:
-                test = Test(machine=machine, tokens=[], double=True)
+                test = ConditionReader(machine=machine, tokens=[], double=True)
                 results = [test.matches(text, expand_pattern(machine, each)) for each in written]
                 matched = True if True in results else None if None in results else False
                 if matched is None and is_inert(machine, node):

@@ -33,7 +33,7 @@ class Decisions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class StartedCommand:
     """A command that the script starts and that somebody asked for: its words, with their lines."""
 
     words: tuple[tuple[str, int], ...]
@@ -66,7 +66,7 @@ class Machine:
     budget: Budget
     decisions: Decisions
     state: State = field(default_factory=State)
-    commands: list[Command] = field(default_factory=list)
+    commands: list[StartedCommand] = field(default_factory=list)
     assumptions: dict[str, None] = field(default_factory=dict)
     unset: dict[str, int] = field(default_factory=dict)
     line: int = 1

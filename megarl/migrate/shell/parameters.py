@@ -15,7 +15,7 @@ _INDIRECT = re.compile(r"[A-Za-z_]\w*|\d+|[@*]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
+class ParameterExpansion:
     """An expansion of a parameter. prefix: `#` (length), `!` (indirection) or nothing. key: the index of an array."""
 
     prefix: str
@@ -25,7 +25,7 @@ class Parameter:
     operand: str
 
     @classmethod
-    def parse(cls, text: str) -> "Parameter":
+    def parse(cls, text: str) -> "ParameterExpansion":
         """Read `$NAME` or `${…}`."""
         if not text.startswith("${"):
             return cls(prefix="", name=text[1:], key=None, operation="", operand="")
@@ -65,7 +65,7 @@ class Parameter:
 
 def parameter_values(
     machine: Machine,
-    parameter: Parameter,
+    parameter: ParameterExpansion,
     written: str,
     operand: Callable[[str], str],
     pattern: Callable[[str], str],
@@ -95,7 +95,7 @@ def parameter_values(
     return found
 
 
-def _look_up(machine: Machine, parameter: Parameter, operand: Callable[[str], str]) -> list[str] | str | None:
+def _look_up(machine: Machine, parameter: ParameterExpansion, operand: Callable[[str], str]) -> list[str] | str | None:
     value = machine.get(parameter.name)
     if parameter.is_list:
         if isinstance(value, Array):
@@ -115,7 +115,7 @@ def _look_up(machine: Machine, parameter: Parameter, operand: Callable[[str], st
     return None
 
 
-def _length(machine: Machine, parameter: Parameter, found: list[str] | str | None, written: str) -> str:
+def _length(machine: Machine, parameter: ParameterExpansion, found: list[str] | str | None, written: str) -> str:
     if isinstance(found, list):
         value = machine.get(parameter.name)
         if isinstance(value, str) and machine.holes.within(value):
@@ -128,7 +128,7 @@ def _length(machine: Machine, parameter: Parameter, found: list[str] | str | Non
 
 def _default(
     machine: Machine,
-    parameter: Parameter,
+    parameter: ParameterExpansion,
     found: list[str] | str | None,
     written: str,
     operand: Callable[[str], str],
@@ -160,7 +160,7 @@ def _default(
 
 
 def _part(
-    machine: Machine, parameter: Parameter, found: list[str] | str, operand: Callable[[str], str]
+    machine: Machine, parameter: ParameterExpansion, found: list[str] | str, operand: Callable[[str], str]
 ) -> list[str] | str:
     first, second = _bounds(parameter.operand)
     start = machine.calculate(operand(first))
@@ -204,7 +204,7 @@ def _bounds(text: str) -> tuple[str, str | None]:
 
 def _changed(
     machine: Machine,
-    parameter: Parameter,
+    parameter: ParameterExpansion,
     found: list[str] | str,
     written: str,
     operand: Callable[[str], str],
@@ -253,7 +253,7 @@ def _replacement(text: str, *, is_open: bool) -> tuple[str, str]:
 
 def _indirect(
     machine: Machine,
-    parameter: Parameter,
+    parameter: ParameterExpansion,
     written: str,
     operand: Callable[[str], str],
     pattern: Callable[[str], str],
@@ -269,5 +269,7 @@ def _indirect(
     found = re.fullmatch(rf"({_INDIRECT.pattern})(?:\[(.*)\])?", known or "")
     if not found:
         raise Undecided(f"line {machine.line}: the name that ${{!{parameter.name}}} stands for is not known")
-    target = Parameter(prefix="", name=found[1], key=found[2], operation=parameter.operation, operand=parameter.operand)
+    target = ParameterExpansion(
+        prefix="", name=found[1], key=found[2], operation=parameter.operation, operand=parameter.operand
+    )
     return parameter_values(machine, target, written, operand, pattern)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from megarl.migrate.shell import patterns, syntax
 from megarl.migrate.shell.machine import Machine, Undecided
-from megarl.migrate.shell.parameters import Parameter, parameter_values
+from megarl.migrate.shell.parameters import ParameterExpansion, parameter_values
 from megarl.migrate.shell.state import ShellLimitError
 
 _PLAIN = re.compile(r"[^\\'\"$`<>]+")
@@ -299,7 +299,7 @@ class Expansion:
         return self.machine.hole(written, "the output of a command that is not run") if output is None else output
 
     def _parameter(self, text: str, quoted: bool) -> None:
-        parameter = Parameter.parse(text)
+        parameter = ParameterExpansion.parse(text)
 
         def operand(raw: str) -> str:
             return expand_text(self.machine, raw, here=False)

@@ -8,7 +8,7 @@ from megarl.errors import ConfigError
 from megarl.migrate.shell.flow import Break, Exit
 from megarl.migrate.shell.holes import Holes
 from megarl.migrate.shell.interpreter import captured, run_source
-from megarl.migrate.shell.machine import Command, Decisions, Machine, Undecided
+from megarl.migrate.shell.machine import Decisions, Machine, StartedCommand, Undecided
 from megarl.migrate.shell.state import Budget, ShellLimitError
 from megarl.migrate.shell.syntax import ShellSyntaxError
 
@@ -24,7 +24,7 @@ class World:
     """
 
     decisions: tuple[tuple[str, bool], ...]
-    commands: tuple[Command, ...]
+    commands: tuple[StartedCommand, ...]
     status: int | None
     ended: str
 

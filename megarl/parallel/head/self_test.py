@@ -19,7 +19,7 @@ _EPS = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class SelfTestCase:
     """A self-test case with random logits offset + deviation·N(0, 1), at temperatures ½, 1 and 2 in turn.
 
     Every third label is −1, as if it were in another rank's vocabulary shard.
@@ -34,12 +34,12 @@ class Case:
 
 
 CASES = (
-    Case(name="one column", num_columns=1),
-    Case(name="seven columns, no entropy", num_columns=7, with_entropy=False),
-    Case(name="an odd number of columns", num_columns=4097),
-    Case(name="aligned rows, no entropy", num_columns=8192, with_entropy=False),
-    Case(name="very negative logits", num_columns=1000, offset=-2e4, deviation=200.0),
-    Case(name="dominant logits", num_columns=4097, deviation=50.0),
+    SelfTestCase(name="one column", num_columns=1),
+    SelfTestCase(name="seven columns, no entropy", num_columns=7, with_entropy=False),
+    SelfTestCase(name="an odd number of columns", num_columns=4097),
+    SelfTestCase(name="aligned rows, no entropy", num_columns=8192, with_entropy=False),
+    SelfTestCase(name="very negative logits", num_columns=1000, offset=-2e4, deviation=200.0),
+    SelfTestCase(name="dominant logits", num_columns=4097, deviation=50.0),
 )
 
 
@@ -91,7 +91,7 @@ class _Problem:
     entropy: Tensor
 
 
-def _make_problem(case: Case, dtype: torch.dtype) -> _Problem:
+def _make_problem(case: SelfTestCase, dtype: torch.dtype) -> _Problem:
     generator = torch.Generator().manual_seed(case.num_columns)
     n, V = case.num_rows, case.num_columns
     whole = torch.randn(n, V + _ELSEWHERE, generator=generator, dtype=torch.float64) * case.deviation + case.offset
@@ -126,7 +126,9 @@ def _make_problem(case: Case, dtype: torch.dtype) -> _Problem:
     )
 
 
-def _comparisons(case: Case, kernels: ChunkKernels, device: torch.device, dtype: torch.dtype) -> Iterator[_Comparison]:
+def _comparisons(
+    case: SelfTestCase, kernels: ChunkKernels, device: torch.device, dtype: torch.dtype
+) -> Iterator[_Comparison]:
     """Run the kernels on one case, and yield each result beside the expected float64 one."""
     problem = _make_problem(case, dtype)
     wide = torch.promote_types(dtype, torch.float32)

@@ -24,7 +24,7 @@ _INFINITY = r"\infty"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class ItemGroup:
     r"""A tuple, set or list in an answer: items and brackets. Sets, and lists without brackets, are not `ordered`."""
 
     opening: str
@@ -57,7 +57,7 @@ def split_top(text: str, separators: str, *, whole: str = _NOTHING) -> list[str]
     return [*parts, text[start:].strip()]
 
 
-def parse_group(text: str) -> Group | None:
+def parse_group(text: str) -> ItemGroup | None:
     r"""Parse a group such as `(1,2)`, `[0,1)`, `\{1,2\}`, `1, 2`, `1 and 2` or `x=1; y=2`.
 
     Without brackets, `12,000` is one number. Returns None if the text is a single item without brackets.
@@ -78,7 +78,7 @@ def parse_group(text: str) -> Group | None:
     items = [item for item in items if item]
     if len(items) == 1 and opening not in ("(", r"\{"):
         return None
-    return Group(opening=opening, closing=closing, items=tuple(items))
+    return ItemGroup(opening=opening, closing=closing, items=tuple(items))
 
 
 def parse_matrix(text: str) -> tuple[tuple[str, ...], ...] | None:

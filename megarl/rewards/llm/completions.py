@@ -16,7 +16,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class JudgeCompletion:
     """The reply of a model; `text` is None if it could not be asked, and then `reason` says why in one line.
 
     tokens: read and written. is_refused: every endpoint refused the request because of its settings.
@@ -38,7 +38,7 @@ class Completions(Protocol):
 
     is_deferred: bool
 
-    def submit(self, request: Request) -> Future[Completion]:
+    def submit(self, request: Request) -> Future[JudgeCompletion]:
         """Ask, and return a future of the answer, without waiting. The future may raise RunError."""
 
     def flush(self) -> None:

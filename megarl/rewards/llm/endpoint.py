@@ -12,7 +12,7 @@ from megarl.config.judges import JudgeConfig
 from megarl.errors import ConfigError, RunError
 from megarl.rewards.background import BackgroundLoop
 from megarl.rewards.llm.cache import AnswerCache
-from megarl.rewards.llm.completions import Completion, Request
+from megarl.rewards.llm.completions import JudgeCompletion, Request
 from megarl.texts.masking import masked_text
 from megarl.texts.unicode import readable
 
@@ -63,7 +63,7 @@ class EndpointCompletions:
         self._naming = asyncio.Lock()
         self._loop = BackgroundLoop(name)
 
-    def submit(self, request: Request) -> Future[Completion]:
+    def submit(self, request: Request) -> Future[JudgeCompletion]:
         return self._loop.start(self._complete(request))
 
     def flush(self) -> None:
@@ -74,14 +74,14 @@ class EndpointCompletions:
         if self._cache is not None:
             self._cache.close()
 
-    async def _complete(self, request: Request) -> Completion:
+    async def _complete(self, request: Request) -> JudgeCompletion:
         sampling = self._cfg.sampling
         async with self._slots:
             began = time.monotonic()
             try:
                 model = await self._model_name()
             except _UnansweredError as error:
-                return Completion(text=None, reason=str(error), is_refused=error.is_refused)
+                return JudgeCompletion(text=None, reason=str(error), is_refused=error.is_refused)
             body: dict[str, Any] = {
                 "model": model,
                 "messages": [message.as_dict() for message in request.messages],
@@ -93,12 +93,12 @@ class EndpointCompletions:
             }
             key = "" if self._cache is None else self._cache.key(body)
             if self._cache is not None and (known := self._cache.get(key)) is not None:
-                return Completion(text=known, is_cached=True)
+                return JudgeCompletion(text=known, is_cached=True)
             self._spend()
             try:
                 reply = await self._first_answer(lambda client: client.chat.completions.create(**body))
             except _UnansweredError as error:
-                return Completion(
+                return JudgeCompletion(
                     text=None, reason=str(error), is_refused=error.is_refused, seconds=time.monotonic() - began
                 )
             tokens = reply.usage.total_tokens if reply.usage is not None else 0
@@ -106,7 +106,7 @@ class EndpointCompletions:
             text = readable((reply.choices[0].message.content if reply.choices else None) or "")
             if self._cache is not None:
                 self._cache.put(key, text)
-            return Completion(text=text, tokens=tokens, seconds=time.monotonic() - began)
+            return JudgeCompletion(text=text, tokens=tokens, seconds=time.monotonic() - began)
 
     def _spend(self) -> None:
         """Count a request; raise RunError if the budget has none left."""

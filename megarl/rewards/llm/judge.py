@@ -9,7 +9,7 @@ from itertools import combinations
 from megarl.config.judges import JudgeConfig
 from megarl.errors import RunError
 from megarl.rewards.judge import FinishedSample, Judged, Tally, Trouble, mean_of
-from megarl.rewards.llm.completions import Completion, Completions, Request
+from megarl.rewards.llm.completions import Completions, JudgeCompletion, Request
 from megarl.rewards.llm.templates import Asked, QuestionWriter, questions_of
 from megarl.rewards.llm.verdict import VerdictReader, combine
 from megarl.types import DROPPED, Reward
@@ -24,7 +24,7 @@ class _Call:
 
     items: tuple[FinishedSample, ...]
     asked: Asked
-    pending: Future[Completion]
+    pending: Future[JudgeCompletion]
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class LlmJudge:
         return Judged(rewards=rewards, tallies=tallies, troubles=troubles)
 
     def _read(
-        self, calls: Sequence[_Call], completions: Sequence[Completion], heard: Mapping[FinishedSample, _Heard]
+        self, calls: Sequence[_Call], completions: Sequence[JudgeCompletion], heard: Mapping[FinishedSample, _Heard]
     ) -> int:
         """Add what completions say of each response to `heard`; return how many have an unread verdict."""
         num_read = num_unread = 0
@@ -198,7 +198,7 @@ class LlmSession:
             self.calls += [call for other in others for call in self.judge.compare(other, item)]
         self.items.append(item)
 
-    def pending(self) -> list[Future[Completion]]:
+    def pending(self) -> list[Future[JudgeCompletion]]:
         return [] if self.judge.completions.is_deferred else [call.pending for call in self.calls]
 
 

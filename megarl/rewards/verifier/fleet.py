@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from megarl.errors import WorkerError
 from megarl.host.child_environment import child_environment
-from megarl.rewards.verifier.messages import Channel, write_message
+from megarl.rewards.verifier.messages import WorkerChannel, write_message
 from megarl.rewards.verifier.types import JobResult, VerifierOptions
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
@@ -45,7 +45,7 @@ class PendingJob:
 class Worker:
     """A worker process: `pidfd` is set once it is ready, `job` while it executes one."""
 
-    channel: Channel
+    channel: WorkerChannel
     pidfd: int | None = None
     job: PendingJob | None = None
     # Times on the monotonic clock: the beginning of the job's execution, and the deadline of the job or of the start.
@@ -117,7 +117,7 @@ class Fleet:
                 # The end of a server is noticed when its connection is read.
                 socket.send_fds(self._control, [b"F"], [theirs.fileno()])
             expires = time.monotonic() + self._options.start_limit_s
-            worker = Worker(channel=Channel(ours), expires=expires)
+            worker = Worker(channel=WorkerChannel(ours), expires=expires)
             self.workers.append(worker)
             self._selector.register(ours, _READ, lambda events, worker=worker: self._handle(worker, events))
 

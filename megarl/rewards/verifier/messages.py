@@ -73,7 +73,7 @@ class WorkerReply:
         return reply
 
 
-class Channel:
+class WorkerChannel:
     """The pool's end of the connection to a worker. Its methods never wait, whatever the worker does."""
 
     def __init__(self, connection: socket.socket) -> None:

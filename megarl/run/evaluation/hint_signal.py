@@ -13,7 +13,7 @@ from megarl.data.hints import HintedRows
 from megarl.types import Row, pad_rows
 
 
-def score_hints(
+def hint_inputs(
     model: Any,
     rows: Sequence[Row],
     hinted: HintedRows,
@@ -39,7 +39,7 @@ def score_hints(
         variants.append((shuffled.rows, shuffled.has_hint))
     names = ("old_logprobs", "hint_logprobs", "shuffled_hint_logprobs")[: len(variants)]
     loss_mask = pad_rows([row.loss_mask for row in rows], dtype=torch.bool)
-    scores = {name: torch.zeros(loss_mask.shape) for name in (*names, "entropy", "hint_kl")}
+    quantities = {name: torch.zeros(loss_mask.shape) for name in (*names, "entropy", "hint_kl")}
     # Rows of similar length share a pass.
     order = sorted(range(len(rows)), key=lambda i: max(variant[i].num_tokens for variant, _ in variants))
     while order:
@@ -53,24 +53,24 @@ def score_hints(
                 labels = torch.from_numpy(row.token_ids[row.num_prompt_tokens :]).to(logprobs.device)
                 if has_hint is None:
                     plain.append(logprobs)
-                    scores["entropy"][i, :n] = -(logprobs.exp() * logprobs).sum(dim=-1).cpu()
+                    quantities["entropy"][i, :n] = -(logprobs.exp() * logprobs).sum(dim=-1).cpu()
                 elif not has_hint[i]:
-                    scores[name][i] = scores["old_logprobs"][i]
+                    quantities[name][i] = quantities["old_logprobs"][i]
                     continue
                 elif name == "hint_logprobs":
-                    scores["hint_kl"][i, :n] = (logprobs.exp() * (logprobs - plain[place])).sum(dim=-1).cpu()
-                scores[name][i, :n] = logprobs.gather(-1, labels[:, None]).squeeze(-1).cpu()
+                    quantities["hint_kl"][i, :n] = (logprobs.exp() * (logprobs - plain[place])).sum(dim=-1).cpu()
+                quantities[name][i, :n] = logprobs.gather(-1, labels[:, None]).squeeze(-1).cpu()
     return CpoInputs(
         advantages=torch.zeros(loss_mask.shape),
         loss_mask=loss_mask,
         correct=torch.tensor(list(correct), dtype=torch.bool),
         difficulty=torch.zeros(len(rows), dtype=torch.long),
         vocab_size=model.config.get_text_config().vocab_size,
-        old_logprobs=scores["old_logprobs"],
-        hint_logprobs=scores["hint_logprobs"],
-        shuffled_hint_logprobs=scores.get("shuffled_hint_logprobs"),
-        hint_kl=scores["hint_kl"],
-        entropy=scores["entropy"],
+        old_logprobs=quantities["old_logprobs"],
+        hint_logprobs=quantities["hint_logprobs"],
+        shuffled_hint_logprobs=quantities.get("shuffled_hint_logprobs"),
+        hint_kl=quantities["hint_kl"],
+        entropy=quantities["entropy"],
     )
 
 

@@ -32,10 +32,10 @@ from megarl.errors import ConfigError
 from megarl.host.device.platform import platform
 from megarl.host.streams import print_lines
 from megarl.host.writing import replacing
-from megarl.report.hint_page import HintedExample, HintReport, ScoredAnswer, Table, answer_tokens, to_html, to_text
+from megarl.report.hint_page import HintedAnswer, HintedExample, HintReport, Table, answer_tokens, to_html, to_text
 from megarl.rewards.build import open_rewards
 from megarl.rewards.routes import without_training
-from megarl.run.evaluation.hint_signal import mutual_information, score_hints
+from megarl.run.evaluation.hint_signal import hint_inputs, mutual_information
 from megarl.seeds import batch_seed
 from megarl.train.inputs import open_hints
 from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, prompt_segment
@@ -163,7 +163,7 @@ def _with_signal(
     rows = [row_from_sample(sample) for sample in samples]
     own = placer.place_all(by_uid)
     shuffled = hinted_rows(rows, placer.place_all(by_uid, donors(own, seed=0))) if len(by_uid) > 1 else None
-    x = score_hints(
+    x = hint_inputs(
         model,
         rows,
         hinted_rows(rows, own),
@@ -172,24 +172,24 @@ def _with_signal(
         temperature=config.rollout.temperature,
         micro_batch_tokens=config.actor.micro_batch_tokens,
     )
-    scored = "sampled answers" if request.answers == "sampled" else "solutions as answers"
+    read = "sampled answers" if request.answers == "sampled" else "solutions as answers"
     return replace(
         report,
-        details=f"{report.details}; {request.model}, {len(rows)} {scored} to {len(by_uid)} prompts",
+        details=f"{report.details}; {request.model}, {len(rows)} {read} to {len(by_uid)} prompts",
         tables=(*report.tables, _signal(x)),
-        answers=_scored_answers(x, samples, by_uid, tokenizer),
+        answers=_hinted_answers(x, samples, by_uid, tokenizer),
     )
 
 
-def _scored_answers(
+def _hinted_answers(
     x: CpoInputs, samples: Sequence[Sample], prompts: Mapping[str, Prompt], tokenizer: "PreTrainedTokenizerBase"
-) -> tuple[ScoredAnswer, ...]:
+) -> tuple[HintedAnswer, ...]:
     """Put together what the report shows of each answer: its text, its verdict and the log-probs of its tokens."""
     answers = []
     for i, sample in enumerate(samples):
         count, others = len(sample.loss_mask), x.shuffled_hint_logprobs
         answers.append(
-            ScoredAnswer(
+            HintedAnswer(
                 title=f"{sample.uid}/{sample.sample_index}",
                 question=prompts[sample.uid].messages[-1].content,
                 is_right=bool(x.correct[i]),

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.host.writing import replacing
-from megarl.record.answers import Answer, SourceResult, write_answers
+from megarl.record.answers import JudgedAnswer, SourceResult, write_answers
 from megarl.record.text_table import align
 
 TABLE, SAMPLES = "table.parquet", "samples.parquet"
@@ -49,7 +49,7 @@ def results_lines(results: Sequence[SourceResult]) -> list[str]:
     return align(rows, left=(0, 1))
 
 
-def write_results(directory: Path, results: Sequence[SourceResult], answers: Sequence[Answer]) -> list[Path]:
+def write_results(directory: Path, results: Sequence[SourceResult], answers: Sequence[JudgedAnswer]) -> list[Path]:
     """Write both result files, the table last: an existing table means that the evaluation is complete."""
     samples, table = directory / SAMPLES, directory / TABLE
     write_answers(samples, answers)

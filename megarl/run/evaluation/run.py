@@ -14,7 +14,7 @@ from megarl.config.schema import Config
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.sharing import shared_with
 from megarl.host.streams import print_lines
-from megarl.record.answers import Answer, results_by_source
+from megarl.record.answers import JudgedAnswer, results_by_source
 from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import write_settings
 from megarl.rewards.build import open_rewards
@@ -58,9 +58,9 @@ def evaluate(request: EvalRequest) -> None:
             logs, with_trainer = inputs.out / "logs", inputs.checkpoint is not None
             with (
                 started_cluster(config, logs, [actor_role(config)], with_trainer=with_trainer) as cluster,
-                closing(_serving_engines(inputs, cluster)) as engines,
+                closing(_serving_engines(inputs, cluster)) as supervisor,
             ):
-                answers = list(_answers(inputs, cluster, engines))
+                answers = list(_answers(inputs, cluster, supervisor))
             results = results_by_source(answers, inputs.ks)
             print_lines(*results_lines(results))
             lock.require()
@@ -79,7 +79,7 @@ class _OwnWeights:
 
 
 def _serving_engines(inputs: EvalInputs, cluster: "Cluster") -> EngineSupervisor:
-    """Return the engines with the weights to evaluate; those that die are replaced.
+    """Return the supervisor of engines that have the weights to evaluate.
 
     The policy of a checkpoint, saved under any parallel layout, is loaded and sent to the engines.
     """
@@ -93,7 +93,7 @@ def _serving_engines(inputs: EvalInputs, cluster: "Cluster") -> EngineSupervisor
         cluster.workers.load_checkpoint(checkpoint.path, weights_only=True)
         specs = weight_specs(read_model_spec(config.model.path), config.model.dtype)
         open_sync, version = partial(cluster.weight_sync, specs), checkpoint.state.step
-    engines = EngineSupervisor(
+    supervisor = EngineSupervisor(
         cluster.engines,
         cluster.restart_engine,
         ledger,
@@ -102,14 +102,14 @@ def _serving_engines(inputs: EvalInputs, cluster: "Cluster") -> EngineSupervisor
         deterministic=config.run.deterministic,
         verify=config.sync.verify,
     )
-    engines.push(version)
+    supervisor.push(version)
     # Its buffers are needed again only if an engine dies.
-    engines.close()
+    supervisor.close()
     ledger.enter(residency.GENERATE)
-    return engines
+    return supervisor
 
 
-def _answers(inputs: EvalInputs, cluster: "Cluster", engines: EngineSupervisor) -> Iterator[Answer]:
+def _answers(inputs: EvalInputs, cluster: "Cluster", supervisor: EngineSupervisor) -> Iterator[JudgedAnswer]:
     """Yield judged answers, greedy ones first; the progress line counts answers."""
     config, sources = inputs.config, inputs.data.data_sources
     rewards_config = without_training(config.rewards, sources)
@@ -122,16 +122,16 @@ def _answers(inputs: EvalInputs, cluster: "Cluster", engines: EngineSupervisor) 
         Progress(total=total, description="eval") as progress,
     ):
         hosts = cluster.open_hosts({prompt.environment for prompt in prompts} - {""}, config)
-        source = VllmSource(engines, hosts, config.environment)
+        source = VllmSource(supervisor, hosts, config.environment)
         for greedy, batch, judged in _batches(config, prompts, source, rewards):
-            engines.replace_lost()
+            supervisor.replace_lost()
             for sample, reward in zip(batch.samples, judged, strict=True):
                 prompt = batch.prompts[sample.uid]
                 if reward.dropped:
                     num_dropped += 1
                     continue
                 num_tokens += len(sample.response_token_ids)
-                yield Answer.of(
+                yield JudgedAnswer.of(
                     prompt, sample, reward, greedy=greedy, tokenizer=inputs.tokenizer, data=labels[sample.uid]
                 )
             num_done += len(batch.samples)

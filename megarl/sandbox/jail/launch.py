@@ -13,7 +13,7 @@ from megarl.sandbox import wire
 from megarl.sandbox.jail import kernel, landlock, syscalls
 from megarl.sandbox.jail.kernel import StepError, step
 from megarl.sandbox.jail.namespaces import NOBODY, enter_namespaces
-from megarl.sandbox.jail.processes import Family
+from megarl.sandbox.jail.processes import ProcessFamily
 from megarl.sandbox.jail.rights import Bounds
 from megarl.sandbox.jail.root import build_root
 from megarl.sandbox.jail.scratch import DirectoryScratch, MountedScratch, Scratch
@@ -58,7 +58,7 @@ def _keep(connection: socket.socket, setup: dict[str, Any], launcher: int) -> No
             scratch = _enter_namespaces(bounds, launcher)
         else:
             bounds, scratch = _stay(bounds, launcher, f"{setup['scratch']}/{os.getpid()}")
-        family = Family(table, kills_all=bounds.isolation is Isolation.NAMESPACES, user=bounds.user)
+        family = ProcessFamily(table, kills_all=bounds.isolation is Isolation.NAMESPACES, user=bounds.user)
         wire.send(connection, {"ready": True})
     except StepError as error:
         wire.send(connection, {"refused": error.name, "reason": error.reason})

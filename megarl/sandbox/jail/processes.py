@@ -20,7 +20,7 @@ _PAUSE_S = 0.01
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-class Family:
+class ProcessFamily:
     """All processes that a task starts: the descendants of this process.
 
     table: a descriptor of a /proc that shows this process. It may be one of an outer pid namespace: a new one could not

@@ -2,7 +2,7 @@
 
 A call goes to the program's process, and its result comes back as plain data (`values.py`), so that every comparison,
 `abs`, `all` or `isinstance` of the test is one of real builtins on real data. Other values stay where they are, and
-a `Remote` stands for each. A Remote equals no data, and takes part in no arithmetic: that would show the program
+a `RemoteObject` stands for each. It equals no data, and takes part in no arithmetic: that would show the program
 what is expected of it. Only objects that the test itself makes of a class (`Vector(1, 2) + Vector(3, 4)`) do.
 """
 
@@ -61,7 +61,7 @@ class Peer:
             raise BrokenProgram(f"{type(error).__name__}: {error}") from error
         raise self._error(raised, text, may_stop=name == "__next__")
 
-    def have_equal_states(self, one: "Remote", other: "Remote") -> bool:
+    def have_equal_states(self, one: "RemoteObject", other: "RemoteObject") -> bool:
         """Compare two objects by their classes' names and their attributes."""
         pair = object.__getattribute__(one, "_number"), object.__getattribute__(other, "_number")
         if pair[0] == pair[1] or pair in self._compared:
@@ -112,7 +112,7 @@ class Peer:
                 raise ValueError(f"the state of a {before[0]} came back as that of a {after[0]}")
 
     def _describe(self, value: Any) -> list[Any]:
-        if isinstance(value, Remote):
+        if isinstance(value, RemoteObject):
             return ["held", object.__getattribute__(value, "_number")]
         if is_builtin_class(value):
             return ["builtin", value.__name__]
@@ -125,7 +125,7 @@ class Peer:
     def _restore(self, kind: str, words: list[Any]) -> Any:
         match kind:
             case "held":
-                return Remote(self, int(words[0]))
+                return RemoteObject(self, int(words[0]))
             case "object":
                 return object.__new__(self._classes[words[0]])
             case "lent":
@@ -135,16 +135,16 @@ class Peer:
             case "error":
                 return self.error_class([str(name) for name in words])
             case "coroutine":
-                return self._await(Remote(self, int(words[0])))
+                return self._await(RemoteObject(self, int(words[0])))
             case "not implemented":
                 return NotImplemented
         raise ValueError(f"unknown kind of value {kind!r}")
 
-    async def _await(self, coroutine: "Remote") -> Any:
+    async def _await(self, coroutine: "RemoteObject") -> Any:
         return self.ask("await", coroutine)
 
 
-class Remote:
+class RemoteObject:
     """An object in the program's process.
 
     makes_own: it is a class by the test's word, so that its instances are the test's own.
@@ -170,7 +170,7 @@ class Remote:
         return _owned(value) if self._makes_own else value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Remote) and self._peer.have_equal_states(self, other)
+        return isinstance(other, RemoteObject) and self._peer.have_equal_states(self, other)
 
     def __hash__(self) -> int:
         return hash(self._number)
@@ -201,17 +201,17 @@ class Remote:
         self._special("__exit__", None, None, None)
 
     def __instancecheck__(self, value: Any) -> bool:
-        return isinstance(value, Remote) and self._peer.ask("is a", value, "", (self,)) is True
+        return isinstance(value, RemoteObject) and self._peer.ask("is a", value, "", (self,)) is True
 
 
 def _owned(value: Any) -> Any:
-    if type(value) is Remote:
-        return Remote(value._peer, value._number, is_own=True)
+    if type(value) is RemoteObject:
+        return RemoteObject(value._peer, value._number, is_own=True)
     return value
 
 
 def _operator(name: str, *, for_own_only: bool) -> Callable[..., Any]:
-    def method(self: Remote, *args: Any) -> Any:
+    def method(self: RemoteObject, *args: Any) -> Any:
         if for_own_only and not self._is_own:
             return NotImplemented
         value = self._special(name, *args)
@@ -222,6 +222,6 @@ def _operator(name: str, *, for_own_only: bool) -> Callable[..., Any]:
 
 _OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod"
 for _name in ["lt", "le", "gt", "ge", "setitem", *_OPERATORS.split(), *(f"r{each}" for each in _OPERATORS.split())]:
-    setattr(Remote, f"__{_name}__", _operator(f"__{_name}__", for_own_only=True))
+    setattr(RemoteObject, f"__{_name}__", _operator(f"__{_name}__", for_own_only=True))
 for _name in ["neg", "pos", "abs", "len", "next", "getitem", "delitem", "int", "float", "str", "repr"]:
-    setattr(Remote, f"__{_name}__", _operator(f"__{_name}__", for_own_only=False))
+    setattr(RemoteObject, f"__{_name}__", _operator(f"__{_name}__", for_own_only=False))

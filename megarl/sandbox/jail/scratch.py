@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import TypeAlias
 
 from megarl.sandbox.jail import kernel
-from megarl.sandbox.jail.processes import Family, Sizes
+from megarl.sandbox.jail.processes import ProcessFamily, Sizes
 from megarl.sandbox.jail.root import SAFE
 
 
@@ -26,7 +26,7 @@ class MountedScratch:
         kernel.unmount(self.path)
         kernel.mount("tmpfs", self.path, "tmpfs", SAFE | kernel.MS_NOEXEC, self._options)
 
-    def is_full(self, family: Family) -> bool:
+    def is_full(self, family: ProcessFamily) -> bool:
         """Return False, because the kernel keeps the bounds."""
         return False
 
@@ -47,7 +47,7 @@ class DirectoryScratch:
         self.remove()
         self._make()
 
-    def is_full(self, family: Family) -> bool:
+    def is_full(self, family: ProcessFamily) -> bool:
         """Return whether it holds more files, or larger ones in total, than a program may have, with the deleted files
         that the processes of `family` hold.
 

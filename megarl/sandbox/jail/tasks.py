@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 
 from megarl.sandbox import wire
 from megarl.sandbox.jail.channel import Channel
-from megarl.sandbox.jail.processes import Family
+from megarl.sandbox.jail.processes import ProcessFamily
 from megarl.sandbox.jail.program import PROGRAM_ENDED, Child
 from megarl.sandbox.jail.rights import MIB, Bounds
 from megarl.sandbox.jail.scratch import Scratch
-from megarl.sandbox.jail.watch import Stream, has_ended, watch
+from megarl.sandbox.jail.watch import OutputStream, has_ended, watch
 
 _STDERR_KEPT = 4096
 
@@ -31,7 +31,7 @@ class _Running:
 
     program: int
     judge: int
-    streams: Sequence[Stream]
+    streams: Sequence[OutputStream]
     cells: int | None = None
 
 
@@ -41,7 +41,7 @@ class Tasks:
 
     connection: socket.socket
     bounds: Bounds
-    family: Family
+    family: ProcessFamily
     scratch: Scratch
     import_paths: Sequence[str]
 
@@ -72,7 +72,7 @@ class Tasks:
         pairs = [os.pipe() for _ in range(3)]
         keeps = (None, _STDERR_KEPT, None)
         streams = [
-            Stream(reader, limit=self.bounds.output_bytes, keep=keep)
+            OutputStream(reader, limit=self.bounds.output_bytes, keep=keep)
             for (reader, _), keep in zip(pairs, keeps, strict=True)
         ]
         (_, output), (_, errors), (_, answer) = pairs

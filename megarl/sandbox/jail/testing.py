@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from megarl.sandbox.jail import pytest_stand_in
-from megarl.sandbox.jail.remote import Peer, Remote
+from megarl.sandbox.jail.remote import Peer, RemoteObject
 from megarl.sandbox.jail.same import same_value
 from megarl.sandbox.jail.usual import USUAL
 
@@ -81,7 +81,7 @@ def _bind_names(
     def find(name: str) -> Any:
         value = peer.ask("find", None, name)
         is_class = name != entry and name.lstrip("_")[:1].isupper()
-        return Remote(peer, value._number, makes_own=is_class) if type(value) is Remote else value
+        return RemoteObject(peer, value._number, makes_own=is_class) if type(value) is RemoteObject else value
 
     for name in wanted.intersection(peer.ask("names", None)):
         names[name] = find(name)

@@ -12,7 +12,7 @@ _WATCH_S = 0.05
 _END_S = 1.0
 
 
-class Stream:
+class OutputStream:
     """The reading end of a pipe that carries a program's output. More than `limit` bytes are an error; the last `keep`
     are kept.
     """
@@ -52,7 +52,7 @@ class Stream:
 
 def watch(
     child: int,
-    streams: Sequence[Stream],
+    streams: Sequence[OutputStream],
     *,
     wall_s: float,
     excess: Callable[[], str | None],

@@ -22,7 +22,7 @@ Hosts: TypeAlias = Mapping[int, Hashable]
 _Places: TypeAlias = Mapping[Box, tuple[int, ...]]
 
 
-class Run(NamedTuple):
+class BoxRun(NamedTuple):
     """A box (rectangular part) that several tensors have in common, sent as one sequence of bytes.
 
     num_bytes: the size of one tensor's box; item_bytes: of one element.
@@ -37,7 +37,7 @@ class Run(NamedTuple):
 class Block(NamedTuple):
     """Runs that are sent in one message, those of wide elements first, so that all are aligned without gaps."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[BoxRun, ...]
     num_bytes: int
 
 
@@ -57,7 +57,7 @@ class Portion(NamedTuple):
     """Runs of a layer that the same ranks (candidates) could send to a sink, and their size."""
 
     candidates: frozenset[int]
-    runs: tuple[Run, ...]
+    runs: tuple[BoxRun, ...]
     num_bytes: int
 
 
@@ -173,7 +173,7 @@ def _portions(layer: str, group: Iterable[Alike], replicas: Sequence[tuple[int, 
 
     Outside layers, tensors are apart, so that ranks that hold the same tensors share them evenly.
     """
-    found = [defaultdict[tuple[frozenset[int], str], list[Run]](list) for _ in replicas]
+    found = [defaultdict[tuple[frozenset[int], str], list[BoxRun]](list) for _ in replicas]
     for tensors, spec, held, needed in group:
         boxes, holders, item = tuple(held), list(held.values()), spec.dtype.itemsize
         for wanted, takers in needed.items():
@@ -182,7 +182,7 @@ def _portions(layer: str, group: Iterable[Alike], replicas: Sequence[tuple[int, 
                 if not candidates:
                     sink = replicas[takers[0]][0]
                     raise WeightSyncError(f"no rank holds {tensors[0]}{piece.box}, which engine worker {sink} needs")
-                run = Run(tensors, piece.box, num_elements(piece.box) * item, item)
+                run = BoxRun(tensors, piece.box, num_elements(piece.box) * item, item)
                 for taker in takers:
                     found[taker][candidates, "" if layer else tensors[0]].append(run)
     every = [
@@ -242,7 +242,7 @@ def _blocks(portions: Iterable[Portion], max_bytes: int, *, joins: bool) -> tupl
     """
     apart, blocks = [portion.runs for portion in portions], list[Block]()
     for runs in [itertools.chain.from_iterable(apart)] if joins else apart:
-        taken, filled = list[Run](), 0
+        taken, filled = list[BoxRun](), 0
         for run in itertools.chain.from_iterable(_split(run, max_bytes) for run in runs):
             size = len(run.tensors) * run.num_bytes
             if taken and filled + size > max_bytes:
@@ -254,12 +254,12 @@ def _blocks(portions: Iterable[Portion], max_bytes: int, *, joins: bool) -> tupl
     return tuple(blocks)
 
 
-def widest_first(runs: Iterable[Run]) -> tuple[Run, ...]:
+def widest_first(runs: Iterable[BoxRun]) -> tuple[BoxRun, ...]:
     """Order the runs of a message so that all are aligned without gaps."""
     return tuple(sorted(runs, key=_ITEM_BYTES, reverse=True))
 
 
-def _split(run: Run, max_bytes: int) -> Iterable[Run]:
+def _split(run: BoxRun, max_bytes: int) -> Iterable[BoxRun]:
     tensors, box, num_bytes, item_bytes = run
     if len(tensors) * num_bytes <= max_bytes:
         return (run,)
@@ -267,7 +267,7 @@ def _split(run: Run, max_bytes: int) -> Iterable[Run]:
         most = max_bytes // num_bytes
         return [run._replace(tensors=tensors[i : i + most]) for i in range(0, len(tensors), most)]
     return [
-        Run((tensor,), rows, num_elements(rows) * item_bytes, item_bytes)
+        BoxRun((tensor,), rows, num_elements(rows) * item_bytes, item_bytes)
         for tensor in tensors
         for rows in split_rows(box, max_bytes // item_bytes)
     ]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megarl.sync.plan.assign import Holding, Hosts, Neighbours, Run, assign, widest_first
+from megarl.sync.plan.assign import BoxRun, Holding, Hosts, Neighbours, assign, widest_first
 from megarl.sync.plan.schedule import Transfer, in_order, scheduled
 from megarl.weights.boxes import Box
 from megarl.weights.safetensors_map import TensorSpec
@@ -48,7 +48,7 @@ class Parcel(NamedTuple):
     source: int
     sink: int
     local: bool
-    runs: tuple[Run, ...]
+    runs: tuple[BoxRun, ...]
     num_bytes: int
 
     @property

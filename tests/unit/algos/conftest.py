@@ -14,10 +14,12 @@ from megarl.types import Row, RowBatch, ScoredBatch
 def make_scored() -> Callable[..., ScoredBatch]:
     """A float64 batch of sequence rewards; by default two loss tokens a row."""
 
-    def make(uids: list[str], rewards: list[float], mask: Tensor | None = None, **scores: Tensor) -> ScoredBatch:
+    def make(uids: list[str], rewards: list[float], mask: Tensor | None = None, **quantities: Tensor) -> ScoredBatch:
         values = torch.tensor(rewards, dtype=torch.float64)
         loss_mask = torch.ones(len(uids), 2, dtype=torch.bool) if mask is None else mask
-        return ScoredBatch(uids=tuple(uids), rewards=values, correct=values > 0, loss_mask=loss_mask, scores=scores)
+        return ScoredBatch(
+            uids=tuple(uids), rewards=values, correct=values > 0, loss_mask=loss_mask, quantities=quantities
+        )
 
     return make
 
@@ -43,7 +45,7 @@ def make_rows() -> Callable[[Tensor], list[Row]]:
 
 @pytest.fixture(scope="session")
 def make_batch() -> Callable[..., RowBatch]:
-    def make(mask: Tensor, **scores: Tensor) -> RowBatch:
-        return RowBatch(labels=tuple(f"q/{i}" for i in range(len(mask))), loss_mask=mask, scores=scores)
+    def make(mask: Tensor, **quantities: Tensor) -> RowBatch:
+        return RowBatch(labels=tuple(f"q/{i}" for i in range(len(mask))), loss_mask=mask, quantities=quantities)
 
     return make

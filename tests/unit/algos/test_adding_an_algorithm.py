@@ -39,11 +39,11 @@ batch = ScoredBatch(
     rewards=torch.tensor([1.0, 1.0, 0.0, 1.0]),
     correct=torch.tensor([True, True, False, True]),
     loss_mask=mask,
-    scores={},
+    quantities={},
 )
 state = algorithm.initial_state()
 advantages = algorithm.advantages(batch, state).values
-rows = RowBatch(labels=("a/0", "b/0", "a/1", "b/1"), loss_mask=mask, scores={"advantages": advantages})
+rows = RowBatch(labels=("a/0", "b/0", "a/1", "b/1"), loss_mask=mask, quantities={"advantages": advantages})
 logprobs = torch.tensor([-1.0, -5.0, -2.0, -5.0])[:, None].expand(4, 3)
 sums = algorithm.loss(rows, PolicyOutputs(logprobs=logprobs, entropy=None), state)
 loss_sum = sums.objective["loss"].item()
@@ -59,7 +59,7 @@ import sys
 
 import torch
 
-from megarl.algos.cpo import CpoInputs, required_scores, shape_advantages
+from megarl.algos.cpo import CpoInputs, required_quantities, shape_advantages
 from megarl.cli import main
 from megarl.config.algo import CpoConfig
 
@@ -75,7 +75,7 @@ x = CpoInputs(
     hint_logprobs=-4 * rows + torch.tensor([2.0, -1.0, 3.0]),
     entropy=rows * torch.tensor([0.5, 0.5, 1.0]),
 )
-print(json.dumps({"scores": sorted(required_scores(cfg)), "shaped": shape_advantages(x, cfg).tolist()}))
+print(json.dumps({"quantities": sorted(required_quantities(cfg)), "shaped": shape_advantages(x, cfg).tolist()}))
 main(sys.argv[1:])
 """
 
@@ -125,7 +125,7 @@ def test_the_blocks_of_the_page_add_an_algorithm(tmp_path: Path) -> None:
 def test_the_block_of_the_page_adds_a_method_of_cpo(tmp_path: Path) -> None:
     """Correct row: 1 + 0.2·2·0.5, then 1 as d < 0, then 1 + 0.5 as 0.2·3·1 is above half of the advantage."""
     found, plan = add_and_run(tmp_path, CPO_PAGE, "Adding a method", CHECK_METHOD)
-    assert found["scores"] == ["hint_logprobs", "old_entropy", "old_logprobs"]
+    assert found["quantities"] == ["hint_logprobs", "old_entropy", "old_logprobs"]
     assert [[round(value, 12) for value in row] for row in found["shaped"]] == [[1.2, 1.0, 1.5], [-1.0, -1.0, -1.0]]
     assert plan.startswith("plan of runs/gsm8k-qwen3-8b; nothing was started\n")
 

@@ -36,7 +36,7 @@ class Inputs:
     uids: list[str]
     rewards: list[float]
     mask: Tensor
-    scores: dict[str, Tensor]
+    quantities: dict[str, Tensor]
     greedy: list[float]
 
     def permuted(self, order: list[int]) -> "Inputs":
@@ -44,7 +44,7 @@ class Inputs:
             uids=[self.uids[i] for i in order],
             rewards=[self.rewards[i] for i in order],
             mask=self.mask[order],
-            scores={name: score[order] for name, score in self.scores.items()},
+            quantities={name: value[order] for name, value in self.quantities.items()},
             greedy=[self.greedy[i] for i in order],
         )
 
@@ -52,14 +52,14 @@ class Inputs:
         """With columns outside the mask that hold NaN."""
         rows = len(self.uids)
         nan = torch.full((rows, width), math.nan, dtype=torch.float64)
-        scores = {name: torch.cat([score, nan], dim=1) for name, score in self.scores.items()}
+        quantities = {name: torch.cat([value, nan], dim=1) for name, value in self.quantities.items()}
         # A demonstration mark is 0 or 1 everywhere; one outside the mask means nothing.
-        scores["demonstration"] = torch.cat([self.scores["demonstration"], torch.ones_like(nan)], dim=1)
+        quantities["demonstration"] = torch.cat([self.quantities["demonstration"], torch.ones_like(nan)], dim=1)
         mask = torch.cat([self.mask, torch.zeros(rows, width, dtype=torch.bool)], dim=1)
-        return replace(self, mask=mask, scores=scores)
+        return replace(self, mask=mask, quantities=quantities)
 
     def run(self, make_scored: MakeScored, cfg: AdvantageConfig) -> Estimate:
-        batch = make_scored(self.uids, self.rewards, self.mask, **self.scores)
+        batch = make_scored(self.uids, self.rewards, self.mask, **self.quantities)
         details = {"greedy_score": torch.tensor(self.greedy, dtype=torch.float64)}
         return compute_advantages(replace(batch, details=details), cfg)
 
@@ -75,9 +75,9 @@ def inputs(draw: st.DrawFn) -> Inputs:
     def grid(low: int, high: int) -> Tensor:
         return torch.randint(low, high, (num_rows, width), generator=generator).double()
 
-    scores = {"values": grid(-8, 9) / 4, "kl_penalty": grid(0, 3) / 8, "demonstration": grid(0, 2)}
+    quantities = {"values": grid(-8, 9) / 4, "kl_penalty": grid(0, 3) / 8, "demonstration": grid(0, 2)}
     rewards = [q / 4 for q in quarters]
-    return Inputs(uids=uids, rewards=rewards, mask=grid(0, 3).bool(), scores=scores, greedy=rewards[::-1])
+    return Inputs(uids=uids, rewards=rewards, mask=grid(0, 3).bool(), quantities=quantities, greedy=rewards[::-1])
 
 
 @pytest.mark.parametrize("cfg", CONFIGS, ids=str)
@@ -85,7 +85,7 @@ def inputs(draw: st.DrawFn) -> Inputs:
 @given(given_inputs=inputs(), data=st.data())
 def test_properties(make_scored: MakeScored, cfg: AdvantageConfig, given_inputs: Inputs, data: st.DataObject) -> None:
     mask = given_inputs.mask
-    before = {name: score.clone() for name, score in given_inputs.scores.items()} | {"mask": mask.clone()}
+    before = {name: value.clone() for name, value in given_inputs.quantities.items()} | {"mask": mask.clone()}
     estimate = given_inputs.run(make_scored, cfg)
     got, returns = estimate.advantages, estimate.returns
     assert got.shape == mask.shape
@@ -108,7 +108,7 @@ def test_properties(make_scored: MakeScored, cfg: AdvantageConfig, given_inputs:
         torch.testing.assert_close(shuffled.returns, returns[order], rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(padded.returns[:, :width], returns, rtol=1e-9, atol=1e-9)
 
-    assert all(torch.equal(before[name], score) for name, score in given_inputs.scores.items())
+    assert all(torch.equal(before[name], value) for name, value in given_inputs.quantities.items())
     assert torch.equal(before["mask"], mask)
 
 
@@ -116,7 +116,7 @@ def test_properties(make_scored: MakeScored, cfg: AdvantageConfig, given_inputs:
 def test_max_has_sum_zero_and_mean_square_one(make_scored: MakeScored, given_inputs: Inputs) -> None:
     got = given_inputs.run(make_scored, AdvantageConfig(estimator="reinforce_max")).advantages
     raw = ADVANTAGE_ESTIMATORS.get("reinforce_max").raw(
-        make_scored(given_inputs.uids, given_inputs.rewards, given_inputs.mask, **given_inputs.scores),
+        make_scored(given_inputs.uids, given_inputs.rewards, given_inputs.mask, **given_inputs.quantities),
         AdvantageConfig(),
     )
     of_group = torch.tensor([uid == given_inputs.uids[0] for uid in given_inputs.uids])
@@ -137,7 +137,7 @@ def test_float32_agrees_with_float64(cfg: AdvantageConfig) -> None:
     generator = torch.Generator().manual_seed(1)
     mask = torch.rand(6, 5, generator=generator) < 0.8
     rewards = torch.tensor([1.0, 0.5, 2.0, 0.75, 1.0, 1.0])
-    scores = {"values": torch.randn(6, 5, generator=generator), "kl_penalty": torch.full((6, 5), 0.0625)}
+    quantities = {"values": torch.randn(6, 5, generator=generator), "kl_penalty": torch.full((6, 5), 0.0625)}
 
     def run(dtype: torch.dtype) -> Estimate:
         batch = ScoredBatch(
@@ -145,7 +145,7 @@ def test_float32_agrees_with_float64(cfg: AdvantageConfig) -> None:
             rewards=rewards.to(dtype),
             correct=rewards > 0,
             loss_mask=mask,
-            scores={name: score.to(dtype) for name, score in scores.items()},
+            quantities={name: score.to(dtype) for name, score in quantities.items()},
             details={"greedy_score": rewards.flip(0).to(dtype)},
         )
         return compute_advantages(batch, cfg)

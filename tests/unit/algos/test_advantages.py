@@ -308,7 +308,7 @@ def test_equal_float32_rewards_carry_no_signal(norm_by_std: bool) -> None:
         rewards=torch.full((7,), 0.1),
         correct=torch.ones(7, dtype=torch.bool),
         loss_mask=torch.ones(7, 1, dtype=torch.bool),
-        scores={},
+        quantities={},
     )
     advantages = compute_advantages(batch, AdvantageConfig(norm_by_std=norm_by_std)).advantages
     assert advantages.dtype == torch.float32
@@ -345,7 +345,7 @@ def test_non_finite_score_names_its_row(make_scored: MakeScored, score: str) -> 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e39])
 @pytest.mark.parametrize("name", sorted(ADVANTAGE_ESTIMATORS))
 def test_non_finite_reward_of_a_turn_names_its_row(make_scored: MakeScored, name: str, bad: float) -> None:
-    # 1e39 is infinite in float32, the type of scores.
+    # 1e39 is infinite in float32, the type of quantities.
     turns = torch.tensor([[0.0, 0.0], [bad, 0.5]], dtype=torch.float32)
     batch = make_scored(["q6", "q7"], [1.0, 0.0], turn_rewards=turns, values=torch.zeros(2, 2))
     with pytest.raises(DataError, match=r"sum of turn_rewards of row 1 \(uid 'q7'\): got"):

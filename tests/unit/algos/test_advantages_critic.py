@@ -40,8 +40,8 @@ def test_gae_skips_tokens_outside_the_mask(
 ) -> None:
     numbers = st.lists(st.integers(-8, 8), min_size=len(mask), max_size=len(mask))
     values, penalty, earned = ([n / 4 for n in data.draw(numbers)] for _ in range(3))
-    scores = {"values": f64([values]), "kl_penalty": f64([penalty]), TURN_REWARDS: f64([earned])}
-    batch = make_scored(["a"], [1.5], torch.tensor([mask]), **scores)
+    quantities = {"values": f64([values]), "kl_penalty": f64([penalty]), TURN_REWARDS: f64([earned])}
+    batch = make_scored(["a"], [1.5], torch.tensor([mask]), **quantities)
     cfg = AdvantageConfig(estimator="gae", gamma=gamma, lam=lam, lam_critic=lam_critic, whiten=False)
     got = compute_advantages(batch, cfg)
     assert got.returns is not None

@@ -105,7 +105,7 @@ def of_the_estimator(group: Sequence[Talk]) -> list[list[float]]:
         rewards=earned.sum(-1),
         correct=torch.zeros(len(group), dtype=torch.bool),
         loss_mask=mask,
-        scores={TURN_REWARDS: earned},
+        quantities={TURN_REWARDS: earned},
     )
     got: Tensor = compute_advantages(batch, AdvantageConfig(estimator="turn_returns")).advantages
     return [[row[0], row[2]][: len(talk.rewards)] for row, talk in zip(got.tolist(), group, strict=True)]

@@ -18,7 +18,7 @@ from megarl.config.algo import (
     PolicyLossConfig,
 )
 from megarl.errors import DataError
-from megarl.types import Algorithm, AlgoState, PolicyOutputs, RowBatch, Score, ScoredBatch
+from megarl.types import Algorithm, AlgoState, PolicyOutputs, RowBatch, ScoredBatch, TokenQuantity
 
 MakeScored = Callable[..., ScoredBatch]
 REWARD_KL = "actor/reward_kl_penalty"
@@ -33,17 +33,17 @@ def algorithm(**cfg: Any) -> Algorithm:
 
 
 @pytest.mark.parametrize(
-    ("where", "scores"),
+    ("where", "quantities"),
     [
         ("none", set()),
-        ("loss", {Score.REF_LOGPROBS}),
-        ("reward", {Score.REF_LOGPROBS, Score.OLD_LOGPROBS}),
-        ("both", {Score.REF_LOGPROBS, Score.OLD_LOGPROBS}),
+        ("loss", {TokenQuantity.REF_LOGPROBS}),
+        ("reward", {TokenQuantity.REF_LOGPROBS, TokenQuantity.OLD_LOGPROBS}),
+        ("both", {TokenQuantity.REF_LOGPROBS, TokenQuantity.OLD_LOGPROBS}),
     ],
 )
-def test_requires(where: Literal["none", "loss", "reward", "both"], scores: set[Score]) -> None:
+def test_requires(where: Literal["none", "loss", "reward", "both"], quantities: set[TokenQuantity]) -> None:
     algo = algorithm(kl=KLConfig(where=where, coef=0.0 if where == "none" else 0.25))
-    assert algo.requires() == scores
+    assert algo.requires() == quantities
     assert algo.initial_state().kl_coef == (0.0 if where == "none" else 0.25)
 
 
@@ -60,7 +60,7 @@ def test_requires(where: Literal["none", "loss", "reward", "both"], scores: set[
 )
 def test_a_ratio_to_the_engine_needs_no_old_logprobs_of_its_own(settings: dict[str, Any], needed: bool) -> None:
     algo = algorithm(**{"correction": CorrectionConfig(name="rollout_ratio"), **settings})
-    assert (Score.OLD_LOGPROBS in algo.requires()) is needed
+    assert (TokenQuantity.OLD_LOGPROBS in algo.requires()) is needed
 
 
 def test_a_ratio_to_the_engine_is_the_same_without_old_logprobs(
@@ -78,7 +78,7 @@ def test_a_ratio_to_the_engine_is_the_same_without_old_logprobs(
         step = make_scored(["a", "a"], [2.0, 0.0], mask, rollout_logprobs=rollout, **known)
         advantages = algo.advantages(step, AlgoState())
         assert advantages.values.tolist() == [[1.0], [-1.0]]
-        rows = make_batch(mask, advantages=advantages.values, **advantages.scores)
+        rows = make_batch(mask, advantages=advantages.values, **advantages.quantities)
         sums = algo.loss(rows, PolicyOutputs(logprobs=current, entropy=None), AlgoState())
         assert float(sums.objective["loss"]) == pytest.approx(-1.2 + math.exp(-0.1))
 
@@ -120,7 +120,7 @@ def test_advantages_and_their_metrics(make_scored: MakeScored) -> None:
 
 
 def reward_kl_batch(make_scored: MakeScored) -> ScoredBatch:
-    """The rows of the golden case C.kl_in_reward (scores 1, −1), and one without loss tokens (0.5)."""
+    """The rows of the golden case C.kl_in_reward (rewards 1, −1), and one without loss tokens (0.5)."""
     mask = torch.tensor([[True, True, True], [True, True, False], [False, False, False]])
     kl = f64([[0.1, 0.2, 0.3], [0.4, -0.2, 0.0], [0.0, 0.0, 0.0]])
     old = torch.where(mask, f64(-1.0), 0.0)
@@ -176,7 +176,7 @@ def test_advantages_of_nothing(make_scored: MakeScored) -> None:
 
 def test_non_finite_kl_in_the_reward_is_refused(make_scored: MakeScored) -> None:
     batch = reward_kl_batch(make_scored)
-    batch.scores["old_logprobs"][1, 0] = math.nan
+    batch.quantities["old_logprobs"][1, 0] = math.nan
     with pytest.raises(DataError, match=r"row 1 \(uid 'a'\)"):
         algorithm(kl=KLConfig(where="reward")).advantages(batch, AlgoState(kl_coef=0.5))
 

@@ -58,7 +58,7 @@ def random_problem(mask: Tensor, seed: int) -> Problem:
         mask=mask,
         logprobs=logprobs,
         entropy=noise(1.0).abs(),
-        scores={
+        quantities={
             "old_logprobs": logprobs + noise(0.3),
             "ref_logprobs": logprobs + noise(0.3),
             "advantages": noise(1.0),
@@ -84,7 +84,7 @@ def test_at_ratio_1_the_loss_is_minus_the_mean_advantage(name: str) -> None:
         mask=MASK,
         logprobs=torch.where(MASK, f64(-0.7), 0.0),
         entropy=torch.zeros(3, 3, dtype=torch.float64),
-        scores={"advantages": advantages},
+        quantities={"advantages": advantages},
     )
     got = run(algorithm(aggregation=name), problem)
     weights = torch.where(MASK, f64([*TOKEN_WEIGHTS[name], 0.0])[:, None], 0.0)
@@ -102,7 +102,7 @@ def test_old_logprobs_are_used_when_they_are_there() -> None:
         mask=mask,
         logprobs=f64([[math.log(2) - 1, -math.log(2) - 1]]),
         entropy=torch.zeros(1, 2, dtype=torch.float64),
-        scores={"advantages": f64([[1.0, 1.0]]), "old_logprobs": f64([[-1.0, -1.0]])},
+        quantities={"advantages": f64([[1.0, 1.0]]), "old_logprobs": f64([[-1.0, -1.0]])},
     )
     got = run(algorithm(), problem)
     assert got.loss == pytest.approx(-0.85)
@@ -117,7 +117,7 @@ def test_kl_and_entropy_in_the_loss() -> None:
         mask=mask,
         logprobs=f64([[-1.0, -2.0]]),
         entropy=f64([[1.0, 3.0]]),
-        scores={"advantages": f64([[1.0, 1.0]]), "ref_logprobs": f64([[-1.5, -1.0]])},
+        quantities={"advantages": f64([[1.0, 1.0]]), "ref_logprobs": f64([[-1.5, -1.0]])},
     )
     algo = algorithm(kl=KLConfig(where="loss", estimator="k2", coef=99.0), entropy_coef=77.0)
     # The coefficients are the state's, not the configured start.
@@ -138,7 +138,7 @@ def test_the_loss_has_its_own_kl_beside_that_of_the_reward() -> None:
         mask=torch.ones(1, 2, dtype=torch.bool),
         logprobs=f64([[-1.0, -2.0]]),
         entropy=f64([[1.0, 3.0]]),
-        scores={"advantages": f64([[1.0, 1.0]]), "ref_logprobs": f64([[-1.5, -1.0]])},
+        quantities={"advantages": f64([[1.0, 1.0]]), "ref_logprobs": f64([[-1.5, -1.0]])},
     )
     algo = algorithm(kl=KLConfig(where="both", estimator="k1", loss_estimator="k2", loss_coef=0.25))
     got = run(algo, problem, state=AlgoState(kl_coef=99.0))
@@ -220,10 +220,10 @@ def test_inputs_are_not_mutated(make_batch: MakeBatch) -> None:
     before = problem.transformed(Tensor.clone)
     for cfg in COMPOSITIONS:
         out = PolicyOutputs(logprobs=problem.logprobs, entropy=problem.entropy)
-        algorithm(**cfg).loss(make_batch(problem.mask, **problem.scores), out, AlgoState(kl_coef=0.1))
+        algorithm(**cfg).loss(make_batch(problem.mask, **problem.quantities), out, AlgoState(kl_coef=0.1))
     for name in ("mask", "logprobs", "entropy"):
         assert torch.equal(getattr(problem, name), getattr(before, name))
-    assert all(torch.equal(problem.scores[name], before.scores[name]) for name in problem.scores)
+    assert all(torch.equal(problem.quantities[name], before.quantities[name]) for name in problem.quantities)
 
 
 def test_nan_logprob_is_not_hidden() -> None:

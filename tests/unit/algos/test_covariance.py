@@ -91,7 +91,7 @@ def algorithm(cfg: AlgoConfig) -> Algorithm:
 
 
 def shares(step: Step, cfg: AlgoConfig) -> Tensor:
-    return algorithm(cfg).advantages(step.batch, AlgoState()).scores[CHOSEN]
+    return algorithm(cfg).advantages(step.batch, AlgoState()).quantities[CHOSEN]
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
@@ -109,21 +109,21 @@ def test_neither_the_order_of_groups_nor_padding_decides(name: str) -> None:
 
 def test_demonstrations_neither_count_nor_are_chosen() -> None:
     step = random_step([4, 4], seed=8, demonstrations=True)
-    demonstrated = step.batch.scores[DEMONSTRATION] > 0
+    demonstrated = step.batch.quantities[DEMONSTRATION] > 0
     assert (demonstrated & step.batch.loss_mask).any()
     cfg = config("kl_cov", cov_share=1.0)
     assert torch.equal(shares(step, cfg) > 0, step.batch.loss_mask & ~demonstrated)
     metrics = algorithm(cfg).advantages(step.batch, AlgoState()).metrics
     rows = step.batch.loss_mask & ~demonstrated
     advantages = algorithm(cfg).advantages(step.batch, AlgoState()).values
-    values = [tensor[rows].numpy() for tensor in (advantages, step.batch.scores["old_logprobs"])]
+    values = [tensor[rows].numpy() for tensor in (advantages, step.batch.quantities["old_logprobs"])]
     assert metrics["actor/cov/mean"] == pytest.approx(float(np.cov(*values, bias=True)[0, 1]), rel=1e-9)
 
 
 def reference_loss(name: str, step: Step, advantages: Tensor, logprobs: Tensor) -> Tensor:
     """The paper's losses over all tokens at once, a list of tokens each; every second candidate of clip_cov."""
     mask = step.batch.loss_mask
-    old, adv, new = (values[mask] for values in (step.batch.scores["old_logprobs"], advantages, logprobs))
+    old, adv, new = (values[mask] for values in (step.batch.quantities["old_logprobs"], advantages, logprobs))
     cov = ((old - old.mean()) * (adv - adv.mean())).tolist()
     ratio, losses = (new - old).exp(), []
     largest = sorted(range(len(cov)), key=lambda i: -cov[i])[: int(0.3 * len(cov))]
@@ -149,7 +149,7 @@ def test_losses_are_those_of_the_paper(name: str, seed: int) -> None:
     algo = algorithm(config(name, **options))
     problem, advantages = problem_of(algo, step)
     leaf, plain = (step.logprobs.clone().requires_grad_() for _ in range(2))
-    rows = RowBatch(labels=step.batch.uids, loss_mask=problem.mask, scores=problem.scores)
+    rows = RowBatch(labels=step.batch.uids, loss_mask=problem.mask, quantities=problem.quantities)
     sums = algo.loss(rows, PolicyOutputs(logprobs=leaf, entropy=None), AlgoState())
     ours = sums.objective["loss"] / problem.mask.sum()
     expected = reference_loss(name, step, advantages.values, plain)
@@ -157,7 +157,7 @@ def test_losses_are_those_of_the_paper(name: str, seed: int) -> None:
     grads = [torch.autograd.grad(loss, at)[0] for loss, at in ((ours, leaf), (expected, plain))]
     assert torch.allclose(grads[0], grads[1], rtol=1e-9, atol=1e-12)
     share = sums.metrics["policy_tokens"]["actor/cov_chosen"]
-    assert share == advantages.scores[CHOSEN].sum() > 0
+    assert share == advantages.quantities[CHOSEN].sum() > 0
 
 
 def test_the_choice_needs_old_log_probs_and_reaches_the_loss() -> None:
@@ -166,8 +166,8 @@ def test_the_choice_needs_old_log_probs_and_reaches_the_loss() -> None:
     assert CHOSEN in algo.reads
     step = random_step([2, 2], seed=1)
     problem, _ = problem_of(algo, step)
-    scores = {name: value for name, value in problem.scores.items() if name != CHOSEN}
-    rows = RowBatch(labels=step.batch.uids, loss_mask=problem.mask, scores=scores)
+    quantities = {name: value for name, value in problem.quantities.items() if name != CHOSEN}
+    rows = RowBatch(labels=step.batch.uids, loss_mask=problem.mask, quantities=quantities)
     with pytest.raises(KeyError, match="chosen_by_covariance was not computed for this batch"):
         algo.loss(rows, PolicyOutputs(logprobs=step.logprobs, entropy=None), AlgoState())
 

@@ -106,7 +106,7 @@ def test_luffy_without_demonstrations_is_grpo(
 ) -> None:
     off_policy, clip = clips
     if marked:  # as rows are that could have had a demonstration
-        step = step.with_scores(**{DEMONSTRATION: torch.zeros_like(step.logprobs)})
+        step = step.with_quantities(**{DEMONSTRATION: torch.zeros_like(step.logprobs)})
     grpo = AlgoConfig(policy_loss=clip, kl=KLConfig(where="loss", coef=0.1), entropy_coef=0.02, aggregation="dr_grpo")
     luffy = replace(
         grpo,
@@ -189,20 +189,20 @@ def test_cpo_with_all_weights_0_is_grpo(step: Step, choice: tuple[str, str], sou
 def test_a_hint_that_changes_nothing_leaves_grpo_and_the_bonus_for_uncertainty(
     step: Step, choice: tuple[str, str], estimator: str, shuffled: bool
 ) -> None:
-    old = step.batch.scores["old_logprobs"]
-    step = step.without("cpo_excluded").with_scores(
+    old = step.batch.quantities["old_logprobs"]
+    step = step.without("cpo_excluded").with_quantities(
         hint_logprobs=old, shuffled_hint_logprobs=old, hint_kl=torch.zeros_like(old)
     )
     shuffled = shuffled and estimator != "full_kl"
     cfg = cpo_config(choice, pos_alpha=0.7, mi_estimator=estimator, shuffled_baseline=shuffled)
-    got, plain = (problem_of(algorithm(c), step)[0].scores["advantages"] for c in (cfg, GRPO))
+    got, plain = (problem_of(algorithm(c), step)[0].quantities["advantages"] for c in (cfg, GRPO))
     near(got, plain + 0.7 * bonus(step, choice))
 
 
 def bonus(step: Step, choice: tuple[str, str]) -> Tensor:
     """Min-max uncertainty of the tokens of correct rows, or their row's mean entropy; 0 elsewhere."""
     batch, out = step.batch, torch.zeros_like(step.logprobs)
-    for i, (mask, entropy) in enumerate(zip(batch.loss_mask, batch.scores["old_entropy"], strict=True)):
+    for i, (mask, entropy) in enumerate(zip(batch.loss_mask, batch.quantities["old_entropy"], strict=True)):
         if not (batch.correct[i] and mask.any()):
             continue
         kept = entropy[mask]
@@ -218,16 +218,16 @@ def bonus(step: Step, choice: tuple[str, str]) -> Tensor:
     st.sampled_from([c for c in CPO if formula(CpoConfig(method=c[0], formula_set=c[1])).reads >= {"entropy"}]),
     st.sampled_from([CorrectionConfig(), CorrectionConfig(name="tis"), CorrectionConfig(name="rollout_ratio")]),
 )
-def test_entropies_of_scoring_and_update_agree_while_the_policy_is_the_old_one(
+def test_entropies_of_forward_pass_and_update_agree_while_the_policy_is_the_old_one(
     step: Step, choice: tuple[str, Any], correction: CorrectionConfig
 ) -> None:
-    scores = step.batch.scores
-    step = replace(step, logprobs=scores["old_logprobs"], entropy=scores["old_entropy"])
-    of_scoring, of_update = (
+    quantities = step.batch.quantities
+    step = replace(step, logprobs=quantities["old_logprobs"], entropy=quantities["old_entropy"])
+    of_forward, of_update = (
         AlgoConfig(cpo=CpoConfig(method=choice[0], formula_set=choice[1], entropy_source=source), correction=correction)
         for source in ("old", "current")
     )
-    assert_same_algorithm(step, of_update, of_scoring)
+    assert_same_algorithm(step, of_update, of_forward)
 
 
 # --- engines that agree need no correction
@@ -254,12 +254,12 @@ def test_equal_engines_need_no_correction(
     sizes: list[int], seed: int, correction: CorrectionConfig, demonstrations: bool
 ) -> None:
     step = random_step(sizes, seed, demonstrations=demonstrations)
-    step = step.with_scores(rollout_logprobs=step.batch.scores["old_logprobs"])
+    step = step.with_quantities(rollout_logprobs=step.batch.quantities["old_logprobs"])
     plain = AlgoConfig(demonstrations=RANDOM, off_policy=OffPolicyConfig(loss="luffy")) if demonstrations else GRPO
     corrected = replace(plain, correction=correction)
     _, advantages = problem_of(algorithm(corrected), step)
     if correction.name != "none":
-        near(advantages.scores["correction"], step.batch.loss_mask.double())
+        near(advantages.quantities["correction"], step.batch.loss_mask.double())
     assert_same_algorithm(step, corrected, plain)
 
 
@@ -267,7 +267,7 @@ def test_equal_engines_need_no_correction(
 @given(steps, st.sampled_from(["gspo", "gspo_token"]))
 def test_a_ratio_of_rows_to_equal_engines(step: Step, name: str) -> None:
     loss = PolicyLossConfig(name=name, clip_low=3e-3, clip_high=4e-3)
-    step = step.with_scores(rollout_logprobs=step.batch.scores["old_logprobs"])
+    step = step.with_quantities(rollout_logprobs=step.batch.quantities["old_logprobs"])
     to_engine, plain = (
         AlgoConfig(policy_loss=loss, aggregation="seq-mean-token-mean", correction=CorrectionConfig(name=correction))
         for correction in ("rollout_ratio", "none")
@@ -281,7 +281,7 @@ def test_a_ratio_of_rows_to_equal_engines(step: Step, name: str) -> None:
 @given(steps, st.booleans())
 def test_gae_of_values_0_is_the_return(step: Step, with_kl: bool) -> None:
     """γ = λ = 1. The loss −A·log π then has the gradient −return / number of tokens."""
-    step = step.with_scores(values=torch.zeros_like(step.logprobs))
+    step = step.with_quantities(values=torch.zeros_like(step.logprobs))
     cfg = AlgoConfig(
         advantage=AdvantageConfig(estimator="gae", whiten=False),
         policy_loss=PolicyLossConfig(name="reinforce"),
@@ -292,11 +292,11 @@ def test_gae_of_values_0_is_the_return(step: Step, with_kl: bool) -> None:
     for i, mask in enumerate(batch.loss_mask):
         total = batch.rewards[i]
         for t in reversed(mask.nonzero().flatten().tolist()):
-            total = total - penalty * (batch.scores["old_logprobs"][i, t] - batch.scores["ref_logprobs"][i, t])
+            total = total - penalty * (batch.quantities["old_logprobs"][i, t] - batch.quantities["ref_logprobs"][i, t])
             returns[i, t] = total
     problem, advantages = problem_of(algorithm(cfg), step)
-    near(problem.scores["advantages"], returns)
-    near(advantages.scores["returns"], returns)
+    near(problem.quantities["advantages"], returns)
+    near(advantages.quantities["returns"], returns)
     got, num_tokens = outcome_of(algorithm(cfg), step), batch.loss_mask.sum().clamp(min=1)
     near(got.logprobs_grad, -returns / num_tokens)
     assert got.loss == pytest.approx(float(-(returns * step.logprobs).sum() / num_tokens), abs=ATOL)
@@ -311,7 +311,7 @@ def test_the_critic_as_reward_is_gae_with_its_last_value_as_reward(step: Step) -
     rewards = torch.zeros_like(step.batch.rewards)
     for i, mask in enumerate(step.batch.loss_mask):
         if mask.any():
-            rewards[i] = step.batch.scores["values"][i, mask][-1]
+            rewards[i] = step.batch.quantities["values"][i, mask][-1]
     as_reward = replace(step, batch=replace(step.batch, rewards=rewards))
     gae = AlgoConfig(advantage=AdvantageConfig(estimator="gae", whiten=False))
     agree(outcome_of(algorithm(from_critic), step), outcome_of(algorithm(gae), as_reward))
@@ -469,11 +469,11 @@ def test_inputs_are_never_changed(config_of: Callable[[str], AlgoConfig], name: 
     outcome_of(algo, step)
     for field in ("rewards", "correct", "loss_mask", "truncated"):
         assert torch.equal(getattr(step.batch, field), getattr(before.batch, field))
-    assert step.batch.scores.keys() == before.batch.scores.keys()
-    for name, score in before.batch.scores.items():
-        assert torch.equal(step.batch.scores[name], score)
-    for name, score in kept.scores.items():
-        assert torch.equal(first.scores[name], score)
+    assert step.batch.quantities.keys() == before.batch.quantities.keys()
+    for name, value in before.batch.quantities.items():
+        assert torch.equal(step.batch.quantities[name], value)
+    for name, value in kept.quantities.items():
+        assert torch.equal(first.quantities[name], value)
     assert torch.equal(step.logprobs, before.logprobs)
     assert torch.equal(step.entropy, before.entropy)
 
@@ -490,13 +490,15 @@ def test_a_copy_in_another_process_is_the_same_algorithm(config_of: Callable[[st
 
 
 @every_algorithm
-def test_scores_that_are_asked_for_are_enough(config_of: Callable[[str], AlgoConfig], name: str) -> None:
-    """Of the scores of a pass, an algorithm reads those that it requires, and the same loss follows from them alone."""
+def test_quantities_that_are_asked_for_are_enough(config_of: Callable[[str], AlgoConfig], name: str) -> None:
+    """Of the quantities of a pass, an algorithm reads those that it requires, and the same loss follows from them
+    alone.
+    """
     cfg = config_of(name)
     step, algo = make_step(cfg, [4, 3, 2], 7), algorithm(cfg)
     free = {"rollout_logprobs", "cpo_excluded", DEMONSTRATION, "target_probs"}
-    scored = step.without(*(step.batch.scores.keys() - {str(s) for s in algo.requires()} - free))
-    if "old_logprobs" not in scored.batch.scores:
+    enough = step.without(*(step.batch.quantities.keys() - {str(s) for s in algo.requires()} - free))
+    if "old_logprobs" not in enough.batch.quantities:
         # One optimizer step on a batch takes the current log-probs for the old ones.
-        step = step.with_scores(old_logprobs=step.logprobs)
-    assert_same(outcome_of(algo, scored), outcome_of(algo, step))
+        step = step.with_quantities(old_logprobs=step.logprobs)
+    assert_same(outcome_of(algo, enough), outcome_of(algo, step))

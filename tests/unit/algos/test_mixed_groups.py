@@ -27,7 +27,7 @@ def make(
         rewards=torch.tensor(correct, dtype=torch.float64),
         correct=torch.tensor(correct),
         loss_mask=torch.ones_like(marks, dtype=torch.bool) if mask is None else mask,
-        scores={"demonstration": marks},
+        quantities={"demonstration": marks},
         truncated=None if truncated is None else torch.tensor(truncated),
     )
 

@@ -284,14 +284,14 @@ def test_imitation_splits_rows() -> None:
 
 
 def row(loss_mask: list[bool], demonstration: list[float] | None) -> Row:
-    scores = {} if demonstration is None else {"demonstration": np.asarray(demonstration, np.float32)}
+    quantities = {} if demonstration is None else {"demonstration": np.asarray(demonstration, np.float32)}
     return Row(
         uid="q",
         sample_index=0,
         token_ids=np.zeros(len(loss_mask) + 1, np.int64),
         num_prompt_tokens=1,
         loss_mask=np.asarray(loss_mask),
-        scores=scores,
+        quantities=quantities,
     )
 
 

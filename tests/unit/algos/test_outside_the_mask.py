@@ -32,7 +32,7 @@ from megarl.config.algo import (
     PolicyLossConfig,
 )
 from megarl.config.schema import TrainPreferenceConfig
-from megarl.types import AlgoState, PolicyOutputs, RowBatch, Score, ValueOutputs
+from megarl.types import AlgoState, PolicyOutputs, RowBatch, TokenQuantity, ValueOutputs
 from tests.helpers.steps import MAX_RESPONSE_TOKENS, VOCAB_SIZE, outcome_of, random_step
 
 # 1e200 overflows in float64 as 1e30 does in float32.
@@ -76,7 +76,7 @@ def configs() -> Iterator[tuple[str, AlgoConfig]]:
     for name in CPO_METHODS:
         cfg = CpoConfig(method=name)
         yield f"cpo={name}", AlgoConfig(cpo=cfg)
-        if cpo.required_scores(cfg) & {Score.OLD_ENTROPY}:
+        if cpo.required_quantities(cfg) & {TokenQuantity.OLD_ENTROPY}:
             yield f"cpo={name} in the loss", AlgoConfig(cpo=replace(cfg, entropy_source="current"))
     for name in DEMONSTRATION_RESHAPES:
         reshape = "p_div_p_0.1" if name == "p_div_p" else name
@@ -155,10 +155,10 @@ def objectives() -> Iterator[Any]:
 def test_an_objective_without_advantages(objective: Any) -> None:
     def outcome(fill: Tensor) -> tuple[dict[str, float], Tensor]:
         predicted = spoiled(numbers(1), fill).requires_grad_()
-        scores = {name: spoiled(numbers(len(name)), fill) for name in objective.reads if name != BATCH_KL}
+        quantities = {name: spoiled(numbers(len(name)), fill) for name in objective.reads if name != BATCH_KL}
         if BATCH_KL in objective.reads:
-            scores[BATCH_KL] = spoiled(torch.full(MASK.shape, 0.25, dtype=torch.float64), fill)
-        rows = RowBatch(labels=("q/0", "q/1", "q/2", "q/3"), loss_mask=MASK, scores=scores)
+            quantities[BATCH_KL] = spoiled(torch.full(MASK.shape, 0.25, dtype=torch.float64), fill)
+        rows = RowBatch(labels=("q/0", "q/1", "q/2", "q/3"), loss_mask=MASK, quantities=quantities)
         is_policy = isinstance(objective, PreferenceObjective | SftAlgorithm)
         out = PolicyOutputs(logprobs=predicted, entropy=None) if is_policy else ValueOutputs(values=predicted)
         sums = objective.loss(rows, out, AlgoState())

@@ -21,7 +21,7 @@ def batch(*margins: float) -> RowBatch:
     return RowBatch(
         labels=tuple(map(str, range(len(both)))),
         loss_mask=torch.ones(len(both), 1, dtype=torch.bool),
-        scores={"margin": torch.tensor(both)[:, None]},
+        quantities={"margin": torch.tensor(both)[:, None]},
     )
 
 
@@ -71,7 +71,7 @@ def test_a_row_that_is_read_at_its_end() -> None:
     row = row_read_at_end("a", 1, torch.tensor([5, 6, 7]).numpy(), margin=0.5)
     # The value of the fourth token is said from the third, the last of the sequence.
     assert (row.num_prompt_tokens, row.token_ids[:3].tolist(), row.num_response_tokens) == (3, [5, 6, 7], 1)
-    assert (row.loss_mask.tolist(), row.scores["margin"].tolist()) == ([True], [0.5])
+    assert (row.loss_mask.tolist(), row.quantities["margin"].tolist()) == ([True], [0.5])
 
 
 # --- policies
@@ -84,8 +84,8 @@ def objective(name: str, **settings: float) -> PreferenceObjective:
 def policy_loss(
     name: str, logprobs: torch.Tensor, ref: torch.Tensor, mask: torch.Tensor, *, kl: float = 0.0, **settings: float
 ) -> LossSums:
-    scores = {"ref_logprobs": ref, "batch_kl": torch.full_like(ref, kl)}
-    rows = RowBatch(labels=tuple(map(str, range(len(mask)))), loss_mask=mask, scores=scores)
+    quantities = {"ref_logprobs": ref, "batch_kl": torch.full_like(ref, kl)}
+    rows = RowBatch(labels=tuple(map(str, range(len(mask)))), loss_mask=mask, quantities=quantities)
     return objective(name, **settings).loss(rows, PolicyOutputs(logprobs=logprobs, entropy=None), AlgoState())
 
 

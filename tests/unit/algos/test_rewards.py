@@ -85,7 +85,9 @@ def test_critic_rewards_golden(estimator: str, golden: Any, check_golden: Any, m
     expected = case["expected"]
     # A KL penalty has no part in it.
     batch = scored(case, make_scored)
-    batch = replace(batch, scores={**batch.scores, "kl_penalty": torch.full_like(batch.scores["values"], 0.5)})
+    batch = replace(
+        batch, quantities={**batch.quantities, "kl_penalty": torch.full_like(batch.quantities["values"], 0.5)}
+    )
     reward = RewardConfig(source="critic", mask=RewardMaskConfig(ratio=0.5))
     got = reward_advantages(batch, reward, AdvantageConfig(estimator=estimator), keep=keep_of(case))
     check_estimate(got, case, check_golden)
@@ -112,7 +114,7 @@ def test_returns_are_not_those_of_the_whitened_advantages(
     batch = scored(case, make_scored)
     got = reward_advantages(batch, RewardConfig(source="critic"), AdvantageConfig(estimator="critic_value"))
     assert got.returns is not None
-    values = batch.scores["values"].masked_fill(~batch.loss_mask, 0.0)
+    values = batch.quantities["values"].masked_fill(~batch.loss_mask, 0.0)
     check_golden(got.advantages + values, case["expected"]["returns"], case)
     assert (got.returns - torch.tensor(case["expected"]["returns"], dtype=torch.float64)).abs().max() > 0.5
 
@@ -126,7 +128,7 @@ def test_the_mask_hides_the_kl_penalty_too(make_scored: MakeScored) -> None:
     assert got.advantages.tolist() == [[0.5, 0.75], [0.0, 0.0]]
     assert got.metrics["critic/score/mean"] == 1.0
     assert got.metrics["critic/rewards/mean"] == 0.25
-    assert batch.scores["kl_penalty"].tolist() == penalty.tolist()
+    assert batch.quantities["kl_penalty"].tolist() == penalty.tolist()
 
 
 def test_hidden_rows_of_a_group_count_as_failures(make_scored: MakeScored) -> None:

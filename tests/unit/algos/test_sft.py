@@ -26,7 +26,7 @@ def test_cross_entropy_over_loss_tokens(
     torch.testing.assert_close(logprobs.grad, -MASK.float() / 3)
 
 
-def test_needs_no_scores_and_keeps_its_state() -> None:
+def test_needs_no_quantities_and_keeps_its_state() -> None:
     algorithm = SftAlgorithm()
     assert algorithm.requires() == frozenset()
     assert not algorithm.entropy_needs_grad

@@ -19,7 +19,7 @@ from megarl.algos.shaping import ADVANTAGE_SHAPERS, ShapingInputs
 from megarl.config.algo import AdvantageConfig, AlgoConfig, CorrectionConfig, FilterConfig, KLConfig, PolicyLossConfig
 from megarl.errors import ConfigError
 from megarl.registry import RegistrationError, noting
-from megarl.types import Advantages, AlgoState, PolicyOutputs, RowBatch, Score, ScoredBatch
+from megarl.types import Advantages, AlgoState, PolicyOutputs, RowBatch, ScoredBatch, TokenQuantity
 
 ONE = torch.ones(1, 2, dtype=torch.float64)
 
@@ -39,7 +39,7 @@ def batch() -> ScoredBatch:
         rewards=torch.tensor([1.0, 0.0], dtype=torch.float64),
         correct=torch.tensor([True, False]),
         loss_mask=torch.tensor([[True, True], [True, False]]),
-        scores={},
+        quantities={},
     )
 
 
@@ -75,13 +75,13 @@ def test_a_correction_with_a_gate_of_its_own() -> None:
 def test_a_filter_acts_beside_those_that_settings_turn_on() -> None:
     @GROUP_FILTERS.register("first_right")
     def first_right(group: ScoredGroup, cfg: FilterConfig) -> bool:
-        return group.scores[0] == 1
+        return group.quantities[0] == 1
 
-    scores, uids = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0], "aabbcc"
+    quantities, uids = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0], "aabbcc"
     own = FilterConfig(names=("first_right",))
-    assert kept_rows(scores, uids, own) == (True, True, False, False, True, True)
+    assert kept_rows(quantities, uids, own) == (True, True, False, False, True, True)
     both = replace(own, mean_score=(0.0, 1.0))
-    assert kept_rows(scores, uids, both) == (True, True, False, False, False, False)
+    assert kept_rows(quantities, uids, both) == (True, True, False, False, False, False)
     check_filter(replace(own, max_refills=1), num_samples=2)
     with pytest.raises(ConfigError, match=r"algo\.filter: got rollout\.num_samples=1, expected at least 2"):
         check_filter(own, num_samples=1)
@@ -102,11 +102,11 @@ def test_shapers_run_in_the_order_of_their_names_and_need_what_they_read() -> No
             return Advantages(values=torch.where(x.batch.loss_mask, function(advantages), 0.0), metrics={})
 
     shaper("double", lambda advantages: 2 * advantages)
-    shaper("plus_1", lambda advantages: advantages + 1, reads=(Score.OLD_ENTROPY,))
+    shaper("plus_1", lambda advantages: advantages + 1, reads=(TokenQuantity.OLD_ENTROPY,))
     plain = AdvantageConfig(estimator="dr_grpo")
     for names, expected in (("double", "plus_1"), [[2, 2], [0, 0]]), (("plus_1", "double"), [[3, 3], [1, 0]]):
         algorithm = build_algorithm(AlgoConfig(advantage=plain, shapers=names), max_response_tokens=2)
-        assert algorithm.requires() == {Score.OLD_ENTROPY}
+        assert algorithm.requires() == {TokenQuantity.OLD_ENTROPY}
         # dr_grpo: ½ and −½.
         assert algorithm.advantages(batch(), algorithm.initial_state()).values.tolist() == expected
     for names, problem in (("double", "double"), "stands twice"), (("shape_by_hint",), "runs in every algorithm"):
@@ -149,8 +149,8 @@ def test_a_loss_gets_what_it_declares_to_read() -> None:
     mask = torch.tensor([[True, False]])
     # NaN outside of the mask must reach no gradient.
     spoiled = torch.tensor([[0.0, torch.nan]], dtype=torch.float64)
-    scores = {"advantages": ONE, "ref_logprobs": spoiled - 2, "rollout_logprobs": spoiled - 3}
-    rows = RowBatch(labels=("a/0",), loss_mask=mask, scores=scores)
+    quantities = {"advantages": ONE, "ref_logprobs": spoiled - 2, "rollout_logprobs": spoiled - 3}
+    rows = RowBatch(labels=("a/0",), loss_mask=mask, quantities=quantities)
     entropy = (5 * ONE).requires_grad_()
     sums = algorithm.loss(rows, PolicyOutputs(logprobs=-ONE, entropy=entropy), AlgoState(kl_coef=0.0))
     # −1 − 2 − 3 + 5

@@ -6,11 +6,11 @@ from megarl.types import AlgoState, RowBatch, ValueOutputs
 from tests.helpers.rows import random_rows
 
 
-def batch(**scores: list[float]) -> RowBatch:
+def batch(**quantities: list[float]) -> RowBatch:
     return RowBatch(
         labels=("a",),
         loss_mask=torch.tensor([[True, True, True, False]]),
-        scores={name: torch.tensor([values]) for name, values in scores.items()},
+        quantities={name: torch.tensor([values]) for name, values in quantities.items()},
     )
 
 

@@ -12,13 +12,13 @@ import torch
 from megarl.errors import ConfigError
 from tools.bench.logprobs import command
 from tools.bench.logprobs.bound import bare_gemms
-from tools.bench.logprobs.campaign import Progress, gemm_bound_s, predicted_bytes
+from tools.bench.logprobs.campaign import CampaignProgress, gemm_bound_s, predicted_bytes
 from tools.bench.logprobs.contenders import CONTENDERS, DEFAULTS
 from tools.bench.logprobs.figure import write_memory_png
-from tools.bench.logprobs.limits import Judgement, Verdict, judge
+from tools.bench.logprobs.limits import Judgement, LimitVerdict, judge
 from tools.bench.logprobs.memory import ResidentMemory
-from tools.bench.logprobs.problem import Answer, differences, make_problem, solve, solve_dense
-from tools.bench.logprobs.records import MIB, Agreement, Measurement, Report, Size, Traffic
+from tools.bench.logprobs.problem import HeadOutputs, differences, make_problem, solve, solve_dense
+from tools.bench.logprobs.records import MIB, HeadAgreement, Measurement, Report, Size, Traffic
 from tools.bench.logprobs.tables import limits_text, report_text
 
 SMALL, LARGE = Size(vocab=1000, rows=4096, hidden=256), Size(vocab=1000, rows=16384, hidden=256)
@@ -38,7 +38,7 @@ def measured(
     )
 
 
-def report_of(*measurements: Measurement, agreements: Sequence[Agreement] = ()) -> Report:
+def report_of(*measurements: Measurement, agreements: Sequence[HeadAgreement] = ()) -> Report:
     return Report(
         device="cpu",
         dtype="float32",
@@ -56,8 +56,8 @@ def judgement(report: Report, name: str) -> Judgement:
     return found
 
 
-@pytest.mark.parametrize(("mib", "verdict"), [(40.0, Verdict.PASS), (40.5, Verdict.FAIL)])
-def test_memory_beside_liger(mib: float, verdict: Verdict) -> None:
+@pytest.mark.parametrize(("mib", "verdict"), [(40.0, LimitVerdict.PASS), (40.5, LimitVerdict.FAIL)])
+def test_memory_beside_liger(mib: float, verdict: LimitVerdict) -> None:
     report = report_of(measured("recompute", SMALL, mib), measured("liger_fallback", SMALL, 100.0))
     found = judgement(report, "memory, recompute")
     assert found.worst is not None
@@ -68,11 +68,11 @@ def test_memory_beside_liger(mib: float, verdict: Verdict) -> None:
 def test_memory_beside_liger_needs_many_rows() -> None:
     few = Size(vocab=1000, rows=1024, hidden=256)
     report = report_of(measured("recompute", few, 90.0), measured("liger_fallback", few, 100.0))
-    assert judgement(report, "memory, recompute").verdict is Verdict.NOTHING
+    assert judgement(report, "memory, recompute").verdict is LimitVerdict.NOTHING
 
 
-@pytest.mark.parametrize(("mib", "verdict"), [(109.0, Verdict.PASS), (111.0, Verdict.FAIL)])
-def test_memory_at_four_times_the_rows(mib: float, verdict: Verdict) -> None:
+@pytest.mark.parametrize(("mib", "verdict"), [(109.0, LimitVerdict.PASS), (111.0, LimitVerdict.FAIL)])
+def test_memory_at_four_times_the_rows(mib: float, verdict: LimitVerdict) -> None:
     found = judgement(report_of(measured("recompute", SMALL, 100.0), measured("recompute", LARGE, mib)), "memory at 4×")
     assert found.worst is not None
     assert found.worst.value == pytest.approx(mib / 100)
@@ -81,9 +81,11 @@ def test_memory_at_four_times_the_rows(mib: float, verdict: Verdict) -> None:
 
 @pytest.mark.parametrize("name", ["recompute", "keep"])
 def test_one_collective_in_forward(name: str) -> None:
-    assert judgement(report_of(measured(name, SMALL)), "collectives").verdict is Verdict.PASS
-    assert judgement(report_of(measured(name, SMALL, collectives=2)), "collectives").verdict is Verdict.FAIL
-    assert judgement(report_of(measured("in_chunk", SMALL, collectives=9)), "collectives").verdict is Verdict.NOTHING
+    assert judgement(report_of(measured(name, SMALL)), "collectives").verdict is LimitVerdict.PASS
+    assert judgement(report_of(measured(name, SMALL, collectives=2)), "collectives").verdict is LimitVerdict.FAIL
+    assert (
+        judgement(report_of(measured("in_chunk", SMALL, collectives=9)), "collectives").verdict is LimitVerdict.NOTHING
+    )
 
 
 def test_times_beside_small_peers_and_any() -> None:
@@ -98,32 +100,32 @@ def test_times_beside_small_peers_and_any() -> None:
     assert small.worst is not None
     assert small.worst.value == pytest.approx(1.2 / 1.3)
     assert small.worst.where.startswith("liger_fallback")
-    assert small.verdict is Verdict.PASS
+    assert small.verdict is LimitVerdict.PASS
     assert any_peer.worst is not None
     assert any_peer.worst.value == pytest.approx(1.2)
-    assert any_peer.verdict is Verdict.PASS
+    assert any_peer.verdict is LimitVerdict.PASS
 
 
 def test_keep_beside_the_fastest() -> None:
     peers = [measured("liger_fallback", SMALL, 1.0, [2.0]), measured("megatron_verl", SMALL, 1.0, [1.0])]
-    assert judgement(report_of(measured("keep", SMALL, 1.0, [1.05]), *peers), "time, keep").verdict is Verdict.PASS
-    assert judgement(report_of(measured("keep", SMALL, 1.0, [1.15]), *peers), "time, keep").verdict is Verdict.FAIL
+    assert judgement(report_of(measured("keep", SMALL, 1.0, [1.05]), *peers), "time, keep").verdict is LimitVerdict.PASS
+    assert judgement(report_of(measured("keep", SMALL, 1.0, [1.15]), *peers), "time, keep").verdict is LimitVerdict.FAIL
 
 
 @pytest.mark.parametrize(
-    ("difference", "verdict"), [(1e-6, Verdict.PASS), (2e-5, Verdict.FAIL), (math.nan, Verdict.FAIL)]
+    ("difference", "verdict"), [(1e-6, LimitVerdict.PASS), (2e-5, LimitVerdict.FAIL), (math.nan, LimitVerdict.FAIL)]
 )
-def test_disagreement_of_the_head(difference: float, verdict: Verdict) -> None:
+def test_disagreement_of_the_head(difference: float, verdict: LimitVerdict) -> None:
     differences_ = {"entropy": difference, "log-prob": 1e-7}
-    agreement = Agreement(contender="keep", tolerance=1e-5, differences=differences_)
-    assert agreement.agrees is (verdict is Verdict.PASS)
+    agreement = HeadAgreement(contender="keep", tolerance=1e-5, differences=differences_)
+    assert agreement.agrees is (verdict is LimitVerdict.PASS)
     assert judgement(report_of(agreements=[agreement]), "difference").verdict is verdict
 
 
 def test_a_peer_that_disagrees_is_reported_only() -> None:
-    agreement = Agreement(contender="liger_fallback", tolerance=1e-5, differences={"entropy": 1.0})
+    agreement = HeadAgreement(contender="liger_fallback", tolerance=1e-5, differences={"entropy": 1.0})
     report = report_of(measured("liger_fallback", SMALL, 1.0), agreements=[agreement])
-    assert judgement(report, "difference").verdict is Verdict.NOTHING
+    assert judgement(report, "difference").verdict is LimitVerdict.NOTHING
     assert "DISAGREES" in report_text(report)
 
 
@@ -167,8 +169,8 @@ def test_differences_are_relative_to_the_largest_element_and_keep_nan() -> None:
     half = dense.grad_weight.chunk(2)
     dense.grad_hidden[0, 0] = 50.0
 
-    def answer(rank: int, shift: float) -> Answer:
-        return Answer(
+    def answer(rank: int, shift: float) -> HeadOutputs:
+        return HeadOutputs(
             logprobs=dense.logprobs,
             entropy=None,
             grad_hidden=dense.grad_hidden + shift,
@@ -251,9 +253,9 @@ def test_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--vocab", "1000", "--rows", "300", "--timed-rows", "300", "--rounds", "1"]
     settings = command.to_settings(command.parse(["--out", "x", "--contenders", "keep", *sizes]))
     now = [0.0]
-    progress = Progress(settings, clock=lambda: now[0])
+    progress = CampaignProgress(settings, clock=lambda: now[0])
     now[0] = 30.0
-    progress.advance((2 * Progress.START + 2 * 300_000) / 3, "some")
+    progress.advance((2 * CampaignProgress.START + 2 * 300_000) / 3, "some")
     assert capsys.readouterr().out == "[1/3] some; 1 min left\n"
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megarl.host.store import open_store
-from tools.bench.sync import OURS, PEERS, Measured, gates, lacking_bytes
-from tools.bench.sync_contenders import Contender, Job, Rank, bridge
+from tools.bench.sync import OURS, PEERS, SyncCost, gates, lacking_bytes
+from tools.bench.sync_contenders import Rank, SyncContender, SyncJob, bridge
 from tools.bench.sync_model import CASES, NUM_RANKS, check, make_model, model_sizes, shards
 
 WIRES = list(itertools.product(("shared_memory", "gloo"), (False, True)))
@@ -22,7 +22,7 @@ def test_every_rank_gets_its_shards_and_lacks_no_byte_more(
     case: str, wire: str, full_shape: bool, tmp_path: Path
 ) -> None:
     store = open_store("127.0.0.1")
-    job = Job(
+    job = SyncJob(
         contenders=(),
         case=case,
         width=16,
@@ -40,7 +40,7 @@ def test_every_rank_gets_its_shards_and_lacks_no_byte_more(
 
     ranks = [rank(number) for number in range(NUM_RANKS)]
     with ThreadPoolExecutor(NUM_RANKS) as pool:
-        contenders: list[Contender] = list(
+        contenders: list[SyncContender] = list(
             pool.map(lambda each: bridge(wire, each, full_shape=full_shape), ranks, timeout=60)
         )
         for turn in (1, 2):
@@ -62,8 +62,8 @@ def test_sizes_of_models() -> None:
 def test_no_contender_of_ours_may_take_longer_than_its_limit(contender: str, share: float, failing: list[str]) -> None:
     """Of 16 bytes a quarter is lacking on each of four ranks; megatron-core takes 1 s, all-gather 2 s."""
 
-    def measured(name: str) -> Measured:
-        return Measured(
+    def measured(name: str) -> SyncCost:
+        return SyncCost(
             case="TP4 → 2 × TP2, overlapping",
             model_bytes=16,
             contender=name,

@@ -22,7 +22,7 @@ from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from megarl.errors import NonFiniteError, WorkerError
 from megarl.rewards.verifier import VerifierOptions, VerifierPool
 from megarl.types import AlgoState, Row
-from megarl.types.messages import Head, LoadRequest, MicroBatchPlan, Role, RoleSpec, ScoreRequest, UpdateRequest
+from megarl.types.messages import ForwardRequest, Head, LoadRequest, MicroBatchPlan, Role, RoleSpec, UpdateRequest
 from tests.helpers.remote_processes import Worker, calls, collected, request, start_run
 from tests.helpers.verifier import details_of, job, wait_for_end
 
@@ -100,8 +100,8 @@ def test_only_the_shards_of_the_wanted_rows_are_fetched(ray_session: None, monke
 PLAN = MicroBatchPlan([[[4, 0], [2]], [[1], [3]]])
 ACTOR = RoleSpec(role=Role.ACTOR, model=ModelConfig(), settings=ActorConfig(layout=LAYOUT))
 CRITIC = RoleSpec(role=Role.CRITIC, model=ModelConfig(), settings=ActorConfig(layout=LAYOUT), head=Head.SCALAR)
-# Which replica has which row, and the row's own token: what `Worker.score` answers.
-SCORES = {0: [0, 0], 1: [1, 1], 2: [0, 2], 3: [1, 3], 4: [0, 4]}
+# Which replica has which row, and the row's own token: what `Worker.forward` answers.
+ANSWERS = {0: [0, 0], 1: [1, 1], 2: [0, 2], 3: [1, 3], 4: [0, 4]}
 
 
 def loaded(processes: list[Process[Worker]]) -> RoleWorkers:
@@ -111,12 +111,12 @@ def loaded(processes: list[Process[Worker]]) -> RoleWorkers:
     return workers
 
 
-def test_scores_of_all_replicas_come_in_row_order(processes: list[Process[Worker]]) -> None:
+def test_answers_of_all_replicas_come_in_row_order(processes: list[Process[Worker]]) -> None:
     """Four ranks: two replicas of two tensor-parallel neighbours."""
-    scored = loaded(processes).score(rows(5), PLAN, ScoreRequest(role=Role.ACTOR, step=1))
-    assert scored.keys() == {"logprobs", "entropy"}
-    assert [s.tolist() for s in scored["logprobs"]] == [SCORES[i] for i in range(5)]
-    assert [s.tolist() for s in scored["entropy"]] == [[-x for x in SCORES[i]] for i in range(5)]
+    answers = loaded(processes).forward(rows(5), PLAN, ForwardRequest(role=Role.ACTOR, step=1))
+    assert answers.keys() == {"logprobs", "entropy"}
+    assert [s.tolist() for s in answers["logprobs"]] == [ANSWERS[i] for i in range(5)]
+    assert [s.tolist() for s in answers["entropy"]] == [[-x for x in ANSWERS[i]] for i in range(5)]
 
 
 def test_update_merges_log_probs_and_reports_once(processes: list[Process[Worker]]) -> None:
@@ -130,7 +130,7 @@ def test_update_merges_log_probs_and_reports_once(processes: list[Process[Worker
     )
     result = loaded(processes).update(rows(5), PLAN, request)
     assert result.metrics == {"lr": 0.25}
-    assert {i: v.tolist() for i, v in result.before.items()} == SCORES
+    assert {i: v.tolist() for i, v in result.before.items()} == ANSWERS
 
 
 def test_written_elements_and_checksums_add_up(processes: list[Process[Worker]]) -> None:

@@ -15,9 +15,9 @@ from megarl.cluster.residency import (
     built_parts,
     checkpointing,
     exporting,
+    forward,
     phase_table,
     plan_moves,
-    scoring,
     step_phases,
 )
 from megarl.config.schema import ActorConfig, ModelConfig
@@ -193,7 +193,7 @@ def test_released_memory_is_summed_by_role_until_it_is_read() -> None:
 
 
 def test_the_table_has_a_line_per_phase() -> None:
-    lines = phase_table(SYNC.needs, [GENERATE, scoring(Role.ACTOR)])
+    lines = phase_table(SYNC.needs, [GENERATE, forward(Role.ACTOR)])
     assert [[cell.strip() for cell in line.split("|")] for line in lines] == [
         ["phase", "moves before it", "on the devices"],
         ["generate", "offload actor.params, onload engine.kv_cache", "engine.kv_cache, engine.weights"],

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from megarl.algos.sft import SftAlgorithm
-from megarl.cluster.remotes import Call, Process
+from megarl.cluster.remotes import PendingCall, Process
 from megarl.cluster.workers import RankGroup, RoleWorkers
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from megarl.types import AlgoState
 from megarl.types.messages import (
+    ForwardRequest,
+    ForwardResult,
     Head,
     LoadRequest,
     MicroBatchPlan,
     Part,
     Role,
     RoleSpec,
-    RowScores,
-    ScoreRequest,
     StoreResult,
     UpdateRequest,
     UpdateResult,
@@ -48,8 +48,8 @@ class FakeActor:
         self.group, self.rank, self.log = group, rank, log
         self.answers: dict[str, Any] = dict(ANSWERS)
         self.call = SimpleNamespace(remote=self.answer)
-        rows = {"score": RowScores(scores={group: {}}), "update": UpdateResult(metrics={}, before={})}
-        self.score, self.update = (
+        rows = {"forward": ForwardResult(quantities={group: {}}), "update": UpdateResult(metrics={}, before={})}
+        self.forward, self.update = (
             SimpleNamespace(remote=partial(self.answer_with_rows, *each)) for each in rows.items()
         )
 
@@ -60,7 +60,7 @@ class FakeActor:
         return (3, 4)[self.rank] if name == "offload" else self.answers.get(name)
 
     def answer_with_rows(
-        self, method: str, answer: Any, _: Any, indices: Any, request: ScoreRequest | UpdateRequest
+        self, method: str, answer: Any, _: Any, indices: Any, request: ForwardRequest | UpdateRequest
     ) -> Any:
         if self.rank == 0:
             self.log.append((self.group, method, request.role))
@@ -78,7 +78,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What the groups were asked, and the waits in between."""
     entries: list[tuple[Any, ...]] = []
 
-    def wait_all(calls: Sequence[Call[Any]], *, timeout_s: float, doing: str) -> list[Any]:
+    def wait_all(calls: Sequence[PendingCall[Any]], *, timeout_s: float, doing: str) -> list[Any]:
         entries.append(("wait", len(calls), doing))
         return [call.ref for call in calls]
 
@@ -112,16 +112,17 @@ def test_a_group_without_a_role_forgets_the_last_runs_models(workers: RoleWorker
     loaded(workers, log, ACTOR, REFERENCE)
     workers.load(LoadRequest(roles=(ACTOR, spec(Role.REFERENCE, TP2)), seed=3))
     assert log[1] == ("second", "load", LoadRequest(roles=(), seed=3))
-    workers.score([], PLAN, ScoreRequest(role=Role.REFERENCE, step=1))
-    assert log[-2] == ("first", "score", Role.REFERENCE)
+    workers.forward([], PLAN, ForwardRequest(role=Role.REFERENCE, step=1))
+    assert log[-2] == ("first", "forward", Role.REFERENCE)
 
 
 def test_calls_go_to_the_group_of_their_role(workers: RoleWorkers, log: list[tuple[Any, ...]]) -> None:
     loaded(workers, log, ACTOR, REFERENCE, CRITIC)
-    scores = [
-        workers.score([], PLAN, ScoreRequest(role=role, step=1)) for role in (Role.ACTOR, Role.REFERENCE, Role.CRITIC)
+    answers = [
+        workers.forward([], PLAN, ForwardRequest(role=role, step=1))
+        for role in (Role.ACTOR, Role.REFERENCE, Role.CRITIC)
     ]
-    assert [list(score) for score in scores] == [["first"], ["second"], ["second"]]
+    assert [list(answer) for answer in answers] == [["first"], ["second"], ["second"]]
     for role in (Role.ACTOR, Role.CRITIC):
         workers.update([], PLAN, request_of(role))
     workers.store_weights([Path("f")], with_checksums=True)
@@ -140,7 +141,7 @@ def test_calls_go_to_the_group_of_their_role(workers: RoleWorkers, log: list[tup
 
 def test_a_role_that_is_not_loaded_is_named(workers: RoleWorkers, log: list[tuple[Any, ...]]) -> None:
     with pytest.raises(AssertionError, match="host actor, reference, not the critic; load it first"):
-        loaded(workers, log, ACTOR, REFERENCE).score([], PLAN, ScoreRequest(role=Role.CRITIC, step=1))
+        loaded(workers, log, ACTOR, REFERENCE).forward([], PLAN, ForwardRequest(role=Role.CRITIC, step=1))
 
 
 def test_checkpoints_are_of_all_groups_at_once(workers: RoleWorkers, log: list[tuple[Any, ...]]) -> None:

@@ -6,35 +6,39 @@ from typing import Any
 from megarl.cluster.roles import actor_role, by_layout, reward_role, roles_of
 from megarl.config import Config, from_dict
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
-from megarl.types import Algorithm, Score
+from megarl.types import Algorithm, TokenQuantity
 from megarl.types.messages import Head, Role, RoleSpec
 
 
 class Requires:
-    """An algorithm that asks for scores; nothing else of it is used."""
+    """An algorithm that asks for quantities; nothing else of it is used."""
 
-    def __init__(self, *scores: Score) -> None:
-        self._scores = frozenset(scores)
+    def __init__(self, *quantities: TokenQuantity) -> None:
+        self._quantities = frozenset(quantities)
 
-    def requires(self) -> frozenset[Score]:
-        return self._scores
+    def requires(self) -> frozenset[TokenQuantity]:
+        return self._quantities
 
 
-def roles(tree: Mapping[str, Any], *scores: Score) -> dict[Role, RoleSpec]:
-    algorithm: Algorithm = Requires(*scores)  # type: ignore[assignment]
+def roles(tree: Mapping[str, Any], *quantities: TokenQuantity) -> dict[Role, RoleSpec]:
+    algorithm: Algorithm = Requires(*quantities)  # type: ignore[assignment]
     return {role.role: role for role in roles_of(from_dict(Config, {"model": {"path": "m"}, **tree}), algorithm)}
 
 
-def test_an_algorithm_gets_the_roles_whose_scores_it_reads() -> None:
-    assert list(roles({})) == list(roles({}, Score.OLD_LOGPROBS)) == [Role.ACTOR]
-    assert list(roles({}, Score.REF_LOGPROBS)) == [Role.ACTOR, Role.REFERENCE]
-    assert list(roles({}, Score.VALUES)) == [Role.ACTOR, Role.CRITIC]
-    assert list(roles({}, Score.VALUES, Score.REF_LOGPROBS)) == [Role.ACTOR, Role.REFERENCE, Role.CRITIC]
+def test_an_algorithm_gets_the_roles_whose_quantities_it_reads() -> None:
+    assert list(roles({})) == list(roles({}, TokenQuantity.OLD_LOGPROBS)) == [Role.ACTOR]
+    assert list(roles({}, TokenQuantity.REF_LOGPROBS)) == [Role.ACTOR, Role.REFERENCE]
+    assert list(roles({}, TokenQuantity.VALUES)) == [Role.ACTOR, Role.CRITIC]
+    assert list(roles({}, TokenQuantity.VALUES, TokenQuantity.REF_LOGPROBS)) == [
+        Role.ACTOR,
+        Role.REFERENCE,
+        Role.CRITIC,
+    ]
 
 
 def test_what_is_left_open_is_the_actors() -> None:
     tree = {"actor": {"layout": {"tp": 2}, "micro_batch_tokens": 500, "head": {"chunk_tokens": 7}, "recompute": "full"}}
-    found = roles(tree, Score.VALUES, Score.REF_LOGPROBS)
+    found = roles(tree, TokenQuantity.VALUES, TokenQuantity.REF_LOGPROBS)
     actor, reference, critic = (found[role] for role in (Role.ACTOR, Role.REFERENCE, Role.CRITIC))
     assert reference == RoleSpec(role=Role.REFERENCE, model=actor.model, settings=actor.settings, trainable=False)
     assert critic.layout == LayoutConfig(tp=2)
@@ -59,7 +63,7 @@ def test_settings_of_their_own() -> None:
             "optimizer": {"warmup_steps": 3},
         },
     }
-    found = roles(tree, Score.VALUES, Score.REF_LOGPROBS)
+    found = roles(tree, TokenQuantity.VALUES, TokenQuantity.REF_LOGPROBS)
     reference, critic = found[Role.REFERENCE], found[Role.CRITIC]
     assert (reference.layout, reference.settings.micro_batch_tokens) == (LayoutConfig(dp=2), 9)
     # The published sizes are those of model.path, not of another model.

@@ -16,7 +16,7 @@ from megarl.convert import commands, engine
 from megarl.convert import plan as plan_module
 from megarl.convert.commands import hf_to_mcore, mcore_to_hf
 from megarl.convert.dist_format import write_index
-from megarl.convert.engine import Settings
+from megarl.convert.engine import ConvertSettings
 from megarl.errors import ConfigError, DataError
 from megarl.train.checkpoint import RunState
 from megarl.types import AlgoState
@@ -27,8 +27,8 @@ from tests.helpers.hostile_pickles import spoil_rng, spoil_within_metadata
 INDEX = "model.safetensors.index.json"
 
 
-def settings(out: Path, *, num_workers: int = 1, overwrite: bool = False) -> Settings:
-    return Settings(out=out, num_workers=num_workers, overwrite=overwrite)
+def settings(out: Path, *, num_workers: int = 1, overwrite: bool = False) -> ConvertSettings:
+    return ConvertSettings(out=out, num_workers=num_workers, overwrite=overwrite)
 
 
 def file_bytes(directory: Path) -> dict[str, bytes]:

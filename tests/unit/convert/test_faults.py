@@ -17,7 +17,7 @@ import torch
 from megarl.convert import commands, engine, readers
 from megarl.convert import plan as plan_module
 from megarl.convert.commands import hf_to_mcore, mcore_to_hf
-from megarl.convert.engine import STATE, ConversionOutcome, Journal, Settings, partial_dir
+from megarl.convert.engine import STATE, ConversionOutcome, ConvertSettings, Journal, partial_dir
 from megarl.convert.models import open_model
 from megarl.errors import ConfigError, DataError
 from megarl.weights.safetensors_map import preallocate
@@ -51,8 +51,8 @@ def source(sources: dict[str, Path], direction: str, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sources[direction], tmp_path / "source"))
 
 
-def settings(out: Path, *, num_workers: int = 1, overwrite: bool = False) -> Settings:
-    return Settings(out=out, num_workers=num_workers, overwrite=overwrite)
+def settings(out: Path, *, num_workers: int = 1, overwrite: bool = False) -> ConvertSettings:
+    return ConvertSettings(out=out, num_workers=num_workers, overwrite=overwrite)
 
 
 def file_bytes(directory: Path) -> dict[str, bytes]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.data.answers import Answers, response_decoder
 from megarl.data.chat import encode_chats
-from megarl.data.turns import Bridges
+from megarl.data.turns import TurnGlue
 from megarl.errors import DataError
 from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.types import Message
@@ -190,8 +190,8 @@ def test_a_conversation_goes_on_after_the_end_of_a_last_answer() -> None:
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     assert Answers(tokenizer).demonstration([QUESTION], "2")[-1] == last
-    bridges = Bridges(tokenizer)
-    following = bridges.bridge([QUESTION], last_token=end)
+    glue = TurnGlue(tokenizer)
+    following = glue.between([QUESTION], last_token=end)
     assert following == ids_of(tokenizer, f"<|im_start|>user\n{QUESTION.content}<|end|><|im_start|>assistant\n")
-    assert bridges.bridge([QUESTION], last_token=last) == following
-    assert bridges.bridge([QUESTION], last_token=40) == [end, *following]
+    assert glue.between([QUESTION], last_token=last) == following
+    assert glue.between([QUESTION], last_token=40) == [end, *following]

@@ -87,7 +87,7 @@ def make_row(prompt_ids: Any, response_ids: Any, uid: str = "q:0", sample_index:
         token_ids=ids([*prompt_ids, *response_ids]),
         num_prompt_tokens=len(prompt_ids),
         loss_mask=np.arange(len(response_ids)) % 2 == 0,
-        scores={"rollout_logprobs": np.zeros(len(response_ids), np.float32)},
+        quantities={"rollout_logprobs": np.zeros(len(response_ids), np.float32)},
     )
 
 
@@ -457,7 +457,7 @@ def test_rows_of_a_group_have_one_cut(tokenizer: PreTrainedTokenizerBase) -> Non
         assert hinted.label == row.label
         assert hinted.token_ids[hinted.num_prompt_tokens :].tolist() == [51] * row.num_response_tokens
         assert hinted.loss_mask.tolist() == row.loss_mask.tolist()
-        assert not hinted.scores
+        assert not hinted.quantities
 
 
 def test_metrics_of_a_batch(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -56,7 +56,7 @@ def test_all_forms_mean_the_same_two_chats(
     for row, answered in ((chosen, "4"), (rejected, "5")):
         # The last token is only the place of the score.
         assert tokenizer.decode(row.token_ids[:-1]) == text(tokenizer, answered)
-        assert (row.num_prompt_tokens, row.scores["margin"].tolist()) == (len(row.token_ids) - 1, [0.0])
+        assert (row.num_prompt_tokens, row.quantities["margin"].tolist()) == (len(row.token_ids) - 1, [0.0])
     assert (chosen.label, rejected.label) == ("pair:0/0", "pair:0/1")
 
 
@@ -67,7 +67,7 @@ def test_rows_of_several_pairs_and_their_margins(tmp_path: Path, tokenizer: PreT
     assert len(data) == 3
     rows = data.rows([2, 0])
     assert [tokenizer.decode(row.token_ids).split("\n")[3][:2] for row in rows] == ["c2", "c0", "r2", "r0"]
-    assert [row.scores["margin"].tolist() for row in rows] == [[1.0], [0.0], [0.0], [0.0]]
+    assert [row.quantities["margin"].tolist() for row in rows] == [[1.0], [0.0], [0.0], [0.0]]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_policies_see_a_prompt_and_two_responses(
         # The end token is part of what is learnt, the line feed that the template writes after it is not.
         assert tokenizer.decode(response) == f"{answered}<|im_end|>"
         assert row.loss_mask.all()
-        assert row.scores == {}
+        assert row.quantities == {}
     assert [row.label for row in data.rows([0])] == ["pair:0/0", "pair:0/1"]
 
 
@@ -173,7 +173,7 @@ def test_long_pairs_are_dropped_whole(tmp_path: Path, tokenizer: PreTrainedToken
     answers = [tokenizer.decode(row.token_ids[row.num_prompt_tokens :]) for row in rows]
     assert answers == [f"{answered}<|im_end|>" for answered in "4657"]
     assert [tokenizer.decode(row.token_ids).split("\n")[1] for row in rows] == ["2+2?<|im_end|>", "3+3?<|im_end|>"] * 2
-    assert [row.scores["margin"].item() for row in judges.rows([0, 1])] == [1, 4, 0, 0]
+    assert [row.quantities["margin"].item() for row in judges.rows([0, 1])] == [1, 4, 0, 0]
     only_long = write(tmp_path / "long.jsonl", *SHORT_AND_LONG[1:3])
     for opened in (responses, dataset):
         with pytest.raises(DataError, match=r"^all 2 pairs .* raise one of them$"):

@@ -12,7 +12,7 @@ import pytest
 
 from megarl import cli
 from megarl.doctor import render
-from megarl.doctor.finding import Finding, Status
+from megarl.doctor.finding import Finding, Severity
 from megarl.doctor.machine import (
     available_bytes,
     check_machine,
@@ -36,8 +36,8 @@ H100 = Device(name="NVIDIA H100 80GB HBM3", memory_gib=79.6, driver="580.1")
 
 
 def test_devices() -> None:
-    assert devices_finding("cpu", []).status is Status.OK
-    assert devices_finding("cuda", []).status is Status.MISSING
+    assert devices_finding("cpu", []).status is Severity.OK
+    assert devices_finding("cuda", []).status is Severity.MISSING
     assert devices_finding("cuda", [H100] * 8).found == "8 × NVIDIA H100 80GB HBM3, 80 GiB, driver 580.1"
 
 
@@ -70,18 +70,18 @@ def test_known_peaks() -> None:
 
 def test_memory_and_shared_memory() -> None:
     assert available_bytes("MemTotal:  8000 kB\nMemAvailable:    3000 kB\nHugePages_Total: 0\n") == 3000 * 1024
-    assert memory_finding(4 * GIB).status is Status.OK
-    assert memory_finding(4 * GIB - 1).status is Status.WARN
-    assert shm_finding(GIB, GIB // 2).status is Status.OK
+    assert memory_finding(4 * GIB).status is Severity.OK
+    assert memory_finding(4 * GIB - 1).status is Severity.WARN
+    assert shm_finding(GIB, GIB // 2).status is Severity.OK
     small = shm_finding(64 << 20, 64 << 20)
-    assert (small.status, small.found) == (Status.MISSING, "0.06 GiB of 0.06 GiB free")
+    assert (small.status, small.found) == (Severity.MISSING, "0.06 GiB of 0.06 GiB free")
 
 
 def test_open_files() -> None:
-    assert files_finding(4096, 4096).status is Status.OK
+    assert files_finding(4096, 4096).status is Severity.OK
     assert files_finding(resource.RLIM_INFINITY, resource.RLIM_INFINITY).found == "unlimited"
     few = files_finding(1024, 30000)
-    assert (few.status, few.advice) == (Status.WARN, "Ray needs many on large runs: ulimit -n 30000")
+    assert (few.status, few.advice) == (Severity.WARN, "Ray needs many on large runs: ulimit -n 30000")
 
 
 def test_files_of_dead_runs(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_files_of_dead_runs(tmp_path: Path) -> None:
         assert stale_finding(stale).advice == f"rm {tmp_path}/megarl-11111111-weights"
         alive.communicate(b"")
     assert len(stale_files(tmp_path)) == 2
-    assert stale_finding([]).status is Status.OK
+    assert stale_finding([]).status is Severity.OK
 
 
 @needs_second_user
@@ -124,20 +124,20 @@ def test_the_c_compiler_is_looked_for_as_triton_does(tmp_path: Path, monkeypatch
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     neither = compiler_finding(tmp_path)
-    assert (neither.status, neither.found) == (Status.MISSING, f"no gcc or clang, no {tmp_path}/Python.h")
+    assert (neither.status, neither.found) == (Severity.MISSING, f"no gcc or clang, no {tmp_path}/Python.h")
     assert "python3-dev" in neither.advice
     (tmp_path / "Python.h").touch()
     for name in ("clang", "gcc"):
         (tmp_path / name).touch(mode=0o755)
         assert compiler_finding(tmp_path).found == f"{tmp_path}/{name}, with Python's headers"
-        assert compiler_finding(tmp_path).status is Status.OK
+        assert compiler_finding(tmp_path).status is Severity.OK
     monkeypatch.setenv("CC", "cc-13")
     assert compiler_finding(tmp_path).found == "no cc-13"
 
 
 FINE = Finding(subject="a", found="1")
-POOR = Finding(subject="bb", found="2", status=Status.WARN, advice="get more")
-GONE = Finding(subject="c", found="none", status=Status.MISSING, advice="get one")
+POOR = Finding(subject="bb", found="2", status=Severity.WARN, advice="get more")
+GONE = Finding(subject="c", found="none", status=Severity.MISSING, advice="get one")
 
 
 def test_table() -> None:

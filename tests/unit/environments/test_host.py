@@ -126,7 +126,7 @@ def replies(*turns: TurnRequest, environment: str = "echo", **limits: Any) -> li
     return asyncio.run(talk())
 
 
-def test_a_reply_is_the_bridge_to_the_next_turn() -> None:
+def test_a_reply_is_the_glue_to_the_next_turn() -> None:
     first, second, last = replies(turn("one two"), turn("stop", 1))
     assert (first.token_ids, first.is_anew, first.failure) == ((), False, "")
     after = "\n<|im_start|>tool\n0: one two<|im_end|>\n<|im_start|>assistant\n"

@@ -11,7 +11,7 @@ from megarl.cli import main
 from megarl.config.load import dump, with_overrides
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError
-from megarl.forecast.async_fit import Measured, fit_non_negative, measure
+from megarl.forecast.async_fit import MeasuredRun, fit_non_negative, measure
 from megarl.forecast.plan_async import plan_async, plan_lines, splits
 from megarl.forecast.simulate import Costs, GroupLengths, Workload
 from megarl.record.metrics import JsonlSink, MetricsRecord, RolloutRecord, RunPaths, write_rollouts
@@ -100,7 +100,7 @@ def test_costs_are_those_of_the_counted_steps(tmp_path: Path) -> None:
             "recompute_s": 0.00002,
             "train_step_s": 0.2,
             "train_token_s": 0.00008,
-            "scoring_token_s": 0.00002,
+            "old_logprobs_token_s": 0.00002,
             "sync_s": 0.1,
         }
     )
@@ -111,7 +111,7 @@ def test_costs_are_those_of_the_counted_steps(tmp_path: Path) -> None:
     )
     assert [note.split(":")[0] for note in measured.notes] == [
         "recomputing after an update",
-        "scoring old log-probs of updates in flight",
+        "old log-probs of updates in flight",
     ]
 
 
@@ -128,7 +128,7 @@ def test_without_counters_decoding_is_estimated_from_the_longest_and_from_all_to
     assert measured.notes[0].startswith("decoding: estimated from timing_s/gen")
 
 
-def test_a_run_in_flight_recomputes_and_scores(tmp_path: Path) -> None:
+def test_a_run_in_flight_recomputes_log_probs(tmp_path: Path) -> None:
     measured = measure(make_run(tmp_path / "run", staleness=2))
     assert measured.costs.decode_step_s == pytest.approx(0.01)
     assert measured.costs.decode_sequence_s == pytest.approx(0.0005)
@@ -136,21 +136,21 @@ def test_a_run_in_flight_recomputes_and_scores(tmp_path: Path) -> None:
     # Scoring is not part of the 0.2 s + 40 µs per token: a synchronous run would not do it.
     assert measured.costs.train_step_s == pytest.approx(0.2)
     assert measured.costs.train_token_s == pytest.approx(0.00008)
-    assert measured.costs.scoring_token_s == pytest.approx(0.000024)
+    assert measured.costs.old_logprobs_token_s == pytest.approx(0.000024)
     assert [note.split(":")[0] for note in measured.notes] == ["recomputing after an update"]
 
 
-def test_scoring_that_every_step_does_is_part_of_training(tmp_path: Path) -> None:
+def test_a_forward_pass_that_every_step_does_is_part_of_training(tmp_path: Path) -> None:
     """Two optimizer steps need old log-probs whatever the schedule: 40 + 12 µs per token."""
     measured = measure(make_run(tmp_path / "run", "trainer.mini_batch_prompts=4", staleness=2))
     assert measured.costs.train_token_s == pytest.approx(0.000104)
-    assert measured.costs.scoring_token_s == 0.0
+    assert measured.costs.old_logprobs_token_s == 0.0
 
 
-def test_a_synchronous_run_that_scores_is_compared_with_one_that_does() -> None:
+def test_a_synchronous_run_with_old_log_probs_is_compared_with_one_that_does() -> None:
     """10 s of decoding, 10 s of training, 14 tokens of 0.5 s to score: one step off needs no scoring."""
-    costs = dataclasses.replace(COSTS, scoring_token_s=0.5)
-    plan = plan_async(dataclasses.replace(measured_by(costs, 10), scores=True), num_devices=2, staleness=[1])
+    costs = dataclasses.replace(COSTS, old_logprobs_token_s=0.5)
+    plan = plan_async(dataclasses.replace(measured_by(costs, 10), has_old_logprobs=True), num_devices=2, staleness=[1])
     assert {c.schedule: c.outcome.step_s for c in plan.choices} == pytest.approx(
         {"synchronous": 27.0, "one step off": 10.0, "in flight, staleness 1": 17.0}
     )
@@ -194,11 +194,11 @@ def test_splits(num_devices: int, per_engine: int, per_replica: int, expected: l
     assert splits(num_devices, per_engine=per_engine, per_replica=per_replica) == expected
 
 
-def measured_by(costs: Costs, *lengths: int) -> Measured:
+def measured_by(costs: Costs, *lengths: int) -> MeasuredRun:
     workload = Workload(
         prompts_per_step=1, num_samples=len(lengths), groups=(GroupLengths(prompt=4, responses=lengths),)
     )
-    return Measured(config=Config(), costs=costs, workload=workload, step_s=25.0, scores=False, notes=())
+    return MeasuredRun(config=Config(), costs=costs, workload=workload, step_s=25.0, has_old_logprobs=False, notes=())
 
 
 COSTS = Costs(
@@ -208,7 +208,7 @@ COSTS = Costs(
     recompute_s=0.0,
     train_step_s=10.0,
     train_token_s=0.0,
-    scoring_token_s=0.0,
+    old_logprobs_token_s=0.0,
     sync_s=0.0,
 )
 

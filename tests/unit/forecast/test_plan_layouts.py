@@ -14,7 +14,7 @@ from megarl.config.schema import Config, LayoutConfig
 from megarl.errors import ConfigError
 from megarl.forecast.costs import Hardware, bubble, generate_parts, read_share, train_parts
 from megarl.forecast.plan_layouts import host_bytes, layout_text, settings_of
-from megarl.forecast.search import Choice, LayoutSearch, find_layouts, new_search
+from megarl.forecast.search import LayoutChoice, LayoutSearch, find_layouts, new_search
 from megarl.plan.build import plan_run
 from megarl.plan.run_plan import EnginePlan
 from megarl.weights.families import read_model_spec
@@ -32,7 +32,7 @@ def search_for(model: str, gpus: int, *overrides: str, device_gib: float = 80.0)
     return new_search(model, gpus=gpus, per_node=8, device_gib=device_gib, overrides=overrides)
 
 
-def row_of(nodes: int, model: str, search: LayoutSearch, choice: Choice) -> str:
+def row_of(nodes: int, model: str, search: LayoutSearch, choice: LayoutChoice) -> str:
     """A line of the table in docs/slurm.md."""
     update, generate = (
         max(device.phases[name].total for device in choice.devices) / GIB for name in ("update actor", "generate")
@@ -52,7 +52,7 @@ def row_of(nodes: int, model: str, search: LayoutSearch, choice: Choice) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def run_file(directory: Path, choice: Choice) -> Path:
+def run_file(directory: Path, choice: LayoutChoice) -> Path:
     """A run file with the settings that the command prints, and those that it starts from."""
     file = directory / "run.yaml"
     config = choice.config
@@ -71,7 +71,7 @@ def run_file(directory: Path, choice: Choice) -> Path:
     return file
 
 
-def check_dry_run(directory: Path, choice: Choice) -> None:
+def check_dry_run(directory: Path, choice: LayoutChoice) -> None:
     """A run file with these settings has the same memory in a dry run."""
     plan = plan_run(load_config(run_file(directory, choice)), device_bytes=80 * GIB)
     assert plan.devices == choice.devices
@@ -151,9 +151,10 @@ def test_training_by_hand(tmp_path: Path) -> None:
     dims = read_model_spec(tmp_path).dims
     shards = list(plan_run(config).shards)
     parts = train_parts(config, dims, shards, micro_batches=8, num_scored=1, hardware=UNIT)
-    # Forward, backward of twice as much, and one pass that scores, on four devices.
+    # Forward, backward of twice as much, and one further pass, on four devices.
     compute = 4 * 32 * ROW_FLOPS / 4
-    # Forward, backward and scoring: 32 · 12 tokens of 8 bfloat16 through 2 layers, four halves of them each time.
+    # Forward, backward and a further pass: 32 · 12 tokens of 8 bfloat16 through 2 layers, four halves of them each
+    # time.
     tp = 3 * 32 * 12 * 8 * 2 * 2 * 4 / 2
     assert parts == {"compute": compute, "tp": tp, "bubble": (compute + tp) / 8}
 
@@ -276,7 +277,7 @@ def lines_of_the_table() -> dict[tuple[int, str], str]:
     return {(int(row[0]), row[1]): line for line, row in cells.items()}
 
 
-def check_line(nodes: int, model: str) -> Choice:
+def check_line(nodes: int, model: str) -> LayoutChoice:
     """The table has the first layout that the command recommends."""
     search = search_for(model, 8 * nodes)
     first = find_layouts(search, most=1)[0]

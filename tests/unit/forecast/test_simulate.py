@@ -15,7 +15,7 @@ COSTS = Costs(
     recompute_s=0.0,
     train_step_s=5.0,
     train_token_s=0.0,
-    scoring_token_s=0.0,
+    old_logprobs_token_s=0.0,
     sync_s=0.0,
 )
 
@@ -29,7 +29,9 @@ def workload(*responses: int, prompts: int = 1) -> Workload:
 
 
 def setting(staleness: int = 0, *, finish: bool = True, engines: int = 1, trainers: int = 1) -> Setting:
-    return Setting(num_engines=engines, num_trainers=trainers, staleness=staleness, finish=finish, scores=not finish)
+    return Setting(
+        num_engines=engines, num_trainers=trainers, staleness=staleness, finish=finish, has_old_logprobs=not finish
+    )
 
 
 def test_synchronous_steps_follow_one_another() -> None:
@@ -73,7 +75,7 @@ def test_samples_go_to_the_engine_with_the_fewest() -> None:
 
 def test_training_scales_with_tokens_and_devices() -> None:
     """A step has 2 × (4 + 10) = 28 tokens: 28 × 0.5 s × devices on 4 devices take 3.5 s."""
-    costs = dataclasses.replace(COSTS, train_step_s=0.0, train_token_s=0.5, scoring_token_s=0.25)
+    costs = dataclasses.replace(COSTS, train_step_s=0.0, train_token_s=0.5, old_logprobs_token_s=0.25)
     assert simulate(workload(10, 10), costs, setting(trainers=4)).step_s == pytest.approx(10 + 3.5)
     # One step off, 3.5 s are hidden behind 10 s of decoding.
     assert simulate(workload(10, 10), costs, setting(1, trainers=4)).trainer_idle == pytest.approx(6.5 / 10)

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.host.listeners import LOOPBACK
 from megarl.host.store import connect_store, create_store_file, open_store
-from megarl.parallel.worker import PolicyWorker
+from megarl.parallel.worker import RankWorker
 from tests.helpers.second_user import as_nobody, needs_second_user
 
 
@@ -30,7 +30,7 @@ def test_a_store_listens_on_its_address_alone(address: str) -> None:
 
 def test_ranks_of_several_hosts_meet_at_the_address_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGARL_HOST_ADDRESS", "127.0.0.2")
-    worker = PolicyWorker(0)
+    worker = RankWorker(0)
     scheme, _, place = worker.offer_rendezvous().partition("://")
     address, _, port = place.partition(":")
     assert scheme == "tcp"
@@ -45,7 +45,7 @@ def test_ranks_of_one_host_meet_in_a_file_and_nothing_listens(
     monkeypatch.delenv("MEGARL_HOST_ADDRESS", raising=False)
     if given is not None:
         monkeypatch.setenv("MEGARL_HOST_ADDRESS", given)
-    address = PolicyWorker(0).offer_rendezvous()
+    address = RankWorker(0).offer_rendezvous()
     (file,) = tmp_path.iterdir()
     assert address == f"file://{file}"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.doctor.finding import Status
+from megarl.doctor.finding import Severity
 from megarl.doctor.machine import temp_finding
 from megarl.errors import ConfigError
 from megarl.host import temp_dir
@@ -52,7 +52,7 @@ def test_a_directory_that_is_too_long_is_passed_over(
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
     shutil.rmtree(made)
     finding = temp_finding(choice)
-    assert finding.status is Status.WARN
+    assert finding.status is Severity.WARN
     assert str(given) in finding.found
     assert finding.advice.startswith("set TMPDIR to a local directory whose path has at most")
 
@@ -84,7 +84,7 @@ def test_no_directory_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TMPDIR", raising=False)
     with pytest.raises(ConfigError, match=r"suits Ray: /nowhere: no such directory; set TMPDIR to a local directory"):
         temp_root()
-    assert temp_finding(choose_temp_root()).status is Status.MISSING
+    assert temp_finding(choose_temp_root()).status is Severity.MISSING
 
 
 def test_leftovers_are_found_wherever_they_are(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def test_the_head_leaves_no_device(
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 def test_losses_leave_no_device(name: str, tmp_path: Path) -> None:
-    """Of every algorithm that comes with megarl, on the scores of a step on the host."""
+    """Of every algorithm that comes with megarl, on the quantities of a step on the host."""
     run_file = tmp_path / "run.yaml"
     run_file.write_text(f"use: {{algo: {CONFIGS / name}.yaml}}\n", encoding="utf-8")
     algorithm = build_algorithm(
@@ -91,7 +91,9 @@ def test_losses_leave_no_device(name: str, tmp_path: Path) -> None:
     counts, on_device = algorithm.denominators(problem.rows()), problem.transformed(lambda x: x.to(META))
     logprobs, entropy = on_device.logprobs.requires_grad_(), on_device.entropy.requires_grad_()
     batch = RowBatch(
-        labels=tuple(f"q/{i}" for i in range(len(problem.mask))), loss_mask=on_device.mask, scores=on_device.scores
+        labels=tuple(f"q/{i}" for i in range(len(problem.mask))),
+        loss_mask=on_device.mask,
+        quantities=on_device.quantities,
     )
     parts = algorithm.loss(batch, PolicyOutputs(logprobs=logprobs, entropy=entropy), algorithm.initial_state())
     loss = parts.total(counts)

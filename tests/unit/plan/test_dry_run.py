@@ -130,8 +130,8 @@ def test_ranks_of_several_layouts_add_up_on_their_devices(tmp_path: Path) -> Non
     assert (first.devices, second.devices) == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert (first.resident, second.resident) == (12 * actor + 2 * count, 12 * (actor + 8))
     # 12 tokens of one layer, and the head: logits of 6 rows, hidden states.
-    scoring = 2 * 12 * 68 + 2 * 6 * 8 + 2 * 12 * 8
-    assert first.phases["score reference"].total == first.resident + scoring + 60_000
+    forward = 2 * 12 * 68 + 2 * 6 * 8 + 2 * 12 * 8
+    assert first.phases["score reference"].total == first.resident + forward + 60_000
     assert second.phases["score reference"].total == second.resident + 60_000
     assert "layout     reference: 4 ranks = tp 2 × cp 1 × dp 2 × pp 1, on devices 0-3\n" in to_text(plan)
 
@@ -409,10 +409,10 @@ def test_a_dry_run_warns_as_the_run_does_and_reads_the_data_that_is_there(
     assert "\nwarning    data.train: 1 of 2 prompts train without a hint: expected text in extra_info.gold_s" in text
 
 
-# --- scoring
+# --- forward passes before the update
 
 
-def scored(directory: Path, **changes: Any) -> Config:
+def hinted_config(directory: Path, **changes: Any) -> Config:
     """The small run with CPO: 32 rows of 12 tokens per step on two replicas, and hints of up to 6 tokens."""
     config, cpo = small_config(directory), CpoConfig(method="mi", hint=HintConfig(max_tokens=6))
     return replace(
@@ -422,8 +422,8 @@ def scored(directory: Path, **changes: Any) -> Config:
     )
 
 
-def test_hinted_rows_are_scored_too(tmp_path: Path) -> None:
-    actor, reference = plan_run(scored(tmp_path)).steps.scoring
+def test_hinted_rows_are_planned_too(tmp_path: Path) -> None:
+    actor, reference = plan_run(hinted_config(tmp_path)).steps.forward
     assert (reference.role, reference.rows, reference.max_row_tokens) == ("reference", {"plain": 32}, {"plain": 12})
     # Two plain rows fit into 24 tokens: 16 rows of a replica make 8.
     assert (reference.micro_batches, reference.tokens) == (8, 32 * 12)
@@ -431,18 +431,18 @@ def test_hinted_rows_are_scored_too(tmp_path: Path) -> None:
     # A row of 18 fills a micro-batch, as no other fits beside it.
     assert (actor.micro_batches, actor.tokens) == (8 + 16, 32 * (12 + 18))
     dims = read_model_spec(str(write_config(tmp_path))).dims
-    plain, hinted = (forward_flops(dims, num_tokens=n, num_scored_tokens=8) for n in (12, 18))
+    plain, hinted = (forward_flops(dims, num_tokens=n, num_head_tokens=8) for n in (12, 18))
     assert reference.flops == 32 * plain
     assert actor.flops == 32 * (plain + hinted)
     assert actor.seconds_at_peak == pytest.approx(actor.flops / (2e12 * 8))
 
 
 def test_another_prompts_hint_is_a_third_row(tmp_path: Path) -> None:
-    actor, _ = plan_run(scored(tmp_path, shuffled_baseline=True)).steps.scoring
+    actor, _ = plan_run(hinted_config(tmp_path, shuffled_baseline=True)).steps.forward
     assert actor.rows == {"plain": 32, "hinted": 32, "shuffled": 32}
     assert actor.tokens == 32 * (12 + 18 + 18)
     assert actor.micro_batches == 8 + 32
-    text = to_text(plan_run(scored(tmp_path, shuffled_baseline=True)))
+    text = to_text(plan_run(hinted_config(tmp_path, shuffled_baseline=True)))
     assert (
         "scoring    actor: 32 rows of up to 12 tokens, 32 rows with their hint of up to 18 tokens, 32 rows with "
         "another prompt's hint of up to 18 tokens; at most 40 forward passes of a replica and step, 1,536 tokens, "
@@ -450,18 +450,18 @@ def test_another_prompts_hint_is_a_third_row(tmp_path: Path) -> None:
 
 
 def test_a_row_and_its_twin_share_half_a_micro_batch_each(tmp_path: Path) -> None:
-    paired, alone = (plan_run(scored(tmp_path, mi_estimator=name)) for name in ("full_kl", "pmi"))
-    actor, _ = paired.steps.scoring
+    paired, alone = (plan_run(hinted_config(tmp_path, mi_estimator=name)) for name in ("full_kl", "pmi"))
+    actor, _ = paired.steps.forward
     # Half of 24 tokens is the plain row's length: there is no room for hints, which opening the data refuses.
     assert actor.max_row_tokens == {"plain": 12, "hinted": 12}
     assert actor.micro_batches == 16
     # Twice the 6 rows of a chunk's logits, 8 columns of 2 bytes on a rank.
-    assert [p.scoring - a.scoring for p, a in zip(paired.shards, alone.shards, strict=True)] == [0, 6 * 8 * 2, 0, 0]
+    assert [p.forward - a.forward for p, a in zip(paired.shards, alone.shards, strict=True)] == [0, 6 * 8 * 2, 0, 0]
 
 
 def test_without_hints_nothing_changes(tmp_path: Path) -> None:
     steps = plan_run(small_config(tmp_path)).steps
-    assert all(scoring.rows == {"plain": 32} for scoring in steps.scoring)
+    assert all(forward.rows == {"plain": 32} for forward in steps.forward)
 
 
 @pytest.mark.parametrize("run", ["gsm8k-qwen3-8b.yaml", "math-qwen3-1.7b.yaml"])

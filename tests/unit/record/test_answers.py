@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.record.answers import (
-    Answer,
+    JudgedAnswer,
     majority_correct,
     pass_at_k,
     read_answers,
@@ -54,10 +54,10 @@ def test_pass_at_k_refuses_the_impossible(n: int, c: int, k: int) -> None:
 
 def answers(
     source: str, uid: str, correct: Sequence[bool], *, greedy: bool, tokens: int = 4, data: str = "val.parquet"
-) -> list[Answer]:
+) -> list[JudgedAnswer]:
     """A greedy answer and sampled ones, every wrong one cut at 10 tokens."""
     sampled = [
-        Answer(
+        JudgedAnswer(
             data=data,
             data_source=source,
             uid=uid,
@@ -74,8 +74,8 @@ def answers(
         for i, right in enumerate(correct)
     ]
     first = sampled[0]
-    fields = {name: getattr(first, name) for name in Answer.__annotations__}
-    return [Answer(**fields | {"greedy": True, "correct": greedy, "num_response_tokens": 99}), *sampled]
+    fields = {name: getattr(first, name) for name in JudgedAnswer.__annotations__}
+    return [JudgedAnswer(**fields | {"greedy": True, "correct": greedy, "num_response_tokens": 99}), *sampled]
 
 
 def test_of_a_conversation_the_last_turn_votes_and_turns_and_calls_are_counted() -> None:
@@ -159,7 +159,7 @@ def test_prompts_are_told_apart_by_uid_not_by_order() -> None:
     assert results_by_source(shuffled, (1, 2)) == results_by_source(ordered, (1, 2))
 
 
-def voted(response: str, correct: bool) -> Answer:
+def voted(response: str, correct: bool) -> JudgedAnswer:
     (answer,) = answers("sums", "a", [correct], greedy=False)[1:]
     return replace(answer, response=response)
 

@@ -32,8 +32,8 @@ def row(num_prompt_tokens: int, loss_mask: list[bool]) -> Row:
 
 
 def test_forward() -> None:
-    assert forward_flops(DIMS, num_tokens=5, num_scored_tokens=2) == FORWARD_5_2
-    assert forward_flops(DIMS, num_tokens=1, num_scored_tokens=0) == 2 * 3 * LAYER + 3 * 2 * 8
+    assert forward_flops(DIMS, num_tokens=5, num_head_tokens=2) == FORWARD_5_2
+    assert forward_flops(DIMS, num_tokens=1, num_head_tokens=0) == 2 * 3 * LAYER + 3 * 2 * 8
 
 
 def test_only_experts_that_see_a_token_count() -> None:
@@ -41,7 +41,7 @@ def test_only_experts_that_see_a_token_count() -> None:
     experts = Experts(num=5, per_token=2, ffn=4, normalized=True, layers=(0, 2), shared_ffn=6)
     with_experts = 64 + 64 + 32 + 32 + 3 * 8 * (2 * 4 + 6) + 8 * 5
     expected = 2 * 5 * (2 * with_experts + LAYER) + 3 * 2 * 8 * 25
-    assert forward_flops(replace(DIMS, experts=experts), num_tokens=5, num_scored_tokens=0) == expected
+    assert forward_flops(replace(DIMS, experts=experts), num_tokens=5, num_head_tokens=0) == expected
 
 
 def test_latent_attention() -> None:
@@ -49,12 +49,12 @@ def test_latent_attention() -> None:
     latent = LatentAttention(q_latent=6, kv_latent=5, nope=1, rope=1, values=3)
     attention = 8 * 6 + 6 * 8 + 8 * (5 + 1) + 5 * 4 * (1 + 3) + 4 * 3 * 8
     expected = 2 * 5 * 3 * (attention + 3 * 96) + 3 * (8 + 12) * 25
-    assert forward_flops(replace(DIMS, latent=latent), num_tokens=5, num_scored_tokens=0) == expected
+    assert forward_flops(replace(DIMS, latent=latent), num_tokens=5, num_head_tokens=0) == expected
     # Queries without latents: one product with their four heads of two.
     without = replace(latent, q_latent=0)
     attention += 8 * 8 - 8 * 6 - 6 * 8
     expected = 2 * 5 * 3 * (attention + 3 * 96) + 3 * (8 + 12) * 25
-    assert forward_flops(replace(DIMS, latent=without), num_tokens=5, num_scored_tokens=0) == expected
+    assert forward_flops(replace(DIMS, latent=without), num_tokens=5, num_head_tokens=0) == expected
 
 
 def test_update_is_three_forward_passes() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.parallel.worker import PolicyWorker
+from megarl.parallel.worker import RankWorker
 from megarl.record.performance import StepProfiler
 
 
@@ -44,7 +44,7 @@ def test_window(steps: tuple[int, int] | None, run: range, expected: list[str]) 
 
 
 def test_a_worker_writes_what_it_did(tmp_path: Path) -> None:
-    worker = PolicyWorker(3)
+    worker = RankWorker(3)
     worker.start_profile()
     torch.ones(4, 4) @ torch.ones(4, 4)
     worker.stop_profile(str(tmp_path / "profile"))

@@ -44,12 +44,15 @@ def test_what_is_known_of_each_token_is_kept_with_the_text(tmp_path: Path) -> No
     ids = tokenizer("ab", add_special_tokens=False)["input_ids"]
     written = (prompt_segment((65,)), demonstration_segment(ids[:1]), policy_segment(ids[1:], logprob=-1.5))
     samples = [Sample(uid="q", sample_index=i, seed=0, segments=written, finish_reason=STOP) for i in range(3)]
-    scores = {"old_logprobs": [-3.0, -2.0], "hint_logprobs": [-1.0, -2.5], "advantages": [1.25, 0.75]}
-    rows = [row_from_sample(s).with_scores(**{n: np.array(v, np.float32) for n, v in scores.items()}) for s in samples]
+    quantities = {"old_logprobs": [-3.0, -2.0], "hint_logprobs": [-1.0, -2.5], "advantages": [1.25, 0.75]}
+    rows = [
+        row_from_sample(s).with_quantities(**{n: np.array(v, np.float32) for n, v in quantities.items()})
+        for s in samples
+    ]
     # A correction may replace `old_logprobs`; what the trainer computed is of the second row only.
-    rows[1] = rows[1].with_scores(trainer_logprobs=np.array([-3.0, -1.0], np.float32))
+    rows[1] = rows[1].with_quantities(trainer_logprobs=np.array([-3.0, -1.0], np.float32))
     other = np.array([-2.0, -2.0], np.float32)
-    rows[1] = rows[1].with_scores(shuffled_hint_logprobs=other, cpo_base_advantages=np.ones(2, np.float32))
+    rows[1] = rows[1].with_quantities(shuffled_hint_logprobs=other, cpo_base_advantages=np.ones(2, np.float32))
     prompts = {"q": Prompt(uid="q", token_ids=(65,), data_source="s", ground_truth="b")}
     recorder = RunRecorder(config(tmp_path))
     rewards = [Reward(score=1.0, correct=True)] * 3

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from megarl.report.hint_page import HintedExample, HintReport, ScoredAnswer, Table, answer_tokens, to_html, to_text
+from megarl.report.hint_page import HintedAnswer, HintedExample, HintReport, Table, answer_tokens, to_html, to_text
 
 TOKENS = answer_tokens(["1+1", "=<2>\n", "."], [-1.0, -0.5, -3.0], [-0.4, -3.5, -3.0], [-1.5, -0.5, -3.0])
-RIGHT = ScoredAnswer(title="q:0/0", question="1+1=?", is_right=True, tokens=TOKENS)
+RIGHT = HintedAnswer(title="q:0/0", question="1+1=?", is_right=True, tokens=TOKENS)
 REPORT = HintReport(
     title="Hints of <run>",
     details="a.parquet",

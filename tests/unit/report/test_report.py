@@ -32,7 +32,7 @@ from megarl.report.run import Series, build_series, load_runs, run_labels
 from megarl.report.style import spread
 from megarl.report.summary import (
     SAMPLED,
-    Estimate,
+    MeanScore,
     format_duration,
     headline,
     validation_change,
@@ -503,7 +503,7 @@ def test_unknown_numbers_of_prompts_pool_equally_without_an_error_bar(tmp_path: 
     run = load_runs([pooled_run(tmp_path / "a", {"sums": (0.5, None), "countdown": (0.9, 300)})])[0]
     (point,) = validation_curve(run, SAMPLED)
     assert (point.score, point.num_prompts, point.std_error) == (pytest.approx(0.7), None, None)
-    assert str(Estimate(step=0, score=-0.25, num_prompts=200)) == "-0.250"  # no share: no binomial error
+    assert str(MeanScore(step=0, score=-0.25, num_prompts=200)) == "-0.250"  # no share: no binomial error
 
 
 def test_durations() -> None:

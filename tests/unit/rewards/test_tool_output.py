@@ -1,4 +1,4 @@
-"""An answer that only a tool's output states scores nothing: real bridges, real rules, real functions of users."""
+"""An answer that only a tool's output states scores nothing: real turn glue, real rules, real functions of users."""
 
 from contextlib import closing
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from megarl.config.rewards import CustomConfig, RewardsConfig, SourceConfig
 from megarl.data.chat import encode_chats
-from megarl.data.turns import Bridges
+from megarl.data.turns import TurnGlue
 from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.rewards.build import open_rewards
 from megarl.types import Episode, FinishReason, Message, Prompt, Sample, environment_segment, prompt_segment
@@ -37,7 +37,7 @@ def conversation(index: int, last: str) -> Sample:
     """A call, a reply that states the answer in every form that a rule may look for, and a last turn."""
     reply = Message(role="tool", content="1776\n#### 1776\n\\boxed{1776}")
     call = [*ids_of("calc 37*48"), END]
-    bridge = Bridges(TOKENIZER).bridge([reply], last_token=END)
+    glue = TurnGlue(TOKENIZER).between([reply], last_token=END)
     return Sample(
         uid="a",
         sample_index=index,
@@ -45,7 +45,7 @@ def conversation(index: int, last: str) -> Sample:
         segments=(
             prompt_segment(PROMPT_IDS),
             policy_segment(call),
-            environment_segment(bridge),
+            environment_segment(glue),
             policy_segment([*ids_of(last), END]),
         ),
         finish_reason=FinishReason.STOP,

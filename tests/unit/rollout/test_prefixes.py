@@ -1,4 +1,4 @@
-"""From demonstrations to the prefixes of samples, and back to the scores of their rows."""
+"""From demonstrations to the prefixes of samples, and back to the quantities of their rows."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from megarl.algos.prefixes import prefix_ratios
 from megarl.config.algo import DemonstrationConfig
 from megarl.config.generation import Sampling
 from megarl.errors import ConfigError
-from megarl.rollout.prefixes import Prefix, demonstration_scores, plan_prefixes
+from megarl.rollout.prefixes import Prefix, demonstration_quantities, plan_prefixes
 from megarl.rollout.source import SamplingPlan
 from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, prompt_segment
 
@@ -106,7 +106,7 @@ def segment(source: SegmentSource, token_ids: list[int]) -> Segment:
         ([(SegmentSource.DEMONSTRATION, [5, 6, 7, EOS])], [1] * 4, [0.5, 0.25, -1, -1]),
     ],
 )
-def test_scores(segments: list[tuple[SegmentSource, list[int]]], marks: list[float], probs: list[float]) -> None:
+def test_quantities(segments: list[tuple[SegmentSource, list[int]]], marks: list[float], probs: list[float]) -> None:
     sample = Sample(
         uid="a",
         sample_index=0,
@@ -114,9 +114,9 @@ def test_scores(segments: list[tuple[SegmentSource, list[int]]], marks: list[flo
         segments=(prompt_segment(WHOLE.token_ids), *(segment(*s) for s in segments)),
         finish_reason=FinishReason.STOP,
     )
-    scores = demonstration_scores(sample, WHOLE)
-    assert scores["demonstration"].tolist() == marks
-    assert scores["target_probs"].tolist() == probs
-    assert all(value.dtype == np.float32 for value in scores.values())
+    quantities = demonstration_quantities(sample, WHOLE)
+    assert quantities["demonstration"].tolist() == marks
+    assert quantities["target_probs"].tolist() == probs
+    assert all(value.dtype == np.float32 for value in quantities.values())
     # A demonstrator that did not give probabilities.
-    assert demonstration_scores(sample, CUT)["target_probs"].tolist() == [-1] * len(marks)
+    assert demonstration_quantities(sample, CUT)["target_probs"].tolist() == [-1] * len(marks)

@@ -13,7 +13,7 @@ from megarl.config.generation import Sampling
 from megarl.errors import NonFiniteError
 from megarl.host import loop
 from megarl.rollout.engine import Completion, GenerationRequest
-from megarl.rollout.prefixes import Prefix, demonstration_scores
+from megarl.rollout.prefixes import Prefix, demonstration_quantities
 from megarl.rollout.source import Doing, SamplingPlan, collect
 from megarl.rollout.vllm_source import VllmSource
 from megarl.seeds import sample_seed
@@ -321,5 +321,5 @@ def test_which_tokens_are_the_prefix_golden() -> None:
     source = VllmSource(FillingEngines())
     plan = replace(PLAN, num_samples=len(lengths), max_response_tokens=limit, prefixes=prefixes)
     batch = collect(source, begin_groups(source, PROMPTS[:1], plan), timeout_s=1.0)
-    marks = [demonstration_scores(s, batch.prompts["a"])["demonstration"].tolist() for s in batch.samples]
+    marks = [demonstration_quantities(s, batch.prompts["a"])["demonstration"].tolist() for s in batch.samples]
     assert marks == case["expected"]

@@ -9,7 +9,7 @@ from typing import NoReturn
 import pytest
 
 from megarl.config import Config, from_dict
-from megarl.convert.engine import Settings, carry_out
+from megarl.convert.engine import ConvertSettings, carry_out
 from megarl.errors import ConfigError, RunError
 from megarl.host import directory_lock
 from megarl.host.directory_lock import DirectoryLock, read_claims
@@ -121,7 +121,7 @@ def test_nothing_is_written_once_the_run_is_another_ones(tmp_path: Path, monkeyp
 
 
 def test_a_second_conversion_is_refused(tmp_path: Path) -> None:
-    settings = Settings(out=tmp_path / "out", num_workers=1, overwrite=True)
+    settings = ConvertSettings(out=tmp_path / "out", num_workers=1, overwrite=True)
     with DirectoryLock(tmp_path / "out", "convert", place=tmp_path / "out.lock"):
         with pytest.raises(ConfigError, match="out: is in use by megarl convert on"):
             carry_out(None, None, (), settings, nothing_may_happen, "")  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.doctor.finding import Status
+from megarl.doctor.finding import Severity
 from megarl.doctor.machine import check_sandbox
 from megarl.errors import ConfigError
 from megarl.sandbox import Ending, Isolation, Limits, RunWithInput, Sandbox, SandboxOptions, process, wire
@@ -208,7 +208,7 @@ def test_limits_are_positive(name: str) -> None:
 
 def test_the_doctor_tries_it() -> None:
     finding = check_sandbox()
-    assert (finding.status, finding.subject) == (Status.OK, "code sandbox")
+    assert (finding.status, finding.subject) == (Severity.OK, "code sandbox")
     assert finding.found == "namespaces (the stronger of two kinds)"
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.doctor.finding import Status
+from megarl.doctor.finding import Severity
 from megarl.doctor.machine import check_sandbox
 from megarl.host.temp_dir import make_temp_dir
 from megarl.sandbox import Check, Ending, Isolation, RunWithInput, Sandbox, SandboxOptions, process
@@ -381,7 +381,7 @@ def test_others_can_put_nothing_among_the_directories_of_programs(monkeypatch: p
 def test_the_doctor_names_the_weaker_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(process._TIERS, Isolation.AUTO, (Isolation.LANDLOCK,))  # type: ignore[misc]
     finding = check_sandbox()
-    assert finding.status is Status.OK
+    assert finding.status is Severity.OK
     assert finding.found.startswith("Landlock (the weaker of two kinds")
 
 

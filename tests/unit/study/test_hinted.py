@@ -10,7 +10,7 @@ import transformers
 from megarl.recipes.tasks import SUMS
 from megarl.recipes.tasks.sums import pose_sum
 from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
-from tools.study.hinted import HINTS, Answer, LocalModel
+from tools.study.hinted import HINTS, LocalModel, SampledAnswer
 from tools.study.signal import EARLIER, FIRST, LATER, RIGHT_ROW, STEP, token_kinds
 
 SUM = pose_sum((5, 7, 3))
@@ -25,17 +25,17 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def judge(path: Path) -> Callable[[str], Answer]:
+def judge(path: Path) -> Callable[[str], SampledAnswer]:
     model, tokenizer = LocalModel(path), transformers.AutoTokenizer.from_pretrained(path)
 
-    def of(text: str) -> Answer:
+    def of(text: str) -> SampledAnswer:
         ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         return model.judge(SUMS, SUM, 0, ids)
 
     return of
 
 
-def test_tokens_of_the_first_mistake(judge: Callable[[str], Answer]) -> None:
+def test_tokens_of_the_first_mistake(judge: Callable[[str], SampledAnswer]) -> None:
     answer = judge("5+7=13\n13+3=16\n#### 16")
     # Every character is a token: the 3 is wrong, and the last one of its line.
     expected = [*[EARLIER] * 5, FIRST, *[LATER] * (len("\n13+3=16\n#### 16") + 1)]
@@ -44,7 +44,7 @@ def test_tokens_of_the_first_mistake(judge: Callable[[str], Answer]) -> None:
     assert answer.answer_span.tolist() == [False] * 20 + [True, True, False]
 
 
-def test_a_misread_number_makes_the_rest_of_its_step_wrong(judge: Callable[[str], Answer]) -> None:
+def test_a_misread_number_makes_the_rest_of_its_step_wrong(judge: Callable[[str], SampledAnswer]) -> None:
     assert token_kinds(judge("5+8=13\n#### 13"))[:8].tolist() == [
         EARLIER,
         EARLIER,
@@ -57,11 +57,11 @@ def test_a_misread_number_makes_the_rest_of_its_step_wrong(judge: Callable[[str]
     ]
 
 
-def test_an_answer_that_ends_too_early_has_a_wrong_end_token(judge: Callable[[str], Answer]) -> None:
+def test_an_answer_that_ends_too_early_has_a_wrong_end_token(judge: Callable[[str], SampledAnswer]) -> None:
     assert token_kinds(judge("#### 1")).tolist() == [EARLIER] * 6 + [FIRST]
 
 
-def test_right_rows_have_no_mistake(judge: Callable[[str], Answer]) -> None:
+def test_right_rows_have_no_mistake(judge: Callable[[str], SampledAnswer]) -> None:
     answer = judge("5+7=12\n12+3=15\n#### 15")
     assert answer.correct
     assert set(token_kinds(answer)) == {RIGHT_ROW}
@@ -80,13 +80,13 @@ def test_hints_stand_where_the_model_learned_them(path: Path) -> None:
     }
 
 
-def test_scores_are_those_of_the_chats(path: Path, judge: Callable[[str], Answer]) -> None:
+def test_scores_are_those_of_the_chats(path: Path, judge: Callable[[str], SampledAnswer]) -> None:
     """Two problems give each other their hints."""
     model, tokenizer = LocalModel(path), transformers.AutoTokenizer.from_pretrained(path)
     reference = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     other = pose_sum((1, 2))
     answers = [judge("#### 20"), judge("5+7=12\n12+3=15\n#### 15")]
-    scores = model.score(answers, model.pose([SUM, other]), HINTS["system"], seed=0)
+    inputs = model.hint_inputs(answers, model.pose([SUM, other]), HINTS["system"], seed=0)
     hinted = [{"role": "system", "content": f"Hint: {SUM.solution}"}]
     shuffled = [{"role": "system", "content": f"Hint: {other.solution}"}]
     question = [{"role": "user", "content": SUM.question}]
@@ -96,7 +96,7 @@ def test_scores_are_those_of_the_chats(path: Path, judge: Callable[[str], Answer
             with torch.no_grad():
                 logits = reference(torch.tensor([[*prompt, *answer.token_ids]])).logits[0, len(prompt) - 1 : -1]
             expected = logits.log_softmax(-1)[range(len(answer.token_ids)), list(answer.token_ids)]
-            got = getattr(scores, name)[row, : len(answer.token_ids)]
+            got = getattr(inputs, name)[row, : len(answer.token_ids)]
             assert torch.allclose(got, expected, atol=1e-5)
 
 

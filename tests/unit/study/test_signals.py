@@ -11,7 +11,7 @@ from megarl.algos.cpo import CpoInputs
 from megarl.config.load import load_config
 from megarl.errors import ConfigError
 from megarl.recipes.tasks.mistakes import ReadAnswer
-from tools.study.hinted import Answer
+from tools.study.hinted import SampledAnswer
 from tools.study.signal import (
     EARLIER,
     FIRST,
@@ -33,8 +33,8 @@ STUDY = SignalStudy(dir="unused", tasks=(), num_draws=10)
 PLAIN = Signal(place="system", estimator="pmi", shuffled=False, excluded=False)
 
 
-def answer(group: int, mistake: slice | None, span: list[int]) -> Answer:
-    return Answer(
+def answer(group: int, mistake: slice | None, span: list[int]) -> SampledAnswer:
+    return SampledAnswer(
         group=group,
         token_ids=tuple(range(len(span))),
         correct=mistake is None,

@@ -20,18 +20,18 @@ def make_row(
 ) -> Row:
     """A row with log-probs of the engine and perhaps of the trainer; its first `given` tokens are a demonstration's."""
     n = len(engine)
-    scores = {"rollout_logprobs": np.array(engine, np.float32)}
+    quantities = {"rollout_logprobs": np.array(engine, np.float32)}
     if trainer is not None:
-        scores["old_logprobs"] = np.array(trainer, np.float32)
+        quantities["old_logprobs"] = np.array(trainer, np.float32)
     if given:
-        scores["demonstration"] = (np.arange(n) < given).astype(np.float32)
+        quantities["demonstration"] = (np.arange(n) < given).astype(np.float32)
     return Row(
         uid="q",
         sample_index=0,
         token_ids=np.arange(n + 1),
         num_prompt_tokens=1,
         loss_mask=np.array(mask or [True] * n),
-        scores=scores,
+        quantities=quantities,
     )
 
 
@@ -45,7 +45,7 @@ def test_rows_of_different_lengths_are_compared_on_sampled_tokens() -> None:
         # No engine sampled the demonstration; what stands there for its log-prob is 0.
         make_row([0.0, -1.0], [-4.0, -0.75], given=1),
     ]
-    got = mismatch_of(rows, [row.scores["old_logprobs"] for row in rows])
+    got = mismatch_of(rows, [row.quantities["old_logprobs"] for row in rows])
     assert (got.num_tokens, got.num_rows) == (3, 2)
     # |0.5|, 0, |−0.25|; signed 0.5 and −0.25.
     assert got.metrics()["mismatch/abs_mean"] == pytest.approx(0.25)
@@ -128,7 +128,7 @@ def test_rows_that_no_engine_sampled_prove_nothing() -> None:
 def test_the_mismatch_is_that_of_fresh_tokens() -> None:
     """Stale ones differ because of training; their drift is measured apart."""
     row = make_row([-1.0, -2.0, -3.0], [-1.5, -4.0, -3.25])
-    stale = row.with_scores(lag=np.array([0, 1, 0], np.float32))
+    stale = row.with_quantities(lag=np.array([0, 1, 0], np.float32))
     metrics = engine_metrics([stale], {0: np.zeros(3, np.float32)}, TIS)
     assert metrics["mismatch/abs_mean"] == pytest.approx(0.375)
     assert metrics["staleness/drift_abs_mean_lag_1"] == pytest.approx(2.0)
@@ -138,7 +138,7 @@ def test_the_mismatch_is_that_of_fresh_tokens() -> None:
 
 
 def test_no_mismatch_is_claimed_where_no_token_is_fresh() -> None:
-    row = make_row([-1.0], [-1.5]).with_scores(lag=np.array([1], np.float32))
+    row = make_row([-1.0], [-1.5]).with_quantities(lag=np.array([1], np.float32))
     metrics = engine_metrics([row], {}, TIS)
     assert not [name for name in metrics if name.startswith("mismatch/")]
     assert metrics["staleness/frac_lag_1"] == 1.0
@@ -168,7 +168,7 @@ def test_without_old_logprobs_the_first_mini_batch_tells_the_difference() -> Non
 
 def test_lags_are_those_of_all_rows_and_drifts_those_of_compared_ones() -> None:
     first, second = (make_row([-1.0]) for _ in range(2))
-    rows = [first.with_scores(lag=np.array([1], np.float32)), second.with_scores(lag=np.array([2], np.float32))]
+    rows = [first.with_quantities(lag=np.array([1], np.float32)), second.with_quantities(lag=np.array([2], np.float32))]
     metrics = engine_metrics(rows, {0: np.array([-1.25], np.float32)}, ROLLOUT_RATIO)
     assert (metrics["staleness/lag_mean"], metrics["staleness/frac_lag_2"]) == (1.5, 0.5)
     assert metrics["staleness/drift_abs_mean_lag_1"] == pytest.approx(0.25)

@@ -122,14 +122,14 @@ class LastTokens:
     def __init__(self) -> None:
         self.rows: list[Row] = []
 
-    def score(self, rows: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
+    def forward(self, rows: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
         self.rows = list(rows)
         return {"values": [np.asarray(row.token_ids[row.num_prompt_tokens - 1 :][:1], np.float32) for row in rows]}
 
 
-def rewards(scorer: LastTokens, phases: list[Phase], max_tokens: int = 100) -> ModelRewards:
+def rewards(passes: LastTokens, phases: list[Phase], max_tokens: int = 100) -> ModelRewards:
     encoder = ConversationEncoder(TOKENIZER, TOKENIZER)
-    return ModelRewards(scorer, encoder, max_tokens=max_tokens, enter=phases.append)  # type: ignore[arg-type]
+    return ModelRewards(passes, encoder, max_tokens=max_tokens, enter=phases.append)  # type: ignore[arg-type]
 
 
 def batch(*texts: str) -> RolloutBatch:
@@ -137,13 +137,13 @@ def batch(*texts: str) -> RolloutBatch:
 
 
 def test_scores_in_the_order_of_the_samples() -> None:
-    scorer, phases = LastTokens(), list[Phase]()
-    found = rewards(scorer, phases).score(batch("#### 8<|im_end|>", "x", "#### 9"))
+    passes, phases = LastTokens(), list[Phase]()
+    found = rewards(passes, phases).score(batch("#### 8<|im_end|>", "x", "#### 9"))
     newline, x, nine = (TOKENIZER(text)["input_ids"][-1] for text in ("\n", "x", "9"))
     assert found == [newline, x, nine]
-    assert [row.label for row in scorer.rows] == ["a/0", "a/1", "a/2"]
+    assert [row.label for row in passes.rows] == ["a/0", "a/1", "a/2"]
     assert [phase.name for phase in phases] == ["score reward_model"]
-    assert rewards(scorer, phases).score(RolloutBatch(prompts={}, samples=())) == []
+    assert rewards(passes, phases).score(RolloutBatch(prompts={}, samples=())) == []
 
 
 def test_as_a_judge_it_waits_for_the_whole_batch() -> None:

@@ -10,9 +10,9 @@ from megarl.algos.sft import SftAlgorithm
 from megarl.algos.value_loss import ValueLoss
 from megarl.cluster.workers import RoleWorkers
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from megarl.train.passes import CountedObjective, RoleScorer, RoleUpdater
+from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
 from megarl.types import AlgoState, FloatArray, Row
-from megarl.types.messages import MicroBatchPlan, Role, RoleSpec, ScoreRequest, UpdateRequest, UpdateResult
+from megarl.types.messages import ForwardRequest, MicroBatchPlan, Role, RoleSpec, UpdateRequest, UpdateResult
 from megarl.weights.dims import Dims
 
 
@@ -20,11 +20,13 @@ from megarl.weights.dims import Dims
 class FakeWorkers(RoleWorkers):
     """Ranks that say of a row its first token and of an update how many came before, and keep what they were asked."""
 
-    scored: list[tuple[Sequence[Row], MicroBatchPlan, ScoreRequest]] = field(default_factory=list)
+    forwarded: list[tuple[Sequence[Row], MicroBatchPlan, ForwardRequest]] = field(default_factory=list)
     updated: list[tuple[Sequence[Row], MicroBatchPlan, UpdateRequest]] = field(default_factory=list)
 
-    def score(self, rows: Sequence[Row], plan: MicroBatchPlan, request: ScoreRequest) -> dict[str, list[FloatArray]]:
-        self.scored.append((rows, plan, request))
+    def forward(
+        self, rows: Sequence[Row], plan: MicroBatchPlan, request: ForwardRequest
+    ) -> dict[str, list[FloatArray]]:
+        self.forwarded.append((rows, plan, request))
         names = ["logprobs", "kl"] if request.paired else ["logprobs"]
         return {name: [said_of(row) for row in rows] for name in names}
 
@@ -43,14 +45,14 @@ def said_of(row: Row) -> FloatArray:
     return np.full(row.num_response_tokens, row.token_ids[0], dtype=np.float32)
 
 
-def make_row(uid: str, first_token: int, num_tokens: int = 4, **scores: float) -> Row:
+def make_row(uid: str, first_token: int, num_tokens: int = 4, **quantities: float) -> Row:
     return Row(
         uid=uid,
         sample_index=0,
         token_ids=np.array([first_token, *range(num_tokens - 1)]),
         num_prompt_tokens=1,
         loss_mask=np.ones(num_tokens - 1, dtype=np.bool_),
-        scores={name: np.full(num_tokens - 1, value, np.float32) for name, value in scores.items()},
+        quantities={name: np.full(num_tokens - 1, value, np.float32) for name, value in quantities.items()},
     )
 
 
@@ -71,30 +73,30 @@ def updater_of(
     )
 
 
-# --- scoring
+# --- forward passes
 
 
-def test_a_scoring_pass_takes_rows_without_scores() -> None:
+def test_a_forward_pass_takes_rows_without_quantities() -> None:
     workers = FakeWorkers()
     rows = [make_row("a", 7, advantages=1.0), make_row("b", 9, advantages=2.0)]
-    got = RoleScorer(workers, role_of(), temperature=0.5).score(rows, step=3)
+    got = RolePasses(workers, role_of(), temperature=0.5).forward(rows, step=3)
     assert [values.tolist() for values in got["logprobs"]] == [[7.0] * 3, [9.0] * 3]
-    ((sent, _, request),) = workers.scored
-    assert request == ScoreRequest(role=Role.ACTOR, temperature=0.5, step=3, paired=False)
-    assert [row.scores for row in sent] == [{}, {}]
+    ((sent, _, request),) = workers.forwarded
+    assert request == ForwardRequest(role=Role.ACTOR, temperature=0.5, step=3, paired=False)
+    assert [row.quantities for row in sent] == [{}, {}]
     assert [row.label for row in sent] == ["a/0", "b/0"]
-    assert set(rows[0].scores) == {"advantages"}
+    assert set(rows[0].quantities) == {"advantages"}
 
 
 def test_rows_are_spread_over_ranks_and_micro_batches() -> None:
     workers = FakeWorkers()
     rows = [make_row("a", 0, 8), make_row("b", 0, 5), make_row("c", 0, 3)]
-    RoleScorer(workers, role_of(LayoutConfig(dp=2))).score(rows, step=0)
+    RolePasses(workers, role_of(LayoutConfig(dp=2))).forward(rows, step=0)
     # 8 | 5 + 3 tokens: each fills its rank's one micro-batch of 8.
-    assert list(workers.scored[0][1].ranks) in ([[[0]], [[1, 2]]], [[[1, 2]], [[0]]])
+    assert list(workers.forwarded[0][1].ranks) in ([[[0]], [[1, 2]]], [[[1, 2]], [[0]]])
     # Two stages of two chunks each take micro-batches in pairs.
-    RoleScorer(workers, role_of(LayoutConfig(pp=2, virtual_pp=2))).score(rows[:1], step=0)
-    assert workers.scored[1][1].ranks == [[[0], []]]
+    RolePasses(workers, role_of(LayoutConfig(pp=2, virtual_pp=2))).forward(rows[:1], step=0)
+    assert workers.forwarded[1][1].ranks == [[[0], []]]
 
 
 def test_rows_of_one_prompt_stay_together() -> None:
@@ -106,14 +108,14 @@ def test_rows_of_one_prompt_stay_together() -> None:
     ]
     dims = Dims(num_layers=1, hidden=64, ffn=128, num_heads=4, num_kv_heads=4, head_dim=16, vocab=32, tied=False)
     role = role_of(LayoutConfig(dp=2), micro_batch_tokens=96)
-    RoleScorer(workers, role, dims=dims).score(rows, step=0)
-    assert workers.scored[0][1].ranks == [[[0, 2]], [[1, 3]]]
+    RolePasses(workers, role, dims=dims).forward(rows, step=0)
+    assert workers.forwarded[0][1].ranks == [[[0, 2]], [[1, 3]]]
     # Pairs go by the first half's prompts.
-    RoleScorer(workers, role, dims=dims).score_pairs(rows, [make_row("h", i, 24) for i in range(4)], step=0)
-    assert workers.scored[1][1].ranks == [[[0, 2, 4, 6]], [[1, 3, 5, 7]]]
+    RolePasses(workers, role, dims=dims).forward_pairs(rows, [make_row("h", i, 24) for i in range(4)], step=0)
+    assert workers.forwarded[1][1].ranks == [[[0, 2, 4, 6]], [[1, 3, 5, 7]]]
     # Ranks of context parallelism have chunks of each row, and share no prompts.
-    RoleScorer(workers, role_of(LayoutConfig(dp=2, cp=2), 96), dims=dims).score(rows, step=0)
-    assert [batches[0] for batches in workers.scored[2][1].ranks] in ([[0, 3], [1, 2]], [[1, 2], [0, 3]])
+    RolePasses(workers, role_of(LayoutConfig(dp=2, cp=2), 96), dims=dims).forward(rows, step=0)
+    assert [batches[0] for batches in workers.forwarded[2][1].ranks] in ([[0, 3], [1, 2]], [[1, 2], [0, 3]])
 
 
 def test_pairs_share_a_micro_batch() -> None:
@@ -121,8 +123,8 @@ def test_pairs_share_a_micro_batch() -> None:
     rows = [make_row("a", 1, 4), make_row("b", 2, 3), make_row("c", 3, 3)]
     hinted = [make_row("a", 11, 8), make_row("b", 12, 5), make_row("c", 13, 3)]
     role = role_of(micro_batch_tokens=14)
-    found = RoleScorer(workers, role).score_pairs(rows, hinted, step=5)
-    ((sent, plan, request),) = workers.scored
+    found = RolePasses(workers, role).forward_pairs(rows, hinted, step=5)
+    ((sent, plan, request),) = workers.forwarded
     assert request.paired
     assert [row.token_ids[0] for row in sent] == [1, 2, 3, 11, 12, 13]
     # Pairs have 12, 8 and 6 tokens, of which 14 fit: the last two together, the first alone.
@@ -140,7 +142,7 @@ def test_an_update_sends_what_the_objective_reads() -> None:
     rows = [make_row("a", 7, returns=1.0, values=2.0, advantages=3.0, rollout_logprobs=4.0), make_row("b", 9, 3)]
     result = updater_of(workers, objective=ValueLoss()).update(rows, AlgoState(kl_coef=0.3), step=6)
     (sent, _, request) = workers.updated[0]
-    assert [set(row.scores) for row in sent] == [{"returns", "values"}, set()]
+    assert [set(row.quantities) for row in sent] == [{"returns", "values"}, set()]
     assert (request.step, request.temperature, request.state) == (6, 0.5, AlgoState(kl_coef=0.3))
     # 3 and 2 response tokens.
     assert request.denominators == {"tokens": 5}

@@ -9,26 +9,26 @@ import pytest
 
 from megarl.algos.preference import preference_objective
 from megarl.config.schema import TrainPreferenceConfig
-from megarl.train.passes import RoleScorer
-from megarl.train.preference import validate_preferences, with_pair_scores
+from megarl.train.passes import RolePasses
+from megarl.train.preference import validate_preferences, with_pair_quantities
 from megarl.types import Row
 from megarl.types.messages import Role
 from tests.helpers.rows import random_rows
 
 
-class Scorer(RoleScorer):
+class FixedPasses(RolePasses):
     """A model that gives each token of a response the same log-prob, and keeps how many rows it saw."""
 
     def __init__(self, logprob: float) -> None:
         self.logprob, self.seen = logprob, list[int]()
 
-    def score(self, rows: Sequence[Row], *, step: int) -> dict[str, list[Any]]:
+    def forward(self, rows: Sequence[Row], *, step: int) -> dict[str, list[Any]]:
         self.seen.append(len(rows))
         return {"logprobs": [np.full(row.num_response_tokens, self.logprob, np.float32) for row in rows]}
 
 
-def scorers(actor: float, reference: float) -> Mapping[Role, Scorer]:
-    return {Role.ACTOR: Scorer(actor), Role.REFERENCE: Scorer(reference)}
+def passes(actor: float, reference: float) -> Mapping[Role, FixedPasses]:
+    return {Role.ACTOR: FixedPasses(actor), Role.REFERENCE: FixedPasses(reference)}
 
 
 # Two pairs: chosen responses of 1 and 2 tokens, rejected ones of 3 and 4.
@@ -40,15 +40,15 @@ def reads(objective: str) -> frozenset[str]:
 
 
 def test_orpo_asks_no_model() -> None:
-    models = scorers(-1.0, -2.0)
-    assert with_pair_scores(PAIRS, reads("orpo"), models, step=1) is PAIRS
+    models = passes(-1.0, -2.0)
+    assert with_pair_quantities(PAIRS, reads("orpo"), models, step=1) is PAIRS
     assert all(not model.seen for model in models.values())
 
 
 def test_dpo_asks_the_reference_once() -> None:
-    models = scorers(-1.0, -2.0)
-    rows = with_pair_scores(PAIRS, reads("dpo"), models, step=1)
-    assert [row.scores["ref_logprobs"].tolist() for row in rows] == [[-2.0] * n for n in (1, 2, 3, 4)]
+    models = passes(-1.0, -2.0)
+    rows = with_pair_quantities(PAIRS, reads("dpo"), models, step=1)
+    assert [row.quantities["ref_logprobs"].tolist() for row in rows] == [[-2.0] * n for n in (1, 2, 3, 4)]
     assert (models[Role.REFERENCE].seen, models[Role.ACTOR].seen) == ([4], [])
 
 
@@ -58,10 +58,10 @@ def test_dpo_asks_the_reference_once() -> None:
     [(-1.5, 1.25), (-2.5, 0.0)],
 )
 def test_kto_estimates_one_kl_for_the_batch(actor: float, kl: float) -> None:
-    models = scorers(actor, -2.0)
-    rows = with_pair_scores(PAIRS, reads("kto"), models, step=1)
-    assert [row.scores["batch_kl"].tolist() for row in rows] == [[kl] * n for n in (1, 2, 3, 4)]
-    assert [row.scores["ref_logprobs"].tolist() for row in rows] == [[-2.0] * n for n in (1, 2, 3, 4)]
+    models = passes(actor, -2.0)
+    rows = with_pair_quantities(PAIRS, reads("kto"), models, step=1)
+    assert [row.quantities["batch_kl"].tolist() for row in rows] == [[kl] * n for n in (1, 2, 3, 4)]
+    assert [row.quantities["ref_logprobs"].tolist() for row in rows] == [[-2.0] * n for n in (1, 2, 3, 4)]
     assert (models[Role.REFERENCE].seen, models[Role.ACTOR].seen) == ([8], [4])
 
 
@@ -78,7 +78,7 @@ class Pairs:
 def test_held_out_pairs_in_batches_of_two() -> None:
     objective = preference_objective(TrainPreferenceConfig(beta=0.5, batch_size=2))
     # ln(π/π_ref) is 1 per token, so rewards are half the lengths: differences −½, −½ and 1.
-    result = validate_preferences(Pairs(), objective, scorers(-1.0, -2.0), step=7)  # type: ignore[arg-type]
+    result = validate_preferences(Pairs(), objective, passes(-1.0, -2.0), step=7)  # type: ignore[arg-type]
     loss = (2 * math.log(1 + math.exp(0.5)) + math.log(1 + math.exp(-1))) / 3
     assert result.score == pytest.approx(1 / 3)
     assert result.metrics == pytest.approx(
@@ -100,7 +100,7 @@ def test_held_out_pairs_in_batches_of_two() -> None:
 def test_held_out_pairs_have_one_kl() -> None:
     """Of three pairs in batches of two, the last would have no other pair to lend responses."""
     objective = preference_objective(TrainPreferenceConfig(objective="kto", batch_size=2))
-    models = scorers(-1.0, -2.0)
+    models = passes(-1.0, -2.0)
     result = validate_preferences(Pairs(), objective, models, step=7)  # type: ignore[arg-type]
     # Each of six prompts with another row's response: their 12 tokens have a difference of 1 each.
     assert result.metrics["val/preference/kl"] == pytest.approx(12 / 6)

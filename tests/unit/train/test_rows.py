@@ -65,18 +65,18 @@ def test_lags_of_tokens_are_known_where_samples_may_be_stale() -> None:
     )
     step = collected([(replace(sample("a", 0), segments=(*segments[:2], written, replied, written)), True)])
     (row,) = training_rows(step, AlgoConfig(), stale_at=5).rows
-    assert row.scores["lag"].tolist() == [0, 0, 2, 0, 0, 2, 0]
-    assert row.scores["lag"].dtype == np.float32
-    assert "lag" not in training_rows(step, AlgoConfig()).rows[0].scores
+    assert row.quantities["lag"].tolist() == [0, 0, 2, 0, 0, 2, 0]
+    assert row.quantities["lag"].dtype == np.float32
+    assert "lag" not in training_rows(step, AlgoConfig()).rows[0].quantities
 
 
-def test_a_difficulty_from_the_data_is_a_score_of_its_row() -> None:
+def test_a_difficulty_from_the_data_is_a_quantity_of_its_row() -> None:
     cfg = AlgoConfig(cpo=CpoConfig(method="seq_kl", difficulty="data", difficulty_field="level"))
     step = collected([(sample("a", 0), True), (sample("b", 1), False)])
     levels = {"a": 2, "b": -1.0}
     prompts = {uid: replace(p, extra_info={"level": levels[uid]}) for uid, p in step.rollout.prompts.items()}
     stated = replace(step, rollout=replace(step.rollout, prompts=prompts))
-    assert [row.scores["cpo_difficulty"].tolist() for row in training_rows(stated, cfg).rows] == [[2, 2], [-1, -1]]
+    assert [row.quantities["cpo_difficulty"].tolist() for row in training_rows(stated, cfg).rows] == [[2, 2], [-1, -1]]
     with pytest.raises(DataError, match=r"prompt a: extra_info.level is None, expected a number .* fields are: none; "):
         training_rows(step, cfg)
 
@@ -88,22 +88,22 @@ def test_a_row_of_every_sample() -> None:
     assert training.finish_reasons == [FinishReason.STOP, FinishReason.LENGTH]
     row = training.rows[0]
     assert (row.token_ids.tolist(), row.num_prompt_tokens) == ([1, 2, 8, 9], 2)
-    assert {name: score.tolist() for name, score in row.scores.items()} == {"rollout_logprobs": [-1.0, -1.0]}
+    assert {name: score.tolist() for name, score in row.quantities.items()} == {"rollout_logprobs": [-1.0, -1.0]}
 
 
 def test_rows_say_what_a_demonstration_wrote() -> None:
-    """All rows, as rows of a batch have the same scores; a prefix has the first probabilities of its prompt."""
+    """All rows, as rows of a batch have the same quantities; a prefix has the first probabilities of its prompt."""
     samples = collected([(sample("a", 0, given=(5, 6)), True), (sample("a", 1), False)])
     started, own = training_rows(samples, AlgoConfig(demonstrations=WITH_DEMONSTRATIONS)).rows
     assert started.token_ids.tolist() == [1, 2, 5, 6, 8, 9]
     assert started.loss_mask.all()
-    assert {name: score.tolist() for name, score in started.scores.items()} == {
+    assert {name: score.tolist() for name, score in started.quantities.items()} == {
         "rollout_logprobs": [0.0, 0.0, -1.0, -1.0],
         "demonstration": [1.0, 1.0, 0.0, 0.0],
         "target_probs": [0.5, 0.25, -1.0, -1.0],
     }
-    assert own.scores["demonstration"].tolist() == [0.0, 0.0]
-    assert own.scores["target_probs"].tolist() == [-1.0, -1.0]
+    assert own.quantities["demonstration"].tolist() == [0.0, 0.0]
+    assert own.quantities["target_probs"].tolist() == [-1.0, -1.0]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from megarl.data.demonstrations import SftDataset
 from megarl.data.sampler import PromptSampler
 from megarl.errors import ConfigError
 from megarl.recipes.tiny_model import make_byte_tokenizer
-from megarl.train.passes import RoleScorer
+from megarl.train.passes import RolePasses
 from megarl.train.supervised import validate_sft
 from megarl.train.supervised_inputs import in_steps
 from megarl.types import FloatArray, Row
@@ -22,7 +22,7 @@ from megarl.types import FloatArray, Row
 class HalvesAndQuarters:
     """Gives the first response token of a row the log-prob ln ½, and every other one ln ¼."""
 
-    def score(self, rows: list[Row], *, step: int) -> dict[str, list[FloatArray]]:
+    def forward(self, rows: list[Row], *, step: int) -> dict[str, list[FloatArray]]:
         each = [np.log(np.array([0.5] + [0.25] * (row.num_response_tokens - 1), np.float32)) for row in rows]
         return {"logprobs": each}
 
@@ -39,7 +39,7 @@ def chats(path: Path, answers: list[tuple[str, str]]) -> SftDataset:
 
 def test_every_trained_token_counts_once(tmp_path: Path) -> None:
     data = chats(tmp_path / "a.jsonl", [("1", "2"), ("333", "4")])
-    result = validate_sft(data, cast(RoleScorer, HalvesAndQuarters()), step=3)
+    result = validate_sft(data, cast(RolePasses, HalvesAndQuarters()), step=3)
     # Trained: 2 + 2 and 4 + 2 tokens with their end tokens; the first of each row has ½, the other 8 have ¼.
     nll = (2 * math.log(2) + 8 * math.log(4)) / 10
     assert result.metrics == pytest.approx(

@@ -18,7 +18,7 @@ from megarl.run.resume import find_checkpoint
 from megarl.train.supervised import SupervisedTrainer
 from megarl.train.tasks import SUPERVISED
 from megarl.types import FloatArray, Row
-from megarl.types.messages import LoadRequest, MicroBatchPlan, ScoreRequest, UpdateRequest, UpdateResult
+from megarl.types.messages import ForwardRequest, LoadRequest, MicroBatchPlan, UpdateRequest, UpdateResult
 from tests.helpers.checkpoints import make_checkpoint
 
 ROOT = Path(__file__).parents[3]
@@ -50,7 +50,9 @@ class FakeRanks:
             before={i: np.zeros(row.num_response_tokens, np.float32) for i, row in enumerate(rows)},
         )
 
-    def score(self, rows: Sequence[Row], plan: MicroBatchPlan, request: ScoreRequest) -> dict[str, list[FloatArray]]:
+    def forward(
+        self, rows: Sequence[Row], plan: MicroBatchPlan, request: ForwardRequest
+    ) -> dict[str, list[FloatArray]]:
         return {"logprobs": [np.full(row.num_response_tokens, -self.weight, np.float32) for row in rows]}
 
     def start_checkpoint(self, directory: Path, *, portable: bool) -> None:

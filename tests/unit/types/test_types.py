@@ -21,36 +21,36 @@ from megarl.types import (
 CPU = torch.device("cpu")
 
 
-def make_row(**scores: list[float]) -> Row:
+def make_row(**quantities: list[float]) -> Row:
     return Row(
         uid="a",
         sample_index=3,
         token_ids=np.arange(3),
         num_prompt_tokens=1,
         loss_mask=np.array([True, False]),
-        scores={name: np.array(values, np.float32) for name, values in scores.items()},
+        quantities={name: np.array(values, np.float32) for name, values in quantities.items()},
     )
 
 
-def test_a_score_that_was_not_computed_is_named() -> None:
+def test_a_quantity_that_was_not_computed_is_named() -> None:
     batch = row_batch([make_row(advantages=[1.0, 2.0])], device=CPU)
-    assert batch.score("advantages").tolist() == [[1.0, 2.0]]
+    assert batch.quantity("advantages").tolist() == [[1.0, 2.0]]
     with pytest.raises(KeyError, match=r"values was not computed for this batch \(there are: \['advantages'\]\)"):
-        batch.score("values")
+        batch.quantity("values")
 
 
 def test_a_batch_without_rows_lacks_nothing() -> None:
     """Ranks that have no rows compute the same sums as the others, of nothing."""
     batch = row_batch([], device=CPU)
-    assert batch.loss_mask.shape == batch.score("advantages").shape == (0, 0)
-    assert batch.score("advantages").is_floating_point()
+    assert batch.loss_mask.shape == batch.quantity("advantages").shape == (0, 0)
+    assert batch.quantity("advantages").is_floating_point()
 
 
-def test_a_row_with_only_some_scores() -> None:
+def test_a_row_with_only_some_quantities() -> None:
     row = make_row(advantages=[1.0, 0.0], values=[2.0, 0.0])
-    assert set(row.only({"values", "returns"}).scores) == {"values"}
-    assert row.only(()).scores == {}
-    assert set(row.scores) == {"advantages", "values"}
+    assert set(row.only({"values", "returns"}).quantities) == {"values"}
+    assert row.only(()).quantities == {}
+    assert set(row.quantities) == {"advantages", "values"}
 
 
 def test_nuclei_of_a_sample_cover_its_response() -> None:

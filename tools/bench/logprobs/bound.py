@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from tools.bench.logprobs.problem import Outputs, Problem
+from tools.bench.logprobs.problem import HeadProblem, Outputs
 
 # Rows at a time: so many that the products run at full speed, and on CPU so few that little memory is touched first.
 _CHUNK_ROWS = {"cpu": 256}
 _DEVICE_CHUNK_ROWS = 4096
 
 
-def bare_gemms(problem: Problem) -> Outputs:
+def bare_gemms(problem: HeadProblem) -> Outputs:
     """One GEMM in forward and three in backward, with a column of logits for log-probs."""
     return Outputs(logprobs=_Gemms.apply(problem.hidden, problem.weight), entropy=None)
 

@@ -9,11 +9,11 @@ import torch
 
 from megarl.errors import WorkerError
 from megarl.report.summary import format_duration
-from tools.bench.logprobs.contenders import CONTENDERS, Contender, Kind
+from tools.bench.logprobs.contenders import CONTENDERS, HeadContender, Kind
 from tools.bench.logprobs.memory import PEAK_MEMORY
 from tools.bench.logprobs.problem import differences, solve_dense
 from tools.bench.logprobs.processes import Contestants, UnavailableError
-from tools.bench.logprobs.records import GIB, MIB, Agreement, Measurement, Report, Size
+from tools.bench.logprobs.records import GIB, MIB, HeadAgreement, Measurement, Report, Size
 
 # More rows than a contender's chunk, so that chunks must be put together.
 SMALL_ROWS, SMALL_VOCAB, SMALL_HIDDEN = 600, 1000, 32
@@ -25,9 +25,12 @@ PACKAGES = ("torch", "megatron-core", "liger-kernel", "triton", "cut-cross-entro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The measurements of a run. timed_rows: times are taken up to so many rows. exact_rows: as many are compared with dense
-    float64 at the largest vocabulary too, if a single rank has all of it."""
+class CampaignSettings:
+    """The measurements of a run.
+
+    timed_rows: times are taken up to so many rows. exact_rows: as many are compared with dense float64 at the largest
+    vocabulary too, if a single rank has all of it.
+    """
 
     device: str
     dtype: str
@@ -50,19 +53,19 @@ class Settings:
         return dtype.itemsize
 
 
-def predicted_bytes(contender: Contender, size: Size, *, world_size: int, itemsize: int) -> int:
+def predicted_bytes(contender: HeadContender, size: Size, *, world_size: int, itemsize: int) -> int:
     """Bytes that each rank needs at the least: what is kept of [N, V/tp] logits, and the weight's share."""
     shard = size.vocab // world_size
     return size.rows * shard * contender.kept_bytes(itemsize) + _WEIGHT_COPIES * shard * size.hidden * itemsize
 
 
-class Progress:
+class CampaignProgress:
     """A line per measurement, with the time left if work goes on as it did."""
 
     # The cost of starting processes, in logits worked on.
     START = 1.5e8
 
-    def __init__(self, settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, settings: CampaignSettings, *, clock: Callable[[], float] = time.monotonic) -> None:
         timed = [self.work(size) for size in settings.timed_sizes for _ in range(settings.rounds)]
         measured = [self.work(size) + self.START for size in settings.sizes]
         num_all = len(settings.contenders)
@@ -83,18 +86,18 @@ class Progress:
 
 
 @dataclass(kw_only=True)
-class Campaign:
+class HeadCampaign:
     """Runs what its settings say, and collects it."""
 
-    settings: Settings
+    settings: CampaignSettings
     measurements: dict[tuple[str, Size], Measurement] = field(default_factory=dict)
-    agreements: dict[str, Agreement] = field(default_factory=dict)
+    agreements: dict[str, HeadAgreement] = field(default_factory=dict)
     relative_errors: dict[str, dict[str, float]] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 
     def run(self) -> Report:
-        settings, self.progress = self.settings, Progress(self.settings)
+        settings, self.progress = self.settings, CampaignProgress(self.settings)
         self.time_in_turns()
         timed_too = () if PEAK_MEMORY[settings.device].in_fresh_processes else settings.timed_sizes
         for size in settings.sizes:
@@ -143,12 +146,12 @@ class Campaign:
         except (UnavailableError, WorkerError) as error:
             if isinstance(error, UnavailableError) and not CONTENDERS.get(name).optional:
                 raise
-            self._leave_out(name, str(error), Progress.START)
+            self._leave_out(name, str(error), CampaignProgress.START)
             return None
         if agreement is not None:
             self.agreements[name] = agreement
         self.versions |= group.ask("versions", PACKAGES)[0]
-        self.progress.advance(Progress.START, f"{name}: {_describe(agreement)}")
+        self.progress.advance(CampaignProgress.START, f"{name}: {_describe(agreement)}")
         return group
 
     def _leave_out(self, name: str, why: str, work: float) -> None:
@@ -172,7 +175,7 @@ class Campaign:
         names = [name for name in self.settings.contenders if name not in self.unavailable]
         return [name for name in names if CONTENDERS.get(name).kind is not Kind.BOUND]
 
-    def _compare(self, name: str, group: Contestants) -> Agreement | None:
+    def _compare(self, name: str, group: Contestants) -> HeadAgreement | None:
         """How far the contender is from dense float64 on a small problem; None for what computes no log-probs."""
         settings = self.settings
         size = Size(vocab=SMALL_VOCAB * settings.world_size, rows=SMALL_ROWS, hidden=SMALL_HIDDEN)
@@ -186,7 +189,7 @@ class Campaign:
             with_entropy=answers[0].entropy is not None,
         )
         tolerance = TOLERANCES[settings.dtype]
-        return Agreement(contender=name, tolerance=tolerance, differences=differences(answers, dense))
+        return HeadAgreement(contender=name, tolerance=tolerance, differences=differences(answers, dense))
 
     def _compare_exactly(self, name: str, size: Size, group: Contestants) -> None:
         try:
@@ -200,7 +203,7 @@ class Campaign:
         try:
             times = group.ask("times", size)
         except (UnavailableError, WorkerError) as error:
-            self._leave_out(name, f"{size}: {error}", Progress.work(size))
+            self._leave_out(name, f"{size}: {error}", CampaignProgress.work(size))
             return
         forward_s, total_s = (max(each) for each in zip(*times, strict=True))
         known = self._known(name, size)
@@ -209,7 +212,7 @@ class Campaign:
         )
         seconds = f"forward {forward_s:.3f} s, with backward {total_s:.3f} s"
         round_of = f"round {turn + 1} of {self.settings.rounds}"
-        self.progress.advance(Progress.work(size), f"{size} {name}, {round_of}: {seconds}")
+        self.progress.advance(CampaignProgress.work(size), f"{size} {name}, {round_of}: {seconds}")
 
     def _measure_memory_alone(self, name: str, size: Size) -> None:
         """Peak memory and collectives in fresh processes."""
@@ -220,7 +223,7 @@ class Campaign:
 
     def _measure_memory(self, name: str, size: Size, group: Contestants) -> None:
         """Peak memory and collectives; a prediction if the memory would not do."""
-        work = Progress.work(size) + Progress.START
+        work = CampaignProgress.work(size) + CampaignProgress.START
         if not self._fits(name, size, group):
             total = self._known(name, size).predicted_bytes or 0
             self.progress.advance(work, f"{size} {name}: predicted out of memory, {total / GIB:.1f} GiB")
@@ -250,7 +253,7 @@ class Campaign:
         return self.measurements.get((name, size), Measurement(contender=name, size=size))
 
 
-def _describe(agreement: Agreement | None) -> str:
+def _describe(agreement: HeadAgreement | None) -> str:
     if agreement is None:
         return "ready"
     worst = max(agreement.differences.values())

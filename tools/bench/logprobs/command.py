@@ -9,10 +9,10 @@ from types import MappingProxyType
 
 from megarl.errors import ConfigError
 from megarl.host.device.accelerators import nvidia_devices
-from tools.bench.logprobs.campaign import TOLERANCES, Campaign, Settings
+from tools.bench.logprobs.campaign import TOLERANCES, CampaignSettings, HeadCampaign
 from tools.bench.logprobs.contenders import CONTENDERS, DEFAULTS, Kind
 from tools.bench.logprobs.figure import write_memory_png
-from tools.bench.logprobs.limits import Verdict, judge
+from tools.bench.logprobs.limits import LimitVerdict, judge
 from tools.bench.logprobs.records import Size
 from tools.bench.logprobs.tables import limits_text, report_text
 
@@ -73,7 +73,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def to_settings(arguments: argparse.Namespace) -> Settings:
+def to_settings(arguments: argparse.Namespace) -> CampaignSettings:
     """Options over defaults; ConfigError for a name that is none, or a device that is not there."""
     device, defaults = arguments.device, QUICK if arguments.quick else FULL[arguments.device]
     if device == "cuda" and not nvidia_devices():
@@ -86,7 +86,7 @@ def to_settings(arguments: argparse.Namespace) -> Settings:
     vocabs = arguments.vocab or defaults.vocab
     if uneven := [vocab for vocab in vocabs if vocab % world_size]:
         raise ConfigError(f"--vocab: got {uneven} on {world_size} ranks, expected multiples; choose other sizes")
-    return Settings(
+    return CampaignSettings(
         device=device,
         dtype=arguments.dtype or DTYPES[device],
         world_size=world_size,
@@ -105,7 +105,7 @@ def to_settings(arguments: argparse.Namespace) -> Settings:
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
     try:
-        report = Campaign(settings=to_settings(arguments)).run()
+        report = HeadCampaign(settings=to_settings(arguments)).run()
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from error
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -115,4 +115,4 @@ def main(argv: list[str] | None = None) -> None:
     print(f"\n{report_text(report)}\n\n{limits_text(judgements)}")
     print(f"wrote {arguments.out / 'records.json'}\nwrote {arguments.out / 'memory.png'}")
     is_missing = any(CONTENDERS.get(name).kind is Kind.OURS for name in report.unavailable)
-    raise SystemExit(is_missing or any(each.verdict is Verdict.FAIL for each in judgements))
+    raise SystemExit(is_missing or any(each.verdict is LimitVerdict.FAIL for each in judgements))

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megarl.registry import Registry
-from tools.bench.logprobs.problem import Head, Outputs, Problem
+from tools.bench.logprobs.problem import Head, HeadProblem, Outputs
 
 
 class Kind(StrEnum):
@@ -41,7 +41,7 @@ def _float32_softmax(itemsize: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contender:
+class HeadContender:
     """load: (tensor-parallel group) → head. kept_bytes: (bytes of a number) → bytes kept for each logit [N, V/tp].
 
     num_gemms: products of N·H·V/tp that forward and backward take. optional: left out where it cannot be imported.
@@ -55,7 +55,7 @@ class Contender:
     note: str = ""
 
 
-CONTENDERS: Registry[Contender] = Registry("contender", key="--contenders")
+CONTENDERS: Registry[HeadContender] = Registry("contender", key="--contenders")
 # Liger leaves this out of the loss; no label is that.
 _IGNORE_INDEX = -100
 
@@ -80,7 +80,7 @@ def _head(regime: str, kernels: Callable[[], Any] | None = None) -> Callable[[di
 
         made = None if kernels is None else kernels()
 
-        def head(problem: Problem) -> Outputs:
+        def head(problem: HeadProblem) -> Outputs:
             rows_per_rank = problem.weight.shape[0]
             in_chunk = Regime[regime] is Regime.IN_CHUNK
             result = vocab_parallel_logprobs(
@@ -134,7 +134,7 @@ def _liger_fallback(group: dist.ProcessGroup) -> Head:
     module = import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
     function = module._TensorParallelFusedLinearPPOFallbackFunction
 
-    def head(problem: Problem) -> Outputs:
+    def head(problem: HeadProblem) -> Outputs:
         nll, entropy = function.apply(problem.hidden, problem.weight, problem.labels, 1.0, _IGNORE_INDEX, True, group)
         return Outputs(logprobs=-nll, entropy=entropy)
 
@@ -145,7 +145,7 @@ def _liger(group: dist.ProcessGroup) -> Head:
     """Liger's front end, which picks a kernel for the device."""
     ops = import_module("liger_kernel.ops")
 
-    def head(problem: Problem) -> Outputs:
+    def head(problem: HeadProblem) -> Outputs:
         inputs = problem.hidden, problem.weight, problem.labels
         if group.size() == 1:
             nll, entropy = ops.LigerFusedLinearScaledCrossEntropyFunction.apply(*inputs, return_entropy=True)
@@ -162,7 +162,7 @@ def _liger_linear(group: dist.ProcessGroup) -> Head:
     if group.size() > 1:
         raise ImportError("it has no tensor-parallel form")
 
-    def head(problem: Problem) -> Outputs:
+    def head(problem: HeadProblem) -> Outputs:
         bias, class_weights, z_loss, smoothing = None, None, 0.0, 0.0
         options = bias, class_weights, _IGNORE_INDEX, z_loss, smoothing, "none"
         nll, *_ = function.apply(problem.hidden, problem.weight, problem.labels, *options)
@@ -176,7 +176,7 @@ def _cut_cross_entropy(group: dist.ProcessGroup) -> Head:
     if group.size() > 1:
         raise ImportError("it has no tensor-parallel form")
 
-    def head(problem: Problem) -> Outputs:
+    def head(problem: HeadProblem) -> Outputs:
         nll = linear_cross_entropy(problem.hidden, problem.weight, problem.labels, reduction="none", filter_eps=None)
         return Outputs(logprobs=-nll, entropy=None)
 
@@ -191,7 +191,7 @@ def _gemms(group: dist.ProcessGroup) -> Head:
 
 def _register_head(name: str, **settings: Any) -> None:
     for suffix, kernels in (("", None), ("_triton", _triton_kernels), ("_torch", _torch_kernels)):
-        contender = Contender(kind=Kind.OURS, load=_head(name.upper(), kernels), **settings)
+        contender = HeadContender(kind=Kind.OURS, load=_head(name.upper(), kernels), **settings)
         CONTENDERS.register(name + suffix)(contender)
 
 
@@ -200,7 +200,7 @@ _register_head("recompute", num_gemms=4, note=_OURS)
 _register_head("keep", num_gemms=3, kept_bytes=_logits, note=_OURS)
 _register_head("in_chunk", num_gemms=3, note=f"{_OURS}; is told the gradient of the loss in forward, and is done there")
 CONTENDERS.register("megatron_verl")(
-    Contender(
+    HeadContender(
         kind=Kind.PEER,
         load=_megatron_verl,
         num_gemms=3,
@@ -209,7 +209,7 @@ CONTENDERS.register("megatron_verl")(
     )
 )
 CONTENDERS.register("megatron_fused")(
-    Contender(
+    HeadContender(
         kind=Kind.PEER,
         load=_megatron_fused,
         num_gemms=3,
@@ -219,15 +219,17 @@ CONTENDERS.register("megatron_fused")(
     )
 )
 CONTENDERS.register("liger_fallback")(
-    Contender(
+    HeadContender(
         kind=Kind.PEER, load=_liger_fallback, num_gemms=4, note="Liger's tensor-parallel function without CUDA kernels"
     )
 )
 CONTENDERS.register("liger")(
-    Contender(kind=Kind.PEER, load=_liger, num_gemms=4, optional=True, note="Liger's fused linear scaled cross entropy")
+    HeadContender(
+        kind=Kind.PEER, load=_liger, num_gemms=4, optional=True, note="Liger's fused linear scaled cross entropy"
+    )
 )
 CONTENDERS.register("liger_linear")(
-    Contender(
+    HeadContender(
         kind=Kind.PEER,
         load=_liger_linear,
         num_gemms=4,
@@ -236,8 +238,8 @@ CONTENDERS.register("liger_linear")(
     )
 )
 CONTENDERS.register("cut_cross_entropy")(
-    Contender(kind=Kind.PEER, load=_cut_cross_entropy, num_gemms=4, optional=True, note="computes no entropy")
+    HeadContender(kind=Kind.PEER, load=_cut_cross_entropy, num_gemms=4, optional=True, note="computes no entropy")
 )
 CONTENDERS.register("gemms")(
-    Contender(kind=Kind.BOUND, load=_gemms, num_gemms=4, note="the four matrix multiplications alone")
+    HeadContender(kind=Kind.BOUND, load=_gemms, num_gemms=4, note="the four matrix multiplications alone")
 )

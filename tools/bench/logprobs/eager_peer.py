@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tools.bench.logprobs.problem import Head, Outputs, Problem
+from tools.bench.logprobs.problem import Head, HeadProblem, Outputs
 
 
 class _EagerEntropy(torch.autograd.Function):
@@ -50,7 +50,7 @@ def load(group: dist.ProcessGroup) -> Head:
     linear, tp_group = _output_layer(group)
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    def head(problem: Problem) -> Outputs:
+    def head(problem: HeadProblem) -> Outputs:
         logits = linear(problem)
         copy = logits.clone()
         entropy = _EagerEntropy.apply(logits, tp_group)
@@ -64,14 +64,14 @@ def load_fused(group: dist.ProcessGroup) -> Head:
     linear, tp_group = _output_layer(group)
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 
-    def head(problem: Problem) -> Outputs:
+    def head(problem: HeadProblem) -> Outputs:
         nll = fused_vocab_parallel_cross_entropy(linear(problem), problem.labels, tp_group)
         return Outputs(logprobs=-nll, entropy=None)
 
     return head
 
 
-def _output_layer(group: dist.ProcessGroup) -> tuple[Callable[[Problem], torch.Tensor], dist.ProcessGroup]:
+def _output_layer(group: dist.ProcessGroup) -> tuple[Callable[[HeadProblem], torch.Tensor], dist.ProcessGroup]:
     """Megatron's product h·Wᵀ, and its tensor-parallel group."""
     # Megatron asks for it where it overlaps its all-reduce; without CUDA it is not read.
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
@@ -86,7 +86,7 @@ def _output_layer(group: dist.ProcessGroup) -> tuple[Callable[[Problem], torch.T
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=group.size())
     tp_group = parallel_state.get_tensor_model_parallel_group()
 
-    def logits(problem: Problem) -> torch.Tensor:
+    def logits(problem: HeadProblem) -> torch.Tensor:
         made: torch.Tensor = linear(
             problem.hidden,
             problem.weight,

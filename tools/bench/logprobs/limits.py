@@ -9,14 +9,14 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from tools.bench.logprobs.contenders import CONTENDERS, Kind
-from tools.bench.logprobs.records import Agreement, Measurement, Report, Size
+from tools.bench.logprobs.records import HeadAgreement, Measurement, Report, Size
 
 LEAST_ROWS = 4096
 # Where fixed costs of a call stop to count.
 LEAST_TIMED_ROWS = 1024
 
 
-class Verdict(StrEnum):
+class LimitVerdict(StrEnum):
     PASS = "pass"
     FAIL = "FAIL"
     # The sizes or contenders that were asked for leave nothing to compare.
@@ -24,7 +24,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class LocatedValue:
     """A measured value and where it was found."""
 
     value: float
@@ -37,7 +37,7 @@ class Limit:
 
     name: str
     at_most: float
-    figures: Callable[["Results"], Iterator[Figure]]
+    figures: Callable[["Results"], Iterator[LocatedValue]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,21 +45,21 @@ class Judgement:
     """A limit, and the figure that comes closest to it or exceeds it most."""
 
     limit: Limit
-    worst: Figure | None
+    worst: LocatedValue | None
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> LimitVerdict:
         if self.worst is None:
-            return Verdict.NOTHING
+            return LimitVerdict.NOTHING
         # A NaN keeps to nothing.
-        return Verdict.PASS if self.worst.value <= self.limit.at_most else Verdict.FAIL
+        return LimitVerdict.PASS if self.worst.value <= self.limit.at_most else LimitVerdict.FAIL
 
 
 class Results:
     """The measurements of a report by contender and size."""
 
     def __init__(self, report: Report) -> None:
-        self.agreements: Sequence[Agreement] = report.agreements
+        self.agreements: Sequence[HeadAgreement] = report.agreements
         self._by_place = {(m.contender, m.size): m for m in report.measurements}
 
     def of(self, contender: str) -> Iterator[Measurement]:
@@ -72,30 +72,30 @@ class Results:
         return [m for (name, at), m in self._by_place.items() if at == size and CONTENDERS.get(name).kind is Kind.PEER]
 
 
-def _memory_of_liger(results: Results) -> Iterator[Figure]:
+def _memory_of_liger(results: Results) -> Iterator[LocatedValue]:
     for mine in results.of("recompute"):
         peer = results.find("liger_fallback", mine.size)
         if mine.size.rows >= LEAST_ROWS and mine.memory_bytes and peer and peer.memory_bytes:
-            yield Figure(value=mine.memory_bytes / peer.memory_bytes, where=str(mine.size))
+            yield LocatedValue(value=mine.memory_bytes / peer.memory_bytes, where=str(mine.size))
 
 
-def _memory_at_four_times_the_rows(results: Results) -> Iterator[Figure]:
+def _memory_at_four_times_the_rows(results: Results) -> Iterator[LocatedValue]:
     for small in results.of("recompute"):
         size = small.size
         large = results.find("recompute", Size(vocab=size.vocab, rows=4 * size.rows, hidden=size.hidden))
         if size.rows >= LEAST_TIMED_ROWS and small.memory_bytes and large and large.memory_bytes:
             where = f"V={size.vocab} N={size.rows}→{large.size.rows}"
-            yield Figure(value=large.memory_bytes / small.memory_bytes, where=where)
+            yield LocatedValue(value=large.memory_bytes / small.memory_bytes, where=where)
 
 
-def _forward_collectives(results: Results) -> Iterator[Figure]:
+def _forward_collectives(results: Results) -> Iterator[LocatedValue]:
     for name in ("recompute", "keep"):
         for mine in results.of(name):
             if mine.forward is not None:
-                yield Figure(value=mine.forward.num_collectives, where=f"{name}, {mine.size}")
+                yield LocatedValue(value=mine.forward.num_collectives, where=f"{name}, {mine.size}")
 
 
-def _time_of_peers(results: Results, *, max_memory_ratio: float) -> Iterator[Figure]:
+def _time_of_peers(results: Results, *, max_memory_ratio: float) -> Iterator[LocatedValue]:
     for mine in _timed(results, "recompute"):
         assert mine.median_total_s is not None
         for peer in results.peers(mine.size):
@@ -103,35 +103,35 @@ def _time_of_peers(results: Results, *, max_memory_ratio: float) -> Iterator[Fig
                 continue
             if peer.memory_bytes <= max_memory_ratio * mine.memory_bytes:
                 where = f"{peer.contender}, {mine.size}"
-                yield Figure(value=mine.median_total_s / peer.median_total_s, where=where)
+                yield LocatedValue(value=mine.median_total_s / peer.median_total_s, where=where)
 
 
-def _time_of_small_peers(results: Results) -> Iterator[Figure]:
+def _time_of_small_peers(results: Results) -> Iterator[LocatedValue]:
     return _time_of_peers(results, max_memory_ratio=2.0)
 
 
-def _time_of_any_peer(results: Results) -> Iterator[Figure]:
+def _time_of_any_peer(results: Results) -> Iterator[LocatedValue]:
     return _time_of_peers(results, max_memory_ratio=float("inf"))
 
 
-def _keep_to_fastest(results: Results) -> Iterator[Figure]:
+def _keep_to_fastest(results: Results) -> Iterator[LocatedValue]:
     for mine in _timed(results, "keep"):
         times = {m.median_total_s: m.contender for m in results.peers(mine.size) if m.median_total_s is not None}
         if times and mine.median_total_s is not None:
             fastest = min(times)
-            yield Figure(value=mine.median_total_s / fastest, where=f"{times[fastest]}, {mine.size}")
+            yield LocatedValue(value=mine.median_total_s / fastest, where=f"{times[fastest]}, {mine.size}")
 
 
 def _timed(results: Results, name: str) -> Iterator[Measurement]:
     return (m for m in results.of(name) if m.size.rows >= LEAST_TIMED_ROWS and m.median_total_s is not None)
 
 
-def _disagreement(results: Results) -> Iterator[Figure]:
+def _disagreement(results: Results) -> Iterator[LocatedValue]:
     for agreement in results.agreements:
         if CONTENDERS.get(agreement.contender).kind is Kind.OURS:
             for name, difference in agreement.differences.items():
                 where = f"{agreement.contender}, {name}"
-                yield Figure(value=difference / agreement.tolerance, where=where)
+                yield LocatedValue(value=difference / agreement.tolerance, where=where)
 
 
 LIMITS: Mapping[str, tuple[Limit, ...]] = MappingProxyType(

@@ -18,7 +18,7 @@ _REPLICATED = {"log-prob": "logprobs", "entropy": "entropy", "hidden gradient": 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class HeadProblem:
     """A rank's share. hidden [N, H] and weight [V/tp, H] want gradients; labels, grad_logprobs, grad_entropy [N].
 
     main_grad: float32 zeros [V/tp, H] that the weight's gradient is added to, as Megatron keeps them with its weights.
@@ -31,7 +31,7 @@ class Problem:
     grad_entropy: Tensor
     main_grad: Tensor | None = None
 
-    def to(self, device: torch.device) -> "Problem":
+    def to(self, device: torch.device) -> "HeadProblem":
         return replace(
             self,
             hidden=self.hidden.detach().to(device).requires_grad_(),
@@ -58,11 +58,11 @@ class Outputs:
     entropy: Tensor | None
 
 
-Head = Callable[[Problem], Outputs]
+Head = Callable[[HeadProblem], Outputs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class HeadOutputs:
     """Values and gradients; entropy is None where a contender computes none."""
 
     logprobs: Tensor
@@ -79,7 +79,7 @@ def make_problem(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     with_main_grad: bool = False,
-) -> Problem:
+) -> HeadProblem:
     """Everything but the weight is equal on all ranks. The vocabulary must divide by `world_size`."""
     assert size.vocab % world_size == 0, (size, world_size)
     shared = torch.Generator(device).manual_seed(world_size)
@@ -88,7 +88,7 @@ def make_problem(
     grad_logprobs, grad_entropy = torch.randn(2, size.rows, generator=shared, device=device)
     hidden = torch.randn(size.rows, size.hidden, generator=shared, device=device, dtype=dtype)
     weight = torch.randn(size.vocab // world_size, size.hidden, generator=own, device=device, dtype=dtype)
-    return Problem(
+    return HeadProblem(
         hidden=hidden.requires_grad_(),
         weight=weight.mul_(LOGIT_STD / size.hidden**0.5).requires_grad_(),
         labels=labels,
@@ -99,7 +99,7 @@ def make_problem(
     )
 
 
-def backward(problem: Problem, outputs: Outputs) -> None:
+def backward(problem: HeadProblem, outputs: Outputs) -> None:
     """Gradients of L into `problem.hidden.grad` and `problem.grad_weight`.
 
     A contender that cannot write the main gradient itself has its gradient added to it, as Megatron does.
@@ -112,12 +112,12 @@ def backward(problem: Problem, outputs: Outputs) -> None:
         problem.weight.grad = None
 
 
-def solve(head: Head, problem: Problem) -> Answer:
+def solve(head: Head, problem: HeadProblem) -> HeadOutputs:
     """A contender's answer on one rank, on the CPU."""
     outputs = head(problem)
     backward(problem, outputs)
     assert problem.hidden.grad is not None
-    return Answer(
+    return HeadOutputs(
         logprobs=outputs.logprobs.detach().cpu(),
         entropy=None if outputs.entropy is None else outputs.entropy.detach().cpu(),
         grad_hidden=problem.hidden.grad.cpu(),
@@ -127,7 +127,7 @@ def solve(head: Head, problem: Problem) -> Answer:
 
 def solve_dense(
     size: Size, *, world_size: int, dtype: torch.dtype, with_entropy: bool, device: torch.device | str = "cpu"
-) -> Answer:
+) -> HeadOutputs:
     """The answer by dense float64 log_softmax over the whole vocabulary, from inputs of `dtype`, all on `device`."""
     shares = [
         make_problem(size, rank=rank, world_size=world_size, dtype=dtype, device=device) for rank in range(world_size)
@@ -141,12 +141,12 @@ def solve_dense(
     if with_entropy:
         loss = loss + entropy @ shares[0].grad_entropy.double()
     grad_hidden, grad_weight = torch.autograd.grad(loss, (hidden, weight))
-    return Answer(
+    return HeadOutputs(
         logprobs=logprobs.detach(), entropy=entropy.detach(), grad_hidden=grad_hidden, grad_weight=grad_weight
     )
 
 
-def differences(answers: list[Answer], dense: Answer) -> dict[str, float]:
+def differences(answers: list[HeadOutputs], dense: HeadOutputs) -> dict[str, float]:
     """max |got − dense| ÷ max(1, max |dense|) of each value and gradient over all ranks' answers."""
     grad_weight = torch.cat([answer.grad_weight for answer in answers])
     found = {"weight gradient": _difference(grad_weight, dense.grad_weight)}
@@ -157,7 +157,7 @@ def differences(answers: list[Answer], dense: Answer) -> dict[str, float]:
     return found
 
 
-def relative_errors(answer: Answer, dense: Answer) -> dict[str, float]:
+def relative_errors(answer: HeadOutputs, dense: HeadOutputs) -> dict[str, float]:
     """‖got − dense‖ ÷ ‖dense‖ of each value and gradient of a single rank's answer."""
     found = {}
     for name, attribute in {**_REPLICATED, "weight gradient": "grad_weight"}.items():

@@ -18,7 +18,15 @@ from megarl.host.device.platform import platform
 from tools.bench.logprobs.contenders import CONTENDERS
 from tools.bench.logprobs.counting import count_collectives
 from tools.bench.logprobs.memory import PEAK_MEMORY
-from tools.bench.logprobs.problem import Answer, Problem, backward, make_problem, relative_errors, solve, solve_dense
+from tools.bench.logprobs.problem import (
+    HeadOutputs,
+    HeadProblem,
+    backward,
+    make_problem,
+    relative_errors,
+    solve,
+    solve_dense,
+)
 from tools.bench.logprobs.records import RankSpec, Size, Traffic
 
 # A rank that waits for one that failed; the largest pass takes minutes.
@@ -59,7 +67,7 @@ class BenchRank:
         sys.path.append(spec.kernels)
         self.head = CONTENDERS.get(spec.contender).load(self.group)
 
-    def answer(self, size: Size) -> Answer:
+    def answer(self, size: Size) -> HeadOutputs:
         """The answer to a small problem, equal on every device; first use of the code is then behind us."""
         return solve(self.head, self._make(size, device="cpu").to(self.device))
 
@@ -129,7 +137,7 @@ class BenchRank:
         found = {each.name.replace("_", "-"): each.version for each in installed if each.name}
         return {package: found[package] for package in packages if package in found}
 
-    def _make(self, size: Size, device: torch.device | str | None = None) -> Problem:
+    def _make(self, size: Size, device: torch.device | str | None = None) -> HeadProblem:
         return make_problem(
             size,
             rank=self.spec.rank,

@@ -72,7 +72,7 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
+class HeadAgreement:
     """How far a contender is from dense float64: quantity → largest scaled difference."""
 
     contender: str
@@ -96,7 +96,7 @@ class Report:
     main_grad: bool
     world_size: int
     versions: Mapping[str, str]
-    agreements: Sequence[Agreement]
+    agreements: Sequence[HeadAgreement]
     measurements: Sequence[Measurement]
     relative_errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     unavailable: Mapping[str, str] = field(default_factory=dict)

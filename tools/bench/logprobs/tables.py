@@ -6,7 +6,7 @@ from megarl.record.text_table import align
 from tools.bench.logprobs.campaign import gemm_bound_s
 from tools.bench.logprobs.contenders import CONTENDERS
 from tools.bench.logprobs.limits import Judgement
-from tools.bench.logprobs.records import GIB, MIB, Agreement, Measurement, Report, Size, Traffic
+from tools.bench.logprobs.records import GIB, MIB, HeadAgreement, Measurement, Report, Size, Traffic
 
 _NONE = "-"
 _DIFFERENCES = ("log-prob", "entropy", "hidden gradient", "weight gradient")
@@ -109,7 +109,7 @@ def _traffic(traffic: Traffic | None, size: Size) -> tuple[str, str]:
     return str(traffic.num_collectives), f"{traffic.num_bytes / size.rows:.0f}"
 
 
-def _agreement_row(agreement: Agreement) -> tuple[str, ...]:
+def _agreement_row(agreement: HeadAgreement) -> tuple[str, ...]:
     found = (agreement.differences.get(name) for name in _DIFFERENCES)
     verdict = "agrees" if agreement.agrees else f"DISAGREES (more than {agreement.tolerance:g})"
     return (agreement.contender, *(_number(value, ".1e") for value in found), verdict)

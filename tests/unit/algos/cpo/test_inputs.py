@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algos.cpo import inputs_from_batch, inputs_from_rows, loss_scores, shape_advantages, shapes_in_loss
+from megarl.algos.cpo import inputs_from_batch, inputs_from_rows, loss_quantities, shape_advantages, shapes_in_loss
 from megarl.config.algo import CpoConfig
 from megarl.types import RowBatch, ScoredBatch
 
@@ -17,13 +17,13 @@ UIDS = ("a", "b", "a", "b")
 def scored() -> ScoredBatch:
     g = torch.Generator().manual_seed(3)
     names = ("old_logprobs", "hint_logprobs", "shuffled_hint_logprobs", "old_entropy")
-    scores = {name: -torch.rand(4, 3, generator=g) * 3 for name in names}
+    quantities = {name: -torch.rand(4, 3, generator=g) * 3 for name in names}
     return ScoredBatch(
         uids=UIDS,
         rewards=torch.tensor([1.0, 0.0, 0.0, 0.0]),
         correct=torch.tensor([True, False, False, False]),
         loss_mask=MASK,
-        scores={**scores, "old_entropy": -scores["old_entropy"], "hint_kl": torch.rand(4, 3, generator=g)},
+        quantities={**quantities, "old_entropy": -quantities["old_entropy"], "hint_kl": torch.rand(4, 3, generator=g)},
         step=7,
     )
 
@@ -37,18 +37,20 @@ def test_host_and_loss_agree(method: str, further: dict[str, Any]) -> None:
     assert not shapes_in_loss(CpoConfig(method=method, **further))
     batch, advantages = scored(), torch.where(MASK, -0.5, 0.0)
     excluded = torch.tensor([[0.0, 0.0, 1.0], *[[0.0] * 3] * 3])
-    batch = replace(batch, scores={**batch.scores, "cpo_excluded": excluded})
+    batch = replace(batch, quantities={**batch.quantities, "cpo_excluded": excluded})
     x = inputs_from_batch(batch, advantages, cfg, vocab_size=20)
     assert x.difficulty.tolist() == [0, -1, 0, -1]
     assert x.step == 6
     expected = shape_advantages(x, cfg)
     assert (expected != advantages).any()
-    scores = {**loss_scores(x, cfg), "advantages": advantages}
+    quantities = {**loss_quantities(x, cfg), "advantages": advantages}
     for rows in ([0, 1, 2, 3], [2, 0], [3]):
         micro = RowBatch(
-            labels=tuple(f"r/{i}" for i in rows), loss_mask=MASK[rows], scores={n: s[rows] for n, s in scores.items()}
+            labels=tuple(f"r/{i}" for i in rows),
+            loss_mask=MASK[rows],
+            quantities={n: s[rows] for n, s in quantities.items()},
         )
-        entropy = batch.score("old_entropy")[rows].requires_grad_()
+        entropy = batch.quantity("old_entropy")[rows].requires_grad_()
         got = shape_advantages(inputs_from_rows(micro, entropy, vocab_size=20), cfg)
         assert not got.requires_grad
         assert torch.equal(got, expected[rows])
@@ -57,6 +59,6 @@ def test_host_and_loss_agree(method: str, further: dict[str, Any]) -> None:
 def test_micro_batch_without_responses() -> None:
     empty = torch.zeros(2, 0)
     names = ("advantages", "cpo_old_logprobs", "hint_logprobs", "cpo_correct", "cpo_difficulty")
-    rows = RowBatch(labels=("a/0", "a/1"), loss_mask=empty.bool(), scores=dict.fromkeys(names, empty))
+    rows = RowBatch(labels=("a/0", "a/1"), loss_mask=empty.bool(), quantities=dict.fromkeys(names, empty))
     x = inputs_from_rows(rows, empty, vocab_size=9)
     assert shape_advantages(x, CpoConfig(method="mi3")).shape == (2, 0)

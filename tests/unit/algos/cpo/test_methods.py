@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algos.cpo import CpoInputs, required_scores, shape_advantages
+from megarl.algos.cpo import CpoInputs, required_quantities, shape_advantages
 from megarl.algos.cpo.formulas import Formula, Term
 from megarl.algos.cpo.methods import CPO_METHODS, Method, formula
 from megarl.config.algo import CpoConfig
 from megarl.errors import ConfigError
-from megarl.types import Score
+from megarl.types import TokenQuantity
 
 DOC = ("naive_qwen3", "mi_qwen3", "negonly_mi3_qwen3", "mi_clamp_unify_difficulty_qwen3", "negonly_seq_kl_qwen3")
 REF = (
@@ -163,17 +163,19 @@ def test_what_formulas_read() -> None:
     }
 
 
-def test_required_scores() -> None:
-    both = {Score.OLD_LOGPROBS, Score.HINT_LOGPROBS}
-    assert required_scores(CpoConfig()) == set()
-    assert required_scores(CpoConfig(method="naive_qwen3")) == set()
-    assert required_scores(CpoConfig(method="verifier_sign")) == both
-    assert required_scores(CpoConfig(method="mi")) == both
-    assert required_scores(CpoConfig(method="mi", shuffled_baseline=True)) == both | {Score.SHUFFLED_HINT_LOGPROBS}
-    assert required_scores(CpoConfig(method="mi", mi_estimator="full_kl")) == both | {Score.HINT_KL}
-    assert required_scores(CpoConfig(method="verifier_sign", mi_estimator="full_kl")) == both
-    assert required_scores(CpoConfig(method="mi3")) == both | {Score.OLD_ENTROPY}
-    assert required_scores(CpoConfig(method="mi3", entropy_source="current")) == both
+def test_required_quantities() -> None:
+    both = {TokenQuantity.OLD_LOGPROBS, TokenQuantity.HINT_LOGPROBS}
+    assert required_quantities(CpoConfig()) == set()
+    assert required_quantities(CpoConfig(method="naive_qwen3")) == set()
+    assert required_quantities(CpoConfig(method="verifier_sign")) == both
+    assert required_quantities(CpoConfig(method="mi")) == both
+    assert required_quantities(CpoConfig(method="mi", shuffled_baseline=True)) == both | {
+        TokenQuantity.SHUFFLED_HINT_LOGPROBS
+    }
+    assert required_quantities(CpoConfig(method="mi", mi_estimator="full_kl")) == both | {TokenQuantity.HINT_KL}
+    assert required_quantities(CpoConfig(method="verifier_sign", mi_estimator="full_kl")) == both
+    assert required_quantities(CpoConfig(method="mi3")) == both | {TokenQuantity.OLD_ENTROPY}
+    assert required_quantities(CpoConfig(method="mi3", entropy_source="current")) == both
 
 
 def test_what_a_factor_reads_is_in_its_signature() -> None:

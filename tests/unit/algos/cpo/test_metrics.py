@@ -87,7 +87,7 @@ def test_shift_of_every_token() -> None:
     }
 
 
-def two_rows(**scores: torch.Tensor) -> CpoInputs:
+def two_rows(**quantities: torch.Tensor) -> CpoInputs:
     """A right and easy row, and a wrong and hard one: d = 2, −1 and 0.1, 3."""
     old = torch.full((2, 2), -3.0, dtype=torch.float64)
     return CpoInputs(
@@ -98,7 +98,7 @@ def two_rows(**scores: torch.Tensor) -> CpoInputs:
         vocab_size=10,
         old_logprobs=old,
         hint_logprobs=old + torch.tensor([[2.0, -1.0], [0.1, 3.0]]),
-        **scores,
+        **quantities,
     )
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.algos.cpo import CpoInputs, required_scores, shape_advantages
+from megarl.algos.cpo import CpoInputs, required_quantities, shape_advantages
 from megarl.algos.cpo.methods import CPO_METHODS
 from megarl.config.algo import CpoConfig
 from megarl.errors import NonFiniteError
@@ -170,11 +170,11 @@ def test_identity() -> None:
     assert shape_advantages(x, CpoConfig()).tolist() == [[1.0, -2.0, 0.0]]
 
 
-def test_missing_and_broken_scores_have_a_message(golden: Any, golden_inputs: Any) -> None:
+def test_missing_and_broken_quantities_have_a_message(golden: Any, golden_inputs: Any) -> None:
     x = golden_inputs(golden("A.wrap.ref.mi3_qwen3"))
     cfg = CpoConfig(method="mi3")
-    assert required_scores(cfg)
-    with pytest.raises(ValueError, match=r"got no entropy, which the method uses; see required_scores\(\)"):
+    assert required_quantities(cfg)
+    with pytest.raises(ValueError, match=r"got no entropy, which the method uses; see required_quantities\(\)"):
         shape_advantages(changed(x, entropy=None), cfg)
     broken = x.hint_logprobs.clone()
     broken[3, 1] = math.nan

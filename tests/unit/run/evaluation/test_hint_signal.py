@@ -1,4 +1,4 @@
-"""Rows scored with and without hints by a Hugging Face model, against passes over one row at a time."""
+"""Rows read with and without hints by a Hugging Face model, against passes over one row at a time."""
 
 import math
 
@@ -13,7 +13,7 @@ from megarl.data.chat import encode_chats
 from megarl.data.hints import HintPlacer, donors, hinted_rows
 from megarl.data.records import Message
 from megarl.recipes.tiny_model import TinyModelConfig, make_byte_tokenizer, make_tiny_model
-from megarl.run.evaluation.hint_signal import mutual_information, score_hints
+from megarl.run.evaluation.hint_signal import hint_inputs, mutual_information
 from megarl.types import Prompt, Row
 
 
@@ -57,10 +57,12 @@ def alone(model: torch.nn.Module, row: Row, temperature: float) -> Tensor:
 
 
 @pytest.mark.parametrize(("micro_batch_tokens", "temperature"), [(4096, 1.0), (60, 0.5), (1, 1.0)])
-def test_scores_are_those_of_single_passes(model: torch.nn.Module, micro_batch_tokens: int, temperature: float) -> None:
+def test_quantities_are_those_of_single_passes(
+    model: torch.nn.Module, micro_batch_tokens: int, temperature: float
+) -> None:
     own = PLACER.place_all(PROMPTS)
     hinted, shuffled = hinted_rows(ROWS, own), hinted_rows(ROWS, PLACER.place_all(PROMPTS, donors(own, seed=0)))
-    got = score_hints(
+    got = hint_inputs(
         model,
         ROWS,
         hinted,
@@ -95,9 +97,9 @@ def test_scores_are_those_of_single_passes(model: torch.nn.Module, micro_batch_t
 
 
 def test_information_by_every_estimator(model: torch.nn.Module) -> None:
-    got = score_hints(model, ROWS, hinted_rows(ROWS, PLACER.place_all(PROMPTS)), correct=[True] * 5)
+    got = hint_inputs(model, ROWS, hinted_rows(ROWS, PLACER.place_all(PROMPTS)), correct=[True] * 5)
     assert got.shuffled_hint_logprobs is None
-    old, hint = (scores[0, 0].item() for scores in (got.need("old_logprobs"), got.need("hint_logprobs")))
+    old, hint = (quantities[0, 0].item() for quantities in (got.need("old_logprobs"), got.need("hint_logprobs")))
     d = hint - old
     expected = {"p_weighted": math.exp(hint) * d, "pmi": d, "kl_is": math.exp(d) * d}
     for name, value in expected.items():

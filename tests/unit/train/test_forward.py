@@ -1,4 +1,4 @@
-"""The scoring passes of a step: who is asked, when, about which rows, and where the answers go.
+"""The forward passes of a step: who is asked, when, about which rows, and where the answers go.
 
 Scorers are fakes. What they say of a row depends on the call and the place in it, so that nothing but the right answer
 in the right place passes; rows, hints and answers are those of the byte tokenizer.
@@ -23,15 +23,15 @@ from megarl.data.records import Message
 from megarl.errors import DataError
 from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.record.metrics import Timers
-from megarl.train.passes import RoleScorer
-from megarl.train.score import HintWriter, ScoringPasses, needed_scores
-from megarl.types import FloatArray, Prompt, Row, Score
+from megarl.train.forward import ForwardStage, HintWriter, needed_quantities
+from megarl.train.passes import RolePasses
+from megarl.types import FloatArray, Prompt, Row, TokenQuantity
 from megarl.types.messages import Role
 
-HINTED = frozenset({Score.OLD_LOGPROBS, Score.HINT_LOGPROBS})
+HINTED = frozenset({TokenQuantity.OLD_LOGPROBS, TokenQuantity.HINT_LOGPROBS})
 
 
-class FakeScorer(RoleScorer):
+class FakePasses(RolePasses):
     """Says k + i/100 of the i-th row of its k-th call, with names of its own; `log` is shared by all of a test."""
 
     def __init__(self, role: Role, names: Sequence[str], log: list[str]) -> None:
@@ -40,15 +40,15 @@ class FakeScorer(RoleScorer):
         self.pairs: list[tuple[list[Row], list[Row]]] = []
         self.steps: list[int] = []
 
-    def score(self, rows: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
-        self.log.append(f"{self.role} scores {len(rows)} rows")
+    def forward(self, rows: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
+        self.log.append(f"{self.role} passes {len(rows)} rows")
         self.rows.append(list(rows))
         self.steps.append(step)
         return {
             name: [self.said(i, row, offset) for i, row in enumerate(rows)] for offset, name in enumerate(self.names)
         }
 
-    def score_pairs(self, rows: Sequence[Row], others: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
+    def forward_pairs(self, rows: Sequence[Row], others: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
         """Divergences 0.5 + i of the i-th pair; log-probs and entropies 100 + i of row i, 200 + i of its twin."""
         self.log.append(f"{self.role} compares {len(rows)} pairs")
         self.pairs.append((list(rows), list(others)))
@@ -66,22 +66,22 @@ class FakeScorer(RoleScorer):
 
 @dataclass(slots=True)
 class Bench:
-    """Passes over fake scorers, and what happened in them."""
+    """Passes over fake passes, and what happened in them."""
 
     hints: HintWriter | None = None
     log: list[str] = field(default_factory=list)
-    scorers: dict[Role, FakeScorer] = field(init=False)
+    passes: dict[Role, FakePasses] = field(init=False)
     timers: Timers = field(default_factory=Timers)
 
     def __post_init__(self) -> None:
         names = {Role.ACTOR: ("logprobs", "entropy"), Role.REFERENCE: ("logprobs", "entropy"), Role.CRITIC: ("values",)}
-        self.scorers = {role: FakeScorer(role, said, self.log) for role, said in names.items()}
+        self.passes = {role: FakePasses(role, said, self.log) for role, said in names.items()}
 
     def run(
-        self, rows: list[Row], prompts: Mapping[str, Prompt], needed: frozenset[Score], *, seed: int = 0
+        self, rows: list[Row], prompts: Mapping[str, Prompt], needed: frozenset[TokenQuantity], *, seed: int = 0
     ) -> tuple[list[Row], dict[str, float]]:
-        passes = ScoringPasses(scorers=self.scorers, hints=self.hints, enter=self._enter, timers=self.timers)
-        return passes.score(rows, prompts, needed, seed=seed, step=4)
+        stage = ForwardStage(passes=self.passes, hints=self.hints, enter=self._enter, timers=self.timers)
+        return stage.add_quantities(rows, prompts, needed, seed=seed, step=4)
 
     def _enter(self, phase: Phase) -> None:
         self.log.append(f"phase {phase.name}")
@@ -122,7 +122,7 @@ def rows(tokenizer: PreTrainedTokenizerBase, prompts: dict[str, Prompt]) -> list
                 token_ids=np.array([*prompt.token_ids, *response]),
                 num_prompt_tokens=len(prompt.token_ids),
                 loss_mask=np.ones(len(response), dtype=np.bool_),
-                scores={"rollout_logprobs": np.full(len(response), -7.0, np.float32)},
+                quantities={"rollout_logprobs": np.full(len(response), -7.0, np.float32)},
             )
         )
     return made
@@ -165,30 +165,30 @@ def test_nothing_is_asked_for(rows: list[Row]) -> None:
     bench = Bench()
     got, metrics = bench.run(rows, {}, frozenset())
     assert bench.log == []
-    assert [set(row.scores) for row in got] == [{"rollout_logprobs"}] * 5
+    assert [set(row.quantities) for row in got] == [{"rollout_logprobs"}] * 5
     assert (metrics, bench.timers.pop()) == ({}, {})
 
 
-def test_roles_score_in_turn_the_actor_last(rows: list[Row]) -> None:
+def test_roles_compute_in_turn_the_actor_last(rows: list[Row]) -> None:
     """The update follows, and finds the actor where it is."""
     bench = Bench()
-    needed = frozenset({Score.OLD_LOGPROBS, Score.REF_LOGPROBS, Score.VALUES})
+    needed = frozenset({TokenQuantity.OLD_LOGPROBS, TokenQuantity.REF_LOGPROBS, TokenQuantity.VALUES})
     got, metrics = bench.run(rows, {}, needed)
     assert bench.log == [
         "phase score reference",
-        "reference scores 5 rows",
+        "reference passes 5 rows",
         "phase score critic",
-        "critic scores 5 rows",
+        "critic passes 5 rows",
         "phase score actor",
-        "actor scores 5 rows",
+        "actor passes 5 rows",
     ]
     assert metrics == {}
     assert set(bench.timers.pop()) == {"timing_s/ref", "timing_s/values", "timing_s/old_log_prob"}
-    assert {step for scorer in bench.scorers.values() for step in scorer.steps} == {4}
+    assert {step for of_role in bench.passes.values() for step in of_role.steps} == {4}
     for place, row in enumerate(got):
         assert row.label == rows[place].label
-        scores = {name: constant(score) for name, score in row.scores.items()}
-        assert scores == {
+        quantities = {name: constant(value) for name, value in row.quantities.items()}
+        assert quantities == {
             "rollout_logprobs": -7.0,
             "ref_logprobs": 1 + place / 100,
             "values": 1 + place / 100,
@@ -197,24 +197,24 @@ def test_roles_score_in_turn_the_actor_last(rows: list[Row]) -> None:
             "old_entropy": 11 + place / 100,
         }
     # What came in is as it was.
-    assert [set(row.scores) for row in rows] == [{"rollout_logprobs"}] * 5
+    assert [set(row.quantities) for row in rows] == [{"rollout_logprobs"}] * 5
 
 
 @pytest.mark.parametrize(
     ("needed", "asked"),
     [
-        ({Score.REF_LOGPROBS}, ["reference"]),
-        ({Score.VALUES}, ["critic"]),
-        ({Score.OLD_LOGPROBS}, ["actor"]),
-        ({Score.OLD_ENTROPY}, ["actor"]),
-        ({Score.VALUES, Score.OLD_ENTROPY}, ["critic", "actor"]),
+        ({TokenQuantity.REF_LOGPROBS}, ["reference"]),
+        ({TokenQuantity.VALUES}, ["critic"]),
+        ({TokenQuantity.OLD_LOGPROBS}, ["actor"]),
+        ({TokenQuantity.OLD_ENTROPY}, ["actor"]),
+        ({TokenQuantity.VALUES, TokenQuantity.OLD_ENTROPY}, ["critic", "actor"]),
     ],
 )
-def test_only_roles_that_are_needed_are_asked(rows: list[Row], needed: set[Score], asked: list[str]) -> None:
+def test_only_roles_that_are_needed_are_asked(rows: list[Row], needed: set[TokenQuantity], asked: list[str]) -> None:
     bench = Bench()
     got, _ = bench.run(rows, {}, frozenset(needed))
-    assert [entry.split()[0] for entry in bench.log if "scores" in entry] == asked
-    assert needed <= set(got[0].scores)
+    assert [entry.split()[0] for entry in bench.log if "passes" in entry] == asked
+    assert needed <= set(got[0].quantities)
 
 
 # --- with hints
@@ -224,9 +224,9 @@ def test_plain_hinted_and_shuffled_rows_share_one_pass(
     tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
 ) -> None:
     bench = Bench(writer(tokenizer))
-    got, metrics = bench.run(rows, prompts, HINTED | {Score.SHUFFLED_HINT_LOGPROBS})
-    assert bench.log == ["phase score actor", "actor scores 15 rows"]
-    asked = bench.scorers[Role.ACTOR].rows[0]
+    got, metrics = bench.run(rows, prompts, HINTED | {TokenQuantity.SHUFFLED_HINT_LOGPROBS})
+    assert bench.log == ["phase score actor", "actor passes 15 rows"]
+    asked = bench.passes[Role.ACTOR].rows[0]
     plain, hinted, shuffled = asked[:5], asked[5:10], asked[10:]
     for part in (plain, hinted, shuffled):
         assert [response_of(row) for row in part] == [response_of(row) for row in rows]
@@ -240,10 +240,10 @@ def test_plain_hinted_and_shuffled_rows_share_one_pass(
         place = prompt_text(tokenizer, row).index(f"{row.uid}?")
         assert prompt_text(tokenizer, own)[place:].startswith(hints.pop(row.uid) + f"{row.uid}?")
         assert any(prompt_text(tokenizer, other)[place:].startswith(hint + f"{row.uid}?") for hint in hints.values())
-    scores = [{name: constant(score) for name, score in row.scores.items()} for row in got]
+    quantities = [{name: constant(value) for name, value in row.quantities.items()} for row in got]
     # The row without a hint keeps its advantages, whatever else a method reads.
-    assert [of_row.pop("cpo_excluded") for of_row in scores] == [0, 0, 1, 0, 0]
-    for place, of_row in enumerate(scores):
+    assert [of_row.pop("cpo_excluded") for of_row in quantities] == [0, 0, 1, 0, 0]
+    for place, of_row in enumerate(quantities):
         old = 1 + place / 100
         without = rows[place].uid == "none"
         assert of_row == {
@@ -265,8 +265,14 @@ def test_without_a_baseline_no_hint_is_shuffled(
 ) -> None:
     bench = Bench(writer(tokenizer))
     got, _ = bench.run(rows, prompts, HINTED)
-    assert bench.log == ["phase score actor", "actor scores 10 rows"]
-    assert set(got[0].scores) == {"rollout_logprobs", "old_logprobs", "old_entropy", "hint_logprobs", "cpo_excluded"}
+    assert bench.log == ["phase score actor", "actor passes 10 rows"]
+    assert set(got[0].quantities) == {
+        "rollout_logprobs",
+        "old_logprobs",
+        "old_entropy",
+        "hint_logprobs",
+        "cpo_excluded",
+    }
 
 
 def test_the_seed_decides_whose_hint_it_is(
@@ -274,8 +280,8 @@ def test_the_seed_decides_whose_hint_it_is(
 ) -> None:
     def shuffled(seed: int) -> list[str]:
         bench = Bench(writer(tokenizer))
-        bench.run(rows, prompts, HINTED | {Score.SHUFFLED_HINT_LOGPROBS}, seed=seed)
-        return [prompt_text(tokenizer, row) for row in bench.scorers[Role.ACTOR].rows[0][10:]]
+        bench.run(rows, prompts, HINTED | {TokenQuantity.SHUFFLED_HINT_LOGPROBS}, seed=seed)
+        return [prompt_text(tokenizer, row) for row in bench.passes[Role.ACTOR].rows[0][10:]]
 
     assert shuffled(0) == shuffled(0)
     # Two cycles of three hints.
@@ -286,19 +292,19 @@ def test_divergences_are_of_rows_and_their_hinted_twins(
     tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
 ) -> None:
     bench = Bench(writer(tokenizer, mi_estimator="full_kl"))
-    got, _ = bench.run(rows, prompts, HINTED | {Score.HINT_KL})
+    got, _ = bench.run(rows, prompts, HINTED | {TokenQuantity.HINT_KL})
     # Where there is no hint nothing diverges; what a pair's pass says of its two is not asked again.
-    assert bench.log == ["phase score actor", "actor scores 2 rows", "actor compares 4 pairs"]
-    actor, with_hint = bench.scorers[Role.ACTOR], [0, 1, 3, 4]
+    assert bench.log == ["phase score actor", "actor passes 2 rows", "actor compares 4 pairs"]
+    actor, with_hint = bench.passes[Role.ACTOR], [0, 1, 3, 4]
     ((plain, hinted),) = actor.pairs
     assert [row.token_ids.tolist() for row in plain] == [rows[i].token_ids.tolist() for i in with_hint]
     written = hinted_rows(rows, bench.hints.placer.place_all(prompts)).rows
     assert [row.token_ids.tolist() for row in hinted] == [written[i].token_ids.tolist() for i in with_hint]
     assert [row.token_ids.tolist() for row in actor.rows[0]] == [rows[2].token_ids.tolist()] * 2
-    assert [constant(row.scores["hint_kl"]) for row in got] == [0.5, 1.5, 0.0, 2.5, 3.5]
+    assert [constant(row.quantities["hint_kl"]) for row in got] == [0.5, 1.5, 0.0, 2.5, 3.5]
     # 1.00 is the first row of the first call.
-    assert [constant(row.scores["old_logprobs"]) for row in got] == [100, 101, 1.00, 102, 103]
-    assert [constant(row.scores["hint_logprobs"]) for row in got] == [200, 201, 1.00, 202, 203]
+    assert [constant(row.quantities["old_logprobs"]) for row in got] == [100, 101, 1.00, 102, 103]
+    assert [constant(row.quantities["hint_logprobs"]) for row in got] == [200, 201, 1.00, 202, 203]
 
 
 def test_a_row_that_does_not_fit_twice_is_no_pair(
@@ -306,10 +312,10 @@ def test_a_row_that_does_not_fit_twice_is_no_pair(
 ) -> None:
     """A limit of half a micro-batch for hinted rows leaves rows beyond it without a hint, whatever they measure."""
     bench = Bench(writer(tokenizer, mi_estimator="full_kl", max_prompt_tokens=7))
-    got, metrics = bench.run(rows, prompts, HINTED | {Score.HINT_KL})
-    assert bench.log == ["phase score actor", "actor scores 10 rows"]
+    got, metrics = bench.run(rows, prompts, HINTED | {TokenQuantity.HINT_KL})
+    assert bench.log == ["phase score actor", "actor passes 10 rows"]
     assert metrics["cpo/hint_no_text_frac"] + metrics["cpo/hint_no_room_frac"] == 1.0
-    assert not any(row.scores["hint_kl"].any() for row in got)
+    assert not any(row.quantities["hint_kl"].any() for row in got)
 
 
 def test_hints_are_cut_where_prompts_would_become_too_long(
@@ -320,7 +326,7 @@ def test_hints_are_cut_where_prompts_would_become_too_long(
     for room in (3, 0):
         bench = Bench(writer(tokenizer, max_prompt_tokens=10 + room))
         got, metrics = bench.run(rows, prompts, HINTED)
-        hinted = bench.scorers[Role.ACTOR].rows[0][5:]
+        hinted = bench.passes[Role.ACTOR].rows[0][5:]
         assert [row.num_tokens for row in hinted] == [23 + room, 23 + room, 26, 23 + room, 23 + room]
         assert metrics == pytest.approx(
             {
@@ -330,7 +336,7 @@ def test_hints_are_cut_where_prompts_would_become_too_long(
             }
         )
     # Of nothing but its own prompt a row says the same again.
-    assert all(constant(row.scores["hint_logprobs"]) == constant(row.scores["old_logprobs"]) for row in got)
+    assert all(constant(row.quantities["hint_logprobs"]) == constant(row.quantities["old_logprobs"]) for row in got)
 
 
 def test_a_configured_limit_cuts_hints(
@@ -353,7 +359,7 @@ def test_answers_are_marked_if_they_are_to_keep_their_advantage(
             # "r0 \boxed{0}.": the eleventh byte token is the answer. A row without a hint keeps all its advantages.
             assert tokenizer.decode(response_of(row)[10:11]) == str(place)
             marked = [10] * exclude if row.uid != "none" else list(range(row.num_response_tokens))
-            assert np.flatnonzero(row.scores["cpo_excluded"]).tolist() == marked
+            assert np.flatnonzero(row.quantities["cpo_excluded"]).tolist() == marked
 
 
 def test_of_a_conversation_only_the_last_turn_has_an_answer(
@@ -369,15 +375,15 @@ def test_of_a_conversation_only_the_last_turn_has_an_answer(
             rows[0],
             token_ids=np.concatenate([before, first, reply, ending]),
             loss_mask=np.repeat([True, False, True], [len(first), len(reply), len(ending)]),
-            scores={},
+            quantities={},
         )
         for ending in (last, nothing)
     ]
     bench = Bench(writer(tokenizer, exclude_answer=True))
     got, _ = bench.run(talks, {"a": replace(prompts["a"], environment="game")}, HINTED)
     place = len(first) + len(reply) + len("\\boxed{")
-    assert np.flatnonzero(got[0].scores["cpo_excluded"]).tolist() == [place]
-    assert not got[1].scores["cpo_excluded"].any()
+    assert np.flatnonzero(got[0].quantities["cpo_excluded"]).tolist() == [place]
+    assert not got[1].quantities["cpo_excluded"].any()
 
 
 def test_a_conversation_that_its_environment_opened_cannot_have_a_hint(
@@ -423,4 +429,4 @@ def test_old_logprobs_are_computed_where_the_ratio_needs_them(
         trainer=TrainerConfig(prompts_per_step=4, mini_batch_prompts=4 // mini_batches),
     )
     algorithm = build_algorithm(algo, max_response_tokens=8, vocab_size=None)
-    assert (Score.OLD_LOGPROBS in needed_scores(config, algorithm, gate_passed=gate_passed)) is needed
+    assert (TokenQuantity.OLD_LOGPROBS in needed_quantities(config, algorithm, gate_passed=gate_passed)) is needed

@@ -1,6 +1,6 @@
 """Run the forward passes that compute a step's log-probs, values and entropies: one per model, with hinted rows in it.
 
-`SOURCES` lists, for each of these scores, the role that computes it, its name there, and the variant of the rows.
+`SOURCES` lists, for each of these quantities, the role that computes it, its name there, and the variant of the rows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +23,8 @@ from megarl.data.prompts import ToolsOf, no_tools
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
 from megarl.record.metrics import Timers
-from megarl.train.passes import RoleScorer
-from megarl.types import Advantages, Algorithm, FloatArray, Prompt, Row, Score
+from megarl.train.passes import RolePasses
+from megarl.types import Advantages, Algorithm, FloatArray, Prompt, Row, TokenQuantity
 from megarl.types.messages import Role
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Variant(Enum):
-    """The prompt with which a score is computed: the original one, or one with a hint."""
+    """The prompt with which a quantity is computed: the original one, or one with a hint."""
 
     PLAIN = auto()
     HINTED = auto()  # with the hint of the own prompt
@@ -41,31 +41,31 @@ class Variant(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreSource:
-    """Where a score comes from: the role that computes it, its name there, and the form (`Variant`) of the rows."""
+class QuantitySource:
+    """Where a quantity comes from: the role that computes it, its name there, and the form (`Variant`) of the rows."""
 
     role: Role
     name: str
     variant: Variant = Variant.PLAIN
 
 
-SOURCES: dict[Score, ScoreSource] = {
-    Score.REF_LOGPROBS: ScoreSource(Role.REFERENCE, "logprobs"),
-    Score.VALUES: ScoreSource(Role.CRITIC, "values"),
-    Score.OLD_LOGPROBS: ScoreSource(Role.ACTOR, "logprobs"),
-    Score.OLD_ENTROPY: ScoreSource(Role.ACTOR, "entropy"),
-    Score.HINT_LOGPROBS: ScoreSource(Role.ACTOR, "logprobs", Variant.HINTED),
-    Score.SHUFFLED_HINT_LOGPROBS: ScoreSource(Role.ACTOR, "logprobs", Variant.SHUFFLED),
-    Score.HINT_KL: ScoreSource(Role.ACTOR, "kl", Variant.PAIR),
+SOURCES: dict[TokenQuantity, QuantitySource] = {
+    TokenQuantity.REF_LOGPROBS: QuantitySource(Role.REFERENCE, "logprobs"),
+    TokenQuantity.VALUES: QuantitySource(Role.CRITIC, "values"),
+    TokenQuantity.OLD_LOGPROBS: QuantitySource(Role.ACTOR, "logprobs"),
+    TokenQuantity.OLD_ENTROPY: QuantitySource(Role.ACTOR, "entropy"),
+    TokenQuantity.HINT_LOGPROBS: QuantitySource(Role.ACTOR, "logprobs", Variant.HINTED),
+    TokenQuantity.SHUFFLED_HINT_LOGPROBS: QuantitySource(Role.ACTOR, "logprobs", Variant.SHUFFLED),
+    TokenQuantity.HINT_KL: QuantitySource(Role.ACTOR, "kl", Variant.PAIR),
 }
-HINT_SCORES = frozenset(score for score, source in SOURCES.items() if source.variant is not Variant.PLAIN)
-# The roles that score, in order, with the names of their timers, which are those of verl. The actor scores last, so
-# that it is still on its devices for its update.
+HINT_QUANTITIES = frozenset(quantity for quantity, source in SOURCES.items() if source.variant is not Variant.PLAIN)
+# The roles that compute them, in order, with the names of their timers, which are those of verl. The actor comes last,
+# so that it is still on its devices for its update.
 _TIMERS = {Role.REFERENCE: "ref", Role.CRITIC: "values", Role.ACTOR: "old_log_prob"}
 
 
-def needed_scores(config: Config, algorithm: Algorithm, *, gate_passed: bool) -> frozenset[Score]:
-    """Return the scores that a step computes before its update: what the algorithm requires, and perhaps the old
+def needed_quantities(config: Config, algorithm: Algorithm, *, gate_passed: bool) -> frozenset[TokenQuantity]:
+    """Return the quantities that a step computes before its update: what the algorithm requires, and perhaps the old
     log-probs.
 
     Several optimizer steps, or samples that may be stale, need these for the policy ratio, unless it is to the engine's
@@ -75,63 +75,66 @@ def needed_scores(config: Config, algorithm: Algorithm, *, gate_passed: bool) ->
     several = batch_counts(config).optimizer_steps_per_step > 1 or config.rollout.schedule.staleness > 0
     to_engine = CORRECTIONS.get(config.algo.correction.name).rollout_ratio
     if not gate_passed or (several and not to_engine):
-        return algorithm.requires() | {Score.OLD_LOGPROBS}
+        return algorithm.requires() | {TokenQuantity.OLD_LOGPROBS}
     return algorithm.requires()
 
 
-def with_scores(rows: Sequence[Row], scores: Mapping[Any, Sequence[FloatArray]]) -> list[Row]:
-    """Return the rows with further scores by name, each given in row order."""
-    return [row.with_scores(**{str(name): values[i] for name, values in scores.items()}) for i, row in enumerate(rows)]
+def with_quantities(rows: Sequence[Row], quantities: Mapping[Any, Sequence[FloatArray]]) -> list[Row]:
+    """Return the rows with further quantities by name, each given in row order."""
+    return [
+        row.with_quantities(**{str(name): values[i] for name, values in quantities.items()})
+        for i, row in enumerate(rows)
+    ]
 
 
 def with_advantages(rows: Sequence[Row], advantages: Advantages) -> list[Row]:
-    """Return the rows with their advantages and the other scores that the updates read."""
-    named = {"advantages": advantages.values, **advantages.scores}
+    """Return the rows with their advantages and the other quantities that the updates read."""
+    named = {"advantages": advantages.values, **advantages.quantities}
     host = {name: values.float().numpy() for name, values in named.items()}
-    return with_scores(
+    return with_quantities(
         rows, {name: [v[i, : row.num_response_tokens] for i, row in enumerate(rows)] for name, v in host.items()}
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoringPasses:
-    """The stage of a step that adds to rows the scores (log-probs, values, …) that the algorithm needs.
+class ForwardStage:
+    """The stage of a step that adds to rows the quantities (log-probs, values, …) that the algorithm needs.
 
     `enter` is called before each pass with its phase, so that the model is on its devices.
     """
 
-    scorers: Mapping[Role, RoleScorer]
+    passes: Mapping[Role, RolePasses]
     hints: "HintWriter | None"
     enter: Callable[[residency.Phase], None]
     timers: Timers
 
-    def score(
-        self, rows: list[Row], prompts: Mapping[str, Prompt], needed: frozenset[Score], *, seed: int, step: int
+    def add_quantities(
+        self, rows: list[Row], prompts: Mapping[str, Prompt], needed: frozenset[TokenQuantity], *, seed: int, step: int
     ) -> tuple[list[Row], dict[str, float]]:
-        """Return the rows with the scores `needed`, and metrics of the hints.
+        """Return the rows with the quantities `needed`, and metrics of the hints.
 
-        A pass adds every score that its role computes for rows without hints, needed or not. seed: draws which prompts
-        exchange their hints for the shuffled baseline.
+        A pass adds every quantity that its role computes for rows without hints, needed or not. seed: draws which
+        prompts exchange their hints for the shuffled baseline.
         """
         metrics: dict[str, float] = {}
         for role, timer in _TIMERS.items():
-            wanted = {score for score in needed if SOURCES[score].role is role}
+            wanted = {name for name in needed if SOURCES[name].role is role}
             if not wanted:
                 continue
-            self.enter(residency.scoring(role))
+            self.enter(residency.forward(role))
             with self.timers(timer):
-                if wanted & HINT_SCORES:
-                    rows, metrics = self._score_hinted(role, rows, prompts, wanted, seed=seed, step=step)
+                if wanted & HINT_QUANTITIES:
+                    rows, metrics = self._forward_hinted(role, rows, prompts, wanted, seed=seed, step=step)
                 else:
-                    rows = with_scores(rows, _plain_scores(role, self.scorers[role].score(rows, step=step)))
+                    rows = with_quantities(rows, _plain_quantities(role, self.passes[role].forward(rows, step=step)))
         return rows, metrics
 
-    def _score_hinted(
+    def _forward_hinted(
         self,
         role: Role,
         rows: list[Row],
         prompts: Mapping[str, Prompt],
-        wanted: set[Score],
+        wanted: set[TokenQuantity],
         *,
         seed: int,
         step: int,
@@ -149,44 +152,50 @@ class ScoringPasses:
                     "or set algo.cpo.method=none"
                 )
         own = placer.place_all(prompts)
-        # Every score of hints is compared with the log-probs under the own hint.
-        variants = {Score.HINT_LOGPROBS: hinted_rows(rows, own)}
-        if Score.SHUFFLED_HINT_LOGPROBS in wanted:
+        # Every quantity of hints is compared with the log-probs under the own hint.
+        variants = {TokenQuantity.HINT_LOGPROBS: hinted_rows(rows, own)}
+        if TokenQuantity.SHUFFLED_HINT_LOGPROBS in wanted:
             others = placer.place_all(prompts, donors(own, seed=seed))
-            variants[Score.SHUFFLED_HINT_LOGPROBS] = hinted_rows(rows, others)
+            variants[TokenQuantity.SHUFFLED_HINT_LOGPROBS] = hinted_rows(rows, others)
         # A row counts as hinted only if all its variants got a hint; otherwise there would be nothing to compare with.
         has_hint = np.logical_and.reduce([variant.has_hint for variant in variants.values()])
         asked = [*rows, *(row for variant in variants.values() for row in variant.rows)]
-        pairs = np.flatnonzero(variants[Score.HINT_LOGPROBS].has_hint) if Score.HINT_KL in wanted else np.empty(0, int)
-        found = _score_with_pairs(self.scorers[role], asked, pairs.tolist(), count, step)
-        scores = _plain_scores(role, {name: values[:count] for name, values in found.items()})
-        for place, score in enumerate(variants, start=1):
-            name = SOURCES[score].name
-            hinted = found[name][place * count : (place + 1) * count]
-            # Rows without a hint get exactly their plain score.
-            scores[score] = [a if has else b for has, a, b in zip(has_hint, hinted, found[name][:count], strict=True)]
-        if Score.HINT_KL in wanted:
-            scores[Score.HINT_KL] = found["kl"]
-        rows = self.hints.exclude_answers(with_scores(rows, scores))
+        pairs = (
+            np.flatnonzero(variants[TokenQuantity.HINT_LOGPROBS].has_hint)
+            if TokenQuantity.HINT_KL in wanted
+            else np.empty(0, int)
+        )
+        found = _forward_with_pairs(self.passes[role], asked, pairs.tolist(), count, step)
+        quantities = _plain_quantities(role, {name: values[:count] for name, values in found.items()})
+        for place, name in enumerate(variants, start=1):
+            source = SOURCES[name].name
+            hinted = found[source][place * count : (place + 1) * count]
+            # Rows without a hint get exactly their plain log-probs.
+            quantities[name] = [
+                a if has else b for has, a, b in zip(has_hint, hinted, found[source][:count], strict=True)
+            ]
+        if TokenQuantity.HINT_KL in wanted:
+            quantities[TokenQuantity.HINT_KL] = found["kl"]
+        rows = self.hints.exclude_answers(with_quantities(rows, quantities))
         if not has_hint.all():
             # A row without a hint keeps its advantages, whatever else the method reads.
-            excluded = [row.scores.get(EXCLUDED, np.zeros(row.num_response_tokens, np.float32)) for row in rows]
+            excluded = [row.quantities.get(EXCLUDED, np.zeros(row.num_response_tokens, np.float32)) for row in rows]
             kept = [e if has else np.ones_like(e) for e, has in zip(excluded, has_hint, strict=True)]
-            rows = with_scores(rows, {EXCLUDED: kept})
-        return rows, variants[Score.HINT_LOGPROBS].metrics()
+            rows = with_quantities(rows, {EXCLUDED: kept})
+        return rows, variants[TokenQuantity.HINT_LOGPROBS].metrics()
 
 
-def _plain_scores(role: Role, found: Mapping[str, list[FloatArray]]) -> dict[Score, list[FloatArray]]:
-    """Select, from what a role computed, the scores of the rows without hints."""
+def _plain_quantities(role: Role, found: Mapping[str, list[FloatArray]]) -> dict[TokenQuantity, list[FloatArray]]:
+    """Select, from what a role computed, the quantities of the rows without hints."""
     return {
-        score: found[source.name]
-        for score, source in SOURCES.items()
+        quantity: found[source.name]
+        for quantity, source in SOURCES.items()
         if source.role is role and source.variant is Variant.PLAIN
     }
 
 
-def _score_with_pairs(
-    actor: RoleScorer, asked: Sequence[Row], pairs: Sequence[int], count: int, step: int
+def _forward_with_pairs(
+    actor: RolePasses, asked: Sequence[Row], pairs: Sequence[int], count: int, step: int
 ) -> dict[str, list[FloatArray]]:
     """Compute log-probs and entropies of all rows, and KL(with hint ‖ without) for the first `count` of them.
 
@@ -197,11 +206,11 @@ def _score_with_pairs(
     together = {*pairs, *twins}
     alone = [i for i in range(len(asked)) if i not in together]
     places = [*alone, *pairs, *twins]
-    single = actor.score([asked[i] for i in alone], step=step) if alone else {"logprobs": [], "entropy": []}
+    single = actor.forward([asked[i] for i in alone], step=step) if alone else {"logprobs": [], "entropy": []}
     kl = [np.zeros(row.num_response_tokens, np.float32) for row in asked[:count]]
     paired: dict[str, list[FloatArray]] = {"logprobs": [], "entropy": []}
     if pairs:
-        paired = actor.score_pairs([asked[i] for i in pairs], [asked[i] for i in twins], step=step)
+        paired = actor.forward_pairs([asked[i] for i in pairs], [asked[i] for i in twins], step=step)
         for i, values in zip(pairs, paired["kl"], strict=True):
             kl[i] = values
     order = np.argsort(places)
@@ -241,4 +250,4 @@ class HintWriter:
             last = row.token_ids[row.num_prompt_tokens + start :].tolist()
             mark = np.concatenate([np.zeros(start, np.bool_), answer_mask(last, self._decode)])
             marks.append(mark.astype(np.float32))
-        return with_scores(rows, {EXCLUDED: marks})
+        return with_quantities(rows, {EXCLUDED: marks})
