@@ -36,21 +36,21 @@ DEMONSTRATION = "demonstration"
 # Name of the quantity that holds the demonstrator's probabilities, -1 where unknown and on all other tokens.
 TARGET_PROBS = "target_probs"
 
-WindowOf: TypeAlias = Callable[[Slot, DemonstrationConfig], PrefixRange]
+PrefixRangeOf: TypeAlias = Callable[[Slot, DemonstrationConfig], PrefixRange]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixStrategy:
     """A rule for each sample's window; `options` are the fields of `DemonstrationConfig` that not all rules read."""
 
-    window: WindowOf = field(kw_only=False)
+    window: PrefixRangeOf = field(kw_only=False)
     options: Collection[str] = ()
 
     def __post_init__(self) -> None:
         require_fields("options", self.options, DemonstrationConfig)
 
 
-PREFIX_STRATEGIES: FunctionRegistry[WindowOf, PrefixStrategy] = FunctionRegistry(
+PREFIX_STRATEGIES: FunctionRegistry[PrefixRangeOf, PrefixStrategy] = FunctionRegistry(
     "prefix strategy", key="algo.demonstrations.strategy", entry=PrefixStrategy, parameters=("slot", "cfg")
 )
 
@@ -65,7 +65,7 @@ def none(slot: Slot, cfg: DemonstrationConfig) -> PrefixRange:
     """Use no part of the demonstration.
 
     >>> none(Slot(step=1, index=0, count=2), DemonstrationConfig())
-    Window(low=0.0, high=0.0)
+    PrefixRange(low=0.0, high=0.0)
     """
     return PrefixRange(low=0.0, high=0.0)
 
@@ -76,7 +76,7 @@ def random(slot: Slot, cfg: DemonstrationConfig) -> PrefixRange:
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
     >>> random(Slot(step=1, index=0, count=2), cfg)
-    Window(low=0.25, high=1.0)
+    PrefixRange(low=0.25, high=1.0)
     """
     return PrefixRange(low=cfg.min_ratio, high=cfg.max_ratio)
 
@@ -87,7 +87,7 @@ def linear(slot: Slot, cfg: DemonstrationConfig) -> PrefixRange:
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
     >>> linear(Slot(step=6, index=1, count=2), cfg)
-    Window(low=0.5, high=0.5)
+    PrefixRange(low=0.5, high=0.5)
     """
     ratio = cfg.max_ratio * (1 - min((slot.step - 1) / cfg.decay_steps, 1.0))
     return PrefixRange(low=ratio, high=ratio)
@@ -99,7 +99,7 @@ def linear_max(slot: Slot, cfg: DemonstrationConfig) -> PrefixRange:
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
     >>> linear_max(Slot(step=1, index=0, count=2), cfg)
-    Window(low=0.0, high=1.0)
+    PrefixRange(low=0.0, high=1.0)
     """
     return PrefixRange(low=0.0, high=(_NUM_WINDOWS - _tenth(slot.step, cfg)) * cfg.max_ratio / _NUM_WINDOWS)
 
@@ -110,7 +110,7 @@ def reverse_linear(slot: Slot, cfg: DemonstrationConfig) -> PrefixRange:
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
     >>> reverse_linear(Slot(step=6, index=1, count=2), cfg)
-    Window(low=0.0, high=0.5)
+    PrefixRange(low=0.0, high=0.5)
     """
     return PrefixRange(low=0.0, high=(_tenth(slot.step, cfg) + 1) * cfg.max_ratio / _NUM_WINDOWS)
 
@@ -121,7 +121,7 @@ def fixed(slot: Slot, cfg: DemonstrationConfig) -> PrefixRange:
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
     >>> fixed(Slot(step=1, index=0, count=2), cfg), fixed(Slot(step=6, index=1, count=2), cfg)
-    (Window(low=0.25, high=0.25), Window(low=1.0, high=1.0))
+    (PrefixRange(low=0.25, high=0.25), PrefixRange(low=1.0, high=1.0))
     """
     spread = cfg.max_ratio - cfg.min_ratio
     ratio = cfg.max_ratio if slot.count == 1 else cfg.min_ratio + spread * slot.index / (slot.count - 1)
@@ -134,7 +134,7 @@ def linear_variance(slot: Slot, cfg: DemonstrationConfig) -> PrefixRange:
 
     >>> cfg = DemonstrationConfig(max_ratio=1.0, decay_steps=10, variance=0.25)
     >>> linear_variance(Slot(step=6, index=1, count=2), cfg)
-    Window(low=0.25, high=0.75)
+    PrefixRange(low=0.25, high=0.75)
     """
     middle = linear(slot, cfg).low
     return PrefixRange(low=middle - cfg.variance, high=middle + cfg.variance)

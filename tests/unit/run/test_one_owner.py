@@ -16,8 +16,8 @@ from megarl.host.directory_lock import DirectoryLock, read_claims
 from megarl.launch import job
 from megarl.launch.command import JobCommand
 from megarl.launch.status import Heartbeat, read_status
+from megarl.recipes import quickstart as quickstarts
 from megarl.record.recorder import RunRecorder
-from megarl.run import quickstart as quickstarts
 from megarl.run import start, study
 from megarl.run.evaluation import run as evaluations
 from megarl.run.evaluation.inputs import EvalRequest
