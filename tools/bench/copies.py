@@ -22,7 +22,7 @@ _WARM_UP = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
+class TimedCopy:
     """Seconds of each copy of `num_bytes`, and whether the last was equal to its source."""
 
     name: str
@@ -37,7 +37,7 @@ class Copy:
         return self.name, f"{statistics.median(rates):.1f}", f"{rates[0]:.1f}-{rates[-1]:.1f}", verdict
 
 
-def measure(name: str, source: Any, target: Any, repeats: int) -> Copy:
+def measure(name: str, source: Any, target: Any, repeats: int) -> TimedCopy:
     """Copy a tensor over another, after two copies that are not timed."""
     import torch
 
@@ -50,10 +50,10 @@ def measure(name: str, source: Any, target: Any, repeats: int) -> Copy:
         seconds.append(time.perf_counter() - began)
     device = platform().device()
     is_equal = torch.equal(source.to(device), target.to(device))
-    return Copy(name=name, num_bytes=source.nbytes, seconds=seconds[_WARM_UP:], is_equal=is_equal)
+    return TimedCopy(name=name, num_bytes=source.nbytes, seconds=seconds[_WARM_UP:], is_equal=is_equal)
 
 
-def copies(num_bytes: int, repeats: int) -> list[Copy]:
+def copies(num_bytes: int, repeats: int) -> list[TimedCopy]:
     """Each kind of copy of random bytes."""
     import torch
 
@@ -75,7 +75,7 @@ def copies(num_bytes: int, repeats: int) -> list[Copy]:
     return [*found, _from_another_process(on_device, repeats)]
 
 
-def _from_another_process(on_device: Any, repeats: int) -> Copy:
+def _from_another_process(on_device: Any, repeats: int) -> TimedCopy:
     import torch.multiprocessing
 
     spawn = torch.multiprocessing.get_context("spawn")
@@ -87,7 +87,7 @@ def _from_another_process(on_device: Any, repeats: int) -> Copy:
     process.join()
     if process.exitcode:
         raise SystemExit(f"the other process ended with exit code {process.exitcode}; its traceback is above")
-    copy: Copy = back.get()
+    copy: TimedCopy = back.get()
     return copy
 
 

@@ -48,7 +48,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRequest:
-    """What an evaluation is asked to do; `model`: a Hugging Face directory, a run, RUN/checkpoints/step_N."""
+    """The request for an evaluation; `model`: a Hugging Face directory, a run, RUN/checkpoints/step_N."""
 
     model: Path
     data: tuple[Path, ...]

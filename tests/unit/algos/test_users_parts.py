@@ -75,13 +75,13 @@ def test_a_correction_with_a_gate_of_its_own() -> None:
 def test_a_filter_acts_beside_those_that_settings_turn_on() -> None:
     @GROUP_FILTERS.register("first_right")
     def first_right(group: ScoredGroup, cfg: FilterConfig) -> bool:
-        return group.quantities[0] == 1
+        return group.scores[0] == 1
 
-    quantities, uids = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0], "aabbcc"
+    scores, uids = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0], "aabbcc"
     own = FilterConfig(names=("first_right",))
-    assert kept_rows(quantities, uids, own) == (True, True, False, False, True, True)
+    assert kept_rows(scores, uids, own) == (True, True, False, False, True, True)
     both = replace(own, mean_score=(0.0, 1.0))
-    assert kept_rows(quantities, uids, both) == (True, True, False, False, False, False)
+    assert kept_rows(scores, uids, both) == (True, True, False, False, False, False)
     check_filter(replace(own, max_refills=1), num_samples=2)
     with pytest.raises(ConfigError, match=r"algo\.filter: got rollout\.num_samples=1, expected at least 2"):
         check_filter(own, num_samples=1)

@@ -150,7 +150,7 @@ def test_training_by_hand(tmp_path: Path) -> None:
     config = small_config(tmp_path, layout={"tp": 2, "pp": 2})
     dims = read_model_spec(tmp_path).dims
     shards = list(plan_run(config).shards)
-    parts = train_parts(config, dims, shards, micro_batches=8, num_scored=1, hardware=UNIT)
+    parts = train_parts(config, dims, shards, micro_batches=8, num_forward_passes=1, hardware=UNIT)
     # Forward, backward of twice as much, and one further pass, on four devices.
     compute = 4 * 32 * ROW_FLOPS / 4
     # Forward, backward and a further pass: 32 · 12 tokens of 8 bfloat16 through 2 layers, four halves of them each
@@ -163,7 +163,7 @@ def test_gradients_of_replicas_by_hand(tmp_path: Path) -> None:
     config = small_config(tmp_path, layout={"dp": 4})
     dims = read_model_spec(tmp_path).dims
     shards = list(plan_run(config).shards)
-    parts = train_parts(config, dims, shards, micro_batches=8, num_scored=0, hardware=UNIT)
+    parts = train_parts(config, dims, shards, micro_batches=8, num_forward_passes=0, hardware=UNIT)
     # 4 layers of 500, 12 padded rows of 8 in embedding and head, a norm: 4 + 2 bytes of each, three quarters, twice.
     assert parts == {"compute": 3 * 32 * ROW_FLOPS / 4, "dp": 2 * (4 * 500 + 2 * 12 * 8 + 8) * 6 * 3 / 4}
 

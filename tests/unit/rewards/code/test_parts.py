@@ -9,7 +9,7 @@ import pytest
 
 from megarl.config.load import with_overrides
 from megarl.config.schema import Config
-from megarl.config.setting import require_ranges
+from megarl.config.setting import check_values
 from megarl.errors import ConfigError, DataError
 from megarl.rewards.code.formats import parse_tests
 from megarl.rewards.code.scorer import extract_code
@@ -247,4 +247,4 @@ def test_bad_ground_truth_is_named(truth: str, why: str) -> None:
 )
 def test_options_out_of_range(option: str, value: Any, expected: str) -> None:
     with pytest.raises(ConfigError, match=f"rewards.code.{option}.*got {value}, expected.* {expected}"):
-        require_ranges(with_overrides(Config(), [f"rewards.code.{option}={value}"]))
+        check_values(with_overrides(Config(), [f"rewards.code.{option}={value}"]), ())
