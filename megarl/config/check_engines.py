@@ -12,8 +12,10 @@ def check_trainer_nodes(config: Config) -> None:
 
 
 def check_engines(config: Config) -> None:
-    """Raise ConfigError unless engines fit on the trainer's devices or fill their own nodes; one that spans nodes has
-    all of their devices.
+    """Raise ConfigError unless the engines have the devices that they need.
+
+    Colocated engines may take at most the trainer's devices; others must fill the nodes of `placement.engines`. An
+    engine that spans several nodes must take all devices of these nodes.
     """
     engine, placement = config.rollout.engine, config.placement
     num_devices = engine.num_engines * engine.num_workers

@@ -26,7 +26,7 @@ class LateError(Exception):
 
 
 class EscapedError(Exception):
-    """Code raised what is no error, such as SystemExit, which would end the event loop that it shares."""
+    """Code of an environment raised SystemExit or the like, which would have ended the event loop that it shares."""
 
 
 def message_of(error: BaseException) -> str:

@@ -46,7 +46,7 @@ class RunScope:
     run_id: str
 
     def temp_dirs(self) -> list[Path]:
-        """List the directories of this run's temporary files on this host: one, as long as it runs here."""
+        """List the run's directories of temporary files on this host: one while it works here, else none."""
         return [directory for run_id, directory in temp_dirs() if run_id == self.run_id]
 
     def new_shm_file(self, name: str) -> Path:

@@ -44,7 +44,7 @@ TURNS_TYPE = pa.list_(
 
 
 def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> tuple[Turn, ...]:
-    """Return a sample's response by authors; nothing if it has no conversation."""
+    """Split the response of a conversation into turns, each written by one author; () without a conversation."""
     if sample.episode is None:
         return ()
     turns = []

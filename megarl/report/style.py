@@ -106,8 +106,9 @@ def label_ends(ax: Axes, labels: Sequence[EndLabel]) -> None:
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Move ascending label heights apart until neighbours are `gap` apart, then shift all down if the top one is above
-    1.
+    """Move ascending heights of labels (0 to 1, the height of the axes) until neighbours are `gap` apart.
+
+    If the top label would then stand above 1, all are shifted down.
     """
     placed: list[float] = []
     for height in heights:

@@ -41,9 +41,9 @@ class Row:
     response length.
 
     `quantities` holds per-token results by name (`old_logprobs`, `ref_logprobs`, `rollout_logprobs`, `advantages`).
-    `routed_experts` is that of `Sample`. nucleus: [R, K] int32, the ids of the tokens that each response token was
-    sampled from, itself among them, then -1; only -1 if it was sampled from the whole vocabulary or not at all. None:
-    all were.
+    `routed_experts` is that of `Sample`. nucleus: [R, K] int32, for each response token the ids that it was drawn from
+    (top-k or top-p, itself included), padded with -1. A token drawn from the whole vocabulary, or not drawn at all, has
+    only -1; None means this for all tokens.
     """
 
     uid: str

@@ -29,7 +29,7 @@ def shift_diagnostics(before: Tensor, after: Tensor) -> Mapping[str, Tensor]:
 
 
 def hint_metrics(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, float]:
-    """Compute statistics of what the hint changes, over the active tokens; only of quantities that the method reads.
+    """Compute statistics, over active tokens, of the change by the hint in each quantity that the method reads.
 
     `cpo/delta_*` describe the log-prob change d, `cpo/mi_*` the mutual information: mean, standard deviation, range,
     share of positive values, and means over correct rows, wrong rows and each difficulty. There are also shares of
