@@ -9,7 +9,7 @@ from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, POSITIVE, section, set
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentEntry:
-    """Name a class of environments and the arguments with which each of its objects is made."""
+    """Name an environment class and the arguments that its constructor gets for each sample."""
 
     # A built-in environment, such as tools, or a class of your own as MODULE:CLASS or FILE.py:CLASS.
     type: str
