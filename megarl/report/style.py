@@ -108,7 +108,7 @@ def label_ends(ax: Axes, labels: Sequence[EndLabel]) -> None:
 def spread(heights: Sequence[float], gap: float) -> list[float]:
     """Move ascending heights of labels (0 to 1, the height of the axes) until neighbours are `gap` apart.
 
-    If the top label would then stand above 1, all are shifted down.
+    If the top label would then stand above 1, it moves down to 1, and those below it only as far as the gap needs.
     """
     placed: list[float] = []
     for height in heights:

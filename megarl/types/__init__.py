@@ -5,11 +5,11 @@ to the position that predicts it. The shift by one happens in a single place, wh
 Types on the host hold numpy arrays, which Ray's shared memory passes on without a copy. `ScoredBatch` and `RowBatch`,
 on which algorithms compute, hold torch tensors padded to [B, T].
 
-Glossary: `rollout_logprobs` come from the sampling engine, `old_logprobs` from the trainer at rollout time, `logprobs`
-from the current policy, `ref_logprobs` from a frozen reference. A *group* is all samples of one prompt, found by uid,
-never by position. A *nucleus* is the set of tokens that top-k and top-p left to sample a token from; log-probs of this
-token are then those of the distribution over them. `loss_mask` marks the tokens that train: those that the policy
-sampled, and demonstrations.
+Glossary: `rollout_logprobs` come from the sampling engine, `old_logprobs` from the trainer with the weights at the
+start of the step, `logprobs` from the current policy, `ref_logprobs` from a frozen reference. A *group* is all samples
+of one prompt, found by uid, never by position. A *nucleus* is the set of tokens that top-k and top-p left to sample a
+token from; log-probs of this token are then those of the distribution over them. `loss_mask` marks the tokens that
+train: those that the policy sampled, and demonstrations.
 """
 
 from typing import TYPE_CHECKING, Any
