@@ -161,12 +161,16 @@ def readers_of(registry: FunctionRegistry[Any, Any]) -> dict[str, list[str]]:
     return readers
 
 
-def require_fields(declared: str, names: Iterable[str], cls: type[Any]) -> None:
-    """Raise ValueError if a registration declares a name that is no field of the dataclass `cls`."""
-    known = [field.name for field in fields(cls)]
+def require_known(declared: str, names: Iterable[str], known: Sequence[str]) -> None:
+    """Raise ValueError if a registration declares a name that is not among the known ones."""
     for name in names:
         if name not in known:
-            raise ValueError(f"{declared}: got {name!r}, expected names among {', '.join(known)}; correct it")
+            raise ValueError(f"{declared}: got {str(name)!r}, expected names among {', '.join(known)}; correct it")
+
+
+def require_fields(declared: str, names: Iterable[str], cls: type[Any]) -> None:
+    """Raise ValueError if a registration declares a name that is no field of the dataclass `cls`."""
+    require_known(declared, names, [field.name for field in fields(cls)])
 
 
 def refuse_unused(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megarl.algos.masked import kept, row_means
 from megarl.config.algo import PolicyLossConfig
-from megarl.registry import FunctionRegistry, require_fields
+from megarl.registry import FunctionRegistry, require_fields, require_known
 
 # Bounds log-ratios before exp(): e^±20 is far outside any clip range, and finite in float32.
 MAX_LOG_RATIO = 20.0
@@ -84,10 +84,7 @@ class PolicyLoss:
 
     def __post_init__(self) -> None:
         require_fields("options", self.options, PolicyLossConfig)
-        for name in self.reads:
-            if name not in ("old_logprobs", *FURTHER_INPUTS):
-                known = ", ".join(("old_logprobs", *FURTHER_INPUTS))
-                raise ValueError(f"reads: got {name!r}, expected names among {known}; correct it")
+        require_known("reads", self.reads, ("old_logprobs", *FURTHER_INPUTS))
         if self.row_ratio and self.token_local:
             raise ValueError(
                 "token_local: got true with row_ratio, but a ratio of a whole row depends on other tokens; declare "

@@ -15,7 +15,7 @@ from megarl.algos.policy_losses import POLICY_LOSSES
 from megarl.algos.prefixes import DEMONSTRATION
 from megarl.config.algo import AlgoConfig
 from megarl.errors import ConfigError
-from megarl.registry import FunctionRegistry
+from megarl.registry import FunctionRegistry, require_known
 from megarl.types import Advantages, ScoredBatch, TokenQuantity
 
 
@@ -50,10 +50,7 @@ class AdvantageShaper:
     place: Literal["first", "named", "last"] = "named"
 
     def __post_init__(self) -> None:
-        known = [score.value for score in TokenQuantity]
-        for name in self.reads:
-            if name not in known:
-                raise ValueError(f"reads: got {str(name)!r}, expected names among {', '.join(known)}; correct it")
+        require_known("reads", self.reads, [quantity.value for quantity in TokenQuantity])
 
 
 ADVANTAGE_SHAPERS: FunctionRegistry[Shape, AdvantageShaper] = FunctionRegistry(
