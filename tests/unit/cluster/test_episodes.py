@@ -104,7 +104,7 @@ def group(ray_session: None, model: Path) -> Iterator[EngineGroup]:
     """No engines, and two hosts."""
     engines = EngineGroup([], timeout_s=10.0)
     settings = spec(model, hosts=2, max_host_restarts=4)
-    engines.hosts = EpisodeHosts(settings, timeout_s=60.0, trouble=engines.trouble)
+    engines.hosts = EpisodeHosts(settings, timeout_s=240.0, trouble=engines.trouble)
     yield engines
     engines.hosts.close()
     loop.abandon()
@@ -121,7 +121,7 @@ def told_by(group: EngineGroup) -> Told:
 
 
 def wait(group: EngineGroup, until: Callable[[], bool]) -> None:
-    attend_until(group, until, timeout_s=20.0, doing=lambda: "talking")
+    attend_until(group, until, timeout_s=90.0, doing=lambda: "talking")
 
 
 def test_conversations_are_dealt_to_hosts_and_their_replies_come_in_waits(group: EngineGroup) -> None:
@@ -221,7 +221,7 @@ def test_a_host_outlives_what_environments_raise_and_find_and_is_replaced_when_i
 ) -> None:
     engines = EngineGroup([], timeout_s=10.0)
     settings = spec(model, hosts=1, max_host_restarts=1)
-    engines.hosts = EpisodeHosts(settings, timeout_s=60.0, trouble=engines.trouble)
+    engines.hosts = EpisodeHosts(settings, timeout_s=240.0, trouble=engines.trouble)
     told = told_by(engines)
     for name in "ab":
         told.start(name)
@@ -248,4 +248,4 @@ def test_a_host_outlives_what_environments_raise_and_find_and_is_replaced_when_i
 def test_a_wrong_environment_is_named_when_hosts_start(ray_session: None, model: Path) -> None:
     wrong = HostSpec(model_path=str(model), chat_template={}, names=("modest",), config=EnvironmentConfig())
     with pytest.raises(ConfigError, match=r"environment.entries.modest.type: unknown environment 'modest'"):
-        EpisodeHosts(wrong, timeout_s=60.0, trouble=asyncio.Event())
+        EpisodeHosts(wrong, timeout_s=240.0, trouble=asyncio.Event())

@@ -50,8 +50,10 @@ def together(talk: Callable[[Sequence[McpEnvironment]], Awaitable[None]], *envir
 
 def test_the_policy_is_told_of_the_tools() -> None:
     entries = {
-        "all": EnvironmentEntry(type="mcp", arguments={"server": SERVER}),
-        "one": EnvironmentEntry(type="mcp", arguments={"server": " ".join(SERVER), "only": ["add"]}),
+        "all": EnvironmentEntry(type="mcp", arguments={"server": SERVER, "start_timeout_s": 120.0}),
+        "one": EnvironmentEntry(
+            type="mcp", arguments={"server": " ".join(SERVER), "only": ["add"], "start_timeout_s": 120.0}
+        ),
         "none": EnvironmentEntry(type="mcp", arguments={"server": ["no-such-command"], "in_prompt": False}),
     }
     config = EnvironmentConfig(entries=entries)

@@ -190,9 +190,9 @@ def test_slow_services_are_left_behind(slowness: dict[str, float]) -> None:
         with judge_of(slow.url, timeout_s=0.3) as judge:
             result = judged(judge, 2)
         assert scores(result) == [None, None]
-        with RewardServer() as quick, judge_of(slow.url, quick.url, timeout_s=0.3) as judge:
+        with RewardServer() as quick, judge_of(slow.url, quick.url, timeout_s=3.0) as judge:
             assert scores(judged(judge, 2)) == [1.0, 2.0]
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 25.0
 
 
 def test_rounds_wait_longer_and_longer(monkeypatch: pytest.MonkeyPatch) -> None:
