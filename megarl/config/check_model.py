@@ -1,7 +1,6 @@
 """Check a configuration against the config.json of a role's model: what must divide, and what experts need."""
 
 from collections.abc import Mapping
-from math import gcd
 
 from megarl.config.batches import longest_row
 from megarl.config.schema import Config, LayoutConfig, MoeConfig, role_settings
@@ -28,18 +27,27 @@ def check_model(config: Config, hf_config: Mapping[str, object], role: str = "ac
 
 
 def check_tp(layout: LayoutConfig, hf_config: Mapping[str, object], role: str) -> None:
-    """Raise ConfigError unless tp divides the numbers of heads and the widths of a role's model."""
-    names = ["num_attention_heads", "num_key_value_heads", "intermediate_size"]
-    if hf_config.get("num_key_value_heads") is None:  # as many as query heads
-        names.remove("num_key_value_heads")
-    dimensions = {name: _dimension(hf_config, name, role) for name in names}
-    undivided = [f"{name}={size}" for name, size in dimensions.items() if size % layout.tp]
-    if undivided:
-        valid = _divisors(gcd(*dimensions.values()))
-        raise ConfigError(
-            f"{role}.layout.tp: got {layout.tp}, which does not divide the model's {' and '.join(undivided)}; "
-            f"valid values: {valid}"
-        )
+    """Raise ConfigError unless tp splits the attention and the MLPs of a role's model evenly, as Megatron does.
+
+    With more ranks than key-value heads, Megatron splits the rows of each group of heads, and gathers the products.
+    """
+    sizes = {name: _dimension(hf_config, name, role) for name in ("num_attention_heads", "intermediate_size")}
+    heads, kv_heads = sizes["num_attention_heads"], _num_kv_heads(hf_config, role)
+
+    def unfit(tp: int) -> list[str]:
+        undivided = [f"{name}={size}" for name, size in sizes.items() if size % tp]
+        found = [f"does not divide the model's {' and '.join(undivided)}"] if undivided else []
+        if kv_heads % tp and tp % kv_heads:
+            found.append(f"neither divides num_key_value_heads={kv_heads} nor is a multiple of it")
+        elif tp > kv_heads and not undivided:
+            head_dim = hf_config.get("head_dim") or _dimension(hf_config, "hidden_size", role) // heads
+            if (rows := 2 * kv_heads * int(str(head_dim))) % tp:
+                found.append(f"does not divide the {rows} rows of the model's key and value heads")
+        return found
+
+    if reasons := unfit(layout.tp):
+        valid = ", ".join(str(n) for n in range(1, heads + 1) if not unfit(n))
+        raise ConfigError(f"{role}.layout.tp: got {layout.tp}, which {' and '.join(reasons)}; valid values: {valid}")
 
 
 def check_stages(layout: LayoutConfig, hf_config: Mapping[str, object], where: str) -> None:
@@ -126,7 +134,7 @@ def check_engine_tp(config: Config, hf_config: Mapping[str, object]) -> None:
             "be empty; lower it"
         )
     sizes = {name: int(str(hf_config[name])) for name in ("num_attention_heads", "intermediate_size")}
-    kv_heads = int(str(hf_config.get("num_key_value_heads") or sizes["num_attention_heads"]))
+    kv_heads = _num_kv_heads(hf_config, "actor")
     valid = [
         n
         for n in range(1, sizes["num_attention_heads"] + 1)
@@ -172,14 +180,21 @@ def _require_positions(hf_config: Mapping[str, object], role: str, longest: int,
         raise ConfigError(f"{total}, but {whose} has max_position_embeddings={limit}; {remedy}")
 
 
+def _num_kv_heads(hf_config: Mapping[str, object], role: str) -> int:
+    """Return the number of key-value heads, which is that of query heads if config.json has none."""
+    name = "num_key_value_heads"
+    return _dimension(hf_config, "num_attention_heads" if hf_config.get(name) is None else name, role)
+
+
 def _first(names: tuple[str, ...], hf_config: Mapping[str, object]) -> str | None:
     return next((name for name in names if hf_config.get(name) is not None), None)
 
 
 def _require_divisor(divisor: int, where: str, name: str, size: int) -> None:
     if size % divisor:
+        valid = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
         raise ConfigError(
-            f"{where}: got {divisor}, which does not divide the model's {name}={size}; valid values: {_divisors(size)}"
+            f"{where}: got {divisor}, which does not divide the model's {name}={size}; valid values: {valid}"
         )
 
 
@@ -190,8 +205,3 @@ def _dimension(hf_config: Mapping[str, object], name: str, role: str) -> int:
         key = "model.path" if role == "actor" else f"{role}.model_path"
         raise ConfigError(f"{key}: config.json has {name}={value!r}, expected a positive int; is it a causal LM?")
     return value
-
-
-def _divisors(number: int) -> str:
-    """Return the divisors of a number as text for messages."""
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -6,7 +6,8 @@ batches of a replica per optimizer step; b = 2 bytes; h: hidden size; L: layers;
     compute     (E·(3 + r) + s)·F·imbalance / (g · FLOP/s)      E epochs, r: 1 with full recompute, s forward passes,
                                                                 imbalance: layers of the longest stage · pp / L
     tp, cp, ep  c passes over a rank's n·b/(dp·cp) · L/pp bytes, c = E·(2 + r) + s, each moving
-                tp: 4·h·(tp − 1)/tp (two all-reduces); cp: 2·(key and value sizes)·(cp − 1)/tp;
+                tp: (4·h + g)·(tp − 1)/tp (two all-reduces; g: query, key and value sizes, which are gathered if tp
+                exceeds the key-value heads); cp: 2·(key and value sizes)·(cp − 1)/tp;
                 ep: 2·h·(experts of a token)·(ep − 1)/ep / tp
     bubble      (compute + tp + cp + ep) · (pp − 1)/m           1F1B without interleaving
     dp          per optimizer step 4·P reduced and b·P gathered, each times (D − 1)/D
@@ -130,10 +131,11 @@ def train_parts(
     tp, cp, ep = layout.tp, layout.cp, layout.ep * layout.etp
     per_token = dims.experts.per_token if dims.experts else 0
     keys = dims.latent.kv_latent if dims.latent else 2 * dims.dim("kv")
+    gathered = dims.dim("q") + keys if tp > dims.num_kv_heads else 0
     parts = {
         "compute": passes * flops * imbalance / (layout.world_size * hardware.flops),
-        "tp": hardware.seconds(4 * moved * dims.hidden * (tp - 1) / tp, tp),
-        "cp": hardware.seconds(moved * keys * (cp - 1) / tp, cp, tp),
+        "tp": hardware.seconds(moved * (4 * dims.hidden + gathered) * (tp - 1) / tp, tp),
+        "cp": hardware.seconds(moved * keys * (cp - 1) / min(tp, dims.num_kv_heads), cp, tp),
         "ep": hardware.seconds(2 * moved * dims.hidden * per_token * (ep - 1) / ep / tp, ep),
     }
     parts["bubble"] = sum(parts.values()) * bubble(layout, micro_batches)

@@ -8,8 +8,8 @@
 
     activations of one layer and micro-batch of T tokens (T: tokens on this rank, after context parallelism)
                  b·T·(4h/s + 3(q + k + f)/tp)
-                 h: hidden size, q, k: sizes of all query and all key heads, f: width of the MLP;
-                 s = tp under sequence parallelism, else 1
+                 h: hidden size, q, k: sizes of all query and all key heads (of at least one per rank), f: width of the
+                 MLP; s = tp under sequence parallelism, else 1
     where layers have experts of which a token sees e
                  f = e · the width of an expert + that of shared ones, and 2·e·b·T·h·etp/tp more: what goes into
                  and comes out of experts, if all are used alike
@@ -78,7 +78,7 @@ def layer_activation_bytes(dims: Dims, layout: LayoutConfig, *, num_tokens: int,
     ffn, routed = dims.ffn, 0
     if experts is not None:
         ffn, routed = experts.per_token * experts.ffn + experts.shared_ffn, experts.per_token
-    wide = 3 * (dims.dim("q") + dims.dim("kv") + ffn)
+    wide = 3 * (dims.dim("q") + max(dims.num_kv_heads, layout.tp) * dims.head_dim + ffn)
     dispatched = 2 * routed * dims.hidden * layout.etp // layout.tp
     return dtype_bytes * num_tokens * (4 * dims.hidden // split + dispatched + wide // layout.tp)
 

@@ -47,11 +47,16 @@ class ShardPosition:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The shard `rank` of `size` of a tensor; vocabularies are first padded to a multiple of `vocab_padding`."""
+    """The shard `rank` of `size` of a tensor; vocabularies are first padded to a multiple of `vocab_padding`.
+
+    With fewer key/value heads than shards, vLLM repeats heads (`repeats_heads`), so that several shards hold the same
+    one; Megatron cuts the rows of a group of heads into equal parts, whose bounds may lie within a head.
+    """
 
     rank: int
     size: int
     vocab_padding: int
+    repeats_heads: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,19 +85,24 @@ _CUTS = {
 def split_box(partition: Partition, shape: tuple[int, ...], part: int, dims: Dims, split: Split) -> Box:
     """Return the box (rectangular part) that a shard holds of a rule's `part`-th tensor, whose full shape is `shape`.
 
-    Megatron and vLLM use the same cuts and differ only in how they pad the vocabulary. If there are fewer key/value
-    heads than shards, several shards hold the same head. The box is empty if a shard holds only padding.
+    Megatron and vLLM use the same cuts, but pad the vocabulary differently, and differ where there are fewer key/value
+    heads than shards (see `Split`). The box is empty if a shard holds only padding, or other heads of its group.
     """
     cut, box = _CUTS[partition], full_box(shape)
     if cut.axis is None:
         return box
     length, rank, size = shape[cut.axis], split.rank, split.size
-    padded = -(-length // split.vocab_padding) * split.vocab_padding if cut.padded else length
-    if cut.by_head:
-        # The first tensor of the rule has the query heads.
-        heads = min(dims.num_heads if part == 0 else dims.num_kv_heads, size)
-        rank, size = rank * heads // size, heads
-    start, end = (min(length, padded * i // size) for i in (rank, rank + 1))
+    if cut.by_head and not split.repeats_heads:
+        # A group of heads in the order of the parameter: rows of its query heads, its key head and its value head.
+        rows = (dims.num_heads // dims.num_kv_heads * dims.head_dim, dims.head_dim, dims.head_dim)
+        first, own, group = sum(rows[:part]), rows[part], sum(rows)
+        cuts = (dims.num_kv_heads * group * i // size for i in (rank, rank + 1))
+        start, end = (row // group * own + min(max(row % group - first, 0), own) for row in cuts)
+    else:
+        if cut.by_head and part > 0:
+            rank, size = rank * min(dims.num_kv_heads, size) // size, min(dims.num_kv_heads, size)
+        padded = -(-length // split.vocab_padding) * split.vocab_padding if cut.padded else length
+        start, end = (min(length, padded * i // size) for i in (rank, rank + 1))
     return (*box[: cut.axis], (start, end), *box[cut.axis + 1 :])
 
 
@@ -134,7 +144,8 @@ def _slices_of(
     shapes = [tuple(map(dims.dim, tensor.shape)) for tensor in rule.tensors]
     boxes = [split_box(rule.partition, shape, part, dims, split) for part, shape in enumerate(shapes)]
     rows = [end - start for (start, end), *_ in boxes]
-    groups = rows[-1] // dims.head_dim if _CUTS[rule.partition].by_head else 1
+    # Whole groups of heads, or a part of one.
+    groups = max(1, dims.num_kv_heads // at.tp_size) if _CUTS[rule.partition].by_head else 1
     grouped = shard.view(groups, shard.shape[0] // groups, *shard.shape[1:]) if groups > 1 else shard[None]
     ends = itertools.accumulate(num_rows // groups for num_rows in rows)
     owned = writes and (at.tp_rank == 0 or rule.partition is not Partition.REPLICATED)

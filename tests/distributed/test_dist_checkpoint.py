@@ -26,6 +26,8 @@ History: TypeAlias = list[tuple[float, float]]
 ROWS = random_rows([(5, 12), (3, 20), (9, 7), (4, 15), (6, 18), (2, 9), (8, 14), (7, 11)], holes=False)
 TP2_DP2 = LayoutConfig(tp=2, dp=2, sequence_parallel=True)
 TP2 = LayoutConfig(tp=2)
+# Two ranks share a key/value head.
+TP4 = LayoutConfig(tp=4, sequence_parallel=True)
 DP2 = LayoutConfig(dp=2)
 PP2 = LayoutConfig(pp=2)
 ONE = LayoutConfig()
@@ -95,6 +97,15 @@ def test_only_a_portable_checkpoint_gathers_optimizer_states_and_on_one_rank(
     (_, on_first), (_, on_second) = gathered[1]
     assert on_second == 0
     assert 0 <= on_first - 12 * num_parameters < 12 * 4096
+
+
+def test_ranks_that_share_key_value_heads_continue_themselves_and_as_one_rank(
+    rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = ModelConfig(path=str(checkpoint(tied=True)), dtype="float32")
+    expected = save(rank_pool, actor_config(TP4), model, tmp_path, portable=True)
+    assert load(rank_pool, actor_config(TP4), model, tmp_path, same_layout=True) == expected
+    assert_close(load(rank_pool, actor_config(ONE), model, tmp_path, same_layout=False), expected)
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.schema import LayoutConfig
+from megarl.weights.families import read_model_spec
 from tests.helpers.family_parity import Reference, assert_equals_transformers, run_transformers
 from tests.helpers.hf_models import DENSE, make_model
 from tests.helpers.rank_pool import RankPool
@@ -37,6 +38,13 @@ CASES = [
     for layout in LAYOUTS
 ]
 
+# More ranks than key/value heads: of the 10 heads of a group a rank has 2.5, of 8 with biases 4, of 6 beside experts 3.
+SHARED_HEADS: dict[str, tuple[dict[str, int], LayoutConfig]] = {
+    "qwen3": ({"num_attention_heads": 8, "num_key_value_heads": 1}, LayoutConfig(tp=4, sequence_parallel=True)),
+    "qwen2": ({"num_key_value_heads": 1}, LAYOUTS["tp2-pp2"]),
+    "qwen3_moe": ({"num_attention_heads": 8}, LayoutConfig(tp=4, ep=2, sequence_parallel=True)),
+}
+
 GetPool = Callable[[int], RankPool]
 
 
@@ -61,3 +69,14 @@ def test_family_equals_transformers(
     expected = reference(name, tied)
     assert ("lm_head.weight" in expected.gradients) == (not tied)
     assert_equals_transformers(rank_pool(4), expected, LAYOUTS[layout], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen2", "qwen3_moe"))]
+)
+def test_ranks_that_share_key_value_heads_equal_transformers(rank_pool: GetPool, tmp_path: Path, name: str) -> None:
+    """Logits, log-probs, gradients and their norm; weights are written as they were read."""
+    changes, layout = SHARED_HEADS[name]
+    model = make_model(tmp_path / "model", name, tied=False, **changes)
+    assert layout.tp > read_model_spec(model).dims.num_kv_heads
+    assert_equals_transformers(rank_pool(4), run_transformers(model), layout, tmp_path)

@@ -26,12 +26,20 @@ LAYOUTS = {
     "tp2-pp2": LayoutConfig(tp=2, pp=2, first_stage_layers=3, sequence_parallel=True),
     "pp2-vpp2": LayoutConfig(pp=2, virtual_pp=2, overlap_p2p=True),
     "tp2-ep2": LayoutConfig(tp=2, ep=2, sequence_parallel=True),
+    "tp4": LayoutConfig(tp=4, sequence_parallel=True),
+}
+CHANGES = {
+    # Two stages of two virtual ones want four layers.
+    "pp2-vpp2": {"num_hidden_layers": 4},
+    # Four ranks share one key/value head and have 2.5 of a group's 10 heads.
+    "tp4": {"num_attention_heads": 8, "num_key_value_heads": 1},
 }
 OF_DENSE = ("tp1", "tp2-pp2", "pp2-vpp2")
-QUICK = [("deepseek_v2", False, "tp2-ep2")]
+QUICK = [("deepseek_v2", False, "tp2-ep2"), ("qwen3", True, "tp4")]
 CASES = [
     *((name, tied, layout) for name in DENSE for tied in (True, False) for layout in OF_DENSE),
-    *((name, tied, layout) for name in WITH_EXPERTS for tied in (True, False) for layout in LAYOUTS),
+    *((name, tied, layout) for name in WITH_EXPERTS for tied in (True, False) for layout in (*OF_DENSE, "tp2-ep2")),
+    *((name, tied, "tp4") for name, tied in (("qwen3", True), ("qwen2", False), ("qwen3_moe", False))),
 ]
 # Small enough that every model has several files.
 SHARD_BYTES = 100_000
@@ -55,8 +63,7 @@ def settings(out: Path) -> ConvertSettings:
 def test_there_through_the_trainer_and_back(
     rank_pool: Callable[[int], RankPool], tmp_path: Path, name: str, tied: bool, layout: str
 ) -> None:
-    # Two stages of two virtual ones want four layers.
-    changes = {"num_hidden_layers": 4} if layout == "pp2-vpp2" else {}
+    changes = CHANGES.get(layout, {})
     source = make_model(tmp_path / "hf", name, tied=tied, max_shard_size=SHARD_BYTES, **changes)
     hf_to_mcore(source, settings(tmp_path / "dist"))
     config, rows = LAYOUTS[layout], make_rows()

@@ -37,10 +37,10 @@ from tests.helpers.replays import ADAM, LEARNING_RATES, merge
 SPLIT, ALONE = 100, 1000
 
 LAYOUTS = {**layout_training.LAYOUTS, "dp4": LayoutConfig(dp=4)}
-# Two ranks with different numbers of rows, in several micro-batches.
-DEFAULT = ("dp2", SPLIT)
+# Two ranks with different numbers of rows, in several micro-batches; and four that share two key/value heads.
+QUICK = [("dp2", SPLIT), ("tp4-sp", ALONE)]
 CASES = [
-    pytest.param(*case, marks=() if case == DEFAULT else pytest.mark.long, id=" ".join(map(str, case)))
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.long, id=" ".join(map(str, case)))
     for case in ((name, tokens) for name in LAYOUTS for tokens in (SPLIT, ALONE))
 ]
 

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.long
 NATS = 1e-5
 LAYOUTS = {
     "TP2": "actor.layout={tp: 2, sequence_parallel: true}",
+    # Two ranks share a key/value head.
+    "TP4": "actor.layout={tp: 4, sequence_parallel: true}",
     "PP2": "actor.layout={tp: 1, pp: 2, sequence_parallel: false}",
     "TP2xPP2": "actor.layout={tp: 2, pp: 2, sequence_parallel: true}",
     "EP2": "actor.layout={tp: 1, dp: 2, ep: 2, sequence_parallel: false}",
@@ -35,6 +37,7 @@ MODELS = {
 
 
 DENSE = [(model, layout) for model in ("tied", "untied") for layout in ("TP2", "PP2", "TP2xPP2")]
+DENSE.append(("untied", "TP4"))
 EXPERTS = [("experts", layout) for layout in ("TP2", "PP2", "TP2xPP2", "EP2", "TP2xEP2")]
 
 

@@ -29,6 +29,8 @@ Pools: TypeAlias = Callable[[int], RankPool]
 LAYOUTS = {
     "tp1": LayoutConfig(),
     "tp2-sp": LayoutConfig(tp=2, sequence_parallel=True),
+    # Two ranks share a key/value head.
+    "tp4-sp": LayoutConfig(tp=4, sequence_parallel=True),
     "pp2": LayoutConfig(pp=2),
     "cp2": LayoutConfig(cp=2),
     "dp2": LayoutConfig(dp=2),

@@ -40,7 +40,7 @@ def engine_shards(spec: ModelSpec, at: EnginePosition) -> dict[str, Box]:
     Norms and routers are whole. q, k, v, gate and up are split by output features, o and down by input features, and
     the vocabulary by rows after padding. With fewer key/value heads than workers, several workers have the same head.
     """
-    expected, split = spec.expected_tensors(), Split(at.rank, at.size, VOCAB_PADDING)
+    expected, split = spec.expected_tensors(), Split(at.rank, at.size, VOCAB_PADDING, repeats_heads=True)
     shards = {}
     for placed in spec.rules():
         if spec.is_copy(placed.rule) or not at.holds_expert(placed.expert, spec.dims.dim("experts")):

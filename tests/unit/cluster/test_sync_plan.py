@@ -5,14 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megarl.cluster.sync_plan import bridge_plan, ends_of, engine_ranks, rank_holdings
 from megarl.config.load import from_dict
 from megarl.config.schema import Config, LayoutConfig
+from megarl.sync.plan.build import build_plan
 from megarl.sync.plan.engine_shards import EnginePosition, engine_needs, engine_shards
 from megarl.sync.wire.ends import holding_of
-from megarl.weights.boxes import num_elements
+from megarl.weights.boxes import contains, num_elements, slices_of
 from megarl.weights.families import ModelSpec, read_model_spec
+from megarl.weights.safetensors_map import TensorSpec
 from megarl.weights.shards import num_stage_parameters, padded_vocab
 from tests.helpers.small_model import write_config
 from tests.unit.plan.test_experts import EXPERTS
@@ -29,7 +32,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (4, 2), (8, 1)])
 def test_ranks_hold_what_their_parameters_say(tp: int, dp: int, tied: bool) -> None:
     """These parameters have 16 rows of vocabulary."""
     spec = make_spec(tied=tied)
@@ -66,6 +69,27 @@ def test_experts_lie_in_blocks_of_ranks(tmp_path: Path) -> None:
     for rank, (experts, rows) in enumerate(itertools.product(blocks, widths)):
         for expert in range(6):
             assert held[rank].get(gate.format(expert)) == ((rows, (0, 8)) if expert in experts else None)
+
+
+@pytest.mark.parametrize("engine_tp", [1, 2, 4, 8])
+def test_engines_of_any_size_get_whole_heads_from_ranks_with_parts_of_groups(engine_tp: int) -> None:
+    """Eight ranks share four groups of heads, of which engines repeat key and value heads."""
+    spec = make_spec(tied=False)
+    shapes = spec.expected_tensors()
+    held = dict(enumerate(rank_holdings(spec, LayoutConfig(tp=8), vocab_multiple=2)))
+    needed = dict(enumerate(engine_needs(spec, engine_tp), start=8))
+    specs = {name: TensorSpec(shape=shape, dtype=torch.float32) for name, shape in shapes.items()}
+    plan = build_plan(specs, held, needed)
+    for sink, boxes in needed.items():
+        copies = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        for message in plan.of_sink(sink):
+            for part in message.parts:
+                assert contains(held[message.source][part.tensor], part.box)
+                copies[part.tensor][slices_of(part.box)] += 1
+        for name, box in boxes.items():
+            wanted = torch.zeros(shapes[name])
+            wanted[slices_of(box)] = 1
+            assert torch.equal(copies[name], wanted), name
 
 
 MIXED, TIED = {**EXPERTS, "mlp_only_layers": [0, 2]}, {**EXPERTS, "tie_word_embeddings": True}

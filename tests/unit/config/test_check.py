@@ -14,9 +14,11 @@ from megarl.config.check import (
     check_train_reward,
 )
 from megarl.config.check_model import check_model
+from megarl.config.load import PACKAGED
 from megarl.config.setting import check_values
 from megarl.errors import ConfigError
 from megarl.host.device.platform import PLATFORMS
+from megarl.weights.families import read_model_spec
 
 # Passes every rule of both kinds of run.
 VALID: dict[str, Any] = {
@@ -364,6 +366,7 @@ def test_common_rules_come_with_both_kinds_of_run() -> None:
 QWEN3_0_6B: dict[str, object] = {  # dimensions from its public config.json
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
+    "head_dim": 128,
     "intermediate_size": 3072,
     "max_position_embeddings": 40960,
 }
@@ -373,23 +376,58 @@ def model_message(hf_config: dict[str, object], **changes: Any) -> str:
     return message(lambda c: check_model(c, hf_config), **changes)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
 def test_tp_that_divides(tp: int) -> None:
+    """With 16, two ranks share a key-value head."""
     check_model(config(actor__layout__tp=tp), QWEN3_0_6B)
 
 
 @pytest.mark.parametrize(
     ("tp", "undivided"),
     [
-        (3, "num_attention_heads=16 and num_key_value_heads=8"),
-        (16, "num_key_value_heads=8"),
-        (5, "num_attention_heads=16 and num_key_value_heads=8 and intermediate_size=3072"),
+        (3, "num_attention_heads=16"),
+        (5, "num_attention_heads=16 and intermediate_size=3072"),
     ],
 )
 def test_tp_that_does_not_divide_heads(tp: int, undivided: str) -> None:
     assert model_message(QWEN3_0_6B, actor__layout__tp=tp) == (
-        f"actor.layout.tp: got {tp}, which does not divide the model's {undivided}; valid values: 1, 2, 4, 8"
+        f"actor.layout.tp: got {tp}, which does not divide the model's {undivided} and neither divides "
+        "num_key_value_heads=8 nor is a multiple of it; valid values: 1, 2, 4, 8, 16"
     )
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "reason", "valid"),
+    [
+        # 9 ranks share 3 groups of 3 + 2 heads: 15 · 64 = 960 rows are no multiple of 9, 15 · 48 = 720 are.
+        (64, "9, which does not divide the 384 rows of the model's key and value heads", "1, 3"),
+        (48, "6, which does not divide the model's num_attention_heads=9", "1, 3, 9"),
+    ],
+)
+def test_ranks_that_share_key_value_heads_have_equally_many_rows(head_dim: int, reason: str, valid: str) -> None:
+    hf_config = {**QWEN3_0_6B, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1152}
+    hf_config = {name: size for name, size in hf_config.items() if name != "head_dim"}
+    tp, _, _ = reason.partition(",")
+    assert model_message({**hf_config, "hidden_size": 9 * head_dim}, actor__layout__tp=int(tp)) == (
+        f"actor.layout.tp: got {reason}; valid values: {valid}"
+    )
+
+
+def test_tp_beside_a_number_of_key_value_heads() -> None:
+    """6 divides 12 query heads and the feed-forward, but 4 key-value heads neither divide nor are divided."""
+    hf_config = {**QWEN3_0_6B, "num_attention_heads": 12, "num_key_value_heads": 4}
+    assert model_message(hf_config, actor__layout__tp=6) == (
+        "actor.layout.tp: got 6, which neither divides num_key_value_heads=4 nor is a multiple of it; "
+        "valid values: 1, 2, 4"
+    )
+
+
+def test_experts_of_qwen3_are_trained_by_more_ranks_than_key_value_heads() -> None:
+    for name in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
+        spec = read_model_spec(PACKAGED / "model" / "hf" / name)
+        layout = {"actor__layout__tp": 8, "actor__layout__sequence_parallel": True}
+        assert spec.dims.num_kv_heads == 4
+        check_model(config(**layout), spec.hf_config)
 
 
 def test_tp_that_does_not_divide_the_feed_forward() -> None:

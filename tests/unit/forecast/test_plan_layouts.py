@@ -159,6 +159,15 @@ def test_training_by_hand(tmp_path: Path) -> None:
     assert parts == {"compute": compute, "tp": tp, "bubble": (compute + tp) / 8}
 
 
+def test_ranks_that_share_key_value_heads_gather_all_heads(tmp_path: Path) -> None:
+    """Of four ranks two share one of the two key heads: 8 + 2·4 elements of a token, three quarters from others."""
+    config = small_config(tmp_path, layout={"tp": 4})
+    dims = read_model_spec(tmp_path).dims
+    shards = list(plan_run(config).shards)
+    parts = train_parts(config, dims, shards, micro_batches=8, num_forward_passes=1, hardware=UNIT)
+    assert parts["tp"] == 3 * 32 * 12 * 2 * 4 * (4 * 8 + 8 + 2 * 4) * 3 / 4
+
+
 def test_gradients_of_replicas_by_hand(tmp_path: Path) -> None:
     config = small_config(tmp_path, layout={"dp": 4})
     dims = read_model_spec(tmp_path).dims

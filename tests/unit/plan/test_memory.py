@@ -30,6 +30,8 @@ def test_one_layer(small: ModelSpec) -> None:
     assert layer_activation_bytes(small.dims, LayoutConfig(tp=2), num_tokens=10, dtype_bytes=2) == 2 * 10 * (32 + 36)
     split = LayoutConfig(tp=2, sequence_parallel=True)
     assert layer_activation_bytes(small.dims, split, num_tokens=10, dtype_bytes=4) == 4 * 10 * (16 + 36)
+    # Of tp 4 and two key heads of 2 elements, every rank has a whole one: 32 + 3·(8 + 4·2 + 12)/4.
+    assert layer_activation_bytes(small.dims, LayoutConfig(tp=4), num_tokens=10, dtype_bytes=2) == 2 * 10 * (32 + 21)
 
 
 @pytest.mark.parametrize(

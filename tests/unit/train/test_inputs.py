@@ -71,8 +71,8 @@ def test_a_model_that_is_not_there_is_named_by_its_key(models: Path) -> None:
 
 
 def test_the_layout_must_fit_the_roles_model(models: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^critic\.layout\.tp: got 4, which does not divide .*num_key_value_heads=2"):
-        checked(models, Role.CRITIC, "critic", layout={"tp": 4})
+    with pytest.raises(ConfigError, match=r"^critic\.layout\.tp: got 3, which does not divide .*num_key_value_heads=2"):
+        checked(models, Role.CRITIC, "critic", layout={"tp": 3})
     with pytest.raises(ConfigError, match=r"^reference\.layout: 2 layers do not split over pp=3 stages"):
         checked(models, Role.REFERENCE, "policy", layout={"pp": 3})
 

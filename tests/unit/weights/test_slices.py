@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,21 @@ from megarl.weights.rope import DefaultRope
 from megarl.weights.slices import (
     ShardPosition,
     Slice,
+    Split,
     checksum,
     count_elements,
     load_slices,
     shard_slices,
     slice_checksums,
+    split_box,
     store_slices,
 )
-from megarl.weights.tables import FAMILIES
+from megarl.weights.tables import FAMILIES, Partition
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 8, 4, 2
 HIDDEN, FFN, VOCAB, PADDED_VOCAB, LAYERS = 6, 8, 10, 16, 2
-TP_SIZES = [1, 2, 4]
+# With 8, two ranks share the heads of a group.
+TP_SIZES = [1, 2, 4, 8]
 DP_SIZES = [1, 2]
 
 
@@ -179,6 +183,54 @@ def test_load_fills_the_shards(tp: int) -> None:
         load_slices(shard_slices(parameters.items(), spec, at), hf)
         for name, shard in megatron_shards(hf, rank, tp, te=False).items():
             assert torch.equal(parameters[name], shard), name
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "size", "expected"),
+    [
+        # Four query heads, a key and a value head of two rows: 12 rows, of which a rank has 6.
+        (
+            2,
+            4,
+            [((0, 6), (0, 0), (0, 0)), ((6, 8), (0, 2), (0, 2)), ((8, 14), (2, 2), (2, 2)), ((14, 16), (2, 4), (2, 4))],
+        ),
+        # 3 rows each: bounds lie within heads.
+        (
+            2,
+            8,
+            [
+                ((0, 3), (0, 0), (0, 0)),
+                ((3, 6), (0, 0), (0, 0)),
+                ((6, 8), (0, 1), (0, 0)),
+                ((8, 8), (1, 2), (0, 2)),
+                ((8, 11), (2, 2), (2, 2)),
+                ((11, 14), (2, 2), (2, 2)),
+                ((14, 16), (2, 3), (2, 2)),
+                ((16, 16), (3, 4), (2, 4)),
+            ],
+        ),
+        # One group of 20 rows.
+        (
+            1,
+            4,
+            [
+                ((0, 5), (0, 0), (0, 0)),
+                ((5, 10), (0, 0), (0, 0)),
+                ((10, 15), (0, 0), (0, 0)),
+                ((15, 16), (0, 2), (0, 2)),
+            ],
+        ),
+    ],
+)
+def test_more_shards_than_key_value_heads_cut_groups_of_heads(
+    num_kv_heads: int, size: int, expected: list[tuple[tuple[int, int], ...]]
+) -> None:
+    dims = replace(make_spec(tied=True).dims, num_kv_heads=num_kv_heads)
+    shapes = [(dims.dim(symbol), HIDDEN) for symbol in ("q", "kv", "kv")]
+    for rank, rows in enumerate(expected):
+        split = Split(rank, size, vocab_padding=1)
+        boxes = [split_box(Partition.QKV, shape, part, dims, split) for part, shape in enumerate(shapes)]
+        assert boxes == [(each, (0, HIDDEN)) for each in rows]
 
 
 def test_replicas_share_the_writing() -> None:
