@@ -272,7 +272,7 @@ def test_a_run_file_anywhere_finds_the_files_that_come_with_megarl(
     assert config.model.config_path is not None
     assert packaged(config.model.config_path) == str(REPO_CONFIGS / "model/hf/qwen3-8b")
     assert message(run_file, "use.model=qwen4").startswith(
-        f"use.model: no file qwen4.yaml in {tmp_path.parent}/model or {REPO_CONFIGS}/model; there are: llama-3.1-8b"
+        f"use.model: no file qwen4.yaml in {tmp_path.parent}/model or {REPO_CONFIGS}/model; there are: deepseek-v3, "
     )
 
 

@@ -223,6 +223,7 @@ PARAMETERS = {"0.6b": 596_049_920, "1.7b": 1_720_574_976, "4b": 4_022_468_096}
 
 def test_there_are_configurations_of_real_models() -> None:
     assert {"gsm8k-qwen3-8b.yaml", "gsm8k-qwen3-32b.yaml", "gsm8k-llama-3.1-8b.yaml"} <= set(RUNS)
+    assert {"gsm8k-qwen3-235b-a22b.yaml", "gsm8k-deepseek-v3.yaml"} <= set(RUNS)
     assert {f"math-qwen3-{size}.yaml" for size in PARAMETERS} <= set(RUNS)
 
 
@@ -242,7 +243,9 @@ def test_runs_on_math(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert config.rollout.num_samples == 8
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if "deepseek-v3" in name else name for name in RUNS]
+)
 def test_real_models_fit_devices_of_80_gib(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
