@@ -65,7 +65,9 @@ def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 @KL_ESTIMATORS.register("k2", "mse")
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return Δ²/2, a biased, low-variance KL estimate whose expected gradient is that of the reverse KL.
+    """Return Δ²/2, Δ = logprobs − ref_logprobs: a biased, low-variance KL estimate.
+
+    Its expected gradient is that of the reverse KL.
 
     >>> k2(tensor([-1.0]), tensor([-2.0])).tolist()
     [0.5]

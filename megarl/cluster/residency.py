@@ -52,7 +52,7 @@ class Move:
 
 
 def parts_of(owner: str, parts: Iterable[str]) -> frozenset[Resident]:
-    """Return parts of one owner's memory as a set of `Resident`."""
+    """Return parts of one owner's memory, such as `params` of the actor, each as a `Resident`."""
     return frozenset(Resident(owner, str(part)) for part in parts)
 
 

@@ -20,10 +20,10 @@ WAITING = frozenset({"gen", "reward", "settle"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A stretch of time in which one side of the run, its lane, was at work on something, its name.
+    """A stretch of time in which one side of the run worked on one thing.
 
-    start_s, end_s: Unix seconds, by the clock of the lane's host. step: the training step with which it was recorded;
-    an engine's interval may have begun before it.
+    lane: the side; name: what it worked on. start_s, end_s: Unix seconds, by the clock of the lane's host. step: the
+    training step with which it was recorded; an engine's interval may have begun before it.
     """
 
     lane: str

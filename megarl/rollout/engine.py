@@ -162,7 +162,7 @@ class VllmEngine:
         return [TokensPrompt(prompt_token_ids=list(r.token_ids)) for r in requests], params
 
     def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[FloatArray]:
-        """Return log-probs of tokens 1… of each sequence under the current weights, at temperature 1."""
+        """Return log-probs of each sequence's tokens but the first under the current weights, at temperature 1."""
         from vllm import SamplingParams, TokensPrompt
 
         # Prompt log-probs make vLLM compute every position, so the prefix cache skips none.

@@ -82,7 +82,7 @@ def _sampled(row: Row) -> BoolArray:
 
 
 class MismatchGate:
-    """A check that refuses to train if engine and trainer disagree before the first update."""
+    """A check that refuses to train if log-probs of engine and trainer disagree before the first update."""
 
     def __init__(self, config: Config) -> None:
         engine = config.rollout.engine

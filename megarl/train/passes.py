@@ -160,7 +160,7 @@ class RoleUpdater(RolePasses):
     def update_on_batch(
         self, rows: Sequence[Row], state: AlgoState, *, step: int, mini_batch_prompts: int, num_epochs: int
     ) -> BatchUpdate:
-        """Take all optimizer steps on a batch: `num_epochs` times one per mini-batch of `mini_batch_prompts` groups."""
+        """Pass `num_epochs` times over a batch, one optimizer step per mini-batch of `mini_batch_prompts` groups."""
         uids = list(dict.fromkeys(row.uid for row in rows))
         sums: dict[str, float] = {}
         before: dict[int, FloatArray] = {}

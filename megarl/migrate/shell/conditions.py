@@ -29,7 +29,7 @@ class ShellTestError(ValueError):
 
 @dataclass(slots=True, kw_only=True)
 class ConditionReader:
-    """A test that is being read. tokens: what is left; double: `[[ … ]]`, whose tokens are source, not text yet."""
+    """A reader of a shell test. tokens: what is left; double: it is `[[ … ]]`, whose tokens are not expanded yet."""
 
     machine: Machine
     tokens: list[str]

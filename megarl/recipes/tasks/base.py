@@ -55,7 +55,7 @@ class BuiltinTask:
         cheap: writes a demonstration that answers at once, without checking.
         corrupted_worked: writes a wrong answer that is worked out, but with a slip.
         corrupted_direct: writes a wrong answer near the right one, stated at once.
-        next_lines: lists the lines that may come next in a right answer with given lines; none if it is complete.
+        next_lines: lists the lines that may follow given ones in a right answer; none if these are complete.
     """
 
     data_source: str

@@ -214,8 +214,9 @@ def _spelled_fraction(sign: re.Match[str]) -> str:
 
 
 def compact(text: str) -> str:
-    """Remove spaces, except between words, digits and points, so that `2 3` stays different from `23`, and the braces
-    of an exponent or index of one character.
+    """Remove spaces, and braces around an exponent or index of one symbol: `x^{2} + 1` → `x^2+1`.
+
+    Spaces between words, digits and points stay, so that `2 3` differs from `23`.
     """
     text = re.sub(r"([_^])\{\s*(\w|\\[a-zA-Z]+)\s*\}\s*", r"\1\2 ", text)
     return re.sub(r"(?<![\w.])\s+|\s+(?![\w.])", "", text)
