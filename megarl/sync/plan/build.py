@@ -10,9 +10,10 @@ it copies D_i ∩ S_i from them. If several sources hold a part, the one with le
 
 import functools
 import gc
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,11 @@ from megarl.weights.safetensors_map import TensorSpec
 # The part of a model that a bucket takes, and the bounds of a bucket. With more sources, buckets are smaller: many
 # processes then wait less for each other.
 _FEW_SOURCES, _PART, _PART_OF_MANY = 8, 16, 3072
-_LEAST_BUCKET, _LEAST_OF_MANY, _MOST_BUCKET = 1 << 20, 16 << 20, 128 << 20
+_LEAST_BUCKET, _LEAST_OF_MANY, _MOST_BUCKET = 1 << 20, 16 << 20, 64 << 20
+# Two blocks or more share a bucket, as larger ones would leave gaps.
+_BLOCKS_PER_BUCKET = 2
+# A bucket with less room than this part of it counts as full.
+_LEAST_ROOM = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +69,17 @@ class Parcel(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The plan of a weight sync: all messages, ordered by bucket (step), with `specs` of the full tensors and `needs`,
-    the box of each tensor per sink.
+    """The plan of a weight sync: all messages, ordered by bucket (step), with `specs` of the full tensors, `needs`, the
+    box of each tensor per sink, and `hosts` of the processes, as far as they are known.
+
+    neighbours: by sink, the sources that share its memory.
     """
 
     specs: Mapping[str, TensorSpec]
     needs: Mapping[int, Holding]
     messages: tuple[Parcel, ...]
+    hosts: Hosts = field(default_factory=dict)
+    neighbours: Neighbours = field(default_factory=dict)
 
     @functools.cached_property
     def _by_end(self) -> tuple[Mapping[int, list[Parcel]], Mapping[int, list[Parcel]]]:
@@ -79,6 +88,12 @@ class Plan:
             sent.setdefault(message.source, []).append(message)
             received.setdefault(message.sink, []).append(message)
         return sent, received
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """Return the messages as one int64 array per field, without `runs`."""
+        columns = list(zip(*self.messages, strict=True)) or [()] * len(Parcel._fields)
+        named = zip(Parcel._fields, columns, strict=True)
+        return {name: np.array(each, dtype=np.int64) for name, each in named if name != "runs"}
 
     def of_source(self, source: int) -> list[Parcel]:
         return self._by_end[0].get(source, [])
@@ -108,10 +123,10 @@ def build_plan(
     """Plan a weight sync. Each engine worker (sink) gets the tensors in the order of `specs`, but each starts at
     another one.
 
-    bucket_bytes: in one bucket (step), each source sends and each sink receives at most this much over the wire, and as
-    much locally; a single row of a tensor may be more. Default: 1/16 of all tensors, within 1 to 128 MiB; with more
-    than 8 sources 1/3,072, within 16 to 128 MiB. Larger buckets mean fewer messages, but more memory, as each process
-    stages `wires.DEPTH` buckets, and longer waits.
+    bucket_bytes: in one bucket (step), each source sends and each sink receives at most this much to or from other
+    hosts, as much within its host, and as much locally; a single row of a tensor may be more. Default: 1/16 of all
+    tensors, within 1 to 64 MiB; with more than 8 sources 1/3,072, within 16 to 64 MiB. Larger buckets mean fewer
+    messages, but more memory, as each process stages `wires.DEPTH` buckets, and longer waits.
     hosts: of each process, if known; a source on the host of the sink is preferred.
 
     Raises:
@@ -125,13 +140,15 @@ def build_plan(
     was_on = gc.isenabled()
     gc.disable()
     try:
-        layers = list(assign(specs, held, needed, neighbours or {}, hosts=hosts or {}, block_bytes=bucket_bytes))
+        block_bytes = -(-bucket_bytes // _BLOCKS_PER_BUCKET)
+        layers = list(assign(specs, held, needed, neighbours or {}, hosts=hosts or {}, block_bytes=block_bytes))
         if are_few and all(len(holding) == len(specs) for holding in held.values()):
             # No source would be idle in any order, so a schedule gains nothing.
             transfers = in_order(layers, list(needed))
         else:
             transfers = scheduled(layers, list(held), list(needed), hosts=hosts or {})
-        return Plan(specs=specs, needs=needed, messages=tuple(_pack(transfers, bucket_bytes)))
+        messages = tuple(_pack(transfers, bucket_bytes, hosts or {}))
+        return Plan(specs=specs, needs=needed, messages=messages, hosts=hosts or {}, neighbours=neighbours or {})
     finally:
         # Move the new objects to the oldest generation, as if they had been scanned.
         gc.freeze()
@@ -140,37 +157,53 @@ def build_plan(
             gc.enable()
 
 
-def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> list[Parcel]:
+class _Room:
+    """The bytes that a process may still send or receive over one kind of link in each bucket that is not empty.
+
+    first: no bucket before it has room worth looking for.
+    """
+
+    __slots__ = ("first", "left")
+
+    def __init__(self) -> None:
+        self.left, self.first = dict[int, int](), 0
+
+
+def _pack(transfers: Iterable[Transfer], bucket_bytes: int, hosts: Hosts) -> Iterator[Parcel]:
     """Pack transfers into messages, one per bucket (step of the sync) and pair of source and sink.
 
-    A transfer goes into the first bucket with room at both source and sink, but not before the last bucket that either
-    has used, nor, if it is local, before what the sink last got over the wire. Every process thus handles its buckets
-    in the order of its transfers, so there is no deadlock.
+    A transfer goes into the first bucket with room at both source and sink, but not before the last bucket of the layer
+    that the sink got two before, because engines hold back a layer until it is complete. Links within a device, within
+    a host and between hosts have room of their own: they work at the same time. Every process handles its buckets in
+    their order, so there is no deadlock.
     """
-    # Locally or over the wire, for every source and every sink: its current bucket, and the bytes in it.
-    at = {local: [defaultdict[int, list[int]](lambda: [0, 0]) for _ in range(2)] for local in (False, True)}
-    last, buckets = dict[tuple[int, int, bool], Parcel](), defaultdict[int, list[Parcel]](list)
-    for source, sink, local, (runs, size) in transfers:
-        sources, sinks = at[local]
-        out, into, pair = sources[source], sinks[sink], (source, sink, local)
-        # Take the later bucket of the two; if they are at the same one, the larger fill.
-        bucket, filled = max(out, into)
-        if filled and filled + size > bucket_bytes:
+    rooms = defaultdict[tuple[bool, int, bool, bool], _Room](_Room)
+    # By sink: the layer that it gets, and the last bucket of that, of the one before, and of the one before that.
+    at = defaultdict[int, tuple[int, int, int, int]](lambda: (-1, 0, 0, 0))
+    packed = dict[tuple[int, int, int, bool], tuple[list[BoxRun], list[int]]]()
+    for source, sink, local, layer, (runs, num_bytes) in transfers:
+        near, size = hosts.get(source) == hosts.get(sink), min(num_bytes, bucket_bytes)
+        out, into = rooms[True, source, near, local], rooms[False, sink, near, local]
+        current, last, before, first = at[sink]
+        if layer != current:
+            before, first = last, before
+        bucket = max(first, out.first, into.first)
+        while out.left.get(bucket, bucket_bytes) < size or into.left.get(bucket, bucket_bytes) < size:
             bucket += 1
-        if local:
-            bucket = max(bucket, at[False][1][sink][0])
-        out[:] = bucket, size + (out[1] if out[0] == bucket else 0)
-        into[:] = bucket, size + (into[1] if into[0] == bucket else 0)
-        messages, begun = buckets[bucket], last.get(pair)
-        if begun is not None and begun.bucket == bucket:
-            merged = widest_first([*begun.runs, *runs])
-            last[pair] = begun._replace(runs=merged, num_bytes=begun.num_bytes + size)
-            messages[messages.index(begun)] = last[pair]
-        else:
-            turn = 0 if begun is None else begun.turn + 1
-            last[pair] = message = Parcel(bucket, turn, source, sink, local, runs, size)
-            messages.append(message)
-    return [message for bucket in sorted(buckets) for message in buckets[bucket]]
+        at[sink] = layer, max(last, bucket), before, first
+        for room in (out, into):
+            room.left[bucket] = room.left.get(bucket, bucket_bytes) - size
+            while room.left.get(room.first, bucket_bytes) * _LEAST_ROOM < bucket_bytes:
+                room.first += 1
+        taken, sizes = packed.setdefault((bucket, source, sink, local), ([], []))
+        taken += runs
+        sizes.append(num_bytes)
+    turns = Counter[tuple[int, int]]()
+    for key in sorted(packed, key=operator.itemgetter(0)):
+        bucket, source, sink, local = key
+        taken, sizes = packed[key]
+        yield Parcel(bucket, turns[source, sink], source, sink, local, widest_first(taken), sum(sizes))
+        turns[source, sink] += 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,12 +221,7 @@ class PlanStatistics:
 
 def plan_statistics(plan: Plan, *, depth: int) -> PlanStatistics:
     """Compute a plan's cost if processes stage up to `depth` buckets (steps of the sync) at a time."""
-    columns = list(zip(*plan.messages, strict=True)) or [()] * len(Parcel._fields)
-    of = {
-        name: np.array(each, dtype=np.int64)
-        for name, each in zip(Parcel._fields, columns, strict=True)
-        if name != "runs"
-    }
+    of = plan.columns()
     over_wire = of["local"] == 0
     sent, received = (np.bincount(of[end], of["num_bytes"] * over_wire) for end in ("source", "sink"))
     return PlanStatistics(

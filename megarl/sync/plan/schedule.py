@@ -15,8 +15,8 @@ from typing import TypeAlias
 
 from megarl.sync.plan.assign import Block, Hosts, Layer
 
-# Source, sink, whether they share memory, and what is sent.
-Transfer: TypeAlias = tuple[int, int, bool, Block]
+# Source, sink, whether they share memory, a number of the layer that the sink gets no other of, and what is sent.
+Transfer: TypeAlias = tuple[int, int, bool, int, Block]
 # How much longer a byte takes between hosts (400 Gb/s) than within one (NVLink 4, 450 GB/s).
 _BETWEEN_HOSTS = 9
 # So many sources of a layer stand for all of them: a stage has up to hundreds, and they are asked for alike.
@@ -35,16 +35,17 @@ class _Stage:
 class _Sink:
     """The parts that a sink still lacks: the layers of each stage, and of its present one the blocks of each source.
 
-    near: the sources on its host. bit: this sink in sets of sinks. needs: the sources that have blocks for it now, as
+    near: the sources on its host. totals: the layers from stages on its host, and from others, that it lacked at the
+    beginning. bit: this sink in sets of sinks. needs: the sources that have blocks for it now, as
     bits; after: those that come after the last one that sent.
     """
 
-    __slots__ = ("after", "bit", "layers", "near", "needs", "num_layers", "number", "shares")
+    __slots__ = ("after", "bit", "layers", "near", "needs", "num_layers", "number", "shares", "totals")
 
     def __init__(self, number: int, near: frozenset[int], *, bit: int, first: int) -> None:
         self.number, self.near, self.bit, self.needs, self.after = number, near, bit, 0, -1 << first
         self.layers, self.num_layers = dict[_Stage, deque[Layer]](), 0
-        self.shares = dict[int, tuple[Block, ...]]()
+        self.shares, self.totals = dict[int, tuple[Block, ...]](), (0, 0)
 
 
 class _Switch:
@@ -72,22 +73,25 @@ class _Switch:
                 stage = stages[layer.holders]
                 stage.left += 1
                 sink.layers.setdefault(stage, deque()).append(layer)
-            sink.num_layers = len(layers)
+            sink.num_layers, sink.totals = len(layers), _num_near_and_far(sink)
             self.sinks.append(sink)
 
     def next_layer(self, sink: _Sink) -> Layer:
-        """Choose the stage whose next layer a sink would get soonest, preferring stages on its host.
+        """Choose the stage whose next layer a sink would get soonest.
 
-        Those come first because their fast transfers would otherwise wait behind slow ones. Then the stage counts for
-        whose sources the fewest sinks wait, as a part of what is left to send, per layer that this sink lacks.
+        Layers of stages on its host come evenly among the others, so that links within and between hosts work at the
+        same time. Then the stage counts for whose sources the fewest sinks wait, as a part of what is left to send, per
+        layer that this sink lacks.
         """
         waiting_for = self.wanted.__getitem__
+        near, far = _num_near_and_far(sink)
+        wants_near = near * sink.totals[1] >= far * sink.totals[0]
 
         def wait(item: tuple[_Stage, deque[Layer]]) -> tuple[bool, float, int]:
             stage, layers = item
             some = list(itertools.islice(layers[0].wire[sink.number], _SAMPLE))
             waiting = sum(map(int.bit_count, map(waiting_for, some))) / max(1, len(some))
-            return sink.near.isdisjoint(some), waiting / stage.left / len(layers), -len(layers)
+            return sink.near.isdisjoint(some) is wants_near, waiting / stage.left / len(layers), -len(layers)
 
         stage, layers = min(sink.layers.items(), key=wait)
         layer = layers.popleft()
@@ -103,7 +107,7 @@ class _Switch:
         while sink.layers and not sink.needs:
             layer = self.next_layer(sink)
             for source, blocks in layer.local.get(number, {}).items():
-                yield from ((source, number, True, block) for block in blocks)
+                yield from ((source, number, True, sink.num_layers, block) for block in blocks)
             sink.shares = dict(layer.wire[number])
             for source in sink.shares:
                 wanted[source] |= bit
@@ -134,9 +138,15 @@ class _Switch:
         return blocks[0]
 
 
+def _num_near_and_far(sink: _Sink) -> tuple[int, int]:
+    """Count the layers that a sink lacks from stages on its host, and from others."""
+    near = sum(len(each) for each in sink.layers.values() if not sink.near.isdisjoint(each[0].wire[sink.number]))
+    return near, sum(map(len, sink.layers.values())) - near
+
+
 def in_order(layers: Iterable[Layer], sinks: Sequence[int]) -> Iterator[Transfer]:
     """Yield all transfers in the model's order, those of a sink from several sources side by side."""
-    for layer in layers:
+    for number, layer in enumerate(layers):
         shares = [
             (source, sink, local, blocks)
             for local, by_sink in ((True, layer.local), (False, layer.wire))
@@ -144,7 +154,7 @@ def in_order(layers: Iterable[Layer], sinks: Sequence[int]) -> Iterator[Transfer
             for source, blocks in by_sink.get(sink, {}).items()
         ]
         for i in range(max((len(share[3]) for share in shares), default=0)):
-            yield from ((*share[:3], share[3][i]) for share in shares if i < len(share[3]))
+            yield from ((*share[:3], number, share[3][i]) for share in shares if i < len(share[3]))
 
 
 def scheduled(
@@ -170,7 +180,7 @@ def scheduled(
                 yield from switch.begin_layer(sink)
         for source, sink in switch.pairs(ended):
             block = switch.take(source, sink)
-            yield source, sink.number, False, block
+            yield source, sink.number, False, sink.num_layers, block
             end = now + (block.num_bytes if source in sink.near else block.num_bytes * _BETWEEN_HOSTS)
             if end not in ends:
                 heapq.heappush(times, end)

@@ -99,8 +99,8 @@ def _is_within(inner: Box, outer: Box) -> bool:
     return all(c <= a and b <= d for (a, b), (c, d) in zip(inner, outer, strict=True))
 
 
-@pytest.mark.parametrize(("mib", "sizes"), [(2, [1, 1]), (64, [4] * 16), (4096, [128] * 32)])
-def test_buckets_are_a_sixteenth_of_all_but_1_to_128_mib(mib: int, sizes: list[int]) -> None:
+@pytest.mark.parametrize(("mib", "sizes"), [(2, [1, 1]), (64, [4] * 16), (4096, [64] * 64)])
+def test_buckets_are_a_sixteenth_of_all_but_1_to_64_mib(mib: int, sizes: list[int]) -> None:
     """A tensor with rows of 64 KiB moves as a whole."""
     num_rows, width = 16 * mib, 1 << 14
     whole = {"a": ((0, num_rows), (0, width))}
@@ -191,7 +191,7 @@ def test_buckets_of_processes_fill_apart() -> None:
     held = {0: {"t0": whole, "t1": whole}, 1: {"t2": whole, "t3": whole}}
     needed = {2: {"t0": whole, "t1": whole}, 3: {"t2": whole, "t3": whole}}
     plan = build_plan(specs, held, needed, bucket_bytes=40)
-    assert [(m.bucket, m.turn, m.source, m.sink, [part.tensor for part in m.parts]) for m in plan.messages] == [
+    assert [(m.bucket, m.turn, m.source, m.sink, sorted({p.tensor for p in m.parts})) for m in plan.messages] == [
         (0, 0, 0, 2, ["t0"]),
         (0, 0, 1, 3, ["t2"]),
         (1, 1, 0, 2, ["t1"]),
@@ -226,10 +226,12 @@ def test_sinks_begin_elsewhere_in_a_layer() -> None:
     names = list(specs)
     held = {0: {name: whole[name] for name in names[:2]}, 1: {name: whole[name] for name in names[2:]}}
     plan = build_plan(specs, held, {2: whole, 3: whole}, bucket_bytes=80)
-    assert {(m.bucket, m.sink): m.source for m in plan.messages} in (
-        {(0, 2): 0, (0, 3): 1, (1, 2): 1, (1, 3): 0},
-        {(0, 2): 1, (0, 3): 0, (1, 2): 0, (1, 3): 1},
-    )
+    for bucket in (0, 1):
+        for end in ("source", "sink"):
+            sizes = Counter[int]()
+            for message in plan.messages:
+                sizes[getattr(message, end)] += message.num_bytes * (message.bucket == bucket)
+            assert set(sizes.values()) == {80}
 
 
 def test_a_source_on_the_host_of_the_sink_is_preferred() -> None:
@@ -244,7 +246,9 @@ def test_a_source_on_the_host_of_the_sink_is_preferred() -> None:
 
 
 @given(st.lists(st.lists(SIZES, min_size=1, max_size=4), min_size=1, max_size=5), st.integers(1, 3), st.integers(1, 4))
-def test_layers_come_one_after_another(layers: list[list[int]], num_stages: int, num_sinks: int) -> None:
+def test_a_layer_begins_when_the_one_two_before_is_complete(
+    layers: list[list[int]], num_stages: int, num_sinks: int
+) -> None:
     specs = {f"model.layers.{i}.{j}": spec(size) for i, sizes in enumerate(layers) for j, size in enumerate(sizes)}
     whole: Holding = {name: ((0, each.shape[0]),) for name, each in specs.items()}
     held = {
@@ -253,10 +257,11 @@ def test_layers_come_one_after_another(layers: list[list[int]], num_stages: int,
     }
     plan = build_plan(specs, held, dict.fromkeys(range(10, 10 + num_sinks), whole), bucket_bytes=1)
     for sink in range(10, 10 + num_sinks):
-        tensors = list(dict.fromkeys(order_of(plan, sink)))
-        seen = [layer for layer, _ in itertools.groupby(tensors, lambda name: int(name.split(".")[0]))]
-        assert len(tensors) == len(specs)
-        assert sorted(seen) == list(range(len(layers)))
+        came = [int(name.split(".")[0]) for name in order_of(plan, sink)]
+        ends = {layer: i for i, layer in enumerate(came)}
+        assert ends.keys() == set(range(len(layers)))
+        for i in range(len(came)):
+            assert len({layer for layer in came[: i + 1] if ends[layer] > i}) <= 2
 
 
 def test_what_nobody_holds_is_an_error() -> None:
