@@ -9,7 +9,7 @@ import functools
 import importlib.metadata
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -101,6 +101,16 @@ class Platform:
 
         return torch.empty(num_bytes, dtype=torch.uint8)
 
+    def page_lock(self, buffer: "torch.Tensor") -> str | None:
+        """Page-lock host memory as long as its tensor exists, if that speeds up copies to and from the device; return
+        why that failed, if it did.
+        """
+        return None
+
+    def copying(self) -> contextlib.AbstractContextManager[None]:
+        """Let copies run beside the device's work after what is under way; at the end they have finished."""
+        return contextlib.nullcontext()
+
     def release_cached_memory(self) -> None:
         """Return unused memory in torch's caching allocator to the device (torch.cuda.empty_cache)."""
 
@@ -148,6 +158,8 @@ class CudaPlatform(Platform):
     has_ipc = True
     has_batch_invariance = True
     checkpoint_writers = 4
+    # The stream of `copying`, made when it is first needed.
+    _copies: "torch.cuda.Stream | None" = None
 
     def activate(self) -> None:
         import torch
@@ -171,14 +183,36 @@ class CudaPlatform(Platform):
         torch.cuda.current_stream().synchronize()
 
     def host_buffer(self, num_bytes: int) -> "torch.Tensor":
-        import torch
-
         buffer = super().host_buffer(num_bytes)
         # torch's own page-locked memory comes in powers of two, so that up to half of it would be wasted.
-        runtime, address = torch.cuda.cudart(), buffer.data_ptr()
-        torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
-        weakref.finalize(buffer, runtime.cudaHostUnregister, address)
+        if (reason := self.page_lock(buffer)) is not None:
+            raise RuntimeError(f"cannot page-lock {num_bytes:,} bytes of host memory: {reason}")
         return buffer
+
+    def page_lock(self, buffer: "torch.Tensor") -> str | None:
+        import torch
+
+        runtime, address = torch.cuda.cudart(), buffer.data_ptr()
+        try:
+            torch.cuda.check_error(runtime.cudaHostRegister(address, buffer.nbytes, 0))
+        except RuntimeError as error:
+            # CUDA keeps the error for the next kernel, which reports it.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self.device())
+            return str(error)
+        weakref.finalize(buffer, runtime.cudaHostUnregister, address)
+        return None
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        import torch
+
+        stream = self._copies = self._copies or torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+            copied = stream.record_event()
+        copied.synchronize()
 
     def release_cached_memory(self) -> None:
         import torch

@@ -2,6 +2,7 @@
 
 import base64
 import json
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,10 @@ class DeviceSegments:
                 f"weight sync cannot open the device memory {path.name}: {error}; all processes of a run need the same "
                 f"versions of megarl and torch"
             ) from error
+
+    def copying(self) -> AbstractContextManager[None]:
+        """Let copies run in the order of the device's other work; `synchronize` waits for them."""
+        return nullcontext()
 
     def synchronize(self) -> None:
         """Wait until this process's copies have finished, because the other process cannot wait for its CUDA stream."""

@@ -125,7 +125,8 @@ class BridgeReceiver:
                 arrival = end.receive(message)
                 if not message.local:
                     self.wire_bytes += arrival.num_bytes
-                for part, _ in zip(parts, unpack(arrival.data, map(place_of, parts)), strict=True):
+                filled = unpack(arrival.data, map(place_of, parts), non_blocking=arrival.stays)
+                for part, _ in zip(parts, filled, strict=True):
                     missing[part.tensor] -= part.size
                     if missing[part.tensor] == 0:
                         yield part.tensor, tensors.pop(part.tensor)

@@ -1,10 +1,12 @@
 """Carry messages between processes of one host in segments of memory that both map, with signals through a TCPStore."""
 
+import functools
 import mmap
 import os
 import stat
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -12,7 +14,10 @@ from typing import Protocol
 import torch
 
 from megarl.errors import WeightSyncError
+from megarl.host.device.platform import platform
+from megarl.host.streams import print_lines
 from megarl.sync.plan.build import Parcel
+from megarl.sync.plan.links import Rates
 from megarl.sync.wire.meetings import unless_given_up
 from megarl.sync.wire.wires import DEPTH, Arrival, ReceivingEnd, SendingEnd, Share, Wire, pack
 
@@ -25,6 +30,8 @@ class Memory(Protocol):
     def create(self, path: Path, num_bytes: int) -> torch.Tensor: ...
 
     def open(self, path: Path, num_bytes: int) -> torch.Tensor: ...
+
+    def copying(self) -> AbstractContextManager[None]: ...
 
     def synchronize(self) -> None: ...
 
@@ -50,7 +57,7 @@ class HostMemory:
                     f"weight sync needs {num_bytes / 2**30:.2f} GiB in {path.parent} for {path.name}: "
                     f"{error.strerror}; enlarge it, or remove what other runs left there"
                 ) from error
-            return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+            return self.map(descriptor, num_bytes)
 
     def open(self, path: Path, num_bytes: int) -> torch.Tensor:
         """Map a file that another process of this user created as uint8 [num_bytes].
@@ -69,10 +76,40 @@ class HostMemory:
                     f"weight sync cannot use {path}: it belongs to user {found.st_uid} and has {found.st_size} bytes, "
                     f"expected a file of user {os.geteuid()} with {num_bytes} bytes; {_FOREIGN}"
                 )
-            return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+            return self.map(descriptor, num_bytes)
+
+    def map(self, descriptor: int, num_bytes: int) -> torch.Tensor:
+        """Map an open file as uint8 [num_bytes]."""
+        return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+
+    def copying(self) -> AbstractContextManager[None]:
+        """Let copies into segments run beside the device's other work; they have finished at the end."""
+        return platform().copying()
 
     def synchronize(self) -> None:
-        """Do nothing: copies to host memory have finished when they return."""
+        """Wait until this process's copies out of segments have finished, as the other process may overwrite them."""
+        platform().synchronize()
+
+
+class PageLockedMemory(HostMemory):
+    """Shared memory of the host that devices copy to and from directly, where they can."""
+
+    def map(self, descriptor: int, num_bytes: int) -> torch.Tensor:
+        """Map a file as uint8 [num_bytes] that is page-locked as long as the tensor exists."""
+        segment = super().map(descriptor, num_bytes)
+        if (reason := platform().page_lock(segment)) is not None:
+            _warn_of_pageable(reason)
+        return segment
+
+
+@functools.cache
+def _warn_of_pageable(reason: str) -> None:
+    rates = Rates()
+    print_lines(
+        f"warning: weight sync cannot page-lock shared memory: {reason}. Copies between devices and the host's memory "
+        f"reach about {rates.pageable / 1e9:.0f} instead of {rates.pcie / 1e9:.0f} GB/s; let the run lock more memory "
+        "(ulimit -l, or the limits of its container), or set sync.host_group=device"
+    )
 
 
 class _Segments:
@@ -142,7 +179,8 @@ class SharedMemorySender(_Segments, SendingEnd):
         path = self._path(message)
         for earlier in [each for each in self._under_way if self._path(each) == path]:
             self._wait_taken(earlier)
-        pack(parts, self._bytes_of(message))
+        with self._memory.copying():
+            pack(parts, self._bytes_of(message), non_blocking=True)
         self._say("sent", message)
         self._under_way.append(message)
 
@@ -167,7 +205,7 @@ class SharedMemoryReceiver(_Segments, ReceivingEnd):
     def receive(self, message: Parcel) -> Arrival:
         """Wait until a message has been sent, and return its segment for reading."""
         self._wait("sent", message)
-        return Arrival(self._bytes_of(message), message.num_bytes)
+        return Arrival(self._bytes_of(message), message.num_bytes, stays=True)
 
     def release(self, message: Parcel) -> None:
         """Signal to the sender that a message has been read, so that its segment may be reused."""
@@ -177,6 +215,6 @@ class SharedMemoryReceiver(_Segments, ReceivingEnd):
 SHARED_MEMORY = Wire(
     name="shared memory",
     fits=lambda link: link.same_host,
-    sender=lambda share, _: SharedMemorySender(share, HostMemory()),
-    receiver=lambda share, _: SharedMemoryReceiver(share, HostMemory()),
+    sender=lambda share, _: SharedMemorySender(share, PageLockedMemory()),
+    receiver=lambda share, _: SharedMemoryReceiver(share, PageLockedMemory()),
 )

@@ -97,10 +97,14 @@ class SendingEnd:
 
 
 class Arrival(NamedTuple):
-    """A received message: its bytes, and how many of them were sent."""
+    """A received message: its bytes, and how many of them were sent.
+
+    stays: whether the bytes stay until `release`, which waits for copies of them to the device.
+    """
 
     data: torch.Tensor
     num_bytes: int
+    stays: bool = False
 
 
 class ReceivingEnd:
@@ -146,17 +150,22 @@ class Wire:
     members: Members = Members.ENDS
 
 
-def pack(parts: Iterable[torch.Tensor], buffer: torch.Tensor) -> None:
-    """Copy tensors into a buffer of bytes, end to end."""
+def pack(parts: Iterable[torch.Tensor], buffer: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """Copy tensors into a buffer of bytes, end to end. non_blocking: the caller waits for copies from the device."""
     for part in parts:
-        _first(buffer, part).copy_(part)
+        _first(buffer, part).copy_(part, non_blocking=non_blocking)
         buffer = buffer[part.nbytes :]
 
 
-def unpack(buffer: torch.Tensor, targets: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Fill tensors of any strides, one after another, from a buffer of bytes; yield each when it is full."""
+def unpack(
+    buffer: torch.Tensor, targets: Iterable[torch.Tensor], *, non_blocking: bool = False
+) -> Iterator[torch.Tensor]:
+    """Fill tensors of any strides, one after another, from a buffer of bytes; yield each when it is full.
+
+    non_blocking: copies to the device may still be under way on its current stream.
+    """
     for target in targets:
-        target.copy_(_first(buffer, target))
+        target.copy_(_first(buffer, target), non_blocking=non_blocking)
         buffer = buffer[target.nbytes :]
         yield target
 

@@ -4,9 +4,10 @@ import errno
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -55,6 +56,7 @@ OVER_DEVICES = SyncConfig(cuda_ipc=False, host_group="device")
 ROUTES = {
     "one host": Route(hosts=HERE, beside=BESIDE, wires=frozenset({"shared memory"})),
     "two hosts": Route(beside=BESIDE, wires=frozenset({"shared memory", "gloo"})),
+    "one host, over devices": Route(hosts=HERE, settings=OVER_DEVICES, wires=frozenset({"shared memory", "NCCL"})),
     "over devices": Route(settings=OVER_DEVICES, wires=frozenset({"shared memory", "NCCL"})),
     "passed on": Route(
         settings=OVER_DEVICES, beside=BESIDE, wires=frozenset({"shared memory", "NCCL, then shared memory"})
@@ -256,8 +258,13 @@ def merged(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
     return {name: sum(part.get(name, 0) for part in parts) % (1 << 64) for name in names}
 
 
-def test_neighbours_share_device_memory_and_others_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device is memory of this process: tests/gpu has a real one."""
+@pytest.mark.parametrize("host_group", ["gloo", "device"])
+def test_neighbours_share_device_memory_and_others_the_hosts(
+    host_group: Literal["gloo", "device"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is memory of this process: tests/gpu has a real one. With a group of devices, ranks pass on what
+    others of the host send, so that nothing is in the host's memory.
+    """
 
     class Device:
         segments: ClassVar[dict[Path, torch.Tensor]] = {}
@@ -273,26 +280,29 @@ def test_neighbours_share_device_memory_and_others_the_hosts(tmp_path: Path, mon
         def open(self, path: Path, num_bytes: int) -> torch.Tensor:
             return self.segments[path]
 
+        def copying(self) -> AbstractContextManager[None]:
+            return nullcontext()
+
         def synchronize(self) -> None:
             self.num_synchronized.append(1)
 
     monkeypatch.setattr(cuda_ipc, "DeviceSegments", Device)
     ranks, expected = make_slices(), full_tensors()
     plan = make_plan(ranks, 300)
-    senders, receivers = open_ends(plan, "one host", tmp_path, cuda_ipc=True)
+    senders, receivers = open_ends(plan, "one host", tmp_path, cuda_ipc=True, host_group=host_group)
     _, received = run(senders, receivers, ranks, 1)
     for i, tensors in enumerate(received):
         for name, tensor in tensors:
             index = slices_of(plan.needs[NUM_RANKS + i][name])
             assert bits(tensor[index]) == bits(expected[name][index])
-    local = [message for message in plan.messages if message.local]
-    pairs = {f"segment-{message.source}-{message.sink}" for message in local}
+    on_device = [message for message in plan.messages if message.local or host_group == "device"]
+    pairs = {f"segment-{message.source}-{message.sink}" for message in on_device}
     assert {path.name.rpartition("-")[0] for path in Device.segments} == pairs
     files = {path.name.rpartition("-")[0] for path in tmp_path.iterdir()}
-    assert files
+    assert bool(files) == (host_group == "gloo")
     assert not files & pairs
     # By either end of every message, before it tells the other one.
-    assert len(Device.num_synchronized) == 2 * len(local)
+    assert len(Device.num_synchronized) == 2 * len(on_device)
 
 
 def test_too_little_shared_memory_is_an_error_and_leaves_nothing(

@@ -1,5 +1,6 @@
 """The choice of the device, and what differs between devices."""
 
+import contextlib
 import os
 from datetime import timedelta
 
@@ -101,6 +102,57 @@ def test_host_buffers_for_gpus_are_page_locked_and_no_larger_than_asked_for(monk
     assert buffer.untyped_storage().nbytes() == 5000
     del buffer
     assert locked == {}
+
+
+def test_memory_that_cannot_be_page_locked_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA returns the error, and again to the next kernel, which is run so that no other one meets it."""
+    kernels = list[str]()
+
+    class FakeRuntime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+            return 2
+
+    def fail(*_: int, **__: torch.device) -> None:
+        kernels.append("run")
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch.cuda, "cudart", FakeRuntime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: fail() if code else None)
+    monkeypatch.setattr(torch, "zeros", fail)
+    buffer = torch.empty(8, dtype=torch.uint8)
+    assert CudaPlatform().page_lock(buffer) == "out of memory"
+    assert len(kernels) == 2
+    with pytest.raises(RuntimeError, match="cannot page-lock 5,000 bytes of host memory: out of memory"):
+        CudaPlatform().host_buffer(5000)
+    assert CpuPlatform().page_lock(buffer) is None
+
+
+def test_copies_run_on_a_stream_of_their_own_and_have_finished_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[str]()
+
+    class FakeStream:
+        def __init__(self) -> None:
+            calls.append("made")
+
+        def wait_stream(self, other: str) -> None:
+            calls.append(f"waits for {other}")
+
+        def record_event(self) -> "FakeStream":
+            calls.append("event")
+            return self
+
+        def synchronize(self) -> None:
+            calls.append("synchronized")
+
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "current")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    here = CudaPlatform()
+    for _ in range(2):
+        with here.copying():
+            calls.append("copy")
+    once = ["waits for current", "copy", "event", "synchronized"]
+    assert calls == ["made", *once, *once]
 
 
 def test_torch_suspends_groups_but_not_those_of_gloo() -> None:
