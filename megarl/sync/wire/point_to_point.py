@@ -1,4 +1,4 @@
-"""Carry messages between hosts over a process group: what a process sends and receives in a bucket is one grouped call.
+"""Carry messages over a process group: what a process sends and receives in a bucket is one grouped call.
 
 With NCCL a grouped call uses the one communicator of the group; single sends would make a communicator for each pair.
 Nobody waits within a group for another order of its messages, and all processes post their groups bucket by bucket, so
@@ -147,8 +147,8 @@ def _slot(message: Parcel) -> _Slot:
 
 NCCL = Wire(
     name="NCCL",
-    # Differences are made in host memory. NCCL takes no device twice.
-    fits=lambda link: link.host_group == "device" and not link.same_host and not link.delta and not link.beside_rank,
+    # NCCL takes no device twice.
+    fits=lambda link: link.is_grouped and not link.beside_rank,
     sender=Exchange,
     receiver=Exchange,
     members=Members.ALL,

@@ -1,8 +1,8 @@
-"""Carry messages between hosts over NCCL to workers that share a device with a rank, through that rank.
+"""Carry messages over NCCL to workers that share a device with a rank, through that rank.
 
 NCCL takes no device twice, so engines that use the trainer's devices cannot join its process group. The group has the
-trainer's ranks only: the rank on an engine worker's device receives that worker's messages from other hosts, and passes
-them on to it in memory that both share.
+trainer's ranks only: the rank on an engine worker's device receives that worker's messages from other devices, and
+passes them on to it in memory that both share.
 """
 
 from collections import defaultdict
@@ -68,8 +68,7 @@ def relayed_to(onward: Wire) -> Wire:
 
     def fits(link: Link) -> bool:
         on_device = replace(link, same_host=True, same_device=True)
-        between_hosts = link.host_group == "device" and not link.same_host and not link.delta
-        return between_hosts and link.beside_rank and onward.fits(on_device)
+        return link.is_grouped and link.beside_rank and onward.fits(on_device)
 
     return Wire(
         name=f"NCCL, then {onward.name}",

@@ -214,7 +214,7 @@ class SharedMemoryReceiver(_Segments, ReceivingEnd):
 
 SHARED_MEMORY = Wire(
     name="shared memory",
-    fits=lambda link: link.same_host,
+    fits=lambda link: link.same_host and not link.is_grouped,
     sender=lambda share, _: SharedMemorySender(share, PageLockedMemory()),
     receiver=lambda share, _: SharedMemoryReceiver(share, PageLockedMemory()),
 )

@@ -8,11 +8,19 @@ from pathlib import Path
 
 from megarl.config.generation import SyncConfig
 from megarl.config.plugins import active_plugins
-from megarl.host.device.platform import platform
+from megarl.host.device.platform import Platform, platform
+from megarl.sync.plan.assign import Hosts
 from megarl.sync.plan.build import Parcel, Plan
+from megarl.sync.plan.links import Ways, fastest_ways
 from megarl.sync.wire.meetings import Meeting
 from megarl.sync.wire.table import wire_for
 from megarl.sync.wire.wires import Link, Members, Share, Wire
+
+
+def ways_of(plan: Plan, settings: SyncConfig, here: Platform, *, hosts: Hosts, beside: Mapping[int, int]) -> Ways:
+    """Return what the settings, and where these leave a choice the planner's seconds, let carry a plan's messages."""
+    ipc = here.has_ipc if settings.cuda_ipc is None else settings.cuda_ipc
+    return fastest_ways(plan, settings.host_group == "device", ipc, hosts=hosts, beside=beside)
 
 
 def shares_of(
@@ -32,15 +40,16 @@ def shares_of(
     """
     carried = [defaultdict[str, list[Parcel]](list) for _ in hosts]
     used, choose = dict[str, Wire](), functools.cache(wire_for)
-    cuda_ipc = platform().has_ipc if settings.cuda_ipc is None else settings.cuda_ipc
+    ways = ways_of(plan, settings, platform(), hosts=dict(enumerate(hosts)), beside=beside)
     for message in plan.messages:
         link = Link(
             same_host=hosts[message.source] == hosts[message.sink],
             same_device=message.local,
             beside_rank=message.sink in beside,
             host_group=settings.host_group,
-            cuda_ipc=cuda_ipc,
+            cuda_ipc=ways.ipc,
             delta=settings.delta,
+            nearby=ways.nearby,
         )
         wire = choose(link)
         used[wire.name] = wire

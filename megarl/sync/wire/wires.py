@@ -30,7 +30,8 @@ class Link:
 
     same_device: whether both use the same device. beside_rank: whether the worker shares its device with some rank.
     host_group: what carries messages between hosts. cuda_ipc: whether processes may share a device's memory. delta:
-    whether to send differences from the last sync.
+    whether to send differences from the last sync. nearby: whether what carries messages between hosts also carries
+    those within a host, because that is faster than the host's memory.
     """
 
     same_host: bool
@@ -39,6 +40,15 @@ class Link:
     host_group: Literal["gloo", "device"]
     cuda_ipc: bool
     delta: bool
+    nearby: bool = False
+
+    @property
+    def is_grouped(self) -> bool:
+        """Return whether a process group of devices (NCCL) carries the messages; differences are made in host memory,
+        from which it does not send.
+        """
+        apart = not self.same_host or (self.nearby and not self.same_device)
+        return self.host_group == "device" and apart and not self.delta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

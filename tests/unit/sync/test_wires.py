@@ -1,5 +1,6 @@
 """Which wire carries the messages of a link, and what each process is told of the wires that it opens."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +40,12 @@ NEIGHBOURS = replace(NEAR, same_device=True)
         (replace(APART, host_group="device"), "NCCL"),
         (replace(BESIDE, host_group="device"), "NCCL, then CUDA IPC"),
         (replace(BESIDE, host_group="device", cuda_ipc=False), "NCCL, then shared memory"),
+        # Within a host, where that is faster than the host's memory.
+        (replace(NEAR, host_group="device", nearby=True), "NCCL, then CUDA IPC"),
+        (replace(NEAR, host_group="device", nearby=True, cuda_ipc=False), "NCCL, then shared memory"),
+        (replace(NEAR, host_group="device", nearby=True, beside_rank=False), "NCCL"),
+        (replace(NEIGHBOURS, host_group="device", nearby=True), "CUDA IPC"),
+        (replace(NEIGHBOURS, host_group="device", nearby=True, cuda_ipc=False), "shared memory"),
     ],
 )
 def test_the_first_wire_that_fits_a_link_carries_its_messages(link: Link, wire: str) -> None:
@@ -62,13 +69,15 @@ def test_a_wire_of_a_user_comes_before_the_others() -> None:
 def test_a_link_that_no_wire_fits_is_an_error_with_a_remedy(link: Link) -> None:
     """Differences are made in host memory, from which NCCL does not send."""
     with pytest.raises(
-        WeightSyncError, match=r"got Link\(same_host=False, .*delta=True\), expected .*set sync\.delta=false"
+        WeightSyncError, match=r"got Link\(same_host=False, .*delta=True, .*\), expected .*set sync\.delta=false"
     ):
         wire_for(replace(link, host_group="device", delta=True))
 
 
-def make_shares(settings: SyncConfig, beside: dict[int, int]) -> list[Share]:
-    """Two ranks on two hosts each have a row, which a worker on either host needs: both need both."""
+def make_shares(
+    settings: SyncConfig, beside: dict[int, int], hosts: Sequence[str] = ("x", "y", "x", "y")
+) -> list[Share]:
+    """Two ranks, on two hosts by default, each have a row, which a worker on either host needs: both need both."""
     specs = {"a": TensorSpec(shape=(2, 1), dtype=torch.float32)}
     rows, both = [((0, 1), (0, 1)), ((1, 2), (0, 1))], ((0, 2), (0, 1))
     plan = build_plan(
@@ -78,7 +87,6 @@ def make_shares(settings: SyncConfig, beside: dict[int, int]) -> list[Share]:
         neighbours={sink: [rank] for sink, rank in beside.items()},
     )
     meeting = Meeting(address="127.0.0.1", port=1, rank=0, size=1, timeout_s=1.0, secret=b"")
-    hosts = ["x", "y", "x", "y"]
     return shares_of(plan, settings, meeting, hosts=hosts, num_ranks=2, beside=beside, segments=Path("segment"))
 
 
@@ -109,3 +117,28 @@ def test_a_rank_passes_on_what_other_hosts_send_to_the_worker_on_its_device() ->
         {"CUDA IPC": [(1, 3)], "NCCL, then CUDA IPC": [(0, 3)]},
     ]
     assert {share.meeting.size for share in shares} == {2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "wire"),
+    [
+        (SyncConfig(cuda_ipc=True, host_group="device"), "NCCL, then CUDA IPC"),
+        (SyncConfig(cuda_ipc=True), "shared memory"),
+        (SyncConfig(cuda_ipc=True, delta=True), "differences over shared memory"),
+    ],
+)
+def test_ranks_of_one_host_pass_on_what_their_devices_links_carry_faster_than_its_memory(
+    settings: SyncConfig, wire: str
+) -> None:
+    """NVLink is faster than PCIe, so that nothing but the flags is left to the host's memory."""
+    shares = make_shares(settings, {2: 0, 3: 1}, hosts=["x"] * 4)
+    assert [carried(share) for share in shares[2:]] == [
+        {"CUDA IPC": [(0, 2)], wire: [(1, 2)]},
+        {"CUDA IPC": [(1, 3)], wire: [(0, 3)]},
+    ]
+    assert {share.meeting.size for share in shares} == {2 if wire.startswith("NCCL") else 4}
+
+
+def test_workers_with_devices_of_their_own_join_the_ranks_of_their_host() -> None:
+    shares = make_shares(SyncConfig(host_group="device"), {}, hosts=["x"] * 4)
+    assert [set(share.wires) for share in shares] == [{"NCCL"}] * 4
