@@ -37,7 +37,7 @@ from megarl.plan.run_plan import (
 from megarl.record.performance import forward_flops, peak_of
 from megarl.sync.plan.build import plan_statistics
 from megarl.sync.plan.engine_shards import engine_needs, stage_range
-from megarl.sync.wire.wires import DEPTH
+from megarl.sync.wire.shares import most_staging
 from megarl.train.forward import SOURCES, Variant
 from megarl.train.inputs import missing_files, open_train_inputs, setting_warnings
 from megarl.types import TokenQuantity
@@ -68,11 +68,11 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
         specs[role.role] = read_model_spec(path, model_key(config, role))
         check_model(config, specs[role.role].hf_config, role.role)
     actor, layouts = specs[Role.ACTOR], by_layout(roles)
-    shards = plan_shards(config, roles, specs, needed)
+    shards, bridge = plan_shards(config, roles, specs, needed), bridge_plan(config, actor)
     engine = plan_engine(config, actor.dims, engine_bytes(config, actor, config.rollout.engine.pp), device_bytes)
-    devices, missing = plan_devices(config, layouts, shards, engine), missing_files(config, roles)
+    counts, staged = batch_counts(config), most_staging(bridge, config.sync)
+    devices, missing = plan_devices(config, layouts, shards, engine, staged.device), missing_files(config, roles)
     inputs = None if missing or not with_data else open_train_inputs(config)
-    counts = batch_counts(config)
     asked = {role: {SOURCES[name].variant for name in needed if SOURCES[name].role is role} for role in specs}
     return RunPlan(
         run=str(Path(config.run.dir) / config.run.name),
@@ -101,7 +101,8 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
         devices=tuple(devices),
         engine=engine,
         sync_bytes=_model_parameters(actor, Head.LM) * DTYPE_BYTES[config.model.dtype],
-        bridge=plan_statistics(bridge_plan(config, actor), depth=DEPTH),
+        bridge=plan_statistics(bridge),
+        staging=staged,
         device_bytes=device_bytes,
         warnings=tuple(setting_warnings(config) if inputs is None else inputs.warnings),
         missing=tuple(missing),

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
-from megarl.cluster.residency import ENGINE, KV_CACHE, WEIGHTS, Resident, forward, step_phases, updating
+from megarl.cluster.residency import ENGINE, KV_CACHE, SYNC, WEIGHTS, Resident, forward, step_phases, updating
 from megarl.config.schema import Config, LayoutConfig
 from megarl.plan import memory as bytes_of
 from megarl.plan.memory import DTYPE_BYTES
@@ -114,8 +114,12 @@ def plan_devices(
     layouts: Mapping[LayoutConfig, Sequence[RoleSpec]],
     shards: Sequence[ShardPlan],
     engine: EnginePlan,
+    staged: int = 0,
 ) -> list[DevicePlan]:
-    """Estimate the memory of the actor's devices (rank i uses device i); equal devices share an entry."""
+    """Estimate the memory of the actor's devices (rank i uses device i); equal devices share an entry.
+
+    staged: bytes of messages on a device while weights are sent.
+    """
     by_place = {(shard.role, shard.stage): i for i, shard in enumerate(shards)}
     held: dict[tuple[int, ...], list[int]] = {}
     for device in range(config.actor.layout.world_size):
@@ -127,18 +131,26 @@ def plan_devices(
         )
         held.setdefault(present, []).append(device)
     roles = [role for its_roles in layouts.values() for role in its_roles]
-    return [_device(config, roles, [shards[i] for i in present], engine, devices) for present, devices in held.items()]
+    return [
+        _device(config, roles, [shards[i] for i in present], engine, devices, staged)
+        for present, devices in held.items()
+    ]
 
 
 def _device(
-    config: Config, roles: Sequence[RoleSpec], shards: Sequence[ShardPlan], engine: EnginePlan, devices: Sequence[int]
+    config: Config,
+    roles: Sequence[RoleSpec],
+    shards: Sequence[ShardPlan],
+    engine: EnginePlan,
+    devices: Sequence[int],
+    staged: int,
 ) -> DevicePlan:
     sizes = {Resident(shard.role, part): size for shard in shards for part, size in shard.resident.items()}
     resident = sum(sizes.values())
     offloaded = resident - sum(size for part, size in sizes.items() if part.part == Part.GRADS)
     if engine.shares_devices:
         sizes |= {Resident(ENGINE, WEIGHTS): engine.weights, Resident(ENGINE, KV_CACHE): engine.kv_cache or 0}
-    added: dict[str, int] = {}
+    added = {SYNC.name: staged}
     for shard in shards:
         added[forward(Role(shard.role)).name] = shard.forward
         added[updating(Role(shard.role)).name] = shard.activations + shard.head

@@ -174,6 +174,10 @@ def _engine_lines(plan: RunPlan) -> Iterator[str]:
         f"and {_gib(bridge.max_sent_bytes)} GiB from a rank at most, in {bridge.num_messages:,} messages; "
         f"{bridge.local_bytes:,} bytes stay on their devices"
     )
+    yield (
+        f"staging    messages take a process {_gib(plan.staging.device)} GiB of its device and "
+        f"{_gib(plan.staging.host)} GiB of host memory at most"
+    )
 
 
 def shard_lines(shards: Sequence[ShardPlan]) -> Iterator[str]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megarl.sync.plan.build import PlanStatistics
+from megarl.sync.wire.wires import Staging
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +159,7 @@ class NodePlan:
 class RunPlan:
     """All that `train --dry-run` reports. The actor's layout comes first; nodes with engines only come last.
 
+    staging: the most that a process allocates for messages of a weight sync.
     warnings: what the run would warn about. missing: models and data that are absent, so that nothing can be said about
     the data. hints: how many prompts there are, how many have a hint (`placed`), how many hints are cut, and how many
     are missing, by reason; empty without hints or data.
@@ -173,6 +175,7 @@ class RunPlan:
     engine: EnginePlan
     sync_bytes: int
     bridge: PlanStatistics
+    staging: Staging
     device_bytes: int | None
     warnings: tuple[str, ...]
     missing: tuple[str, ...]

@@ -208,7 +208,7 @@ def _pack(transfers: Iterable[Transfer], bucket_bytes: int, hosts: Hosts) -> Ite
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStatistics:
-    """The cost of a weight sync. staging_bytes: the most that processes buffer at a time, summed over them."""
+    """The cost of a weight sync."""
 
     wire_bytes: int
     local_bytes: int
@@ -216,11 +216,10 @@ class PlanStatistics:
     num_buckets: int
     max_received_bytes: int
     max_sent_bytes: int
-    staging_bytes: int
 
 
-def plan_statistics(plan: Plan, *, depth: int) -> PlanStatistics:
-    """Compute a plan's cost if processes stage up to `depth` buckets (steps of the sync) at a time."""
+def plan_statistics(plan: Plan) -> PlanStatistics:
+    """Compute a plan's cost."""
     of = plan.columns()
     over_wire = of["local"] == 0
     sent, received = (np.bincount(of[end], of["num_bytes"] * over_wire) for end in ("source", "sink"))
@@ -231,13 +230,4 @@ def plan_statistics(plan: Plan, *, depth: int) -> PlanStatistics:
         num_buckets=len(np.unique(of["bucket"])),
         max_received_bytes=int(received.max(initial=0)),
         max_sent_bytes=int(sent.max(initial=0)),
-        staging_bytes=sum(_staged(of[end], of["bucket"], of["num_bytes"], depth) for end in ("source", "sink")),
     )
-
-
-def _staged(process: np.ndarray, bucket: np.ndarray, num_bytes: np.ndarray, depth: int) -> int:
-    """Return the largest total size of messages in any `depth` successive buckets, summed over processes."""
-    width = bucket.max(initial=0) + depth
-    totals = np.bincount(process * width + bucket, num_bytes, minlength=(process.max(initial=0) + 1) * width)
-    staged = np.lib.stride_tricks.sliding_window_view(totals.reshape(-1, width), depth, axis=1).sum(axis=2)
-    return int(staged.max(axis=1).sum())

@@ -12,9 +12,9 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megarl.errors import WeightSyncError
 from megarl.host.device.platform import platform
-from megarl.sync.wire.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from megarl.sync.wire.shared_memory import SharedMemoryReceiver, SharedMemorySender, segment_bytes
 from megarl.sync.wire.signed_store import SignedStore
-from megarl.sync.wire.wires import Share, Wire
+from megarl.sync.wire.wires import Share, Staging, Wire
 
 # CUDA's handles have 64 bytes, to which torch adds a few; those of its expandable segments list files.
 _MOST_HANDLE_BYTES = 1 << 12
@@ -157,4 +157,5 @@ CUDA_IPC = Wire(
     fits=lambda link: link.same_device and link.cuda_ipc,
     sender=lambda share, device: SharedMemorySender(share, _segments(share, device)),
     receiver=lambda share, device: SharedMemoryReceiver(share, _segments(share, device)),
+    staging=lambda messages, process: Staging(device=segment_bytes(messages, process)),
 )

@@ -1,31 +1,30 @@
 """Send messages as differences from the last weight sync, by wrapping any sender and its receiver.
 
-Sender and receiver keep the last version of each message in host memory. For each message, the sender announces the
-current length through the TCPStore; full length means that it is sent in full.
+Sender and receiver keep the last version of each message in host memory. A payload begins with its length; full length
+means that the message is sent in full. The wire below must take messages shorter than planned.
 """
 
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
 from megarl.errors import WeightSyncError
 from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.delta import Span, apply, encode
-from megarl.sync.wire.meetings import unless_given_up
-from megarl.sync.wire.wires import Arrival, Key, ReceivingEnd, SendingEnd, Share, Wire, key_of, pack, unpack
+from megarl.sync.wire.wires import Arrival, Key, ReceivingEnd, SendingEnd, Share, Staging, Wire, key_of, pack
 from megarl.weights.boxes import num_elements
+
+# The length of what follows, as int64.
+_HEAD_BYTES = 8
 
 
 class _Versions:
     """The last sent data of each message. Senders compute differences from it, and receivers add differences to it."""
 
     def __init__(self, share: Share) -> None:
-        self._specs, meeting = share.specs, share.meeting
-        self._timeout_s = meeting.timeout_s
-        self._store = meeting.connect()
+        self._specs = share.specs
         self.kept = dict[Key, torch.Tensor]()
-        self.transfer = 0
 
     def spans(self, message: Parcel) -> list[Span]:
         widths = {part.tensor: self._specs[part.tensor].dtype.itemsize for part in message.parts}
@@ -40,24 +39,6 @@ class _Versions:
         else:
             kept.copy_(data)
 
-    def say_length(self, message: Parcel) -> None:
-        self._store.set(self._name(message), str(message.num_bytes))
-
-    def with_length(self, message: Parcel) -> Parcel:
-        """Wait for the sender's announcement of a message's size in this transfer; return it with that size."""
-        name = self._name(message)
-        length = unless_given_up(partial(self._store.get, name), self._store, self.transfer, self._timeout_s)
-        if length is None:
-            raise WeightSyncError(
-                f"trainer rank {message.source} did not send message {message.turn} to engine worker {message.sink} "
-                f"within {self._timeout_s:.0f} s; see what it says in RUN/logs"
-            )
-        self._store.delete(name)
-        return message._replace(num_bytes=int(length))
-
-    def _name(self, message: Parcel) -> str:
-        return f"length/{self.transfer}/{message.source}/{message.sink}/{message.turn}"
-
 
 class DeltaSender(SendingEnd):
     """A sender that transmits only the elements that changed since the last sync, if this is shorter."""
@@ -71,7 +52,6 @@ class DeltaSender(SendingEnd):
         self._versions.kept.clear()
 
     def start(self, transfer: int) -> None:
-        self._versions.transfer = transfer
         self._wire.start(transfer)
 
     def post(self, before: int) -> None:
@@ -85,9 +65,8 @@ class DeltaSender(SendingEnd):
         self._versions.keep(message, current)
         # Send the kept copy, which does not change before the next transfer; the packing buffer does with each message.
         payload = self._versions.kept[key_of(message)] if delta is None else torch.from_numpy(delta)
-        sent = message._replace(num_bytes=payload.nbytes)
-        self._versions.say_length(sent)
-        self._wire.send(sent, [payload])
+        sent = message._replace(num_bytes=_HEAD_BYTES + payload.nbytes)
+        self._wire.send(sent, [torch.tensor([payload.nbytes]), payload])
 
     def flush(self) -> None:
         self._wire.flush()
@@ -101,50 +80,62 @@ class DeltaReceiver(ReceivingEnd):
 
     def __init__(self, share: Share, wire: ReceivingEnd) -> None:
         self._wire, self._versions = wire, _Versions(share)
-        # The messages of this transfer, with their current lengths, by the keys of the planned ones.
-        self._sent = dict[Key, Parcel]()
 
     def start(self, transfer: int) -> None:
-        self._versions.transfer = transfer
-        self._sent.clear()
         self._wire.start(transfer)
 
     def expect(self, messages: Iterable[Parcel]) -> None:
-        """Wait for the lengths of the next messages, and announce these."""
-        self._wire.expect([self._shortened(message) for message in messages])
-
-    def _shortened(self, message: Parcel) -> Parcel:
-        """Return a message of the plan with the length that it has in this weight sync."""
-        if key_of(message) not in self._sent:
-            self._sent[key_of(message)] = self._versions.with_length(message)
-        return self._sent[key_of(message)]
+        self._wire.expect(map(_with_head, messages))
 
     def receive(self, message: Parcel) -> Arrival:
         """Wait for what is sent of a message, and return all of it."""
-        sent = self._shortened(message)
-        (payload,) = unpack(self._wire.receive(sent).data, [torch.empty(sent.num_bytes, dtype=torch.uint8)])
-        if sent.num_bytes == message.num_bytes:
+        data = self._wire.receive(_with_head(message)).data
+        length = int(data[:_HEAD_BYTES].view(torch.int64))
+        if not 0 <= length <= message.num_bytes:
+            raise WeightSyncError(
+                f"message {message.turn} of trainer rank {message.source} to engine worker {message.sink} says that it "
+                f"has {length} bytes, expected at most {message.num_bytes}: somebody else has written there"
+            )
+        payload = data[_HEAD_BYTES : _HEAD_BYTES + length].clone()
+        if length == message.num_bytes:
             self._versions.keep(message, payload)
         else:
             assert key_of(message) in self._versions.kept, "changes of a message that was never sent in full"
             kept = self._versions.kept[key_of(message)]
             apply(payload.numpy(), kept.numpy(), self._versions.spans(message))
-        return Arrival(self._versions.kept[key_of(message)], sent.num_bytes)
+        return Arrival(self._versions.kept[key_of(message)], length)
 
     def release(self, message: Parcel) -> None:
-        self._wire.release(self._shortened(message))
+        self._wire.release(_with_head(message))
 
     def close(self) -> None:
         self._wire.close()
 
 
+def _with_head(message: Parcel) -> Parcel:
+    return message._replace(num_bytes=_HEAD_BYTES + message.num_bytes)
+
+
+def _below(share: Share) -> Share:
+    """Return the share of the wire that carries the differences."""
+    return replace(share, messages=tuple(map(_with_head, share.messages)))
+
+
 def differences_over(wire: Wire) -> Wire:
     """Return the wire that sends over another one what has changed since the last sync."""
+
+    def staging(messages: Sequence[Parcel], process: int) -> Staging:
+        """Count what is kept too."""
+        below = wire.staging(list(map(_with_head, messages)), process)
+        packed = max((message.num_bytes for message in messages if message.source == process), default=0)
+        return replace(below, host=below.host + packed + sum(message.num_bytes for message in messages))
+
     return Wire(
         name=f"differences over {wire.name}",
         # Differences are made in host memory, and would take longer than a copy on the device.
         fits=lambda link: link.delta and not link.same_device and wire.fits(link),
-        sender=lambda share, device: DeltaSender(share, wire.sender(share, device)),
-        receiver=lambda share, device: DeltaReceiver(share, wire.receiver(share, device)),
+        sender=lambda share, device: DeltaSender(share, wire.sender(_below(share), device)),
+        receiver=lambda share, device: DeltaReceiver(share, wire.receiver(_below(share), device)),
+        staging=staging,
         members=wire.members,
     )

@@ -16,16 +16,30 @@ from megarl.errors import WeightSyncError
 from megarl.host.device.platform import platform
 from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.meetings import DeathWatch
-from megarl.sync.wire.wires import DEPTH, Arrival, Members, ReceivingEnd, SendingEnd, Share, Wire, pack
+from megarl.sync.wire.ring import Ring
+from megarl.sync.wire.wires import (
+    DEPTH,
+    Arrival,
+    Key,
+    Members,
+    ReceivingEnd,
+    SendingEnd,
+    Share,
+    Staging,
+    Wire,
+    key_of,
+    pack,
+)
 
-_Slot = tuple[int, int, int]
 _DEATH = "a process that took part in this sync has died"
 
 
 class Exchange(SendingEnd, ReceivingEnd):
-    """A process's membership in the group, with `DEPTH` staging buffers per (source, sink) pair and what is under way.
+    """A process's membership in the group, with a ring of staging buffers, each for a bucket, and what is under way.
 
-    It may both send and receive: a message whose source is another process is received from that.
+    It may both send and receive: a message whose source is another process is received from that. A buffer is reused
+    when all messages of its last bucket have been sent, and read: who receives posts a bucket only after it has read
+    the one before the last.
 
     device: whose links carry the messages (NCCL); None: the network (gloo).
     """
@@ -37,14 +51,12 @@ class Exchange(SendingEnd, ReceivingEnd):
         # Messages are staged in memory that the group can send from: on the devices, or on the host.
         self._device = device or torch.device("cpu")
         self._num_turns = Counter((message.source, message.sink) for message in share.messages)
-        self._sizes = dict[_Slot, int]()
-        for message in share.messages:
-            slot = _slot(message)
-            self._sizes[slot] = max(self._sizes.get(slot, 0), message.num_bytes)
-        self._buffers = dict[_Slot, torch.Tensor]()
+        self._num_arrivals = sum(message.source != self._rank for message in share.messages)
+        self._ring = Ring(share.messages)
+        self._slots = dict[int, torch.Tensor]()
         self._staged = list[Parcel]()
-        self._under_way = dict[_Slot, tuple[Parcel, Any]]()
-        self._transfer = 0
+        self._under_way = dict[Key, Any]()
+        self._transfer = self._num_received = 0
         # torch's stubs do not say what backends can besides sending and receiving.
         self._group: Any = share.meeting.join(device)
         self._watch = DeathWatch(share.meeting, self._group)
@@ -52,18 +64,22 @@ class Exchange(SendingEnd, ReceivingEnd):
     def start(self, transfer: int) -> None:
         """Begin the weight sync number `transfer`; pending messages of a failed earlier one are dropped."""
         self._transfer = self._watch.transfer = transfer
-        self._staged.clear()
-        self._under_way.clear()
+        self._num_received = 0
+        for pending in (self._staged, self._under_way, self._slots):
+            pending.clear()
 
     def close(self) -> None:
         """Leave the group and close its connections, so that processes waiting for this one fail."""
         self._under_way.clear()
+        self._slots.clear()
         self._watch.close()
         self._group = None
 
     def stage(self, message: Parcel) -> torch.Tensor:
         """Take a message into the next group, and return its buffer. Wait first if the buffer is still in use."""
-        self._wait(_slot(message))
+        reused = self._ring.places[key_of(message)].bucket - DEPTH
+        for key in [key for key in self._under_way if self._ring.places[key].bucket <= reused]:
+            self._wait(key)
         self._staged.append(message)
         return self._bytes_of(message)
 
@@ -76,7 +92,7 @@ class Exchange(SendingEnd, ReceivingEnd):
         started = [self._start(message) for message in self._staged]
         if self._group.supports_coalescing:
             started = [self._group._end_coalescing(self._device)] * len(started)
-        self._under_way |= {_slot(m): (m, work) for m, work in zip(self._staged, started, strict=True)}
+        self._under_way |= zip(map(key_of, self._staged), started, strict=True)
         self._staged.clear()
 
     def post(self, before: int) -> None:
@@ -89,25 +105,29 @@ class Exchange(SendingEnd, ReceivingEnd):
         pack(parts, self.stage(message))
 
     def flush(self) -> None:
-        """Wait until every posted message has been sent or received."""
-        for slot in list(self._under_way):
-            self._wait(slot)
+        """Wait until every posted message has been sent or received, and free the buffers."""
+        for key in list(self._under_way):
+            self._wait(key)
+        self._slots.clear()
 
     def expect(self, messages: Iterable[Parcel]) -> None:
         """Post the receives of messages, those of each bucket as one group, unless that has been done before."""
-        waiting = [m for m in messages if self._under_way.get(_slot(m), (None, None))[0] is not m]
+        waiting = [message for message in messages if key_of(message) not in self._under_way]
         for _, bucket in itertools.groupby(waiting, key=lambda message: message.bucket):
             for message in bucket:
                 self.stage(message)
             self.post_staged()
 
     def receive(self, message: Parcel) -> Arrival:
-        """Wait for a message whose receive has been posted.
-
-        Its buffer needs no release: at most two messages of a pair are posted, and there are two buffers.
+        """Wait for a message whose receive has been posted. After the last one, what was returned is all that is left
+        of the buffers.
         """
-        self._wait(_slot(message))
-        return Arrival(self._bytes_of(message), message.num_bytes)
+        self._wait(key_of(message))
+        arrival = Arrival(self._bytes_of(message), message.num_bytes)
+        self._num_received += 1
+        if self._num_received == self._num_arrivals:
+            self._slots.clear()
+        return arrival
 
     def _start(self, message: Parcel) -> Any:
         buffers = [self._bytes_of(message)]
@@ -118,17 +138,18 @@ class Exchange(SendingEnd, ReceivingEnd):
         return self._group.recv(buffers, message.source, tag)
 
     def _bytes_of(self, message: Parcel) -> torch.Tensor:
-        slot = _slot(message)
-        if slot not in self._buffers:
-            self._buffers[slot] = torch.empty(self._sizes[slot], dtype=torch.uint8, device=self._device)
-        return self._buffers[slot][: message.num_bytes]
+        """Return the buffer of a message: a part of its bucket's slot, which is allocated when it is first used."""
+        bucket, offset = self._ring.places[key_of(message)]
+        if (slot := bucket % DEPTH) not in self._slots:
+            self._slots[slot] = torch.empty(self._ring.slot_bytes[slot], dtype=torch.uint8, device=self._device)
+        return self._slots[slot][offset : offset + message.num_bytes]
 
-    def _wait(self, slot: _Slot) -> None:
-        """Wait until the pending send or receive in a staging buffer, if any, has finished."""
-        if (under_way := self._under_way.pop(slot, None)) is None:
+    def _wait(self, key: Key) -> None:
+        """Wait until the send or receive of a message, if it is under way, has finished."""
+        if (work := self._under_way.pop(key, None)) is None:
             return
         try:
-            under_way[1].wait()
+            work.wait()
             if self._device.type != "cpu":
                 # NCCL's wait is one of the stream, which an abort ends without an error.
                 platform().synchronize()
@@ -141,16 +162,13 @@ class Exchange(SendingEnd, ReceivingEnd):
             raise WeightSyncError(_DEATH)
 
 
-def _slot(message: Parcel) -> _Slot:
-    return message.source, message.sink, message.turn % DEPTH
-
-
 NCCL = Wire(
     name="NCCL",
     # NCCL takes no device twice.
     fits=lambda link: link.is_grouped and not link.beside_rank,
     sender=Exchange,
     receiver=Exchange,
+    staging=lambda messages, _: Staging(device=sum(Ring(messages).slot_bytes)),
     members=Members.ALL,
 )
 GLOO = Wire(
@@ -158,5 +176,6 @@ GLOO = Wire(
     fits=lambda link: link.host_group == "gloo" and not link.same_host,
     sender=lambda share, _: Exchange(share, None),
     receiver=lambda share, _: Exchange(share, None),
+    staging=lambda messages, _: Staging(host=sum(Ring(messages).slot_bytes)),
     members=Members.ALL,
 )

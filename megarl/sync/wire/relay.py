@@ -2,17 +2,46 @@
 
 NCCL takes no device twice, so engines that use the trainer's devices cannot join its process group. The group has the
 trainer's ranks only: the rank on an engine worker's device receives that worker's messages from other devices, and
-passes them on to it in memory that both share.
+passes them on to it in memory that both share, those of a bucket as one message.
 """
 
+import itertools
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.point_to_point import Exchange
-from megarl.sync.wire.wires import Link, Members, Share, Wire
+from megarl.sync.wire.ring import Ring
+from megarl.sync.wire.wires import Arrival, Link, Members, ReceivingEnd, Share, Staging, Wire, key_of
+
+
+class _Bundle(NamedTuple):
+    """All messages of other hosts to a worker in a bucket, and the one as which the rank beside it passes them on."""
+
+    whole: Parcel
+    messages: tuple[Parcel, ...]
+
+
+def _bundles(messages: Iterable[Parcel], beside: Mapping[int, int]) -> list[_Bundle]:
+    """Bundle messages, which are in the plan's order. In the whole they lie as in the ring of whoever receives them."""
+    by_sink = defaultdict[int, list[Parcel]](list)
+    for message in messages:
+        by_sink[message.sink].append(message)
+    found = list[_Bundle]()
+    for sink, its in by_sink.items():
+        buckets = itertools.groupby(its, key=lambda message: message.bucket)
+        for turn, ((bucket, some), size) in enumerate(zip(buckets, Ring(its).bucket_bytes, strict=True)):
+            found.append(_Bundle(Parcel(bucket, turn, beside[sink], sink, True, (), size), tuple(some)))
+    return found
+
+
+def _onward(share: Share, bundles: Iterable[_Bundle]) -> Share:
+    """Return the share of the wire between a rank and the worker on its device, apart from that of its own messages."""
+    return replace(share, messages=tuple(each.whole for each in bundles), segments=f"{share.segments}-relayed")
 
 
 class Relay(Exchange):
@@ -21,13 +50,14 @@ class Relay(Exchange):
     def __init__(self, share: Share, device: torch.device, onward: Wire) -> None:
         super().__init__(share, device)
         self._via = share.beside
-        passed = [message for message in share.messages if message.source != share.meeting.rank]
-        self._onward = onward.sender(replace(share, messages=tuple(passed)), device)
-        self._passed = defaultdict[int, list[Parcel]](list)
-        for message in passed:
-            self._passed[message.bucket].append(message)
-        self._buckets = sorted({message.bucket for message in share.messages})
-        self._num_posted, self._arriving = 0, list[Parcel]()
+        bundles = _bundles(_passed(share.messages, share.meeting.rank), share.beside)
+        self._onward = onward.sender(_onward(share, bundles), device)
+        self._coming = {number: list(each) for number, each in itertools.groupby(share.messages, lambda m: m.bucket)}
+        self._bundles = defaultdict[int, list[_Bundle]](list)
+        for bundle in bundles:
+            self._bundles[bundle.whole.bucket].append(bundle)
+        self._buckets = list(self._coming)
+        self._num_posted, self._arriving = 0, list[_Bundle]()
 
     def start(self, transfer: int) -> None:
         super().start(transfer)
@@ -37,21 +67,23 @@ class Relay(Exchange):
     def post(self, before: int) -> None:
         """Post the groups of all buckets up to one; while a bucket comes in, the one before is passed on."""
         while self._num_posted < len(self._buckets) and self._buckets[self._num_posted] < before:
-            arriving = self._passed[self._buckets[self._num_posted]]
+            bucket = self._buckets[self._num_posted]
             self._num_posted += 1
-            for message in arriving:
+            for message in _passed(self._coming[bucket], self._rank):
                 self.stage(message)
             self.post_staged()
             self.pass_on()
-            self._arriving = arriving
+            self._arriving = self._bundles[bucket]
 
     def pass_on(self) -> None:
         """Pass on the last bucket that was posted.
 
         Receivers read in the order of buckets: until they get what came before, they free no memory for other messages.
         """
-        for message in self._arriving:
-            self._onward.send(message, [self.receive(message).data])
+        for whole, messages in self._arriving:
+            for message in messages:
+                self._wait(key_of(message))
+            self._onward.send(whole, [self._bytes_of(messages[0]._replace(num_bytes=whole.num_bytes))])
         self._arriving = []
 
     def flush(self) -> None:
@@ -63,6 +95,41 @@ class Relay(Exchange):
         self._onward.close()
 
 
+class RelayedReceiver(ReceivingEnd):
+    """The receiver of the bundles that a `Relay` passes on."""
+
+    def __init__(self, share: Share, device: torch.device, onward: Wire) -> None:
+        bundles = _bundles(share.messages, share.beside)
+        self._end = onward.receiver(_onward(share, bundles), device)
+        self._bundle_of = {key_of(message): bundle for bundle in bundles for message in bundle.messages}
+        self._places = Ring(share.messages).places
+        self._whole = torch.empty(0)
+
+    def start(self, transfer: int) -> None:
+        self._end.start(transfer)
+
+    def receive(self, message: Parcel) -> Arrival:
+        """Wait for the bundle of a message if it is the first one of it, and return the message."""
+        bundle = self._bundle_of[key_of(message)]
+        if key_of(message) == key_of(bundle.messages[0]):
+            self._whole = self._end.receive(bundle.whole).data
+        offset = self._places[key_of(message)].offset
+        return Arrival(self._whole[offset : offset + message.num_bytes], message.num_bytes)
+
+    def release(self, message: Parcel) -> None:
+        """Let the buffer of a bundle be reused, after its last message has been read."""
+        bundle = self._bundle_of[key_of(message)]
+        if key_of(message) == key_of(bundle.messages[-1]):
+            self._end.release(bundle.whole)
+
+    def close(self) -> None:
+        self._end.close()
+
+
+def _passed(messages: Iterable[Parcel], rank: int) -> list[Parcel]:
+    return [message for message in messages if message.source != rank]
+
+
 def relayed_to(onward: Wire) -> Wire:
     """Return the wire over NCCL to the rank on the worker's device, and from there on over `onward`."""
 
@@ -70,10 +137,19 @@ def relayed_to(onward: Wire) -> Wire:
         on_device = replace(link, same_host=True, same_device=True)
         return link.is_grouped and link.beside_rank and onward.fits(on_device)
 
+    def staging(messages: Sequence[Parcel], process: int) -> Staging:
+        passed = _passed(messages, process)
+        if any(message.sink == process for message in passed):
+            return Staging()
+        bundles = _bundles(passed, dict.fromkeys((message.sink for message in passed), process))
+        beyond = onward.staging([each.whole for each in bundles], process)
+        return Staging(device=sum(Ring(messages).slot_bytes) + beyond.device, host=beyond.host)
+
     return Wire(
         name=f"NCCL, then {onward.name}",
         fits=fits,
         sender=lambda share, device: Relay(share, device, onward),
-        receiver=onward.receiver,
+        receiver=lambda share, device: RelayedReceiver(share, device, onward),
+        staging=staging,
         members=Members.RANKS,
     )

@@ -1,15 +1,15 @@
-"""Carry messages between processes of one host in segments of memory that both map, with signals through a TCPStore."""
+"""Carry messages between processes of one host in segments of memory that both map, with flags in another segment."""
 
 import functools
 import mmap
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -18,9 +18,11 @@ from megarl.host.device.platform import platform
 from megarl.host.streams import print_lines
 from megarl.sync.plan.build import Parcel
 from megarl.sync.plan.links import Rates
+from megarl.sync.wire.flags import FLAG_BYTES, Flag
 from megarl.sync.wire.meetings import unless_given_up
-from megarl.sync.wire.wires import DEPTH, Arrival, ReceivingEnd, SendingEnd, Share, Wire, pack
+from megarl.sync.wire.wires import DEPTH, Arrival, ReceivingEnd, SendingEnd, Share, Staging, Wire, pack
 
+_FLAGS = ("sent", "taken")
 _FOREIGN = "another process has meddled with it: remove it, and start the run again"
 
 
@@ -112,52 +114,73 @@ def _warn_of_pageable(reason: str) -> None:
     )
 
 
+# Source, sink and turn % DEPTH.
+_Slot: TypeAlias = tuple[int, int, int]
+
+
+def slot_bytes(messages: Iterable[Parcel]) -> dict[_Slot, int]:
+    """Return the lengths of segments: `DEPTH` per (source, sink) pair, each as long as its longest message."""
+    sizes = defaultdict[_Slot, int](int)
+    for message in messages:
+        slot = _slot(message)
+        sizes[slot] = max(sizes[slot], message.num_bytes)
+    return sizes
+
+
+def segment_bytes(messages: Sequence[Parcel], process: int) -> int:
+    """Return the length of all segments that a process creates: those from which its messages are read."""
+    return sum(size for (source, _, _), size in slot_bytes(messages).items() if source == process)
+
+
+def _slot(message: Parcel) -> _Slot:
+    return message.source, message.sink, message.turn % DEPTH
+
+
 class _Segments:
-    """A process's segments: `DEPTH` per (source, sink) pair, each as long as its longest message."""
+    """A process's segments, and its flags: for each (source, sink) pair, what has been sent and what has been taken."""
 
     def __init__(self, share: Share, memory: Memory) -> None:
         self._prefix, self._timeout_s = share.segments, share.meeting.timeout_s
         self._store = share.meeting.connect()
-        self._sizes = defaultdict[Path, int](int)
-        self._paths = dict[tuple[int, int, int], Path]()
-        for message in share.messages:
-            path = self._path(message)
-            self._sizes[path] = max(self._sizes[path], message.num_bytes)
+        self._sizes = {self._path(*slot): size for slot, size in slot_bytes(share.messages).items()}
         self._memory = memory
         self._maps = dict[Path, torch.Tensor]()
+        self._flags = dict[Path, dict[str, Flag]]()
         self._transfer = 0
 
     def start(self, transfer: int) -> None:
         """Begin the weight sync number `transfer`."""
         self._transfer = transfer
 
-    def _path(self, message: Parcel) -> Path:
-        pair = (message.source, message.sink, message.turn % DEPTH)
-        if pair not in self._paths:
-            self._paths[pair] = Path("-".join(map(str, (self._prefix, *pair))))
-        return self._paths[pair]
+    def _path(self, *name: int | str) -> Path:
+        return Path("-".join(map(str, (self._prefix, *name))))
 
     def _bytes_of(self, message: Parcel) -> torch.Tensor:
-        path = self._path(message)
+        path = self._path(*_slot(message))
         if path not in self._maps:
             self._maps[path] = self._memory.open(path, self._sizes[path])
         return self._maps[path][: message.num_bytes]
 
+    def _flag(self, what: str, message: Parcel, *, creates: bool = False) -> Flag:
+        path = self._path("flags", message.source, message.sink)
+        if path not in self._flags:
+            get = HostMemory().create if creates else HostMemory().open
+            flags = get(path, len(_FLAGS) * FLAG_BYTES).split(FLAG_BYTES)
+            self._flags[path] = {name: Flag(part, is_new=creates) for name, part in zip(_FLAGS, flags, strict=True)}
+        return self._flags[path][what]
+
     def _say(self, what: str, message: Parcel) -> None:
         self._memory.synchronize()
-        self._store.signal(self._key(what, message))
+        self._flag(what, message).hoist(self._transfer, message.turn + 1)
 
     def _wait(self, what: str, message: Parcel) -> None:
-        """Wait until the other process signals in the TCPStore that a message was `sent` or `taken`."""
-        key = self._key(what, message)
-        if not unless_given_up(partial(self._store.is_signalled, key), self._store, self._transfer, self._timeout_s):
+        """Wait until the other process says that a message was `sent` or `taken`."""
+        is_hoisted = partial(self._flag(what, message).is_hoisted, self._transfer, message.turn + 1)
+        if not unless_given_up(is_hoisted, self._store, self._transfer, self._timeout_s):
             raise WeightSyncError(
                 f"message {message.turn} of trainer rank {message.source} to engine worker {message.sink} was not "
                 f"{what} within {self._timeout_s:.0f} s; see what the other process says in RUN/logs"
             )
-
-    def _key(self, what: str, message: Parcel) -> str:
-        return f"{self._transfer}/{message.source}/{message.sink}/{message.turn}/{what}"
 
 
 class SharedMemorySender(_Segments, SendingEnd):
@@ -167,6 +190,8 @@ class SharedMemorySender(_Segments, SendingEnd):
         super().__init__(share, memory)
         for path, size in self._sizes.items():
             self._maps[path] = memory.create(path, size)
+        for message in share.messages:
+            self._flag("sent", message, creates=True)
         self._under_way = list[Parcel]()
 
     def start(self, transfer: int) -> None:
@@ -176,8 +201,8 @@ class SharedMemorySender(_Segments, SendingEnd):
 
     def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
         """Copy tensors into a segment, after its previous message has been read, and signal that they are sent."""
-        path = self._path(message)
-        for earlier in [each for each in self._under_way if self._path(each) == path]:
+        slot = _slot(message)
+        for earlier in [each for each in self._under_way if _slot(each) == slot]:
             self._wait_taken(earlier)
         with self._memory.copying():
             pack(parts, self._bytes_of(message), non_blocking=True)
@@ -191,7 +216,7 @@ class SharedMemorySender(_Segments, SendingEnd):
 
     def close(self) -> None:
         """Remove the files of all shared-memory segments."""
-        for path in self._sizes:
+        for path in (*self._sizes, *self._flags):
             path.unlink(missing_ok=True)
 
     def _wait_taken(self, message: Parcel) -> None:
@@ -217,4 +242,5 @@ SHARED_MEMORY = Wire(
     fits=lambda link: link.same_host and not link.is_grouped,
     sender=lambda share, _: SharedMemorySender(share, PageLockedMemory()),
     receiver=lambda share, _: SharedMemoryReceiver(share, PageLockedMemory()),
+    staging=lambda messages, process: Staging(host=segment_bytes(messages, process)),
 )

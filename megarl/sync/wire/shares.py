@@ -13,14 +13,65 @@ from megarl.sync.plan.assign import Hosts
 from megarl.sync.plan.build import Parcel, Plan
 from megarl.sync.plan.links import Ways, fastest_ways
 from megarl.sync.wire.meetings import Meeting
-from megarl.sync.wire.table import wire_for
-from megarl.sync.wire.wires import Link, Members, Share, Wire
+from megarl.sync.wire.table import WIRES, wire_for
+from megarl.sync.wire.wires import Link, Members, Share, Staging, Wire
 
 
 def ways_of(plan: Plan, settings: SyncConfig, here: Platform, *, hosts: Hosts, beside: Mapping[int, int]) -> Ways:
     """Return what the settings, and where these leave a choice the planner's seconds, let carry a plan's messages."""
     ipc = here.has_ipc if settings.cuda_ipc is None else settings.cuda_ipc
     return fastest_ways(plan, settings.host_group == "device", ipc, hosts=hosts, beside=beside)
+
+
+def carried(
+    plan: Plan, settings: SyncConfig, *, hosts: Hosts, beside: Mapping[int, int]
+) -> dict[str, defaultdict[int, list[Parcel]]]:
+    """Choose the wire of every message. Return, by the wire's name and by process, the messages that the process sends,
+    receives or passes on over it, in the plan's order.
+    """
+    found = defaultdict[str, defaultdict[int, list[Parcel]]](lambda: defaultdict(list))
+    ways = ways_of(plan, settings, platform(), hosts=hosts, beside=beside)
+
+    @functools.cache
+    def wire_of(same_host: bool, same_device: bool, beside_rank: bool) -> Wire:
+        return wire_for(
+            Link(
+                same_host=same_host,
+                same_device=same_device,
+                beside_rank=beside_rank,
+                host_group=settings.host_group,
+                cuda_ipc=ways.ipc,
+                delta=settings.delta,
+                nearby=ways.nearby,
+            )
+        )
+
+    for message in plan.messages:
+        source, sink = message.source, message.sink
+        wire = wire_of(hosts[source] == hosts[sink], message.local, sink in beside)
+        its = found[wire.name]
+        its[source].append(message)
+        its[sink].append(message)
+        if wire.members is Members.RANKS:
+            its[beside[sink]].append(message)
+    return found
+
+
+def staging_of(plan: Plan, settings: SyncConfig) -> dict[int, Staging]:
+    """Return what every process of a plan allocates to stage messages: the same functions size the wires' memory."""
+    beside = {sink: min(sources) for sink, sources in plan.neighbours.items()}
+    found = dict[int, Staging]()
+    for name, by_process in carried(plan, settings, hosts=plan.hosts, beside=beside).items():
+        for process, messages in by_process.items():
+            other, its = found.get(process, Staging()), WIRES.get(name).staging(messages, process)
+            found[process] = Staging(device=other.device + its.device, host=other.host + its.host)
+    return found
+
+
+def most_staging(plan: Plan, settings: SyncConfig) -> Staging:
+    """Return the most that any process of a plan allocates to stage messages, of its device and of host memory."""
+    found = staging_of(plan, settings).values()
+    return Staging(device=max(each.device for each in found), host=max(each.host for each in found))
 
 
 def shares_of(
@@ -38,29 +89,12 @@ def shares_of(
     meeting: as one of the processes sees it. hosts: of every process; the trainer's ranks come first. beside: by engine
     worker, the rank that shares its device. segments: path prefix of shared-memory files.
     """
-    carried = [defaultdict[str, list[Parcel]](list) for _ in hosts]
-    used, choose = dict[str, Wire](), functools.cache(wire_for)
-    ways = ways_of(plan, settings, platform(), hosts=dict(enumerate(hosts)), beside=beside)
-    for message in plan.messages:
-        link = Link(
-            same_host=hosts[message.source] == hosts[message.sink],
-            same_device=message.local,
-            beside_rank=message.sink in beside,
-            host_group=settings.host_group,
-            cuda_ipc=ways.ipc,
-            delta=settings.delta,
-            nearby=ways.nearby,
-        )
-        wire = choose(link)
-        used[wire.name] = wire
-        passing = [beside[message.sink]] if wire.members is Members.RANKS else []
-        for process in (message.source, message.sink, *passing):
-            carried[process][wire.name].append(message)
+    over = carried(plan, settings, hosts=dict(enumerate(hosts)), beside=beside)
     # A group forms when all of its members open it, also those that it brings no message.
-    size = num_ranks if any(wire.members is Members.RANKS for wire in used.values()) else len(hosts)
-    for name in (name for name, wire in used.items() if wire.members is not Members.ENDS):
-        for its in carried[:size]:
-            its.setdefault(name, [])
+    size = num_ranks if any(WIRES.get(name).members is Members.RANKS for name in over) else len(hosts)
+    for by_process in (its for name, its in over.items() if WIRES.get(name).members is not Members.ENDS):
+        for process in range(size):
+            by_process.setdefault(process, [])
     return [
         Share(
             messages=tuple(plan.of_source(process) if process < num_ranks else plan.of_sink(process)),
@@ -68,7 +102,7 @@ def shares_of(
             needs=plan.needs.get(process, {}),
             segments=str(segments),
             meeting=replace(meeting, rank=process, size=size),
-            wires={name: tuple(carried[process][name]) for name in used if name in carried[process]},
+            wires={name: tuple(its[process]) for name, its in over.items() if process in its},
             beside=beside,
             plugins=active_plugins(),
         )

@@ -51,24 +51,6 @@ class SignedStore:
         except WeightSyncError:
             return False
 
-    def delete(self, key: str) -> None:
-        """Remove a value that has been read."""
-        self._store.delete_key(key)
-
-    def signal(self, name: str) -> None:
-        """Give a signal to the one process that waits, or will wait, for it. Its name must not be used again."""
-        self._store.set(self._code(name), "")
-
-    def is_signalled(self, name: str, timeout_s: float) -> bool:
-        """Wait until a signal is given, take it back, and return True; return False after `timeout_s`."""
-        key = self._code(name)
-        try:
-            self._store.wait([key], timedelta(seconds=timeout_s))
-        except dist.DistStoreError:
-            return False
-        self._store.delete_key(key)
-        return True
-
     def _code(self, key: str, value: str | None = None) -> str:
         # A key has no zero byte, so that no other key and value, and no signal, have the same text.
         text = key if value is None else f"{key}\0{value}"

@@ -4,7 +4,7 @@ A message consists of tensors laid end to end. At most `DEPTH` messages per (sou
 packing, carrying and unpacking overlap while staging memory stays bounded.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Literal, NamedTuple, TypeAlias
@@ -138,6 +138,14 @@ class ReceivingEnd:
         """Let go of connections that other processes use."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staging:
+    """The bytes in which a process stages messages: on its device, and in the host's memory."""
+
+    device: int = 0
+    host: int = 0
+
+
 class Members(Enum):
     """The processes that open a wire: those that it carries messages between, and perhaps others."""
 
@@ -151,12 +159,14 @@ class Wire:
     """A way to carry messages over the links that it `fits`.
 
     sender, receiver: open an end, given the share with the messages of this wire and the device of the process.
+    staging: what an end allocates, given its messages and the number of its process in the plan.
     """
 
     name: str
     fits: Callable[[Link], bool]
     sender: Callable[[Share, torch.device], SendingEnd]
     receiver: Callable[[Share, torch.device], ReceivingEnd]
+    staging: Callable[[Sequence[Parcel], int], Staging] = lambda messages, process: Staging()
     members: Members = Members.ENDS
 
 

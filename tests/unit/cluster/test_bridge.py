@@ -64,12 +64,12 @@ class Rank:
 
 
 class Flipping(SharedMemoryReceiver):
-    """Changes the last bit of every message."""
+    """Changes a bit of every message, behind the length with which differences begin."""
 
     def receive(self, message: Parcel) -> Arrival:
         data, num_bytes = super().receive(message)
         data = data.clone()
-        data[-1] ^= 1
+        data[8] ^= 1
         return Arrival(data, num_bytes)
 
 

@@ -15,6 +15,7 @@ from megarl.config.judges import JudgeConfig, JudgeServerConfig
 from megarl.config.schema import Config, LayoutConfig, ReferenceConfig
 from megarl.data.records import write_parquet
 from megarl.errors import ConfigError, DataError
+from megarl.host.device.platform import PLATFORMS
 from megarl.plan.build import plan_run
 from megarl.plan.render import ranges, to_json, to_text
 from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
@@ -195,6 +196,19 @@ def test_a_bridge_moves_what_workers_lack(tmp_path: Path) -> None:
     assert 0 < plan.bridge.local_bytes < plan.bridge.wire_bytes
     assert f"{plan.bridge.wire_bytes:,} bytes over the wire" in to_text(plan)
     assert json.loads(to_json(plan))["bridge"]["wire_bytes"] == plan.bridge.wire_bytes
+
+
+def test_messages_are_staged_on_devices_where_these_send_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs in host memory; a sync's messages are in the peak of its phase."""
+    config = small_config(tmp_path)
+    here = plan_run(config)
+    assert here.staging.device == 0 < here.staging.host
+    assert [device.phases["sync"].activations for device in here.devices] == [0] * len(here.devices)
+    monkeypatch.setattr("megarl.sync.wire.shares.platform", PLATFORMS["cuda"])
+    there = plan_run(replace(config, sync=replace(config.sync, host_group="device")))
+    assert there.staging.device > 0
+    assert {device.phases["sync"].activations for device in there.devices} == {there.staging.device}
+    assert json.loads(to_json(there))["staging"] == {"device": there.staging.device, "host": there.staging.host}
 
 
 def test_text_and_json_say_the_same(tmp_path: Path) -> None:

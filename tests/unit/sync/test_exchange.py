@@ -105,6 +105,27 @@ def test_a_rank_sends_and_passes_on_in_one_group(joined: Mapping[torch.device, G
     sender.close()
 
 
+def test_a_buffer_is_filled_again_when_its_last_bucket_has_been_sent(joined: Mapping[torch.device, Group]) -> None:
+    """Two buckets are under way, whoever gets them; the third takes the place of the first, not of the second."""
+    store, device = open_store("127.0.0.1"), torch.device("meta", 0)
+    messages = [parcel(bucket, 0, sink, 0) for bucket, sink in ((3, 1), (4, 2), (7, 3), (8, 4))]
+    sender = Exchange(share_of(0, messages, store.port, size=5), device)
+    sender.start(1)
+    for message in messages:
+        sender.post(before=message.bucket)
+        sender.send(message, [torch.zeros(BYTES, dtype=torch.uint8, device=device)])
+    sender.post(before=9)
+    group = [f"group on {device}", "send to {} from meta", "end"]
+    assert joined[device].calls == [
+        call.format(sink)
+        for sink, waits in ((1, []), (2, ["wait"]), (3, ["wait"]), (4, []))
+        for call in (*group, *waits)
+    ]
+    sender.flush()
+    assert joined[device].calls[-2:] == ["wait", "wait"]
+    sender.close()
+
+
 @pytest.mark.parametrize("waits", ["sender", "receiver"])
 def test_who_waits_for_a_process_that_has_died_is_woken_at_once(waits: str) -> None:
     """Long before the time-out of 300 s, by gloo as by NCCL. The peer lives, and knows of nothing."""

@@ -17,9 +17,8 @@ from megarl.errors import WeightSyncError
 from megarl.host.store import open_store
 from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.cuda_ipc import DeviceSegments
-from megarl.sync.wire.delta_wire import DeltaReceiver
 from megarl.sync.wire.meetings import Meeting, give_up
-from megarl.sync.wire.shared_memory import HostMemory, SharedMemoryReceiver
+from megarl.sync.wire.shared_memory import HostMemory, SharedMemoryReceiver, SharedMemorySender
 from megarl.sync.wire.wires import Share
 from tests.helpers.second_user import UID, as_nobody, needs_second_user
 
@@ -64,22 +63,19 @@ def share_of(meeting: Meeting, path: Path) -> Share:
 
 @needs_second_user
 def test_what_another_user_writes_into_the_store_is_not_acted_upon(meeting: Meeting, tmp_path: Path) -> None:
-    """A pickle as a handle of device memory, signals, a length, and that the sync was given up."""
+    """A pickle as a handle of device memory, and that the sync was given up."""
     code = tmp_path / "ran"
     attack = base64.b64encode(pickle.dumps(Attack(code))).decode()
-    written = ["segment", attack, "7/0/1/0/sent", "", "length/7/0/1/0", "8", "7/given up", ""]
+    written = ["segment", attack, "7/given up", ""]
     done = as_nobody(WRITE, meeting.port, *written, imports=["torch.distributed"])
     assert done.returncode == 0, done.stderr
     with pytest.raises(WeightSyncError, match=NOT_OURS):
         DeviceSegments(meeting.connect(), CPU, 5.0).open(Path("segment"), 8)
     assert not code.exists()
     hasty = replace(meeting, timeout_s=0.5)
+    SharedMemorySender(share_of(hasty, tmp_path / "segment"), HostMemory())
     receiver = SharedMemoryReceiver(share_of(hasty, tmp_path / "segment"), HostMemory())
     receiver.start(7)
-    deltas = DeltaReceiver(share_of(meeting, tmp_path / "segment"), receiver)
-    deltas.start(7)
-    with pytest.raises(WeightSyncError, match=f"length/7/0/1/0.*127.0.0.1:{meeting.port} {NOT_OURS}"):
-        deltas.receive(MESSAGE)
     # Nobody has given up, until one of the run's processes says so.
     with pytest.raises(WeightSyncError, match=r"engine worker 1 was not sent within"):
         receiver.receive(MESSAGE)
@@ -105,16 +101,6 @@ def test_a_message_counts_under_its_own_key_and_with_its_own_secret_only(meeting
     assert store.get("third", 1.0) == ""
 
 
-def test_a_signal_is_given_once_by_who_knows_the_secret(meeting: Meeting) -> None:
-    store, raw = meeting.connect(), client(meeting)
-    raw.set("sent", "")
-    replace(meeting, secret=b"another run's").connect().signal("sent")
-    assert not store.is_signalled("sent", 0.1)
-    meeting.connect().signal("sent")
-    assert store.is_signalled("sent", 5.0)
-    assert not store.is_signalled("sent", 0.1)
-
-
 def test_the_secret_is_not_printed(meeting: Meeting, tmp_path: Path) -> None:
     assert "the run's" not in repr(share_of(meeting, tmp_path))
 
@@ -128,10 +114,28 @@ def segment() -> Iterator[Path]:
 
 
 @needs_second_user
-def test_another_user_cannot_read_weights(segment: Path) -> None:
-    HostMemory().create(segment, 8)
-    assert stat.S_IMODE(segment.stat().st_mode) == 0o600
-    assert "PermissionError" in as_nobody("import sys; open(sys.argv[1])", segment).stderr
+def test_another_user_can_neither_read_weights_nor_raise_a_flag(meeting: Meeting, segment: Path) -> None:
+    sender = SharedMemorySender(share_of(meeting, segment), HostMemory())
+    files = {path.name.removeprefix(segment.name): path for path in SHM.glob(f"{segment.name}-*")}
+    assert set(files) == {"-0-1-0", "-flags-0-1"}
+    for path in files.values():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        for mode in ("r", "r+"):
+            assert "PermissionError" in as_nobody("import sys; open(*sys.argv[1:])", path, mode).stderr
+    sender.close()
+    assert not list(SHM.glob(f"{segment.name}-*"))
+
+
+@needs_second_user
+def test_flags_that_another_user_puts_there_are_an_error(meeting: Meeting, segment: Path) -> None:
+    path = segment.with_name(f"{segment.name}-flags-0-1")
+    plant = "os.fchmod(os.open(sys.argv[1], os.O_RDWR | os.O_CREAT), 0o666); os.truncate(sys.argv[1], 128)"
+    assert as_nobody(f"import os, sys; {plant}", path).returncode == 0
+    receiver = SharedMemoryReceiver(share_of(meeting, segment), HostMemory())
+    receiver.start(7)
+    with pytest.raises(WeightSyncError, match=f"cannot use {path}: it belongs to user {UID}"):
+        receiver.receive(MESSAGE)
+    path.unlink()
 
 
 @needs_second_user

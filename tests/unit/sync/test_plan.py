@@ -278,20 +278,9 @@ def test_a_plan_by_hand() -> None:
     ways = {(m.source, m.sink, m.local, m.num_bytes) for m in plan.messages}
     assert ways == {(0, 0, True, 32), (1, 0, False, 32), (2, 1, False, 32), (3, 1, True, 32)}
     assert (plan.wire_bytes, plan.received_bytes(0), plan.received_bytes(1, local=True)) == (64, 32, 32)
-    numbers = plan_statistics(plan, depth=2)
+    numbers = plan_statistics(plan)
     assert (numbers.wire_bytes, numbers.local_bytes, numbers.num_messages, numbers.num_buckets) == (64, 64, 2, 1)
     assert (numbers.max_received_bytes, numbers.max_sent_bytes) == (32, 32)
-    # Each source stages 32 bytes, each sink 64.
-    assert numbers.staging_bytes == 4 * 32 + 2 * 64
-
-
-def test_staging_counts_the_buckets_under_way() -> None:
-    """One source, one sink, four tensors of 40 bytes in buckets of 40: one at a time, or two."""
-    specs = {f"t{i}": spec(10) for i in range(4)}
-    whole: Holding = dict.fromkeys(specs, ((0, 10),))
-    plan = build_plan(specs, {0: whole}, {0: whole}, bucket_bytes=40)
-    assert [m.bucket for m in plan.messages] == [0, 1, 2, 3]
-    assert [plan_statistics(plan, depth=depth).staging_bytes for depth in (1, 2)] == [80, 160]
 
 
 def test_boxes() -> None:

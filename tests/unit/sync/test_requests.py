@@ -1,0 +1,74 @@
+"""What a weight sync asks the key-value store: nothing per message."""
+
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch.distributed as dist
+
+from megarl.sync.wire import meetings
+from megarl.sync.wire.flags import Flag
+from megarl.sync.wire.meetings import Meeting
+from tests.unit.sync.test_ends import NUM_RANKS, make_plan, make_slices, open_ends, run
+
+
+class CountingStore(dist.TCPStore):
+    """Counts the requests of all clients, by kind."""
+
+    requests: ClassVar[Counter[str]] = Counter()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("set", "get", "check", "wait", "delete_key"):
+            CountingStore.requests[name] += 1
+        return super().__getattribute__(name)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Processes look whether a sync was given up only after a minute of waiting."""
+
+    def client(meeting: Meeting) -> CountingStore:
+        return CountingStore(meeting.address, meeting.port, is_master=False, timeout=timedelta(seconds=30))
+
+    monkeypatch.setattr(Meeting, "_client", client)
+    monkeypatch.setattr(meetings, "POLL_S", 60.0)
+    CountingStore.requests.clear()
+    return CountingStore.requests
+
+
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("wire", ["one host", "two hosts"])
+def test_messages_take_no_requests(wire: str, delta: bool, counted: Counter[str], tmp_path: Path) -> None:
+    """However many there are; two of each wire at least."""
+    ranks = make_slices()
+    plan = make_plan(ranks, 200)
+    senders, receivers = open_ends(plan, wire, tmp_path, delta=delta)
+    assert len(plan.messages) > 2 * NUM_RANKS
+    counted.clear()
+    for transfer in (1, 2):
+        run(senders, receivers, ranks, transfer)
+    assert counted == {}
+
+
+def test_what_is_passed_on_has_a_signal_per_bucket(
+    counted: Counter[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Sent and taken: once for each message within a host, and for all messages of a bucket to a worker between hosts.
+
+    Ranks 0 to 3 and the first worker are on one host.
+    """
+    hoisted = list[int]()
+    hoist = Flag.hoist
+    monkeypatch.setattr(Flag, "hoist", lambda flag, *numbers: (hoisted.append(1), hoist(flag, *numbers)))
+    ranks = make_slices()
+    plan = make_plan(ranks, 300)
+    senders, receivers = open_ends(plan, "passed on", tmp_path)
+    far = [message for message in plan.messages if (message.source < 4) != (message.sink == NUM_RANKS)]
+    bundles = {(message.sink, message.bucket) for message in far}
+    assert 0 < len(bundles) < len(far) < len(plan.messages)
+    counted.clear()
+    run(senders, receivers, ranks, 1)
+    assert len(hoisted) == 2 * (len(plan.messages) - len(far) + len(bundles))
+    assert counted == {}
