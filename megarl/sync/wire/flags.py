@@ -20,7 +20,7 @@ class _Time(ctypes.Structure):
     _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
 
 
-_libc.sem_timedwait.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Time)]
+_libc.sem_clockwait.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Time)]
 
 
 class Flag:
@@ -46,9 +46,9 @@ class Flag:
 
     def is_hoisted(self, transfer: int, count: int, timeout_s: float) -> bool:
         """Wait until the other process is so far, and return True; return False after `timeout_s`."""
-        end = _Time(*divmod(int((time.time() + timeout_s) * 1e9), 10**9))
+        end = _Time(*divmod(time.monotonic_ns() + int(timeout_s * 1e9), 10**9))
         while True:
-            is_awake = _libc.sem_timedwait(self._semaphore, ctypes.byref(end)) == 0
+            is_awake = _libc.sem_clockwait(self._semaphore, time.CLOCK_MONOTONIC, ctypes.byref(end)) == 0
             its_transfer, its_count = divmod(int(self._state[0]), 1 << _COUNT_BITS)
             if its_transfer == transfer and its_count >= count:
                 return True
