@@ -54,10 +54,14 @@ class Meeting:
 
 
 class DeathWatch:
-    """A thread that aborts a group's operations once the current transfer is given up: who waits in one cannot look."""
+    """A thread that aborts a group's operations once the current transfer is given up: who waits in one cannot look.
+
+    transfer: the current one; None between two, when there is nothing to ask the store.
+    """
 
     def __init__(self, meeting: Meeting, group: dist.ProcessGroup) -> None:
-        self.transfer, self.has_aborted = 0, False
+        self.transfer: int | None = None
+        self.has_aborted = False
         self._store, self._group, self._closed = meeting.connect(), group, threading.Event()
         threading.Thread(target=self._look, daemon=True).start()
 
@@ -75,7 +79,7 @@ class DeathWatch:
 
     def _look(self) -> None:
         while not self._closed.wait(POLL_S):
-            if self.is_given_up():
+            if self.transfer is not None and self.is_given_up():
                 self.has_aborted = True
                 abort_group(self._group)
                 break

@@ -63,8 +63,9 @@ class Exchange(SendingEnd, ReceivingEnd):
 
     def start(self, transfer: int) -> None:
         """Begin the weight sync number `transfer`; pending messages of a failed earlier one are dropped."""
-        self._transfer = self._watch.transfer = transfer
-        self._num_received = 0
+        self._transfer, self._num_received = transfer, 0
+        # Who has no messages waits for none.
+        self._watch.transfer = transfer if self._num_turns else None
         for pending in (self._staged, self._under_way, self._slots):
             pending.clear()
 
@@ -108,7 +109,7 @@ class Exchange(SendingEnd, ReceivingEnd):
         """Wait until every posted message has been sent or received, and free the buffers."""
         for key in list(self._under_way):
             self._wait(key)
-        self._slots.clear()
+        self._end()
 
     def expect(self, messages: Iterable[Parcel]) -> None:
         """Post the receives of messages, those of each bucket as one group, unless that has been done before."""
@@ -126,8 +127,12 @@ class Exchange(SendingEnd, ReceivingEnd):
         arrival = Arrival(self._bytes_of(message), message.num_bytes)
         self._num_received += 1
         if self._num_received == self._num_arrivals:
-            self._slots.clear()
+            self._end()
         return arrival
+
+    def _end(self) -> None:
+        self._slots.clear()
+        self._watch.transfer = None
 
     def _start(self, message: Parcel) -> Any:
         buffers = [self._bytes_of(message)]

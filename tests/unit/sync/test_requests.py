@@ -1,5 +1,6 @@
 """What a weight sync asks the key-value store: nothing per message."""
 
+import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
@@ -50,6 +51,26 @@ def test_messages_take_no_requests(wire: str, delta: bool, counted: Counter[str]
     for transfer in (1, 2):
         run(senders, receivers, ranks, transfer)
     assert counted == {}
+
+
+def test_processes_ask_nothing_between_two_syncs(
+    counted: Counter[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """While they send and receive, those between hosts look each 0.02 s whether the sync was given up."""
+    monkeypatch.setattr(meetings, "POLL_S", 0.02)
+    ranks = make_slices()
+    senders, receivers = open_ends(make_plan(ranks, 200), "two hosts", tmp_path)
+    run(senders, receivers, ranks, 1)
+    # A look may be under way.
+    time.sleep(0.2)
+    counted.clear()
+    time.sleep(0.5)
+    assert counted == {}
+    for end in (*senders, *receivers):
+        end._wire.start(2)
+    time.sleep(0.5)
+    assert counted["check"] > 0
+    run(senders, receivers, ranks, 3)
 
 
 def test_what_is_passed_on_has_a_signal_per_bucket(
