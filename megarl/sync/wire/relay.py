@@ -20,7 +20,7 @@ from megarl.sync.wire.wires import Arrival, Link, Members, ReceivingEnd, Share, 
 
 
 class _Bundle(NamedTuple):
-    """All messages of other hosts to a worker in a bucket, and the one as which the rank beside it passes them on."""
+    """All messages for a worker in a bucket that come through the rank beside it, and the one that passes them on."""
 
     whole: Parcel
     messages: tuple[Parcel, ...]
@@ -103,7 +103,7 @@ class RelayedReceiver(ReceivingEnd):
         self._end = onward.receiver(_onward(share, bundles), device)
         self._bundle_of = {key_of(message): bundle for bundle in bundles for message in bundle.messages}
         self._places = Ring(share.messages).places
-        self._whole = torch.empty(0)
+        self._whole = Arrival(torch.empty(0), 0)
 
     def start(self, transfer: int) -> None:
         self._end.start(transfer)
@@ -112,9 +112,9 @@ class RelayedReceiver(ReceivingEnd):
         """Wait for the bundle of a message if it is the first one of it, and return the message."""
         bundle = self._bundle_of[key_of(message)]
         if key_of(message) == key_of(bundle.messages[0]):
-            self._whole = self._end.receive(bundle.whole).data
-        offset = self._places[key_of(message)].offset
-        return Arrival(self._whole[offset : offset + message.num_bytes], message.num_bytes)
+            self._whole = self._end.receive(bundle.whole)
+        offset, num_bytes = self._places[key_of(message)].offset, message.num_bytes
+        return self._whole._replace(data=self._whole.data[offset : offset + num_bytes], num_bytes=num_bytes)
 
     def release(self, message: Parcel) -> None:
         """Let the buffer of a bundle be reused, after its last message has been read."""

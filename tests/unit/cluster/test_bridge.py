@@ -67,10 +67,10 @@ class Flipping(SharedMemoryReceiver):
     """Changes a bit of every message, behind the length with which differences begin."""
 
     def receive(self, message: Parcel) -> Arrival:
-        data, num_bytes = super().receive(message)
-        data = data.clone()
+        arrival = super().receive(message)
+        data = arrival.data.clone()
         data[8] ^= 1
-        return Arrival(data, num_bytes)
+        return arrival._replace(data=data)
 
 
 class Engine:
