@@ -295,14 +295,17 @@ def test_neighbours_share_device_memory_and_others_the_hosts(
         for name, tensor in tensors:
             index = slices_of(plan.needs[NUM_RANKS + i][name])
             assert bits(tensor[index]) == bits(expected[name][index])
-    on_device = [message for message in plan.messages if message.local or host_group == "device"]
-    pairs = {f"segment-{message.source}-{message.sink}" for message in on_device}
+    local = [message for message in plan.messages if message.local]
+    near = {(message.sink, message.bucket) for message in plan.messages if not message.local}
+    passed = near if host_group == "device" else set()
+    pairs = {f"segment-{message.source}-{message.sink}" for message in local}
+    pairs |= {f"segment-relayed-{BESIDE[sink]}-{sink}" for sink, _ in passed}
     assert {path.name.rpartition("-")[0] for path in Device.segments} == pairs
     files = {path.name.rpartition("-")[0] for path in tmp_path.iterdir()}
-    assert bool(files) == (host_group == "gloo")
+    assert all("flags" in name for name in files) == (host_group == "device")
     assert not files & pairs
-    # By either end of every message, before it tells the other one.
-    assert len(Device.num_synchronized) == 2 * len(on_device)
+    # By either end of every message, or of all that is passed on in a bucket, before it tells the other one.
+    assert len(Device.num_synchronized) == 2 * (len(local) + len(passed))
 
 
 def test_too_little_shared_memory_is_an_error_and_leaves_nothing(
