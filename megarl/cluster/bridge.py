@@ -7,9 +7,12 @@ from pathlib import Path
 from megarl.cluster.actors import EngineActor, RankActor
 from megarl.cluster.processes import wait_all
 from megarl.cluster.remotes import PendingCall, Process, R, results
+from megarl.cluster.sync_plan import gloo_warning
 from megarl.config.generation import SyncConfig
 from megarl.errors import EngineDiedError, WeightSyncError
+from megarl.host.device.platform import platform
 from megarl.host.listeners import LOOPBACK
+from megarl.host.streams import print_lines
 from megarl.parallel.worker import RankWorker
 from megarl.rollout.engine import Received, VllmEngine
 from megarl.sync.plan.assign import Holding
@@ -72,6 +75,8 @@ class BridgeSync:
             neighbours={sink: [rank] for sink, rank in beside.items()},
             hosts=dict(enumerate(self._hosts())),
         )
+        if warning := gloo_warning(self.plan, settings, platform()):
+            print_lines(f"warning: {warning}")
         self._open(settings, beside, segments)
 
     def push(self, version: int, *, verify: bool) -> dict[str, float]:

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import os
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
@@ -25,6 +25,7 @@ from megarl.cluster.remotes import A_co, Process, results
 from megarl.cluster.roles import actor_role, by_layout, check_serves
 from megarl.cluster.sync_plan import ends_of, engine_ranks
 from megarl.cluster.workers import RankGroup, RoleWorkers
+from megarl.config.derived import Derived, filled
 from megarl.config.schema import Config
 from megarl.environments.host import HostSpec
 from megarl.errors import RunStopped
@@ -49,7 +50,7 @@ class Cluster:
     servers of judges (if `with_judges`).
 
     roles: the models that the ranks will host, the actor first; every distinct layout among them gets ranks of its own.
-    By default there are only ranks for the actor's layout.
+    By default there are only ranks for the actor's layout. derived: what to use for settings that are null.
     """
 
     def __init__(
@@ -61,13 +62,15 @@ class Cluster:
         with_trainer: bool = True,
         with_judges: bool = False,
         log_dir: Path | None = None,
+        derived: Iterable[Derived] = (),
     ) -> None:
         self._with_judges = with_judges
         self._judge_servers: dict[str, list[Process[JudgeServerActor]]] = {}
         # The base URLs of the servers of each entry of `rewards.judge_servers`, and the key that they all ask for.
         self.judge_urls: Mapping[str, tuple[str, ...]] = {}
         self.judge_key = secrets.token_hex(16)
-        self._config, self._log_dir, self._closed = config, log_dir, False
+        self._asked, self._log_dir, self._closed = config, log_dir, False
+        self._config = filled(config, derived)
         self._roles = by_layout(roles or [actor_role(config)]) if with_trainer else {}
         environment = apply_environment()
         if config.cluster.address is not None:
@@ -90,7 +93,7 @@ class Cluster:
 
     def check_serves(self, config: Config, roles: Sequence[RoleSpec]) -> None:
         """Raise ConfigError if a run with these settings and roles cannot use the processes of this cluster."""
-        check_serves(self._config, [group.layout for group in self.workers.groups], config, roles)
+        check_serves(self._asked, [group.layout for group in self.workers.groups], config, roles)
 
     def _start(self, environment: dict[str, str], with_engine: bool) -> None:
         cluster = self._config.cluster

@@ -14,6 +14,7 @@ from ray._private import ray_constants
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
+from megarl.cluster.object_store import LEAST_MIB
 from megarl.cluster.ray_failures import TIMED_OUT, explain, known_remedy
 from megarl.config.schema import ClusterConfig
 from megarl.errors import WorkerError
@@ -57,7 +58,7 @@ def open_ray(
             address="local",
             # Logical CPUs only decide placement: ranks and engines may share a core.
             num_cpus=settings.num_cpus or max(os.cpu_count() or 1, math.ceil(num_cpus)),
-            object_store_memory=settings.object_store_mib << 20,
+            object_store_memory=(settings.object_store_mib or LEAST_MIB) << 20,
             include_dashboard=False,
             _temp_dir=str(temp_dir / RAY_DIRECTORY),
             _node_ip_address=LOOPBACK,

@@ -128,7 +128,9 @@ class EngineConfig:
     max_num_seqs: int = setting(256, AT_LEAST_1)  # Maximum number of sequences that an engine decodes concurrently.
     max_model_tokens: int | None = setting(None, AT_LEAST_1)  # Context length; null: the longest possible row.
     kv_cache_mib: int | None = setting(None, AT_LEAST_1)  # Size of the KV cache per device.
-    gpu_memory_utilization: float = setting(0.6, SHARE)  # Fraction of a device's memory that an engine uses.
+    # Fraction of a device's memory that an engine uses; null: 0.85, or what the trainer leaves where it stays on the
+    # device (placement.mode=colocated without offload).
+    gpu_memory_utilization: float | None = setting(None, SHARE)
     block_size: int | None = setting(None, AT_LEAST_1)  # Tokens per block of the KV cache.
     enforce_eager: bool = False  # Disable CUDA graphs.
     prefix_caching: bool = True  # Share the KV cache of common prompt prefixes.

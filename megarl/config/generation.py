@@ -8,7 +8,7 @@ from typing import Literal
 from megarl.config.engine import EngineConfig
 from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, SHARE, Range, section, setting
 from megarl.errors import ConfigError
-from megarl.host.device.platform import platform
+from megarl.host.device.platform import Platform, platform
 
 # The first NCCL with ncclCommSuspend.
 _NCCL_THAT_SUSPENDS = (2, 29, 7)
@@ -183,10 +183,10 @@ class SyncConfig:
     """Configure how the policy's weights are sent from the trainer to the engines after every update."""
 
     verify: bool = False  # Compare checksums of every tensor on both sides after each sync; slow, for debugging.
-    # Connection between hosts. gloo: the network; device: the devices' own links (NCCL), with
-    # placement.mode=colocated between the trainer's ranks, which pass on what their engines lack. Within a host,
-    # weights go through shared memory.
-    host_group: Literal["gloo", "device"] = setting("gloo", affects=("workers",))
+    # Connection between hosts. gloo: TCP, from host memory; device: the devices' own links (NCCL), with
+    # placement.mode=colocated between the trainer's ranks, which pass on what their engines lack; null: device on CUDA,
+    # but gloo with delta. Within a host, weights go through shared memory.
+    host_group: Literal["gloo", "device"] | None = setting(None, affects=("workers",))
     # Data type to which weights are cast for the transfer; null: no cast. float8_e4m3 has one
     # scale per matrix and is expanded to float32 before vLLM loads it, so engines sample from less precise
     # weights than the trainer's.
@@ -207,6 +207,10 @@ class SyncConfig:
                 f"{key}.delta: got true with {key}.host_group=device, but differences are made in host memory; set "
                 f"{key}.host_group=gloo or {key}.delta=false"
             )
+
+    def group_between_hosts(self, here: Platform) -> Literal["gloo", "device"]:
+        """Return `host_group`, or what null means on a platform: differences are made in host memory."""
+        return self.host_group or ("device" if here.backend == "nccl" and not self.delta else "gloo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

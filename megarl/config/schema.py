@@ -212,8 +212,8 @@ class ClusterConfig:
     hosts: tuple[str, ...] = setting((), _HOST)
     # Logical CPUs, which only affect placement; null: the number of CPUs of the host.
     num_cpus: int | None = setting(None, AT_LEAST_1)
-    # Size of Ray's object store, which lies in shared memory.
-    object_store_mib: int = setting(256, Range(expected=">= 75", at_least=75))
+    # Size of Ray's object store, which lies in shared memory; null: by the rows of a step and the host's memory.
+    object_store_mib: int | None = setting(None, Range(expected=">= 75", at_least=75))
     start_timeout_s: float = setting(180.0, POSITIVE)  # Time limit for processes to start and connect to each other.
     # Time limit for an engine to load its model, compile kernels and capture CUDA graphs; the first start of a model
     # on a machine takes longest.

@@ -41,9 +41,7 @@ def check_machine(platform: Platform) -> Iterator[Finding]:
             advice="install the CUDA build of torch (containers/install.sh)",
         )
     free = available_bytes(Path("/proc/meminfo").read_text(encoding="utf-8"))
-    # In a container the limit of its memory counts, if that is less.
-    limits = [file.read_text(encoding="utf-8").strip() for file in map(Path, CGROUP_LIMITS) if file.is_file()]
-    yield memory_finding(min([free, *[int(limit) for limit in limits if limit.isdigit()][:1]]))
+    yield memory_finding(min([free, *memory_limits()]))
     num_cores = len(os.sched_getaffinity(0))
     yield Finding(
         subject="cores",
@@ -95,6 +93,12 @@ def available_bytes(meminfo: str) -> int:
     """Return the memory in bytes that new processes may take, from the text of /proc/meminfo."""
     rows = dict(line.split(":", 1) for line in meminfo.splitlines())
     return int(rows["MemAvailable"].split()[0]) << 10
+
+
+def memory_limits() -> list[int]:
+    """Return the limit of this container's memory in bytes, if it has one."""
+    limits = [file.read_text(encoding="utf-8").strip() for file in map(Path, CGROUP_LIMITS) if file.is_file()]
+    return [int(limit) for limit in limits if limit.isdigit()][:1]
 
 
 def memory_finding(available: int) -> Finding:

@@ -1,7 +1,6 @@
 """Search for the layouts of a model that fit a number of GPUs, by the memory of `--dry-run`, and rank them by cost."""
 
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,14 +18,12 @@ from megarl.config.schema import Config, LayoutConfig
 from megarl.errors import ConfigError
 from megarl.forecast.costs import Hardware, StepCost, step_cost
 from megarl.plan.build import engine_bytes, micro_batches_at_full_length, plan_engine, plan_shards
-from megarl.plan.devices import plan_devices
-from megarl.plan.init import FILL
+from megarl.plan.derive import ENGINE_SHARE, FILL, share_beside
+from megarl.plan.devices import most_bytes, plan_devices
 from megarl.plan.run_plan import DevicePlan, EnginePlan
 from megarl.weights.families import ModelSpec, read_model_spec
 
 PUBLISHED = PACKAGED / "model" / "hf"
-# The share of a device's memory that an engine uses, if the trainer leaves as much.
-_UTILIZATION = 0.85
 # A step of rows in proportion to the GPUs, but at least so many prompts; a quarter of them per optimizer step.
 _PROMPTS_PER_GPU, _LEAST_PROMPTS, _MINI_BATCHES = 8, 256, 4
 # Rows up to so many tokens are not split over context-parallel ranks.
@@ -119,7 +116,7 @@ def _engine_stages(base: Config, spec: ModelSpec, *, gpus: int, per_node: int, d
     counts = [n for n in _SIZES if n == 1 or (per_node in _SIZES and gpus % (n * per_node) == 0)]
     for num_stages in (n for n in counts if n <= min(spec.dims.num_layers, _MOST_STAGES)):
         settings = replace(
-            base.rollout.engine, tp=min(gpus, per_node), pp=num_stages, gpu_memory_utilization=_UTILIZATION
+            base.rollout.engine, tp=min(gpus, per_node), pp=num_stages, gpu_memory_utilization=ENGINE_SHARE
         )
         config = replace(base, rollout=replace(base.rollout, engine=settings))
         stage_bytes = engine_bytes(base, spec, num_stages)
@@ -260,17 +257,12 @@ def _with_engines(
     needed, roles = algorithm.requires(), roles_of(config, algorithm)
     shards = plan_shards(config, roles, {role.role: search.spec for role in roles}, needed)
     layouts, micro_batches = by_layout(roles), micro_batches_at_full_length(config, config.actor)
-    alone = replace(
-        plan_engine(config, search.spec.dims, search.stage_bytes, search.device_bytes), shares_devices=False
-    )
-    peak, _ = _peak(plan_devices(config, layouts, shards, alone))
+    peak, _ = most_bytes(plan_devices(config, layouts, shards, None))
     trainers.append(peak)
     if peak > limit:
         return
     shares = place.colocated and not place.offload
-    utilization = (
-        min(_UTILIZATION, math.floor((limit - peak) / search.device_bytes * 20) / 20) if shares else _UTILIZATION
-    )
+    utilization = share_beside(peak, search.device_bytes) if shares else ENGINE_SHARE
     if utilization <= 0:
         return
     for tp in _engine_sizes(search, place.engines):
@@ -283,9 +275,9 @@ def _with_engines(
         )
         chosen = replace(config, rollout=replace(config.rollout, engine=engine_config))
         engine = plan_engine(chosen, search.spec.dims, search.stage_bytes, search.device_bytes)
-        num_sequences = (engine.kv_cache or 0) // engine.kv_bytes_per_token // max_row_tokens(chosen)
+        num_sequences = engine.full_rows or 0
         devices = plan_devices(chosen, layouts, shards, engine)
-        peak, phase = _peak(devices)
+        peak, phase = most_bytes(devices)
         if num_sequences == 0 or peak > limit:
             continue
         cost = step_cost(
@@ -307,8 +299,3 @@ def _with_engines(
             num_sequences=num_sequences,
             cost=cost,
         )
-
-
-def _peak(devices: Iterable[DevicePlan]) -> tuple[int, str]:
-    """Return the bytes on the fullest device, and in which phase."""
-    return max((phase.total, name) for device in devices for name, phase in device.phases.items())

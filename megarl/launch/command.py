@@ -2,11 +2,13 @@
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from megarl.cluster.object_store import object_store
 from megarl.config import load_config
 from megarl.config.check import TRAINING_CHECKS
+from megarl.config.derived import filled
 from megarl.config.load import with_overrides
 from megarl.config.schema import ClusterConfig, Config
 from megarl.errors import ConfigError
@@ -77,6 +79,9 @@ def read_command(argv: Sequence[str], arguments: Namespace) -> JobCommand:
             f"megarl slurm run: got the command {arguments.command!r}, expected one of "
             f"{', '.join(TRAINING_CHECKS)}, eval; the others use one host: call them in the script itself"
         )
+    # The job starts Ray itself, on hosts that are taken to be alike.
+    own = replace(config, cluster=replace(config.cluster, address=None))
+    cluster = filled(own, [object_store(own, arguments.command)]).cluster
     return JobCommand(
-        argv=tuple(argv), directory=directory, cluster=config.cluster, share=config.run.share, num_nodes=num_nodes
+        argv=tuple(argv), directory=directory, cluster=cluster, share=config.run.share, num_nodes=num_nodes
     )

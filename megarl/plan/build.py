@@ -4,7 +4,7 @@ If model and data are present, the plan also has the warnings that the run would
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict
 from functools import cache, partial
@@ -13,14 +13,17 @@ from pathlib import Path
 from megarl.algos.build import algorithm_of
 from megarl.cluster.placement import NodeGroup, Seat, plan_placement, with_judge_servers, workers_per_node
 from megarl.cluster.roles import by_layout, model_key, roles_of
-from megarl.cluster.sync_plan import bridge_plan
+from megarl.cluster.sync_plan import bridge_plan, gloo_warning
 from megarl.config.batches import batch_counts, max_hinted_row_tokens, max_row_tokens, num_actor_steps
 from megarl.config.check import check_train
 from megarl.config.check_model import check_model
+from megarl.config.derived import Derived, filled
 from megarl.config.load import packaged
 from megarl.config.schema import ActorConfig, Config, LayoutConfig
 from megarl.data.packing import plan_micro_batches
+from megarl.host.device.platform import platform
 from megarl.plan import memory as bytes_of
+from megarl.plan.derive import derive, smallest_device
 from megarl.plan.devices import checkpoint_host_bytes, plan_devices, plan_shard
 from megarl.plan.memory import DTYPE_BYTES
 from megarl.plan.run_plan import (
@@ -35,7 +38,7 @@ from megarl.plan.run_plan import (
     StepPlan,
 )
 from megarl.record.performance import forward_flops, peak_of
-from megarl.sync.plan.build import plan_statistics
+from megarl.sync.plan.build import Plan, plan_statistics
 from megarl.sync.plan.engine_shards import engine_needs, stage_range
 from megarl.sync.wire.shares import most_staging
 from megarl.train.forward import SOURCES, Variant
@@ -57,8 +60,7 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
     """
     check_train(config)
     config = with_local_models(config, weights=False)
-    algorithm = algorithm_of(config)
-    needed, roles = algorithm.requires(), roles_of(config, algorithm)
+    needed, roles = (algorithm := algorithm_of(config)).requires(), roles_of(config, algorithm)
     specs: dict[Role, ModelSpec] = {}
     for role in roles:
         path, published = role.model.path, role.model.config_path
@@ -67,11 +69,11 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
             path = packaged(published)
         specs[role.role] = read_model_spec(path, model_key(config, role))
         check_model(config, specs[role.role].hf_config, role.role)
-    actor, layouts = specs[Role.ACTOR], by_layout(roles)
-    shards, bridge = plan_shards(config, roles, specs, needed), bridge_plan(config, actor)
+    actor, layouts, shards = specs[Role.ACTOR], by_layout(roles), plan_shards(config, roles, specs, needed)
+    config = filled(config, derived := derive(config, layouts, shards, device_bytes))
     engine = plan_engine(config, actor.dims, engine_bytes(config, actor, config.rollout.engine.pp), device_bytes)
-    counts, staged = batch_counts(config), most_staging(bridge, config.sync)
-    devices, missing = plan_devices(config, layouts, shards, engine, staged.device), missing_files(config, roles)
+    counts, bridge, missing = batch_counts(config), bridge_plan(config, actor), missing_files(config, roles)
+    devices = plan_devices(config, layouts, shards, engine, (staged := most_staging(bridge, config.sync)).device)
     inputs = None if missing or not with_data else open_train_inputs(config)
     asked = {role: {SOURCES[name].variant for name in needed if SOURCES[name].role is role} for role in specs}
     return RunPlan(
@@ -104,10 +106,34 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
         bridge=plan_statistics(bridge),
         staging=staged,
         device_bytes=device_bytes,
-        warnings=tuple(setting_warnings(config) if inputs is None else inputs.warnings),
+        derived=derived,
+        warnings=(*(setting_warnings(config) if inputs is None else inputs.warnings), *_costs(config, engine, bridge)),
         missing=tuple(missing),
         hints=dict(inputs.hint_survey.total) if inputs is not None and inputs.hint_survey is not None else {},
     )
+
+
+def derive_run(
+    config: Config, roles: Sequence[RoleSpec], needed: Collection[TokenQuantity], *, command: str = "train"
+) -> tuple[Derived, ...]:
+    """Derive what a run on this machine uses for settings that are null. needed: what is computed before updates."""
+    specs = {role.role: read_model_spec(role.model.path, model_key(config, role)) for role in roles}
+    shards = plan_shards(config, roles, specs, needed)
+    return derive(config, by_layout(roles), shards, smallest_device(), command=command)
+
+
+def _costs(config: Config, engine: EnginePlan, bridge: Plan) -> Iterator[str]:
+    """Warn of weights that travel slowly, and of engines whose cache is too small for what they are given."""
+    if warning := gloo_warning(bridge, config.sync, platform()):
+        yield warning
+    under_way = batch_counts(config).rows_per_step * (config.rollout.schedule.staleness + 1)
+    at_once = min(engine.max_num_seqs, -(-under_way // engine.num_engines))
+    if engine.full_rows is not None and engine.full_rows < at_once:
+        yield (
+            f"rollout.engine.max_num_seqs: got {engine.max_num_seqs}, but the KV cache of an engine holds "
+            f"{engine.full_rows} rows of full length ({max_row_tokens(config):,} tokens), and vLLM drops what does not "
+            "fit and computes it again; lower it, or give engines more memory (tp, pp, kv_cache_dtype, placement)"
+        )
 
 
 def plan_shards(
@@ -254,8 +280,11 @@ def plan_engine(config: Config, dims: Dims, stage_bytes: int, device_bytes: int 
     weights = -(-stage_bytes // engine.tp)
     layers = max(len(stage_range(dims.num_layers, stage, engine.pp)) for stage in range(engine.pp))
     kv_cache = None if engine.kv_cache_mib is None else engine.kv_cache_mib << 20
-    if kv_cache is None and device_bytes is not None:
+    if kv_cache is None and device_bytes is not None and engine.gpu_memory_utilization is not None:
         kv_cache = max(0, int(engine.gpu_memory_utilization * device_bytes) - weights)
+    per_token = bytes_of.kv_bytes_per_token(
+        dims, tp=engine.tp, num_layers=layers, dtype_bytes=1 if engine.kv_cache_dtype else dtype_bytes
+    )
     return EnginePlan(
         num_engines=engine.num_engines,
         tp=engine.tp,
@@ -264,7 +293,7 @@ def plan_engine(config: Config, dims: Dims, stage_bytes: int, device_bytes: int 
         shares_devices=config.placement.mode == "colocated",
         weights=weights,
         kv_cache=kv_cache,
-        kv_bytes_per_token=bytes_of.kv_bytes_per_token(
-            dims, tp=engine.tp, num_layers=layers, dtype_bytes=1 if engine.kv_cache_dtype else dtype_bytes
-        ),
+        kv_bytes_per_token=per_token,
+        full_rows=None if kv_cache is None else kv_cache // per_token // max_row_tokens(config),
+        max_num_seqs=engine.max_num_seqs,
     )

@@ -113,12 +113,12 @@ def plan_devices(
     config: Config,
     layouts: Mapping[LayoutConfig, Sequence[RoleSpec]],
     shards: Sequence[ShardPlan],
-    engine: EnginePlan,
+    engine: EnginePlan | None,
     staged: int = 0,
 ) -> list[DevicePlan]:
     """Estimate the memory of the actor's devices (rank i uses device i); equal devices share an entry.
 
-    staged: bytes of messages on a device while weights are sent.
+    engine: None leaves the engines out. staged: bytes of messages on a device while weights are sent.
     """
     by_place = {(shard.role, shard.stage): i for i, shard in enumerate(shards)}
     held: dict[tuple[int, ...], list[int]] = {}
@@ -141,14 +141,14 @@ def _device(
     config: Config,
     roles: Sequence[RoleSpec],
     shards: Sequence[ShardPlan],
-    engine: EnginePlan,
+    engine: EnginePlan | None,
     devices: Sequence[int],
     staged: int,
 ) -> DevicePlan:
     sizes = {Resident(shard.role, part): size for shard in shards for part, size in shard.resident.items()}
     resident = sum(sizes.values())
     offloaded = resident - sum(size for part, size in sizes.items() if part.part == Part.GRADS)
-    if engine.shares_devices:
+    if engine is not None and engine.shares_devices:
         sizes |= {Resident(ENGINE, WEIGHTS): engine.weights, Resident(ENGINE, KV_CACHE): engine.kv_cache or 0}
     added = {SYNC.name: staged}
     for shard in shards:
@@ -163,3 +163,8 @@ def _device(
             trainer=sum(held.values()) - of_engine, activations=added.get(phase.name, 0), engine=of_engine
         )
     return DevicePlan(devices=tuple(devices), resident=resident, offloaded=offloaded, phases=phases)
+
+
+def most_bytes(devices: Iterable[DevicePlan]) -> tuple[int, str]:
+    """Return the bytes on the fullest device, and in which phase."""
+    return max((phase.total, name) for device in devices for name, phase in device.phases.items())

@@ -17,13 +17,12 @@ from megarl.errors import ConfigError, DataError
 from megarl.host.device.accelerators import nvidia_devices
 from megarl.host.streams import print_lines
 from megarl.plan.build import plan_run
+from megarl.plan.derive import FILL
 from megarl.texts.unicode import visible
 from megarl.weights.families import read_model_spec
 from megarl.weights.hub import local_model
 
 GPUS_PER_NODE, GPU_BYTES = 8, 80 << 30
-# Share of a device's memory that the plan may fill: the plan leaves out what libraries take.
-FILL = 0.9
 _TEMPLATE = """\
 # Written by `megarl init`. What the run does and needs: `{dry_run}`.
 # What a key means: `megarl train --explain KEY`. Every key may also be given on the command line, as key=value.
@@ -53,7 +52,7 @@ _GPU_ACTOR = """\
   micro_batch_tokens: 16384
   recompute: full      # less memory, a third more time; none where there is room
 """
-_GPU_ENGINE = "  engine: {{num_engines: {num}, tp: {tp}, gpu_memory_utilization: 0.6}}\n"
+_GPU_ENGINE = "  engine: {{num_engines: {num}, tp: {tp}}}\n"
 _GPU_PLACEMENT = """\
 placement:             # engines use the trainer's devices, and each leaves them to the other
   mode: colocated

@@ -5,11 +5,12 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+from megarl.config.derived import Derived
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
-from megarl.host.device.platform import platform
 from megarl.host.streams import print_lines
 from megarl.plan.build import plan_run
+from megarl.plan.derive import smallest_device
 from megarl.plan.run_plan import RolePlan, RunPlan, ShardPlan
 from megarl.texts.unicode import visible
 
@@ -24,9 +25,7 @@ def print_plan(config: Config, *, device_gib: float | None, as_json: bool) -> No
     """
     if device_gib is not None and device_gib <= 0:
         raise ConfigError(f"--device-gib: got {device_gib}, expected > 0")
-    here = [device.memory_gib for device in platform().devices()]
-    gib = device_gib or (min(here) if here else None)
-    plan = plan_run(config, device_bytes=None if gib is None else int(gib * GIB))
+    plan = plan_run(config, device_bytes=smallest_device() if device_gib is None else int(device_gib * GIB))
     if as_json:
         print(to_json(plan))
     else:
@@ -46,10 +45,16 @@ def to_text(plan: RunPlan) -> str:
     """Return the plan as a page of text."""
     sections = (_layout_lines, _step_lines, _forward_lines, _engine_lines, _memory_lines)
     lines = [*itertools.chain(role_lines(plan.roles), *(section(plan) for section in sections))]
+    lines += derived_lines(plan.derived)
     lines += [f"warning    {warning}" for warning in plan.warnings]
     if plan.missing:
         lines.append(f"unchecked  tokenizer, prompts, hints and ground truths, without {', '.join(plan.missing)}")
     return "\n".join(map(visible, [f"plan of {plan.run}; nothing was started", *lines]))
+
+
+def derived_lines(derived: Sequence[Derived]) -> Iterator[str]:
+    """Write a line per setting that is null, with what the run uses for it."""
+    yield from (f"derived    {each.key}={each.value}: {each.reason}" for each in derived)
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -162,7 +167,7 @@ def _engine_lines(plan: RunPlan) -> Iterator[str]:
         tokens = engine.kv_cache // engine.kv_bytes_per_token
         yield (
             f"KV cache   {_gib(engine.kv_cache)} GiB per device at {per_token}: {tokens:,} tokens per engine, "
-            f"{tokens // plan.steps.max_row_tokens} rows of full length"
+            f"{engine.full_rows} rows of full length (max_num_seqs: {engine.max_num_seqs})"
         )
     yield (
         f"sync       {plan.sync_bytes:,} bytes ({_gib(plan.sync_bytes)} GiB) per sync, of which engine workers get "

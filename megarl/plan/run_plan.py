@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from megarl.config.derived import Derived
 from megarl.sync.plan.build import PlanStatistics
 from megarl.sync.wire.wires import Staging
 
@@ -120,7 +121,7 @@ class DevicePlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
     """The vLLM engines, with bytes per device, of the pipeline stage that takes most; `kv_cache` is None if vLLM itself
-    decides how much memory it takes.
+    decides how much memory it takes. full_rows: the rows of full length that an engine's cache holds, if that is known.
     """
 
     num_engines: int
@@ -131,6 +132,8 @@ class EnginePlan:
     weights: int
     kv_cache: int | None
     kv_bytes_per_token: int
+    full_rows: int | None
+    max_num_seqs: int
 
     @property
     def layout(self) -> str:
@@ -159,10 +162,10 @@ class NodePlan:
 class RunPlan:
     """All that `train --dry-run` reports. The actor's layout comes first; nodes with engines only come last.
 
-    staging: the most that a process allocates for messages of a weight sync.
-    warnings: what the run would warn about. missing: models and data that are absent, so that nothing can be said about
-    the data. hints: how many prompts there are, how many have a hint (`placed`), how many hints are cut, and how many
-    are missing, by reason; empty without hints or data.
+    staging: the most that a process allocates for messages of a weight sync. derived: what the run uses for settings
+    that are null. warnings: what it would warn about. missing: models and data that are absent, so that nothing can be
+    said about the data. hints: how many prompts there are, how many have a hint (`placed`), how many hints are cut, and
+    how many are missing, by reason; empty without hints or data.
     """
 
     run: str
@@ -177,6 +180,7 @@ class RunPlan:
     bridge: PlanStatistics
     staging: Staging
     device_bytes: int | None
+    derived: tuple[Derived, ...]
     warnings: tuple[str, ...]
     missing: tuple[str, ...]
     hints: dict[str, int]

@@ -5,13 +5,15 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megarl.cluster.object_store import object_store
+from megarl.config.derived import Derived, left_open
 from megarl.config.schema import Config
 from megarl.data.demonstrations import SftDataset
 from megarl.data.packing import plan_micro_batches
 from megarl.host.streams import print_lines
 from megarl.plan.build import role_plan
 from megarl.plan.devices import plan_shard
-from megarl.plan.render import role_lines, shard_lines
+from megarl.plan.render import derived_lines, role_lines, shard_lines
 from megarl.plan.run_plan import RolePlan, ShardPlan
 from megarl.train.checkpoint import Command
 from megarl.train.supervised_inputs import Examples
@@ -39,6 +41,7 @@ class SupervisedPlan:
     micro_batches: int
     shards: tuple[ShardPlan, ...]
     notes: tuple[str, ...]
+    derived: tuple[Derived, ...]
     warnings: tuple[str, ...]
 
 
@@ -88,6 +91,7 @@ def plan_supervised(command: Command, config: Config) -> SupervisedPlan:
             for stage in range(role.layout.pp)
         ),
         notes=inputs.notes,
+        derived=left_open(config, [object_store(config, command)]),
         warnings=inputs.warnings,
     )
 
@@ -120,4 +124,5 @@ def _lines(plan: SupervisedPlan) -> Iterator[str]:
     yield f"           up to {plan.micro_batches:,} micro-batches per replica"
     yield from (f"           {note}" for note in plan.notes)
     yield from shard_lines(plan.shards)
+    yield from derived_lines(plan.derived)
     yield from (f"warning    {warning}" for warning in plan.warnings)

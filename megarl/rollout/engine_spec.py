@@ -97,6 +97,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, object]:
             drafts |= {"prompt_lookup_min": wanted.min_ngram_tokens, "prompt_lookup_max": wanted.max_ngram_tokens}
     chosen: dict[str, object] = {
         "kv_cache_memory_bytes": None if config.kv_cache_mib is None else config.kv_cache_mib << 20,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
         "block_size": config.block_size,
         "enforce_eager": config.enforce_eager or None,
         "enable_expert_parallel": config.expert_parallel or None,
@@ -122,7 +123,6 @@ def engine_arguments(spec: EngineSpec) -> dict[str, object]:
         "max_model_len": spec.max_model_tokens,
         "max_num_seqs": config.max_num_seqs,
         "tensor_parallel_size": config.tp,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
         "enable_prefix_caching": config.prefix_caching,
         # Raw log-probs ignore the temperature, so they would differ from the trainer's.
         "logprobs_mode": "processed_logprobs",

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.cluster.object_store import object_store
+from megarl.config.derived import Derived, left_open
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, RunError, WorkerError
 from megarl.host.directory_lock import DirectoryLock
@@ -13,6 +15,7 @@ from megarl.host.streams import print_lines
 from megarl.host.temp_dir import choose_temp_root, temp_root
 from megarl.host.writing import dispensable, writing
 from megarl.launch.status import Heartbeat
+from megarl.plan.build import derive_run
 from megarl.record.activity import current_activity, doing
 from megarl.record.metrics import RunPaths
 from megarl.record.recorder import RunRecorder
@@ -35,13 +38,16 @@ def train(config: Config, *, overwrite: bool = False, resume: Resume | None = No
                 require_plugins_of_run(config)
             inputs = open_train_inputs(with_models_of_run(config) if resume else config)
         config = inputs.config
+        derived = derive_run(config, inputs.roles, inputs.algorithm.requires())
         checkpoint = find_checkpoint(config, "train", resume) if resume else None
         with _recorded(config, lock, checkpoint, overwrite=overwrite or resume is not None) as recorder:
             for warning in inputs.warnings:
                 print_lines(f"warning: {warning}")
             with (
                 _heartbeat(recorder, lock, "train"),
-                started_cluster(config, recorder.paths.logs, inputs.roles, with_judges=True) as cluster,
+                started_cluster(
+                    config, recorder.paths.logs, inputs.roles, with_judges=True, derived=derived
+                ) as cluster,
             ):
                 from megarl.train.wiring import build_trainer
 
@@ -59,13 +65,16 @@ def train_supervised(
                 require_plugins_of_run(config)
             opened = SUPERVISED[command](with_models_of_run(config) if resume else config)
         inputs, task, config = opened.inputs, opened.task, opened.inputs.config
+        derived = left_open(config, [object_store(config, command)])
         checkpoint = find_checkpoint(config, command, resume) if resume else None
         with _recorded(config, lock, checkpoint, overwrite=overwrite or resume is not None) as recorder:
             for line in (*inputs.notes, *(f"warning: {warning}" for warning in inputs.warnings)):
                 print_lines(line)
             with (
                 _heartbeat(recorder, lock, command),
-                started_cluster(config, recorder.paths.logs, [task.role, *task.frozen], with_engine=False) as cluster,
+                started_cluster(
+                    config, recorder.paths.logs, [task.role, *task.frozen], with_engine=False, derived=derived
+                ) as cluster,
             ):
                 from megarl.train.supervised import SupervisedTrainer
 
@@ -111,8 +120,9 @@ def started_cluster(
     with_engine: bool = True,
     with_trainer: bool = True,
     with_judges: bool = False,
+    derived: Sequence[Derived] = (),
 ) -> Iterator["Cluster"]:
-    """Start a cluster for one command, and close it at the end of this context.
+    """Start a cluster for one command, and close it at the end of this context; `derived` fills in settings.
 
     Inside the context, bad input raises RunError because the run has started; messages say where the logs are.
     """
@@ -130,6 +140,7 @@ def started_cluster(
             with_trainer=with_trainer,
             with_judges=with_judges,
             log_dir=log_dir,
+            derived=derived,
         ) as cluster:
             yield cluster
     except (ConfigError, DataError) as error:

@@ -17,11 +17,13 @@ import traceback
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.roles import by_layout, check_serves
 from megarl.config import from_dict, load_config
+from megarl.config.derived import Derived
 from megarl.config.load import read_saved, read_yaml, saved_config
 from megarl.config.plugins import use_plugins
 from megarl.config.schema import Config
@@ -30,6 +32,7 @@ from megarl.host.directory_lock import DirectoryLock
 from megarl.host.sharing import shared_with
 from megarl.host.signals import last_stop_signal
 from megarl.host.streams import print_lines
+from megarl.plan.build import derive_run
 from megarl.record.metrics import RunPaths, read_metrics
 from megarl.record.plugins import require_same_plugins
 from megarl.record.recorder import RunRecorder
@@ -83,6 +86,7 @@ class PlannedRun:
     config: Config
     roles: tuple[RoleSpec, ...]
     architecture: Mapping[str, Any]
+    derived: tuple[Derived, ...]
 
     @property
     def name(self) -> str:
@@ -106,6 +110,17 @@ class StudyPlan:
     def roles(self) -> tuple[RoleSpec, ...]:
         """Return every role and layout of the remaining runs, since the ranks must have room for all of them."""
         return tuple({(role.role, role.layout): role for run in self.waiting for role in run.roles}.values())
+
+    @property
+    def derived(self) -> tuple[Derived, ...]:
+        """Return, for settings that are null, what suits all remaining runs: the least memory that the trainer of one
+        leaves to engines, and the largest store.
+        """
+        found = dict[str, Derived]()
+        for each in (derived for run in self.waiting for derived in run.derived):
+            pick = max if each.key == "cluster.object_store_mib" else min
+            found[each.key] = pick(found.get(each.key, each), each, key=attrgetter("value"))
+        return tuple(found.values())
 
 
 def load_study(path: Path) -> Study:
@@ -162,8 +177,14 @@ def plan_study(study: Study) -> StudyPlan:
             inputs = open_train_inputs(config)
         except (ConfigError, DataError) as error:
             raise type(error)(f"{queued.full_name}: {error}") from error
-        architecture = {k: v for k, v in inputs.spec.hf_config.items() if k not in _INCIDENTAL}
-        waiting.append(PlannedRun(place=place, config=config, roles=inputs.roles, architecture=architecture))
+        planned = PlannedRun(
+            place=place,
+            config=config,
+            roles=inputs.roles,
+            architecture={k: v for k, v in inputs.spec.hf_config.items() if k not in _INCIDENTAL},
+            derived=derive_run(config, inputs.roles, inputs.algorithm.requires()),
+        )
+        waiting.append(planned)
     plan = StudyPlan(num_runs=len(study.runs), finished=finished, waiting=tuple(waiting))
     for run in waiting:
         try:
@@ -215,7 +236,7 @@ def _run_until_failure(study: Study, plan: StudyPlan, waiting: deque[PlannedRun]
 
     logs = Path(study.dir) / "logs"
     try:
-        cluster = Cluster(plan.cluster_config, roles=plan.roles, with_judges=True, log_dir=logs)
+        cluster = Cluster(plan.cluster_config, roles=plan.roles, with_judges=True, log_dir=logs, derived=plan.derived)
     except (ConfigError, DataError) as error:
         raise RunError(str(error)) from error
     with shared_with(plan.cluster_config.run.share, Path(study.dir)), cluster:

@@ -14,6 +14,7 @@ from megarl.config.schema import Config
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.sharing import shared_with
 from megarl.host.streams import print_lines
+from megarl.plan.build import derive_run
 from megarl.record.answers import JudgedAnswer, results_by_source
 from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import write_settings
@@ -55,9 +56,10 @@ def evaluate(request: EvalRequest) -> None:
             print_lines(f"warning: {warning}")
         with shared_with(config.run.share, inputs.out):
             write_settings(inputs.out, config)
-            logs, with_trainer = inputs.out / "logs", inputs.checkpoint is not None
+            logs, with_trainer, roles = inputs.out / "logs", inputs.checkpoint is not None, [actor_role(config)]
+            derived = derive_run(config, roles if with_trainer else [], (), command="eval")
             with (
-                started_cluster(config, logs, [actor_role(config)], with_trainer=with_trainer) as cluster,
+                started_cluster(config, logs, roles, with_trainer=with_trainer, derived=derived) as cluster,
                 closing(_serving_engines(inputs, cluster)) as supervisor,
             ):
                 answers = list(_answers(inputs, cluster, supervisor))

@@ -39,7 +39,7 @@ def carried(
                 same_host=same_host,
                 same_device=same_device,
                 beside_rank=beside_rank,
-                host_group=settings.host_group,
+                host_group=settings.group_between_hosts(platform()),
                 cuda_ipc=ways.ipc,
                 delta=settings.delta,
                 nearby=ways.nearby,

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.cluster.sync_plan import bridge_plan, ends_of, engine_ranks, rank_holdings
+from megarl.cluster.sync_plan import bridge_plan, ends_of, engine_ranks, gloo_warning, rank_holdings
+from megarl.config.generation import SyncConfig
 from megarl.config.load import from_dict
 from megarl.config.schema import Config, LayoutConfig
-from megarl.sync.plan.build import build_plan
+from megarl.host.device.platform import PLATFORMS
+from megarl.sync.plan.build import Parcel, Plan, build_plan
 from megarl.sync.plan.engine_shards import EnginePosition, engine_needs, engine_shards
 from megarl.sync.wire.ends import holding_of
 from megarl.weights.boxes import contains, num_elements, slices_of
@@ -152,3 +154,20 @@ def test_an_engine_over_nodes_stays_on_them_and_is_cut_as_the_trainer(tmp_path: 
     config = from_dict(Config, tree | {"actor": layout})
     assert engine_ranks(config, ends_of(config, spec)) == [(0, 1, 2, 3)]
     assert bridge_plan(config, spec).wire_bytes == 0
+
+
+def test_gloo_between_hosts_with_cuda_has_its_price() -> None:
+    """Two hosts; the second one gets 441 GB from the first, which gets 10 GB; what stays on a host is not counted."""
+    sizes = {(0, 3): 241 * 10**9, (0, 4): 200 * 10**9, (1, 2): 10 * 10**9, (1, 3): 900 * 10**9}
+    messages = tuple(Parcel(0, 0, source, sink, False, (), size) for (source, sink), size in sizes.items())
+    plan = Plan(specs={}, needs={}, messages=messages, hosts={0: "a", 2: "a", 1: "b", 3: "b", 4: "b"})
+    asked, cuda = SyncConfig(host_group="gloo"), PLATFORMS["cuda"]()
+    assert gloo_warning(plan, asked, cuda) == (
+        "sync.host_group: got gloo, which brings 441.0 GB per sync into a host over TCP from pageable memory: about "
+        "44.1 to 147.0 s; set it to device, or to null"
+    )
+    for settings in (SyncConfig(), SyncConfig(host_group="device"), SyncConfig(host_group="gloo", delta=True)):
+        assert gloo_warning(plan, settings, cuda) is None
+    assert gloo_warning(plan, asked, PLATFORMS["cpu"]()) is None
+    near = Plan(specs={}, needs={}, messages=messages[3:], hosts=plan.hosts)
+    assert gloo_warning(near, asked, cuda) is None

@@ -190,6 +190,8 @@ def test_generation_by_hand(cached_rows: int, waves: int, tmp_path: Path) -> Non
         weights=1000,
         kv_cache=cached_rows * 12 * 32,
         kv_bytes_per_token=32,
+        full_rows=cached_rows,
+        max_num_seqs=4,
     )
     dims = read_model_spec(tmp_path).dims
     hardware = replace(UNIT, flops=1e30, nvlink=1e30)
@@ -216,6 +218,8 @@ def test_generation_in_stages_by_hand(tmp_path: Path) -> None:
         weights=500,
         kv_cache=100 * 12 * 16,
         kv_bytes_per_token=16,
+        full_rows=100,
+        max_num_seqs=4,
     )
     hardware = replace(UNIT, flops=1e30, nvlink=1e30)
     parts = generate_parts(config, read_model_spec(tmp_path).dims, engine, hardware=hardware)

@@ -1,10 +1,13 @@
 """What a job knows of the command that it runs."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megarl.cli import parse
+from megarl.cluster.object_store import object_store
 from megarl.config.schema import ClusterConfig
 from megarl.errors import ConfigError
 from megarl.launch.allocation import HostGroup
@@ -27,7 +30,15 @@ def test_a_run_keeps_its_logs_in_its_directory() -> None:
 def test_an_evaluation_keeps_them_beside_its_results() -> None:
     command = read(["eval", "/m", "--data", "a.parquet", "--out", "/results/e"])
     assert command.logs == Path("/results/e/logs")
-    assert command.cluster == ClusterConfig()
+    assert command.cluster == replace(ClusterConfig(), object_store_mib=256)
+
+
+def test_ray_gets_a_store_for_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2,048 rows of 16,384 tokens: 256 MiB, and twice 25 bytes of each of 32 Mi tokens. Ray is the job's own."""
+    monkeypatch.setattr("megarl.launch.command.object_store", partial(object_store, room=1 << 50))
+    rows = ["trainer.prompts_per_step=256", "rollout.num_samples=8", "rollout.max_response_tokens=16000"]
+    rows += ["trainer.mini_batch_prompts=null", "data.max_prompt_tokens=384", "cluster.address=10.0.0.1:6379"]
+    assert read(["train", RUN_FILE, *rows]).cluster.object_store_mib == 256 + 2 * 32 * 25
 
 
 def test_settings_of_an_evaluation_count() -> None:

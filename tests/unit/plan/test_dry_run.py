@@ -16,6 +16,7 @@ from megarl.config.schema import Config, LayoutConfig, ReferenceConfig
 from megarl.data.records import write_parquet
 from megarl.errors import ConfigError, DataError
 from megarl.host.device.platform import PLATFORMS
+from megarl.plan import build, derive
 from megarl.plan.build import plan_run
 from megarl.plan.render import ranges, to_json, to_text
 from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
@@ -26,6 +27,7 @@ from tests.helpers.small_model import write_config
 
 ROOT = Path(__file__).parents[3]
 GIB = 2**30
+ENGINES = {"num_engines": 2, "tp": 2, "gpu_memory_utilization": 0.6}
 
 
 def small_config(directory: Path) -> Config:
@@ -35,7 +37,7 @@ def small_config(directory: Path) -> Config:
         "data": {"train": ["train.parquet"], "max_prompt_tokens": 4},
         "algo": {"kl": {"where": "loss"}},
         "actor": {"layout": {"tp": 2, "dp": 2, "pp": 2}, "micro_batch_tokens": 24, "head": {"chunk_tokens": 6}},
-        "rollout": {"num_samples": 4, "max_response_tokens": 8, "engine": {"num_engines": 2, "tp": 2}},
+        "rollout": {"num_samples": 4, "max_response_tokens": 8, "engine": ENGINES},
         "placement": {"trainer": {"num_nodes": 2}},
         "trainer": {"total_steps": 10, "prompts_per_step": 8, "mini_batch_prompts": 4, "num_epochs": 3},
     }
@@ -209,6 +211,65 @@ def test_messages_are_staged_on_devices_where_these_send_them(tmp_path: Path, mo
     assert there.staging.device > 0
     assert {device.phases["sync"].activations for device in there.devices} == {there.staging.device}
     assert json.loads(to_json(there))["staging"] == {"device": there.staging.device, "host": there.staging.host}
+
+
+def test_what_is_derived_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config(tmp_path)
+    assert "derived    sync.host_group=gloo: this machine is cpu; on CUDA it is device\n" in to_text(plan_run(config))
+    for module in (build, derive):
+        monkeypatch.setattr(module, "platform", PLATFORMS["cuda"])
+    plan = plan_run(config)
+    assert "derived    sync.host_group=device: between hosts, NCCL uses" in to_text(plan)
+    (found,) = (each for each in json.loads(to_json(plan))["derived"] if each["key"] == "sync.host_group")
+    assert found["value"] == "device"
+    # The second of two nodes has no engines, so that all comes to the first.
+    asked = plan_run(replace(config, sync=replace(config.sync, host_group="gloo")))
+    assert "derived    sync.host_group" not in to_text(asked)
+    assert [warning for warning in asked.warnings if warning.startswith("sync.host_group: got gloo, which brings")]
+
+
+@pytest.mark.parametrize(
+    ("placement", "device_bytes", "share", "reason"),
+    [
+        # The first stage's update takes 14 bytes of 584 parameters and 13,056 of activations; 0.9 are to be filled.
+        ({}, 100_000, 0.65, "the trainer, which stays, takes 0.00 of 0.00 GiB (update actor)"),
+        ({}, 22_000, 0.05, "the trainer, which stays, takes 0.00 of 0.00 GiB (update actor)"),
+        ({"offload": True}, 22_000, 0.85, "nothing else is on the devices while engines generate"),
+        ({"mode": "split"}, 22_000, 0.85, "engines have devices of their own"),
+    ],
+)
+def test_engines_take_what_the_trainer_leaves(
+    placement: dict[str, Any], device_bytes: int, share: float, reason: str, tmp_path: Path
+) -> None:
+    """32 bytes of a token on each device."""
+    config = small_config(tmp_path)
+    engine = replace(config.rollout.engine, gpu_memory_utilization=None)
+    config = replace(
+        config,
+        rollout=replace(config.rollout, engine=engine),
+        placement=replace(config.placement, **placement),
+    )
+    plan = plan_run(config, device_bytes=device_bytes)
+    assert f"derived    rollout.engine.gpu_memory_utilization={share}: {reason}\n" in to_text(plan)
+    weights = 4 * 500 + 2 * 80 + 8
+    assert plan.engine.kv_cache == max(0, int(share * device_bytes) - weights)
+    assert plan.engine.full_rows == plan.engine.kv_cache // (32 * 12)
+    unknown = plan_run(config)
+    assert unknown.engine.kv_cache is None
+    assert "gpu_memory_utilization" not in to_text(unknown)
+
+
+def test_a_cache_that_is_too_small_is_warned_of(tmp_path: Path) -> None:
+    """Each of two engines gets 16 of 32 rows; 0.6 of 13,000 bytes leave 5,632 to keys and values: 14 rows."""
+    config = small_config(tmp_path)
+    plan = plan_run(config, device_bytes=13_000)
+    expected = "max_num_seqs: got 256, but the KV cache of an engine holds 14 rows of full length (12 tokens)"
+    assert [warning for warning in plan.warnings if expected in warning]
+    assert "14 rows of full length (max_num_seqs: 256)" in to_text(plan)
+    few = replace(config.rollout, engine=replace(config.rollout.engine, max_num_seqs=14))
+    fitting = (replace(config, rollout=few), 13_000), (config, 14_000)
+    for each, device_bytes in fitting:
+        assert not [w for w in plan_run(each, device_bytes=device_bytes).warnings if "max_num_seqs" in w]
 
 
 def test_text_and_json_say_the_same(tmp_path: Path) -> None:

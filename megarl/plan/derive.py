@@ -1,0 +1,67 @@
+"""Derive what a run with engines uses for settings that are null, from the memory of its devices and hosts."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from megarl.cluster.object_store import object_store
+from megarl.config.derived import Derived, host_group, left_open
+from megarl.config.schema import Config, LayoutConfig
+from megarl.host.device.platform import platform
+from megarl.plan.devices import most_bytes, plan_devices
+from megarl.plan.run_plan import ShardPlan
+from megarl.types.messages import RoleSpec
+
+# Share of a device's memory that a plan may fill: it leaves out what libraries take.
+FILL = 0.9
+# Share that an engine takes where nothing else is.
+ENGINE_SHARE = 0.85
+
+
+def derive(
+    config: Config,
+    layouts: Mapping[LayoutConfig, Sequence[RoleSpec]],
+    shards: Sequence[ShardPlan],
+    device_bytes: int | None,
+    *,
+    command: str = "train",
+) -> tuple[Derived, ...]:
+    """Derive the settings of `megarl train` or eval that are null, in the order in which a dry run shows them.
+
+    layouts, shards: those of the trainer; empty if there is none. device_bytes: memory of a device, if it is known.
+    """
+    found = (
+        engine_share(config, layouts, shards, device_bytes),
+        host_group(config, platform()),
+        object_store(config, command),
+    )
+    return left_open(config, found)
+
+
+def engine_share(
+    config: Config,
+    layouts: Mapping[LayoutConfig, Sequence[RoleSpec]],
+    shards: Sequence[ShardPlan],
+    device_bytes: int | None,
+) -> Derived | None:
+    """Derive `rollout.engine.gpu_memory_utilization`; None without a device of known size, such as on CPUs."""
+    if device_bytes is None:
+        return None
+    value, reason = ENGINE_SHARE, "engines have devices of their own"
+    if layouts and config.placement.mode == "colocated":
+        reason = "nothing else is on the devices while engines generate"
+        if not config.placement.offload:
+            most, phase = most_bytes(plan_devices(config, layouts, shards, None))
+            # If this is too little, vLLM says so.
+            value = max(0.05, share_beside(most, device_bytes))
+            reason = f"the trainer, which stays, takes {most / 2**30:.2f} of {device_bytes / 2**30:.2f} GiB ({phase})"
+    return Derived(key="rollout.engine.gpu_memory_utilization", value=value, reason=reason)
+
+
+def share_beside(num_bytes: int, device_bytes: int) -> float:
+    """Return the share of a device's memory that is left to an engine beside so many bytes, in steps of 0.05."""
+    return min(ENGINE_SHARE, math.floor((FILL * device_bytes - num_bytes) / device_bytes * 20) / 20)
+
+
+def smallest_device() -> int | None:
+    """Return the memory of this machine's smallest device in bytes; None if it has none."""
+    return min((int(device.memory_gib * 2**30) for device in platform().devices()), default=None)
