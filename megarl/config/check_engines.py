@@ -2,7 +2,7 @@
 
 from megarl.config.schema import Config, NodesConfig
 from megarl.errors import ConfigError
-from megarl.host.device.platform import platform
+from megarl.host.device.platform import ALLOCATOR_VARIABLES, allocator_settings, platform
 
 
 def check_trainer_nodes(config: Config) -> None:
@@ -87,6 +87,13 @@ def check_sync(config: Config) -> None:
         raise ConfigError(
             f"sync.cuda_ipc: got true, but processes cannot share a device's memory on {platform().name}; set "
             f"sync.cuda_ipc=false"
+        )
+    shares = platform().has_ipc and sync.cuda_ipc is not False and config.placement.mode == "colocated"
+    if shares and "cudaMallocAsync" in (settings := allocator_settings()):
+        raise ConfigError(
+            f"{' or '.join(ALLOCATOR_VARIABLES)}: got {settings!r}, but processes cannot share memory of "
+            "cudaMallocAsync, by which weights reach engines on the trainer's devices; leave the backend out, or set "
+            "sync.cuda_ipc=false"
         )
 
 

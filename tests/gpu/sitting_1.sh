@@ -6,7 +6,7 @@
 #   kernels     13 passed: Triton chosen, statistics and gradients against float64
 #   head        a table of times, memory and errors; nothing is expected of it but that every regime runs
 #   copies      a table of GB/s, every copy equal to its source
-#   ipc         1 passed
+#   ipc         2 passed: bit for bit, also beside expandable segments
 #   layouts     3 passed on one device (6 skipped): float32, against plain torch on the host
 #   training    3 passed on one device (6 skipped): the loss falls, offloading gives memory back
 #   checkpoint  2 passed on one device (2 skipped)

@@ -241,6 +241,24 @@ def exchange_by_ipc(
         return answer.result(timeout=120.0)
 
 
+def exchange_beside_expandable_segments(
+    context: RankContext, values: Mapping[str, torch.Tensor], directory: str
+) -> tuple[list[dict[str, torch.Tensor]], set[bool], set[bool]]:
+    """As `exchange_by_ipc`, where room for the messages is free in an expandable segment.
+
+    And whether segments are expandable: those of the pool of shared memory, and the others.
+    """
+    platform().activate()
+    torch.cuda.empty_cache()
+    # Freed at once, but kept by the allocator.
+    torch.empty(64 << 20, dtype=torch.uint8, device=platform().device())
+    received = exchange_by_ipc(context, values, directory)
+    kinds: dict[bool, set[bool]] = {True: set(), False: set()}
+    for segment in torch.cuda.memory_snapshot():
+        kinds[tuple(segment["segment_pool_id"]) != (0, 0)].add(segment["is_expandable"])
+    return received, kinds[True], kinds[False]
+
+
 def _receive_by_ipc(share: Share) -> list[dict[str, torch.Tensor]]:
     """Both transfers, on the host: in the process that has the other end."""
     device = platform().device()

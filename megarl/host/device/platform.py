@@ -40,6 +40,11 @@ COMMON_ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": "lo",
 }
 
+# Where users configure torch's allocator; the first that is set counts.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+# Segments that grow leave no gaps between tensors of many sizes.
+_EXPANDABLE, _PLAIN = "expandable_segments:True", "expandable_segments:False"
+
 
 class Platform:
     """A kind of device, CPU or CUDA. This base class's methods suit a CPU, where every operation is synchronous.
@@ -114,6 +119,10 @@ class Platform:
     def release_cached_memory(self) -> None:
         """Return unused memory in torch's caching allocator to the device (torch.cuda.empty_cache)."""
 
+    def shareable_memory(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which tensors are allocated on the device so that other processes can open them."""
+        return contextlib.nullcontext()
+
     def communicators(self) -> list[Any]:
         """Wait for the device, and list the backends of this process's groups that keep memory on it, in an order that
         all members of the groups share.
@@ -165,6 +174,9 @@ class CudaPlatform(Platform):
         import torch
 
         torch.cuda.set_device(self.device())
+        # torch has read what the user has set.
+        if not any(map(os.environ.get, ALLOCATOR_VARIABLES)):
+            torch._C._accelerator_setAllocatorSettings(_EXPANDABLE)
 
     def devices(self) -> list[Device]:
         return nvidia_devices()
@@ -219,6 +231,32 @@ class CudaPlatform(Platform):
 
         torch.cuda.empty_cache()
 
+    @contextlib.contextmanager
+    def shareable_memory(self) -> Iterator[None]:
+        import torch
+
+        settings = allocator_settings()
+        parts = [part.strip() for part in settings.split(",")]
+        if _EXPANDABLE.lower() not in map(str.lower, parts):
+            yield
+            return
+        # Expandable segments are shared as file descriptors, which containers seldom let a process take from another.
+        # Settings that are left out would go back to their defaults.
+        plain = [_PLAIN if part.lower() == _EXPANDABLE.lower() else part for part in parts]
+        torch._C._accelerator_setAllocatorSettings(",".join(plain))
+        try:
+            # Outside of a pool of their own, tensors may be cut from expandable segments that are there already.
+            with torch.cuda.use_mem_pool(self._shareable_pool):
+                yield
+        finally:
+            torch._C._accelerator_setAllocatorSettings(settings)
+
+    @functools.cached_property
+    def _shareable_pool(self) -> "torch.cuda.MemPool":
+        import torch
+
+        return torch.cuda.MemPool()
+
     def communicators(self) -> list[Any]:
         import torch
 
@@ -257,6 +295,11 @@ def platform() -> Platform:
     if name not in PLATFORMS:
         raise ConfigError(f"MEGARL_DEVICE: got {name!r}, expected one of {sorted(PLATFORMS)}")
     return PLATFORMS[name]()
+
+
+def allocator_settings() -> str:
+    """Return the settings of torch's allocator on the trainer's ranks: those that the user has exported, if any."""
+    return next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), _EXPANDABLE)
 
 
 def apply_environment() -> dict[str, str]:

@@ -119,7 +119,8 @@ class DeviceSegments:
 
     def create(self, path: Path, num_bytes: int) -> torch.Tensor:
         """Allocate a uint8 tensor [num_bytes] that the other process can `open`, as long as this tensor exists."""
-        segment = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        with platform().shareable_memory():
+            segment = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         self._store.set(str(path), DeviceHandle.of(segment).encode())
         return segment
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config import Config, from_dict, generation
+from megarl.config import Config, check_engines, from_dict, generation
 from megarl.config.check import check_sft, check_train
 from megarl.config.check_model import check_model
 from megarl.errors import ConfigError
@@ -224,3 +224,17 @@ def test_nccl_is_suspended_where_something_sleeps_and_nccl_can(monkeypatch: pyte
                 check_train(asked)
         else:
             check_train(asked)
+
+
+def test_memory_that_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_engines, "platform", PLATFORMS["cuda"])
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    expected = (
+        r"^PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF: got 'backend:cudaMallocAsync', but processes cannot share"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        check_train(config())
+    check_train(config(sync={"cuda_ipc": False}))
+    check_train(config(mode="split"))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    check_train(config())

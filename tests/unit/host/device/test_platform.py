@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -10,7 +12,7 @@ import torch.distributed as dist
 
 from megarl.errors import ConfigError
 from megarl.host.device import platform as platform_module
-from megarl.host.device.platform import CpuPlatform, CudaPlatform, platform
+from megarl.host.device.platform import ALLOCATOR_VARIABLES, CpuPlatform, CudaPlatform, platform
 
 
 @pytest.fixture(autouse=True)
@@ -161,3 +163,66 @@ def test_torch_suspends_groups_but_not_those_of_gloo() -> None:
     for name in ("suspend", "resume"):
         with pytest.raises(RuntimeError, match=f"Backend gloo does not support {name}"):
             getattr(group, name)()
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What torch's allocator is told after a start without settings of the user's; also `pool` and `outside`."""
+    told: list[str] = []
+
+    @contextmanager
+    def use_mem_pool(pool: str) -> Iterator[None]:
+        told.append(pool)
+        yield
+        told.append("outside")
+
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda: "pool", raising=False)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    return told
+
+
+def test_ranks_have_expandable_segments_but_share_others(allocator: list[str]) -> None:
+    here = CudaPlatform()
+    here.activate()
+    assert allocator == ["expandable_segments:True"]
+    with here.shareable_memory():
+        assert allocator[1:] == ["expandable_segments:False", "pool"]
+    assert allocator[3:] == ["outside", "expandable_segments:True"]
+    allocator.clear()
+    with pytest.raises(RuntimeError, match="no memory"), here.shareable_memory():
+        raise RuntimeError("no memory")
+    assert allocator[-1] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
+def test_the_users_settings_of_the_allocator_win(
+    name: str, allocator: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them: torch takes what it is told for the whole."""
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    here = CudaPlatform()
+    here.activate()
+    with here.shareable_memory():
+        assert allocator == []
+    theirs = "roundup_power2_divisions:[256:1,>:4], expandable_segments:true,max_split_size_mb:512"
+    monkeypatch.setenv(name, theirs)
+    here.activate()
+    with here.shareable_memory():
+        plain = "roundup_power2_divisions:[256:1,>:4],expandable_segments:False,max_split_size_mb:512"
+        assert allocator == [plain, "pool"]
+    assert allocator[-1] == theirs
+
+
+def test_torch_takes_settings_of_its_allocator_at_run_time() -> None:
+    """In the installed build, and says what they are."""
+    before = torch._C._accelerator_getAllocatorSettings()
+    try:
+        for settings in ("expandable_segments:True", "expandable_segments:False"):
+            torch._C._accelerator_setAllocatorSettings(settings)
+            assert torch._C._accelerator_getAllocatorSettings() == settings
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
