@@ -34,6 +34,7 @@ CONTINUABLE = (
     "actor.recompute",
     "actor.micro_batch_tokens",
     "actor.head",
+    *(f"actor.moe.{key}" for key in ("grouped_gemm", "fuse_permute", "fuse_router")),
     "reference.layout",
     "reference.micro_batch_tokens",
     "reward_model.layout",

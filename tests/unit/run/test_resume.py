@@ -198,6 +198,25 @@ def test_each_command_continues_its_own_runs(tmp_path: Path) -> None:
     )
 
 
+def test_a_run_with_defaults_of_earlier_versions_continues_with_what_is_derived_now(tmp_path: Path) -> None:
+    """They were no null, and its checkpoint spells them out."""
+    defaults = {
+        "sync": {"host_group": "gloo"},
+        "cluster": {"object_store_mib": 256},
+        "rollout": {"engine": {"gpu_memory_utilization": 0.6}},
+        "actor": {"moe": {"grouped_gemm": True, "fuse_permute": True, "fuse_router": True}},
+    }
+    save(config(tmp_path, **defaults))
+    checkpoint = find_checkpoint(config(tmp_path), "train")
+    assert checkpoint is not None
+    assert "changed since the checkpoint: sync.host_group: gloo → None" in resume_notes(checkpoint, config(tmp_path))
+    # What is null stays null, whatever a run derives: it changes nothing when the run goes on elsewhere.
+    save(config(tmp_path), step=5)
+    checkpoint = find_checkpoint(config(tmp_path), "train")
+    assert checkpoint is not None
+    assert not [note for note in resume_notes(checkpoint, config(tmp_path)) if "host_group" in note]
+
+
 def test_every_continuable_key_exists(tmp_path: Path) -> None:
     for key in CONTINUABLE:
         node: Any = Config()

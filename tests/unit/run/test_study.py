@@ -10,12 +10,23 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.config import load_config
+from megarl.config import Config, load_config
+from megarl.config.derived import Derived
 from megarl.errors import ConfigError, DataError, NonFiniteError, RunError, RunStopped
 from megarl.recipes.tasks import TASKS
 from megarl.recipes.tasks.generate import GenerateConfig, TaskFiles, generate
 from megarl.record.recorder import RunRecorder
-from megarl.run.study import Study, is_finished, load_study, plan_study, plan_text, run_config, run_study
+from megarl.run.study import (
+    PlannedRun,
+    Study,
+    StudyPlan,
+    is_finished,
+    load_study,
+    plan_study,
+    plan_text,
+    run_config,
+    run_study,
+)
 from megarl.train.inputs import TrainInputs
 from tests.helpers.checkpoints import make_checkpoint
 from tools import run_queue as tool
@@ -47,6 +58,22 @@ def study_of(tmp_path: Path, sums: TaskFiles, model: Path) -> Callable[..., Stud
         return load_study(path)
 
     return make
+
+
+def test_one_cluster_suits_all_runs() -> None:
+    """The least memory for engines that the trainer of one of them leaves, the largest store, and the link of all."""
+
+    def planned(place: int, share: float, mib: int) -> PlannedRun:
+        values = {
+            "rollout.engine.gpu_memory_utilization": share,
+            "sync.host_group": "device",
+            "cluster.object_store_mib": mib,
+        }
+        derived = tuple(Derived(key=key, value=value, reason="") for key, value in values.items())
+        return PlannedRun(place=place, config=Config(), roles=(), architecture={}, derived=derived)
+
+    plan = StudyPlan(num_runs=2, finished={}, waiting=(planned(1, 0.45, 900), planned(2, 0.3, 256)))
+    assert [each.value for each in plan.derived] == [0.3, "device", 900]
 
 
 class Machine:
