@@ -43,7 +43,7 @@ def test_sleep_sync_wake(gpu_pool: Callable[[int], RankPool], checkpoint: Callab
         dtype="bfloat16",
         seed=0,
         max_model_tokens=128,
-        config=EngineConfig(kv_cache_mib=KV_CACHE_MIB, max_num_seqs=8, enforce_eager=True),
+        config=EngineConfig(kv_cache_mib=KV_CACHE_MIB, max_num_seqs=8, enforce_eager=True, gpu_memory_utilization=0.6),
         can_sleep=True,
     )
     role = RoleSpec(role=Role.ACTOR, model=ModelConfig(path=str(first)), settings=ActorConfig())
@@ -81,7 +81,7 @@ def test_an_update_in_flight_with_graphs(gpu_pool: Callable[[int], RankPool], ch
         dtype="bfloat16",
         seed=0,
         max_model_tokens=NUM_TOKENS + 16,
-        config=EngineConfig(kv_cache_mib=KV_CACHE_MIB, max_num_seqs=8, enforce_eager=False),
+        config=EngineConfig(kv_cache_mib=KV_CACHE_MIB, max_num_seqs=8, enforce_eager=False, gpu_memory_utilization=0.6),
     )
     rng = np.random.default_rng(0)
     requests = [

@@ -29,7 +29,7 @@ def test_engine(checkpoint: Callable[..., Path]) -> None:
         dtype="bfloat16",
         seed=0,
         max_model_tokens=256,
-        config=EngineConfig(kv_cache_mib=256, max_num_seqs=32, prefix_caching=False),
+        config=EngineConfig(kv_cache_mib=256, max_num_seqs=32, prefix_caching=False, gpu_memory_utilization=0.6),
         batch_invariant=True,
     )
     rng = np.random.default_rng(0)
