@@ -20,7 +20,7 @@ from megarl.sync.wire.wires import Link, Members, Share, Staging, Wire
 def ways_of(plan: Plan, settings: SyncConfig, here: Platform, *, hosts: Hosts, beside: Mapping[int, int]) -> Ways:
     """Return what the settings, and where these leave a choice the planner's seconds, let carry a plan's messages."""
     ipc = here.has_ipc if settings.cuda_ipc is None else settings.cuda_ipc
-    return fastest_ways(plan, settings.host_group == "device", ipc, hosts=hosts, beside=beside)
+    return fastest_ways(plan, settings.group_between_hosts(here) == "device", ipc, hosts=hosts, beside=beside)
 
 
 def carried(
