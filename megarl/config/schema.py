@@ -220,12 +220,21 @@ class ClusterConfig:
     engine_start_timeout_s: float = setting(1800.0, POSITIVE)
     # Time without a sign of life, also while it works, after which an engine counts as hung: it is killed and replaced.
     heartbeat_timeout_s: float = setting(30.0, POSITIVE)
+    # Time without an answer after which a host of a Slurm job counts as lost. A busy host may be silent for seconds:
+    # while it locks memory, say, or starts a process. A Ray cluster that is already running has a time of its own.
+    node_timeout_s: float = setting(30.0, Range(expected=">= 3", at_least=3.0))
     # Time after which a rank that waits for others in a collective operation fails. It covers the time by which ranks
     # read their parts of a checkpoint at different speeds.
     collective_timeout_s: float = setting(1800.0, POSITIVE)
 
     def check(self, key: str) -> None:
-        """Raise ConfigError for hosts that could not join."""
+        """Raise ConfigError for hosts that could not join, or that would be lost before this is known."""
+        if self.collective_timeout_s <= self.node_timeout_s:
+            raise ConfigError(
+                f"{key}.collective_timeout_s: got {self.collective_timeout_s:g}, expected more than "
+                f"{key}.node_timeout_s={self.node_timeout_s:g}, or ranks give up before a lost host can be named; "
+                f"raise it, or lower {key}.node_timeout_s"
+            )
         if self.hosts and self.address is None:
             raise ConfigError(
                 f"{key}.hosts: is set, but without {key}.address Ray is started on this host alone; set "

@@ -20,16 +20,28 @@ RAY_ENVIRONMENT = {
     # A worker per CPU would start first, and none of them would fit: all of megarl's have an environment of their own.
     "RAY_prestart_worker_first_driver": "0",
 }
-# On several hosts, a host that is cut off is noticed within 6 s; by default this takes more than a minute.
-HEALTH_CHECKS = {
-    "RAY_health_check_initial_delay_ms": "1000",
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "1500",
-    "RAY_health_check_failure_threshold": "3",
-}
-
-
+# How many of Ray's health checks in a row a host has to miss before it counts as lost.
+NUM_MISSED = 6
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
+
+
+def health_checks(timeout_s: float) -> dict[str, str]:
+    """Return variables by which Ray takes a host for lost that has not answered for `timeout_s`.
+
+    Each check takes half of its share of the time, and the pause after it the other half. A network that refuses
+    connections at once therefore still has half of the time to recover.
+    """
+    half_ms = str(round(1000 * timeout_s / NUM_MISSED / 2))
+    return {
+        "RAY_health_check_initial_delay_ms": "1000",
+        "RAY_health_check_period_ms": half_ms,
+        "RAY_health_check_timeout_ms": half_ms,
+        "RAY_health_check_failure_threshold": str(NUM_MISSED),
+        # Before a host counts as lost, processes must not close their connections to it, which looks like their death
+        # (by default after 20 s), and the host must not end its Ray because the first host is silent (after 60 s).
+        "RAY_grpc_keepalive_timeout_ms": str(round(1000 * max(20.0, timeout_s))),
+        "RAY_gcs_rpc_server_reconnect_timeout_s": str(round(max(60.0, 2 * timeout_s))),
+    }
 
 
 def fresh_token() -> dict[str, str]:

@@ -15,7 +15,7 @@ from megarl.errors import ConfigError
 from megarl.host.device.platform import apply_environment
 from megarl.host.janitor import Janitor, clean_up, end_processes, scopes_of
 from megarl.host.listeners import LOOPBACK
-from megarl.host.ray_environment import HEALTH_CHECKS, RAY_ENVIRONMENT, TOKEN_VARIABLE, keep_worker_logs
+from megarl.host.ray_environment import RAY_ENVIRONMENT, TOKEN_VARIABLE, health_checks, keep_worker_logs
 from megarl.host.sharing import adopt_umask
 from megarl.host.streams import name_anything, print_lines, write_anything
 from megarl.host.temp_dir import RAY_DIRECTORY
@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--head", required=True, help="HOST:PORT of Ray on the first host")
     parser.add_argument("--num-cpus", type=int, required=True, help="logical CPUs, for placement")
     parser.add_argument("--object-store-mib", type=int, required=True)
+    parser.add_argument("--node-timeout-s", type=float, required=True, help="silence after which a host is lost")
     parser.add_argument("--logs", type=Path, required=True, help="where logs go, a directory per host")
     arguments = parser.parse_args()
     head, _, port = arguments.head.partition(":")
@@ -46,7 +47,7 @@ def main() -> None:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, interface_of(address))
     apply_environment()
-    for name, value in (RAY_ENVIRONMENT | HEALTH_CHECKS).items():
+    for name, value in (RAY_ENVIRONMENT | health_checks(arguments.node_timeout_s)).items():
         os.environ.setdefault(name, value)
     for earlier in scopes_of(f"{arguments.job_id}-"):
         # Clean up after earlier attempts of this job that were killed together with their janitors.

@@ -28,7 +28,7 @@ from megarl.launch.command import JobCommand, read_command
 from megarl.launch.restarts import FAILED, FINISHED, STOPPED, AttemptLog
 
 POLL_S = 0.2
-# The seconds that the driver gets to report what is wrong after a host's Ray has ended, and that hosts get to clean up.
+# The seconds that the driver gets to report a lost host once Ray must know of it, and that hosts get to clean up.
 LAST_WORDS_S = 20.0
 CLEAN_UP_S = 20.0
 # After this many seconds, hosts that have not yet started their task are named in the log.
@@ -129,7 +129,9 @@ def _attempt(command: JobCommand, allocation: Allocation, logs: Path, driver: _D
         stdin=subprocess.DEVNULL,
     )
     try:
-        return _wait(driver.process, hosts, {host: here / f"{host}.log" for host in allocation.hosts})
+        # Slurm may know that a host is lost before Ray does.
+        patience_s = command.cluster.node_timeout_s + LAST_WORDS_S
+        return _wait(driver.process, hosts, {host: here / f"{host}.log" for host in allocation.hosts}, patience_s)
     finally:
         _stop_hosts(hosts, allocation.job_id)
         # Slurm may have killed the host's own janitor; other hosts do this when they are used again.
@@ -175,13 +177,16 @@ def _srun(command: JobCommand, allocation: Allocation, run_id: str, address: str
             f"--head={address}",
             f"--num-cpus={command.cluster.num_cpus or group.cpus_per_host}",
             f"--object-store-mib={command.cluster.object_store_mib}",
+            f"--node-timeout-s={command.cluster.node_timeout_s}",
             f"--logs={logs}",
         ]
     return line
 
 
-def _wait(driver: subprocess.Popen[bytes], hosts: subprocess.Popen[bytes], logs: Mapping[str, Path]) -> int:
-    """Wait for the driver and return its exit code. A driver that outlives Ray by too long is killed.
+def _wait(
+    driver: subprocess.Popen[bytes], hosts: subprocess.Popen[bytes], logs: Mapping[str, Path], patience_s: float
+) -> int:
+    """Wait for the driver and return its exit code. A driver that outlives a host's Ray by `patience_s` is killed.
 
     `logs` maps each host to the log file that Slurm opens when it starts the host's task.
     """
@@ -195,7 +200,7 @@ def _wait(driver: subprocess.Popen[bytes], hosts: subprocess.Popen[bytes], logs:
         if lost_at is None and hosts.poll() is not None:
             lost_at = time.monotonic()
             say(f"srun ended with exit code {hosts.returncode}: the run has lost a host")
-        if lost_at is not None and time.monotonic() > lost_at + LAST_WORDS_S:
+        if lost_at is not None and time.monotonic() > lost_at + patience_s:
             say("the driver did not notice; it is ended")
             driver.kill()
             driver.wait()

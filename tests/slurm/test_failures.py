@@ -15,7 +15,8 @@ from tests.slurm.runs import JOB_S, SlurmRun, left_behind, mid_run, noticed
 from tools.bench.kill_resume import differences, differing_metrics
 
 pytestmark = pytest.mark.timeout(400)
-LINK_DOWN_S = 20.0
+# A host counts as lost well before its link is up again.
+LOST_S, LINK_DOWN_S = 6.0, 20.0
 # A hung process is only known by its silence.
 IMPATIENT = ("rollout.timeout_s=15", "cluster.collective_timeout_s=60")
 
@@ -81,7 +82,8 @@ def test_a_node_out_of_reach_is_noticed_at_the_start_and_in_mid_run(
     """Slurm believes in the node. Whether it gives it up while the link is down, and takes the job back into the
     queue, is a matter of luck; the run goes on once the link is mended.
     """
-    run = SlurmRun(inputs=inputs, name="out-of-reach", command="sft")
+    quick = (f"cluster.node_timeout_s={LOST_S:g}",)
+    run = SlurmRun(inputs=inputs, name="out-of-reach", command="sft", more=quick)
     lab.set_link("node2", "down")
     try:
         job = run.submit(lab, max_restarts=6)

@@ -140,6 +140,7 @@ SHARE = [
         ("validation.every_steps", 0, "0, expected >= 1 (data.val=[] skips validation)"),
         ("validation.temperature", 0.0, "0.0, expected > 0 (validation.greedy=true is argmax)"),
         ("cluster.object_store_mib", 74, "74, expected >= 75"),
+        ("cluster.node_timeout_s", 2.9, "2.9, expected >= 3"),
     ],
 )
 def test_out_of_range(key: str, value: Any, expected: str) -> None:
@@ -522,4 +523,13 @@ def test_transformer_engine_does_not_train_in_float32(
 def test_large_models_have_half_an_hour_to_start_and_to_wait_for_each_other() -> None:
     """An engine of 30B loads, compiles and captures graphs; ranks wait in collectives for the slowest to load."""
     cluster = Config().cluster
+    assert cluster.node_timeout_s == 30.0
     assert (cluster.engine_start_timeout_s, cluster.collective_timeout_s) == (1800.0, 1800.0)
+
+
+def test_ranks_wait_longer_for_each_other_than_for_a_lost_host_to_be_known() -> None:
+    assert message(check_sft, cluster__collective_timeout_s=30.0) == (
+        "cluster.collective_timeout_s: got 30, expected more than cluster.node_timeout_s=30, or ranks give up before a "
+        "lost host can be named; raise it, or lower cluster.node_timeout_s"
+    )
+    check_sft(config(cluster__collective_timeout_s=30.0, cluster__node_timeout_s=29.0))

@@ -6,6 +6,7 @@ Slurm is a shim here: programs that note what they are asked for. tests/slurm ha
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
@@ -14,6 +15,7 @@ import pytest
 
 from megarl.config.schema import ClusterConfig
 from megarl.errors import ConfigError
+from megarl.host.ray_environment import health_checks
 from megarl.launch import host, job
 from megarl.launch.allocation import Allocation, HostGroup
 from megarl.launch.command import JobCommand
@@ -38,6 +40,59 @@ def test_they_come_last_of_the_options_of_every_component(monkeypatch: pytest.Mo
     starts = [i for i, word in enumerate(line) if word == sys.executable]
     assert [line[i - 2 : i] for i in starts] == [given, given]
     assert [word for word in line if word not in given] == plain
+
+
+def test_hosts_get_the_time_after_which_they_count_as_lost() -> None:
+    assert "--node-timeout-s=30.0" in srun_line(HostGroup(hosts=("a", "b"), cpus_per_host=8))
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "half_ms", "silence_ms", "reconnect_s"),
+    [(30, 2500, 30000, 60), (6, 500, 20000, 60), (120, 10000, 120000, 240)],
+)
+def test_a_host_is_lost_after_six_checks_that_take_the_time_together(
+    timeout_s: float, half_ms: int, silence_ms: int, reconnect_s: int
+) -> None:
+    """A check lasts half of a sixth, the pause after it as long; nothing else of Ray gives a host up earlier."""
+    assert health_checks(timeout_s) == {
+        "RAY_health_check_initial_delay_ms": "1000",
+        "RAY_health_check_period_ms": str(half_ms),
+        "RAY_health_check_timeout_ms": str(half_ms),
+        "RAY_health_check_failure_threshold": "6",
+        "RAY_grpc_keepalive_timeout_ms": str(silence_ms),
+        "RAY_gcs_rpc_server_reconnect_timeout_s": str(reconnect_s),
+    }
+
+
+class _Ended:
+    """A process that ended with this exit code, or one that ends when it is killed."""
+
+    def __init__(self, returncode: int | None) -> None:
+        self.returncode, self.killed_at = returncode, 0.0
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def kill(self) -> None:
+        self.returncode, self.killed_at = -9, time.monotonic()
+
+    def wait(self) -> None: ...
+
+
+def test_the_driver_may_speak_until_ray_must_have_told_it_that_a_host_is_lost(
+    tmp_path: Path, shim: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """srun ends at once, as when Slurm knows first that a node has lost power; Ray takes up to 45 s."""
+    clock, driver = [0.0], _Ended(None)
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
+    started = iter([_Ended(1), driver])
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: next(started))
+    monkeypatch.setattr(job, "_stop_hosts", lambda *_: None)
+    allocation = Allocation(job_id=7, groups=[HostGroup(hosts=("localhost",), cpus_per_host=8)])
+    command = JobCommand(argv=("train",), directory=tmp_path, cluster=ClusterConfig(node_timeout_s=45.0))
+    assert job._attempt(command, allocation, tmp_path / "logs", job._Driver(), number=0) == 137
+    assert driver.killed_at == pytest.approx(45 + 20, abs=1.0)
 
 
 def test_an_open_quote_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +264,7 @@ def test_a_host_without_slurm_is_told_where_to_run_it(tmp_path: Path) -> None:
 
 def test_a_host_that_did_not_get_the_token_starts_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where srun is told to hand no environment on: Ray would then let everybody in."""
-    numbers = ["--job-id=99999999", "--num-cpus=1", "--object-store-mib=80"]
+    numbers = ["--job-id=99999999", "--num-cpus=1", "--object-store-mib=80", "--node-timeout-s=30"]
     monkeypatch.setattr(sys, "argv", ["host", "--run-id=0", "--head=127.0.0.1:20000", "--logs=/nowhere", *numbers])
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     monkeypatch.setattr(os, "environ", dict(os.environ))
