@@ -257,14 +257,15 @@ def _token_columns(
 
 
 def batch_metrics(rollout: RolloutBatch) -> dict[str, float]:
-    """Compute metrics of a rollout: lengths of prompts and responses, and shares of two kinds of responses.
+    """Compute metrics of a rollout: lengths of prompts and responses, and shares of three kinds of responses.
 
-    `clip_ratio`: the share of responses cut off at the limit. `avg_prefix_ratio`: the share of its demonstration that a
-    response starts with, averaged.
+    `clip_ratio`: the share of responses cut off at the limit; `repetition_ratio`: that of responses which the engine
+    ended because they repeated themselves. `avg_prefix_ratio`: the share of its demonstration that a response starts
+    with, averaged.
     """
     responses = [float(len(s.response_token_ids)) for s in rollout.samples]
     prompts = [float(len(s.prompt_token_ids)) for s in rollout.samples]
-    num_cut = sum(s.finish_reason is FinishReason.LENGTH for s in rollout.samples)
+    reasons = [sample.finish_reason for sample in rollout.samples]
     # For each response, the share of its prompt's demonstration that it starts with; 0 without one.
     ratios = []
     for sample in rollout.samples:
@@ -275,7 +276,8 @@ def batch_metrics(rollout: RolloutBatch) -> dict[str, float]:
         **({"batch/avg_prefix_ratio": sum(ratios) / len(ratios)} if any(ratios) else {}),
         **summarize(responses).as_metrics("response_length"),
         **summarize(prompts).as_metrics("prompt_length"),
-        "response_length/clip_ratio": num_cut / len(responses),
+        "response_length/clip_ratio": reasons.count(FinishReason.LENGTH) / len(reasons),
+        "response_length/repetition_ratio": reasons.count(FinishReason.REPETITION) / len(reasons),
     }
 
 

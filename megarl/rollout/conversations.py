@@ -108,7 +108,9 @@ def started(sample: Sample, reply: HostReply) -> Sample:
 
 def turn_ended(sample: Sample) -> Sample:
     """Return the sample after an engine has written a turn of the policy; its finish reason is that of the turn."""
-    is_cut, num_turns = sample.finish_reason is FinishReason.LENGTH, episode_of(sample).num_turns + 1
+    # A turn that repeats itself lacks its end as well.
+    is_cut = sample.finish_reason in (FinishReason.LENGTH, FinishReason.REPETITION)
+    num_turns = episode_of(sample).num_turns + 1
     sample = replace(sample, finish_reason=FinishReason.ABORT)
     return _with(sample, num_turns=num_turns, awaits_reply=True, is_cut=is_cut)
 

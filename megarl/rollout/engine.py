@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
     from megarl.sync.wire.wires import Share
 
+# By vLLM's name, why a request has ended that it finished; `Stepper` has repeated those that ended with an error.
+FINISH_REASONS = {
+    reason.value: reason
+    for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.REPETITION)
+}
 # A worker needs these of a request to seed it anew; they are names in vLLM's `extra_args`.
 SEED, NUM_BEFORE = "megarl_seed", "megarl_num_before"
 
@@ -283,8 +288,13 @@ def has_float8_keys() -> bool:
 
 
 def _completion(output: "RequestOutput") -> Completion:
-    """Turn vLLM's output into a completion."""
+    """Turn vLLM's output into a completion. Raises RuntimeError if it ended for a reason that megarl does not know."""
     sampled = output.outputs[0]
+    if sampled.finish_reason not in FINISH_REASONS:
+        raise RuntimeError(
+            f"vLLM ended a request with finish_reason={sampled.finish_reason!r}, expected one of "
+            f"{', '.join(FINISH_REASONS)}; install the vLLM that megarl requires"
+        )
     num_tokens, spans = len(sampled.token_ids), sampled.weight_versions
     # Each position has the sampled token, then the likeliest.
     shape = num_tokens, len(sampled.logprobs.token_ids) // num_tokens
@@ -297,6 +307,6 @@ def _completion(output: "RequestOutput") -> Completion:
         logprobs=logprobs,
         nucleus=nucleus,
         routed_experts=None if sampled.routed_experts is None else sampled.routed_experts.astype(np.int16),
-        finish_reason=FinishReason(sampled.finish_reason),
+        finish_reason=FINISH_REASONS[sampled.finish_reason],
         weight_versions=np.repeat(versions, [span.end - span.start for span in spans]),
     )

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 
 # Between two steps that follow one another, an engine pauses for less than this.
 MAX_PAUSE_S = 0.02
+# How often vLLM is given a request that it ends with an error of its own, such as keys and values that it lost.
+MAX_TRIES = 3
+# What vLLM then gives as the reason.
+ERROR = "error"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,11 +24,13 @@ class EngineWork:
 
     recomputed_tokens: tokens of unfinished requests whose keys and values were dropped at an update. busy: (start,
     end) in Unix seconds of the times in which steps followed one another without a pause; began: when the count began.
+    num_errors: requests that vLLM ended with an error, and that were given to it again.
     """
 
     num_steps: int = 0
     num_sequences: int = 0
     recomputed_tokens: int = 0
+    num_errors: int = 0
     busy: list[tuple[float, float]] = field(default_factory=list)
     began: float = field(default_factory=time.time)
 
@@ -46,6 +52,8 @@ class Stepper:
         # Threads that wait for their turn between two steps, or have it.
         self._holders = 0
         self._finished: dict[str, RequestOutput] = {}
+        # Unfinished requests by vLLM's ids, and how often each has been tried.
+        self._asked: dict[str, tuple[TokensPrompt, SamplingParams, int]] = {}
         # Requests whose outputs `serve` yields: the caller's id by vLLM's.
         self._served: dict[str, int] = {}
         self._closed = False
@@ -101,6 +109,7 @@ class Stepper:
             self._llm.llm_engine.abort_request(ids, internal=True)
             for request_id in self._served:
                 self._finished.pop(request_id, None)
+                self._asked.pop(request_id, None)
             self._served.clear()
 
     @contextmanager
@@ -134,16 +143,38 @@ class Stepper:
         with self._between_steps():
             self._closed = True
 
-    def _enqueue(self, prompts: "Sequence[TokensPrompt]", params: "Sequence[SamplingParams]") -> list[str]:
+    def _enqueue(
+        self, prompts: "Sequence[TokensPrompt]", params: "Sequence[SamplingParams]", tries: int = 1
+    ) -> list[str]:
         # vLLM appends a random suffix to the ids that it returns here, but not to those in its outputs.
-        return [name.partition("-")[0] for name in self._llm.enqueue(prompts, params, use_tqdm=False)]
+        names = [name.partition("-")[0] for name in self._llm.enqueue(prompts, params, use_tqdm=False)]
+        self._asked |= {name: (*asked, tries) for name, *asked in zip(names, prompts, params, strict=True)}
+        return names
 
     def _step_for(self, wanted: dict[str, int]) -> "dict[int, RequestOutput]":
-        """Take a step unless a wanted request has finished; remove and return the outputs of those that have."""
+        """Take a step unless a wanted request has finished; remove and return the outputs of those that have.
+
+        A request that vLLM ended with an error begins again. Raises RuntimeError after `MAX_TRIES` of them.
+        """
         if not wanted.keys() & self._finished.keys():
             engine, start = self._llm.llm_engine, time.time()
             num_sequences = min(engine.get_num_unfinished_requests(), self._max_num_seqs)
             outputs = engine.step()
             self.work.add_step(start, time.time(), num_sequences)
             self._finished |= {output.request_id: output for output in outputs if output.finished}
-        return {wanted.pop(name): self._finished.pop(name) for name in wanted.keys() & self._finished.keys()}
+        done: dict[int, RequestOutput] = {}
+        for name in wanted.keys() & self._finished.keys():
+            key, output = wanted.pop(name), self._finished.pop(name)
+            prompt, params, tries = self._asked.pop(name)
+            if output.outputs[0].finish_reason != ERROR:
+                done[key] = output
+                continue
+            self.work.num_errors += 1
+            if tries == MAX_TRIES:
+                raise RuntimeError(
+                    f"vLLM ended the same request {tries} times with an error; its log in RUN/logs says which; mend "
+                    "that (rollout.engine), and resume the run"
+                )
+            (again,) = self._enqueue([prompt], [params], tries + 1)
+            wanted[again] = key
+        return done

@@ -22,6 +22,8 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    # The engine ended a response that only repeated itself. It is as finished as any other.
+    REPETITION = "repetition"
     # The sample's environment failed; it must not train.
     FAILED = "failed"
 

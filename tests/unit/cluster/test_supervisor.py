@@ -168,7 +168,14 @@ class Run:
 
     def work(self) -> dict[int, EngineWork]:
         return {
-            0: EngineWork(num_steps=3, num_sequences=7, recomputed_tokens=5, busy=[(1.0, 1.5), (2.0, 4.0)], began=0.0)
+            0: EngineWork(
+                num_steps=3,
+                num_sequences=7,
+                recomputed_tokens=5,
+                num_errors=2,
+                busy=[(1.0, 1.5), (2.0, 4.0)],
+                began=0.0,
+            )
         }
 
 
@@ -214,6 +221,7 @@ def test_without_deaths_the_transport_is_opened_once() -> None:
     assert metrics.pop("perf/engine_idle_s") > 1e9  # since 1970
     assert metrics == {
         "rollout/engine_restarts": 0.0,
+        "rollout/request_errors": 2.0,
         "perf/engine_steps": 3.0,
         "perf/engine_sequences": 7.0,
         "perf/engine_busy_s": 2.5,

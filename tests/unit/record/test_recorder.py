@@ -1,6 +1,7 @@
 """The run directory: what is refused, what is kept."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ from megarl.config.schema import Config, DataConfig, ModelConfig, RunConfig, Wei
 from megarl.errors import ConfigError
 from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.record.metrics import read_rollouts
-from megarl.record.recorder import RunRecorder
+from megarl.record.recorder import RunRecorder, batch_metrics
 from megarl.types import FinishReason, Prompt, Reward, RolloutBatch, Sample, prompt_segment, row_from_sample
+from tests.helpers.rollouts import random_rollout
 from tests.helpers.segments import demonstration_segment, policy_segment
 
 STOP = FinishReason.STOP
@@ -99,3 +101,13 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run\.dir: cannot make .*file/a"):
         RunRecorder(Config(run=RunConfig(name="a", dir=str(tmp_path / "file")), model=ModelConfig(path="m")))
+
+
+def test_responses_that_ended_at_the_limit_or_repeated_themselves_are_counted() -> None:
+    """Half of twelve are cut; three of the others repeat themselves."""
+    rollout = random_rollout()
+    repeated = [
+        replace(s, finish_reason=FinishReason.REPETITION) if s.sample_index == 0 else s for s in rollout.samples
+    ]
+    metrics = batch_metrics(replace(rollout, samples=tuple(repeated)))
+    assert (metrics["response_length/clip_ratio"], metrics["response_length/repetition_ratio"]) == (0.5, 0.25)

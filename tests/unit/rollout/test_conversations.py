@@ -194,10 +194,13 @@ def test_limits_cut_conversations(limits: dict[str, int], max_response: int, rep
         assert world.requests[0][0].max_tokens == (1 if max_response == 7 else 3)
 
 
-def test_a_turn_that_its_limit_cuts_gets_a_reply_and_one_that_the_conversation_cuts_none() -> None:
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.REPETITION])
+def test_a_turn_that_its_limit_or_the_engine_cuts_gets_a_reply_and_one_that_the_conversation_cuts_none(
+    reason: FinishReason,
+) -> None:
     world, _, group = begin(plan=replace(PLAN, max_response_tokens=5), max_turn_tokens=2)
     world.reply()
-    world.speak(100, 101, reason=FinishReason.LENGTH)
+    world.speak(100, 101, reason=reason)
     assert world.acts == [TurnRequest(token_ids=(100, 101), turn=0, is_cut=True, num_before=2)]
     world.reply(7)
     assert world.speak(102, 103, reason=FinishReason.LENGTH).max_tokens == 2

@@ -13,16 +13,26 @@ TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
+class Sampled:
+    finish_reason: str
+
+
+@dataclass(frozen=True)
 class Output:
     request_id: str
     text: str
+    outputs: tuple[Sampled, ...] = (Sampled("stop"),)
     finished: bool = True
 
 
 class CountingEngine:
-    """Finishes a request when it has been stepped as often as the prompt says, the last one first."""
+    """Finishes a request when it has been stepped as often as the prompt says, the last one first.
 
-    def __init__(self) -> None:
+    num_errors: how many times it ends a request with an error first.
+    """
+
+    def __init__(self, num_errors: int = 0) -> None:
+        self.num_errors = num_errors
         self.llm_engine, self.calls = self, list[str]()
         self.left: dict[str, tuple[str, int]] = {}
         self.num_requests = 0
@@ -47,6 +57,9 @@ class CountingEngine:
         self.stepped.set()
         done = {name: text for name, (text, n) in self.left.items() if n == 1}
         self.left = {name: (text, n - 1) for name, (text, n) in self.left.items() if n > 1}
+        if done and self.num_errors:
+            self.num_errors -= 1
+            return [Output(name, "", (Sampled("error"),)) for name in done]
         return [Output(name, text) for name, text in reversed(done.items())]
 
     def sleep(self, *, level: int, mode: str) -> None:
@@ -165,3 +178,21 @@ def test_prompts_are_added_between_two_steps_of_a_busy_engine() -> None:
     thread.join(TIMEOUT_S)
     # The engine was not asked to finish first what it had.
     assert (sorted(served), served[-1]) == ([*range(20)], 0)
+
+
+def test_requests_that_vllm_ended_with_an_error_are_repeated() -> None:
+    """Both that end in the second step, but not the one that ends in the third; who is served does not notice."""
+    engine = CountingEngine(num_errors=1)
+    stepper = Stepper(engine)
+    assert texts(stepper.finish([2, 3, 2], ["a", "b", "c"])) == ["a", "b", "c"]
+    assert (engine.num_requests, stepper.work.num_errors, len(engine.calls)) == (5, 2, 4)
+    engine.num_errors = 2
+    stepper.add([7], [1], ["d"])
+    assert [(key, output.text) for key, output in next(stepper.serve()).items()] == [(7, "d")]
+    assert stepper.work.num_errors == 4
+
+
+def test_a_request_that_always_ends_with_an_error_fails() -> None:
+    stepper = Stepper(CountingEngine(num_errors=3))
+    with pytest.raises(RuntimeError, match=r"^vLLM ended the same request 3 times with an error; its log in RUN/logs"):
+        stepper.finish([1], ["a"])

@@ -4,13 +4,19 @@ import ast
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 import megarl
 from megarl.config.schema import EngineConfig
 from megarl.host.device.platform import PLATFORMS
+from megarl.rollout.engine import FINISH_REASONS, _completion
 from megarl.rollout.engine_spec import EngineSpec, engine_arguments
+from megarl.rollout.stepping import ERROR
+from megarl.types import FinishReason
 
 PACKAGE = Path(megarl.__file__).parent
 (FOUND,) = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr, misc]
@@ -112,6 +118,33 @@ def test_a_gpus_worker_has_what_the_receiver_reads() -> None:
     }
     assert "level" in {argument.arg for argument in worker["sleep"].args.args}
     assert "tags" in {argument.arg for argument in worker["wake_up"].args.args}
+
+
+def test_every_reason_for_which_vllm_ends_a_request_is_known() -> None:
+    assigned = {
+        ast.unparse(node.targets[0]): node.value
+        for node in ast.walk(tree_of(VLLM / "v1/engine/__init__.py"))
+        if isinstance(node, ast.Assign)
+    }
+    assert {*FINISH_REASONS, ERROR} == set(ast.literal_eval(assigned["FINISH_REASON_STRINGS"]))
+
+
+def output(finish_reason: str) -> Any:
+    """One token by version 3 of the weights, with log-prob -1."""
+    flat = SimpleNamespace(token_ids=[5], logprobs=[-1.0])
+    spans = [SimpleNamespace(version="3", start=0, end=1)]
+    sampled = SimpleNamespace(
+        token_ids=[5], logprobs=flat, weight_versions=spans, routed_experts=None, finish_reason=finish_reason
+    )
+    return SimpleNamespace(outputs=[sampled])
+
+
+def test_an_answer_that_repeats_itself_is_finished_and_an_unknown_reason_is_named() -> None:
+    completion = _completion(output("repetition"))
+    assert completion.finish_reason is FinishReason.REPETITION
+    np.testing.assert_array_equal(completion.weight_versions, [3])
+    with pytest.raises(RuntimeError, match="'thermal', expected one of stop, length, abort, repetition; install"):
+        _completion(output("thermal"))
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
