@@ -2,7 +2,8 @@
 
 A rule that needs one section alone is in the section's own method `check`. The checks of commands, at the end of the
 module, say which sections a command reads and which rules hold across them. `check_rows` has the rules for the lengths
-of rows, `check_engines` those between engines and trainer, `check_model` those of a model's config.json.
+of rows, `check_engines` those between engines and trainer, `check_optimizers` those for optimizer states, `check_model`
+those of a model's config.json.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from megarl.config.check_engines import (
     check_sync,
     check_trainer_nodes,
 )
+from megarl.config.check_optimizers import check_optimizers
 from megarl.config.check_rows import (
     check_pair_fits_micro_batch,
     check_responses_fit_micro_batch,
@@ -263,7 +265,7 @@ def _require_validated_checkpoints(
 
 
 _SECTIONS = ("run", "model", "actor", "cluster")
-_RULES: tuple[Rule, ...] = (check_precision, check_batch_invariance, check_trainer_nodes)
+_RULES: tuple[Rule, ...] = (check_precision, check_batch_invariance, check_optimizers, check_trainer_nodes)
 _ROWS: tuple[Rule, ...] = (check_row_fits_micro_batch, check_row_fits_engine)
 _ENGINES: tuple[Rule, ...] = (check_engines, check_drafts, check_sync)
 

@@ -126,6 +126,52 @@ class OptimizerConfig:
     distributed: bool = True  # Shard the optimizer state over the data-parallel ranks.
     # Sum gradients over the data-parallel ranks while backward computes further ones; null: on CUDA.
     overlap_grad_reduce: bool | None = None
+    # Sum gradients over micro-batches and ranks in float32. false: in model.dtype, which takes half of the memory and
+    # traffic for bfloat16, and rounds every sum.
+    grad_reduce_in_fp32: bool = True
+    # Gather the updated weights of the data-parallel ranks while the next forward pass computes with those that have
+    # arrived; needs `distributed` and `overlap_grad_reduce`.
+    overlap_param_gather: bool = False
+    # Share of the parameters whose state stays on the host, where CPUs update it during the step (megatron-core's
+    # hybrid optimizer); needs CUDA, Transformer Engine and `distributed`.
+    offload_fraction: float = setting(0.0, FRACTION)
+    # Data types in which the two moments are kept; others than float32 need CUDA, Transformer Engine and `distributed`.
+    exp_avg_dtype: Literal["float32", "bfloat16", "float8"] = "float32"
+    exp_avg_sq_dtype: Literal["float32", "bfloat16", "float8"] = "float32"
+
+    @property
+    def overlaps_grad_reduce(self) -> bool:
+        """Return whether gradients are summed during backward, also where that is derived."""
+        return platform().name == "cuda" if self.overlap_grad_reduce is None else self.overlap_grad_reduce
+
+    @property
+    def is_precision_aware(self) -> bool:
+        """Return whether Transformer Engine's Adam, or the hybrid one, keeps the state instead of megatron-core."""
+        return self.offload_fraction > 0 or (self.exp_avg_dtype, self.exp_avg_sq_dtype) != ("float32", "float32")
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError for a kind of state or of communication that this machine or other settings do not have."""
+        neutral = {"offload_fraction": 0.0, "exp_avg_dtype": "float32", "exp_avg_sq_dtype": "float32"}
+        changed = [name for name, value in neutral.items() if getattr(self, name) != value]
+        for name in changed:
+            got, remedy = f"{key}.{name}: got {getattr(self, name)}", f"set {key}.{name}={neutral[name]}"
+            _require_kernels(got, _TRANSFORMER_ENGINE, remedy)
+        for name in (*changed, *(["overlap_param_gather"] if self.overlap_param_gather else [])):
+            if not self.distributed:
+                raise ConfigError(
+                    f"{key}.{name}: needs {key}.distributed=true, whose shards it is about; set that, or leave {name} "
+                    "out"
+                )
+        if self.overlap_param_gather and not self.overlaps_grad_reduce:
+            raise ConfigError(
+                f"{key}.overlap_param_gather: got true without {key}.overlap_grad_reduce, which divides the weights "
+                f"into the buckets that are gathered; set {key}.overlap_grad_reduce=true"
+            )
+        if self.offload_fraction and len(changed) > 1:
+            raise ConfigError(
+                f"{key}.{changed[1]}: got {getattr(self, changed[1])} with {key}.offload_fraction="
+                f"{self.offload_fraction:g}, but on the host both moments are float32; set one of them back"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 from megarl.config.batches import batch_counts, max_row_tokens
 from megarl.config.schema import Config, LayoutConfig
-from megarl.plan.memory import DTYPE_BYTES, GRADIENT_BYTES
+from megarl.plan.memory import DTYPE_BYTES, gradient_bytes
 from megarl.plan.run_plan import DevicePlan, EnginePlan, ShardPlan
 from megarl.record.performance import FORWARD_AND_BACKWARD, forward_flops
 from megarl.weights.families import Dims
@@ -140,7 +140,8 @@ def train_parts(
     }
     parts["bubble"] = sum(parts.values()) * bubble(layout, micro_batches)
     largest = max(mine, key=lambda shard: shard.num_parameters)
-    num_experts, each = largest.num_expert_parameters, GRADIENT_BYTES + dtype_bytes
+    num_experts = largest.num_expert_parameters
+    each = gradient_bytes(1, dtype_bytes, config.actor.optimizer) + dtype_bytes
     others = each * (largest.num_parameters - num_experts)
     replicas, expert_replicas = layout.dp * layout.cp, layout.expert_dp
     parts["dp"] = counts.optimizer_steps_per_step * (

@@ -77,12 +77,9 @@ class RankCheckpoints:
             with writing(directory / file), (directory / file).open("wb") as stream:
                 torch.save(states, stream)
         for name, (role, optimizer) in self._trained.items():
-            # Megatron cannot save an optimizer without state, so one that has not stepped gets its initial zeros.
-            for adam in (each.optimizer for each in optimizer.chained_optimizers):
-                for group in adam.param_groups:
-                    group.setdefault("step", 0)
-                    for parameter in (p for p in group["params"] if not adam.state[p]):
-                        adam.state[parameter] = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+            role.settle()
+            for each in optimizer.chained_optimizers:
+                _initialize(each)
             with _failures_raised(directory / name, "write", self._rank):
                 (directory / name).mkdir(exist_ok=True)
                 request = dist_checkpointing.save(
@@ -118,6 +115,7 @@ class RankCheckpoints:
         os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
         os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
         for name, (role, optimizer) in self._trained.items():
+            role.settle()
             with _failures_raised(directory / name, "read", self._rank):
                 metadata = load_content_metadata(str(directory / name))
                 state = _chunk_states(role, metadata)
@@ -196,6 +194,23 @@ def end_writer() -> None:
 def _chunk_states(role: LoadedRole, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Describe this rank's shards of a role's weights, by model chunk. Megatron adds process groups to the copies."""
     return {f"model{i}": chunk.sharded_state_dict(metadata=dict(metadata)) for i, chunk in enumerate(role.chunks)}
+
+
+def _initialize(optimizer: MegatronOptimizer) -> None:
+    """Give an optimizer that has not stepped its initial state, without which Megatron cannot save it."""
+    for group in optimizer.optimizer.param_groups:
+        group.setdefault("step", 0)
+    if optimizer.config.optimizer_cpu_offload:
+        # The state begins with the first step, before which `check_optimizers` lets nothing be saved.
+        return
+    if not optimizer.config.use_precision_aware_optimizer:
+        optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+        return
+    # Megatron's own function leaves out an argument that Transformer Engine requires: whether main parameters are kept
+    # as what bfloat16 lacks of them.
+    for parameter in (p for group in optimizer.optimizer.param_groups for p in group["params"]):
+        if not optimizer.optimizer.state[parameter]:
+            optimizer.optimizer.initialize_state(parameter, False)
 
 
 def _optimizer_state(

@@ -39,6 +39,7 @@ class Offloader:
 
     def offload(self, parts: Iterable[Part]) -> int:
         """Move parts of the role's memory to the host, unless they are there; return the device bytes freed."""
+        self._role.settle()
         released = 0
         for part in set(parts) - self._freed.keys():
             # A storage that several parts view belongs to the first of them.
@@ -98,7 +99,9 @@ def _tensors(role: LoadedRole, part: Part) -> Iterator[torch.Tensor]:
             # Under float32 these are views of the parameters; under bfloat16 they are main parameters.
             yield from (param for group in optimizer.param_groups for param in group["params"])
             states = itertools.chain.from_iterable(state.values() for state in optimizer.state.values())
-            yield from (value for value in states if isinstance(value, torch.Tensor))
+            # The hybrid optimizer's are on the host already, in part.
+            here = platform().device().type
+            yield from (value for value in states if isinstance(value, torch.Tensor) and value.device.type == here)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

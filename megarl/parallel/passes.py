@@ -225,9 +225,13 @@ def _loss_gradients(
 def optimizer_step(loaded: LoadedRole, request: UpdateRequest) -> float:
     """Clip the gradients, take an optimizer step at `request.lr`, and return the gradient norm before clipping."""
     assert loaded.optimizer is not None
+    # It writes where the last update's weights may still be arriving.
+    loaded.settle()
     for group in loaded.optimizer.param_groups:
         group["lr"] = request.lr * group.get("lr_mult", 1.0)
     _, grad_norm, _ = loaded.optimizer.step()
+    for chunk in loaded.ddp:
+        chunk.start_gathering()
     norm = float(grad_norm)
     if not math.isfinite(norm):
         raise NonFiniteError(

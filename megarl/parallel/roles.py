@@ -12,13 +12,14 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.schema import OptimizerConfig
-from megarl.host.device.platform import platform
 from megarl.parallel.head.policy import HeadRequest
 from megarl.parallel.layout import Layout
 from megarl.parallel.model import PackedModel, build_model
 from megarl.parallel.moe.setup import prepare_experts
+from megarl.parallel.optimizers import optimizer_settings
 from megarl.types.messages import Head, RoleSpec
 from megarl.weights.families import ModelSpec, read_model_spec
 
@@ -30,8 +31,13 @@ class LoadedRole:
     spec: RoleSpec
     model_spec: ModelSpec
     chunks: list[PackedModel]
-    ddp: list[DistributedDataParallel]
+    ddp: list["HeadAwareDdp"]
     optimizer: MegatronOptimizer | None
+
+    def settle(self) -> None:
+        """Wait until this rank has all weights of the last update, which may still be on their way from others."""
+        for each in self.ddp:
+            each.finish_gathering()
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
         """Return name → full shape of the Hugging Face tensors of this model."""
@@ -80,7 +86,34 @@ class HeadAwareDdp(DistributedDataParallel):
 
     Autograd then has no gradient for an untied weight, without which Megatron refuses to overlap: a gradient that is
     not there might still come. Here it is final, since the head's part is added before autograd reaches the weight.
+
+    With `overlap_param_gather`, a module waits for its own weights before it computes. The head is no module of
+    Megatron's, so what is still missing after the layers is waited for there.
     """
+
+    def __init__(
+        self, config: TransformerConfig, ddp_config: DistributedDataParallelConfig, chunk: PackedModel
+    ) -> None:
+        super().__init__(config, ddp_config, chunk)
+        if self.use_forward_hook:
+            chunk.decoder.register_forward_hook(lambda *_: self.finish_gathering())
+
+    def start_gathering(self) -> None:
+        """Begin to gather the weights that the data-parallel ranks have updated, if this is not done by the optimizer.
+
+        All ranks call it at the same point, however many forward passes follow, and in the order of the layers.
+        """
+        if self.use_forward_hook:
+            # From now on, modules only wait for what is under way.
+            self.overlap_param_gather_with_optimizer_step = True
+            for group in reversed([*self.expert_parallel_bucket_groups, *self.bucket_groups]):
+                group.start_param_sync()
+
+    def finish_gathering(self) -> None:
+        """Wait for the weights that are still on their way to this rank."""
+        for group in [*self.bucket_groups, *self.expert_parallel_bucket_groups]:
+            if group.param_gather_handle is not None:
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
         hook = super()._make_backward_post_hook(param)
@@ -99,19 +132,21 @@ class HeadAwareDdp(DistributedDataParallel):
         return count_as_ready
 
 
-def wrap_ddp(chunks: Sequence[PackedModel], config: OptimizerConfig) -> list[DistributedDataParallel]:
-    """Wrap a rank's model chunks in Megatron's DDP, which sums gradients over replicas in float32, not averages."""
-    overlaps = platform().name == "cuda" if config.overlap_grad_reduce is None else config.overlap_grad_reduce
+def wrap_ddp(chunks: Sequence[PackedModel], config: OptimizerConfig) -> list[HeadAwareDdp]:
+    """Wrap a rank's model chunks in Megatron's DDP, which sums gradients over replicas, instead of averaging them."""
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=config.distributed, overlap_grad_reduce=overlaps
+        grad_reduce_in_fp32=config.grad_reduce_in_fp32,
+        use_distributed_optimizer=config.distributed,
+        overlap_grad_reduce=config.overlaps_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
     )
-    wrapped: list[DistributedDataParallel] = [HeadAwareDdp(chunk.config, ddp_config, chunk) for chunk in chunks]
+    wrapped = [HeadAwareDdp(chunk.config, ddp_config, chunk) for chunk in chunks]
 
     # The loss is already divided by global denominators: no second division by tokens.
     chunks[0].config.finalize_model_grads_func = lambda models, num_tokens=None, **named: finalize_model_grads(
         models, None, **named
     )
-    if overlaps:
+    if config.overlaps_grad_reduce:
         # Only the last micro-batch's gradients are complete.
         no_sync = [each.no_sync for each in wrapped]
         chunks[0].config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -119,24 +154,9 @@ def wrap_ddp(chunks: Sequence[PackedModel], config: OptimizerConfig) -> list[Dis
 
 
 def build_optimizer(chunks: Sequence[DistributedDataParallel], config: OptimizerConfig) -> MegatronOptimizer:
-    """Build AdamW for wrapped chunks: no decay of norms and biases, float32 main parameters for bfloat16 models."""
-    dtype = chunks[0].module.config.params_dtype
-    optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=config.lr,
-            min_lr=config.lr * config.min_lr_frac,
-            adam_beta1=config.betas[0],
-            adam_beta2=config.betas[1],
-            adam_eps=config.eps,
-            weight_decay=config.weight_decay,
-            clip_grad=config.clip_grad_norm,
-            params_dtype=dtype,
-            bf16=dtype is torch.bfloat16,
-            use_distributed_optimizer=config.distributed,
-        ),
-        list(chunks),
-    )
+    """Build the optimizer of wrapped chunks: no decay of norms and biases, float32 main parameters for bfloat16."""
+    settings = optimizer_settings(config, chunks[0].module.config.params_dtype)
+    optimizer = get_megatron_optimizer(MegatronOptimizerConfig(**settings), list(chunks))
     for group in optimizer.param_groups:
         # Megatron leaves this to its own scheduler, which we do not use.
         group["weight_decay"] = config.weight_decay * group["wd_mult"]

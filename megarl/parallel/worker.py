@@ -228,6 +228,9 @@ class RankWorker:
         """Return a role's model, after checking that the `needed` parts of its memory are on the device."""
         assert role in self.roles, f"this rank hosts {sorted(self.roles)}, not the {role}"
         self.offloaders[role].require(*needed)
+        if Part.GRADS not in needed:
+            # An update's layers wait for what each of them needs; others read all weights at once.
+            self.roles[role].settle()
         return self.roles[role]
 
     def close(self) -> None:

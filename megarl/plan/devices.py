@@ -29,9 +29,9 @@ def plan_shard(
     activations = 0
     if role.trainable:
         shards = (layout.dp * layout.cp, layout.expert_dp) if settings.optimizer.distributed else (1, 1)
-        resident[Part.GRADS] = bytes_of.gradient_bytes(num.total)
+        resident[Part.GRADS] = bytes_of.gradient_bytes(num.total, dtype_bytes, settings.optimizer)
         resident[Part.OPTIMIZER] = sum(
-            bytes_of.optimizer_bytes(count, dtype_bytes, num_shards)
+            bytes_of.optimizer_bytes(count, dtype_bytes, num_shards, settings.optimizer)
             for count, num_shards in zip((num.others, num.experts), shards, strict=True)
         )
         activations = bytes_of.activation_bytes(
@@ -65,15 +65,18 @@ def _head_bytes(
 ) -> int:
     if stage != role.layout.pp - 1 or role.head is not Head.LM:
         return 0
+    dtype_bytes = DTYPE_BYTES[role.model.dtype]
+    sums_float32 = role.settings.optimizer.grad_reduce_in_fp32 or dtype_bytes == bytes_of.GRADIENT_BYTES
     return bytes_of.head_bytes(
         spec.dims,
         role.layout,
         vocab_multiple=role.model.vocab_multiple,
         head=role.settings.head,
         num_tokens=num_tokens,
-        dtype_bytes=DTYPE_BYTES[role.model.dtype],
+        dtype_bytes=dtype_bytes,
         backward=backward,
         paired=paired,
+        sums_apart=backward and not sums_float32,
     )
 
 

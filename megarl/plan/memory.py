@@ -1,10 +1,11 @@
 """Estimate device memory in bytes. P: parameters of a rank; b: bytes of the model's dtype (2 or 4).
 
     weights      b·P
-    gradients    4·P                    (Megatron accumulates them in float32)
+    gradients    4·P                    (Megatron accumulates them in float32; b·P without grad_reduce_in_fp32)
     optimizer    (12 if b = 2 else 8)·P / D
                  AdamW's two moments in float32 and, for bfloat16, float32 main parameters; D = dp·cp with
-                 the distributed optimizer (of experts tp·dp·cp/(ep·etp)), else 1
+                 the distributed optimizer (of experts tp·dp·cp/(ep·etp)), else 1. Moments in bfloat16 take 2,
+                 in float8 1 of their 4 bytes; the share `offload_fraction` of all of it is on the host
 
     activations of one layer and micro-batch of T tokens (T: tokens on this rank, after context parallelism)
                  b·T·(4h/s + 3(q + k + f)/tp)
@@ -18,7 +19,7 @@
     head         b·c·V/tp + b·T·h
                  c rows of logits (all T where the regime keeps them for backward), and the hidden states that
                  the head reads, which their gradients overwrite; those of the output weight are summed where the others
-                 are
+                 are, or, without grad_reduce_in_fp32, apart in float32 (4·h·V/tp more)
     checkpoint   on the hosts of a parameter's D replicas, until it is written: b·P on the first, 12·P / D on each:
                  copies of weights, main parameters (float32 ones too) and moments
     portable     24·P on the first instead: main parameters and moments, gathered, and copies of them
@@ -31,17 +32,19 @@ Korthikanti et al. 2022 (arXiv:2205.05198). Not counted: the libraries' own work
 fragmentation, which take some GiB on a GPU. Megatron's unfused layers on the CPU keep more.
 """
 
-from megarl.config.schema import HeadConfig, LayoutConfig
+from math import ceil
+
+from megarl.config.schema import HeadConfig, LayoutConfig, OptimizerConfig
 from megarl.parallel.head.regime import Regime, automatic_chunk, choose_regime
 from megarl.weights.families import Dims
 from megarl.weights.shards import num_stage_layers, padded_vocab
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4
-ADAM_BYTES = 8
+MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
 MAIN_PARAMETER_BYTES = 4
 # Checkpoints have main parameters, whatever the model's dtype.
-SAVED_OPTIMIZER_BYTES = ADAM_BYTES + MAIN_PARAMETER_BYTES
+SAVED_OPTIMIZER_BYTES = 2 * MOMENT_BYTES["float32"] + MAIN_PARAMETER_BYTES
 
 
 def weight_bytes(num_parameters: int, dtype_bytes: int) -> int:
@@ -49,15 +52,16 @@ def weight_bytes(num_parameters: int, dtype_bytes: int) -> int:
     return dtype_bytes * num_parameters
 
 
-def gradient_bytes(num_parameters: int) -> int:
-    """Return the bytes of a rank's gradients: 4·P."""
-    return GRADIENT_BYTES * num_parameters
+def gradient_bytes(num_parameters: int, dtype_bytes: int, optimizer: OptimizerConfig) -> int:
+    """Return the bytes of a rank's gradients: 4·P, or b·P."""
+    return num_parameters * (GRADIENT_BYTES if optimizer.grad_reduce_in_fp32 else dtype_bytes)
 
 
-def optimizer_bytes(num_parameters: int, dtype_bytes: int, num_shards: int) -> int:
-    """Return a rank's bytes of AdamW's moments and, unless the model is float32, main parameters, over D shards."""
-    per_parameter = ADAM_BYTES + (MAIN_PARAMETER_BYTES if dtype_bytes < MAIN_PARAMETER_BYTES else 0)
-    return -(-per_parameter * num_parameters // num_shards)
+def optimizer_bytes(num_parameters: int, dtype_bytes: int, num_shards: int, optimizer: OptimizerConfig) -> int:
+    """Return a device's bytes of AdamW's moments and, unless the model is float32, main parameters, over D shards."""
+    per_parameter = MOMENT_BYTES[optimizer.exp_avg_dtype] + MOMENT_BYTES[optimizer.exp_avg_sq_dtype]
+    per_parameter += MAIN_PARAMETER_BYTES if dtype_bytes < MAIN_PARAMETER_BYTES else 0
+    return ceil((1 - optimizer.offload_fraction) * -(-per_parameter * num_parameters // num_shards))
 
 
 def checkpoint_bytes(num_parameters: int, dtype_bytes: int, num_shards: int, *, shard: int, portable: bool) -> int:
@@ -121,10 +125,12 @@ def head_bytes(
     dtype_bytes: int,
     backward: bool,
     paired: bool = False,
+    sums_apart: bool = False,
 ) -> int:
     """Return the bytes that the output head of the last stage takes in a pass.
 
-    paired: the pass contains rows and their hinted copies, and a chunk has logits of both.
+    paired: the pass contains rows and their hinted copies, and a chunk has logits of both. sums_apart: the gradients of
+    the output weight are summed in memory of their own.
     """
     rows = padded_vocab(dims.vocab, layout, vocab_multiple) // layout.tp
     kept = dtype_bytes * num_tokens * rows
@@ -134,7 +140,8 @@ def head_bytes(
     # `token_local` only decides between two regimes that take the same memory, so either value does.
     regime = choose_regime(head.regime, logits_bytes=kept, memory_bytes=head.memory_mib << 20, token_local=False)
     hidden_rows = dtype_bytes * num_tokens * dims.hidden
-    return (kept if backward and regime is Regime.KEEP else logits) + hidden_rows
+    apart = GRADIENT_BYTES * rows * dims.hidden if sums_apart else 0
+    return (kept if backward and regime is Regime.KEEP else logits) + hidden_rows + apart
 
 
 def kv_bytes_per_token(dims: Dims, *, tp: int, num_layers: int, dtype_bytes: int) -> int:

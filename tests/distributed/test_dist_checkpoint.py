@@ -1,8 +1,9 @@
 """A checkpoint continues training: bit for bit under the layout that wrote it, to rounding under another one."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -132,6 +133,26 @@ def test_virtual_stages_continue_as_plain_ones(rank_pool: Pools, tmp_path: Path)
     expected = save(rank_pool, virtual, model, saved, portable=True)
     assert load(rank_pool, virtual, model, saved, same_layout=True) == expected
     assert_close(load(rank_pool, actor_config(PP2), model, saved, same_layout=False), expected)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"grad_reduce_in_fp32": False},
+        {"overlap_grad_reduce": True, "overlap_param_gather": True},
+        pytest.param({"grad_reduce_in_fp32": False, "distributed": False}, marks=pytest.mark.long),
+    ],
+    ids=lambda settings: ", ".join(settings),
+)
+def test_replicas_with_other_settings_continue_themselves(
+    rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Weights that are on their way when the checkpoint is begun are in it, those of the other replica as well."""
+    model = ModelConfig(path=str(checkpoint(tied=False, dtype="bfloat16")), dtype="bfloat16")
+    actor = actor_config(DP2)
+    actor = replace(actor, optimizer=replace(actor.optimizer, **settings))
+    expected = save(rank_pool, actor, model, tmp_path)
+    assert load(rank_pool, actor, model, tmp_path, same_layout=True) == expected
 
 
 @pytest.mark.long

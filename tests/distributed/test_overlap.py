@@ -18,17 +18,23 @@ RECOMPUTE, IN_CHUNK = (HeadConfig(regime=regime, chunk_tokens=16) for regime in 
 
 
 @pytest.mark.parametrize(
-    ("tied", "head", "layout"),
+    ("tied", "head", "layout", "gathers"),
     [
-        pytest.param(False, RECOMPUTE, LayoutConfig(dp=2), id="untied", marks=pytest.mark.long),
-        pytest.param(True, RECOMPUTE, LayoutConfig(dp=2), id="tied"),
-        pytest.param(False, IN_CHUNK, LayoutConfig(dp=2), id="in chunks", marks=pytest.mark.long),
-        pytest.param(
-            False,
-            HeadConfig(regime="keep"),
-            LayoutConfig(dp=2, pp=2, virtual_pp=2, overlap_p2p=True),
-            id="two stages of two chunks",
-            marks=pytest.mark.long,
+        pytest.param(False, RECOMPUTE, LayoutConfig(dp=2), False, id="untied", marks=pytest.mark.long),
+        pytest.param(False, RECOMPUTE, LayoutConfig(dp=2), True, id="untied, weights too"),
+        pytest.param(True, RECOMPUTE, LayoutConfig(dp=2), False, id="tied"),
+        pytest.param(True, RECOMPUTE, LayoutConfig(dp=2), True, id="tied, weights too", marks=pytest.mark.long),
+        pytest.param(False, IN_CHUNK, LayoutConfig(dp=2), False, id="in chunks", marks=pytest.mark.long),
+        *(
+            pytest.param(
+                False,
+                HeadConfig(regime="keep"),
+                LayoutConfig(dp=2, pp=2, virtual_pp=2, overlap_p2p=True),
+                gathers,
+                id=f"two stages of two chunks{', weights too' if gathers else ''}",
+                marks=pytest.mark.long,
+            )
+            for gathers in (False, True)
         ),
     ],
 )
@@ -38,6 +44,7 @@ def test_overlap_changes_no_bit(
     tied: bool,
     head: HeadConfig,
     layout: LayoutConfig,
+    gathers: bool,
 ) -> None:
     """Two replicas add the same two numbers in either case. Several micro-batches, of which the last one counts.
 
@@ -46,10 +53,10 @@ def test_overlap_changes_no_bit(
     model = ModelConfig(path=str(checkpoint(tied=tied, num_layers=4)), dtype="float32")
     optimizer = OptimizerConfig(lr=1e-2, clip_grad_norm=1e9)
     actor = ActorConfig(layout=layout, head=head, micro_batch_tokens=32, optimizer=optimizer)
-    overlapping = replace(actor, optimizer=replace(optimizer, overlap_grad_reduce=True))
+    overlapping = replace(optimizer, overlap_grad_reduce=True, overlap_param_gather=gathers)
     pool = rank_pool(layout.world_size)
     expected = pool.run(train_in_small_buckets, actor, model, ROWS, NUM_STEPS)
-    got = pool.run(train_in_small_buckets, overlapping, model, ROWS, NUM_STEPS)
+    got = pool.run(train_in_small_buckets, replace(actor, optimizer=overlapping), model, ROWS, NUM_STEPS)
     assert any(rank.history for rank in got)
     for one, other in zip(got, expected, strict=True):
         for (loss, norm), (its_loss, its_norm) in zip(one.history, other.history, strict=True):
@@ -58,7 +65,9 @@ def test_overlap_changes_no_bit(
         assert one.weights.keys() == other.weights.keys()
         for name, weight in one.weights.items():
             assert torch.equal(weight, other.weights[name]), name
-        assert [started for started, _ in other.under_way] == [0] * NUM_STEPS
+        assert [started for started, _ in (*other.under_way, *other.gathered)] == [0] * 2 * NUM_STEPS
+        # The update leaves all weights on their way.
+        assert all(started == gathers * num_groups for started, num_groups in one.gathered)
         # In its first step Megatron learns which gradients there are.
         assert one.under_way[0][0] == 0
         for started, num_groups in one.under_way[1:]:

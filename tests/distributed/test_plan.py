@@ -51,7 +51,7 @@ def test_ranks_hold_what_is_planned(
         assert rank.num_parameters == count
         expected = {
             Part.PARAMS: weight_bytes(count, size),
-            Part.GRADS: gradient_bytes(count),
-            Part.OPTIMIZER: optimizer_bytes(count, size, shards),
+            Part.GRADS: gradient_bytes(count, size, actor.optimizer),
+            Part.OPTIMIZER: optimizer_bytes(count, size, shards, actor.optimizer),
         }
         assert rank.part_bytes == pytest.approx(expected, rel=PADDING)

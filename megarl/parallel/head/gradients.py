@@ -68,10 +68,11 @@ class WeightGradient:
     """
 
     def __init__(self, weight: torch.Tensor, main: torch.Tensor | None, *, wanted: bool) -> None:
-        self._dtype, self._is_own = weight.dtype, main is None
-        if wanted and main is None:
-            main = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        self._dtype, self._main = weight.dtype, main
         self._sum = main if wanted else None
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        if wanted and (main is None or main.dtype != dtype):
+            self._sum = torch.zeros_like(weight if main is None else main, dtype=dtype)
 
     def add(self, grad_logits: torch.Tensor, hidden: torch.Tensor) -> None:
         """Add a chunk's part of the gradient: its logits' gradient, transposed, times its hidden states."""
@@ -90,4 +91,9 @@ class WeightGradient:
         """Return the weight's gradient, or None if the weight is frozen or the sum went into Megatron's main
         gradient.
         """
-        return self._sum.to(self._dtype) if self._sum is not None and self._is_own else None
+        if self._sum is None or self._sum is self._main:
+            return None
+        if self._main is None:
+            return self._sum.to(self._dtype)
+        self._main.add_(self._sum)
+        return None

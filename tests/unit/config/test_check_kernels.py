@@ -8,7 +8,18 @@ import pytest
 
 from megarl.config import check, models
 from megarl.config.check import check_batch_invariance, check_precision
-from megarl.config.schema import ActorConfig, Config, LayoutConfig, ModelConfig, MoeConfig, RunConfig
+from megarl.config.check_optimizers import check_optimizers
+from megarl.config.schema import (
+    ActorConfig,
+    Config,
+    CriticConfig,
+    LayoutConfig,
+    ModelConfig,
+    MoeConfig,
+    OptimizerConfig,
+    PlacementConfig,
+    RunConfig,
+)
 from megarl.config.setting import check_values
 from megarl.errors import ConfigError
 from megarl.host.device.accelerators import Device
@@ -159,3 +170,51 @@ def test_batch_invariance_is_not_to_be_had_on_cpus_or_without_packages(
     monkeypatch.setattr(check, "platform", PLATFORMS["cpu"])
     with pytest.raises(ConfigError, match=r"^run.batch_invariant: got true on cpu, whose matrix products depend on"):
         check_batch_invariance(asked)
+
+
+HALF_ON_HOST, FLOAT8 = OptimizerConfig(offload_fraction=0.5), OptimizerConfig(exp_avg_sq_dtype="float8")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (HALF_ON_HOST, "offload_fraction: got 0.5, which needs CUDA, but this is cpu; set {}.offload_fraction=0.0"),
+        (FLOAT8, "exp_avg_sq_dtype: got float8, which needs CUDA, but this is cpu; set {}.exp_avg_sq_dtype=float32"),
+        (
+            OptimizerConfig(overlap_param_gather=True, overlap_grad_reduce=True, distributed=False),
+            "overlap_param_gather: needs {}.distributed=true, whose shards it is about; set that, or leave "
+            "overlap_param_gather out",
+        ),
+        (
+            OptimizerConfig(overlap_param_gather=True),
+            "overlap_param_gather: got true without {}.overlap_grad_reduce, which divides the weights into the buckets "
+            "that are gathered; set {}.overlap_grad_reduce=true",
+        ),
+    ],
+)
+def test_settings_of_the_optimizer_on_a_cpu(optimizer: OptimizerConfig, message: str) -> None:
+    key = "actor.optimizer"
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'{key}.' + message.replace('{}', key))}$"):
+        check_kernels(config(optimizer=optimizer))
+    check_kernels(config(optimizer=OptimizerConfig(overlap_param_gather=True, overlap_grad_reduce=True)))
+
+
+def test_settings_of_the_optimizer_on_cuda(on_cuda: list[Device]) -> None:
+    small = OptimizerConfig(exp_avg_dtype="bfloat16", exp_avg_sq_dtype="float8")
+    for optimizer in (HALF_ON_HOST, FLOAT8, small, OptimizerConfig(overlap_param_gather=True)):
+        check_kernels(config(optimizer=optimizer))
+    with pytest.raises(ConfigError, match=r"^actor.optimizer.exp_avg_dtype: needs actor.optimizer.distributed=true"):
+        check_kernels(config(optimizer=replace(small, distributed=False)))
+    with pytest.raises(ConfigError, match=r"exp_avg_sq_dtype: got float8 with .*offload_fraction=0.5, but on the host"):
+        check_kernels(config(optimizer=replace(FLOAT8, offload_fraction=0.5)))
+
+
+def test_states_of_optimizers_that_a_run_could_not_offload_save_or_continue() -> None:
+    float8 = config(optimizer=FLOAT8)
+    check_optimizers(float8)
+    with pytest.raises(ConfigError, match=r"^actor.optimizer.exp_avg_sq_dtype: got float8 with run.deterministic=true"):
+        check_optimizers(replace(float8, run=RunConfig(deterministic=True)))
+    with pytest.raises(ConfigError, match=r"got float8 with placement.offload=true, but .*; set it to bfloat16$"):
+        check_optimizers(replace(float8, placement=PlacementConfig(offload=True)))
+    with pytest.raises(ConfigError, match=r"offload_fraction: cannot be saved .* critic.warmup_steps=2 delays"):
+        check_optimizers(replace(config(optimizer=HALF_ON_HOST), critic=CriticConfig(warmup_steps=2)))

@@ -153,3 +153,17 @@ def test_every_recipe_takes_what_it_is_made_from(sources: Path, recipe: str) -> 
     made = keywords_of_init(sources, "transformer_engine/common/recipe/__init__.py", recipe)
     assert set(RECIPES[recipe]) <= made
     assert f".{recipe}(" in (MEGATRON / "fp8_utils.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.long
+def test_adam_keeps_moments_as_it_is_told(sources: Path) -> None:
+    """The keywords that megatron-core passes it, and the two arguments by which a state begins."""
+    file = "transformer_engine/pytorch/optimizers/fused_adam.py"
+    wanted = {"exp_avg_dtype", "exp_avg_sq_dtype", "master_weights", "master_weight_dtype", "use_decoupled_grad"}
+    assert wanted | {"store_param_remainders"} <= keywords_of_init(sources, file, "FusedAdam")
+    (begins,) = (
+        node
+        for node in ast.walk(tree_of(sources / file))
+        if isinstance(node, ast.FunctionDef) and node.name == "initialize_state"
+    )
+    assert [argument.arg for argument in begins.args.args] == ["self", "param", "store_param_remainders"]

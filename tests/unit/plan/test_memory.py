@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.config.schema import HeadConfig, LayoutConfig
+from megarl.config.schema import HeadConfig, LayoutConfig, OptimizerConfig
 from megarl.plan.memory import (
     activation_bytes,
     gradient_bytes,
@@ -18,9 +18,19 @@ from megarl.weights.families import ModelSpec
 
 def test_weights_gradients_and_optimizer() -> None:
     # bfloat16: 2 + 4 + (4 + 4 + 4)/D bytes per parameter; float32: 4 + 4 + (4 + 4)/D.
-    assert (weight_bytes(100, 2), gradient_bytes(100)) == (200, 400)
-    assert (optimizer_bytes(100, 2, 1), optimizer_bytes(100, 2, 4)) == (1200, 300)
-    assert (weight_bytes(100, 4), optimizer_bytes(100, 4, 1), optimizer_bytes(101, 4, 4)) == (400, 800, 202)
+    adam = OptimizerConfig()
+    assert (weight_bytes(100, 2), gradient_bytes(100, 2, adam)) == (200, 400)
+    assert (optimizer_bytes(100, 2, 1, adam), optimizer_bytes(100, 2, 4, adam)) == (1200, 300)
+    assert (optimizer_bytes(100, 4, 1, adam), optimizer_bytes(101, 4, 4, adam)) == (800, 202)
+
+
+def test_settings_of_the_optimizer_that_take_less() -> None:
+    """Moments of 2 + 1 bytes and float32 main parameters; a quarter of 12 on the host; sums in bfloat16."""
+    small = OptimizerConfig(exp_avg_dtype="bfloat16", exp_avg_sq_dtype="float8")
+    assert optimizer_bytes(100, 2, 1, small) == 700
+    assert optimizer_bytes(100, 2, 2, OptimizerConfig(offload_fraction=0.25)) == 450
+    rounded = OptimizerConfig(grad_reduce_in_fp32=False)
+    assert (gradient_bytes(100, 2, rounded), gradient_bytes(100, 4, rounded)) == (200, 400)
 
 
 def test_one_layer(small: ModelSpec) -> None:
