@@ -17,8 +17,10 @@ export PATH="$MEGARL_VENV/bin:$PATH"
 # in every component of a heterogeneous job. With pyxis, slurm/container.sh prints those that start a container.
 export MEGARL_SRUN_ARGS="${MEGARL_SRUN_ARGS:-}"
 
-# --- Threads: a rank computes on its device; more CPU threads would only compete with those of other ranks.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# --- Threads: ranks and engines compute on their devices, and get one CPU thread each; more would compete with those of
+# others. The driver computes advantages of all rows; its sums depend on this number, so it is the same on all hosts.
+export MEGARL_WORKER_THREADS="${MEGARL_WORKER_THREADS:-1}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
 # Output appears in the log at once, not when a buffer is full.
 export PYTHONUNBUFFERED=1
 
@@ -32,8 +34,7 @@ export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-^lo,docker0,virbr0}"
 export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
 # Number of recent collectives per rank that are recorded, and written out when one times out.
 export TORCH_NCCL_TRACE_BUFFER_SIZE="${TORCH_NCCL_TRACE_BUFFER_SIZE:-2000}"
-# Megatron needs one queue to overlap communication with computation.
-export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+# megarl sets CUDA_DEVICE_MAX_CONNECTIONS for trainer ranks alone; exported here, engines would get it too.
 
 # --- Ray: `megarl slurm run` sets what Ray needs. TMPDIR holds its session directory, which must be local, with a
 # short path (socket paths have at most 107 characters).

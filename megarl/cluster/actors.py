@@ -26,6 +26,17 @@ from megarl.rollout.engine_spec import EngineNode, EngineSpec
 from megarl.types.messages import ForwardRequest, ForwardResult, UpdateRequest, UpdateResult
 
 
+def take_devices(device_ids: Sequence[str], *, binds: bool) -> None:
+    """Restrict this process to the devices with these ids, if any are given; else it keeps those that Ray gave it.
+
+    binds: also bind it to the CPUs and the memory next to them.
+    """
+    if device_ids:
+        platform().select_devices(device_ids)
+    if binds:
+        platform().bind_near(device_ids or ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
+
+
 class RunActor:
     """The base class of a run's Ray actors, which report where they run and which worker processes they have lost."""
 
@@ -63,10 +74,9 @@ class RankActor(RunActor):
         super().__init__()
         self.worker = RankWorker(rank)
 
-    def prepare(self, device_ids: Sequence[str]) -> None:
-        """Call `RankWorker.prepare`; if device ids are given, first restrict this process to those devices."""
-        if device_ids:
-            platform().select_devices(device_ids)
+    def prepare(self, device_ids: Sequence[str], *, binds: bool) -> None:
+        """Call `RankWorker.prepare`, after `take_devices`."""
+        take_devices(device_ids, binds=binds)
         self.worker.prepare()
 
     def call(self, method: Callable[Concatenate[RankWorker, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -108,8 +118,7 @@ class EngineNodeActor(RunActor):
         predecessor: process ids of a dead engine in this place. They are killed first, as its workers may hold memory.
         """
         end_run_processes(predecessor)
-        if device_ids:
-            platform().select_devices(device_ids)
+        take_devices(device_ids, binds=spec.binds)
         if spec.node is not None:
             # vLLM would otherwise look for the address by which it reaches the internet.
             os.environ["VLLM_HOST_IP"] = ray.util.get_node_ip_address()

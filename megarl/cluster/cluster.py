@@ -180,7 +180,10 @@ class Cluster:
         """Make the ranks of each layout form their process groups; return the process id of each rank by its name."""
         ranks, timeout_s = self.workers.processes, self._config.cluster.start_timeout_s
         seats = itertools.chain(plan.ranks, *plan.other_ranks)
-        prepared = [p.ask(RankActor.prepare, self._shared_devices(seat)) for p, seat in zip(ranks, seats, strict=True)]
+        prepared = [
+            p.ask(RankActor.prepare, self._shared_devices(seat), binds=self._config.placement.bind_numa)
+            for p, seat in zip(ranks, seats, strict=True)
+        ]
         wait_all(prepared, timeout_s=timeout_s, doing="starting the trainer")
         groups = self.workers.groups
         offers = [group.processes[0].call(RankWorker.offer_rendezvous) for group in groups]

@@ -148,6 +148,9 @@ class PlacementConfig:
     # With offload, on CUDA: also free the buffers of NCCL's communicators, of the trainer while all of its state is in
     # host memory and of engines while they sleep. Requires NCCL 2.29.7.
     suspend_nccl: bool = False
+    # On CUDA, where a host has several NUMA nodes: bind each rank and engine to the CPUs next to its devices, and, if
+    # libnuma is installed, prefer the memory there.
+    bind_numa: bool = True
 
     def check(self, key: str) -> None:
         """Raise ConfigError for settings that the mode does not read, and for memory that cannot be freed."""

@@ -46,7 +46,7 @@ def main() -> None:
     if address != LOOPBACK:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, interface_of(address))
-    apply_environment()
+    os.environ.update(apply_environment())
     for name, value in (RAY_ENVIRONMENT | health_checks(arguments.node_timeout_s)).items():
         os.environ.setdefault(name, value)
     for earlier in scopes_of(f"{arguments.job_id}-"):

@@ -38,9 +38,12 @@ class RankWorker:
         self.rank, self.communicators = rank, Communicators()
 
     def prepare(self) -> None:
-        """Import heavy modules."""
+        """Import heavy modules, after setting what CUDA reads in this process."""
+        from megarl.host.device.platform import platform
         from megarl.parallel.backend import prepare_megatron
 
+        for name, value in platform().rank_environment.items():
+            os.environ.setdefault(name, value)
         prepare_megatron()
         import megarl.parallel.passes  # noqa: F401
 

@@ -41,7 +41,7 @@ class EngineSpec:
 
     suspends_nccl: whether NCCL's buffers are freed while the engine sleeps. batch_invariant: whether kernels compute a
     sequence in the same way whatever else is in its batch. captures_routing: whether completions say to which experts
-    tokens went.
+    tokens went. binds: whether the engine's process is bound to the CPUs and the memory next to its devices.
     """
 
     model_path: str
@@ -54,6 +54,7 @@ class EngineSpec:
     max_nucleus: int = 0
     batch_invariant: bool = False
     captures_routing: bool = False
+    binds: bool = False
     node: EngineNode | None = None
 
 
@@ -76,6 +77,7 @@ def engine_spec(config: Config) -> EngineSpec:
         max_nucleus=max(config.rollout.top_k, 0),
         batch_invariant=(config.run.deterministic or config.run.batch_invariant) and platform().has_batch_invariance,
         captures_routing=config.actor.moe.replay_routing and config.rollout.source == "vllm",
+        binds=config.placement.bind_numa,
     )
 
 

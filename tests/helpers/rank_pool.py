@@ -165,7 +165,7 @@ def _serve(connection: Connection, context: RankContext) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     # As Ray narrows what a rank sees.
     platform().select_devices([visible.split(",")[context.rank] if visible else str(context.rank)])
-    apply_environment()
+    os.environ.update(apply_environment())
     while True:
         try:
             payload = connection.recv_bytes()

@@ -2,6 +2,7 @@
 
 import importlib.util
 import subprocess
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -17,6 +18,7 @@ _BFLOAT16_PEAKS = (
     ("NVIDIA A100", 312.0),
 )
 _QUERY = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_cap", "--format=csv,noheader,nounits"]
+_PLACES = ["nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader,nounits"]
 _TIMEOUT_S = 30.0
 
 
@@ -58,17 +60,30 @@ FP8_RECIPES = {
 
 def nvidia_devices() -> list[Device]:
     """List the devices that `nvidia-smi` reports, a line each; the list is empty if the tool is missing or fails."""
+    return [
+        Device(name=name, memory_gib=float(mib) / 1024, driver=driver, capability=float(capability))
+        for name, mib, driver, capability in _ask(_QUERY, num_cells=4)
+    ]
+
+
+def nvidia_addresses(ids: Collection[str]) -> list[str]:
+    """List the addresses on the PCI bus, as in /sys, of the devices with these numbers or UUIDs; as `nvidia_devices`,
+    without an answer none.
+    """
+    found = {name: address for *names, address in _ask(_PLACES, num_cells=3) for name in names}
+    # nvidia-smi writes the domain, which comes first, with eight digits.
+    return [found[each].lower()[-len("0000:00:00.0") :] for each in ids if each in found]
+
+
+def _ask(command: Sequence[str], *, num_cells: int) -> list[list[str]]:
     try:
         answer = subprocess.run(
-            _QUERY, capture_output=True, check=True, timeout=_TIMEOUT_S, encoding="utf-8", errors="replace"
+            command, capture_output=True, check=True, timeout=_TIMEOUT_S, encoding="utf-8", errors="replace"
         )
     except (FileNotFoundError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
         return []
-    rows = [[cell.strip() for cell in line.rsplit(",", 3)] for line in answer.stdout.splitlines() if line.strip()]
-    return [
-        Device(name=name, memory_gib=float(mib) / 1024, driver=driver, capability=float(capability))
-        for name, mib, driver, capability in rows
-    ]
+    lines = [line for line in answer.stdout.splitlines() if line.strip()]
+    return [[cell.strip() for cell in line.rsplit(",", num_cells - 1)] for line in lines]
 
 
 def peak_tflops(name: str, dtype: str) -> float | None:

@@ -16,7 +16,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from megarl.errors import ConfigError
-from megarl.host.device.accelerators import Device, nvidia_devices
+from megarl.host.device.accelerators import Device, nvidia_addresses, nvidia_devices
+from megarl.host.device.numa import bind_process
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +47,10 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _EXPANDABLE, _PLAIN = "expandable_segments:True", "expandable_segments:False"
 
 
+# The number of threads of each rank and engine, where OMP_NUM_THREADS is to be the driver's alone.
+WORKER_THREADS = "MEGARL_WORKER_THREADS"
+
+
 class Platform:
     """A kind of device, CPU or CUDA. This base class's methods suit a CPU, where every operation is synchronous.
 
@@ -54,6 +59,7 @@ class Platform:
         torch_device: the device that a process uses, as torch names it.
         backend: the backend of torch.distributed's default process group.
         environment: variables to set before the first import of torch, ray or vllm in a process of the run.
+        rank_environment: variables that trainer ranks alone get.
         resources: Ray resources to request for one process: a device and its share of the host's CPUs.
         has_ipc: whether processes can share device memory.
         has_batch_invariance: whether Megatron and vLLM have kernels whose results do not depend on the rest of a batch.
@@ -65,6 +71,7 @@ class Platform:
     torch_device: str
     backend: str
     environment: Mapping[str, str]
+    rank_environment: Mapping[str, str] = MappingProxyType({})
     resources: Mapping[str, float]
     has_ipc = False
     has_batch_invariance = False
@@ -90,6 +97,11 @@ class Platform:
 
     def select_devices(self, ids: Sequence[str]) -> None:
         """Restrict this process to devices with these ids, which Ray gave to another process; call before using any."""
+
+    def bind_near(self, ids: Sequence[str]) -> None:
+        """Bind this process to the CPUs and the memory next to devices with these ids, where a host has several nodes
+        of both.
+        """
 
     def generator(self) -> "torch.Generator":
         """Return torch's default random number generator on this process's device."""
@@ -162,7 +174,9 @@ class CudaPlatform(Platform):
     # Ray narrows CUDA_VISIBLE_DEVICES to the device of this process.
     torch_device = "cuda:0"
     backend = "nccl"
-    environment = COMMON_ENVIRONMENT | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    environment = COMMON_ENVIRONMENT
+    # Megatron needs one queue to overlap communication with computation; engines overlap more with several.
+    rank_environment = MappingProxyType({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     resources = MappingProxyType({"CPU": 1, "GPU": 1})
     has_ipc = True
     has_batch_invariance = True
@@ -183,6 +197,9 @@ class CudaPlatform(Platform):
 
     def select_devices(self, ids: Sequence[str]) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)
+
+    def bind_near(self, ids: Sequence[str]) -> None:
+        bind_process(nvidia_addresses(ids))
 
     def generator(self) -> "torch.Generator":
         import torch
@@ -303,13 +320,15 @@ def allocator_settings() -> str:
 
 
 def apply_environment() -> dict[str, str]:
-    """Set the platform's environment variables in this process, unless the user has set them; return them for
-    workers.
+    """Set the platform's environment variables in this process, unless the user has set them; return those of workers.
+
+    Ranks and engines compute on one thread each, unless the user says otherwise: several share a host's CPUs.
     """
     wanted = platform().environment
     for key, value in wanted.items():
         os.environ.setdefault(key, value)
-    return {key: os.environ[key] for key in wanted}
+    threads = os.environ.get(WORKER_THREADS) or os.environ.get("OMP_NUM_THREADS", "1")
+    return {key: os.environ[key] for key in wanted} | {"OMP_NUM_THREADS": threads}
 
 
 def gloo_group(store: "dist.Store", rank: int, size: int, timeout: timedelta) -> "dist.ProcessGroup":

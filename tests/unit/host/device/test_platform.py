@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from megarl.errors import ConfigError
 from megarl.host.device import platform as platform_module
 from megarl.host.device.platform import ALLOCATOR_VARIABLES, CpuPlatform, CudaPlatform, platform
+from megarl.parallel.worker import RankWorker
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +39,31 @@ def test_a_value_the_user_exported_wins(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("MEGARL_DEVICE", "cpu")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert platform_module.apply_environment()["OMP_NUM_THREADS"] == "3"
+    monkeypatch.setenv("MEGARL_WORKER_THREADS", "2")
+    assert platform_module.apply_environment()["OMP_NUM_THREADS"] == "2"
+    # The driver's own.
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(("device", "drivers"), [("cpu", "1"), ("cuda", None)])
+def test_workers_have_a_thread_each_and_the_driver_is_free_where_they_have_devices(
+    device: str, drivers: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, "MEGARL_DEVICE": device})
+    os.environ.pop("OMP_NUM_THREADS", None)
+    assert platform_module.apply_environment()["OMP_NUM_THREADS"] == "1"
+    assert os.environ.get("OMP_NUM_THREADS") == drivers
+
+
+def test_only_ranks_have_one_queue_to_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray hands what the driver returns to engines as well."""
+    monkeypatch.setattr(os, "environ", {**os.environ, "MEGARL_DEVICE": "cuda"})
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in {**platform_module.apply_environment(), **os.environ}
+    monkeypatch.setattr("megarl.parallel.backend.prepare_megatron", lambda: None)
+    monkeypatch.setitem(sys.modules, "megarl.parallel.passes", ModuleType("passes"))
+    RankWorker(0).prepare()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
 def test_an_engine_sees_the_devices_that_ray_gave_to_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
