@@ -4,12 +4,13 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Literal
 
-from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, BELOW_1, FRACTION, POSITIVE, SHARE, Range, section, setting
+from megarl.config.kernels import TRANSFORMER_ENGINE as _TRANSFORMER_ENGINE
+from megarl.config.kernels import require_kernels as _require_kernels
+from megarl.config.optimizer import CriticOptimizerConfig, OptimizerConfig
+from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, Range, section, setting
 from megarl.errors import ConfigError
 from megarl.host.device.accelerators import FP8_RECIPES
 from megarl.host.device.platform import platform
-
-_TRANSFORMER_ENGINE = "transformer_engine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,72 +107,6 @@ class LayoutConfig:
     def dp_rank_of(self, rank: int) -> int:
         """Return the data-parallel coordinate of a global rank (ranks count tp fastest, then cp, dp, pp)."""
         return rank // (self.tp * self.cp) % self.dp
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerConfig:
-    """Configure AdamW, with linear warm-up and a learning-rate schedule over the run's optimizer steps."""
-
-    lr: float = setting(1e-6, POSITIVE)  # Peak learning rate.
-    betas: tuple[float, float] = setting((0.9, 0.95), BELOW_1)  # Decay of the two moments.
-    eps: float = setting(1e-8, POSITIVE)  # Added to the square root of the second moment.
-    weight_decay: float = setting(0.01, AT_LEAST_0)  # Decoupled weight decay.
-    # Gradients are scaled down if their global norm exceeds this.
-    clip_grad_norm: float = setting(1.0, Range(expected="> 0 (1e9 never clips)", above=0))
-    warmup_steps: int = setting(0, AT_LEAST_0)  # Optimizer steps of linear warm-up.
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # Learning-rate schedule after warm-up.
-    # Fraction of the run, counted from its end, over which the learning rate decays.
-    decay_frac: float = setting(1.0, SHARE)
-    min_lr_frac: float = setting(0.0, FRACTION)  # Learning rate at the end of the decay, as a fraction of lr.
-    distributed: bool = True  # Shard the optimizer state over the data-parallel ranks.
-    # Sum gradients over the data-parallel ranks while backward computes further ones; null: on CUDA.
-    overlap_grad_reduce: bool | None = None
-    # Sum gradients over micro-batches and ranks in float32. false: in model.dtype, which takes half of the memory and
-    # traffic for bfloat16, and rounds every sum.
-    grad_reduce_in_fp32: bool = True
-    # Gather the updated weights of the data-parallel ranks while the next forward pass computes with those that have
-    # arrived; needs `distributed` and `overlap_grad_reduce`.
-    overlap_param_gather: bool = False
-    # Share of the parameters whose state stays on the host, where CPUs update it during the step (megatron-core's
-    # hybrid optimizer); needs CUDA, Transformer Engine and `distributed`.
-    offload_fraction: float = setting(0.0, FRACTION)
-    # Data types in which the two moments are kept; others than float32 need CUDA, Transformer Engine and `distributed`.
-    exp_avg_dtype: Literal["float32", "bfloat16", "float8"] = "float32"
-    exp_avg_sq_dtype: Literal["float32", "bfloat16", "float8"] = "float32"
-
-    @property
-    def overlaps_grad_reduce(self) -> bool:
-        """Return whether gradients are summed during backward, also where that is derived."""
-        return platform().name == "cuda" if self.overlap_grad_reduce is None else self.overlap_grad_reduce
-
-    @property
-    def is_precision_aware(self) -> bool:
-        """Return whether Transformer Engine's Adam, or the hybrid one, keeps the state instead of megatron-core."""
-        return self.offload_fraction > 0 or (self.exp_avg_dtype, self.exp_avg_sq_dtype) != ("float32", "float32")
-
-    def check(self, key: str) -> None:
-        """Raise ConfigError for a kind of state or of communication that this machine or other settings do not have."""
-        neutral = {"offload_fraction": 0.0, "exp_avg_dtype": "float32", "exp_avg_sq_dtype": "float32"}
-        changed = [name for name, value in neutral.items() if getattr(self, name) != value]
-        for name in changed:
-            got, remedy = f"{key}.{name}: got {getattr(self, name)}", f"set {key}.{name}={neutral[name]}"
-            _require_kernels(got, _TRANSFORMER_ENGINE, remedy)
-        for name in (*changed, *(["overlap_param_gather"] if self.overlap_param_gather else [])):
-            if not self.distributed:
-                raise ConfigError(
-                    f"{key}.{name}: needs {key}.distributed=true, whose shards it is about; set that, or leave {name} "
-                    "out"
-                )
-        if self.overlap_param_gather and not self.overlaps_grad_reduce:
-            raise ConfigError(
-                f"{key}.overlap_param_gather: got true without {key}.overlap_grad_reduce, which divides the weights "
-                f"into the buckets that are gathered; set {key}.overlap_grad_reduce=true"
-            )
-        if self.offload_fraction and len(changed) > 1:
-            raise ConfigError(
-                f"{key}.{changed[1]}: got {getattr(self, changed[1])} with {key}.offload_fraction="
-                f"{self.offload_fraction:g}, but on the host both moments are float32; set one of them back"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,13 +207,6 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CriticOptimizerConfig(OptimizerConfig):
-    """Configure the critic's optimizer, with the keys of actor.optimizer; its steps are counted separately."""
-
-    lr: float = setting(1e-5, POSITIVE)  # Peak learning rate.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CriticConfig:
     """Configure the value model, for algorithms that read values. It trains on the same mini-batches as the actor, as
     often.
@@ -313,12 +241,3 @@ class RewardModelConfig:
     model_path: str | None = None
     # Tokens in one micro-batch on one data-parallel rank; null: actor.micro_batch_tokens.
     micro_batch_tokens: int | None = setting(None, AT_LEAST_1)
-
-
-def _require_kernels(setting: str, package: str, remedy: str) -> None:
-    """Raise ConfigError unless this machine has CUDA and the package; the other arguments are parts of the message."""
-    here = platform()
-    if here.name != "cuda":
-        raise ConfigError(f"{setting}, which needs CUDA, but this is {here.name}; {remedy}")
-    if find_spec(package) is None:
-        raise ConfigError(f"{setting}, which needs the package {package}, but it is not installed; {remedy}")

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.muon import TensorParallelMuon
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
 
@@ -198,7 +199,7 @@ def _chunk_states(role: LoadedRole, metadata: Mapping[str, Any]) -> dict[str, An
 
 def _initialize(optimizer: MegatronOptimizer) -> None:
     """Give an optimizer that has not stepped its initial state, without which Megatron cannot save it."""
-    for group in optimizer.optimizer.param_groups:
+    for group in optimizer.optimizer.param_groups if not isinstance(optimizer.optimizer, TensorParallelMuon) else ():
         group.setdefault("step", 0)
     if optimizer.config.optimizer_cpu_offload:
         # The state begins with the first step, before which `check_optimizers` lets nothing be saved.

@@ -26,6 +26,13 @@ def optimizer_settings(config: OptimizerConfig, dtype: torch.dtype) -> dict[str,
         "use_distributed_optimizer": config.distributed,
         "overlap_param_gather": config.overlap_param_gather,
     }
+    if config.algorithm == "muon":
+        settings |= {
+            "muon_momentum": config.muon_momentum,
+            "muon_extra_scale_factor": config.muon_scale,
+            # Every tensor-parallel rank orthogonalizes the whole matrix: the result does not depend on the layout.
+            "muon_tp_mode": "duplicated",
+        }
     if config.is_precision_aware:
         settings |= {
             "use_precision_aware_optimizer": True,

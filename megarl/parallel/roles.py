@@ -12,6 +12,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.schema import OptimizerConfig
@@ -153,10 +154,21 @@ def wrap_ddp(chunks: Sequence[PackedModel], config: OptimizerConfig) -> list[Hea
     return wrapped
 
 
+# By the setting `algorithm`. Muon's settings are Adam's too, with which Megatron trains what is no matrix.
+_BUILDERS: dict[str, Callable[..., MegatronOptimizer]] = {
+    "adam": get_megatron_optimizer,
+    "muon": get_megatron_muon_optimizer,
+}
+
+
 def build_optimizer(chunks: Sequence[DistributedDataParallel], config: OptimizerConfig) -> MegatronOptimizer:
     """Build the optimizer of wrapped chunks: no decay of norms and biases, float32 main parameters for bfloat16."""
     settings = optimizer_settings(config, chunks[0].module.config.params_dtype)
-    optimizer = get_megatron_optimizer(MegatronOptimizerConfig(**settings), list(chunks))
+    for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
+        if config.algorithm == "muon" and name.endswith("value_head.weight"):
+            # Its one row is no matrix to orthogonalize.
+            parameter.is_embedding_or_output_parameter = True
+    optimizer = _BUILDERS[config.algorithm](MegatronOptimizerConfig(**settings), list(chunks))
     for group in optimizer.param_groups:
         # Megatron leaves this to its own scheduler, which we do not use.
         group["weight_decay"] = config.weight_decay * group["wd_mult"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config import check, models
+from megarl.config import check, kernels, models, optimizer
 from megarl.config.check import check_batch_invariance, check_precision
 from megarl.config.check_optimizers import check_optimizers
 from megarl.config.schema import (
@@ -44,8 +44,9 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[Device]:
     devices: list[Device] = []
     platform = PLATFORMS["cuda"]()
     monkeypatch.setattr(platform, "devices", lambda: devices)
-    for module in (check, models):
+    for module in (check, kernels, models, optimizer):
         monkeypatch.setattr(module, "platform", lambda: platform)
+    for module in (check, kernels, models):
         monkeypatch.setattr(module, "find_spec", lambda name: name)
     return devices
 
@@ -89,7 +90,7 @@ def test_a_cpu_has_none_of_them(actor: dict[str, Any], message: str) -> None:
 def test_their_package_must_be_there(
     actor: dict[str, Any], package: str, on_cuda: list[Device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=f"which needs the package {package}, but it is not installed; set actor"):
         check_kernels(config(layout=SPLIT, **actor))
 
@@ -201,8 +202,8 @@ def test_settings_of_the_optimizer_on_a_cpu(optimizer: OptimizerConfig, message:
 
 def test_settings_of_the_optimizer_on_cuda(on_cuda: list[Device]) -> None:
     small = OptimizerConfig(exp_avg_dtype="bfloat16", exp_avg_sq_dtype="float8")
-    for optimizer in (HALF_ON_HOST, FLOAT8, small, OptimizerConfig(overlap_param_gather=True)):
-        check_kernels(config(optimizer=optimizer))
+    for each in (HALF_ON_HOST, FLOAT8, small, OptimizerConfig(overlap_param_gather=True)):
+        check_kernels(config(optimizer=each))
     with pytest.raises(ConfigError, match=r"^actor.optimizer.exp_avg_dtype: needs actor.optimizer.distributed=true"):
         check_kernels(config(optimizer=replace(small, distributed=False)))
     with pytest.raises(ConfigError, match=r"exp_avg_sq_dtype: got float8 with .*offload_fraction=0.5, but on the host"):
@@ -218,3 +219,17 @@ def test_states_of_optimizers_that_a_run_could_not_offload_save_or_continue() ->
         check_optimizers(replace(float8, placement=PlacementConfig(offload=True)))
     with pytest.raises(ConfigError, match=r"offload_fraction: cannot be saved .* critic.warmup_steps=2 delays"):
         check_optimizers(replace(config(optimizer=HALF_ON_HOST), critic=CriticConfig(warmup_steps=2)))
+
+
+def test_muon_needs_whole_matrices_and_the_package_that_megatron_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    muon = OptimizerConfig(algorithm="muon", distributed=False)
+    with pytest.raises(ConfigError, match=r"^actor.optimizer.algorithm: got muon with .*distributed=true, but it"):
+        check_kernels(config(optimizer=OptimizerConfig(algorithm="muon")))
+    with pytest.raises(ConfigError, match=r"needs emerging-optimizers 0.1, but none is installed; with Python 3.12, "):
+        check_kernels(config(optimizer=muon))
+    # Its arguments have other names.
+    monkeypatch.setattr(optimizer, "version", lambda package: "0.3.0")
+    with pytest.raises(ConfigError, match=r"but 0.3.0 is installed; .*Emerging-Optimizers.git@v0.1.0"):
+        check_kernels(config(optimizer=muon))
+    monkeypatch.setattr(optimizer, "version", lambda package: "0.1.0")
+    check_kernels(config(optimizer=muon))

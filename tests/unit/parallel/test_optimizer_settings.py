@@ -43,6 +43,13 @@ def test_a_share_of_the_state_is_on_the_host() -> None:
     assert hybrid == optimizer_settings(OptimizerConfig(), torch.bfloat16) | expected
 
 
+def test_muon_orthogonalizes_whole_matrices() -> None:
+    expected = {"muon_momentum": 0.9, "muon_extra_scale_factor": 0.2, "muon_tp_mode": "duplicated"}
+    muon = OptimizerConfig(algorithm="muon", distributed=False, muon_momentum=0.9)
+    adam = optimizer_settings(OptimizerConfig(distributed=False), torch.bfloat16)
+    assert optimizer_settings(muon, torch.bfloat16) == adam | expected
+
+
 def test_the_heads_gradient_is_rounded_once_whatever_the_chunks() -> None:
     """1 + 2⁻⁸ + 2⁻⁸ is 1 + 2⁻⁷ in bfloat16, which has 8 bits; added one after the other to it, both would be lost."""
     weight, main = torch.zeros(1, 1, dtype=torch.bfloat16), torch.ones(1, 1, dtype=torch.bfloat16)
