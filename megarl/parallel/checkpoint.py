@@ -199,8 +199,9 @@ def _chunk_states(role: LoadedRole, metadata: Mapping[str, Any]) -> dict[str, An
 
 def _initialize(optimizer: MegatronOptimizer) -> None:
     """Give an optimizer that has not stepped its initial state, without which Megatron cannot save it."""
-    for group in optimizer.optimizer.param_groups if not isinstance(optimizer.optimizer, TensorParallelMuon) else ():
-        group.setdefault("step", 0)
+    if not isinstance(optimizer.optimizer, TensorParallelMuon):
+        for group in optimizer.optimizer.param_groups:
+            group.setdefault("step", 0)
     if optimizer.config.optimizer_cpu_offload:
         # The state begins with the first step, before which `check_optimizers` lets nothing be saved.
         return

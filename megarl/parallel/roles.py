@@ -97,6 +97,9 @@ class HeadAwareDdp(DistributedDataParallel):
     ) -> None:
         super().__init__(config, ddp_config, chunk)
         if self.use_forward_hook:
+            for group in (*self.bucket_groups, *self.expert_parallel_bucket_groups):
+                # All ranks have read the same weights: the first pass has nothing to gather.
+                group.param_gather_dispatched = True
             chunk.decoder.register_forward_hook(lambda *_: self.finish_gathering())
 
     def start_gathering(self) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megarl.errors import ConfigError
 from megarl.host.device.accelerators import Device, nvidia_addresses, nvidia_devices
-from megarl.host.device.numa import bind_process
+from megarl.host.device.numa import bind_process, read_topology
 
 if TYPE_CHECKING:
     import torch
@@ -199,7 +199,9 @@ class CudaPlatform(Platform):
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)
 
     def bind_near(self, ids: Sequence[str]) -> None:
-        bind_process(nvidia_addresses(ids))
+        # nvidia-smi takes time to answer.
+        if len(read_topology(()).cpus) > 1:
+            bind_process(nvidia_addresses(ids))
 
     def generator(self) -> "torch.Generator":
         import torch

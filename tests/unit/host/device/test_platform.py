@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megarl.errors import ConfigError
 from megarl.host.device import platform as platform_module
+from megarl.host.device.numa import NumaTopology
 from megarl.host.device.platform import ALLOCATOR_VARIABLES, CpuPlatform, CudaPlatform, platform
 from megarl.parallel.worker import RankWorker
 
@@ -70,6 +71,18 @@ def test_an_engine_sees_the_devices_that_ray_gave_to_its_ranks(monkeypatch: pyte
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     CudaPlatform().select_devices(["2", "3"])
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_process_is_bound_where_a_host_has_several_nodes(num_nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[list[str]] = []
+    topology = NumaTopology(cpus={node: frozenset([node]) for node in range(num_nodes)}, nodes={})
+    monkeypatch.setattr(platform_module, "read_topology", lambda _: topology)
+    monkeypatch.setattr(platform_module, "nvidia_addresses", lambda ids: [f"address of {each}" for each in ids])
+    monkeypatch.setattr(platform_module, "bind_process", bound.append)
+    for device in (CudaPlatform(), CpuPlatform()):
+        device.bind_near(["3"])
+    assert bound == [["address of 3"]] * (num_nodes - 1)
 
 
 def test_a_cpu_process_computes_on_one_thread_with_torchs_default_generator() -> None:
