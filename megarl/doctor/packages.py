@@ -25,7 +25,8 @@ EXTRAS = {"cpu": ("cpu",), "cuda": ("cuda", "apex")}
 # A run without these packages loses this.
 OPTIONAL = {
     "transformer-engine": "megarl's norm and attention take its place, without fused kernels and grouped experts",
-    "apex": "weight gradients are not added up within the matrix products (gradient_accumulation_fusion)",
+    "apex": "nor is Transformer Engine, so weight gradients are not added up within the matrix products "
+    "(gradient_accumulation_fusion)",
 }
 # Importing Transformer Engine takes about ten seconds; a file system that nodes share makes it slower.
 IMPORT_S = 120.0
@@ -92,6 +93,8 @@ def _package(requirement: "Requirement", check_megatron: Callable[[], None]) -> 
         "apex": _apex,
     }
     version = installed_version(name)
+    if version is None and name == "apex" and installed_version("transformer-engine") is not None:
+        return Finding(subject=name, found="not installed, nor needed beside Transformer Engine")
     if version is None:
         needed = name not in OPTIONAL
         return Finding(

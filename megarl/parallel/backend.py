@@ -36,11 +36,13 @@ class Backend:
 
 def cuda_backend(*, transformer_engine: bool) -> Backend:
     """Return the backend for GPUs, with or without the layers and fused kernels of Transformer Engine."""
+    # The layers of Transformer Engine do it themselves, Megatron's by a kernel of apex.
+    adds_up_gradients = transformer_engine or find_spec("fused_weight_gradient_mlp_cuda") is not None
     return Backend(
         needs_shim=False,
         uses_transformer_engine=transformer_engine,
         options={
-            "gradient_accumulation_fusion": find_spec("fused_weight_gradient_mlp_cuda") is not None,
+            "gradient_accumulation_fusion": adds_up_gradients,
             "masked_softmax_fusion": transformer_engine,
             "persist_layer_norm": transformer_engine,
             "apply_rope_fusion": transformer_engine,
@@ -91,6 +93,12 @@ def prepare_megatron() -> None:
     """Check Megatron, activate the device, and install what it lacks there. Call it before importing megatron."""
     check_megatron()
     platform().activate()
+    if BACKENDS[platform().name].uses_transformer_engine:
+        from megatron.core.tensor_parallel import layers
+
+        # Of Megatron's own linear layers only the output layer is built, which refuses fusion without apex. It never
+        # computes: the log-prob head takes its weight.
+        layers._grad_accum_fusion_available = True
     if BACKENDS[platform().name].needs_shim:
         from megarl.parallel import cpu_shim
 

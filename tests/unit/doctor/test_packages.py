@@ -98,6 +98,12 @@ def test_cuda_without_the_optional_packages(diagnose) -> None:
     assert diagnose(CudaPlatform(), CPU_BUILD, versions)["torch"].status is Severity.MISSING
 
 
+def test_nothing_is_lost_without_apex_beside_transformer_engine(diagnose) -> None:
+    versions = {"megatron-core": "0.16.1", "torch": "2.13.0", "transformer-engine": "2.11"}
+    found = diagnose(CudaPlatform(), CUDA_BUILD, versions)["apex"]
+    assert found == Finding(subject="apex", found="not installed, nor needed beside Transformer Engine")
+
+
 @pytest.mark.parametrize(
     ("contents", "has_kernels", "found", "status"),
     [

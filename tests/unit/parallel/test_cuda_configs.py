@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from megarl.config.schema import ActorConfig, LayoutConfig, MoeConfig
-from tests.helpers.cuda_configs import RECOMPUTES, built, rope_fusions
+from megarl.parallel import backend
+from tests.helpers.cuda_configs import RECOMPUTES, built, built_output_layer, rope_fusions
 from tests.helpers.hf_models import MODELS, WITH_EXPERTS, make_model
 from tests.helpers.rank_pool import RankPool
 
@@ -65,7 +66,23 @@ def test_batch_invariant_kernels_have_all_that_megatron_asks_for(
 ) -> None:
     """It accepts them with FlashAttention only, and its own product for weights' gradients would lose micro-batches."""
     path = make_model(tmp_path / "model", "qwen3", tied=False)
-    for asked, backend in ((False, "auto"), (True, "flash")):
+    for asked, attention in ((False, "auto"), (True, "flash")):
         ((fields,),) = rank_pool(1).run(built, str(path), [ActorConfig()], batch_invariant=asked)
-        assert (fields["batch_invariant_mode"], fields["attention_backend"].name) == (asked, backend)
-    assert fields["gradient_accumulation_fusion"] is False
+        assert (fields["batch_invariant_mode"], fields["attention_backend"].name) == (asked, attention)
+        assert fields["gradient_accumulation_fusion"] is not asked
+
+
+@pytest.mark.parametrize(
+    ("transformer_engine", "apex", "fused"), [(True, False, True), (False, True, True), (False, False, False)]
+)
+def test_gradients_are_added_up_in_products_where_a_library_does_so(
+    monkeypatch: pytest.MonkeyPatch, transformer_engine: bool, apex: bool, fused: bool
+) -> None:
+    monkeypatch.setattr(backend, "find_spec", lambda name: name if apex else None)
+    options = backend.cuda_backend(transformer_engine=transformer_engine).options
+    assert options["gradient_accumulation_fusion"] is fused
+
+
+def test_the_output_layer_is_built_without_apex(rank_pool: Callable[[int], RankPool]) -> None:
+    """Megatron refuses it, though the head computes in its place."""
+    assert rank_pool(1).run(built_output_layer) == [True]
