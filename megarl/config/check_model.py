@@ -97,11 +97,9 @@ def check_moe_settings(config: Config, hf_config: Mapping[str, object]) -> None:
             "run.batch_invariant: got true for a model with experts, for whose products Megatron has no kernels that "
             "do not depend on the number of tokens; set run.batch_invariant=false"
         )
-    if config.actor.moe.fuse_router and (num_groups := int(str(hf_config.get("n_group") or 1))) > 1:
-        raise ConfigError(
-            f"actor.moe.fuse_router: got true, but the model has n_group={num_groups}, and the fused kernel rates "
-            f"groups of experts in its own way; set actor.moe.fuse_router=false"
-        )
+    num_groups = 1 if hf_config.get("topk_method") == "greedy" else int(str(hf_config.get("n_group") or 1))
+    if num_groups > 1:
+        config.actor.moe.check_fused("actor.moe", num_groups=num_groups)
 
 
 def check_expert_width(config: Config, hf_config: Mapping[str, object], multiple: int) -> None:

@@ -1,5 +1,6 @@
 """Define the sections for the models of a run: their files, and the layout and training of each role."""
 
+import importlib.metadata
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Literal
@@ -138,9 +139,11 @@ class MoeConfig:
     dispatcher: Literal["alltoall", "deepep"] = "alltoall"
     # Multiply by all of a rank's experts in one grouped GEMM, on CUDA; null: where Transformer Engine is installed.
     grouped_gemm: bool | None = None
-    fuse_permute: bool = False  # Reorder tokens by expert in one kernel of Transformer Engine, on CUDA.
-    # Choose experts in one kernel of Transformer Engine, on CUDA; not for models that choose groups of experts first.
-    fuse_router: bool = False
+    # Reorder tokens by expert in one kernel of Transformer Engine, on CUDA; null: where it can.
+    fuse_permute: bool | None = None
+    # Choose experts in one kernel of Transformer Engine, on CUDA; not with replay_routing, nor for models that choose
+    # groups of experts first. null: where it can.
+    fuse_router: bool | None = None
 
     def check(self, key: str) -> None:
         """Raise ConfigError unless this machine has the kernels that are set, and they leave the routing as it is."""
@@ -149,11 +152,52 @@ class MoeConfig:
         for name in ("grouped_gemm", "fuse_permute", "fuse_router"):
             if getattr(self, name):
                 _require_kernels(f"{key}.{name}: got true", _TRANSFORMER_ENGINE, f"set {key}.{name}=false")
-        if self.fuse_router and self.replay_routing:
-            raise ConfigError(
-                f"{key}.fuse_router: got true with {key}.replay_routing=true, but the fused kernel chooses all experts "
-                "itself; set one of them to false"
-            )
+        self.check_fused(key)
+
+    def check_fused(self, key: str, *, num_groups: int = 1) -> None:
+        """Raise ConfigError if a fused kernel is asked for that a model with so many groups of experts cannot use."""
+        for name in FUSED_SINCE:
+            obstacle = fusion_obstacle(name, self, engine=transformer_engine_version(), num_groups=num_groups)
+            if getattr(self, name) and obstacle is not None:
+                raise ConfigError(f"{key}.{name}: got true, but {obstacle}; set {key}.{name} to false or null")
+
+
+# The first Transformer Engine with the kernels of a setting, as megatron-core 0.16.1 looks for them.
+FUSED_SINCE = {"fuse_permute": (2, 1), "fuse_router": (2, 7)}
+
+
+def fusion_obstacle(name: str, moe: MoeConfig, *, engine: tuple[int, ...] | None, num_groups: int) -> str | None:
+    """Return why a fused kernel (a name of FUSED_SINCE) cannot be used, or None if it can: null then means true.
+
+    engine: the version of Transformer Engine; None: there is none. num_groups: groups of experts, of which a token's
+    best are chosen first.
+    """
+    chooses, since = name == "fuse_router", FUSED_SINCE[name]
+    if chooses and moe.replay_routing:
+        return "with replay_routing=true experts are given, and the fused kernel chooses all itself"
+    if chooses and num_groups > 1:
+        return f"the model has n_group={num_groups}, and the fused kernel rates groups of experts in its own way"
+    if engine is None:
+        return "there is no Transformer Engine"
+    if engine < since:
+        return f"it needs Transformer Engine {since[0]}.{since[1]}, and {'.'.join(map(str, engine))} is installed"
+    return None
+
+
+def fused_kernels(moe: MoeConfig, *, engine: tuple[int, ...] | None, num_groups: int) -> dict[str, bool]:
+    """Return whether each kernel of FUSED_SINCE is used: as asked, or where it can be. Arguments as for an obstacle."""
+    asked = {name: getattr(moe, name) for name in FUSED_SINCE}
+    return {
+        name: fusion_obstacle(name, moe, engine=engine, num_groups=num_groups) is None if wanted is None else wanted
+        for name, wanted in asked.items()
+    }
+
+
+def transformer_engine_version() -> tuple[int, ...] | None:
+    """Return the version of Transformer Engine (major, minor) that runs compute with here; None: without it."""
+    if platform().name != "cuda" or find_spec(_TRANSFORMER_ENGINE) is None:
+        return None
+    return tuple(int(part) for part in importlib.metadata.version("transformer-engine").split(".")[:2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from tests.helpers.family_parity import (
     Reference,
     assert_equals_transformers,
     make_rows,
+    run_ranks,
     run_transformers,
 )
 from tests.helpers.hf_models import make_model
@@ -121,6 +122,18 @@ def test_balance_loss_and_metrics(
         recompute=recompute,
     )
     assert_metrics(measured, expected.routers)
+
+
+def test_ranks_reduce_their_counts_once_a_step(
+    rank_pool: GetPool, path: Callable[[str], Path], watched: Callable[[str], Watched], tmp_path: Path
+) -> None:
+    """Not in every layer and micro-batch, if no loss needs them there; the metrics stay."""
+    layout = LAYOUTS["tp2-sp"]
+    found = run_ranks(
+        rank_pool(layout.world_size), path("normalized"), layout, tmp_path, make_rows(), MoeConfig(), "none"
+    )
+    assert [measured.num_reductions for measured in found] == [1, 1]
+    assert_metrics(found, watched("normalized").routers)
 
 
 def test_balance_loss_is_seen(path: Callable[[str], Path], watched: Callable[[str], Watched]) -> None:

@@ -67,6 +67,7 @@ def built(
 
     from megarl.parallel import backend, model
     from megarl.parallel.layout import Layout
+    from megarl.parallel.moe import setup
 
     spec = read_model_spec(path)
     with pytest.MonkeyPatch.context() as patch:
@@ -78,6 +79,7 @@ def built(
             patch.setattr(moe_utils, name, object(), raising=False)
         patch.setitem(backend.BACKENDS, "cuda", backend.cuda_backend(transformer_engine=True))
         patch.setattr(model, "platform", CudaPlatform)
+        patch.setattr(setup, "transformer_engine_version", lambda: (2, 11))
         configs = [
             model.transformer_config(
                 spec,

@@ -1,10 +1,12 @@
 """All that one rank can say of a checkpoint: log-probs, dense logits, its weights written again, gradients."""
 
+import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -31,13 +33,17 @@ class MeasureCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a rank reports. logprobs: row → [R]; logits: row → [row tokens, V]; both empty off the last stage."""
+    """What a rank reports. logprobs: row → [R]; logits: row → [row tokens, V]; both empty off the last stage.
+
+    num_reductions: how often an update summed something over the ranks that share rows.
+    """
 
     logprobs: Mapping[int, FloatArray]
     logits: Mapping[int, FloatArray]
     weights: StoreResult
     gradients: StoreResult
     metrics: Mapping[str, float]
+    num_reductions: int
 
     @property
     def grad_norm(self) -> float | None:
@@ -64,7 +70,8 @@ def measure(context: RankContext, case: MeasureCase) -> Measured:
         temperature=1.0,
         lr=0.0,
     )
-    result = worker.update(case.rows, mine, request)
+    with counted_reductions() as reductions:
+        result = worker.update(case.rows, mine, request)
     # Written as if they were the weights, gradients get their Hugging Face names.
     for parameter in itertools.chain.from_iterable(c.parameters() for c in worker.roles[Role.ACTOR].chunks):
         parameter.data.copy_(parameter.main_grad)
@@ -74,7 +81,25 @@ def measure(context: RankContext, case: MeasureCase) -> Measured:
         weights=weights,
         gradients=worker.store_weights(case.gradient_files, with_checksums=False),
         metrics=result.metrics if result else {},
+        num_reductions=len(reductions),
     )
+
+
+@contextlib.contextmanager
+def counted_reductions() -> Iterator[list[object]]:
+    """A list to which every sum over the ranks that share rows is added."""
+    seen, reduce = list[object](), dist.all_reduce
+
+    def noted(tensor: torch.Tensor, *arguments: Any, group: Any = None, **named: Any) -> Any:
+        from megatron.core import parallel_state
+
+        if group is parallel_state.get_tensor_and_context_parallel_group():
+            seen.append(tensor)
+        return reduce(tensor, *arguments, group=group, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", noted)
+        yield seen
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megarl.host.device.platform import platform
-from megarl.parallel.moe.routing import ExpertChoice, balance_loss, load_metrics, row_loads
+from megarl.parallel.moe.routing import ExpertChoice, balance_loss, load_metrics, row_sums
 from megarl.parallel.packing import Pack, PackSeqParams
 from megarl.types import Rows
 from megarl.weights.dims import Experts
@@ -32,8 +32,8 @@ class PackRouter(TopKRouter):
     """Megatron's top-k router for packs (micro-batches as one sequence). It also counts the tokens that each expert
     gets.
 
-    pack: the pack of the next forward; its layer sets it. `begin` starts an optimizer mini-batch. At its end, `loads`
-    [E] and `balance` hold this rank's sums (defined in `moe/routing.py`).
+    pack: the pack of the next forward; its layer sets it. `begin` starts an optimizer mini-batch. At its end, `sums`
+    holds for each micro-batch what `row_sums` gives of this rank's tokens, as [2, rows, E].
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -45,8 +45,7 @@ class PackRouter(TopKRouter):
     def begin(self, *, aux_loss_scale: float) -> None:
         """Reset the sums of a mini-batch, in whose loss Σ_r n_r · aux(r) has the weight `aux_loss_scale`."""
         self._aux_loss_scale = aux_loss_scale
-        self.loads: torch.Tensor | float = 0.0
-        self.balance: torch.Tensor | float = 0.0
+        self.sums: list[torch.Tensor] = []
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
@@ -68,19 +67,22 @@ class PackRouter(TopKRouter):
         It is called only in forwards with gradients, so a layer that is recomputed in backward counts only once.
         """
         assert self.pack is not None
-        rows = self._own_tokens(self.pack.token_rows)
-        loads = row_loads(routing_map, rows, self.pack.batch_shape[0], self.tp_cp_group)
-        # [T, E] over all experts, adding up to 1.
-        if self.score_function == "softmax":
-            probabilities = logits.softmax(-1, dtype=torch.float32)
-        else:
-            scores = logits.float().sigmoid()
-            probabilities = scores / scores.sum(-1, keepdim=True)
-        balance = balance_loss(probabilities, loads, rows, self.topk)
-        self.loads = self.loads + routing_map[rows >= 0].sum(0).double()
-        self.balance = self.balance + balance.detach().double()
+        with torch.set_grad_enabled(self._aux_loss_scale > 0):
+            # [T, E] over all experts, adding up to 1.
+            if self.score_function == "softmax":
+                probabilities = logits.softmax(-1, dtype=torch.float32)
+            else:
+                scores = logits.float().sigmoid()
+                probabilities = scores / scores.sum(-1, keepdim=True)
+            rows = self._own_tokens(self.pack.token_rows)
+            loads, summed = row_sums(routing_map, probabilities, rows, self.pack.batch_shape[0])
+        self.sums.append(torch.stack([loads, summed.detach()]))
         if self._aux_loss_scale == 0:
             return weights
+        if self.tp_cp_group.size() > 1:
+            # Backward of this micro-batch needs those of whole rows.
+            dist.all_reduce(loads, group=self.tp_cp_group)
+        balance = balance_loss(loads, summed)
         scaled: torch.Tensor = MoEAuxLossAutoScaler.apply(weights, self._aux_loss_scale * balance)
         return scaled
 
@@ -136,26 +138,36 @@ class MiniBatchLoad:
         self._experts = experts
         if experts is None:
             return
-        self._layers = list(moe_layers(chunks))
-        count = torch.tensor(sum(rows[i].num_tokens for batch in micro_batches for i in batch))
-        count = count.to(platform().device())
-        if dp_group.size() > 1:
-            dist.all_reduce(count, group=dp_group)
-        self._num_tokens = max(int(count), 1)
+        self._layers, scale = list(moe_layers(chunks)), 0.0
+        if aux_loss_coef > 0:
+            count = torch.tensor(sum(rows[i].num_tokens for batch in micro_batches for i in batch))
+            count = count.to(platform().device())
+            if dp_group.size() > 1:
+                dist.all_reduce(count, group=dp_group)
+            scale = aux_loss_coef / max(int(count), 1)
         for layer in self._layers:
-            layer.router.begin(aux_loss_scale=aux_loss_coef / self._num_tokens)
+            layer.router.begin(aux_loss_scale=scale)
 
     def metrics(self) -> Mapping[str, float]:
-        """All-reduce the sums, and return metrics of load and balance; {} for a model without experts."""
+        """Sum over all ranks, free the routers' sums, and return metrics of load and balance; {} without experts."""
         if self._experts is None:
             return {}
         place = {layer: i for i, layer in enumerate(self._experts.layers)}
-        device = platform().device()
-        # There is a column per expert, and one for the balance loss. Each rank adds its layers and its tokens.
-        sums = torch.zeros(len(place), self._experts.num + 1, dtype=torch.float64, device=device)
+        # There is a column per expert, and one for the balance loss. Each stage adds its layers, each replica its rows.
+        totals = torch.zeros(len(place), self._experts.num + 1, dtype=torch.float64, device=platform().device())
+        if layers := [layer for layer in self._layers if layer.router.sums]:
+            # [layers, 2, rows, E].
+            sums = torch.stack([torch.cat(layer.router.sums, dim=1) for layer in layers])
+            group = layers[0].router.tp_cp_group
+            if group.size() > 1:
+                dist.all_reduce(sums, group=group)
+            # All ranks of the group have the same now, of which one counts.
+            if group.rank() == 0:
+                loads, probabilities = sums.double().unbind(1)
+                found = torch.cat([loads.sum(1), balance_loss(loads, probabilities)[:, None]], dim=1)
+                totals[[place[layer.layer_number - 1] for layer in layers]] = found
         for layer in self._layers:
-            row = sums[place[layer.layer_number - 1]]
-            row[:-1] += layer.router.loads
-            row[-1] += layer.router.balance
-        dist.all_reduce(sums)
-        return load_metrics(sums[:, :-1].cpu(), sums[:, -1].cpu(), self._num_tokens)
+            layer.router.begin(aux_loss_scale=0.0)
+        dist.all_reduce(totals)
+        loads, balance = totals[:, :-1].cpu(), totals[:, -1].cpu()
+        return load_metrics(loads, balance, max(loads[0].sum().item() / self._experts.per_token, 1.0))

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 _TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -56,38 +55,35 @@ class ExpertChoice:
         return scores.gather(1, indices), indices
 
 
-def row_loads(routing_map: torch.Tensor, rows: torch.Tensor, num_rows: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Count each row's tokens per expert: [num_rows, E] float32, summed over the ranks of a group.
+def row_sums(
+    routing_map: torch.Tensor, probabilities: torch.Tensor, rows: torch.Tensor, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum over the tokens of each row how often every expert was chosen, and its probabilities: both [num_rows, E].
+
+    The sums are float32 matrix products, which no host waits for; those of probabilities have their gradients.
 
     Args:
         routing_map: [T, E] bool, the chosen experts of this rank's tokens.
+        probabilities: [T, E] of the router over all experts.
         rows: [T] the row of each token, or -1 for padding, which is not counted.
     """
-    real = rows >= 0
-    loads = torch.zeros(num_rows, routing_map.shape[1], dtype=torch.float32, device=routing_map.device)
-    loads.index_add_(0, rows[real], routing_map[real].float())
-    if group.size() > 1:
-        dist.all_reduce(loads, group=group)
-    return loads
+    # [num_rows, T]: whether a token belongs to a row.
+    members = (rows == torch.arange(num_rows, device=rows.device)[:, None]).float()
+    return members @ routing_map.float(), members @ probabilities
 
 
-def balance_loss(
-    probabilities: torch.Tensor, loads: torch.Tensor, rows: torch.Tensor, experts_per_token: int
-) -> torch.Tensor:
-    """Compute this rank's part of Σ_r n_r · aux(r), which is the sum over its tokens of E · Σ_e f_e·p_{t,e}.
+def balance_loss(loads: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
+    """Compute Σ_r n_r · aux(r) = E · Σ_r Σ_e f_re · (Σ_t p_te), with one result per leading index.
 
     Args:
-        probabilities: [T, E] of the router over all experts, with gradients.
-        loads: [num_rows, E] of complete rows, from `row_loads`.
-        rows: [T] the row of each token, -1 for padding.
+        loads: [..., num_rows, E] how often a row's tokens chose each expert, on all ranks.
+        probabilities: [..., num_rows, E] sums over a row's tokens; of this rank's only, for its part of the loss.
     """
-    real = rows >= 0
-    num_tokens = loads.sum(1, keepdim=True) / experts_per_token
-    fractions = loads / (experts_per_token * num_tokens).clamp(min=1)
-    return loads.shape[1] * (fractions[rows[real]] * probabilities[real]).sum()
+    fractions = loads / loads.sum(-1, keepdim=True).clamp(min=1)
+    return loads.shape[-1] * (fractions * probabilities).sum((-2, -1))
 
 
-def load_metrics(loads: torch.Tensor, balance: torch.Tensor, num_tokens: int) -> dict[str, float]:
+def load_metrics(loads: torch.Tensor, balance: torch.Tensor, num_tokens: float) -> dict[str, float]:
     """Compute a mini-batch's metrics of expert load. They are means over layers unless their name says otherwise.
 
     Args:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from megarl.config.models import fused_kernels, transformer_engine_version
 from megarl.config.schema import LayoutConfig, MoeConfig
 from megarl.parallel.moe.router import moe_layers
 from megarl.weights.dims import Dims
@@ -15,6 +16,8 @@ def expert_options(dims: Dims, layout: LayoutConfig, config: MoeConfig) -> dict[
     experts = dims.experts
     if experts is None:
         return {}
+    num_groups = experts.routing.num_groups if experts.routing is not None else 1
+    fused = fused_kernels(config, engine=transformer_engine_version(), num_groups=num_groups)
     with_experts = [int(layer in experts.layers) for layer in range(dims.num_layers)]
     options: dict[str, Any] = {
         "num_moe_experts": experts.num,
@@ -31,23 +34,22 @@ def expert_options(dims: Dims, layout: LayoutConfig, config: MoeConfig) -> dict[
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
-        "moe_permute_fusion": config.fuse_permute,
-        "moe_router_fusion": config.fuse_router,
+        "moe_permute_fusion": fused["fuse_permute"],
+        "moe_router_fusion": fused["fuse_router"],
     }
     if config.dispatcher == "deepep":
         options |= {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"}
     if config.grouped_gemm is not None:
         options["moe_grouped_gemm"] = config.grouped_gemm
     if (routing := experts.routing) is not None:
-        grouped = routing.num_groups > 1
         options |= {
             "moe_router_score_function": "sigmoid" if routing.biased else "softmax",
             "moe_router_enable_expert_bias": routing.biased,
             # Pre-training moves the bias towards balance; here it stays as it was read.
             "moe_router_bias_update_rate": 0.0,
             "moe_router_topk_scaling_factor": routing.scale,
-            "moe_router_num_groups": routing.num_groups if grouped else None,
-            "moe_router_group_topk": routing.groups_per_token if grouped else None,
+            "moe_router_num_groups": routing.num_groups if num_groups > 1 else None,
+            "moe_router_group_topk": routing.groups_per_token if num_groups > 1 else None,
         }
     return options
 

@@ -9,6 +9,7 @@ import pytest
 from megarl.config import check, kernels, models, optimizer
 from megarl.config.check import check_batch_invariance, check_precision
 from megarl.config.check_optimizers import check_optimizers
+from megarl.config.models import fused_kernels
 from megarl.config.schema import (
     ActorConfig,
     Config,
@@ -48,6 +49,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[Device]:
         monkeypatch.setattr(module, "platform", lambda: platform)
     for module in (check, kernels, models):
         monkeypatch.setattr(module, "find_spec", lambda name: name)
+    monkeypatch.setattr(models, "transformer_engine_version", lambda: (2, 11))
     return devices
 
 
@@ -126,8 +128,38 @@ def test_what_does_not_combine(on_cuda: list[Device]) -> None:
         check_kernels(config("float32", fp8="blockwise"))
     with pytest.raises(ConfigError, match=r"^actor.moe.dispatcher: got deepep with ep=1 and etp=1, where no token"):
         check_kernels(config(moe=FUSED))
-    with pytest.raises(ConfigError, match=r"^actor.moe.fuse_router: got true with actor.moe.replay_routing=true, but"):
+    with pytest.raises(ConfigError, match=r"^actor.moe.fuse_router: got true, but with replay_routing=true"):
         check_kernels(config(moe=MoeConfig(fuse_router=True, replay_routing=True)))
+
+
+def test_an_older_transformer_engine_lacks_some(on_cuda: list[Device], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "transformer_engine_version", lambda: (2, 6))
+    check_kernels(config(moe=MoeConfig(fuse_permute=True)))
+    message = (
+        "actor.moe.fuse_router: got true, but it needs Transformer Engine 2.7, and 2.6 is installed; set "
+        "actor.moe.fuse_router to false or null"
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        check_kernels(config(moe=MoeConfig(fuse_router=True)))
+
+
+@pytest.mark.parametrize(
+    ("moe", "engine", "num_groups", "permute", "router"),
+    [
+        (MoeConfig(), (2, 11), 1, True, True),
+        (MoeConfig(), (2, 6), 1, True, False),
+        (MoeConfig(), (2, 0), 1, False, False),
+        (MoeConfig(), None, 1, False, False),
+        (MoeConfig(), (2, 11), 8, True, False),
+        (MoeConfig(replay_routing=True), (2, 11), 1, True, False),
+        (MoeConfig(fuse_permute=False, fuse_router=False), (2, 11), 1, False, False),
+    ],
+)
+def test_kernels_are_fused_wherever_they_can_be(
+    moe: MoeConfig, engine: tuple[int, ...] | None, num_groups: int, permute: bool, router: bool
+) -> None:
+    found = fused_kernels(moe, engine=engine, num_groups=num_groups)
+    assert found == {"fuse_permute": permute, "fuse_router": router}
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,9 @@ def test_megatron_accepts_every_family(rank_pool: Callable[[int], RankPool], tmp
                 "moe_router_dtype": "fp32",
             },
         ),
-        (ActorConfig(moe=MoeConfig(grouped_gemm=False)), {"moe_grouped_gemm": False, "moe_permute_fusion": False}),
+        (ActorConfig(moe=MoeConfig(grouped_gemm=False)), {"moe_grouped_gemm": False, "moe_permute_fusion": True}),
+        (ActorConfig(moe=MoeConfig(replay_routing=True)), {"moe_permute_fusion": True, "moe_router_fusion": False}),
+        (ActorConfig(moe=MoeConfig(fuse_permute=False)), {"moe_permute_fusion": False, "moe_router_fusion": True}),
     ],
 )
 def test_settings_of_kernels_reach_megatron(
