@@ -69,7 +69,6 @@ BACKENDS = {
             "bias_activation_fusion": False,
             "attention_softmax_in_fp32": True,
             "deallocate_pipeline_outputs": False,
-            "batch_p2p_sync": False,
         },
     ),
     "cuda": cuda_backend(transformer_engine=find_spec("transformer_engine") is not None),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megarl.config.schema import LayoutConfig
 from megarl.host.device.platform import platform
@@ -27,6 +28,8 @@ class Layout:
     ep_group: dist.ProcessGroup
     etp_group: dist.ProcessGroup
     expert_replica_group: dist.ProcessGroup
+    # What Megatron's pipeline schedules ask for.
+    schedule_groups: ProcessGroupCollection
 
     @property
     def is_last_stage(self) -> bool:
@@ -74,6 +77,7 @@ def initialize_layout(config: LayoutConfig, *, rank: int, store: dist.Store, tim
         ep_group=parallel_state.get_expert_model_parallel_group(),
         etp_group=parallel_state.get_expert_tensor_parallel_group(),
         expert_replica_group=parallel_state.get_expert_data_parallel_group(),
+        schedule_groups=ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp", "dp_cp", "embd", "pos_embd"]),
     )
 
 

@@ -276,10 +276,12 @@ def transformer_config(
         num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
         num_layers_in_last_pipeline_stage=parallel.last_stage_layers,
         context_parallel_size=parallel.cp,
-        # Packs differ in length, so stages tell each other the shape of what they send.
+        # Packs differ in length, which `KnownShapes` looks up.
         variable_seq_lengths=parallel.pp > 1,
         overlap_p2p_comm=parallel.overlap_p2p,
         batch_p2p_comm=not parallel.overlap_p2p,
+        # Waiting for the device after each exchange was for faults of early versions of torch.
+        batch_p2p_sync=False,
         **_RECOMPUTE[actor.recompute],
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=dtype,

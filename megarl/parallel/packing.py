@@ -201,6 +201,11 @@ def pack_rows(
     )
 
 
+def num_passed_on(rows: Sequence[Row], alignment: PackAlignment, shares_prompts: bool) -> int:
+    """Count the tokens whose hidden states a rank passes to the next stage, of the pack that `pack_rows` makes."""
+    return _arrange(rows, alignment, shares_prompts).offsets[-1] // (alignment.cp * alignment.tp)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Arrangement:
     """Where rows lie in a pack. order: their numbers, by length. offsets: bounds of the rows' own parts, and of the

@@ -22,8 +22,9 @@ from megarl.parallel.head.pairs import TokenPairs
 from megarl.parallel.head.policy import HeadRequest
 from megarl.parallel.model import PackedModel, TokenValues
 from megarl.parallel.moe.router import MiniBatchLoad
-from megarl.parallel.packing import Pack, PackAlignment, pack_rows
+from megarl.parallel.packing import Pack, PackAlignment, num_passed_on, pack_rows
 from megarl.parallel.roles import LoadedRole
+from megarl.parallel.stages import KnownShapes
 from megarl.types import (
     FloatArray,
     ModelOutputs,
@@ -78,17 +79,24 @@ def _run_schedule(
         passed = answer if isinstance(answer, torch.Tensor) else torch.empty(0, device=device)
         return passed, lambda _, **__: on_output(_unwrap(chunk), pack, indices, answer)
 
+    between_stages: dict[str, Any] = {}
+    if layout.config.pp > 1:
+        packs = ([rows[i] for i in indices] for indices in micro_batches)
+        shapes = [(num_passed_on(pack, alignment, model.shares_prompts), 1, model.config.hidden_size) for pack in packs]
+        known = KnownShapes(layout.pp_group, model.config, shapes, num_chunks=len(chunks))
+        between_stages = {"p2p_communicator": known, "pg_collection": layout.schedule_groups}
     several = len(chunks) > 1
     get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(micro_batches) for _ in chunks] if several else iter(micro_batches),
         model=list(chunks) if several else chunks[0],
         num_microbatches=len(micro_batches),
-        # Only the divisibility by tensor and context parallelism matters: stages exchange real shapes.
+        # Only the divisibility by tensor and context parallelism matters: stages know the real shapes.
         seq_length=alignment.total_multiple * alignment.cp,
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
+        **between_stages,
     )
     tell_stage("")
 

@@ -194,3 +194,22 @@ def pack_lengths(context: RankContext, rows: Sequence[Row], tp: int, cp: int, bl
     alignments = [PackAlignment(tp=tp, cp=cp, cp_rank=i, block=block) for i in range(cp)]
     packs = [pack_rows(rows, alignment=alignment, device=torch.device("cpu")) for alignment in alignments]
     return [(pack.input_ids.shape[1], int(pack.cu_seqlens[-1])) for pack in packs]
+
+
+def arriving(context: RankContext, num_chunks: int, num_batches: int) -> tuple[list[int], list[int]]:
+    """The lengths that a stage of two expects from the previous one and from the next; micro-batch i has length i."""
+    layout = join_layout(context, LayoutConfig(pp=2)).layout
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megarl.parallel.stages import KnownShapes
+
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32,
+        virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
+    )
+    known = KnownShapes(layout.pp_group, config, [(i, 1, 8) for i in range(num_batches)], num_chunks=num_chunks)
+    return [length for length, *_ in known._from_previous], [length for length, *_ in known._from_next]

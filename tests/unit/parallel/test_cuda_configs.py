@@ -50,6 +50,7 @@ def test_megatron_accepts_every_family(rank_pool: Callable[[int], RankPool], tmp
             },
         ),
         (ActorConfig(moe=MoeConfig(grouped_gemm=False)), {"moe_grouped_gemm": False, "moe_permute_fusion": True}),
+        (ActorConfig(layout=LayoutConfig(pp=2, first_stage_layers=3)), {"batch_p2p_sync": False}),
         (ActorConfig(moe=MoeConfig(replay_routing=True)), {"moe_permute_fusion": True, "moe_router_fusion": False}),
         (ActorConfig(moe=MoeConfig(fuse_permute=False)), {"moe_permute_fusion": False, "moe_router_fusion": True}),
     ],
