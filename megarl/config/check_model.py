@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from megarl.config.batches import longest_row
-from megarl.config.schema import Config, LayoutConfig, MoeConfig, role_settings
+from megarl.config.schema import ActorConfig, Config, LayoutConfig, MoeConfig, role_settings
 from megarl.errors import ConfigError
 from megarl.host.device.platform import platform
 
@@ -18,6 +18,7 @@ def check_model(config: Config, hf_config: Mapping[str, object], role: str = "ac
     check_tp(layout, hf_config, role)
     check_stages(layout, hf_config, f"{role}.layout")
     check_experts(layout, hf_config, role)
+    check_recompute(role_settings(config)[role], hf_config, role)
     if role == "actor":
         check_moe_settings(config, hf_config)
         check_engine_tp(config, hf_config)
@@ -57,6 +58,13 @@ def check_stages(layout: LayoutConfig, hf_config: Mapping[str, object], where: s
     if layout.pp == 1:
         return
     num_layers = int(str(hf_config["num_hidden_layers"]))
+    if layout.pipeline_layout is not None:
+        if (found := sum(map(sum, layout.chunk_layers(num_layers)))) != num_layers:
+            raise ConfigError(
+                f"{where}.pipeline_layout: got {layout.pipeline_layout} with {found} layers, expected the model's "
+                f"num_hidden_layers={num_layers}; change it"
+            )
+        return
     named = [n for n in (layout.first_stage_layers, layout.last_stage_layers) if n is not None]
     rest, stages = num_layers - sum(named), layout.pp - len(named)
     if rest < stages or (stages == 0 and rest) or (stages and rest % (stages * layout.virtual_pp)):
@@ -85,6 +93,33 @@ def check_experts(layout: LayoutConfig, hf_config: Mapping[str, object], role: s
         raise ConfigError(
             f"{where}.sequence_parallel: got false with tp={layout.tp}, but Megatron trains models with experts only "
             f"with it; set {where}.sequence_parallel=true or {where}.tp=1"
+        )
+
+
+def check_recompute(settings: ActorConfig, hf_config: Mapping[str, object], role: str) -> None:
+    """Raise ConfigError for parts of layers that the model has not, and for units of layers that do not divide."""
+    has = {
+        "experts": _first(NUM_EXPERTS, hf_config) is not None,
+        "shared experts": bool(hf_config.get("n_shared_experts")),
+        "latent attention": hf_config.get("kv_lora_rank") is not None,
+    }
+    needs = {
+        "moe": "experts",
+        "moe_act": "experts",
+        "shared_experts": "shared experts",
+        "mla_up_proj": "latent attention",
+    }
+    for name in settings.recompute_modules or ():
+        if name in needs and not has[needs[name]]:
+            raise ConfigError(
+                f"{role}.recompute_modules: got {name}, but the model has no {needs[name]}; remove {name}"
+            )
+    num_layers, layout, unit = int(str(hf_config["num_hidden_layers"])), settings.layout, settings.recompute_unit
+    uneven = sorted({count for counts in layout.chunk_layers(num_layers) for count in counts if count % unit})
+    if settings.recompute == "full" and uneven:
+        raise ConfigError(
+            f"{role}.recompute_unit: got {unit}, which does not divide the {uneven[0]} layers of a model chunk; set "
+            f"another, or {role}.recompute_layers instead"
         )
 
 

@@ -7,7 +7,9 @@ from typing import Literal
 
 from megarl.config.kernels import TRANSFORMER_ENGINE as _TRANSFORMER_ENGINE
 from megarl.config.kernels import require_kernels as _require_kernels
+from megarl.config.layout import LayoutConfig
 from megarl.config.optimizer import CriticOptimizerConfig, OptimizerConfig
+from megarl.config.recompute import RecomputeConfig
 from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, Range, section, setting
 from megarl.errors import ConfigError
 from megarl.host.device.accelerators import FP8_RECIPES
@@ -38,76 +40,6 @@ class ModelConfig:
                 f"{key}.dtype: got float32, but Transformer Engine has no attention for packed sequences in float32; "
                 f"set {key}.dtype=bfloat16"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutConfig:
-    """Set the parallel layout of one role: world size = tp × cp × dp × pp, in Megatron's order of ranks."""
-
-    tp: int = setting(1, AT_LEAST_1)  # Tensor-parallel size.
-    pp: int = setting(1, AT_LEAST_1)  # Number of pipeline stages.
-    cp: int = setting(1, AT_LEAST_1)  # Context-parallel size.
-    dp: int = setting(1, AT_LEAST_1)  # Data-parallel size: number of replicas.
-    # Expert-parallel size: number of the tp × cp × dp ranks of a stage over which a layer's experts are
-    # distributed.
-    ep: int = setting(1, AT_LEAST_1)
-    etp: int = setting(1, AT_LEAST_1)  # Tensor-parallel size of each expert, independent of tp.
-    sequence_parallel: bool = False  # Shard the activations of norms over the tensor-parallel ranks.
-    # Model chunks per pipeline rank (interleaved 1F1B); 1 disables interleaving.
-    virtual_pp: int = setting(1, AT_LEAST_1)
-    # Layers of the first pipeline stage, if it has more or fewer than the others; null: an even split.
-    first_stage_layers: int | None = setting(None, AT_LEAST_1)
-    # Layers of the last pipeline stage, if it has more or fewer than the others; null: an even split.
-    last_stage_layers: int | None = setting(None, AT_LEAST_1)
-    overlap_p2p: bool = False  # Overlap the point-to-point communication between pipeline stages with computation.
-
-    def check(self, key: str) -> None:
-        """Raise ConfigError for sizes that do not divide, or that Megatron computes wrongly together."""
-        if self.sequence_parallel and self.tp == 1:
-            raise ConfigError(
-                f"{key}.sequence_parallel: got true with tp=1, but it shards over tensor-parallel ranks; "
-                f"set {key}.sequence_parallel=false or {key}.tp >= 2"
-            )
-        uneven = [n for n in ("first_stage_layers", "last_stage_layers") if getattr(self, n) is not None]
-        if self.pp == 1 and (uneven or self.virtual_pp > 1):
-            name = uneven[0] if uneven else "virtual_pp"
-            raise ConfigError(
-                f"{key}.{name}: got {getattr(self, name)} with pp=1, but there is only one stage; "
-                f"remove it or set {key}.pp >= 2"
-            )
-        if uneven and self.virtual_pp > 1:
-            raise ConfigError(
-                f"{key}.{uneven[0]}: uneven stages do not combine with virtual_pp={self.virtual_pp}; remove one of them"
-            )
-        if self.virtual_pp > 1 and self.pp == 2 and not self.overlap_p2p:
-            raise ConfigError(
-                f"{key}.virtual_pp: got {self.virtual_pp} at pp=2 without overlapped communication, which Megatron "
-                f"computes silently wrong; set {key}.overlap_p2p=true"
-            )
-        if self.stage_size % (self.ep * self.etp):
-            raise ConfigError(
-                f"{key}.ep: ep {self.ep} × etp {self.etp} = {self.ep * self.etp}, expected a divisor of the "
-                f"tp {self.tp} × cp {self.cp} × dp {self.dp} = {self.stage_size} ranks of a pipeline stage, over "
-                f"which experts are split; change one of them"
-            )
-
-    @property
-    def world_size(self) -> int:
-        return self.tp * self.pp * self.cp * self.dp
-
-    @property
-    def stage_size(self) -> int:
-        """Return the number of ranks of a pipeline stage."""
-        return self.tp * self.cp * self.dp
-
-    @property
-    def expert_dp(self) -> int:
-        """Return the expert data-parallel size: how many ranks of a stage hold the same shard of the same experts."""
-        return self.stage_size // (self.ep * self.etp)
-
-    def dp_rank_of(self, rank: int) -> int:
-        """Return the data-parallel coordinate of a global rank (ranks count tp fastest, then cp, dp, pp)."""
-        return rank // (self.tp * self.cp) % self.dp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +133,7 @@ def transformer_engine_version() -> tuple[int, ...] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActorConfig:
+class ActorConfig(RecomputeConfig):
     """Configure the actor, that is the policy in training. Other roles use its settings where they have none of their
     own.
     """
@@ -209,8 +141,6 @@ class ActorConfig:
     layout: LayoutConfig = section(LayoutConfig, affects=("engines", "workers"))
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     moe: MoeConfig = field(default_factory=MoeConfig)
-    # Activations that backward recomputes: none, those of attention (selective), or those of whole layers (full).
-    recompute: Literal["none", "selective", "full"] = "none"
     # Matrix products of the layers in float8, with a scale per block (recipes of Transformer Engine); weights, their
     # gradients and the output head stay in model.dtype. blockwise: 128 × 128 weights and 1 × 128 activations, on H100
     # and later; mxfp8: 1 × 32, on B200. null: none.
@@ -220,7 +150,15 @@ class ActorConfig:
     head: HeadConfig = field(default_factory=HeadConfig)
 
     def check(self, key: str) -> None:
-        """Raise ConfigError for float8 on a machine without it, and for a dispatcher with nothing to send."""
+        """Raise ConfigError for float8 on a machine without it, a dispatcher with nothing to send, and what `recompute`
+        has no use for.
+        """
+        self.check_recompute(key)
+        if self.moe.grouped_gemm is False and "moe_act" in (self.recompute_modules or ()):
+            raise ConfigError(
+                f"{key}.recompute_modules: got moe_act with {key}.moe.grouped_gemm=false, but Megatron recomputes it "
+                "only within grouped GEMMs; remove one of them"
+            )
         if self.fp8 is not None:
             _require_kernels(f"{key}.fp8: got {self.fp8}", _TRANSFORMER_ENGINE, f"set {key}.fp8=null")
             recipe = FP8_RECIPES[self.fp8]
@@ -262,7 +200,8 @@ class CriticConfig:
     # value head of a language model is initialised to 0.
     model_path: str | None = None
     optimizer: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
-    # Activations that backward recomputes: none, those of attention (selective), or those of whole layers (full).
+    # Activations that backward recomputes: none, those of parts of a layer (selective), or those of whole layers
+    # (full); which parts and layers, actor.recompute_modules, recompute_layers and recompute_unit say.
     recompute: Literal["none", "selective", "full"] = "none"
     # Tokens in one micro-batch on one data-parallel rank; null: actor.micro_batch_tokens.
     micro_batch_tokens: int | None = setting(None, AT_LEAST_1)

@@ -15,12 +15,12 @@ from megarl.config.generation import (
     SyncConfig,
     ValidationConfig,
 )
+from megarl.config.layout import LayoutConfig
 from megarl.config.models import (
     ActorConfig,
     CriticConfig,
     CriticOptimizerConfig,
     HeadConfig,
-    LayoutConfig,
     ModelConfig,
     MoeConfig,
     OptimizerConfig,

@@ -3,7 +3,8 @@
 All rows have full length, and nothing overlaps. n: tokens of all rows; F: FLOPs of a forward pass over them; m: micro-
 batches of a replica per optimizer step; b = 2 bytes; h: hidden size; L: layers; g: devices that train.
 
-    compute     (E·(3 + r) + s)·F·imbalance / (g · FLOP/s)      E epochs, r: 1 with full recompute, s forward passes,
+    compute     (E·(3 + r) + s)·F·imbalance / (g · FLOP/s)      E epochs, r: share of a forward pass that backward
+                                                                computes again, s forward passes,
                                                                 imbalance: layers of the longest stage · pp / L
     tp, cp, ep  c passes over a rank's n·b/(dp·cp) · L/pp bytes, c = E·(2 + r) + s, each moving
                 tp: (4·h + g)·(tp − 1)/tp (two all-reduces; g: query, key and value sizes, which are gathered if tp
@@ -29,6 +30,7 @@ import math
 from dataclasses import dataclass, field
 
 from megarl.config.batches import batch_counts, max_row_tokens
+from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import Config, LayoutConfig
 from megarl.plan.memory import DTYPE_BYTES, gradient_bytes
 from megarl.plan.run_plan import DevicePlan, EnginePlan, ShardPlan
@@ -119,10 +121,12 @@ def train_parts(
 ) -> dict[str, float]:
     """Estimate the seconds that parts of the training of a step take."""
     layout, counts, row = config.actor.layout, batch_counts(config), max_row_tokens(config)
-    dtype_bytes, recomputed = DTYPE_BYTES[config.model.dtype], config.actor.recompute == "full"
+    mine = [shard for shard in shards if shard.role == "actor"]
+    chunk = max(shard.num_layers for shard in mine) / layout.virtual_pp
+    recomputed = recomputed_share(config.actor, dims, num_tokens=row, chunk_layers=chunk)
+    dtype_bytes = DTYPE_BYTES[config.model.dtype]
     epochs, rows = config.trainer.num_epochs, counts.rows_per_step
     flops = rows * forward_flops(dims, num_tokens=row, num_head_tokens=config.rollout.max_response_tokens)
-    mine = [shard for shard in shards if shard.role == "actor"]
     imbalance = max(shard.num_layers for shard in mine) * layout.pp / dims.num_layers
     passes = epochs * (FORWARD_AND_BACKWARD + recomputed) + num_forward_passes
     # Numbers that a rank exchanges per hidden element of its tokens, in all passes and layers of its stage.
@@ -149,6 +153,30 @@ def train_parts(
         + hardware.seconds(each * num_experts * (expert_replicas - 1) / expert_replicas, expert_replicas, ep)
     )
     return {name: seconds for name, seconds in parts.items() if seconds}
+
+
+def recomputed_share(recompute: RecomputeConfig, dims: Dims, *, num_tokens: int, chunk_layers: float) -> float:
+    """Return the share of the layers' forward pass over rows of `num_tokens` tokens that backward computes again.
+
+    chunk_layers: the layers of a model chunk. Norms and other element-wise work cost nothing.
+    """
+    if recompute.recompute == "full":
+        return min(1.0, (recompute.recompute_layers or chunk_layers) / chunk_layers)
+    experts, latent = dims.experts, dims.latent
+    num_sparse = len(experts.layers) if experts else 0
+    # Multiplications per token in all layers.
+    products = {"mlp": 3 * dims.hidden * dims.ffn * (dims.num_layers - num_sparse)}
+    if experts is not None:
+        products["shared_experts"] = 3 * dims.hidden * experts.shared_ffn * num_sparse
+        routed = dims.hidden * (3 * experts.per_token * experts.ffn + experts.num) * num_sparse
+        products["moe"] = routed + products["shared_experts"]
+    if latent is not None:
+        heads = latent.q_latent * dims.dim("q") + latent.kv_latent * dims.dim("keys_and_values")
+        products["mla_up_proj"] = heads * dims.num_layers
+    products["core_attn"] = dims.num_layers * dims.dim("q") * num_tokens
+    modules = recompute.modules_of(has_dense=num_sparse < dims.num_layers, has_experts=num_sparse > 0)
+    flops = 2 * num_tokens * sum(products.get(name, 0) for name in modules)
+    return flops / forward_flops(dims, num_tokens=num_tokens, num_head_tokens=0)
 
 
 def bubble(layout: LayoutConfig, micro_batches: int) -> float:

@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 from megarl.config.batches import batch_counts, max_row_tokens
+from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import LayoutConfig
 from megarl.forecast.search import LayoutChoice, LayoutSearch, find_layouts
 from megarl.host.streams import print_lines
@@ -76,8 +77,14 @@ def settings_of(choice: LayoutChoice) -> dict[str, Mapping[str, object]]:
     place: dict[str, object] = {"mode": placement.mode, "offload": placement.offload}
     places = ("trainer",) if placement.mode == "colocated" else ("trainer", "engines")
     place |= {name: asdict(getattr(placement, name)) for name in places}
+    recompute = {each.name: getattr(actor, each.name) for each in fields(RecomputeConfig)}
+    defaults = asdict(RecomputeConfig())
     found: dict[str, Mapping[str, object]] = {
-        "actor": {"layout": _changed(actor.layout), "recompute": actor.recompute},
+        "actor": {
+            "layout": _changed(actor.layout),
+            "recompute": actor.recompute,
+            **{name: value for name, value in recompute.items() if value != defaults[name]},
+        },
         "rollout": rollout,
         "placement": place,
     }
@@ -112,6 +119,8 @@ def _flow(value: object) -> str:
     """Write settings in YAML's flow style."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_flow(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_flow, value))}]"
     return json.dumps(value) if isinstance(value, bool) else str(value)
 
 
@@ -121,7 +130,7 @@ def _cells(search: LayoutSearch, choice: LayoutChoice) -> tuple[str, ...]:
     host = host_bytes(search, choice)
     return (
         layout_text(config.actor.layout),
-        config.actor.recompute,
+        config.actor.in_words(),
         placement,
         choice.engine.layout,
         f"{choice.peak / GIB:.1f}",

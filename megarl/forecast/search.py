@@ -1,10 +1,11 @@
 """Search for the layouts of a model that fit a number of GPUs, by the memory of `--dry-run`, and rank them by cost."""
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from megarl.algos.build import algorithm_of
 from megarl.cluster.roles import by_layout, roles_of
@@ -14,6 +15,7 @@ from megarl.config.check_model import check_experts, check_model, check_stages, 
 from megarl.config.generation import NodesConfig, PlacementConfig
 from megarl.config.load import PACKAGED, with_overrides
 from megarl.config.parse import from_dict
+from megarl.config.recompute import RecomputeConfig, RecomputedModule
 from megarl.config.schema import Config, LayoutConfig
 from megarl.errors import ConfigError
 from megarl.forecast.costs import Hardware, StepCost, step_cost
@@ -28,8 +30,14 @@ PUBLISHED = PACKAGED / "model" / "hf"
 _PROMPTS_PER_GPU, _LEAST_PROMPTS, _MINI_BATCHES = 8, 256, 4
 # Rows up to so many tokens are not split over context-parallel ranks.
 _SHORT_ROW = 16384
-# The first that fits is taken: recomputing costs a third more.
-_RECOMPUTE: tuple[Literal["none", "full"], ...] = ("none", "full")
+# Parts of layers that backward may compute again, if the model has them.
+_PARTS: tuple[tuple[RecomputedModule, ...], ...] = (
+    ("moe_act", "layernorm"),
+    ("mla_up_proj",),
+    ("mlp",),
+    ("moe",),
+    ("moe", "mla_up_proj"),
+)
 _SIZES, _MOST_STAGES = (1, 2, 4, 8, 16, 32, 64), 16
 
 
@@ -146,12 +154,9 @@ def find_layouts(search: LayoutSearch, *, most: int) -> list[LayoutChoice]:
     limit = FILL * search.device_bytes
     for place in _places(search):
         for layout in _layouts(search, place.trainers):
-            for recompute in _RECOMPUTE:
-                config = _with_trainer(search, place, layout, recompute)
-                fitting = list(_with_engines(search, config, place, limit, trainers))
-                if fitting:
-                    found.append(min(fitting, key=lambda choice: choice.cost.total))
-                    break
+            fitting = _fitting(search, place, layout, limit, trainers)
+            if fitting:
+                found.append(min(fitting, key=lambda choice: choice.cost.total))
     best = list(itertools.islice(_sound(search, sorted(found, key=lambda choice: choice.cost.total)), most))
     if best:
         return best
@@ -162,6 +167,35 @@ def find_layouts(search: LayoutSearch, *, most: int) -> list[LayoutChoice]:
         f"GPU; the trainer needs at least {trainer} per GPU, and an engine {weights / 2**30:.1f} GiB for its weights; "
         "give more GPUs, GPUs with more memory (--device-gib), or more of them per node (--gpus-per-node)"
     )
+
+
+def _fitting(
+    search: LayoutSearch, place: _Place, layout: LayoutConfig, limit: float, trainers: list[int]
+) -> list[LayoutChoice]:
+    """Return the choices that fit with this layout, with each way to recompute that may be the cheapest.
+
+    Nothing if that fits; else parts of layers, or the fewest whole layers. trainers: as for `_with_engines`.
+    """
+
+    def choices(**recompute: Any) -> list[LayoutChoice]:
+        config = _with_trainer(search, place, layout, RecomputeConfig(**recompute))
+        return list(_with_engines(search, config, place, limit, trainers))
+
+    if found := choices():
+        return found
+    found = choices(recompute="full")
+    if not found:
+        return []
+    dims = search.spec.dims
+    most = max(map(max, layout.chunk_layers(dims.num_layers)))
+    fewest = bisect_left(range(1, most), True, key=lambda n: bool(choices(recompute="full", recompute_layers=n))) + 1
+    if fewest < most:
+        found += choices(recompute="full", recompute_layers=fewest)
+    present = {"mlp": dims.experts is None, "mla_up_proj": dims.latent is not None}
+    for parts in _PARTS:
+        if all(present.get(part, dims.experts is not None) for part in parts):
+            found += choices(recompute="selective", recompute_modules=parts)
+    return found
 
 
 def _engine_sizes(search: LayoutSearch, gpus: int) -> list[int]:
@@ -228,9 +262,7 @@ def _layouts(search: LayoutSearch, gpus: int) -> Iterator[LayoutConfig]:
             yield layout
 
 
-def _with_trainer(
-    search: LayoutSearch, place: _Place, layout: LayoutConfig, recompute: Literal["none", "full"]
-) -> Config:
+def _with_trainer(search: LayoutSearch, place: _Place, layout: LayoutConfig, recompute: RecomputeConfig) -> Config:
     """Return the settings of a run with this trainer; with engines apart as in configs/schedule/one_step_off.yaml."""
     base = search.base
 
@@ -246,7 +278,10 @@ def _with_trainer(
         base = replace(
             base, rollout=replace(base.rollout, schedule=schedule), algo=replace(base.algo, correction=correction)
         )
-    return replace(base, actor=replace(base.actor, layout=layout, recompute=recompute), placement=placement)
+    actor = replace(
+        base.actor, layout=layout, **{each.name: getattr(recompute, each.name) for each in fields(recompute)}
+    )
+    return replace(base, actor=actor, placement=placement)
 
 
 def _with_engines(

@@ -16,7 +16,7 @@ from megarl.errors import ConfigError
 from megarl.host.device.platform import TESTED_MEGATRON, platform
 
 if TYPE_CHECKING:
-    from megarl.config.models import LayoutConfig
+    from megarl.config.layout import LayoutConfig
     from megarl.weights.dims import Dims
 
 
@@ -106,6 +106,11 @@ def prepare_megatron() -> None:
         from megarl.parallel import plain_adam
 
         plain_adam.install()
+    if not BACKENDS[platform().name].uses_transformer_engine:
+        from megatron.core.tensor_parallel import CheckpointWithoutOutput
+
+        # Megatron takes its own default, False, for a recipe of float8, and asks Transformer Engine about it.
+        CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
 @functools.cache

@@ -34,13 +34,14 @@ from megarl.parallel.moe.router import moe_layers
 from megarl.parallel.moe.setup import expert_options
 from megarl.parallel.packing import Pack
 from megarl.types.messages import Head
+from megarl.weights.dims import Dims
 from megarl.weights.families import ModelSpec
 from megarl.weights.rope import YarnRope
 from megarl.weights.rules import Activation
 from megarl.weights.safetensors_map import dtype_of, map_model, model_files
 from megarl.weights.shards import padded_vocab
 from megarl.weights.slices import ShardPosition, Slice, load_slices, shard_slices
-from megarl.weights.tables import VALUE_HEAD
+from megarl.weights.tables import VALUE_HEAD, Layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +255,8 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return Megatron's TransformerConfig for a model under a parallel layout."""
     dims, family, parallel = spec.dims, spec.family, layout.config
+    backend, experts = BACKENDS[platform().name].options, expert_options(dims, parallel, actor.moe)
+    grouped = {**backend, **experts}.get("moe_grouped_gemm", False)
     return (TransformerConfig if dims.latent is None else MLATransformerConfig)(
         num_layers=dims.num_layers,
         hidden_size=dims.hidden,
@@ -275,6 +278,7 @@ def transformer_config(
         virtual_pipeline_model_parallel_size=parallel.virtual_pp if parallel.virtual_pp > 1 else None,
         num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
         num_layers_in_last_pipeline_stage=parallel.last_stage_layers,
+        pipeline_model_parallel_layout=parallel.pipeline_layout,
         context_parallel_size=parallel.cp,
         # Packs differ in length, which `KnownShapes` looks up.
         variable_seq_lengths=parallel.pp > 1,
@@ -282,7 +286,7 @@ def transformer_config(
         batch_p2p_comm=not parallel.overlap_p2p,
         # Waiting for the device after each exchange was for faults of early versions of torch.
         batch_p2p_sync=False,
-        **_RECOMPUTE[actor.recompute],
+        **_recompute_options(actor, dims, groups_experts=grouped),
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -294,13 +298,27 @@ def transformer_config(
         **{
             # Megatron's default is refused for dense models too.
             "moe_token_dispatcher_type": "alltoall",
-            **BACKENDS[platform().name].options,
+            **backend,
             **(_INVARIANT if batch_invariant else {}),
             **_ACTIVATIONS[family.activation],
             **latent_options(spec),
-            **expert_options(dims, parallel, actor.moe),
+            **experts,
         },
     )
+
+
+def _recompute_options(actor: ActorConfig, dims: Dims, *, groups_experts: bool) -> dict[str, Any]:
+    """Return the fields of Megatron's configuration for what backward computes again."""
+    if actor.recompute == "full":
+        method, count = "uniform", actor.recompute_unit
+        if actor.recompute_layers is not None:
+            method, count = "block", actor.recompute_layers
+        return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": count}
+    kinds = {dims.kind_of(layer) for layer in range(dims.num_layers)}
+    modules = actor.modules_of(has_dense=Layers.DENSE in kinds, has_experts=Layers.EXPERTS in kinds)
+    # Megarl's CPU layers have no grouped GEMMs, within which alone Megatron recomputes these.
+    modules = tuple(name for name in modules if name != "moe_act" or groups_experts)
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)} if modules else {}
 
 
 # `make_batch_invariant` needs these as well.
@@ -317,9 +335,4 @@ _ACTIVATIONS: dict[Activation, dict[str, Any]] = {
         "activation_func": functools.partial(F.gelu, approximate="tanh"),
         "bias_activation_fusion": False,
     },
-}
-_RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }

@@ -38,7 +38,7 @@ def plan_shard(
             spec.dims,
             layout,
             stage,
-            recompute=settings.recompute,
+            recompute=settings,
             num_tokens=num_tokens,
             num_micro_batches=num_micro_batches,
             dtype_bytes=dtype_bytes,

@@ -14,8 +14,12 @@
     where layers have experts of which a token sees e
                  f = e · the width of an expert + that of shared ones, and 2·e·b·T·h·etp/tp more: what goes into
                  and comes out of experts, if all are used alike
-    with full recompute
-                 b·T·h/s per layer, and one layer's activations while it is recomputed
+    with full recompute of n of a chunk's L layers, or of units of u layers
+                 b·T·h/s for each of the n, or for every u-th layer, and the activations of what is recomputed at once
+    with selective recompute, less of each layer, and once what one layer has less:
+                 mlp 3·b·T·f/tp; moe the same and what goes into and comes out of experts; shared_experts 3·b·T·(their
+                 width)/tp; moe_act b·T·e·(width)/tp; layernorm b·T·h/s for the norm before experts, and as much with
+                 latent attention; mla_up_proj b·T·(2q + 3k)/tp; core_attn nothing
     head         b·c·V/tp + b·T·h
                  c rows of logits (all T where the regime keeps them for backward), and the hidden states that
                  the head reads, which their gradients overwrite; those of the output weight are summed where the others
@@ -27,13 +31,15 @@
 
 The activations are those that fused kernels keep: inputs of both norms and of the matrix products that follow
 (4h/s); the split heads before and after the rotary embedding, and the attention's output (3q + 3k); the MLP's gate,
-up and product (3f). Attention scores are never kept, so `selective` recompute keeps as much as `none`. A method as in
-Korthikanti et al. 2022 (arXiv:2205.05198). Not counted: the libraries' own workspaces, communication buffers and
-fragmentation, which take some GiB on a GPU. Megatron's unfused layers on the CPU keep more.
+up and product (3f). Attention scores are never kept. A method as in Korthikanti et al. 2022 (arXiv:2205.05198). Not
+counted: the libraries' own workspaces, communication buffers and fragmentation, which take some GiB on a GPU.
+Megatron's unfused layers on the CPU keep more.
 """
 
+from collections.abc import Collection
 from math import ceil
 
+from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import HeadConfig, LayoutConfig, OptimizerConfig
 from megarl.parallel.head.regime import Regime, automatic_chunk, choose_regime
 from megarl.weights.families import Dims
@@ -87,6 +93,26 @@ def layer_activation_bytes(dims: Dims, layout: LayoutConfig, *, num_tokens: int,
     return dtype_bytes * num_tokens * (4 * dims.hidden // split + dispatched + wide // layout.tp)
 
 
+def recomputed_bytes(
+    dims: Dims, layout: LayoutConfig, modules: Collection[str], *, num_tokens: int, dtype_bytes: int
+) -> int:
+    """Return the bytes that one layer does not keep for backward because these parts of it are recomputed."""
+    experts, q, kv, split = dims.experts, dims.dim("q"), dims.dim("kv"), layout.tp if layout.sequence_parallel else 1
+    routed, width, shared = (experts.per_token, experts.ffn, experts.shared_ffn) if experts else (0, 0, 0)
+    num_norms = (experts is not None) + (dims.latent is not None)
+    elements = {
+        # Layers of a model with experts are all counted as if they had some.
+        "mlp": 0 if experts else 3 * dims.ffn // layout.tp,
+        "moe": (3 * (routed * width + shared) + 2 * routed * dims.hidden * layout.etp) // layout.tp,
+        "shared_experts": 3 * shared // layout.tp,
+        "moe_act": routed * width // layout.tp,
+        "layernorm": num_norms * dims.hidden // split,
+        "mla_up_proj": (2 * q + 3 * kv) // layout.tp,
+        "core_attn": 0,
+    }
+    return dtype_bytes * num_tokens * sum(elements[name] for name in modules)
+
+
 def num_kept_layers(layout: LayoutConfig, stage: int, num_layers: int, num_micro_batches: int) -> int:
     """Count the layer activations that a pipeline stage keeps: its layers × its micro-batches in flight (1F1B)."""
     if layout.virtual_pp == 1:
@@ -100,7 +126,7 @@ def activation_bytes(
     layout: LayoutConfig,
     stage: int,
     *,
-    recompute: str,
+    recompute: RecomputeConfig,
     num_tokens: int,
     num_micro_batches: int,
     dtype_bytes: int,
@@ -109,10 +135,17 @@ def activation_bytes(
     num_layers = num_stage_layers(layout, dims.num_layers)[stage]
     layer = layer_activation_bytes(dims, layout, num_tokens=num_tokens, dtype_bytes=dtype_bytes)
     kept = num_kept_layers(layout, stage, num_layers, num_micro_batches)
-    if recompute != "full":
-        return kept * layer
+    if recompute.recompute != "full":
+        modules = recompute.modules_of(has_dense=dims.experts is None, has_experts=dims.experts is not None)
+        saved = recomputed_bytes(dims, layout, modules, num_tokens=num_tokens, dtype_bytes=dtype_bytes)
+        return kept * (layer - saved) + saved
     split = layout.tp if layout.sequence_parallel else 1
-    return kept * dtype_bytes * num_tokens * dims.hidden // split + layer
+    of_input = dtype_bytes * num_tokens * dims.hidden // split
+    if recompute.recompute_layers is not None:
+        # As many in each chunk, of which several are in flight.
+        inputs = kept * min(1.0, recompute.recompute_layers * layout.virtual_pp / num_layers)
+        return int(inputs * of_input + (kept - inputs) * layer) + layer
+    return kept // recompute.recompute_unit * of_input + recompute.recompute_unit * layer
 
 
 def head_bytes(

@@ -38,11 +38,7 @@ def groups_of(layout: LayoutConfig, axis: str) -> list[list[int]]:
 
 def num_stage_layers(layout: LayoutConfig, num_layers: int) -> list[int]:
     """Return the number of layers of every pipeline stage, over all its virtual chunks."""
-    named = {0: layout.first_stage_layers, layout.pp - 1: layout.last_stage_layers}
-    fixed = {stage: count for stage, count in named.items() if count is not None}
-    others = layout.pp - len(fixed)
-    share = (num_layers - sum(fixed.values())) // others if others else 0
-    return [fixed.get(stage, share) for stage in range(layout.pp)]
+    return [sum(counts) for counts in zip(*layout.chunk_layers(num_layers), strict=True)]
 
 
 def padded_vocab(vocab: int, layout: LayoutConfig, vocab_multiple: int) -> int:
@@ -96,13 +92,12 @@ def num_local_experts(spec: ModelSpec, layout: LayoutConfig) -> int:
 
 def stage_layers(layout: LayoutConfig, num_layers: int, stage: int) -> list[int]:
     """List the layers of a pipeline stage. Under virtual pipelining, its chunk c is the (c·pp + stage)-th block."""
-    counts = num_stage_layers(layout, num_layers)
-    if layout.virtual_pp == 1:
-        first = sum(counts[:stage])
-        return list(range(first, first + counts[stage]))
-    size = counts[stage] // layout.virtual_pp
-    starts = [(chunk * layout.pp + stage) * size for chunk in range(layout.virtual_pp)]
-    return [start + i for start in starts for i in range(size)]
+    layers, first = list[int](), 0
+    for counts in layout.chunk_layers(num_layers):
+        before = first + sum(counts[:stage])
+        layers += range(before, before + counts[stage])
+        first += sum(counts)
+    return layers
 
 
 def is_on_stage(rule: WeightRule, spec: ModelSpec, layout: LayoutConfig, stage: int, scalar_head: bool) -> bool:

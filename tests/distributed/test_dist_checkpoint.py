@@ -125,11 +125,17 @@ def test_one_rank_continues_as_tp2_and_dp2(
 
 
 @pytest.mark.long
-def test_virtual_stages_continue_as_plain_ones(rank_pool: Pools, tmp_path: Path) -> None:
-    sizes = TinyModelConfig(hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=96)
+@pytest.mark.parametrize(("num_layers", "pipeline_layout"), [(4, None), (6, "Et|tt|tt|tL")])
+def test_virtual_stages_continue_as_plain_ones(
+    rank_pool: Pools, tmp_path: Path, num_layers: int, pipeline_layout: str | None
+) -> None:
+    sizes = TinyModelConfig(
+        hidden_size=64, num_layers=num_layers, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=96
+    )
     make_tiny_model(tmp_path / "model", sizes, seed=0)
     model = ModelConfig(path=str(tmp_path / "model"), dtype="float32")
-    virtual, saved = actor_config(LayoutConfig(pp=2, virtual_pp=2, overlap_p2p=True)), tmp_path / "saved"
+    layout = LayoutConfig(pp=2, virtual_pp=2, overlap_p2p=True, pipeline_layout=pipeline_layout)
+    virtual, saved = actor_config(layout), tmp_path / "saved"
     expected = save(rank_pool, virtual, model, saved, portable=True)
     assert load(rank_pool, virtual, model, saved, same_layout=True) == expected
     assert_close(load(rank_pool, actor_config(PP2), model, saved, same_layout=False), expected)

@@ -20,11 +20,14 @@ LAYOUTS = {
     "tp2-sp": LayoutConfig(tp=2, sequence_parallel=True, dp=2),
     "pp2": LayoutConfig(pp=2, first_stage_layers=3, dp=2),
     "tp2-pp2": LayoutConfig(tp=2, pp=2, first_stage_layers=3),
+    "pp2-vpp2": LayoutConfig(pp=2, virtual_pp=2, overlap_p2p=True, pipeline_layout="Et|tt|t|tL", dp=2),
 }
 # Untied embeddings with sequence parallelism, and for a family with biases and one that scales its embeddings tied ones
 # where they are split and lie on two stages; the rest is long. Mistral's layers are Llama's.
 TIED = ("qwen2", "gemma")
 QUICK = {(name, name in TIED, "tp2-pp2" if name in TIED else "tp2-sp") for name in DENSE if name != "mistral"}
+# And uneven chunks.
+QUICK.add(("mistral", True, "pp2-vpp2"))
 CASES = [
     pytest.param(
         name,

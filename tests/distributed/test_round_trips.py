@@ -25,6 +25,7 @@ LAYOUTS = {
     "tp1": LayoutConfig(),
     "tp2-pp2": LayoutConfig(tp=2, pp=2, first_stage_layers=3, sequence_parallel=True),
     "pp2-vpp2": LayoutConfig(pp=2, virtual_pp=2, overlap_p2p=True),
+    "pp2-vpp2-uneven": LayoutConfig(pp=2, virtual_pp=2, overlap_p2p=True, pipeline_layout="Et|tt|t|tL"),
     "tp2-ep2": LayoutConfig(tp=2, ep=2, sequence_parallel=True),
     "tp4": LayoutConfig(tp=4, sequence_parallel=True),
 }
@@ -34,8 +35,8 @@ CHANGES = {
     # Four ranks share one key/value head and have 2.5 of a group's 10 heads.
     "tp4": {"num_attention_heads": 8, "num_key_value_heads": 1},
 }
-OF_DENSE = ("tp1", "tp2-pp2", "pp2-vpp2")
-QUICK = [("deepseek_v2", False, "tp2-ep2"), ("qwen3", True, "tp4")]
+OF_DENSE = ("tp1", "tp2-pp2", "pp2-vpp2", "pp2-vpp2-uneven")
+QUICK = [("deepseek_v2", False, "tp2-ep2"), ("qwen3", True, "tp4"), ("qwen3", False, "pp2-vpp2-uneven")]
 CASES = [
     *((name, tied, layout) for name in DENSE for tied in (True, False) for layout in OF_DENSE),
     *((name, tied, layout) for name in WITH_EXPERTS for tied in (True, False) for layout in (*OF_DENSE, "tp2-ep2")),

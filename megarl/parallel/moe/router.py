@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.random import checkpoint, get_cuda_rng_tracker
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -93,8 +94,35 @@ class PackRouter(TopKRouter):
         return values.chunk(self.tp_group.size())[self.tp_group.rank()]
 
 
+class RoutedExperts(MoELayer):
+    """Megatron's mixture-of-experts layer; where backward computes it again, its router is told the same pack."""
+
+    recomputed: bool
+
+    def forward(self, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        if not (self.recomputed and self.training and torch.is_grad_enabled()):
+            return super().forward(hidden_states, *arguments, **named)
+        pack, compute = self.router.pack, super().forward
+
+        def compute_for_pack(hidden: torch.Tensor) -> Any:
+            self.router.pack = pack
+            return compute(hidden, *arguments, **named)
+
+        if self.config.fp8:
+            from megatron.core.extensions.transformer_engine import te_checkpoint
+
+            return te_checkpoint(compute_for_pack, False, get_cuda_rng_tracker, self.tp_group, hidden_states)
+        return checkpoint(compute_for_pack, False, hidden_states)
+
+
 class RoutedLayer(TransformerLayer):
     """A decoder layer with experts that passes the current pack to its router before each forward."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        # Not in the spec: Megatron gives its groups only to layers of classes that it knows.
+        self.mlp.__class__ = RoutedExperts
+        self.mlp.recomputed, self.mlp.moe_layer_recompute = self.mlp.moe_layer_recompute, False
 
     def forward(self, *arguments: Any, packed_seq_params: PackedSeqParams | None = None, **named: Any) -> Any:
         assert isinstance(packed_seq_params, PackSeqParams)

@@ -30,6 +30,7 @@ LAYOUTS = [
     LayoutConfig(pp=2, virtual_pp=2),
     LayoutConfig(tp=2, pp=2, dp=2),
     LayoutConfig(pp=2, first_stage_layers=1),
+    LayoutConfig(pp=2, pipeline_layout="Ettt|tL"),
 ]
 
 

@@ -5,7 +5,9 @@ import re
 import pytest
 
 from megarl.config.check_model import check_stages
-from megarl.config.schema import LayoutConfig
+from megarl.config.parse import from_dict
+from megarl.config.schema import Config, LayoutConfig
+from megarl.config.setting import check_values
 from megarl.errors import ConfigError
 
 
@@ -27,7 +29,21 @@ from megarl.errors import ConfigError
         ),
         (
             LayoutConfig(pp=4, virtual_pp=2, last_stage_layers=1),
-            "x.last_stage_layers: uneven stages do not combine with virtual_pp=2; remove one of them",
+            "x.last_stage_layers: uneven stages do not combine with virtual_pp=2; remove one of them, or set "
+            "x.pipeline_layout instead",
+        ),
+        (
+            LayoutConfig(pipeline_layout="EttL"),
+            "x.pipeline_layout: got EttL with pp=1, but there is only one stage; remove it or set x.pp >= 2",
+        ),
+        (
+            LayoutConfig(pp=2, pipeline_layout="Et|tL", first_stage_layers=1),
+            "x.first_stage_layers: is set, but x.pipeline_layout says it too; remove one of them",
+        ),
+        (
+            LayoutConfig(pp=2, virtual_pp=2, pipeline_layout="E(t|)*2L", overlap_p2p=True),
+            "x.pipeline_layout: got E(t|)*2L, whose chunks have 1, 1, 0 layers, expected at least one in each of "
+            "pp 2 × virtual_pp 2 = 4; change one of them",
         ),
         (
             LayoutConfig(pp=2, virtual_pp=2),
@@ -48,6 +64,7 @@ def test_unsound_layouts(layout: LayoutConfig, message: str) -> None:
         LayoutConfig(pp=2, virtual_pp=2, overlap_p2p=True),
         LayoutConfig(pp=4, virtual_pp=2),
         LayoutConfig(pp=2, first_stage_layers=3),
+        LayoutConfig(pp=2, virtual_pp=2, overlap_p2p=True, pipeline_layout="Ettt|(t|)*2,t*2L"),
     ],
 )
 def test_sound_layouts(layout: LayoutConfig) -> None:
@@ -63,6 +80,7 @@ def test_sound_layouts(layout: LayoutConfig) -> None:
         (LayoutConfig(pp=2, first_stage_layers=2, last_stage_layers=3), 5),
         (LayoutConfig(pp=4, first_stage_layers=1, last_stage_layers=2), 9),
         (LayoutConfig(pp=2, virtual_pp=2), 8),
+        (LayoutConfig(pp=2, virtual_pp=2, pipeline_layout="Ettt|(t|)*2,t*2L"), 7),
     ],
 )
 def test_layers_that_fill_the_stages(layout: LayoutConfig, num_layers: int) -> None:
@@ -98,3 +116,18 @@ def test_layers_that_do_not(layout: LayoutConfig, num_layers: int, message: str)
     remedy = "set x.first_stage_layers or last_stage_layers so that the rest divides evenly"
     with pytest.raises(ConfigError, match=f"^{re.escape(f'x: {message}; {remedy}')}$"):
         check_stages(layout, {"num_hidden_layers": num_layers}, "x")
+
+
+def test_a_pipeline_layout_has_all_layers() -> None:
+    layout = LayoutConfig(pp=2, pipeline_layout="Ett|ttL")
+    message = "x.pipeline_layout: got Ett|ttL with 4 layers, expected the model's num_hidden_layers=5; change it"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        check_stages(layout, {"num_hidden_layers": 5}, "x")
+
+
+@pytest.mark.parametrize("text", ["tt|ttL", "Ett|tt", "Ett|mttL", "E|L(tt)"])
+def test_a_pipeline_layout_is_in_megatrons_notation(text: str) -> None:
+    tree = {"actor": {"layout": {"pp": 2, "pipeline_layout": text}}}
+    message = f"actor.layout.pipeline_layout: got {text!r}, expected a layout such as Ett|(ttt|)*2tL"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        check_values(from_dict(Config, tree), ("actor",))

@@ -10,9 +10,10 @@ import pytest
 
 from megarl.cli import main
 from megarl.config import from_dict, load_config
+from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import Config, LayoutConfig
 from megarl.errors import ConfigError
-from megarl.forecast.costs import Hardware, bubble, generate_parts, read_share, train_parts
+from megarl.forecast.costs import Hardware, bubble, generate_parts, read_share, recomputed_share, train_parts
 from megarl.forecast.plan_layouts import host_bytes, layout_text, settings_of
 from megarl.forecast.search import LayoutChoice, LayoutSearch, find_layouts, new_search
 from megarl.plan.build import plan_run
@@ -41,7 +42,7 @@ def row_of(nodes: int, model: str, search: LayoutSearch, choice: LayoutChoice) -
         str(nodes),
         model,
         layout_text(choice.config.actor.layout),
-        choice.config.actor.recompute,
+        choice.config.actor.in_words(),
         choice.engine.layout,
         f"{update:.1f}",
         f"{generate:.1f}",
@@ -166,6 +167,29 @@ def test_ranks_that_share_key_value_heads_gather_all_heads(tmp_path: Path) -> No
     shards = list(plan_run(config).shards)
     parts = train_parts(config, dims, shards, micro_batches=8, num_forward_passes=1, hardware=UNIT)
     assert parts["tp"] == 3 * 32 * 12 * 2 * 4 * (4 * 8 + 8 + 2 * 4) * 3 / 4
+
+
+def test_shares_that_are_computed_again_by_hand(tmp_path: Path) -> None:
+    """Four layers: of the products 2·12·(192 + 288) the MLPs are 288/480; attention, 2·8·12² per layer, is no part."""
+    dims = read_model_spec(write_config(tmp_path)).dims
+    forward = 4 * (2 * 12 * (192 + 288) + 2 * 8 * 12**2)
+
+    def share(**recompute: Any) -> float:
+        return recomputed_share(RecomputeConfig(**recompute), dims, num_tokens=12, chunk_layers=4)
+
+    assert (share(), share(recompute="full"), share(recompute="full", recompute_layers=3)) == (0, 1, 0.75)
+    assert share(recompute="selective") == pytest.approx(4 * 2 * 12 * 288 / forward)
+    assert share(recompute="selective", recompute_modules=("layernorm",)) == 0
+
+
+def test_no_more_is_recomputed_than_makes_room() -> None:
+    """Qwen3-32B at tp 4 × pp 4 on 32 GPUs: four of a stage's 16 layers, with three of them it would not fit."""
+    search = search_for("qwen3-32b", 32)
+    first = find_layouts(search, most=1)[0]
+    assert first.config.actor.in_words() == "full, 4 layers"
+    fewer = replace(first.config, actor=replace(first.config.actor, recompute_layers=3))
+    plan = plan_run(fewer, device_bytes=80 * GIB)
+    assert max(phase.total for device in plan.devices for phase in device.phases.values()) > 0.9 * 80 * GIB
 
 
 def test_gradients_of_replicas_by_hand(tmp_path: Path) -> None:

@@ -1,7 +1,11 @@
 """Memory formulae on sizes that can be worked out by hand."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import HeadConfig, LayoutConfig, OptimizerConfig
 from megarl.plan.memory import (
     activation_bytes,
@@ -11,9 +15,12 @@ from megarl.plan.memory import (
     layer_activation_bytes,
     num_kept_layers,
     optimizer_bytes,
+    recomputed_bytes,
     weight_bytes,
 )
-from megarl.weights.families import ModelSpec
+from megarl.weights.families import ModelSpec, read_model_spec
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_weights_gradients_and_optimizer() -> None:
@@ -65,10 +72,35 @@ def test_activations_with_and_without_recompute(small: ModelSpec) -> None:
     layout = LayoutConfig(pp=2)
     each = {"num_tokens": 10, "num_micro_batches": 5, "dtype_bytes": 2}
     # Two layers per stage, two micro-batches in flight on the first: four times one layer.
-    assert activation_bytes(small.dims, layout, 0, recompute="none", **each) == 4 * 2 * 10 * 104
-    assert activation_bytes(small.dims, layout, 0, recompute="selective", **each) == 4 * 2 * 10 * 104
+
+    def needed(**recompute: Any) -> int:
+        return activation_bytes(small.dims, layout, 0, recompute=RecomputeConfig(**recompute), **each)
+
+    assert needed() == 4 * 2 * 10 * 104
+    # Nothing of attention; of the MLP 3·12, once while it is recomputed.
+    assert needed(recompute="selective", recompute_modules=("core_attn",)) == 4 * 2 * 10 * 104
+    assert needed(recompute="selective") == 4 * 2 * 10 * (104 - 36) + 2 * 10 * 36
     # Layer inputs (8 elements per token) four times, and one layer in full.
-    assert activation_bytes(small.dims, layout, 0, recompute="full", **each) == 4 * 2 * 10 * 8 + 2 * 10 * 104
+    assert needed(recompute="full") == 4 * 2 * 10 * 8 + 2 * 10 * 104
+    # One of two layers, in both micro-batches; or two as one.
+    assert needed(recompute="full", recompute_layers=1) == 2 * 2 * 10 * 8 + 2 * 2 * 10 * 104 + 2 * 10 * 104
+    assert needed(recompute="full", recompute_unit=2) == 2 * 2 * 10 * 8 + 2 * 2 * 10 * 104
+
+
+def test_what_parts_of_layers_with_experts_save() -> None:
+    """Qwen3-30B-A3B, tp 2: hidden 2,048, of 128 experts of 768 each token sees 8."""
+    dims = read_model_spec(ROOT / "configs/model/hf/qwen3-30b-a3b").dims
+    layout = LayoutConfig(tp=2, sequence_parallel=True)
+
+    def saved(*modules: str) -> int:
+        return recomputed_bytes(dims, layout, modules, num_tokens=1, dtype_bytes=2)
+
+    assert saved("moe_act") == 2 * 8 * 768 // 2
+    assert saved("layernorm") == 2 * 2048 // 2
+    # Gate, up and product; and into and out of experts.
+    assert saved("moe") == 2 * (3 * 8 * 768 + 2 * 8 * 2048) // 2
+    assert saved("moe_act", "layernorm") == saved("moe_act") + saved("layernorm")
+    assert saved("mlp", "shared_experts", "core_attn") == 0
 
 
 def test_output_head(small: ModelSpec) -> None:

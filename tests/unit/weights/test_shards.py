@@ -13,6 +13,7 @@ from megarl.weights.shards import (
     num_stage_parameters,
     padded_vocab,
     place_of,
+    stage_layers,
 )
 
 CONFIGS = Path(__file__).parents[3] / "configs/model/hf"
@@ -45,10 +46,17 @@ def test_groups() -> None:
         (LayoutConfig(pp=3, first_stage_layers=3, last_stage_layers=1), [3, 8, 1]),
         (LayoutConfig(pp=2, first_stage_layers=7, last_stage_layers=5), [7, 5]),
         (LayoutConfig(pp=2, virtual_pp=3, overlap_p2p=True), [6, 6]),
+        (LayoutConfig(pp=2, virtual_pp=2, pipeline_layout="Et|(tttt|)*2,tttL"), [5, 7]),
     ],
 )
 def test_layers_of_stages(layout: LayoutConfig, expected: list[int]) -> None:
     assert num_stage_layers(layout, 12) == expected
+
+
+def test_layers_of_uneven_chunks() -> None:
+    """The first chunks of both stages, then their second ones, one after another."""
+    layout = LayoutConfig(pp=2, virtual_pp=2, pipeline_layout="Et|(tttt|)*2,tttL")
+    assert [stage_layers(layout, 12, stage) for stage in (0, 1)] == [[0, 5, 6, 7, 8], [1, 2, 3, 4, 9, 10, 11]]
 
 
 def test_vocabulary_padding() -> None:
