@@ -13,7 +13,7 @@ from megarl.algos.corrections import CORRECTION, compares_policies
 from megarl.algos.covariance import CHOSEN
 from megarl.algos.entropy import next_entropy_state
 from megarl.algos.kl import KL_CONTROLLERS, KL_ESTIMATORS, KLObservation, apply_kl_penalty
-from megarl.algos.masked import group_stats, kept, masked_sum, summary
+from megarl.algos.masked import group_stats, kept, masked_sum, token_summary
 from megarl.algos.mixed_groups import demonstration_mask
 from megarl.algos.off_policy import count_mixed
 from megarl.algos.policy_losses import POLICY_LOSSES, PolicyLoss
@@ -148,9 +148,9 @@ class ComposedAlgorithm:
             values = change.values
             quantities |= change.quantities
             metrics |= change.metrics
-        metrics |= summary("critic/advantages", values[mask])
-        if mask.any():
-            metrics["critic/advantages/std"] = float(values[mask].double().std(correction=0))
+        spread = token_summary("critic/advantages", values, mask)
+        metrics |= spread
+        if spread:
             metrics["critic/group_reward_std"] = float(group_stats(batch.rewards, batch.uids).std.mean())
         return Advantages(values=values, quantities=quantities, metrics=metrics)
 

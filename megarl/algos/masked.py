@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from megarl.types.batches import BLOCK_TOKENS
 
 
 def kept(values: Tensor, mask: Tensor) -> Tensor:
@@ -100,3 +103,29 @@ def summary(prefix: str, values: Tensor) -> dict[str, float]:
         return {}
     stats = {"mean": values.mean(), "max": values.max(), "min": values.min()}
     return {f"{prefix}/{name}": float(value.item()) for name, value in stats.items()}
+
+
+def token_summary(prefix: str, values: Tensor, mask: Tensor) -> dict[str, float]:
+    """Return the metrics `prefix`/{mean,max,min,std} of `values` [B, T] on the mask, or none if the mask is empty.
+
+    They are computed in float64, a block of rows at a time; std is the population's.
+
+    >>> token_summary("adv", tensor([[1.0, 3.0, 9.0]]), tensor([[True, True, False]]))
+    {'adv/mean': 2.0, 'adv/max': 3.0, 'adv/min': 1.0, 'adv/std': 1.0}
+    """
+    count, mean, squares, highest, lowest = 0, 0.0, 0.0, -np.inf, np.inf
+    num_rows = max(1, BLOCK_TOKENS // max(1, values.shape[-1]))
+    for block, marks in zip(values.split(num_rows), mask.split(num_rows), strict=True):
+        inside = block.numpy()[marks.numpy()].astype(np.float64)
+        if not inside.size:
+            continue
+        own = inside.mean()
+        highest, lowest = max(highest, inside.max()), min(lowest, inside.min())
+        # The squares around the mean of both parts (Chan et al.).
+        both = count + inside.size
+        squares += np.square(inside - own).sum() + (own - mean) ** 2 * count * inside.size / both
+        mean, count = mean + (own - mean) * inside.size / both, both
+    if not count:
+        return {}
+    stats = {"mean": mean, "max": highest, "min": lowest, "std": np.sqrt(squares / count)}
+    return {f"{prefix}/{name}": float(value) for name, value in stats.items()}

@@ -33,6 +33,9 @@ def weight_advantages(advantages: Tensor, batch: ScoredBatch, cfg: OffPolicyConf
     >>> weight_advantages(tensor([[1.0, 1.0], [-1.0, -1.0]]), batch, cfg).tolist()
     [[0.5, 1.0], [-1.0, -1.0]]
     """
+    if DEMONSTRATION not in batch.quantities:
+        weighted = advantages if cfg.policy_weight == 1 else cfg.policy_weight * advantages
+        return without_truncated(weighted, batch, cfg)
     demonstrated = demonstration_mask(batch)
     on_demonstration = advantages
     if cfg.prefix_reward is not None:

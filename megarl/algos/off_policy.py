@@ -16,7 +16,7 @@ from megarl.algos.policy_losses import PolicyLossInputs, clipped_surrogate
 from megarl.algos.prefixes import DEMONSTRATION
 from megarl.algos.reshape import demonstration_reshape, ratio_reshape
 from megarl.config.algo import OffPolicyConfig, PolicyLossConfig
-from megarl.types import Row, pad_rows
+from megarl.types import Row
 
 # Added to the demonstrator's probabilities before dividing by them.
 _PROBABILITY_EPS = 1e-6
@@ -137,19 +137,19 @@ def count_mixed(rows: Sequence[Row], cfg: OffPolicyConfig) -> MixedCounts:
     >>> count_mixed([row([1, 1, 1], demonstration=[1, 0, 0])], OffPolicyConfig()).num_demonstration_tokens
     1
     """
-    loss_mask = pad_rows([row.loss_mask for row in rows], dtype=torch.bool)
-    absent = np.empty(0, np.float32)
-    marks = pad_rows([row.quantities.get(DEMONSTRATION, absent) for row in rows], dtype=torch.bool)
-    demonstrated = torch.zeros_like(loss_mask)
-    demonstrated[:, : marks.shape[1]] = marks
-    demonstrated &= loss_mask
-    seen, num_imitated = loss_mask, 0
-    if cfg.loss == "sft":
-        masks = imitation_masks(loss_mask, demonstrated, cfg.sft_tokens)
-        seen, num_imitated = masks.policy, int(masks.imitated.sum())
+    num_rows, num_tokens, num_loss, num_demonstrated, num_imitated = 0, 0, 0, 0, 0
+    for row in rows:
+        own, given = row.num_loss_tokens, row.quantities.get(DEMONSTRATION)
+        marked = 0 if given is None else int(np.count_nonzero(row.loss_mask & (given != 0)))
+        seen = own
+        if cfg.loss == "sft" and marked:
+            # As in `imitation_masks`.
+            seen, num_imitated = 0, num_imitated + (marked if cfg.sft_tokens == "demonstration" else own)
+        num_rows, num_loss = num_rows + (seen > 0), num_loss + seen
+        num_tokens, num_demonstrated = num_tokens + own, num_demonstrated + marked
     return MixedCounts(
-        policy_loss=RowCounts(num_rows=int(seen.any(dim=-1).sum()), num_tokens=int(seen.sum())),
-        num_policy_tokens=int((loss_mask & ~demonstrated).sum()),
-        num_demonstration_tokens=int(demonstrated.sum()),
+        policy_loss=RowCounts(num_rows=num_rows, num_tokens=num_loss),
+        num_policy_tokens=num_tokens - num_demonstrated,
+        num_demonstration_tokens=num_demonstrated,
         num_imitated_tokens=num_imitated,
     )

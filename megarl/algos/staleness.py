@@ -24,17 +24,17 @@ def staleness_metrics(lag: Tensor, sampled: Tensor) -> dict[str, float]:
     """
     if not sampled.any():
         return {}
-    lags = lag[sampled].double()
+    counts = torch.bincount(lag[sampled].int()).double()
+    shares = (counts / counts.sum()).tolist()
     rows = sampled.any(-1)
     largest = torch.where(sampled, lag, -torch.inf).amax(-1)
     smallest = torch.where(sampled, lag, torch.inf).amin(-1)
     found = {
-        "lag_mean": float(lags.mean()),
-        "lag_max": float(lags.max()),
+        "lag_mean": sum(k * share for k, share in enumerate(shares)),
+        "lag_max": float(len(shares) - 1),
         "spanning_frac": float((largest > smallest)[rows].double().mean()),
     }
-    for k in range(int(lags.max()) + 1):
-        found[f"frac_lag_{k}"] = float((lags == k).double().mean())
+    found |= {f"frac_lag_{k}": share for k, share in enumerate(shares)}
     return {f"staleness/{name}": value for name, value in found.items()}
 
 
@@ -48,7 +48,12 @@ def drift_metrics(lag: Tensor, sampled: Tensor, *, rollout_logprobs: Tensor, old
     >>> drift_metrics(lag, both, rollout_logprobs=zeros, old_logprobs=zeros - 0.5)
     {'staleness/drift_abs_mean_lag_1': 0.5}
     """
-    drift = (old_logprobs.double() - rollout_logprobs.double()).abs()
-    lags = sorted({int(k) for k in lag[sampled].tolist() if k})
-    found = {f"drift_abs_mean_lag_{k}": float(drift[sampled & (lag == k)].mean()) for k in lags}
+    lags = lag[sampled].int()
+    drift = (old_logprobs[sampled].double() - rollout_logprobs[sampled].double()).abs()
+    counts, sums = torch.bincount(lags).tolist(), torch.bincount(lags, weights=drift).tolist()
+    found = {
+        f"drift_abs_mean_lag_{k}": total / count
+        for k, (count, total) in enumerate(zip(counts, sums, strict=True))
+        if k and count
+    }
     return {f"staleness/{name}": value for name, value in found.items()}

@@ -55,10 +55,12 @@ def token_rewards(batch: ScoredBatch) -> Tensor:
     [[0.25, 0.0, 0.75]]
     """
     rewards = batch.rewards.double()
-    if TURN_REWARDS not in batch.quantities:
-        return place_reward(rewards, batch.loss_mask) - kl_penalty(batch)
-    turns = torch.where(batch.loss_mask, batch.quantities[TURN_REWARDS].double(), 0.0)
-    return turns + place_reward(rewards - turns.sum(-1), batch.loss_mask) - kl_penalty(batch)
+    if TURN_REWARDS in batch.quantities:
+        turns = torch.where(batch.loss_mask, batch.quantities[TURN_REWARDS].double(), 0.0)
+        placed = turns + place_reward(rewards - turns.sum(-1), batch.loss_mask)
+    else:
+        placed = place_reward(rewards, batch.loss_mask)
+    return placed - kl_penalty(batch) if KL_PENALTY in batch.quantities else placed
 
 
 def sequence_rewards(batch: ScoredBatch) -> Tensor:
@@ -67,7 +69,10 @@ def sequence_rewards(batch: ScoredBatch) -> Tensor:
     >>> sequence_rewards(step("a", [1.0], kl_penalty=[[0.5, 0.25]])).tolist()
     [0.25]
     """
-    return batch.rewards.double() - masked_sum(kl_penalty(batch), batch.loss_mask, dim=-1)
+    rewards = batch.rewards.double()
+    if KL_PENALTY not in batch.quantities:
+        return rewards
+    return rewards - masked_sum(kl_penalty(batch), batch.loss_mask, dim=-1)
 
 
 def returns_to_go(rewards: Tensor, discount: float | Tensor = 1.0) -> Tensor:

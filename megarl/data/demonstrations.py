@@ -92,7 +92,7 @@ class SftDataset:
         return Row(
             uid=f"sft:{index}",
             sample_index=0,
-            token_ids=np.asarray(self._tokens[index], dtype=np.int64),
+            token_ids=np.asarray(self._tokens[index], dtype=np.int32),
             num_prompt_tokens=num_prompt_tokens,
             loss_mask=mask[num_prompt_tokens:].copy(),
         )

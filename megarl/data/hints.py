@@ -23,7 +23,7 @@ from megarl.data.chat import TemplateRefusal, render_chats
 from megarl.data.prompts import ToolsOf, no_tools
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
-from megarl.types import BoolArray, IntArray, Message, Prompt, Row
+from megarl.types import BoolArray, IdArray, Message, Prompt, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,7 +54,7 @@ class HintedPrompt:
     or None. text: the rendered text before the hint, the hint, and the text after it; empty if there is no hint.
     """
 
-    token_ids: IntArray
+    token_ids: IdArray
     num_hint_tokens: int = 0
     is_cut: bool = False
     missing: Missing | None = None
@@ -140,7 +140,7 @@ class HintPlacer:
         return {
             uid: self.place(prompt, prompts[donated[uid]])
             if uid in donated
-            else HintedPrompt(token_ids=np.asarray(prompt.token_ids, dtype=np.int64), missing=Missing.NO_TEXT)
+            else HintedPrompt(token_ids=np.asarray(prompt.token_ids, dtype=np.int32), missing=Missing.NO_TEXT)
             for uid, prompt in prompts.items()
         }
 
@@ -162,7 +162,7 @@ class HintPlacer:
         )
 
     def _place(self, prompt: Prompt, hint: str | None) -> HintedPrompt:
-        token_ids = np.asarray(prompt.token_ids, dtype=np.int64)
+        token_ids = np.asarray(prompt.token_ids, dtype=np.int32)
         if hint is None:
             return HintedPrompt(token_ids=token_ids, missing=Missing.NO_TEXT)
         parts = self._rendered(prompt, hint)
@@ -181,7 +181,7 @@ class HintPlacer:
             if excess <= 0:
                 self._vocabulary.require(ids, f"prompt {prompt.uid} with its hint")
                 return HintedPrompt(
-                    token_ids=np.asarray(ids, dtype=np.int64),
+                    token_ids=np.asarray(ids, dtype=np.int32),
                     num_hint_tokens=len(of_hint),
                     is_cut=len(kept) < len(text),
                     text=(before, kept, after),

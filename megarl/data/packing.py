@@ -7,6 +7,7 @@ together, into runs of neighbours.
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TypeAlias
 
 from megarl.errors import ConfigError, DataError
@@ -33,7 +34,7 @@ def balance(costs: Sequence[int], num_bins: int) -> Bins:
         raise ConfigError(f"balance: got {num_bins} bins, expected >= 1")
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     # A partial solution is a list of non-empty bins, heaviest first; the heap yields the one with the largest spread.
-    heap = []
+    heap, by_total = [], attrgetter("total")
     for number, i in enumerate(order):
         bins = [_Bin(costs[i], [i])]
         heap.append((-_spread(bins, num_bins), number, bins))
@@ -46,12 +47,12 @@ def balance(costs: Sequence[int], num_bins: int) -> Bins:
         kept, joining = first[: len(first) - overlap], first[len(first) - overlap :]
         merged = [*kept]
         for a, b in zip(joining, reversed(second[len(second) - overlap :]), strict=True):
-            small, large = sorted((a, b), key=lambda x: len(x.indices))
+            small, large = (a, b) if len(a.indices) <= len(b.indices) else (b, a)
             large.indices.extend(small.indices)  # Neither is used again; moving the smaller one keeps this n·log n.
             large.total += small.total
             merged.append(large)
         merged += second[: len(second) - overlap]
-        merged.sort(key=lambda b: -b.total)
+        merged.sort(key=by_total, reverse=True)
         heapq.heappush(heap, (-_spread(merged, num_bins), number, merged))
     bins = heap[0][2] if heap else []
     return [sorted(b.indices) for b in bins] + [[] for _ in range(num_bins - len(bins))]

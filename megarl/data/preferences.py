@@ -86,7 +86,7 @@ class PreferenceDataset:
             row_read_at_end(
                 f"pair:{i}",
                 number,
-                np.asarray(tokens[i], dtype=np.int64),
+                np.asarray(tokens[i], dtype=np.int32),
                 **{MARGIN: self._margins[i] if side == "chosen" else 0.0},
             )
             for number, (side, tokens) in enumerate(self._sides.items())
@@ -160,7 +160,7 @@ class ResponsePairDataset:
             Row(
                 uid=f"pair:{i}",
                 sample_index=number,
-                token_ids=np.array([*self._prompts[i], *responses[i]], dtype=np.int64),
+                token_ids=np.array([*self._prompts[i], *responses[i]], dtype=np.int32),
                 num_prompt_tokens=len(self._prompts[i]),
                 loss_mask=np.ones(len(responses[i]), dtype=np.bool_),
             )

@@ -158,7 +158,7 @@ def pack_rows(
     """
     placed = _arrange(rows, alignment, shares_prompts)
     offsets, lengths = placed.offsets, np.diff(placed.offsets).tolist()
-    tokens, token_rows = np.zeros(offsets[-1], dtype=np.int64), np.full(offsets[-1], -1, dtype=np.int64)
+    tokens, token_rows = np.zeros(offsets[-1], dtype=np.int32), np.full(offsets[-1], -1, dtype=np.int32)
     position_ids = np.concatenate([np.arange(length) for length in lengths])
     # For each label: the token that predicts it, its id, its row and its column.
     found = [np.empty((4, 0), dtype=np.int64)]
@@ -179,7 +179,7 @@ def pack_rows(
     shares = predicted_at[mine] // (len(local) // alignment.tp)
 
     def tensor(values: npt.NDArray[np.integer]) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(device)
+        return torch.from_numpy(values).to(device).long()  # half the bytes cross
 
     experts = _routed_experts(rows, placed.order, offsets) if replay_routing else None
     return Pack(

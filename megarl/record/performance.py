@@ -38,12 +38,11 @@ def forward_flops(dims: Dims, *, num_tokens: int, num_head_tokens: int) -> int:
         keys = hidden * dims.dim("kv_latent_and_rope") + latent.kv_latent * dims.dim("keys_and_values")
         projections = queries + keys + hidden * dims.dim("values")
     # Multiplications per token of all layers' MLPs, or of their routers and the experts that see the token.
-    mlps = 0
-    for layer in range(dims.num_layers):
-        if experts is None or layer not in experts.layers:
-            mlps += 3 * hidden * dims.ffn
-        else:
-            mlps += 3 * hidden * (experts.per_token * experts.ffn + experts.shared_ffn) + hidden * experts.num
+    num_sparse = 0 if experts is None else len(experts.layers)
+    mlps = (dims.num_layers - num_sparse) * 3 * hidden * dims.ffn
+    if experts is not None:
+        sparse = 3 * hidden * (experts.per_token * experts.ffn + experts.shared_ffn) + hidden * experts.num
+        mlps += num_sparse * sparse
     products = 2 * num_tokens * (dims.num_layers * projections + mlps)
     heads = q + dims.dim("values" if latent else "q")
     attention = dims.num_layers * heads * num_tokens**2
@@ -53,7 +52,7 @@ def forward_flops(dims: Dims, *, num_tokens: int, num_head_tokens: int) -> int:
 def update_flops(dims: Dims, rows: Sequence[Row]) -> int:
     """Count the FLOPs of one forward and backward pass over rows."""
     return FORWARD_AND_BACKWARD * sum(
-        forward_flops(dims, num_tokens=row.num_tokens, num_head_tokens=int(row.loss_mask.sum())) for row in rows
+        forward_flops(dims, num_tokens=row.num_tokens, num_head_tokens=row.num_loss_tokens) for row in rows
     )
 
 

@@ -263,7 +263,7 @@ def batch_metrics(rollout: RolloutBatch) -> dict[str, float]:
     ended because they repeated themselves. `avg_prefix_ratio`: the share of its demonstration that a response starts
     with, averaged.
     """
-    responses = [float(len(s.response_token_ids)) for s in rollout.samples]
+    responses = [float(s.num_response_tokens) for s in rollout.samples]
     prompts = [float(len(s.prompt_token_ids)) for s in rollout.samples]
     reasons = [sample.finish_reason for sample in rollout.samples]
     # For each response, the share of its prompt's demonstration that it starts with; 0 without one.

@@ -82,7 +82,7 @@ def start_request(prompt: Prompt, sample: Sample) -> StartRequest:
 def turn_request(sample: Sample) -> TurnRequest:
     """Return the request that passes the policy's last turn to the environment."""
     turn, episode = _turns(sample)[-1], episode_of(sample)
-    num_before = len(sample.prompt_token_ids) + len(sample.response_token_ids) - len(turn)
+    num_before = len(sample.prompt_token_ids) + sample.num_response_tokens - len(turn)
     return TurnRequest(token_ids=turn, turn=episode.num_turns - 1, is_cut=episode.is_cut, num_before=num_before)
 
 
@@ -148,7 +148,7 @@ def finished(sample: Sample, reason: FinishReason) -> Sample:
 
 def num_left(sample: Sample, plan: SamplingPlan) -> int:
     """Return how many more tokens the response may have."""
-    return plan.max_response_tokens - len(sample.response_token_ids)
+    return plan.max_response_tokens - sample.num_response_tokens
 
 
 def turn_limit(sample: Sample, plan: SamplingPlan, limits: Sequence[int | None]) -> int:

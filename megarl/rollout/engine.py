@@ -22,7 +22,7 @@ from megarl.rollout.engine_spec import SLEEPING_DEVICES, EngineSpec, engine_argu
 from megarl.rollout.nucleus import nucleus_of
 from megarl.rollout.stepping import EngineWork, Stepper
 from megarl.seeds import span_seed
-from megarl.types import ExpertArray, FinishReason, FloatArray, IntArray, NucleusArray
+from megarl.types import ExpertArray, FinishReason, FloatArray, IdArray, IntArray, NucleusArray
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams, TokensPrompt
@@ -65,7 +65,7 @@ class Completion:
     engine captures them. engine: the index of the engine that generated them, where there are several.
     """
 
-    token_ids: IntArray
+    token_ids: IdArray
     logprobs: FloatArray
     finish_reason: FinishReason
     weight_versions: IntArray
@@ -298,12 +298,12 @@ def _completion(output: "RequestOutput") -> Completion:
     num_tokens, spans = len(sampled.token_ids), sampled.weight_versions
     # Each position has the sampled token, then the likeliest.
     shape = num_tokens, len(sampled.logprobs.token_ids) // num_tokens
-    ids = np.asarray(sampled.logprobs.token_ids, dtype=np.int64).reshape(shape)
+    ids = np.asarray(sampled.logprobs.token_ids, dtype=np.int32).reshape(shape)
     every = np.asarray(sampled.logprobs.logprobs, dtype=np.float32).reshape(shape)
     nucleus, logprobs = nucleus_of(ids, every) if shape[1] > 1 else (None, every[:, 0])
     versions = np.asarray([int(span.version) for span in spans], dtype=np.int64)
     return Completion(
-        token_ids=np.asarray(sampled.token_ids, dtype=np.int64),
+        token_ids=np.asarray(sampled.token_ids, dtype=np.int32),
         logprobs=logprobs,
         nucleus=nucleus,
         routed_experts=None if sampled.routed_experts is None else sampled.routed_experts.astype(np.int16),

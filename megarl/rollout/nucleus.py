@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from megarl.types import FloatArray, IntArray, NucleusArray
+from megarl.types import FloatArray, IdArray, NucleusArray
 
 
-def nucleus_of(ids: IntArray, logprobs: FloatArray) -> tuple[NucleusArray, FloatArray]:
+def nucleus_of(ids: IdArray, logprobs: FloatArray) -> tuple[NucleusArray, FloatArray]:
     """Return the tokens that each token was sampled from (see `Segment`), and its log-prob among them.
 
     ids, logprobs: [n, 1 + k] of the sampled token, then of the k likeliest; the log-prob is −∞ for tokens that were

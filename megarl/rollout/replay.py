@@ -132,7 +132,7 @@ def _parse_record(rows: Sequence[dict[str, Any]]) -> RolloutBatch:
             segments.append(
                 Segment(
                     source=SegmentSource(each["source"]),
-                    token_ids=np.asarray(each["token_ids"], dtype=np.int64),
+                    token_ids=np.asarray(each["token_ids"], dtype=np.int32),
                     loss_mask=np.asarray(each["loss_mask"], dtype=np.bool_),
                     weight_versions=np.asarray(each["weight_versions"], dtype=np.int64),
                     rollout_logprobs=None if logprobs is None else np.asarray(logprobs, dtype=np.float32),

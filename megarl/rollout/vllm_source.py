@@ -160,7 +160,7 @@ def _begin(prompt: Prompt, plan: SamplingPlan, sample_index: int) -> Sample:
         segments.append(
             Segment(
                 source=SegmentSource.DEMONSTRATION,
-                token_ids=np.asarray(prefix.token_ids, dtype=np.int64),
+                token_ids=np.asarray(prefix.token_ids, dtype=np.int32),
                 loss_mask=np.ones(n, dtype=np.bool_),
                 weight_versions=np.full(n, -1, dtype=np.int64),
             )

@@ -11,7 +11,7 @@ from megarl.algos.staleness import LAG, drift_metrics, staleness_metrics
 from megarl.config.algo import CorrectionConfig
 from megarl.config.schema import Config
 from megarl.errors import MismatchError
-from megarl.types import BoolArray, FloatArray, Row, TokenQuantity, pad_rows
+from megarl.types import BoolArray, FloatArray, Row, TokenQuantity, length_blocks, pad_rows
 
 # Mean |Δ log-prob| between engine and trainer above which training would optimise a different policy.
 MISMATCH_GATE_NATS = {"float32": 1e-4, "bfloat16": 0.05}
@@ -23,11 +23,17 @@ def mismatch_of(rows: Sequence[Row], logprobs: Sequence[FloatArray]) -> Mismatch
     """Compare the trainer's log-probs [R] of each row with the engine's, on tokens that the engine sampled from the
     trainer's weights: on stale tokens they differ because of the updates since then.
     """
-    return mismatch_sums(
-        pad_rows([row.quantities["rollout_logprobs"] for row in rows], dtype=torch.float32),
-        pad_rows(logprobs, dtype=torch.float32),
-        pad_rows([_sampled(row) & (row.quantities.get(LAG, 0) == 0) for row in rows], dtype=torch.bool),
-    )
+    sums = MismatchSums()
+    for block in length_blocks([row.num_response_tokens for row in rows]):
+        fresh = [_sampled(rows[i]) & (rows[i].quantities.get(LAG, 0) == 0) for i in block]
+        sums = sums.merged(
+            mismatch_sums(
+                pad_rows([rows[i].quantities["rollout_logprobs"] for i in block], dtype=torch.float32),
+                pad_rows([logprobs[i] for i in block], dtype=torch.float32),
+                pad_rows(fresh, dtype=torch.bool),
+            )
+        )
+    return sums
 
 
 def trainer_logprobs(rows: Sequence[Row], before: Mapping[int, FloatArray]) -> dict[int, FloatArray]:
@@ -52,17 +58,21 @@ def engine_metrics(
     # Where no token is fresh, 0 would look like perfect agreement.
     if sums.num_tokens or LAG not in rows[0].quantities:
         metrics |= sums.metrics()
+    is_stale = LAG in rows[0].quantities
+    is_new = CORRECTIONS.get(correction.name).rollout_ratio and TokenQuantity.OLD_LOGPROBS not in rows[0].quantities
+    if not (is_stale or is_new):
+        return metrics
     old, rollout = (
         pad_rows(values, dtype=torch.float32)
         for values in (logprobs, [row.quantities["rollout_logprobs"] for row in compared])
     )
     sampled = pad_rows([_sampled(row) for row in compared], dtype=torch.bool)
-    if LAG in rows[0].quantities:
+    if is_stale:
         lag = pad_rows([row.quantities[LAG] for row in rows], dtype=torch.float32)
         metrics |= staleness_metrics(lag, pad_rows([_sampled(row) for row in rows], dtype=torch.bool))
         lag = pad_rows([row.quantities[LAG] for row in compared], dtype=torch.float32)
         metrics |= drift_metrics(lag, sampled, rollout_logprobs=rollout, old_logprobs=old)
-    if CORRECTIONS.get(correction.name).rollout_ratio and TokenQuantity.OLD_LOGPROBS not in rows[0].quantities:
+    if is_new:
         inputs = CorrectionInputs(
             old_logprobs=old,
             rollout_logprobs=rollout,

@@ -4,6 +4,7 @@ The trainer does not know which algorithm runs, nor how models are laid out: it 
 needs, and the cluster for passes over rows. `megarl.train.wiring` makes its parts.
 """
 
+import gc
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -108,6 +109,9 @@ class Trainer:
                 self.rollouts.restore(source, checkpoint.path, step=start, goes_on=goes_on)
             if start == 0 and (config.validation.before_train or total == 0):
                 self._validate(0, log, progress)
+            # A collection would look at each of the objects of imported modules, at a time that it chooses.
+            gc.collect()
+            gc.freeze()
             for step in range(start + 1, total + 1):
                 with self.profiler.around(step), doing(f"step {step}"):
                     with self.timers("step"):

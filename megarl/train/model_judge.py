@@ -12,7 +12,7 @@ from megarl.data.chat import encode_chats
 from megarl.errors import DataError
 from megarl.rewards.judge import Gathered, Judged
 from megarl.train.passes import RolePasses
-from megarl.types import IntArray, Message, Prompt, Reward, RolloutBatch, Sample, row_read_at_end
+from megarl.types import IdArray, Message, Prompt, Reward, RolloutBatch, Sample, row_read_at_end
 from megarl.types.messages import Role
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class ConversationEncoder:
         answers = answers or Answers(policy)
         ending = answers.ending if alike and own.eos_token_id == policy.eos_token_id else None
         self._are_at_end_of = answers.ends.are_at_end_of
-        self._ending = None if ending is None else np.asarray(ending, dtype=np.int64)
+        self._ending = None if ending is None else np.asarray(ending, dtype=np.int32)
 
     @property
     def num_extra_tokens(self) -> int | None:
@@ -52,7 +52,7 @@ class ConversationEncoder:
         for prompt in prompts if self._ending is None else ():
             self._rendered(prompt, "!", f"prompt {prompt.uid} for reward_model.model_path")
 
-    def encode(self, prompt: Prompt, sample: Sample) -> IntArray:
+    def encode(self, prompt: Prompt, sample: Sample) -> IdArray:
         """Return the token ids of the conversation made of a prompt and one of its samples."""
         if self._ending is None:
             answer = self._decode(sample.last_turn_ids.tolist())
@@ -61,10 +61,10 @@ class ConversationEncoder:
         ending = self._ending if self._are_at_end_of(response.tolist()) else self._ending[:0]
         return np.concatenate([sample.prompt_token_ids, response, ending])
 
-    def _rendered(self, prompt: Prompt, answer: str, where: str) -> IntArray:
+    def _rendered(self, prompt: Prompt, answer: str, where: str) -> IdArray:
         chat = [*prompt.messages, Message(role="assistant", content=answer)]
         (ids,) = encode_chats(self._own, [chat], add_generation_prompt=False, places=[where])
-        return np.asarray(ids, dtype=np.int64)
+        return np.asarray(ids, dtype=np.int32)
 
 
 class ModelRewards:

@@ -84,7 +84,7 @@ class PolicyCompletions:
         groups = [Group(prompt=prompt, plan=plan) for prompt in prompts]
         begin(self._source, groups)
         for sample in collect(self._source, groups, timeout_s=self._timeout_s).samples:
-            tokens = len(sample.prompt_token_ids) + len(sample.response_token_ids)
+            tokens = len(sample.prompt_token_ids) + sample.num_response_tokens
             text = self._decode(sample.response_token_ids.tolist())
             asked[sample.uid].set_result(JudgeCompletion(text=text, tokens=tokens))
 

@@ -1,7 +1,7 @@
 """Define the tensors that algorithms read and return: rows padded to [B, T], model outputs for them, and advantages."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -11,6 +11,41 @@ import torch
 
 from megarl.types.rows import Row
 from megarl.types.samples import Reward
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowQuantities(Mapping[str, torch.Tensor]):
+    """The quantities of rows by name, padded to [B, T] when they are first read: few algorithms read all of them.
+
+    Raises ValueError unless all rows have quantities of the same names.
+    """
+
+    rows: Sequence[Row]
+    _padded: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        names = self.rows[0].quantities.keys() if self.rows else frozenset()
+        for row in self.rows:
+            if row.quantities.keys() != names:
+                differing = sorted(row.quantities.keys() ^ names)
+                raise ValueError(
+                    f"row {row.label}: {differing} are quantities of some rows only; compute them for all rows of a "
+                    "batch"
+                )
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._padded:
+            arrays = [row.quantities[name] for row in self.rows]
+            if not arrays:
+                raise KeyError(name)
+            self._padded[name] = pad_rows(arrays, dtype=torch.float32)
+        return self._padded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.rows[0].quantities if self.rows else ())
+
+    def __len__(self) -> int:
+        return len(self.rows[0].quantities) if self.rows else 0
 
 
 class _PaddedQuantities:
@@ -78,6 +113,8 @@ class RowBatch(_PaddedQuantities):
 
 
 def _check_shapes(quantities: Mapping[str, torch.Tensor], loss_mask: torch.Tensor) -> None:
+    if isinstance(quantities, RowQuantities):
+        return  # rows have checked theirs
     for name, value in quantities.items():
         if value.shape != loss_mask.shape:
             raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected {tuple(loss_mask.shape)}")
@@ -91,7 +128,8 @@ def scored_batch(
     step: int = 0,
     seed: int = 0,
 ) -> ScoredBatch:
-    """Pad the rows of a step and add their rewards, for the advantage estimator; quantities are float32 on the host.
+    """Put the rows of a step and their rewards together for the advantage estimator; quantities are float32 on the
+    host, each padded when it is first read.
 
     >>> verdicts = [Reward(score=1.0, correct=True, details={"format": 0.25})]
     >>> batch = scored_batch([row([1, 0], values=[0.5, 0.0])], verdicts)
@@ -105,27 +143,13 @@ def scored_batch(
         rewards=torch.tensor([r.score for r in rewards], dtype=torch.float32),
         correct=torch.tensor([r.correct for r in rewards], dtype=torch.bool),
         loss_mask=pad_rows([r.loss_mask for r in rows], dtype=torch.bool),
-        quantities=_pad_quantities(rows),
+        quantities=RowQuantities(rows),
         truncated=None if truncated is None else torch.tensor(truncated, dtype=torch.bool),
         step=step,
         seed=seed,
         details={name: torch.tensor([r.details.get(name, math.nan) for r in rewards]) for name in names},
         no_opinion={name: torch.tensor([name in r.no_opinion for r in rewards]) for name in silent},
     )
-
-
-def _pad_quantities(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """Pad the quantities of rows to [B, T], by name; raise ValueError unless all rows have the same names of
-    quantities.
-    """
-    names = rows[0].quantities.keys() if rows else frozenset()
-    for row in rows:
-        if row.quantities.keys() != names:
-            differing = sorted(row.quantities.keys() ^ names)
-            raise ValueError(
-                f"row {row.label}: {differing} are quantities of some rows only; compute them for all rows of a batch"
-            )
-    return {name: pad_rows([row.quantities[name] for row in rows], dtype=torch.float32) for name in names}
 
 
 def row_batch(rows: Sequence[Row], *, device: torch.device) -> RowBatch:
@@ -137,8 +161,26 @@ def row_batch(rows: Sequence[Row], *, device: torch.device) -> RowBatch:
     return RowBatch(
         labels=tuple(r.label for r in rows),
         loss_mask=pad_rows([r.loss_mask for r in rows], dtype=torch.bool).to(device),
-        quantities={name: values.to(device) for name, values in _pad_quantities(rows).items()},
+        quantities={name: values.to(device) for name, values in RowQuantities(rows).items()},
     )
+
+
+# About how many tokens are looked at together, so that they stay in the processor's caches.
+BLOCK_TOKENS = 1 << 16
+
+
+def length_blocks(lengths: Sequence[int], num_tokens: int = BLOCK_TOKENS) -> list[list[int]]:
+    """Split rows, by index, into blocks of similar lengths that have about `num_tokens` tokens each when padded.
+
+    >>> length_blocks([3, 1, 3, 1], num_tokens=4)
+    [[1, 3], [0], [2]]
+    """
+    blocks: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if not blocks or (len(blocks[-1]) + 1) * lengths[i] > num_tokens:
+            blocks.append([])
+        blocks[-1].append(i)
+    return blocks
 
 
 def pad_rows(arrays: Sequence[npt.NDArray[Any]], *, dtype: torch.dtype) -> torch.Tensor:

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
+# Token ids, which are int64 only on devices.
+IdArray: TypeAlias = npt.NDArray[np.int32]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 ExpertArray: TypeAlias = npt.NDArray[np.int16]
@@ -80,7 +82,7 @@ class Segment:
     """
 
     source: SegmentSource
-    token_ids: IntArray
+    token_ids: IdArray
     loss_mask: BoolArray
     weight_versions: IntArray
     rollout_logprobs: FloatArray | None = None
@@ -118,7 +120,7 @@ def _given_segment(source: SegmentSource, token_ids: Sequence[int]) -> Segment:
     n = len(token_ids)
     return Segment(
         source=source,
-        token_ids=np.asarray(token_ids, dtype=np.int64),
+        token_ids=np.asarray(token_ids, dtype=np.int32),
         loss_mask=np.zeros(n, dtype=np.bool_),
         weight_versions=np.full(n, -1, dtype=np.int64),
     )
@@ -167,28 +169,32 @@ class Sample:
     def __post_init__(self) -> None:
         if not self.segments or self.segments[0].source is not SegmentSource.PROMPT:
             raise ValueError(f"sample {self.uid}/{self.sample_index}: the first segment must be the prompt")
-        num_tokens = sum(len(segment.token_ids) for segment in self.segments)
-        require_experts_of_tokens(self.routed_experts, num_tokens, f"sample {self.uid}/{self.sample_index}")
+        if self.routed_experts is not None:
+            num_tokens = sum(len(segment.token_ids) for segment in self.segments)
+            require_experts_of_tokens(self.routed_experts, num_tokens, f"sample {self.uid}/{self.sample_index}")
 
     @property
-    def prompt_token_ids(self) -> IntArray:
+    def prompt_token_ids(self) -> IdArray:
         return self.segments[0].token_ids
 
     @property
-    def response_token_ids(self) -> IntArray:
-        return np.concatenate([np.empty(0, np.int64), *(s.token_ids for s in self.segments[1:])])
+    def response_token_ids(self) -> IdArray:
+        return joined([s.token_ids for s in self.segments[1:]], np.int32)
 
     @property
-    def last_turn_ids(self) -> IntArray:
+    def num_response_tokens(self) -> int:
+        return sum(len(s.token_ids) for s in self.segments[1:])
+
+    @property
+    def last_turn_ids(self) -> IdArray:
         """Return the tokens after the last reply of an environment: the whole response if there was none."""
         replies = [i for i, s in enumerate(self.segments) if s.source is SegmentSource.ENVIRONMENT]
-        own = self.segments[max(replies, default=0) + 1 :]
-        return np.concatenate([np.empty(0, np.int64), *(s.token_ids for s in own)])
+        return joined([s.token_ids for s in self.segments[max(replies, default=0) + 1 :]], np.int32)
 
     @property
     def turn_rewards(self) -> FloatArray:
         """Return rewards [R] of the environment over the response: each at the last token of its turn, 0 elsewhere."""
-        rewards = np.zeros(len(self.response_token_ids), np.float32)
+        rewards = np.zeros(self.num_response_tokens, np.float32)
         ends = np.cumsum([len(s.token_ids) for s in self.segments[1:]])
         for end, segment in zip(ends, self.segments[1:], strict=True):
             if segment.reward:
@@ -198,7 +204,7 @@ class Sample:
     @property
     def loss_mask(self) -> BoolArray:
         """Return the loss mask [R] over the response."""
-        return np.concatenate([np.empty(0, np.bool_), *(s.loss_mask for s in self.segments[1:])])
+        return joined([s.loss_mask for s in self.segments[1:]], np.bool_)
 
     @property
     def rollout_logprobs(self) -> FloatArray:
@@ -207,7 +213,7 @@ class Sample:
             np.zeros(len(s.token_ids), np.float32) if s.rollout_logprobs is None else s.rollout_logprobs
             for s in self.segments[1:]
         ]
-        return np.concatenate([np.empty(0, np.float32), *parts])
+        return joined(parts, np.float32)
 
     @property
     def nucleus(self) -> NucleusArray | None:
@@ -215,13 +221,22 @@ class Sample:
         width = max((s.nucleus.shape[1] for s in self.segments[1:] if s.nucleus is not None), default=0)
         if not width:
             return None
-        ids = np.full((len(self.response_token_ids), width), -1, dtype=np.int32)
+        ids = np.full((self.num_response_tokens, width), -1, dtype=np.int32)
         start = 0
         for segment in self.segments[1:]:
             if segment.nucleus is not None:
                 ids[start : start + len(segment.token_ids), : segment.nucleus.shape[1]] = segment.nucleus
             start += len(segment.token_ids)
         return ids
+
+
+def joined(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Return arrays end to end; a single one is returned itself, and none are an empty array of this dtype.
+
+    >>> joined([np.array([1, 2]), np.array([3])], np.int32).tolist()
+    [1, 2, 3]
+    """
+    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
 
 
 def require_experts_of_tokens(experts: ExpertArray | None, num_tokens: int, whose: str) -> None:
@@ -238,7 +253,7 @@ def require_experts_of_tokens(experts: ExpertArray | None, num_tokens: int, whos
         )
 
 
-def require_labels_in_nucleus(nucleus: NucleusArray | None, token_ids: IntArray, whose: str) -> None:
+def require_labels_in_nucleus(nucleus: NucleusArray | None, token_ids: IdArray, whose: str) -> None:
     """Raise ValueError unless each token is among those it was sampled from, `nucleus` [n, K]; rows of -1 mean all.
 
     >>> require_labels_in_nucleus(np.array([[7, 5], [-1, -1]]), np.array([6, 6]), "row a/0")

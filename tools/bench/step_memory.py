@@ -130,7 +130,7 @@ def _update(worker: Any, step: StepSizes, num_tokens: int) -> Any:
         Row(
             uid=str(i),
             sample_index=0,
-            token_ids=rng.integers(0, step.vocab, PROMPT_TOKENS + length),
+            token_ids=rng.integers(0, step.vocab, PROMPT_TOKENS + length, dtype=np.int32),
             num_prompt_tokens=PROMPT_TOKENS,
             loss_mask=np.ones(length, bool),
         ).with_quantities(advantages=rng.standard_normal(length).astype(np.float32))

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from megarl.algos.masked import masked_sum
+from megarl.algos.masked import kept
 from megarl.algos.token_rewards import KL_PENALTY, TURN_REWARDS
 from megarl.config.algo import AdvantageConfig, AlgoConfig
 from megarl.errors import DataError
@@ -67,9 +67,11 @@ class Estimator:
 
     def __call__(self, batch: ScoredBatch, cfg: AdvantageConfig, flip: Flip | None = None) -> Estimate:
         """Compute advantages and returns, and convert them to the dtype of the rewards."""
-        estimate = self.raw(batch, cfg)
+        estimate, dtype = self.raw(batch, cfg), batch.rewards.dtype
         if isinstance(estimate, Tensor):
-            estimate = Estimate(advantages=torch.where(batch.loss_mask, estimate[:, None], 0.0))
+            # Nothing is computed per token if nothing normalises.
+            per_row = estimate if self.normalise is not None else estimate.to(dtype)
+            estimate = Estimate(advantages=torch.where(batch.loss_mask, per_row[:, None], 0.0))
         advantages = estimate.advantages
         if flip is not None and flip.stage == "before_whiten":
             advantages = flip.apply(advantages)
@@ -77,7 +79,6 @@ class Estimator:
             advantages = self.normalise(advantages, batch, cfg)
         if flip is not None and flip.stage == "after_whiten":
             advantages = flip.apply(advantages)
-        dtype = batch.rewards.dtype
         returns = None if estimate.returns is None else estimate.returns.to(dtype)
         return replace(estimate, advantages=advantages.to(dtype), returns=returns)
 
@@ -113,12 +114,12 @@ def compute_advantages(batch: ScoredBatch, cfg: AdvantageConfig, flip: Flip | No
         TokenQuantity.VALUES: "check the critic",
     }
     for name in remedies.keys() & batch.quantities.keys():
-        rows = masked_sum(batch.quantities[name].double(), batch.loss_mask, dim=-1)
+        rows = kept(batch.quantities[name], batch.loss_mask).sum(-1, dtype=torch.float64)
         _require_finite(batch, f"sum of {name}", rows, remedies[name])
     estimate = estimator(batch, cfg, flip)
     for what, values in (("advantage", estimate.advantages), ("return", estimate.returns)):
         if values is not None:
-            _require_finite(batch, f"sum of {what}s", values.double().sum(-1), "make the rewards smaller")
+            _require_finite(batch, f"sum of {what}s", values.sum(-1, dtype=torch.float64), "make the rewards smaller")
     return estimate
 
 

@@ -259,7 +259,7 @@ def _as_sample(prompt: Prompt, response: Sequence[int], index: int, *, is_ended:
     count = len(response)
     written = Segment(
         source=SegmentSource.POLICY,
-        token_ids=np.asarray(response, dtype=np.int64),
+        token_ids=np.asarray(response, dtype=np.int32),
         loss_mask=np.ones(count, dtype=np.bool_),
         weight_versions=np.zeros(count, dtype=np.int64),
     )

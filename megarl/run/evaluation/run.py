@@ -132,7 +132,7 @@ def _answers(inputs: EvalInputs, cluster: "Cluster", supervisor: EngineSuperviso
                 if reward.dropped:
                     num_dropped += 1
                     continue
-                num_tokens += len(sample.response_token_ids)
+                num_tokens += sample.num_response_tokens
                 yield JudgedAnswer.of(
                     prompt, sample, reward, greedy=greedy, tokenizer=inputs.tokenizer, data=labels[sample.uid]
                 )

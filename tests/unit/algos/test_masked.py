@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from megarl.algos.masked import group_stats, masked_sum, row_means
+from megarl.algos.masked import group_stats, masked_sum, row_means, token_summary
 
 MASK = torch.tensor([[True, True, False], [False, False, False]])
 
@@ -36,3 +36,18 @@ def test_group_stats_follow_uids_not_positions() -> None:
 def test_equal_float32_values_have_no_spread() -> None:
     stats = group_stats(torch.full((7,), 0.1, dtype=torch.float32), ["a"] * 7)
     assert stats.std.max().item() == pytest.approx(0.0, abs=1e-15)
+
+
+def test_tokens_are_summed_up_in_blocks_without_loss() -> None:
+    """More rows than a block holds, some without tokens, against torch on all tokens at once."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(300, 1000, generator=generator) + 100
+    mask = torch.rand(300, 1000, generator=generator) < 0.3
+    mask[:70] = False
+    inside = values[mask].double()
+    got = token_summary("x", values, mask)
+    assert got["x/mean"] == pytest.approx(inside.mean().item(), rel=1e-12)
+    assert got["x/std"] == pytest.approx(inside.std(correction=0).item(), rel=1e-9)
+    assert (got["x/max"], got["x/min"]) == (inside.max().item(), inside.min().item())
+    assert token_summary("x", torch.full((3, 2), 0.1), MASK.new_ones(3, 2))["x/std"] == 0.0
+    assert token_summary("x", values, torch.zeros_like(mask)) == {}

@@ -9,13 +9,16 @@ import torch
 from megarl.types import (
     FinishReason,
     LossSums,
+    Reward,
     Row,
     Sample,
     Segment,
     SegmentSource,
+    batches,
     prompt_segment,
     row_batch,
     row_from_sample,
+    scored_batch,
 )
 
 CPU = torch.device("cpu")
@@ -37,6 +40,29 @@ def test_a_quantity_that_was_not_computed_is_named() -> None:
     assert batch.quantity("advantages").tolist() == [[1.0, 2.0]]
     with pytest.raises(KeyError, match=r"values was not computed for this batch \(there are: \['advantages'\]\)"):
         batch.quantity("values")
+
+
+def test_quantities_are_padded_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few algorithms read all of them, and each would take 4 bytes a token, padding included."""
+    padded = []
+    pad_rows = batches.pad_rows
+
+    def recording(arrays: list[np.ndarray], *, dtype: torch.dtype) -> torch.Tensor:
+        padded.append(dtype)
+        return pad_rows(arrays, dtype=dtype)
+
+    monkeypatch.setattr(batches, "pad_rows", recording)
+    rows = [make_row(old_logprobs=[-1.0, -2.0], old_entropy=[0.5, 0.25])]
+    batch = scored_batch(rows, [Reward(score=1.0, correct=True)])
+    assert padded == [torch.bool]
+    assert set(batch.quantities) == {"old_logprobs", "old_entropy"}
+    assert "ref_logprobs" not in batch.quantities
+    for _ in range(2):
+        assert batch.quantity("old_logprobs").tolist() == [[-1.0, -2.0]]
+    assert padded == [torch.bool, torch.float32]
+    other = make_row(old_logprobs=[-1.0, -2.0])
+    with pytest.raises(ValueError, match=r"row a/3: \['old_entropy'\] are quantities of some rows only"):
+        scored_batch([*rows, other], [Reward(score=1.0, correct=True)] * 2)
 
 
 def test_a_batch_without_rows_lacks_nothing() -> None:
@@ -93,3 +119,16 @@ def test_every_sum_has_its_denominator() -> None:
     assert sums.total(counts).item() == 6 / 2 + 10 / 32
     assert sums.shares(counts) == {"a": 1 / 2, "b": 1 / 4, "c": 1 / 4, "d": 1 / 32}
     assert LossSums(objective={"loss": torch.tensor(6.0)}).total(counts).item() == 3.0
+
+
+def test_token_ids_take_four_bytes() -> None:
+    """They cross from engine to driver to rank, and no vocabulary needs more."""
+    prompt = prompt_segment([5, 6])
+    answer = replace(prompt_segment([7]), source=SegmentSource.POLICY, loss_mask=np.ones(1, np.bool_))
+    sample = Sample(uid="a", sample_index=0, seed=0, segments=(prompt, answer), finish_reason=FinishReason.STOP)
+    row = row_from_sample(sample)
+    assert row.token_ids.tolist() == [5, 6, 7]
+    assert row.token_ids.dtype == sample.response_token_ids.dtype == np.int32
+    assert sample.num_response_tokens == 1
+    # A single segment is not copied.
+    assert row.loss_mask is answer.loss_mask
