@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from megarl.cluster.ending import end_run_processes, is_alive
 from megarl.cluster.remotes import Location, P, PendingCall, Process, R, in_group, results
-from megarl.cluster.row_shards import RowShards
+from megarl.cluster.row_shards import RowShard
 from megarl.cluster.stacks import write_stacks_on_signal
 from megarl.host.device.platform import platform
 from megarl.host.sharing import adopt_umask
@@ -83,16 +83,16 @@ class RankActor(RunActor):
         return method(self.worker, *args, **kwargs)
 
     def forward(
-        self, shards: RowShards, micro_batches: Sequence[Sequence[int]], request: ForwardRequest
+        self, shard: RowShard, micro_batches: Sequence[Sequence[int]], request: ForwardRequest
     ) -> ForwardResult | None:
-        """Call `RankWorker.forward` with the rows whose indices the micro-batches list."""
-        return self.worker.forward(shards.fetch(micro_batches), micro_batches, request)
+        """Call `RankWorker.forward` with the rows of its data-parallel replica."""
+        return self.worker.forward(shard.fetch(), micro_batches, request)
 
     def update(
-        self, shards: RowShards, micro_batches: Sequence[Sequence[int]], request: UpdateRequest
+        self, shard: RowShard, micro_batches: Sequence[Sequence[int]], request: UpdateRequest
     ) -> UpdateResult | None:
-        """Call `RankWorker.update` with the rows whose indices the micro-batches list."""
-        return self.worker.update(shards.fetch(micro_batches), micro_batches, request)
+        """Call `RankWorker.update` with the rows of its data-parallel replica."""
+        return self.worker.update(shard.fetch(), micro_batches, request)
 
     def close(self) -> None:
         self.worker.close()

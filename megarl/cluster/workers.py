@@ -9,7 +9,7 @@ from megarl.cluster.actors import RankActor
 from megarl.cluster.processes import wait_all
 from megarl.cluster.remotes import PendingCall, Process, R
 from megarl.cluster.roles import by_layout
-from megarl.cluster.row_shards import put_rows
+from megarl.cluster.row_shards import RowShard, put_rows
 from megarl.config.schema import LayoutConfig
 from megarl.parallel.worker import RankWorker
 from megarl.types import FloatArray, Row
@@ -32,9 +32,12 @@ class RankGroup:
     layout: LayoutConfig
     processes: list[Process[RankActor]]
 
-    def shares(self, plan: MicroBatchPlan) -> list[tuple[Process[RankActor], Sequence[Sequence[int]]]]:
-        """Return each rank with the micro-batches of its data-parallel replica."""
-        return [(p, plan.ranks[self.layout.dp_rank_of(rank)]) for rank, p in enumerate(self.processes)]
+    def shares(
+        self, rows: Sequence[Row], plan: MicroBatchPlan
+    ) -> list[tuple[Process[RankActor], RowShard, Sequence[Sequence[int]]]]:
+        """Put rows into Ray's object store; return each rank with the rows and micro-batches of its replica."""
+        shards, replicas = put_rows(rows, plan), [self.layout.dp_rank_of(rank) for rank in range(len(self.processes))]
+        return [(p, shards[dp], plan.ranks[dp]) for p, dp in zip(self.processes, replicas, strict=True)]
 
 
 class RoleWorkers:
@@ -72,8 +75,8 @@ class RoleWorkers:
         A language model returns `logprobs` and `entropy`, a critic or reward model `values`. With `request.paired`
         there is also `kl`; see `HeadRequest`.
         """
-        shards = put_rows(rows)
-        calls = [p.ask(RankActor.forward, shards, mine, request) for p, mine in self._group(request.role).shares(plan)]
+        shares = self._group(request.role).shares(rows, plan)
+        calls = [p.ask(RankActor.forward, shard, mine, request) for p, shard, mine in shares]
         merged: dict[str, dict[int, FloatArray]] = {}
         for result in self._wait(calls, doing=f"running a forward pass of the {request.role}"):
             for name, arrays in result.quantities.items() if result is not None else ():
@@ -82,8 +85,8 @@ class RoleWorkers:
 
     def update(self, rows: Sequence[Row], plan: MicroBatchPlan, request: UpdateRequest) -> UpdateResult:
         """Take one optimizer step of `request.role` on a mini-batch."""
-        shards = put_rows(rows)
-        calls = [p.ask(RankActor.update, shards, mine, request) for p, mine in self._group(request.role).shares(plan)]
+        shares = self._group(request.role).shares(rows, plan)
+        calls = [p.ask(RankActor.update, shard, mine, request) for p, shard, mine in shares]
         answers = self._wait(calls, doing=f"updating the {request.role}")
         results = [result for result in answers if result is not None]
         before = {i: a for r in results for i, a in r.before.items()}

@@ -175,7 +175,8 @@ def accumulate_gradients(
         complete = {name: model.complete_rows(pack, values) for name, values in _by_name(out).items()}
         primary = next(iter(complete))
         _require_finite(primary, complete[primary], rows, indices, request.step, request.role)
-        before.update(_to_rows(complete[primary], rows, indices))
+        if request.with_outputs:
+            before.update(_to_rows(complete[primary], rows, indices))
         batch = row_batch([rows[i] for i in indices], device=device)
         parts = request.objective.loss(batch, _ROW_OUTPUTS[type(out)](**complete), request.state)
         loss = parts.total(request.denominators)

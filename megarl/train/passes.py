@@ -10,7 +10,7 @@ from megarl.config.schema import OptimizerConfig
 from megarl.data.packing import imbalance_metrics, plan_micro_batches
 from megarl.parallel.backend import shares_prompts
 from megarl.record.performance import forward_flops
-from megarl.types import AlgoState, Denominators, FloatArray, Objective, Row
+from megarl.types import AlgoState, Denominators, FloatArray, Objective, Row, TokenQuantity
 from megarl.types.messages import ForwardRequest, Head, MicroBatchPlan, Role, RoleSpec, UpdateRequest, UpdateResult
 from megarl.weights.dims import Dims
 
@@ -110,7 +110,8 @@ class BatchUpdate:
     """The result of a batch's optimizer steps.
 
     metrics: means over the steps. before: what the role computed before its first step, by index of the rows in the
-    first mini-batch; nothing is known of the other rows, as the policy has moved when their turn comes.
+    first mini-batch, unless the rows have `old_logprobs`; nothing is known of the other rows, as the policy has moved
+    when their turn comes.
     """
 
     metrics: Mapping[str, float]
@@ -134,8 +135,10 @@ class RoleUpdater(RolePasses):
         self._objective, self._total_steps = objective, total_steps
         self.num_optimizer_steps = 0
 
-    def update(self, rows: Sequence[Row], state: AlgoState, *, step: int, paired: bool = False) -> UpdateResult:
-        """Take one optimizer step on these rows; the result's `before` is in row order.
+    def update(
+        self, rows: Sequence[Row], state: AlgoState, *, step: int, paired: bool = False, with_outputs: bool = True
+    ) -> UpdateResult:
+        """Take one optimizer step on these rows; the result's `before`, for `with_outputs`, is in row order.
 
         paired: row i of the first half and row i of the second share a micro-batch.
         """
@@ -148,6 +151,7 @@ class RoleUpdater(RolePasses):
             denominators=self._objective.denominators(rows),
             temperature=self._temperature,
             lr=learning_rate(optimizer, self.num_optimizer_steps, self._total_steps),
+            with_outputs=with_outputs,
         )
         self.num_optimizer_steps += 1
         needed = self._sent(rows, self._objective.reads)
@@ -155,7 +159,7 @@ class RoleUpdater(RolePasses):
         result = self._workers.update(needed, plan, request)
         # The critic's rows are those of the actor.
         metrics = {**result.metrics, **({} if self._role.role is Role.CRITIC else imbalance)}
-        return replace(result, metrics=metrics, before={i: result.before[i] for i in range(len(rows))})
+        return replace(result, metrics=metrics, before={i: result.before[i] for i in sorted(result.before)})
 
     def update_on_batch(
         self, rows: Sequence[Row], state: AlgoState, *, step: int, mini_batch_prompts: int, num_epochs: int
@@ -164,13 +168,14 @@ class RoleUpdater(RolePasses):
         uids = list(dict.fromkeys(row.uid for row in rows))
         sums: dict[str, float] = {}
         before: dict[int, FloatArray] = {}
-        num_steps = 0
+        num_steps, is_known = 0, TokenQuantity.OLD_LOGPROBS in rows[0].quantities
         for _ in range(num_epochs):
             for start in range(0, len(uids), mini_batch_prompts):
                 members = set(uids[start : start + mini_batch_prompts])
                 indices = [i for i, row in enumerate(rows) if row.uid in members]
-                result = self.update([rows[i] for i in indices], state, step=step)
-                if num_steps == 0:
+                asked = num_steps == 0 and not is_known
+                result = self.update([rows[i] for i in indices], state, step=step, with_outputs=asked)
+                if asked:
                     before = {i: result.before[place] for place, i in enumerate(indices)}
                 num_steps += 1
                 for name, value in result.metrics.items():

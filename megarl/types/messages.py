@@ -147,7 +147,7 @@ class StoreResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRequest:
-    """A request for one optimizer step of one role."""
+    """A request for one optimizer step of one role; `with_outputs` asks also for the model's outputs before it."""
 
     role: Role = Role.ACTOR
     step: int
@@ -156,12 +156,13 @@ class UpdateRequest:
     denominators: "Denominators"
     temperature: float
     lr: float
+    with_outputs: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
     """The metrics of an update's mini-batch over all ranks, and the model's outputs from before the optimizer step.
-    before: a policy's log-probs or a critic's values, by index of the row.
+    before: a policy's log-probs or a critic's values, by index of the row, if they were asked for.
     """
 
     metrics: Mapping[str, float]

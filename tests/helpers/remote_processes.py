@@ -19,7 +19,7 @@ from megarl.cluster.engines import EngineGroup
 from megarl.cluster.processes import locate
 from megarl.cluster.ray_session import _wait_for_port
 from megarl.cluster.remotes import Location, PendingCall, Process
-from megarl.cluster.row_shards import RowShards
+from megarl.cluster.row_shards import RowShard
 from megarl.cluster.stacks import write_stacks_on_signal
 from megarl.config.generation import Sampling
 from megarl.errors import NonFiniteError
@@ -86,15 +86,15 @@ class Worker:
     def load(self, request: LoadRequest) -> None:
         """Nothing to load."""
 
-    def forward(self, shards: RowShards, micro_batches: Any, _: ForwardRequest | None = None) -> ForwardResult | None:
+    def forward(self, shard: RowShard, micro_batches: Any, _: ForwardRequest | None = None) -> ForwardResult | None:
         """[replica, first token] for every row, and that negated, from the first rank of each replica."""
-        rows = shards.fetch(micro_batches)
+        rows = shard.fetch()
         values = {i: np.asarray([self.index // 2, rows[i].token_ids[0]], np.float32) for b in micro_batches for i in b}
         quantities = {"logprobs": values, "entropy": {i: -array for i, array in values.items()}}
         return ForwardResult(quantities=quantities) if self.index % 2 == 0 else None
 
-    def update(self, shards: RowShards, micro_batches: Any, request: UpdateRequest) -> UpdateResult | None:
-        result = self.forward(shards, micro_batches)
+    def update(self, shard: RowShard, micro_batches: Any, request: UpdateRequest) -> UpdateResult | None:
+        result = self.forward(shard, micro_batches)
         return (
             None if result is None else UpdateResult(metrics={"lr": request.lr}, before=result.quantities["logprobs"])
         )

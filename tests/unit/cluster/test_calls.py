@@ -81,23 +81,60 @@ def rows(count: int) -> list[Row]:
     ]
 
 
-def test_only_the_shards_of_the_wanted_rows_are_fetched(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    shards = put_rows(rows(130))
-    assert len(shards.refs) == 3
+PLAN = MicroBatchPlan([[[4, 0], [2]], [[1], [3]]])
+
+
+def test_a_rank_fetches_its_own_rows_and_no_others(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = put_rows(rows(130), PLAN)
     fetched: list[Any] = []
     get = ray.get
 
-    def recording_get(refs: list[Any]) -> Any:
-        fetched.extend(refs)
-        return get(refs)
+    def recording_get(ref: Any) -> Any:
+        fetched.append(ref)
+        return get(ref)
 
     monkeypatch.setattr(ray, "get", recording_get)
-    got = shards.fetch([[129, 3], [128]])
-    assert {i: int(row.token_ids[0]) for i, row in got.items()} == {3: 3, 128: 128, 129: 129}
-    assert fetched == [shards.refs[0], shards.refs[2]]
+    assert {i: int(row.token_ids[0]) for i, row in shards[0].fetch().items()} == {4: 4, 0: 0, 2: 2}
+    assert {i: int(row.token_ids[0]) for i, row in shards[1].fetch().items()} == {1: 1, 3: 3}
+    assert fetched == [shard.ref for shard in shards]
 
 
-PLAN = MicroBatchPlan([[[4, 0], [2]], [[1], [3]]])
+def test_rows_come_out_of_a_shard_as_they_went_in(ray_session: None) -> None:
+    one = Row(
+        uid="a",
+        sample_index=3,
+        token_ids=np.asarray([7, 8, 9], np.int32),
+        num_prompt_tokens=1,
+        loss_mask=np.asarray([False, True]),
+        quantities={"advantages": np.asarray([0.5, 1.5], np.float32)},
+        routed_experts=np.asarray([[[1]], [[2]], [[-1]]], np.int16),
+    )
+    other = Row(
+        uid="b",
+        sample_index=0,
+        token_ids=np.asarray([1, 2, 4], np.int32),
+        num_prompt_tokens=2,
+        loss_mask=np.asarray([True]),
+        quantities={"advantages": np.asarray([2.5], np.float32)},
+        nucleus=np.asarray([[4, 5]], np.int32),
+    )
+    full, empty = put_rows([one, other], MicroBatchPlan([[[1], [0]], [[], []]]))
+    assert empty.fetch() == {}
+    got = full.fetch()
+    for row, found in ((one, got[0]), (other, got[1])):
+        assert (found.uid, found.sample_index) == (row.uid, row.sample_index)
+        assert found.token_ids.dtype == np.int32
+        assert found.token_ids.tolist() == row.token_ids.tolist()
+        assert found.num_prompt_tokens == row.num_prompt_tokens
+        assert found.loss_mask.tolist() == row.loss_mask.tolist()
+        assert found.quantities["advantages"].tolist() == row.quantities["advantages"].tolist()
+    assert got[0].routed_experts is not None
+    assert got[0].routed_experts.tolist() == [[[1]], [[2]], [[-1]]]
+    assert got[0].nucleus is got[1].routed_experts is None
+    assert got[1].nucleus is not None
+    assert got[1].nucleus.tolist() == [[4, 5]]
+
+
 ACTOR = RoleSpec(role=Role.ACTOR, model=ModelConfig(), settings=ActorConfig(layout=LAYOUT))
 CRITIC = RoleSpec(role=Role.CRITIC, model=ModelConfig(), settings=ActorConfig(layout=LAYOUT), head=Head.SCALAR)
 # Which replica has which row, and the row's own token: what `Worker.forward` answers.

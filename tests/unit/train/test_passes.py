@@ -189,6 +189,18 @@ def test_before_is_that_of_rows_which_no_step_precedes() -> None:
     assert {i: v.tolist() for i, v in got.before.items()} == {0: [0.0] * 3, 1: [1.0] * 3, 3: [3.0] * 3, 4: [4.0] * 3}
 
 
+def test_no_step_sends_outputs_back_that_are_known_or_that_nobody_reads() -> None:
+    """Old log-probs stand for those from before the first step; the policy of later steps has moved."""
+    workers = FakeWorkers()
+    updater_of(workers).update_on_batch(ROWS, AlgoState(), step=1, mini_batch_prompts=2, num_epochs=1)
+    assert [request.with_outputs for *_, request in workers.updated] == [True, False]
+    workers = FakeWorkers()
+    known = [row.with_quantities(old_logprobs=np.zeros(row.num_response_tokens, np.float32)) for row in ROWS]
+    got = updater_of(workers).update_on_batch(known, AlgoState(), step=1, mini_batch_prompts=2, num_epochs=1)
+    assert [request.with_outputs for *_, request in workers.updated] == [False, False]
+    assert got.before == {}
+
+
 @pytest.mark.parametrize(("mini_batch_prompts", "num_steps"), [(1, 3), (2, 2), (3, 1), (8, 1)])
 def test_a_batch_that_a_filter_made_smaller_takes_fewer_steps(mini_batch_prompts: int, num_steps: int) -> None:
     workers = FakeWorkers()
