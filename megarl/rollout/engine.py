@@ -22,7 +22,16 @@ from megarl.rollout.engine_spec import SLEEPING_DEVICES, EngineSpec, engine_argu
 from megarl.rollout.nucleus import nucleus_of
 from megarl.rollout.stepping import EngineWork, Stepper
 from megarl.seeds import span_seed
-from megarl.types import ExpertArray, FinishReason, FloatArray, IdArray, IntArray, NucleusArray
+from megarl.types import (
+    ExpertArray,
+    FinishReason,
+    FloatArray,
+    IdArray,
+    IntArray,
+    NucleusArray,
+    VersionSpan,
+    token_versions,
+)
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams, TokensPrompt
@@ -60,18 +69,23 @@ class GenerationRequest:
 class Completion:
     """The tokens that an engine generated for a request, in arrays [n]; of an unfinished request, those so far.
 
-    logprobs: after temperature and truncation (top-p, top-k). weight_versions: the version of the weights that sampled
-    each token. routed_experts: [tokens, layers, k] of the request's tokens and the generated ones but the last, if the
-    engine captures them. engine: the index of the engine that generated them, where there are several.
+    logprobs: after temperature and truncation (top-p, top-k). versions: those of the weights that sampled the tokens;
+    `weight_versions` has one for each token. routed_experts: [tokens, layers, k] of the request's tokens and the
+    generated ones but the last, if the engine captures them. engine: the index of the engine that generated them, where
+    there are several.
     """
 
     token_ids: IdArray
     logprobs: FloatArray
     finish_reason: FinishReason
-    weight_versions: IntArray
+    versions: tuple[VersionSpan, ...]
     nucleus: NucleusArray | None = None
     routed_experts: ExpertArray | None = None
     engine: int | None = None
+
+    @property
+    def weight_versions(self) -> IntArray:
+        return token_versions(self.versions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,12 +315,11 @@ def _completion(output: "RequestOutput") -> Completion:
     ids = np.asarray(sampled.logprobs.token_ids, dtype=np.int32).reshape(shape)
     every = np.asarray(sampled.logprobs.logprobs, dtype=np.float32).reshape(shape)
     nucleus, logprobs = nucleus_of(ids, every) if shape[1] > 1 else (None, every[:, 0])
-    versions = np.asarray([int(span.version) for span in spans], dtype=np.int64)
     return Completion(
         token_ids=np.asarray(sampled.token_ids, dtype=np.int32),
         logprobs=logprobs,
         nucleus=nucleus,
         routed_experts=None if sampled.routed_experts is None else sampled.routed_experts.astype(np.int16),
         finish_reason=FINISH_REASONS[sampled.finish_reason],
-        weight_versions=np.repeat(versions, [span.end - span.start for span in spans]),
+        versions=tuple(VersionSpan(int(span.version), span.end - span.start) for span in spans),
     )

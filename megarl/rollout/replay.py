@@ -17,7 +17,17 @@ from megarl.host.reading import reading
 from megarl.host.writing import replacing
 from megarl.rollout.source import Doing, Group, generating
 from megarl.texts.unicode import plain
-from megarl.types import Episode, FinishReason, Message, Prompt, RolloutBatch, Sample, Segment, SegmentSource
+from megarl.types import (
+    Episode,
+    FinishReason,
+    Message,
+    Prompt,
+    RolloutBatch,
+    Sample,
+    Segment,
+    SegmentSource,
+    version_spans,
+)
 
 # [n, k], end to end.
 _NUCLEUS = pa.struct([("shape", pa.list_(pa.int64())), ("values", pa.list_(pa.int32()))])
@@ -134,7 +144,7 @@ def _parse_record(rows: Sequence[dict[str, Any]]) -> RolloutBatch:
                     source=SegmentSource(each["source"]),
                     token_ids=np.asarray(each["token_ids"], dtype=np.int32),
                     loss_mask=np.asarray(each["loss_mask"], dtype=np.bool_),
-                    weight_versions=np.asarray(each["weight_versions"], dtype=np.int64),
+                    versions=version_spans(each["weight_versions"]),
                     rollout_logprobs=None if logprobs is None else np.asarray(logprobs, dtype=np.float32),
                     nucleus=None
                     if nucleus is None

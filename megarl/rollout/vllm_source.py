@@ -28,7 +28,7 @@ from megarl.rollout.conversations import (
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.source import Doing, Group, SamplingPlan, generating
 from megarl.seeds import sample_seed
-from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, prompt_segment
+from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, VersionSpan, prompt_segment
 
 
 class Engines(Protocol):
@@ -98,8 +98,12 @@ class VllmSource:
 
     async def _generate(self, group: Group, sample: Sample, max_tokens: int, engine: int | None = None) -> Completion:
         """Ask an engine for more of a sample. engine: the one that has its keys and values, if any has."""
+        ids = group.prompt.token_ids
+        # Most requests are for the prompt of the data, and share its tuple.
+        if len(sample.segments) > 1 or group.prompt.environment:
+            ids = tuple(np.concatenate([segment.token_ids for segment in sample.segments]).tolist())
         request = GenerationRequest(
-            token_ids=(*sample.prompt_token_ids.tolist(), *sample.response_token_ids.tolist()),
+            token_ids=ids,
             seed=sample.seed,
             sampling=group.plan.sampling_of(sample.sample_index),
             max_tokens=max_tokens,
@@ -133,7 +137,7 @@ def extended(sample: Sample, completion: Completion) -> Sample:
         source=SegmentSource.POLICY,
         token_ids=completion.token_ids,
         loss_mask=np.ones(len(completion.token_ids), dtype=np.bool_),
-        weight_versions=completion.weight_versions,
+        versions=completion.versions,
         rollout_logprobs=completion.logprobs,
         nucleus=completion.nucleus,
     )
@@ -162,7 +166,7 @@ def _begin(prompt: Prompt, plan: SamplingPlan, sample_index: int) -> Sample:
                 source=SegmentSource.DEMONSTRATION,
                 token_ids=np.asarray(prefix.token_ids, dtype=np.int32),
                 loss_mask=np.ones(n, dtype=np.bool_),
-                weight_versions=np.full(n, -1, dtype=np.int64),
+                versions=(VersionSpan(-1, n),),
             )
         )
     is_full = len(prefix.token_ids) == plan.max_response_tokens

@@ -75,10 +75,12 @@ def training_rows(
     rows = [row_from_sample(sample) for sample in samples]
     kept = list(range(len(rows)))
     if stale_at is not None:
-        versions = [np.concatenate([s.weight_versions for s in sample.segments[1:]]) for sample in samples]
-        # Tokens of a demonstration or an environment, of version -1, are not stale.
-        lags = [np.where(v < 0, 0, stale_at - 1 - v).astype(np.float32) for v in versions]
-        rows = [row.with_quantities(**{LAG: lag}) for row, lag in zip(rows, lags, strict=True)]
+        spans = [[span for segment in sample.segments[1:] for span in segment.versions] for sample in samples]
+        for i, own in enumerate(spans):
+            # Tokens of a demonstration or an environment, of version -1, are not stale.
+            lags = np.array([0 if span.version < 0 else stale_at - 1 - span.version for span in own], np.float32)
+            counts = np.array([span.num_tokens for span in own], np.int64)
+            rows[i] = rows[i].with_quantities(**{LAG: np.repeat(lags, counts)})
     if any(sample.episode is not None for sample in samples):
         rows = [
             row.with_quantities(**{TURN_REWARDS: sample.turn_rewards})

@@ -32,8 +32,11 @@ from megarl.types.samples import (
     Sample,
     Segment,
     SegmentSource,
+    VersionSpan,
     environment_segment,
     prompt_segment,
+    token_versions,
+    version_spans,
 )
 
 if TYPE_CHECKING:
@@ -83,6 +86,7 @@ __all__ = [
     "SegmentSource",
     "TokenQuantity",
     "ValueOutputs",
+    "VersionSpan",
     "environment_segment",
     "length_blocks",
     "pad_rows",
@@ -91,6 +95,8 @@ __all__ = [
     "row_from_sample",
     "row_read_at_end",
     "scored_batch",
+    "token_versions",
+    "version_spans",
 ]
 
 if not TYPE_CHECKING:  # with it, a type checker would accept any name

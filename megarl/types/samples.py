@@ -4,7 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeAlias
+from itertools import groupby
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -71,11 +72,37 @@ class Prompt:
     environment: str = ""
 
 
+class VersionSpan(NamedTuple):
+    """Neighbouring tokens that one version of the policy's weights sampled; -1: no policy sampled them."""
+
+    version: int
+    num_tokens: int
+
+
+def version_spans(versions: Sequence[int] | IntArray) -> tuple[VersionSpan, ...]:
+    """Return the spans of equal versions in a list with one version per token.
+
+    >>> version_spans([3, 3, 4])
+    (VersionSpan(version=3, num_tokens=2), VersionSpan(version=4, num_tokens=1))
+    """
+    return tuple(VersionSpan(version, len(list(own))) for version, own in groupby(np.asarray(versions).tolist()))
+
+
+def token_versions(spans: Sequence[VersionSpan]) -> IntArray:
+    """Return the version of each token.
+
+    >>> token_versions(version_spans([3, 3, 4])).tolist()
+    [3, 3, 4]
+    """
+    versions, counts = np.array(spans, dtype=np.int64).reshape(-1, 2).T
+    return np.repeat(versions, counts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """A contiguous part of a sample with one author (`source`), in arrays of shape [n] with one entry per token.
 
-    `weight_versions`: the version of the policy's weights that sampled each token; -1 for tokens that were not sampled.
+    versions: the versions of the policy's weights that sampled the tokens; `weight_versions` has one for each token.
     nucleus: [n, K] int32, the ids of the tokens that top-k and top-p left to sample each token from, itself among them,
     then -1; `rollout_logprobs` are those of the distribution over these tokens. None: the whole vocabulary.
     reward: what the environment gave for the policy's turn that ends with this segment.
@@ -84,18 +111,23 @@ class Segment:
     source: SegmentSource
     token_ids: IdArray
     loss_mask: BoolArray
-    weight_versions: IntArray
+    versions: tuple[VersionSpan, ...]
     rollout_logprobs: FloatArray | None = None
     nucleus: NucleusArray | None = None
     reward: float = 0.0
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
-        for name in ("loss_mask", "weight_versions", "rollout_logprobs"):
-            value = getattr(self, name)
+        if (count := sum(span.num_tokens for span in self.versions)) != n:
+            raise ValueError(f"segment versions: got {count} tokens in spans, expected {n} like token_ids")
+        for name, value in (("loss_mask", self.loss_mask), ("rollout_logprobs", self.rollout_logprobs)):
             if value is not None and value.shape != (n,):
                 raise ValueError(f"segment {name}: got shape {value.shape}, expected ({n},) like token_ids")
         require_labels_in_nucleus(self.nucleus, self.token_ids, "segment")
+
+    @property
+    def weight_versions(self) -> IntArray:
+        return token_versions(self.versions)
 
 
 def prompt_segment(token_ids: Sequence[int]) -> Segment:
@@ -122,7 +154,7 @@ def _given_segment(source: SegmentSource, token_ids: Sequence[int]) -> Segment:
         source=source,
         token_ids=np.asarray(token_ids, dtype=np.int32),
         loss_mask=np.zeros(n, dtype=np.bool_),
-        weight_versions=np.full(n, -1, dtype=np.int64),
+        versions=(VersionSpan(-1, n),),
     )
 
 

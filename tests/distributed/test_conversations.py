@@ -26,6 +26,7 @@ from megarl.types import (
     prompt_segment,
     row_from_sample,
     scored_batch,
+    version_spans,
 )
 from tests.helpers.compare import assert_within
 from tests.helpers.dense_trainer import DensePolicy, DenseStep, Objective
@@ -85,7 +86,7 @@ def conversation(index: int, rng: np.random.Generator) -> Sample:
             source=source,
             token_ids=rng.integers(0, VOCAB_SIZE, n),
             loss_mask=np.ones(n, dtype=np.bool_),
-            weight_versions=np.zeros(n, dtype=np.int64),
+            versions=version_spans(np.zeros(n, dtype=np.int64)),
             reward=reward,
         )
 

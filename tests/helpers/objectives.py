@@ -25,7 +25,7 @@ class Problem:
             Row(
                 uid="q",
                 sample_index=i,
-                token_ids=np.zeros(self.mask.shape[1] + 1, dtype=np.int64),
+                token_ids=np.zeros(self.mask.shape[1] + 1, dtype=np.int32),
                 num_prompt_tokens=1,
                 loss_mask=mask.numpy(),
                 quantities={name: values[i].numpy() for name, values in self.quantities.items()},

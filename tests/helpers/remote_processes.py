@@ -27,7 +27,7 @@ from megarl.host import loop
 from megarl.host.stage import process_files
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.source import Doing, generating
-from megarl.types import FinishReason
+from megarl.types import FinishReason, version_spans
 from megarl.types.messages import (
     ForwardRequest,
     ForwardResult,
@@ -123,7 +123,7 @@ class Worker:
                     token_ids=np.asarray([request.seed, self.index]),
                     logprobs=np.zeros(2, np.float32),
                     finish_reason=FinishReason.STOP,
-                    weight_versions=np.zeros(2, np.int64),
+                    versions=version_spans(np.zeros(2, np.int64)),
                 )
                 yield {key: completion}
 

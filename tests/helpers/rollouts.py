@@ -4,7 +4,17 @@ from typing import Any
 
 import numpy as np
 
-from megarl.types import FinishReason, FloatArray, Prompt, RolloutBatch, Sample, Segment, SegmentSource, prompt_segment
+from megarl.types import (
+    FinishReason,
+    FloatArray,
+    Prompt,
+    RolloutBatch,
+    Sample,
+    Segment,
+    SegmentSource,
+    prompt_segment,
+    version_spans,
+)
 from tests.helpers.checkpoints import VOCAB_SIZE
 
 NUM_SAMPLES = 4
@@ -71,9 +81,9 @@ def _policy_segment(rng: np.random.Generator, *, trained: bool = True) -> Segmen
     n = int(rng.integers(1, MAX_SEGMENT_TOKENS + 1))
     return Segment(
         source=SegmentSource.POLICY,
-        token_ids=rng.integers(0, VOCAB_SIZE, n),
+        token_ids=rng.integers(0, VOCAB_SIZE, n, dtype=np.int32),
         loss_mask=np.full(n, trained),
-        weight_versions=rng.integers(0, 5, n),
+        versions=version_spans(rng.integers(0, 5, n)),
         rollout_logprobs=_logprobs(rng, n),
     )
 
@@ -81,9 +91,9 @@ def _policy_segment(rng: np.random.Generator, *, trained: bool = True) -> Segmen
 def _environment_segment(rng: np.random.Generator) -> Segment:
     return Segment(
         source=SegmentSource.ENVIRONMENT,
-        token_ids=rng.integers(0, VOCAB_SIZE, 3),
+        token_ids=rng.integers(0, VOCAB_SIZE, 3, dtype=np.int32),
         loss_mask=np.zeros(3, dtype=np.bool_),
-        weight_versions=np.full(3, -1),
+        versions=version_spans(np.full(3, -1)),
     )
 
 

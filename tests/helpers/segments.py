@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megarl.types import Segment, SegmentSource
+from megarl.types import Segment, SegmentSource, version_spans
 
 
 def policy_segment(token_ids: Sequence[int], logprob: float = -1.0) -> Segment:
@@ -12,9 +12,9 @@ def policy_segment(token_ids: Sequence[int], logprob: float = -1.0) -> Segment:
     n = len(token_ids)
     return Segment(
         source=SegmentSource.POLICY,
-        token_ids=np.asarray(token_ids, dtype=np.int64),
+        token_ids=np.asarray(token_ids, dtype=np.int32),
         loss_mask=np.ones(n, dtype=np.bool_),
-        weight_versions=np.zeros(n, dtype=np.int64),
+        versions=version_spans(np.zeros(n, dtype=np.int64)),
         rollout_logprobs=np.full(n, logprob, dtype=np.float32),
     )
 
@@ -24,7 +24,7 @@ def demonstration_segment(token_ids: Sequence[int]) -> Segment:
     n = len(token_ids)
     return Segment(
         source=SegmentSource.DEMONSTRATION,
-        token_ids=np.asarray(token_ids, dtype=np.int64),
+        token_ids=np.asarray(token_ids, dtype=np.int32),
         loss_mask=np.ones(n, dtype=np.bool_),
-        weight_versions=np.full(n, -1, dtype=np.int64),
+        versions=version_spans(np.full(n, -1, dtype=np.int64)),
     )

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 from megarl.config.generation import Sampling
 from megarl.rollout.replay import ReplaySource, read_record, record_path, write_record
 from megarl.rollout.source import SamplingPlan, collect
-from megarl.types import FinishReason, RolloutBatch, Sample, Segment, SegmentSource, row_from_sample
+from megarl.types import FinishReason, RolloutBatch, Sample, Segment, SegmentSource, row_from_sample, version_spans
 from tests.helpers.loops import begin_groups
 from tests.helpers.rollouts import NUM_SAMPLES, assert_same_rollout, random_rollout
 
@@ -59,9 +59,9 @@ def sample_of(first: Segment, logprobs: list[float], *, seed: int = 0) -> Sample
     n = len(logprobs)
     response = Segment(
         source=SegmentSource.DEMONSTRATION,
-        token_ids=np.arange(n),
+        token_ids=np.arange(n, dtype=np.int32),
         loss_mask=np.ones(n, dtype=np.bool_),
-        weight_versions=np.zeros(n, dtype=np.int64),
+        versions=version_spans(np.zeros(n, dtype=np.int64)),
         rollout_logprobs=np.array(logprobs, dtype=np.float32),
     )
     return Sample(

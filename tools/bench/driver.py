@@ -60,7 +60,7 @@ from megarl.train.groups import JudgedGroup, filter_groups
 from megarl.train.loop import Trainer
 from megarl.train.passes import RolePasses, RoleUpdater
 from megarl.train.update import UpdateStage
-from megarl.types import FinishReason, Prompt, Reward, RolloutBatch, Row, Sample, prompt_segment
+from megarl.types import FinishReason, Prompt, Reward, RolloutBatch, Row, Sample, prompt_segment, version_spans
 from megarl.types.messages import (
     ForwardRequest,
     ForwardResult,
@@ -183,7 +183,7 @@ def completion(ids: np.ndarray, logprobs: np.ndarray) -> Completion:
         token_ids=ids,
         logprobs=logprobs,
         finish_reason=FinishReason.STOP,
-        weight_versions=np.zeros(len(ids), np.int64),
+        versions=version_spans(np.zeros(len(ids), np.int64)),
     )
 
 

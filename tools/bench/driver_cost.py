@@ -33,7 +33,7 @@ from megarl.record.text_table import align
 from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
 from megarl.rollout.source import Doing, Group, SamplingPlan, begin, collect
 from megarl.rollout.vllm_source import VllmSource
-from megarl.types import FinishReason, Prompt
+from megarl.types import FinishReason, Prompt, version_spans
 
 TIMEOUT_S, NUM_SAMPLES, RESPONSE_TOKENS, PROMPT_TOKENS = 120.0, 8, 256, 64
 # How many requests a real engine might finish in one step.
@@ -72,7 +72,7 @@ def _completion(request: GenerationRequest) -> Completion:
         token_ids=np.arange(request.max_tokens),
         logprobs=np.zeros(request.max_tokens, np.float32),
         finish_reason=FinishReason.LENGTH,
-        weight_versions=np.zeros(request.max_tokens, np.int64),
+        versions=version_spans(np.zeros(request.max_tokens, np.int64)),
     )
 
 

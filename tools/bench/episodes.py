@@ -35,7 +35,7 @@ from megarl.record.text_table import align
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.source import Doing, Group, SamplingPlan, begin, collect
 from megarl.rollout.vllm_source import VllmSource
-from megarl.types import FinishReason, Message, Prompt
+from megarl.types import FinishReason, Message, Prompt, version_spans
 
 TIMEOUT_S = 120.0
 
@@ -62,7 +62,7 @@ class InstantEngines:
             token_ids=np.asarray(ids),
             logprobs=np.zeros(len(ids), np.float32),
             finish_reason=FinishReason.STOP,
-            weight_versions=np.zeros(len(ids), np.int64),
+            versions=version_spans(np.zeros(len(ids), np.int64)),
         )
 
     def generate(self, request: GenerationRequest) -> "asyncio.Future[Completion]":

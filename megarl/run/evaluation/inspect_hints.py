@@ -38,7 +38,7 @@ from megarl.rewards.routes import without_training
 from megarl.run.evaluation.hint_signal import hint_inputs, mutual_information
 from megarl.seeds import batch_seed
 from megarl.train.inputs import open_hints
-from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, prompt_segment
+from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, VersionSpan, prompt_segment
 from megarl.types.rows import row_from_sample
 from megarl.weights.families import read_hf_config
 from megarl.weights.hub import local_model
@@ -261,7 +261,7 @@ def _as_sample(prompt: Prompt, response: Sequence[int], index: int, *, is_ended:
         source=SegmentSource.POLICY,
         token_ids=np.asarray(response, dtype=np.int32),
         loss_mask=np.ones(count, dtype=np.bool_),
-        weight_versions=np.zeros(count, dtype=np.int64),
+        versions=(VersionSpan(0, count),),
     )
     return Sample(
         uid=prompt.uid,

@@ -16,7 +16,7 @@ from megarl.host import loop
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.source import Doing
 from megarl.rollout.stepping import EngineWork
-from megarl.types import FinishReason
+from megarl.types import FinishReason, version_spans
 from megarl.types.messages import Part, Role
 
 OPEN, PUSH = "open", "push {}".format
@@ -31,7 +31,7 @@ def completion(request: GenerationRequest) -> Completion:
         token_ids=np.asarray([request.seed]),
         logprobs=np.zeros(1, np.float32),
         finish_reason=FinishReason.STOP,
-        weight_versions=np.zeros(1, np.int64),
+        versions=version_spans(np.zeros(1, np.int64)),
     )
 
 

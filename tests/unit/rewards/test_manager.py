@@ -26,6 +26,7 @@ from megarl.types import (
     SegmentSource,
     environment_segment,
     prompt_segment,
+    version_spans,
 )
 
 TOKENIZER = make_byte_tokenizer()
@@ -73,7 +74,7 @@ def sample(uid: str, index: int, text: str) -> Sample:
         source=SegmentSource.POLICY,
         token_ids=ids,
         loss_mask=np.ones(len(ids), dtype=np.bool_),
-        weight_versions=np.zeros(len(ids), dtype=np.int64),
+        versions=version_spans(np.zeros(len(ids), dtype=np.int64)),
     )
     return Sample(
         uid=uid,

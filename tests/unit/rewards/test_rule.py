@@ -28,6 +28,7 @@ from megarl.types import (
     Segment,
     SegmentSource,
     prompt_segment,
+    version_spans,
 )
 from tests.helpers.reward_items import item
 
@@ -178,7 +179,7 @@ def test_what_a_function_says_besides_numbers_reaches_the_rollout_files(file: st
         source=SegmentSource.POLICY,
         token_ids=ids,
         loss_mask=np.ones(len(ids), dtype=np.bool_),
-        weight_versions=np.zeros(len(ids), dtype=np.int64),
+        versions=version_spans(np.zeros(len(ids), dtype=np.int64)),
     )
     prompt = Prompt(uid="q", token_ids=(65,), data_source="poems", ground_truth="rose")
     sample = Sample(

@@ -16,7 +16,7 @@ from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.prefixes import Prefix
 from megarl.rollout.source import Doing, Group, SamplingPlan
 from megarl.rollout.vllm_source import VllmSource
-from megarl.types import FinishReason, Prompt, Sample, SegmentSource
+from megarl.types import FinishReason, Prompt, Sample, SegmentSource, version_spans
 from tests.helpers.loops import begin_groups, turns
 
 END = 2
@@ -93,10 +93,10 @@ class World:
 def completion(token_ids: Sequence[int], reason: FinishReason) -> Completion:
     n = len(token_ids)
     return Completion(
-        token_ids=np.asarray(token_ids, dtype=np.int64),
+        token_ids=np.asarray(token_ids, dtype=np.int32),
         logprobs=np.full(n, -0.5, dtype=np.float32),
         finish_reason=reason,
-        weight_versions=np.full(n, 3),
+        versions=version_spans(np.full(n, 3)),
     )
 
 

@@ -11,7 +11,7 @@ from megarl.config.generation import Sampling
 from megarl.errors import ConfigError
 from megarl.rollout.prefixes import Prefix, demonstration_quantities, plan_prefixes
 from megarl.rollout.source import SamplingPlan
-from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, prompt_segment
+from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, prompt_segment, version_spans
 
 EOS = 2
 WHOLE = Prompt(
@@ -91,9 +91,9 @@ def segment(source: SegmentSource, token_ids: list[int]) -> Segment:
     n = len(token_ids)
     return Segment(
         source=source,
-        token_ids=np.asarray(token_ids, dtype=np.int64),
+        token_ids=np.asarray(token_ids, dtype=np.int32),
         loss_mask=np.ones(n, dtype=np.bool_),
-        weight_versions=np.zeros(n, dtype=np.int64),
+        versions=version_spans(np.zeros(n, dtype=np.int64)),
     )
 
 

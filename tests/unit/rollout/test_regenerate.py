@@ -10,7 +10,7 @@ from megarl.errors import DataError
 from megarl.rollout.engine import Completion
 from megarl.rollout.regenerate import spans_of
 from megarl.rollout.source import SamplingPlan
-from megarl.types import FinishReason, Sample, Segment, SegmentSource, prompt_segment
+from megarl.types import FinishReason, Sample, Segment, SegmentSource, prompt_segment, version_spans
 from tests.helpers.segments import demonstration_segment
 
 PLAN = SamplingPlan(step=3, num_samples=2, sampling=Sampling(temperature=0.7), max_response_tokens=9, run_seed=0)
@@ -22,7 +22,7 @@ def written(token_ids: list[int], versions: list[int]) -> Segment:
         source=SegmentSource.POLICY,
         token_ids=np.asarray(token_ids),
         loss_mask=np.ones(n, dtype=np.bool_),
-        weight_versions=np.asarray(versions),
+        versions=version_spans(np.asarray(versions)),
         rollout_logprobs=-np.arange(n, dtype=np.float32),
     )
 
@@ -65,7 +65,7 @@ def test_differences_are_named(tokens: list[int], logprobs: list[float], message
         token_ids=np.asarray(tokens),
         logprobs=np.asarray(logprobs, dtype=np.float32),
         finish_reason=FinishReason.LENGTH,
-        weight_versions=np.full(len(tokens), 3),
+        versions=version_spans(np.full(len(tokens), 3)),
     )
     if message is None:
         last.compare(completion)

@@ -13,7 +13,17 @@ from megarl.config.generation import Sampling
 from megarl.errors import DataError, NonFiniteError
 from megarl.rollout.replay import ReplaySource, read_record, record_path, require_records, write_record
 from megarl.rollout.source import SamplingPlan, collect
-from megarl.types import Episode, FinishReason, Prompt, RolloutBatch, Sample, Segment, SegmentSource, prompt_segment
+from megarl.types import (
+    Episode,
+    FinishReason,
+    Prompt,
+    RolloutBatch,
+    Sample,
+    Segment,
+    SegmentSource,
+    prompt_segment,
+    version_spans,
+)
 from tests.helpers.loops import begin_groups
 
 PROMPT = Prompt(
@@ -32,9 +42,9 @@ LOGPROBS = np.asarray([np.float32(-1) / np.float32(3), np.nextafter(np.float32(-
 def policy_segment() -> Segment:
     return Segment(
         source=SegmentSource.POLICY,
-        token_ids=np.asarray([8, 2], dtype=np.int64),
+        token_ids=np.asarray([8, 2], dtype=np.int32),
         loss_mask=np.asarray([True, True]),
-        weight_versions=np.asarray([3, 4], dtype=np.int64),
+        versions=version_spans(np.asarray([3, 4], dtype=np.int64)),
         rollout_logprobs=LOGPROBS,
         nucleus=np.asarray([[8, 1, 5], [2, -1, -1]], dtype=np.int32),
     )
@@ -43,18 +53,18 @@ def policy_segment() -> Segment:
 def environment_segment() -> Segment:
     return Segment(
         source=SegmentSource.ENVIRONMENT,
-        token_ids=np.asarray([9], dtype=np.int64),
+        token_ids=np.asarray([9], dtype=np.int32),
         loss_mask=np.asarray([False]),
-        weight_versions=np.asarray([-1], dtype=np.int64),
+        versions=version_spans(np.asarray([-1], dtype=np.int64)),
     )
 
 
 def demonstration_segment() -> Segment:
     return Segment(
         source=SegmentSource.DEMONSTRATION,
-        token_ids=np.asarray([9], dtype=np.int64),
+        token_ids=np.asarray([9], dtype=np.int32),
         loss_mask=np.asarray([True]),
-        weight_versions=np.asarray([-1], dtype=np.int64),
+        versions=version_spans(np.asarray([-1], dtype=np.int64)),
     )
 
 

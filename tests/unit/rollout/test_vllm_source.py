@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from megarl.rollout.prefixes import Prefix, demonstration_quantities
 from megarl.rollout.source import Doing, SamplingPlan, collect
 from megarl.rollout.vllm_source import VllmSource
 from megarl.seeds import sample_seed
-from megarl.types import FinishReason, Prompt, Sample, SegmentSource
+from megarl.types import FinishReason, Prompt, Sample, SegmentSource, version_spans
 from tests.helpers.loops import answered, begin_groups
 
 PLAN = SamplingPlan(
@@ -60,20 +61,20 @@ class EchoEngines:
                 c,
                 token_ids=c.token_ids[:1],
                 logprobs=c.logprobs[:1],
-                weight_versions=c.weight_versions[:1],
+                versions=version_spans(c.weight_versions[:1]),
                 finish_reason=FinishReason.ABORT,
             )
             for completion, c in whole.items()
         }
 
     def complete(self, request: GenerationRequest) -> Completion:
-        token_ids = np.asarray(self.answer(request), dtype=np.int64)
+        token_ids = np.asarray(self.answer(request), dtype=np.int32)
         return Completion(
             token_ids=token_ids,
             logprobs=np.full(len(token_ids), self.logprob, dtype=np.float32),
             finish_reason=FinishReason.LENGTH,
             # A sync came before the last token.
-            weight_versions=np.asarray([8] * (len(token_ids) - 1) + [9]),
+            versions=version_spans(np.asarray([8] * (len(token_ids) - 1) + [9])),
         )
 
     def answer(self, request: GenerationRequest) -> Sequence[int]:
@@ -226,7 +227,7 @@ class Told:
     def __init__(self) -> None:
         self.samples: list[tuple[Prompt, Sample]] = []
 
-    def add(self, prompt: Prompt, sample: Sample) -> None:
+    def add(self, prompt: Prompt, sample: Sample, response: str | None = None) -> None:
         self.samples.append((prompt, sample))
 
 
@@ -243,6 +244,37 @@ def test_samples_are_told_of_as_they_finish() -> None:
     assert {id(sample) for _, sample in told.samples} == {id(sample) for sample in batch.samples}
 
 
+def test_long_responses_are_decoded_in_another_thread() -> None:
+    """The thread of the loop hears engines and hosts meanwhile; judges hear of samples in the order of their ends."""
+
+    class Reading(Told):
+        def __init__(self) -> None:
+            super().__init__()
+            self.threads, self.responses = list[threading.Thread](), list[str | None]()
+
+        def read(self, sample: Sample) -> str:
+            self.threads.append(threading.current_thread())
+            return f"{sample.uid}/{sample.sample_index}"
+
+        def add(self, prompt: Prompt, sample: Sample, response: str | None = None) -> None:
+            super().add(prompt, sample)
+            self.responses.append(response)
+
+    reading, source = Reading(), VllmSource(EchoEngines())
+    prompts = [replace(PROMPTS[0], token_ids=tuple(range(2000))), PROMPTS[1]]
+    collect(source, begin_groups(source, prompts, PLAN, judging=reading), timeout_s=1.0)
+    assert reading.responses == [None, None, "a/1", "a/0"]
+    assert len(reading.threads) == 2
+    assert threading.current_thread() not in reading.threads
+
+
+def test_first_requests_share_the_tuple_of_their_prompt() -> None:
+    engines = EchoEngines()
+    begin_groups(VllmSource(engines), PROMPTS, PLAN)
+    assert all(request.token_ids in (PROMPTS[0].token_ids, PROMPTS[1].token_ids) for request in engines.requests)
+    assert {id(request.token_ids) for request in engines.requests} == {id(prompt.token_ids) for prompt in PROMPTS}
+
+
 def test_judges_read_one_sample_in_each_turn_of_the_loop() -> None:
     """Here all samples finish in the same turn."""
     now, read = [0], list[int]()
@@ -253,7 +285,7 @@ def test_judges_read_one_sample_in_each_turn_of_the_loop() -> None:
             await asyncio.sleep(0)
 
     class Timed(Told):
-        def add(self, prompt: Prompt, sample: Sample) -> None:
+        def add(self, prompt: Prompt, sample: Sample, response: str | None = None) -> None:
             read.append(now[0])
 
     loop.spawn(count())

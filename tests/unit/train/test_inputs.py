@@ -17,7 +17,7 @@ from megarl.errors import ConfigError, DataError
 from megarl.train.export import export_model
 from megarl.train.inputs import TrainInputs, check_role_models, open_train_inputs
 from megarl.train.supervised_inputs import open_sft_inputs, open_train_preference_inputs, open_train_reward_inputs
-from megarl.types import FinishReason, Sample, Segment, SegmentSource, prompt_segment
+from megarl.types import FinishReason, Sample, Segment, SegmentSource, prompt_segment, version_spans
 from megarl.types.messages import Head, Role, RoleSpec, StoreResult
 from megarl.weights.families import read_model_spec
 from tests.helpers.checkpoints import add_value_head, make_checkpoint
@@ -248,7 +248,7 @@ def test_a_reward_model_with_the_policys_template_has_its_arguments(models: Path
         source=SegmentSource.POLICY,
         token_ids=response,
         loss_mask=np.ones(2, dtype=np.bool_),
-        weight_versions=np.zeros(2, dtype=np.int64),
+        versions=version_spans(np.zeros(2, dtype=np.int64)),
     )
     segments = (prompt_segment(prompt.token_ids), written)
     sample = Sample(uid=prompt.uid, sample_index=0, seed=0, segments=segments, finish_reason=FinishReason.STOP)

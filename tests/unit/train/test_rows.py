@@ -10,7 +10,18 @@ from megarl.config.algo import AlgoConfig, CpoConfig, DemonstrationConfig
 from megarl.errors import DataError
 from megarl.train.collect import Collected
 from megarl.train.rows import TrainingRows, require_routed_experts, training_rows
-from megarl.types import FinishReason, Prompt, Reward, RolloutBatch, Row, Sample, Segment, SegmentSource, prompt_segment
+from megarl.types import (
+    FinishReason,
+    Prompt,
+    Reward,
+    RolloutBatch,
+    Row,
+    Sample,
+    Segment,
+    SegmentSource,
+    prompt_segment,
+    version_spans,
+)
 from megarl.weights.families import Dims, Experts
 from tests.helpers.segments import demonstration_segment, policy_segment
 
@@ -56,12 +67,12 @@ def labels(training: TrainingRows) -> list[str]:
 def test_lags_of_tokens_are_known_where_samples_may_be_stale() -> None:
     """Step 5 starts from version 4; no version sampled the demonstration's tokens or the environment's."""
     segments = sample("a", 0, given=(5, 6)).segments
-    written = replace(segments[2], weight_versions=np.array([2, 4]))
+    written = replace(segments[2], versions=version_spans(np.array([2, 4])))
     replied = Segment(
         source=SegmentSource.ENVIRONMENT,
         token_ids=np.array([7]),
         loss_mask=np.zeros(1, np.bool_),
-        weight_versions=np.array([-1]),
+        versions=version_spans(np.array([-1])),
     )
     step = collected([(replace(sample("a", 0), segments=(*segments[:2], written, replied, written)), True)])
     (row,) = training_rows(step, AlgoConfig(), stale_at=5).rows

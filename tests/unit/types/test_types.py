@@ -1,5 +1,6 @@
 """What batches of rows answer, and how sums become a loss and metrics."""
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -14,11 +15,13 @@ from megarl.types import (
     Sample,
     Segment,
     SegmentSource,
+    VersionSpan,
     batches,
     prompt_segment,
     row_batch,
     row_from_sample,
     scored_batch,
+    version_spans,
 )
 
 CPU = torch.device("cpu")
@@ -87,7 +90,7 @@ def test_nuclei_of_a_sample_cover_its_response() -> None:
             source=source,
             token_ids=np.array(tokens),
             loss_mask=np.ones(len(tokens), np.bool_),
-            weight_versions=np.zeros(len(tokens), np.int64),
+            versions=version_spans(np.zeros(len(tokens), np.int64)),
             nucleus=None if nucleus is None else np.array(nucleus, np.int32),
         )
 
@@ -132,3 +135,19 @@ def test_token_ids_take_four_bytes() -> None:
     assert sample.num_response_tokens == 1
     # A single segment is not copied.
     assert row.loss_mask is answer.loss_mask
+
+
+def test_a_sampled_token_takes_nine_bytes_on_its_way() -> None:
+    """Its id, its log-prob and whether it trains; versions are spans, however many tokens one sampled."""
+    n = 10_000
+    segment = Segment(
+        source=SegmentSource.POLICY,
+        token_ids=np.arange(n, dtype=np.int32),
+        loss_mask=np.ones(n, np.bool_),
+        versions=(VersionSpan(3, n - 1), VersionSpan(4, 1)),
+        rollout_logprobs=np.zeros(n, np.float32),
+    )
+    assert 9 * n < len(pickle.dumps(segment)) < 9 * n + 1000
+    assert segment.weight_versions.tolist() == [3] * (n - 1) + [4]
+    with pytest.raises(ValueError, match="segment versions: got 2 tokens in spans, expected 10000 like token_ids"):
+        replace(segment, versions=(VersionSpan(3, 2),))
