@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -198,7 +197,15 @@ def response_decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[Sequence
     """Return a function that decodes response ids to the text that scorers read: without special tokens, and without
     the token that ends an answer, even if the tokenizer does not call it special.
     """
-    decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    from transformers import PreTrainedTokenizerFast
+
+    is_plain = getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode
+
+    def decode(ids: Sequence[int]) -> str:
+        if is_plain:  # The same text, while other threads go on.
+            return str(tokenizer.backend_tokenizer.decode_batch([ids], skip_special_tokens=True)[0])
+        return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
     end = answer_form(tokenizer).end_id
     if end is None or end in tokenizer.all_special_ids:
         return decode

@@ -121,15 +121,17 @@ class Judging:
     asked: dict[FinishedSample, Sequence[str]] = field(default_factory=dict)
     prompt_texts: dict[str, str] = field(default_factory=dict)
 
-    def add(self, prompt: Prompt, sample: Sample) -> None:
-        """Accept a finished sample, without waiting for its reward."""
+    def read(self, sample: Sample) -> str:
+        """Return the text of a sample's last turn, in whichever thread."""
+        # The text of an environment is no answer of the policy.
+        return self.manager.decode(sample.last_turn_ids.tolist())
+
+    def add(self, prompt: Prompt, sample: Sample, response: str | None = None) -> None:
+        """Accept a finished sample, without waiting for its reward. response: what `read` says, if it was asked."""
         if prompt.uid not in self.prompt_texts:
             self.prompt_texts[prompt.uid] = str(self.manager.tokenizer.decode(prompt.token_ids))
-        # The text of an environment is no answer of the policy.
-        response = self.manager.decode(sample.last_turn_ids.tolist())
-        item = FinishedSample(
-            prompt=prompt, sample=sample, prompt_text=self.prompt_texts[prompt.uid], response=response
-        )
+        text = self.read(sample) if response is None else response
+        item = FinishedSample(prompt=prompt, sample=sample, prompt_text=self.prompt_texts[prompt.uid], response=text)
         is_failed = sample.finish_reason is FinishReason.FAILED
         self.asked[item] = () if is_failed else self.manager.asked(prompt.data_source)
         for name in self.asked[item]:

@@ -81,7 +81,7 @@ def start_request(prompt: Prompt, sample: Sample) -> StartRequest:
 
 def turn_request(sample: Sample) -> TurnRequest:
     """Return the request that passes the policy's last turn to the environment."""
-    turn, episode = _turns(sample)[-1], episode_of(sample)
+    turn, episode = tuple(sample.last_turn_ids.tolist()), episode_of(sample)
     num_before = len(sample.prompt_token_ids) + sample.num_response_tokens - len(turn)
     return TurnRequest(token_ids=turn, turn=episode.num_turns - 1, is_cut=episode.is_cut, num_before=num_before)
 

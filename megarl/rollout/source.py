@@ -59,6 +59,8 @@ class SamplingPlan:
 
 # Judges read one sample in each turn of the loop, so that no number of samples keeps it from what else there is to do.
 _one_at_a_time = asyncio.Lock()
+# Handing a response to a thread that decodes it takes about as long as decoding so many tokens.
+_LONG_TOKENS = 1024
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -94,7 +96,10 @@ class Group:
         self.parts.pop(sample.sample_index, None)
         if self.judging is not None:
             async with _one_at_a_time:
-                self.judging.add(self.prompt, sample)
+                if sample.num_response_tokens > _LONG_TOKENS:
+                    self.judging.add(self.prompt, sample, await asyncio.to_thread(self.judging.read, sample))
+                else:
+                    self.judging.add(self.prompt, sample)
                 await asyncio.sleep(0)
 
 
