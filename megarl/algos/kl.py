@@ -37,8 +37,8 @@ KL_ESTIMATORS: FunctionRegistry[KLFunction, KLEstimator] = FunctionRegistry(
 )
 
 # Bounds exp() in k3, and k3 itself: one token far from the reference must not decide the whole batch.
-_MAX_EXPONENT = 20.0
-_MAX_K3 = 10.0
+MAX_EXPONENT = 20.0
+MAX_K3 = 10.0
 
 
 @KL_ESTIMATORS.register(
@@ -82,8 +82,8 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     >>> k3(tensor([-1.0]), tensor([-2.0])).round(decimals=3).tolist()
     [0.368]
     """
-    exponent = (ref_logprobs - logprobs).clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
-    return (exponent.exp() - exponent - 1).clamp(-_MAX_K3, _MAX_K3)
+    exponent = (ref_logprobs - logprobs).clamp(-MAX_EXPONENT, MAX_EXPONENT)
+    return (exponent.exp() - exponent - 1).clamp(-MAX_K3, MAX_K3)
 
 
 @KL_ESTIMATORS.register("k3_straight_through")

@@ -7,11 +7,9 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from megarl.algos.kl import k3
-from megarl.algos.masked import masked_sum
+from megarl.algos.kl import MAX_EXPONENT, MAX_K3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +67,22 @@ def mismatch_sums(rollout_logprobs: Tensor, logprobs: Tensor, loss_mask: Tensor)
             f"mismatch: got rollout_logprobs {tuple(rollout_logprobs.shape)}, logprobs "
             f"{tuple(logprobs.shape)} and loss_mask {tuple(loss_mask.shape)}, expected one shape"
         )
-    rollout, trainer = rollout_logprobs.double(), logprobs.double()
-    delta = torch.where(loss_mask, rollout - trainer, 0.0)
-    magnitude = delta.abs()
-    return MismatchSums(
-        num_tokens=int(loss_mask.sum()),
-        num_rows=int(loss_mask.any(dim=-1).sum()),
-        abs_sum=float(magnitude.sum()),
-        k1_sum=float(delta.sum()),
-        k3_sum=float(masked_sum(k3(rollout, trainer), loss_mask)),
-        abs_max=float(magnitude.max()) if magnitude.numel() else 0.0,
-        num_above_2x=int((magnitude > math.log(2)).sum()),
-        seq_abs_sum=float(delta.sum(dim=-1).abs().sum()),
-    )
+    # Arrays of this size take a third of the time that tensors take, whose temporaries are new memory each time.
+    rollout, trainer, mask = rollout_logprobs.numpy(), logprobs.numpy(), loss_mask.numpy()
+    with np.errstate(invalid="ignore"):
+        delta = np.subtract(rollout, trainer, dtype=np.float64)
+        delta[~mask] = 0.0
+        magnitude = np.abs(delta)
+        # `k3`, which is 0 where Δ is.
+        exponent = np.clip(-delta, -MAX_EXPONENT, MAX_EXPONENT)
+        divergence = np.clip(np.exp(exponent) - exponent - 1, -MAX_K3, MAX_K3)
+        return MismatchSums(
+            num_tokens=int(np.count_nonzero(mask)),
+            num_rows=int(mask.any(axis=-1).sum()),
+            abs_sum=float(magnitude.sum()),
+            k1_sum=float(delta.sum()),
+            k3_sum=float(divergence.sum()),
+            abs_max=float(magnitude.max(initial=0.0)),
+            num_above_2x=int(np.count_nonzero(magnitude > math.log(2))),
+            seq_abs_sum=float(np.abs(delta.sum(axis=-1)).sum()),
+        )
