@@ -1,52 +1,99 @@
 """Compute metrics of a step's importance ratios over all tokens, including tokens that a correction's gate rejects."""
 
+from dataclasses import dataclass, fields
+
 from torch import Tensor
 
 from megarl.algos.masked import masked_sum, row_means
 from megarl.algos.policy_losses import MAX_LOG_RATIO
 
 
-def correction_metrics(
-    *, log_ratio: Tensor, sampled: Tensor, weights: Tensor, accepted: Tensor, advantages: Tensor
-) -> dict[str, float]:
-    """Compute the metrics is/* over the n tokens that the engine sampled; all are 0 if there are none.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatioSums:
+    """Sums over the tokens that the engine sampled, and over rows that have any; those of blocks of rows are `merged`.
 
-    `log_ratio` is ln ρ [B, T] in float64, and 0 outside `sampled`. `weights` are from before gate and veto.
+    weight, weight_square, weight_max: of weights from before gate and veto. kept_weight: after both.
+    """
 
-    accept_frac: share of tokens accepted. w_mean, w_max and ess = (Σ w)² / (n Σ w²) describe `weights`.
-    chi2_token = mean ρ² − 1 and chi2_seq = mean over rows of (Π ρ)² − 1: χ²(trainer ‖ engine).
-    k3 = mean(ρ − 1 − ln ρ): KL(engine ‖ trainer). log_ppl_gap: mean over rows of −mean ln ρ, the trainer's
-    log-perplexity minus the engine's. rejected_advantage_pos and _neg: the sums of positive and of negative advantages
-    of rejected tokens, each / n. If the two do not cancel, rejecting tokens biases the policy gradient. In the χ² and
-    in k3, ln ρ and its sums are clamped to ±20.
+    num_tokens: float = 0.0
+    num_rows: float = 0.0
+    num_accepted: float = 0.0
+    num_vetoed: float = 0.0
+    weight: float = 0.0
+    weight_square: float = 0.0
+    weight_max: float = 0.0
+    kept_weight: float = 0.0
+    chi2_token: float = 0.0
+    chi2_seq: float = 0.0
+    k3: float = 0.0
+    log_ppl_gap: float = 0.0
+    rejected_pos: float = 0.0
+    rejected_neg: float = 0.0
+
+    def merged(self, other: "RatioSums") -> "RatioSums":
+        """Return the sums over the rows of both objects."""
+        names = [each.name for each in fields(self) if each.name != "weight_max"]
+        added = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return RatioSums(**added, weight_max=max(self.weight_max, other.weight_max))
+
+    def metrics(self) -> dict[str, float]:
+        """Compute the metrics is/* over the n sampled tokens; all are 0 if there are none.
+
+        accept_frac: share of tokens accepted. veto_frac: share of rows vetoed. w_mean, w_max and
+        ess = (Σ w)² / (n Σ w²) describe the weights. chi2_token = mean ρ² − 1 and chi2_seq = mean over rows of
+        (Π ρ)² − 1: χ²(trainer ‖ engine). k3 = mean(ρ − 1 − ln ρ): KL(engine ‖ trainer). log_ppl_gap: mean over rows of
+        −mean ln ρ, the trainer's log-perplexity minus the engine's. rejected_advantage_pos and _neg: the sums of
+        positive and of negative advantages of rejected tokens, each / n. If the two do not cancel, rejecting tokens
+        biases the policy gradient. In the χ² and in k3, ln ρ and its sums are clamped to ±20.
+        """
+        tokens, rows = max(self.num_tokens, 1.0), max(self.num_rows, 1.0)
+        return {
+            "is/accept_frac": self.num_accepted / tokens,
+            "is/w_mean": self.weight / tokens,
+            "is/w_max": self.weight_max,
+            "is/ess": self.weight**2 / (tokens * self.weight_square) if self.weight_square > 0 else 0.0,
+            "is/chi2_token": self.chi2_token / tokens,
+            "is/chi2_seq": self.chi2_seq / rows,
+            "is/k3": self.k3 / tokens,
+            "is/log_ppl_gap": self.log_ppl_gap / rows,
+            "is/rejected_advantage_pos": self.rejected_pos / tokens,
+            "is/rejected_advantage_neg": self.rejected_neg / tokens,
+            "is/veto_frac": self.num_vetoed / rows,
+        }
+
+
+def ratio_sums(
+    *, log_ratio: Tensor, sampled: Tensor, weights: Tensor, accepted: Tensor, vetoed: Tensor, advantages: Tensor
+) -> RatioSums:
+    """Sum up what the metrics need of rows [B, T]; `vetoed` [B].
+
+    `log_ratio` is ln ρ in float64, and 0 outside `sampled`. `weights` are from before gate and veto.
 
     >>> both, zeros = tensor([[True, True]]), tensor([[0.0, 0.0]])
-    >>> metrics = correction_metrics(
-    ...     log_ratio=zeros, sampled=both, weights=zeros + 1, accepted=tensor([[True, False]]), advantages=zeros
+    >>> accepted, vetoed = tensor([[True, False]]), tensor([False])
+    >>> sums = ratio_sums(
+    ...     log_ratio=zeros, sampled=both, weights=zeros + 1, accepted=accepted, vetoed=vetoed, advantages=zeros
     ... )
-    >>> metrics["is/accept_frac"], metrics["is/w_mean"]
+    >>> sums.metrics()["is/accept_frac"], sums.metrics()["is/w_mean"]
     (0.5, 1.0)
     """
-    num_tokens = sampled.sum().clamp(min=1)
-    rows = sampled.any(-1)
-    num_rows = rows.sum().clamp(min=1)
-
-    def token_mean(values: Tensor) -> float:
-        return float(masked_sum(values.double(), sampled) / num_tokens)
-
+    rows, token = sampled.any(-1), log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     row_sum = log_ratio.sum(-1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    token = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    sum_w, sum_w2 = masked_sum(weights, sampled), masked_sum(weights.square(), sampled)
-    rejected = advantages.masked_fill(accepted, 0.0)
-    return {
-        "is/accept_frac": token_mean(accepted),
-        "is/w_mean": token_mean(weights),
-        "is/w_max": float(weights.masked_fill(~sampled, 0.0).max()) if weights.numel() else 0.0,
-        "is/ess": float(sum_w.square() / (num_tokens * sum_w2)) if float(sum_w2) > 0 else 0.0,
-        "is/chi2_token": token_mean((2 * token).expm1()),
-        "is/chi2_seq": float(masked_sum((2 * row_sum).expm1(), rows) / num_rows),
-        "is/k3": token_mean(token.expm1() - token),
-        "is/log_ppl_gap": float(-row_means(log_ratio, sampled).sum() / num_rows),
-        "is/rejected_advantage_pos": token_mean(rejected.clamp(min=0)),
-        "is/rejected_advantage_neg": token_mean(rejected.clamp(max=0)),
-    }
+    inside = weights.masked_fill(~sampled, 0.0).double()
+    rejected = advantages.masked_fill(accepted | ~sampled, 0.0).double()
+    return RatioSums(
+        num_tokens=float(sampled.sum()),
+        num_rows=float(rows.sum()),
+        num_accepted=float(accepted.sum()),
+        num_vetoed=float(vetoed.sum()),
+        weight=float(inside.sum()),
+        weight_square=float(inside.square().sum()),
+        weight_max=float(inside.max()) if inside.numel() else 0.0,
+        kept_weight=float(masked_sum(inside, accepted)),
+        chi2_token=float((2 * token).expm1().sum()),
+        chi2_seq=float(masked_sum((2 * row_sum).expm1(), rows)),
+        k3=float((token.expm1() - token).sum()),
+        log_ppl_gap=-float(row_means(log_ratio, sampled).sum()),
+        rejected_pos=float(rejected.clamp(min=0).sum()),
+        rejected_neg=float(rejected.clamp(max=0).sum()),
+    )

@@ -14,8 +14,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from megarl.algos.correction_metrics import correction_metrics
-from megarl.algos.masked import row_means
+from megarl.algos.correction_metrics import RatioSums, ratio_sums
+from megarl.algos.masked import row_blocks, row_means
 from megarl.algos.policy_losses import MAX_LOG_RATIO, POLICY_LOSSES
 from megarl.config.algo import AlgoConfig, CorrectionConfig
 from megarl.errors import ConfigError, NonFiniteError
@@ -260,7 +260,7 @@ def compares_policies(cfg: AlgoConfig) -> bool:
 
 
 def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction:
-    """Compute a step's correction weights, with statistics in float64. Rows are independent, except with `normalise`.
+    """Compute a step's correction weights in float64, by blocks of rows: they are independent, except with `normalise`.
 
     Raises:
         NonFiniteError: a log-prob of a sampled token is not finite.
@@ -275,39 +275,44 @@ def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction
     >>> compute_correction(x, CorrectionConfig(name="icepop")).weights.tolist()
     [[1.0, 0.0]]
     """
-    rule = CORRECTIONS.get(cfg.name)
-    demonstrated, sampled = x.loss_mask & x.demonstration_mask, x.loss_mask & ~x.demonstration_mask
+    rule, sums = CORRECTIONS.get(cfg.name), RatioSums()
+    # Normalised weights are rounded once, at the end.
+    weights = torch.zeros_like(x.old_logprobs, dtype=torch.float64 if cfg.normalise else None)
+    accepted = torch.zeros_like(x.loss_mask)
+    for rows in row_blocks(x.loss_mask):
+        part = CorrectionInputs(**{each.name: getattr(x, each.name)[rows] for each in fields(x)})
+        sampled = part.loss_mask & ~part.demonstration_mask
+        ratios = LogRatios(token=_log_ratios(part, sampled, first_row=rows.start), sampled=sampled)
+        raw, gate = rule.weight(ratios, cfg), rule.gate(ratios, cfg)
+        gate = gate | (part.advantages >= 0) if cfg.only_negative else gate
+        # The mean of a long row would hide a single token with ρ > veto or ρ < 1 / veto.
+        vetoed = (ratios.token.abs().exp() > (torch.inf if cfg.veto is None else cfg.veto)).any(-1)
+        accepted[rows] = sampled & gate & ~vetoed[:, None]
+        weights[rows] = torch.where(accepted[rows], raw, 0.0).to(weights.dtype)
+        marks = {"sampled": sampled, "accepted": accepted[rows], "vetoed": vetoed}
+        sums = sums.merged(ratio_sums(log_ratio=ratios.token, weights=raw, advantages=part.advantages, **marks))
+    if cfg.normalise and sums.kept_weight > 0:
+        weights /= sums.kept_weight / max(sums.num_tokens, 1.0)
+    demonstrated = x.loss_mask & x.demonstration_mask
+    old = torch.where(x.loss_mask & ~demonstrated, x.rollout_logprobs, x.old_logprobs) if rule.rollout_ratio else None
+    return Correction(
+        weights=weights.masked_fill_(demonstrated, 1.0).to(x.old_logprobs.dtype),
+        accepted=accepted | demonstrated,
+        old_logprobs=x.old_logprobs if old is None else old,
+        metrics=sums.metrics(),
+    )
+
+
+def _log_ratios(x: CorrectionInputs, sampled: Tensor, *, first_row: int) -> Tensor:
+    """Return ln ρ; raise NonFiniteError where it is not finite."""
     difference = torch.where(sampled, x.old_logprobs.double() - x.rollout_logprobs.double(), 0.0)
-    bad = (~difference.isfinite()).nonzero().tolist()
-    if bad:
-        i, t = bad[0]
+    for i, t in (~difference.isfinite()).nonzero().tolist()[:1]:
         raise NonFiniteError(
-            f"correction: log-probs of row {i}, token {t}: got {x.old_logprobs[i, t].item()} (trainer) and "
+            f"correction: log-probs of row {first_row + i}, token {t}: got {x.old_logprobs[i, t].item()} (trainer) and "
             f"{x.rollout_logprobs[i, t].item()} (engine), expected finite numbers; look at the engine's sampling "
             "settings and at the weights"
         )
-    ratios = LogRatios(token=difference, sampled=sampled)
-    raw = rule.weight(ratios, cfg)
-    gate = rule.gate(ratios, cfg)
-    if cfg.only_negative:
-        gate = gate | (x.advantages >= 0)
-    # The mean of a long row would hide a single token with ρ > veto or ρ < 1 / veto.
-    vetoed = (ratios.token.abs().exp() > (torch.inf if cfg.veto is None else cfg.veto)).any(-1)
-    accepted = sampled & gate & ~vetoed[:, None]
-    weights = torch.where(accepted, raw, 0.0)
-    if cfg.normalise:
-        mean = weights.sum() / sampled.sum().clamp(min=1)
-        weights = weights / torch.where(mean > 0, mean, 1.0)
-    old = torch.where(sampled, x.rollout_logprobs, x.old_logprobs) if rule.rollout_ratio else x.old_logprobs
-    return Correction(
-        weights=torch.where(demonstrated, 1.0, weights).to(x.old_logprobs.dtype),
-        accepted=accepted | demonstrated,
-        old_logprobs=old,
-        metrics=correction_metrics(
-            log_ratio=ratios.token, sampled=sampled, weights=raw, accepted=accepted, advantages=x.advantages
-        )
-        | {"is/veto_frac": int(vetoed.sum()) / max(int(sampled.any(-1).sum()), 1)},
-    )
+    return difference
 
 
 def check_correction(cfg: AlgoConfig) -> None:

@@ -475,3 +475,40 @@ def test_a_veto_compares_what_a_token_has() -> None:
     x = inputs([[math.exp(25), 1.0]], [1.0])
     near(compute_correction(x, CorrectionConfig(name="tis", veto=math.exp(26))).weights, [[5.0, 1.0]])
     near(compute_correction(x, CorrectionConfig(name="tis", veto=math.exp(24))).weights, [[0.0, 0.0]])
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_a_step_of_many_tokens_is_corrected_a_block_at_a_time(normalise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The float64 temporaries of a whole step would take 100 bytes a token; results are those of rows alone."""
+    generator = torch.Generator().manual_seed(0)
+    log_ratio = torch.randn(5, 30_000, generator=generator)
+    mask = torch.arange(30_000) < torch.tensor([[30_000], [2], [12_345], [0], [29_999]])
+    x = CorrectionInputs(
+        old_logprobs=log_ratio - 1.0,
+        rollout_logprobs=torch.full_like(log_ratio, -1.0),
+        advantages=torch.randn(5, 1, generator=generator).expand_as(log_ratio),
+        loss_mask=mask,
+        demonstration_mask=torch.zeros_like(mask),
+    )
+    seen = list[int]()
+    rule = CORRECTIONS.get("tis")
+
+    def weight(ratios: Any, cfg: CorrectionConfig) -> Tensor:
+        seen.append(ratios.token.numel())
+        return rule.weight(ratios, cfg)
+
+    monkeypatch.setattr(CORRECTIONS, "get", lambda name: replace(rule, weight=weight))
+    cfg = CorrectionConfig(name="tis", low=0.5, high=2.0, normalise=normalise)
+    got = compute_correction(x, cfg)
+    assert len(seen) > 1
+    assert max(seen) <= 1 << 16
+    weights = torch.where(mask, (x.old_logprobs.double() + 1.0).exp().clamp(0.5, 2.0), 0.0)
+    assert got.metrics["is/w_mean"] == pytest.approx(float(weights.sum() / mask.sum()), rel=1e-12)
+    assert got.metrics["is/w_max"] == 2.0
+    if normalise:
+        weights = weights / (weights.sum() / mask.sum())
+    torch.testing.assert_close(got.weights, weights.float(), rtol=1e-7, atol=0)
+    spoiled = x.old_logprobs.clone()
+    spoiled[4, 7] = torch.nan
+    with pytest.raises(NonFiniteError, match="log-probs of row 4, token 7: got nan"):
+        compute_correction(replace(x, old_logprobs=spoiled), cfg)
