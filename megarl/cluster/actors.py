@@ -21,7 +21,7 @@ from megarl.host.sharing import adopt_umask
 from megarl.host.stage import process_files
 from megarl.host.streams import print_lines, write_anything
 from megarl.parallel.worker import RankWorker
-from megarl.rollout.engine import Completion, EngineNodeWorkers, VllmEngine
+from megarl.rollout.engine import EngineNodeWorkers, EngineReply, VllmEngine
 from megarl.rollout.engine_spec import EngineNode, EngineSpec
 from megarl.types.messages import ForwardRequest, ForwardResult, UpdateRequest, UpdateResult
 
@@ -204,8 +204,8 @@ class EngineActor(EngineNodeActor):
         results([node.ask(EngineNodeActor.close) for node in self._further])
 
     @in_group(_GENERATION)
-    def serve(self) -> Iterator[dict[int, Completion]]:
-        """Yield completions from `VllmEngine.serve`."""
+    def serve(self) -> Iterator[EngineReply]:
+        """Yield the replies of `VllmEngine.serve`."""
         yield from self.engine.serve()
 
 

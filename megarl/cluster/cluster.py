@@ -36,6 +36,7 @@ from megarl.host.ray_environment import RAY_ENVIRONMENT, keep_worker_logs
 from megarl.host.sharing import umask_variable
 from megarl.parallel.worker import RankWorker
 from megarl.record.activity import doing
+from megarl.rollout.routing import router_of
 from megarl.sync.plan.engine_shards import engine_needs
 from megarl.sync.wire.casts import wire_specs
 from megarl.types.messages import RoleSpec
@@ -170,7 +171,7 @@ class Cluster:
         self._judge_servers = {
             name: list(itertools.islice(its_judges, len(seats))) for name, seats in plan.judges.items()
         }
-        self.engines = EngineGroup(located(engines), timeout_s=timeout_s)
+        self.engines = EngineGroup(located(engines), timeout_s=timeout_s, router=router_of(self._config))
 
     def _shared_devices(self, seat: Seat) -> list[str]:
         ranks = self.workers.processes

@@ -14,7 +14,8 @@ from megarl.cluster.processes import Vigil, explained, is_replaceable, living_re
 from megarl.cluster.remotes import PendingCall, Process, R, Remote, Stream
 from megarl.host import loop
 from megarl.record import activity
-from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
+from megarl.rollout.engine import Completion, EngineReply, GenerationRequest, VllmEngine
+from megarl.rollout.routing import InTurns, RequestMove, Router
 from megarl.rollout.source import Doing, generating
 from megarl.rollout.stepping import EngineWork
 from megarl.types import FloatArray
@@ -29,87 +30,76 @@ class _Open:
     completion: "asyncio.Future[Completion]"
 
 
-def deal_requests(requests: Sequence[GenerationRequest], order: Sequence[int]) -> list[int]:
-    """Assign requests to engines, which take turns in the given order; return the engine of each request.
-
-    Requests with the same prompt go to one engine, which then uses its prefix cache; distinct prompts are assigned in
-    turn. If there are fewer prompts than engines, single requests are assigned in turn. A request that names its engine
-    goes there if it is among them.
-    """
-    prompts = {request.token_ids: i for i, request in enumerate({r.token_ids: r for r in requests}.values())}
-    by_prompt = len(prompts) >= len(order)
-    return [
-        r.engine
-        if r.engine is not None and r.engine in order
-        else order[(prompts[r.token_ids] if by_prompt else i) % len(order)]
-        for i, r in enumerate(requests)
-    ]
-
-
 class EngineGroup:
     """The engines of a run, called together; each holds a full copy of the policy.
 
     Engines take requests at any time, and send completions in one stream each, which a task reads during every wait.
-    Every request has its own seed, so the samples do not depend on the number of engines. hosts: run the environments
-    that samples have conversations with. trouble: set when an engine or host has died and is to be replaced.
+    Every request has its own seed, so the samples do not depend on the number of engines, unless `router` moves them.
+    hosts: run the environments that samples have conversations with. trouble: set when an engine or host has died and
+    is to be replaced. num_moved: how many samples have gone on at another engine.
     """
 
-    def __init__(self, processes: Sequence[Process[EngineActor]], *, timeout_s: float) -> None:
-        self.processes, self._timeout_s = list(processes), timeout_s
+    def __init__(
+        self, processes: Sequence[Process[EngineActor]], *, timeout_s: float, router: Router | None = None
+    ) -> None:
+        """Take the processes of engines. router: decides which engine gets which request; None: `InTurns`."""
+        self.processes, self._timeout_s, self.router = list(processes), timeout_s, router or InTurns()
+        self.num_moved = 0
         self.hosts: EpisodeHosts | None = None
         self.trouble = asyncio.Event()
         # Whether requests of a dead engine are repeated with all that were submitted along with them.
         self.repeats_hands = False
         self._ids = itertools.count()
-        # Requests that no engine has been given.
+        # Requests that no engine has been given, and whether they are about to be.
         self._outbox: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
+        self._is_flushing = False
+        self._moves: set[asyncio.Task[None]] = set()
         self._open: dict[int, _Open] = {}
         # By engine, its unfinished requests; with `repeats_hands` all since it last had none.
         self._hands: dict[int, dict[int, _Open]] = {}
-        # By engine, the stream of its completions.
-        self._streams: dict[int, Stream[dict[int, Completion]]] = {}
+        # By engine, the stream of its replies.
+        self._streams: dict[int, Stream[EngineReply]] = {}
         self._heard_at = 0.0
 
     def generate(self, request: GenerationRequest) -> "asyncio.Future[Completion]":
         """Queue a request, and return the future of its completion.
 
-        It leaves with all others of this turn of the loop, in one call for each engine. Engines with fewer unfinished
-        requests come first. If none lives, the requests wait until `flush` finds one.
+        Requests of this turn of the loop are dealt together, and leave in one call for each engine. Those that the
+        router keeps back leave when an engine has replied. If no engine lives, they wait until `flush` finds one.
+
+        If another engine takes the sample over, the completion has the tokens so far, and ends with `ABORT`.
         """
-        if not self._outbox:
+        if not self._is_flushing:
+            self._is_flushing = True
             loop.event_loop().call_soon(self.flush)
         completion: asyncio.Future[Completion] = loop.event_loop().create_future()
         self._outbox.append((request, completion))
         return completion
 
     def flush(self) -> None:
-        """Give the requests that wait to the living engines, if there are any."""
-        living = self.living()
-        if not living:
+        """Give living engines those of the requests that wait that the router places now."""
+        self._is_flushing, living = False, self.living()
+        if self._outbox and not living:
             self.trouble.set()
+        if not self._outbox or not living:
             return
-        posted, self._outbox = self._outbox, []
-        load = dict.fromkeys(living, 0)
-        for each in self._open.values():
-            if each.engine in load:
-                load[each.engine] += 1
-        engines = deal_requests([request for request, _ in posted], sorted(load, key=lambda i: (load[i], i)))
-        opened = {
-            next(self._ids): _Open(request, engine, completion)
-            for (request, completion), engine in zip(posted, engines, strict=True)
-        }
-        self._start(opened)
+        placed = self.router.place([request for request, _ in self._outbox], living)
+        if not placed:
+            return
+        posted, self._outbox = self._outbox, [each for i, each in enumerate(self._outbox) if i not in placed]
+        self._start({next(self._ids): _Open(posted[i][0], placed[i], posted[i][1]) for i in sorted(placed)})
 
     def _start(self, opened: Mapping[int, _Open]) -> None:
         self._open |= opened
         for engine in sorted({each.engine for each in opened.values()}):
             mine = {key: each for key, each in opened.items() if each.engine == engine}
             self._hands.setdefault(engine, {}).update(mine)
+            requests = {key: each.request for key, each in mine.items()}
+            self.router.sent(engine, requests)
             process = self.processes[engine]
             if engine not in self._streams or self._streams[engine].process is not process:
                 self._streams[engine] = process.stream(EngineActor.serve)
                 loop.spawn(self._read(engine, self._streams[engine]))
-            requests = {key: each.request for key, each in mine.items()}
             loop.spawn(self._hand_over(engine, process.call(VllmEngine.add, requests)))
 
     async def _hand_over(self, engine: int, call: PendingCall[None]) -> None:
@@ -118,13 +108,46 @@ class EngineGroup:
         except RayError as error:
             await self._failed(engine, call.process, error)
 
-    async def _read(self, engine: int, stream: Stream[dict[int, Completion]]) -> None:
-        """Take the completions of an engine's stream, until the engine dies."""
+    async def _read(self, engine: int, stream: Stream[EngineReply]) -> None:
+        """Take the replies of an engine's stream, until the engine dies."""
         try:
-            async for part in stream.results():
-                self._take(part)
+            async for reply in stream.results():
+                self._take(reply.completions)
+                self.router.heard(engine, reply.load)
+                # Requests of this turn leave at its end.
+                if not self._is_flushing:
+                    self.flush()
+                if not self._outbox:
+                    for move in self.router.moves(self.living()):
+                        task = loop.spawn(self._carry_out(move))
+                        self._moves.add(task)
+                        task.add_done_callback(self._moves.discard)
         except RayError as error:
             await self._failed(engine, stream.process, error)
+
+    async def _carry_out(self, move: RequestMove) -> None:
+        """Take requests from an engine, and send them to the other one; samples that go on there end here first."""
+        process = self.processes[move.source]
+        try:
+            taken = await process.call(VllmEngine.take_out, move.keys).answer()
+        except RayError as error:
+            await self._failed(move.source, process, error)
+            return
+        again: dict[int, _Open] = {}
+        for key, completion in taken.items():
+            # Otherwise the request was given up.
+            if (each := self._open.pop(key, None)) is None:
+                continue
+            self._leave(each.engine, key)
+            if completion is None or not move.goes_on:
+                again[key] = replace(each, engine=move.target)
+            elif not each.completion.done():
+                self.num_moved += 1
+                each.completion.set_result(replace(completion, engine=move.target))
+        if move.target in self.living():
+            self._start(again)
+        else:
+            self._put_back(again)
 
     async def _failed(self, engine: int, process: Process[Remote], error: Exception) -> None:
         """Let living engines take over the requests of one that died, or its successor; raise any other failure."""
@@ -141,19 +164,30 @@ class EngineGroup:
         self.trouble.set()
 
     def _take(self, part: Mapping[int, Completion]) -> None:
-        self._heard_at = time.monotonic()
+        if part:
+            self._heard_at = time.monotonic()
         for key, completion in part.items():
             # Otherwise the request was finished before its engine died, or was given up.
             if (each := self._open.pop(key, None)) is None:
                 continue
-            if self.are_idle([each.engine]):
-                self._hands.pop(each.engine, None)
-                if self.orphans():
-                    self.trouble.set()
-            elif not self.repeats_hands:
-                self._hands[each.engine].pop(key)
+            self._leave(each.engine, key, num_tokens=len(completion.token_ids))
             if not each.completion.done():
                 each.completion.set_result(replace(completion, engine=each.engine))
+
+    def _leave(self, engine: int, key: int, *, num_tokens: int | None = None) -> None:
+        """Note that an engine has a request no more. num_tokens: its length if it has finished."""
+        self.router.ended(key, num_tokens)
+        if self.are_idle([engine]):
+            self._hands.pop(engine, None)
+            if self.orphans():
+                self.trouble.set()
+        elif not self.repeats_hands:
+            self._hands[engine].pop(key)
+
+    def _put_back(self, opened: Mapping[int, _Open]) -> None:
+        """Let requests be placed again, before those that no engine had yet."""
+        self._outbox[:0] = [(each.request, each.completion) for each in opened.values()]
+        self.flush()
 
     def living(self) -> list[int]:
         """List the engines that are not known to be dead, by index."""
@@ -206,14 +240,18 @@ class EngineGroup:
             self._start(hand)
             return
         left = {key: self._open.pop(key) for key in hand if key in self._open}
-        engines = deal_requests([each.request for each in left.values()], self.living())
-        self._start({key: replace(each, engine=to) for (key, each), to in zip(left.items(), engines, strict=True)})
+        for key in left:
+            self.router.ended(key)
+        self._put_back(left)
 
     def parts(self) -> "dict[asyncio.Future[Completion], Completion]":
         """Return the tokens so far of all unfinished requests that have any, by their futures; the requests go on."""
         return loop.wait(self._parts())
 
     async def _parts(self) -> "dict[asyncio.Future[Completion], Completion]":
+        while self._moves:
+            # What it has taken from an engine is nowhere else.
+            await asyncio.wait(set(self._moves))
         found = await self._answers(VllmEngine.unfinished, doing="asking for unfinished samples")
         # Samples that had finished before are on their way.
         while any(stream.has_more() for stream in self._streams.values()):
@@ -230,6 +268,8 @@ class EngineGroup:
             self._move([p.call(VllmEngine.abort) for p in self.processes], doing="aborting unfinished requests")
         for completion in [*(each.completion for each in self._open.values()), *(each for _, each in self._outbox)]:
             completion.cancel()
+        for key in self._open:
+            self.router.ended(key)
         for container in (self._open, self._hands, self._outbox):
             container.clear()
 

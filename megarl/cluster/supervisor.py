@@ -136,18 +136,21 @@ class EngineSupervisor:
     def metrics(self) -> dict[str, float]:
         """Return metrics of the engines' work since the last call, which also renews `busy`.
 
-        rollout/engine_restarts; over all engines: rollout/request_errors (requests that vLLM ended with an error),
-        perf/engine_steps (decode steps), perf/engine_sequences (sequences in these steps, added up),
-        perf/engine_busy_s and perf/engine_idle_s (time within steps and between them), perf/recomputed_tokens (tokens
-        of unfinished requests whose keys and values an update dropped).
+        rollout/engine_restarts; rollout/moved (samples that went on at another engine); over all engines:
+        rollout/request_errors (requests that vLLM ended with an error), perf/engine_steps (decode steps),
+        perf/engine_sequences (sequences in these steps, added up), perf/engine_busy_s and perf/engine_idle_s (time
+        within steps and between them), perf/recomputed_tokens (tokens of unfinished requests whose keys and values an
+        update dropped).
         """
         before, self._num_reported = self._num_reported, self._roster.num_restarts
+        num_moved, self._engines.num_moved = self._engines.num_moved, 0
         work, now = self._engines.work(), time.time()
         self.busy = {str(engine): each.busy for engine, each in work.items()}
         busy_s = sum(end - start for times in self.busy.values() for start, end in times)
         return {
             "rollout/engine_restarts": float(self._num_reported - before),
             "rollout/request_errors": float(sum(each.num_errors for each in work.values())),
+            "rollout/moved": float(num_moved),
             "perf/engine_steps": float(sum(each.num_steps for each in work.values())),
             "perf/engine_sequences": float(sum(each.num_sequences for each in work.values())),
             "perf/engine_busy_s": busy_s,

@@ -43,7 +43,13 @@ def check_engines(config: Config) -> None:
 
 def check_schedule(config: Config) -> None:
     """Raise ConfigError unless the schedule suits the placement, the correction and the wish for equal bits."""
-    schedule = config.rollout.schedule
+    schedule, source = config.rollout.schedule, config.rollout.source
+    if schedule.routing == "by_load" and (config.run.deterministic or source == "regenerate"):
+        cause = "run.deterministic=true" if config.run.deterministic else f"rollout.source={source}"
+        raise ConfigError(
+            f"rollout.schedule.routing: got by_load with {cause}, but then it depends on time where a sample goes on; "
+            "set rollout.schedule.routing to null or in_turns"
+        )
     if schedule.staleness == 0:
         return
     ahead = f"rollout.schedule.staleness: got {schedule.staleness}"
@@ -58,7 +64,7 @@ def check_schedule(config: Config) -> None:
             "algo.correction.name, as use.schedule=one_step_off (rollout_ratio) and use.schedule=async (tis_upper) do, "
             "or algo.correction.forced=true to see what that costs"
         )
-    if config.rollout.source != "vllm":
+    if source != "vllm":
         return
     if schedule.on_update == "finish" and schedule.staleness > 1:
         raise ConfigError(

@@ -27,6 +27,11 @@ class ScheduleConfig:
     # Share of the (staleness + 1) · trainer.prompts_per_step prompts under way within which a finished group may train
     # before an older one. 0: strict order.
     window_frac: float = setting(0.0, FRACTION)
+    # by_load: an engine has about as many requests as it can decode at a time, the next one goes to the engine with the
+    # most free KV cache, and idle engines take over samples of others; in_turns: all requests go out at once, prompts
+    # in turn, and stay. null: in_turns with run.deterministic or rollout.source=regenerate, or with one engine; else
+    # by_load.
+    routing: Literal["by_load", "in_turns"] | None = None
 
     def check(self, key: str) -> None:
         """Raise ConfigError for a window in which nothing can move."""

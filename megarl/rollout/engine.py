@@ -7,8 +7,8 @@ the engine is built.
 import json
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +20,7 @@ from megarl.host.stage import logged_stages, process_files, tell_stage
 from megarl.host.temp_dir import is_private
 from megarl.rollout.engine_spec import SLEEPING_DEVICES, EngineSpec, engine_arguments, rounding_of
 from megarl.rollout.nucleus import nucleus_of
-from megarl.rollout.stepping import EngineWork, Stepper
+from megarl.rollout.stepping import EngineLoad, EngineWork, Stepper
 from megarl.seeds import span_seed
 from megarl.types import (
     ExpertArray,
@@ -71,8 +71,8 @@ class Completion:
 
     logprobs: after temperature and truncation (top-p, top-k). versions: those of the weights that sampled the tokens;
     `weight_versions` has one for each token. routed_experts: [tokens, layers, k] of the request's tokens and the
-    generated ones but the last, if the engine captures them. engine: the index of the engine that generated them, where
-    there are several.
+    generated ones but the last, if the engine captures them. engine: the index of the engine on which the sample goes
+    on, where there are several: the one that generated them, or the one that takes over.
     """
 
     token_ids: IdArray
@@ -86,6 +86,14 @@ class Completion:
     @property
     def weight_versions(self) -> IntArray:
         return token_versions(self.versions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReply:
+    """A reply of an engine's stream: requests that have finished, by the caller's ids, and what is left to do."""
+
+    load: EngineLoad
+    completions: Mapping[int, Completion] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +121,9 @@ class VllmEngine:
         self._num_nodes = 1 if spec.node is None else spec.node.num_nodes
         self.llm.update_weight_version("0")
         self._version = 0
-        self._stepper = Stepper(self.llm, max_num_seqs=spec.config.max_num_seqs)
+        # vLLM counts them with regard to layers of several kinds.
+        kv_tokens = self.llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
+        self._stepper = Stepper(self.llm, max_num_seqs=spec.config.max_num_seqs, kv_tokens=kv_tokens)
 
     def process_ids(self) -> list[int]:
         """Return the ids of this process, and of workers and vLLM's core if they are processes of this host."""
@@ -132,10 +142,14 @@ class VllmEngine:
         """Queue requests, each by an id of the caller's, and return at once; `serve` yields their completions."""
         self._stepper.add(list(requests), *self._inputs(list(requests.values())))
 
-    def serve(self) -> Iterator[dict[int, Completion]]:
-        """Yield the completion of each added request by its id, as soon as it has finished, until `close`."""
-        for part in self._stepper.serve():
-            yield {key: _completion(output) for key, output in part.items()}
+    def serve(self) -> Iterator[EngineReply]:
+        """Yield the completion of each added request by its id, as soon as it has finished, until `close`.
+
+        The first reply, and others while the engine is busy, have none; they tell of its load.
+        """
+        for part, load in self._stepper.serve():
+            completions = {key: _completion(output) for key, output in part.items()}
+            yield EngineReply(load=load, completions=completions)
 
     def unfinished(self) -> dict[int, Completion]:
         """Return the tokens so far of each added request that is not finished and has any, by its id; all go on."""
@@ -145,6 +159,11 @@ class VllmEngine:
     def abort(self) -> None:
         """Forget all added requests that are not finished."""
         self._stepper.abort()
+
+    def take_out(self, ids: Collection[int]) -> dict[int, Completion | None]:
+        """Forget added requests; return the tokens so far of those that were not finished, None if there are none."""
+        outputs = self._stepper.abort(ids)
+        return {key: _completion(each) if each.outputs[0].token_ids else None for key, each in outputs.items()}
 
     def work(self) -> EngineWork:
         """Return what the engine did since the last call."""

@@ -61,9 +61,12 @@ class VllmSource:
         sample = group.parts.setdefault(i, _begin(group.prompt, group.plan, i))
         if group.prompt.environment:
             sample = await self._converse(group, i)
-        elif sample.finish_reason is FinishReason.ABORT:
-            completion = await self._generate(group, sample, num_left(sample, group.plan))
-            sample = extended(sample, completion)
+        engine: int | None = None
+        # A request ends early when another engine takes over; a further one goes on there.
+        while sample.finish_reason is FinishReason.ABORT:
+            group.parts[i] = sample
+            completion = await self._generate(group, sample, num_left(sample, group.plan), engine)
+            sample, engine = extended(sample, completion), completion.engine
         await group.finish(sample)
 
     async def _converse(self, group: Group, i: int) -> Sample:
@@ -87,7 +90,9 @@ class VllmSource:
                 else:
                     limit = turn_limit(sample, plan, [self._limits.max_turn_tokens, reply.max_turn_tokens])
                     completion = await self._generate(group, sample, limit, engine)
-                    sample, engine = turn_ended(extended(sample, completion)), completion.engine
+                    sample, engine = extended(sample, completion), completion.engine
+                    if sample.finish_reason is not FinishReason.ABORT:
+                        sample = turn_ended(sample)
             except HostLostError:
                 sample = bereft(sample)
             if episode_of(sample).is_cut and num_left(sample, plan) < 1:
@@ -141,11 +146,15 @@ def extended(sample: Sample, completion: Completion) -> Sample:
         rollout_logprobs=completion.logprobs,
         nucleus=completion.nucleus,
     )
-    experts = completion.routed_experts
+    experts, earlier = completion.routed_experts, sample.routed_experts
     if experts is not None:
         # No engine has computed the last token.
         num_tokens = sum(len(each.token_ids) for each in sample.segments) + len(completion.token_ids)
         experts = np.pad(experts, ((0, num_tokens - len(experts)), (0, 0), (0, 0)), constant_values=-1)
+        if earlier is not None:
+            # Each token was sampled with the experts of the request that sampled it, not with those of a later one.
+            known = np.flatnonzero((earlier >= 0).all(axis=(1, 2)))
+            experts[known] = earlier[known]
     return replace(
         sample,
         segments=(*sample.segments, segment),

@@ -166,10 +166,10 @@ def update_in_flight(
     found = dict[int, Completion]()
     with running(spec) as engine:
         engine.add(dict(enumerate(requests)))
-        for part in engine.serve():
-            if not found:
+        for reply in engine.serve():
+            if reply.completions and not found:
                 load_files(engine, files, version=1)
-            found |= part
+            found |= reply.completions
             if len(found) == len(requests):
                 break
         return Updated(

@@ -177,8 +177,8 @@ def update_in_flight(
         found: dict[int, Completion] = {}
 
         def serve() -> None:
-            for part in engine.serve():
-                found.update(part)
+            for reply in engine.serve():
+                found.update(reply.completions)
                 if len(found) == len(requests):
                     return
 

@@ -25,8 +25,9 @@ from megarl.config.generation import Sampling
 from megarl.errors import NonFiniteError
 from megarl.host import loop
 from megarl.host.stage import process_files
-from megarl.rollout.engine import Completion, GenerationRequest
+from megarl.rollout.engine import Completion, EngineReply, GenerationRequest
 from megarl.rollout.source import Doing, generating
+from megarl.rollout.stepping import EngineLoad
 from megarl.types import FinishReason, version_spans
 from megarl.types.messages import (
     ForwardRequest,
@@ -37,6 +38,8 @@ from megarl.types.messages import (
     UpdateRequest,
     UpdateResult,
 )
+
+NO_LOAD = EngineLoad(kv_tokens=0, written={}, cost=None)
 
 
 class Worker:
@@ -110,7 +113,7 @@ class Worker:
         self.added.put(requests)
 
     @ray.method(concurrency_group="generation")
-    def serve(self) -> Iterator[dict[int, Completion]]:
+    def serve(self) -> Iterator[EngineReply]:
         """The last request first. A request for no tokens kills the engine, one for -1 fails."""
         while True:
             for key, request in reversed(self.added.get().items()):
@@ -125,7 +128,7 @@ class Worker:
                     finish_reason=FinishReason.STOP,
                     versions=version_spans(np.zeros(2, np.int64)),
                 )
-                yield {key: completion}
+                yield EngineReply(load=NO_LOAD, completions={key: completion})
 
 
 class Watched(Worker):

@@ -30,8 +30,9 @@ from megarl.host import loop
 from megarl.host.device.platform import apply_environment
 from megarl.host.ray_environment import RAY_ENVIRONMENT
 from megarl.record.text_table import align
-from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
+from megarl.rollout.engine import Completion, EngineReply, GenerationRequest, VllmEngine
 from megarl.rollout.source import Doing, Group, SamplingPlan, begin, collect
+from megarl.rollout.stepping import EngineLoad
 from megarl.rollout.vllm_source import VllmSource
 from megarl.types import FinishReason, Prompt, version_spans
 
@@ -60,11 +61,13 @@ class InstantEngine:
         self._added.put(requests)
 
     @ray.method(concurrency_group="generation")
-    def serve(self) -> Iterator[dict[int, Completion]]:
+    def serve(self) -> Iterator[EngineReply]:
+        load = EngineLoad(kv_tokens=0, written={}, cost=None)
         while True:
             requests = list(self._added.get().items())
             for start in range(0, len(requests), PART):
-                yield {key: _completion(request) for key, request in requests[start : start + PART]}
+                part = {key: _completion(request) for key, request in requests[start : start + PART]}
+                yield EngineReply(load=load, completions=part)
 
 
 def _completion(request: GenerationRequest) -> Completion:

@@ -45,7 +45,7 @@ class Run:
         self.calls, self.deaths = list[str](), dict[str, Callable[[], Any]]()
         self.roster, self.engines, self.finished_before_death = Roster(), self, dict[int, int]()
         self.open: dict[int, tuple[int, asyncio.Future[Completion], GenerationRequest]] = {}
-        self.trouble, self.hosts = asyncio.Event(), None
+        self.trouble, self.hosts, self.num_moved = asyncio.Event(), None, 0
         self.outbox: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
         self.processes = [Process(name=f"engine {i}", actor=i, roster=self.roster) for i in range(2)]
         for process in self.processes:
@@ -222,6 +222,7 @@ def test_without_deaths_the_transport_is_opened_once() -> None:
     assert metrics == {
         "rollout/engine_restarts": 0.0,
         "rollout/request_errors": 2.0,
+        "rollout/moved": 0.0,
         "perf/engine_steps": 3.0,
         "perf/engine_sequences": 7.0,
         "perf/engine_busy_s": 2.5,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.stepping import EngineWork, Stepper
+from megarl.rollout.stepping import EngineLoad, EngineWork, Stepper, StepTimes
 
 TIMEOUT_S = 30.0
 
@@ -25,6 +25,27 @@ class Output:
     finished: bool = True
 
 
+@dataclass
+class State:
+    """vLLM's state of a request; its prompt has two tokens, of which one is cached."""
+
+    request_id: str
+    is_prefilling: bool = True
+    num_written: int = 0
+    prompt_len: int = 2
+    num_cached_tokens: int = 1
+
+    @property
+    def detokenizer(self) -> "State":
+        return self
+
+    def num_output_tokens(self) -> int:
+        return self.num_written
+
+    def make_request_output(self, *_: Any) -> Output:
+        return Output(self.request_id, f"{self.num_written} tokens", finished=False)
+
+
 class CountingEngine:
     """Finishes a request when it has been stepped as often as the prompt says, the last one first.
 
@@ -36,6 +57,7 @@ class CountingEngine:
         self.llm_engine, self.calls = self, list[str]()
         self.left: dict[str, tuple[str, int]] = {}
         self.num_requests = 0
+        self.output_processor, self.request_states = self, dict[str, State]()
         self.stepped = threading.Event()
 
     def enqueue(self, prompts: Sequence[int], params: Sequence[str], *, use_tqdm: bool) -> list[str]:
@@ -43,7 +65,15 @@ class CountingEngine:
         names = [str(self.num_requests + i) for i in range(len(prompts))]
         self.num_requests += len(prompts)
         self.left |= {name: (p, n) for name, n, p in zip(names, prompts, params, strict=True)}
-        return [f"{name}-1a2b3c4d" for name in names]
+        full = [f"{name}-1a2b3c4d" for name in names]
+        self.request_states |= {name: State(name) for name in full}
+        return full
+
+    def abort_request(self, ids: Sequence[str], *, internal: bool) -> None:
+        assert internal
+        for name in ids:
+            del self.request_states[name]
+            del self.left[name.partition("-")[0]]
 
     def get_num_unfinished_requests(self) -> int:
         return len(self.left)
@@ -56,6 +86,10 @@ class CountingEngine:
         self.calls.append("step")
         self.stepped.set()
         done = {name: text for name, (text, n) in self.left.items() if n == 1}
+        for state in self.request_states.values():
+            state.is_prefilling, state.num_written = False, state.num_written + 1
+        for name in done:
+            del self.request_states[f"{name}-1a2b3c4d"]
         self.left = {name: (text, n - 1) for name, (text, n) in self.left.items() if n > 1}
         if done and self.num_errors:
             self.num_errors -= 1
@@ -130,7 +164,7 @@ def test_added_prompts_are_served_until_the_engine_closes() -> None:
     more = threading.Event()
 
     def serve() -> None:
-        for part in stepper.serve():
+        for part, _ in stepper.serve():
             served.update({key: output.text for key, output in part.items()})
             if len(served) == 3:
                 more.set()
@@ -165,7 +199,7 @@ def test_prompts_are_added_between_two_steps_of_a_busy_engine() -> None:
     stepper, served = Stepper(CountingEngine()), list[int]()
 
     def serve() -> None:
-        for part in stepper.serve():
+        for part, _ in stepper.serve():
             served.extend(part)
             if len(served) == 20:
                 stepper.close()
@@ -183,16 +217,48 @@ def test_prompts_are_added_between_two_steps_of_a_busy_engine() -> None:
 def test_requests_that_vllm_ended_with_an_error_are_repeated() -> None:
     """Both that end in the second step, but not the one that ends in the third; who is served does not notice."""
     engine = CountingEngine(num_errors=1)
-    stepper = Stepper(engine)
+    stepper = Stepper(engine, kv_tokens=640)
     assert texts(stepper.finish([2, 3, 2], ["a", "b", "c"])) == ["a", "b", "c"]
     assert (engine.num_requests, stepper.work.num_errors, len(engine.calls)) == (5, 2, 4)
     engine.num_errors = 2
     stepper.add([7], [1], ["d"])
-    assert [(key, output.text) for key, output in next(stepper.serve()).items()] == [(7, "d")]
+    replies = (part for part, _ in stepper.serve() if part)
+    assert [(key, output.text) for key, output in next(replies).items()] == [(7, "d")]
     assert stepper.work.num_errors == 4
 
 
 def test_a_request_that_always_ends_with_an_error_fails() -> None:
-    stepper = Stepper(CountingEngine(num_errors=3))
+    stepper = Stepper(CountingEngine(num_errors=3), kv_tokens=640)
     with pytest.raises(RuntimeError, match=r"^vLLM ended the same request 3 times with an error; its log in RUN/logs"):
         stepper.finish([1], ["a"])
+
+
+def test_a_reply_tells_of_the_load_and_added_prompts_are_taken_out() -> None:
+    """The first reply comes before anything was done; what has finished is still served."""
+    stepper = Stepper(CountingEngine(), kv_tokens=640)
+    replies = stepper.serve()
+    assert next(replies) == ({}, EngineLoad(kv_tokens=640, written={}, cost=None))
+    stepper.add([10, 20, 30], [2, 1, 9], ["a", "b", "c"])
+    part, load = next(replies)
+    assert {key: output.text for key, output in part.items()} == {20: "b"}
+    assert load.written == {10: 1, 30: 1}
+    # A step later, prompt 10 has finished, but nobody has been given it yet.
+    stepper._step_for({})
+    assert {key: output.text for key, output in stepper.abort([10, 20, 30]).items()} == {30: "2 tokens"}
+    part, load = next(replies)
+    assert (list(part), load.written) == ([10], {})
+
+
+def test_the_cost_of_a_step_is_fitted() -> None:
+    """2 s, 0.5 s for each sequence and 0.25 s for each prompt token."""
+    times = StepTimes()
+    assert times.fit() is None
+    for _ in range(3):
+        times.add(2.5, num_sequences=1, num_prompt_tokens=0)
+    times.add(3.0, num_sequences=2, num_prompt_tokens=0)
+    # Without a prompt, nothing says what its tokens cost.
+    assert times.fit() is None
+    times.add(4.0, num_sequences=2, num_prompt_tokens=4)
+    cost = times.fit()
+    assert cost is not None
+    assert [cost.base_s, cost.sequence_s, cost.prompt_token_s] == pytest.approx([2.0, 0.5, 0.25], rel=1e-6)
