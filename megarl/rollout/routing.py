@@ -133,7 +133,8 @@ def find_moves(engines: Mapping[int, EngineState], *, num_slots: int) -> list[Re
     """Return the moves with which engines that have too little to do take requests over from the fullest engine.
 
     Requests that wait there for one of `num_slots` places go to any engine with free places. Others go to idle engines
-    alone, at most half of them: those without tokens, or else running ones, where that pays; see `_paying`.
+    alone, at most half of them: those that are reported to have no tokens, or else running ones, where that pays; see
+    `_paying`.
     """
     counts = {i: engine.count for i, engine in engines.items()}
     # An engine takes part in one move at a time.
@@ -147,8 +148,9 @@ def find_moves(engines: Mapping[int, EngineState], *, num_slots: int) -> list[Re
         state, most = engines[source], (counts[source] - counts[target]) // 2
         if not is_idle:
             most = min(most, counts[source] - num_slots, num_slots - counts[target])
-        waiting = [key for key in reversed(list(state.requests)) if not state.written.get(key)]
-        keys = waiting[: max(0, most)]
+        sent = enumerate(state.requests)
+        waiting = [k for n, k in sent if not state.written.get(k) and (k in state.written or n >= num_slots)]
+        keys = waiting[::-1][: max(0, most)]
         running = _paying(state, most) if is_idle and not keys else []
         if keys or running:
             moves.append(RequestMove(source=source, target=target, keys=tuple(keys or running), goes_on=bool(running)))
