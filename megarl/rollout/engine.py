@@ -54,6 +54,7 @@ class GenerationRequest:
     num_before: how many of the last `token_ids` an engine sampled for the same sample before; the request goes on with
     the sample. with_nucleus: return the tokens that top_k and top_p left to sample each token from; `top_k` bounds
     their number. engine: the index of the engine that has the keys and values of earlier tokens; None: none has.
+    may_move: whether another engine may go on with tokens of this one, which takes a new seed.
     """
 
     token_ids: tuple[int, ...]
@@ -63,6 +64,7 @@ class GenerationRequest:
     num_before: int = 0
     with_nucleus: bool = False
     engine: int | None = None
+    may_move: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,7 +167,8 @@ def _paying(state: EngineState, most: int) -> list[int]:
     """
     if state.cost is None:
         return []
-    running = {key: n for key, r in state.requests.items() if (n := state.written.get(key, 0)) and not r.sampling.stop}
+    movable = (key for key, r in state.requests.items() if r.may_move and not r.sampling.stop)
+    running = {key: n for key in movable if (n := state.written.get(key, 0))}
     left = {key: min(n, state.requests[key].max_tokens - n) for key, n in running.items()}
     longest = sorted(left, key=lambda key: (-left[key], key))[:most]
     tokens = list(accumulate(len(state.requests[key].token_ids) + running[key] for key in longest))

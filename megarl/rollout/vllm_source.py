@@ -115,6 +115,7 @@ class VllmSource:
             num_before=sum(len(s.token_ids) for s in sample.segments if s.source is SegmentSource.POLICY),
             with_nucleus=group.plan.with_nucleus,
             engine=engine,
+            may_move=group.plan.may_move,
         )
         asked = group.asked[sample.sample_index] = self._engines.generate(request)
         completion = await asked

@@ -238,6 +238,7 @@ class Rollouts:
             prefixes=prefixes,
             last_is_greedy=has_greedy,
             with_nucleus=rollout.top_k != -1,
+            may_move=True,
         )
 
     def _take_done(self, count: int) -> list[Group]:

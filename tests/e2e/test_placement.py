@@ -181,7 +181,8 @@ def metrics_of(files: Files, name: str) -> list[Mapping[str, float]]:
 @pytest.fixture(scope="module")
 def two_engines(files: Files) -> dict:
     """A run on two colocated engines."""
-    return completed(files, "two-engines", "rollout.engine.num_engines=2")
+    # Samples that move would be others than those of one engine.
+    return completed(files, "two-engines", "rollout.engine.num_engines=2", "rollout.schedule.routing=in_turns")
 
 
 @pytest.mark.long

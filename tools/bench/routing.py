@@ -104,6 +104,7 @@ async def sample(group: EngineGroup, prompt: Sequence[int], length: int) -> list
             max_tokens=length - len(tokens),
             num_before=len(tokens),
             engine=engine,
+            may_move=True,
         )
         completion = await group.generate(request)
         tokens += completion.token_ids.tolist()

@@ -107,6 +107,7 @@ class SimulatedEngines:
                     seed=0,
                     sampling=Sampling(temperature=1.0),
                     max_tokens=mix.most,
+                    may_move=True,
                 )
                 self._outbox.append(_Sample(request=request, length=length))
         self._place(start)

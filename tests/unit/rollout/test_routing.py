@@ -53,8 +53,10 @@ def test_deal(prompts: Sequence[int], order: list[int], engines: list[int]) -> N
 
 
 def request(prompt: int = 7, *, length: int = 1, max_tokens: int = 100, **given: Any) -> GenerationRequest:
+    """A request whose sample may move, as in training."""
+    sampling = Sampling(temperature=1.0)
     return GenerationRequest(
-        token_ids=(prompt,) * length, seed=0, sampling=Sampling(temperature=1.0), max_tokens=max_tokens, **given
+        token_ids=(prompt,) * length, seed=0, sampling=sampling, max_tokens=max_tokens, may_move=True, **given
     )
 
 
@@ -170,6 +172,15 @@ def test_requests_that_end_with_a_text_stay_once_they_run() -> None:
     stopped = replace(busy, requests={key: replace(r, sampling=sampling) for key, r in busy.requests.items()})
     assert len(moves(engine(0), busy)[0].keys) == 2
     assert moves(engine(0), stopped) == []
+
+
+def test_samples_that_must_not_depend_on_time_stay_once_they_run() -> None:
+    """As those of a validation."""
+    busy = engine(4, written={0: 50, 1: 50, 2: 50, 3: 0})
+    fixed = replace(busy, requests={key: replace(r, may_move=False) for key, r in busy.requests.items()})
+    assert moves(engine(0), replace(fixed, written=dict.fromkeys(range(4), 50))) == []
+    # What has no tokens begins with its own seed wherever it is.
+    assert moves(engine(0), fixed) == [RequestMove(source=1, target=0, keys=(3,))]
 
 
 def config_of(
