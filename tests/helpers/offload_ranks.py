@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megarl.config.schema import ActorConfig, ModelConfig
-from megarl.host.device.platform import backends_of_groups, platform
+from megarl.host.device.groups import backends_of_groups
+from megarl.host.device.platform import platform
 from megarl.parallel.worker import RankWorker
 from megarl.types import Row
 from megarl.types.messages import ForwardRequest, LoadRequest, Part, Role, RoleSpec

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megarl.errors import ConfigError
 from megarl.host.device.accelerators import Device, nvidia_addresses, nvidia_devices
+from megarl.host.device.groups import backends_of_groups, gloo_group
 from megarl.host.device.numa import bind_process, read_topology
 
 if TYPE_CHECKING:
@@ -331,36 +332,3 @@ def apply_environment() -> dict[str, str]:
         os.environ.setdefault(key, value)
     threads = os.environ.get(WORKER_THREADS) or os.environ.get("OMP_NUM_THREADS", "1")
     return {key: os.environ[key] for key in wanted} | {"OMP_NUM_THREADS": threads}
-
-
-def gloo_group(store: "dist.Store", rank: int, size: int, timeout: timedelta) -> "dist.ProcessGroup":
-    """Make a gloo process group beside torch's default one. All members must call it together."""
-    import torch.distributed as dist
-
-    # torch's stubs do not say that it is one.
-    return cast("dist.ProcessGroup", dist.ProcessGroupGloo(store, rank, size, timeout))
-
-
-def backends_of_groups(name: str, device: "torch.device") -> list[Any]:
-    """List the backends with a name, such as nccl, of all groups that this process is in, in the order of their making.
-
-    torch's default group is the first of them.
-    """
-    import torch.distributed as dist
-
-    groups = [group for group in dist.distributed_c10d._world.pg_map if dist.get_backend(group) == name]
-    return [group._get_backend(device) for group in groups]
-
-
-def abort_group(group: "dist.ProcessGroup") -> None:
-    """Let all operations of a group fail, those that other threads wait for too; gloo's also in other processes."""
-    import torch
-    import torch.distributed as dist
-
-    if not isinstance(group, dist.ProcessGroupGloo):
-        group.abort()
-        return
-    # Gloo's groups ignore `abort`, but close all connections when an operation is late. Nothing has the highest tag.
-    with contextlib.suppress(RuntimeError):
-        late = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), (1 << 31) - 1)
-        late.wait(timedelta(milliseconds=1))

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import WeightSyncError
-from megarl.host.device.platform import abort_group, gloo_group, platform
+from megarl.host.device.groups import abort_group, gloo_group
+from megarl.host.device.platform import platform
 from megarl.sync.wire.signed_store import SignedStore
 
 # How often a wait checks whether the transfer was given up.

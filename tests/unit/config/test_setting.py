@@ -199,6 +199,7 @@ ONLY_DATA = {
     *("rewards.hybrid.routes.*", "sft.train", "sft.val", "sft.chat_key", "sft.answer_key", "train_reward.train"),
     *("train_reward.val", "train_preference.train", "train_preference.val", "train_preference.objective"),
     *("logging.wandb_project", "logging.mlflow_experiment", "logging.trackio_project", "logging.swanlab_project"),
+    *(f"{role}.layout.pipeline_layout" for role in ("actor", "critic", "reference", "reward_model")),  # a pattern
     *("cluster.hosts",),  # of a cluster whose address the user gives
 }
 

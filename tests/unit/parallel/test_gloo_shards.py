@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.host.device.platform import gloo_group
+from megarl.host.device.groups import gloo_group
 from megarl.parallel.gloo_shards import all_gather, reduce_scatter
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.errors import WeightSyncError
-from megarl.host.device.platform import abort_group
+from megarl.host.device.groups import abort_group
 from megarl.host.store import open_store
 from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.meetings import Meeting, give_up
