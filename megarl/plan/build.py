@@ -172,7 +172,8 @@ def _nodes(
     """List the trainer's nodes, then those that only engines use, then those of judges' servers."""
     device = {"CPU": 1.0}
     placement = with_judge_servers(plan_placement(config, device, with_engines=True), config, device)
-    held = {device: alike.offloaded for alike in devices for device in alike.devices}
+    moves = config.placement.offload
+    held = {d: alike.on_host + (alike.offloaded if moves else 0) for alike in devices for d in alike.devices}
     nodes = []
     for name, group in placement.groups.items():
         for node in range(group.num_nodes):
@@ -185,7 +186,7 @@ def _nodes(
                 NodePlan(
                     ranks=ranks,
                     engines=here(placement.engines),
-                    offloaded=sum(held[rank] for rank in ranks) if config.placement.offload else 0,
+                    offloaded=sum(held[rank] for rank in ranks),
                     checkpoint=checkpoint,
                     portable_checkpoint=portable,
                     judge_servers={key: found for key, seats in placement.judges.items() if (found := here(seats))},

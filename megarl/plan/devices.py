@@ -26,12 +26,16 @@ def plan_shard(
     num = num_stage_parameters(spec, layout, stage, vocab_multiple=multiple, scalar_head=scalar)
     num_ranks, num_tokens = layout.world_size // layout.pp, settings.micro_batch_tokens // layout.cp
     resident = {Part.PARAMS: bytes_of.weight_bytes(num.total, dtype_bytes)}
-    activations = 0
+    activations = on_host = 0
     if role.trainable:
         shards = (layout.dp * layout.cp, layout.expert_dp) if settings.optimizer.distributed else (1, 1)
         resident[Part.GRADS] = bytes_of.gradient_bytes(num.total, dtype_bytes, settings.optimizer)
         resident[Part.OPTIMIZER] = sum(
             bytes_of.optimizer_bytes(count, dtype_bytes, num_shards, settings.optimizer)
+            for count, num_shards in zip((num.others, num.experts), shards, strict=True)
+        )
+        on_host = sum(
+            bytes_of.optimizer_host_bytes(count, num_shards, settings.optimizer)
             for count, num_shards in zip((num.others, num.experts), shards, strict=True)
         )
         activations = bytes_of.activation_bytes(
@@ -54,6 +58,7 @@ def plan_shard(
         num_expert_parameters=num.experts,
         num_experts=num_local_experts(spec, layout),
         resident={part.value: size for part, size in resident.items()},
+        on_host=on_host,
         activations=activations,
         head=_head_bytes(role, spec, stage, num_tokens, backward=True) if role.trainable else 0,
         forward=one_layer + _head_bytes(role, spec, stage, num_tokens, backward=False, paired=computes_pair_kl),
@@ -165,7 +170,8 @@ def _device(
         phases[phase.name] = PhasePlan(
             trainer=sum(held.values()) - of_engine, activations=added.get(phase.name, 0), engine=of_engine
         )
-    return DevicePlan(devices=tuple(devices), resident=resident, offloaded=offloaded, phases=phases)
+    on_host = sum(shard.on_host for shard in shards)
+    return DevicePlan(devices=tuple(devices), resident=resident, offloaded=offloaded, phases=phases, on_host=on_host)
 
 
 def most_bytes(devices: Iterable[DevicePlan]) -> tuple[int, str]:

@@ -5,7 +5,8 @@
     optimizer    (12 if b = 2 else 8)·P / D
                  AdamW's two moments in float32 and, for bfloat16, float32 main parameters; D = dp·cp with
                  the distributed optimizer (of experts tp·dp·cp/(ep·etp)), else 1. Moments in bfloat16 take 2,
-                 in float8 1 of their 4 bytes; the share `offload_fraction` of all of it is on the host
+                 in float8 1 of their 4 bytes; the share `offload_fraction` of all of it is on the host, with as
+                 large a share of float32 gradients
 
     activations of one layer and micro-batch of T tokens (T: tokens on this rank, after context parallelism)
                  b·T·(4h/s + 3(q + k + f)/tp)
@@ -68,6 +69,12 @@ def optimizer_bytes(num_parameters: int, dtype_bytes: int, num_shards: int, opti
     per_parameter = MOMENT_BYTES[optimizer.exp_avg_dtype] + MOMENT_BYTES[optimizer.exp_avg_sq_dtype]
     per_parameter += MAIN_PARAMETER_BYTES if dtype_bytes < MAIN_PARAMETER_BYTES else 0
     return ceil((1 - optimizer.offload_fraction) * -(-per_parameter * num_parameters // num_shards))
+
+
+def optimizer_host_bytes(num_parameters: int, num_shards: int, optimizer: OptimizerConfig) -> int:
+    """Return a rank's host bytes of the share of the state that is there, with its gradients: of 16·P/D."""
+    per_parameter = SAVED_OPTIMIZER_BYTES + GRADIENT_BYTES
+    return ceil(optimizer.offload_fraction * per_parameter * num_parameters / num_shards)
 
 
 def checkpoint_bytes(num_parameters: int, dtype_bytes: int, num_shards: int, *, shard: int, portable: bool) -> int:

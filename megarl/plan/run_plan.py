@@ -75,7 +75,8 @@ class ShardPlan:
 
     resident: bytes by part that a rank holds between passes if nothing is offloaded. activations, head: what the role's
     update adds; 0 if it is frozen. forward: what a pass without gradients adds. num_experts: how many experts of each
-    MoE layer a rank holds; num_expert_parameters: their parameters.
+    MoE layer a rank holds; num_expert_parameters: their parameters. on_host: bytes of the optimizer's state, and of
+    gradients for it, that stay on the host.
     """
 
     role: str
@@ -89,6 +90,7 @@ class ShardPlan:
     activations: int
     head: int
     forward: int
+    on_host: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,13 +111,14 @@ class DevicePlan:
     """Devices that hold the same shards, of all layouts together; `phases` are the phases of a step on each of them.
 
     Devices are numbered like the actor's ranks. `resident`: bytes of all shards on one device; `offloaded`: those of
-    them that the host keeps while engines generate, which are all but gradients.
+    them that the host keeps while engines generate, which are all but gradients; `on_host`: bytes that it always keeps.
     """
 
     devices: tuple[int, ...]
     resident: int
     offloaded: int
     phases: dict[str, PhasePlan]
+    on_host: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +148,8 @@ class EnginePlan:
 class NodePlan:
     """The processes and devices of one node.
 
-    offloaded: bytes of host memory that its trainer ranks need while engines generate. checkpoint, portable_checkpoint:
+    offloaded: bytes of host memory that its trainer ranks need while engines generate, and what always stays there of
+    their optimizers. checkpoint, portable_checkpoint:
     what they need in addition while a checkpoint is being written. judge_servers: the replicas of each entry of
     `rewards.judge_servers`.
     """

@@ -148,6 +148,20 @@ def test_checkpoints_take_host_memory(tmp_path: Path) -> None:
     assert "checkpoint 0.0000 GiB of host memory more on a node while one is written, 0.0000 GiB if" in to_text(plan)
 
 
+def test_a_share_of_the_optimizers_state_is_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of 16 bytes for each parameter of a shard, which two replicas divide; a node has four ranks."""
+    monkeypatch.setattr("megarl.config.optimizer.require_kernels", lambda *_: None)
+    config = small_config(tmp_path)
+    optimizer = replace(config.actor.optimizer, offload_fraction=0.25)
+    plan, whole = plan_run(replace(config, actor=replace(config.actor, optimizer=optimizer))), plan_run(config)
+    of_shard = [shard.num_parameters for shard in plan.shards[:2]]
+    assert [node.offloaded for node in plan.nodes] == [4 * (4 * count // 2) for count in of_shard]
+    assert [node.offloaded for node in whole.nodes] == [0, 0]
+    # On a device 12 bytes become 9.
+    for shard, full, count in zip(plan.shards[:2], whole.shards[:2], of_shard, strict=True):
+        assert full.resident["optimizer"] - shard.resident["optimizer"] == 3 * count // 2
+
+
 def test_offload_takes_turns(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     config = replace(config, placement=replace(config.placement, offload=True))

@@ -15,6 +15,7 @@ from megarl.plan.memory import (
     layer_activation_bytes,
     num_kept_layers,
     optimizer_bytes,
+    optimizer_host_bytes,
     recomputed_bytes,
     weight_bytes,
 )
@@ -36,6 +37,8 @@ def test_settings_of_the_optimizer_that_take_less() -> None:
     small = OptimizerConfig(exp_avg_dtype="bfloat16", exp_avg_sq_dtype="float8")
     assert optimizer_bytes(100, 2, 1, small) == 700
     assert optimizer_bytes(100, 2, 2, OptimizerConfig(offload_fraction=0.25)) == 450
+    # On the host 4 + 4 + 4, and 4 of gradients.
+    assert optimizer_host_bytes(100, 2, OptimizerConfig(offload_fraction=0.25)) == 200
     rounded = OptimizerConfig(grad_reduce_in_fp32=False)
     assert (gradient_bytes(100, 2, rounded), gradient_bytes(100, 4, rounded)) == (200, 400)
 
@@ -117,6 +120,9 @@ def test_output_head(small: ModelSpec) -> None:
         head = HeadConfig(regime=regime, memory_mib=memory_mib, chunk_tokens=3)
         assert head_bytes(small.dims, layout, **each, head=head, backward=False) == chunk + hidden
         assert head_bytes(small.dims, layout, **each, head=head, backward=True) == logits + hidden
+        # Sums of the output weight's gradients in float32: 6 rows of 8.
+        apart = head_bytes(small.dims, layout, **each, head=head, backward=True, sums_apart=True)
+        assert apart == logits + hidden + 4 * 6 * 8
     # Without a number of rows 64 at least: here all.
     assert head_bytes(small.dims, layout, **each, head=HeadConfig(), backward=False) == kept + hidden
 
