@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megarl.config.schema import ActorConfig, HeadConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from tests.helpers.hf_models import make_model
 from tests.helpers.overlap_ranks import train_in_small_buckets
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.rows import random_rows
@@ -73,3 +74,19 @@ def test_overlap_changes_no_bit(
         for started, num_groups in one.under_way[1:]:
             assert started == num_groups
     assert max(num_groups for rank in got for _, num_groups in rank.under_way) > 1
+
+
+@pytest.mark.long
+def test_weights_of_experts_arrive_as_well(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+    """They have buckets of their own. Here no two ranks hold the same experts."""
+    path = make_model(tmp_path, "qwen3_moe", tied=False, norm_topk_prob=True, mlp_only_layers=[1])
+    model = ModelConfig(path=str(path), dtype="float32")
+    optimizer = OptimizerConfig(lr=1e-2, clip_grad_norm=1e9)
+    actor = ActorConfig(layout=LayoutConfig(dp=2, ep=2), micro_batch_tokens=32, optimizer=optimizer)
+    overlapping = replace(optimizer, overlap_grad_reduce=True, overlap_param_gather=True)
+    expected = rank_pool(2).run(train_in_small_buckets, actor, model, ROWS, NUM_STEPS)
+    got = rank_pool(2).run(train_in_small_buckets, replace(actor, optimizer=overlapping), model, ROWS, NUM_STEPS)
+    for one, other in zip(got, expected, strict=True):
+        assert [loss for loss, _ in one.history] == [loss for loss, _ in other.history]
+        for name, weight in one.weights.items():
+            assert torch.equal(weight, other.weights[name]), name
