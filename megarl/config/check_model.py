@@ -18,7 +18,8 @@ def check_model(config: Config, hf_config: Mapping[str, object], role: str = "ac
     check_tp(layout, hf_config, role)
     check_stages(layout, hf_config, f"{role}.layout")
     check_experts(layout, hf_config, role)
-    check_recompute(role_settings(config)[role], hf_config, role)
+    if role in ("actor", "critic"):
+        check_recompute(role_settings(config)[role], hf_config, role)
     if role == "actor":
         check_moe_settings(config, hf_config)
         check_engine_tp(config, hf_config)
@@ -97,7 +98,7 @@ def check_experts(layout: LayoutConfig, hf_config: Mapping[str, object], role: s
 
 
 def check_recompute(settings: ActorConfig, hf_config: Mapping[str, object], role: str) -> None:
-    """Raise ConfigError for parts of layers that the model has not, and for units of layers that do not divide."""
+    """Raise ConfigError for parts of layers that a role's model has not, and for units of layers that do not divide."""
     has = {
         "experts": _first(NUM_EXPERTS, hf_config) is not None,
         "shared experts": bool(hf_config.get("n_shared_experts")),
@@ -109,18 +110,20 @@ def check_recompute(settings: ActorConfig, hf_config: Mapping[str, object], role
         "shared_experts": "shared experts",
         "mla_up_proj": "latent attention",
     }
-    for name in settings.recompute_modules or ():
-        if name in needs and not has[needs[name]]:
+    if settings.recompute == "selective":
+        for name in settings.recompute_modules or ():
+            if name in needs and not has[needs[name]]:
+                raise ConfigError(
+                    f"actor.recompute_modules: got {name}, but the model of the {role} has no {needs[name]}; "
+                    f"remove {name}"
+                )
+    if settings.recompute == "full" and (unit := settings.recompute_unit) > 1:
+        counts = settings.layout.chunk_layers(int(str(hf_config["num_hidden_layers"])))
+        if uneven := sorted({count for chunk in counts for count in chunk if count % unit}):
             raise ConfigError(
-                f"{role}.recompute_modules: got {name}, but the model has no {needs[name]}; remove {name}"
+                f"actor.recompute_unit: got {unit}, which does not divide the {uneven[0]} layers of a model chunk of "
+                f"the {role}; set another, or actor.recompute_layers instead"
             )
-    num_layers, layout, unit = int(str(hf_config["num_hidden_layers"])), settings.layout, settings.recompute_unit
-    uneven = sorted({count for counts in layout.chunk_layers(num_layers) for count in counts if count % unit})
-    if settings.recompute == "full" and uneven:
-        raise ConfigError(
-            f"{role}.recompute_unit: got {unit}, which does not divide the {uneven[0]} layers of a model chunk; set "
-            f"another, or {role}.recompute_layers instead"
-        )
 
 
 def check_moe_settings(config: Config, hf_config: Mapping[str, object]) -> None:

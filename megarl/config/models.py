@@ -88,9 +88,9 @@ class MoeConfig:
 
     def check_fused(self, key: str, *, num_groups: int = 1) -> None:
         """Raise ConfigError if a fused kernel is asked for that a model with so many groups of experts cannot use."""
-        for name in FUSED_SINCE:
+        for name in (name for name in FUSED_SINCE if getattr(self, name)):
             obstacle = fusion_obstacle(name, self, engine=transformer_engine_version(), num_groups=num_groups)
-            if getattr(self, name) and obstacle is not None:
+            if obstacle is not None:
                 raise ConfigError(f"{key}.{name}: got true, but {obstacle}; set {key}.{name} to false or null")
 
 

@@ -226,5 +226,7 @@ def _alternative(hint: Any) -> str:
 
 
 def _item(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return f"any of {', '.join(map(repr, get_args(hint)))}"
     has_own_words = is_dataclass(hint) or get_origin(hint) in (UnionType, Union)
     return _alternative(hint) if has_own_words else str(hint.__name__)

@@ -1,13 +1,16 @@
 """Rules of recompute, by their messages, and what it comes to in a model."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megarl.config.check_model import check_recompute
+from megarl.config.document import entries
+from megarl.config.parse import from_dict
 from megarl.config.recompute import RecomputeConfig
-from megarl.config.schema import ActorConfig, LayoutConfig, MoeConfig
+from megarl.config.schema import ActorConfig, Config, LayoutConfig, MoeConfig
 from megarl.errors import ConfigError
 
 DENSE = {"num_hidden_layers": 6}
@@ -60,30 +63,41 @@ def test_a_critic_may_use_what_the_actor_does_not() -> None:
 @pytest.mark.parametrize(
     ("settings", "model", "message"),
     [
-        (actor("selective", "moe"), DENSE, "a.recompute_modules: got moe, but the model has no experts; remove moe"),
+        (actor("selective", "moe"), DENSE, "got moe, but the model of the critic has no experts; remove moe"),
         (
             actor("selective", "shared_experts"),
             SPARSE,
-            "a.recompute_modules: got shared_experts, but the model has no shared experts; remove shared_experts",
+            "got shared_experts, but the model of the critic has no shared experts; remove shared_experts",
         ),
         (
             actor("selective", "mla_up_proj"),
             SPARSE,
-            "a.recompute_modules: got mla_up_proj, but the model has no latent attention; remove mla_up_proj",
+            "got mla_up_proj, but the model of the critic has no latent attention; remove mla_up_proj",
         ),
         (
             actor("full", recompute_unit=2, layout=LayoutConfig(pp=2)),
             DENSE,
-            "a.recompute_unit: got 2, which does not divide the 3 layers of a model chunk; set another, or "
-            "a.recompute_layers instead",
+            "got 2, which does not divide the 3 layers of a model chunk of the critic; set another, or "
+            "actor.recompute_layers instead",
         ),
     ],
 )
 def test_what_a_model_has_not(settings: ActorConfig, model: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        check_recompute(settings, model, "a")
-    check_recompute(actor("selective", "shared_experts", "mla_up_proj"), SHARED, "a")
-    check_recompute(actor("full", recompute_unit=3, layout=LayoutConfig(pp=2)), DENSE, "a")
+    with pytest.raises(ConfigError, match=f"^actor.recompute_(modules|unit): {re.escape(message)}$"):
+        check_recompute(settings, model, "critic")
+    check_recompute(replace(settings, recompute="none"), model, "critic")
+    check_recompute(actor("selective", "shared_experts", "mla_up_proj"), SHARED, "critic")
+    check_recompute(actor("full", recompute_unit=3, layout=LayoutConfig(pp=2)), DENSE, "critic")
+
+
+def test_parts_are_named_in_messages_and_in_the_reference() -> None:
+    names = "'core_attn', 'layernorm', 'mla_up_proj', 'mlp', 'moe', 'moe_act', 'shared_experts'"
+    with pytest.raises(
+        ConfigError, match=f"^actor.recompute_modules\\[0\\]: got 'norm' .str., expected one of {names}$"
+    ):
+        from_dict(Config, {"actor": {"recompute_modules": ["norm"]}})
+    (entry,) = (each for each in entries() if each.key == "actor.recompute_modules")
+    assert entry.expects == f"a list of any of {names} or null"
 
 
 @pytest.mark.parametrize(
