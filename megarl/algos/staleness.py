@@ -4,8 +4,13 @@ The lag of a token in step s is s − 1 − v, where v is the version of the wei
 newest weights have lag 0. See `megarl.rollout.scheduler` for its bound.
 """
 
-import torch
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
+
+from megarl.algos.masked import row_blocks
 
 # Name of the per-token quantity with the lags.
 LAG = "lag"
@@ -22,20 +27,30 @@ def staleness_metrics(lag: Tensor, sampled: Tensor) -> dict[str, float]:
     >>> metrics["staleness/lag_mean"], metrics["staleness/spanning_frac"]
     (0.75, 0.5)
     """
-    if not sampled.any():
+    counts, num_rows, num_spanning = np.zeros(1, np.int64), 0, 0
+    for rows in row_blocks(lag):
+        lags, marks = lag[rows].numpy(), sampled[rows].numpy()
+        counts = _added(counts, np.bincount(lags[marks].astype(np.int64)))
+        largest = np.where(marks, lags, -np.inf).max(-1, initial=-np.inf)
+        smallest = np.where(marks, lags, np.inf).min(-1, initial=np.inf)
+        num_rows += int(marks.any(-1).sum())
+        num_spanning += int((largest > smallest).sum())
+    if not num_rows:
         return {}
-    counts = torch.bincount(lag[sampled].int()).double()
     shares = (counts / counts.sum()).tolist()
-    rows = sampled.any(-1)
-    largest = torch.where(sampled, lag, -torch.inf).amax(-1)
-    smallest = torch.where(sampled, lag, torch.inf).amin(-1)
     found = {
         "lag_mean": sum(k * share for k, share in enumerate(shares)),
         "lag_max": float(len(shares) - 1),
-        "spanning_frac": float((largest > smallest)[rows].double().mean()),
+        "spanning_frac": num_spanning / num_rows,
     }
     found |= {f"frac_lag_{k}": share for k, share in enumerate(shares)}
     return {f"staleness/{name}": value for name, value in found.items()}
+
+
+def _added(sums: npt.NDArray[Any], more: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Add up sums by lag, of which either may have more lags."""
+    longer, shorter = (sums, more) if len(sums) >= len(more) else (more, sums)
+    return np.concatenate([longer[: len(shorter)] + shorter, longer[len(shorter) :]])
 
 
 def drift_metrics(lag: Tensor, sampled: Tensor, *, rollout_logprobs: Tensor, old_logprobs: Tensor) -> dict[str, float]:
@@ -44,16 +59,19 @@ def drift_metrics(lag: Tensor, sampled: Tensor, *, rollout_logprobs: Tensor, old
     drift_abs_mean_lag_{k}, k ≥ 1: the mean of |old_logprobs − rollout_logprobs| in nats over sampled tokens of lag k,
     for every k that occurs.
 
-    >>> lag, both, zeros = tensor([[1.0, 0.0]]), tensor([[True, True]]), torch.zeros(1, 2)
+    >>> lag, both, zeros = tensor([[1.0, 0.0]]), tensor([[True, True]]), tensor([[0.0, 0.0]])
     >>> drift_metrics(lag, both, rollout_logprobs=zeros, old_logprobs=zeros - 0.5)
     {'staleness/drift_abs_mean_lag_1': 0.5}
     """
-    lags = lag[sampled].int()
-    drift = (old_logprobs[sampled].double() - rollout_logprobs[sampled].double()).abs()
-    counts, sums = torch.bincount(lags).tolist(), torch.bincount(lags, weights=drift).tolist()
+    counts, sums = np.zeros(1, np.int64), np.zeros(1)
+    for rows in row_blocks(lag):
+        marks = sampled[rows].numpy()
+        lags = lag[rows].numpy()[marks].astype(np.int64)
+        drift = np.abs(np.subtract(old_logprobs[rows].numpy(), rollout_logprobs[rows].numpy(), dtype=np.float64))
+        counts, sums = _added(counts, np.bincount(lags)), _added(sums, np.bincount(lags, weights=drift[marks]))
     found = {
         f"drift_abs_mean_lag_{k}": total / count
-        for k, (count, total) in enumerate(zip(counts, sums, strict=True))
+        for k, (count, total) in enumerate(zip(counts.tolist(), sums.tolist(), strict=True))
         if k and count
     }
     return {f"staleness/{name}": value for name, value in found.items()}
