@@ -14,8 +14,10 @@ from megarl.host.device.platform import Platform
 from megarl.sync.plan.assign import Holding
 from megarl.sync.plan.build import Plan, build_plan
 from megarl.sync.plan.engine_shards import engine_needs
+from megarl.sync.plan.links import LinkStatistics, link_statistics
 from megarl.sync.plan.neighbours import best_neighbours, overlaps
 from megarl.sync.wire.casts import wire_specs
+from megarl.sync.wire.shares import ways_of
 from megarl.weights.boxes import Box
 from megarl.weights.families import ModelSpec
 from megarl.weights.safetensors_map import TensorSpec, weight_specs
@@ -127,3 +129,12 @@ def gloo_warning(plan: Plan, settings: SyncConfig, here: Platform) -> str | None
         f"sync.host_group: got gloo, which brings {most / 1e9:,.1f} GB per sync into a host over TCP from pageable "
         f"memory: about {most / fast:,.1f} to {most / slow:,.1f} s; set it to device, or to null"
     )
+
+
+def bridge_links(config: Config, plan: Plan, here: Platform) -> LinkStatistics | None:
+    """Estimate the time of a weight sync over what would carry its messages on a platform; None on CPUs."""
+    if here.backend != "nccl":
+        return None
+    beside = {sink: min(sources) for sink, sources in plan.neighbours.items()}
+    ways = ways_of(plan, config.sync, here, hosts=plan.hosts, beside=beside)
+    return link_statistics(plan, ways, hosts=plan.hosts, beside=beside)

@@ -13,7 +13,7 @@ from pathlib import Path
 from megarl.algos.build import algorithm_of
 from megarl.cluster.placement import NodeGroup, Seat, plan_placement, with_judge_servers, workers_per_node
 from megarl.cluster.roles import by_layout, model_key, roles_of
-from megarl.cluster.sync_plan import bridge_plan, gloo_warning
+from megarl.cluster.sync_plan import bridge_links, bridge_plan, gloo_warning
 from megarl.config.batches import batch_counts, max_hinted_row_tokens, max_row_tokens, num_actor_steps
 from megarl.config.check import check_train
 from megarl.config.check_model import check_model
@@ -21,7 +21,7 @@ from megarl.config.derived import Derived, filled
 from megarl.config.load import packaged
 from megarl.config.schema import ActorConfig, Config, LayoutConfig
 from megarl.data.packing import plan_micro_batches
-from megarl.host.device.platform import platform
+from megarl.host.device.platform import PLATFORMS, platform
 from megarl.plan import memory as bytes_of
 from megarl.plan.derive import derive, smallest_device
 from megarl.plan.devices import checkpoint_host_bytes, plan_devices, plan_shard
@@ -54,9 +54,8 @@ from megarl.weights.shards import groups_of
 def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool = True) -> RunPlan:
     """Check a configuration as a run would, and make the plan that a dry run shows. Raises ConfigError.
 
-    Args:
-        device_bytes: memory of one device; without it the KV cache has no size in the plan if vLLM chooses it.
-        with_data: whether to read data that are there.
+    device_bytes: memory of one device; without it the KV cache has no size in the plan if vLLM chooses it. with_data:
+    whether to read data that are there.
     """
     check_train(config)
     config = with_local_models(config, weights=False)
@@ -104,6 +103,7 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
         engine=engine,
         sync_bytes=_model_parameters(actor, Head.LM) * DTYPE_BYTES[config.model.dtype],
         bridge=plan_statistics(bridge),
+        links=bridge_links(config, bridge, platform() if device_bytes is None else PLATFORMS["cuda"]()),
         staging=staged,
         device_bytes=device_bytes,
         derived=derived,

@@ -183,6 +183,14 @@ def _engine_lines(plan: RunPlan) -> Iterator[str]:
         f"staging    messages take a process {_gib(plan.staging.device)} GiB of its device and "
         f"{_gib(plan.staging.host)} GiB of host memory at most"
     )
+    if plan.links is not None:
+        for load in (load for load in plan.links.loads if load.num_bytes):
+            yield (
+                f"links      {load.medium}: {load.num_bytes:,} bytes per sync, {_gib(load.busiest_bytes)} GiB in one "
+                f"direction of the busiest, at least {load.seconds:.2g} s"
+            )
+        seconds, bound = plan.links.seconds, plan.links.bound_seconds
+        yield f"sync time  estimate {seconds:.2g} s, of which the busiest link takes {bound:.2g} s"
 
 
 def shard_lines(shards: Sequence[ShardPlan]) -> Iterator[str]:

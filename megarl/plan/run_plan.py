@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from megarl.config.derived import Derived
 from megarl.sync.plan.build import PlanStatistics
+from megarl.sync.plan.links import LinkStatistics
 from megarl.sync.wire.wires import Staging
 
 
@@ -166,10 +167,11 @@ class NodePlan:
 class RunPlan:
     """All that `train --dry-run` reports. The actor's layout comes first; nodes with engines only come last.
 
-    staging: the most that a process allocates for messages of a weight sync. derived: what the run uses for settings
-    that are null. warnings: what it would warn about. missing: models and data that are absent, so that nothing can be
-    said about the data. hints: how many prompts there are, how many have a hint (`placed`), how many hints are cut, and
-    how many are missing, by reason; empty without hints or data.
+    links: the estimated time of a weight sync between GPUs; None on a CPU. staging: the most that a process allocates
+    for messages of a weight sync. derived: what the run uses for settings that are null. warnings: what it would warn
+    about. missing: models and data that are absent, so that nothing can be said about the data. hints: how many prompts
+    there are, how many have a hint (`placed`), how many hints are cut, and how many are missing, by reason; empty
+    without hints or data.
     """
 
     run: str
@@ -182,6 +184,7 @@ class RunPlan:
     engine: EnginePlan
     sync_bytes: int
     bridge: PlanStatistics
+    links: LinkStatistics | None
     staging: Staging
     device_bytes: int | None
     derived: tuple[Derived, ...]

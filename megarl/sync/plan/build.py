@@ -27,8 +27,9 @@ from megarl.weights.safetensors_map import TensorSpec
 # processes then wait less for each other.
 _FEW_SOURCES, _PART, _PART_OF_MANY = 8, 16, 3072
 _LEAST_BUCKET, _LEAST_OF_MANY, _MOST_BUCKET = 1 << 20, 16 << 20, 64 << 20
-# Two blocks or more share a bucket, as larger ones would leave gaps.
-_BLOCKS_PER_BUCKET = 2
+# So many blocks share a bucket at least, as larger ones would leave gaps; with many sources, smaller ones would be too
+# many to plan.
+_BLOCKS, _BLOCKS_OF_MANY = 4, 2
 # A bucket with less room than this part of it counts as full.
 _LEAST_ROOM = 16
 
@@ -89,6 +90,7 @@ class Plan:
             received.setdefault(message.sink, []).append(message)
         return sent, received
 
+    @functools.cached_property
     def columns(self) -> dict[str, np.ndarray]:
         """Return the messages as one int64 array per field, without `runs`."""
         columns = list(zip(*self.messages, strict=True)) or [()] * len(Parcel._fields)
@@ -140,7 +142,7 @@ def build_plan(
     was_on = gc.isenabled()
     gc.disable()
     try:
-        block_bytes = -(-bucket_bytes // _BLOCKS_PER_BUCKET)
+        block_bytes = -(-bucket_bytes // (_BLOCKS if are_few else _BLOCKS_OF_MANY))
         layers = list(assign(specs, held, needed, neighbours or {}, hosts=hosts or {}, block_bytes=block_bytes))
         if are_few and all(len(holding) == len(specs) for holding in held.values()):
             # No source would be idle in any order, so a schedule gains nothing.
@@ -220,7 +222,7 @@ class PlanStatistics:
 
 def plan_statistics(plan: Plan) -> PlanStatistics:
     """Compute a plan's cost."""
-    of = plan.columns()
+    of = plan.columns
     over_wire = of["local"] == 0
     sent, received = (np.bincount(of[end], of["num_bytes"] * over_wire) for end in ("source", "sink"))
     return PlanStatistics(

@@ -122,7 +122,7 @@ def link_statistics(
 
     hosts: of every process. beside: by sink, the source on its device; other sinks have devices of their own.
     """
-    of = plan.columns()
+    of = plan.columns
     num_places = 1 + int(max(of["source"].max(initial=0), of["sink"].max(initial=0)))
     hops = _hops(of, ways, num_places, hosts, beside, rates or Rates())
     num_buckets = 1 + int(of["bucket"].max(initial=0))
@@ -146,9 +146,11 @@ def link_statistics(
 
 
 def fastest_ways(plan: Plan, grouped: bool, ipc: bool, *, hosts: Hosts, beside: Mapping[int, int]) -> Ways:
-    """Choose whether messages within hosts go over NCCL, if those between hosts may, by the estimated time."""
-    memory, group = (Ways(grouped=grouped, nearby=nearby, ipc=ipc) for nearby in (False, True))
+    """Choose whether messages within hosts go over NCCL, if those between hosts may, by the estimated time; if it is
+    the same, they do, because this takes no memory of the host.
+    """
+    group, memory = (Ways(grouped=grouped, nearby=nearby, ipc=ipc) for nearby in (True, False))
     if not grouped:
         return memory
-    both = [link_statistics(plan, ways, hosts=hosts, beside=beside) for ways in (memory, group)]
+    both = [link_statistics(plan, ways, hosts=hosts, beside=beside) for ways in (group, memory)]
     return min(both, key=lambda each: each.seconds).ways

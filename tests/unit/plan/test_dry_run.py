@@ -11,6 +11,7 @@ from megarl.cli import main
 from megarl.config import from_dict, load_config
 from megarl.config.algo import CpoConfig, HintConfig
 from megarl.config.batches import max_row_tokens
+from megarl.config.generation import SyncConfig
 from megarl.config.judges import JudgeConfig, JudgeServerConfig
 from megarl.config.schema import Config, LayoutConfig, ReferenceConfig
 from megarl.data.records import write_parquet
@@ -284,6 +285,25 @@ def test_a_cache_that_is_too_small_is_warned_of(tmp_path: Path) -> None:
     fitting = (replace(config, rollout=few), 13_000), (config, 14_000)
     for each, device_bytes in fitting:
         assert not [w for w in plan_run(each, device_bytes=device_bytes).warnings if "max_num_seqs" in w]
+
+
+@pytest.mark.parametrize(("group", "within"), [("gloo", "PCIe"), ("device", "NVLink")])
+def test_a_sync_between_gpus_is_estimated_by_its_links(group: str, within: str, tmp_path: Path) -> None:
+    """Gloo's messages between hosts take PCIe too. What came over NCCL is copied once more, on the worker's device."""
+    config = small_config(tmp_path)
+    assert plan_run(config).links is None
+    plan = plan_run(replace(config, sync=SyncConfig(host_group=group)), device_bytes=80 << 30)  # type: ignore[arg-type]
+    assert plan.links is not None
+    loads = {load.medium.value: load.num_bytes for load in plan.links.loads if load.num_bytes}
+    wire, local = plan.bridge.wire_bytes, plan.bridge.local_bytes
+    apart = loads["network"] if group == "device" else 0
+    assert loads["network"] > 0
+    assert loads[within] == wire - apart
+    assert loads["same device"] == local + (wire if group == "device" else 0)
+    assert plan.links.seconds >= plan.links.bound_seconds > 0
+    text = to_text(plan)
+    assert f"links      {within}: {loads[within]:,} bytes per sync, " in text
+    assert "sync time  estimate " in text
 
 
 def test_text_and_json_say_the_same(tmp_path: Path) -> None:
