@@ -84,10 +84,10 @@ def test_workers_with_devices_of_their_own_need_no_copy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("grouped", "source", "nearby"), [(True, 0, True), (False, 0, False), (True, 2, False)], ids=["near", "gloo", "far"]
+    ("grouped", "source", "nearby"), [(True, 0, True), (False, 0, False), (True, 2, True)], ids=["near", "gloo", "far"]
 )
 def test_the_faster_way_within_hosts_is_chosen(grouped: bool, source: int, nearby: bool) -> None:
-    """Without messages within hosts there is nothing to choose."""
+    """Without messages within hosts both take the same time."""
     plan = Plan(specs={}, needs={}, messages=(Parcel(0, 0, source, 4, False, (), 1 << 20),))
     chosen = fastest_ways(plan, grouped, ipc=True, hosts=HOSTS, beside=BESIDE)
     assert (chosen.grouped, chosen.nearby) == (grouped, nearby)
