@@ -15,17 +15,10 @@ _MUON_PACKAGE, _MUON_VERSION = "emerging-optimizers", "0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """Configure the optimizer, with linear warm-up and a learning-rate schedule over the run's optimizer steps."""
+    """Configure AdamW or Muon, with linear warm-up and a learning-rate schedule over the run's optimizer steps."""
 
-    # adam: AdamW. muon: the matrices of layers move by their orthogonalized momentum, all else by AdamW; needs the
-    # package emerging-optimizers 0.1 and distributed=false.
-    algorithm: Literal["adam", "muon"] = "adam"
     lr: float = setting(1e-6, POSITIVE)  # Peak learning rate.
     betas: tuple[float, float] = setting((0.9, 0.95), BELOW_1)  # Decay of the two moments.
-    muon_momentum: float = setting(0.95, BELOW_1)  # Decay of Muon's momentum.
-    # Factor of Muon's updates, which are also multiplied by the square root of the matrix's longer side. With 0.2 they
-    # are about as large as AdamW's at the same learning rate.
-    muon_scale: float = setting(0.2, POSITIVE)
     eps: float = setting(1e-8, POSITIVE)  # Added to the square root of the second moment.
     weight_decay: float = setting(0.01, AT_LEAST_0)  # Decoupled weight decay.
     # Gradients are scaled down if their global norm exceeds this.
@@ -47,9 +40,16 @@ class OptimizerConfig:
     # Share of the parameters whose state stays on the host, where CPUs update it during the step (megatron-core's
     # hybrid optimizer); needs CUDA, Transformer Engine and `distributed`.
     offload_fraction: float = setting(0.0, FRACTION)
-    # Data types in which the two moments are kept; others than float32 need CUDA, Transformer Engine and `distributed`.
+    # Data type in which the first moment is kept; others than float32 need CUDA, Transformer Engine and `distributed`.
     exp_avg_dtype: Literal["float32", "bfloat16", "float8"] = "float32"
-    exp_avg_sq_dtype: Literal["float32", "bfloat16", "float8"] = "float32"
+    exp_avg_sq_dtype: Literal["float32", "bfloat16", "float8"] = "float32"  # The same for the second moment.
+    # adam: AdamW. muon: the matrices of layers move by their orthogonalized momentum, all else by AdamW; needs the
+    # package emerging-optimizers 0.1 and distributed=false.
+    algorithm: Literal["adam", "muon"] = "adam"
+    muon_momentum: float = setting(0.95, BELOW_1)  # Decay of Muon's momentum.
+    # Factor of Muon's updates, which are also multiplied by the square root of the matrix's longer side. With 0.2 they
+    # are about as large as AdamW's at the same learning rate.
+    muon_scale: float = setting(0.2, POSITIVE)
 
     @property
     def overlaps_grad_reduce(self) -> bool:
