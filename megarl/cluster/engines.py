@@ -52,7 +52,7 @@ class EngineGroup:
         self._ids = itertools.count()
         # Requests that no engine has been given, and whether they are about to be.
         self._outbox: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
-        self._is_flushing = False
+        self._is_flushing = self._is_paused = False
         self._moves: set[asyncio.Task[None]] = set()
         self._open: dict[int, _Open] = {}
         # By engine, its unfinished requests; with `repeats_hands` all since it last had none.
@@ -81,7 +81,7 @@ class EngineGroup:
         self._is_flushing, living = False, self.living()
         if self._outbox and not living:
             self.trouble.set()
-        if not self._outbox or not living:
+        if not self._outbox or not living or self._is_paused:
             return
         placed = self.router.place([request for request, _ in self._outbox], living)
         if not placed:
@@ -117,7 +117,7 @@ class EngineGroup:
                 # Requests of this turn leave at its end.
                 if not self._is_flushing:
                     self.flush()
-                if not self._outbox:
+                if not (self._outbox or self._is_paused):
                     for move in self.router.moves(self.living()):
                         task = loop.spawn(self._carry_out(move))
                         self._moves.add(task)
@@ -142,12 +142,33 @@ class EngineGroup:
             if completion is None or not move.goes_on:
                 again[key] = replace(each, engine=move.target)
             elif not each.completion.done():
-                self.num_moved += 1
+                self.num_moved += move.source != move.target
                 each.completion.set_result(replace(completion, engine=move.target))
-        if move.target in self.living():
+        if move.target in self.living() and not self._is_paused:
             self._start(again)
         else:
             self._put_back(again)
+
+    def pause(self) -> None:
+        """End all requests that engines work on; further ones, with which their samples go on, wait for `resume`."""
+        self._is_paused = True
+        if self._open:
+            loop.wait(self._take_all())
+
+    async def _take_all(self) -> None:
+        while self._moves:
+            await asyncio.wait(set(self._moves))
+        hands = {engine: tuple(self._hands.get(engine, ())) for engine in self.living()}
+        moves = [RequestMove(source=i, target=i, keys=keys, goes_on=True) for i, keys in hands.items() if keys]
+        await asyncio.gather(*map(self._carry_out, moves))
+        # The samples ask for more.
+        for _ in range(2):
+            await asyncio.sleep(0)
+
+    def resume(self) -> None:
+        """Let engines have requests again."""
+        self._is_paused = False
+        self.flush()
 
     async def _failed(self, engine: int, process: Process[Remote], error: Exception) -> None:
         """Let living engines take over the requests of one that died, or its successor; raise any other failure."""

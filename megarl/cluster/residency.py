@@ -121,18 +121,28 @@ def phase_table(resident: frozenset[Resident], phases: Sequence[Phase]) -> list[
 
 
 class MemoryLedger:
-    """A record of which models are in device memory. It carries out the moves of each phase, if `enabled`."""
+    """A record of which models are in device memory. It carries out the moves of each phase, if `enabled`.
 
-    def __init__(self, workers: "RoleWorkers", engines: "EngineGroup", *, enabled: bool) -> None:
-        self._workers, self._engines, self.enabled = workers, engines, enabled
+    pauses: whether engines may have unfinished requests when another phase begins, which then wait for the next one in
+    which engines generate.
+    """
+
+    def __init__(self, workers: "RoleWorkers", engines: "EngineGroup", *, enabled: bool, pauses: bool = False) -> None:
+        self._workers, self._engines, self.enabled, self._pauses = workers, engines, enabled, pauses
         # Engines are awake after they have started.
         self.resident = _ENGINE_PARTS
         self._released: dict[str, int] = {}
 
     def enter(self, phase: Phase) -> None:
         """Move memory so that exactly the parts that a phase needs are on the devices."""
-        if not self.enabled:
-            return
+        if self._pauses and phase is not GENERATE:
+            self._engines.pause()
+        if self.enabled:
+            self._carry_out(phase)
+        if self._pauses and phase is GENERATE:
+            self._engines.resume()
+
+    def _carry_out(self, phase: Phase) -> None:
         for move in plan_moves(self.resident, phase):
             if move.owner == ENGINE:
                 if move.to_device:

@@ -53,11 +53,19 @@ def check_schedule(config: Config) -> None:
     if schedule.staleness == 0:
         return
     ahead = f"rollout.schedule.staleness: got {schedule.staleness}"
-    if config.placement.mode == "colocated":
-        raise ConfigError(
-            f"{ahead} with placement.mode=colocated, but engines that share the trainer's devices cannot generate "
-            "while it works; set placement.mode=split, or staleness=0"
-        )
+    if config.placement.mode == "colocated" and source == "vllm":
+        shared = "with placement.mode=colocated"
+        if schedule.on_update == "finish":
+            raise ConfigError(
+                f"{ahead} {shared} and rollout.schedule.on_update=finish, but engines that share the trainer's devices "
+                "cannot generate while it works; set on_update=continue, placement.mode=split or staleness=0"
+            )
+        if config.rollout.stop:
+            raise ConfigError(
+                f"{ahead} {shared} and rollout.stop={list(config.rollout.stop)}, but samples are interrupted in each "
+                "step, and a text that begins before and ends after is not found; use rollout.stop_token_ids, "
+                "placement.mode=split or staleness=0"
+            )
     if config.algo.correction.name == "none" and not config.algo.correction.forced:
         raise ConfigError(
             f"{ahead} with algo.correction.name=none, but then ratios would be to weights that did not sample; set "

@@ -245,6 +245,9 @@ class Rollouts:
         """Wait for `count` finished groups that the step may take, and take them."""
         numbers: list[int] = []
         with self.timers("gen"):
+            if self.scheduler.staleness:
+                # There may be samples to go on with, and no new ones.
+                self.enter(residency.GENERATE)
             while len(numbers) < count:
                 self._wait(self._takeable())
                 number = self.scheduler.takeable()

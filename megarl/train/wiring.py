@@ -42,7 +42,9 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
     """Build the trainer of a run. Raises ConfigError if the cluster was started for another kind of run."""
     config, workers, paths, timers = inputs.config, cluster.workers, recorder.paths, Timers()
     cluster.check_serves(config, inputs.roles)
-    memory = residency.MemoryLedger(workers, cluster.engines, enabled=config.placement.offload)
+    offload, schedule = config.placement.offload, config.rollout.schedule
+    pauses = config.placement.mode == "colocated" and config.rollout.source == "vllm" and schedule.staleness > 0
+    memory = residency.MemoryLedger(workers, cluster.engines, enabled=offload, pauses=pauses)
     supervisor = EngineSupervisor(
         cluster.engines,
         cluster.restart_engine,

@@ -229,6 +229,35 @@ def test_an_engine_dies_while_a_sample_moves(who: int, monkeypatch: pytest.Monke
     assert run.group.num_moved == 0
 
 
+def test_samples_are_interrupted_and_go_on_later() -> None:
+    """What is under way ends, with a segment of its own or not at all; further requests wait, new ones too."""
+    run = Run()
+    samples = begin(run, replace(PLAN, num_samples=3))
+    engine = run.engines[0]
+    engine.taken = {0: completion(7, 7, reason=FinishReason.ABORT), 1: None}
+    # The third sample has finished, but its reply is on its way.
+    engine.reply(k2=completion(5))
+    run.group.pause()
+    engine.added.clear()
+    engine.reply()
+    later = run.group.generate(
+        GenerationRequest(token_ids=(3,), seed=0, sampling=Sampling(temperature=1.0), max_tokens=1)
+    )
+    run.turn()
+    run.group.pause()
+    assert engine.added == {}
+    run.group.resume()
+    run.turn()
+    keys = {(r.token_ids, r.num_before): key for key, r in engine.added.items()}
+    assert keys.keys() == {((1, 2), 0), ((1, 2, 7, 7), 2), ((3,), 0)}
+    first, second, other = keys[(1, 2, 7, 7), 2], keys[(1, 2), 0], keys[(3,), 0]
+    engine.reply(**{f"k{first}": completion(8, 8), f"k{second}": completion(6), f"k{other}": completion(4)})
+    assert [tokens(sample) for sample in samples()] == [[[1, 2], [7, 7], [8, 8]], [[1, 2], [6]], [[1, 2], [5]]]
+    assert later.result().token_ids.tolist() == [4]
+    # They go on where they were.
+    assert run.group.num_moved == 0
+
+
 def test_each_token_keeps_the_experts_of_the_engine_that_sampled_it() -> None:
     """One layer and one expert: the second engine computes the first one's tokens again, by other experts."""
     run = Run()

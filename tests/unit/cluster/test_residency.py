@@ -49,6 +49,12 @@ class Recorder:
     def sleep(self) -> None:
         self.calls.append("sleep")
 
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
     def wake(self, parts: Sequence[str]) -> None:
         self.calls.append(f"wake {'+'.join(parts)}")
 
@@ -199,3 +205,13 @@ def test_the_table_has_a_line_per_phase() -> None:
         ["generate", "offload actor.params, onload engine.kv_cache", "engine.kv_cache, engine.weights"],
         ["score actor", "offload engine.kv_cache+weights, onload actor.params", "actor.params"],
     ]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_engines_are_paused_before_other_phases_and_resumed_once_they_may_generate(offload: bool) -> None:
+    recorder = Recorder()
+    ledger = MemoryLedger(recorder, recorder, enabled=offload, pauses=True)
+    calls = run([GENERATE, SYNC, GENERATE], ledger, recorder)
+    assert [call for call in calls if call in ("pause", "resume", "sleep", "wake kv_cache")] == (
+        ["resume", "pause", "sleep", "wake kv_cache", "resume"] if offload else ["resume", "pause", "resume"]
+    )

@@ -154,7 +154,24 @@ def test_engine_tp_must_divide_heads_and_mlp(tp: int) -> None:
     ("schedule", "changes", "message"),
     [
         ({"window_frac": 0.5}, {}, "rollout.schedule.window_frac: got 0.5 with rollout.schedule.staleness=0"),
-        ({"staleness": 1}, {"placement": {"mode": "colocated"}}, "staleness: got 1 with placement.mode=colocated"),
+        (
+            {"staleness": 1},
+            {"placement": {"mode": "colocated"}},
+            "staleness: got 1 with placement.mode=colocated and rollout.schedule.on_update=finish, but engines that",
+        ),
+        (
+            {"staleness": 1, "on_update": "continue"},
+            {
+                "placement": {"mode": "colocated"},
+                "rollout": {"stop": ["</a>"], "schedule": {"staleness": 1, "on_update": "continue"}},
+            },
+            "staleness: got 1 with placement.mode=colocated and rollout.stop=['</a>'], but samples are interrupted",
+        ),
+        (
+            {"staleness": 1, "on_update": "continue"},
+            {"placement": {"mode": "colocated"}, "algo": {}},
+            "staleness: got 1 with algo.correction.name=none",
+        ),
         ({"staleness": 1}, {"algo": {}}, "staleness: got 1 with algo.correction.name=none"),
         # Samples of a record are as stale as they were when they were sampled.
         (
@@ -197,6 +214,9 @@ def test_schedules_that_suit_the_run(schedule: dict[str, Any]) -> None:
         "rollout": {"schedule": schedule},
     }
     check_train(from_dict(Config, tree))
+    if schedule.get("on_update") == "continue":
+        # Engines that share devices interrupt samples.
+        check_train(from_dict(Config, tree | {"placement": {"mode": "colocated", "offload": True}}))
     # Who wants to know what staleness costs without a correction has to say so.
     check_train(from_dict(Config, tree | {"algo": {"correction": {"forced": True}}}))
 
