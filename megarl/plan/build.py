@@ -69,7 +69,7 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
         specs[role.role] = read_model_spec(path, model_key(config, role))
         check_model(config, specs[role.role].hf_config, role.role)
     actor, layouts, shards = specs[Role.ACTOR], by_layout(roles), plan_shards(config, roles, specs, needed)
-    config = filled(config, derived := derive(config, layouts, shards, device_bytes))
+    config = filled(config, derived := derive(config, layouts, shards, device_bytes, experts=actor.dims.experts))
     engine = plan_engine(config, actor.dims, engine_bytes(config, actor, config.rollout.engine.pp), device_bytes)
     counts, bridge, missing = batch_counts(config), bridge_plan(config, actor), missing_files(config, roles)
     devices = plan_devices(config, layouts, shards, engine, (staged := most_staging(bridge, config.sync)).device)
@@ -119,7 +119,8 @@ def derive_run(
     """Derive what a run on this machine uses for settings that are null. needed: what is computed before updates."""
     specs = {role.role: read_model_spec(role.model.path, model_key(config, role)) for role in roles}
     shards = plan_shards(config, roles, specs, needed)
-    return derive(config, by_layout(roles), shards, smallest_device(), command=command)
+    experts = specs[Role.ACTOR].dims.experts if specs else None
+    return derive(config, by_layout(roles), shards, smallest_device(), experts=experts, command=command)
 
 
 def _costs(config: Config, engine: EnginePlan, bridge: Plan) -> Iterator[str]:

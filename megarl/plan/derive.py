@@ -1,15 +1,17 @@
 """Derive what a run with engines uses for settings that are null, from the memory of its devices and hosts."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megarl.cluster.object_store import object_store
 from megarl.config.derived import Derived, host_group, left_open
+from megarl.config.models import FUSED_SINCE, fusion_obstacle, transformer_engine_version
 from megarl.config.schema import Config, LayoutConfig
 from megarl.host.device.platform import platform
 from megarl.plan.devices import most_bytes, plan_devices
 from megarl.plan.run_plan import ShardPlan
 from megarl.types.messages import RoleSpec
+from megarl.weights.dims import Experts
 
 # Share of a device's memory that a plan may fill: it leaves out what libraries take.
 FILL = 0.9
@@ -23,18 +25,32 @@ def derive(
     shards: Sequence[ShardPlan],
     device_bytes: int | None,
     *,
+    experts: Experts | None = None,
     command: str = "train",
 ) -> tuple[Derived, ...]:
     """Derive the settings of `megarl train` or eval that are null, in the order in which a dry run shows them.
 
     layouts, shards: those of the trainer; empty if there is none. device_bytes: memory of a device, if it is known.
+    experts: those of the actor.
     """
     found = (
+        *moe_kernels(config, experts),
         engine_share(config, layouts, shards, device_bytes),
         host_group(config, platform()),
         object_store(config, command),
     )
     return left_open(config, found)
+
+
+def moe_kernels(config: Config, experts: Experts | None) -> Iterator[Derived]:
+    """Derive which of Transformer Engine's kernels for experts (`actor.moe.fuse_…`) are used."""
+    if experts is None:
+        return
+    engine, num_groups = transformer_engine_version(), experts.routing.num_groups if experts.routing is not None else 1
+    for name in FUSED_SINCE:
+        obstacle = fusion_obstacle(name, config.actor.moe, engine=engine, num_groups=num_groups)
+        reason = obstacle or "Transformer Engine has the kernel"
+        yield Derived(key=f"actor.moe.{name}", value=obstacle is None, reason=reason)
 
 
 def engine_share(

@@ -1,13 +1,17 @@
 """Models with experts, planned: counted by hand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megarl.cli import main
-from megarl.config.schema import LayoutConfig
+from megarl.config.schema import Config, LayoutConfig
+from megarl.plan import derive
+from megarl.plan.derive import moe_kernels
 from megarl.plan.memory import layer_activation_bytes
+from megarl.weights.dims import Routing
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.shards import num_local_experts, num_stage_parameters
 from tests.helpers.small_model import write_config
@@ -70,6 +74,20 @@ def test_activations_of_a_layer(small_experts: ModelSpec) -> None:
     assert layer_activation_bytes(small_experts.dims, layout, num_tokens=5, dtype_bytes=2) == 2 * 5 * elements
 
 
+def test_kernels_for_experts_are_derived(monkeypatch: pytest.MonkeyPatch, small_experts: ModelSpec) -> None:
+    """Where Transformer Engine has them, and the model's routing is theirs."""
+    monkeypatch.setattr(derive, "transformer_engine_version", lambda: (2, 11))
+    experts = small_experts.dims.experts
+    assert experts is not None
+    routing = Routing(num_groups=2, groups_per_token=1, group_rating=1, scale=1.0, biased=False)
+    used = {each.key: each.value for each in moe_kernels(Config(), experts)}
+    assert used == {"actor.moe.fuse_permute": True, "actor.moe.fuse_router": True}
+    permute, router = moe_kernels(Config(), replace(experts, routing=routing))
+    assert (permute.value, router.value) == (True, False)
+    assert "the model has n_group=2" in router.reason
+    assert list(moe_kernels(Config(), None)) == []
+
+
 def test_the_published_plan_splits_experts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(ROOT)
     main([*DRY_RUN.split(), "--json"])
@@ -91,6 +109,7 @@ def test_the_published_plan_splits_experts(monkeypatch: pytest.MonkeyPatch, caps
     assert first["resident"]["optimizer"] == 12 * num_experts // 16 + 12 * others // 2
     main(DRY_RUN.split())
     text = capsys.readouterr().out
+    assert "derived    actor.moe.fuse_permute=False: there is no Transformer Engine\n" in text
     assert "30,532,122,624 parameters (28,991,029,248 in experts), trained" in text
     assert "dp 2 × pp 2, sequence parallel, experts over ep 8 × etp 1\n" in text
     assert "parameters per rank (1,811,939,328 in 16 experts per layer)\n" in text
