@@ -19,7 +19,7 @@ LEAST_MIB = 256
 _RAY_LEAST_MIB = 75
 # Bytes of a token in a row: its id and its place in the loss mask; and of each quantity, of the ids that top-k left,
 # and of the number of an expert.
-_TOKEN_BYTES, _NUMBER_BYTES, _EXPERT_BYTES = 8 + 1, 4, 2
+_TOKEN_BYTES, _NUMBER_BYTES, _EXPERT_BYTES = 4 + 1, 4, 2
 # Quantities of a token: a scoring pass returns log-probs and entropies; an update reads advantages, log-probs of the
 # old policy and of the reference, and the weight of a correction; with CPO three more.
 _NUM_SCORED, _NUM_READ, _NUM_READ_BY_CPO = 2, 4, 3

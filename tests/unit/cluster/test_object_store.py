@@ -39,12 +39,12 @@ def size(config: Config, command: str = "train", *, room: int = 1 << 50) -> int:
 @pytest.mark.parametrize(
     ("config", "mib", "least_gb"),
     [
-        # An update: 32 Mi tokens, 8 + 1 bytes and four float32 numbers each; twice that.
-        (rollout(256), 256 + 2 * 32 * 25, 0.7),
-        (rollout(1024), 256 + 2 * 128 * 25, 2.8),
+        # An update: 32 Mi tokens, 4 + 1 bytes and four float32 numbers each; twice that.
+        (rollout(256), 256 + 2 * 32 * 21, 0.7),
+        (rollout(1024), 256 + 2 * 128 * 21, 2.8),
         # Scoring all rows takes more than an update of a quarter: two float32 numbers come back.
-        (rollout(1024, mini_batch_prompts=256), 256 + 2 * 128 * 17, 2.2),
-        (rollout(1), 256 + 7, 0.2),
+        (rollout(1024, mini_batch_prompts=256), 256 + 2 * 128 * 13, 1.7),
+        (rollout(1), 256 + 6, 0.2),
     ],
 )
 def test_the_store_follows_the_rows_of_a_step(config: Config, mib: int, least_gb: float) -> None:
@@ -55,25 +55,25 @@ def test_the_store_follows_the_rows_of_a_step(config: Config, mib: int, least_gb
 def test_rows_with_hints_and_recorded_experts_take_more(tmp_path: Path) -> None:
     """Rows of 16,384 tokens: with 1,024 tokens of a hint, and again with those of another prompt."""
     config, tokens = rollout(256), 2048 * 16384
-    assert pass_bytes(config) == ("2,048 rows of 16,384 tokens", tokens * 25)
+    assert pass_bytes(config) == ("2,048 rows of 16,384 tokens", tokens * 21)
     tree: dict[str, Any] = {"method": "global", "hint": {"max_tokens": 1024}, "shuffled_baseline": True}
     cpo = from_dict(Config, {"algo": {"cpo": tree}, "actor": {"micro_batch_tokens": 32768}})
     hinted = replace(config, algo=cpo.algo, actor=cpo.actor)
-    assert pass_bytes(hinted)[1] == 2048 * (16384 + 2 * 17408) * 17
+    assert pass_bytes(hinted)[1] == 2048 * (16384 + 2 * 17408) * 13
     write_config(tmp_path, **EXPERTS)
     moe = {"model": {"path": str(tmp_path)}, "actor": {"moe": {"replay_routing": True}}}
     routed = from_dict(Config, moe)
     # Four layers, two experts of each token, int16.
-    assert pass_bytes(replace(config, actor=routed.actor, model=routed.model))[1] == tokens * (25 + 2 * 4 * 2)
+    assert pass_bytes(replace(config, actor=routed.actor, model=routed.model))[1] == tokens * (21 + 2 * 4 * 2)
     top_k = replace(config, rollout=replace(config.rollout, top_k=20))
-    assert pass_bytes(top_k)[1] == tokens * (25 + 4 * 20)
+    assert pass_bytes(top_k)[1] == tokens * (21 + 4 * 20)
 
 
 def test_supervised_commands_have_their_own_rows() -> None:
     tree = {"sft": {"batch_size": 64, "max_tokens": 1000}, "train_reward": {"batch_size": 16}}
     config = from_dict(Config, tree | {"data": {"max_prompt_tokens": 100}, "rollout": {"max_response_tokens": 400}})
-    assert pass_bytes(config, "sft") == ("64 rows of 1,000 tokens", 64 * 1000 * 25)
-    assert pass_bytes(config, "train-reward") == ("32 rows of 500 tokens", 32 * 500 * 25)
+    assert pass_bytes(config, "sft") == ("64 rows of 1,000 tokens", 64 * 1000 * 21)
+    assert pass_bytes(config, "train-reward") == ("32 rows of 500 tokens", 32 * 500 * 21)
     assert size(config, "eval") == 256
 
 
@@ -95,7 +95,7 @@ def test_a_row_takes_as_much_as_is_counted() -> None:
     row = Row(
         uid="a",
         sample_index=0,
-        token_ids=np.arange(n + 1, dtype=np.int64),
+        token_ids=np.arange(n + 1, dtype=np.int32),
         num_prompt_tokens=1,
         loss_mask=np.ones(n, np.bool_),
         quantities=numbers,

@@ -34,11 +34,11 @@ def test_an_evaluation_keeps_them_beside_its_results() -> None:
 
 
 def test_ray_gets_a_store_for_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2,048 rows of 16,384 tokens: 256 MiB, and twice 25 bytes of each of 32 Mi tokens. Ray is the job's own."""
+    """2,048 rows of 16,384 tokens: 256 MiB, and twice 21 bytes of each of 32 Mi tokens. Ray is the job's own."""
     monkeypatch.setattr("megarl.launch.command.object_store", partial(object_store, room=1 << 50))
     rows = ["trainer.prompts_per_step=256", "rollout.num_samples=8", "rollout.max_response_tokens=16000"]
     rows += ["trainer.mini_batch_prompts=null", "data.max_prompt_tokens=384", "cluster.address=10.0.0.1:6379"]
-    assert read(["train", RUN_FILE, *rows]).cluster.object_store_mib == 256 + 2 * 32 * 25
+    assert read(["train", RUN_FILE, *rows]).cluster.object_store_mib == 256 + 2 * 32 * 21
 
 
 def test_settings_of_an_evaluation_count() -> None:
