@@ -134,7 +134,7 @@ class SupervisedTrainer:
                 with self.timers("score"):
                     rows = self.task.add_quantities(self.passes, rows, step)
             with self.timers(f"update_{role}"):
-                result = self.updater.update(rows, self.state, step=step, paired=self.task.paired)
+                result = self.updater.update(rows, self.state, step=step, paired=self.task.paired, with_outputs=False)
         times = self.timers.pop()
         tokens_per_s = sum(row.num_tokens for row in rows) / times["timing_s/step"]
         epoch = step * self.task.batch_size / self.task.num_examples
