@@ -25,7 +25,7 @@ from megarl.host.store import open_store
 from megarl.record.text_table import align
 from tools.bench.sync_contenders import CONTENDERS, RankResult, SyncJob
 from tools.bench.sync_model import CASES, NUM_RANKS, make_model, model_sizes
-from tools.bench.sync_plans import planning
+from tools.bench.sync_plans import SCENARIOS, planning
 
 _MIB = 1 << 20
 # All rounds of all contenders; a rank that is gone is noticed by the others long before.
@@ -213,6 +213,10 @@ def transfers(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan-only", action="store_true", help="plans of large models; moves nothing")
+    sizes = [scenario.size for scenario in SCENARIOS]
+    parser.add_argument(
+        "--devices", type=int, nargs="+", choices=sizes, default=sizes, help="with --plan-only: of them"
+    )
     parser.add_argument("--mb", type=float, nargs="+", default=[50.0, 400.0, 2000.0], help="sizes of the model")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
@@ -220,7 +224,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7, help="timed, of which the median counts")
     parser.add_argument("--out", type=Path, help="JSON record")
     arguments = parser.parse_args()
-    record, holds = planning() if arguments.plan_only else transfers(arguments)
+    record, holds = planning(arguments.devices) if arguments.plan_only else transfers(arguments)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return 0 if holds else 1

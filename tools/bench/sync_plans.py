@@ -1,16 +1,17 @@
-"""Measure plans of large models: bytes by rank, what placement saves, the least time, and the time to plan.
+"""Measure plans of large models: bytes by rank and by link, what placement saves, the time, and the time to plan.
 
-Nothing is moved: what ranks hold and engines need is worked out from published sizes. The least time of a transfer is
+Nothing is moved: what ranks hold and engines need is worked out from published sizes. Every plan is estimated
+(megarl.sync.plan.links) over the host's memory, which is not page-locked, and TCP between hosts; over page-locked
+memory, and NCCL between hosts; and over NCCL alone, from where ranks hand on to the engine workers on their devices.
+Buckets follow each other, and each takes as long as its busiest link.
 
-    T ≥ max over ranks of (received ÷ B, sent ÷ B)
-
-with B of the network for bytes between hosts and of NVLink for those within one. "In turn" is the time if every device
-sends one message at a time and receives one at a time, in the plan's order: they wait for each other, as a real wire
-does in part.
+The bound is the least time of any plan over NCCL that brings every byte from the nearest rank that holds it: a worker
+receives what no rank on its device, or none on its host, holds, and ranks share evenly what only they hold.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,32 +21,39 @@ import numpy as np
 from megarl.cluster.sync_plan import rank_holdings
 from megarl.config.schema import LayoutConfig
 from megarl.record.text_table import align
-from megarl.sync.plan.assign import Holding
+from megarl.sync.plan.assign import Holding, alike_tensors, replicas_of
 from megarl.sync.plan.build import Plan, build_plan
 from megarl.sync.plan.engine_shards import engine_needs
+from megarl.sync.plan.links import LinkStatistics, Medium, Rates, Ways, link_statistics
 from megarl.sync.plan.neighbours import best_neighbours, overlaps
-from megarl.weights.boxes import num_elements
+from megarl.sync.wire.wires import DEPTH
+from megarl.weights.boxes import num_elements, pieces
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import TensorSpec, weight_specs
 
 _CONFIGS = Path(__file__).parents[2] / "configs" / "model" / "hf"
 _DEVICES_PER_HOST = 8
-# Bytes a second in each direction of a device: 400 Gb/s between hosts, NVLink 4 within.
-_NETWORK, _NVLINK = 400e9 / 8, 450e9
-# In turn, of the bound.
-_MOST_WAITING = 1.2
+WAYS = {
+    "memory, TCP": Ways(grouped=False, nearby=False, page_locked=False),
+    "page-locked memory, NCCL": Ways(grouped=True, nearby=False),
+    "NCCL": Ways(grouped=True, nearby=True),
+}
+# In turn, of the bound; and what a rank may stage.
+_MOST_WAITING, _MOST_STAGING = 1.15, 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A model, its trainer's layout, and engines of `tp` workers on the same devices; most_seconds: CPU to plan it."""
+    """A model, its trainer's layout, and engines of `tp` workers on the same devices, eight on a host.
+
+    most_seconds: of CPU, to plan it.
+    """
 
     name: str
     config: str
     layout: LayoutConfig
     tp: int
-    expert_parallel: bool = False
-    most_seconds: float = 6.0
+    most_seconds: float = 20.0
 
     @property
     def size(self) -> int:
@@ -59,26 +67,24 @@ class Scenario:
         return f"{self.size}: TP{self.layout.tp} PP{self.layout.pp} DP{self.layout.dp} EP{self.layout.ep}"
 
     def engines(self) -> str:
-        return f"{self.num_engines} × TP{self.tp}{' and EP' if self.expert_parallel else ''}"
+        return f"{self.num_engines} × TP{self.tp}"
 
 
-_V3 = LayoutConfig(pp=16, dp=16, ep=16, first_stage_layers=3, last_stage_layers=2)
 SCENARIOS = (
-    Scenario(name="Qwen3-30B-A3B", config="qwen3-30b-a3b", layout=LayoutConfig(tp=4, pp=2, dp=2, ep=8), tp=2),
+    Scenario(name="Qwen3-8B", config="qwen3-8b", layout=LayoutConfig(tp=4, dp=2), tp=1),
+    Scenario(name="Qwen3-30B-A3B", config="qwen3-30b-a3b", layout=LayoutConfig(tp=4, pp=2, dp=4, ep=8), tp=2),
     Scenario(
         name="Qwen3-235B-A22B",
         config="qwen3-235b-a22b",
         layout=LayoutConfig(tp=4, pp=8, dp=4, ep=16, first_stage_layers=11, last_stage_layers=11),
         tp=8,
     ),
-    Scenario(name="DeepSeek-V3 671B", config="deepseek-v3", layout=_V3, tp=16),
-    Scenario(name="DeepSeek-V3 671B", config="deepseek-v3", layout=_V3, tp=16, expert_parallel=True),
     Scenario(
         name="DeepSeek-V3 671B",
         config="deepseek-v3",
         layout=LayoutConfig(tp=8, pp=8, dp=8, ep=64, first_stage_layers=7, last_stage_layers=6),
         tp=16,
-        most_seconds=20.0,
+        most_seconds=90.0,
     ),
 )
 
@@ -99,9 +105,9 @@ class RankSpread:
 class Planned:
     """The figures of a plan.
 
-    saved: the part of what workers need that their own devices hold, with workers in the order of ranks and where they
-    overlap most within their engine. seconds: of CPU, for what ranks hold, what workers need, placement, and the plan;
-    all in one thread.
+    links: by ways. staging_bytes: the most of a rank. saved: the part of what workers need that their own devices
+    hold, with workers in the order of ranks and where they overlap most within their engine. seconds: of CPU, for what
+    ranks hold, what workers need, placement, and the plan; all in one thread.
     """
 
     name: str
@@ -116,7 +122,8 @@ class Planned:
     bytes_are_least: bool
     num_messages: int
     bound_seconds: float
-    in_turn_seconds: float
+    links: Mapping[str, LinkStatistics]
+    staging_bytes: int
     seconds: tuple[float, float, float, float]
 
 
@@ -136,20 +143,16 @@ def plan_scenario(scenario: Scenario) -> Planned:
     holdings = rank_holdings(spec, scenario.layout, vocab_multiple=128)
     specs = weight_specs(spec, "bfloat16")
     times.append(time.process_time())
-    workers = engine_needs(spec, scenario.tp, expert_parallel=scenario.expert_parallel)
+    workers = engine_needs(spec, scenario.tp)
     times.append(time.process_time())
     needed = {scenario.size + i: workers[i % scenario.tp] for i in range(scenario.size)}
     ends = _Ends(specs=specs, held=dict(enumerate(holdings)), needed=needed)
     shared = overlaps(ends.specs, ends.held, ends.needed)
     seats = _seats(shared, scenario.tp)
     times.append(time.process_time())
-    plan = build_plan(
-        specs,
-        ends.held,
-        needed,
-        neighbours={scenario.size + i: [seat] for i, seat in enumerate(seats)},
-        hosts={i: device // _DEVICES_PER_HOST for i, device in enumerate([*range(scenario.size), *seats])},
-    )
+    hosts = {i: device // _DEVICES_PER_HOST for i, device in enumerate([*range(scenario.size), *seats])}
+    neighbours = {scenario.size + i: [seat] for i, seat in enumerate(seats)}
+    plan = build_plan(specs, ends.held, needed, neighbours=neighbours, hosts=hosts)
     times.append(time.process_time())
     return _describe(scenario, ends, plan, shared, seats, times)
 
@@ -165,7 +168,7 @@ def _seats(shared: np.ndarray, tp: int) -> list[int]:
 def _describe(
     scenario: Scenario, ends: _Ends, plan: Plan, shared: np.ndarray, seats: Sequence[int], times: Sequence[float]
 ) -> Planned:
-    size = scenario.size
+    size, beside = scenario.size, {scenario.size + i: seat for i, seat in enumerate(seats)}
     workers = {id(holding): holding for holding in ends.needed.values()}
     needs = {key: _num_bytes(ends.specs, holding) for key, holding in workers.items()}
     wanted = [needs[id(holding)] for holding in ends.needed.values()]
@@ -184,8 +187,9 @@ def _describe(
         saved=float(shared[np.arange(size), seats].sum()) / sum(wanted),
         bytes_are_least=received == lacking,
         num_messages=sum(not message.local for message in plan.messages),
-        bound_seconds=_bound(plan, size, seats),
-        in_turn_seconds=_in_turn(plan, size, seats),
+        bound_seconds=_least_seconds(ends, beside, plan.hosts),
+        links={name: link_statistics(plan, ways, hosts=plan.hosts, beside=beside) for name, ways in WAYS.items()},
+        staging_bytes=_staging(plan, seats),
         seconds=(times[1] - times[0], times[2] - times[1], times[3] - times[2], times[4] - times[3]),
     )
 
@@ -198,50 +202,72 @@ def _spread(values: Sequence[int]) -> RankSpread:
     return RankSpread(least=min(values), mean=sum(values) / len(values), most=max(values))
 
 
-def _bound(plan: Plan, size: int, seats: Sequence[int]) -> float:
-    """The least time: of every device's bytes in and out, between hosts and within one."""
-    # [in or out, within or between, device]
-    traffic = np.zeros((2, 2, size))
-    for source, device, num_bytes in _on_the_wire(plan, size, seats):
-        between = int(_is_between_hosts(source, device))
-        traffic[0, between, device] += num_bytes
-        traffic[1, between, source] += num_bytes
-    return float((traffic / np.array([_NVLINK, _NETWORK])[None, :, None]).max())
+def _staging(plan: Plan, seats: Sequence[int]) -> int:
+    """The most that a rank stages: `DEPTH` buckets of what it sends and receives, and of what it hands to the worker on
+    its device.
+    """
+    size, of = len(seats), plan.columns
+    device = np.array(seats)[of["sink"] - size]
+    wire, num_buckets = of["local"] == 0, 1 + int(of["bucket"].max(initial=0))
+    staged = np.zeros(size)
+    for places in ((device,), (of["source"], device)):
+        chosen = wire if len(places) == 2 else np.ones_like(wire)
+        sizes = np.zeros(num_buckets * size)
+        for place in places:
+            sizes += np.bincount((of["bucket"] * size + place)[chosen], of["num_bytes"][chosen], len(sizes))
+        staged += DEPTH * sizes.reshape(num_buckets, size).max(axis=0)
+    return int(staged.max())
 
 
-def _in_turn(plan: Plan, size: int, seats: Sequence[int]) -> float:
-    """The time if a message begins when its source has sent and its sink has received all of theirs before it."""
-    sent, received = [0.0] * size, [0.0] * size
-    for source, device, num_bytes in _on_the_wire(plan, size, seats):
-        speed = _NETWORK if _is_between_hosts(source, device) else _NVLINK
-        sent[source] = received[device] = max(sent[source], received[device]) + num_bytes / speed
-    return max(*sent, *received)
+def _least_seconds(ends: _Ends, beside: Mapping[int, int], hosts: Mapping[int, Any]) -> float:
+    """The bound: see above."""
+    replicas, rates = replicas_of(ends.needed), Rates()
+    wanted = [Counter[frozenset[int]]() for _ in replicas]
+    for _, group in alike_tensors(ends.specs, ends.held, dict(enumerate(holding for holding, _ in replicas))):
+        for tensors, spec, held, needed in group:
+            boxes, holders = tuple(held), list(held.values())
+            for box, takers in needed.items():
+                for piece in pieces(box, boxes):
+                    able = frozenset(source for holder in piece.holders for source in holders[holder])
+                    for taker in takers:
+                        wanted[taker][able] += len(tensors) * num_elements(piece.box) * spec.dtype.itemsize
+    on = {host: frozenset(rank for rank in ends.held if hosts[rank] == host) for host in hosts.values()}
+    sent = {Medium.NVLINK: Counter[frozenset[int]](), Medium.NETWORK: Counter[frozenset[int]]()}
+    most = Counter[Medium]()
+    for (_, sinks), by_able in zip(replicas, wanted, strict=True):
+        for sink in sinks:
+            received = Counter[Medium]()
+            for able, num_bytes in by_able.items():
+                if beside[sink] not in able:
+                    near = able & on[hosts[sink]]
+                    medium = Medium.NVLINK if near else Medium.NETWORK
+                    received[medium] += num_bytes
+                    sent[medium][near or able] += num_bytes
+            most |= received
+    for medium, by_able in sent.items():
+        for able in by_able:
+            alone = sum(num_bytes for others, num_bytes in by_able.items() if others <= able)
+            most[medium] = max(most[medium], -(-alone // len(able)))
+    return max(most[Medium.NVLINK] / rates.nvlink, most[Medium.NETWORK] / rates.network)
 
 
-def _on_the_wire(plan: Plan, size: int, seats: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """From which device to which, and how many bytes: every message, in the plan's order."""
-    for message in plan.messages:
-        if not message.local:
-            yield message.source, seats[message.sink - size], message.num_bytes
-
-
-def _is_between_hosts(source: int, device: int) -> bool:
-    return source // _DEVICES_PER_HOST != device // _DEVICES_PER_HOST
-
-
-def planning() -> tuple[dict[str, Any], bool]:
-    """Plan all scenarios and print them; the record, and whether all is as it must be."""
+def planning(devices: Sequence[int]) -> tuple[dict[str, Any], bool]:
+    """Plan the scenarios of so many devices and print them; the record, and whether all is as it must be."""
+    scenarios = [scenario for scenario in SCENARIOS if scenario.size in devices]
     planned = []
-    for scenario in SCENARIOS:
+    for scenario in scenarios:
         planned.append(plan_scenario(scenario))
         print("\n".join(_table(planned[-1:])), flush=True)
-    print("\n".join(_table(planned)))
+    for lines in (_table(planned), _links_table(planned)):
+        print("\n".join(lines))
     holds = True
-    for scenario, each in zip(SCENARIOS, planned, strict=True):
-        ratio, seconds = each.in_turn_seconds / each.bound_seconds, sum(each.seconds)
+    for scenario, each in zip(scenarios, planned, strict=True):
+        ratio = each.links["NCCL"].seconds / each.bound_seconds
+        seconds, staging = sum(each.seconds), each.staging_bytes
         checks = {
             "every worker receives R_i": each.bytes_are_least,
             f"in turn {ratio:.3f} of the bound, limit {_MOST_WAITING}": ratio <= _MOST_WAITING,
+            f"staging {staging / 2**20:,.0f} MiB a rank, limit {_MOST_STAGING >> 20:,}": staging <= _MOST_STAGING,
             f"planned in {seconds:.1f} s, limit {scenario.most_seconds:.0f} s": seconds < scenario.most_seconds,
         }
         for text, within in checks.items():
@@ -261,8 +287,7 @@ def _table(planned: Sequence[Planned]) -> list[str]:
             "GB sent",
             "saved, in order",
             "messages",
-            "bound s",
-            "in turn s",
+            "staging MiB",
             "hold s",
             "need s",
             "place s",
@@ -279,10 +304,19 @@ def _table(planned: Sequence[Planned]) -> list[str]:
             str(each.sent),
             f"{each.saved:.1%}, {each.saved_in_order:.1%}",
             f"{each.num_messages:,}",
-            f"{each.bound_seconds:.2f}",
-            f"{each.in_turn_seconds:.2f}",
+            f"{each.staging_bytes / 2**20:,.0f}",
             *(f"{seconds:.1f}" for seconds in each.seconds),
         )
         for each in planned
     ]
     return list(align(rows, left=(0, 2, 3)))
+
+
+def _links_table(planned: Sequence[Planned]) -> list[str]:
+    rows = [["model", "trainer", "over", *(f"GB {medium}" for medium in Medium), "seconds", "bound s"]]
+    for each in planned:
+        for name, links in each.links.items():
+            sizes = [f"{load.num_bytes / 1e9:,.0f}, {load.busiest_bytes / 1e9:,.2f}" for load in links.loads]
+            times = [f"{links.seconds:.3f}", f"{each.bound_seconds:.3f}"]
+            rows.append([each.name, each.trainer, name, *sizes, *times])
+    return list(align(rows, left=(0, 1, 2)))

@@ -30,8 +30,8 @@ _LEAST_BUCKET, _LEAST_OF_MANY, _MOST_BUCKET = 1 << 20, 16 << 20, 64 << 20
 # So many blocks share a bucket at least, as larger ones would leave gaps; with many sources, smaller ones would be too
 # many to plan.
 _BLOCKS, _BLOCKS_OF_MANY = 4, 2
-# A bucket with less room than this part of it counts as full.
-_LEAST_ROOM = 16
+# The room in a bucket is counted in so many parts.
+_PARTS_OF_BUCKET = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +162,13 @@ def build_plan(
 class _Room:
     """The bytes that a process may still send or receive over one kind of link in each bucket that is not empty.
 
-    first: no bucket before it has room worth looking for.
+    short: for each number of parts of a bucket, the buckets with less room than that, as bits.
     """
 
-    __slots__ = ("first", "left")
+    __slots__ = ("left", "short")
 
     def __init__(self) -> None:
-        self.left, self.first = dict[int, int](), 0
+        self.left, self.short = dict[int, int](), [0] * (_PARTS_OF_BUCKET + 1)
 
 
 def _pack(transfers: Iterable[Transfer], bucket_bytes: int, hosts: Hosts) -> Iterator[Parcel]:
@@ -189,14 +189,21 @@ def _pack(transfers: Iterable[Transfer], bucket_bytes: int, hosts: Hosts) -> Ite
         current, last, before, first = at[sink]
         if layer != current:
             before, first = last, before
-        bucket = max(first, out.first, into.first)
-        while out.left.get(bucket, bucket_bytes) < size or into.left.get(bucket, bucket_bytes) < size:
+        bucket, parts = first, max(1, size * _PARTS_OF_BUCKET // bucket_bytes)
+        short = out.short[parts] | into.short[parts]
+        while True:
+            # On to the next bucket that is not short.
+            ahead = short >> bucket
+            bucket += (~ahead & (ahead + 1)).bit_length() - 1
+            if size <= min(out.left.get(bucket, bucket_bytes), into.left.get(bucket, bucket_bytes)):
+                break
             bucket += 1
         at[sink] = layer, max(last, bucket), before, first
         for room in (out, into):
-            room.left[bucket] = room.left.get(bucket, bucket_bytes) - size
-            while room.left.get(room.first, bucket_bytes) * _LEAST_ROOM < bucket_bytes:
-                room.first += 1
+            had = room.left.get(bucket, bucket_bytes)
+            has = room.left[bucket] = had - size
+            for i in range(has * _PARTS_OF_BUCKET // bucket_bytes, had * _PARTS_OF_BUCKET // bucket_bytes):
+                room.short[i + 1] |= 1 << bucket
         taken, sizes = packed.setdefault((bucket, source, sink, local), ([], []))
         taken += runs
         sizes.append(num_bytes)
