@@ -1,4 +1,4 @@
-"""Weights of a process reach another one on the same device, bit for bit and without the host's memory."""
+"""Weights of a process reach another one on the same device, bit for bit, without the host's memory or through it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.cuda import needs_devices
-from tests.helpers.gpu_ranks import exchange_beside_expandable_segments, exchange_by_ipc
+from tests.helpers.gpu_ranks import exchange_beside_expandable_segments, exchange_on_device
 from tests.helpers.rank_pool import RankPool
 
 pytestmark = [pytest.mark.gpu, needs_devices(1)]
@@ -32,10 +32,11 @@ def require_both_transfers(
     assert not list(directory.iterdir())
 
 
-def test_neighbours_exchange_on_their_device(gpu_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+@pytest.mark.parametrize("wire", ["CUDA IPC", "shared memory"])
+def test_neighbours_exchange_on_their_device(wire: str, gpu_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
     """In buckets much smaller than the tensors, so that segments are used again and again."""
     values = make_values()
-    (received,) = gpu_pool(1).run(exchange_by_ipc, values, str(tmp_path))
+    (received,) = gpu_pool(1).run(exchange_on_device, values, str(tmp_path), wire)
     require_both_transfers(received, values, tmp_path)
 
 

@@ -209,10 +209,12 @@ def _free_bytes() -> int:
     return int(free)
 
 
-def exchange_by_ipc(
-    context: RankContext, values: Mapping[str, torch.Tensor], directory: str
+def exchange_on_device(
+    context: RankContext, values: Mapping[str, torch.Tensor], directory: str, wire: str
 ) -> list[dict[str, torch.Tensor]]:
-    """What another process on this device receives of tensors, twice; between transfers all bits are flipped."""
+    """What another process on this device receives of tensors over CUDA IPC or shared memory, twice; between transfers
+    all bits are flipped.
+    """
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     store = open_store("127.0.0.1")
     specs = {name: TensorSpec(shape=tuple(value.shape), dtype=value.dtype) for name, value in values.items()}
@@ -220,17 +222,17 @@ def exchange_by_ipc(
     plan = build_plan(specs, {0: boxes}, {1: boxes}, neighbours={1: [0]}, bucket_bytes=1 << 16)
     shares = shares_of(
         plan,
-        SyncConfig(cuda_ipc=True),
+        SyncConfig(cuda_ipc=wire == "CUDA IPC"),
         Meeting(address="127.0.0.1", port=store.port, rank=0, size=2, timeout_s=120.0, secret=b"the run's"),
         hosts=("here", "here"),
         num_ranks=1,
         beside={1: 0},
         segments=Path(directory) / "segment",
     )
-    assert set(shares[0].wires) == {"CUDA IPC"}
+    assert set(shares[0].wires) == {wire}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        answer = pool.submit(_receive_by_ipc, shares[1])
+        answer = pool.submit(_receive_on_device, shares[1])
         sender = BridgeSender(shares[0], RoutedSender(shares[0], platform().device()))
         on_device = {name: value.to(platform().device()) for name, value in values.items()}
         for transfer in (1, 2):
@@ -244,7 +246,7 @@ def exchange_by_ipc(
 def exchange_beside_expandable_segments(
     context: RankContext, values: Mapping[str, torch.Tensor], directory: str
 ) -> tuple[list[dict[str, torch.Tensor]], set[bool], set[bool]]:
-    """As `exchange_by_ipc`, where room for the messages is free in an expandable segment.
+    """As `exchange_on_device`, where room for the messages is free in an expandable segment.
 
     And whether segments are expandable: those of the pool of shared memory, and the others.
     """
@@ -252,14 +254,14 @@ def exchange_beside_expandable_segments(
     torch.cuda.empty_cache()
     # Freed at once, but kept by the allocator.
     torch.empty(64 << 20, dtype=torch.uint8, device=platform().device())
-    received = exchange_by_ipc(context, values, directory)
+    received = exchange_on_device(context, values, directory, "CUDA IPC")
     kinds: dict[bool, set[bool]] = {True: set(), False: set()}
     for segment in torch.cuda.memory_snapshot():
         kinds[tuple(segment["segment_pool_id"]) != (0, 0)].add(segment["is_expandable"])
     return received, kinds[True], kinds[False]
 
 
-def _receive_by_ipc(share: Share) -> list[dict[str, torch.Tensor]]:
+def _receive_on_device(share: Share) -> list[dict[str, torch.Tensor]]:
     """Both transfers, on the host: in the process that has the other end."""
     device = platform().device()
     receiver = BridgeReceiver(share, RoutedReceiver(share, device), device)
