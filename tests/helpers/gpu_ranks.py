@@ -233,14 +233,17 @@ def exchange_on_device(
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
         answer = pool.submit(_receive_on_device, shares[1])
-        sender = BridgeSender(shares[0], RoutedSender(shares[0], platform().device()))
+        wires = RoutedSender(shares[0], platform().device())
+        sender = BridgeSender(shares[0], wires)
         on_device = {name: value.to(platform().device()) for name, value in values.items()}
         for transfer in (1, 2):
             slices = [Slice(tensor=name, index=(), view=value, owned=True) for name, value in on_device.items()]
             sender.send(slices, transfer, with_checksums=False)
             for value in on_device.values():
                 value.view(torch.uint8).bitwise_not_()
-        return answer.result(timeout=120.0)
+        received = answer.result(timeout=120.0)
+        wires.close()
+        return received
 
 
 def exchange_beside_expandable_segments(
