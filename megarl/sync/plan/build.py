@@ -10,6 +10,7 @@ it copies D_i ∩ S_i from them. If several sources hold a part, the one with le
 
 import functools
 import gc
+import itertools
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megarl.sync.plan.assign import BoxRun, Holding, Hosts, Neighbours, assign, widest_first
+from megarl.sync.plan.assign import Block, BoxRun, Holding, Hosts, Neighbours, assign, widest_first
 from megarl.sync.plan.schedule import Transfer, in_order, scheduled
 from megarl.weights.boxes import Box
 from megarl.weights.safetensors_map import TensorSpec
@@ -182,9 +183,9 @@ def _pack(transfers: Iterable[Transfer], bucket_bytes: int, hosts: Hosts) -> Ite
     rooms = defaultdict[tuple[bool, int, bool, bool], _Room](_Room)
     # By sink: the layer that it gets, and the last bucket of that, of the one before, and of the one before that.
     at = defaultdict[int, tuple[int, int, int, int]](lambda: (-1, 0, 0, 0))
-    packed = dict[tuple[int, int, int, bool], tuple[list[BoxRun], list[int]]]()
-    for source, sink, local, layer, (runs, num_bytes) in transfers:
-        near, size = hosts.get(source) == hosts.get(sink), min(num_bytes, bucket_bytes)
+    packed = dict[tuple[int, int, int, bool], list[Block]]()
+    for source, sink, local, layer, block in transfers:
+        near, size = hosts.get(source) == hosts.get(sink), min(block.num_bytes, bucket_bytes)
         out, into = rooms[True, source, near, local], rooms[False, sink, near, local]
         current, last, before, first = at[sink]
         if layer != current:
@@ -204,14 +205,15 @@ def _pack(transfers: Iterable[Transfer], bucket_bytes: int, hosts: Hosts) -> Ite
             has = room.left[bucket] = had - size
             for i in range(has * _PARTS_OF_BUCKET // bucket_bytes, had * _PARTS_OF_BUCKET // bucket_bytes):
                 room.short[i + 1] |= 1 << bucket
-        taken, sizes = packed.setdefault((bucket, source, sink, local), ([], []))
-        taken += runs
-        sizes.append(num_bytes)
+        packed.setdefault((bucket, source, sink, local), []).append(block)
     turns = Counter[tuple[int, int]]()
     for key in sorted(packed, key=operator.itemgetter(0)):
         bucket, source, sink, local = key
-        taken, sizes = packed[key]
-        yield Parcel(bucket, turns[source, sink], source, sink, local, widest_first(taken), sum(sizes))
+        runs, num_bytes = packed[key][0]
+        if others := packed[key][1:]:
+            runs = widest_first([*runs, *itertools.chain.from_iterable(block.runs for block in others)])
+            num_bytes += sum(block.num_bytes for block in others)
+        yield Parcel(bucket, turns[source, sink], source, sink, local, runs, num_bytes)
         turns[source, sink] += 1
 
 
