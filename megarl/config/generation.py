@@ -205,7 +205,7 @@ class SyncConfig:
     # With delta: every this many syncs, send all elements.
     delta_full_every: int = setting(50, AT_LEAST_1, affects=("workers",))
     # Ranks and engine workers on the same device exchange weights in device memory instead of host memory; null:
-    # on CUDA. This takes up to two messages of 128 MiB of device memory per pair.
+    # on CUDA. This takes up to two messages of 64 MiB of device memory per pair.
     cuda_ipc: bool | None = setting(None, affects=("workers",))
 
     def check(self, key: str) -> None:
