@@ -193,7 +193,8 @@ class SyncConfig:
     verify: bool = False  # Compare checksums of every tensor on both sides after each sync; slow, for debugging.
     # Connection between hosts. gloo: TCP, from host memory; device: the devices' own links (NCCL), with
     # placement.mode=colocated between the trainer's ranks, which pass on what their engines lack; null: device on CUDA,
-    # but gloo with delta. Within a host, weights go through shared memory.
+    # but gloo with delta. Within a host, gloo means shared memory, and so does device unless the devices' own links are
+    # faster.
     host_group: Literal["gloo", "device"] | None = setting(None, affects=("workers",))
     # Data type to which weights are cast for the transfer; null: no cast. float8_e4m3 has one
     # scale per matrix and is expanded to float32 before vLLM loads it, so engines sample from less precise
