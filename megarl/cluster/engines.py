@@ -69,12 +69,16 @@ class EngineGroup:
 
         If another engine takes the sample over, the completion has the tokens so far, and ends with `ABORT`.
         """
-        if not self._is_flushing:
-            self._is_flushing = True
-            loop.event_loop().call_soon(self.flush)
+        self._flush_soon()
         completion: asyncio.Future[Completion] = loop.event_loop().create_future()
         self._outbox.append((request, completion))
         return completion
+
+    def _flush_soon(self) -> None:
+        """Call `flush` at the end of this turn of the loop."""
+        if not self._is_flushing:
+            self._is_flushing = True
+            loop.event_loop().call_soon(self.flush)
 
     def flush(self) -> None:
         """Give living engines those of the requests that wait that the router places now."""
@@ -114,10 +118,9 @@ class EngineGroup:
             async for reply in stream.results():
                 self._take(reply.completions)
                 self.router.heard(engine, reply.load)
-                # Requests of this turn leave at its end.
-                if not self._is_flushing:
-                    self.flush()
-                if not (self._outbox or self._is_paused):
+                if self._outbox:
+                    self._flush_soon()
+                elif not self._is_paused:
                     for move in self.router.moves(self.living()):
                         task = loop.spawn(self._carry_out(move))
                         self._moves.add(task)

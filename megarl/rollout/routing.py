@@ -8,7 +8,7 @@ first gets the next one; and when no more are left, idle engines take requests o
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Protocol
 
 from megarl.config.schema import Config
@@ -110,7 +110,9 @@ def place_requests(
     found: dict[int, int] = {}
     prompt: tuple[int, ...] = ()
     home = -1
-    for position in sorted(range(len(requests)), key=lambda i: requests[i].num_before == 0):
+    begun = [i for i, request in enumerate(requests) if request.num_before]
+    new = (i for i, request in enumerate(requests) if not request.num_before)
+    for position in chain(begun, new):
         request = requests[position]
         needed = len(request.token_ids) + min(typical, request.max_tokens)
         able = [i for i in engines if not counts[i] or (counts[i] < most and free[i] >= needed)]
