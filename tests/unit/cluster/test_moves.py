@@ -18,7 +18,7 @@ from megarl.rollout.routing import RequestMove
 from megarl.rollout.source import SamplingPlan, collect
 from megarl.rollout.stepping import EngineLoad
 from megarl.rollout.vllm_source import VllmSource
-from megarl.types import FinishReason, Prompt, Sample
+from megarl.types import FinishReason, Prompt, Sample, version_spans
 from tests.helpers.loops import begin_groups
 
 LOAD = EngineLoad(kv_tokens=0, written={}, cost=None)
@@ -29,7 +29,7 @@ def completion(*token_ids: int, reason: FinishReason = FinishReason.STOP) -> Com
         token_ids=np.asarray(token_ids),
         logprobs=np.full(len(token_ids), -0.5, np.float32),
         finish_reason=reason,
-        weight_versions=np.zeros(len(token_ids), np.int64),
+        versions=version_spans(np.zeros(len(token_ids), np.int64)),
     )
 
 

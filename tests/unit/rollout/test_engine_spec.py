@@ -28,6 +28,10 @@ def test_a_deterministic_run_has_no_prefix_cache(deterministic: bool, asked: boo
 class RecordingEngine:
     """What vLLM's `LLM` is told."""
 
+    llm_engine = SimpleNamespace(
+        vllm_config=SimpleNamespace(cache_config=SimpleNamespace(kv_cache_size_tokens=640)),
+    )
+
     def __init__(self, **arguments: object) -> None:
         self.arguments = arguments
         self.calls: list[tuple[str, object]] = []

@@ -147,6 +147,23 @@ def test_an_answer_that_repeats_itself_is_finished_and_an_unknown_reason_is_name
         _completion(output("thermal"))
 
 
+def test_what_loads_are_derived_from_is_there() -> None:
+    """vLLM's state of a request, also where its core is a process of its own, and the capacity of its KV cache."""
+    state = {
+        ast.unparse(target)
+        for node in ast.walk(tree_of(VLLM / "v1/engine/output_processor.py"))
+        if isinstance(node, ast.ClassDef) and node.name == "RequestState"
+        for each in ast.walk(node)
+        if isinstance(each, ast.Assign)
+        for target in each.targets
+    }
+    names = ("request_id", "is_prefilling", "prompt_len", "num_cached_tokens", "detokenizer")
+    assert {f"self.{name}" for name in names} <= state
+    assert "def num_output_tokens(" in (VLLM / "v1/engine/detokenizer.py").read_text(encoding="utf-8")
+    for file in ("config/cache.py", "v1/engine/core_client.py", "v1/core/kv_cache_utils.py"):
+        assert "kv_cache_size_tokens" in (VLLM / file).read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_engine_arguments_are_those_of_vllm(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.rollout import engine_spec
