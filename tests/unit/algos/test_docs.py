@@ -185,6 +185,7 @@ def _is_field(name: str) -> bool:
 METRIC = re.compile(r"[a-z_]+/[a-z0-9_]+(?:/[a-z0-9_]+)?")
 # Besides algos/, whose metrics are all on the page.
 LOGGED_IN = (
+    "record/recorder.py",
     "cluster/supervisor.py",
     "train/collect.py",
     "data/hints.py",
