@@ -48,9 +48,10 @@ DELAY_S = 0.01
 TIMEOUT_S = 300.0
 # What else is simulated: the number of engines and the mix.
 OTHERS: Sequence[tuple[int, Mix]] = (
+    (2, replace(MIX, sigma_prompts=1.0)),
+    (2, replace(MIX, sigma_prompts=0.8, sigma_samples=0.8)),
     (2, replace(MIX, num_prompts=16, num_samples=16)),
     (2, replace(MIX, num_prompts=32, num_samples=8)),
-    (2, replace(MIX, sigma_prompts=0.8, sigma_samples=0.8)),
     (8, replace(MIX, num_prompts=32)),
     (8, replace(MIX, num_prompts=64, num_samples=16)),
 )
@@ -207,7 +208,7 @@ HEADER = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="an empty directory to work in")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--simulated-steps", type=int, default=24)
     parser.add_argument("--simulate", action="store_true", help="do not start engines")
     arguments = parser.parse_args()

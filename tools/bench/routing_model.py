@@ -22,10 +22,10 @@ class Mix:
     num_prompts: int = 8
     num_samples: int = 32
     prompt_tokens: int = 32
-    mean: float = 160.0
-    sigma_prompts: float = 1.2
+    mean: float = 100.0
+    sigma_prompts: float = 1.4
     sigma_samples: float = 0.4
-    most: int = 1280
+    most: int = 800
 
     def lengths(self, seed: int) -> list[list[int]]:
         """Draw the length of each sample, by prompt."""
