@@ -22,8 +22,7 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategie
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.muon import TensorParallelMuon
+from megatron.core.optimizer import MegatronOptimizer, muon
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
 
@@ -199,7 +198,7 @@ def _chunk_states(role: LoadedRole, metadata: Mapping[str, Any]) -> dict[str, An
 
 def _initialize(optimizer: MegatronOptimizer) -> None:
     """Give an optimizer that has not stepped its initial state, without which Megatron cannot save it."""
-    if not isinstance(optimizer.optimizer, TensorParallelMuon):
+    if not isinstance(optimizer.optimizer, muon.TensorParallelMuon):
         for group in optimizer.optimizer.param_groups:
             group.setdefault("step", 0)
     if optimizer.config.optimizer_cpu_offload:

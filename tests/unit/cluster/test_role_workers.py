@@ -27,6 +27,9 @@ from megarl.types.messages import (
     UpdateResult,
 )
 
+# Rows go to ranks through Ray's object store; without one, Ray would start one that outlives these tests.
+pytestmark = pytest.mark.usefixtures("ray_session")
+
 TP2, DP2, ONE = LayoutConfig(tp=2), LayoutConfig(dp=2), LayoutConfig()
 STORED = StoreResult(num_elements={}, checksums={})
 ANSWERS = {"finish_checkpoint": True, "store_weights": STORED}
