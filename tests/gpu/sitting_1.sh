@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The first sitting on one H100, of about 7 minutes: what needs neither engines nor Transformer Engine. From the checkout:
+# The first sitting on one H100, of about 8 minutes: what needs neither engines nor Transformer Engine. From the checkout:
 #   tests/gpu/sitting_1.sh PYTHON OUT [SECONDS]
 # Nothing is downloaded. A step that fails does not keep the next ones from running; OUT/summary.txt says how each ended.
-# On an H200 its tests have passed (docs/cuda.md). Expected:
+# On an H200 its tests have passed, ipc in an older form (docs/cuda.md). Expected:
 #   kernels     13 passed: Triton chosen, statistics and gradients against float64
 #   head        a table of times, memory and errors; nothing is expected of it but that every regime runs
 #   copies      a table of GB/s, every copy equal to its source
-#   ipc         2 passed: bit for bit, also beside expandable segments
+#   ipc         3 passed: bit for bit, also beside expandable segments, and over page-locked shared memory
 #   layouts     3 passed on one device (6 skipped): float32, against plain torch on the host
 #   training    3 passed on one device (6 skipped): the loss falls, offloading gives memory back
 #   checkpoint  2 passed on one device (2 skipped)
