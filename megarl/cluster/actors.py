@@ -41,6 +41,8 @@ class RunActor:
     """The base class of a run's Ray actors, which report where they run and which worker processes they have lost."""
 
     concurrency_groups: ClassVar[Mapping[str, int]] = {}
+    # The kind of process that it is forked from, where there is one; see `cluster.preload`.
+    preloaded: ClassVar[str] = ""
 
     def __init__(self) -> None:
         write_anything()
@@ -69,6 +71,8 @@ class RunActor:
 
 class RankActor(RunActor):
     """A Ray actor with one trainer rank. It is synchronous, so that Megatron stays on the actor's main thread."""
+
+    preloaded = "rank"
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -106,6 +110,7 @@ class EngineNodeActor(RunActor):
     """A Ray actor with what one node has of a vLLM engine. Whatever it does, it says at once if it has lost workers."""
 
     concurrency_groups: ClassVar[Mapping[str, int]] = {_WATCH: 1}
+    preloaded = "engine"
     engine: VllmEngine | EngineNodeWorkers
 
     def __init__(self) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import os
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from megarl.cluster.engines import EngineGroup
 from megarl.cluster.episodes import EpisodeHosts
 from megarl.cluster.judge_servers import JudgeServerActor
 from megarl.cluster.placement import PlacementPlan, Reservation, Seat, plan_placement, with_judge_servers
+from megarl.cluster.prelude import Prelude
 from megarl.cluster.processes import locate, wait_all
 from megarl.cluster.ray_session import open_ray
 from megarl.cluster.remotes import A_co, Process, results
@@ -30,10 +30,8 @@ from megarl.config.schema import Config
 from megarl.environments.host import HostSpec
 from megarl.errors import RunStopped
 from megarl.host import loop
-from megarl.host.device.platform import apply_environment, platform
-from megarl.host.janitor import open_caretaker
-from megarl.host.ray_environment import RAY_ENVIRONMENT, keep_worker_logs
-from megarl.host.sharing import umask_variable
+from megarl.host.device.platform import platform
+from megarl.host.ray_environment import keep_worker_logs
 from megarl.parallel.worker import RankWorker
 from megarl.record.activity import doing
 from megarl.rollout.routing import router_of
@@ -51,7 +49,8 @@ class Cluster:
     servers of judges (if `with_judges`).
 
     roles: the models that the ranks will host, the actor first; every distinct layout among them gets ranks of its own.
-    By default there are only ranks for the actor's layout. derived: what to use for settings that are null.
+    By default there are only ranks for the actor's layout. derived: what to use for settings that are null. prelude:
+    what has begun already; it is closed with this.
     """
 
     def __init__(
@@ -64,6 +63,7 @@ class Cluster:
         with_judges: bool = False,
         log_dir: Path | None = None,
         derived: Iterable[Derived] = (),
+        prelude: Prelude | None = None,
     ) -> None:
         self._with_judges = with_judges
         self._judge_servers: dict[str, list[Process[JudgeServerActor]]] = {}
@@ -73,21 +73,12 @@ class Cluster:
         self._asked, self._log_dir, self._closed = config, log_dir, False
         self._config = filled(config, derived)
         self._roles = by_layout(roles or [actor_role(config)]) if with_trainer else {}
-        environment = apply_environment()
-        if config.cluster.address is not None:
-            # Every host has its own environment, set where Ray was started.
-            environment = {}
-        environment |= {"PYTHONWARNINGS": "ignore", **umask_variable(config.run.share)}
-        os.environ.update({k: v for k, v in RAY_ENVIRONMENT.items() if k not in os.environ})
-        self._caretaker = open_caretaker()
-        self.scope = self._caretaker.scope
-        if config.cluster.address is None:
-            # Libraries leave files in the temporary directory; the run's own is removed as a whole.
-            environment["TMPDIR"] = str(self._caretaker.temp_dir)
+        self._prelude = prelude or Prelude(config, with_trainer=with_trainer, with_engine=with_engine)
+        self.scope = self._prelude.caretaker.scope
         self.engines = EngineGroup([], timeout_s=0)
         self.workers = RoleWorkers([], timeout_s=0)
         try:
-            self._start(environment, with_engine)
+            self._start(with_engine)
         except BaseException:
             self.close(failed=True)
             raise
@@ -96,7 +87,7 @@ class Cluster:
         """Raise ConfigError if a run with these settings and roles cannot use the processes of this cluster."""
         check_serves(self._asked, [group.layout for group in self.workers.groups], config, roles)
 
-    def _start(self, environment: dict[str, str], with_engine: bool) -> None:
+    def _start(self, with_engine: bool) -> None:
         cluster = self._config.cluster
         device, other_layouts = dict(platform().resources), list(self._roles)[1:]
         shared: Sequence[Sequence[int]] = ()
@@ -114,7 +105,8 @@ class Cluster:
         if self._with_judges:
             plan = with_judge_servers(plan, self._config, device)
         with doing("starting Ray"):
-            open_ray(cluster, num_cpus=plan.num_cpus, temp_dir=self._caretaker.temp_dir, environment=environment)
+            temp_dir, environment = self._prelude.caretaker.temp_dir, self._prelude.environment
+            open_ray(cluster, num_cpus=plan.num_cpus, temp_dir=temp_dir, environment=environment)
         self._create_processes(plan)
         judges = [
             process.ask(
@@ -140,7 +132,8 @@ class Cluster:
 
     def _create_processes(self, plan: PlacementPlan) -> None:
         hosts, start_timeout_s = self._config.cluster.hosts, self._config.cluster.start_timeout_s
-        reservation = Reservation(plan, hosts=hosts, timeout_s=start_timeout_s)
+        environments = self._prelude.runtime_envs
+        reservation = Reservation(plan, hosts=hosts, timeout_s=start_timeout_s, environments=environments)
         self._seats = EngineSeats(self._config, plan.engines, reservation, self._shared_devices)
         seats = [plan.ranks, *plan.other_ranks]
         names = ["trainer", *("+".join(role.role for role in roles) for roles in list(self._roles.values())[1:])]
@@ -270,4 +263,4 @@ class Cluster:
                         keep_worker_logs(self.scope, self._log_dir)
             finally:
                 ray.shutdown()
-                self._caretaker.close()
+                self._prelude.close()

@@ -32,7 +32,8 @@ A = TypeVar("A", bound=RunActor)
 def create_process(name: str, cls: type[A], reservation: Reservation, seat: Seat, *args: object) -> Process[A]:
     """Create a Ray actor in the place that is reserved for it (`Seat`), and return without waiting for its start."""
     remote = ray.remote(concurrency_groups=dict(cls.concurrency_groups))(cls)
-    return Process(name=name, actor=remote.options(**reservation.options(seat)).remote(*args))
+    options = reservation.options(seat, cls.preloaded)
+    return Process(name=name, actor=remote.options(**options).remote(*args))
 
 
 def wait_started(

@@ -185,25 +185,39 @@ def with_judge_servers(plan: PlacementPlan, config: Config, device: Mapping[str,
 class Reservation:
     """The Ray placement groups that a plan needs; creating this object reserves them in a running cluster."""
 
-    def __init__(self, plan: PlacementPlan, *, hosts: Sequence[str], timeout_s: float) -> None:
+    def __init__(
+        self,
+        plan: PlacementPlan,
+        *,
+        hosts: Sequence[str],
+        timeout_s: float,
+        environments: Mapping[str, Mapping[str, object]] | None = None,
+    ) -> None:
         """Reserve the placement groups. `hosts`: names of Ray's hosts, in the order in which they get nodes.
+
+        environments: the runtime environments of actors, by the kind of process that these are forked from.
 
         Raises:
             ConfigError: a host has too few devices, or too few are free.
         """
-        self._groups = plan.groups
+        self._groups, self._environments = plan.groups, environments or {}
         nodes = ray.nodes()
         in_turn = itertools.cycle(hosts_in_order(nodes, hosts, ray.util.get_node_ip_address()))
         addresses = {name: list(itertools.islice(in_turn, group.num_nodes)) for name, group in plan.groups.items()}
         require_devices(plan.groups, addresses, nodes)
         self._nodes = {name: _reserve(name, group, addresses[name], timeout_s) for name, group in plan.groups.items()}
 
-    def options(self, seat: Seat) -> dict[str, object]:
-        """Return the Ray actor options (scheduling strategy, CPUs, GPUs) that put an actor into its place."""
+    def options(self, seat: Seat, kind: str = "") -> dict[str, object]:
+        """Return the Ray actor options (scheduling strategy, CPUs, GPUs) that put an actor into its place.
+
+        kind: of the processes that the actor's is forked from, where there are such.
+        """
         node, bundle = divmod(seat.bundle, self._groups[seat.group].bundles_per_node)
         placed = self._nodes[seat.group][node]
         strategy = PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=bundle)
-        return {"scheduling_strategy": strategy, "num_cpus": seat.num_cpus, "num_gpus": seat.num_gpus}
+        options = {"scheduling_strategy": strategy, "num_cpus": seat.num_cpus, "num_gpus": seat.num_gpus}
+        environment = {"runtime_env": self._environments[kind]} if kind in self._environments else {}
+        return {**options, **environment}
 
 
 def hosts_in_order(nodes: Sequence[RayNode], hosts: Sequence[str], driver: str) -> list[str]:

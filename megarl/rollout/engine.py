@@ -297,15 +297,7 @@ def prepare_vllm(spec: EngineSpec) -> None:
         # Kernels read it while they are imported.
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     tell_stage("importing vLLM")
-    if is_private(process_files()):
-        # vLLM's core and workers may be processes of their own; all read this file, while the engine starts.
-        file = process_files() / f"{os.getpid()}-vllm-logging.json"
-        file.write_text(
-            json.dumps(logged_stages("vllm", level=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))), encoding="utf-8"
-        )
-        os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(file))
-    import vllm  # noqa: F401
-
+    import_vllm()
     if platform().name == "cpu" and spec.config.kv_cache_dtype and not has_float8_keys():
         raise ConfigError(
             f"rollout.engine.kv_cache_dtype: got {spec.config.kv_cache_dtype}, but on this host vLLM would need a CPU "
@@ -313,6 +305,17 @@ def prepare_vllm(spec: EngineSpec) -> None:
         )
     if rounding_of(spec):
         import megarl.rollout.rounded_weights  # noqa: F401
+
+
+def import_vllm() -> None:
+    """Import vLLM, with its messages told as stages of this process, or of one that is forked and calls this again."""
+    if is_private(process_files()):
+        # vLLM's core and workers may be processes of their own; all read this file, while the engine starts.
+        file = process_files() / f"{os.getpid()}-vllm-logging.json"
+        stages = logged_stages("vllm", level=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
+        file.write_text(json.dumps(stages), encoding="utf-8")
+        os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(file))
+    from vllm import LLM  # noqa: F401
 
 
 def has_float8_keys() -> bool:

@@ -28,11 +28,14 @@ from megarl.types.messages import RoleSpec
 
 if TYPE_CHECKING:
     from megarl.cluster.cluster import Cluster
+    from megarl.cluster.prelude import Prelude
 
 
 def train(config: Config, *, overwrite: bool = False, resume: Resume | None = None) -> RunRecorder:
     """Run reinforcement learning from the first check to the report. Raises RunStopped if a signal ends it early."""
-    with DirectoryLock(RunPaths.of(config.run).root, "train") as lock:
+    from megarl.cluster.prelude import Prelude
+
+    with DirectoryLock(RunPaths.of(config.run).root, "train") as lock, Prelude(config) as prelude:
         with doing("reading model and data"):
             if resume:
                 require_plugins_of_run(config)
@@ -46,7 +49,7 @@ def train(config: Config, *, overwrite: bool = False, resume: Resume | None = No
             with (
                 _heartbeat(recorder, lock, "train"),
                 started_cluster(
-                    config, recorder.paths.logs, inputs.roles, with_judges=True, derived=derived
+                    config, recorder.paths.logs, inputs.roles, prelude=prelude, with_judges=True, derived=derived
                 ) as cluster,
             ):
                 from megarl.train.wiring import build_trainer
@@ -59,7 +62,9 @@ def train_supervised(
     command: Command, config: Config, *, overwrite: bool = False, resume: Resume | None = None
 ) -> RunRecorder:
     """Run supervised training from the first check to the report. Raises RunStopped if a signal ends it early."""
-    with DirectoryLock(RunPaths.of(config.run).root, command) as lock:
+    from megarl.cluster.prelude import Prelude
+
+    with DirectoryLock(RunPaths.of(config.run).root, command) as lock, Prelude(config, with_engine=False) as prelude:
         with doing("reading model and data"):
             if resume:
                 require_plugins_of_run(config)
@@ -73,7 +78,12 @@ def train_supervised(
             with (
                 _heartbeat(recorder, lock, command),
                 started_cluster(
-                    config, recorder.paths.logs, [task.role, *task.frozen], with_engine=False, derived=derived
+                    config,
+                    recorder.paths.logs,
+                    [task.role, *task.frozen],
+                    prelude=prelude,
+                    with_engine=False,
+                    derived=derived,
                 ) as cluster,
             ):
                 from megarl.train.supervised import SupervisedTrainer
@@ -117,6 +127,7 @@ def started_cluster(
     log_dir: Path,
     roles: Sequence[RoleSpec],
     *,
+    prelude: "Prelude | None" = None,
     with_engine: bool = True,
     with_trainer: bool = True,
     with_judges: bool = False,
@@ -141,6 +152,7 @@ def started_cluster(
             with_judges=with_judges,
             log_dir=log_dir,
             derived=derived,
+            prelude=prelude,
         ) as cluster:
             yield cluster
     except (ConfigError, DataError) as error:

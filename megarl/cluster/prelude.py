@@ -1,0 +1,53 @@
+"""Begin what a run's processes need long before its cluster can start: a janitor, and imports of libraries."""
+
+import os
+from types import TracebackType
+from typing import Self
+
+from megarl.config.schema import Config
+from megarl.host.device.platform import apply_environment, platform
+from megarl.host.fork_server import ForkServers
+from megarl.host.janitor import open_caretaker
+from megarl.host.ray_environment import RAY_ENVIRONMENT
+from megarl.host.sharing import umask_variable
+
+
+class Prelude:
+    """The janitor of a run, the environment of its processes, and the servers that fork ranks and engines.
+
+    The servers import libraries while this process still reads the model and the data. They exist where this process
+    starts Ray itself, on CPUs: no process may be forked from one that has touched a GPU, as Megatron and vLLM may when
+    they are imported there.
+    """
+
+    def __init__(self, config: Config, *, with_trainer: bool = True, with_engine: bool = True) -> None:
+        # On several hosts, every one has its own environment, set where Ray was started.
+        own = apply_environment() if config.cluster.address is None else {}
+        self.environment = {**own, "PYTHONWARNINGS": "ignore", **umask_variable(config.run.share)}
+        os.environ.update({k: v for k, v in RAY_ENVIRONMENT.items() if k not in os.environ})
+        self.caretaker = open_caretaker()
+        if config.cluster.address is None:
+            # Libraries leave files in the temporary directory; the run's own is removed as a whole.
+            self.environment["TMPDIR"] = str(self.caretaker.temp_dir)
+        kinds = [kind for kind, wanted in {"rank": with_trainer, "engine": with_engine}.items() if wanted]
+        self._servers: ForkServers | None = None
+        if config.cluster.address is None and self.caretaker.temp_dir is not None and platform().name == "cpu":
+            self._servers = ForkServers(self.caretaker.temp_dir, "megarl.cluster.preload", kinds, self.environment)
+        self.runtime_envs = {} if self._servers is None else self._servers.runtime_envs()
+        self._is_closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all that this has begun, and every process of the run; a second call does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            if self._servers is not None:
+                self._servers.close()
+            self.caretaker.close()
