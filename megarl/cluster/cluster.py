@@ -132,7 +132,7 @@ class Cluster:
 
     def _create_processes(self, plan: PlacementPlan) -> None:
         hosts, start_timeout_s = self._config.cluster.hosts, self._config.cluster.start_timeout_s
-        environments = self._prelude.runtime_envs
+        environments = self._prelude.runtime_envs()
         reservation = Reservation(plan, hosts=hosts, timeout_s=start_timeout_s, environments=environments)
         self._seats = EngineSeats(self._config, plan.engines, reservation, self._shared_devices)
         seats = [plan.ranks, *plan.other_ranks]

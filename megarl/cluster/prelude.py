@@ -33,8 +33,11 @@ class Prelude:
         self._servers: ForkServers | None = None
         if config.cluster.address is None and self.caretaker.temp_dir is not None and platform().name == "cpu":
             self._servers = ForkServers(self.caretaker.temp_dir, "megarl.cluster.preload", kinds, self.environment)
-        self.runtime_envs = {} if self._servers is None else self._servers.runtime_envs()
         self._is_closed = False
+
+    def runtime_envs(self) -> dict[str, dict[str, object]]:
+        """Return Ray's runtime environments of ranks and engines that are forked, by kind."""
+        return {} if self._servers is None else self._servers.runtime_envs()
 
     def __enter__(self) -> Self:
         return self

@@ -58,6 +58,7 @@ class ForkServers:
         each kind, and calls `serve_forks` with each descriptor in a process of its own.
         """
         self._addresses = {kind: directory / f"fork-{kind}" for kind in kinds}
+        self._is_offered = False
         with contextlib.ExitStack() as stack:
             listeners = {kind: stack.enter_context(socket.socket(socket.AF_UNIX)) for kind in kinds}
             for kind, listener in listeners.items():
@@ -75,6 +76,7 @@ class ForkServers:
 
     def runtime_envs(self) -> dict[str, dict[str, object]]:
         """Return the runtime environment, by kind, of Ray actors whose processes are forked."""
+        self._is_offered = True
         python = f"{sys.executable} -I -S {fork_client.__file__}"
         return {
             kind: {"py_executable": python, "env_vars": {fork_client.VARIABLE: str(address)}}
@@ -82,9 +84,16 @@ class ForkServers:
         }
 
     def close(self) -> None:
-        """Let the servers end after their last children; requests that come now are answered by new interpreters."""
+        """Let the servers end after their last children, or at once if nobody can have asked for any.
+
+        Requests that come now are answered by new interpreters.
+        """
         assert self._process.stdin is not None
         self._process.stdin.close()
+        if not self._is_offered and self._process.poll() is None:
+            # They are still busy with imports, after which an error would otherwise wait.
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
         for address in self._addresses.values():
             address.unlink(missing_ok=True)
 

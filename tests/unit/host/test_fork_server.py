@@ -132,3 +132,11 @@ def test_without_forks_a_server_ends_when_it_is_closed(servers: ForkServers, tmp
     (server,) = [each for each in psutil.Process().children() if "small_server" in " ".join(each.cmdline())]
     servers.close()
     wait_until(lambda: server.status() == psutil.STATUS_ZOMBIE or not server.is_running(), "the server's end")
+
+
+def test_servers_that_were_offered_to_nobody_end_at_once(tmp_path: Path) -> None:
+    (tmp_path / "slow_server.py").write_text("import time\ntime.sleep(300)\n")
+    servers = ForkServers(tmp_path, "slow_server", ["kind"], {"PYTHONPATH": str(tmp_path)})
+    (server,) = [each for each in psutil.Process().children() if "slow_server" in " ".join(each.cmdline())]
+    servers.close()
+    assert not server.is_running()
