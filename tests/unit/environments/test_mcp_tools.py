@@ -21,6 +21,8 @@ from megarl.errors import ConfigError
 from megarl.types import Prompt
 from tests.helpers.waiting import wait_until
 
+# A loaded machine imports the server for long.
+START_S = 120.0
 SERVER = [sys.executable, str(Path(__file__).parents[2] / "helpers" / "mcp_server.py")]
 PROMPT = Prompt(uid="a", token_ids=(1,), data_source="d", ground_truth="")
 
@@ -50,9 +52,9 @@ def together(talk: Callable[[Sequence[McpEnvironment]], Awaitable[None]], *envir
 
 def test_the_policy_is_told_of_the_tools() -> None:
     entries = {
-        "all": EnvironmentEntry(type="mcp", arguments={"server": SERVER, "start_timeout_s": 120.0}),
+        "all": EnvironmentEntry(type="mcp", arguments={"server": SERVER, "start_timeout_s": START_S}),
         "one": EnvironmentEntry(
-            type="mcp", arguments={"server": " ".join(SERVER), "only": ["add"], "start_timeout_s": 120.0}
+            type="mcp", arguments={"server": " ".join(SERVER), "only": ["add"], "start_timeout_s": START_S}
         ),
         "none": EnvironmentEntry(type="mcp", arguments={"server": ["no-such-command"], "in_prompt": False}),
     }
@@ -86,7 +88,7 @@ def test_calls_are_answered_side_by_side_and_errors_told() -> None:
         assert text(late) == "error: doze took longer than 5 s"
         assert last.done
 
-    together(talk, McpEnvironment(server=SERVER, timeout_s=5))
+    together(talk, McpEnvironment(server=SERVER, start_timeout_s=START_S, timeout_s=5))
 
 
 def test_samples_share_a_session_or_have_their_own() -> None:
@@ -102,8 +104,14 @@ def test_samples_share_a_session_or_have_their_own() -> None:
         processes.extend(psutil.Process(int(pid)) for pid in pids)
 
     processes: list[psutil.Process] = []
-    together(shared, *(McpEnvironment(server=SERVER) for _ in range(2)))
-    together(own, *(McpEnvironment(server=SERVER, session="sample", env={"NAME": "mine"}) for _ in range(2)))
+    together(shared, *(McpEnvironment(server=SERVER, start_timeout_s=START_S) for _ in range(2)))
+    together(
+        own,
+        *(
+            McpEnvironment(server=SERVER, start_timeout_s=START_S, session="sample", env={"NAME": "mine"})
+            for _ in range(2)
+        ),
+    )
     assert len(set(processes)) == 2
     assert psutil.wait_procs(processes, timeout=20)[1] == []
 
@@ -115,7 +123,7 @@ def test_a_server_that_died_is_started_again() -> None:
         assert text(died) == "|".join(["error: MCPError: Connection closed"] * 2)
         assert text(after) == "new"
 
-    together(talk, McpEnvironment(server=SERVER))
+    together(talk, McpEnvironment(server=SERVER, start_timeout_s=START_S))
 
 
 def test_a_conversation_goes_on_where_the_session_is_shared() -> None:
@@ -126,8 +134,8 @@ def test_a_conversation_goes_on_where_the_session_is_shared() -> None:
         await environment.close()
         return goes_on
 
-    assert asyncio.run(run(McpEnvironment(server=SERVER)))
-    assert not asyncio.run(run(McpEnvironment(server=SERVER, session="sample")))
+    assert asyncio.run(run(McpEnvironment(server=SERVER, start_timeout_s=START_S)))
+    assert not asyncio.run(run(McpEnvironment(server=SERVER, start_timeout_s=START_S, session="sample")))
 
 
 def answers(port: int) -> bool:
@@ -153,7 +161,11 @@ def test_a_server_by_http() -> None:
 
 def test_a_command_gets_the_variables_that_are_passed_on_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NAME", "of the user")
-    entries = {"mine": EnvironmentEntry(type="mcp", arguments={"server": SERVER, "env": {"OTHER": "x"}})}
+    entries = {
+        "mine": EnvironmentEntry(
+            type="mcp", arguments={"server": SERVER, "start_timeout_s": START_S, "env": {"OTHER": "x"}}
+        )
+    }
 
     async def ask(environment: Environment) -> str:
         await environment.start(PROMPT)
@@ -218,7 +230,7 @@ def test_what_is_wrong_is_said_at_the_start(arguments: dict[str, Any], message: 
 
 def test_a_server_that_is_gone_for_good_fails_the_sample_and_is_not_the_policys_to_read() -> None:
     async def run() -> None:
-        tools = McpEnvironment(server=SERVER)
+        tools = McpEnvironment(server=SERVER, start_timeout_s=START_S)
         await tools.start(PROMPT)
         assert tools._session is not None
         tools._session.end()
