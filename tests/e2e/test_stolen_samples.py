@@ -34,6 +34,8 @@ def plan(num_samples: int, max_tokens: int) -> SamplingPlan:
     )
 
 
+# It starts Ray itself, which the default tests of this package share.
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_stolen_samples_have_the_log_probs_of_a_forward_pass_and_regenerate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
