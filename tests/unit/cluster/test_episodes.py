@@ -49,7 +49,17 @@ class Moody(Environment):
             return Reply(messages=(Message(role="user", content="kept"),), details={"lock": threading.Lock()})
         if action.text == "hang":
             environments_host.MOST_LATE_CALLS = 1
-            await asyncio.wait_for(asyncio.to_thread(threading.Event().wait), 0.1)
+            begun = threading.Event()
+
+            def wait() -> None:
+                begun.set()
+                threading.Event().wait()
+
+            call = asyncio.create_task(asyncio.to_thread(wait))
+            # A call that is given up before its thread runs never begins, and so is not late.
+            while not begun.is_set():
+                await asyncio.sleep(0.01)
+            await asyncio.wait_for(call, 0.1)
         return Reply(messages=(Message(role="user", content=action.text),), reward=1.0)
 
 
