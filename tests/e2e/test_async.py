@@ -45,7 +45,8 @@ def with_experts(inputs: Path) -> tuple[str, ...]:
 
 VARIANTS: dict[str, tuple[Callable[[Path], tuple[str, ...]], dict[str, str]]] = {
     "one engine": (lambda _: (), INSIDE),
-    # Engines that wait for an update must not get requests at other times; `test_partial_rollouts` routes by load.
+    # By load, requests that were kept back would come while `held_engines` waits for an update, which waits for them;
+    # `test_partial_rollouts` routes by load.
     "two engines": (lambda _: ("rollout.engine.num_engines=2", "rollout.schedule.routing=in_turns"), INSIDE),
     # Updates come in the middle of turns and between them.
     "conversations": (lambda inputs: talk_settings(calls=inputs / "calls"), INSIDE),

@@ -28,6 +28,7 @@ def hold_engines() -> None:
         add(stepper, ids, prompts, params)
         new = {key for key, each in zip(ids, params, strict=True) if not each.extra_args["megarl_num_before"]}
         if num_updates >= FIRST_UPDATE and new:
+            assert not is_waiting, f"new requests {sorted(new)} for an engine that takes no step until its update"
             latest.clear()
             latest.update(new)
 
