@@ -1,20 +1,22 @@
 """Compute metrics of a step's importance ratios over all tokens, including tokens that a correction's gate rejects."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
-from megarl.algos.masked import masked_sum, row_means
+from megarl.algos.masked import BlockSums, masked_sum, row_means
 from megarl.algos.policy_losses import MAX_LOG_RATIO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RatioSums:
-    """Sums over the tokens that the engine sampled, and over rows that have any; those of blocks of rows are `merged`.
+class RatioSums(BlockSums):
+    """Sums over the tokens that the engine sampled, and over rows that have any.
 
     weight, weight_square, weight_max: of weights from before gate and veto. kept_weight: after both.
     """
 
+    largest: ClassVar[str] = "weight_max"
     num_tokens: float = 0.0
     num_rows: float = 0.0
     num_accepted: float = 0.0
@@ -29,12 +31,6 @@ class RatioSums:
     log_ppl_gap: float = 0.0
     rejected_pos: float = 0.0
     rejected_neg: float = 0.0
-
-    def merged(self, other: "RatioSums") -> "RatioSums":
-        """Return the sums over the rows of both objects."""
-        names = [each.name for each in fields(self) if each.name != "weight_max"]
-        added = {name: getattr(self, name) + getattr(other, name) for name in names}
-        return RatioSums(**added, weight_max=max(self.weight_max, other.weight_max))
 
     def metrics(self) -> dict[str, float]:
         """Compute the metrics is/* over the n sampled tokens; all are 0 if there are none.

@@ -1,7 +1,8 @@
 """Compute sums and means over masks, statistics of groups (the rows of one prompt), and summaries for metrics."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -48,6 +49,20 @@ def per_row(values: Tensor, mask: Tensor) -> Tensor:
     [2.0]
     """
     return masked_sum(values, mask & (mask.cumsum(-1) == 1), dim=-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSums:
+    """Sums over a block of rows; those of several blocks are `merged`. largest: the field that is a maximum instead."""
+
+    largest: ClassVar[str]
+
+    def merged(self, other: Self) -> Self:
+        """Return the sums over the rows of both objects."""
+        values = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
+        # np.maximum, unlike max(), keeps a NaN.
+        largest = np.maximum(getattr(self, self.largest), getattr(other, self.largest))
+        return replace(self, **values | {self.largest: float(largest)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

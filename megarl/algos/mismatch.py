@@ -5,19 +5,20 @@ Engine and trainer run different kernels, so the policy that sampled is not exac
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
 
 from megarl.algos.kl import MAX_EXPONENT, MAX_K3
+from megarl.algos.masked import BlockSums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MismatchSums:
-    """Sums of Δ = rollout_logprobs − logprobs, in nats, over loss tokens and over rows that have loss tokens.
-    Micro-batches and ranks compute their own sums, and `merged` adds them up.
-    """
+class MismatchSums(BlockSums):
+    """Sums of Δ = rollout_logprobs − logprobs, in nats, over loss tokens and over rows that have loss tokens."""
 
+    largest: ClassVar[str] = "abs_max"
     num_tokens: int = 0
     num_rows: int = 0
     abs_sum: float = 0.0
@@ -26,20 +27,6 @@ class MismatchSums:
     abs_max: float = 0.0
     num_above_2x: int = 0
     seq_abs_sum: float = 0.0
-
-    def merged(self, other: "MismatchSums") -> "MismatchSums":
-        """Return the sums over the tokens of both objects."""
-        return MismatchSums(
-            num_tokens=self.num_tokens + other.num_tokens,
-            num_rows=self.num_rows + other.num_rows,
-            abs_sum=self.abs_sum + other.abs_sum,
-            k1_sum=self.k1_sum + other.k1_sum,
-            k3_sum=self.k3_sum + other.k3_sum,
-            # np.maximum, unlike max(), keeps a NaN.
-            abs_max=float(np.maximum(self.abs_max, other.abs_max)),
-            num_above_2x=self.num_above_2x + other.num_above_2x,
-            seq_abs_sum=self.seq_abs_sum + other.seq_abs_sum,
-        )
 
     def metrics(self) -> dict[str, float]:
         """Compute the token means of |Δ|, Δ (k1) and k3, max |Δ|, the share of tokens whose probabilities differ by

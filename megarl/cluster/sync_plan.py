@@ -1,7 +1,6 @@
 """Compute which slices of Hugging Face tensors each trainer rank holds, and plan what a weight sync sends."""
 
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from megarl.host.device.platform import Platform
 from megarl.sync.plan.assign import Holding
 from megarl.sync.plan.build import Plan, build_plan
 from megarl.sync.plan.engine_shards import engine_needs
-from megarl.sync.plan.links import LinkStatistics, link_statistics
+from megarl.sync.plan.links import LinkStatistics, Medium, Ways, link_statistics
 from megarl.sync.plan.neighbours import best_neighbours, overlaps
 from megarl.sync.wire.casts import wire_specs
 from megarl.sync.wire.shares import ways_of
@@ -23,9 +22,6 @@ from megarl.weights.families import ModelSpec
 from megarl.weights.safetensors_map import TensorSpec, weight_specs
 from megarl.weights.shards import is_on_stage, num_local_experts, stage_layers
 from megarl.weights.slices import Split, split_box
-
-# Bytes per second that TCP from pageable memory is expected to bring into a host; not measured.
-_TCP_RATES = (3e9, 10e9)
 
 
 def rank_holdings(spec: ModelSpec, layout: LayoutConfig, *, vocab_multiple: int) -> list[dict[str, Box]]:
@@ -118,16 +114,13 @@ def gloo_warning(plan: Plan, settings: SyncConfig, here: Platform) -> str | None
     """Return what a sync by gloo between hosts with CUDA costs, if the settings ask for that; None if they do not."""
     if settings.host_group != "gloo" or settings.delta or here.backend != "nccl":
         return None
-    into = Counter[object]()
-    for message in plan.messages:
-        if (host := plan.hosts[message.sink]) != plan.hosts[message.source]:
-            into[host] += message.num_bytes
-    if not into:
+    links = link_statistics(plan, Ways(grouped=False, nearby=False), hosts=plan.hosts, beside={})
+    tcp = next(load for load in links.loads if load.medium is Medium.NETWORK)
+    if not tcp.num_bytes:
         return None
-    most, (slow, fast) = max(into.values()), _TCP_RATES
     return (
-        f"sync.host_group: got gloo, which brings {most / 1e9:,.1f} GB per sync into a host over TCP from pageable "
-        f"memory: about {most / fast:,.1f} to {most / slow:,.1f} s; set it to device, or to null"
+        f"sync.host_group: got gloo, which sends {tcp.busiest_bytes / 1e9:,.1f} GB per sync to or from one host over "
+        f"TCP from pageable memory: about {tcp.seconds:,.1f} s; set it to device, or to null"
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from megarl.cluster.sync_plan import rank_holdings
+from megarl.config.generation import SyncConfig
 from megarl.config.schema import LayoutConfig
 from megarl.record.text_table import align
 from megarl.sync.plan.assign import Holding, alike_tensors, replicas_of
@@ -26,7 +27,7 @@ from megarl.sync.plan.build import Plan, build_plan
 from megarl.sync.plan.engine_shards import engine_needs
 from megarl.sync.plan.links import LinkStatistics, Medium, Rates, Ways, link_statistics
 from megarl.sync.plan.neighbours import best_neighbours, overlaps
-from megarl.sync.wire.wires import DEPTH
+from megarl.sync.wire.shares import most_staging
 from megarl.weights.boxes import num_elements, pieces
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import TensorSpec, weight_specs
@@ -189,7 +190,7 @@ def _describe(
         num_messages=sum(not message.local for message in plan.messages),
         bound_seconds=_least_seconds(ends, beside, plan.hosts),
         links={name: link_statistics(plan, ways, hosts=plan.hosts, beside=beside) for name, ways in WAYS.items()},
-        staging_bytes=_staging(plan, seats),
+        staging_bytes=most_staging(plan, SyncConfig(host_group="device", cuda_ipc=True)).device,
         seconds=(times[1] - times[0], times[2] - times[1], times[3] - times[2], times[4] - times[3]),
     )
 
@@ -200,23 +201,6 @@ def _num_bytes(specs: Mapping[str, TensorSpec], holding: Holding) -> int:
 
 def _spread(values: Sequence[int]) -> RankSpread:
     return RankSpread(least=min(values), mean=sum(values) / len(values), most=max(values))
-
-
-def _staging(plan: Plan, seats: Sequence[int]) -> int:
-    """The most that a rank stages: `DEPTH` buckets of what it sends and receives, and of what it hands to the worker on
-    its device.
-    """
-    size, of = len(seats), plan.columns
-    device = np.array(seats)[of["sink"] - size]
-    wire, num_buckets = of["local"] == 0, 1 + int(of["bucket"].max(initial=0))
-    staged = np.zeros(size)
-    for places in ((device,), (of["source"], device)):
-        chosen = wire if len(places) == 2 else np.ones_like(wire)
-        sizes = np.zeros(num_buckets * size)
-        for place in places:
-            sizes += np.bincount((of["bucket"] * size + place)[chosen], of["num_bytes"][chosen], len(sizes))
-        staged += DEPTH * sizes.reshape(num_buckets, size).max(axis=0)
-    return int(staged.max())
 
 
 def _least_seconds(ends: _Ends, beside: Mapping[int, int], hosts: Mapping[int, Any]) -> float:

@@ -158,14 +158,16 @@ def test_an_engine_over_nodes_stays_on_them_and_is_cut_as_the_trainer(tmp_path: 
 
 
 def test_gloo_between_hosts_with_cuda_has_its_price() -> None:
-    """Two hosts; the second one gets 441 GB from the first, which gets 10 GB; what stays on a host is not counted."""
+    """Two hosts; the second one gets 441 GB from the first, at 5 GB/s, which gets 10 GB; what stays on a host is not
+    counted.
+    """
     sizes = {(0, 3): 241 * 10**9, (0, 4): 200 * 10**9, (1, 2): 10 * 10**9, (1, 3): 900 * 10**9}
     messages = tuple(Parcel(0, 0, source, sink, False, (), size) for (source, sink), size in sizes.items())
     plan = Plan(specs={}, needs={}, messages=messages, hosts={0: "a", 2: "a", 1: "b", 3: "b", 4: "b"})
     asked, cuda = SyncConfig(host_group="gloo"), PLATFORMS["cuda"]()
     assert gloo_warning(plan, asked, cuda) == (
-        "sync.host_group: got gloo, which brings 441.0 GB per sync into a host over TCP from pageable memory: about "
-        "44.1 to 147.0 s; set it to device, or to null"
+        "sync.host_group: got gloo, which sends 441.0 GB per sync to or from one host over TCP from pageable "
+        "memory: about 88.2 s; set it to device, or to null"
     )
     for settings in (SyncConfig(), SyncConfig(host_group="device"), SyncConfig(host_group="gloo", delta=True)):
         assert gloo_warning(plan, settings, cuda) is None
