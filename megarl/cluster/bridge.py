@@ -20,7 +20,6 @@ from megarl.sync.plan.build import build_plan
 from megarl.sync.wire.casts import SCALED, scale_of
 from megarl.sync.wire.meetings import Meeting, give_up
 from megarl.sync.wire.shares import shares_of
-from megarl.weights.boxes import num_elements
 from megarl.weights.safetensors_map import TensorSpec
 
 _DOING = "syncing weights"
@@ -121,7 +120,7 @@ class BridgeSync:
     def _compare(self, sent: Sequence[Mapping[int, Mapping[str, int]]], received: Sequence[Received]) -> None:
         """Raise WeightSyncError if, for any engine worker, the checksums of sent and received tensors differ."""
         for sink, worker in zip(self.plan.needs, received, strict=True):
-            names = [name for name, box in self.plan.needs[sink].items() if num_elements(box)]
+            names = [name for name, boxes in self.plan.needs[sink].items() if boxes]
             parts = [sums.get(sink, {}) for sums in sent]
             sums = {name: sum(part.get(name, 0) for part in parts) % (1 << 64) for name in names}
             wrong = [name for name in sorted(names) if sums[name] != worker.checksums.get(name)]

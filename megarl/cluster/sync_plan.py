@@ -1,6 +1,7 @@
 """Compute which slices of Hugging Face tensors each trainer rank holds, and plan what a weight sync sends."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,39 +18,45 @@ from megarl.sync.plan.links import LinkStatistics, Medium, Ways, link_statistics
 from megarl.sync.plan.neighbours import best_neighbours, overlaps
 from megarl.sync.wire.casts import wire_specs
 from megarl.sync.wire.shares import ways_of
-from megarl.weights.boxes import Box
+from megarl.weights.boxes import Box, joined
 from megarl.weights.families import ModelSpec
 from megarl.weights.safetensors_map import TensorSpec, weight_specs
 from megarl.weights.shards import is_on_stage, num_local_experts, stage_layers
-from megarl.weights.slices import Split, split_box
+from megarl.weights.slices import Split, shard_boxes
 
 
-def rank_holdings(spec: ModelSpec, layout: LayoutConfig, *, vocab_multiple: int) -> list[dict[str, Box]]:
-    """Compute the slice of each tensor that every rank will hold; equals `RankWorker.held_weights`, but needs no
-    model.
+def rank_holdings(spec: ModelSpec, layout: LayoutConfig, *, vocab_multiple: int) -> list[Holding]:
+    """Compute the parts of tensors that every rank will hold; equals `RankWorker.held_weights`, but needs no model.
+
+    Ranks that hold the same share one mapping.
     """
-    holdings: list[dict[str, Box]] = [{} for _ in range(layout.world_size)]
-    shapes, padding = spec.expected_tensors(), vocab_multiple * layout.tp
-    layers = [frozenset(stage_layers(layout, spec.dims.num_layers, stage)) for stage in range(layout.pp)]
-    for placed in spec.rules():
-        if placed.layer is not None:
-            stages = [stage for stage in range(layout.pp) if placed.layer in layers[stage]]
-        else:
-            stages = [s for s in range(layout.pp) if is_on_stage(placed.rule, spec, layout, s, scalar_head=False)]
-        # Find the ranks that hold the parameter, and their shards. Along ranks, etp varies fastest, then ep.
-        ranks = [stage * layout.stage_size + i for stage in stages for i in range(layout.stage_size)]
-        if placed.expert is None:
-            shards = [(rank, Split(rank % layout.tp, layout.tp, padding)) for rank in ranks]
-        else:
-            ep = placed.expert // num_local_experts(spec, layout)
-            mine = [rank for rank in ranks if rank // layout.etp % layout.ep == ep]
-            shards = [(rank, Split(rank % layout.etp, layout.etp, padding)) for rank in mine]
-        for part, tensor in enumerate(placed.rule.tensors):
-            copied = placed.rule.tied_to if spec.is_copy(placed.rule) else None
-            name = placed.name(copied or tensor.name)
-            for rank, split in shards if name in shapes else ():
-                holdings[rank][name] = split_box(placed.rule.partition, shapes[name], part, spec.dims, split)
+    found = dict[tuple[int, int, int, int], Holding]()
+    holdings = list[Holding]()
+    for rank in range(layout.world_size):
+        # Along ranks, etp varies fastest, then ep.
+        at = (rank // layout.stage_size, rank % layout.tp, rank % layout.etp, rank // layout.etp % layout.ep)
+        if at not in found:
+            found[at] = _holding_at(spec, layout, *at, padding=vocab_multiple * layout.tp)
+        holdings.append(found[at])
     return holdings
+
+
+def _holding_at(
+    spec: ModelSpec, layout: LayoutConfig, stage: int, tp_rank: int, etp_rank: int, ep_rank: int, *, padding: int
+) -> Holding:
+    """Compute what a rank holds, given its pipeline stage and its positions along tp, etp and ep."""
+    boxes, count = defaultdict[str, list[Box]](list), num_local_experts(spec, layout)
+    layers = frozenset(stage_layers(layout, spec.dims.num_layers, stage))
+    for placed in spec.rules(range(ep_rank * count, (ep_rank + 1) * count)):
+        rule = placed.rule
+        at_end = placed.layer is None and is_on_stage(rule, spec, layout, stage, scalar_head=False)
+        if not at_end and placed.layer not in layers:
+            continue
+        split = Split(*((tp_rank, layout.tp) if placed.expert is None else (etp_rank, layout.etp)), padding)
+        copied = rule.tied_to if spec.is_copy(rule) else None
+        for tensor, box in zip(rule.tensors, shard_boxes(rule, spec.dims, split), strict=True):
+            boxes[placed.name(copied or tensor.name)].append(box)
+    return {name: joined(each) for name, each in boxes.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from megarl.types.messages import (
 if TYPE_CHECKING:
     from megarl.parallel.roles import LoadedRole
     from megarl.sync.wire.wires import Share
-    from megarl.weights.boxes import Box
+    from megarl.weights.boxes import Boxes
 
 
 class RankWorker:
@@ -144,8 +144,8 @@ class RankWorker:
         port: int = self.meeting_store.port
         return port
 
-    def held_weights(self) -> "dict[str, Box]":
-        """Return the box (rectangular part) that this rank holds of each of the actor's Hugging Face tensors."""
+    def held_weights(self) -> "dict[str, Boxes]":
+        """Return the boxes (rectangular parts) that this rank holds of each of the actor's Hugging Face tensors."""
         from megarl.parallel.model import model_slices
         from megarl.sync.wire.ends import holding_of
 

@@ -269,10 +269,14 @@ def engine_bytes(config: Config, spec: ModelSpec, num_stages: int) -> int:
     dtype_bytes, rounds = DTYPE_BYTES[config.model.dtype], config.rollout.engine.quantization is not None
     totals = []
     for stage in engine_needs(spec, 1, stages=num_stages):
-        matrices = {name for name, box in stage.items() if len(box) > 1 and name.startswith("model.layers.")}
+        matrices = {name for name, boxes in stage.items() if len(boxes[0]) > 1 and name.startswith("model.layers.")}
         # Routers stay as they are.
         rounded = {name for name in matrices if not name.endswith(".gate.weight")} if rounds else set()
-        totals.append(sum(num_elements(box) * (1 if name in rounded else dtype_bytes) for name, box in stage.items()))
+        totals.append(
+            sum(
+                sum(map(num_elements, boxes)) * (1 if name in rounded else dtype_bytes) for name, boxes in stage.items()
+            )
+        )
     return max(totals)
 
 

@@ -3,12 +3,14 @@
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 # The range [start, end) on every axis.
 Box: TypeAlias = tuple[tuple[int, int], ...]
+# The disjoint boxes, none of them empty, that make up a part of a tensor.
+Boxes: TypeAlias = tuple[Box, ...]
 # An index of a tensor; trailing axes that it leaves out are taken whole.
 Index: TypeAlias = tuple[slice, ...]
 
@@ -50,6 +52,26 @@ def intersection(left: Box, right: Box) -> Box | None:
     """Return the intersection of two boxes, or None if it is empty."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(left, right, strict=True))
     return common if all(start < end for start, end in common) else None
+
+
+def joined(boxes: Iterable[Box]) -> Boxes:
+    """Return disjoint boxes without empty ones, in row-major order; those whose elements follow each other are one."""
+    found = list[Box]()
+    for box in sorted(filter(num_elements, boxes)):
+        while found and (both := _union(found[-1], box)) is not None:
+            found.pop()
+            box = both
+        found.append(box)
+    return tuple(found)
+
+
+def _union(left: Box, right: Box) -> Box | None:
+    """Return the union of two boxes if it is a box that has first all elements of `left`, then all of `right`."""
+    axis = next(i for i, (mine, its) in enumerate(zip(left, right, strict=True)) if mine != its)
+    follow = left[axis][1] == right[axis][0] and left[axis + 1 :] == right[axis + 1 :]
+    if not follow or any(end - start > 1 for start, end in left[:axis]):
+        return None
+    return (*left[:axis], (left[axis][0], right[axis][1]), *left[axis + 1 :])
 
 
 @functools.lru_cache(maxsize=1 << 16)

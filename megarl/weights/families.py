@@ -1,6 +1,7 @@
 """Read a model directory: determine its family (`tables.py`), its sizes, and the other settings that Megatron needs."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,7 +53,12 @@ class ModelSpec:
         """
         absent, dim = OUTPUT_HEAD if scalar_head else VALUE_HEAD, self.dims.dim
         # There may be tens of thousands of tensors, but only a few distinct shapes, so compute each once.
-        shapes = {t.name: tuple(map(dim, t.shape)) for rule in self.family.weights for t in rule.tensors}
+        shapes = dict[str, tuple[int, ...]]()
+        for rule in self.family.weights:
+            rows = Counter[str]()
+            for tensor in rule.tensors:
+                rows[tensor.name] += dim(tensor.shape[0])
+                shapes[tensor.name] = (rows[tensor.name], *map(dim, tensor.shape[1:]))
         return {
             placed.name(tensor.name): shapes[tensor.name]
             for placed in self.rules()

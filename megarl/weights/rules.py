@@ -49,6 +49,7 @@ class WeightRule:
 
     `names`: the parameter's name in Megatron's local layers, then in Transformer Engine's if it differs. A rule with
     `{expert}` in its names applies to every expert. If a size in its shape is 0, the model has no such parameter.
+    `tensors`: those of the same name are sections of one tensor, in the order of its rows.
     """
 
     names: tuple[str, ...]

@@ -1,11 +1,12 @@
 """Map shards of Megatron parameters to slices of Hugging Face tensors; load, store and checksum such slices.
 
-Only `_CUTS` describes how parameters are partitioned. From it, `split_box` computes the box (rectangular part) of each
-tensor that a shard holds; weight sync plans with these. `shard_slices` pairs each box with a view of the local shard;
-loading writes to these views, and export, sync and checksums read them.
+Only `_CUTS` describes how parameters are partitioned. From it, `shard_boxes` computes the box (rectangular part) of
+each tensor that a shard holds; weight sync plans with these. `shard_slices` pairs each box with a view of the local
+shard; loading writes to these views, and export, sync and checksums read them.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import torch
 
 from megarl.weights.boxes import Box, Index, full_box, slices_of
 from megarl.weights.families import Dims, ModelSpec, PlacedRule
-from megarl.weights.tables import Partition
+from megarl.weights.tables import Partition, WeightRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +107,17 @@ def split_box(partition: Partition, shape: tuple[int, ...], part: int, dims: Dim
     return (*box[: cut.axis], (start, end), *box[cut.axis + 1 :])
 
 
+def shard_boxes(rule: WeightRule, dims: Dims, split: Split) -> list[Box]:
+    """Return the box that a shard holds of every tensor of a rule; sections begin where those before them end."""
+    rows, boxes = Counter[str](), list[Box]()
+    for part, tensor in enumerate(rule.tensors):
+        shape, first = tuple(map(dims.dim, tensor.shape)), rows[tensor.name]
+        (start, end), *others = split_box(rule.partition, shape, part, dims, split)
+        boxes.append(((first + start, first + end), *others))
+        rows[tensor.name] += shape[0]
+    return boxes
+
+
 def shard_slices(
     parameters: Iterable[tuple[str, torch.Tensor]],
     spec: ModelSpec,
@@ -141,8 +153,7 @@ def _slices_of(
     rule, dims = placed.rule, spec.dims
     # All shards of a vocabulary have equally many rows, padding included.
     split = Split(at.tp_rank, at.tp_size, vocab_padding=shard.shape[0] * at.tp_size)
-    shapes = [tuple(map(dims.dim, tensor.shape)) for tensor in rule.tensors]
-    boxes = [split_box(rule.partition, shape, part, dims, split) for part, shape in enumerate(shapes)]
+    boxes = shard_boxes(rule, dims, split)
     rows = [end - start for (start, end), *_ in boxes]
     # Whole groups of heads, or a part of one.
     groups = max(1, dims.num_kv_heads // at.tp_size) if _CUTS[rule.partition].by_head else 1

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import psutil
 
 from megarl.cluster.cluster import Cluster
@@ -20,9 +19,9 @@ from megarl.parallel.worker import RankWorker
 from megarl.sync.plan.build import Holding
 from megarl.train.export import export_model
 from megarl.types import FloatArray, row_from_sample
-from megarl.weights.boxes import slices_of
 from megarl.weights.families import read_model_spec
 from tests.e2e.support import open_policy, random_prompts, random_sequences, rows_of, small_config
+from tests.helpers.boxes import covered
 from tests.helpers.rank_pool import RankContext
 
 ROUNDS = 3
@@ -107,9 +106,5 @@ def run_killed(_: RankContext, model: str) -> tuple[str, list[str]]:
 
 def _lacking(needed: Holding, held: Holding, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int]]:
     """(tensor, elements) that one process needs and another does not hold."""
-    for name, box in needed.items():
-        lacking = np.zeros(shapes[name], dtype=bool)
-        lacking[slices_of(box)] = True
-        if name in held:
-            lacking[slices_of(held[name])] = False
-        yield name, int(lacking.sum())
+    for name, boxes in needed.items():
+        yield name, int((covered(shapes[name], boxes) & ~covered(shapes[name], held.get(name, ()))).sum())

@@ -218,7 +218,7 @@ def exchange_on_device(
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     store = open_store("127.0.0.1")
     specs = {name: TensorSpec(shape=tuple(value.shape), dtype=value.dtype) for name, value in values.items()}
-    boxes = {name: full_box(spec.shape) for name, spec in specs.items()}
+    boxes = {name: (full_box(spec.shape),) for name, spec in specs.items()}
     plan = build_plan(specs, {0: boxes}, {1: boxes}, neighbours={1: [0]}, bucket_bytes=1 << 16)
     shares = shares_of(
         plan,

@@ -35,7 +35,7 @@ from megarl.sync.wire.shares import shares_of
 from megarl.sync.wire.wires import Share, unpack
 from megarl.weights.boxes import Box, Index, slices_of
 from megarl.weights.slices import Slice
-from tools.bench.sync_model import NUM_RANKS, Model, RankLayout, check, make_model, shards
+from tools.bench.sync_model import NUM_RANKS, Model, RankLayout, check, make_model, one_each, shards
 
 TIMEOUT_S = 300.0
 CPU = torch.device("cpu")
@@ -94,8 +94,8 @@ def plan_of(model: Model, bucket_bytes: int | None) -> Plan:
     ranks = range(NUM_RANKS)
     return build_plan(
         model.specs,
-        {rank: model.held(rank) for rank in ranks},
-        {NUM_RANKS + rank: model.wanted(rank) for rank in ranks},
+        {rank: one_each(model.held(rank)) for rank in ranks},
+        {NUM_RANKS + rank: one_each(model.wanted(rank)) for rank in ranks},
         neighbours={NUM_RANKS + rank: [rank] for rank in ranks},
         bucket_bytes=bucket_bytes,
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megarl.sync.plan.assign import Holding
 from megarl.sync.plan.neighbours import best_neighbours, overlaps
 from megarl.weights.boxes import Box, slices_of
 from megarl.weights.safetensors_map import TensorSpec
@@ -93,6 +94,11 @@ class Model:
         return tuple((place * length, (place + 1) * length) if i == axis else (0, n) for i, n in enumerate(shape))
 
 
+def one_each(boxes: Mapping[str, Box]) -> Holding:
+    """Return what a process holds or needs if it is one box of each tensor."""
+    return {name: (box,) for name, box in boxes.items()}
+
+
 def make_model(case: str, width: int, num_layers: int) -> Model:
     """A case's model of `num_layers` layers of 12 × width² float32 parameters."""
     specs, axes, layers = dict[str, TensorSpec](), dict[str, int](), dict[str, int]()
@@ -105,7 +111,7 @@ def make_model(case: str, width: int, num_layers: int) -> Model:
     model = Model(specs=specs, axes=axes, layers=layers, source=chosen.source, sink=chosen.sink)
     if not chosen.overlapping:
         return model
-    held, wanted = ({rank: of(rank) for rank in range(NUM_RANKS)} for of in (model.held, model.wanted))
+    held, wanted = ({rank: one_each(of(rank)) for rank in range(NUM_RANKS)} for of in (model.held, model.wanted))
     # Sink i of the layout in order goes to the rank that it overlaps most with.
     seats = best_neighbours(overlaps(specs, held, wanted))
     groups = tuple(tuple(seats[sink] for sink in group) for group in chosen.sink.groups)

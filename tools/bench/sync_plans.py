@@ -196,7 +196,7 @@ def _describe(
 
 
 def _num_bytes(specs: Mapping[str, TensorSpec], holding: Holding) -> int:
-    return sum(num_elements(box) * specs[name].dtype.itemsize for name, box in holding.items())
+    return sum(sum(map(num_elements, boxes)) * specs[name].dtype.itemsize for name, boxes in holding.items())
 
 
 def _spread(values: Sequence[int]) -> RankSpread:

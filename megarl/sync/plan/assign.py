@@ -8,12 +8,12 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from typing import NamedTuple, TypeAlias
 
 from megarl.errors import WeightSyncError
-from megarl.weights.boxes import Box, num_elements, pieces, split_rows
+from megarl.weights.boxes import Box, Boxes, num_elements, pieces, split_rows
 from megarl.weights.safetensors_map import TensorSpec
 
 _ITEM_BYTES = operator.attrgetter("item_bytes")
-# The parts of tensors that a process holds or needs, as one box per tensor.
-Holding: TypeAlias = Mapping[str, Box]
+# The parts of tensors that a process holds or needs.
+Holding: TypeAlias = Mapping[str, Boxes]
 # Sink → sources that share its memory.
 Neighbours: TypeAlias = Mapping[int, Collection[int]]
 # Process → its host; empty: not known, so that all links count as equally fast.
@@ -111,8 +111,8 @@ def _by_tensor(holdings: Mapping[int, Holding]) -> dict[str, list[tuple[Box, tup
     """For each tensor, list the boxes (rectangular parts) in `holdings`, each with the processes that hold it."""
     found = defaultdict[str, list[tuple[Box, tuple[int, ...]]]](list)
     for holding, processes in replicas_of(holdings):
-        for name, box in holding.items():
-            found[name].append((box, processes))
+        for name, boxes in holding.items():
+            found[name] += [(box, processes) for box in boxes]
     return found
 
 

@@ -72,7 +72,7 @@ class Parcel(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The plan of a weight sync: all messages, ordered by bucket (step), with `specs` of the full tensors, `needs`, the
-    box of each tensor per sink, and `hosts` of the processes, as far as they are known.
+    boxes of each tensor per sink, and `hosts` of the processes, as far as they are known.
 
     neighbours: by sink, the sources that share its memory.
     """

@@ -1,12 +1,13 @@
-"""Compute vLLM's weight layout: the box (rectangular part) of each Hugging Face tensor that an engine worker needs."""
+"""Compute vLLM's weight layout: the boxes (rectangular parts) of Hugging Face tensors that an engine worker needs."""
 
 import itertools
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from megarl.sync.plan.assign import Holding
-from megarl.weights.boxes import Box
+from megarl.weights.boxes import Box, Boxes, joined
 from megarl.weights.families import ModelSpec
-from megarl.weights.slices import Split, split_box
+from megarl.weights.slices import Split, shard_boxes
 from megarl.weights.tables import Partition
 
 # vLLM pads the vocabulary to a multiple of this, then splits it (DEFAULT_VOCAB_PADDING_SIZE).
@@ -34,24 +35,23 @@ class EnginePosition:
         return start <= expert < start + count + (self.rank < more)
 
 
-def engine_shards(spec: ModelSpec, at: EnginePosition) -> dict[str, Box]:
-    """Return, for each tensor of which an engine worker needs a part, the box (rectangular part) that it needs.
+def engine_shards(spec: ModelSpec, at: EnginePosition) -> dict[str, Boxes]:
+    """Return, for each tensor of which an engine worker needs a part, the boxes (rectangular parts) that it needs.
 
     Norms and routers are whole. q, k, v, gate and up are split by output features, o and down by input features, and
     the vocabulary by rows after padding. With fewer key/value heads than workers, several workers have the same head.
     """
     expected, split = spec.expected_tensors(), Split(at.rank, at.size, VOCAB_PADDING, repeats_heads=True)
-    shards = {}
+    shards = defaultdict[str, list[Box]](list)
     for placed in spec.rules():
         if spec.is_copy(placed.rule) or not at.holds_expert(placed.expert, spec.dims.dim("experts")):
             continue
         whole = placed.expert is not None and at.expert_parallel
-        partition = Partition.REPLICATED if whole else placed.rule.partition
-        for part, tensor in enumerate(placed.rule.tensors):
-            name = placed.name(tensor.name)
-            if name in expected:
-                shards[name] = split_box(partition, expected[name], part, spec.dims, split)
-    return shards
+        rule = replace(placed.rule, partition=Partition.REPLICATED) if whole else placed.rule
+        for tensor, box in zip(rule.tensors, shard_boxes(rule, spec.dims, split), strict=True):
+            if (name := placed.name(tensor.name)) in expected:
+                shards[name].append(box)
+    return {name: joined(boxes) for name, boxes in shards.items()}
 
 
 def stage_range(num_layers: int, stage: int, num_stages: int) -> range:
@@ -84,18 +84,18 @@ def engine_needs(spec: ModelSpec, size: int, *, stages: int = 1, expert_parallel
     layers = [first[spec.dims.kind_of(layer)] for layer in range(spec.dims.num_layers)]
     needs: list[list[Holding]] = [[] for _ in range(stages)]
     for rank in range(size):
-        parts: dict[int, list[tuple[str, Box]]] = {like: [] for like in layers}
+        parts: dict[int, list[tuple[str, Boxes]]] = {like: [] for like in layers}
         ends = {}
         shards = engine_shards(short, EnginePosition(rank=rank, size=size, expert_parallel=expert_parallel))
-        for name, box in shards.items():
+        for name, boxes in shards.items():
             like = next((like for like in parts if name.startswith(_LAYER.format(like))), None)
             if like is not None:
-                parts[like].append((name.removeprefix(_LAYER.format(like)), box))
+                parts[like].append((name.removeprefix(_LAYER.format(like)), boxes))
             elif not name.startswith(_LAYER.split("{")[0]):
-                ends[name] = box
+                ends[name] = boxes
         for stage, its in enumerate(needs):
-            repeated = {name: box for name, box in ends.items() if _is_at_end(name, spec, stage, stages)}
+            repeated = {name: boxes for name, boxes in ends.items() if _is_at_end(name, spec, stage, stages)}
             for layer in stage_range(spec.dims.num_layers, stage, stages):
-                repeated.update((_LAYER.format(layer) + name, box) for name, box in parts[layers[layer]])
+                repeated.update((_LAYER.format(layer) + name, boxes) for name, boxes in parts[layers[layer]])
             its.append(repeated)
     return list(itertools.chain(*needs))

@@ -1,6 +1,7 @@
 """Implement both ends of a weight sync: ranks send slices of their shards, engine workers receive whole tensors."""
 
 import itertools
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -11,16 +12,19 @@ from megarl.sync.plan.build import Fragment
 from megarl.sync.wire.casts import SCALED, from_wire, largest_magnitude, to_wire
 from megarl.sync.wire.routed import RoutedReceiver, RoutedSender
 from megarl.sync.wire.wires import Share, key_of, unpack
-from megarl.weights.boxes import Box, box_of, intersection, num_elements, slices_of
+from megarl.weights.boxes import Box, Boxes, box_of, intersection, joined, num_elements, slices_of
 from megarl.weights.slices import Index, Slice, checksum
 
-# By tensor name: boxes of the tensor, each with the view of a local shard that holds it, in the shape of the box.
+# By tensor name: boxes of the tensor in row-major order, each with a view of a local shard in its shape.
 _Views = Mapping[str, list[tuple[Box, torch.Tensor]]]
 
 
-def holding_of(slices: Iterable[Slice], shapes: Mapping[str, Sequence[int]]) -> dict[str, Box]:
-    """Return tensor → box (rectangular part) that a rank holds, even if another owns it; tied tensors once."""
-    return {part.tensor: box_of(part.index, shapes[part.tensor]) for part in slices}
+def holding_of(slices: Iterable[Slice], shapes: Mapping[str, Sequence[int]]) -> dict[str, Boxes]:
+    """Return tensor → boxes (rectangular parts) that a rank holds, even if another owns them; tied tensors once."""
+    found = defaultdict[str, set[Box]](set)
+    for part in slices:
+        found[part.tensor].add(box_of(part.index, shapes[part.tensor]))
+    return {name: joined(boxes) for name, boxes in found.items()}
 
 
 class BridgeSender:
@@ -55,11 +59,10 @@ class BridgeSender:
         on all ranks. full: send whole messages this time, not differences.
         """
         specs, self._scales = self._share.specs, dict(scales or {})
-        views = {
-            part.tensor: list(_flat_views(box_of(part.index, specs[part.tensor].shape), part.view))
-            for part in slices
-            if part.tensor in specs
-        }
+        found = defaultdict[str, dict[Box, torch.Tensor]](dict)
+        for held in (held for held in slices if held.tensor in specs):
+            found[held.tensor].update(_flat_views(box_of(held.index, specs[held.tensor].shape), held.view))
+        views = {name: sorted(boxes.items(), key=operator.itemgetter(0)) for name, boxes in found.items()}
         sums = defaultdict[int, dict[str, int]](dict)
         if full:
             self._wire.forget()
@@ -139,17 +142,17 @@ class BridgeReceiver:
         """Return a received tensor, in float32 times `scale` if it has one, else unchanged. `fill`: see `receive`."""
         if scale is None:
             return tensor
-        index = slices_of(self._share.needs[name])
         restored = torch.empty(tensor.shape, dtype=torch.float32, device=self._device)
         if fill is not None:
             restored.fill_(fill)
-        restored[index] = from_wire(tensor[index], scale)
+        for index in map(slices_of, self._share.needs[name]):
+            restored[index] = from_wire(tensor[index], scale)
         return restored
 
     def checksum(self, name: str, tensor: torch.Tensor) -> int:
         """Return the checksum of the received part of a tensor, which must equal the sum of its senders' checksums."""
-        index = slices_of(self._share.needs[name])
-        return checksum(tensor[index], index, self._share.specs[name].shape)
+        indices, shape = map(slices_of, self._share.needs[name]), self._share.specs[name].shape
+        return sum(checksum(tensor[index], index, shape) for index in indices) % (1 << 64)
 
     def _allocate(self, name: str, fill: float | None) -> torch.Tensor:
         spec = self._share.specs[name]

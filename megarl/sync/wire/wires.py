@@ -55,7 +55,7 @@ class Link:
 class Share:
     """One process's share of a sync plan: the messages that it sends or receives, and how to reach other processes.
 
-    messages: in the plan's order. specs: the full tensors. needs: the box of each tensor that an engine worker needs.
+    messages: in the plan's order. specs: the full tensors. needs: the boxes of each tensor that an engine worker needs.
     segments: path prefix of shared-memory files. meeting: the rendezvous of all processes; its ranks are their numbers
     in the plan. wires: by the name of each wire that this process opens, the messages that it sends, receives or passes
     on over it. beside: by engine worker, the rank that shares its device. plugins: what registers wires of users.

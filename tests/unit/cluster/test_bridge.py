@@ -21,7 +21,7 @@ from megarl.sync.wire.meetings import give_up
 from megarl.sync.wire.routed import RoutedReceiver, RoutedSender
 from megarl.sync.wire.shared_memory import SharedMemoryReceiver
 from megarl.sync.wire.wires import Arrival, Share
-from megarl.weights.boxes import Box
+from megarl.weights.boxes import Boxes
 from megarl.weights.safetensors_map import TensorSpec
 from megarl.weights.slices import Slice
 from tests.helpers.threaded_processes import MakeProcess, threaded_processes
@@ -31,7 +31,7 @@ SHAPE = (4, 3)
 SPECS = {"a": TensorSpec(shape=SHAPE, dtype=torch.float32)}
 VALUES = torch.arange(1.0, 13.0).view(SHAPE)
 # Two workers per engine: the upper rows and the lower ones.
-NEEDS = ({"a": ((0, 2), (0, 3))}, {"a": ((2, 4), (0, 3))})
+NEEDS = ({"a": (((0, 2), (0, 3)),)}, {"a": (((2, 4), (0, 3)),)})
 
 
 class Rank:
@@ -41,7 +41,7 @@ class Rank:
         rows = slice(start, end)
         self.slices = [Slice(tensor="a", index=(rows,), view=VALUES[rows].clone(), owned=True)]
 
-    def held_weights(self) -> dict[str, Box]:
+    def held_weights(self) -> dict[str, Boxes]:
         return holding_of(self.slices, {"a": SHAPE})
 
     def offer_meeting(self, address: str) -> int:

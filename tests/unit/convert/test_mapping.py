@@ -9,6 +9,7 @@ from megarl.convert.mapping import Parameter, RowBlock, extra_state_keys, model_
 from megarl.weights.families import read_model_spec
 from megarl.weights.slices import Slice
 from tests.helpers.small_model import write_config
+from tests.unit.weights.test_slices import sectioned
 
 # Two key/value groups of two query heads; head_dim 2, hidden 8, ffn 12, vocabulary 10.
 _HF = "model.layers.3."
@@ -40,6 +41,19 @@ def test_a_group_has_its_queries_its_key_and_its_value(tmp_path: Path) -> None:
         block(12, k, 2, 2),
         block(14, v, 2, 2),
     )
+
+
+def test_sections_of_one_tensor_are_its_rows_in_turn(tmp_path: Path) -> None:
+    """8 query rows, then 4 key rows, then 4 value rows."""
+    spec = sectioned(read_model_spec(write_config(tmp_path)))
+    parameters = model_parameters(spec, scalar_head=False, vocab_multiple=8, stacked=True)
+    qkv = find(parameters, "decoder.layers.self_attention.linear_qkv.weight", 3)
+    name = f"{_HF}self_attn.qkv_proj.weight"
+    rows = [(0, 0, 4), (4, 8, 2), (6, 12, 2), (8, 4, 4), (12, 10, 2), (14, 14, 2)]
+    assert qkv.blocks == tuple(block(row, name, tensor_row, count) for row, tensor_row, count in rows)
+    fc1 = find(parameters, "decoder.layers.mlp.linear_fc1.weight", 3)
+    name = f"{_HF}mlp.gate_up_proj.weight"
+    assert fc1.blocks == (block(0, name, 0, 12), block(12, name, 12, 12))
 
 
 def test_gate_comes_before_up(tmp_path: Path) -> None:

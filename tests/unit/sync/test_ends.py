@@ -24,10 +24,11 @@ from megarl.sync.wire.meetings import Meeting
 from megarl.sync.wire.routed import RoutedReceiver, RoutedSender
 from megarl.sync.wire.shared_memory import HostMemory
 from megarl.sync.wire.shares import shares_of
-from megarl.weights.boxes import box_of, num_elements, slices_of
+from megarl.weights.boxes import Boxes, box_of, slices_of
 from megarl.weights.safetensors_map import TensorSpec
 from megarl.weights.slices import Slice
-from tests.unit.weights.test_slices import hf_tensors, make_spec, rank_slices
+from tests.helpers.boxes import covered
+from tests.unit.weights.test_slices import fused_tensors, hf_tensors, make_spec, rank_slices
 
 CPU = torch.device("cpu")
 TP, DP, ENGINE_TP = 4, 2, 2
@@ -71,9 +72,9 @@ def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
         return [future.result(timeout=60) for future in [pool.submit(call) for call in calls]]
 
 
-def make_slices() -> list[list[Slice]]:
+def make_slices(*, fused: bool = False) -> list[list[Slice]]:
     """Every rank's; one row of one tensor has odd bits in all replicas."""
-    ranks = rank_slices(TP, DP, tied=False)
+    ranks = rank_slices(TP, DP, tied=False, fused=fused)
     for part in (part for rank in ranks for part in rank if part.tensor == "model.norm.weight"):
         part.view.copy_(ODD)
     return ranks
@@ -83,8 +84,10 @@ def full_tensors() -> dict[str, torch.Tensor]:
     return {**hf_tensors(tied=False), "model.norm.weight": ODD}
 
 
-def make_plan(ranks: Sequence[Sequence[Slice]], bucket_bytes: int, dtype: str | None = None) -> Plan:
-    spec = make_spec(tied=False)
+def make_plan(
+    ranks: Sequence[Sequence[Slice]], bucket_bytes: int, dtype: str | None = None, *, fused: bool = False
+) -> Plan:
+    spec = make_spec(tied=False, fused=fused)
     shapes = spec.expected_tensors()
     needs = {NUM_RANKS + i: engine_shards(spec, EnginePosition(rank=i, size=ENGINE_TP)) for i in range(ENGINE_TP)}
     return build_plan(
@@ -163,12 +166,40 @@ def test_workers_get_what_they_need_and_nothing_else(wire: str, bucket_bytes: in
             assert {name for name, _ in tensors} == set(expected)
             assert len(tensors) == len(expected)
             for name, tensor in tensors:
-                index = slices_of(needs[name])
-                assert bits(tensor[index]) == bits(expected[name][index])
-                rest = torch.ones(tensor.shape, dtype=torch.bool)
-                rest[index] = False
-                assert tensor[rest].isnan().all()
+                assert_only_needed(tensor, expected[name], needs[name])
             assert receivers[i].wire_bytes == plan.received_bytes(NUM_RANKS + i)
+
+
+def assert_only_needed(tensor: torch.Tensor, expected: torch.Tensor, boxes: Boxes) -> None:
+    """The boxes are there, and the rest is NaN, as it was filled."""
+    mine = torch.from_numpy(covered(tensor.shape, boxes))
+    assert bits(tensor[mine]) == bits(expected[mine])
+    assert tensor[~mine].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [None, "float8_e4m3"])
+def test_sections_arrive_and_their_checksums_agree(dtype: str | None, tmp_path: Path) -> None:
+    """Ranks and workers have several boxes of a tensor; messages take a few rows of it."""
+    ranks, expected = make_slices(fused=True), fused_tensors(full_tensors())
+    plan = make_plan(ranks, 100, dtype, fused=True)
+    assert len(plan.needs[NUM_RANKS]["model.layers.0.self_attn.qkv_proj.weight"]) == 3
+    senders, receivers = open_ends(plan, "two hosts", tmp_path, delta=False)
+    largest = [sender.largest(slices) for sender, slices in zip(senders, ranks, strict=True)]
+    scaled = [name for name, spec in plan.specs.items() if spec.dtype == torch.float8_e4m3fn]
+    assert bool(scaled) == (dtype is not None)
+    scales = {name: scale_of(max(rank[name] for rank in largest)) for name in scaled}
+    sent, received = run(senders, receivers, ranks, 1, scales=scales)
+    for i, (receiver, tensors) in enumerate(zip(receivers, received, strict=True)):
+        needs, sums = plan.needs[NUM_RANKS + i], merged([each.get(NUM_RANKS + i, {}) for each in sent])
+        assert {name for name, _ in tensors} == set(expected)
+        for name, tensor in tensors:
+            if name in sums:
+                assert receiver.checksum(name, tensor) == sums[name]
+            exact = expected[name]
+            if name in scaled:
+                exact = (exact / scales[name]).to(torch.float8_e4m3fn).float() * scales[name]
+            restored = receiver.restore(name, tensor, scales.get(name), fill=math.nan)
+            assert_only_needed(restored, exact, needs[name])
 
 
 @wires
@@ -181,11 +212,11 @@ def test_checksums_of_both_sides_agree_and_find_a_flipped_bit(wire: str, tmp_pat
         expected = merged([sums.get(NUM_RANKS + i, {}) for sums in sent])
         needs = plan.needs[NUM_RANKS + i]
         # The second worker has no word of a vocabulary of ten.
-        assert expected.keys() == {name for name, box in needs.items() if num_elements(box)}
+        assert expected.keys() == {name for name, boxes in needs.items() if boxes}
         tensors = [(name, tensor) for name, tensor in tensors if name in expected]
         assert {name: receiver.checksum(name, tensor) for name, tensor in tensors} == expected
         name, tensor = next(each for each in tensors if each[1].ndim == 2)
-        row = tensor[slices_of(needs[name])][0].view(torch.int32)
+        row = tensor[slices_of(needs[name][0])][0].view(torch.int32)
         row[-1] ^= 1
         assert receiver.checksum(name, tensor) != expected[name]
 
@@ -204,7 +235,8 @@ def test_differences_give_the_same_bits_and_send_fewer_bytes(wire: str, tmp_path
         for i, (receiver, tensors) in enumerate(zip(receivers, received, strict=True)):
             needs, whole = plan.needs[NUM_RANKS + i], plan.received_bytes(NUM_RANKS + i)
             for name, tensor in tensors:
-                assert bits(tensor[slices_of(needs[name])]) == bits(expected[name][slices_of(needs[name])])
+                mine = torch.from_numpy(covered(tensor.shape, needs[name]))
+                assert bits(tensor[mine]) == bits(expected[name][mine])
             assert receiver.wire_bytes == whole if turn in (1, 4) else 0 < receiver.wire_bytes < whole / 2
             sums = merged([each.get(NUM_RANKS + i, {}) for each in sent])
             assert {n: receiver.checksum(n, t) for n, t in tensors if n in sums} == sums
@@ -240,16 +272,16 @@ def test_casts_are_those_of_whole_tensors(dtype: str, delta: bool, tmp_path: Pat
             needs = plan.needs[NUM_RANKS + i]
             sums = merged([each.get(NUM_RANKS + i, {}) for each in sent])
             for name, tensor in tensors:
-                box = slices_of(needs[name])
+                mine = torch.from_numpy(covered(tensor.shape, needs[name]))
                 if name in sums:
                     assert receiver.checksum(name, tensor) == sums[name]
                 restored = receiver.restore(name, tensor, scales.get(name), fill=math.nan)
-                exact = expected[name][box]
+                exact = expected[name][mine]
                 if name in scaled:
                     exact = (exact / scales[name]).to(torch.float8_e4m3fn).float() * scales[name]
                 else:
                     exact = exact.to(plan.specs[name].dtype)
-                assert torch.equal(restored[box].nan_to_num(7.0), exact.nan_to_num(7.0))
+                assert torch.equal(restored[mine].nan_to_num(7.0), exact.nan_to_num(7.0))
                 assert int(restored.isnan().sum()) == restored.numel() - exact.numel() + int(exact.isnan().sum())
 
 
@@ -293,8 +325,8 @@ def test_neighbours_share_device_memory_and_others_the_hosts(
     _, received = run(senders, receivers, ranks, 1)
     for i, tensors in enumerate(received):
         for name, tensor in tensors:
-            index = slices_of(plan.needs[NUM_RANKS + i][name])
-            assert bits(tensor[index]) == bits(expected[name][index])
+            mine = torch.from_numpy(covered(tensor.shape, plan.needs[NUM_RANKS + i][name]))
+            assert bits(tensor[mine]) == bits(expected[name][mine])
     local = [message for message in plan.messages if message.local]
     near = {(message.sink, message.bucket) for message in plan.messages if not message.local}
     passed = near if host_group == "device" else set()
@@ -330,4 +362,5 @@ def test_a_worker_that_is_gone_is_an_error_and_the_next_transfer_works(tmp_path:
     _, received = run(senders, receivers, ranks, 2)
     needs = plan.needs[NUM_RANKS]
     for name, tensor in received[0]:
-        assert bits(tensor[slices_of(needs[name])]) == bits(full_tensors()[name][slices_of(needs[name])])
+        mine = torch.from_numpy(covered(tensor.shape, needs[name]))
+        assert bits(tensor[mine]) == bits(full_tensors()[name][mine])

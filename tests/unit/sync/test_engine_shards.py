@@ -3,20 +3,23 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.sync.plan.build import build_plan
 from megarl.sync.plan.engine_shards import EnginePosition, engine_needs, engine_shards, stage_range
-from megarl.weights.boxes import Box, full_box, num_elements
+from megarl.weights.boxes import Box, Boxes, full_box, num_elements
 from megarl.weights.families import Dims, Experts, ModelSpec, read_model_spec
 from megarl.weights.rope import DefaultRope
 from megarl.weights.safetensors_map import TensorSpec
 from megarl.weights.tables import FAMILIES
+from tests.helpers.boxes import covered
 from tests.helpers.hf_models import MODELS, make_model
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.vllm_stages import stage_tensors
+from tests.unit.weights.test_slices import sectioned
 
 # Eight query heads share two key/value heads; vLLM pads 100 words to 128.
 DIMS = Dims(num_layers=1, hidden=6, ffn=8, num_heads=8, num_kv_heads=2, head_dim=4, vocab=100, tied=False)
@@ -37,13 +40,13 @@ def make_spec(family: str, dims: Dims) -> ModelSpec:
     )
 
 
-def shards(rank: int, size: int, *, family: str = "qwen2", dims: Dims = DIMS, ep: bool = False) -> dict[str, Box]:
+def shards(rank: int, size: int, *, family: str = "qwen2", dims: Dims = DIMS, ep: bool = False) -> dict[str, Boxes]:
     return engine_shards(make_spec(family, dims), EnginePosition(rank=rank, size=size, expert_parallel=ep))
 
 
 def test_one_worker_needs_all_of_every_tensor() -> None:
     shapes = make_spec("qwen2", DIMS).expected_tensors()
-    assert shards(0, 1) == {name: full_box(shape) for name, shape in shapes.items()}
+    assert shards(0, 1) == {name: (full_box(shape),) for name, shape in shapes.items()}
 
 
 def test_a_tied_head_is_not_sent() -> None:
@@ -85,48 +88,60 @@ def test_a_tied_head_is_not_sent() -> None:
 def test_two_workers(rank: int, expected: dict[str, Box]) -> None:
     found = shards(rank, 2)
     assert found.keys() == make_spec("qwen2", DIMS).expected_tensors().keys()
-    assert {name: found[name] for name in expected} == expected
+    assert {name: found[name] for name in expected} == {name: (box,) for name, box in expected.items()}
 
 
 def test_key_and_value_heads_repeat_where_workers_are_more() -> None:
-    k_proj = [shards(rank, 4)[f"{LAYER}self_attn.k_proj.weight"][0] for rank in range(4)]
-    q_proj = [shards(rank, 4)[f"{LAYER}self_attn.q_proj.weight"][0] for rank in range(4)]
+    k_proj = [shards(rank, 4)[f"{LAYER}self_attn.k_proj.weight"][0][0] for rank in range(4)]
+    q_proj = [shards(rank, 4)[f"{LAYER}self_attn.q_proj.weight"][0][0] for rank in range(4)]
     assert k_proj == [(0, 4), (0, 4), (4, 8), (4, 8)]
     assert q_proj == [(0, 8), (8, 16), (16, 24), (24, 32)]
     # The padding is all at the last worker: rows 96 to 127 of 100.
-    assert shards(3, 4)["model.embed_tokens.weight"][0] == (96, 100)
+    assert shards(3, 4)["model.embed_tokens.weight"] == (((96, 100), (0, 6)),)
 
 
-def test_workers_without_a_word_get_an_empty_box() -> None:
+def test_workers_without_a_word_get_no_box() -> None:
     """Of 60 words, padded to 64, the last of 16 workers has rows 60 to 63: padding."""
     dims = replace(DIMS, vocab=60, num_heads=16, ffn=16)
-    assert shards(15, 16, dims=dims)["model.embed_tokens.weight"][0] == (60, 60)
+    assert shards(15, 16, dims=dims)["model.embed_tokens.weight"] == ()
 
 
 def test_experts_are_split_by_width_or_whole() -> None:
     dims = replace(DIMS, experts=EXPERTS)
     expert = f"{LAYER}mlp.experts.{{}}."
     split = shards(1, 2, family="qwen3_moe", dims=dims)
-    assert split[f"{LAYER}mlp.gate.weight"] == ((0, 6), (0, 6))
+    assert split[f"{LAYER}mlp.gate.weight"] == (((0, 6), (0, 6)),)
     for number in range(6):
-        assert split[f"{expert.format(number)}gate_proj.weight"] == ((2, 4), (0, 6))
-        assert split[f"{expert.format(number)}down_proj.weight"] == ((0, 6), (2, 4))
+        assert split[f"{expert.format(number)}gate_proj.weight"] == (((2, 4), (0, 6)),)
+        assert split[f"{expert.format(number)}down_proj.weight"] == (((0, 6), (2, 4)),)
     # Six experts over four workers: two, two, one, one.
     for rank, numbers in enumerate([{0, 1}, {2, 3}, {4}, {5}]):
         whole = shards(rank, 4, family="qwen3_moe", dims=dims, ep=True)
         for number in range(6):
             name = f"{expert.format(number)}up_proj.weight"
-            assert whole.get(name) == (((0, 4), (0, 6)) if number in numbers else None)
+            assert whole.get(name) == ((((0, 4), (0, 6)),) if number in numbers else None)
+
+
+def test_sections_by_hand() -> None:
+    """Two workers: 32 query rows, then 8 key and 8 value rows in one tensor; 8 gate rows, then 8 up rows in another."""
+    spec = sectioned(make_spec("qwen2", DIMS))
+    assert spec.expected_tensors()[f"{LAYER}self_attn.qkv_proj.weight"] == (48, 6)
+    rows = {"self_attn.qkv_proj": [[(0, 16), (32, 36), (40, 44)], [(16, 32), (36, 40), (44, 48)]]}
+    rows["mlp.gate_up_proj"] = [[(0, 4), (8, 12)], [(4, 8), (12, 16)]]
+    for rank in range(2):
+        found = engine_shards(spec, EnginePosition(rank=rank, size=2))
+        for name, by_rank in rows.items():
+            assert found[f"{LAYER}{name}.weight"] == tuple((each, (0, 6)) for each in by_rank[rank])
+        assert found[f"{LAYER}self_attn.qkv_proj.bias"] == tuple((each,) for each in rows["self_attn.qkv_proj"][rank])
+    whole = engine_shards(spec, EnginePosition(rank=0, size=1))
+    assert whole[f"{LAYER}self_attn.qkv_proj.weight"] == (((0, 48), (0, 6)),)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_workers_together_need_all_of_every_tensor(size: int) -> None:
     spec = make_spec("qwen2", DIMS)
     for name, shape in spec.expected_tensors().items():
-        covered = torch.zeros(shape, dtype=torch.bool)
-        for rank in range(size):
-            covered[tuple(slice(*ends) for ends in shards(rank, size)[name])] = True
-        assert covered.all()
+        assert np.any([covered(shape, shards(rank, size)[name]) for rank in range(size)], axis=0).all()
 
 
 def test_a_tp2_engine_receives_the_minimum() -> None:
@@ -146,7 +161,7 @@ def test_a_tp2_engine_receives_the_minimum() -> None:
     # Embedding and head: worker 0 needs rows 0 to 63 and has 0 to 31; worker 1 needs 64 to 99 and has 96 to 99.
     assert plan.received_bytes(10) == 2 * (split + 2 * 32 * 6)
     assert plan.received_bytes(11) == 2 * (split + 2 * 32 * 6)
-    needs = [sum(num_elements(box) for box in needed[sink].values()) for sink in (10, 11)]
+    needs = [sum(num_elements(box) for boxes in needed[sink].values() for box in boxes) for sink in (10, 11)]
     for sink, elements in zip((10, 11), needs, strict=True):
         assert plan.received_bytes(sink) + plan.received_bytes(sink, local=True) == 2 * elements
 

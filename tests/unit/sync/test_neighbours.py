@@ -28,8 +28,8 @@ def test_no_permutation_costs_less(num_rows: int, more: int, data: st.DataObject
 def test_four_quarters_to_two_engines() -> None:
     """Quarters of 8 rows of 4 bytes at ranks 0 to 3; workers 10, 12 want the first half, 11, 13 the second."""
     specs = {"a": TensorSpec(shape=(8,), dtype=torch.float32)}
-    held = {rank: {"a": ((2 * rank, 2 * rank + 2),)} for rank in range(4)}
-    needed = {10: {"a": ((0, 4),)}, 11: {"a": ((4, 8),)}, 12: {"a": ((0, 4),)}, 13: {"a": ((4, 8),)}}
+    held = {rank: {"a": (((2 * rank, 2 * rank + 2),),)} for rank in range(4)}
+    needed = {10: {"a": (((0, 4),),)}, 11: {"a": (((4, 8),),)}, 12: {"a": (((0, 4),),)}, 13: {"a": (((4, 8),),)}}
     assert overlaps(specs, held, needed).tolist() == [[8, 8, 0, 0], [0, 0, 8, 8]] * 2
     seats = dict(zip(needed, best_neighbours(overlaps(specs, held, needed)), strict=True))
     assert {seats[10], seats[12]} == {0, 1}

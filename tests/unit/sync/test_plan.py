@@ -1,7 +1,7 @@
 """The plan of a transfer: every needed element once, no byte more than lacks, sends spread over replicas."""
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 import numpy as np
@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from megarl.errors import WeightSyncError
 from megarl.sync.plan.build import Holding, Plan, build_plan, plan_statistics
-from megarl.weights.boxes import Box, box_of, num_elements, pieces, slices_of, split_rows
+from megarl.weights.boxes import Box, Boxes, box_of, joined, num_elements, pieces, slices_of, split_rows
 from megarl.weights.safetensors_map import TensorSpec
+from tests.helpers.boxes import covered
 
 ITEM = 4
 SIZES = st.integers(1, 7)
@@ -30,31 +31,30 @@ def cuts(size: int) -> st.SearchStrategy[list[tuple[int, int]]]:
 
 
 @st.composite
-def boxes_within(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
-    ranges = []
-    for size in shape:
-        start = draw(st.integers(0, size - 1))
-        ranges.append((start, draw(st.integers(start + 1, size))))
-    return tuple(ranges)
+def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+    return list(itertools.product(*(draw(cuts(size)) for size in shape)))
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[dict[str, TensorSpec], dict[int, Holding], dict[int, Holding], dict[int, set[int]]]:
-    """Tensors of one or two axes cut in any grid, replicated; sinks that need any box of any of them."""
+    """Tensors of one or two axes cut in any grid, replicated; sources and sinks of any cells."""
     shapes = draw(st.lists(st.one_of(st.tuples(SIZES), st.tuples(SIZES, SIZES)), min_size=1, max_size=4))
     specs = {f"t{i}": spec(*shape) for i, shape in enumerate(shapes)}
     num_replicas, num_sinks = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    held: dict[int, dict[str, Box]] = {}
+    cells = defaultdict[int, dict[str, set[Box]]](lambda: defaultdict(set))
     for name, each in specs.items():
-        grid = list(itertools.product(*(draw(cuts(size)) for size in each.shape)))
-        for cell, replica in itertools.product(range(len(grid)), range(num_replicas)):
-            held.setdefault(cell * num_replicas + replica, {})[name] = grid[cell]
+        for cell in draw(grids(each.shape)):
+            for replica in range(num_replicas):
+                cells[draw(st.integers(0, 3)) * num_replicas + replica][name].add(cell)
+    held: dict[int, Holding] = {
+        source: {name: joined(its) for name, its in by_name.items()} for source, by_name in cells.items()
+    }
     needed: dict[int, Holding] = {}
     for sink in range(num_sinks):
         names = draw(st.lists(st.sampled_from(sorted(specs)), unique=True))
-        needed[sink] = {name: draw(boxes_within(specs[name].shape)) for name in names}
+        needed[sink] = {name: joined(draw(st.sets(st.sampled_from(draw(grids(specs[name].shape)))))) for name in names}
     neighbours = {sink: draw(st.sets(st.sampled_from(sorted(held)), max_size=2)) for sink in needed}
-    return specs, dict(held), needed, neighbours
+    return specs, held, needed, neighbours
 
 
 def coverage(plan: Plan, sink: int, name: str, *, local: bool | None = None) -> np.ndarray:
@@ -78,21 +78,19 @@ def test_every_needed_element_once_and_no_byte_that_is_at_hand(
     for sink, holding in needed.items():
         lacks = 0
         for name, each in specs.items():
-            wanted = np.zeros(each.shape, dtype=np.int64)
-            if name in holding:
-                wanted[slices_of(holding[name])] = 1
+            wanted = covered(each.shape, holding.get(name, ())).astype(np.int64)
             np.testing.assert_array_equal(coverage(plan, sink, name), wanted)
             # By brute force over elements: needed, and at none of the neighbours.
             at_hand = np.zeros(each.shape, dtype=bool)
             for source in neighbours[sink]:
-                if name in held[source]:
-                    at_hand[slices_of(held[source][name])] = True
+                at_hand |= covered(each.shape, held[source].get(name, ()))
             np.testing.assert_array_equal(coverage(plan, sink, name, local=False), wanted * ~at_hand)
             lacks += int((wanted * ~at_hand).sum()) * ITEM
         assert plan.received_bytes(sink) == lacks
     for message in plan.messages:
         assert message.local == (message.source in neighbours[message.sink])
-        assert all(_is_within(part.box, held[message.source][part.tensor]) for part in message.parts)
+        for part in message.parts:
+            assert any(_is_within(part.box, box) for box in held[message.source][part.tensor])
 
 
 def _is_within(inner: Box, outer: Box) -> bool:
@@ -103,7 +101,7 @@ def _is_within(inner: Box, outer: Box) -> bool:
 def test_buckets_are_a_sixteenth_of_all_but_1_to_64_mib(mib: int, sizes: list[int]) -> None:
     """A tensor with rows of 64 KiB moves as a whole."""
     num_rows, width = 16 * mib, 1 << 14
-    whole = {"a": ((0, num_rows), (0, width))}
+    whole = {"a": (((0, num_rows), (0, width)),)}
     plan = build_plan({"a": spec(num_rows, width)}, {0: whole}, {1: whole})
     assert [message.num_bytes >> 20 for message in plan.messages] == sizes
 
@@ -136,7 +134,7 @@ def test_one_bounded_message_per_pair_and_bucket(
     for sink in needed:
         names = [order.index(part.tensor) for m in plan.of_sink(sink) for part in m.parts]
         by_bucket = [[order.index(p.tensor) for p in m.parts] for m in plan.of_sink(sink)]
-        assert set(names) == {order.index(name) for name in needed[sink]}
+        assert set(names) == {order.index(name) for name, boxes in needed[sink].items() if boxes}
         assert all(places == sorted(places) for places in by_bucket)
 
 
@@ -148,9 +146,9 @@ def test_replicas_send_equal_shares_within_one_slice(
 ) -> None:
     """Two halves of every tensor at `num_replicas` sources each."""
     specs = {f"t{i}": spec(2 * size) for i, size in enumerate(sizes)}
-    halves = [{f"t{i}": ((h * size, h * size + size),) for i, size in enumerate(sizes)} for h in range(2)]
+    halves = [{f"t{i}": (((h * size, h * size + size),),) for i, size in enumerate(sizes)} for h in range(2)]
     held = {half * num_replicas + r: halves[half] for half in range(2) for r in range(num_replicas)}
-    needed = {sink: {name: ((0, each.shape[0]),) for name, each in specs.items()} for sink in range(num_sinks)}
+    needed = {sink: {name: (((0, each.shape[0]),),) for name, each in specs.items()} for sink in range(num_sinks)}
     plan = build_plan(specs, held, needed, bucket_bytes=bucket_bytes)
     for half in range(2):
         loads = [
@@ -169,7 +167,7 @@ def test_tensors_that_are_alike_are_planned_as_each_alone(
     specs, held, needed, neighbours = case
 
     def repeated(holding: Holding) -> Holding:
-        return {f"{name}.{layer}": box for name, box in holding.items() for layer in range(num_layers)}
+        return {f"{name}.{layer}": boxes for name, boxes in holding.items() for layer in range(num_layers)}
 
     many = {f"{name}.{layer}": each for name, each in specs.items() for layer in range(num_layers)}
     all_held, all_needed = ({i: repeated(part) for i, part in each.items()} for each in (held, needed))
@@ -187,7 +185,7 @@ def ways(plan: Plan, name: str) -> set[tuple[int, bool, Box]]:
 def test_buckets_of_processes_fill_apart() -> None:
     """Source 0 has the first two tensors and 1 the last two, a bucket each: both send at the same time."""
     specs = {f"t{i}": spec(10) for i in range(4)}
-    whole = ((0, 10),)
+    whole = (((0, 10),),)
     held = {0: {"t0": whole, "t1": whole}, 1: {"t2": whole, "t3": whole}}
     needed = {2: {"t0": whole, "t1": whole}, 3: {"t2": whole, "t3": whole}}
     plan = build_plan(specs, held, needed, bucket_bytes=40)
@@ -207,7 +205,7 @@ def order_of(plan: Plan, sink: int) -> list[str]:
 def test_sinks_begin_at_different_stages() -> None:
     """Two stages of two layers: the second sink gets the second stage's first, so that both stages always send."""
     specs = {f"model.layers.{layer}.{name}": spec(10) for layer in range(4) for name in "ab"}
-    whole: Holding = dict.fromkeys(specs, ((0, 10),))
+    whole: Holding = dict.fromkeys(specs, (((0, 10),),))
     names = list(specs)
     held = {0: {name: whole[name] for name in names[:4]}, 1: {name: whole[name] for name in names[4:]}}
     plan = build_plan(specs, held, {2: whole, 3: whole}, bucket_bytes=40)
@@ -222,7 +220,7 @@ def test_sinks_begin_elsewhere_in_a_layer() -> None:
     other.
     """
     specs = {f"model.layers.0.{expert}": spec(10) for expert in range(4)}
-    whole: Holding = dict.fromkeys(specs, ((0, 10),))
+    whole: Holding = dict.fromkeys(specs, (((0, 10),),))
     names = list(specs)
     held = {0: {name: whole[name] for name in names[:2]}, 1: {name: whole[name] for name in names[2:]}}
     plan = build_plan(specs, held, {2: whole, 3: whole}, bucket_bytes=80)
@@ -237,7 +235,7 @@ def test_sinks_begin_elsewhere_in_a_layer() -> None:
 def test_a_source_on_the_host_of_the_sink_is_preferred() -> None:
     """Every rank has everything, two of them on each of two hosts."""
     specs = {f"model.layers.{i}.a": spec(10) for i in range(4)}
-    whole: Holding = dict.fromkeys(specs, ((0, 10),))
+    whole: Holding = dict.fromkeys(specs, (((0, 10),),))
     hosts = {0: "x", 1: "x", 2: "y", 3: "y", 4: "x", 5: "y", 6: "z"}
     plan = build_plan(specs, dict.fromkeys(range(4), whole), dict.fromkeys((4, 5, 6), whole), hosts=hosts)
     assert {m.source for m in plan.of_sink(4)} <= {0, 1}
@@ -250,7 +248,7 @@ def test_a_layer_begins_when_the_one_two_before_is_complete(
     layers: list[list[int]], num_stages: int, num_sinks: int
 ) -> None:
     specs = {f"model.layers.{i}.{j}": spec(size) for i, sizes in enumerate(layers) for j, size in enumerate(sizes)}
-    whole: Holding = {name: ((0, each.shape[0]),) for name, each in specs.items()}
+    whole: Holding = {name: (((0, each.shape[0]),),) for name, each in specs.items()}
     held = {
         stage: {name: whole[name] for name in specs if int(name.split(".")[2]) % num_stages == stage}
         for stage in range(num_stages)
@@ -265,15 +263,15 @@ def test_a_layer_begins_when_the_one_two_before_is_complete(
 
 
 def test_what_nobody_holds_is_an_error() -> None:
-    held = {0: {"a": ((0, 2), (0, 3))}, 1: {"a": ((3, 4), (0, 3))}}
+    held = {0: {"a": (((0, 2), (0, 3)),)}, 1: {"a": (((3, 4), (0, 3)),)}}
     with pytest.raises(WeightSyncError, match=r"no rank holds a\(\(2, 3\), \(0, 3\)\), which engine worker 5 needs"):
-        build_plan({"a": spec(4, 3)}, held, {5: {"a": ((0, 4), (0, 3))}}, bucket_bytes=100)
+        build_plan({"a": spec(4, 3)}, held, {5: {"a": (((0, 4), (0, 3)),)}}, bucket_bytes=100)
 
 
 def test_a_plan_by_hand() -> None:
     """Four column blocks of a [4, 8] float32 tensor to two halves; sink 0 sits with source 0, sink 1 with source 3."""
-    held = {rank: {"a": ((0, 4), (2 * rank, 2 * rank + 2))} for rank in range(4)}
-    needed = {0: {"a": ((0, 4), (0, 4))}, 1: {"a": ((0, 4), (4, 8))}}
+    held = {rank: {"a": (((0, 4), (2 * rank, 2 * rank + 2)),)} for rank in range(4)}
+    needed = {0: {"a": (((0, 4), (0, 4)),)}, 1: {"a": (((0, 4), (4, 8)),)}}
     plan = build_plan({"a": spec(4, 8)}, held, needed, neighbours={0: [0], 1: [3]}, bucket_bytes=1000)
     ways = {(m.source, m.sink, m.local, m.num_bytes) for m in plan.messages}
     assert ways == {(0, 0, True, 32), (1, 0, False, 32), (2, 1, False, 32), (3, 1, True, 32)}
@@ -281,6 +279,37 @@ def test_a_plan_by_hand() -> None:
     numbers = plan_statistics(plan)
     assert (numbers.wire_bytes, numbers.local_bytes, numbers.num_messages, numbers.num_buckets) == (64, 64, 2, 1)
     assert (numbers.max_received_bytes, numbers.max_sent_bytes) == (32, 32)
+
+
+def test_two_sections_of_a_tensor_by_hand() -> None:
+    """Gate and up in 4 rows each of a [8, 3] tensor: each rank holds half of both, and worker 2 needs one."""
+    halves = ((((0, 2), (0, 3)), ((4, 6), (0, 3))), (((2, 4), (0, 3)), ((6, 8), (0, 3))))
+    held = {rank: {"a": halves[rank]} for rank in (0, 1)}
+    plan = build_plan(
+        {"a": spec(8, 3)}, held, {2: {"a": halves[1]}, 3: {"a": (((0, 8), (0, 3)),)}}, neighbours={3: [1]}
+    )
+    assert {(m.source, m.sink, m.local, m.num_bytes) for m in plan.messages} == {
+        (1, 2, False, 48),
+        (0, 3, False, 48),
+        (1, 3, True, 48),
+    }
+    assert {part.box for m in plan.of_sink(2) for part in m.parts} == set(halves[1])
+
+
+@pytest.mark.parametrize(
+    ("boxes", "expected"),
+    [
+        ([((4, 6), (0, 3)), ((0, 2), (0, 3))], (((0, 2), (0, 3)), ((4, 6), (0, 3)))),
+        ([((2, 4), (0, 3)), ((0, 2), (0, 3))], (((0, 4), (0, 3)),)),
+        # Side by side, but rows of the first come between those of the second.
+        ([((0, 2), (0, 1)), ((0, 2), (1, 3))], (((0, 2), (0, 1)), ((0, 2), (1, 3)))),
+        # One row: its elements do follow each other. Then the next row.
+        ([((0, 1), (0, 1)), ((0, 1), (1, 3)), ((1, 2), (0, 3))], (((0, 2), (0, 3)),)),
+        ([((0, 0), (0, 3)), ((2, 3), (1, 1))], ()),
+    ],
+)
+def test_boxes_join_where_their_elements_follow(boxes: list[Box], expected: Boxes) -> None:
+    assert joined(boxes) == expected
 
 
 def test_boxes() -> None:

@@ -82,8 +82,8 @@ def make_shares(
     rows, both = [((0, 1), (0, 1)), ((1, 2), (0, 1))], ((0, 2), (0, 1))
     plan = build_plan(
         specs,
-        {rank: {"a": rows[rank]} for rank in (0, 1)},
-        {sink: {"a": both} for sink in (2, 3)},
+        {rank: {"a": (rows[rank],)} for rank in (0, 1)},
+        {sink: {"a": (both,)} for sink in (2, 3)},
         neighbours={sink: [rank] for sink, rank in beside.items()},
     )
     meeting = Meeting(address="127.0.0.1", port=1, rank=0, size=1, timeout_s=1.0, secret=b"")

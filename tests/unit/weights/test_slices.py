@@ -1,6 +1,8 @@
 """Shards as slices of Hugging Face tensors: checked against shards that the test cuts itself."""
 
 import itertools
+import re
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from megarl.weights.slices import (
     checksum,
     count_elements,
     load_slices,
+    shard_boxes,
     shard_slices,
     slice_checksums,
     split_box,
@@ -34,7 +37,28 @@ TP_SIZES = [1, 2, 4, 8]
 DP_SIZES = [1, 2]
 
 
-def make_spec(*, tied: bool) -> ModelSpec:
+def fused_name(name: str) -> str:
+    """The tensor of Phi-3 that has this one as a section."""
+    return re.sub(r"\b(gate|up)_proj", "gate_up_proj", re.sub(r"\b[qkv]_proj", "qkv_proj", name))
+
+
+def sectioned(spec: ModelSpec) -> ModelSpec:
+    """A model with those tensors."""
+    weights = [
+        replace(rule, tensors=tuple(replace(tensor, name=fused_name(tensor.name)) for tensor in rule.tensors))
+        for rule in spec.family.weights
+    ]
+    return replace(spec, family=replace(spec.family, weights=tuple(weights)))
+
+
+def fused_tensors(hf: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    sections = defaultdict[str, list[torch.Tensor]](list)
+    for name, tensor in hf.items():
+        sections[fused_name(name)].append(tensor)
+    return {name: torch.cat(tensors) for name, tensors in sections.items()}
+
+
+def make_spec(*, tied: bool, fused: bool = False) -> ModelSpec:
     dims = Dims(
         num_layers=LAYERS,
         hidden=HIDDEN,
@@ -45,7 +69,7 @@ def make_spec(*, tied: bool) -> ModelSpec:
         vocab=VOCAB,
         tied=tied,
     )
-    return ModelSpec(
+    spec = ModelSpec(
         path=Path("model"),
         family=FAMILIES.get("qwen3"),
         dims=dims,
@@ -55,6 +79,7 @@ def make_spec(*, tied: bool) -> ModelSpec:
         max_positions=64,
         hf_config={},
     )
+    return sectioned(spec) if fused else spec
 
 
 def hf_tensors(*, tied: bool) -> dict[str, torch.Tensor]:
@@ -132,7 +157,13 @@ def megatron_shards(hf: dict[str, torch.Tensor], rank: int, size: int, *, te: bo
 
 
 def rank_slices(
-    tp: int, dp: int, *, tied: bool, te: bool = False, shards: Callable[..., dict[str, torch.Tensor]] = megatron_shards
+    tp: int,
+    dp: int,
+    *,
+    tied: bool,
+    te: bool = False,
+    fused: bool = False,
+    shards: Callable[..., dict[str, torch.Tensor]] = megatron_shards,
 ) -> list[list[Slice]]:
     """Slices of every rank, data-parallel replicas outermost."""
     hf = hf_tensors(tied=tied)
@@ -140,7 +171,7 @@ def rank_slices(
         list(
             shard_slices(
                 shards(hf, rank, tp, te=te).items(),
-                make_spec(tied=tied),
+                make_spec(tied=tied, fused=fused),
                 ShardPosition(tp_rank=rank, tp_size=tp, replica=replica, num_replicas=dp),
             )
         )
@@ -153,11 +184,12 @@ def rank_slices(
 @pytest.mark.parametrize("te", [False, True], ids=["local", "te"])
 @pytest.mark.parametrize("dp", DP_SIZES)
 @pytest.mark.parametrize("tp", TP_SIZES)
-def test_slices_partition_every_tensor(tp: int, dp: int, te: bool, tied: bool) -> None:
-    expected = hf_tensors(tied=tied)
+@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
+def test_slices_partition_every_tensor(fused: bool, tp: int, dp: int, te: bool, tied: bool) -> None:
+    expected = fused_tensors(hf_tensors(tied=tied)) if fused else hf_tensors(tied=tied)
     owners = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     target = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    for slices in rank_slices(tp, dp, tied=tied, te=te):
+    for slices in rank_slices(tp, dp, tied=tied, te=te, fused=fused):
         store_slices(slices, target)
         for part in slices:
             # Owned or not, a view holds what its index says.
@@ -170,17 +202,18 @@ def test_slices_partition_every_tensor(tp: int, dp: int, te: bool, tied: bool) -
 
 
 @pytest.mark.parametrize("tp", TP_SIZES)
-def test_load_fills_the_shards(tp: int) -> None:
+@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
+def test_load_fills_the_shards(fused: bool, tp: int) -> None:
     def empty(*args: object, **kwargs: object) -> dict[str, torch.Tensor]:
         shards = megatron_shards(*args, **kwargs)  # type: ignore[arg-type]
         return {name: torch.full_like(shard, -1.0) for name, shard in shards.items()}
 
     hf = hf_tensors(tied=False)
-    spec = make_spec(tied=False)
+    spec, checkpoint = make_spec(tied=False, fused=fused), fused_tensors(hf) if fused else hf
     for rank in range(tp):
         parameters = empty(hf, rank, tp, te=False)
         at = ShardPosition(tp_rank=rank, tp_size=tp, replica=0, num_replicas=1)
-        load_slices(shard_slices(parameters.items(), spec, at), hf)
+        load_slices(shard_slices(parameters.items(), spec, at), checkpoint)
         for name, shard in megatron_shards(hf, rank, tp, te=False).items():
             assert torch.equal(parameters[name], shard), name
 
@@ -231,6 +264,15 @@ def test_more_shards_than_key_value_heads_cut_groups_of_heads(
         split = Split(rank, size, vocab_padding=1)
         boxes = [split_box(Partition.QKV, shape, part, dims, split) for part, shape in enumerate(shapes)]
         assert boxes == [(each, (0, HIDDEN)) for each in rows]
+
+
+def test_sections_of_a_tensor_begin_where_those_before_end() -> None:
+    """16 query rows, 8 key rows, 8 value rows; of a group of 4, 2 and 2, even ranks of eight have the queries."""
+    spec = make_spec(tied=True, fused=True)
+    rule = next(rule for rule in spec.family.weights if rule.partition is Partition.QKV)
+    assert spec.expected_tensors()["model.layers.0.self_attn.qkv_proj.weight"] == (32, HIDDEN)
+    rows = [[box[0] for box in shard_boxes(rule, spec.dims, Split(rank, 8, vocab_padding=1))] for rank in (2, 3)]
+    assert rows == [[(4, 8), (18, 18), (26, 26)], [(8, 8), (18, 20), (26, 28)]]
 
 
 def test_replicas_share_the_writing() -> None:
