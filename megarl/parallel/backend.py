@@ -17,6 +17,7 @@ from megarl.host.device.platform import TESTED_MEGATRON, platform
 
 if TYPE_CHECKING:
     from megarl.config.layout import LayoutConfig
+    from megarl.weights.attention import AttentionOptions
     from megarl.weights.dims import Dims
 
 
@@ -73,6 +74,15 @@ BACKENDS = {
     ),
     "cuda": cuda_backend(transformer_engine=find_spec("transformer_engine") is not None),
 }
+
+
+def packs_attention(options: "AttentionOptions", *, cp: int) -> bool:
+    """Return whether a layer's attention is megarl's `PackedAttention`.
+
+    It is so in layers that are not Transformer Engine's, and in those whose options that lacks: its ring of context-
+    parallel ranks has no windows.
+    """
+    return not BACKENDS[platform().name].uses_transformer_engine or (cp > 1 and options.window is not None)
 
 
 def shares_prompts(dims: "Dims", layout: "LayoutConfig") -> bool:

@@ -1,47 +1,41 @@
 """Define policy and value models as Megatron GPT models that return log-probs or values instead of logits."""
 
 import contextlib
-import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
-from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.host.device.platform import platform
-from megarl.parallel.backend import BACKENDS, shares_prompts
+from megarl.parallel.backend import packs_attention, shares_prompts
 from megarl.parallel.head.differentiable import LossGradients
 from megarl.parallel.head.logprobs import TokenLogprobs
 from megarl.parallel.head.pairs import TokenPairs
 from megarl.parallel.head.policy import HeadRequest, PolicyHead
 from megarl.parallel.head.statistics import vocab_shard
-from megarl.parallel.latent import latent_options
 from megarl.parallel.layout import Layout
+from megarl.parallel.megatron_config import transformer_config
 from megarl.parallel.modules import block_spec
 from megarl.parallel.moe.router import moe_layers
-from megarl.parallel.moe.setup import expert_options
 from megarl.parallel.packing import Pack
 from megarl.types.messages import Head
-from megarl.weights.dims import Dims
 from megarl.weights.families import ModelSpec
 from megarl.weights.rope import YarnRope
-from megarl.weights.rules import Activation
 from megarl.weights.safetensors_map import dtype_of, map_model, model_files
 from megarl.weights.shards import padded_vocab
 from megarl.weights.slices import ShardPosition, Slice, load_slices, shard_slices
-from megarl.weights.tables import VALUE_HEAD, Layers
+from megarl.weights.tables import VALUE_HEAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +63,7 @@ class PackedModel(GPTModel):
         num_rows = padded_vocab(spec.dims.vocab, layout.config, vocab_multiple)
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(config, vp_stage),
+            transformer_layer_spec=block_spec(spec, config, vp_stage),
             vocab_size=num_rows,
             max_sequence_length=spec.max_positions,
             pre_process=layout.pp_group.rank() == 0 and vp_stage in (None, 0),
@@ -78,6 +72,7 @@ class PackedModel(GPTModel):
             share_embeddings_and_output_weights=spec.dims.tied and isinstance(self, PolicyModel),
             position_embedding_type="rope",
             rotary_base=spec.rope_theta,
+            rotary_percent=spec.dims.rotary_fraction,
             vp_stage=vp_stage,
         )
         if spec.dims.latent is None:
@@ -94,6 +89,8 @@ class PackedModel(GPTModel):
             self.embedding.register_forward_hook(lambda *call: call[-1] * root)
         self.spec, self.layout, self.replays_routing = spec, layout, False
         self.shares_prompts = shares_prompts(spec.dims, layout.config)
+        every_layer = range(spec.dims.num_layers)
+        self.plans_attention = any(packs_attention(spec.attention_of(i), cp=layout.config.cp) for i in every_layer)
         self.vocab_shard = vocab_shard(layout.tp_group, num_rows // layout.config.tp, spec.dims.vocab)
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
@@ -248,91 +245,3 @@ def build_model(
                 parameter.data.zero_()
     load_slices(model_slices(chunks), map_model(model_files(spec.path)), optional=(VALUE_HEAD,))
     return chunks
-
-
-def transformer_config(
-    spec: ModelSpec, dtype: torch.dtype, actor: ActorConfig, layout: Layout, *, batch_invariant: bool = False
-) -> TransformerConfig:
-    """Return Megatron's TransformerConfig for a model under a parallel layout."""
-    dims, family, parallel = spec.dims, spec.family, layout.config
-    backend, experts = BACKENDS[platform().name].options, expert_options(dims, parallel, actor.moe)
-    grouped = {**backend, **experts}.get("moe_grouped_gemm", False)
-    return (TransformerConfig if dims.latent is None else MLATransformerConfig)(
-        num_layers=dims.num_layers,
-        hidden_size=dims.hidden,
-        ffn_hidden_size=dims.ffn,
-        num_attention_heads=dims.num_heads,
-        num_query_groups=dims.num_kv_heads,
-        kv_channels=dims.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=spec.norm_eps,
-        layernorm_zero_centered_gamma=family.norms_add_one,
-        gated_linear_unit=True,
-        add_bias_linear=False,
-        add_qkv_bias=family.qkv_bias,
-        qk_layernorm=family.qk_layernorm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=parallel.tp,
-        pipeline_model_parallel_size=parallel.pp,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pp if parallel.virtual_pp > 1 else None,
-        num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
-        num_layers_in_last_pipeline_stage=parallel.last_stage_layers,
-        pipeline_model_parallel_layout=parallel.pipeline_layout,
-        context_parallel_size=parallel.cp,
-        # Packs differ in length, which `KnownShapes` looks up.
-        variable_seq_lengths=parallel.pp > 1,
-        overlap_p2p_comm=parallel.overlap_p2p,
-        batch_p2p_comm=not parallel.overlap_p2p,
-        # Waiting for the device after each exchange was for faults of early versions of torch.
-        batch_p2p_sync=False,
-        **_recompute_options(actor, dims, groups_experts=grouped),
-        sequence_parallel=parallel.sequence_parallel,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        # We divide by our own global denominators; Megatron must not divide again.
-        calculate_per_token_loss=True,
-        # In blocks, E4M3 serves gradients as well.
-        **({} if actor.fp8 is None else {"fp8": "e4m3", "fp8_recipe": actor.fp8}),
-        **{
-            # Megatron's default is refused for dense models too.
-            "moe_token_dispatcher_type": "alltoall",
-            **backend,
-            **(_INVARIANT if batch_invariant else {}),
-            **_ACTIVATIONS[family.activation],
-            **latent_options(spec),
-            **experts,
-        },
-    )
-
-
-def _recompute_options(actor: ActorConfig, dims: Dims, *, groups_experts: bool) -> dict[str, Any]:
-    """Return the fields of Megatron's configuration for what backward computes again."""
-    if actor.recompute == "full":
-        method, count = "uniform", actor.recompute_unit
-        if actor.recompute_layers is not None:
-            method, count = "block", actor.recompute_layers
-        return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": count}
-    kinds = {dims.kind_of(layer) for layer in range(dims.num_layers)}
-    modules = actor.modules_of(has_dense=Layers.DENSE in kinds, has_experts=Layers.EXPERTS in kinds)
-    # Megarl's CPU layers have no grouped GEMMs, within which alone Megatron recomputes these.
-    modules = tuple(name for name in modules if name != "moe_act" or groups_experts)
-    return {"recompute_granularity": "selective", "recompute_modules": list(modules)} if modules else {}
-
-
-# `make_batch_invariant` needs these as well.
-_INVARIANT: Mapping[str, Any] = {
-    "batch_invariant_mode": True,
-    "attention_backend": AttnBackend.flash,
-    # Where the gradient of a weight is added to those of earlier micro-batches, Megatron's kernel overwrites them.
-    "gradient_accumulation_fusion": False,
-}
-_ACTIVATIONS: dict[Activation, dict[str, Any]] = {
-    Activation.SILU: {"activation_func": F.silu},
-    # Megatron fuses the tanh approximation only under the name of the exact GELU.
-    Activation.GELU_TANH: {
-        "activation_func": functools.partial(F.gelu, approximate="tanh"),
-        "bias_activation_fusion": False,
-    },
-}

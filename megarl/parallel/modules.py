@@ -1,13 +1,10 @@
-"""Define layers that Megatron's local spec lacks: an RMSNorm for sequence parallelism and packed causal attention."""
+"""Choose each layer's modules, and define an RMSNorm for sequence parallelism, which Megatron's local spec lacks."""
 
+import copy
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -15,10 +12,13 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megarl.host.device.platform import platform
-from megarl.parallel.backend import BACKENDS
+from megarl.parallel.attention import PackedAttention
+from megarl.parallel.backend import BACKENDS, packs_attention
 from megarl.parallel.latent import ReplicatedLinear
 from megarl.parallel.moe.router import with_pack_routers
-from megarl.parallel.packing import PackSeqParams
+from megarl.weights.attention import AttentionOptions
+from megarl.weights.families import ModelSpec
+from megarl.weights.rules import Layers
 
 
 class _RMSNormFunction(torch.autograd.Function):
@@ -66,88 +66,42 @@ class RMSNorm(torch.nn.Module):
         return normed
 
 
-class PackedAttention(torch.nn.Module):
-    """Causal attention within each row of a pack, on torch's scaled_dot_product_attention.
-
-    query [T, heads, d], key and value [T, kv_heads, d] → [T, heads·d]; the pack's `AttentionPlan` says which tokens
-    each call takes. Rows that share a prompt are attended with the whole prompt each. Under context parallelism, keys
-    and values are gathered over the group, and each rank computes the outputs of its own (zigzag) queries.
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        softmax_scale: float | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        **_: Any,
-    ) -> None:
-        super().__init__()
-        assert pg_collection is not None
-        self.softmax_scale, self.cp_group = softmax_scale, pg_collection.cp
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: None,
-        attn_mask_type: Any = None,
-        attention_bias: None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-    ) -> torch.Tensor:
-        assert isinstance(packed_seq_params, PackSeqParams), "PackedAttention needs packed sequences"
-        pack = packed_seq_params.pack
-        assert pack is not None
-        assert pack.attention is not None
-        if self.cp_group.size() > 1:
-            # The gradients of keys and values are summed over ranks.
-            key, value = (gather_from_sequence_parallel_region(x, group=self.cp_group) for x in (key, value))
-        outputs = []
-        for call in pack.attention.calls:
-            # [S, heads, n or m, d].
-            q, k, v = (
-                x.index_select(0, places.flatten()).view(*places.shape, *x.shape[1:]).transpose(1, 2)
-                for x, places in ((query, call.queries), (key, call.keys), (value, call.keys))
-            )
-            out = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=call.seen,
-                is_causal=call.seen is None,
-                scale=self.softmax_scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-            outputs.append(out.transpose(1, 2).reshape(call.queries.numel(), -1))
-        return torch.cat(outputs).index_select(0, pack.attention.places)
-
-
-def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+def block_spec(spec: ModelSpec, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Return Megatron's spec of this pipeline stage's layers: Transformer Engine's or local ones, by device."""
     if not BACKENDS[platform().name].uses_transformer_engine:
-        return local_block_spec(config, vp_stage)
+        return local_block_spec(spec, config, vp_stage)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    for i, shared in enumerate(block.layer_specs):
+        options = spec.attention_of(first + i)
+        if packs_attention(options, cp=config.context_parallel_size):
+            layer = block.layer_specs[i] = copy.deepcopy(shared)
+            layer.submodules.self_attention.submodules.core_attention = _packed_attention(options)
     with_pack_routers(block.layer_specs)
     return block
 
 
-def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def local_block_spec(
+    spec: ModelSpec, config: TransformerConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
     """Return the spec of this stage's layers: Megatron's local ones with megarl's norm, attention and router."""
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    pattern = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [1] * config.num_layers
-    with_experts = [config.num_moe_experts is not None and kind == 1 for kind in pattern[first : first + num_layers]]
-    kinds = {kind: _local_layer_spec(config, config.num_moe_experts if kind else None) for kind in with_experts}
-    with_pack_routers(kinds.values())
-    layers = [kinds[kind] for kind in with_experts]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    # Layers of one kind share a spec.
+    kinds = [(spec.dims.kind_of(layer), spec.attention_of(layer)) for layer in range(first, first + num_layers)]
+    specs = {kind: _local_layer_spec(config, *kind) for kind in kinds}
+    with_pack_routers(specs.values())
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=RMSNorm)
 
 
-def _local_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+def _packed_attention(options: AttentionOptions) -> ModuleSpec:
+    return ModuleSpec(module=PackedAttention, params={"options": options})
+
+
+def _local_layer_spec(config: TransformerConfig, mlp: Layers, options: AttentionOptions) -> ModuleSpec:
     latent = isinstance(config, MLATransformerConfig)
     spec = get_gpt_layer_local_spec(
-        num_experts=num_experts,
+        num_experts=config.num_moe_experts if mlp is Layers.EXPERTS else None,
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=latent,
         normalization=config.normalization,
@@ -155,7 +109,7 @@ def _local_layer_spec(config: TransformerConfig, num_experts: int | None) -> Mod
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
+    attention.core_attention = _packed_attention(options)
     if latent:
         attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
         attention.q_layernorm = attention.kv_layernorm = RMSNorm

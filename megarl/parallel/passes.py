@@ -15,7 +15,6 @@ from megarl.errors import NonFiniteError
 from megarl.host.device.accelerators import FP8_RECIPES
 from megarl.host.device.platform import platform
 from megarl.host.stage import tell_stage
-from megarl.parallel.backend import BACKENDS
 from megarl.parallel.head.differentiable import LossGradients
 from megarl.parallel.head.logprobs import TokenLogprobs
 from megarl.parallel.head.pairs import TokenPairs
@@ -69,7 +68,7 @@ def _run_schedule(
             [rows[i] for i in indices],
             alignment=alignment,
             device=device,
-            plans_attention=not BACKENDS[platform().name].uses_transformer_engine,
+            plans_attention=model.plans_attention,
             shares_prompts=model.shares_prompts,
             replay_routing=model.replays_routing,
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.errors import ConfigError
+from megarl.weights.attention import read_rotary_fraction, read_windows
 from megarl.weights.tables import Family, Layers
 
 
@@ -56,7 +57,11 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class Dims:
-    """The sizes of a model. `dim(symbol)` returns the size for a symbol of the weight tables, such as "hidden"."""
+    """The sizes of a model. `dim(symbol)` returns the size for a symbol of the weight tables, such as "hidden".
+
+    windows: of each layer, how many positions a token attends to, its own included, or None for all; () if all do.
+    rotary_fraction: the share of each head's dimensions that rope turns.
+    """
 
     num_layers: int
     hidden: int
@@ -68,6 +73,8 @@ class Dims:
     tied: bool
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    windows: tuple[int | None, ...] = ()
+    rotary_fraction: float = 1.0
 
     def dim(self, symbol: str) -> int:
         return self._sizes[symbol]
@@ -132,6 +139,8 @@ def read_dims(family: Family, config: Mapping[str, Any]) -> Dims:
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=_read_experts(family, config),
         latent=latent,
+        windows=read_windows(config),
+        rotary_fraction=read_rotary_fraction(config),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.errors import ConfigError
 from megarl.host.reading import read_object
+from megarl.weights.attention import AttentionOptions, read_rotary_fraction, read_windows
 from megarl.weights.dims import Dims, Experts, read_dims
 from megarl.weights.rope import LATENT_ROPE_TYPES, ROPE_TYPES, RopeScaling, YarnRope, read_rope_scaling
 from megarl.weights.tables import FAMILIES, OUTPUT_HEAD, VALUE_HEAD, Family, Layers, WeightRule
@@ -93,6 +94,10 @@ class ModelSpec:
     def _has(self, rule: WeightRule) -> bool:
         return all(self.dims.dim(symbol) for tensor in rule.tensors for symbol in tensor.shape)
 
+    def attention_of(self, layer: int) -> AttentionOptions:
+        """Return the options of a layer's softmax attention."""
+        return AttentionOptions(window=self.dims.windows[layer] if self.dims.windows else None)
+
     def is_copy(self, rule: WeightRule) -> bool:
         """Return whether a rule's parameter copies another tensor because this model's embeddings are tied."""
         return self.dims.tied and rule.tied_to is not None
@@ -172,17 +177,17 @@ def read_model_spec(path: str | Path, key: str = "model.path") -> ModelSpec:
 
 
 def _require_described(file: Path, family: Family, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the config has options, such as a sliding window, that megarl does not support."""
+    """Raise ConfigError if the config has options that the family's table does not describe."""
     for key, values in family.required.items():
         if config.get(key, values[0]) not in values:
             raise ConfigError(
                 f"{file}: {key}: got {config[key]!r}, expected {' or '.join(map(repr, values))}; other variants of "
                 f"{family.name} are not supported"
             )
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    positions = config["max_position_embeddings"]
-    if window is not None and window < positions:
-        raise ConfigError(
-            f"{file}: sliding_window: got {window}, expected null or >= max_position_embeddings={positions}, since "
-            f"attention here is full; set max_position_embeddings to {window} to train within the window"
-        )
+    options = {"sliding_window": bool(read_windows(config)), "partial_rotary_factor": read_rotary_fraction(config) < 1}
+    for key, used in options.items():
+        if used and key not in family.defaults:
+            raise ConfigError(
+                f"{file}: {key}: got {config.get(key)!r}, but attention of {family.name} models knows no such option; "
+                f"remove the key if the model was trained without it"
+            )

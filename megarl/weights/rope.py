@@ -15,7 +15,7 @@ from megarl.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-_COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta"})
+_COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 
 class RopeScaling(Protocol):

@@ -66,7 +66,9 @@ class WeightRule:
 class Family:
     """A group of architectures that share a weight table and Megatron options.
 
-    `defaults`: values for keys missing in config.json, where transformers' default differs from the common one.
+    `defaults`: values for keys missing in config.json, where transformers' default differs from the common one. Only
+    families with a default for `sliding_window` have windows, and for `partial_rotary_factor` heads that rope turns in
+    part.
     `required`: key of config.json → supported values (the table fits no others). The first one is transformers' default
     for a missing key.
     `ignored`: tensors that a checkpoint may contain although nothing reads them.

@@ -73,7 +73,12 @@ register_family(
         architectures=("Qwen2ForCausalLM",),
         weights=DECODER + DENSE_MLP + QKV_BIAS,
         qkv_bias=True,
-        defaults={"num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False},
+        defaults={
+            "num_key_value_heads": 32,
+            "sliding_window": 4096,
+            "use_sliding_window": False,
+            "max_window_layers": 28,
+        },
         required={"hidden_act": ("silu",)},
     )
 )
@@ -88,6 +93,7 @@ register_family(
             "head_dim": 128,
             "sliding_window": 4096,
             "use_sliding_window": False,
+            "max_window_layers": 28,
         },
         required={"hidden_act": ("silu",), "attention_bias": (False,)},
     )
@@ -119,13 +125,13 @@ register_family(
         qk_layernorm=True,
         defaults={
             "num_key_value_heads": 4,
-            "sliding_window": 4096,
             "use_sliding_window": False,
             "decoder_sparse_step": 1,
             "mlp_only_layers": None,
             "norm_topk_prob": False,
         },
-        required={"hidden_act": ("silu",), "attention_bias": (False,)},
+        # Transformers and published files disagree about which layers would have windows.
+        required={"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)},
         expert_ffn_key="moe_intermediate_size",
     )
 )
@@ -135,7 +141,7 @@ register_family(
         ends_on_every_stage=True,
         architectures=("MixtralForCausalLM",),
         weights=DECODER + expert_mlps("block_sparse_moe", "w1", "w3", "w2"),
-        defaults={"num_key_value_heads": 8, "rope_theta": 1000000.0},
+        defaults={"num_key_value_heads": 8, "rope_theta": 1000000.0, "sliding_window": None},
         required={"hidden_act": ("silu",), "router_jitter_noise": (0.0,)},
         expert_ffn_key="intermediate_size",
         normalizes_experts=True,

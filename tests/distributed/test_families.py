@@ -25,7 +25,9 @@ LAYOUTS = {
 # Untied embeddings with sequence parallelism, and for a family with biases and one that scales its embeddings tied ones
 # where they are split and lie on two stages; the rest is long. Mistral's layers are Llama's.
 TIED = ("qwen2", "gemma")
-QUICK = {(name, name in TIED, "tp2-pp2" if name in TIED else "tp2-sp") for name in DENSE if name != "mistral"}
+QUICK = {
+    (name, name in TIED, "tp2-pp2" if name in TIED else "tp2-sp") for name in DENSE if not name.startswith("mistral")
+}
 # And uneven chunks.
 QUICK.add(("mistral", True, "pp2-vpp2"))
 CASES = [

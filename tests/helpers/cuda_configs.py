@@ -65,7 +65,7 @@ def built(
     from megatron.core.transformer.moe import moe_utils
     from packaging.version import Version
 
-    from megarl.parallel import backend, model
+    from megarl.parallel import backend, megatron_config
     from megarl.parallel.layout import Layout
     from megarl.parallel.moe import setup
 
@@ -78,10 +78,10 @@ def built(
             # Without Transformer Engine it has not even the names.
             patch.setattr(moe_utils, name, object(), raising=False)
         patch.setitem(backend.BACKENDS, "cuda", backend.cuda_backend(transformer_engine=True))
-        patch.setattr(model, "platform", CudaPlatform)
+        patch.setattr(megatron_config, "platform", CudaPlatform)
         patch.setattr(setup, "transformer_engine_version", lambda: (2, 11))
         configs = [
-            model.transformer_config(
+            megatron_config.transformer_config(
                 spec,
                 torch.bfloat16,
                 actor,

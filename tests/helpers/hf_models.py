@@ -59,6 +59,13 @@ DENSE = {
         left_out=("head_dim", "rope_parameters"),
     ),
     "mistral": HFModel(config="MistralConfig", keys={"sliding_window": None}, left_out=("head_dim",)),
+    # Shorter than most rows.
+    "mistral-window": HFModel(config="MistralConfig", keys={"sliding_window": 7}, left_out=("head_dim",)),
+    # Layers 2 to 4 have windows.
+    "qwen3-windows": HFModel(
+        config="Qwen3Config",
+        keys={"head_dim": 12, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
+    ),
     "qwen2": HFModel(config="Qwen2Config"),
     "qwen3": HFModel(config="Qwen3Config", keys={"head_dim": 12}),
     # The activation as published.

@@ -9,6 +9,7 @@ import torch
 from megarl.config.schema import LayoutConfig
 from megarl.parallel.worker import RankWorker
 from megarl.types import Row
+from megarl.weights.attention import AttentionOptions
 from tests.helpers.head import HeadProblem, HeadResult, differentiate_head, pair_kl
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
@@ -126,11 +127,12 @@ def packed_attention(
     rows: Sequence[Row],
     shares_prompts: bool,
     softmax_scale: float | None,
+    options: AttentionOptions,
     grad_output: torch.Tensor,
 ) -> list[torch.Tensor]:
     """Output of the packed attention, and the gradients of query, key and value."""
     RankWorker(context.rank).prepare()
-    from megarl.parallel.modules import PackedAttention
+    from megarl.parallel.attention import PackedAttention
     from megarl.parallel.packing import PackAlignment, pack_rows
 
     pack = pack_rows(
@@ -142,7 +144,9 @@ def packed_attention(
     )
     inputs = [x.requires_grad_() for x in (query, key, value)]
     groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
-    attention = PackedAttention(config=None, layer_number=1, softmax_scale=softmax_scale, pg_collection=groups)
+    attention = PackedAttention(
+        config=None, layer_number=1, softmax_scale=softmax_scale, pg_collection=groups, options=options
+    )
     out = attention(*inputs, None, packed_seq_params=pack.packed_seq_params)
     return [out.detach(), *torch.autograd.grad(out, inputs, grad_output)]
 

@@ -103,6 +103,7 @@ def _count_reads() -> list[int]:
 def _mend() -> None:
     """Local layers and their names in mbridge."""
     from megarl.parallel.modules import local_block_spec
+    from megarl.weights.families import read_model_spec
 
     util: Any = importlib.import_module("mbridge.core.util")
     if not hasattr(util, "correct_amax_history_if_needed"):
@@ -112,7 +113,7 @@ def _mend() -> None:
 
     def layer_spec(self: Any, vp_stage: int | None = None) -> Any:
         self.has_vp_stage = True
-        return local_block_spec(self.config, vp_stage)
+        return local_block_spec(read_model_spec(self.hf_config.name_or_path), self.config, vp_stage)
 
     base._get_transformer_layer_spec = layer_spec
     qwen._OTHER_MAPPING = {"input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"]}

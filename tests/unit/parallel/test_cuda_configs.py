@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from megarl.config.schema import ActorConfig, LayoutConfig, MoeConfig
+from megarl.host.device.platform import platform
 from megarl.parallel import backend
+from megarl.weights.attention import AttentionOptions
 from tests.helpers.cuda_configs import RECOMPUTES, built, built_output_layer, rope_fusions
 from tests.helpers.hf_models import MODELS, WITH_EXPERTS, make_model
 from tests.helpers.rank_pool import RankPool
@@ -73,6 +75,23 @@ def test_batch_invariant_kernels_have_all_that_megatron_asks_for(
         ((fields,),) = rank_pool(1).run(built, str(path), [ActorConfig()], batch_invariant=asked)
         assert (fields["batch_invariant_mode"], fields["attention_backend"].name) == (asked, attention)
         assert fields["gradient_accumulation_fusion"] is not asked
+
+
+def test_windows_reach_transformer_engine(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+    """It counts the positions before a token's own, and Megatron says in which layers."""
+    path = make_model(tmp_path / "model", "qwen3-windows", tied=False)
+    ((fields,),) = rank_pool(1).run(built, str(path), [ActorConfig()])
+    assert (fields["window_size"], fields["window_attn_skip_freq"]) == ((6, 0), [0, 0, 1, 1, 1])
+
+
+def test_attention_that_transformer_engine_lacks_is_megarls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows over a ring of ranks."""
+    full, windowed = AttentionOptions(), AttentionOptions(window=7)
+    assert all(backend.packs_attention(each, cp=cp) for each in (full, windowed) for cp in (1, 2))
+    monkeypatch.setitem(backend.BACKENDS, platform().name, backend.cuda_backend(transformer_engine=True))
+    assert not any(backend.packs_attention(each, cp=1) for each in (full, windowed))
+    assert not backend.packs_attention(full, cp=2)
+    assert backend.packs_attention(windowed, cp=2)
 
 
 @pytest.mark.parametrize(

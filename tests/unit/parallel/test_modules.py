@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megarl.types import Row
+from megarl.weights.attention import AttentionOptions
 from tests.helpers import rank_parts
 from tests.helpers.compare import assert_within
 from tests.helpers.rank_pool import RankPool
@@ -17,14 +18,19 @@ HEADS, HEAD_DIM = 4, 8
 
 
 def dense_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: list[list[int]], scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sequences: list[list[int]],
+    scale: float,
+    window: int | None,
 ) -> torch.Tensor:
-    """softmax(q·kᵀ·scale) over the tokens of the same sequence up to the query's, head by head."""
+    """softmax(q·kᵀ·scale) over the last tokens, up to the query's, of the same sequence, head by head."""
     out = torch.zeros_like(query)
     per_group = query.shape[1] // key.shape[1]
     for sequence in sequences:
         for place, token in enumerate(sequence):
-            seen = sequence[: place + 1]
+            seen = sequence[: place + 1][-(window or 0) :]
             for head in range(query.shape[1]):
                 k, v = key[seen, head // per_group], value[seen, head // per_group]
                 out[token, head] = (k @ query[token, head] * scale).softmax(-1) @ v
@@ -86,10 +92,13 @@ def test_packed_attention_equals_dense(
         randn(total, num_kv_heads, HEAD_DIM),
     )
     grad_output = randn(total, HEADS * HEAD_DIM)
-    for scale in (None, 0.7):
-        got = rank_pool(1).run(rank_parts.packed_attention, query, key, value, rows, shares, scale, grad_output)[0]
+    # 4 is shorter than some rows, and longer than what some of them have of their own behind a shared prompt.
+    for scale, window in ((None, None), (0.7, None), (None, 4), (None, 1)):
+        options = AttentionOptions(window=window)
+        arguments = (query, key, value, rows, shares, scale, options, grad_output)
+        got = rank_pool(1).run(rank_parts.packed_attention, *arguments)[0]
         q, k, v = inputs = [x.clone().requires_grad_() for x in (query, key, value)]
-        out = dense_attention(q, k, v, sequences, scale or HEAD_DIM**-0.5)
+        out = dense_attention(q, k, v, sequences, scale or HEAD_DIM**-0.5, window)
         expected = [out.detach(), *torch.autograd.grad(out, inputs, grad_output)]
         for name, left, right in zip(("output", "query", "key", "value"), got, expected, strict=True):
             assert_within(name, left, right, atol=1e-12)

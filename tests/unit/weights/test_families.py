@@ -579,21 +579,32 @@ def test_an_unknown_rope_type_names_the_file(tmp_path: Path) -> None:
         MISTRAL_7B_V03 | {"sliding_window": 4096},
         without(MISTRAL_7B_V03, "sliding_window"),
         QWEN2_5_7B | {"sliding_window": 4096, "use_sliding_window": True},
-        QWEN3_0_6B | {"sliding_window": 4096, "use_sliding_window": True},
-        without(QWEN3_0_6B, "sliding_window") | {"use_sliding_window": True},
+        QWEN2_5_7B | {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 5},
+        without(QWEN3_0_6B, "sliding_window", "max_window_layers") | {"use_sliding_window": True},
+        QWEN3_0_6B | {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention"] * 28},
     ],
-    ids=["mistral", "mistral-by-default", "qwen2", "qwen3", "qwen3-by-default"],
+    ids=["mistral", "mistral-by-default", "qwen2", "qwen2-later", "qwen3-by-default", "qwen3-types"],
 )
-def test_sliding_windows_are_refused(tmp_path: Path, config: dict[str, Any]) -> None:
-    message = (
-        rf"config\.json: sliding_window: got 4096, expected null or >= "
-        rf"max_position_embeddings={config['max_position_embeddings']}.*set max_position_embeddings to 4096"
-    )
-    with pytest.raises(ConfigError, match=message):
-        read_model_spec(write_config(tmp_path, config))
-    # What the message proposes.
-    spec = read_model_spec(write_config(tmp_path, config | {"max_position_embeddings": 4096}))
-    assert spec.max_positions == 4096
+def test_windows_are_those_of_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
+    """In Mistral all layers have them, though transformers does not list their types."""
+    windows = read_model_spec(write_config(tmp_path, config)).dims.windows
+    hf = transformers.AutoConfig.from_pretrained(tmp_path)
+    types = getattr(hf, "layer_types", ["sliding_attention"] * hf.num_hidden_layers)
+    expected = tuple(hf.sliding_window if kind == "sliding_attention" else None for kind in types)
+    assert windows == (expected if any(expected) else ())
+
+
+def test_windows_and_partial_rotation_are_refused_where_attention_has_none(tmp_path: Path) -> None:
+    for changes in ({"sliding_window": 4096}, {"partial_rotary_factor": 0.5}):
+        (key,) = changes
+        message = rf"config\.json: {key}: got .*attention of llama models knows no such option; remove the key"
+        with pytest.raises(ConfigError, match=message):
+            read_model_spec(write_config(tmp_path, LLAMA_3_1_8B | changes))
+    unknown = {"sliding_window": 4096, "layer_types": ["chunked_attention"] * 32}
+    with pytest.raises(
+        ConfigError, match=r"layer_types: got \['chunked_attention'.*expected full_attention or sliding"
+    ):
+        read_model_spec(write_config(tmp_path, MISTRAL_7B_V03 | unknown))
 
 
 def test_windows_that_never_close_are_accepted(tmp_path: Path) -> None:
@@ -612,6 +623,7 @@ def test_windows_that_never_close_are_accepted(tmp_path: Path) -> None:
         (LLAMA_3_1_8B, "mlp_bias", True),
         (QWEN3_0_6B, "attention_bias", True),
         (GEMMA_2B, "use_bidirectional_attention", True),
+        (QWEN3_30B_A3B, "use_sliding_window", True),
         *((config, "hidden_act", "relu") for config in PUBLISHED.values()),
     ],
 )
