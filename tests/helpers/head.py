@@ -20,6 +20,7 @@ class HeadProblem:
     grad_logprobs: torch.Tensor
     grad_entropy: torch.Tensor | None
     nucleus: torch.Tensor | None = None
+    logit_cap: float | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -83,7 +84,10 @@ def dense_head(problem: HeadProblem) -> HeadResult:
     """log_softmax of dense float64 logits, of a nucleus with −∞ outside of it, differentiated by autograd."""
     hidden = problem.hidden.detach().clone().double().requires_grad_()
     weight = problem.weight.detach().clone().double().requires_grad_()
-    z = hidden @ weight.t() / problem.temperature.double()[:, None]
+    logits = hidden @ weight.t()
+    if (cap := problem.logit_cap) is not None:
+        logits = cap * (logits / cap).tanh()
+    z = logits / problem.temperature.double()[:, None]
     log_p = z.log_softmax(-1)
     outside = torch.zeros_like(z, dtype=torch.bool)
     for row, ids in zip(outside, [] if problem.nucleus is None else problem.nucleus.tolist(), strict=False):

@@ -84,6 +84,7 @@ class HeadCase:
                 chunk_tokens=self.chunk_tokens,
                 entropy_needs_grad=self.problem.grad_entropy is not None,
                 row_counts=self.row_counts,
+                logit_cap=self.problem.logit_cap,
                 loss_gradients=token_gradients(self.problem) if regime is Regime.IN_CHUNK else None,
                 **options,
             ),

@@ -38,9 +38,16 @@ def overwrite_by_gradient(
     grad_logprobs: torch.Tensor,
     grad_entropy: torch.Tensor | None,
 ) -> None:
-    """Overwrite raw logits of `rows` by the loss's gradient. The last four arguments are for these rows only."""
+    """Overwrite raw logits of `rows` by the loss's gradient with respect to h·Wᵀ.
+
+    The last four arguments are for these rows only.
+    """
     if not x.shard.size:
         return
+    # The derivative of capped logits by those before, which the gradient by the former is about to overwrite.
+    slope = (
+        None if x.logit_cap is None else torch.addcmul(logits.new_ones(()), logits, logits, value=-(x.logit_cap**-2))
+    )
     if x.nucleus is not None:
         # log p of a nucleus has a gradient at its few tokens only, which is scattered there below. It has the factor
         # 1[v = label] − q_v with q = softmax over the nucleus, rounded once, because for a likely label they cancel.
@@ -61,6 +68,8 @@ def overwrite_by_gradient(
     )
     if x.nucleus is not None:
         logits.scatter_add_(1, columns, at_tokens.to(logits.dtype))
+    if slope is not None:
+        logits.mul_(slope)
 
 
 class DeferredGradients(torch.autograd.Function):
@@ -81,7 +90,7 @@ class DeferredGradients(torch.autograd.Function):
         ctx.save_for_backward(
             x.hidden, weight, x.labels, x.inverse_temperature, found.lse, found.entropy, found.nucleus_lse, x.nucleus
         )
-        ctx.context = x.shard, x.chunk_tokens, x.kernels, sinks
+        ctx.context = x.shard, x.chunk_tokens, x.kernels, x.logit_cap, sinks
         ctx.kept, ctx.spent = kept, False
         if not entropy_needs_grad:
             ctx.mark_non_differentiable(found.entropy)
@@ -90,7 +99,7 @@ class DeferredGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Any, grad_entropy: Any) -> tuple[Any, ...]:
-        shard, chunk_tokens, kernels, sinks = ctx.context
+        shard, chunk_tokens, kernels, logit_cap, sinks = ctx.context
         if ctx.spent:
             raise RuntimeError("log-prob head: a second backward, but the first one overwrote the hidden states")
         ctx.spent = sinks.overwrite_hidden
@@ -104,6 +113,7 @@ class DeferredGradients(torch.autograd.Function):
             chunk_tokens=chunk_tokens,
             kernels=kernels,
             nucleus=nucleus,
+            logit_cap=logit_cap,
         )
         # The gradient overwrites the kept logits, so a second backward has to recompute them.
         kept, ctx.kept = ctx.kept, None

@@ -54,6 +54,7 @@ class HeadOptions:
         overwrite_hidden: write the gradient of the hidden states over them, to save memory. No other code may read
             them then, not even in backward. With this or `row_counts`, backward can run only once.
         row_counts: how many hidden states each rank has, in rank order; None: every rank has all of them.
+        logit_cap: c if the model's logits are c·tanh(h·Wᵀ/c).
     """
 
     temperature: torch.Tensor | float = 1.0
@@ -66,6 +67,7 @@ class HeadOptions:
     main_grad: torch.Tensor | None = None
     overwrite_hidden: bool = False
     row_counts: Sequence[int] | None = None
+    logit_cap: float | None = None
 
 
 _DEFAULTS = HeadOptions()
@@ -165,4 +167,5 @@ def head_inputs(
         or automatic_chunk(len(hidden), hidden=hidden.shape[1], num_logits=len(weight), itemsize=hidden.element_size()),
         kernels=options.kernels or choose_kernels(hidden.device),
         nucleus=nucleus,
+        logit_cap=options.logit_cap,
     )

@@ -47,12 +47,15 @@ class HeadRequest:
 class PolicyHead:
     """A rank's rows of the output weight [V/tp, H], padding included, and the process groups that it is sharded
     over.
+
+    logit_cap: c if the model's logits are c·tanh(h·Wᵀ/c).
     """
 
     weight: torch.Tensor
     shard: VocabShard
     cp_group: dist.ProcessGroup
     sequence_parallel: bool
+    logit_cap: float | None = None
 
     def __call__(
         self,
@@ -90,6 +93,7 @@ class PolicyHead:
             # Picking positions has made a copy, which may be overwritten.
             overwrite_hidden=True,
             row_counts=counts,
+            logit_cap=self.logit_cap,
         )
         return vocab_parallel_logprobs(
             own, self.weight, pack.labels, shard=self.shard, options=options, nucleus=pack.nucleus
@@ -107,7 +111,8 @@ class PolicyHead:
         )
         # Labels of the first half by row and column, then those of the second half in the same order.
         first, second = torch.argsort(rows * pack.batch_shape[1] + columns).chunk(2)
-        x = head_inputs(states, self.weight, labels, shard=self.shard, options=request.options())
+        options = replace(request.options(), logit_cap=self.logit_cap)
+        x = head_inputs(states, self.weight, labels, shard=self.shard, options=options)
         found = pair_statistics(x, first, second)
         return TokenPairs(
             logprobs=owners.own(found.logprobs), entropy=owners.own(found.entropy), kl=owners.own(found.kl)

@@ -51,6 +51,8 @@ class HeadInputs:
     nucleus: [N, K] ids of the tokens that each label was sampled from, itself among them, each once, then −1. Log-probs
     are then those of the distribution over these tokens. For rows of −1 alone, and for None, they are those over the
     whole vocabulary, as entropies always are.
+
+    logit_cap: c if the model caps its logits r to c·tanh(r/c) (Gemma 2); everything below calls the capped ones raw.
     """
 
     hidden: torch.Tensor
@@ -61,6 +63,7 @@ class HeadInputs:
     chunk_tokens: int
     kernels: ChunkKernels
     nucleus: torch.Tensor | None = None
+    logit_cap: float | None = None
 
     def __post_init__(self) -> None:
         nucleus, expected = self.nucleus, len(self.labels)
@@ -98,10 +101,12 @@ class HeadInputs:
         return self.hidden.new_empty(num_rows, width)[:, : self.shard.size]
 
     def write_logits(self, rows: slice, out: torch.Tensor) -> torch.Tensor:
-        """Compute the raw logits r = h·Wᵀ of a slice of tokens into the first rows of `out`, and return these rows."""
+        """Compute a slice's raw logits, h·Wᵀ or these capped, into the first rows of `out`, and return these rows."""
         logits = out[: rows.stop - rows.start]
         if self.shard.size:
             torch.mm(self.hidden[rows], self.weight.t(), out=logits)
+            if self.logit_cap is not None:
+                logits.div_(self.logit_cap).tanh_().mul_(self.logit_cap)
         return logits
 
     def of_nucleus(self, rows: slice, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
