@@ -266,18 +266,15 @@ def _most_micro_batches(
 
 def engine_bytes(config: Config, spec: ModelSpec, num_stages: int) -> int:
     """Count the bytes of weights in the pipeline stage of an engine that has most, on all its devices together."""
-    dtype_bytes, rounds = DTYPE_BYTES[config.model.dtype], config.rollout.engine.quantization is not None
-    totals = []
-    for stage in engine_needs(spec, 1, stages=num_stages):
-        matrices = {name for name, boxes in stage.items() if len(boxes[0]) > 1 and name.startswith("model.layers.")}
+    dtype_bytes, rounded = DTYPE_BYTES[config.model.dtype], set[str]()
+    if config.rollout.engine.quantization is not None:
         # Routers stay as they are.
-        rounded = {name for name in matrices if not name.endswith(".gate.weight")} if rounds else set()
-        totals.append(
-            sum(
-                sum(map(num_elements, boxes)) * (1 if name in rounded else dtype_bytes) for name, boxes in stage.items()
-            )
-        )
-    return max(totals)
+        in_layers = (each for each in spec.rules() if each.layer is not None and not each.rule.is_router)
+        rounded = {each.name(t.name) for each in in_layers for t in each.rule.tensors if len(t.shape) > 1}
+    return max(
+        sum(sum(map(num_elements, boxes)) * (1 if name in rounded else dtype_bytes) for name, boxes in stage.items())
+        for stage in engine_needs(spec, 1, stages=num_stages)
+    )
 
 
 def plan_engine(config: Config, dims: Dims, stage_bytes: int, device_bytes: int | None) -> EnginePlan:

@@ -61,6 +61,16 @@ class WeightRule:
     # The tensor that this parameter copies if embeddings are tied; such copies are loaded but never written.
     tied_to: str | None = None
 
+    @property
+    def is_embedding(self) -> bool:
+        """Return whether this is the embedding of the vocabulary, with which the first pipeline stage begins."""
+        return self.names[0].startswith("embedding.")
+
+    @property
+    def is_router(self) -> bool:
+        """Return whether this is a parameter of a router of experts."""
+        return ".router." in self.names[0]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:

@@ -101,13 +101,12 @@ def stage_layers(layout: LayoutConfig, num_layers: int, stage: int) -> list[int]
 
 
 def is_on_stage(rule: WeightRule, spec: ModelSpec, layout: LayoutConfig, stage: int, scalar_head: bool) -> bool:
-    name = rule.names[0]
-    if name.startswith("embedding."):
+    if rule.is_embedding:
         return stage == 0
     if stage != layout.pp - 1:
         return False
     if rule.tensors[0].name == VALUE_HEAD:
         return scalar_head
-    if name.startswith("output_layer."):
+    if rule.names[0].startswith("output_layer."):
         return not scalar_head and not (spec.is_copy(rule) and layout.pp == 1)
     return True

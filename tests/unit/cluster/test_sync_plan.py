@@ -13,7 +13,7 @@ from megarl.config.load import from_dict
 from megarl.config.schema import Config, LayoutConfig
 from megarl.host.device.platform import PLATFORMS
 from megarl.sync.plan.build import Parcel, Plan, build_plan
-from megarl.sync.plan.engine_shards import EnginePosition, engine_needs, engine_shards
+from megarl.sync.plan.engine_shards import engine_needs
 from megarl.sync.wire.ends import holding_of
 from megarl.weights.boxes import contains, num_elements, slices_of
 from megarl.weights.families import ModelSpec, read_model_spec
@@ -94,22 +94,6 @@ def test_engines_of_any_size_get_whole_heads_from_ranks_with_parts_of_groups(eng
                 copies[part.tensor][slices_of(part.box)] += 1
         for name, its in boxes.items():
             assert copies[name].numpy().tolist() == covered(shapes[name], its).astype(float).tolist(), name
-
-
-MIXED, TIED = {**EXPERTS, "mlp_only_layers": [0, 2]}, {**EXPERTS, "tie_word_embeddings": True}
-
-
-@pytest.mark.parametrize("expert_parallel", [False, True])
-@pytest.mark.parametrize(("size", "model"), [(1, {}), (2, {}), (3, EXPERTS), (2, MIXED), (2, TIED)])
-def test_needs_by_one_layer_of_each_kind_are_those_of_all_layers(
-    size: int, model: dict[str, Any], expert_parallel: bool, tmp_path: Path
-) -> None:
-    spec = read_model_spec(write_config(tmp_path, **model))
-    direct = [
-        engine_shards(spec, EnginePosition(rank=rank, size=size, expert_parallel=expert_parallel))
-        for rank in range(size)
-    ]
-    assert engine_needs(spec, size, expert_parallel=expert_parallel) == direct
 
 
 def seats_of(path: Path, layout: dict[str, int], *, num_nodes: int = 1, **engine: int) -> list[tuple[int, ...]]:

@@ -16,7 +16,7 @@ from megarl.config.generation import SyncConfig
 from megarl.errors import WeightSyncError
 from megarl.host.store import open_store
 from megarl.sync.plan.build import Plan, build_plan
-from megarl.sync.plan.engine_shards import EnginePosition, engine_shards
+from megarl.sync.plan.engine_shards import engine_needs
 from megarl.sync.wire import cuda_ipc, shared_memory
 from megarl.sync.wire.casts import scale_of, wire_specs
 from megarl.sync.wire.ends import BridgeReceiver, BridgeSender, holding_of
@@ -89,7 +89,7 @@ def make_plan(
 ) -> Plan:
     spec = make_spec(tied=False, fused=fused)
     shapes = spec.expected_tensors()
-    needs = {NUM_RANKS + i: engine_shards(spec, EnginePosition(rank=i, size=ENGINE_TP)) for i in range(ENGINE_TP)}
+    needs = dict(enumerate(engine_needs(spec, ENGINE_TP), start=NUM_RANKS))
     return build_plan(
         wire_specs(spec, {name: TensorSpec(shape=s, dtype=torch.float32) for name, s in shapes.items()}, dtype),
         {i: holding_of(slices, shapes) for i, slices in enumerate(ranks)},

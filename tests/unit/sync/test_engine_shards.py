@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from megarl.recipes.tiny_model import make_byte_tokenizer
+from megarl.sync.plan.assign import Holding
 from megarl.sync.plan.build import build_plan
-from megarl.sync.plan.engine_shards import EnginePosition, engine_needs, engine_shards, stage_range
-from megarl.weights.boxes import Box, Boxes, full_box, num_elements
+from megarl.sync.plan.engine_shards import engine_needs, expert_ranges, stage_range
+from megarl.weights.boxes import Box, full_box, num_elements
 from megarl.weights.families import Dims, Experts, ModelSpec, read_model_spec
 from megarl.weights.rope import DefaultRope
 from megarl.weights.safetensors_map import TensorSpec
@@ -40,8 +41,8 @@ def make_spec(family: str, dims: Dims) -> ModelSpec:
     )
 
 
-def shards(rank: int, size: int, *, family: str = "qwen2", dims: Dims = DIMS, ep: bool = False) -> dict[str, Boxes]:
-    return engine_shards(make_spec(family, dims), EnginePosition(rank=rank, size=size, expert_parallel=ep))
+def shards(rank: int, size: int, *, family: str = "qwen2", dims: Dims = DIMS, ep: bool = False) -> Holding:
+    return engine_needs(make_spec(family, dims), size, expert_parallel=ep)[rank]
 
 
 def test_one_worker_needs_all_of_every_tensor() -> None:
@@ -128,12 +129,11 @@ def test_sections_by_hand() -> None:
     assert spec.expected_tensors()[f"{LAYER}self_attn.qkv_proj.weight"] == (48, 6)
     rows = {"self_attn.qkv_proj": [[(0, 16), (32, 36), (40, 44)], [(16, 32), (36, 40), (44, 48)]]}
     rows["mlp.gate_up_proj"] = [[(0, 4), (8, 12)], [(4, 8), (12, 16)]]
-    for rank in range(2):
-        found = engine_shards(spec, EnginePosition(rank=rank, size=2))
+    for rank, found in enumerate(engine_needs(spec, 2)):
         for name, by_rank in rows.items():
             assert found[f"{LAYER}{name}.weight"] == tuple((each, (0, 6)) for each in by_rank[rank])
         assert found[f"{LAYER}self_attn.qkv_proj.bias"] == tuple((each,) for each in rows["self_attn.qkv_proj"][rank])
-    whole = engine_shards(spec, EnginePosition(rank=0, size=1))
+    (whole,) = engine_needs(spec, 1)
     assert whole[f"{LAYER}self_attn.qkv_proj.weight"] == (((0, 48), (0, 6)),)
 
 
@@ -173,8 +173,7 @@ def test_whole_experts_lie_where_vllm_has_them(size: int, num_experts: int) -> N
     for rank in range(size):
         _, places, _ = determine_expert_map(size, rank, num_experts)
         assert places is not None
-        at = EnginePosition(rank=rank, size=size, expert_parallel=True)
-        assert [at.holds_expert(expert, num_experts) for expert in range(num_experts)] == (places >= 0).tolist()
+        assert [*expert_ranges(num_experts, size)[rank]] == places.ge(0).nonzero().flatten().tolist()
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 7, 16, 61])
