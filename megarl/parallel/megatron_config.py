@@ -43,6 +43,7 @@ def transformer_config(
         qk_layernorm=family.qk_layernorm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        softmax_scale=spec.softmax_scale,
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.virtual_pp if parallel.virtual_pp > 1 else None,

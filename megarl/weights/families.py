@@ -11,7 +11,7 @@ from megarl.errors import ConfigError
 from megarl.host.reading import read_object
 from megarl.weights.attention import AttentionOptions, read_rotary_fraction, read_windows
 from megarl.weights.dims import Dims, Experts, read_dims
-from megarl.weights.rope import LATENT_ROPE_TYPES, ROPE_TYPES, RopeScaling, YarnRope, read_rope_scaling
+from megarl.weights.rope import LATENT_ROPE_TYPES, ROPE_TYPES, PlainYarnRope, RopeScaling, YarnRope, read_rope_scaling
 from megarl.weights.tables import FAMILIES, OUTPUT_HEAD, VALUE_HEAD, Family, Layers, WeightRule
 
 __all__ = ["Dims", "Experts", "ModelSpec", "PlacedRule", "find_family", "read_hf_config", "read_model_spec"]
@@ -46,6 +46,13 @@ class ModelSpec:
     norm_eps: float
     max_positions: int
     hf_config: Mapping[str, Any]
+
+    @property
+    def softmax_scale(self) -> float | None:
+        """Return the factor of attention scores, or None where it is that of the heads' width."""
+        if isinstance(self.rope_scaling, PlainYarnRope):
+            return float(self.rope_scaling.score_factor * self.dims.head_dim**-0.5)
+        return None
 
     def expected_tensors(self, *, scalar_head: bool = False) -> dict[str, tuple[int, ...]]:
         """Return name → full shape of every Hugging Face tensor of this model, layer by layer in table order.
@@ -156,13 +163,14 @@ def read_model_spec(path: str | Path, key: str = "model.path") -> ModelSpec:
     config = {**family.defaults, **config}
     try:
         _require_described(file, family, config)
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        rope = {"rope_theta": config.get("rope_theta", 10000.0)}
+        rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
         dims = read_dims(family, config)
         return ModelSpec(
             path=directory,
             family=family,
             dims=dims,
-            rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
+            rope_theta=float(rope["rope_theta"]),
             rope_scaling=read_rope_scaling(rope, str(file), LATENT_ROPE_TYPES if dims.latent else ROPE_TYPES),
             norm_eps=float(config["rms_norm_eps"]),
             max_positions=config["max_position_embeddings"],

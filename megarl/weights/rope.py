@@ -7,7 +7,7 @@ so that the results are bitwise equal.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.errors import ConfigError
@@ -84,7 +84,51 @@ class YarnRope:
     mscale_all_dim: float
 
 
-ROPE_TYPES: dict[str, type[RopeScaling]] = {"default": DefaultRope, "linear": LinearRope, "llama3": Llama3Rope}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainYarnRope:
+    """RoPE scaling by YaRN (Peng et al. 2023) as attention without latents has it, such as gpt-oss's.
+
+    ω becomes (1 − r)·ω + r·ω/factor, where the ramp r rises from 0 to 1 between the dimensions that turn `beta_fast`
+    and `beta_slow` times within the original context; `truncate` rounds these to whole dimensions. Queries and keys
+    are multiplied by `attention_factor`, by default 0.1·ln factor + 1.
+    """
+
+    rope_theta: float
+    factor: float
+    original_max_position_embeddings: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+
+    @property
+    def score_factor(self) -> float:
+        """Return the factor of attention scores, products of queries and keys that are both scaled."""
+        return (self.attention_factor or 0.1 * math.log(max(self.factor, 1.0)) + 1) ** 2
+
+    def scale(self, inv_freq: "torch.Tensor") -> "torch.Tensor":
+        import torch
+
+        dim, theta = 2 * len(inv_freq), self.rope_theta
+        low, high = (
+            dim * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            for turns in (self.beta_fast, self.beta_slow)
+        )
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low or 1e-3)
+        kept = 1 - ramp.clamp(0, 1).to(inv_freq.device)
+        wavelengths = theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=inv_freq.device) / dim)
+        return 1.0 / (self.factor * wavelengths) * (1 - kept) + inv_freq * kept
+
+
+ROPE_TYPES: dict[str, type[RopeScaling]] = {
+    "default": DefaultRope,
+    "linear": LinearRope,
+    "llama3": Llama3Rope,
+    "yarn": PlainYarnRope,
+}
 # The types for models with latent attention.
 LATENT_ROPE_TYPES: dict[str, type[RopeScaling] | type[YarnRope]] = {"default": DefaultRope, "yarn": YarnRope}
 
@@ -101,18 +145,25 @@ def read_rope_scaling(
     if name not in types:
         raise ConfigError(f"{source}: rope type {name!r} is not supported; known: {sorted(types)}")
     rope_type: Any = types[name]
-    wanted = {field.name for field in fields(rope_type)}
-    given = rope.keys() - _COMMON_KEYS
-    if given != wanted:
+    known = {field.name: field for field in fields(rope_type)}
+    wanted = {key for key, field in known.items() if field.default is MISSING} - _COMMON_KEYS
+    values = {
+        key: value for key, value in rope.items() if value is not None and (key in known or key not in _COMMON_KEYS)
+    }
+    given = values.keys() - _COMMON_KEYS
+    if not wanted <= given <= known.keys():
         raise ConfigError(
             f"{source}: rope type {name!r} has keys {sorted(given)}, expected {sorted(wanted)}; "
             f"use the config.json the model was published with"
         )
-    for key in sorted(wanted):
-        if not isinstance(rope[key], int | float) or not 0 < rope[key] < math.inf:
-            raise ConfigError(f"{source}: rope key {key}: got {rope[key]!r}, expected a number > 0")
+    for key, value in sorted(values.items()):
+        is_flag = known[key].type in (bool, "bool")
+        if not isinstance(value, bool if is_flag else int | float) or not (is_flag or 0 < value < math.inf):
+            raise ConfigError(
+                f"{source}: rope key {key}: got {value!r}, expected {'a bool' if is_flag else 'a number > 0'}"
+            )
     try:
-        scaling: RopeScaling | YarnRope = rope_type(**{key: rope[key] for key in wanted})
+        scaling: RopeScaling | YarnRope = rope_type(**values)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
     return scaling

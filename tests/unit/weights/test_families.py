@@ -567,8 +567,8 @@ def test_rope_of_older_and_newer_files(tmp_path: Path) -> None:
 
 
 def test_an_unknown_rope_type_names_the_file(tmp_path: Path) -> None:
-    config = QWEN2_5_7B | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}
-    message = r"config\.json: rope type 'yarn' is not supported; known: \['default', 'linear', 'llama3'\]"
+    config = QWEN2_5_7B | {"rope_scaling": {"type": "dynamic", "factor": 4.0}}
+    message = r"config\.json: rope type 'dynamic' is not supported; known: \['default', 'linear', 'llama3', 'yarn'\]"
     with pytest.raises(ConfigError, match=message):
         read_model_spec(write_config(tmp_path, config))
 

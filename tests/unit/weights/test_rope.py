@@ -19,6 +19,15 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 LINEAR = {"rope_type": "linear", "factor": 4.0}
+# As gpt-oss has it.
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 @pytest.mark.parametrize(
@@ -28,18 +37,23 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
         LLAMA3 | {"factor": 32.0},
         LLAMA3 | {"low_freq_factor": 2, "high_freq_factor": 5, "original_max_position_embeddings": 4096},
         LINEAR,
+        YARN,
+        YARN | {"factor": 3.0, "truncate": True},
+        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "attention_factor": 1.25},
     ],
-    ids=["llama-3.1", "llama-3.2", "other-constants", "linear"],
+    ids=["llama-3.1", "llama-3.2", "other-constants", "linear", "yarn", "yarn-truncated", "yarn-factor"],
 )
 @pytest.mark.parametrize(("theta", "head_dim"), [(500000.0, 128), (500000.0, 64), (10000.0, 80)])
 def test_same_bits_as_transformers(rope: dict[str, Any], theta: float, head_dim: int) -> None:
     inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    scaled = read_rope_scaling(rope, "config.json").scale(inv_freq)
+    scaling = read_rope_scaling({**rope, "rope_theta": theta}, "config.json")
+    scaled = scaling.scale(inv_freq)
     config = transformers.LlamaConfig(
         head_dim=head_dim, max_position_embeddings=131072, rope_parameters={**rope, "rope_theta": theta}
     )
     expected, attention_factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
-    assert attention_factor == 1.0
+    # Both queries and keys are scaled.
+    assert getattr(scaling, "score_factor", 1.0) == attention_factor**2
     assert torch.equal(scaled, expected)
     assert not torch.equal(scaled, inv_freq)
 
@@ -71,8 +85,12 @@ def without(rope: dict[str, Any], key: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ({"rope_type": "yarn", "factor": 4.0}, r"rope type 'yarn' is not supported; known: \['default', "),
-        ({"type": "dynamic", "factor": 4.0}, "rope type 'dynamic' is not supported"),
+        (
+            {"rope_type": "yarn", "factor": 4.0},
+            r"rope type 'yarn' has keys \['factor'\], expected \['factor', 'original_max_position_embeddings'\]",
+        ),
+        (YARN | {"truncate": 1.0}, "rope key truncate: got 1.0, expected a bool"),
+        ({"type": "dynamic", "factor": 4.0}, r"rope type 'dynamic' is not supported; known: \['default', "),
         (without(LLAMA3, "factor"), r"rope type 'llama3' has keys \['high.*expected \['factor', 'high_freq_factor'"),
         (without(LINEAR, "factor"), r"rope type 'linear' has keys \[\], expected \['factor'\]"),
         # A key that changes the model must not be passed over.
@@ -96,5 +114,5 @@ def test_what_is_refused(rope: dict[str, Any], message: str) -> None:
 
 
 def test_every_type_is_read() -> None:
-    examples = {"default": {}, "linear": LINEAR, "llama3": LLAMA3}
+    examples = {"default": {}, "linear": LINEAR, "llama3": LLAMA3, "yarn": {**YARN, "rope_theta": 150000.0}}
     assert {name: type(read_rope_scaling(rope, "config.json")) for name, rope in examples.items()} == ROPE_TYPES
