@@ -39,7 +39,7 @@ class ConvertCommand:
 
 
 def add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `convert` to `megarl`: Hugging Face to Megatron, Megatron to Hugging Face, and `verify`."""
+    """Add the command `convert` to `megarl`: between Hugging Face and Megatron, `dequantize`, and `verify`."""
     convert = commands.add_parser("convert", help="convert checkpoints between Hugging Face and Megatron, or compare")
     kinds = convert.add_subparsers(dest="kind", required=True)
     for name, command in COMMANDS.items():
@@ -89,6 +89,17 @@ def _mcore_to_hf(arguments: argparse.Namespace) -> None:
     )
 
 
+def _dequantize(arguments: argparse.Namespace) -> None:
+    from megarl.convert.commands import dequantize
+    from megarl.convert.engine import ConvertSettings
+
+    dequantize(
+        arguments.model,
+        ConvertSettings(out=arguments.out, num_workers=arguments.workers, overwrite=arguments.overwrite),
+        dry_run=arguments.dry_run,
+    )
+
+
 def _verify(arguments: argparse.Namespace) -> None:
     from megarl.convert.verify import verify
 
@@ -119,6 +130,14 @@ COMMANDS: Mapping[str, ConvertCommand] = {
             **_OUTPUT,
         },
         run=_mcore_to_hf,
+    ),
+    "dequantize": ConvertCommand(
+        text="Hugging Face directory with experts in MXFP4 → the same in bfloat16",
+        arguments={
+            "model": {"type": Path, "help": "a Hugging Face directory, such as openai/gpt-oss-20b"},
+            **{name: options for name, options in _OUTPUT.items() if name != "--dtype"},
+        },
+        run=_dequantize,
     ),
     "verify": ConvertCommand(
         text="compare two checkpoints bit for bit; exit code 1 if they differ",

@@ -1,4 +1,4 @@
-"""Convert a Hugging Face directory to a Megatron torch_dist checkpoint, and a torch_dist checkpoint to a directory."""
+"""Convert checkpoints: from Hugging Face to Megatron's torch_dist and back, and from MXFP4 to bfloat16."""
 
 import dataclasses
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from megarl.convert.dequantize import Mxfp4Reader
 from megarl.convert.dist_format import FORMAT_FILE, write_index
 from megarl.convert.engine import ConversionOutcome, ConvertSettings, carry_out
 from megarl.convert.mapping import model_parameters
@@ -73,6 +74,20 @@ def mcore_to_hf(
     source = open_model(checkpoint, model)
     if not isinstance(source.reader, DistReader):
         raise ConfigError(f"{checkpoint}: is a Hugging Face directory already; use hf-to-mcore to convert it")
+    return _write_hf(source, settings, "mcore-to-hf", dtype=dtype, dry_run=dry_run)
+
+
+def dequantize(model: Path, settings: ConvertSettings, *, dry_run: bool = False) -> ConversionOutcome | None:
+    """Write a Hugging Face directory with experts in MXFP4 as one in bfloat16."""
+    source = open_model(model)
+    if not isinstance(source.reader, Mxfp4Reader):
+        raise ConfigError(f"{model}: config.json names no quant_method 'mxfp4'; its weights need no conversion")
+    return _write_hf(source, settings, "dequantize", dry_run=dry_run)
+
+
+def _write_hf(
+    source: OpenModel, settings: ConvertSettings, description: str, *, dtype: str | None = None, dry_run: bool
+) -> ConversionOutcome | None:
     target = _cast(source, dtype)
     plan = plan_hf(source.reader.specs, target, weight_map=source.weight_map)
 
@@ -85,7 +100,7 @@ def mcore_to_hf(
         _write_companions(source, partial, target, skipped=("*.index.json", FORMAT_FILE))
         _check_written(partial, open_model(partial).reader.specs, target)
 
-    return _run(source, plan, settings, finish, "mcore-to-hf", dry_run=dry_run)
+    return _run(source, plan, settings, finish, description, dry_run=dry_run)
 
 
 def _run(
@@ -152,7 +167,12 @@ def _write_companions(
         num_bytes[spec.dtype] = num_bytes.get(spec.dtype, 0) + spec.num_bytes
     name = str(max(num_bytes, key=lambda each: num_bytes[each])).removeprefix("torch.")
     changed = exported_config(config, source.spec.family, dtype=name, scalar_head=source.scalar_head)
-    if name != declared_dtype(source.spec) or changed.get("architectures") != config.get("architectures"):
+    # Weights are written without quantisation.
+    if (
+        changed.pop("quantization_config", None)
+        or name != declared_dtype(source.spec)
+        or changed.get("architectures") != config.get("architectures")
+    ):
         write_config(file, changed)
 
 

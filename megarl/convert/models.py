@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.convert.dequantize import MXFP4, Mxfp4Reader
 from megarl.convert.mapping import model_parameters
 from megarl.convert.readers import DistReader, SafetensorsReader, TensorReader
 from megarl.errors import ConfigError, DataError
@@ -68,10 +69,10 @@ def open_model(path: Path, model: Path | None = None) -> OpenModel:
 
 
 def _open_hf(path: Path) -> OpenModel:
-    spec = read_model_spec(path, "MODEL")
+    spec = read_model_spec(path, "MODEL", quantized=(MXFP4,))
     architectures = spec.hf_config.get("architectures", ())
     scalar_head = any(name in spec.family.value_architectures for name in architectures)
-    reader = SafetensorsReader(path)
+    reader = (Mxfp4Reader if spec.hf_config.get("quantization_config") else SafetensorsReader)(path)
     compare_specs(path, reader.found, spec.expected_tensors(scalar_head=scalar_head), ignored=spec.ignored_tensors())
     # Tensors that the family ignores are left out.
     reader.specs = {name: reader.found[name] for name in spec.expected_tensors(scalar_head=scalar_head)}

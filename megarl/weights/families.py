@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ class PlacedRule:
 
 
 MODEL_REMEDY = "copy the model again"
+# What to do about quantised weights, by `quant_method`.
+_DEQUANTIZED = {"mxfp4": "write them in bfloat16 with `megarl convert dequantize {directory} --out DIR`, and use DIR"}
 _EXTRA_PREDICTION = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head")
 
 
@@ -155,14 +157,17 @@ def read_hf_config(directory: Path, key: str = "model.path") -> dict[str, Any]:
     return read_object(file, remedy=MODEL_REMEDY, error=ConfigError)
 
 
-def read_model_spec(path: str | Path, key: str = "model.path") -> ModelSpec:
-    """Read and check a model directory's config.json. Errors name it or `key`, which configured the directory."""
+def read_model_spec(path: str | Path, key: str = "model.path", *, quantized: Collection[str] = ()) -> ModelSpec:
+    """Read and check a model directory's config.json. Errors name it or `key`, which configured the directory.
+
+    quantized: the values of `quant_method` with which the weights may be quantised.
+    """
     directory = Path(path)
     file, config = directory / "config.json", read_hf_config(directory, key)
     family = find_family(config.get("architectures"))
     config = {**family.defaults, **config}
     try:
-        _require_described(file, family, config)
+        _require_described(file, family, config, quantized)
         rope = {"rope_theta": config.get("rope_theta", 10000.0)}
         rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
         dims = read_dims(family, config)
@@ -184,8 +189,16 @@ def read_model_spec(path: str | Path, key: str = "model.path") -> ModelSpec:
         raise ConfigError(f"{file}: a number is of the wrong type ({error}); copy the model again") from error
 
 
-def _require_described(file: Path, family: Family, config: Mapping[str, Any]) -> None:
+def _require_described(file: Path, family: Family, config: Mapping[str, Any], quantized: Collection[str]) -> None:
     """Raise ConfigError if the config has options that the family's table does not describe."""
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if quantization and method not in quantized:
+        remedy = _DEQUANTIZED.get(str(method), "use the model's weights in bfloat16").format(directory=file.parent)
+        raise ConfigError(
+            f"{file}: quantization_config: got quant_method {method!r}, expected none, since training on quantised "
+            f"weights is not supported; {remedy}"
+        )
     for key, values in family.required.items():
         if config.get(key, values[0]) not in values:
             raise ConfigError(

@@ -161,7 +161,6 @@ register_family(
             "topk_method": ("greedy", "group_limited_greedy"),
             # DeepSeek's code, transformers and vLLM disagree about what True means.
             "norm_topk_prob": (False,),
-            "quantization_config": (None,),
             "rms_norm_eps": (_LATENT_NORM_EPS,),
         },
         expert_ffn_key="moe_intermediate_size",
@@ -187,7 +186,6 @@ register_family(
             "attention_bias": (False,),
             "norm_topk_prob": (True,),
             "rope_interleave": (True,),
-            "quantization_config": (None,),
             "rms_norm_eps": (_LATENT_NORM_EPS,),
         },
         expert_ffn_key="moe_intermediate_size",
