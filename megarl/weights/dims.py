@@ -55,6 +55,22 @@ class LatentAttention:
     values: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNet:
+    """The sizes of the gated delta nets that some layers have in place of softmax attention, and those layers.
+
+    Equally many value heads belong to each key head. key_dim, value_dim: widths of a head. conv_width: the tokens that
+    the convolutions before queries, keys and values see.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    layers: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dims:
     """The sizes of a model. `dim(symbol)` returns the size for a symbol of the weight tables, such as "hidden".
@@ -75,6 +91,7 @@ class Dims:
     latent: LatentAttention | None = None
     windows: tuple[int | None, ...] = ()
     rotary_fraction: float = 1.0
+    delta: DeltaNet | None = None
 
     def dim(self, symbol: str) -> int:
         return self._sizes[symbol]
