@@ -81,14 +81,16 @@ def check_batch_invariance(config: Config) -> None:
     hindrances = {
         f"on {here.name}, whose matrix products depend on the number of tokens": not here.has_batch_invariance,
         "without Transformer Engine, for whose layers Megatron has such kernels": not find_spec("transformer_engine"),
-        "without the package flash_attn or flash_attn_3, whose attention these kernels need": not (
-            find_spec("flash_attn") or find_spec("flash_attn_3")
-        ),
+        "without the package flash_attn_3, whose attention these kernels need": not find_spec("flash_attn_3"),
         f"with actor.fp8={config.actor.fp8}, for which Megatron has no such kernels": config.actor.fp8 is not None,
         **{
             f"with {role}.layout.tp={own.layout.tp}, where NCCL adds parts in an order that depends on their size": (
                 own.layout.tp > 2
             )
+            for role, own in role_settings(config).items()
+        },
+        **{
+            f"with {role}.layout.cp={own.layout.cp}, which newer Megatrons refuse beside it": own.layout.cp > 1
             for role, own in role_settings(config).items()
         },
         **{

@@ -7,10 +7,12 @@ from typing import Literal
 from megarl.config.kernels import TRANSFORMER_ENGINE, require_kernels
 from megarl.config.setting import AT_LEAST_0, BELOW_1, FRACTION, POSITIVE, SHARE, Range, setting
 from megarl.errors import ConfigError
-from megarl.host.device.platform import TESTED_MEGATRON, platform
+from megarl.host.device.platform import platform
 
-# Later versions have renamed arguments that megatron-core passes.
-_MUON_PACKAGE, _MUON_VERSION = "emerging-optimizers", "0.1"
+_MUON_PACKAGE = "emerging-optimizers"
+# Its release for megatron-core 0.16 and for later ones, which pass other arguments; each with what pip installs.
+_EARLY_MUON = "0.1", "git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers.git@v0.1.0"
+_MUON = "0.3", f"{_MUON_PACKAGE}==0.3.0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +99,13 @@ class OptimizerConfig:
             found = version(_MUON_PACKAGE)
         except PackageNotFoundError:
             found = "none"
-        if not found.startswith(f"{_MUON_VERSION}."):
+        megatron = version("megatron-core")
+        needed, source = _EARLY_MUON if megatron.startswith("0.16.") else _MUON
+        if not found.startswith(f"{needed}."):
             raise ConfigError(
-                f"{key}.algorithm: got muon, for which megatron-core {TESTED_MEGATRON} needs {_MUON_PACKAGE} "
-                f"{_MUON_VERSION}, but {found} is installed; with Python 3.12, `pip install --no-deps "
-                f"git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers.git@v0.1.0 absl-py`, or set {key}.algorithm="
-                "adam"
+                f"{key}.algorithm: got muon, for which megatron-core {megatron} needs {_MUON_PACKAGE} {needed}, but "
+                f"{found} is installed; with Python 3.12, `pip install --no-deps {source} absl-py`, or set "
+                f"{key}.algorithm=adam"
             )
 
 

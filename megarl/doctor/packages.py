@@ -5,7 +5,7 @@ import importlib.util
 import platform as host
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,10 +36,11 @@ ABSENT_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
 NVIDIA_APEX_MODULE = "multi_tensor_apply"
 
 
-def check_packages(check_megatron: Callable[[], None]) -> Iterator[Finding]:
+def check_packages(check_megatron: Callable[[], Sequence[str]]) -> Iterator[Finding]:
     """Check Python, megarl, and every package that it requires on this platform.
 
-    check_megatron: raises ConfigError if megatron-core lacks something that megarl needs; called for untested versions.
+    check_megatron: returns what it looked for, and raises ConfigError if megatron-core lacks something that megarl
+    needs; called for untested versions.
     """
     is_new = sys.version_info[:2] >= MIN_PYTHON
     yield Finding(
@@ -84,7 +85,7 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def _package(requirement: "Requirement", check_megatron: Callable[[], None]) -> Finding:
+def _package(requirement: "Requirement", check_megatron: Callable[[], Sequence[str]]) -> Finding:
     name = requirement.name
     special: Mapping[str, Callable[[Requirement, str], Finding]] = {
         "torch": _torch,
@@ -137,18 +138,18 @@ def _torch(requirement: "Requirement", version: str) -> Finding:
     return _versioned(requirement, version, f", built for {target}")
 
 
-def _megatron(check_megatron: Callable[[], None], requirement: "Requirement", version: str) -> Finding:
-    if version == TESTED_MEGATRON:
-        return Finding(subject="megatron-core", found=f"{version}, the tested version")
+def _megatron(check_megatron: Callable[[], Sequence[str]], requirement: "Requirement", version: str) -> Finding:
+    if version in TESTED_MEGATRON:
+        return Finding(subject="megatron-core", found=f"{version}, a tested version")
     try:
-        check_megatron()
+        checked = check_megatron()
     except ConfigError as error:
         return Finding(subject="megatron-core", found=version, status=Severity.MISSING, advice=str(error))
     return Finding(
         subject="megatron-core",
-        found=f"{version}, which has what megarl relies on",
+        found=f"{version}, in which these were looked for and found: {', '.join(checked)}",
         status=Severity.WARN,
-        advice=f"tested with {TESTED_MEGATRON}; {_install(requirement)}",
+        advice=f"tested with {' and '.join(TESTED_MEGATRON)}; {_install(requirement)}",
     )
 
 

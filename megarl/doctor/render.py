@@ -15,7 +15,7 @@ CAN_START = ("a run can start here", "a run cannot start here")
 IS_SAFE = ("no other user can steer a run here", "another user can steer a run here")
 
 
-def print_diagnosis(check_megatron: Callable[[], None], *, as_json: bool) -> bool:
+def print_diagnosis(check_megatron: Callable[[], Sequence[str]], *, as_json: bool) -> bool:
     """Check packages and machine, print the findings, and return whether a run can start here."""
     findings = [*check_packages(check_megatron), *check_machine(platform()), check_sandbox()]
     _print(findings, "can_start", CAN_START, as_json=as_json)

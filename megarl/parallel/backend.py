@@ -5,9 +5,11 @@ Megatron is imported only when it is needed: on a CPU the shim must come first, 
 """
 
 import functools
+import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,8 @@ from megarl.errors import ConfigError
 from megarl.host.device.platform import TESTED_MEGATRON, platform
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
     from megarl.config.layout import LayoutConfig
     from megarl.weights.attention import AttentionOptions
     from megarl.weights.dims import Dims
@@ -139,38 +143,74 @@ def make_batch_invariant() -> Any:
     return library
 
 
-def check_megatron() -> None:
+def accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Return those of `arguments` that a function of the installed Megatron takes; other versions do without them."""
+    return {name: each for name, each in arguments.items() if name in inspect.signature(function).parameters}
+
+
+def module_spec(part: Any) -> "ModuleSpec":
+    """Return the spec of a layer's part, which newer Megatrons write as a partial of its class or of a class method.
+
+    Its submodules are those of `part`: what is set in them counts.
+    """
+    if not isinstance(part, functools.partial):
+        return part
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    params = dict(part.keywords)
+    module = getattr(part.func, "__self__", part.func)
+    return ModuleSpec(module=module, submodules=params.pop("submodules"), params=params)
+
+
+# What megarl relies on: modules of megatron.core, a function or class in each, and the arguments or fields that it has.
+_RELIED_ON = (
+    ("distributed", "finalize_model_grads", ("num_tokens",)),
+    ("dist_checkpointing", "save", ("async_sharded_save", "content_metadata")),
+    ("dist_checkpointing.serialization", "load_content_metadata", ()),
+    ("dist_checkpointing.strategies.async_utils", "AsyncCallsQueue", ("persistent",)),
+    ("dist_checkpointing.strategies.torch", "_get_filesystem_reader", ("cache_metadata",)),
+    ("models.gpt.gpt_layer_specs", "get_gpt_layer_local_spec", ("num_experts", "multi_latent_attention")),
+    ("models.gpt.gpt_model", "GPTModel", ("pg_collection", "transformer_layer_spec", "vp_stage")),
+    ("models.gpt.gpt_model", "GPTModel._postprocess", ("hidden_states",)),
+    ("packed_seq_params", "PackedSeqParams", ("cu_seqlens_q",)),
+    ("pipeline_parallel.schedules", "get_forward_backward_func", ()),
+    ("transformer.moe.moe_layer", "MoESubmodules", ("experts", "shared_experts")),
+    ("transformer.moe.router", "TopKRouter.routing", ("logits",)),
+    ("transformer.transformer_config", "TransformerConfig", ("calculate_per_token_loss", *BACKENDS["cpu"].options)),
+    ("transformer.transformer_layer", "TransformerLayer", ("submodules", "pg_collection")),
+)
+
+
+def check_megatron() -> tuple[str, ...]:
     """Check that the installed megatron-core has every function and field that megarl relies on.
 
+    Return what was looked for; nothing for a version that megarl is tested with.
+
     Raises:
-        ConfigError: something is missing; the message names it. The tested version passes without a check.
+        ConfigError: something is missing; the message names it.
     """
     version = importlib.metadata.version("megatron-core")
-    if version == TESTED_MEGATRON:
-        return
-    missing = [name for name, present in probe_megatron().items() if not present]
-    if missing:
+    if version in TESTED_MEGATRON:
+        return ()
+    found = probe_megatron()
+    if missing := [name for name, present in found.items() if not present]:
+        tested = " or ".join(f"megatron-core=={each}" for each in TESTED_MEGATRON)
         raise ConfigError(
-            f"megatron-core {version} lacks {', '.join(missing)}; install the tested megatron-core=={TESTED_MEGATRON}"
+            f"megatron-core {version} lacks {', '.join(missing)}, of {len(found)} functions, classes and fields that "
+            f"were looked for; install a version that megarl is tested with, {tested}"
         )
+    return tuple(found)
 
 
 def probe_megatron() -> dict[str, bool]:
-    """Return, for each function or field of Megatron that megarl relies on, whether the installed version has it."""
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.pipeline_parallel import schedules
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    postprocess = getattr(GPTModel, "_postprocess", None)
-    fields = TransformerConfig.__dataclass_fields__
-    return {
-        "GPTModel._postprocess(hidden_states)": postprocess is not None
-        and "hidden_states" in inspect.signature(postprocess).parameters,
-        "GPTModel(pg_collection)": "pg_collection" in inspect.signature(GPTModel.__init__).parameters,
-        "PackedSeqParams.cu_seqlens_q": "cu_seqlens_q" in PackedSeqParams.__dataclass_fields__,
-        "TransformerConfig.calculate_per_token_loss": "calculate_per_token_loss" in fields,
-        "finalize_model_grads(num_tokens)": "num_tokens" in inspect.signature(finalize_model_grads).parameters,
-        "schedules.get_forward_backward_func": hasattr(schedules, "get_forward_backward_func"),
-    }
+    """Return, for each function, class or field that megarl relies on, whether the installed Megatron has it."""
+    found = {}
+    for module, path, parameters in _RELIED_ON:
+        try:
+            part = operator.attrgetter(path)(importlib.import_module(f"megatron.core.{module}"))
+            present = tuple(inspect.signature(part).parameters)
+        except (ImportError, AttributeError):
+            found[f"{module}.{path}"] = False
+            continue
+        found |= {f"{module}.{path}": True} | {f"{path}({name})": name in present for name in parameters}
+    return found

@@ -16,19 +16,20 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.serialization import load_content_metadata
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from megatron.core.optimizer import MegatronOptimizer, muon
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
 
 from megarl.errors import StorageError, WorkerError
 from megarl.host.device.platform import platform
 from megarl.host.writing import problem, room, storage_cause, writing
+from megarl.parallel.backend import accepted
 from megarl.parallel.roles import LoadedRole
 from megarl.types.messages import Role
 from megarl.weights.dist_index import read_metadata
@@ -90,6 +91,8 @@ class RankCheckpoints:
                     ),
                     async_sharded_save=True,
                     content_metadata=dict(metadata),
+                    # Megatron's own writer; the other one is NVIDIA's package for resiliency.
+                    **accepted(dist_checkpointing.save, async_strategy="mcore"),
                 )
             self._writes.schedule_async_request(request)
 
@@ -117,7 +120,7 @@ class RankCheckpoints:
         for name, (role, optimizer) in self._trained.items():
             role.settle()
             with _failures_raised(directory / name, "read", self._rank):
-                metadata = load_content_metadata(str(directory / name))
+                metadata = serialization.load_content_metadata(str(directory / name))
                 state = _chunk_states(role, metadata)
                 if not weights_only:
                     state["optimizer"] = _optimizer_state(role, optimizer, metadata, is_loading=True)
@@ -143,7 +146,7 @@ class RankCheckpoints:
 class _Reader(FileSystemReader):
     """A reader of checkpoints for Megatron that does not run what their metadata names."""
 
-    def __init__(self, directory: str | os.PathLike[str], cache_metadata: bool = False) -> None:
+    def __init__(self, directory: str | os.PathLike[str], cache_metadata: bool = False, **_: Any) -> None:
         super().__init__(directory)
         self._metadata: Metadata | None = None
 
@@ -154,8 +157,8 @@ class _Reader(FileSystemReader):
         return self._metadata
 
 
-# Megatron makes its readers by this name, and takes none from outside.
-torch_strategies._get_filesystem_reader = _Reader
+# Megatron makes its readers by this name, and takes none from outside; since 0.19 in both modules.
+torch_strategies._get_filesystem_reader = serialization._get_filesystem_reader = _Reader
 
 
 @contextlib.contextmanager
@@ -198,8 +201,9 @@ def _chunk_states(role: LoadedRole, metadata: Mapping[str, Any]) -> dict[str, An
 
 def _initialize(optimizer: MegatronOptimizer) -> None:
     """Give an optimizer that has not stepped its initial state, without which Megatron cannot save it."""
-    if not isinstance(optimizer.optimizer, muon.TensorParallelMuon):
-        for group in optimizer.optimizer.param_groups:
+    for group in optimizer.optimizer.param_groups:
+        # Adam's, as opposed to Muon's.
+        if "betas" in group:
             group.setdefault("step", 0)
     if optimizer.config.optimizer_cpu_offload:
         # The state begins with the first step, before which `check_optimizers` lets nothing be saved.

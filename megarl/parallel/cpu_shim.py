@@ -100,6 +100,12 @@ def install() -> None:
     torch.autograd._engine_run_backward = run_backward_with_mode
 
 
+def _share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
+    storage = recomputed.untyped_storage()
+    output.untyped_storage().resize_(storage.size())
+    output.untyped_storage().copy_(storage)
+
+
 def _replace_rng_tracker() -> None:
     import megatron.core.tensor_parallel.random as mcore_random
 
@@ -124,6 +130,8 @@ def _replace_rng_tracker() -> None:
     mcore_random.CudaRNGStatesTracker = CpuRNGStatesTracker
     mcore_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     mcore_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    # Newer Megatrons compile a C++ function for it.
+    mcore_random._get_share_storage = lambda: _share_storage
 
 
 def _replace_dispatch() -> None:

@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megarl.config.schema import ActorConfig
 from megarl.host.device.platform import platform
-from megarl.parallel.backend import BACKENDS
+from megarl.parallel.backend import BACKENDS, accepted
 from megarl.parallel.latent import latent_options
 from megarl.parallel.layout import Layout
 from megarl.parallel.moe.setup import expert_options
@@ -70,7 +70,7 @@ def transformer_config(
             # Megatron's default is refused for dense models too.
             "moe_token_dispatcher_type": "alltoall",
             **backend,
-            **(_INVARIANT if batch_invariant else {}),
+            **(accepted(TransformerConfig, **_INVARIANT) if batch_invariant else {}),
             **_ACTIVATIONS[family.activation],
             **latent_options(spec),
             **_window_options(dims),
@@ -107,6 +107,8 @@ def _recompute_options(actor: ActorConfig, dims: Dims, *, groups_experts: bool) 
 _INVARIANT: Mapping[str, Any] = {
     "batch_invariant_mode": True,
     "attention_backend": AttnBackend.flash,
+    # Newer Megatrons refuse any but the one whose order of sums they can set.
+    "flash_attention_version": 3,
     # Where the gradient of a weight is added to those of earlier micro-batches, Megatron's kernel overwrites them.
     "gradient_accumulation_fusion": False,
 }

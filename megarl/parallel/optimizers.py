@@ -13,7 +13,7 @@ _MOMENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8"
 def optimizer_settings(config: OptimizerConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return the arguments of Megatron's OptimizerConfig for weights of a data type."""
     settings: dict[str, Any] = {
-        "optimizer": "adam",
+        "optimizer": config.algorithm,
         "lr": config.lr,
         "min_lr": config.lr * config.min_lr_frac,
         "adam_beta1": config.betas[0],

@@ -50,8 +50,8 @@ def test_engine(checkpoint: Callable[..., Path]) -> None:
 
 
 @pytest.mark.skipif(
-    not (find_spec("transformer_engine") and (find_spec("flash_attn") or find_spec("flash_attn_3"))),
-    reason="run.batch_invariant needs Transformer Engine and FlashAttention",
+    not (find_spec("transformer_engine") and find_spec("flash_attn_3")),
+    reason="run.batch_invariant needs Transformer Engine and FlashAttention 3",
 )
 def test_trainer(checkpoint: Callable[..., Path]) -> None:
     model = ModelConfig(path=str(checkpoint(dtype="bfloat16", seed=0)), dtype="bfloat16")

@@ -110,9 +110,9 @@ def save_with_slow_writer(
 
     write = FileSystemWriterAsync.write_preloaded_data
 
-    def write_slowly(*args: Any, **kwargs: Any) -> None:
+    def write_slowly(*args: Any, **kwargs: Any) -> Any:
         time.sleep(writing_s)
-        write(*args, **kwargs)
+        return write(*args, **kwargs)
 
     if context.rank == context.world_size - 1:
         FileSystemWriterAsync.write_preloaded_data = staticmethod(write_slowly)
@@ -192,7 +192,8 @@ def load_attacked(
             pickle.loads(state.numpy().tobytes())
 
     def spoil_extra_states(role: Path, mark: Path) -> None:
-        replace_object(role, [torch.frombuffer(bytearray(pickle.dumps(Touches(mark))), dtype=torch.uint8)])
+        pickled = torch.frombuffer(bytearray(pickle.dumps(Touches(mark))), dtype=torch.uint8)
+        replace_object(role, [pickled], key="_extra_state")
 
     errors = {}
     with pytest.MonkeyPatch.context() as patch:

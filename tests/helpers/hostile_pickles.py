@@ -57,16 +57,18 @@ def spoil_object(role: Path, mark: Path) -> Path:
     return replace_object(role, Touches(mark))
 
 
-def replace_object(role: Path, value: object) -> Path:
-    """Put a value in the place of every object that is stored among the chunks; return the last one's file."""
+def replace_object(role: Path, value: object, *, key: str = "") -> Path:
+    """Put a value in the place of every object that is stored among the chunks and has `key` in its own; return the
+    last one's file.
+    """
     metadata = pickle.loads((role / ".metadata").read_bytes())
     saved = io.BytesIO()
     torch.save(value, saved)
-    for key, place in metadata.storage_data.items():
-        if isinstance(metadata.state_dict_metadata[key.fqn], BytesStorageMetadata):
+    for index, place in metadata.storage_data.items():
+        if key in index.fqn and isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
             file = role / place.relative_path
             with file.open("ab") as stream:
-                metadata.storage_data[key] = _StorageInfo(
+                metadata.storage_data[index] = _StorageInfo(
                     place.relative_path, stream.tell(), stream.write(saved.getvalue())
                 )
     (role / ".metadata").write_bytes(pickle.dumps(metadata))

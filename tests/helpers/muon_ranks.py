@@ -1,10 +1,12 @@
-"""What a rank trains with Megatron's Muon, whose package of orthogonalizers is a stand-in.
+"""What a rank trains with Megatron's Muon, whose package of orthogonalizers may be a stand-in.
 
-The package itself needs a newer Python. The stand-in has what Megatron calls of it, with the arguments of its version
-0.1: a momentum with decoupled weight decay, and the quintic Newton-Schulz iteration in float32.
+The package itself needs a newer Python; where it is installed, it is taken. The stand-in has what Megatron 0.16 calls
+of it, with the arguments of its version 0.1: a momentum with decoupled weight decay, and the quintic Newton-Schulz
+iteration in float32.
 """
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -20,6 +22,8 @@ from tests.helpers.checkpoint_ranks import load_train, open_worker, train, train
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
 
+# Asked before the stand-in has the package's name.
+IS_INSTALLED = importlib.util.find_spec("emerging_optimizers") is not None
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
@@ -79,7 +83,9 @@ def newton_schulz(x: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def pretend_package() -> None:
-    """Let Megatron find the stand-in in this process."""
+    """Let Megatron find the stand-in in this process, unless the package is installed."""
+    if IS_INSTALLED:
+        return
     package, optimizers, utils = (
         ModuleType(name)
         for name in (

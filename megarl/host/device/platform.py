@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-# The version of megatron-core that megarl is tested with.
-TESTED_MEGATRON = "0.16.1"
+# The versions of megatron-core that megarl is tested with; the last one needs Python 3.12.
+TESTED_MEGATRON = ("0.16.1", "0.19.2")
 
 # Every process of a run needs these, whatever the device.
 COMMON_ENVIRONMENT = {

@@ -19,6 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megarl.host.device.platform import platform
+from megarl.parallel.backend import module_spec
 from megarl.parallel.moe.routing import ExpertChoice, balance_loss, load_metrics, row_sums
 from megarl.parallel.packing import Pack, PackSeqParams
 from megarl.types import Rows
@@ -136,9 +137,10 @@ class RoutedLayer(TransformerLayer):
 def with_pack_routers(layers: Iterable[ModuleSpec]) -> None:
     """Set `RoutedLayer` and `PackRouter` in the specs of those layers that have experts, in place."""
     for layer in layers:
-        if layer.submodules.mlp.module is MoELayer:
+        mlp = module_spec(layer.submodules.mlp)
+        if mlp.module is MoELayer:
             layer.module = RoutedLayer
-            layer.submodules.mlp.submodules.router = PackRouter
+            mlp.submodules.router = PackRouter
 
 
 def moe_layers(chunks: Iterable[torch.nn.Module]) -> Iterator[MoELayer]:

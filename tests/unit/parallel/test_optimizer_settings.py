@@ -44,7 +44,7 @@ def test_a_share_of_the_state_is_on_the_host() -> None:
 
 
 def test_muon_orthogonalizes_whole_matrices() -> None:
-    expected = {"muon_momentum": 0.9, "muon_extra_scale_factor": 0.2, "muon_tp_mode": "duplicated"}
+    expected = {"optimizer": "muon", "muon_momentum": 0.9, "muon_extra_scale_factor": 0.2, "muon_tp_mode": "duplicated"}
     muon = OptimizerConfig(algorithm="muon", distributed=False, muon_momentum=0.9)
     adam = optimizer_settings(OptimizerConfig(distributed=False), torch.bfloat16)
     assert optimizer_settings(muon, torch.bfloat16) == adam | expected
