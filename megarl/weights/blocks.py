@@ -70,6 +70,22 @@ _ATTENTION = (
 )
 DECODER = _ENDS + _INPUT_NORM + _ATTENTION + _MLP_NORM
 
+# Queries, keys and values are sections of one tensor, as are gate and up (Phi-3).
+_QKV_SECTIONS, _GATE_UP_SECTIONS = f"{_HF}self_attn.qkv_proj.weight", f"{_HF}mlp.gate_up_proj.weight"
+FUSED_DECODER = (
+    *_ENDS,
+    *_INPUT_NORM,
+    _rule(
+        Partition.QKV,
+        f"{_L}self_attention.linear_qkv.weight",
+        (_QKV_SECTIONS, "q hidden"),
+        (_QKV_SECTIONS, "kv hidden"),
+        (_QKV_SECTIONS, "kv hidden"),
+    ),
+    _ATTENTION[-1],
+    *_MLP_NORM,
+)
+
 # Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). The down-projections into latents are small, so every
 # rank has them in full. Small models have no latent for queries and project them directly.
 _LATENT_ATTENTION = (
@@ -129,6 +145,17 @@ DENSE_MLP = (
         (f"{_HF}mlp.down_proj.weight", "hidden ffn"),
         layers=Layers.DENSE,
     ),
+)
+
+FUSED_MLP = (
+    _rule(
+        Partition.GATE_UP,
+        f"{_L}mlp.linear_fc1.weight",
+        (_GATE_UP_SECTIONS, "ffn hidden"),
+        (_GATE_UP_SECTIONS, "ffn hidden"),
+        layers=Layers.DENSE,
+    ),
+    DENSE_MLP[-1],
 )
 
 

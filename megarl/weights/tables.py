@@ -9,6 +9,8 @@ from megarl.registry import RegistrationError, Registry
 from megarl.weights.blocks import (
     DECODER,
     DENSE_MLP,
+    FUSED_DECODER,
+    FUSED_MLP,
     LATENT_DECODER,
     OUTPUT_HEAD,
     QK_NORM,
@@ -114,6 +116,15 @@ register_family(
             "attention_bias": (False,),
             "use_bidirectional_attention": (None, False),
         },
+    )
+)
+register_family(
+    Family(
+        name="phi3",
+        architectures=("Phi3ForCausalLM",),
+        weights=FUSED_DECODER + FUSED_MLP,
+        defaults={"partial_rotary_factor": 1.0, "sliding_window": None},
+        required={"hidden_act": ("silu",), "attention_bias": (None, False)},
     )
 )
 register_family(

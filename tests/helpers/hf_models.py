@@ -68,6 +68,15 @@ DENSE = {
     ),
     "qwen2": HFModel(config="Qwen2Config"),
     "qwen3": HFModel(config="Qwen3Config", keys={"head_dim": 12}),
+    # Fused tensors; of 8 dimensions rope turns 6.
+    "phi3": HFModel(
+        config="Phi3Config",
+        keys={
+            "pad_token_id": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "mistral-small": HFModel(config="MistralConfig", keys={"sliding_window": None, "head_dim": 12}),
     # The activation as published.
     "gemma": HFModel(config="GemmaConfig", keys={"head_dim": 12}, written={"hidden_act": "gelu"}),
 }

@@ -65,6 +65,33 @@ MISTRAL_7B_V03 = {
     "tie_word_embeddings": False,
     "vocab_size": 32768,
 }
+MISTRAL_SMALL = MISTRAL_7B_V03 | {
+    "head_dim": 128,
+    "hidden_size": 5120,
+    "intermediate_size": 32768,
+    "num_hidden_layers": 40,
+    "rope_theta": 100000000.0,
+    "vocab_size": 131072,
+}
+PHI_4 = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 17920,
+    "max_position_embeddings": 16384,
+    "model_type": "phi3",
+    "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 10,
+    "original_max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 250000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 100352,
+}
 QWEN2_5_7B = {
     "architectures": ["Qwen2ForCausalLM"],
     "hidden_act": "silu",
@@ -246,6 +273,7 @@ PUBLISHED = {
     "gemma": GEMMA_2B,
     "llama": LLAMA_3_1_8B,
     "mistral": MISTRAL_7B_V03,
+    "phi3": PHI_4,
     "qwen2": QWEN2_5_7B,
     "qwen3": QWEN3_0_6B,
     "qwen3_moe": QWEN3_30B_A3B,
@@ -298,6 +326,8 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
         # As the models' pages count them.
         (LLAMA_3_1_8B, 8_030_261_248),
         (MISTRAL_7B_V03, 7_248_023_552),
+        (MISTRAL_SMALL, 23_572_403_200),
+        (PHI_4, 14_659_507_200),
         (QWEN2_5_7B, 7_615_616_512),
         (QWEN2_5_0_5B, 494_032_768),
         (QWEN3_0_6B, 596_049_920),
@@ -312,6 +342,8 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
     ids=[
         "llama-3.1-8b",
         "mistral-7b-v0.3",
+        "mistral-small",
+        "phi-4",
         "qwen2.5-7b",
         "qwen2.5-0.5b",
         "qwen3-0.6b",
@@ -353,6 +385,7 @@ def test_table_is_what_transformers_has(tmp_path: Path, family: Family, tied: bo
         "num_attention_heads": 6,
         "num_hidden_layers": 3,
         "num_key_value_heads": 2,
+        "pad_token_id": None,
         "tie_word_embeddings": tied,
         "vocab_size": 517,
     }
@@ -381,7 +414,10 @@ def test_left_out_keys_mean_what_they_mean_to_transformers(tmp_path: Path, famil
     assert spec.rope_theta == hf.rope_parameters["rope_theta"]
     required = {key: values[0] for key, values in family.required.items()}
     for key, value in (*family.defaults.items(), *required.items()):
-        assert getattr(type(hf), {"rope_theta": "default_theta"}.get(key, key), None) == value
+        if key == "partial_rotary_factor":
+            assert hf.rope_parameters[key] == value
+        else:
+            assert getattr(type(hf), {"rope_theta": "default_theta"}.get(key, key), None) == value
 
 
 SMALL_EXPERTS = {
