@@ -11,20 +11,14 @@ from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
-from vllm.platforms import current_platform
-from vllm.v1.sample import rejection_sampler
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from megarl.errors import WeightSyncError
+from megarl.rollout.cpu_patches import repack_cpu_weights
 from megarl.rollout.engine import NUM_BEFORE, SEED
 from megarl.seeds import span_seed
 from megarl.sync.wire.ends import BridgeReceiver
@@ -175,51 +169,3 @@ def unfilled_layers(model: torch.nn.Module) -> list[str]:
         for name, (got, expected) in counts.items()
         if expected and not (got == 0 and _storage_of(layers[name]) & filled)
     ]
-
-
-def repack_cpu_weights(model: torch.nn.Module) -> None:
-    """Renew the packed copies that vLLM 0.32's CPU kernels read but a reload leaves stale; no-op elsewhere."""
-    for layer in model.modules():
-        if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):
-            # For a tied output head: its oneDNN handle holds a packed copy of the embedding.
-            dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
-        elif isinstance(layer, RoutedExperts):
-            experts = layer.quant_method.moe_kernel.fused_experts
-            if type(experts).__module__.endswith("cpu_moe"):
-                experts.process_weights_after_loading(layer)
-
-
-def expand_to_tokens(
-    values: torch.Tensor, ends: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
-) -> torch.Tensor:
-    """Repeat each request's value [B] for its drafted tokens (to `ends` [B]), `replace_from` as `replace_to`."""
-    counts = torch.diff(ends.long(), prepend=ends.new_zeros(1).long())
-    replaced = values.masked_fill(values == replace_from, replace_to)
-    return replaced.repeat_interleave(counts, output_size=num_tokens)
-
-
-def truncate_drafted(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
-    """Mask the logits [T, V] of drafted tokens by top-k and top-p; T may be 0, which vLLM's function cannot take."""
-    return apply_top_k_top_p(logits, top_k, top_p) if len(logits) else logits
-
-
-def make_inputs(runner: CPUModelRunner) -> None:
-    """Allocate what a pipeline stage receives from the one before; vLLM does it in a trial run, which needs graphs."""
-    if not get_pp_group().is_first_rank:
-        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-            batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
-        )
-
-
-if current_platform.is_cpu():
-    # The CPU kernel of vLLM 0.32 writes into a copy, so that temperatures of drafted tokens are what memory held.
-    rejection_sampler.expand_batch_to_tokens = expand_to_tokens
-    rejection_sampler.apply_top_k_top_p = truncate_drafted
-    # Without graphs there is no trial run on CPUs.
-    _load_model = CPUModelRunner.load_model
-
-    def _load_and_make_inputs(runner: CPUModelRunner, *args: object, **kwargs: object) -> None:
-        _load_model(runner, *args, **kwargs)
-        make_inputs(runner)
-
-    CPUModelRunner.load_model = _load_and_make_inputs

@@ -9,7 +9,7 @@ import torch
 
 def test_each_request_s_value_is_repeated_for_its_drafted_tokens() -> None:
     """The first has two, the second none, the third three."""
-    from megarl.rollout.worker_extension import expand_to_tokens
+    from megarl.rollout.cpu_patches import expand_to_tokens
 
     values, ends = torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2, 2, 5], dtype=torch.int32)
     assert expand_to_tokens(values, ends, 5).tolist() == [0.5, 0.5, 2.0, 2.0, 2.0]
@@ -19,7 +19,7 @@ def test_each_request_s_value_is_repeated_for_its_drafted_tokens() -> None:
 
 
 def test_logits_of_no_token_stay_as_they_are() -> None:
-    from megarl.rollout.worker_extension import truncate_drafted
+    from megarl.rollout.cpu_patches import truncate_drafted
 
     logits, top_k = torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([2])
     assert truncate_drafted(logits.clone(), top_k, None).tolist() == [[-torch.inf, 3.0, 2.0]]
@@ -29,7 +29,7 @@ def test_logits_of_no_token_stay_as_they_are() -> None:
 def test_vllm_calls_them() -> None:
     from vllm.v1.sample import rejection_sampler
 
-    from megarl.rollout.worker_extension import expand_to_tokens, truncate_drafted
+    from megarl.rollout.cpu_patches import expand_to_tokens, truncate_drafted
 
     assert rejection_sampler.expand_batch_to_tokens is expand_to_tokens
     assert rejection_sampler.apply_top_k_top_p is truncate_drafted

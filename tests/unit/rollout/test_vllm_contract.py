@@ -34,7 +34,10 @@ WORKER = {
     "vllm_config": "v1/worker/worker_base.py",
 }
 # What an engine worker's process executes of megarl.
-IN_WORKERS = [PACKAGE / "rollout/worker_extension.py", *sorted((PACKAGE / "sync/wire").glob("*.py"))]
+IN_WORKERS = [
+    *(PACKAGE / "rollout" / name for name in ("worker_extension.py", "cpu_patches.py")),
+    *sorted((PACKAGE / "sync/wire").glob("*.py")),
+]
 
 
 def tree_of(path: Path) -> ast.Module:
