@@ -17,11 +17,12 @@ from megarl.cluster.engine_seats import EngineSeats, create_process, wait_starte
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.episodes import EpisodeHosts
 from megarl.cluster.judge_servers import JudgeServerActor
-from megarl.cluster.placement import PlacementPlan, Reservation, Seat, plan_placement, with_judge_servers
+from megarl.cluster.placement import PlacementPlan, Seat, plan_placement, with_judge_servers
 from megarl.cluster.prelude import Prelude
 from megarl.cluster.processes import locate, wait_all
 from megarl.cluster.ray_session import open_ray
 from megarl.cluster.remotes import A_co, Process, results
+from megarl.cluster.reservation import Reservation
 from megarl.cluster.roles import actor_role, by_layout, check_serves
 from megarl.cluster.sync_plan import ends_of, engine_ranks
 from megarl.cluster.workers import RankGroup, RoleWorkers

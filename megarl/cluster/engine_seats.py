@@ -11,9 +11,10 @@ from typing import TypeVar
 import ray
 
 from megarl.cluster.actors import EngineActor, EngineNodeActor, RunActor
-from megarl.cluster.placement import Reservation, Seat
+from megarl.cluster.placement import Seat
 from megarl.cluster.processes import wait_all
 from megarl.cluster.remotes import PendingCall, Process, R
+from megarl.cluster.reservation import Reservation
 from megarl.cluster.stacks import describe
 from megarl.config.schema import Config
 from megarl.host import loop

@@ -7,28 +7,10 @@ in the order of cluster.hosts if it is set, otherwise the driver's host first. T
 engines.
 """
 
-import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypedDict
-
-import ray
-from ray.exceptions import GetTimeoutError
-from ray.util.placement_group import PlacementGroup, placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config.schema import Config, EngineConfig, LayoutConfig, NodesConfig
-from megarl.errors import ConfigError
-
-
-class RayNode(TypedDict):
-    """An entry of `ray.nodes()`, as far as it is read here."""
-
-    Alive: bool
-    NodeManagerAddress: str
-    NodeManagerHostname: str
-    Resources: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,106 +162,3 @@ def with_judge_servers(plan: PlacementPlan, config: Config, device: Mapping[str,
             for i in range(server.replicas)
         )
     return replace(plan, groups=groups, judges=judges)
-
-
-class Reservation:
-    """The Ray placement groups that a plan needs; creating this object reserves them in a running cluster."""
-
-    def __init__(
-        self,
-        plan: PlacementPlan,
-        *,
-        hosts: Sequence[str],
-        timeout_s: float,
-        environments: Mapping[str, Mapping[str, object]] | None = None,
-    ) -> None:
-        """Reserve the placement groups. `hosts`: names of Ray's hosts, in the order in which they get nodes.
-
-        environments: the runtime environments of actors, by the kind of process that these are forked from.
-
-        Raises:
-            ConfigError: a host has too few devices, or too few are free.
-        """
-        self._groups, self._environments = plan.groups, environments or {}
-        nodes = ray.nodes()
-        in_turn = itertools.cycle(hosts_in_order(nodes, hosts, ray.util.get_node_ip_address()))
-        addresses = {name: list(itertools.islice(in_turn, group.num_nodes)) for name, group in plan.groups.items()}
-        require_devices(plan.groups, addresses, nodes)
-        self._nodes = {name: _reserve(name, group, addresses[name], timeout_s) for name, group in plan.groups.items()}
-
-    def options(self, seat: Seat, kind: str = "") -> dict[str, object]:
-        """Return the Ray actor options (scheduling strategy, CPUs, GPUs) that put an actor into its place.
-
-        kind: of the processes that the actor's is forked from, where there are such.
-        """
-        node, bundle = divmod(seat.bundle, self._groups[seat.group].bundles_per_node)
-        placed = self._nodes[seat.group][node]
-        strategy = PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=bundle)
-        options = {"scheduling_strategy": strategy, "num_cpus": seat.num_cpus, "num_gpus": seat.num_gpus}
-        environment = {"runtime_env": self._environments[kind]} if kind in self._environments else {}
-        return {**options, **environment}
-
-
-def hosts_in_order(nodes: Sequence[RayNode], hosts: Sequence[str], driver: str) -> list[str]:
-    """Sort addresses of Ray's live nodes (`ray.nodes()`): first `hosts` in order, then the driver's, then others."""
-    place = {host: i for i, host in enumerate(hosts)}
-    alive = [(node["NodeManagerHostname"], node["NodeManagerAddress"]) for node in nodes if node["Alive"]]
-    ordered = sorted(alive, key=lambda node: (place.get(node[0], len(place)), node[1] != driver, node[1]))
-    return [address for _, address in ordered]
-
-
-def require_devices(
-    groups: Mapping[str, NodeGroup], addresses: Mapping[str, Sequence[str]], nodes: Sequence[RayNode]
-) -> None:
-    """Raise ConfigError if a node has fewer resources than the groups take whose `addresses` name it.
-
-    nodes: Ray's nodes (`ray.nodes()`). Waiting would not help: what a node has does not grow.
-    """
-    for node in nodes:
-        address, has = node["NodeManagerAddress"], node["Resources"]
-        if not node["Alive"]:
-            continue
-        here = {name: count for name, its in addresses.items() if (count := list(its).count(address))}
-        needs = Counter[str]()
-        for name, count in here.items():
-            needs.update({key: n * groups[name].bundles_per_node * count for key, n in groups[name].bundle.items()})
-        if any(amount > has.get(resource, 0) for resource, amount in needs.items()):
-            wanted, offered = (
-                ", ".join(f"{amounts.get(resource, 0):g} {resource}" for resource in needs) for amounts in (needs, has)
-            )
-            raise ConfigError(
-                f"placement: host {node['NodeManagerHostname']} ({address}) has {offered}, expected {wanted} for "
-                f"{' and '.join(here)}; use larger hosts, spread over more of them (placement.*.num_nodes), lower "
-                f"actor.layout or rollout.engine, or, if CPUs are missing, raise cluster.num_cpus"
-            )
-
-
-def _reserve(name: str, group: NodeGroup, addresses: Sequence[str], timeout_s: float) -> list[PlacementGroup]:
-    """Reserve one placement group per node, and fail after `timeout_s`, since Ray itself would wait forever.
-
-    Raises:
-        ConfigError: the cluster has too few free resources; the message lists the resources of each node.
-    """
-    others = [dict(group.bundle)] * (group.bundles_per_node - 1)
-    # Ray gives every node one unit of a resource named after its address; any amount of it pins a group to the node.
-    firsts = [{**group.bundle, f"node:{address}": 0.001} for address in addresses]
-    nodes = [placement_group([first, *others], strategy="STRICT_PACK") for first in firsts]
-    try:
-        ray.get([node.ready() for node in nodes], timeout=timeout_s)
-    except GetTimeoutError as error:
-        raise ConfigError(
-            f"placement: after {timeout_s:g} s the cluster has no room for {name} on {group}; it has "
-            f"{resource_table(ray.nodes(), ray.available_resources())}; lower actor.layout or rollout.engine, change "
-            f"placement, or raise cluster.num_cpus"
-        ) from error
-    return nodes
-
-
-def resource_table(nodes: Sequence[RayNode], free: Mapping[str, float]) -> str:
-    """Format each live node's CPUs and GPUs (from `ray.nodes()`), and the cluster's free ones last."""
-    alive = [node for node in nodes if node["Alive"]]
-    held = [(f"node {node['NodeManagerAddress']}", node["Resources"]) for node in alive]
-    return "; ".join(
-        f"{what}: " + ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
-        for what, resources in [*held, ("free in all", free)]
-    )

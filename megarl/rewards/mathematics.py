@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-
 from megarl.errors import DataError
 from megarl.rewards.answers import (
     MAX_ANSWER_CHARS,
@@ -70,6 +68,9 @@ def compare_with_second_opinion(answer: str, gold: str, options: AnswerOptions) 
     It counts only if it reads all of both texts. Nothing that `guard` refuses is passed on: no computation left to the
     reader, no number that takes long.
     """
+    # Here and below: it imports sympy, which only judging needs.
+    from math_verify import LatexExtractionConfig, parse, verify
+
     verdict = compare_answers(answer, gold, options)
     if verdict is not Equality.UNPARSED or options.textual or not (is_balanced(answer) and is_balanced(gold)):
         return verdict
@@ -118,6 +119,8 @@ def score_answer_line(response: str, ground_truth: str, extra_info: Mapping[str,
 
 @lru_cache(maxsize=8192)
 def _parse_gold(gold: str) -> tuple[Any, ...]:
+    from math_verify import LatexExtractionConfig, parse
+
     parsed = tuple(parse(rf"\boxed{{{gold}}}", (LatexExtractionConfig(),), parsing_timeout=None))
     if not parsed:
         raise DataError(f"ground truth {gold[:60]!r}: math-verify finds no answer in it; score it as scorer=math")
@@ -130,6 +133,8 @@ def score_math_verify(response: str, ground_truth: str, extra_info: Mapping[str,
     math-verify reads the last box, or without a box the last 512 characters. Texts that are costly to evaluate score 0,
     and so do numbers side by side, which math-verify adds.
     """
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
     gold = _parse_gold(gold_answer(ground_truth))
     text = response.rpartition("</think>")[2]
     boxed = last_boxed(text, MODES["fix"])

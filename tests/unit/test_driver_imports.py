@@ -3,13 +3,23 @@
 import subprocess
 import sys
 
+# What each import, after those before it, must not have brought along.
+CODE = """
+import sys
 
-def test_driver_modules_import_neither_engines_nor_matplotlib() -> None:
-    code = (
-        "import sys, megarl.cli, megarl.run.start, megarl.train.wiring, megarl.train.supervised, "
-        "megarl.recipes.quickstart, megarl.run.study;"
-        "import megarl.run.evaluation.run;"
-        "print(sorted(m for m in sys.modules if m in ('megatron', 'megatron.core', 'vllm', 'matplotlib')))"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert out.stdout.strip() == "[]"
+def found(*names):
+    return sorted(sys.modules.keys() & set(names))
+
+import megarl.plan.render
+plan = found("ray", "sympy", "math_verify")
+import megarl.cli, megarl.run.start, megarl.train.wiring, megarl.train.supervised
+import megarl.recipes.quickstart, megarl.run.study
+import megarl.run.evaluation.run
+print(plan, found("megatron", "megatron.core", "vllm", "matplotlib", "math_verify"))
+"""
+
+
+def test_driver_modules_import_nothing_that_only_others_need() -> None:
+    """A plan needs no Ray, and judging alone needs math-verify, in processes of its own."""
+    out = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True, timeout=120)
+    assert out.stdout.strip() == "[] []"

@@ -10,7 +10,6 @@ from megarl.rewards.answers import bound, notation, structure
 from megarl.rewards.answers.numbers import REL_TOLERANCE, Number, are_close, parse_number
 from megarl.rewards.answers.options import MAX_ANSWER_CHARS, AnswerOptions, Equality
 from megarl.rewards.answers.spelling import canonical, compact, normalise
-from megarl.rewards.answers.symbolic import compare_symbolic, sign_of_factor
 from megarl.rewards.answers.units import PERCENT, parse_quantity, split_unit
 from megarl.rewards.answers.words import DENYING
 
@@ -63,11 +62,10 @@ def same_string(answer: str, gold: str) -> bool:
     plain = [_NAME_OF_VALUE.sub("", canonical(text)).strip() for text in (answer, gold)]
     plain = [_NUMBER_IN_BRACKETS.sub(r"\1", text) for text in plain]
     a, g = (split_unit(text) for text in plain)
-    quantities = [parse_quantity(text) for text in plain]
-    if quantities[0] is not None and quantities[1] is not None:
+    x, y = (parse_quantity(text) for text in plain)
+    if x is not None and y is not None:
         # Here `hundred` is a factor.
-        units = {unit for _, unit in (quantities[0], quantities[1]) if unit}
-        return quantities[0][0].value == quantities[1][0].value and len(units) < 2
+        return x[0].value == y[0].value and len({unit for _, unit in (x, y) if unit}) < 2
     if a.unit and g.unit and a.unit != g.unit:
         return False
     return bool(a.body) and compact(a.body) == compact(g.body)
@@ -89,12 +87,14 @@ def compare_answers(answer: str, gold: str, options: AnswerOptions) -> Equality:
 
 def _compare(answer: str, gold: str, options: AnswerOptions, rules: Sequence[Rule], depth: int = 0) -> Equality:
     """Return the result of the first rule that applies to two texts, or of symbolic comparison if none does."""
+    # Here and below: it imports sympy, which only judging needs.
+    from megarl.rewards.answers.symbolic import compare_symbolic
+
     if depth > MAX_NESTING:
         return Equality.UNPARSED
     compare = partial(_compare, options=options, rules=rules, depth=depth + 1)
     for rule in rules:
-        verdict = rule(answer, gold, compare, options)
-        if verdict is not None:
+        if (verdict := rule(answer, gold, compare, options)) is not None:
             return verdict
     return compare_symbolic(answer, gold)
 
@@ -218,6 +218,8 @@ def same_intervals(answer: str, gold: str, compare: Compare, options: AnswerOpti
 
 def same_union(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
     """Compare unions set by set, in any order; if that fails, compare them symbolically, as their sets may overlap."""
+    from megarl.rewards.answers.symbolic import compare_symbolic
+
     a, g = (structure.split_top(text, r"\\cup(?![a-zA-Z])") for text in (answer, gold))
     is_union = [len(parts) > 1 and all(parts) for parts in (a, g)]
     if not any(is_union):
@@ -256,6 +258,8 @@ def same_equation(answer: str, gold: str, compare: Compare, options: AnswerOptio
     A solved equation such as `x=2` equals no equation that leaves the solving to the reader, such as `2x=4`. In a
     chain, every part must be a name or equal the last part.
     """
+    from megarl.rewards.answers.symbolic import compare_symbolic, sign_of_factor
+
     a, g = structure.split_top(answer, _EQUALS), structure.split_top(gold, _EQUALS)
     groups = [structure.parse_group(text) for text in (answer, gold)]
     is_list = any(group is not None and not group.opening for group in groups)

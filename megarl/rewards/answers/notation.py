@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from megarl.rewards.answers import structure
 from megarl.rewards.answers.guard import numbers_side_by_side
 from megarl.rewards.answers.options import AnswerOptions, Equality
-from megarl.rewards.answers.symbolic import sign_of_factor
 from megarl.rewards.answers.units import split_unit
 from megarl.rewards.answers.words import CHANGING
 
@@ -88,6 +87,9 @@ def _in_order(values: Mapping[str, str] | None, other: str) -> str | None:
 
 def same_inequality(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
     """Compare inequalities in several variables: a number may multiply both sides, a negative one turns the sign."""
+    # It imports sympy, which only judging needs.
+    from megarl.rewards.answers.symbolic import sign_of_factor
+
     sides = [structure.split_top(text, _RELATION) for text in (answer, gold)]
     signs = [re.findall(_RELATION, text) for text in (answer, gold)]
     if any(len(parts) != 2 or not all(parts) or len(found) != 1 for parts, found in zip(sides, signs, strict=True)):

@@ -10,15 +10,12 @@ import ray
 from megarl.cluster.placement import (
     NodeGroup,
     PlacementPlan,
-    Reservation,
     Seat,
     cpu_share,
-    hosts_in_order,
     plan_placement,
-    require_devices,
-    resource_table,
     with_judge_servers,
 )
+from megarl.cluster.reservation import Reservation, hosts_in_order, require_devices, resource_table
 from megarl.config import Config, from_dict
 from megarl.config.schema import LayoutConfig
 from megarl.errors import ConfigError
@@ -204,7 +201,7 @@ class FakeRay:
         self.asked: list[tuple[list[dict[str, float]], str]] = []
         self._has_room, nodes = has_room, [_node(a, num_devices=num_devices) for a in addresses or [driver]]
         monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: driver)
-        monkeypatch.setattr("megarl.cluster.placement.placement_group", self._placement_group)
+        monkeypatch.setattr("megarl.cluster.reservation.placement_group", self._placement_group)
         monkeypatch.setattr(ray, "get", self._get)
         monkeypatch.setattr(ray, "nodes", lambda: nodes)
         monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 1.0})
