@@ -29,6 +29,7 @@ from megarl.parallel.megatron_config import transformer_config
 from megarl.parallel.modules import block_spec
 from megarl.parallel.moe.router import moe_layers
 from megarl.parallel.packing import Pack
+from megarl.parallel.residual import scaled_residuals
 from megarl.types.messages import Head
 from megarl.weights.families import ModelSpec
 from megarl.weights.rope import YarnRope
@@ -63,7 +64,7 @@ class PackedModel(GPTModel):
         num_rows = padded_vocab(spec.dims.vocab, layout.config, vocab_multiple)
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(spec, config, vp_stage),
+            transformer_layer_spec=scaled_residuals(block_spec(spec, config, vp_stage), spec.multipliers.residual),
             vocab_size=num_rows,
             max_sequence_length=spec.max_positions,
             pre_process=layout.pp_group.rank() == 0 and vp_stage in (None, 0),
@@ -83,10 +84,10 @@ class PackedModel(GPTModel):
             # Megatron has no option for the number of best experts by which a group of experts is scored.
             for layer in moe_layers([self]):
                 layer.router.group_rating = experts.routing.group_rating
-        if spec.family.scales_embedding and self.pre_process:
-            # By √H, first rounded to their dtype, as Gemma does.
-            root = torch.tensor(config.hidden_size**0.5, dtype=config.params_dtype)
-            self.embedding.register_forward_hook(lambda *call: call[-1] * root)
+        if spec.multipliers.embedding != 1 and self.pre_process:
+            # First rounded to their dtype, as Gemma does; Granite's are exact.
+            factor = torch.tensor(spec.multipliers.embedding, dtype=config.params_dtype)
+            self.embedding.register_forward_hook(lambda *call: call[-1] * factor)
         self.spec, self.layout, self.replays_routing = spec, layout, False
         self.shares_prompts = shares_prompts(spec.dims, layout.config)
         every_layer = range(spec.dims.num_layers)
@@ -140,6 +141,7 @@ class PolicyModel(PackedModel):
             shard=self.vocab_shard,
             cp_group=self.layout.cp_group,
             sequence_parallel=self.config.sequence_parallel,
+            logits_divisor=self.spec.multipliers.logits_divisor,
         )
         return head(hidden, pack, request, loss_gradients)
 

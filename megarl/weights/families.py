@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from megarl.errors import ConfigError
 from megarl.host.reading import read_object
 from megarl.weights.attention import AttentionOptions, read_rotary_fraction, read_windows
 from megarl.weights.dims import Dims, Experts, read_dims
+from megarl.weights.multipliers import MULTIPLIER_KEYS, Multipliers, read_multipliers
 from megarl.weights.rope import LATENT_ROPE_TYPES, ROPE_TYPES, PlainYarnRope, RopeScaling, YarnRope, read_rope_scaling
 from megarl.weights.tables import FAMILIES, OUTPUT_HEAD, VALUE_HEAD, Family, Layers, WeightRule
 
@@ -46,15 +47,17 @@ class ModelSpec:
     rope_theta: float
     rope_scaling: RopeScaling | YarnRope
     norm_eps: float
+    multipliers: Multipliers = field(default_factory=Multipliers)
     max_positions: int
     hf_config: Mapping[str, Any]
 
     @property
     def softmax_scale(self) -> float | None:
         """Return the factor of attention scores, or None where it is that of the heads' width."""
+        factor = self.multipliers.attention
         if isinstance(self.rope_scaling, PlainYarnRope):
-            return float(self.rope_scaling.score_factor * self.dims.head_dim**-0.5)
-        return None
+            factor = (self.dims.head_dim**-0.5 if factor is None else factor) * self.rope_scaling.score_factor
+        return factor
 
     def expected_tensors(self, *, scalar_head: bool = False) -> dict[str, tuple[int, ...]]:
         """Return name → full shape of every Hugging Face tensor of this model, layer by layer in table order.
@@ -178,6 +181,7 @@ def read_model_spec(path: str | Path, key: str = "model.path", *, quantized: Col
             rope_theta=float(rope["rope_theta"]),
             rope_scaling=read_rope_scaling(rope, str(file), LATENT_ROPE_TYPES if dims.latent else ROPE_TYPES),
             norm_eps=float(config["rms_norm_eps"]),
+            multipliers=read_multipliers(family, config),
             max_positions=config["max_position_embeddings"],
             hf_config=config,
         )
@@ -206,9 +210,10 @@ def _require_described(file: Path, family: Family, config: Mapping[str, Any], qu
                 f"{family.name} are not supported"
             )
     options = {"sliding_window": bool(read_windows(config)), "partial_rotary_factor": read_rotary_fraction(config) < 1}
+    options |= {key: key in config for key in MULTIPLIER_KEYS}
     for key, used in options.items():
         if used and key not in family.defaults:
             raise ConfigError(
-                f"{file}: {key}: got {config.get(key)!r}, but attention of {family.name} models knows no such option; "
-                f"remove the key if the model was trained without it"
+                f"{file}: {key}: got {config.get(key)!r}, but {family.name} models have no such option; remove the key "
+                f"if the model was trained without it"
             )

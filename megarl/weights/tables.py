@@ -129,6 +129,20 @@ register_family(
 )
 register_family(
     Family(
+        name="granite",
+        architectures=("GraniteForCausalLM",),
+        weights=DECODER + DENSE_MLP,
+        defaults={
+            "embedding_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+        required={"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
+    )
+)
+register_family(
+    Family(
         name="qwen3_moe",
         ends_on_every_stage=True,
         architectures=("Qwen3MoeForCausalLM",),

@@ -76,6 +76,15 @@ DENSE = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
         },
     ),
+    "granite": HFModel(
+        config="GraniteConfig",
+        keys={
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.5,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 0.7,
+        },
+    ),
     "mistral-small": HFModel(config="MistralConfig", keys={"sliding_window": None, "head_dim": 12}),
     # The activation as published.
     "gemma": HFModel(config="GemmaConfig", keys={"head_dim": 12}, written={"hidden_act": "gelu"}),

@@ -140,7 +140,7 @@ class _LogitsModel(torch.nn.Module):
         if policy.config.sequence_parallel:
             hidden = torch.cat(_all_gather(hidden, group))
         shards = _all_gather(hidden[:, 0] @ policy.output_weight.t(), group)
-        return torch.cat(shards, dim=1)[:, : policy.spec.dims.vocab]
+        return torch.cat(shards, dim=1)[:, : policy.spec.dims.vocab] / policy.spec.multipliers.logits_divisor
 
 
 def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:

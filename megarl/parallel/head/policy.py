@@ -48,7 +48,8 @@ class PolicyHead:
     """A rank's rows of the output weight [V/tp, H], padding included, and the process groups that it is sharded
     over.
 
-    logit_cap: c if the model's logits are c·tanh(h·Wᵀ/c).
+    logit_cap: c if the model's logits are c·tanh(h·Wᵀ/c). logits_divisor: what the model divides its logits by; this
+    is one more temperature.
     """
 
     weight: torch.Tensor
@@ -56,6 +57,7 @@ class PolicyHead:
     cp_group: dist.ProcessGroup
     sequence_parallel: bool
     logit_cap: float | None = None
+    logits_divisor: float = 1.0
 
     def __call__(
         self,
@@ -86,18 +88,21 @@ class PolicyHead:
                 token_local=request.token_local,
             )
         options = replace(
-            request.options(),
+            self._options(request),
             regime=regime,
             loss_gradients=loss_gradients if regime is Regime.IN_CHUNK else None,
             main_grad=getattr(self.weight, "main_grad", None) if torch.is_grad_enabled() else None,
             # Picking positions has made a copy, which may be overwritten.
             overwrite_hidden=True,
             row_counts=counts,
-            logit_cap=self.logit_cap,
         )
         return vocab_parallel_logprobs(
             own, self.weight, pack.labels, shard=self.shard, options=options, nucleus=pack.nucleus
         )
+
+    def _options(self, request: HeadRequest) -> HeadOptions:
+        temperature = request.temperature * self.logits_divisor
+        return replace(request.options(), temperature=temperature, logit_cap=self.logit_cap)
 
     def _pairs(self, own: torch.Tensor, counts: tuple[int, ...] | None, pack: Pack, request: HeadRequest) -> TokenPairs:
         """Compute log-probs and KLs of rows and their twins (same responses, other prompts) on every context-parallel
@@ -111,8 +116,7 @@ class PolicyHead:
         )
         # Labels of the first half by row and column, then those of the second half in the same order.
         first, second = torch.argsort(rows * pack.batch_shape[1] + columns).chunk(2)
-        options = replace(request.options(), logit_cap=self.logit_cap)
-        x = head_inputs(states, self.weight, labels, shard=self.shard, options=options)
+        x = head_inputs(states, self.weight, labels, shard=self.shard, options=self._options(request))
         found = pair_statistics(x, first, second)
         return TokenPairs(
             logprobs=owners.own(found.logprobs), entropy=owners.own(found.entropy), kl=owners.own(found.kl)

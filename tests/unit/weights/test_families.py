@@ -92,6 +92,28 @@ PHI_4 = {
     "tie_word_embeddings": False,
     "vocab_size": 100352,
 }
+GRANITE_3_3_8B = {
+    "architectures": ["GraniteForCausalLM"],
+    "attention_bias": False,
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12800,
+    "logits_scaling": 16.0,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "granite",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 49159,
+}
 QWEN2_5_7B = {
     "architectures": ["Qwen2ForCausalLM"],
     "hidden_act": "silu",
@@ -274,6 +296,7 @@ PUBLISHED = {
     "llama": LLAMA_3_1_8B,
     "mistral": MISTRAL_7B_V03,
     "phi3": PHI_4,
+    "granite": GRANITE_3_3_8B,
     "qwen2": QWEN2_5_7B,
     "qwen3": QWEN3_0_6B,
     "qwen3_moe": QWEN3_30B_A3B,
@@ -328,6 +351,7 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
         (MISTRAL_7B_V03, 7_248_023_552),
         (MISTRAL_SMALL, 23_572_403_200),
         (PHI_4, 14_659_507_200),
+        (GRANITE_3_3_8B, 8_170_864_640),
         (QWEN2_5_7B, 7_615_616_512),
         (QWEN2_5_0_5B, 494_032_768),
         (QWEN3_0_6B, 596_049_920),
@@ -344,6 +368,7 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
         "mistral-7b-v0.3",
         "mistral-small",
         "phi-4",
+        "granite-3.3-8b",
         "qwen2.5-7b",
         "qwen2.5-0.5b",
         "qwen3-0.6b",
@@ -630,10 +655,10 @@ def test_windows_are_those_of_transformers(tmp_path: Path, config: dict[str, Any
     assert windows == (expected if any(expected) else ())
 
 
-def test_windows_and_partial_rotation_are_refused_where_attention_has_none(tmp_path: Path) -> None:
-    for changes in ({"sliding_window": 4096}, {"partial_rotary_factor": 0.5}):
+def test_options_are_refused_where_models_have_none(tmp_path: Path) -> None:
+    for changes in ({"sliding_window": 4096}, {"partial_rotary_factor": 0.5}, {"residual_multiplier": 0.5}):
         (key,) = changes
-        message = rf"config\.json: {key}: got .*attention of llama models knows no such option; remove the key"
+        message = rf"config\.json: {key}: got .*but llama models have no such option; remove the key"
         with pytest.raises(ConfigError, match=message):
             read_model_spec(write_config(tmp_path, LLAMA_3_1_8B | changes))
     unknown = {"sliding_window": 4096, "layer_types": ["chunked_attention"] * 32}

@@ -102,6 +102,7 @@ def test_a_scalar_head_takes_the_place_of_the_output_embedding(small: ModelSpec)
         ("qwen3-32b", 32_762_123_264),
         ("llama-3.1-8b", 8_030_261_248),
         ("phi-4", 14_659_507_200),
+        ("granite-3.3-8b", 8_170_864_640),
         ("mistral-small-24b", 23_572_403_200),
         ("qwen3-30b-a3b", 30_532_122_624),
         ("qwen3-235b-a22b", 235_093_634_560),
