@@ -24,6 +24,8 @@ def check_model(config: Config, hf_config: Mapping[str, object], role: str = "ac
         check_moe_settings(config, hf_config)
         check_engine_tp(config, hf_config)
         check_engine_model(config, hf_config, on_cpu=platform().name == "cpu")
+        if not for_sft:
+            check_engine_windows(hf_config)
         check_expert_width(config, hf_config, platform().expert_width_multiple)
     _require_positions(hf_config, role, *longest_row(config, sft=for_sft))
 
@@ -101,7 +103,7 @@ def check_recompute(settings: ActorConfig, hf_config: Mapping[str, object], role
     """Raise ConfigError for parts of layers that a role's model has not, and for units of layers that do not divide."""
     has = {
         "experts": _first(NUM_EXPERTS, hf_config) is not None,
-        "shared experts": bool(hf_config.get("n_shared_experts")),
+        "shared experts": any(hf_config.get(key) for key in ("n_shared_experts", "shared_expert_intermediate_size")),
         "latent attention": hf_config.get("kv_lora_rank") is not None,
     }
     needs = {
@@ -206,6 +208,17 @@ def check_engine_model(config: Config, hf_config: Mapping[str, object], *, on_cp
             else "rollout.engine.tp=1 leaves a single worker to hold them"
         )
         raise ConfigError(f"rollout.engine.expert_parallel: got true, but {why}; set it to false")
+
+
+def check_engine_windows(hf_config: Mapping[str, object]) -> None:
+    """Raise ConfigError if only some layers of a model have windows that engines would give to all."""
+    first, types = hf_config.get("max_window_layers"), hf_config.get("layer_types")
+    if hf_config.get("use_sliding_window") and (first or (isinstance(types, list) and len({*types}) > 1)):
+        raise ConfigError(
+            f"model.path: config.json has use_sliding_window=true and max_window_layers={first}, so not all layers "
+            "have windows, but vLLM builds such models with windows in all or none; use another model, or train this "
+            "one by megarl sft"
+        )
 
 
 def _require_positions(hf_config: Mapping[str, object], role: str, longest: int, terms: str) -> None:

@@ -185,18 +185,32 @@ def expert_mlps(block: str, gate: str, up: str, down: str) -> tuple[WeightRule, 
     )
 
 
-_SHARED_EXPERTS = (
+def _shared_experts(block: str) -> tuple[WeightRule, ...]:
+    return (
+        _rule(
+            Partition.GATE_UP,
+            f"{_L}mlp.shared_experts.linear_fc1.weight",
+            (f"{_HF}{block}.gate_proj.weight", "shared_ffn hidden"),
+            (f"{_HF}{block}.up_proj.weight", "shared_ffn hidden"),
+            layers=Layers.EXPERTS,
+        ),
+        _rule(
+            Partition.COLUMNS,
+            f"{_L}mlp.shared_experts.linear_fc2.weight",
+            (f"{_HF}{block}.down_proj.weight", "hidden shared_ffn"),
+            layers=Layers.EXPERTS,
+        ),
+    )
+
+
+SHARED_EXPERTS = _shared_experts("mlp.shared_experts")
+# One shared expert, whose output a sigmoid scales (Qwen2-MoE).
+GATED_SHARED_EXPERT = (
+    *_shared_experts("mlp.shared_expert"),
     _rule(
-        Partition.GATE_UP,
-        f"{_L}mlp.shared_experts.linear_fc1.weight",
-        (f"{_HF}mlp.shared_experts.gate_proj.weight", "shared_ffn hidden"),
-        (f"{_HF}mlp.shared_experts.up_proj.weight", "shared_ffn hidden"),
-        layers=Layers.EXPERTS,
-    ),
-    _rule(
-        Partition.COLUMNS,
-        f"{_L}mlp.shared_experts.linear_fc2.weight",
-        (f"{_HF}mlp.shared_experts.down_proj.weight", "hidden shared_ffn"),
+        Partition.REPLICATED,
+        f"{_L}mlp.shared_experts.gate_weight",
+        (f"{_HF}mlp.shared_expert_gate.weight", "one hidden"),
         layers=Layers.EXPERTS,
     ),
 )
@@ -208,7 +222,7 @@ LATENT_DECODER = (
     + _MLP_NORM
     + DENSE_MLP
     + expert_mlps("mlp", "gate_proj", "up_proj", "down_proj")
-    + _SHARED_EXPERTS
+    + SHARED_EXPERTS
 )
 
 # This bias is added to the routing scores only to choose experts. It is a buffer of Megatron's router, always float32.
@@ -226,12 +240,12 @@ QK_NORM = (
     _rule(
         Partition.REPLICATED,
         f"{_L}self_attention.q_layernorm.weight",
-        (f"{_HF}self_attn.q_norm.weight", "head_dim"),
+        (f"{_HF}self_attn.q_norm.weight", "qk_norm"),
     ),
     _rule(
         Partition.REPLICATED,
         f"{_L}self_attention.k_layernorm.weight",
-        (f"{_HF}self_attn.k_norm.weight", "head_dim"),
+        (f"{_HF}self_attn.k_norm.weight", "qk_norm"),
     ),
 )
 
@@ -239,8 +253,8 @@ QKV_BIAS = (
     _rule(
         Partition.QKV,
         f"{_L}self_attention.linear_qkv.bias",
-        (f"{_HF}self_attn.q_proj.bias", "q"),
-        (f"{_HF}self_attn.k_proj.bias", "kv"),
-        (f"{_HF}self_attn.v_proj.bias", "kv"),
+        (f"{_HF}self_attn.q_proj.bias", "q_bias"),
+        (f"{_HF}self_attn.k_proj.bias", "kv_bias"),
+        (f"{_HF}self_attn.v_proj.bias", "kv_bias"),
     ),
 )

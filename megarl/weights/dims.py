@@ -15,6 +15,7 @@ class Experts:
     """A model's experts: their number, how many each token is routed to, their width, and the layers that have them.
 
     normalized: whether a token's routing weights are normalised to sum 1; else they are the router's probabilities.
+    gates_shared: whether the output of the shared experts is multiplied by a sigmoid of a projection.
     """
 
     num: int
@@ -23,6 +24,7 @@ class Experts:
     normalized: bool
     layers: tuple[int, ...]
     shared_ffn: int = 0
+    gates_shared: bool = False
     routing: "Routing | None" = None
 
 
@@ -76,7 +78,8 @@ class Dims:
     """The sizes of a model. `dim(symbol)` returns the size for a symbol of the weight tables, such as "hidden".
 
     windows: of each layer, how many positions a token attends to, its own included, or None for all; () if all do.
-    rotary_fraction: the share of each head's dimensions that rope turns.
+    rotary_fraction: the share of each head's dimensions that rope turns. qkv_bias, qk_norm: whether queries and keys
+    have biases, as values do then, and norms.
     """
 
     num_layers: int
@@ -92,6 +95,8 @@ class Dims:
     windows: tuple[int | None, ...] = ()
     rotary_fraction: float = 1.0
     delta: DeltaNet | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
 
     def dim(self, symbol: str) -> int:
         return self._sizes[symbol]
@@ -108,6 +113,9 @@ class Dims:
             "head_dim": self.head_dim,
             "q": self.num_heads * self.head_dim,
             "kv": self.num_kv_heads * self.head_dim,
+            "q_bias": self.num_heads * self.head_dim if self.qkv_bias else 0,
+            "kv_bias": self.num_kv_heads * self.head_dim if self.qkv_bias else 0,
+            "qk_norm": self.head_dim if self.qk_norm else 0,
             "experts": experts.num if experts else 0,
             "expert_ffn": experts.ffn if experts else 0,
             "shared_ffn": experts.shared_ffn if experts else 0,
@@ -158,6 +166,8 @@ def read_dims(family: Family, config: Mapping[str, Any]) -> Dims:
         latent=latent,
         windows=read_windows(config),
         rotary_fraction=read_rotary_fraction(config),
+        qkv_bias=bool(config[family.qkv_bias] if isinstance(family.qkv_bias, str) else family.qkv_bias),
+        qk_norm=bool(config[family.qk_layernorm] if isinstance(family.qk_layernorm, str) else family.qk_layernorm),
     )
 
 
@@ -176,7 +186,9 @@ def _read_experts(family: Family, config: Mapping[str, Any]) -> Experts | None:
         ffn=config[family.expert_ffn_key],
         normalized=normalized,
         layers=tuple(each for each in layers if each not in without and (each + 1) % every == 0),
-        shared_ffn=(config.get("n_shared_experts") or 0) * config[family.expert_ffn_key],
+        shared_ffn=config.get("shared_expert_intermediate_size")
+        or (config.get("n_shared_experts") or 0) * config[family.expert_ffn_key],
+        gates_shared=family.gates_shared_expert,
         routing=None if family.group_rating is None else _read_routing(family, family.group_rating, config),
     )
 

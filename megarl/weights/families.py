@@ -95,7 +95,9 @@ class ModelSpec:
         """Yield the tensor names of multi-token-prediction layers. These follow the last layer, and megarl does not
         train them.
         """
-        count, num_layers = self.hf_config.get("num_nextn_predict_layers") or 0, self.dims.num_layers
+        # Transformers 5 may write the second name.
+        names, num_layers = ("num_nextn_predict_layers", "num_mtp_layers"), self.dims.num_layers
+        count = next((self.hf_config[name] for name in names if self.hf_config.get(name)), 0)
         for layer in range(num_layers, num_layers + count):
             last = (placed for placed in self.rules() if placed.layer == num_layers - 1)
             yield from (
@@ -205,9 +207,11 @@ def _require_described(file: Path, family: Family, config: Mapping[str, Any], qu
         )
     for key, values in family.required.items():
         if config.get(key, values[0]) not in values:
+            remedy = f"other variants of {family.name} are not supported"
+            if key == "model_type":
+                remedy = "change it in the file: transformers and vLLM know the architecture only by this type"
             raise ConfigError(
-                f"{file}: {key}: got {config[key]!r}, expected {' or '.join(map(repr, values))}; other variants of "
-                f"{family.name} are not supported"
+                f"{file}: {key}: got {config[key]!r}, expected {' or '.join(map(repr, values))}; {remedy}"
             )
     options = {"sliding_window": bool(read_windows(config)), "partial_rotary_factor": read_rotary_fraction(config) < 1}
     options |= {key: key in config for key in MULTIPLIER_KEYS}

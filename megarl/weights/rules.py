@@ -82,10 +82,12 @@ class Family:
     `required`: key of config.json → supported values (the table fits no others). The first one is transformers' default
     for a missing key.
     `ignored`: tensors that a checkpoint may contain although nothing reads them.
+    `qk_layernorm`, `qkv_bias`: whether queries and keys have norms and biases; or the key of config.json that says so.
     `expert_ffn_key`: the key of config.json that holds the width of an expert, for families with experts.
     `normalizes_experts`: whether a token's routing weights are normalised to sum 1; None: `norm_topk_prob` says.
     `group_rating`: how many best experts' scores make up the score of a group of experts, for families with groups.
     `biased_routers`: routing scores are sigmoids, with a bias that is used only to choose experts; else softmax.
+    `gates_shared_expert`: a sigmoid scales the output of the shared expert.
     `ends_on_every_stage`: vLLM builds the vocabulary, the last norm and the head on every pipeline stage.
     `norms_add_one`: norms scale by 1 + w. `scales_embedding`: embeddings are multiplied by √hidden.
     """
@@ -93,8 +95,8 @@ class Family:
     name: str
     architectures: tuple[str, ...]
     weights: tuple[WeightRule, ...]
-    qk_layernorm: bool = False
-    qkv_bias: bool = False
+    qk_layernorm: bool | str = False
+    qkv_bias: bool | str = False
     activation: Activation = Activation.SILU
     norms_add_one: bool = False
     scales_embedding: bool = False
@@ -105,6 +107,7 @@ class Family:
     normalizes_experts: bool | None = None
     group_rating: int | None = None
     biased_routers: bool = False
+    gates_shared_expert: bool = False
     ends_on_every_stage: bool = False
 
     @property

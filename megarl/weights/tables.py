@@ -11,12 +11,14 @@ from megarl.weights.blocks import (
     DENSE_MLP,
     FUSED_DECODER,
     FUSED_MLP,
+    GATED_SHARED_EXPERT,
     LATENT_DECODER,
     OUTPUT_HEAD,
     QK_NORM,
     QKV_BIAS,
     ROTARY_FREQUENCIES,
     ROUTER_BIAS,
+    SHARED_EXPERTS,
     VALUE_HEAD,
     expert_mlps,
 )
@@ -102,6 +104,16 @@ register_family(
 )
 register_family(
     Family(
+        name="seed_oss",
+        architectures=("SeedOssForCausalLM",),
+        weights=DECODER + DENSE_MLP + QKV_BIAS,
+        qkv_bias="attention_bias",
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+        required={"hidden_act": ("silu",), "attention_out_bias": (False,), "mlp_bias": (False,)},
+    )
+)
+register_family(
+    Family(
         name="gemma",
         ends_on_every_stage=True,
         architectures=("GemmaForCausalLM",),
@@ -162,6 +174,32 @@ register_family(
 )
 register_family(
     Family(
+        name="qwen2_moe",
+        ends_on_every_stage=True,
+        architectures=("Qwen2MoeForCausalLM",),
+        weights=DECODER
+        + DENSE_MLP
+        + expert_mlps("mlp", "gate_proj", "up_proj", "down_proj")
+        + GATED_SHARED_EXPERT
+        + QKV_BIAS,
+        qkv_bias="qkv_bias",
+        gates_shared_expert=True,
+        defaults={
+            "num_key_value_heads": 16,
+            "use_sliding_window": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+            "norm_topk_prob": False,
+            "shared_expert_intermediate_size": 5632,
+            "qkv_bias": True,
+        },
+        # As in Qwen3-MoE.
+        required={"hidden_act": ("silu",), "use_sliding_window": (False,)},
+        expert_ffn_key="moe_intermediate_size",
+    )
+)
+register_family(
+    Family(
         name="mixtral",
         ends_on_every_stage=True,
         architectures=("MixtralForCausalLM",),
@@ -207,12 +245,45 @@ register_family(
             "topk_group": 4,
         },
         required={
+            # Kimi-K2 is published as kimi_k2.
+            "model_type": ("deepseek_v3",),
             "hidden_act": ("silu",),
             "attention_bias": (False,),
             "norm_topk_prob": (True,),
             "rope_interleave": (True,),
             "rms_norm_eps": (_LATENT_NORM_EPS,),
         },
+        expert_ffn_key="moe_intermediate_size",
+        normalizes_experts=True,
+        group_rating=2,
+        biased_routers=True,
+    )
+)
+register_family(
+    Family(
+        name="glm4_moe",
+        architectures=("Glm4MoeForCausalLM",),
+        weights=DECODER
+        + DENSE_MLP
+        + expert_mlps("mlp", "gate_proj", "up_proj", "down_proj")
+        + SHARED_EXPERTS
+        + ROUTER_BIAS
+        + QKV_BIAS
+        + QK_NORM,
+        qkv_bias="attention_bias",
+        qk_layernorm="use_qk_norm",
+        defaults={
+            "num_key_value_heads": 8,
+            "attention_bias": False,
+            "use_qk_norm": False,
+            "partial_rotary_factor": 0.5,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+        },
+        required={"hidden_act": ("silu",), "norm_topk_prob": (True,)},
         expert_ffn_key="moe_intermediate_size",
         normalizes_experts=True,
         group_rating=2,

@@ -12,7 +12,7 @@ import pytest
 from megarl.config.schema import LayoutConfig
 from megarl.weights.families import read_model_spec
 from tests.helpers.family_parity import Reference, assert_equals_transformers, run_transformers
-from tests.helpers.hf_models import DENSE, make_model
+from tests.helpers.hf_models import DENSE, WINDOWED, make_model
 from tests.helpers.rank_pool import RankPool
 
 LAYOUTS = {
@@ -25,9 +25,8 @@ LAYOUTS = {
 # Untied embeddings with sequence parallelism, and for a family with biases and one that scales its embeddings tied ones
 # where they are split and lie on two stages; the rest is long. Mistral's layers are Llama's.
 TIED = ("qwen2", "gemma")
-QUICK = {
-    (name, name in TIED, "tp2-pp2" if name in TIED else "tp2-sp") for name in DENSE if not name.startswith("mistral")
-}
+QUICK = {(name, name in TIED, "tp2-pp2" if name in TIED else "tp2-sp") for name in DENSE if name != "mistral"}
+QUICK.add(("qwen3-windows", False, "tp2-sp"))
 # And uneven chunks.
 QUICK.add(("mistral", True, "pp2-vpp2"))
 CASES = [
@@ -38,7 +37,7 @@ CASES = [
         id=f"{name}-{'tied' if tied else 'untied'}-{layout}",
         marks=() if (name, tied, layout) in QUICK else pytest.mark.long,
     )
-    for name in DENSE
+    for name in (*DENSE, *WINDOWED)
     for tied in (True, False)
     for layout in LAYOUTS
 ]

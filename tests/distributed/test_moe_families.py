@@ -34,8 +34,13 @@ LAYOUTS = {
 
 GetPool = Callable[[int], RankPool]
 
-# Minutes of layouts; test_moe_training.py has experts trained in the default set.
-pytestmark = pytest.mark.long
+# Families whose layers no other test has; the rest are minutes of layouts, and test_moe_training.py has others trained.
+QUICK = {(name, "tp2-sp ep2") for name in ("qwen2_moe", "glm4_moe")}
+CASES = [
+    pytest.param(name, layout, id=f"{name}-{layout}", marks=() if (name, layout) in QUICK else pytest.mark.long)
+    for name in WITH_EXPERTS
+    for layout in LAYOUTS
+]
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +52,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
     return get
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-@pytest.mark.parametrize("name", list(WITH_EXPERTS))
+@pytest.mark.parametrize(("name", "layout"), CASES)
 def test_family_equals_transformers(
     rank_pool: GetPool, reference: Callable[[str], Reference], tmp_path: Path, name: str, layout: str
 ) -> None:
@@ -56,6 +60,7 @@ def test_family_equals_transformers(
     assert_equals_transformers(rank_pool(LAYOUTS[layout].world_size), expected, LAYOUTS[layout], tmp_path)
 
 
+@pytest.mark.long
 def test_bfloat16_weights_are_written_as_they_were_read(rank_pool: GetPool, tmp_path: Path) -> None:
     """Biases of routers stay in float32, as transformers keeps them."""
     wide = make_model(tmp_path / "wide", "deepseek_v3", tied=False)

@@ -59,13 +59,6 @@ DENSE = {
         left_out=("head_dim", "rope_parameters"),
     ),
     "mistral": HFModel(config="MistralConfig", keys={"sliding_window": None}, left_out=("head_dim",)),
-    # Shorter than most rows.
-    "mistral-window": HFModel(config="MistralConfig", keys={"sliding_window": 7}, left_out=("head_dim",)),
-    # Layers 2 to 4 have windows.
-    "qwen3-windows": HFModel(
-        config="Qwen3Config",
-        keys={"head_dim": 12, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
-    ),
     "qwen2": HFModel(config="Qwen2Config"),
     "qwen3": HFModel(config="Qwen3Config", keys={"head_dim": 12}),
     # Fused tensors; of 8 dimensions rope turns 6.
@@ -86,8 +79,18 @@ DENSE = {
         },
     ),
     "mistral-small": HFModel(config="MistralConfig", keys={"sliding_window": None, "head_dim": 12}),
+    # By default, the embedding of token 1 gets no gradient.
+    "seed_oss": HFModel(config="SeedOssConfig", keys={"head_dim": 12, "pad_token_id": None}),
     # The activation as published.
     "gemma": HFModel(config="GemmaConfig", keys={"head_dim": 12}, written={"hidden_act": "gelu"}),
+}
+# Windows shorter than most rows, in all layers and in layers 2 to 4.
+WINDOWED = {
+    "mistral-window": HFModel(config="MistralConfig", keys={"sliding_window": 7}, left_out=("head_dim",)),
+    "qwen3-windows": HFModel(
+        config="Qwen3Config",
+        keys={"head_dim": 12, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
+    ),
 }
 _QWEN3_MOE = {"moe_intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 2, "head_dim": 12}
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -120,6 +123,17 @@ WITH_EXPERTS = {
     "qwen3_moe": HFModel(config="Qwen3MoeConfig", keys={**_QWEN3_MOE, "norm_topk_prob": True}),
     # Probabilities among all experts; layers 0, 2 and 4 are dense.
     "qwen3_moe-mixed": HFModel(config="Qwen3MoeConfig", keys={**_QWEN3_MOE, "decoder_sparse_step": 2}),
+    # A shared expert with a gate; layer 0 is dense.
+    "qwen2_moe": HFModel(
+        config="Qwen2MoeConfig",
+        keys={
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "mlp_only_layers": [0],
+        },
+    ),
     "mixtral": HFModel(
         config="MixtralConfig", keys={"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None}
     ),
@@ -145,7 +159,33 @@ WITH_EXPERTS = {
     "deepseek_v3": HFModel(config="DeepseekV3Config", keys={**_DEEPSEEK_V3, "rope_parameters": _DEFAULT_ROPE}),
     "deepseek_v3-yarn": HFModel(config="DeepseekV3Config", keys={**_DEEPSEEK_V3, "rope_parameters": _YARN}),
 }
-MODELS = {**DENSE, **WITH_EXPERTS}
+# Kimi-K2: no groups, and a ramp of YaRN between the frequencies that turn once.
+WITH_EXPERTS["deepseek_v3-kimi"] = HFModel(
+    config="DeepseekV3Config",
+    keys={
+        **_DEEPSEEK_V3,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.827,
+        "rope_parameters": {**_YARN, "rope_theta": 50000.0, "beta_fast": 1.0, "mscale_all_dim": 1.0},
+    },
+)
+_GLM4_MOE = {
+    "head_dim": 12,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 2.5,
+    "attention_bias": True,
+    "num_mtp_layers": 0,
+}
+# Rope turns 6 of 12 dimensions. GLM-4.5-Air has no norms of queries and keys, the others do.
+WITH_EXPERTS |= {
+    "glm4_moe": HFModel(config="Glm4MoeConfig", keys={**_GLM4_MOE, "use_qk_norm": True}),
+    "glm4_moe-air": HFModel(config="Glm4MoeConfig", keys=_GLM4_MOE),
+}
+MODELS = {**DENSE, **WINDOWED, **WITH_EXPERTS}
 
 
 def make_model(

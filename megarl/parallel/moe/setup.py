@@ -34,6 +34,7 @@ def expert_options(dims: Dims, layout: LayoutConfig, config: MoeConfig) -> dict[
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
+        "moe_shared_expert_gate": experts.gates_shared,
         "moe_permute_fusion": fused["fuse_permute"],
         "moe_router_fusion": fused["fuse_router"],
     }

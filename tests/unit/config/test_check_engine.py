@@ -177,6 +177,19 @@ def test_a_model_must_have_the_layer_that_drafts() -> None:
         check_model(mtp, HF_CONFIG)
 
 
+def test_windows_in_some_layers_only_are_for_training_without_engines() -> None:
+    windowed = {**HF_CONFIG, "use_sliding_window": True, "sliding_window": 64}
+    check_model(settings({}), {**windowed, "max_window_layers": 0})
+    some = {**windowed, "max_window_layers": 1}
+    check_model(settings({}), some | {"use_sliding_window": False})
+    check_model(settings({}), some, for_sft=True)
+    for each in (some, {**windowed, "layer_types": ["full_attention", "sliding_attention"]}):
+        with pytest.raises(
+            ConfigError, match=r"use_sliding_window=true .* vLLM builds such models with windows in all"
+        ):
+            check_model(settings({}), each)
+
+
 def test_experts_are_not_rounded_on_cpus() -> None:
     rounded, experts = settings({"quantization": "fp8_per_channel"}), {"num_experts": 4, "moe_intermediate_size": 64}
     check_model(rounded, HF_CONFIG)

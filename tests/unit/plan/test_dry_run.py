@@ -369,6 +369,27 @@ def test_real_models_fit_devices_of_80_gib(
     )
 
 
+# Models without a run file of their own; hundreds of devices take half a minute.
+OTHER_MODELS = sorted(
+    path.stem
+    for path in (ROOT / "configs/model").glob("*.yaml")
+    if (ROOT / "configs/model/hf" / path.stem).exists() and not any(path.stem in run for run in RUNS)
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name == "kimi-k2" else name for name in OTHER_MODELS]
+)
+def test_other_models_fit_devices_of_80_gib(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    overrides = [f"use.model={name}", "--dry-run", "--device-gib", "80", "--json"]
+    main(["train", "configs/run/gsm8k-qwen3-8b.yaml", *overrides])
+    plan = json.loads(capsys.readouterr().out)
+    assert max(phase["total"] for alike in plan["devices"] for phase in alike["phases"].values()) < 80 * GIB
+
+
 def test_the_documented_plan_is_what_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -291,8 +291,15 @@ GEMMA_2B = {
     "rope_theta": 10000.0,
     "vocab_size": 256000,
 }
+MISTRAL_7B_V01, QWEN1_5_MOE, SEED_OSS_36B, GLM_4_5_AIR, KIMI_K2 = (
+    json.loads((CONFIGS / name / "config.json").read_text())
+    for name in ("mistral-7b-v0.1", "qwen1.5-moe-a2.7b", "seed-oss-36b", "glm-4.5-air", "kimi-k2")
+)
 PUBLISHED = {
     "gemma": GEMMA_2B,
+    "seed_oss": SEED_OSS_36B,
+    "qwen2_moe": QWEN1_5_MOE,
+    "glm4_moe": GLM_4_5_AIR,
     "llama": LLAMA_3_1_8B,
     "mistral": MISTRAL_7B_V03,
     "phi3": PHI_4,
@@ -327,7 +334,9 @@ LATENT_KEYS = (
     "v_head_dim",
 )
 EXPERT_KEYS = {
+    "qwen2_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     "qwen3_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "glm4_moe": ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
     "deepseek_v2": LATENT_KEYS,
     "deepseek_v3": (*LATENT_KEYS, "routed_scaling_factor"),
     "mixtral": ("num_local_experts", "num_experts_per_tok"),
@@ -362,6 +371,12 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
         (DEEPSEEK_V2, 235_741_434_880),
         (DEEPSEEK_V2_LITE, 15_706_484_224),
         (GEMMA_2B, 2_506_172_416),
+        (MISTRAL_7B_V01, 7_241_732_096),
+        (QWEN1_5_MOE, 14_315_784_192),
+        (SEED_OSS_36B, 36_151_104_512),
+        # With 45 biases of 128 experts, without the layer that predicts one token further.
+        (GLM_4_5_AIR, 106_852_245_504 + 45 * 128),
+        (KIMI_K2, 1_026_408_232_448),
     ],
     ids=[
         "llama-3.1-8b",
@@ -378,6 +393,11 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
         "deepseek-v2",
         "deepseek-v2-lite",
         "gemma-2b",
+        "mistral-7b-v0.1",
+        "qwen1.5-moe-a2.7b",
+        "seed-oss-36b",
+        "glm-4.5-air",
+        "kimi-k2",
     ],
 )
 def test_published_models(tmp_path: Path, config: dict[str, Any], num_parameters: int) -> None:
@@ -471,8 +491,11 @@ ONE_GROUP = {"num_groups": 1, "groups_per_token": 1}
 ROUTINGS = {
     "deepseek_v2": Routing(**ONE_GROUP, group_rating=1, scale=1.0, biased=False),
     "deepseek_v3": Routing(**ONE_GROUP, group_rating=2, scale=2.5, biased=True),
+    "glm4_moe": Routing(**ONE_GROUP, group_rating=2, scale=1.0, biased=True),
 }
 QWEN3_SMALL = {"num_experts": 5, "moe_intermediate_size": 16, "head_dim": 8}
+QWEN2_SMALL = {"num_experts": 5, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32}
+GLM4_SMALL = {"n_routed_experts": 5, "moe_intermediate_size": 16, "n_shared_experts": 2, "num_mtp_layers": 0}
 
 
 @pytest.mark.parametrize(
@@ -481,12 +504,29 @@ QWEN3_SMALL = {"num_experts": 5, "moe_intermediate_size": 16, "head_dim": 8}
         ("qwen3_moe", QWEN3_SMALL, (0, 1, 2, 3, 4)),
         # Every second layer, 1 and 3, but for layer 3.
         ("qwen3_moe", {**QWEN3_SMALL, "decoder_sparse_step": 2, "mlp_only_layers": [3]}, (1,)),
+        ("qwen2_moe", {**QWEN2_SMALL, "decoder_sparse_step": 2}, (1, 3)),
+        ("qwen2_moe", {**QWEN2_SMALL, "qkv_bias": False}, (0, 1, 2, 3, 4)),
+        ("glm4_moe", GLM4_SMALL, (1, 2, 3, 4)),
+        ("glm4_moe", {**GLM4_SMALL, "attention_bias": True}, (1, 2, 3, 4)),
+        ("glm4_moe", {**GLM4_SMALL, "use_qk_norm": True}, (1, 2, 3, 4)),
         ("mixtral", {"num_local_experts": 5}, (0, 1, 2, 3, 4)),
         ("deepseek_v2", LATENT_SMALL, (2, 3, 4)),
         ("deepseek_v2", {**LATENT_SMALL, "q_lora_rank": None}, (2, 3, 4)),
         ("deepseek_v3", DEEPSEEK_SMALL, (2, 3, 4)),
     ],
-    ids=["qwen3_moe", "qwen3_moe-mixed", "mixtral", "deepseek_v2", "deepseek_v2-lite", "deepseek_v3"],
+    ids=[
+        "qwen3_moe",
+        "qwen3_moe-mixed",
+        "qwen2_moe",
+        "qwen2_moe-without-biases",
+        "glm4_moe",
+        "glm4_moe-biases",
+        "glm4_moe-norms",
+        "mixtral",
+        "deepseek_v2",
+        "deepseek_v2-lite",
+        "deepseek_v3",
+    ],
 )
 def test_experts_are_what_transformers_writes(
     tmp_path: Path, model_type: str, keys: dict[str, Any], layers: tuple[int, ...]
@@ -506,9 +546,10 @@ def test_experts_are_what_transformers_writes(
         num=5,
         per_token=3,
         ffn=width,
-        normalized=model_type in ("mixtral", "deepseek_v3"),
+        normalized=model_type in ("mixtral", "deepseek_v3", "glm4_moe"),
         layers=layers,
-        shared_ffn=32 if routing else 0,
+        shared_ffn=32 if routing or model_type == "qwen2_moe" else 0,
+        gates_shared=model_type == "qwen2_moe",
         routing=routing,
     )
 
@@ -535,9 +576,22 @@ def test_deepseek_v3_as_published(tmp_path: Path) -> None:
         ({"num_experts_per_tok": 129}, r"num_experts_per_tok: got 129, expected at most 128, the experts in topk_gr"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config: got .*not supported"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope type 'linear' is not supported; known: .*'yarn'"),
+        ({"model_type": "kimi_k2"}, r"model_type: got 'kimi_k2', expected 'deepseek_v3'; change it in the file"),
     ):
         with pytest.raises(ConfigError, match=message):
             read_model_spec(write_config(tmp_path, DEEPSEEK_V3 | change))
+
+
+def test_glm_as_published(tmp_path: Path) -> None:
+    """GLM-4.5-Air has biases, larger models also norms of queries and keys, and all a layer that predicts further."""
+    air = read_model_spec(write_config(tmp_path, GLM_4_5_AIR))
+    assert (air.dims.rotary_fraction, air.dims.qkv_bias, air.dims.qk_norm) == (0.5, True, False)
+    larger = read_model_spec(write_config(tmp_path, GLM_4_5_AIR | {"use_qk_norm": True}))
+    more = larger.expected_tensors().keys() - air.expected_tensors().keys()
+    assert more == {f"model.layers.{i}.self_attn.{name}_norm.weight" for i in range(46) for name in "qk"}
+    ignored = {"model.layers.46.eh_proj.weight", "model.layers.46.mlp.experts.127.down_proj.weight"}
+    assert ignored < set(air.ignored_tensors())
+    assert air.float32_tensors() == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in range(1, 46)}
 
 
 def test_deepseek_v2_as_published(tmp_path: Path) -> None:

@@ -95,8 +95,8 @@ def without(rope: dict[str, Any], key: str) -> dict[str, Any]:
         (without(LINEAR, "factor"), r"rope type 'linear' has keys \[\], expected \['factor'\]"),
         # A key that changes the model must not be passed over.
         (
-            {"rope_type": "default", "attention_factor": 0.5},
-            r"rope type 'default' has keys \['attention_factor'\], expected \[\]",
+            {"rope_type": "default", "factor": 2.0},
+            r"rope type 'default' has keys \['factor'\], expected \[\]",
         ),
         (
             {"full_attention": {"rope_type": "default"}},

@@ -68,6 +68,7 @@ def make_spec(*, tied: bool, fused: bool = False) -> ModelSpec:
         head_dim=HEAD_DIM,
         vocab=VOCAB,
         tied=tied,
+        qk_norm=True,
     )
     spec = ModelSpec(
         path=Path("model"),
