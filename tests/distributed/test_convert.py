@@ -46,6 +46,7 @@ def export_files(model: Path, directory: Path, dtype: str) -> list[str]:
         ("qwen3", False, "float32", "tp2-pp2"),
         ("qwen2", True, "bfloat16", "tp2-pp2"),
         ("llama", False, "float32", "tp1"),
+        ("phi3", False, "bfloat16", "tp2-pp2"),
         ("qwen3_moe-mixed", False, "float32", "tp2-ep2"),
         ("deepseek_v3", False, "bfloat16", "tp2-ep2"),
     ],

@@ -10,7 +10,7 @@ import torch
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, MoeConfig
 from tests.helpers.family_parity import make_rows
-from tests.helpers.hf_models import make_model
+from tests.helpers.hf_models import DENSE, make_model
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.recompute_ranks import backward_of
 
@@ -30,6 +30,8 @@ SPARSE = MoeConfig(aux_loss_coef=0.7)
         ),
         ("qwen3", {"recompute": "full", "recompute_layers": 2}, ["0.mlp", "1.mlp"], ["2.mlp", "4.mlp"]),
         ("qwen3", {"recompute": "full", "recompute_unit": 5}, ["0.mlp", "4.mlp"], []),
+        # What it adds to the residual stream is multiplied in both passes.
+        ("granite", {"recompute": "full", "recompute_unit": 5}, ["0.mlp", "4.mlp"], []),
         (
             "qwen3_moe",
             {"recompute": "selective", "recompute_modules": ("moe", "layernorm")},
@@ -53,7 +55,7 @@ def test_gradients_are_the_same(
     once: list[str],
 ) -> None:
     model = ModelConfig(path=str(make_model(tmp_path, family, tied=False)), dtype="float32", vocab_multiple=4)
-    actor, rows = ActorConfig(moe=MoeConfig() if family == "qwen3" else SPARSE), make_rows()
+    actor, rows = ActorConfig(moe=MoeConfig() if family in DENSE else SPARSE), make_rows()
     batches = [[0, 2], list(range(3, len(rows))), [1]]
     pool = rank_pool(1)
     (expected,) = pool.run(backward_of, actor, model, rows, batches)
