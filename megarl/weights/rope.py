@@ -129,6 +129,11 @@ ROPE_TYPES: dict[str, type[RopeScaling]] = {
     "llama3": Llama3Rope,
     "yarn": PlainYarnRope,
 }
+# Why types that published models have are refused.
+_REASONS: dict[str, str] = {
+    "longrope": "; transformers chooses its factors by the longest row so far and vLLM by max_model_len, so that the "
+    "engines' log-probs would not be the trainer's"
+}
 # The types for models with latent attention.
 LATENT_ROPE_TYPES: dict[str, type[RopeScaling] | type[YarnRope]] = {"default": DefaultRope, "yarn": YarnRope}
 
@@ -143,7 +148,8 @@ def read_rope_scaling(
     """
     name = rope.get("rope_type", rope.get("type", "default"))
     if name not in types:
-        raise ConfigError(f"{source}: rope type {name!r} is not supported; known: {sorted(types)}")
+        reason = _REASONS.get(name, "")
+        raise ConfigError(f"{source}: rope type {name!r} is not supported; known: {sorted(types)}{reason}")
     rope_type: Any = types[name]
     known = {field.name: field for field in fields(rope_type)}
     wanted = {key for key, field in known.items() if field.default is MISSING} - _COMMON_KEYS

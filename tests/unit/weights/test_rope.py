@@ -90,7 +90,9 @@ def without(rope: dict[str, Any], key: str) -> dict[str, Any]:
             r"rope type 'yarn' has keys \['factor'\], expected \['factor', 'original_max_position_embeddings'\]",
         ),
         (YARN | {"truncate": 1.0}, "rope key truncate: got 1.0, expected a bool"),
-        ({"type": "dynamic", "factor": 4.0}, r"rope type 'dynamic' is not supported; known: \['default', "),
+        ({"type": "dynamic", "factor": 4.0}, r"rope type 'dynamic' is not supported; known: \['default', [^;]*$"),
+        # Phi-4-mini.
+        ({"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}, "rope type 'longrope' .* by max_model_len"),
         (without(LLAMA3, "factor"), r"rope type 'llama3' has keys \['high.*expected \['factor', 'high_freq_factor'"),
         (without(LINEAR, "factor"), r"rope type 'linear' has keys \[\], expected \['factor'\]"),
         # A key that changes the model must not be passed over.
