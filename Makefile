@@ -1,10 +1,14 @@
 # On a fresh machine with Python 3.11 or newer, `make train` and `make test` are all there is to type.
 VENV := .venv
 PEERS_VENV := .venv-conformance
+NEWEST_VENV := .venv-newest
 DOCS_VENV := .venv-docs
 AUDIT_VENV := .venv-audit
 SITE := site
 PYTHON ?= python3
+# The newest Megatron needs another one than `python3` may be.
+NEWEST_PYTHON := $(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) \
+	python3.12),$(PYTHON))
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ALGO ?= grpo
 MODEL ?= tiny
@@ -12,7 +16,7 @@ TASK ?= $(if $(filter smollm2,$(MODEL)),arithmetic,sums)
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help python install train test test-slurm test-long test-gpu test-conformance check audit docs clean
+.PHONY: help python install train test test-slurm test-long test-gpu test-newest test-conformance check audit docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' Makefile
@@ -50,8 +54,19 @@ test-gpu: ## Run the tests that need a CUDA device: make test-gpu VENV=DIR, made
 		"containers/install.sh DIR, and name it: make test-gpu VENV=DIR" >&2; exit 1; }
 	"$(VENV)/bin/python" -m pytest tests/gpu
 
+# The kernels of the log-prob head do without Megatron, and their tests want Triton on no import path.
+NEWEST_OMITS := tests/unit/parallel/test_triton_kernels.py
+test-newest: ## Run the trainer's tests on the newest Megatron that megarl is tested with, and Python 3.12
+	@"$(NEWEST_PYTHON)" --version >/dev/null 2>&1 || { echo "test-newest: no $(NEWEST_PYTHON); name a Python 3.12 or" \
+		"newer: make test-newest PYTHON=FILE" >&2; exit 1; }
+	@"$(NEWEST_PYTHON)" tools/install.py --kind newest --venv "$(NEWEST_VENV)" --torch-index "$(TORCH_CPU_INDEX)"
+	@echo "left out: $(NEWEST_OMITS), whose kernels do without Megatron; tests/e2e and tests/slurm, whose runs need vLLM;" \
+		"other folders of tests/unit, which do not import Megatron; long tests"
+	"$(NEWEST_VENV)/bin/python" -m pytest tests/unit/parallel tests/unit/weights tests/unit/convert tests/distributed \
+		$(addprefix --ignore=,$(NEWEST_OMITS)) -m "not long and not gpu" -n 2 --dist loadfile
+
 test-conformance: python ## Compare formulas with verl, OpenRLHF and TRL, installed into .venv-conformance
-	@"$(PYTHON)" tools/install.py --peers --venv "$(PEERS_VENV)" --torch-index "$(TORCH_CPU_INDEX)"
+	@"$(PYTHON)" tools/install.py --kind peers --venv "$(PEERS_VENV)" --torch-index "$(TORCH_CPU_INDEX)"
 	"$(PEERS_VENV)/bin/python" -m pytest tests/conformance --confcutdir=tests/conformance
 
 check: install ## Lint, format check, types, shell scripts, containers, import rules
@@ -85,5 +100,5 @@ $(AUDIT_VENV)/audit.txt: requirements/audit.txt | python
 	cp requirements/audit.txt "$@"
 
 clean: ## Remove caches, nothing else
-	find . \( -path "./$(VENV)" -o -path "./$(PEERS_VENV)" -o -path "./$(DOCS_VENV)" -o -path "./$(AUDIT_VENV)" -o -path ./.git \) -prune -o -type d \( -name __pycache__ \
+	find . \( -path "./$(VENV)" -o -path "./$(PEERS_VENV)" -o -path "./$(NEWEST_VENV)" -o -path "./$(DOCS_VENV)" -o -path "./$(AUDIT_VENV)" -o -path ./.git \) -prune -o -type d \( -name __pycache__ \
 		-o -name .pytest_cache -o -name .mypy_cache -o -name .ruff_cache -o -name .hypothesis \) -prune -exec rm -rf {} +

@@ -36,7 +36,8 @@ setup(
     package_data={"megarl.migrate": ["peers/*"], "megarl.report": ["browser/*"]},
     cmdclass={"build_py": BuildWithFiles},
     install_requires=[
-        "megatron-core==0.16.1",
+        # Two versions are tested; the newer one needs Python 3.12.
+        "megatron-core>=0.16.1,<=0.19.2",
         "ray==2.60.0",
         "transformers==5.19.0",
         "argcomplete",

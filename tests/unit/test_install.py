@@ -2,18 +2,22 @@
 
 import fcntl
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 import sysconfig
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
+import setuptools
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from megarl.host.device.platform import TESTED_MEGATRON
 from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from tools import install
 
@@ -53,7 +57,8 @@ def pins(environment: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["cpu.txt", "conformance.txt", "kernels.txt", "browser.txt", "cuda.txt", "cuda-source.txt"]
+    "name",
+    ["cpu.txt", "conformance.txt", "newest.txt", "kernels.txt", "browser.txt", "cuda.txt", "cuda-source.txt"],
 )
 def test_every_line_of_a_lock_pins_one_version_of_another_package(name: str) -> None:
     lock = read_requirements(name)
@@ -117,14 +122,52 @@ def test_cuda_pins_agree_with_the_cpu_lock_and_with_megatron() -> None:
     assert {str(one.specifier) for one in (extension, cuda["transformer-engine-cu13"])} == {f"=={pinned}"}
 
 
-def test_what_megarl_is_compared_with_runs_beside_the_same_packages() -> None:
-    cpu, peers = (
-        {canonicalize_name(one.name): str(one) for one in read_requirements(name)}
-        for name in ("cpu.txt", "conformance.txt")
+@pytest.mark.parametrize(("other", "differs"), [("conformance.txt", set()), ("newest.txt", {"megatron-core"})])
+def test_environments_beside_megarls_have_the_same_packages(other: str, differs: set[str]) -> None:
+    cpu, others = (
+        {str(canonicalize_name(one.name)): str(one) for one in read_requirements(name)} for name in ("cpu.txt", other)
     )
-    shared = cpu.keys() & peers.keys()
+    shared = cpu.keys() & others.keys()
     assert {"numpy", "pytest", "transformers"} <= shared
-    assert {name: peers[name] for name in shared} == {name: cpu[name] for name in shared}
+    assert {name for name in shared if others[name] != cpu[name]} == differs
+
+
+def declared(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What setup.py hands to setuptools."""
+    arguments: dict[str, Any] = {}
+    patch.setattr(setuptools, "setup", arguments.update)
+    runpy.run_path(str(ROOT / "setup.py"))
+    return arguments
+
+
+def test_the_newest_megatron_is_a_tested_one_beside_all_that_megarl_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = {str(canonicalize_name(one.name)): one for one in read_requirements("newest.txt")}
+    assert str(newest["megatron-core"].specifier) == f"=={TESTED_MEGATRON[-1]}"
+    versions = {name: str(one.specifier).removeprefix("==") for name, one in newest.items()}
+    asked = map(Requirement, declared(monkeypatch)["install_requires"])
+    found = {one: versions.get(canonicalize_name(one.name), "none") for one in asked}
+    assert [one for one, version in found.items() if not one.specifier.contains(version)] == []
+
+
+@pytest.mark.parametrize("kind", install.KINDS)
+def test_a_torch_for_cuda_is_taken_only_where_it_may_be(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No index has a build for CPU here."""
+    asked: list[tuple[str, ...]] = []
+    for_cuda = f"torch=={pins(HERE)['torch'].removesuffix('+cpu')}"
+
+    def pip_install(*args: str) -> bool:
+        asked.append(args)
+        return args[-1] == for_cuda
+
+    monkeypatch.setattr(install, "pip_install", pip_install)
+    if install.KINDS[kind].cpu_only:
+        with pytest.raises(SystemExit, match="no CPU build of torch found"):
+            install.install_torch("https://index.invalid", kind)
+        assert len(asked) == 2
+    else:
+        install.install_torch("https://index.invalid", kind)
+        assert asked[2][-3:] == ("-c", str(install.NEWEST), for_cuda)
+    assert [kind for kind, each in install.KINDS.items() if not each.cpu_only] == ["newest"]
 
 
 def test_apex_is_the_one_of_nvidia_wherever_it_is_named() -> None:
@@ -164,7 +207,7 @@ def test_the_fingerprint_depends_on_every_input_and_on_the_place(
     inputs = [tmp_path / "lock.txt", tmp_path / "setup.py"]
     for path in inputs:
         path.write_text("a==1\n")
-    monkeypatch.setattr(install, "INPUTS", tuple(inputs))
+    monkeypatch.setitem(install.KINDS, "megarl", install.KINDS["megarl"]._replace(inputs=tuple(inputs)))
     monkeypatch.setattr(install, "python_version", lambda venv: "3.11.7")
     prints = [install.fingerprint(tmp_path), install.fingerprint(tmp_path / "other")]
     for path in inputs:
@@ -179,18 +222,21 @@ def test_the_fingerprint_depends_on_every_input_and_on_the_place(
 def test_the_peers_have_a_fingerprint_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = tmp_path / "conformance.txt"
     lock.write_text("a==1\n")
-    monkeypatch.setattr(install, "PEERS_INPUTS", (lock,))
+    monkeypatch.setitem(install.KINDS, "peers", install.KINDS["peers"]._replace(inputs=(lock,)))
     monkeypatch.setattr(install, "python_version", lambda venv: "3.11.7")
-    before = install.fingerprint(tmp_path), install.fingerprint(tmp_path, peers=True)
+    before = install.fingerprint(tmp_path), install.fingerprint(tmp_path, "peers")
     lock.write_text("a==2\n")
     assert install.fingerprint(tmp_path) == before[0]
-    assert install.fingerprint(tmp_path, peers=True) not in before
+    assert install.fingerprint(tmp_path, "peers") not in before
 
 
 def test_an_old_python_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 9, 2, "final", 0))
     with pytest.raises(SystemExit, match=r"Python 3\.9\.2 is too old, expected 3\.11 or newer; .* PYTHON="):
         install.create(tmp_path / "venv")
+    monkeypatch.setattr(sys, "version_info", (3, 11, 7, "final", 0))
+    with pytest.raises(SystemExit, match=r"Python 3\.11\.7 is too old, expected 3\.12 or newer"):
+        install.create(tmp_path / "venv", "newest")
 
 
 def test_a_missing_venv_module_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +306,7 @@ def test_the_kernels_lie_apart_and_are_what_is_pinned() -> None:
     }
     assert found == {str(one) for one in read_requirements("kernels.txt")}
     assert str(folder) not in sys.path
-    assert install.KERNELS in install.INPUTS
+    assert install.KERNELS in install.KINDS["megarl"].inputs
     assert not set(pins(HERE)) & {canonicalize_name(one.name) for one in read_requirements("kernels.txt")}
 
 

@@ -9,9 +9,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from tests.unit.test_install import ROOT, applies, environment_of, read_requirements
+from tests.unit.test_install import ROOT, applies, declared, environment_of, read_requirements
 
-SETUP = ROOT / "setup.py"
 # What transformer_engine_torch 2.11.0 asks for (install_requirements in its build_tools/pytorch.py), beside its core.
 EXTENSION = ("torch>=2.1", "einops", "onnxscript", "onnx", "packaging", "pydantic")
 # For the extension's build without isolation, and for the tests.
@@ -20,14 +19,8 @@ TOOLS = ("ninja", "pybind11", "setuptools", "wheel", "pytest", "pytest-timeout",
 
 def asked(capture: pytest.MonkeyPatch) -> list[str]:
     """What megarl[cuda] asks for, as its setup.py declares it, less the extension, whose own needs are listed here."""
-    import runpy
-
-    import setuptools
-
-    declared: dict = {}
-    capture.setattr(setuptools, "setup", declared.update)
-    runpy.run_path(str(SETUP))
-    lines = [*declared["install_requires"], *declared["extras_require"]["cuda"]]
+    arguments = declared(capture)
+    lines = [*arguments["install_requires"], *arguments["extras_require"]["cuda"]]
     return [*(line.replace("core_cu13,pytorch", "core_cu13") for line in lines), *EXTENSION, *TOOLS]
 
 
