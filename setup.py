@@ -71,7 +71,8 @@ setup(
         "cuda": [
             "torch==2.13.0",
             "vllm==0.32.0",
-            "transformer-engine[core_cu13,pytorch]>=2.9,<2.12",
+            # megatron-core 0.16 takes those up to 2.11.
+            "transformer-engine[core_cu13,pytorch]>=2.9,<2.21",
         ],
         "apex": [
             # The package called apex on the Python Package Index is an unrelated project.

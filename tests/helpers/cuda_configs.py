@@ -71,7 +71,7 @@ def built(
 
     spec = read_model_spec(path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(utils, "get_te_version", lambda: Version("2.11.0"))
+        patch.setattr(utils, "get_te_version", lambda: Version("2.20.2"))
         for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
             patch.setattr(rope_utils, name, object())
         for name in FUSED:
@@ -79,7 +79,7 @@ def built(
             patch.setattr(moe_utils, name, object(), raising=False)
         patch.setitem(backend.BACKENDS, "cuda", backend.cuda_backend(transformer_engine=True))
         patch.setattr(megatron_config, "platform", CudaPlatform)
-        patch.setattr(setup, "transformer_engine_version", lambda: (2, 11))
+        patch.setattr(setup, "transformer_engine_version", lambda: (2, 20))
         configs = [
             megatron_config.transformer_config(
                 spec,

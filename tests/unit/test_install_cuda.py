@@ -11,8 +11,17 @@ from packaging.version import Version
 
 from tests.unit.test_install import ROOT, applies, declared, environment_of, read_requirements
 
-# What transformer_engine_torch 2.11.0 asks for (install_requirements in its build_tools/pytorch.py), beside its core.
-EXTENSION = ("torch>=2.1", "einops", "onnxscript", "onnx", "packaging", "pydantic")
+# What transformer_engine_torch 2.20.2 asks for (install_requirements in its build_tools/pytorch.py), beside its core.
+EXTENSION = (
+    "torch>=2.1",
+    "einops",
+    "onnxscript",
+    "onnx",
+    "packaging",
+    "pydantic",
+    "nvdlfw-inspect",
+    "nvidia-cudnn-frontend>=1.29.0",
+)
 # For the extension's build without isolation, and for the tests.
 TOOLS = ("ninja", "pybind11", "setuptools", "wheel", "pytest", "pytest-timeout", "hypothesis")
 
@@ -27,7 +36,7 @@ def asked(capture: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.long
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-@pytest.mark.parametrize("python", ["3.11", "3.12"])
+@pytest.mark.parametrize("python", ["3.12"])
 def test_resolving_what_megarl_needs_on_gpus_gives_the_lock(
     python: str, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,7 @@ class Fp8Recipe:
         return self.at_least <= capability < self.below
 
 
-# By the values of actor.fp8; from transformer_engine/pytorch/quantization.py of 2.11.0.
+# By the values of actor.fp8; from transformer_engine/pytorch/quantization.py of 2.20.2.
 FP8_RECIPES = {
     "blockwise": Fp8Recipe(at_least=9.0, below=inf, block=128),
     "mxfp8": Fp8Recipe(at_least=10.0, below=12.0, block=32),

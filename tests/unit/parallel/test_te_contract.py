@@ -1,10 +1,9 @@
-"""What megatron-core calls of Transformer Engine is there, in the version that GPU environments pin.
+"""What megatron-core calls of Transformer Engine is there, in the versions that GPU environments pin.
 
-Its Python wheel is a small file without compiled code, which this test downloads and reads as text.
+Their Python wheels are small files, which this test downloads and reads as text.
 """
 
 import ast
-import importlib.util
 import subprocess
 import sys
 import zipfile
@@ -15,8 +14,7 @@ import pytest
 
 from tests.unit.test_install import read_requirements
 
-# Found without importing it, which takes long.
-MEGATRON = Path(next(iter(importlib.util.find_spec("megatron").submodule_search_locations))) / "core"  # type: ignore
+MEGATRON = "megatron/core"
 # Where megatron-core adapts Transformer Engine for the layers, recipes and fusions that megarl turns on.
 ADAPTERS = (
     "extensions/transformer_engine.py",
@@ -46,15 +44,17 @@ RECIPES = {"Float8BlockScaling": ("fp8_format",), "MXFP8BlockScaling": ("fp8_for
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sources of the pinned Transformer Engine."""
-    (pin,) = (one for one in read_requirements("cuda.txt") if one.name == "transformer-engine")
-    folder = tmp_path_factory.mktemp("wheel")
+    """The sources of the pinned Transformer Engine and megatron-core."""
+    pinned = [str(one) for one in read_requirements("cuda.txt") if one.name in ("transformer-engine", "megatron-core")]
+    folder = tmp_path_factory.mktemp("wheels")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    done = subprocess.run([*command, "--dest", str(folder), str(pin)], capture_output=True, text=True)
+    command += ["--python-version", "3.12", "--dest", str(folder), *pinned]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder)
+    one, other = folder.glob("*.whl")
+    for wheel in (one, other):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder)
     return folder
 
 
@@ -83,10 +83,10 @@ def defined(sources: Path, module: str) -> set[str]:
     return names
 
 
-def imported_names() -> Iterator[tuple[str, str]]:
+def imported_names(sources: Path) -> Iterator[tuple[str, str]]:
     """(module, name) of everything that the adapters import from Transformer Engine or take from it by `te.`"""
     for adapter in ADAPTERS:
-        for node in ast.walk(tree_of(MEGATRON / adapter)):
+        for node in ast.walk(tree_of(sources / MEGATRON / adapter)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformer_engine"):
                 yield from ((node.module or "", alias.name) for alias in node.names)
             elif isinstance(node, ast.Attribute):
@@ -113,7 +113,7 @@ def keywords_of_init(sources: Path, file: str, name: str) -> set[str]:
 
 @pytest.mark.long
 def test_every_name_exists(sources: Path) -> None:
-    wanted = set(imported_names())
+    wanted = set(imported_names(sources))
     assert len(wanted) > 30
     known = {module: defined(sources, module) for module, _ in wanted}
     missing = {f"{module}.{name}" for module, name in wanted if name not in known[module]}
@@ -126,7 +126,7 @@ def test_every_keyword_of_layers_exists(sources: Path, layer: str) -> None:
     file, name = LAYERS[layer]
     (adapter,) = (
         node
-        for node in ast.walk(tree_of(MEGATRON / ADAPTERS[0]))
+        for node in ast.walk(tree_of(sources / MEGATRON / ADAPTERS[0]))
         if isinstance(node, ast.ClassDef) and node.name == layer
     )
     calls = [node for node in ast.walk(adapter) if isinstance(node, ast.Call)]
@@ -152,7 +152,7 @@ def test_every_keyword_of_layers_exists(sources: Path, layer: str) -> None:
 def test_every_recipe_takes_what_it_is_made_from(sources: Path, recipe: str) -> None:
     made = keywords_of_init(sources, "transformer_engine/common/recipe/__init__.py", recipe)
     assert set(RECIPES[recipe]) <= made
-    assert f".{recipe}(" in (MEGATRON / "fp8_utils.py").read_text(encoding="utf-8")
+    assert f".{recipe}(" in (sources / MEGATRON / "fp8_utils.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.long
