@@ -16,6 +16,7 @@ def check_model(config: Config, hf_config: Mapping[str, object], role: str = "ac
     """Check a configuration against the config.json of a role's model, given as a mapping. Raises ConfigError."""
     layout = role_settings(config)[role].layout
     check_tp(layout, hf_config, role)
+    check_delta_nets(layout, hf_config, role)
     check_stages(layout, hf_config, f"{role}.layout")
     check_experts(layout, hf_config, role)
     if role in ("actor", "critic"):
@@ -52,6 +53,24 @@ def check_tp(layout: LayoutConfig, hf_config: Mapping[str, object], role: str) -
     if reasons := unfit(layout.tp):
         valid = ", ".join(str(n) for n in range(1, heads + 1) if not unfit(n))
         raise ConfigError(f"{role}.layout.tp: got {layout.tp}, which {' and '.join(reasons)}; valid values: {valid}")
+
+
+def check_delta_nets(layout: LayoutConfig, hf_config: Mapping[str, object], role: str) -> None:
+    """Raise ConfigError unless a layout keeps rows and heads of a model with gated delta nets whole."""
+    if hf_config.get("linear_num_key_heads") is None:
+        return
+    if layout.cp > 1:
+        raise ConfigError(
+            f"{role}.layout.cp: got {layout.cp}, but gated delta nets pass a state from token to token of a row, and "
+            f"no context-parallel form of them is implemented; set {role}.layout.cp=1, and more tp or recompute"
+        )
+    for name, what in (("linear_num_key_heads", "delta nets"), ("num_key_value_heads", "gated attention")):
+        if (size := _dimension(hf_config, name, role)) % layout.tp:
+            valid = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+            raise ConfigError(
+                f"{role}.layout.tp: got {layout.tp}, which does not divide {name}={size}, and no head of {what} can be "
+                f"split; valid values: {valid}"
+            )
 
 
 def check_stages(layout: LayoutConfig, hf_config: Mapping[str, object], where: str) -> None:

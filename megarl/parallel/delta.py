@@ -22,12 +22,12 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
 from megarl.parallel.packing import AttentionCall, PackSeqParams
-from megarl.weights.dims import DeltaNet
+from megarl.weights.dims import DeltaNet, Dims
 
 _CHUNK = 64
 # What FLA's kernels, like transformers, add to the squared norms of queries and keys.
@@ -210,3 +210,27 @@ class PackedDeltaNet(MegatronModule):
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
+
+
+def set_delta_net(layer: ModuleSpec, dims: Dims, in_proj: type, out_proj: type) -> None:
+    """Put a gated delta net in the place of a layer's attention, with these classes of parallel linear layers.
+
+    Checkpoints have the norm before it under the name that it has where `in_proj` is fused with it.
+    """
+    layer.submodules.self_attention = ModuleSpec(
+        module=PackedDeltaNet,
+        params={"sizes": dims.delta},
+        submodules=GatedDeltaNetSubmodules(in_proj=in_proj, out_proj=out_proj),
+    )
+    layer.submodules.sharded_state_dict_keys_map = {
+        **layer.submodules.sharded_state_dict_keys_map,
+        "input_layernorm.": "self_attention.in_proj.layer_norm_",
+    }
+
+
+def delta_options(dims: Dims) -> dict[str, Any]:
+    """Return the fields of Megatron's configuration for gated delta nets, or {} for a model without them."""
+    if dims.delta is None:
+        return {}
+    # Else Megatron would take all layers for equal, and stack them in checkpoints.
+    return {"linear_attention_freq": [int(layer in dims.delta.layers) for layer in range(dims.num_layers)]}

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megarl.config.schema import ActorConfig
 from megarl.host.device.platform import platform
 from megarl.parallel.backend import BACKENDS, accepted
+from megarl.parallel.delta import delta_options
 from megarl.parallel.latent import latent_options
 from megarl.parallel.layout import Layout
 from megarl.parallel.moe.setup import expert_options
@@ -41,6 +42,7 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=dims.qkv_bias,
         qk_layernorm=dims.qk_norm,
+        attention_output_gate=family.gated_attention,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         softmax_scale=spec.softmax_scale,
@@ -74,6 +76,7 @@ def transformer_config(
             **_ACTIVATIONS[family.activation],
             **latent_options(spec),
             **_window_options(dims),
+            **delta_options(dims),
             **experts,
         },
     )

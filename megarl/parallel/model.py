@@ -91,7 +91,9 @@ class PackedModel(GPTModel):
         self.spec, self.layout, self.replays_routing = spec, layout, False
         self.shares_prompts = shares_prompts(spec.dims, layout.config)
         every_layer = range(spec.dims.num_layers)
-        self.plans_attention = any(packs_attention(spec.attention_of(i), cp=layout.config.cp) for i in every_layer)
+        self.plans_attention = spec.dims.delta is not None or any(
+            packs_attention(spec.attention_of(i), cp=layout.config.cp) for i in every_layer
+        )
         self.vocab_shard = vocab_shard(layout.tp_group, num_rows // layout.config.tp, spec.dims.vocab)
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:

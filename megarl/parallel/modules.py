@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -14,6 +15,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megarl.host.device.platform import platform
 from megarl.parallel.attention import PackedAttention
 from megarl.parallel.backend import BACKENDS, packs_attention
+from megarl.parallel.delta import set_delta_net
 from megarl.parallel.latent import ReplicatedLinear
 from megarl.parallel.moe.router import with_pack_routers
 from megarl.weights.attention import AttentionOptions
@@ -73,8 +75,16 @@ def block_spec(spec: ModelSpec, config: TransformerConfig, vp_stage: int | None)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     for i, shared in enumerate(block.layer_specs):
-        options = spec.attention_of(first + i)
-        if packs_attention(options, cp=config.context_parallel_size):
+        options, (_, attention) = spec.attention_of(first + i), spec.dims.kinds_of(first + i)
+        if attention is Layers.LINEAR:
+            from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+            backend, layer = TESpecProvider(), copy.deepcopy(shared)
+            set_delta_net(
+                layer, spec.dims.delta, backend.column_parallel_layer_norm_linear(), backend.row_parallel_linear()
+            )
+            block.layer_specs[i] = layer
+        elif packs_attention(options, cp=config.context_parallel_size):
             layer = block.layer_specs[i] = copy.deepcopy(shared)
             layer.submodules.self_attention.submodules.core_attention = _packed_attention(options)
     with_pack_routers(block.layer_specs)
@@ -88,8 +98,8 @@ def local_block_spec(
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     # Layers of one kind share a spec.
-    kinds = [(spec.dims.kind_of(layer), spec.attention_of(layer)) for layer in range(first, first + num_layers)]
-    specs = {kind: _local_layer_spec(config, *kind) for kind in kinds}
+    kinds = [(*spec.dims.kinds_of(layer), spec.attention_of(layer)) for layer in range(first, first + num_layers)]
+    specs = {kind: _local_layer_spec(spec, config, *kind) for kind in kinds}
     with_pack_routers(specs.values())
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=RMSNorm)
 
@@ -98,7 +108,9 @@ def _packed_attention(options: AttentionOptions) -> ModuleSpec:
     return ModuleSpec(module=PackedAttention, params={"options": options})
 
 
-def _local_layer_spec(config: TransformerConfig, mlp: Layers, options: AttentionOptions) -> ModuleSpec:
+def _local_layer_spec(
+    model: ModelSpec, config: TransformerConfig, mlp: Layers, attention_kind: Layers, options: AttentionOptions
+) -> ModuleSpec:
     latent = isinstance(config, MLATransformerConfig)
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if mlp is Layers.EXPERTS else None,
@@ -108,6 +120,9 @@ def _local_layer_spec(config: TransformerConfig, mlp: Layers, options: Attention
     )
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
+    if attention_kind is Layers.LINEAR:
+        set_delta_net(spec, model.dims, ColumnParallelLinear, RowParallelLinear)
+        return spec
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = _packed_attention(options)
     if latent:

@@ -1,25 +1,7 @@
 """Define groups of weight rules for parts of a decoder, such as an MLP; `tables.py` builds model families from them."""
 
-from megarl.weights.rules import HFTensor, Layers, Partition, WeightRule
-
-
-def _rule(
-    partition: Partition,
-    names: str,
-    *tensors: tuple[str, str],
-    layers: Layers = Layers.ALL,
-    is_float32: bool = False,
-    tied_to: str | None = None,
-) -> WeightRule:
-    return WeightRule(
-        names=tuple(names.split(" | ")),
-        partition=partition,
-        tensors=tuple(HFTensor(name, tuple(shape.split())) for name, shape in tensors),
-        layers=layers,
-        is_float32=is_float32,
-        tied_to=tied_to,
-    )
-
+from megarl.weights.rules import Layers, Partition, WeightRule
+from megarl.weights.rules import weight_rule as _rule
 
 _L, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 
@@ -69,6 +51,8 @@ _ATTENTION = (
     ),
 )
 DECODER = _ENDS + _INPUT_NORM + _ATTENTION + _MLP_NORM
+# A decoder without what each layer has in the place of attention, and the norm before it.
+FRAME = _ENDS + _MLP_NORM
 
 # Queries, keys and values are sections of one tensor, as are gate and up (Phi-3).
 _QKV_SECTIONS, _GATE_UP_SECTIONS = f"{_HF}self_attn.qkv_proj.weight", f"{_HF}mlp.gate_up_proj.weight"

@@ -72,6 +72,21 @@ class DeltaNet:
     conv_width: int
     layers: tuple[int, ...]
 
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Return the sizes for the symbols of the weight tables."""
+        keys, values = self.num_key_heads * self.key_dim, self.num_value_heads * self.value_dim
+        return {
+            "delta_key_heads": self.num_key_heads,
+            "delta_value_heads": self.num_value_heads,
+            "delta_value_head": self.value_dim,
+            "delta_keys": keys,
+            "delta_values": values,
+            "delta_qkvz": 2 * keys + 2 * values,
+            "delta_ba": 2 * self.num_value_heads,
+            "conv": self.conv_width,
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class Dims:
@@ -111,7 +126,9 @@ class Dims:
             "ffn": self.ffn,
             "vocab": self.vocab,
             "head_dim": self.head_dim,
+            "kv_heads": self.num_kv_heads,
             "q": self.num_heads * self.head_dim,
+            "two_q": 2 * self.num_heads * self.head_dim,
             "kv": self.num_kv_heads * self.head_dim,
             "q_bias": self.num_heads * self.head_dim if self.qkv_bias else 0,
             "kv_bias": self.num_kv_heads * self.head_dim if self.qkv_bias else 0,
@@ -120,6 +137,8 @@ class Dims:
             "expert_ffn": experts.ffn if experts else 0,
             "shared_ffn": experts.shared_ffn if experts else 0,
         }
+        if self.delta is not None:
+            sizes |= self.delta.sizes
         if latent is None:
             return sizes
         return sizes | {
@@ -133,12 +152,17 @@ class Dims:
 
     @property
     def has_equal_layers(self) -> bool:
-        """Return whether all layers are dense or all have experts; Megatron then stacks them in checkpoints."""
-        return len({self.kind_of(layer) for layer in range(self.num_layers)}) == 1
+        """Return whether all layers have parameters of the same kinds; Megatron then stacks them in checkpoints."""
+        return len({self.kinds_of(layer) for layer in range(self.num_layers)}) == 1
 
     def kind_of(self, layer: int) -> Layers:
         """Return whether a layer has one dense MLP or experts."""
         return Layers.EXPERTS if self.experts and layer in self.experts.layers else Layers.DENSE
+
+    def kinds_of(self, layer: int) -> tuple[Layers, Layers]:
+        """Return the kinds of a layer's MLP and of its attention."""
+        is_linear = self.delta is not None and layer in self.delta.layers
+        return self.kind_of(layer), Layers.LINEAR if is_linear else Layers.ATTENTION
 
 
 def read_dims(family: Family, config: Mapping[str, Any]) -> Dims:
@@ -164,10 +188,27 @@ def read_dims(family: Family, config: Mapping[str, Any]) -> Dims:
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=_read_experts(family, config),
         latent=latent,
+        delta=_read_delta(config),
         windows=read_windows(config),
         rotary_fraction=read_rotary_fraction(config),
         qkv_bias=bool(config[family.qkv_bias] if isinstance(family.qkv_bias, str) else family.qkv_bias),
         qk_norm=bool(config[family.qk_layernorm] if isinstance(family.qk_layernorm, str) else family.qk_layernorm),
+    )
+
+
+def _read_delta(config: Mapping[str, Any]) -> DeltaNet | None:
+    if "linear_num_key_heads" not in config:
+        return None
+    num_layers, every = config["num_hidden_layers"], config.get("full_attention_interval", 4)
+    # Published files give the interval, transformers lists the layers.
+    pattern = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)]
+    return DeltaNet(
+        num_key_heads=config["linear_num_key_heads"],
+        num_value_heads=config["linear_num_value_heads"],
+        key_dim=config["linear_key_head_dim"],
+        value_dim=config["linear_value_head_dim"],
+        conv_width=config["linear_conv_kernel_dim"],
+        layers=tuple(i for i, kind in enumerate(config.get("layer_types") or pattern) if kind == "linear_attention"),
     )
 
 

@@ -122,7 +122,7 @@ class ModelSpec:
         yield from (PlacedRule(rule=rule) for rule in table if "{layer}" not in rule.names[0])
         experts = range(self.dims.dim("experts")) if experts is None else experts
         for layer in range(self.dims.num_layers):
-            kinds = (Layers.ALL, self.dims.kind_of(layer))
+            kinds = (Layers.ALL, *self.dims.kinds_of(layer))
             for rule in (rule for rule in table if "{layer}" in rule.names[0] and rule.layers in kinds):
                 numbers = experts if "{expert}" in rule.names[0] else (None,)
                 yield from (PlacedRule(rule=rule, layer=layer, expert=expert) for expert in numbers)
@@ -175,6 +175,7 @@ def read_model_spec(path: str | Path, key: str = "model.path", *, quantized: Col
         _require_described(file, family, config, quantized)
         rope = {"rope_theta": config.get("rope_theta", 10000.0)}
         rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
+        rope = {key: value for key, value in rope.items() if key not in family.ignored_rope}
         dims = read_dims(family, config)
         return ModelSpec(
             path=directory,

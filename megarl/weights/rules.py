@@ -15,14 +15,18 @@ class Partition(StrEnum):
     COLUMNS = "columns"  # input features of a row-parallel layer
     GATE_UP = "gate_up"  # two row-split matrices, stacked on each rank
     QKV = "qkv"  # per key/value group: its query heads, its key head, its value head
+    GATED_QKV = "gated_qkv"  # per group: its query heads, their gates, its key head, its value head
+    DELTA_HEADS = "delta_heads"  # per key head of a gated delta net: its rows of every tensor
 
 
 class Layers(StrEnum):
-    """The layers that have a parameter: all, those with a dense MLP, or those with experts."""
+    """The layers that have a parameter: all, or those of one kind of MLP or attention."""
 
     ALL = "all"
     DENSE = "dense"  # those with one MLP
     EXPERTS = "experts"  # those with experts in its place
+    ATTENTION = "attention"  # those with softmax attention
+    LINEAR = "linear"  # those with a gated delta net in its place
 
 
 class Activation(StrEnum):
@@ -72,6 +76,25 @@ class WeightRule:
         return ".router." in self.names[0]
 
 
+def weight_rule(
+    partition: Partition,
+    names: str,
+    *tensors: tuple[str, str],
+    layers: Layers = Layers.ALL,
+    is_float32: bool = False,
+    tied_to: str | None = None,
+) -> WeightRule:
+    """Return a rule, given its names separated by bars, and each tensor's name and shape in words."""
+    return WeightRule(
+        names=tuple(names.split(" | ")),
+        partition=partition,
+        tensors=tuple(HFTensor(name, tuple(shape.split())) for name, shape in tensors),
+        layers=layers,
+        is_float32=is_float32,
+        tied_to=tied_to,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """A group of architectures that share a weight table and Megatron options.
@@ -90,6 +113,8 @@ class Family:
     `gates_shared_expert`: a sigmoid scales the output of the shared expert.
     `ends_on_every_stage`: vLLM builds the vocabulary, the last norm and the head on every pipeline stage.
     `norms_add_one`: norms scale by 1 + w. `scales_embedding`: embeddings are multiplied by √hidden.
+    `ignored_rope`: keys of config.json's rope parameters that change nothing for texts.
+    `gated_attention`: the output of softmax attention is multiplied by sigmoids that q_proj computes as well.
     """
 
     name: str
@@ -109,6 +134,8 @@ class Family:
     biased_routers: bool = False
     gates_shared_expert: bool = False
     ends_on_every_stage: bool = False
+    ignored_rope: tuple[str, ...] = ()
+    gated_attention: bool = False
 
     @property
     def value_architectures(self) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ def num_stage_parameters(
     parallelism splits a layer's experts over ranks, and expert tensor parallelism splits each expert.
     """
     counts, sizes = [0, 0], {"vocab": padded_vocab(spec.dims.vocab, layout, vocab_multiple)}
-    kinds = [spec.dims.kind_of(layer) for layer in stage_layers(layout, spec.dims.num_layers, stage)]
+    kinds = [(Layers.ALL, *spec.dims.kinds_of(layer)) for layer in stage_layers(layout, spec.dims.num_layers, stage)]
     for rule in spec.family.weights:
         names, of_expert = rule.names[0], "{expert}" in rule.names[0]
         size = sum(math.prod(sizes.get(s) or spec.dims.dim(s) for s in tensor.shape) for tensor in rule.tensors)
@@ -78,8 +78,7 @@ def num_stage_parameters(
         elif rule.partition is not Partition.REPLICATED:
             size //= layout.tp
         if "{layer}" in names:
-            num_layers = len(kinds) if rule.layers is Layers.ALL else kinds.count(rule.layers)
-            counts[of_expert] += size * num_layers
+            counts[of_expert] += size * sum(rule.layers in each for each in kinds)
         elif is_on_stage(rule, spec, layout, stage, scalar_head):
             counts[of_expert] += size
     return NumParameters(others=counts[0], experts=counts[1])

@@ -64,13 +64,14 @@ class Split:
 class _Cut:
     """How tensors of a weight rule are cut into shards: along `axis`, or not at all if it is None.
 
-    A shard of the parameter concatenates its parts of the rule's tensors. by_head: it does so per key/value head, in
-    the order query heads of the group, key head, value head. padded: the axis is padded at its end before the cut.
+    A shard of the parameter concatenates its parts of the rule's tensors. groups: it does so for each of this number (a
+    symbol of `Dims`) of groups, such as a key/value head with its query heads. padded: the axis is padded at its end
+    before the cut.
     """
 
     axis: int | None
     padded: bool = False
-    by_head: bool = False
+    groups: str | None = None
 
 
 _CUTS = {
@@ -79,7 +80,9 @@ _CUTS = {
     Partition.ROWS: _Cut(axis=0),
     Partition.COLUMNS: _Cut(axis=1),
     Partition.GATE_UP: _Cut(axis=0),
-    Partition.QKV: _Cut(axis=0, by_head=True),
+    Partition.QKV: _Cut(axis=0, groups="kv_heads"),
+    Partition.GATED_QKV: _Cut(axis=0, groups="kv_heads"),
+    Partition.DELTA_HEADS: _Cut(axis=0, groups="delta_key_heads"),
 }
 
 
@@ -93,15 +96,16 @@ def split_box(partition: Partition, shape: tuple[int, ...], part: int, dims: Dim
     if cut.axis is None:
         return box
     length, rank, size = shape[cut.axis], split.rank, split.size
-    if cut.by_head and not split.repeats_heads:
+    if cut.groups and size > dims.dim(cut.groups) and not split.repeats_heads:
         # A group of heads in the order of the parameter: rows of its query heads, its key head and its value head.
         rows = (dims.num_heads // dims.num_kv_heads * dims.head_dim, dims.head_dim, dims.head_dim)
         first, own, group = sum(rows[:part]), rows[part], sum(rows)
         cuts = (dims.num_kv_heads * group * i // size for i in (rank, rank + 1))
         start, end = (row // group * own + min(max(row % group - first, 0), own) for row in cuts)
     else:
-        if cut.by_head and part > 0:
-            rank, size = rank * min(dims.num_kv_heads, size) // size, min(dims.num_kv_heads, size)
+        if cut.groups and part > 0:
+            num_groups = min(dims.dim(cut.groups), size)
+            rank, size = rank * num_groups // size, num_groups
         padded = -(-length // split.vocab_padding) * split.vocab_padding if cut.padded else length
         start, end = (min(length, padded * i // size) for i in (rank, rank + 1))
     return (*box[: cut.axis], (start, end), *box[cut.axis + 1 :])
@@ -156,7 +160,7 @@ def _slices_of(
     boxes = shard_boxes(rule, dims, split)
     rows = [end - start for (start, end), *_ in boxes]
     # Whole groups of heads, or a part of one.
-    groups = max(1, dims.num_kv_heads // at.tp_size) if _CUTS[rule.partition].by_head else 1
+    groups = max(1, dims.dim(symbol) // at.tp_size) if (symbol := _CUTS[rule.partition].groups) else 1
     grouped = shard.view(groups, shard.shape[0] // groups, *shard.shape[1:]) if groups > 1 else shard[None]
     ends = itertools.accumulate(num_rows // groups for num_rows in rows)
     owned = writes and (at.tp_rank == 0 or rule.partition is not Partition.REPLICATED)
@@ -164,6 +168,9 @@ def _slices_of(
         if num_rows:
             name = rule.tied_to if rule.tied_to and spec.is_copy(rule) else tensor.name
             view = grouped[:, end - num_rows // groups : end]
+            if rule.partition is Partition.GATED_QKV and tensor is rule.tensors[0]:
+                # The parameter has all queries of a group, then all gates; the tensor has each head's gate next to it.
+                view = view.unflatten(1, (2, -1, dims.head_dim)).transpose(1, 2)
             yield Slice(tensor=placed.name(name), index=slices_of(box), view=view, owned=owned)
 
 

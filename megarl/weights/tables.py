@@ -22,6 +22,7 @@ from megarl.weights.blocks import (
     VALUE_HEAD,
     expert_mlps,
 )
+from megarl.weights.hybrid import BY_PART_DECODER
 from megarl.weights.rules import Activation, Family, HFTensor, Layers, Partition, WeightRule
 
 __all__ = [
@@ -288,5 +289,31 @@ register_family(
         normalizes_experts=True,
         group_rating=2,
         biased_routers=True,
+    )
+)
+
+# Of gated delta nets and the attention beside them.
+_HYBRID_DEFAULTS = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+
+register_family(
+    Family(
+        name="qwen3_5_text",
+        architectures=("Qwen3_5ForCausalLM",),
+        weights=BY_PART_DECODER + DENSE_MLP,
+        qk_layernorm=True,
+        norms_add_one=True,
+        gated_attention=True,
+        # How the coordinates of images turn heads; all of a token's are its position.
+        ignored_rope=("mrope_section", "mrope_interleaved"),
+        defaults={**_HYBRID_DEFAULTS, "num_key_value_heads": 4},
+        required={"hidden_act": ("silu",), "attention_bias": (False,)},
     )
 )

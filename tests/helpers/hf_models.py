@@ -92,6 +92,18 @@ WINDOWED = {
         keys={"head_dim": 12, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
     ),
 }
+# Four value heads of gated delta nets on two key heads, in three of the five layers.
+_HYBRID = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 14,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+DENSE["qwen3_5"] = HFModel(config="Qwen3_5TextConfig", keys=_HYBRID)
 _QWEN3_MOE = {"moe_intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 2, "head_dim": 12}
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _YARN = {
@@ -206,11 +218,17 @@ def make_model(
         for key, parameter in hf.named_parameters():
             random = torch.randn(parameter.shape, generator=generator)
             if key.endswith("bias"):
-                parameter.copy_(random)
+                # Those of time steps so that delta nets remember a few tokens.
+                parameter.copy_(random - 2 * float(key.endswith("dt_bias")))
             elif parameter.ndim == 1:
                 scales = 0.5 + 1.5 * torch.rand(parameter.shape, generator=generator)
-                # Gemma's are kept without the 1.
-                parameter.copy_(scales - float(described.config == "GemmaConfig"))
+                if key.endswith("linear_attn.norm.weight"):
+                    # Where little is in a delta net's state, this norm magnifies errors of rounding.
+                    scales *= 0.1
+                elif described.config.startswith(("Gemma", "Qwen3Next", "Qwen3_5")) and key.endswith("norm.weight"):
+                    # These are kept without the 1.
+                    scales -= 1
+                parameter.copy_(scales)
             else:
                 parameter.copy_(0.09 * random)
         # Biases of routers are buffers; those of rotary embeddings are not saved.

@@ -431,6 +431,39 @@ def test_experts_of_qwen3_are_trained_by_more_ranks_than_key_value_heads() -> No
         check_model(config(**layout), spec.hf_config)
 
 
+QWEN3_NEXT = {**QWEN3_0_6B, "num_key_value_heads": 2, "linear_num_key_heads": 16}
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "layout", "expected"),
+    [
+        (
+            QWEN3_NEXT,
+            {"actor__layout__cp": 2},
+            "actor.layout.cp: got 2, but gated delta nets pass a state from token to token of a row, and no "
+            "context-parallel form of them is implemented; set actor.layout.cp=1, and more tp or recompute",
+        ),
+        (
+            {**QWEN3_NEXT, "linear_num_key_heads": 6, "num_key_value_heads": 4},
+            {"actor__layout__tp": 4},
+            "actor.layout.tp: got 4, which does not divide linear_num_key_heads=6, and no head of delta nets can be "
+            "split; valid values: 1, 2, 3, 6",
+        ),
+        (
+            QWEN3_NEXT,
+            {"actor__layout__tp": 4},
+            "actor.layout.tp: got 4, which does not divide num_key_value_heads=2, and no head of gated attention can "
+            "be split; valid values: 1, 2",
+        ),
+    ],
+)
+def test_layouts_keep_rows_and_heads_of_delta_nets_whole(
+    hf_config: dict[str, object], layout: dict[str, int], expected: str
+) -> None:
+    assert model_message(hf_config, **layout) == expected
+    check_model(config(actor__layout__tp=2), QWEN3_NEXT)
+
+
 def test_tp_that_does_not_divide_the_feed_forward() -> None:
     hf_config = {**QWEN3_0_6B, "intermediate_size": 6}
     assert model_message(hf_config, actor__layout__tp=4) == (
