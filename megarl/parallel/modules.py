@@ -80,9 +80,7 @@ def block_spec(spec: ModelSpec, config: TransformerConfig, vp_stage: int | None)
             from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
             backend, layer = TESpecProvider(), copy.deepcopy(shared)
-            set_delta_net(
-                layer, spec.dims.delta, backend.column_parallel_layer_norm_linear(), backend.row_parallel_linear()
-            )
+            set_delta_net(layer, spec.dims, backend.column_parallel_layer_norm_linear(), backend.row_parallel_linear())
             block.layer_specs[i] = layer
         elif packs_attention(options, cp=config.context_parallel_size):
             layer = block.layer_specs[i] = copy.deepcopy(shared)
