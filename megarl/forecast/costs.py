@@ -34,7 +34,7 @@ from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import Config, LayoutConfig
 from megarl.plan.memory import DTYPE_BYTES, gradient_bytes
 from megarl.plan.run_plan import DevicePlan, EnginePlan, ShardPlan
-from megarl.record.performance import FORWARD_AND_BACKWARD, forward_flops
+from megarl.record.performance import FORWARD_AND_BACKWARD, attended, forward_flops
 from megarl.weights.families import Dims
 
 
@@ -173,7 +173,7 @@ def recomputed_share(recompute: RecomputeConfig, dims: Dims, *, num_tokens: int,
     if latent is not None:
         heads = latent.q_latent * dims.dim("q") + latent.kv_latent * dims.dim("keys_and_values")
         products["mla_up_proj"] = heads * dims.num_layers
-    products["core_attn"] = dims.num_layers * dims.dim("q") * num_tokens
+    products["core_attn"] = dims.dim("q") * attended(dims, num_tokens) // num_tokens
     modules = recompute.modules_of(has_dense=num_sparse < dims.num_layers, has_experts=num_sparse > 0)
     flops = 2 * num_tokens * sum(products.get(name, 0) for name in modules)
     return flops / forward_flops(dims, num_tokens=num_tokens, num_head_tokens=0)

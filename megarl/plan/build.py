@@ -281,12 +281,19 @@ def plan_engine(config: Config, dims: Dims, stage_bytes: int, device_bytes: int 
     """Plan what an engine holds on each of its devices. stage_bytes: what `engine_bytes` counts."""
     dtype_bytes, engine = DTYPE_BYTES[config.model.dtype], config.rollout.engine
     weights = -(-stage_bytes // engine.tp)
-    layers = max(len(stage_range(dims.num_layers, stage, engine.pp)) for stage in range(engine.pp))
     kv_cache = None if engine.kv_cache_mib is None else engine.kv_cache_mib << 20
     if kv_cache is None and device_bytes is not None and engine.gpu_memory_utilization is not None:
         kv_cache = max(0, int(engine.gpu_memory_utilization * device_bytes) - weights)
-    per_token = bytes_of.kv_bytes_per_token(
-        dims, tp=engine.tp, num_layers=layers, dtype_bytes=1 if engine.kv_cache_dtype else dtype_bytes
+    row_tokens = max_row_tokens(config)
+    per_token = max(
+        bytes_of.kv_bytes_per_token(
+            dims,
+            tp=engine.tp,
+            layers=stage_range(dims.num_layers, stage, engine.pp),
+            row_tokens=row_tokens,
+            dtype_bytes=1 if engine.kv_cache_dtype else dtype_bytes,
+        )
+        for stage in range(engine.pp)
     )
     return EnginePlan(
         num_engines=engine.num_engines,
@@ -297,6 +304,6 @@ def plan_engine(config: Config, dims: Dims, stage_bytes: int, device_bytes: int 
         weights=weights,
         kv_cache=kv_cache,
         kv_bytes_per_token=per_token,
-        full_rows=None if kv_cache is None else kv_cache // per_token // max_row_tokens(config),
+        full_rows=None if kv_cache is None else kv_cache // per_token // row_tokens,
         max_num_seqs=engine.max_num_seqs,
     )

@@ -28,7 +28,8 @@
     checkpoint   on the hosts of a parameter's D replicas, until it is written: b·P on the first, 12·P / D on each:
                  copies of weights, main parameters (float32 ones too) and moments
     portable     24·P on the first instead: main parameters and moments, gathered, and copies of them
-    KV cache     2·b·layers·k/tp per token; of latent attention b·layers·(latent + rotary part)
+    KV cache     2·b·layers·k/tp per token; of latent attention b·layers·(latent + rotary part); of layers with a window
+                 of w tokens, w/n of it in rows of n tokens
 
 The activations are those that fused kernels keep: inputs of both norms and of the matrix products that follow
 (4h/s); the split heads before and after the rotary embedding, and the attention's output (3q + 3k); the MLP's gate,
@@ -184,9 +185,12 @@ def head_bytes(
     return (kept if backward and regime is Regime.KEEP else logits) + hidden_rows + apart
 
 
-def kv_bytes_per_token(dims: Dims, *, tp: int, num_layers: int, dtype_bytes: int) -> int:
-    """Return a token's KV-cache bytes in so many layers on one of `tp` devices; single heads, latents stay whole."""
+def kv_bytes_per_token(dims: Dims, *, tp: int, layers: Collection[int], row_tokens: int, dtype_bytes: int) -> int:
+    """Return the KV-cache bytes in these layers on one of `tp` devices per token of a row of `row_tokens` tokens.
+
+    Single heads and latents stay whole.
+    """
+    per_layer = 2 * max(1, dims.num_kv_heads // tp) * dims.head_dim
     if dims.latent is not None:
-        return dtype_bytes * num_layers * (dims.latent.kv_latent + dims.latent.rope)
-    num_heads = max(1, dims.num_kv_heads // tp)
-    return 2 * dtype_bytes * num_layers * num_heads * dims.head_dim
+        per_layer = dims.latent.kv_latent + dims.latent.rope
+    return ceil(dtype_bytes * per_layer * sum(dims.window_of(layer, row_tokens) for layer in layers) / row_tokens)

@@ -22,12 +22,13 @@ def forward_flops(dims: Dims, *, num_tokens: int, num_head_tokens: int) -> int:
     """Count the FLOPs of one forward pass over a row of n tokens, r of which reach the output head.
 
     2·n·L·(2·h·q + 2·h·k + 3·h·f)      matrix products of L layers: query and output, key and value, MLP
-    + L·(q + v)·n²                     causal attention: scores and weighted values, half of n² each
+    + L·(q + v)·w·(2·n − w)            causal attention: scores and weighted values, n·w − w²/2 each
     + 2·r·V·h                          output head
     h: hidden size; q, k, v: sizes of all query, all key and all values' heads (v = q without latents); f: width of the
-    MLP; V: vocabulary. In a layer with E experts 3·h·f is 3·h·(width of those that see a token, and of shared ones)
-    + h·E; with latent attention 2·h·q + 2·h·k are the products into and out of latents, and with the output. Recompute
-    and padding do not count, nor do norms and other element-wise work.
+    MLP; V: vocabulary; w: the layer's window, n without one or in shorter rows. In a layer with E experts 3·h·f is
+    3·h·(width of those that see a token, and of shared ones) + h·E; with latent attention 2·h·q + 2·h·k are the
+    products into and out of latents, and with the output. Recompute and padding do not count, nor do norms and other
+    element-wise work.
     """
     hidden, latent, experts, q = dims.hidden, dims.latent, dims.experts, dims.dim("q")
     # Multiplications per token of the projections of a layer's attention.
@@ -44,9 +45,14 @@ def forward_flops(dims: Dims, *, num_tokens: int, num_head_tokens: int) -> int:
         sparse = 3 * hidden * (experts.per_token * experts.ffn + experts.shared_ffn) + hidden * experts.num
         mlps += num_sparse * sparse
     products = 2 * num_tokens * (dims.num_layers * projections + mlps)
-    heads = q + dims.dim("values" if latent else "q")
-    attention = dims.num_layers * heads * num_tokens**2
+    attention = (q + dims.dim("values" if latent else "q")) * attended(dims, num_tokens)
     return products + attention + 2 * num_head_tokens * dims.vocab * hidden
+
+
+def attended(dims: Dims, num_tokens: int) -> int:
+    """Return twice the number of pairs of tokens in a row that attend to each other, over all layers."""
+    windows = (dims.window_of(layer, num_tokens) for layer in range(dims.num_layers))
+    return sum(window * (2 * num_tokens - window) for window in windows)
 
 
 def update_flops(dims: Dims, rows: Sequence[Row]) -> int:

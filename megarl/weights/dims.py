@@ -150,6 +150,11 @@ class Dims:
             "values": self.num_heads * latent.values,
         }
 
+    def window_of(self, layer: int, num_tokens: int) -> int:
+        """Return how many positions of a row of so many tokens its last token attends to in a layer."""
+        window = self.windows[layer] if self.windows else None
+        return num_tokens if window is None else min(window, num_tokens)
+
     @property
     def has_equal_layers(self) -> bool:
         """Return whether all layers have parameters of the same kinds; Megatron then stacks them in checkpoints."""

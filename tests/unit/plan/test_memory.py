@@ -1,5 +1,7 @@
 """Memory formulae on sizes that can be worked out by hand."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,10 @@ def test_output_head(small: ModelSpec) -> None:
 
 def test_kv_cache(small: ModelSpec) -> None:
     # Keys and values, 4 layers, 2 heads of 2, 2 bytes; a device of two has one head, and one of four no less.
-    assert kv_bytes_per_token(small.dims, tp=1, num_layers=4, dtype_bytes=2) == 2 * 4 * 2 * 2 * 2
-    assert kv_bytes_per_token(small.dims, tp=2, num_layers=4, dtype_bytes=2) == 2 * 4 * 1 * 2 * 2
-    assert kv_bytes_per_token(small.dims, tp=4, num_layers=4, dtype_bytes=2) == 2 * 4 * 1 * 2 * 2
+    each = {"layers": range(4), "row_tokens": 10, "dtype_bytes": 2}
+    assert kv_bytes_per_token(small.dims, tp=1, **each) == 2 * 4 * 2 * 2 * 2
+    assert kv_bytes_per_token(small.dims, tp=2, **each) == 2 * 4 * 1 * 2 * 2
+    assert kv_bytes_per_token(small.dims, tp=4, **each) == 2 * 4 * 1 * 2 * 2
+    # Two layers of four keep 3 tokens of 10: 26 times 16 bytes in all.
+    windowed = replace(small.dims, windows=(3, None, 3, None))
+    assert kv_bytes_per_token(windowed, tp=1, **each) == math.ceil(26 * 2 * 2 * 2 * 2 / 10)

@@ -57,6 +57,13 @@ def test_latent_attention() -> None:
     assert forward_flops(replace(DIMS, latent=without), num_tokens=5, num_head_tokens=0) == expected
 
 
+def test_windows() -> None:
+    """Layer 1 has 2·5 − 2²/2 = 8 pairs of tokens in place of 12.5; the window of layer 2 is wider than the row."""
+    windowed = replace(DIMS, windows=(None, 2, 9))
+    expected = FORWARD_5_2 - 4 * 8 * 12.5 + 4 * 8 * 8
+    assert forward_flops(windowed, num_tokens=5, num_head_tokens=2) == expected
+
+
 def test_update_is_three_forward_passes() -> None:
     rows = [row(2, [True, False, True]), row(1, [False])]
     assert update_flops(DIMS, rows) == 3 * (FORWARD_5_2 + 2 * 2 * 3 * LAYER + 3 * 2 * 8 * 4)
