@@ -55,7 +55,7 @@ def _holding_at(
         split = Split(*((tp_rank, layout.tp) if placed.expert is None else (etp_rank, layout.etp)), padding)
         copied = rule.tied_to if spec.is_copy(rule) else None
         for tensor, box in zip(rule.tensors, shard_boxes(rule, spec.dims, split), strict=True):
-            boxes[placed.name(copied or tensor.name)].append(box)
+            boxes[placed.name(copied or tensor.sent_name)].append(box)
     return {name: joined(each) for name, each in boxes.items()}
 
 
@@ -72,7 +72,7 @@ def ends_of(config: Config, spec: ModelSpec) -> Ends:
     """Compute which slices of the weights the trainer's ranks hold, and which slices the engine workers need."""
     engine = config.rollout.engine
     return Ends(
-        specs=wire_specs(spec, weight_specs(spec, config.model.dtype), config.sync.dtype),
+        specs=wire_specs(spec, weight_specs(spec, config.model.dtype, by_expert=True), config.sync.dtype),
         held=rank_holdings(spec, config.actor.layout, vocab_multiple=config.model.vocab_multiple),
         needs=engine_needs(spec, engine.tp, stages=engine.pp, expert_parallel=engine.expert_parallel),
     )

@@ -12,13 +12,28 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _WIDTHS = ("moe_intermediate_size", "intermediate_size")
 
 
-def check_model(config: Config, hf_config: Mapping[str, object], role: str = "actor", *, for_sft: bool = False) -> None:
-    """Check a configuration against the config.json of a role's model, given as a mapping. Raises ConfigError."""
+def check_model(
+    config: Config,
+    hf_config: Mapping[str, object],
+    role: str = "actor",
+    *,
+    for_sft: bool = False,
+    biased_experts: bool = False,
+) -> None:
+    """Check a configuration against the config.json of a role's model, given as a mapping. Raises ConfigError.
+
+    biased_experts: whether the model's experts have biases.
+    """
     layout = role_settings(config)[role].layout
     check_tp(layout, hf_config, role)
     check_delta_nets(layout, hf_config, role)
     check_stages(layout, hf_config, f"{role}.layout")
     check_experts(layout, hf_config, role)
+    if biased_experts and layout.etp > 1:
+        raise ConfigError(
+            f"{role}.layout.etp: got {layout.etp}, expected 1, since Megatron does not split experts with biases; "
+            f"raise {role}.layout.ep instead"
+        )
     if role in ("actor", "critic"):
         check_recompute(role_settings(config)[role], hf_config, role)
     if role == "actor":

@@ -195,7 +195,8 @@ def _plan_table(source: OpenModel, plan: ConversionPlan, settings: ConvertSettin
     free = shutil.disk_usage(place).free
     # Converting a piece needs a buffer, and a second one if its data type changes.
     peak_bytes = max(
-        piece.source_bytes + (piece.num_bytes if piece.dtype != piece.source_dtype else 0) for piece in plan.pieces
+        piece.source_bytes + piece.unstack_bytes + (piece.num_bytes if piece.dtype != piece.source_dtype else 0)
+        for piece in plan.pieces
     )
     return [
         *align(rows),

@@ -23,6 +23,7 @@ from megarl.host.directory_lock import DirectoryLock
 from megarl.host.writing import fsync
 from megarl.record.progress import Progress, ProgressValues
 from megarl.weights.safetensors_map import preallocate
+from megarl.weights.slices import turned
 
 # The directory within OUT.partial that records which pieces are finished.
 STATE = ".convert"
@@ -200,7 +201,16 @@ def _convert_piece(
     if sum(copy.num_rows for copy in piece.copies) < piece.shape[0]:
         buffer.zero_()
     for copy in piece.copies:
-        reader.read(copy.tensor, copy.tensor_row, buffer[copy.row : copy.row + copy.num_rows])
+        target = buffer[copy.row : copy.row + copy.num_rows]
+        if copy.unstack is None:
+            reader.read(copy.tensor, copy.tensor_row, target)
+            continue
+        stacked = torch.empty((1, *reader.specs[copy.tensor].shape[1:]), dtype=piece.source_dtype)
+        reader.read(copy.tensor, copy.tensor_row, stacked)
+        parameter = torch.empty(copy.unstack.shape, dtype=piece.source_dtype)
+        view = turned(copy.unstack.partition, parameter)
+        view.copy_(stacked.view(view.shape))
+        target.copy_(parameter[copy.unstack.row : copy.unstack.row + copy.num_rows])
     buffer = buffer.to(piece.dtype)
     descriptor = os.open(file, os.O_WRONLY)
     try:

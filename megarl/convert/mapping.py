@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from megarl.weights.families import ModelSpec, PlacedRule
-from megarl.weights.slices import ShardPosition, Slice, shard_slices
+from megarl.weights.slices import ShardPosition, Slice, is_turned, shard_slices
 from megarl.weights.tables import Partition
 
 _WHOLE = ShardPosition(tp_rank=0, tp_size=1, replica=0, num_replicas=1)
@@ -24,12 +24,17 @@ _UNDER_OTHER_NAME = (".input_layernorm.weight", ".pre_mlp_layernorm.weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBlock:
-    """Rows that a parameter and a Hugging Face tensor share: `num_rows` from `row` and from `tensor_row` on."""
+    """Rows that a parameter and a Hugging Face tensor share: `num_rows` from `row` and from `tensor_row` on.
+
+    of_expert: the whole parameter is that one row of the tensor, which has all experts of its layer, in the order of
+    `weights.slices.turned`.
+    """
 
     row: int
     tensor: str
     tensor_row: int
     num_rows: int
+    of_expert: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,24 +120,29 @@ def _whole_shape(spec: ModelSpec, placed: PlacedRule, vocab_multiple: int) -> tu
     rows = sum(dim(tensor.shape[0]) for tensor in rule.tensors)
     if rule.partition is Partition.VOCAB:
         rows = -(-rows // vocab_multiple) * vocab_multiple
-    return (rows, *(dim(symbol) for symbol in rule.tensors[0].shape[1:]))
+    shape = (rows, *(dim(symbol) for symbol in rule.tensors[0].shape[1:]))
+    return shape[::-1] if is_turned(rule.partition) else shape
 
 
 def _blocks_by_parameter(spec: ModelSpec, kept: Sequence[PlacedRule], vocab_multiple: int) -> dict[str, list[RowBlock]]:
     """Return parameter name → its blocks of rows, each taken from a Hugging Face tensor, in the order of its rows."""
     blocks: dict[str, list[RowBlock]] = {}
-    taken: list[tuple[list[RowBlock], int]] = []
+    taken: list[tuple[list[RowBlock], PlacedRule, tuple[int, ...]]] = []
 
     def shards() -> Iterator[tuple[str, torch.Tensor]]:
         for placed in kept:
             name, shape = placed.name(placed.rule.names[-1]), _whole_shape(spec, placed, vocab_multiple)
-            taken[:] = [(blocks.setdefault(name, []), math.prod(shape[1:]))]
+            taken[:] = [(blocks.setdefault(name, []), placed, shape)]
             yield name, torch.empty(shape, device="meta")
 
     # Slices come parameter by parameter, so the current slice belongs to the parameter that was taken last.
     for part in shard_slices(shards(), spec, _WHOLE):
-        found, row_size = taken[0]
-        found.extend(row_blocks(part, row_size))
+        found, placed, shape = taken[0]
+        if placed.rule.tensors[0].of_expert is None:
+            found.extend(row_blocks(part, math.prod(shape[1:])))
+        else:
+            expert = part.index[0].start
+            found.append(RowBlock(row=0, tensor=part.tensor, tensor_row=expert, num_rows=shape[0], of_expert=True))
     return {name: sorted(found, key=lambda block: block.row) for name, found in blocks.items()}
 
 

@@ -124,7 +124,7 @@ def _open_dist(path: Path, model: Path) -> OpenModel:
         path=path,
         spec=spec,
         scalar_head=scalar_head,
-        reader=DistReader(path, weights, parameters, list(spec.expected_tensors(scalar_head=scalar_head))),
+        reader=DistReader(path, weights, parameters, spec.expected_tensors(scalar_head=scalar_head)),
         weight_map=read_weight_map(model),
         state=_state([*sorted(path.glob("*.distcp")), path / ".metadata", model / "config.json"]),
     )

@@ -11,6 +11,7 @@ from megarl.convert.mapping import Parameter, extra_state_keys
 from megarl.errors import DataError
 from megarl.weights.dist_index import Chunk, StoredTensor
 from megarl.weights.safetensors_map import MAX_FILE_BYTES, TensorSpec, file_layout, plan_files
+from megarl.weights.tables import Partition
 
 # The part of an output file that a worker holds at a time.
 PIECE_BYTES = 64 << 20
@@ -18,12 +19,27 @@ PIECE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """An instruction to copy `num_rows` rows of a tensor, from `tensor_row` on, to row `row` of an output piece."""
+    """An instruction to copy `num_rows` rows of a tensor, from `tensor_row` on, to row `row` of an output piece.
+
+    unstack: these rows are part of a parameter that is one row of the tensor.
+    """
 
     tensor: str
     tensor_row: int
     row: int
     num_rows: int
+    unstack: "Unstack | None" = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unstack:
+    """An instruction to make a parameter of the row of a tensor that has all experts of a layer, and take its rows from
+    `row` on.
+    """
+
+    shape: tuple[int, ...]
+    partition: Partition
+    row: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +69,12 @@ class Piece:
     def source_bytes(self) -> int:
         """Return the size of the piece's elements in the source dtype, which is the read buffer it needs."""
         return math.prod(self.shape) * self.source_dtype.itemsize
+
+    @property
+    def unstack_bytes(self) -> int:
+        """Return the size of an expert's row, and of the parameter that is made of it, if the piece has such a copy."""
+        shapes = (copy.unstack.shape for copy in self.copies if copy.unstack is not None)
+        return 2 * max(map(math.prod, shapes), default=0) * self.source_dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,11 +208,13 @@ def _copies(parameter: Parameter, row: int, num_rows: int) -> Iterator[Copy]:
     for block in parameter.blocks:
         start, stop = max(row, block.row), min(row + num_rows, block.row + block.num_rows)
         if start < stop:
+            own = Unstack(shape=parameter.shape, partition=parameter.partition, row=start) if block.of_expert else None
             yield Copy(
                 tensor=block.tensor,
-                tensor_row=block.tensor_row + start - block.row,
+                tensor_row=block.tensor_row + (0 if own else start - block.row),
                 row=start - row,
                 num_rows=stop - start,
+                unstack=own,
             )
 
 

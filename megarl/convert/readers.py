@@ -14,6 +14,7 @@ from megarl.convert.mapping import Parameter, RowBlock
 from megarl.errors import DataError
 from megarl.weights.dist_index import Chunk, StoredTensor
 from megarl.weights.safetensors_map import TensorSpec, locate_tensors, model_files
+from megarl.weights.slices import turned
 
 # Size of the cache of chunk headers, which are read when a chunk is first needed.
 _KNOWN_RECORDS = 1024
@@ -54,7 +55,7 @@ class DistReader:
         path: Path,
         stored: Mapping[str, StoredTensor],
         parameters: Sequence[Parameter],
-        names: Sequence[str],
+        shapes: Mapping[str, Sequence[int]],
     ) -> None:
         self.files, self._stored = FileReader(path), stored
         self._record = functools.lru_cache(maxsize=_KNOWN_RECORDS)(functools.partial(find_record, self.files))
@@ -69,10 +70,9 @@ class DistReader:
         for blocks in self._blocks.values():
             blocks.sort(key=lambda pair: pair[1].tensor_row)
         self.specs: dict[str, TensorSpec] = {}
-        for name in names:
-            parameter = self._blocks[name][0][0]
-            rows = sum(block.num_rows for _, block in self._blocks[name])
-            self.specs[name] = TensorSpec(shape=(rows, *parameter.shape[1:]), dtype=stored[parameter.key].spec.dtype)
+        for name, shape in shapes.items():
+            parameter, _ = self._blocks[name][0]
+            self.specs[name] = TensorSpec(shape=tuple(shape), dtype=stored[parameter.key].spec.dtype)
 
     def check_records(self) -> None:
         """Raise DataError unless every chunk is in its file where the metadata says; only headers are read."""
@@ -87,6 +87,12 @@ class DistReader:
         for parameter, block in blocks[first:]:
             if block.tensor_row >= end:
                 break
+            if block.of_expert:
+                whole = torch.empty(parameter.shape, dtype=out.dtype)
+                self._read_parameter(parameter, 0, whole)
+                view = turned(parameter.partition, whole)
+                out[block.tensor_row - row].view(view.shape).copy_(view)
+                continue
             start, stop = max(row, block.tensor_row), min(end, block.tensor_row + block.num_rows)
             self._read_parameter(parameter, block.row + start - block.tensor_row, out[start - row : stop - row])
 

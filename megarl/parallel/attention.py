@@ -6,10 +6,15 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
 from megarl.parallel.packing import AttentionCall, PackSeqParams
+from megarl.parallel.sinks import attend_with_sinks
 from megarl.weights.attention import AttentionOptions
 
 
@@ -35,6 +40,29 @@ class PackedAttention(torch.nn.Module):
         super().__init__()
         assert pg_collection is not None
         self.softmax_scale, self.cp_group, self.options = softmax_scale, pg_collection.cp, options
+        self.softmax_offset = None
+        if options.sinks:
+            # Named as in Megatron's own attention, whose checkpoints have it.
+            self.tp_group = pg_collection.tp
+            heads = config.num_attention_heads // self.tp_group.size()
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Describe the sinks for checkpoints: each rank has those of its heads."""
+        if self.softmax_offset is None:
+            return {}
+        shards: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
+        return shards
 
     def forward(
         self,
@@ -61,15 +89,18 @@ class PackedAttention(torch.nn.Module):
                 for x, places in ((query, call.queries), (key, call.keys), (value, call.keys))
             )
             seen = seen_keys(call, self.options.window)
-            out = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=seen,
-                is_causal=seen is None,
-                scale=self.softmax_scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
+            if self.softmax_offset is not None:
+                out = attend_with_sinks(q, k, v, self.softmax_offset, seen, self.softmax_scale)
+            else:
+                out = F.scaled_dot_product_attention(
+                    q,
+                    k,
+                    v,
+                    attn_mask=seen,
+                    is_causal=seen is None,
+                    scale=self.softmax_scale,
+                    enable_gqa=q.shape[1] != k.shape[1],
+                )
             outputs.append(out.transpose(1, 2).reshape(call.queries.numel(), -1))
         return torch.cat(outputs).index_select(0, pack.attention.places)
 

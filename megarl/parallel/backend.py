@@ -84,9 +84,10 @@ def packs_attention(options: "AttentionOptions", *, cp: int) -> bool:
     """Return whether a layer's attention is megarl's `PackedAttention`.
 
     It is so in layers that are not Transformer Engine's, and in those whose options that lacks: its ring of context-
-    parallel ranks has no windows.
+    parallel ranks has no windows, and of its kernels only newer cuDNN's have sinks.
     """
-    return not BACKENDS[platform().name].uses_transformer_engine or (cp > 1 and options.window is not None)
+    lacks = options.sinks or (cp > 1 and options.window is not None)
+    return lacks or not BACKENDS[platform().name].uses_transformer_engine
 
 
 def shares_prompts(dims: "Dims", layout: "LayoutConfig") -> bool:

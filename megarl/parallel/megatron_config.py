@@ -39,7 +39,7 @@ def transformer_config(
         layernorm_epsilon=spec.norm_eps,
         layernorm_zero_centered_gamma=family.norms_add_one,
         gated_linear_unit=True,
-        add_bias_linear=False,
+        add_bias_linear=family.linear_biases,
         add_qkv_bias=dims.qkv_bias,
         qk_layernorm=dims.qk_norm,
         attention_output_gate=family.gated_attention,
@@ -74,6 +74,8 @@ def transformer_config(
             **backend,
             **(accepted(TransformerConfig, **_INVARIANT) if batch_invariant else {}),
             **_ACTIVATIONS[family.activation],
+            # With biases, Megatron's grouped experts do not fuse this.
+            **({"bias_dropout_fusion": False} if family.linear_biases else {}),
             **latent_options(spec),
             **_window_options(dims),
             **delta_options(dims),
@@ -117,6 +119,13 @@ _INVARIANT: Mapping[str, Any] = {
 }
 _ACTIVATIONS: dict[Activation, dict[str, Any]] = {
     Activation.SILU: {"activation_func": F.silu},
+    Activation.CLAMPED_SWIGLU: {
+        "activation_func": lambda gate: gate * torch.sigmoid(1.702 * gate),
+        "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 1.0,
+        # Megatron's fused kernel clamps before it adds the bias.
+        "bias_activation_fusion": False,
+    },
     # Megatron fuses the tanh approximation only under the name of the exact GELU.
     Activation.GELU_TANH: {
         "activation_func": functools.partial(F.gelu, approximate="tanh"),

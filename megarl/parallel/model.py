@@ -194,8 +194,11 @@ class ValueModel(PackedModel):
 HEADS: dict[Head, type[PackedModel]] = {Head.LM: PolicyModel, Head.SCALAR: ValueModel}
 
 
-def model_slices(chunks: Sequence[PackedModel]) -> Iterator[Slice]:
-    """Yield this rank's slices of Hugging Face tensors, as views of the live parameters of all its model chunks."""
+def model_slices(chunks: Sequence[PackedModel], *, by_expert: bool = False) -> Iterator[Slice]:
+    """Yield this rank's slices of Hugging Face tensors, as views of the live parameters of all its model chunks.
+
+    by_expert: as a weight sync sends them; see `ModelSpec.expected_tensors`.
+    """
     spec, layout = chunks[0].spec, chunks[0].layout
     # Collect parameters and router biases under names with global layer numbers.
     shards = []
@@ -222,7 +225,7 @@ def model_slices(chunks: Sequence[PackedModel]) -> Iterator[Slice]:
         ep_rank=layout.ep_group.rank(),
         ep_size=layout.config.ep,
     )
-    return shard_slices(shards, spec, position, expert_position)
+    return shard_slices(shards, spec, position, expert_position, by_expert=by_expert)
 
 
 def build_model(

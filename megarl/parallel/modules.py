@@ -18,6 +18,7 @@ from megarl.parallel.backend import BACKENDS, packs_attention
 from megarl.parallel.delta import set_delta_net
 from megarl.parallel.latent import ReplicatedLinear
 from megarl.parallel.moe.router import with_pack_routers
+from megarl.parallel.moe.setup import ExpertOutput
 from megarl.weights.attention import AttentionOptions
 from megarl.weights.families import ModelSpec
 from megarl.weights.rules import Layers
@@ -118,6 +119,8 @@ def _local_layer_spec(
     )
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
+    if mlp is Layers.EXPERTS and config.add_bias_linear:
+        spec.submodules.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
     if attention_kind is Layers.LINEAR:
         set_delta_net(spec, model.dims, ColumnParallelLinear, RowParallelLinear)
         return spec

@@ -149,8 +149,8 @@ class RankWorker:
         from megarl.parallel.model import model_slices
         from megarl.sync.wire.ends import holding_of
 
-        loaded = self._role(Role.ACTOR, Part.PARAMS)
-        return holding_of(model_slices(loaded.chunks), loaded.expected_tensors())
+        chunks = self._role(Role.ACTOR, Part.PARAMS).chunks
+        return holding_of(model_slices(chunks, by_expert=True), chunks[0].spec.expected_tensors(by_expert=True))
 
     def open_bridge(self, share: "Share") -> None:
         """Join the weight sync from trainer to engines as a sending rank."""
@@ -165,7 +165,8 @@ class RankWorker:
         """Return max |x| of this rank's part of each actor tensor that is sent in float8, to choose its scale."""
         from megarl.parallel.model import model_slices
 
-        return self.bridge.largest(model_slices(self._role(Role.ACTOR, Part.PARAMS).chunks))
+        chunks = self._role(Role.ACTOR, Part.PARAMS).chunks
+        return self.bridge.largest(model_slices(chunks, by_expert=True))
 
     def send_over_bridge(
         self, transfer: int, *, with_checksums: bool, scales: Mapping[str, float], full: bool
@@ -173,8 +174,7 @@ class RankWorker:
         """Send this rank's share of the actor's weights to the engine workers, as the sync plan prescribes."""
         from megarl.parallel.model import model_slices
 
-        loaded = self._role(Role.ACTOR, Part.PARAMS)
-        slices = model_slices(loaded.chunks)
+        slices = model_slices(self._role(Role.ACTOR, Part.PARAMS).chunks, by_expert=True)
         return self.bridge.send(slices, transfer, with_checksums=with_checksums, scales=scales, full=full)
 
     def close_bridge(self) -> None:

@@ -66,8 +66,8 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
         # As long as the model itself is not there, its published config.json is enough.
         if published is not None and not (Path(path) / "config.json").is_file():
             path = packaged(published)
-        specs[role.role] = read_model_spec(path, model_key(config, role))
-        check_model(config, specs[role.role].hf_config, role.role)
+        spec = specs[role.role] = read_model_spec(path, model_key(config, role))
+        check_model(config, spec.hf_config, role.role, biased_experts=spec.family.linear_biases)
     actor, layouts, shards = specs[Role.ACTOR], by_layout(roles), plan_shards(config, roles, specs, needed)
     config = filled(config, derived := derive(config, layouts, shards, device_bytes, experts=actor.dims.experts))
     engine = plan_engine(config, actor.dims, engine_bytes(config, actor, config.rollout.engine.pp), device_bytes)

@@ -94,7 +94,7 @@ def open_sampler(config: Config, train: PromptDataset) -> Sampler:
 def open_model(config: Config, *, for_sft: bool = False) -> ModelSpec:
     """Read config.json and the checkpoint's headers; ConfigError for a model that family or layout cannot take."""
     spec = read_model_spec(config.model.path)
-    check_model(config, spec.hf_config, for_sft=for_sft)
+    check_model(config, spec.hf_config, for_sft=for_sft, biased_experts=spec.family.linear_biases)
     check_tensors(spec.path, spec.expected_tensors(), ignored=spec.ignored_tensors())
     return spec
 
@@ -106,7 +106,7 @@ def check_role_models(config: Config, roles: Sequence[RoleSpec], tokenizer: "Pre
             continue
         key = model_key(config, role)
         spec = read_model_spec(role.model.path, key)
-        check_model(config, spec.hf_config, role.role)
+        check_model(config, spec.hf_config, role.role, biased_experts=spec.family.linear_biases)
         ignored = spec.ignored_tensors()
         if role.head is Head.SCALAR:
             expected = spec.expected_tensors(scalar_head=True)

@@ -49,7 +49,7 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         cluster.engines,
         cluster.restart_engine,
         memory,
-        partial(cluster.weight_sync, weight_specs(inputs.spec, config.model.dtype)),
+        partial(cluster.weight_sync, weight_specs(inputs.spec, config.model.dtype, by_expert=True)),
         max_restarts=config.rollout.max_engine_restarts,
         deterministic=config.run.deterministic,
         verify=config.sync.verify,

@@ -13,10 +13,12 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 class AttentionOptions:
     """The options of a layer's softmax attention besides causality; layers with equal options are built alike.
 
-    window: how many positions of its row a token attends to, its own included; None: to all before it.
+    window: how many positions of its row a token attends to, its own included; None: to all before it. sinks: whether
+    each head has one more score, a weight, in its softmax.
     """
 
     window: int | None = None
+    sinks: bool = False
 
 
 def read_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:

@@ -127,6 +127,7 @@ class Dims:
             "vocab": self.vocab,
             "head_dim": self.head_dim,
             "kv_heads": self.num_kv_heads,
+            "heads": self.num_heads,
             "q": self.num_heads * self.head_dim,
             "two_q": 2 * self.num_heads * self.head_dim,
             "kv": self.num_kv_heads * self.head_dim,
@@ -135,6 +136,7 @@ class Dims:
             "qk_norm": self.head_dim if self.qk_norm else 0,
             "experts": experts.num if experts else 0,
             "expert_ffn": experts.ffn if experts else 0,
+            "expert_gate_up": 2 * experts.ffn if experts else 0,
             "shared_ffn": experts.shared_ffn if experts else 0,
         }
         if self.delta is not None:

@@ -59,10 +59,11 @@ class ModelSpec:
             factor = (self.dims.head_dim**-0.5 if factor is None else factor) * self.rope_scaling.score_factor
         return factor
 
-    def expected_tensors(self, *, scalar_head: bool = False) -> dict[str, tuple[int, ...]]:
+    def expected_tensors(self, *, scalar_head: bool = False, by_expert: bool = False) -> dict[str, tuple[int, ...]]:
         """Return name → full shape of every Hugging Face tensor of this model, layer by layer in table order.
 
         scalar_head: whether the model has a scalar head (critic, reward model) instead of the output embedding.
+        by_expert: whether tensors of all experts of a layer are one for each expert, as a weight sync sends them.
         """
         absent, dim = OUTPUT_HEAD if scalar_head else VALUE_HEAD, self.dims.dim
         # There may be tens of thousands of tensors, but only a few distinct shapes, so compute each once.
@@ -71,9 +72,10 @@ class ModelSpec:
             rows = Counter[str]()
             for tensor in rule.tensors:
                 rows[tensor.name] += dim(tensor.shape[0])
-                shapes[tensor.name] = (rows[tensor.name], *map(dim, tensor.shape[1:]))
+                stack = (dim("experts"),) if tensor.of_expert and not by_expert else ()
+                shapes[tensor.name] = (*stack, rows[tensor.name], *map(dim, tensor.shape[1:]))
         return {
-            placed.name(tensor.name): shapes[tensor.name]
+            placed.name(tensor.sent_name if by_expert else tensor.name): shapes[tensor.name]
             for placed in self.rules()
             if not self.is_copy(placed.rule)
             for tensor in placed.rule.tensors
@@ -110,7 +112,8 @@ class ModelSpec:
 
     def attention_of(self, layer: int) -> AttentionOptions:
         """Return the options of a layer's softmax attention."""
-        return AttentionOptions(window=self.dims.windows[layer] if self.dims.windows else None)
+        window = self.dims.windows[layer] if self.dims.windows else None
+        return AttentionOptions(window=window, sinks=self.family.sinks)
 
     def is_copy(self, rule: WeightRule) -> bool:
         """Return whether a rule's parameter copies another tensor because this model's embeddings are tied."""

@@ -17,6 +17,10 @@ class Partition(StrEnum):
     QKV = "qkv"  # per key/value group: its query heads, its key head, its value head
     GATED_QKV = "gated_qkv"  # per group: its query heads, their gates, its key head, its value head
     DELTA_HEADS = "delta_heads"  # per key head of a gated delta net: its rows of every tensor
+    # Parameters whose tensors are transposed: the last axis of a row-split one, whose gate's and up's features take
+    # turns there, and the first axis of a column-split one.
+    GATE_UP_IN_TURNS = "gate_up_in_turns"
+    TRANSPOSED_COLUMNS = "transposed_columns"
 
 
 class Layers(StrEnum):
@@ -33,6 +37,7 @@ class Activation(StrEnum):
     """The activation function that an MLP applies to its gate, named as in config.json."""
 
     SILU = "silu"
+    CLAMPED_SWIGLU = "clamped_swiglu"  # gpt-oss's: min(g, 7)·σ(1.702·min(g, 7)) times 1 + an up within [−7, 7]
     GELU_TANH = "gelu_pytorch_tanh"
 
 
@@ -41,10 +46,18 @@ class HFTensor:
     """A tensor of a Hugging Face checkpoint: its name, and its shape in symbols such as "hidden" (see `Dims`).
 
     In the name, `{layer}` stands for the layer's number and `{expert}` for the expert's number in that layer.
+    `of_expert`: set if the tensor has all experts of its layer, along one more axis, the first, than `shape` says: the
+    name under which engines take the part of one expert.
     """
 
     name: str
     shape: tuple[str, ...]
+    of_expert: str | None = None
+
+    @property
+    def sent_name(self) -> str:
+        """Return the name under which engines take the tensor, or one expert's part of it."""
+        return self.of_expert or self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +125,7 @@ class Family:
     `biased_routers`: routing scores are sigmoids, with a bias that is used only to choose experts; else softmax.
     `gates_shared_expert`: a sigmoid scales the output of the shared expert.
     `ends_on_every_stage`: vLLM builds the vocabulary, the last norm and the head on every pipeline stage.
+    `linear_biases`: projections of attention outputs, experts and routers have biases. `sinks`: attention has sinks.
     `norms_add_one`: norms scale by 1 + w. `scales_embedding`: embeddings are multiplied by √hidden.
     `ignored_rope`: keys of config.json's rope parameters that change nothing for texts.
     `gated_attention`: the output of softmax attention is multiplied by sigmoids that q_proj computes as well.
@@ -123,6 +137,8 @@ class Family:
     qk_layernorm: bool | str = False
     qkv_bias: bool | str = False
     activation: Activation = Activation.SILU
+    linear_biases: bool = False
+    sinks: bool = False
     norms_add_one: bool = False
     scales_embedding: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -220,12 +220,17 @@ def model_index(plan: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, Any]:
     }
 
 
-def weight_specs(spec: ModelSpec, dtype: str, *, scalar_head: bool = False) -> dict[str, TensorSpec]:
-    """Return name → shape and dtype of all Hugging Face tensors of a model in `dtype`; some are always float32."""
+def weight_specs(
+    spec: ModelSpec, dtype: str, *, scalar_head: bool = False, by_expert: bool = False
+) -> dict[str, TensorSpec]:
+    """Return name → shape and dtype of all Hugging Face tensors of a model in `dtype`; some are always float32.
+
+    scalar_head, by_expert: see `ModelSpec.expected_tensors`.
+    """
     wide = spec.float32_tensors()
     return {
         name: TensorSpec(shape=shape, dtype=dtype_of("float32" if name in wide else dtype))
-        for name, shape in spec.expected_tensors(scalar_head=scalar_head).items()
+        for name, shape in spec.expected_tensors(scalar_head=scalar_head, by_expert=by_expert).items()
     }
 
 

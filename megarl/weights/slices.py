@@ -7,7 +7,7 @@ shard; loading writes to these views, and export, sync and checksums read them.
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -67,11 +67,19 @@ class _Cut:
     A shard of the parameter concatenates its parts of the rule's tensors. groups: it does so for each of this number (a
     symbol of `Dims`) of groups, such as a key/value head with its query heads. padded: the axis is padded at its end
     before the cut.
+    turned: how a view of the parameter's shard has the order of the tensor, if that is not its own.
     """
 
     axis: int | None
     padded: bool = False
     groups: str | None = None
+    turned: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+def _in_turns(shard: torch.Tensor) -> torch.Tensor:
+    """Return a view [..., n/2, 2] of a shard [n, ...] whose first rows are a gate's and whose last ones are an up's."""
+    halves = shard.unflatten(0, (2, -1))
+    return halves.permute(*reversed(range(halves.ndim)))
 
 
 _CUTS = {
@@ -83,6 +91,8 @@ _CUTS = {
     Partition.QKV: _Cut(axis=0, groups="kv_heads"),
     Partition.GATED_QKV: _Cut(axis=0, groups="kv_heads"),
     Partition.DELTA_HEADS: _Cut(axis=0, groups="delta_key_heads"),
+    Partition.GATE_UP_IN_TURNS: _Cut(axis=-1, turned=_in_turns),
+    Partition.TRANSPOSED_COLUMNS: _Cut(axis=0, turned=lambda shard: shard.T),
 }
 
 
@@ -95,7 +105,8 @@ def split_box(partition: Partition, shape: tuple[int, ...], part: int, dims: Dim
     cut, box = _CUTS[partition], full_box(shape)
     if cut.axis is None:
         return box
-    length, rank, size = shape[cut.axis], split.rank, split.size
+    axis, rank, size = cut.axis % len(shape), split.rank, split.size
+    length = shape[axis]
     if cut.groups and size > dims.dim(cut.groups) and not split.repeats_heads:
         # A group of heads in the order of the parameter: rows of its query heads, its key head and its value head.
         rows = (dims.num_heads // dims.num_kv_heads * dims.head_dim, dims.head_dim, dims.head_dim)
@@ -108,7 +119,18 @@ def split_box(partition: Partition, shape: tuple[int, ...], part: int, dims: Dim
             rank, size = rank * num_groups // size, num_groups
         padded = -(-length // split.vocab_padding) * split.vocab_padding if cut.padded else length
         start, end = (min(length, padded * i // size) for i in (rank, rank + 1))
-    return (*box[: cut.axis], (start, end), *box[cut.axis + 1 :])
+    return (*box[:axis], (start, end), *box[axis + 1 :])
+
+
+def is_turned(partition: Partition) -> bool:
+    """Return whether the tensor of a parameter has the parameter's axes in reverse."""
+    return _CUTS[partition].turned is not None
+
+
+def turned(partition: Partition, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a view of a parameter that has the elements of its tensor in their order, if not always in its shape."""
+    turn = _CUTS[partition].turned
+    return parameter if turn is None else turn(parameter)
 
 
 def shard_boxes(rule: WeightRule, dims: Dims, split: Split) -> list[Box]:
@@ -127,12 +149,14 @@ def shard_slices(
     spec: ModelSpec,
     at: ShardPosition,
     experts_at: ShardPosition | None = None,
+    *,
+    by_expert: bool = False,
 ) -> Iterator[Slice]:
     """Yield the slices of Hugging Face tensors that this rank's parameters hold.
 
     parameters: (name, shard), with global layer numbers and local expert numbers. Exactly one rank owns each element;
     replicas of a shard take turns, by parameter, to spread the writes. experts_at: this rank's position for experts'
-    parameters; default `at`.
+    parameters; default `at`. by_expert: as in `ModelSpec.expected_tensors`.
 
     Raises:
         KeyError: a parameter is not in the family's table.
@@ -147,11 +171,11 @@ def shard_slices(
         placed = rules[name]
         place = at if placed.expert is None else experts_at
         writes = place.replica == position % place.num_replicas and not spec.is_copy(placed.rule)
-        yield from _slices_of(parameter, placed, spec, place, writes=writes)
+        yield from _slices_of(parameter, placed, spec, place, writes=writes, by_expert=by_expert)
 
 
 def _slices_of(
-    shard: torch.Tensor, placed: PlacedRule, spec: ModelSpec, at: ShardPosition, *, writes: bool
+    shard: torch.Tensor, placed: PlacedRule, spec: ModelSpec, at: ShardPosition, *, writes: bool, by_expert: bool
 ) -> Iterator[Slice]:
     """Yield the slices of one parameter's shard. Tensor-parallel rank 0 owns the slices of a replicated parameter."""
     rule, dims = placed.rule, spec.dims
@@ -165,13 +189,21 @@ def _slices_of(
     ends = itertools.accumulate(num_rows // groups for num_rows in rows)
     owned = writes and (at.tp_rank == 0 or rule.partition is not Partition.REPLICATED)
     for tensor, box, num_rows, end in zip(rule.tensors, boxes, rows, ends, strict=True):
-        if num_rows:
-            name = rule.tied_to if rule.tied_to and spec.is_copy(rule) else tensor.name
-            view = grouped[:, end - num_rows // groups : end]
-            if rule.partition is Partition.GATED_QKV and tensor is rule.tensors[0]:
-                # The parameter has all queries of a group, then all gates; the tensor has each head's gate next to it.
-                view = view.unflatten(1, (2, -1, dims.head_dim)).transpose(1, 2)
-            yield Slice(tensor=placed.name(name), index=slices_of(box), view=view, owned=owned)
+        if not num_rows:
+            continue
+        own = tensor.sent_name if by_expert else tensor.name
+        name = rule.tied_to if rule.tied_to and spec.is_copy(rule) else own
+        index = slices_of(box)
+        if tensor.of_expert and not by_expert:
+            assert placed.expert is not None
+            index = (slice(placed.expert, placed.expert + 1), *index)
+        # A tensor in another order makes up its parameter alone.
+        one = is_turned(rule.partition)
+        view = turned(rule.partition, shard) if one else grouped[:, end - num_rows // groups : end]
+        if rule.partition is Partition.GATED_QKV and tensor is rule.tensors[0]:
+            # The parameter has all queries of a group, then all gates; the tensor has each head's gate next to it.
+            view = view.unflatten(1, (2, -1, dims.head_dim)).transpose(1, 2)
+        yield Slice(tensor=placed.name(name), index=index, view=view, owned=owned)
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from megarl.weights.blocks import (
 )
 from megarl.weights.hybrid import BY_PART_DECODER
 from megarl.weights.rules import Activation, Family, HFTensor, Layers, Partition, WeightRule
+from megarl.weights.stacked_blocks import BIASED_EXPERTS, OUTPUT_BIAS, SINKS
 
 __all__ = [
     "FAMILIES",
@@ -315,5 +316,34 @@ register_family(
         ignored_rope=("mrope_section", "mrope_interleaved"),
         defaults={**_HYBRID_DEFAULTS, "num_key_value_heads": 4},
         required={"hidden_act": ("silu",), "attention_bias": (False,)},
+    )
+)
+register_family(
+    Family(
+        name="gpt_oss",
+        ends_on_every_stage=True,
+        architectures=("GptOssForCausalLM",),
+        weights=DECODER + QKV_BIAS + OUTPUT_BIAS + SINKS + BIASED_EXPERTS,
+        qkv_bias=True,
+        linear_biases=True,
+        sinks=True,
+        activation=Activation.CLAMPED_SWIGLU,
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rope_theta": 150000.0,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+        },
+        # vLLM knows no other values.
+        required={
+            "hidden_act": ("silu",),
+            "attention_bias": (True,),
+            "swiglu_alpha": (1.702,),
+            "swiglu_limit": (7.0,),
+            "rms_norm_eps": (1e-5,),
+        },
+        expert_ffn_key="intermediate_size",
+        normalizes_experts=True,
     )
 )

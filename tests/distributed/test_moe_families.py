@@ -56,6 +56,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
 def test_family_equals_transformers(
     rank_pool: GetPool, reference: Callable[[str], Reference], tmp_path: Path, name: str, layout: str
 ) -> None:
+    if name == "gpt_oss" and LAYOUTS[layout].etp > 1:
+        pytest.skip("experts with biases are not split")
     expected = reference(name)
     assert_equals_transformers(rank_pool(LAYOUTS[layout].world_size), expected, LAYOUTS[layout], tmp_path)
 

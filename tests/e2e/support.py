@@ -182,7 +182,7 @@ def open_policy(cluster: Cluster, config: Config) -> Policy:
     cluster.workers.load(LoadRequest(roles=(actor,), seed=0))
     spec = read_model_spec(config.model.path)
     algorithm = algorithm_of(config)
-    specs = weight_specs(spec, config.model.dtype)
+    specs = weight_specs(spec, config.model.dtype, by_expert=True)
     return Policy(
         cluster=cluster,
         config=config,

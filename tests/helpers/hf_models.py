@@ -197,6 +197,25 @@ WITH_EXPERTS |= {
     "glm4_moe": HFModel(config="Glm4MoeConfig", keys={**_GLM4_MOE, "use_qk_norm": True}),
     "glm4_moe-air": HFModel(config="Glm4MoeConfig", keys=_GLM4_MOE),
 }
+# A layer with a window and one without, in turns.
+WITH_EXPERTS["gpt_oss"] = HFModel(
+    config="GptOssConfig",
+    keys={
+        "head_dim": 12,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 7,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 4.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    },
+)
 MODELS = {**DENSE, **WINDOWED, **WITH_EXPERTS}
 
 
@@ -217,7 +236,10 @@ def make_model(
     with torch.no_grad():
         for key, parameter in hf.named_parameters():
             random = torch.randn(parameter.shape, generator=generator)
-            if key.endswith("bias"):
+            if key.endswith("gate_up_proj_bias"):
+                # Many beyond the ±7 at which experts clamp.
+                parameter.copy_(5 * random)
+            elif key.endswith("bias"):
                 # Those of time steps so that delta nets remember a few tokens.
                 parameter.copy_(random - 2 * float(key.endswith("dt_bias")))
             elif parameter.ndim == 1:

@@ -142,7 +142,7 @@ def plan_scenario(scenario: Scenario) -> Planned:
     spec = read_model_spec(_CONFIGS / scenario.config)
     times = [time.process_time()]
     holdings = rank_holdings(spec, scenario.layout, vocab_multiple=128)
-    specs = weight_specs(spec, "bfloat16")
+    specs = weight_specs(spec, "bfloat16", by_expert=True)
     times.append(time.process_time())
     workers = engine_needs(spec, scenario.tp)
     times.append(time.process_time())

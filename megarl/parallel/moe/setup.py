@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import RowParallelLinear
 
 from megarl.config.models import fused_kernels, transformer_engine_version
 from megarl.config.schema import LayoutConfig, MoeConfig
@@ -55,6 +56,17 @@ def expert_options(dims: Dims, layout: LayoutConfig, config: MoeConfig) -> dict[
     return options
 
 
+class ExpertOutput(RowParallelLinear):
+    """The last layer of an expert on one rank, to whose output Megatron adds the expert's bias in place.
+
+    Where all experts are on one rank, the output would be that of a sum over one rank: a view, which must not change.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.explicit_expert_comm = True
+
+
 def prepare_experts(chunks: Sequence[torch.nn.Module], config: MoeConfig) -> None:
     """Set up Mixture-of-Experts layers before DDP wraps the model: reduce expert gradients over the group `expert_dp`
     only (Megatron's `allreduce = False`), and freeze the routers if `config.freeze_router` is set.
@@ -64,4 +76,9 @@ def prepare_experts(chunks: Sequence[torch.nn.Module], config: MoeConfig) -> Non
             # Unless experts are split, Megatron treats them as replicated over data-parallel ranks. But even without
             # expert parallelism their replicas are the ranks of `expert_dp`, which may be more.
             parameter.allreduce = False
+            # Megatron takes a bias of the last layer, which it marks as any other of its class, for one that all
+            # tensor-parallel ranks have: it would sum its gradient over them, and count it in the norm only on the
+            # first of them.
+            parameter.sequence_parallel = False
+            parameter.tensor_model_parallel = True
         layer.router.requires_grad_(not config.freeze_router)

@@ -23,7 +23,7 @@ def engine_needs(spec: ModelSpec, size: int, *, stages: int = 1, expert_parallel
     several workers have the same head.
     """
     needs: list[list[dict[str, Boxes]]] = [[{} for _ in range(size)] for _ in range(stages)]
-    expected, experts = spec.expected_tensors(), expert_ranges(spec.dims.dim("experts"), size)
+    expected, experts = spec.expected_tensors(by_expert=True), expert_ranges(spec.dims.dim("experts"), size)
     # By a rule's names, the boxes in each worker's tensors. They are the same for all layers and experts.
     boxes = dict[tuple[str, ...], list[dict[str, Boxes]]]()
     stage_of = {layer: stage for stage in range(stages) for layer in stage_range(spec.dims.num_layers, stage, stages)}
@@ -48,7 +48,10 @@ def engine_needs(spec: ModelSpec, size: int, *, stages: int = 1, expert_parallel
 def _boxes_by_tensor(rule: WeightRule, spec: ModelSpec, split: Split) -> dict[str, Boxes]:
     """Return the boxes of a rule's tensors, by their names in the rule."""
     found = list(zip(rule.tensors, shard_boxes(rule, spec.dims, split), strict=True))
-    return {tensor.name: joined(box for other, box in found if other.name == tensor.name) for tensor in rule.tensors}
+    return {
+        tensor.sent_name: joined(box for other, box in found if other.sent_name == tensor.sent_name)
+        for tensor in rule.tensors
+    }
 
 
 def expert_ranges(num_experts: int, size: int) -> list[range]:

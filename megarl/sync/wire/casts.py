@@ -19,7 +19,7 @@ SCALED = torch.float8_e4m3fn
 # Float32 cannot divide by less.
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _LARGEST = torch.finfo(SCALED).max
-_MATRICES = (Partition.ROWS, Partition.COLUMNS, Partition.GATE_UP, Partition.QKV)
+_WHOLE = (Partition.REPLICATED, Partition.VOCAB)
 
 
 def wire_specs(spec: ModelSpec, specs: Mapping[str, TensorSpec], dtype: str | None) -> dict[str, TensorSpec]:
@@ -38,9 +38,9 @@ def wire_specs(spec: ModelSpec, specs: Mapping[str, TensorSpec], dtype: str | No
             for name, each in specs.items()
         }
     matrices = {
-        placed.name(tensor.name)
+        placed.name(tensor.sent_name)
         for placed in spec.rules()
-        if placed.rule.partition in _MATRICES
+        if placed.rule.partition not in _WHOLE
         for tensor in placed.rule.tensors
     }
     return {

@@ -15,7 +15,8 @@ from megarl.sync.wire.wires import Share, key_of, unpack
 from megarl.weights.boxes import Box, Boxes, box_of, intersection, joined, num_elements, slices_of
 from megarl.weights.slices import Index, Slice, checksum
 
-# By tensor name: boxes of the tensor in row-major order, each with a view of a local shard in its shape.
+# By tensor name: boxes of the tensor in row-major order, each with a view of a local shard in its shape, or with its
+# last axis in pairs.
 _Views = Mapping[str, list[tuple[Box, torch.Tensor]]]
 
 
@@ -161,10 +162,17 @@ class BridgeReceiver:
 
 
 def _flat_views(box: Box, view: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield views of a slice in the shape of boxes: one view, or one per group if groups of rows are not adjacent."""
+    """Yield views of a slice in the shape of boxes: one view, or one per group if groups of rows are not adjacent.
+
+    Where gates and ups take turns, no view has the shape of a box: its last axis is in pairs.
+    """
+    sizes = [end - start for start, end in box]
     try:
-        yield box, view.view([end - start for start, end in box])
+        yield box, view.view(sizes)
     except RuntimeError:
+        if list(view.shape) == [*sizes[:-1], sizes[-1] // 2, 2]:
+            yield box, view
+            return
         (start, end), *others = box
         rows = (end - start) // len(view)
         for i, group in enumerate(view):
@@ -176,4 +184,9 @@ def _overlaps(parts: Iterable[Fragment], views: _Views) -> Iterator[tuple[Fragme
     for part in parts:
         for box, view in views[part.tensor]:
             if (common := intersection(part.box, box)) is not None:
-                yield part, common, view if common == box else view[slices_of(common, box)]
+                index = slices_of(common, box)
+                if view.ndim > len(box):
+                    *rows, last = index
+                    assert last.start % 2 == last.stop % 2 == 0, "a pair of gate and up was split"
+                    index = (*rows, slice(last.start // 2, last.stop // 2))
+                yield part, common, view if common == box else view[index]

@@ -165,6 +165,8 @@ QWEN3_0_6B = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+GPT_OSS_120B = json.loads((CONFIGS / "gpt-oss-120b/config.json").read_text())
+GPT_OSS_20B = json.loads((CONFIGS / "gpt-oss-20b/config.json").read_text())
 QWEN3_30B_A3B = json.loads((CONFIGS / "qwen3-30b-a3b/config.json").read_text())
 MIXTRAL_8X7B = {
     "architectures": ["MixtralForCausalLM"],
@@ -341,6 +343,7 @@ PUBLISHED = {
     "mixtral": MIXTRAL_8X7B,
     "deepseek_v2": DEEPSEEK_V2,
     "deepseek_v3": DEEPSEEK_V3,
+    "gpt_oss": GPT_OSS_20B,
 }
 # What no family can do without.
 ESSENTIAL = (
@@ -371,6 +374,7 @@ EXPERT_KEYS = {
     "deepseek_v2": LATENT_KEYS,
     "deepseek_v3": (*LATENT_KEYS, "routed_scaling_factor"),
     "mixtral": ("num_local_experts", "num_experts_per_tok"),
+    "gpt_oss": ("num_local_experts", "num_experts_per_tok"),
 }
 
 
@@ -408,6 +412,9 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
         # With 45 biases of 128 experts, without the layer that predicts one token further.
         (GLM_4_5_AIR, 106_852_245_504 + 45 * 128),
         (KIMI_K2, 1_026_408_232_448),
+        # As 20.91 and 116.83 billions in the models' card.
+        (GPT_OSS_20B, 20_914_757_184),
+        (GPT_OSS_120B, 116_829_156_672),
     ],
     ids=[
         "llama-3.1-8b",
@@ -429,6 +436,8 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
         "seed-oss-36b",
         "glm-4.5-air",
         "kimi-k2",
+        "gpt-oss-20b",
+        "gpt-oss-120b",
     ],
 )
 def test_published_models(tmp_path: Path, config: dict[str, Any], num_parameters: int) -> None:
@@ -489,8 +498,11 @@ def test_left_out_keys_mean_what_they_mean_to_transformers(tmp_path: Path, famil
     assert spec.dims.tied == hf.tie_word_embeddings
     assert spec.rope_theta == hf.rope_parameters["rope_theta"]
     required = {key: values[0] for key, values in family.required.items()}
-    for key, value in (*family.defaults.items(), *required.items()):
-        # Transformers moves defaults of the rotary embedding there.
+    layer_types = getattr(hf, "layer_types", None) or ["full_attention"] * spec.dims.num_layers
+    windows = spec.dims.windows or (None,) * spec.dims.num_layers
+    assert [window is not None for window in windows] == [each == "sliding_attention" for each in layer_types]
+    # Transformers has the layers' types in place of the pattern, and moves defaults of the rotary embedding there.
+    for key, value in (*without(family.defaults, "sliding_window_pattern").items(), *required.items()):
         own = {} if key == "rope_theta" else hf.rope_parameters
         assert own.get(key, getattr(type(hf), {"rope_theta": "default_theta"}.get(key, key), None)) == value
 
@@ -543,6 +555,7 @@ GLM4_SMALL = {"n_routed_experts": 5, "moe_intermediate_size": 16, "n_shared_expe
         ("deepseek_v2", LATENT_SMALL, (2, 3, 4)),
         ("deepseek_v2", {**LATENT_SMALL, "q_lora_rank": None}, (2, 3, 4)),
         ("deepseek_v3", DEEPSEEK_SMALL, (2, 3, 4)),
+        ("gpt_oss", {"num_local_experts": 5, "head_dim": 8}, (0, 1, 2, 3, 4)),
     ],
     ids=[
         "qwen3_moe",
@@ -556,6 +569,7 @@ GLM4_SMALL = {"n_routed_experts": 5, "moe_intermediate_size": 16, "n_shared_expe
         "deepseek_v2",
         "deepseek_v2-lite",
         "deepseek_v3",
+        "gpt_oss",
     ],
 )
 def test_experts_are_what_transformers_writes(
@@ -569,14 +583,14 @@ def test_experts_are_what_transformers_writes(
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     expected = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     spec = read_model_spec(tmp_path)
-    width = 24 if model_type == "mixtral" else 16
+    width = 24 if model_type in ("mixtral", "gpt_oss") else 16
     assert spec.expected_tensors() == expected
     routing = ROUTINGS.get(model_type)
     assert spec.dims.experts == Experts(
         num=5,
         per_token=3,
         ffn=width,
-        normalized=model_type in ("mixtral", "deepseek_v3", "glm4_moe"),
+        normalized=model_type in ("mixtral", "deepseek_v3", "glm4_moe", "gpt_oss"),
         layers=layers,
         shared_ffn=32 if routing or model_type == "qwen2_moe" else 0,
         gates_shared=model_type == "qwen2_moe",
@@ -622,6 +636,21 @@ def test_glm_as_published(tmp_path: Path) -> None:
     ignored = {"model.layers.46.eh_proj.weight", "model.layers.46.mlp.experts.127.down_proj.weight"}
     assert ignored < set(air.ignored_tensors())
     assert air.float32_tensors() == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in range(1, 46)}
+
+
+def test_gpt_oss_as_published(tmp_path: Path) -> None:
+    """Windows in every second layer, scores times (0.1·ln 32 + 1)² / √64, and MXFP4 refused with its remedy."""
+    spec = read_model_spec(write_config(tmp_path, GPT_OSS_20B))
+    assert spec.dims.windows == (128, None) * 12
+    assert spec.softmax_scale == pytest.approx((0.1 * math.log(32) + 1) ** 2 / 8)
+    every, each = "model.layers.3.mlp.experts.gate_up_proj", "model.layers.3.mlp.experts.31.gate_up_proj"
+    assert spec.expected_tensors()[every] == (32, 2880, 5760)
+    assert spec.expected_tensors(by_expert=True)[each] == (2880, 5760)
+    assert each not in spec.expected_tensors()
+    assert every not in spec.expected_tensors(by_expert=True)
+    message = rf"quantization_config: got quant_method 'mxfp4', .*`megarl convert dequantize {tmp_path} --out DIR`"
+    with pytest.raises(ConfigError, match=message):
+        read_model_spec(write_config(tmp_path, GPT_OSS_20B | {"quantization_config": {"quant_method": "mxfp4"}}))
 
 
 def test_deepseek_v2_as_published(tmp_path: Path) -> None:
