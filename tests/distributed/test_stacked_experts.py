@@ -35,11 +35,3 @@ def test_layers_that_backward_computes_again(
     rank_pool: GetPool, expected: Reference, tmp_path: Path, recompute: Literal["selective", "full"]
 ) -> None:
     assert_equals_transformers(rank_pool(1), expected, LayoutConfig(), tmp_path, recompute=recompute)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("layout", [LayoutConfig(cp=2), LayoutConfig(cp=2, ep=2)], ids=["cp2", "cp2-ep2"])
-def test_rows_over_context_parallel_ranks(
-    rank_pool: GetPool, expected: Reference, tmp_path: Path, layout: LayoutConfig
-) -> None:
-    assert_equals_transformers(rank_pool(2), expected, layout, tmp_path)

@@ -52,6 +52,15 @@ def test_outputs_and_gradients_are_transformers(
         torch.testing.assert_close(mine.grad, its.grad, rtol=0, atol=1e-12)
 
 
+def test_some_of_the_queries_have_the_same_outputs() -> None:
+    """As on a rank of a context-parallel group, which has an early and a late chunk of each row."""
+    query, key, value, sinks = make_inputs()
+    mine = [0, 1, 7, 8]
+    every = attend_with_sinks(query, key, value, sinks, None, None)
+    some = attend_with_sinks(query[:, :, mine], key, value, sinks, in_window(9)[mine], None)
+    torch.testing.assert_close(some, every[:, :, mine], rtol=0, atol=1e-12)
+
+
 def test_a_sink_takes_its_share_by_hand() -> None:
     """One token that sees itself: exp(score) / (exp(score) + exp(sink)) of its value."""
     query, key, value = (torch.full((1, 1, 1, 4), each) for each in (2.0, 1.0, 3.0))
