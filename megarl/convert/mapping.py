@@ -107,7 +107,8 @@ def extra_state_keys(parameters: Sequence[Parameter]) -> list[str]:
     keys: dict[str, None] = {}
     for parameter in parameters:
         *module, kind = parameter.key.split(".")
-        if kind == "weight" and parameter.partition not in (Partition.REPLICATED, Partition.VOCAB):
+        is_linear = kind == "weight" and len(parameter.shape) > 1
+        if is_linear and parameter.partition not in (Partition.REPLICATED, Partition.VOCAB):
             place, stack = parameter.place or (0,), parameter.stack or (1,)
             shard = f"shard_{'.'.join(map(str, place))}_{'.'.join(map(str, stack))}"
             keys[f"{'.'.join(module)}._extra_state/{shard}"] = None

@@ -12,10 +12,14 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from megarl.parallel.packing import AttentionCall, PackSeqParams
 from megarl.parallel.sinks import attend_with_sinks
 from megarl.weights.attention import AttentionOptions
+
+# Capped scores that are computed at a time.
+_SCORE_BLOCK = 1 << 26
 
 
 class PackedAttention(torch.nn.Module):
@@ -91,6 +95,8 @@ class PackedAttention(torch.nn.Module):
             seen = seen_keys(call, self.options.window)
             if self.softmax_offset is not None:
                 out = attend_with_sinks(q, k, v, self.softmax_offset, seen, self.softmax_scale)
+            elif (cap := self.options.score_cap) is not None:
+                out = capped_attention(q, k, v, seen, scale=self.softmax_scale or q.shape[-1] ** -0.5, cap=cap)
             else:
                 out = F.scaled_dot_product_attention(
                     q,
@@ -103,6 +109,34 @@ class PackedAttention(torch.nn.Module):
                 )
             outputs.append(out.transpose(1, 2).reshape(call.queries.numel(), -1))
         return torch.cat(outputs).index_select(0, pack.attention.places)
+
+
+def capped_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None, *, scale: float, cap: float
+) -> torch.Tensor:
+    """Attend with scores s capped to cap·tanh(s/cap) (Gemma 2), which torch's attention does not compute.
+
+    q [S, heads, n, d], k and v [S, kv_heads, m, d]; seen as in `seen_keys`. Scores are float32, of a block of queries
+    at a time, and backward computes them again.
+    """
+    num_rows, num_heads, num_queries, _ = q.shape
+    num_keys, num_kv_heads = k.shape[2], k.shape[1]
+    if seen is None:
+        seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        scores = q @ k[:, :, None].transpose(-1, -2)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        scores = scores.mul(scale / cap).tanh().mul(cap).masked_fill(~seen, -torch.inf)
+        return scores.softmax(-1).to(v.dtype) @ v[:, :, None]
+
+    size = max(1, _SCORE_BLOCK // (num_rows * num_heads * num_keys))
+    # Heads that share a key are a dimension of their own.
+    blocks = zip(q.unflatten(1, (num_kv_heads, -1)).split(size, 3), seen.split(size), strict=True)
+    outputs = [
+        checkpoint(attend, block, k, v, its, use_reentrant=False, preserve_rng_state=False) for block, its in blocks
+    ]
+    return torch.cat(outputs, 3).flatten(1, 2)
 
 
 def seen_keys(call: AttentionCall, window: int | None) -> torch.Tensor | None:

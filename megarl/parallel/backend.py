@@ -84,9 +84,9 @@ def packs_attention(options: "AttentionOptions", *, cp: int) -> bool:
     """Return whether a layer's attention is megarl's `PackedAttention`.
 
     It is so in layers that are not Transformer Engine's, and in those whose options that lacks: its ring of context-
-    parallel ranks has no windows, and of its kernels only newer cuDNN's have sinks.
+    parallel ranks has no windows, it caps no scores, and of its kernels only newer cuDNN's have sinks.
     """
-    lacks = options.sinks or (cp > 1 and options.window is not None)
+    lacks = options.sinks or options.score_cap is not None or (cp > 1 and options.window is not None)
     return lacks or not BACKENDS[platform().name].uses_transformer_engine
 
 

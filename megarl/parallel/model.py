@@ -79,7 +79,12 @@ class PackedModel(GPTModel):
         if spec.dims.latent is None:
             # Use the frequencies that the model was trained with; latent attention computes its own from its options.
             assert not isinstance(spec.rope_scaling, YarnRope)
-            self.rotary_pos_emb.inv_freq = spec.rope_scaling.scale(self.rotary_pos_emb.inv_freq)
+            inv_freq = spec.rope_scaling.scale(self.rotary_pos_emb.inv_freq)
+            if (local := spec.local_rope) is not None:
+                # `LayerAttention` takes its part of both.
+                dimensions = torch.arange(0, spec.dims.head_dim, 2, dtype=torch.float32, device=inv_freq.device)
+                inv_freq = torch.cat([inv_freq, 1.0 / local.theta ** (dimensions / spec.dims.head_dim)])
+            self.rotary_pos_emb.inv_freq = inv_freq
         if (experts := spec.dims.experts) is not None and experts.routing is not None:
             # Megatron has no option for the number of best experts by which a group of experts is scored.
             for layer in moe_layers([self]):
@@ -144,6 +149,7 @@ class PolicyModel(PackedModel):
             cp_group=self.layout.cp_group,
             sequence_parallel=self.config.sequence_parallel,
             logits_divisor=self.spec.multipliers.logits_divisor,
+            logit_cap=self.spec.logit_cap,
         )
         return head(hidden, pack, request, loss_gradients)
 

@@ -1,9 +1,7 @@
-"""Choose each layer's modules, and define an RMSNorm for sequence parallelism, which Megatron's local spec lacks."""
+"""Choose the modules of each layer."""
 
 import copy
-from typing import Any
 
-import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
@@ -19,54 +17,11 @@ from megarl.parallel.delta import set_delta_net
 from megarl.parallel.latent import ReplicatedLinear
 from megarl.parallel.moe.router import with_pack_routers
 from megarl.parallel.moe.setup import ExpertOutput
+from megarl.parallel.norms import RMSNorm, set_norms
+from megarl.parallel.self_attention import set_self_attention
 from megarl.weights.attention import AttentionOptions
 from megarl.weights.families import ModelSpec
 from megarl.weights.rules import Layers
-
-
-class _RMSNormFunction(torch.autograd.Function):
-    """RMSNorm, y = scale · (x / sqrt(mean(x²) + ε)); it saves only x and one number per row for backward.
-
-    With u = x / sqrt(mean(x²) + ε) and v = scale · dy:  dx = (v − u · mean(u · v)) / sqrt(mean(x²) + ε), and
-    dscale = Σ dy · u. The forward pass rounds u to the dtype of `scale` before multiplying it by `scale`.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
-        wide = x.float()
-        inverse = wide.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, scale, inverse)
-        return ((wide * inverse).to(scale.dtype) * scale).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        x, scale, inverse = ctx.saved_tensors
-        gradient, normed = gradients[0].float(), x.float() * inverse
-        of_scale = (gradient * normed).flatten(0, -2).sum(0)
-        of_normed = gradient * scale.float()
-        mean = torch.linalg.vecdot(of_normed, normed).unsqueeze(-1) / x.shape[-1]
-        return of_normed.sub_(normed.mul_(mean)).mul_(inverse).to(x.dtype), of_scale.to(scale.dtype), None
-
-
-class RMSNorm(torch.nn.Module):
-    """RMSNorm y = w · x / sqrt(mean(x²) + ε) over the last dimension (Zhang & Sennrich 2019); statistics are float32.
-
-    If Megatron's configuration centres norm weights at zero (Gemma), 1 + w replaces w, in float32. Under sequence
-    parallelism each rank sees only part of the tokens; so the weight is marked for Megatron to all-reduce its gradient
-    over tensor-parallel ranks.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__()
-        self.eps, self.adds_one = eps, config.layernorm_zero_centered_gamma
-        initial = torch.zeros if self.adds_one else torch.ones
-        self.weight = torch.nn.Parameter(initial(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scale = 1 + self.weight.float() if self.adds_one else self.weight
-        normed: torch.Tensor = _RMSNormFunction.apply(x, scale, self.eps)
-        return normed
 
 
 def block_spec(spec: ModelSpec, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -77,15 +32,19 @@ def block_spec(spec: ModelSpec, config: TransformerConfig, vp_stage: int | None)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     for i, shared in enumerate(block.layer_specs):
         options, (_, attention) = spec.attention_of(first + i), spec.dims.kinds_of(first + i)
+        layer = block.layer_specs[i] = copy.deepcopy(shared)
         if attention is Layers.LINEAR:
             from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
-            backend, layer = TESpecProvider(), copy.deepcopy(shared)
+            backend = TESpecProvider()
             set_delta_net(layer, spec.dims, backend.column_parallel_layer_norm_linear(), backend.row_parallel_linear())
-            block.layer_specs[i] = layer
-        elif packs_attention(options, cp=config.context_parallel_size):
-            layer = block.layer_specs[i] = copy.deepcopy(shared)
+            continue
+        if packs_attention(options, cp=config.context_parallel_size):
             layer.submodules.self_attention.submodules.core_attention = _packed_attention(options)
+        if not spec.family.norms_before:
+            _separate_norms(layer)
+        set_norms(layer, spec.family, config)
+        set_self_attention(layer, options)
     with_pack_routers(block.layer_specs)
     return block
 
@@ -99,8 +58,20 @@ def local_block_spec(
     # Layers of one kind share a spec.
     kinds = [(*spec.dims.kinds_of(layer), spec.attention_of(layer)) for layer in range(first, first + num_layers)]
     specs = {kind: _local_layer_spec(spec, config, *kind) for kind in kinds}
+    for (_, attention, options), layer in specs.items():
+        set_norms(layer, spec.family, config)
+        if attention is not Layers.LINEAR:
+            set_self_attention(layer, options)
     with_pack_routers(specs.values())
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=RMSNorm)
+
+
+def _separate_norms(layer: ModuleSpec) -> None:
+    """Set linear layers without a norm before them in the spec of a dense layer of Transformer Engine, in place."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+    layer.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+    layer.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
 
 
 def _packed_attention(options: AttentionOptions) -> ModuleSpec:

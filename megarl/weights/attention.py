@@ -15,21 +15,35 @@ class AttentionOptions:
 
     window: how many positions of its row a token attends to, its own included; None: to all before it. sinks: whether
     each head has one more score, a weight, in its softmax.
+    score_cap: c if the scores s are capped to c·tanh(s/c).
+    local_rope: where layers have two kinds of rope, whether it is that of layers with windows; None: there is one.
+    softmax_scale: the factor of scores where rope is local; None: that of the heads' width.
+    wide_norms: whether queries have a norm over all heads together, and keys another.
     """
 
     window: int | None = None
     sinks: bool = False
+    score_cap: float | None = None
+    local_rope: bool | None = None
+    softmax_scale: float | None = None
+    wide_norms: bool = False
 
 
 def read_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Return each layer's window, or () if no layer has one that is shorter than the longest row.
-
-    `layer_types` says which layers have windows. Without it, all do except every `sliding_window_pattern`-th and the
-    first `max_window_layers`; a family's `defaults` have those of these keys that its models know.
-    """
+    """Return each layer's window, or () if no layer has one that is shorter than the longest row."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if not window or window >= config["max_position_embeddings"]:
         return ()
+    windows = tuple(window if is_local else None for is_local in read_local_layers(config))
+    return windows if any(windows) else ()
+
+
+def read_local_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return for each layer whether it attends within the model's window, however long that is.
+
+    `layer_types` says it. Without it, all layers do except every `sliding_window_pattern`-th and the first
+    `max_window_layers`; a family's `defaults` have those of these keys that its models know.
+    """
     layers, pattern = range(config["num_hidden_layers"]), config.get("sliding_window_pattern")
     first = config.get("max_window_layers", 0)
     types = config.get("layer_types") or [
@@ -40,14 +54,19 @@ def read_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
             f"config.json: layer_types: got {types}, expected {_FULL} or {_SLIDING} for each of {len(layers)} layers; "
             "copy the model's config.json again"
         )
-    windows = tuple(window if kind == _SLIDING else None for kind in types)
-    return windows if any(windows) else ()
+    return tuple(kind == _SLIDING for kind in types)
 
 
 def read_rotary_fraction(config: Mapping[str, Any]) -> float:
     """Return the share of each head's dimensions, the first ones, that rope turns."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    fraction = float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
+    rope, fraction = config.get("rope_parameters") or config.get("rope_scaling") or {}, 1.0
+    if "partial_rotary_factor" in rope:
+        fraction = float(rope["partial_rotary_factor"])
+    elif "rotary_dim" in config:
+        # Published MiniMax-M2 has it in place of the share.
+        fraction = config["rotary_dim"] / config["head_dim"]
+    else:
+        fraction = float(config.get("partial_rotary_factor", 1.0))
     if not 0 < fraction <= 1:
         raise ConfigError(f"config.json: partial_rotary_factor: got {fraction}, expected a number in (0, 1]")
     return fraction

@@ -70,6 +70,30 @@ FUSED_DECODER = (
     *_MLP_NORM,
 )
 
+# Norms after attention and MLP, in place of those before (OLMo 2) or besides them (Gemma 2). Where Megatron adds what a
+# block computes to the residual stream, these have taken the place of its function.
+_NORMS_AFTER = (
+    _rule(
+        Partition.REPLICATED,
+        f"{_L}self_attn_bda.weight",
+        (f"{_HF}post_attention_layernorm.weight", "hidden"),
+    ),
+    _rule(
+        Partition.REPLICATED,
+        f"{_L}mlp_bda.weight",
+        (f"{_HF}post_feedforward_layernorm.weight", "hidden"),
+    ),
+)
+_SECOND_MLP_NORM = (
+    _rule(
+        Partition.REPLICATED,
+        f"{_L}pre_mlp_layernorm.weight | {_L}mlp.linear_fc1.layer_norm_weight",
+        (f"{_HF}pre_feedforward_layernorm.weight", "hidden"),
+    ),
+)
+NORMS_AFTER_DECODER = _ENDS + _ATTENTION + _NORMS_AFTER
+NORMS_AROUND_DECODER = _ENDS + _INPUT_NORM + _ATTENTION + _NORMS_AFTER + _SECOND_MLP_NORM
+
 # Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). The down-projections into latents are small, so every
 # rank has them in full. Small models have no latent for queries and project them directly.
 _LATENT_ATTENTION = (
@@ -209,16 +233,23 @@ LATENT_DECODER = (
     + SHARED_EXPERTS
 )
 
-# This bias is added to the routing scores only to choose experts. It is a buffer of Megatron's router, always float32.
-ROUTER_BIAS = (
-    _rule(
-        Partition.REPLICATED,
-        f"{_L}mlp.router.expert_bias",
-        (f"{_HF}mlp.gate.e_score_correction_bias", "experts"),
-        layers=Layers.EXPERTS,
-        is_float32=True,
-    ),
-)
+
+def router_bias(tensor: str) -> tuple[WeightRule, ...]:
+    """Return the weight rule of the bias that is added to routing scores only to choose experts, given its tensor in
+    a layer. It is a buffer of Megatron's router, always float32.
+    """
+    return (
+        _rule(
+            Partition.REPLICATED,
+            f"{_L}mlp.router.expert_bias",
+            (f"{_HF}{tensor}", "experts"),
+            layers=Layers.EXPERTS,
+            is_float32=True,
+        ),
+    )
+
+
+ROUTER_BIAS = router_bias("mlp.gate.e_score_correction_bias")
 
 QK_NORM = (
     _rule(
@@ -230,6 +261,20 @@ QK_NORM = (
         Partition.REPLICATED,
         f"{_L}self_attention.k_layernorm.weight",
         (f"{_HF}self_attn.k_norm.weight", "qk_norm"),
+    ),
+)
+
+# Norms over all heads together; a rank has the weights of its own heads.
+WIDE_QK_NORM = (
+    _rule(
+        Partition.ROWS,
+        f"{_L}self_attention.q_layernorm.weight",
+        (f"{_HF}self_attn.q_norm.weight", "q"),
+    ),
+    _rule(
+        Partition.KEY_ROWS,
+        f"{_L}self_attention.k_layernorm.weight",
+        (f"{_HF}self_attn.k_norm.weight", "kv"),
     ),
 )
 

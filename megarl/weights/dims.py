@@ -237,14 +237,16 @@ def _read_experts(family: Family, config: Mapping[str, Any]) -> Experts | None:
         shared_ffn=config.get("shared_expert_intermediate_size")
         or (config.get("n_shared_experts") or 0) * config[family.expert_ffn_key],
         gates_shared=family.gates_shared_expert,
-        routing=None if family.group_rating is None else _read_routing(family, family.group_rating, config),
+        routing=None
+        if family.group_rating is None
+        else _read_routing(family, family.group_rating, config, config[key]),
     )
 
 
-def _read_routing(family: Family, group_rating: int, config: Mapping[str, Any]) -> Routing:
+def _read_routing(family: Family, group_rating: int, config: Mapping[str, Any], num_experts: int) -> Routing:
     grouped = config.get("topk_method") != "greedy"
     num_groups, groups_per_token = (config[key] if grouped else 1 for key in ("n_group", "topk_group"))
-    seen = groups_per_token * config["n_routed_experts"] // num_groups
+    seen = groups_per_token * num_experts // num_groups
     if config["num_experts_per_tok"] > seen:
         raise ConfigError(
             f"num_experts_per_tok: got {config['num_experts_per_tok']}, expected at most {seen}, the experts in "

@@ -9,10 +9,19 @@ from typing import Any
 
 from megarl.errors import ConfigError
 from megarl.host.reading import read_object
-from megarl.weights.attention import AttentionOptions, read_rotary_fraction, read_windows
+from megarl.weights.attention import AttentionOptions, read_local_layers, read_rotary_fraction, read_windows
 from megarl.weights.dims import Dims, Experts, read_dims
 from megarl.weights.multipliers import MULTIPLIER_KEYS, Multipliers, read_multipliers
-from megarl.weights.rope import LATENT_ROPE_TYPES, ROPE_TYPES, PlainYarnRope, RopeScaling, YarnRope, read_rope_scaling
+from megarl.weights.rope import (
+    LATENT_ROPE_TYPES,
+    ROPE_TYPES,
+    LocalRope,
+    PlainYarnRope,
+    RopeScaling,
+    YarnRope,
+    read_rope_scaling,
+    split_rope,
+)
 from megarl.weights.tables import FAMILIES, OUTPUT_HEAD, VALUE_HEAD, Family, Layers, WeightRule
 
 __all__ = ["Dims", "Experts", "ModelSpec", "PlacedRule", "find_family", "read_hf_config", "read_model_spec"]
@@ -39,7 +48,11 @@ _EXTRA_PREDICTION = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The description of a model, read from its directory: family, sizes, and other settings that Megatron needs."""
+    """The description of a model, read from its directory: family, sizes, and other settings that Megatron needs.
+
+    score_scale: the factor of attention scores without what their rope adds, if not that of the heads' width.
+    score_cap, logit_cap: c if attention scores, and the model's logits, are capped from x to c·tanh(x/c).
+    """
 
     path: Path
     family: Family
@@ -50,11 +63,18 @@ class ModelSpec:
     multipliers: Multipliers = field(default_factory=Multipliers)
     max_positions: int
     hf_config: Mapping[str, Any]
+    local_rope: LocalRope | None = None
+    score_scale: float | None = None
+    score_cap: float | None = None
+    logit_cap: float | None = None
 
     @property
     def softmax_scale(self) -> float | None:
-        """Return the factor of attention scores, or None where it is that of the heads' width."""
-        factor = self.multipliers.attention
+        """Return the factor of attention scores, or None where it is that of the heads' width.
+
+        In layers with local rope, which is not scaled, it is `score_scale`.
+        """
+        factor = self.score_scale if self.multipliers.attention is None else self.multipliers.attention
         if isinstance(self.rope_scaling, PlainYarnRope):
             factor = (self.dims.head_dim**-0.5 if factor is None else factor) * self.rope_scaling.score_factor
         return factor
@@ -112,8 +132,14 @@ class ModelSpec:
 
     def attention_of(self, layer: int) -> AttentionOptions:
         """Return the options of a layer's softmax attention."""
-        window = self.dims.windows[layer] if self.dims.windows else None
-        return AttentionOptions(window=window, sinks=self.family.sinks)
+        return AttentionOptions(
+            window=self.dims.windows[layer] if self.dims.windows else None,
+            sinks=self.family.sinks,
+            score_cap=self.score_cap,
+            local_rope=None if self.local_rope is None else self.local_rope.layers[layer],
+            softmax_scale=self.score_scale,
+            wide_norms=self.family.wide_qk_norm,
+        )
 
     def is_copy(self, rule: WeightRule) -> bool:
         """Return whether a rule's parameter copies another tensor because this model's embeddings are tied."""
@@ -179,7 +205,11 @@ def read_model_spec(path: str | Path, key: str = "model.path", *, quantized: Col
         rope = {"rope_theta": config.get("rope_theta", 10000.0)}
         rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
         rope = {key: value for key, value in rope.items() if key not in family.ignored_rope}
-        dims = read_dims(family, config)
+        dims, local_rope = read_dims(family, config), None
+        if family.local_rope:
+            rope, local_theta = split_rope(rope, config, str(file))
+            local_rope = LocalRope(theta=local_theta, layers=read_local_layers(config))
+        scalar = config.get("query_pre_attn_scalar")
         return ModelSpec(
             path=directory,
             family=family,
@@ -190,6 +220,10 @@ def read_model_spec(path: str | Path, key: str = "model.path", *, quantized: Col
             multipliers=read_multipliers(family, config),
             max_positions=config["max_position_embeddings"],
             hf_config=config,
+            local_rope=local_rope,
+            score_scale=None if scalar is None else float(scalar) ** -0.5,
+            score_cap=config.get("attn_logit_softcapping"),
+            logit_cap=config.get("final_logit_softcapping"),
         )
     except KeyError as error:
         raise ConfigError(f"{file}: key {error} is missing; it is needed for a {family.name} model") from error

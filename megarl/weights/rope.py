@@ -138,6 +138,34 @@ _REASONS: dict[str, str] = {
 LATENT_ROPE_TYPES: dict[str, type[RopeScaling] | type[YarnRope]] = {"default": DefaultRope, "yarn": YarnRope}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalRope:
+    """The RoPE of layers that attend within a window, where it differs from that of other layers.
+
+    It has the base θ and is not scaled, since no distance is longer than in pre-training. layers: whether each has it.
+    """
+
+    theta: float
+    layers: tuple[bool, ...]
+
+
+def split_rope(rope: dict[str, Any], config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], float]:
+    """Return the rope settings of layers that attend to all positions, and θ of those that attend within a window.
+
+    Current files have settings for both kinds of layers in `rope_parameters`, older ones `rope_scaling` for the former,
+    `rope_theta`, and `rope_local_base_freq` if the latter have another θ. Errors begin with `source`.
+    """
+    if "full_attention" not in rope:
+        return rope, float(config.get("rope_local_base_freq", rope["rope_theta"]))
+    local = rope["sliding_attention"]
+    if not isinstance(read_rope_scaling(local, source), DefaultRope):
+        raise ConfigError(
+            f"{source}: rope_parameters: sliding_attention has rope type {local['rope_type']!r}, expected 'default'; "
+            "use the config.json the model was published with"
+        )
+    return rope["full_attention"], float(local["rope_theta"])
+
+
 def read_rope_scaling(
     rope: Mapping[str, Any], source: str, types: Mapping[str, type[RopeScaling] | type[YarnRope]] = ROPE_TYPES
 ) -> RopeScaling | YarnRope:

@@ -12,6 +12,7 @@ class Partition(StrEnum):
     REPLICATED = "replicated"
     VOCAB = "vocab"  # rows of the vocabulary, padded at the end
     ROWS = "rows"  # output features of a column-parallel layer
+    KEY_ROWS = "key_rows"  # the same of key heads alone, of which engine workers may repeat some
     COLUMNS = "columns"  # input features of a row-parallel layer
     GATE_UP = "gate_up"  # two row-split matrices, stacked on each rank
     QKV = "qkv"  # per key/value group: its query heads, its key head, its value head
@@ -129,6 +130,9 @@ class Family:
     `norms_add_one`: norms scale by 1 + w. `scales_embedding`: embeddings are multiplied by √hidden.
     `ignored_rope`: keys of config.json's rope parameters that change nothing for texts.
     `gated_attention`: the output of softmax attention is multiplied by sigmoids that q_proj computes as well.
+    `norms_before`, `norms_after`: attention and MLP begin with a norm; what they add to the residual stream has one.
+    `wide_qk_norm`: queries have a norm over all heads together, and so have keys; `qk_layernorm`: each head has one.
+    `local_rope`: rope of layers with a window is never scaled, and may have another θ (`rope_local_base_freq`).
     """
 
     name: str
@@ -140,6 +144,10 @@ class Family:
     linear_biases: bool = False
     sinks: bool = False
     norms_add_one: bool = False
+    norms_before: bool = True
+    norms_after: bool = False
+    wide_qk_norm: bool = False
+    local_rope: bool = False
     scales_embedding: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

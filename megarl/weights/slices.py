@@ -68,11 +68,13 @@ class _Cut:
     symbol of `Dims`) of groups, such as a key/value head with its query heads. padded: the axis is padded at its end
     before the cut.
     turned: how a view of the parameter's shard has the order of the tensor, if that is not its own.
+    of_keys: the axis is that of key heads.
     """
 
     axis: int | None
     padded: bool = False
     groups: str | None = None
+    of_keys: bool = False
     turned: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
@@ -86,6 +88,7 @@ _CUTS = {
     Partition.REPLICATED: _Cut(axis=None),
     Partition.VOCAB: _Cut(axis=0, padded=True),
     Partition.ROWS: _Cut(axis=0),
+    Partition.KEY_ROWS: _Cut(axis=0, of_keys=True),
     Partition.COLUMNS: _Cut(axis=1),
     Partition.GATE_UP: _Cut(axis=0),
     Partition.QKV: _Cut(axis=0, groups="kv_heads"),
@@ -114,8 +117,8 @@ def split_box(partition: Partition, shape: tuple[int, ...], part: int, dims: Dim
         cuts = (dims.num_kv_heads * group * i // size for i in (rank, rank + 1))
         start, end = (row // group * own + min(max(row % group - first, 0), own) for row in cuts)
     else:
-        if cut.groups and part > 0:
-            num_groups = min(dims.dim(cut.groups), size)
+        if cut.of_keys or (cut.groups and part > 0):
+            num_groups = min(dims.dim(cut.groups or "kv_heads"), size)
             rank, size = rank * num_groups // size, num_groups
         padded = -(-length // split.vocab_padding) * split.vocab_padding if cut.padded else length
         start, end = (min(length, padded * i // size) for i in (rank, rank + 1))

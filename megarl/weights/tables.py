@@ -13,6 +13,8 @@ from megarl.weights.blocks import (
     FUSED_MLP,
     GATED_SHARED_EXPERT,
     LATENT_DECODER,
+    NORMS_AFTER_DECODER,
+    NORMS_AROUND_DECODER,
     OUTPUT_HEAD,
     QK_NORM,
     QKV_BIAS,
@@ -20,7 +22,9 @@ from megarl.weights.blocks import (
     ROUTER_BIAS,
     SHARED_EXPERTS,
     VALUE_HEAD,
+    WIDE_QK_NORM,
     expert_mlps,
+    router_bias,
 )
 from megarl.weights.hybrid import BY_PART_DECODER
 from megarl.weights.rules import Activation, Family, HFTensor, Layers, Partition, WeightRule
@@ -157,6 +161,88 @@ register_family(
 )
 register_family(
     Family(
+        name="gemma2",
+        ends_on_every_stage=True,
+        architectures=("Gemma2ForCausalLM",),
+        weights=NORMS_AROUND_DECODER + DENSE_MLP,
+        norms_after=True,
+        activation=Activation.GELU_TANH,
+        norms_add_one=True,
+        scales_embedding=True,
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "tie_word_embeddings": True,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        required={
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            "attention_bias": (False,),
+            "use_bidirectional_attention": (None, False),
+        },
+    )
+)
+register_family(
+    Family(
+        name="gemma3_text",
+        ends_on_every_stage=True,
+        architectures=("Gemma3ForCausalLM",),
+        weights=NORMS_AROUND_DECODER + DENSE_MLP + QK_NORM,
+        norms_after=True,
+        qk_layernorm=True,
+        local_rope=True,
+        activation=Activation.GELU_TANH,
+        norms_add_one=True,
+        scales_embedding=True,
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "tie_word_embeddings": True,
+            "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "query_pre_attn_scalar": 256,
+        },
+        required={
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            "attention_bias": (False,),
+            "use_bidirectional_attention": (False, None),
+            # Transformers and vLLM ignore it.
+            "attn_logit_softcapping": (None,),
+        },
+    )
+)
+register_family(
+    Family(
+        name="olmo2",
+        architectures=("Olmo2ForCausalLM",),
+        weights=NORMS_AFTER_DECODER + DENSE_MLP + WIDE_QK_NORM,
+        norms_before=False,
+        norms_after=True,
+        wide_qk_norm=True,
+        required={"hidden_act": ("silu",), "attention_bias": (False,)},
+    )
+)
+register_family(
+    Family(
+        name="olmo3",
+        architectures=("Olmo3ForCausalLM",),
+        weights=NORMS_AFTER_DECODER + DENSE_MLP + WIDE_QK_NORM,
+        norms_before=False,
+        norms_after=True,
+        wide_qk_norm=True,
+        local_rope=True,
+        defaults={"rope_theta": 500000.0, "sliding_window": 4096, "sliding_window_pattern": 4},
+        required={"hidden_act": ("silu",), "attention_bias": (False,)},
+    )
+)
+register_family(
+    Family(
         name="qwen3_moe",
         ends_on_every_stage=True,
         architectures=("Qwen3MoeForCausalLM",),
@@ -210,6 +296,38 @@ register_family(
         required={"hidden_act": ("silu",), "router_jitter_noise": (0.0,)},
         expert_ffn_key="intermediate_size",
         normalizes_experts=True,
+    )
+)
+register_family(
+    Family(
+        name="minimax_m2",
+        architectures=("MiniMaxM2ForCausalLM",),
+        weights=DECODER
+        + expert_mlps("block_sparse_moe", "w1", "w3", "w2")
+        + router_bias("block_sparse_moe.e_score_correction_bias")
+        + WIDE_QK_NORM,
+        wide_qk_norm=True,
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rope_theta": 5000000.0,
+            "partial_rotary_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+        },
+        required={
+            "hidden_act": ("silu",),
+            "router_jitter_noise": (0.0,),
+            "scoring_func": ("sigmoid",),
+            "use_routing_bias": (True,),
+            "use_qk_norm": (True,),
+            "qk_norm_type": ("per_layer",),
+        },
+        expert_ffn_key="intermediate_size",
+        normalizes_experts=True,
+        group_rating=1,
+        biased_routers=True,
     )
 )
 register_family(

@@ -23,9 +23,13 @@ LAYOUTS = {
     "pp2-vpp2": LayoutConfig(pp=2, virtual_pp=2, overlap_p2p=True, pipeline_layout="Et|tt|t|tL", dp=2),
 }
 # Untied embeddings with sequence parallelism, and for a family with biases and one that scales its embeddings tied ones
-# where they are split and lie on two stages; the rest is long. Mistral's layers are Llama's.
+# where they are split and lie on two stages; the rest is long. Mistral's layers are Llama's, OLMo 2's are OLMo 3's.
 TIED = ("qwen2", "gemma")
-QUICK = {(name, name in TIED, "tp2-pp2" if name in TIED else "tp2-sp") for name in DENSE if name != "mistral"}
+QUICK = {
+    (name, name in TIED, "tp2-pp2" if name in TIED else "tp2-sp")
+    for name in DENSE
+    if not name.startswith(("mistral", "olmo2"))
+}
 QUICK.add(("qwen3-windows", False, "tp2-sp"))
 # And uneven chunks.
 QUICK.add(("mistral", True, "pp2-vpp2"))

@@ -78,9 +78,18 @@ def dense_logits(path: Path) -> list[FloatArray]:
     return [hf(torch.from_numpy(row.token_ids)[None]).logits[0].numpy() for row in make_rows()]
 
 
-def run_transformers(path: Path, routers: Routers | None = None, *, dtype: torch.dtype = torch.float32) -> Reference:
-    """Row by row, without packing or padding, reading the same config.json; with experts, `routers` watches these."""
-    rows, hf = make_rows(), load_transformers(path, dtype)
+def run_transformers(
+    path: Path,
+    routers: Routers | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    rows: Sequence[Row] | None = None,
+) -> Reference:
+    """Row by row, without packing or padding, reading the same config.json; with experts, `routers` watches these.
+
+    rows: others than those of `make_rows`.
+    """
+    rows, hf = rows or make_rows(), load_transformers(path, dtype)
     if routers is not None:
         routers.attach(hf)
     num_tokens = sum(row.num_loss_tokens for row in rows)
@@ -177,7 +186,7 @@ def assert_equals_transformers(
 ) -> list[Measured]:
     """Logits, log-probs and gradients are transformers', and weights are written as they were read.
 
-    rows: those of `make_rows`, with more to say.
+    rows: those of the reference, if they are not what `make_rows` makes.
     """
     # Far from uniform, so that equality means something.
     assert np.concatenate(expected.logits).std() > 0.5

@@ -43,6 +43,8 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_WINDOWS = {"sliding_window": 7, "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL, _SLIDING]}
 DENSE = {
     # As older versions of transformers wrote it.
     "llama": HFModel(
@@ -83,6 +85,53 @@ DENSE = {
     "seed_oss": HFModel(config="SeedOssConfig", keys={"head_dim": 12, "pad_token_id": None}),
     # The activation as published.
     "gemma": HFModel(config="GemmaConfig", keys={"head_dim": 12}, written={"hidden_act": "gelu"}),
+    # Scores and logits near their caps, as published: every other layer has windows, beginning with the first.
+    "gemma2": HFModel(
+        config="Gemma2Config",
+        keys={
+            **_WINDOWS,
+            "head_dim": 12,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 1.0,
+            "final_logit_softcapping": 2.0,
+            "pad_token_id": None,
+        },
+        written={"rope_theta": 10000.0},
+        left_out=("layer_types", "rope_parameters", "hidden_act"),
+    ),
+    "gemma3": HFModel(
+        config="Gemma3TextConfig",
+        keys={
+            "head_dim": 12,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 7,
+            "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL],
+            "rope_parameters": {
+                _SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+                _FULL: {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+            },
+            "pad_token_id": None,
+        },
+    ),
+    # With small outputs before a norm, transformers itself errs by 1e-5; a larger ε keeps them small.
+    "olmo2": HFModel(config="Olmo2Config", keys={"rms_norm_eps": 0.01, "pad_token_id": None}),
+    # As published: YaRN in layers without windows alone.
+    "olmo3": HFModel(
+        config="Olmo3Config",
+        keys={**_WINDOWS, "rms_norm_eps": 0.01, "pad_token_id": None},
+        written={
+            "rope_theta": 500000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+                "attention_factor": 1.5,
+            },
+        },
+        left_out=("rope_parameters",),
+    ),
 }
 # Windows shorter than most rows, in all layers and in layers 2 to 4.
 WINDOWED = {
@@ -144,6 +193,15 @@ WITH_EXPERTS = {
             "num_experts": 6,
             "num_experts_per_tok": 2,
             "mlp_only_layers": [0],
+        },
+    ),
+    "minimax_m2": HFModel(
+        config="MiniMaxM2Config",
+        keys={
+            "head_dim": 12,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {**_DEFAULT_ROPE, "partial_rotary_factor": 0.5},
         },
     ),
     "mixtral": HFModel(

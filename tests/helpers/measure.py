@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -113,10 +114,15 @@ def dense_logits(
 
     def collect(model: Any, pack: Any, indices: Sequence[int], logits: Any) -> None:
         by_length = sorted(indices, key=lambda i: rows[i].num_tokens)
+        # Of rows with the same prompt, the first has its tokens.
+        prompts: dict[bytes, FloatArray] = {}
         # A filler sequence may end the pack.
         for i, (start, stop) in zip(by_length, itertools.pairwise(pack.cu_seqlens.tolist()), strict=False):
-            assert pack.input_ids[0, start:stop].tolist() == rows[i].token_ids.tolist()
-            collected[i] = logits[start:stop].float().cpu().numpy()
+            row, own = rows[i], logits[start:stop].float().cpu().numpy()
+            num_shared = row.num_tokens - len(own)
+            assert pack.input_ids[0, start:stop].tolist() == row.token_ids[num_shared:].tolist()
+            collected[i] = np.concatenate([prompts[row.prompt_key], own]) if num_shared else own
+            prompts.setdefault(row.prompt_key, own[: row.num_prompt_tokens - 1])
 
     loaded = worker.roles[Role.ACTOR]
     chunks = [_LogitsModel(chunk) for chunk in loaded.chunks]
@@ -139,8 +145,11 @@ class _LogitsModel(torch.nn.Module):
         group = policy.layout.tp_group
         if policy.config.sequence_parallel:
             hidden = torch.cat(_all_gather(hidden, group))
-        shards = _all_gather(hidden[:, 0] @ policy.output_weight.t(), group)
-        return torch.cat(shards, dim=1)[:, : policy.spec.dims.vocab] / policy.spec.multipliers.logits_divisor
+        logits = hidden[:, 0] @ policy.output_weight.t() / policy.spec.multipliers.logits_divisor
+        if (cap := policy.spec.logit_cap) is not None:
+            logits = cap * (logits / cap).tanh()
+        shards = _all_gather(logits, group)
+        return torch.cat(shards, dim=1)[:, : policy.spec.dims.vocab]
 
 
 def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:

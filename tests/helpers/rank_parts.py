@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 
@@ -129,9 +130,11 @@ def packed_attention(
     softmax_scale: float | None,
     options: AttentionOptions,
     grad_output: torch.Tensor,
+    score_block: int,
 ) -> list[torch.Tensor]:
-    """Output of the packed attention, and the gradients of query, key and value."""
+    """Output of the packed attention, and the gradients of query, key and value; capped scores come in such blocks."""
     RankWorker(context.rank).prepare()
+    from megarl.parallel import attention as attention_module
     from megarl.parallel.attention import PackedAttention
     from megarl.parallel.packing import PackAlignment, pack_rows
 
@@ -147,7 +150,8 @@ def packed_attention(
     attention = PackedAttention(
         config=None, layer_number=1, softmax_scale=softmax_scale, pg_collection=groups, options=options
     )
-    out = attention(*inputs, None, packed_seq_params=pack.packed_seq_params)
+    with patch.object(attention_module, "_SCORE_BLOCK", score_block):
+        out = attention(*inputs, None, packed_seq_params=pack.packed_seq_params)
     return [out.detach(), *torch.autograd.grad(out, inputs, grad_output)]
 
 
@@ -175,11 +179,35 @@ def rms_norm_gradients(
     return list(torch.autograd.grad(norm(x), [x, norm.weight], gradient))
 
 
+def wide_norm(
+    context: RankContext, weight: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor, *, eps: float
+) -> list[torch.Tensor]:
+    """Values of the norm over all heads, and gradients, for this rank's heads of [..., heads, width] and weights."""
+    group = join_layout(context, LayoutConfig(tp=context.world_size)).layout.tp_group
+    from megarl.parallel.norms import WideNorm
+
+    config = SimpleNamespace(
+        params_dtype=weight.dtype,
+        sequence_parallel=True,
+        layernorm_zero_centered_gamma=False,
+        layernorm_epsilon=eps,
+    )
+    own, x, gradient = (
+        each.chunk(context.world_size, axis)[context.rank].contiguous()
+        for each, axis in ((weight, 0), (x, -2), (gradient, -2))
+    )
+    norm = WideNorm(config, len(own), group=group)
+    with torch.no_grad():
+        norm.weight.copy_(own)
+    out = norm(x.requires_grad_())
+    return [out.detach(), *torch.autograd.grad(out, [x, norm.weight], gradient)]
+
+
 def _norm_of(
     context: RankContext, weight: torch.Tensor, *, eps: float, sequence_parallel: bool, adds_one: bool
 ) -> torch.nn.Module:
     RankWorker(context.rank).prepare()
-    from megarl.parallel.modules import RMSNorm
+    from megarl.parallel.norms import RMSNorm
 
     config = SimpleNamespace(
         params_dtype=weight.dtype, sequence_parallel=sequence_parallel, layernorm_zero_centered_gamma=adds_one

@@ -23,17 +23,20 @@ def dense_attention(
     value: torch.Tensor,
     sequences: list[list[int]],
     scale: float,
-    window: int | None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
-    """softmax(q·kᵀ·scale) over the last tokens, up to the query's, of the same sequence, head by head."""
+    """softmax(q·kᵀ·scale), scores perhaps capped, over the last tokens up to the query of the same sequence."""
     out = torch.zeros_like(query)
     per_group = query.shape[1] // key.shape[1]
     for sequence in sequences:
         for place, token in enumerate(sequence):
-            seen = sequence[: place + 1][-(window or 0) :]
+            seen = sequence[: place + 1][-(options.window or 0) :]
             for head in range(query.shape[1]):
                 k, v = key[seen, head // per_group], value[seen, head // per_group]
-                out[token, head] = (k @ query[token, head] * scale).softmax(-1) @ v
+                scores = k @ query[token, head] * scale
+                if (cap := options.score_cap) is not None:
+                    scores = cap * (scores / cap).tanh()
+                out[token, head] = scores.softmax(-1) @ v
     return out.flatten(1)
 
 
@@ -93,12 +96,19 @@ def test_packed_attention_equals_dense(
     )
     grad_output = randn(total, HEADS * HEAD_DIM)
     # 4 is shorter than some rows, and longer than what some of them have of their own behind a shared prompt.
-    for scale, window in ((None, None), (0.7, None), (None, 4), (None, 1)):
-        options = AttentionOptions(window=window)
-        arguments = (query, key, value, rows, shares, scale, options, grad_output)
+    for scale, options in (
+        (None, AttentionOptions()),
+        (0.7, AttentionOptions()),
+        (None, AttentionOptions(window=4)),
+        (None, AttentionOptions(window=1)),
+        (0.7, AttentionOptions(score_cap=1.5)),
+        (None, AttentionOptions(score_cap=0.5, window=4)),
+    ):
+        # Capped scores of one to three queries at a time.
+        arguments = (query, key, value, rows, shares, scale, options, grad_output, 3 * HEADS * total)
         got = rank_pool(1).run(rank_parts.packed_attention, *arguments)[0]
         q, k, v = inputs = [x.clone().requires_grad_() for x in (query, key, value)]
-        out = dense_attention(q, k, v, sequences, scale or HEAD_DIM**-0.5, window)
+        out = dense_attention(q, k, v, sequences, scale or HEAD_DIM**-0.5, options)
         expected = [out.detach(), *torch.autograd.grad(out, inputs, grad_output)]
         for name, left, right in zip(("output", "query", "key", "value"), got, expected, strict=True):
             assert_within(name, left, right, atol=1e-12)

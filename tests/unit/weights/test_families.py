@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import megarl
 from megarl.errors import ConfigError
 from megarl.registry import RegistrationError, noting
+from megarl.weights.attention import read_local_layers
 from megarl.weights.dims import Experts, Routing
 from megarl.weights.families import find_family, read_model_spec
 from megarl.weights.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
@@ -333,6 +334,10 @@ PUBLISHED = {
     "qwen2_moe": QWEN1_5_MOE,
     "glm4_moe": GLM_4_5_AIR,
     "qwen3_5_text": QWEN3_5_9B_TEXT,
+    "gemma2": json.loads((CONFIGS / "gemma-2-9b/config.json").read_text()),
+    "gemma3_text": json.loads((CONFIGS / "gemma-3-1b/config.json").read_text()),
+    "olmo2": json.loads((CONFIGS / "olmo-2-7b/config.json").read_text()),
+    "olmo3": json.loads((CONFIGS / "olmo-3-7b/config.json").read_text()),
     "llama": LLAMA_3_1_8B,
     "mistral": MISTRAL_7B_V03,
     "phi3": PHI_4,
@@ -341,6 +346,7 @@ PUBLISHED = {
     "qwen3": QWEN3_0_6B,
     "qwen3_moe": QWEN3_30B_A3B,
     "mixtral": MIXTRAL_8X7B,
+    "minimax_m2": json.loads((CONFIGS / "minimax-m2/config.json").read_text()),
     "deepseek_v2": DEEPSEEK_V2,
     "deepseek_v3": DEEPSEEK_V3,
     "gpt_oss": GPT_OSS_20B,
@@ -375,6 +381,23 @@ EXPERT_KEYS = {
     "deepseek_v3": (*LATENT_KEYS, "routed_scaling_factor"),
     "mixtral": ("num_local_experts", "num_experts_per_tok"),
     "gpt_oss": ("num_local_experts", "num_experts_per_tok"),
+    "minimax_m2": ("num_local_experts", "num_experts_per_tok"),
+}
+# Keys of published files that transformers does not read, or not under this name.
+UNREAD = {
+    "gemma2": {"sliding_window_pattern"},
+    "gemma3_text": {"sliding_window_pattern", "rope_theta", "rope_local_base_freq"},
+    "olmo3": {"sliding_window_pattern"},
+    "minimax_m2": {
+        "n_group",
+        "partial_rotary_factor",
+        "qk_norm_type",
+        "routed_scaling_factor",
+        "scoring_func",
+        "topk_group",
+        "use_qk_norm",
+        "use_routing_bias",
+    },
 }
 
 
@@ -496,15 +519,18 @@ def test_left_out_keys_mean_what_they_mean_to_transformers(tmp_path: Path, famil
         assert spec.dims.head_dim == (getattr(hf, "head_dim", None) or hf.hidden_size // 64)
     assert spec.dims.num_kv_heads == hf.num_key_value_heads
     assert spec.dims.tied == hf.tie_word_embeddings
-    assert spec.rope_theta == hf.rope_parameters["rope_theta"]
+    rope = hf.rope_parameters
+    assert spec.rope_theta == rope.get("full_attention", rope)["rope_theta"]
+    if spec.local_rope is not None:
+        assert spec.local_rope.theta == rope["sliding_attention"]["rope_theta"]
+    if "sliding_window_pattern" in family.defaults:
+        assert list(read_local_layers(spec.hf_config)) == [kind == "sliding_attention" for kind in hf.layer_types]
     required = {key: values[0] for key, values in family.required.items()}
-    layer_types = getattr(hf, "layer_types", None) or ["full_attention"] * spec.dims.num_layers
-    windows = spec.dims.windows or (None,) * spec.dims.num_layers
-    assert [window is not None for window in windows] == [each == "sliding_attention" for each in layer_types]
     # Transformers has the layers' types in place of the pattern, and moves defaults of the rotary embedding there.
-    for key, value in (*without(family.defaults, "sliding_window_pattern").items(), *required.items()):
-        own = {} if key == "rope_theta" else hf.rope_parameters
-        assert own.get(key, getattr(type(hf), {"rope_theta": "default_theta"}.get(key, key), None)) == value
+    for key, value in (*family.defaults.items(), *required.items()):
+        if key not in UNREAD.get(family.name, {"sliding_window_pattern"}):
+            own = {} if key == "rope_theta" else rope
+            assert own.get(key, getattr(type(hf), {"rope_theta": "default_theta"}.get(key, key), None)) == value
 
 
 SMALL_EXPERTS = {
@@ -717,12 +743,15 @@ def test_every_parameter_name_has_one_rule(tmp_path: Path, config: dict[str, Any
     assert len(names) == len(set(names)) == len(spec.parameter_rules())
     # By the local layers and by Transformer Engine's.
     first = "in_proj" if spec.dims.delta is not None else "linear_qkv"
-    assert {
+    before = {
         "decoder.layers.0.input_layernorm.weight",
         f"decoder.layers.0.self_attention.{first}.layer_norm_weight",
         "decoder.layers.0.pre_mlp_layernorm.weight",
         "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
-    } <= set(names)
+    }
+    after = {"decoder.layers.0.self_attn_bda.weight", "decoder.layers.0.mlp_bda.weight"}
+    assert before & set(names) == (before if spec.family.norms_before else set())
+    assert after & set(names) == (after if spec.family.norms_after else set())
 
 
 def test_rope_of_older_and_newer_files(tmp_path: Path) -> None:
@@ -799,7 +828,10 @@ def test_windows_that_never_close_are_accepted(tmp_path: Path) -> None:
         (QWEN3_0_6B, "attention_bias", True),
         (GEMMA_2B, "use_bidirectional_attention", True),
         (QWEN3_30B_A3B, "use_sliding_window", True),
-        *((config, "hidden_act", "relu") for config in PUBLISHED.values()),
+        *((config, "hidden_act", "relu") for config in PUBLISHED.values() if "hidden_activation" not in config),
+        *((config, "hidden_activation", "relu") for config in PUBLISHED.values() if "hidden_activation" in config),
+        (PUBLISHED["gemma3_text"], "attn_logit_softcapping", 50.0),
+        (PUBLISHED["minimax_m2"], "qk_norm_type", "per_head"),
     ],
 )
 def test_variants_of_a_family_are_refused(tmp_path: Path, config: dict[str, Any], key: str, value: object) -> None:
@@ -825,7 +857,9 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
         read_model_spec(write_config(tmp_path, QWEN3_0_6B | {"rms_norm_eps": "small"}))
 
 
-@pytest.mark.parametrize("architectures", [["MambaForCausalLM"], ["Gemma2ForCausalLM"], [], None, "Qwen3ForCausalLM"])
+@pytest.mark.parametrize(
+    "architectures", [["MambaForCausalLM"], ["Gemma3ForConditionalGeneration"], [], None, "Qwen3ForCausalLM"]
+)
 def test_unknown_architecture(architectures: object) -> None:
     message = r"is not supported; known: \['DeepseekV2ForCausalLM', 'DeepseekV3ForCausalLM', 'Gemma"
     with pytest.raises(ConfigError, match=message):
