@@ -198,6 +198,8 @@ def serve_forks(listener: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server:
         return
+    # Ray ends the whole process group of a worker that dies.
+    os.setpgid(0, 0)
     os.chdir(request.directory)
     os.environ.clear()
     os.environ.update(request.environment)

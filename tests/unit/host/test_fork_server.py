@@ -126,6 +126,22 @@ def test_a_server_lives_as_long_as_its_forks_and_they_no_longer_than_it(servers:
     assert first.returncode == -signal.SIGKILL
 
 
+def test_what_ends_the_group_of_a_fork_spares_the_server_and_other_forks(servers: ForkServers, tmp_path: Path) -> None:
+    """Ray does so when a worker has died."""
+    with begin(servers, tmp_path, "sleep") as first, begin(servers, tmp_path, "sleep") as second:
+        one, other = (psutil.Process(int(str(first_line(each)["pid"]))) for each in (first, second))
+        os.killpg(os.getpgid(one.pid), signal.SIGKILL)
+        assert first.wait(timeout=30) == -signal.SIGKILL
+        with begin(servers, tmp_path, "3") as third:
+            assert first_line(third)["imported"]
+        assert other.is_running()
+        server = other.parent()
+        assert server is not None
+        servers.close()
+        other.kill()
+    assert psutil.wait_procs([server], timeout=30)[1] == []
+
+
 def test_without_forks_a_server_ends_when_it_is_closed(servers: ForkServers, tmp_path: Path) -> None:
     with begin(servers, tmp_path, "0") as process:
         first_line(process)
