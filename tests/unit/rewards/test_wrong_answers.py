@@ -6,7 +6,7 @@ Each is next to a right answer of the same form, so that no rule passes by refus
 import pytest
 from math_verify import verify
 
-from megarl.rewards import mathematics, score
+from megarl.rewards import score
 
 # Kind, ground truth, wrong answer; the answer stands in a box.
 WRONG = [
@@ -218,6 +218,6 @@ def test_math_verify_is_asked_only_where_ours_cannot_read(
     gold: str, answer: str, asked: bool, correct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    monkeypatch.setattr(mathematics, "verify", lambda *args, **options: calls.append(args) or verify(*args, **options))
+    monkeypatch.setattr("math_verify.verify", lambda *args, **options: calls.append(args) or verify(*args, **options))
     assert score("math", rf"\boxed{{{answer}}}", gold, {}).correct is correct
     assert bool(calls) is asked
