@@ -240,7 +240,7 @@ def test_what_is_derived_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     # The second of two nodes has no engines, so that all comes to the first.
     asked = plan_run(replace(config, sync=replace(config.sync, host_group="gloo")))
     assert "derived    sync.host_group" not in to_text(asked)
-    assert [warning for warning in asked.warnings if warning.startswith("sync.host_group: got gloo, which brings")]
+    assert [warning for warning in asked.warnings if warning.startswith("sync.host_group: got gloo, which sends")]
 
 
 @pytest.mark.parametrize(
