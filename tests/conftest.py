@@ -38,6 +38,20 @@ LIVE = {
     "tests/unit/cluster": ("calls", "deaths", "episodes"),
 }
 FOLDERS = {f"{folder}/test_{name}.py": folder for folder, names in LIVE.items() for name in names}
+# These import vLLM, which takes a process as long as a hundred other tests.
+FOLDERS |= dict.fromkeys(
+    (
+        f"tests/unit/{name}.py"
+        for name in (
+            "config/test_check_engine",
+            "rollout/test_drafted_tokens",
+            "rollout/test_engine_spec",
+            "rollout/test_rounded_weights",
+            "sync/test_engine_shards",
+        )
+    ),
+    "vllm",
+)
 
 
 class Scheduling(LoadFileScheduling):

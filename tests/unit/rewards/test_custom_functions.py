@@ -1,10 +1,11 @@
 """Users' functions in their processes: mixing, files per source, what fails, and the trial before a run."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -129,10 +130,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
 
 @contextmanager
 def judge_of(custom: dict[str, Any], **others: Any) -> Iterator[RuleJudge]:
+    """A judge that has processes for scorers only where `sources` name some: each test would wait for their imports."""
     custom = {"workers": 2, "timeout_s": 20.0, **custom}
-    with closing(
-        RuleJudge(from_dict(RewardsConfig, {"custom": custom, "verifier": {"workers": 1}, **others}))
-    ) as judge:
+    config = from_dict(RewardsConfig, {"custom": custom, "verifier": {"workers": 1}, **others})
+    with nullcontext() if "sources" in others else patch("megarl.rewards.rule.VerifierPool"):
+        judge = RuleJudge(config)
+    with closing(judge):
         yield judge
 
 
