@@ -2,6 +2,9 @@
 
 import functools
 import importlib.metadata
+import subprocess
+import sys
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -59,3 +62,9 @@ def test_a_builder_has_the_parts_of_a_spec(builder: Any) -> None:
 
 def test_arguments_of_other_versions_are_left_out() -> None:
     assert accepted(lambda path, strategy=None: None, strategy="mcore", other=1) == {"strategy": "mcore"}
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="all tests run without Triton here")
+def test_megatron_is_imported_where_there_is_no_triton() -> None:
+    program = "import sys; sys.modules['triton'] = None; import megarl.parallel, megatron.core.models.gpt"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
