@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -60,6 +61,20 @@ def test_family_equals_transformers(
         pytest.skip("experts with biases are not split")
     expected = reference(name)
     assert_equals_transformers(rank_pool(LAYOUTS[layout].world_size), expected, LAYOUTS[layout], tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe"])
+def test_what_backward_computes_again_equals_transformers(
+    rank_pool: GetPool,
+    reference: Callable[[str], Reference],
+    tmp_path: Path,
+    name: str,
+    recompute: Literal["selective", "full"],
+) -> None:
+    layout = LAYOUTS["tp2-sp ep2"]
+    assert_equals_transformers(rank_pool(2), reference(name), layout, tmp_path, recompute=recompute)
 
 
 @pytest.mark.long
