@@ -22,6 +22,7 @@ from megarl.data.sampler import Sampler, prompt_sampler, train_files
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary, check_vocabulary
 from megarl.environments import check_replies, tools_of
 from megarl.errors import ConfigError, DataError
+from megarl.parallel.backend import packs_attention
 from megarl.rewards.build import check_ground_truths
 from megarl.rewards.routes import filter_ranges
 from megarl.rollout.replay import require_records
@@ -95,6 +96,12 @@ def open_model(config: Config, *, for_sft: bool = False) -> ModelSpec:
     """Read config.json and the checkpoint's headers; ConfigError for a model that family or layout cannot take."""
     spec = read_model_spec(config.model.path)
     check_model(config, spec.hf_config, for_sft=for_sft, biased_experts=spec.family.linear_biases)
+    layers, cp = range(spec.dims.num_layers), config.actor.layout.cp
+    if config.run.batch_invariant and any(packs_attention(spec.attention_of(layer), cp=cp) for layer in layers):
+        raise ConfigError(
+            f"run.batch_invariant: got true, but with actor.layout.cp={cp} Transformer Engine does not compute this "
+            "model's attention, and the results of megarl's own depend on the rows beside; set it to false"
+        )
     check_tensors(spec.path, spec.expected_tensors(), ignored=spec.ignored_tensors())
     return spec
 

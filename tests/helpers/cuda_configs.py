@@ -10,8 +10,10 @@ import torch
 
 from megarl.config.schema import ActorConfig, LayoutConfig
 from megarl.host.device.platform import CudaPlatform
+from megarl.weights.attention import AttentionOptions
 from megarl.weights.families import read_model_spec
 from tests.helpers.rank_pool import RankContext
+from tests.helpers.ranks import join_layout
 
 # The kernels of Transformer Engine that Megatron looks for if tokens are to be reordered in one.
 FUSED = (
@@ -45,6 +47,31 @@ def built_output_layer(context: RankContext) -> bool:
         finally:
             layers._grad_accum_fusion_available = False
     return bool(layer.gradient_accumulation_fusion)
+
+
+def own_attention(context: RankContext, path: str, layout: LayoutConfig) -> list[AttentionOptions | None]:
+    """Of each layer of Transformer Engine's, the options of megarl's attention in it, if that is there.
+
+    Local layers stand for Transformer Engine's, which all share one spec here.
+    """
+    join_layout(context, LayoutConfig())
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megarl.parallel import backend, modules
+
+    spec, shared = read_model_spec(path), get_gpt_layer_local_spec()
+    config = TransformerConfig(num_layers=spec.dims.num_layers, hidden_size=8, num_attention_heads=1)
+    config.context_parallel_size = layout.cp
+    with pytest.MonkeyPatch.context() as patch:
+        beside = replace(backend.BACKENDS["cpu"], uses_transformer_engine=True)
+        patch.setitem(backend.BACKENDS, "cpu", beside)
+        theirs = TransformerBlockSubmodules(layer_specs=[shared] * spec.dims.num_layers)
+        patch.setattr(modules, "get_gpt_decoder_block_spec", lambda *_, **__: theirs)
+        layers = modules.block_spec(spec, config, None).layer_specs
+    cores = [layer.submodules.self_attention.submodules.core_attention for layer in layers]
+    return [getattr(core, "params", {}).get("options") for core in cores]
 
 
 def rope_fusions(context: RankContext, path: str, layouts: Sequence[LayoutConfig]) -> list[bool]:

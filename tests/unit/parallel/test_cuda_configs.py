@@ -9,7 +9,7 @@ from megarl.config.schema import ActorConfig, LayoutConfig, MoeConfig
 from megarl.host.device.platform import platform
 from megarl.parallel import backend
 from megarl.weights.attention import AttentionOptions
-from tests.helpers.cuda_configs import RECOMPUTES, built, built_output_layer, rope_fusions
+from tests.helpers.cuda_configs import RECOMPUTES, built, built_output_layer, own_attention, rope_fusions
 from tests.helpers.hf_models import MODELS, WITH_EXPERTS, make_model
 from tests.helpers.rank_pool import RankPool
 
@@ -82,6 +82,15 @@ def test_windows_reach_transformer_engine(rank_pool: Callable[[int], RankPool], 
     path = make_model(tmp_path / "model", "qwen3-windows", tied=False)
     ((fields,),) = rank_pool(1).run(built, str(path), [ActorConfig()])
     assert (fields["window_size"], fields["window_attn_skip_freq"]) == ((6, 0), [0, 0, 1, 1, 1])
+
+
+def test_layers_with_windows_over_a_ring_get_megarls_attention(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    path = make_model(tmp_path / "model", "qwen3-windows", tied=False)
+    for cp, expected in ((1, None), (2, AttentionOptions(window=7))):
+        (found,) = rank_pool(1).run(own_attention, str(path), LayoutConfig(cp=cp))
+        assert found == [None, None, *[expected] * 3]
 
 
 def test_attention_that_transformer_engine_lacks_is_megarls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,10 @@ from megarl.cluster.roles import actor_role
 from megarl.config import Config, from_dict
 from megarl.data.chat import load_tokenizer
 from megarl.errors import ConfigError, DataError
+from megarl.host.device.platform import platform
+from megarl.parallel import backend
 from megarl.train.export import export_model
-from megarl.train.inputs import TrainInputs, check_role_models, open_train_inputs
+from megarl.train.inputs import TrainInputs, check_role_models, open_model, open_train_inputs
 from megarl.train.supervised_inputs import open_sft_inputs, open_train_preference_inputs, open_train_reward_inputs
 from megarl.types import FinishReason, Sample, Segment, SegmentSource, prompt_segment, version_spans
 from megarl.types.messages import Head, Role, RoleSpec, StoreResult
@@ -49,6 +51,16 @@ def checked(
     model = replace(config.model, path=path)
     spec = RoleSpec(role=role, model=model, settings=actor.settings, head=head, trainable=trainable)
     check_role_models(config, [actor, spec], load_tokenizer(models / "policy"))
+
+
+def test_attention_that_is_not_batch_invariant_is_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of megarl, which Transformer Engine's replaces where it can."""
+    config = from_dict(Config, {**LENGTHS, "model": {"path": str(models / "policy")}, "run": {"batch_invariant": True}})
+    with pytest.raises(ConfigError, match=r"run\.batch_invariant: got true, but with actor\.layout\.cp=1 Tr"):
+        open_model(config)
+    engine = backend.cuda_backend(transformer_engine=True)
+    monkeypatch.setitem(backend.BACKENDS, platform().name, engine)
+    open_model(config)
 
 
 def test_a_critic_is_a_language_model_or_a_model_with_a_scalar_head(models: Path) -> None:
