@@ -22,7 +22,8 @@ class Mxfp4Reader(SafetensorsReader):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._stored, self._packed = self.found, dict(self._find_packed(path))
+        self._stored = self.found
+        self._packed = dict(self._find_packed(path))
         parts = {name + suffix for name in self._packed for suffix in (BLOCKS, SCALES)}
         self.found = {name: spec for name, spec in self._stored.items() if name not in parts} | self._packed
         self.specs = self.found
