@@ -59,6 +59,10 @@ def check_tp(layout: LayoutConfig, hf_config: Mapping[str, object], role: str) -
         found = [f"does not divide the model's {' and '.join(undivided)}"] if undivided else []
         if kv_heads % tp and tp % kv_heads:
             found.append(f"neither divides num_key_value_heads={kv_heads} nor is a multiple of it")
+        elif tp > kv_heads and hf_config.get("qk_norm_type") == "per_layer":
+            found.append(
+                f"exceeds num_key_value_heads={kv_heads}, though a norm over all heads needs whole ones on a rank"
+            )
         elif tp > kv_heads and not undivided:
             head_dim = hf_config.get("head_dim") or _dimension(hf_config, "hidden_size", role) // heads
             if (rows := 2 * kv_heads * int(str(head_dim))) % tp:

@@ -132,6 +132,7 @@ class Family:
     `gated_attention`: the output of softmax attention is multiplied by sigmoids that q_proj computes as well.
     `norms_before`, `norms_after`: attention and MLP begin with a norm; what they add to the residual stream has one.
     `wide_qk_norm`: queries have a norm over all heads together, and so have keys; `qk_layernorm`: each head has one.
+    Families with the former have `qk_norm_type` per_layer among their defaults, as published MiniMax-M2 files have it.
     `local_rope`: rope of layers with a window is never scaled, and may have another θ (`rope_local_base_freq`).
     """
 

@@ -225,6 +225,7 @@ register_family(
         norms_before=False,
         norms_after=True,
         wide_qk_norm=True,
+        defaults={"qk_norm_type": "per_layer"},
         required={"hidden_act": ("silu",), "attention_bias": (False,)},
     )
 )
@@ -237,7 +238,12 @@ register_family(
         norms_after=True,
         wide_qk_norm=True,
         local_rope=True,
-        defaults={"rope_theta": 500000.0, "sliding_window": 4096, "sliding_window_pattern": 4},
+        defaults={
+            "qk_norm_type": "per_layer",
+            "rope_theta": 500000.0,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
         required={"hidden_act": ("silu",), "attention_bias": (False,)},
     )
 )
@@ -312,6 +318,7 @@ register_family(
             "head_dim": 128,
             "rope_theta": 5000000.0,
             "partial_rotary_factor": 1.0,
+            "qk_norm_type": "per_layer",
             "n_group": 1,
             "topk_group": 1,
             "routed_scaling_factor": 1.0,

@@ -423,6 +423,16 @@ def test_tp_beside_a_number_of_key_value_heads() -> None:
     )
 
 
+def test_norms_over_all_heads_need_whole_key_heads() -> None:
+    """QWEN3_0_6B has 16 heads, which share 8 key heads."""
+    hf_config = QWEN3_0_6B | {"qk_norm_type": "per_layer"}
+    check_model(config(actor__layout__tp=8), hf_config)
+    assert message(lambda c: check_model(c, hf_config), actor__layout__tp=16) == (
+        "actor.layout.tp: got 16, which exceeds num_key_value_heads=8, though a norm over all heads needs whole ones "
+        "on a rank; valid values: 1, 2, 4, 8"
+    )
+
+
 def test_experts_of_qwen3_are_trained_by_more_ranks_than_key_value_heads() -> None:
     for name in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
         spec = read_model_spec(PACKAGED / "model" / "hf" / name)

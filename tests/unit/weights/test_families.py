@@ -387,7 +387,8 @@ EXPERT_KEYS = {
 UNREAD = {
     "gemma2": {"sliding_window_pattern"},
     "gemma3_text": {"sliding_window_pattern", "rope_theta", "rope_local_base_freq"},
-    "olmo3": {"sliding_window_pattern"},
+    "olmo2": {"qk_norm_type"},
+    "olmo3": {"qk_norm_type", "sliding_window_pattern"},
     "minimax_m2": {
         "n_group",
         "partial_rotary_factor",
