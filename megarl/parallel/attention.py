@@ -19,7 +19,7 @@ from megarl.parallel.sinks import attend_with_sinks
 from megarl.weights.attention import AttentionOptions
 
 # Capped scores that are computed at a time.
-_SCORE_BLOCK = 1 << 26
+_SCORE_BLOCK = 1 << 24
 
 
 class PackedAttention(torch.nn.Module):

@@ -9,9 +9,10 @@
                  large a share of float32 gradients
 
     activations of one layer and micro-batch of T tokens (T: tokens on this rank, after context parallelism)
-                 b·T·(4h/s + 3(q + k + f)/tp)
-                 h: hidden size, q, k: sizes of all query and all key heads (of at least one per rank), f: width of the
-                 MLP; s = tp under sequence parallelism, else 1
+                 b·T·((2 + n)h/s + 3(q + k + f)/tp)
+                 n: norms before and after attention and MLP (2 or 4); h: hidden size, q, k: sizes of all query and
+                 all key heads (of at least one per rank), f: width of the MLP; s = tp under sequence parallelism,
+                 else 1
     where layers have experts of which a token sees e
                  f = e · the width of an expert + that of shared ones, and 2·e·b·T·h·etp/tp more: what goes into
                  and comes out of experts, if all are used alike
@@ -31,10 +32,10 @@
     KV cache     2·b·layers·k/tp per token; of latent attention b·layers·(latent + rotary part); of layers with a window
                  of w tokens, w/n of it in rows of n tokens
 
-The activations are those that fused kernels keep: inputs of both norms and of the matrix products that follow
-(4h/s); the split heads before and after the rotary embedding, and the attention's output (3q + 3k); the MLP's gate,
-up and product (3f). Attention scores are never kept. A method as in Korthikanti et al. 2022 (arXiv:2205.05198). Not
-counted: the libraries' own workspaces, communication buffers and fragmentation, which take some GiB on a GPU.
+The activations are those that fused kernels keep: inputs of norms and of the matrix products of attention and MLP
+((2 + n)h/s); the split heads before and after the rotary embedding, and the attention's output (3q + 3k); the MLP's
+gate, up and product (3f). Attention scores are never kept. A method as in Korthikanti et al. 2022 (arXiv:2205.05198).
+Not counted: the libraries' own workspaces, communication buffers and fragmentation, which take some GiB on a GPU.
 Megatron's unfused layers on the CPU keep more.
 """
 
@@ -98,7 +99,7 @@ def layer_activation_bytes(dims: Dims, layout: LayoutConfig, *, num_tokens: int,
         ffn, routed = experts.per_token * experts.ffn + experts.shared_ffn, experts.per_token
     wide = 3 * (dims.dim("q") + max(dims.num_kv_heads, layout.tp) * dims.head_dim + ffn)
     dispatched = 2 * routed * dims.hidden * layout.etp // layout.tp
-    return dtype_bytes * num_tokens * (4 * dims.hidden // split + dispatched + wide // layout.tp)
+    return dtype_bytes * num_tokens * ((2 + dims.num_norms) * dims.hidden // split + dispatched + wide // layout.tp)
 
 
 def recomputed_bytes(

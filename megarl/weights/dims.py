@@ -94,7 +94,7 @@ class Dims:
 
     windows: of each layer, how many positions a token attends to, its own included, or None for all; () if all do.
     rotary_fraction: the share of each head's dimensions that rope turns. qkv_bias, qk_norm: whether queries and keys
-    have biases, as values do then, and norms.
+    have biases, as values do then, and norms. num_norms: a layer's norms of the hidden size.
     """
 
     num_layers: int
@@ -112,6 +112,7 @@ class Dims:
     delta: DeltaNet | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
+    num_norms: int = 2
 
     def dim(self, symbol: str) -> int:
         return self._sizes[symbol]
@@ -200,6 +201,7 @@ def read_dims(family: Family, config: Mapping[str, Any]) -> Dims:
         rotary_fraction=read_rotary_fraction(config),
         qkv_bias=bool(config[family.qkv_bias] if isinstance(family.qkv_bias, str) else family.qkv_bias),
         qk_norm=bool(config[family.qk_layernorm] if isinstance(family.qk_layernorm, str) else family.qk_layernorm),
+        num_norms=2 * (family.norms_before + family.norms_after),
     )
 
 

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.config.schema import LayoutConfig
+from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from megarl.types import Row
 from tests.helpers import rank_parts
+from tests.helpers.checkpoint_ranks import load_train, train_save_train
 from tests.helpers.compare import assert_within
 from tests.helpers.family_parity import assert_equals_transformers, make_rows, run_transformers
 from tests.helpers.hf_models import make_model
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.rows import random_rows
 
 GetPool = Callable[[int], RankPool]
 TP2 = LayoutConfig(tp=2, sequence_parallel=True)
@@ -55,6 +57,25 @@ def test_parts_are_recomputed(rank_pool: GetPool, tmp_path: Path, name: str) -> 
 def test_minimax_m2_equals_transformers(rank_pool: GetPool, tmp_path: Path) -> None:
     expected = run_transformers(make_model(tmp_path / "model", "minimax_m2", tied=False))
     assert_equals_transformers(rank_pool(2), expected, replace(TP2, ep=2), tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gemma3", "olmo3", "minimax_m2"])
+def test_checkpoints_continue_under_another_layout(rank_pool: GetPool, tmp_path: Path, name: str) -> None:
+    """Norms over all heads are split by ranks, and norms after attention and MLP are whole on each."""
+    model = ModelConfig(path=str(make_model(tmp_path / "model", name, tied=False)), dtype="float32")
+    rows = random_rows([(5, 12), (3, 20), (9, 7), (4, 15)], holes=False)
+    (tmp_path / "saved").mkdir()
+
+    def actor(layout: LayoutConfig) -> ActorConfig:
+        return ActorConfig(layout=layout, optimizer=OptimizerConfig(lr=1e-3), micro_batch_tokens=64)
+
+    saved = rank_pool(2).run(train_save_train, actor(TP2), model, rows, str(tmp_path / "saved"), portable=True)
+    stages = LayoutConfig(pp=2, first_stage_layers=3)
+    loaded = rank_pool(2).run(load_train, actor(stages), model, rows, str(tmp_path / "saved"), same_layout=False)
+    (expected,), (got,) = ([history for history in each if history] for each in (saved, loaded))
+    for step, want in zip(got, expected, strict=True):
+        assert step == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

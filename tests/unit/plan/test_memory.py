@@ -92,6 +92,14 @@ def test_activations_with_and_without_recompute(small: ModelSpec) -> None:
     assert needed(recompute="full", recompute_unit=2) == 2 * 2 * 10 * 8 + 2 * 2 * 10 * 104
 
 
+def test_norms_after_attention_and_mlp_keep_their_inputs() -> None:
+    """Gemma-2-9B, tp 4: hidden 3,584, four norms; 16 query heads and 8 key heads of 256, an MLP of 14,336."""
+    dims = read_model_spec(ROOT / "configs/model/hf/gemma-2-9b").dims
+    layout = LayoutConfig(tp=4, sequence_parallel=True)
+    per_token = (2 + 4) * 3584 // 4 + 3 * (4096 + 2048 + 14336) // 4
+    assert layer_activation_bytes(dims, layout, num_tokens=10, dtype_bytes=2) == 2 * 10 * per_token
+
+
 def test_what_parts_of_layers_with_experts_save() -> None:
     """Qwen3-30B-A3B, tp 2: hidden 2,048, of 128 experts of 768 each token sees 8."""
     dims = read_model_spec(ROOT / "configs/model/hf/qwen3-30b-a3b").dims
