@@ -1,0 +1,96 @@
+"""Run in a process of its own (`RankPool`): an engine on a small model that takes weights from one trainer rank."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megarl.config.generation import Sampling, SyncConfig
+from megarl.host.store import open_store
+from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
+from megarl.rollout.engine_spec import EngineSpec
+from megarl.sync.plan.build import build_plan
+from megarl.sync.plan.engine_shards import engine_needs
+from megarl.sync.wire.ends import BridgeSender, holding_of
+from megarl.sync.wire.meetings import Meeting
+from megarl.sync.wire.routed import RoutedSender
+from megarl.sync.wire.shares import shares_of
+from megarl.types import FloatArray
+from megarl.weights.families import read_model_spec
+from megarl.weights.safetensors_map import map_model, weight_specs
+from megarl.weights.slices import Slice
+from tests.e2e.engines import running
+from tests.helpers.rank_pool import RankContext
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """Log-probs of prompts, computed at once, and what was sampled after each, token by token."""
+
+    prompts: list[FloatArray]
+    completions: list[Completion]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """An engine before and after a sync, and the checksums of what each worker was sent and has received."""
+
+    before: Scored
+    after: Scored
+    sent: list[Mapping[str, int]]
+    received: list[Mapping[str, int]]
+
+
+def follow(
+    context: RankContext, spec: EngineSpec, trained: Path, prompts: Sequence[Sequence[int]], *, max_tokens: int
+) -> Followed:
+    """Start an engine, and let it take the weights of the checkpoint `trained` over the wires of a run."""
+    with running(spec) as engine:
+        before = _score(engine, prompts, max_tokens)
+        sent, received = _sync(engine, spec, trained, Path(context.directory))
+        return Followed(before=before, after=_score(engine, prompts, max_tokens), sent=sent, received=received)
+
+
+def _score(engine: VllmEngine, prompts: Sequence[Sequence[int]], max_tokens: int) -> Scored:
+    sampling = Sampling(temperature=1.0)
+    requests = [
+        GenerationRequest(token_ids=tuple(prompt), seed=i, sampling=sampling, max_tokens=max_tokens)
+        for i, prompt in enumerate(prompts)
+    ]
+    return Scored(prompts=engine.prompt_logprobs(prompts), completions=engine.generate(requests))
+
+
+def _sync(
+    engine: VllmEngine, spec: EngineSpec, trained: Path, directory: Path
+) -> tuple[list[Mapping[str, int]], list[Mapping[str, int]]]:
+    """Let a rank that holds the whole model send all that the engine's workers need."""
+    model, config = read_model_spec(trained), spec.config
+    specs, tensors = weight_specs(model, "float32"), map_model(sorted(trained.glob("*.safetensors")))
+    slices = [Slice(tensor=name, index=(), view=tensors[name], owned=True) for name in specs]
+    needs = engine_needs(model, config.tp, stages=config.pp, expert_parallel=config.expert_parallel)
+    held = holding_of(slices, {name: each.shape for name, each in specs.items()})
+    plan = build_plan(specs, {0: held}, dict(enumerate(needs, start=1)))
+    store = open_store("127.0.0.1")
+    shares = shares_of(
+        plan,
+        SyncConfig(),
+        Meeting(address="127.0.0.1", port=store.port, rank=0, size=1, timeout_s=60.0, secret=b"the run's"),
+        hosts=["here"] * (1 + len(needs)),
+        num_ranks=1,
+        beside={},
+        segments=Path(tempfile.mkdtemp(dir=directory)) / "segment",
+    )
+    with ThreadPoolExecutor(1) as rank:
+        opening = rank.submit(RoutedSender, shares[0], CPU)
+        engine.open_bridge(shares[1:])
+        wire = opening.result()
+        sending = rank.submit(BridgeSender(shares[0], wire).send, slices, 1, with_checksums=True)
+        received = engine.receive_over_bridge(1, version=1, with_checksums=True, scales={})
+        sums = sending.result()
+    wire.close()
+    return [sums[1 + worker] for worker in range(len(needs))], [each.checksums for each in received]

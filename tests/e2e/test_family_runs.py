@@ -1,0 +1,35 @@
+"""Whole runs of every family: what engines sample has the trainer's log-probs, step after step."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.recipes.tasks.generate import TaskFiles
+from megarl.record.metrics import read_metrics
+from megarl.weights.families import read_model_spec
+from tests.e2e.support import TP2
+from tests.e2e.test_family_engines import MODELS, make_engine_model
+from tests.e2e.test_moe_run import TP2_EP2, Runs
+
+pytestmark = pytest.mark.long
+
+# Of the token where both differ most: float32 rounding. Wrong or stale weights are off by 1e-2 and more.
+NATS = 1e-4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_engines_follow_the_trainer(
+    name: str, sums: TaskFiles, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Two tensor-parallel ranks, which share experts; checksums of every sync are compared."""
+    model = make_engine_model(tmp_path / "model", name)
+    runs = Runs(directory=tmp_path, inputs=(f"model.path={model}", f"data.train=[{sums.train}]"))
+    layout = TP2[0] if read_model_spec(model).dims.experts is None else TP2_EP2
+    runs.run("run", layout)
+    records = read_metrics(runs.paths("run").metrics)
+    assert [record.step for record in records] == [1, 2, 3]
+    worst = [record.metrics["mismatch/abs_max"] for record in records]
+    record_property("nats", worst)
+    assert 0 < max(worst) <= NATS, worst
+    assert min(record.metrics["actor/grad_norm"] for record in records) > 0
