@@ -226,9 +226,10 @@ def _read_experts(family: Family, config: Mapping[str, Any]) -> Experts | None:
         return None
     # Transformers 5 writes the second name in place of the first; DeepSeek uses the third.
     key = next((key for key in ("num_experts", "num_local_experts") if key in config), "n_routed_experts")
-    # In Qwen3-MoE every n-th layer has experts, with exceptions; in DeepSeek all but the first.
+    # In Qwen3-MoE every n-th layer has experts, with exceptions; in DeepSeek all but the first, which others list.
     without, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
-    layers = range(config.get("first_k_dense_replace", 0), config["num_hidden_layers"])
+    kinds = enumerate(config.get("mlp_layer_types") or ["sparse"] * config["num_hidden_layers"])
+    layers = [layer for layer, kind in kinds if kind == "sparse" and layer >= config.get("first_k_dense_replace", 0)]
     normalized = config["norm_topk_prob"] if family.normalizes_experts is None else family.normalizes_experts
     return Experts(
         num=config[key],

@@ -22,7 +22,7 @@ from megarl.weights.rope import (
     read_rope_scaling,
     split_rope,
 )
-from megarl.weights.tables import FAMILIES, OUTPUT_HEAD, VALUE_HEAD, Family, Layers, WeightRule
+from megarl.weights.tables import FAMILIES, OUTPUT_HEAD, REFUSED, VALUE_HEAD, Family, Layers, WeightRule
 
 __all__ = ["Dims", "Experts", "ModelSpec", "PlacedRule", "find_family", "read_hf_config", "read_model_spec"]
 
@@ -176,6 +176,9 @@ def find_family(architectures: object) -> Family:
     for family in families:
         if any(name in (*family.architectures, *family.value_architectures) for name in names):
             return family
+    for name in names:
+        if name in REFUSED:
+            raise ConfigError(f"model architecture {list(names)} is not supported: {REFUSED[name]}")
     known = sorted(a for family in families for a in family.architectures)
     raise ConfigError(
         f"model architecture {list(names)} is not supported; known: {known} "

@@ -5,6 +5,9 @@ model. Loading, export, weight sync,
 validation and estimates of sizes all derive from these tables. Nothing here imports torch or megatron.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from megarl.registry import RegistrationError, Registry
 from megarl.weights.blocks import (
     DECODER,
@@ -33,6 +36,7 @@ from megarl.weights.stacked_blocks import BIASED_EXPERTS, OUTPUT_BIAS, SINKS
 __all__ = [
     "FAMILIES",
     "OUTPUT_HEAD",
+    "REFUSED",
     "VALUE_HEAD",
     "Family",
     "HFTensor",
@@ -44,6 +48,12 @@ __all__ = [
 
 # transformers uses this epsilon for the norms of latents, whatever rms_norm_eps config.json has for the other norms.
 _LATENT_NORM_EPS = 1e-6
+
+# By architecture, why a known one is refused.
+REFUSED: Mapping[str, str] = {
+    "Ministral3ForCausalLM": "vLLM does not scale its queries by their positions, since it reads llama_4_scaling where "
+    "config.json has llama_4_scaling_beta; use a model of another architecture",
+}
 
 FAMILIES: Registry[Family] = Registry("model family", key="config.json: architectures")
 
@@ -384,6 +394,27 @@ register_family(
         normalizes_experts=True,
         group_rating=2,
         biased_routers=True,
+    )
+)
+register_family(
+    replace(
+        FAMILIES.get("deepseek_v3"),
+        name="glm4_moe_lite",
+        architectures=("Glm4MoeLiteForCausalLM",),
+        defaults={
+            "num_key_value_heads": 20,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        # Norms of latents have rms_norm_eps, as in vLLM and Megatron; transformers has 1e-6 there.
+        required={
+            "hidden_act": ("silu",),
+            "attention_bias": (False,),
+            "norm_topk_prob": (True,),
+            "rope_interleave": (True,),
+        },
     )
 )
 register_family(

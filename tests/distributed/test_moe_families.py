@@ -36,7 +36,7 @@ LAYOUTS = {
 GetPool = Callable[[int], RankPool]
 
 # Families whose layers no other test has; the rest are minutes of layouts, and test_moe_training.py has others trained.
-QUICK = {(name, "tp2-sp ep2") for name in ("qwen2_moe", "glm4_moe")}
+QUICK = {(name, "tp2-sp ep2") for name in ("qwen2_moe", "glm4_moe", "glm4_moe_lite")}
 CASES = [
     pytest.param(name, layout, id=f"{name}-{layout}", marks=() if (name, layout) in QUICK else pytest.mark.long)
     for name in WITH_EXPERTS

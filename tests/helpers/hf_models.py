@@ -240,6 +240,11 @@ WITH_EXPERTS["deepseek_v3-kimi"] = HFModel(
         "rope_parameters": {**_YARN, "rope_theta": 50000.0, "beta_fast": 1.0, "mscale_all_dim": 1.0},
     },
 )
+# GLM-4.7-Flash; transformers has this ε in the norms of latents, whatever the config says.
+WITH_EXPERTS["glm4_moe_lite"] = HFModel(
+    config="Glm4MoeLiteConfig",
+    keys={**_DEEPSEEK, "num_experts_per_tok": 2, "routed_scaling_factor": 1.8, "rope_parameters": _DEFAULT_ROPE},
+)
 _GLM4_MOE = {
     "head_dim": 12,
     "moe_intermediate_size": 20,

@@ -294,9 +294,9 @@ GEMMA_2B = {
     "rope_theta": 10000.0,
     "vocab_size": 256000,
 }
-MISTRAL_7B_V01, QWEN1_5_MOE, SEED_OSS_36B, GLM_4_5_AIR, KIMI_K2 = (
+MISTRAL_7B_V01, QWEN1_5_MOE, SEED_OSS_36B, GLM_4_5_AIR, GLM_4_7_FLASH, KIMI_K2 = (
     json.loads((CONFIGS / name / "config.json").read_text())
-    for name in ("mistral-7b-v0.1", "qwen1.5-moe-a2.7b", "seed-oss-36b", "glm-4.5-air", "kimi-k2")
+    for name in ("mistral-7b-v0.1", "qwen1.5-moe-a2.7b", "seed-oss-36b", "glm-4.5-air", "glm-4.7-flash", "kimi-k2")
 )
 # Of Qwen3.5-9B's language model, which transformers writes apart from its tower so.
 QWEN3_5_9B_TEXT = {
@@ -333,6 +333,7 @@ PUBLISHED = {
     "seed_oss": SEED_OSS_36B,
     "qwen2_moe": QWEN1_5_MOE,
     "glm4_moe": GLM_4_5_AIR,
+    "glm4_moe_lite": GLM_4_7_FLASH,
     "qwen3_5_text": QWEN3_5_9B_TEXT,
     "gemma2": json.loads((CONFIGS / "gemma-2-9b/config.json").read_text()),
     "gemma3_text": json.loads((CONFIGS / "gemma-3-1b/config.json").read_text()),
@@ -377,6 +378,7 @@ EXPERT_KEYS = {
     "qwen2_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     "qwen3_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     "glm4_moe": ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "glm4_moe_lite": (*LATENT_KEYS, "routed_scaling_factor"),
     "deepseek_v2": LATENT_KEYS,
     "deepseek_v3": (*LATENT_KEYS, "routed_scaling_factor"),
     "mixtral": ("num_local_experts", "num_experts_per_tok"),
@@ -435,6 +437,8 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
         (SEED_OSS_36B, 36_151_104_512),
         # With 45 biases of 128 experts, without the layer that predicts one token further.
         (GLM_4_5_AIR, 106_852_245_504 + 45 * 128),
+        # With 46 biases of 64 experts.
+        (GLM_4_7_FLASH, 29_943_390_976 + 46 * 64),
         (KIMI_K2, 1_026_408_232_448),
         # As 20.91 and 116.83 billions in the models' card.
         (GPT_OSS_20B, 20_914_757_184),
@@ -459,6 +463,7 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
         "qwen1.5-moe-a2.7b",
         "seed-oss-36b",
         "glm-4.5-air",
+        "glm-4.7-flash",
         "kimi-k2",
         "gpt-oss-20b",
         "gpt-oss-120b",
@@ -527,10 +532,12 @@ def test_left_out_keys_mean_what_they_mean_to_transformers(tmp_path: Path, famil
     if "sliding_window_pattern" in family.defaults:
         assert list(read_local_layers(spec.hf_config)) == [kind == "sliding_attention" for kind in hf.layer_types]
     required = {key: values[0] for key, values in family.required.items()}
-    # Transformers has the layers' types in place of the pattern, and moves defaults of the rotary embedding there.
+    # Lists of layers have taken the places of the pattern and of the first layer with experts.
+    first = {"first_k_dense_replace": hf.mlp_layer_types.index("sparse")} if hasattr(hf, "mlp_layer_types") else {}
     for key, value in (*family.defaults.items(), *required.items()):
         if key not in UNREAD.get(family.name, {"sliding_window_pattern"}):
-            own = {} if key == "rope_theta" else rope
+            # Transformers moves defaults of the rotary embedding there.
+            own = {} if key == "rope_theta" else rope | first
             assert own.get(key, getattr(type(hf), {"rope_theta": "default_theta"}.get(key, key), None)) == value
 
 
@@ -865,6 +872,11 @@ def test_unknown_architecture(architectures: object) -> None:
     message = r"is not supported; known: \['DeepseekV2ForCausalLM', 'DeepseekV3ForCausalLM', 'Gemma"
     with pytest.raises(ConfigError, match=message):
         find_family(architectures)
+
+
+def test_architectures_that_are_refused_with_a_reason() -> None:
+    with pytest.raises(ConfigError, match=r"'Ministral3ForCausalLM'\] is not supported: vLLM does not scale"):
+        find_family(["Ministral3ForCausalLM"])
 
 
 def test_tensors_that_nothing_reads(tmp_path: Path) -> None:
