@@ -3,6 +3,7 @@
 vLLM imports this module by name in each worker process, so it imports vLLM at the top.
 """
 
+import functools
 import math
 import os
 import pickle
@@ -109,6 +110,7 @@ class WeightReceiver:
                 yield name, restore(name, tensor)
 
         with set_current_vllm_config(config):
+            name_loaders(model)
             initialize_layerwise_reload(model)
             try:
                 model.load_weights(tensors())
@@ -130,6 +132,14 @@ class WeightReceiver:
             f"{len(unfilled)} layers of the engine were not filled by the weights sent: {unfilled[:3]}; "
             f"tensors are missing or named differently"
         )
+
+
+def name_loaders(model: torch.nn.Module) -> None:
+    """Name the loaders of parameters that are partial functions: vLLM 0.32's reload asks each loader for its name."""
+    for parameter in model.parameters():
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, functools.partial):
+            loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
 
 
 def _storage_of(layer: torch.nn.Module) -> set[int]:

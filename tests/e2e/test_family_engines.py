@@ -52,6 +52,7 @@ _LATENT = {
 class EngineModel:
     """What a model of `hf_models` has besides SIZES, and keys of published configs that transformers 5 leaves out."""
 
+    tied: bool = False
     sizes: Mapping[str, Any] = field(default_factory=dict)
     published: Mapping[str, Any] = field(default_factory=dict)
 
@@ -87,7 +88,7 @@ MAX_TOKENS = 40
 
 def make_engine_model(path: Path, name: str) -> Path:
     """A model of sizes that an engine takes, with a tokenizer."""
-    make_model(path, name, tied=False, **{**SIZES, **MODELS[name].sizes})
+    make_model(path, name, tied=MODELS[name].tied, **{**SIZES, **MODELS[name].sizes})
     config = path / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **MODELS[name].published}))
     make_byte_tokenizer().save_pretrained(path)

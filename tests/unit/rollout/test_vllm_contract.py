@@ -1,6 +1,7 @@
 """What megarl calls of vLLM is in its sources, also what only GPUs run; no engine worker takes the default device."""
 
 import ast
+import functools
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import megarl
 from megarl.config.schema import EngineConfig
@@ -212,3 +214,22 @@ def test_no_engine_worker_asks_for_the_default_device() -> None:
     opened = [ast.unparse(call) for call in calls(tree_of(IN_WORKERS[0])) if "Receiver" in ast.unparse(call.func)]
     assert len(opened) == 2
     assert all("worker.device" in call for call in opened)
+
+
+def test_a_loader_that_is_a_partial_function_survives_a_reload() -> None:
+    """MiniMax-M2's norms of queries and keys have such loaders."""
+    from vllm.model_executor.model_loader.reload.layerwise import _wrap_parameters_weight_loader
+
+    from megarl.rollout.worker_extension import name_loaders
+
+    layer = torch.nn.Linear(2, 1, bias=False)
+    layer.weight.weight_loader = functools.partial(default_loader, rank=1)  # type: ignore[assignment]
+    with pytest.raises(AttributeError, match="__name__"):
+        _wrap_parameters_weight_loader(layer)
+    name_loaders(layer)
+    _wrap_parameters_weight_loader(layer)
+    assert layer.weight.weight_loader.__name__ == "online_process_loader"  # type: ignore[union-attr]
+
+
+def default_loader(parameter: torch.Tensor, loaded: torch.Tensor, *, rank: int) -> None:
+    parameter.data.copy_(loaded * rank)
