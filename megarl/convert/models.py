@@ -14,7 +14,7 @@ from megarl.train.checkpoint import STATE_FILE, read_checkpoint
 from megarl.types.messages import Role
 from megarl.weights.dist_index import METADATA, read_index
 from megarl.weights.families import ModelSpec, read_model_spec
-from megarl.weights.safetensors_map import TensorSpec, model_files, read_weight_map
+from megarl.weights.safetensors_map import TensorSpec, model_files, not_expected, read_weight_map
 from megarl.weights.tables import Partition
 
 # The value of vocab_multiple for opening: it only sets the vocabulary padding, which is read from the checkpoint.
@@ -140,7 +140,7 @@ def compare_specs(
     """Raise DataError unless the tensors found have exactly the names and shapes expected from config.json."""
     remedy = "give the config.json of this very model, or copy the checkpoint again"
     missing = sorted(expected.keys() - found.keys())
-    unknown = sorted(found.keys() - expected.keys() - set(ignored))
+    unknown = not_expected(found, expected, ignored)
     if missing or unknown:
         raise DataError(
             f"{path}: tensors expected by config.json and the family's table but missing: {_few(missing)}; got but not "

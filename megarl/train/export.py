@@ -14,7 +14,13 @@ from megarl.host.reading import read_object
 from megarl.host.writing import put_directory, writing
 from megarl.types.messages import Head, RoleSpec
 from megarl.weights.families import read_hf_config, read_model_spec
-from megarl.weights.safetensors_map import create_model_files, weight_specs
+from megarl.weights.safetensors_map import (
+    TensorSpec,
+    create_model_files,
+    map_model,
+    untrained_tensors,
+    weight_specs,
+)
 from megarl.weights.tables import Family
 
 if TYPE_CHECKING:
@@ -36,7 +42,14 @@ def export_model(workers: "RoleWorkers", role: RoleSpec, directory: Path) -> Non
     with writing(directory):
         scalar = role.head is Head.SCALAR
         specs = weight_specs(spec, role.model.dtype, scalar_head=scalar)
-        written = workers.store_weights(create_model_files(partial, specs), role=role.role)
+        untrained = {} if scalar else untrained_tensors(spec)
+        kept = {name: TensorSpec(shape=tuple(each.shape), dtype=each.dtype) for name, each in untrained.items()}
+        files = create_model_files(partial, {**specs, **kept})
+        written = workers.store_weights(files, role=role.role)
+        if untrained:
+            target = map_model(files, writable=True)
+            for name, tensor in untrained.items():
+                target[name].copy_(tensor)
         check_complete({name: math.prod(tensor.shape) for name, tensor in specs.items()}, written.num_elements)
         copy_companions(spec.path, partial)
         config = read_hf_config(partial)

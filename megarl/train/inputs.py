@@ -116,6 +116,11 @@ def check_role_models(config: Config, roles: Sequence[RoleSpec], tokenizer: "Pre
         check_model(config, spec.hf_config, role.role, biased_experts=spec.family.linear_biases)
         ignored = spec.ignored_tensors()
         if role.head is Head.SCALAR:
+            if not spec.family.value_architectures:
+                raise ConfigError(
+                    f"{key}: {role.model.path} is a {spec.family.name} model, of which there is no form with a scalar "
+                    "head; name a model of the language model alone"
+                )
             expected = spec.expected_tensors(scalar_head=True)
             check_tensors(spec.path, expected, ignored=(*ignored, OUTPUT_HEAD), optional=(VALUE_HEAD,))
             _require_trained_head(spec, role, key)

@@ -108,10 +108,12 @@ class ModelSpec:
         return frozenset(placed.name(tensor.name) for placed in rules for tensor in placed.rule.tensors)
 
     def ignored_tensors(self) -> tuple[str, ...]:
-        """Return the names of tensors that are allowed in a checkpoint of this model but not read."""
+        """Return the names of tensors that are allowed in a checkpoint of this model but not trained; those that end in
+        a dot are how names begin.
+        """
         copies = [tensor.name for rule in self.family.weights if self.is_copy(rule) for tensor in rule.tensors]
         names = [name.format(layer=layer) for name in self.family.ignored for layer in range(self.dims.num_layers)]
-        return (*copies, *names, *self._extra_prediction_tensors())
+        return (*copies, *names, *self._extra_prediction_tensors(), *self.family.untrained)
 
     def _extra_prediction_tensors(self) -> Iterator[str]:
         """Yield the tensor names of multi-token-prediction layers. These follow the last layer, and megarl does not
@@ -202,8 +204,11 @@ def read_model_spec(path: str | Path, key: str = "model.path", *, quantized: Col
     directory = Path(path)
     file, config = directory / "config.json", read_hf_config(directory, key)
     family = find_family(config.get("architectures"))
-    config = {**family.defaults, **config}
     try:
+        if family.section is not None:
+            # What both have, such as whether embeddings are tied, the larger model says.
+            config = {**config[family.section], **config}
+        config = {**family.defaults, **config}
         _require_described(file, family, config, quantized)
         rope = {"rope_theta": config.get("rope_theta", 10000.0)}
         rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}

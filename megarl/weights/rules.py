@@ -120,6 +120,8 @@ class Family:
     for a missing key.
     `ignored`: tensors that a checkpoint may contain although nothing reads them.
     `qk_layernorm`, `qkv_bias`: whether queries and keys have norms and biases; or the key of config.json that says so.
+    `untrained`: how names of further tensors begin, which exports have as they were read, such as a vision tower's.
+    `section`: the key of config.json that holds the settings of the language model, if it is part of a larger model.
     `expert_ffn_key`: the key of config.json that holds the width of an expert, for families with experts.
     `normalizes_experts`: whether a token's routing weights are normalised to sum 1; None: `norm_topk_prob` says.
     `group_rating`: how many best experts' scores make up the score of a group of experts, for families with groups.
@@ -153,6 +155,8 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    untrained: tuple[str, ...] = ()
+    section: str | None = None
     expert_ffn_key: str | None = None
     normalizes_experts: bool | None = None
     group_rating: int | None = None
@@ -164,5 +168,6 @@ class Family:
 
     @property
     def value_architectures(self) -> tuple[str, ...]:
-        """Return the names of these architectures with a scalar head (…ForSequenceClassification)."""
-        return tuple(name.replace("ForCausalLM", "ForSequenceClassification") for name in self.architectures)
+        """Return the names of these architectures with a scalar head (…ForSequenceClassification), if they have one."""
+        names = (name for name in self.architectures if name.endswith("ForCausalLM"))
+        return tuple(name.replace("ForCausalLM", "ForSequenceClassification") for name in names)

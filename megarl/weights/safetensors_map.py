@@ -7,7 +7,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,13 +180,14 @@ def check_tensors(
 ) -> None:
     """Raise ConfigError, naming some differences, unless a checkpoint has tensors of the expected names and shapes.
 
-    ignored: tensors that may be present, with any shape. optional: expected tensors that may be missing.
+    ignored: tensors that may be present, with any shape (see `not_expected`). optional: expected tensors that may be
+    missing.
     """
     found: dict[str, TensorSpec] = {}
     for file in model_files(directory):
         found |= read_specs(file)
     missing = sorted(expected.keys() - found.keys() - set(optional))
-    unknown = sorted(found.keys() - expected.keys() - set(ignored))
+    unknown = not_expected(found, expected, ignored)
     if missing or unknown:
         raise ConfigError(
             f"{directory}: tensors do not match the family table: missing {missing[:3]} ({len(missing)}), "
@@ -195,6 +196,21 @@ def check_tensors(
     for name, shape in expected.items():
         if name in found and found[name].shape != tuple(shape):
             raise ConfigError(f"{directory}: {name} has shape {found[name].shape}, config.json implies {tuple(shape)}")
+
+
+def not_expected(found: Iterable[str], expected: Iterable[str], ignored: Sequence[str]) -> list[str]:
+    """Return the names found that are neither expected nor ignored; what ends in a dot in `ignored` is a prefix."""
+    prefixes = tuple(name for name in ignored if name.endswith("."))
+    rest = set(found).difference(expected, ignored)
+    return sorted(name for name in rest if not name.startswith(prefixes))
+
+
+def untrained_tensors(spec: ModelSpec) -> dict[str, torch.Tensor]:
+    """Return the tensors in a model's directory that exports have as they are, mapped to memory, or {} without any."""
+    if not spec.family.untrained:
+        return {}
+    found = map_model(model_files(spec.path))
+    return {name: tensor for name, tensor in found.items() if name.startswith(spec.family.untrained)}
 
 
 def plan_files(specs: Mapping[str, TensorSpec], max_bytes: int = MAX_FILE_BYTES) -> dict[str, dict[str, TensorSpec]]:

@@ -29,7 +29,7 @@ from megarl.weights.blocks import (
     expert_mlps,
     router_bias,
 )
-from megarl.weights.hybrid import BY_PART_DECODER
+from megarl.weights.hybrid import BY_PART_DECODER, within
 from megarl.weights.rules import Activation, Family, HFTensor, Layers, Partition, WeightRule
 from megarl.weights.stacked_blocks import BIASED_EXPERTS, OUTPUT_BIAS, SINKS
 
@@ -460,7 +460,7 @@ _HYBRID_DEFAULTS = {
     "linear_conv_kernel_dim": 4,
 }
 
-register_family(
+_QWEN3_5_DENSE = register_family(
     Family(
         name="qwen3_5_text",
         architectures=("Qwen3_5ForCausalLM",),
@@ -468,6 +468,7 @@ register_family(
         qk_layernorm=True,
         norms_add_one=True,
         gated_attention=True,
+        untrained=("mtp.",),
         # How the coordinates of images turn heads; all of a token's are its position.
         ignored_rope=("mrope_section", "mrope_interleaved"),
         defaults={**_HYBRID_DEFAULTS, "num_key_value_heads": 4},
@@ -503,3 +504,20 @@ register_family(
         normalizes_experts=True,
     )
 )
+
+
+def register_multimodal(text: Family, *, name: str, architecture: str) -> Family:
+    """Register the family of a published model that has one of the family `text` as its language model."""
+    return register_family(
+        replace(
+            text,
+            name=name,
+            architectures=(architecture,),
+            weights=within("model.language_model.", text.weights),
+            section="text_config",
+            untrained=("model.visual.", *text.untrained),
+        )
+    )
+
+
+register_multimodal(_QWEN3_5_DENSE, name="qwen3_5", architecture="Qwen3_5ForConditionalGeneration")

@@ -39,6 +39,12 @@ SPARSE = MoeConfig(aux_loss_coef=0.7)
             ["1.self_attention"],
         ),
         (
+            "qwen3_5",
+            {"recompute": "full", "recompute_layers": 3},
+            ["0.self_attention.in_proj", "2.self_attention"],
+            ["3.self_attention.in_proj", "4.mlp"],
+        ),
+        (
             "deepseek_v3",
             {"recompute": "selective", "recompute_modules": ("shared_experts", "mla_up_proj", "moe_act")},
             ["4.mlp.shared_experts", "4.self_attention.linear_kv_up_proj"],

@@ -141,6 +141,8 @@ WINDOWED = {
         keys={"head_dim": 12, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
     ),
 }
+# What a layer adds to the residual stream.
+OUTPUTS = ("out_proj", "o_proj", "down_proj")
 # Four value heads of gated delta nets on two key heads, in three of the five layers.
 _HYBRID = {
     "head_dim": 16,
@@ -307,13 +309,14 @@ def make_model(
                 parameter.copy_(random - 2 * float(key.endswith("dt_bias")))
             elif parameter.ndim == 1:
                 scales = 0.5 + 1.5 * torch.rand(parameter.shape, generator=generator)
-                if key.endswith("linear_attn.norm.weight"):
-                    # Where little is in a delta net's state, this norm magnifies errors of rounding.
-                    scales *= 0.1
-                elif described.config.startswith(("Gemma", "Qwen3Next", "Qwen3_5")) and key.endswith("norm.weight"):
+                zero_centred = key.endswith("norm.weight") and not key.endswith("linear_attn.norm.weight")
+                if zero_centred and described.config.startswith(("Gemma", "Qwen3Next", "Qwen3_5")):
                     # These are kept without the 1.
                     scales -= 1
                 parameter.copy_(scales)
+            elif "linear_num_key_heads" in described.keys and any(name in key for name in OUTPUTS):
+                # The norm at a delta net's end magnifies errors of rounding, so its like add little to the stream.
+                parameter.copy_(0.01 * random)
             else:
                 parameter.copy_(0.09 * random)
         # Biases of routers are buffers; those of rotary embeddings are not saved.

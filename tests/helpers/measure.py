@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -108,21 +107,17 @@ def dense_logits(
     worker: RankWorker, rows: Sequence[Row], micro_batches: Sequence[Sequence[int]]
 ) -> dict[int, FloatArray]:
     """Logits of every token of the rows, through the pipeline, gathered over the vocabulary."""
+    from megarl.parallel.packing import PackAlignment, _arrange
     from megarl.parallel.passes import _run_schedule
 
     collected: dict[int, FloatArray] = {}
 
     def collect(model: Any, pack: Any, indices: Sequence[int], logits: Any) -> None:
-        by_length = sorted(indices, key=lambda i: rows[i].num_tokens)
-        # Of rows with the same prompt, the first has its tokens.
-        prompts: dict[bytes, FloatArray] = {}
+        placed = _arrange([rows[i] for i in indices], PackAlignment(), pack.shares_prompts)
         # A filler sequence may end the pack.
-        for i, (start, stop) in zip(by_length, itertools.pairwise(pack.cu_seqlens.tolist()), strict=False):
-            row, own = rows[i], logits[start:stop].float().cpu().numpy()
-            num_shared = row.num_tokens - len(own)
-            assert pack.input_ids[0, start:stop].tolist() == row.token_ids[num_shared:].tolist()
-            collected[i] = np.concatenate([prompts[row.prompt_key], own]) if num_shared else own
-            prompts.setdefault(row.prompt_key, own[: row.num_prompt_tokens - 1])
+        for k, tokens in zip(placed.order, placed.sequences, strict=False):
+            assert pack.input_ids[0, tokens].tolist() == rows[indices[k]].token_ids.tolist()
+            collected[indices[k]] = logits[tokens].float().cpu().numpy()
 
     loaded = worker.roles[Role.ACTOR]
     chunks = [_LogitsModel(chunk) for chunk in loaded.chunks]

@@ -19,11 +19,13 @@ from megarl.weights.attention import read_local_layers
 from megarl.weights.dims import Experts, Routing
 from megarl.weights.families import find_family, read_model_spec
 from megarl.weights.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
-from megarl.weights.safetensors_map import check_tensors
+from megarl.weights.safetensors_map import check_tensors, not_expected
 from megarl.weights.tables import FAMILIES, Family, register_family
 
 CONFIGS = Path(__file__).parents[3] / "configs/model/hf"
-DENSE = [family for family in FAMILIES.entries().values() if family.expert_ffn_key is None]
+# Those of whole models, and not of one that is the language model of another.
+PLAIN = [family for family in FAMILIES.entries().values() if family.section is None]
+DENSE = [family for family in PLAIN if family.expert_ffn_key is None]
 
 # The keys of published config.json files that matter here.
 LLAMA_3_1_8B = {
@@ -513,7 +515,7 @@ def test_table_is_what_transformers_has(tmp_path: Path, family: Family, tied: bo
     assert read_model_spec(tmp_path).expected_tensors() == expected
 
 
-@pytest.mark.parametrize("family", FAMILIES.entries().values(), ids=lambda family: family.name)
+@pytest.mark.parametrize("family", PLAIN, ids=lambda family: family.name)
 def test_left_out_keys_mean_what_they_mean_to_transformers(tmp_path: Path, family: Family) -> None:
     published = PUBLISHED[family.name]
     # As many positions as Mistral's window has by default.
@@ -630,6 +632,43 @@ def test_experts_are_what_transformers_writes(
         gates_shared=model_type == "qwen2_moe",
         routing=routing,
     )
+
+
+def qwen3_5_as_published(**changes: Any) -> dict[str, Any]:
+    """The language model's settings are a section; what has to do with images is left out."""
+    text = without(QWEN3_5_9B_TEXT, "architectures")
+    return {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": text,
+        "tie_word_embeddings": False,
+        "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_5_vision"},
+        **changes,
+    }
+
+
+def test_qwen3_5_as_published(tmp_path: Path) -> None:
+    """The sizes are those of its language model, whose tensors have a prefix; the tower and MTP layers stay."""
+    spec = read_model_spec(write_config(tmp_path, qwen3_5_as_published()))
+    assert spec.family.name == "qwen3_5"
+    (tmp_path / "text").mkdir()
+    plain = read_model_spec(write_config(tmp_path / "text", QWEN3_5_9B_TEXT))
+    assert spec.dims == plain.dims
+    assert spec.dims.rotary_fraction == 0.25
+    assert spec.dims.delta is not None
+    assert spec.dims.delta.layers == tuple(layer for layer in range(32) if layer % 4 != 3)
+    names = {name.replace("model.language_model.", "model."): shape for name, shape in spec.expected_tensors().items()}
+    assert names == plain.expected_tensors()
+    assert "model.language_model.layers.0.linear_attn.in_proj_qkv.weight" in spec.expected_tensors()
+    assert "lm_head.weight" in spec.expected_tensors()
+    found = [*spec.expected_tensors(), "model.visual.blocks.0.norm1.weight", "mtp.norm.weight", "model.other.weight"]
+    assert not_expected(found, spec.expected_tensors(), spec.ignored_tensors()) == ["model.other.weight"]
+
+
+def test_the_larger_model_says_whether_embeddings_are_tied(tmp_path: Path) -> None:
+    spec = read_model_spec(write_config(tmp_path, qwen3_5_as_published(tie_word_embeddings=True)))
+    assert spec.dims.tied
+    assert "lm_head.weight" not in spec.expected_tensors()
 
 
 def test_deepseek_v3_as_published(tmp_path: Path) -> None:

@@ -1,0 +1,96 @@
+"""Families with gated delta nets: rows that share a prompt, and published models whose language model is a part."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from megarl.config.schema import LayoutConfig, ModelConfig, MoeConfig
+from megarl.train.export import export_model
+from megarl.types import Row
+from megarl.weights.families import read_model_spec
+from tests.distributed.test_load_export import PoolWriters
+from tests.helpers.family_parity import (
+    Reference,
+    assert_equals_transformers,
+    assert_rows,
+    make_rows,
+    run_ranks,
+    run_transformers,
+)
+from tests.helpers.hf_models import VOCAB_SIZE, assert_same_tensors, make_model, read_tensors
+from tests.helpers.rank_pool import RankPool
+
+GetPool = Callable[[int], RankPool]
+TP2 = LayoutConfig(tp=2, sequence_parallel=True)
+
+
+def rows_of_two_prompts() -> list[Row]:
+    """One prompt of 70 tokens, longer than a chunk of the delta rule, and one of 9; each with answers of all lengths.
+
+    Rows of a micro-batch have the same prompt.
+    """
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, VOCAB_SIZE, length) for length in (70, 9)]
+    return [
+        Row(
+            uid=f"p{i % 2}",
+            sample_index=i,
+            token_ids=np.concatenate([prompts[i % 2], rng.integers(0, VOCAB_SIZE, num_response)]),
+            num_prompt_tokens=len(prompts[i % 2]),
+            loss_mask=np.ones(num_response, dtype=np.bool_),
+        )
+        for i, num_response in enumerate((3, 40, 20, 2))
+    ]
+
+
+def test_rows_that_share_a_prompt_equal_transformers(rank_pool: GetPool, tmp_path: Path) -> None:
+    """Each continues the state, and the convolutions' window, that the prompt leaves."""
+    rows = rows_of_two_prompts()
+    expected = run_transformers(make_model(tmp_path / "model", "qwen3_5", tied=False), rows=rows)
+    assert_equals_transformers(rank_pool(2), expected, TP2, tmp_path, rows=rows)
+
+
+def make_multimodal(path: Path, text: Path) -> Path:
+    """A model with a small vision tower and the language model `text`, as transformers writes it, and an MTP tensor."""
+    config = transformers.Qwen3_5Config(
+        text_config=json.loads((text / "config.json").read_text()),
+        vision_config={"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 48},
+        tie_word_embeddings=False,
+    )
+    whole = transformers.Qwen3_5ForConditionalGeneration(config)
+    own = transformers.AutoModelForCausalLM.from_pretrained(text)
+    whole.model.language_model.load_state_dict(own.model.state_dict())
+    whole.lm_head.load_state_dict(own.lm_head.state_dict())
+    whole.save_pretrained(path)
+    tensors = read_tensors(path) | {"mtp.norm.weight": torch.linspace(-1, 1, 48)}
+    transformers.modeling_utils.safe_save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return run_transformers(make_model(tmp_path_factory.mktemp("text"), "qwen3_5", tied=False))
+
+
+def test_language_models_of_multimodal_models_are_trained(rank_pool: GetPool, text: Reference, tmp_path: Path) -> None:
+    """What transformers computes with the same language model alone; the tower and MTP layers are exported as read."""
+    model = make_multimodal(tmp_path / "model", text.path)
+    measured = run_ranks(rank_pool(2), model, TP2, tmp_path, make_rows(), MoeConfig(), "none")
+    assert_rows("logits", [m.logits for m in measured], text.logits)
+    assert_rows("log-probs", [m.logprobs for m in measured], text.logprobs)
+    names = {name for name in read_tensors(model) if name.startswith(("model.visual.", "mtp."))}
+    assert len(names) > 10
+    assert read_tensors(tmp_path / "weights").keys() == read_tensors(model).keys() - names
+
+    writers = PoolWriters(rank_pool(2), TP2, ModelConfig(path=str(model), dtype="float32", vocab_multiple=4))
+    export_model(writers, writers.role, tmp_path / "export")
+    assert_same_tensors(tmp_path / "export", model)
+    assert read_model_spec(tmp_path / "export").family.name == "qwen3_5"
+    loaded = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path / "export")
+    assert torch.equal(loaded.lm_head.weight, read_tensors(model)["lm_head.weight"])
