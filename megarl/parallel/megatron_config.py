@@ -42,7 +42,7 @@ def transformer_config(
         add_bias_linear=family.linear_biases,
         add_qkv_bias=dims.qkv_bias,
         qk_layernorm=dims.qk_norm,
-        attention_output_gate=family.gated_attention,
+        attention_output_gate=dims.gated,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         softmax_scale=spec.softmax_scale,

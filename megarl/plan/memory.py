@@ -16,7 +16,10 @@
     where layers have experts of which a token sees e
                  f = e · the width of an expert + that of shared ones, and 2·e·b·T·h·etp/tp more: what goes into
                  and comes out of experts, if all are used alike
-    with full recompute of n of a chunk's L layers, or of units of u layers
+    where layers have gated delta nets, in place of 3(q + k)
+                 6(k' + v'), their sizes of all key and all value heads, and 2q more in the others, whose outputs have
+                 gates: the mean over all layers
+with full recompute of n of a chunk's L layers, or of units of u layers
                  b·T·h/s for each of the n, or for every u-th layer, and the activations of what is recomputed at once
     with selective recompute, less of each layer, and once what one layer has less:
                  mlp 3·b·T·f/tp; moe the same and what goes into and comes out of experts; shared_experts 3·b·T·(their
@@ -30,7 +33,8 @@
                  copies of weights, main parameters (float32 ones too) and moments
     portable     24·P on the first instead: main parameters and moments, gathered, and copies of them
     KV cache     2·b·layers·k/tp per token; of latent attention b·layers·(latent + rotary part); of layers with a window
-                 of w tokens, w/n of it in rows of n tokens
+                 of w tokens, w/n of it in rows of n tokens; of a gated delta net, a state of 4·v'·d/tp bytes per row, d
+                 the width of a key head, and b·(c − 1)·(2k' + v')/tp of the convolution over c tokens
 
 The activations are those that fused kernels keep: inputs of norms and of the matrix products of attention and MLP
 ((2 + n)h/s); the split heads before and after the rotary embedding, and the attention's output (3q + 3k); the MLP's
@@ -97,7 +101,12 @@ def layer_activation_bytes(dims: Dims, layout: LayoutConfig, *, num_tokens: int,
     ffn, routed = dims.ffn, 0
     if experts is not None:
         ffn, routed = experts.per_token * experts.ffn + experts.shared_ffn, experts.per_token
-    wide = 3 * (dims.dim("q") + max(dims.num_kv_heads, layout.tp) * dims.head_dim + ffn)
+    mixing = 3 * (dims.dim("q") + max(dims.num_kv_heads, layout.tp) * dims.head_dim) + 2 * dims.gated * dims.dim("q")
+    if dims.delta is not None:
+        # Layers of all kinds count by their mean.
+        num_linear, of_delta = len(dims.delta.layers), 6 * (dims.dim("delta_keys") + dims.dim("delta_values"))
+        mixing = ((dims.num_layers - num_linear) * mixing + num_linear * of_delta) // dims.num_layers
+    wide = mixing + 3 * ffn
     dispatched = 2 * routed * dims.hidden * layout.etp // layout.tp
     return dtype_bytes * num_tokens * ((2 + dims.num_norms) * dims.hidden // split + dispatched + wide // layout.tp)
 
@@ -191,7 +200,14 @@ def kv_bytes_per_token(dims: Dims, *, tp: int, layers: Collection[int], row_toke
 
     Single heads and latents stay whole.
     """
+    states = 0
+    if (delta := dims.delta) is not None:
+        keys, values = dims.dim("delta_keys"), dims.dim("delta_values")
+        states = len(delta.layers & {*layers}) * (
+            4 * values * delta.key_dim + dtype_bytes * (delta.conv_width - 1) * (2 * keys + values)
+        )
     per_layer = 2 * max(1, dims.num_kv_heads // tp) * dims.head_dim
     if dims.latent is not None:
         per_layer = dims.latent.kv_latent + dims.latent.rope
-    return ceil(dtype_bytes * per_layer * sum(dims.window_of(layer, row_tokens) for layer in layers) / row_tokens)
+    of_rows = dtype_bytes * per_layer * sum(dims.window_of(layer, row_tokens) for layer in layers)
+    return ceil((of_rows + states // tp) / row_tokens)

@@ -23,17 +23,21 @@ def forward_flops(dims: Dims, *, num_tokens: int, num_head_tokens: int) -> int:
 
     2·n·L·(2·h·q + 2·h·k + 3·h·f)      matrix products of L layers: query and output, key and value, MLP
     + L·(q + v)·w·(2·n − w)            causal attention: scores and weighted values, n·w − w²/2 each
+    + 2·n·(h·(2·k' + 3·v' + 2·H) + c·(2·k' + v') + 3·v'·d)    in each of the layers with a gated delta net, in place of
+                                       attention: products in and out, convolution, and a state faded, corrected, read
     + 2·r·V·h                          output head
     h: hidden size; q, k, v: sizes of all query, all key and all values' heads (v = q without latents); f: width of the
     MLP; V: vocabulary; w: the layer's window, n without one or in shorter rows. In a layer with E experts 3·h·f is
     3·h·(width of those that see a token, and of shared ones) + h·E; with latent attention 2·h·q + 2·h·k are the
     products into and out of latents, and with the output. Recompute and padding do not count, nor do norms and other
-    element-wise work.
+    element-wise work. Output gates add h·q. k', v', H, d, c: sizes of all key and all value heads, number of these,
+    width of a key head, width of the convolution.
     """
     hidden, latent, experts, q = dims.hidden, dims.latent, dims.experts, dims.dim("q")
     # Multiplications per token of the projections of a layer's attention.
     if latent is None:
         projections = 2 * hidden * q + 2 * hidden * dims.dim("kv")
+        projections += hidden * q if dims.gated else 0
     else:
         queries = latent.q_latent * (hidden + q) if latent.q_latent else hidden * q
         keys = hidden * dims.dim("kv_latent_and_rope") + latent.kv_latent * dims.dim("keys_and_values")
@@ -44,9 +48,20 @@ def forward_flops(dims: Dims, *, num_tokens: int, num_head_tokens: int) -> int:
     if experts is not None:
         sparse = 3 * hidden * (experts.per_token * experts.ffn + experts.shared_ffn) + hidden * experts.num
         mlps += num_sparse * sparse
-    products = 2 * num_tokens * (dims.num_layers * projections + mlps)
+    num_linear = 0 if dims.delta is None else len(dims.delta.layers)
+    mixing = (dims.num_layers - num_linear) * projections + num_linear * _delta_products(dims)
+    products = 2 * num_tokens * (mixing + mlps)
     attention = (q + dims.dim("values" if latent else "q")) * attended(dims, num_tokens)
     return products + attention + 2 * num_head_tokens * dims.vocab * hidden
+
+
+def _delta_products(dims: Dims) -> int:
+    """Return the multiplications per token of a layer's gated delta net, or 0 for a model without them."""
+    if (delta := dims.delta) is None:
+        return 0
+    keys, values = dims.dim("delta_keys"), dims.dim("delta_values")
+    projections = dims.hidden * (dims.dim("delta_qkvz") + dims.dim("delta_ba") + values)
+    return projections + delta.conv_width * (2 * keys + values) + 3 * values * delta.key_dim
 
 
 def attended(dims: Dims, num_tokens: int) -> int:

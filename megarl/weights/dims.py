@@ -70,7 +70,7 @@ class DeltaNet:
     key_dim: int
     value_dim: int
     conv_width: int
-    layers: tuple[int, ...]
+    layers: frozenset[int]
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -94,7 +94,8 @@ class Dims:
 
     windows: of each layer, how many positions a token attends to, its own included, or None for all; () if all do.
     rotary_fraction: the share of each head's dimensions that rope turns. qkv_bias, qk_norm: whether queries and keys
-    have biases, as values do then, and norms. num_norms: a layer's norms of the hidden size.
+    have biases, as values do then, and norms. num_norms: a layer's norms of the hidden size. gated: whether q_proj
+    computes gates too.
     """
 
     num_layers: int
@@ -107,6 +108,7 @@ class Dims:
     tied: bool
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    gated: bool = False
     windows: tuple[int | None, ...] = ()
     rotary_fraction: float = 1.0
     delta: DeltaNet | None = None
@@ -154,7 +156,9 @@ class Dims:
         }
 
     def window_of(self, layer: int, num_tokens: int) -> int:
-        """Return how many positions of a row of so many tokens its last token attends to in a layer."""
+        """Return how many positions of a row of so many tokens its last token attends to in a layer, if it attends."""
+        if self.kinds_of(layer)[1] is Layers.LINEAR:
+            return 0
         window = self.windows[layer] if self.windows else None
         return num_tokens if window is None else min(window, num_tokens)
 
@@ -197,6 +201,7 @@ def read_dims(family: Family, config: Mapping[str, Any]) -> Dims:
         experts=_read_experts(family, config),
         latent=latent,
         delta=_read_delta(config),
+        gated=family.gated_attention,
         windows=read_windows(config),
         rotary_fraction=read_rotary_fraction(config),
         qkv_bias=bool(config[family.qkv_bias] if isinstance(family.qkv_bias, str) else family.qkv_bias),
@@ -217,7 +222,9 @@ def _read_delta(config: Mapping[str, Any]) -> DeltaNet | None:
         key_dim=config["linear_key_head_dim"],
         value_dim=config["linear_value_head_dim"],
         conv_width=config["linear_conv_kernel_dim"],
-        layers=tuple(i for i, kind in enumerate(config.get("layer_types") or pattern) if kind == "linear_attention"),
+        layers=frozenset(
+            i for i, kind in enumerate(config.get("layer_types") or pattern) if kind == "linear_attention"
+        ),
     )
 
 

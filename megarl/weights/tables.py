@@ -29,7 +29,7 @@ from megarl.weights.blocks import (
     expert_mlps,
     router_bias,
 )
-from megarl.weights.hybrid import BY_PART_DECODER, within
+from megarl.weights.hybrid import BY_HEAD_DECODER, BY_PART_DECODER, within
 from megarl.weights.rules import Activation, Family, HFTensor, Layers, Partition, WeightRule
 from megarl.weights.stacked_blocks import BIASED_EXPERTS, OUTPUT_BIAS, SINKS
 
@@ -460,6 +460,30 @@ _HYBRID_DEFAULTS = {
     "linear_conv_kernel_dim": 4,
 }
 
+register_family(
+    Family(
+        name="qwen3_next",
+        architectures=("Qwen3NextForCausalLM",),
+        weights=BY_HEAD_DECODER
+        + DENSE_MLP
+        + expert_mlps("mlp", "gate_proj", "up_proj", "down_proj")
+        + GATED_SHARED_EXPERT,
+        qk_layernorm=True,
+        norms_add_one=True,
+        gated_attention=True,
+        untrained=("mtp.",),
+        defaults={
+            **_HYBRID_DEFAULTS,
+            "num_key_value_heads": 2,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+            "norm_topk_prob": True,
+        },
+        required={"hidden_act": ("silu",), "attention_bias": (False,)},
+        expert_ffn_key="moe_intermediate_size",
+        gates_shared_expert=True,
+    )
+)
 _QWEN3_5_DENSE = register_family(
     Family(
         name="qwen3_5_text",

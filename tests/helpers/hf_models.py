@@ -206,6 +206,18 @@ WITH_EXPERTS = {
             "rope_parameters": {**_DEFAULT_ROPE, "partial_rotary_factor": 0.5},
         },
     ),
+    # Layer 1 is dense.
+    "qwen3_next": HFModel(
+        config="Qwen3NextConfig",
+        keys={
+            **_HYBRID,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "mlp_only_layers": [1],
+        },
+    ),
     "mixtral": HFModel(
         config="MixtralConfig", keys={"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None}
     ),

@@ -137,6 +137,23 @@ def test_output_head(small: ModelSpec) -> None:
     assert head_bytes(small.dims, layout, **each, head=HeadConfig(), backward=False) == kept + hidden
 
 
+def test_gated_delta_nets() -> None:
+    """Of 48 layers 12 have softmax attention, with 2 key-value heads of 256; the states of the others are per row."""
+    dims = read_model_spec(ROOT / "configs/model/hf/qwen3-next-80b-a3b").dims
+    # In float32, 128 · 128 for each of 32 value heads; of convolutions the last 3 inputs.
+    state = 4 * 32 * 128 * 128 + 2 * 3 * (2 * 16 + 32) * 128
+    per_row = 4096 * 12 * 2 * 2 * 256 * 2 + 36 * state
+    each = {"layers": range(48), "row_tokens": 4096, "dtype_bytes": 2}
+    assert kv_bytes_per_token(dims, tp=1, **each) == math.ceil(per_row / 4096)
+    assert kv_bytes_per_token(dims, tp=2, **each) == math.ceil(per_row / 2 / 4096)
+    # A quarter has q, k, v three times, gates and their products of 16 heads; the rest q, k, v before and after
+    # convolutions and norms, gates, outputs and their products of 16 key and 32 value heads.
+    mixing = (3 * (16 + 2) * 256 + 2 * 16 * 256) // 4 + 3 * (3 * (2 * 16 + 32) * 128 + 3 * 32 * 128) // 4
+    # Ten experts of 512 and a shared one see a token.
+    expected = 2 * 10 * (4 * 2048 + 2 * 10 * 2048 + mixing + 3 * 11 * 512)
+    assert layer_activation_bytes(dims, LayoutConfig(), num_tokens=10, dtype_bytes=2) == expected
+
+
 def test_kv_cache(small: ModelSpec) -> None:
     # Keys and values, 4 layers, 2 heads of 2, 2 bytes; a device of two has one head, and one of four no less.
     each = {"layers": range(4), "row_tokens": 10, "dtype_bytes": 2}

@@ -11,7 +11,7 @@ from megarl.host.device.platform import CpuPlatform
 from megarl.record import performance
 from megarl.record.performance import PerformanceMeter, forward_flops, token_times, update_flops
 from megarl.types import Row
-from megarl.weights.dims import Dims, Experts, LatentAttention
+from megarl.weights.dims import DeltaNet, Dims, Experts, LatentAttention
 
 # h 8, q 4·2 = 8, k 2·2 = 4, f 12, V 10, 3 layers.
 DIMS = Dims(num_layers=3, hidden=8, ffn=12, num_heads=4, num_kv_heads=2, head_dim=2, vocab=10, tied=True)
@@ -62,6 +62,18 @@ def test_windows() -> None:
     windowed = replace(DIMS, windows=(None, 2, 9))
     expected = FORWARD_5_2 - 4 * 8 * 12.5 + 4 * 8 * 8
     assert forward_flops(windowed, num_tokens=5, num_head_tokens=2) == expected
+
+
+def test_gated_delta_nets() -> None:
+    """Layers 0 and 2 have one, with two key heads of 3 and four value heads of 5 after convolutions of 4."""
+    delta = DeltaNet(num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, conv_width=4, layers=frozenset({0, 2}))
+    # Queries, keys, values, gates and two numbers per value head; the product out.
+    projections = 8 * (6 + 6 + 20 + 20 + 4 + 4) + 20 * 8
+    # The state of a value head has 3·5 elements, which each token fades, corrects and reads.
+    own = projections + 4 * (6 + 6 + 20) + 3 * 4 * 3 * 5
+    gate = 8 * 8
+    expected = 2 * 5 * (2 * (own + 3 * 96) + LAYER + gate) + 2 * 8 * 25
+    assert forward_flops(replace(DIMS, delta=delta, gated=True), num_tokens=5, num_head_tokens=0) == expected
 
 
 def test_update_is_three_forward_passes() -> None:

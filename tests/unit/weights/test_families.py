@@ -296,47 +296,24 @@ GEMMA_2B = {
     "rope_theta": 10000.0,
     "vocab_size": 256000,
 }
-MISTRAL_7B_V01, QWEN1_5_MOE, SEED_OSS_36B, GLM_4_5_AIR, GLM_4_7_FLASH, KIMI_K2 = (
+QWEN3_5_9B = json.loads((CONFIGS / "qwen3.5-9b/config.json").read_text())
+# Its language model, as transformers writes it apart from the tower.
+QWEN3_5_9B_TEXT = QWEN3_5_9B["text_config"] | {"architectures": ["Qwen3_5ForCausalLM"]}
+MISTRAL_7B_V01, QWEN1_5_MOE, SEED_OSS_36B, GLM_4_5_AIR, GLM_4_7_FLASH, KIMI_K2, QWEN3_NEXT_80B = (
     json.loads((CONFIGS / name / "config.json").read_text())
-    for name in ("mistral-7b-v0.1", "qwen1.5-moe-a2.7b", "seed-oss-36b", "glm-4.5-air", "glm-4.7-flash", "kimi-k2")
+    for name in (
+        *("mistral-7b-v0.1", "qwen1.5-moe-a2.7b", "seed-oss-36b", "glm-4.5-air", "glm-4.7-flash", "kimi-k2"),
+        "qwen3-next-80b-a3b",
+    )
 )
-# Of Qwen3.5-9B's language model, which transformers writes apart from its tower so.
-QWEN3_5_9B_TEXT = {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "attention_bias": False,
-    "full_attention_interval": 4,
-    "head_dim": 256,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_value_head_dim": 128,
-    "max_position_embeddings": 262144,
-    "model_type": "qwen3_5_text",
-    "num_attention_heads": 16,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_parameters": {
-        "mrope_interleaved": True,
-        "mrope_section": [11, 11, 10],
-        "partial_rotary_factor": 0.25,
-        "rope_theta": 10000000,
-        "rope_type": "default",
-    },
-    "tie_word_embeddings": False,
-    "vocab_size": 248320,
-}
 PUBLISHED = {
     "gemma": GEMMA_2B,
+    "qwen3_5_text": QWEN3_5_9B_TEXT,
+    "qwen3_next": QWEN3_NEXT_80B,
     "seed_oss": SEED_OSS_36B,
     "qwen2_moe": QWEN1_5_MOE,
     "glm4_moe": GLM_4_5_AIR,
     "glm4_moe_lite": GLM_4_7_FLASH,
-    "qwen3_5_text": QWEN3_5_9B_TEXT,
     "gemma2": json.loads((CONFIGS / "gemma-2-9b/config.json").read_text()),
     "gemma3_text": json.loads((CONFIGS / "gemma-3-1b/config.json").read_text()),
     "olmo2": json.loads((CONFIGS / "olmo-2-7b/config.json").read_text()),
@@ -379,6 +356,10 @@ LATENT_KEYS = (
 EXPERT_KEYS = {
     "qwen2_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     "qwen3_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "qwen3_next": (
+        *("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        "shared_expert_intermediate_size",
+    ),
     "glm4_moe": ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
     "glm4_moe_lite": (*LATENT_KEYS, "routed_scaling_factor"),
     "deepseek_v2": LATENT_KEYS,
@@ -584,6 +565,7 @@ GLM4_SMALL = {"n_routed_experts": 5, "moe_intermediate_size": 16, "n_shared_expe
         ("qwen3_moe", {**QWEN3_SMALL, "decoder_sparse_step": 2, "mlp_only_layers": [3]}, (1,)),
         ("qwen2_moe", {**QWEN2_SMALL, "decoder_sparse_step": 2}, (1, 3)),
         ("qwen2_moe", {**QWEN2_SMALL, "qkv_bias": False}, (0, 1, 2, 3, 4)),
+        ("qwen3_next", {**QWEN2_SMALL, "mlp_only_layers": [2]}, (0, 1, 3, 4)),
         ("glm4_moe", GLM4_SMALL, (1, 2, 3, 4)),
         ("glm4_moe", {**GLM4_SMALL, "attention_bias": True}, (1, 2, 3, 4)),
         ("glm4_moe", {**GLM4_SMALL, "use_qk_norm": True}, (1, 2, 3, 4)),
@@ -598,6 +580,7 @@ GLM4_SMALL = {"n_routed_experts": 5, "moe_intermediate_size": 16, "n_shared_expe
         "qwen3_moe-mixed",
         "qwen2_moe",
         "qwen2_moe-without-biases",
+        "qwen3_next",
         "glm4_moe",
         "glm4_moe-biases",
         "glm4_moe-norms",
@@ -626,37 +609,24 @@ def test_experts_are_what_transformers_writes(
         num=5,
         per_token=3,
         ffn=width,
-        normalized=model_type in ("mixtral", "deepseek_v3", "glm4_moe", "gpt_oss"),
+        normalized=model_type in ("mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next"),
         layers=layers,
-        shared_ffn=32 if routing or model_type == "qwen2_moe" else 0,
-        gates_shared=model_type == "qwen2_moe",
+        shared_ffn=32 if routing or "shared_expert_intermediate_size" in keys else 0,
+        gates_shared="shared_expert_intermediate_size" in keys,
         routing=routing,
     )
 
 
-def qwen3_5_as_published(**changes: Any) -> dict[str, Any]:
-    """The language model's settings are a section; what has to do with images is left out."""
-    text = without(QWEN3_5_9B_TEXT, "architectures")
-    return {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5",
-        "text_config": text,
-        "tie_word_embeddings": False,
-        "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_5_vision"},
-        **changes,
-    }
-
-
 def test_qwen3_5_as_published(tmp_path: Path) -> None:
     """The sizes are those of its language model, whose tensors have a prefix; the tower and MTP layers stay."""
-    spec = read_model_spec(write_config(tmp_path, qwen3_5_as_published()))
+    spec = read_model_spec(write_config(tmp_path, QWEN3_5_9B))
     assert spec.family.name == "qwen3_5"
     (tmp_path / "text").mkdir()
     plain = read_model_spec(write_config(tmp_path / "text", QWEN3_5_9B_TEXT))
     assert spec.dims == plain.dims
     assert spec.dims.rotary_fraction == 0.25
     assert spec.dims.delta is not None
-    assert spec.dims.delta.layers == tuple(layer for layer in range(32) if layer % 4 != 3)
+    assert spec.dims.delta.layers == {layer for layer in range(32) if layer % 4 != 3}
     names = {name.replace("model.language_model.", "model."): shape for name, shape in spec.expected_tensors().items()}
     assert names == plain.expected_tensors()
     assert "model.language_model.layers.0.linear_attn.in_proj_qkv.weight" in spec.expected_tensors()
@@ -666,7 +636,7 @@ def test_qwen3_5_as_published(tmp_path: Path) -> None:
 
 
 def test_the_larger_model_says_whether_embeddings_are_tied(tmp_path: Path) -> None:
-    spec = read_model_spec(write_config(tmp_path, qwen3_5_as_published(tie_word_embeddings=True)))
+    spec = read_model_spec(write_config(tmp_path, QWEN3_5_9B | {"tie_word_embeddings": True}))
     assert spec.dims.tied
     assert "lm_head.weight" not in spec.expected_tensors()
 
