@@ -54,7 +54,7 @@ def _holding_at(
             continue
         split = Split(*((tp_rank, layout.tp) if placed.expert is None else (etp_rank, layout.etp)), padding)
         copied = rule.tied_to if spec.is_copy(rule) else None
-        for tensor, box in zip(rule.tensors, shard_boxes(rule, spec.dims, split), strict=True):
+        for tensor, box in zip(rule.tensors, shard_boxes(rule, spec.dims, split, by_expert=True), strict=True):
             boxes[placed.name(copied or tensor.sent_name)].append(box)
     return {name: joined(each) for name, each in boxes.items()}
 

@@ -51,7 +51,7 @@ def check_tp(layout: LayoutConfig, hf_config: Mapping[str, object], role: str) -
 
     With more ranks than key-value heads, Megatron splits the rows of each group of heads, and gathers the products.
     """
-    sizes = {name: _dimension(hf_config, name, role) for name in ("num_attention_heads", "intermediate_size")}
+    sizes = {name: _dimension(hf_config, name, role) for name in _split_sizes(hf_config)}
     heads, kv_heads = sizes["num_attention_heads"], _num_kv_heads(hf_config, role)
 
     def unfit(tp: int) -> list[str]:
@@ -209,7 +209,7 @@ def check_engine_tp(config: Config, hf_config: Mapping[str, object]) -> None:
             f"rollout.engine.pp: got {pp}, but the model has num_hidden_layers={num_layers}, so that some stages would "
             "be empty; lower it"
         )
-    sizes = {name: int(str(hf_config[name])) for name in ("num_attention_heads", "intermediate_size")}
+    sizes = {name: int(str(hf_config[name])) for name in _split_sizes(hf_config)}
     kv_heads = _num_kv_heads(hf_config, "actor")
     valid = [
         n
@@ -265,6 +265,12 @@ def _require_positions(hf_config: Mapping[str, object], role: str, longest: int,
         whose = "the model" if role == "actor" else f"the {role}"
         total, remedy = (f"{terms} = {longest}", "shorten one of the two") if " + " in terms else (terms, "lower it")
         raise ConfigError(f"{total}, but {whose} has max_position_embeddings={limit}; {remedy}")
+
+
+def _split_sizes(hf_config: Mapping[str, object]) -> list[str]:
+    """Return the names of sizes that tensor parallelism divides; a model whose layers all have experts may lack one."""
+    names = ("num_attention_heads", "intermediate_size")
+    return [name for name in names if hf_config.get(name) != 0]
 
 
 def _num_kv_heads(hf_config: Mapping[str, object], role: str) -> int:

@@ -21,7 +21,16 @@ from megarl.errors import ConfigError, DataError
 from megarl.host.streams import print_lines
 from megarl.record.text_table import align
 from megarl.train.export import copy_companions, exported_config, write_config
-from megarl.weights.safetensors_map import INDEX_NAME, TensorSpec, dtype_of, model_index, read_specs
+from megarl.weights.safetensors_map import (
+    INDEX_NAME,
+    UNTRAINED_NAME,
+    TensorSpec,
+    dtype_of,
+    model_index,
+    read_specs,
+    untrained_tensors,
+    write_tensors,
+)
 
 # Rows of the vocabulary are padded to a multiple of this; Megatron loads it under every layout.
 VOCAB_MULTIPLE = 128
@@ -53,6 +62,8 @@ def hf_to_mcore(
 
     def finish(partial: Path) -> None:
         write_index(partial, plan.tensors, plan.objects)
+        if untrained := untrained_tensors(source.spec):
+            write_tensors(partial / UNTRAINED_NAME, untrained)
         _write_companions(source, partial, target, skipped=())
         written = open_model(partial).reader
         assert isinstance(written, DistReader)
@@ -92,8 +103,11 @@ def _write_hf(
     plan = plan_hf(source.reader.specs, target, weight_map=source.weight_map)
 
     def finish(partial: Path) -> None:
-        if len(plan.hf_files) > 1:
-            (partial / INDEX_NAME).write_text(json.dumps(model_index(plan.hf_files), indent=2), encoding="utf-8")
+        files = dict(plan.hf_files)
+        if untrained := untrained_tensors(source.spec):
+            files[UNTRAINED_NAME] = write_tensors(partial / UNTRAINED_NAME, untrained)
+        if len(files) > 1:
+            (partial / INDEX_NAME).write_text(json.dumps(model_index(files), indent=2), encoding="utf-8")
         for file, group in plan.hf_files.items():
             if read_specs(partial / file) != dict(group):
                 raise DataError(f"{partial / file}: its tensors are not those that were planned; convert again")

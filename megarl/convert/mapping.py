@@ -139,17 +139,20 @@ def _blocks_by_parameter(spec: ModelSpec, kept: Sequence[PlacedRule], vocab_mult
     # Slices come parameter by parameter, so the current slice belongs to the parameter that was taken last.
     for part in shard_slices(shards(), spec, _WHOLE):
         found, placed, shape = taken[0]
-        if placed.rule.tensors[0].of_expert is None:
-            found.extend(row_blocks(part, math.prod(shape[1:])))
-        else:
+        if is_turned(placed.rule.partition):
             expert = part.index[0].start
             found.append(RowBlock(row=0, tensor=part.tensor, tensor_row=expert, num_rows=shape[0], of_expert=True))
+            continue
+        first = part.index[0].start
+        if placed.rule.tensors[0].of_expert is not None:
+            first = first * shape[0] + part.index[1].start
+        found.extend(row_blocks(part, math.prod(shape[1:]), first))
     return {name: sorted(found, key=lambda block: block.row) for name, found in blocks.items()}
 
 
-def row_blocks(part: Slice, row_size: int) -> Iterator[RowBlock]:
+def row_blocks(part: Slice, row_size: int, first: int) -> Iterator[RowBlock]:
     """Split one slice of a Hugging Face tensor, at its place in a Megatron parameter, into blocks of rows of
-    `row_size`.
+    `row_size`. first: the first of its rows in the tensor.
 
     Raises:
         ValueError: the slice does not begin and end with whole rows, so it cannot be converted row by row.
@@ -167,6 +170,6 @@ def row_blocks(part: Slice, row_size: int) -> Iterator[RowBlock]:
         yield RowBlock(
             row=start // row_size,
             tensor=part.tensor,
-            tensor_row=(part.index[0].start or 0) + number * num_rows,
+            tensor_row=first + number * num_rows,
             num_rows=num_rows,
         )

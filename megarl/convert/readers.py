@@ -38,9 +38,9 @@ class SafetensorsReader:
         self.specs: Mapping[str, TensorSpec] = self.found
 
     def read(self, name: str, row: int, out: torch.Tensor) -> None:
-        """Fill `out` [rows, ...] with rows of the tensor `name`, starting at `row`."""
-        file, spec, offset = self._places[name]
-        row_bytes = spec.num_bytes // spec.shape[0]
+        """Fill `out` [rows, ...] with rows of the tensor `name`, as wide as those of `out`, starting at `row`."""
+        file, _, offset = self._places[name]
+        row_bytes = out.nbytes // len(out)
         self.files.read_into(file, offset + row * row_bytes, bytes_of(out))
 
 
@@ -82,7 +82,12 @@ class DistReader:
 
     def read(self, name: str, row: int, out: torch.Tensor) -> None:
         """Fill `out` [rows, ...] with rows of the Hugging Face tensor `name`, starting at `row`."""
-        blocks, end = self._blocks[name], row + len(out)
+        blocks = self._blocks[name]
+        if not blocks[0][1].of_expert:
+            # Blocks of a tensor of all experts count the rows of each.
+            rows = out.view(-1, *blocks[0][0].shape[1:])
+            row, out = row * (len(rows) // len(out)), rows
+        end = row + len(out)
         first = bisect.bisect_right(blocks, row, key=lambda pair: pair[1].tensor_row) - 1
         for parameter, block in blocks[first:]:
             if block.tensor_row >= end:

@@ -91,15 +91,16 @@ class ModelSpec:
         for rule in self.family.weights:
             rows = Counter[str]()
             for tensor in rule.tensors:
-                rows[tensor.name] += dim(tensor.shape[0])
+                name = tensor.sent_name if by_expert else tensor.name
+                rows[name] += dim(tensor.shape[0])
                 stack = (dim("experts"),) if tensor.of_expert and not by_expert else ()
-                shapes[tensor.name] = (*stack, rows[tensor.name], *map(dim, tensor.shape[1:]))
+                shapes[name] = (*stack, rows[name], *map(dim, tensor.shape[1:]))
         return {
-            placed.name(tensor.sent_name if by_expert else tensor.name): shapes[tensor.name]
+            placed.name(name): shapes[name]
             for placed in self.rules()
             if not self.is_copy(placed.rule)
             for tensor in placed.rule.tensors
-            if tensor.name != absent
+            if (name := tensor.sent_name if by_expert else tensor.name) != absent
         }
 
     def float32_tensors(self) -> frozenset[str]:

@@ -101,7 +101,10 @@ def within(prefix: str, weights: tuple[WeightRule, ...]) -> tuple[WeightRule, ..
     return tuple(
         replace(
             rule,
-            tensors=tuple(replace(tensor, name=renamed(tensor.name)) for tensor in rule.tensors),
+            tensors=tuple(
+                replace(tensor, name=renamed(tensor.name), of_expert=tensor.of_expert and renamed(tensor.of_expert))
+                for tensor in rule.tensors
+            ),
             tied_to=rule.tied_to and renamed(rule.tied_to),
         )
         for rule in weights

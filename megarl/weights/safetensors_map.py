@@ -20,6 +20,7 @@ from megarl.weights.families import MODEL_REMEDY, ModelSpec
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+UNTRAINED_NAME = "model-untrained.safetensors"
 MAX_FILE_BYTES = 5 << 30
 
 _DTYPES = {
@@ -149,6 +150,16 @@ def create_file(path: Path, specs: Mapping[str, TensorSpec]) -> None:
         file.write(layout.head)
 
 
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    """Write a safetensors file and return its tensors' shapes and dtypes. Raise ConfigError if the disk is too full."""
+    specs = {name: TensorSpec(shape=tuple(each.shape), dtype=each.dtype) for name, each in tensors.items()}
+    create_file(path, specs)
+    target = map_tensors(path, writable=True)
+    for name, tensor in tensors.items():
+        target[name].copy_(tensor)
+    return specs
+
+
 def model_files(directory: Path) -> list[Path]:
     """List the safetensors files of a model directory. Raise ConfigError, naming the file, if one is missing."""
     weight_map = read_weight_map(directory)
@@ -206,10 +217,14 @@ def not_expected(found: Iterable[str], expected: Iterable[str], ignored: Sequenc
 
 
 def untrained_tensors(spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """Return the tensors in a model's directory that exports have as they are, mapped to memory, or {} without any."""
+    """Return the tensors in a model's directory that exports have as they are, mapped to memory, or {} without any.
+
+    A torch_dist checkpoint has them in a file of their own.
+    """
     if not spec.family.untrained:
         return {}
-    found = map_model(model_files(spec.path))
+    apart = spec.path / UNTRAINED_NAME
+    found = map_model([apart] if apart.is_file() else model_files(spec.path))
     return {name: tensor for name, tensor in found.items() if name.startswith(spec.family.untrained)}
 
 

@@ -136,14 +136,18 @@ def turned(partition: Partition, parameter: torch.Tensor) -> torch.Tensor:
     return parameter if turn is None else turn(parameter)
 
 
-def shard_boxes(rule: WeightRule, dims: Dims, split: Split) -> list[Box]:
-    """Return the box that a shard holds of every tensor of a rule; sections begin where those before them end."""
+def shard_boxes(rule: WeightRule, dims: Dims, split: Split, *, by_expert: bool = False) -> list[Box]:
+    """Return the box that a shard holds of every tensor of a rule; sections begin where those before them end.
+
+    by_expert: as in `ModelSpec.expected_tensors`.
+    """
     rows, boxes = Counter[str](), list[Box]()
     for part, tensor in enumerate(rule.tensors):
-        shape, first = tuple(map(dims.dim, tensor.shape)), rows[tensor.name]
+        name = tensor.sent_name if by_expert else tensor.name
+        shape, first = tuple(map(dims.dim, tensor.shape)), rows[name]
         (start, end), *others = split_box(rule.partition, shape, part, dims, split)
         boxes.append(((first + start, first + end), *others))
-        rows[tensor.name] += shape[0]
+        rows[name] += shape[0]
     return boxes
 
 
@@ -184,7 +188,7 @@ def _slices_of(
     rule, dims = placed.rule, spec.dims
     # All shards of a vocabulary have equally many rows, padding included.
     split = Split(at.tp_rank, at.tp_size, vocab_padding=shard.shape[0] * at.tp_size)
-    boxes = shard_boxes(rule, dims, split)
+    boxes = shard_boxes(rule, dims, split, by_expert=by_expert)
     rows = [end - start for (start, end), *_ in boxes]
     # Whole groups of heads, or a part of one.
     groups = max(1, dims.dim(symbol) // at.tp_size) if (symbol := _CUTS[rule.partition].groups) else 1

@@ -3,6 +3,8 @@
 from megarl.weights.rules import HFTensor, Layers, Partition, WeightRule
 
 _L, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
+_LOCAL, _GROUPED = f"{_L}mlp.experts.local_experts.{{expert}}.", f"{_L}mlp.experts."
+_EXPERTS = f"{_HF}mlp.experts."
 
 SINKS = (
     WeightRule(
@@ -22,15 +24,39 @@ OUTPUT_BIAS = (
 
 
 def _of_experts(partition: Partition, parameter: str, tensor: str, shape: str) -> WeightRule:
-    local, grouped = f"{_L}mlp.experts.local_experts.{{expert}}.", f"{_L}mlp.experts."
-    experts = f"{_HF}mlp.experts."
     return WeightRule(
-        names=(f"{local}{parameter}", f"{grouped}{parameter}{{expert}}"),
+        names=(f"{_LOCAL}{parameter}", f"{_GROUPED}{parameter}{{expert}}"),
         partition=partition,
-        tensors=(HFTensor(f"{experts}{tensor}", tuple(shape.split()), of_expert=f"{experts}{{expert}}.{tensor}"),),
+        tensors=(HFTensor(f"{_EXPERTS}{tensor}", tuple(shape.split()), of_expert=f"{_EXPERTS}{{expert}}.{tensor}"),),
         layers=Layers.EXPERTS,
     )
 
+
+# Experts without biases, in tensors of all experts of a layer; of the first, gates come before what they multiply.
+# Engines take both matrices, and every expert, by a name of its own.
+STACKED_EXPERTS = (
+    WeightRule(
+        names=(f"{_L}mlp.router.weight",),
+        partition=Partition.REPLICATED,
+        tensors=(HFTensor(f"{_HF}mlp.gate.weight", ("experts", "hidden")),),
+        layers=Layers.EXPERTS,
+    ),
+    WeightRule(
+        names=(_LOCAL + "linear_fc1.weight", _GROUPED + "linear_fc1.weight{expert}"),
+        partition=Partition.GATE_UP,
+        tensors=tuple(
+            HFTensor(f"{_EXPERTS}gate_up_proj", ("expert_ffn", "hidden"), f"{_EXPERTS}{{expert}}.{kind}_proj.weight")
+            for kind in ("gate", "up")
+        ),
+        layers=Layers.EXPERTS,
+    ),
+    WeightRule(
+        names=(_LOCAL + "linear_fc2.weight", _GROUPED + "linear_fc2.weight{expert}"),
+        partition=Partition.COLUMNS,
+        tensors=(HFTensor(f"{_EXPERTS}down_proj", ("hidden", "expert_ffn"), f"{_EXPERTS}{{expert}}.down_proj.weight"),),
+        layers=Layers.EXPERTS,
+    ),
+)
 
 # Experts with biases, in tensors of all experts of a layer; their router has a bias too.
 BIASED_EXPERTS = (

@@ -31,7 +31,7 @@ from megarl.weights.blocks import (
 )
 from megarl.weights.hybrid import BY_HEAD_DECODER, BY_PART_DECODER, within
 from megarl.weights.rules import Activation, Family, HFTensor, Layers, Partition, WeightRule
-from megarl.weights.stacked_blocks import BIASED_EXPERTS, OUTPUT_BIAS, SINKS
+from megarl.weights.stacked_blocks import BIASED_EXPERTS, OUTPUT_BIAS, SINKS, STACKED_EXPERTS
 
 __all__ = [
     "FAMILIES",
@@ -544,4 +544,18 @@ def register_multimodal(text: Family, *, name: str, architecture: str) -> Family
     )
 
 
+_QWEN3_5_MOE = register_family(
+    replace(
+        _QWEN3_5_DENSE,
+        name="qwen3_5_moe_text",
+        architectures=("Qwen3_5MoeForCausalLM",),
+        weights=BY_PART_DECODER + STACKED_EXPERTS + GATED_SHARED_EXPERT,
+        # Every layer has experts.
+        defaults={**_HYBRID_DEFAULTS, "num_key_value_heads": 2, "intermediate_size": 0},
+        expert_ffn_key="moe_intermediate_size",
+        normalizes_experts=True,
+        gates_shared_expert=True,
+    )
+)
+register_multimodal(_QWEN3_5_MOE, name="qwen3_5_moe", architecture="Qwen3_5MoeForConditionalGeneration")
 register_multimodal(_QWEN3_5_DENSE, name="qwen3_5", architecture="Qwen3_5ForConditionalGeneration")

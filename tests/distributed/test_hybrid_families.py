@@ -11,6 +11,8 @@ import torch
 import transformers
 
 from megarl.config.schema import LayoutConfig, ModelConfig, MoeConfig
+from megarl.convert.commands import hf_to_mcore, mcore_to_hf
+from megarl.convert.engine import ConvertSettings
 from megarl.train.export import export_model
 from megarl.types import Row
 from megarl.weights.families import read_model_spec
@@ -99,5 +101,8 @@ def test_language_models_of_multimodal_models_are_trained(rank_pool: GetPool, te
     export_model(writers, writers.role, tmp_path / "export")
     assert_same_tensors(tmp_path / "export", model)
     assert read_model_spec(tmp_path / "export").family.name == "qwen3_5"
+    hf_to_mcore(model, ConvertSettings(out=tmp_path / "dist", num_workers=1))
+    mcore_to_hf(tmp_path / "dist", ConvertSettings(out=tmp_path / "back", num_workers=1))
+    assert_same_tensors(tmp_path / "back", model)
     loaded = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path / "export")
     assert torch.equal(loaded.lm_head.weight, read_tensors(model)["lm_head.weight"])

@@ -21,8 +21,12 @@ SIZES: dict[str, Any] = {
     "head_dim": 64,
 }
 _EXPERTS = {**SIZES, "moe_intermediate_size": 64}
+_DELTA = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": SIZES,
+    "qwen3_5": {**SIZES, **_DELTA},
+    # All experts, as below.
+    "qwen3_next": {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 64, "num_experts_per_tok": 6},
     "gemma": SIZES,
     "qwen3_moe": _EXPERTS,
     "deepseek_v3": {

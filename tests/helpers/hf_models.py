@@ -218,6 +218,16 @@ WITH_EXPERTS = {
             "mlp_only_layers": [1],
         },
     ),
+    "qwen3_5_moe": HFModel(
+        config="Qwen3_5MoeTextConfig",
+        keys={
+            **_HYBRID,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "mixtral": HFModel(
         config="MixtralConfig", keys={"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None}
     ),

@@ -47,7 +47,7 @@ def engine_needs(spec: ModelSpec, size: int, *, stages: int = 1, expert_parallel
 
 def _boxes_by_tensor(rule: WeightRule, spec: ModelSpec, split: Split) -> dict[str, Boxes]:
     """Return the boxes of a rule's tensors, by their names in the rule."""
-    found = list(zip(rule.tensors, shard_boxes(rule, spec.dims, split), strict=True))
+    found = list(zip(rule.tensors, shard_boxes(rule, spec.dims, split, by_expert=True), strict=True))
     return {
         tensor.sent_name: joined(box for other, box in found if other.sent_name == tensor.sent_name)
         for tensor in rule.tensors

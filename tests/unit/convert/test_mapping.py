@@ -117,4 +117,4 @@ def test_a_view_that_cuts_rows_is_refused() -> None:
     matrix = torch.empty(6, 4, device="meta")
     columns = Slice(tensor="x", index=(slice(0, 6), slice(0, 2)), view=matrix[:, :2], owned=True)
     with pytest.raises(ValueError, match="x: its place in Megatron's parameter is not made of whole rows"):
-        list(row_blocks(columns, 4))
+        list(row_blocks(columns, 4, 0))

@@ -297,6 +297,9 @@ GEMMA_2B = {
     "vocab_size": 256000,
 }
 QWEN3_5_9B = json.loads((CONFIGS / "qwen3.5-9b/config.json").read_text())
+QWEN3_5_35B_TEXT = json.loads((CONFIGS / "qwen3.5-35b-a3b/config.json").read_text())["text_config"] | {
+    "architectures": ["Qwen3_5MoeForCausalLM"]
+}
 # Its language model, as transformers writes it apart from the tower.
 QWEN3_5_9B_TEXT = QWEN3_5_9B["text_config"] | {"architectures": ["Qwen3_5ForCausalLM"]}
 MISTRAL_7B_V01, QWEN1_5_MOE, SEED_OSS_36B, GLM_4_5_AIR, GLM_4_7_FLASH, KIMI_K2, QWEN3_NEXT_80B = (
@@ -310,6 +313,7 @@ PUBLISHED = {
     "gemma": GEMMA_2B,
     "qwen3_5_text": QWEN3_5_9B_TEXT,
     "qwen3_next": QWEN3_NEXT_80B,
+    "qwen3_5_moe_text": QWEN3_5_35B_TEXT,
     "seed_oss": SEED_OSS_36B,
     "qwen2_moe": QWEN1_5_MOE,
     "glm4_moe": GLM_4_5_AIR,
@@ -356,6 +360,10 @@ LATENT_KEYS = (
 EXPERT_KEYS = {
     "qwen2_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     "qwen3_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "qwen3_5_moe_text": (
+        *("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        "shared_expert_intermediate_size",
+    ),
     "qwen3_next": (
         *("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
         "shared_expert_intermediate_size",
@@ -566,6 +574,7 @@ GLM4_SMALL = {"n_routed_experts": 5, "moe_intermediate_size": 16, "n_shared_expe
         ("qwen2_moe", {**QWEN2_SMALL, "decoder_sparse_step": 2}, (1, 3)),
         ("qwen2_moe", {**QWEN2_SMALL, "qkv_bias": False}, (0, 1, 2, 3, 4)),
         ("qwen3_next", {**QWEN2_SMALL, "mlp_only_layers": [2]}, (0, 1, 3, 4)),
+        ("qwen3_5_moe_text", QWEN2_SMALL, (0, 1, 2, 3, 4)),
         ("glm4_moe", GLM4_SMALL, (1, 2, 3, 4)),
         ("glm4_moe", {**GLM4_SMALL, "attention_bias": True}, (1, 2, 3, 4)),
         ("glm4_moe", {**GLM4_SMALL, "use_qk_norm": True}, (1, 2, 3, 4)),
@@ -581,6 +590,7 @@ GLM4_SMALL = {"n_routed_experts": 5, "moe_intermediate_size": 16, "n_shared_expe
         "qwen2_moe",
         "qwen2_moe-without-biases",
         "qwen3_next",
+        "qwen3_5_moe",
         "glm4_moe",
         "glm4_moe-biases",
         "glm4_moe-norms",
@@ -609,7 +619,7 @@ def test_experts_are_what_transformers_writes(
         num=5,
         per_token=3,
         ffn=width,
-        normalized=model_type in ("mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next"),
+        normalized=model_type in ("mixtral", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe_text", "gpt_oss"),
         layers=layers,
         shared_ffn=32 if routing or "shared_expert_intermediate_size" in keys else 0,
         gates_shared="shared_expert_intermediate_size" in keys,
