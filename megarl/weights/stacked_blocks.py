@@ -23,40 +23,18 @@ OUTPUT_BIAS = (
 )
 
 
-def _of_experts(partition: Partition, parameter: str, tensor: str, shape: str) -> WeightRule:
+def _of_experts(partition: Partition, parameter: str, *tensors: HFTensor) -> WeightRule:
     return WeightRule(
         names=(f"{_LOCAL}{parameter}", f"{_GROUPED}{parameter}{{expert}}"),
         partition=partition,
-        tensors=(HFTensor(f"{_EXPERTS}{tensor}", tuple(shape.split()), of_expert=f"{_EXPERTS}{{expert}}.{tensor}"),),
+        tensors=tensors,
         layers=Layers.EXPERTS,
     )
 
 
-# Experts without biases, in tensors of all experts of a layer; of the first, gates come before what they multiply.
-# Engines take both matrices, and every expert, by a name of its own.
-STACKED_EXPERTS = (
-    WeightRule(
-        names=(f"{_L}mlp.router.weight",),
-        partition=Partition.REPLICATED,
-        tensors=(HFTensor(f"{_HF}mlp.gate.weight", ("experts", "hidden")),),
-        layers=Layers.EXPERTS,
-    ),
-    WeightRule(
-        names=(_LOCAL + "linear_fc1.weight", _GROUPED + "linear_fc1.weight{expert}"),
-        partition=Partition.GATE_UP,
-        tensors=tuple(
-            HFTensor(f"{_EXPERTS}gate_up_proj", ("expert_ffn", "hidden"), f"{_EXPERTS}{{expert}}.{kind}_proj.weight")
-            for kind in ("gate", "up")
-        ),
-        layers=Layers.EXPERTS,
-    ),
-    WeightRule(
-        names=(_LOCAL + "linear_fc2.weight", _GROUPED + "linear_fc2.weight{expert}"),
-        partition=Partition.COLUMNS,
-        tensors=(HFTensor(f"{_EXPERTS}down_proj", ("hidden", "expert_ffn"), f"{_EXPERTS}{{expert}}.down_proj.weight"),),
-        layers=Layers.EXPERTS,
-    ),
-)
+def _turned(tensor: str, *shape: str) -> HFTensor:
+    return HFTensor(f"{_EXPERTS}{tensor}", shape, of_expert=f"{_EXPERTS}{{expert}}.{tensor}")
+
 
 # Experts with biases, in tensors of all experts of a layer; their router has a bias too.
 BIASED_EXPERTS = (
@@ -69,8 +47,38 @@ BIASED_EXPERTS = (
         )
         for kind, shape in (("weight", ("experts", "hidden")), ("bias", ("experts",)))
     ),
-    _of_experts(Partition.GATE_UP_IN_TURNS, "linear_fc1.weight", "gate_up_proj", "hidden expert_gate_up"),
-    _of_experts(Partition.GATE_UP_IN_TURNS, "linear_fc1.bias", "gate_up_proj_bias", "expert_gate_up"),
-    _of_experts(Partition.TRANSPOSED_COLUMNS, "linear_fc2.weight", "down_proj", "expert_ffn hidden"),
-    _of_experts(Partition.REPLICATED, "linear_fc2.bias", "down_proj_bias", "hidden"),
+    _of_experts(Partition.GATE_UP_IN_TURNS, "linear_fc1.weight", _turned("gate_up_proj", "hidden", "expert_gate_up")),
+    _of_experts(Partition.GATE_UP_IN_TURNS, "linear_fc1.bias", _turned("gate_up_proj_bias", "expert_gate_up")),
+    _of_experts(Partition.TRANSPOSED_COLUMNS, "linear_fc2.weight", _turned("down_proj", "expert_ffn", "hidden")),
+    _of_experts(Partition.REPLICATED, "linear_fc2.bias", _turned("down_proj_bias", "hidden")),
 )
+
+
+def fused_experts(block: str, router: str, gate_up: str, down: str) -> tuple[WeightRule, ...]:
+    """Return the weight rules of router and experts in tensors of all experts of a layer, of which one has gates and
+    ups as sections, given the checkpoint's names of the block and its tensors.
+    """
+    rows, columns = ("expert_ffn", "hidden"), ("hidden", "expert_ffn")
+    gate_up, down = f"{_HF}{block}.{gate_up}", f"{_HF}{block}.{down}"
+    gate_of_one, up_of_one, down_of_one = (
+        f"{_HF}{block}.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down")
+    )
+    return (
+        WeightRule(
+            names=(f"{_L}mlp.router.weight",),
+            partition=Partition.REPLICATED,
+            tensors=(HFTensor(f"{_HF}{block}.{router}", ("experts", "hidden")),),
+            layers=Layers.EXPERTS,
+        ),
+        _of_experts(
+            Partition.GATE_UP,
+            "linear_fc1.weight",
+            HFTensor(gate_up, rows, of_expert=gate_of_one),
+            HFTensor(gate_up, rows, of_expert=up_of_one),
+        ),
+        _of_experts(Partition.COLUMNS, "linear_fc2.weight", HFTensor(down, columns, of_expert=down_of_one)),
+    )
+
+
+# Engines take both matrices of the first, and every expert, by a name of its own.
+STACKED_EXPERTS = fused_experts("mlp", "gate.weight", gate_up="experts.gate_up_proj", down="experts.down_proj")

@@ -31,7 +31,7 @@ from megarl.weights.blocks import (
 )
 from megarl.weights.hybrid import BY_HEAD_DECODER, BY_PART_DECODER, within
 from megarl.weights.rules import Activation, Family, HFTensor, Layers, Partition, WeightRule
-from megarl.weights.stacked_blocks import BIASED_EXPERTS, OUTPUT_BIAS, SINKS, STACKED_EXPERTS
+from megarl.weights.stacked_blocks import BIASED_EXPERTS, OUTPUT_BIAS, SINKS, STACKED_EXPERTS, fused_experts
 
 __all__ = [
     "FAMILIES",
@@ -53,6 +53,14 @@ _LATENT_NORM_EPS = 1e-6
 REFUSED: Mapping[str, str] = {
     "Ministral3ForCausalLM": "vLLM does not scale its queries by their positions, since it reads llama_4_scaling where "
     "config.json has llama_4_scaling_beta; use a model of another architecture",
+}
+
+# What transformers takes for Granite's where config.json has none.
+_NO_MULTIPLIERS = {
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
 }
 
 FAMILIES: Registry[Family] = Registry("model family", key="config.json: architectures")
@@ -160,12 +168,7 @@ register_family(
         name="granite",
         architectures=("GraniteForCausalLM",),
         weights=DECODER + DENSE_MLP,
-        defaults={
-            "embedding_multiplier": 1.0,
-            "attention_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "logits_scaling": 1.0,
-        },
+        defaults=_NO_MULTIPLIERS,
         required={"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
     )
 )
@@ -255,6 +258,21 @@ register_family(
             "sliding_window_pattern": 4,
         },
         required={"hidden_act": ("silu",), "attention_bias": (False,)},
+    )
+)
+register_family(
+    Family(
+        name="granitemoe",
+        ends_on_every_stage=True,
+        architectures=("GraniteMoeForCausalLM",),
+        weights=DECODER
+        + fused_experts(
+            "block_sparse_moe", "router.layer.weight", gate_up="input_linear.weight", down="output_linear.weight"
+        ),
+        defaults=_NO_MULTIPLIERS,
+        required={"hidden_act": ("silu",), "attention_bias": (False,)},
+        expert_ffn_key="intermediate_size",
+        normalizes_experts=True,
     )
 )
 register_family(

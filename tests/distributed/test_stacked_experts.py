@@ -1,4 +1,4 @@
-"""Experts with biases in stacked tensors, sinks, windows and YaRN (gpt-oss) equal transformers.
+"""Experts in stacked tensors, with biases, sinks, windows and YaRN (gpt-oss) or in sections, equal transformers.
 
 Rows of the packs are up to nine windows long. The layout of the first test shows what Megatron has amiss with biases of
 experts: that of the last layer is marked as if all tensor-parallel ranks had it, so its gradient would be summed over
@@ -17,6 +17,13 @@ from tests.helpers.hf_models import make_model
 from tests.helpers.rank_pool import RankPool
 
 GetPool = Callable[[int], RankPool]
+
+
+def test_experts_with_sections(rank_pool: GetPool, tmp_path: Path) -> None:
+    """Granite's gates and ups are rows of one tensor of all experts."""
+    expected = run_transformers(make_model(tmp_path / "model", "granitemoe", tied=False))
+    layout = LayoutConfig(tp=2, sequence_parallel=True, ep=2)
+    assert_equals_transformers(rank_pool(2), expected, layout, tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -45,6 +45,12 @@ _LLAMA3_ROPE = {
 }
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _WINDOWS = {"sliding_window": 7, "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL, _SLIDING]}
+_MULTIPLIERS = {
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.5,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 0.7,
+}
 DENSE = {
     # As older versions of transformers wrote it.
     "llama": HFModel(
@@ -73,12 +79,7 @@ DENSE = {
     ),
     "granite": HFModel(
         config="GraniteConfig",
-        keys={
-            "embedding_multiplier": 6.0,
-            "attention_multiplier": 0.5,
-            "residual_multiplier": 0.4,
-            "logits_scaling": 0.7,
-        },
+        keys=_MULTIPLIERS,
     ),
     "mistral-small": HFModel(config="MistralConfig", keys={"sliding_window": None, "head_dim": 12}),
     # By default, the embedding of token 1 gets no gradient.
@@ -230,6 +231,11 @@ WITH_EXPERTS = {
     ),
     "mixtral": HFModel(
         config="MixtralConfig", keys={"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None}
+    ),
+    # Experts in stacked tensors, whose gates and ups are sections.
+    "granitemoe": HFModel(
+        config="GraniteMoeConfig",
+        keys={**_MULTIPLIERS, "num_local_experts": 6, "num_experts_per_tok": 2},
     ),
     # Queries without latents, experts without groups.
     "deepseek_v2-lite": HFModel(

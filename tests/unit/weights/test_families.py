@@ -169,6 +169,7 @@ QWEN3_0_6B = {
     "vocab_size": 151936,
 }
 GPT_OSS_120B = json.loads((CONFIGS / "gpt-oss-120b/config.json").read_text())
+GRANITE_3_1_3B = json.loads((CONFIGS / "granite-3.1-3b-a800m/config.json").read_text())
 GPT_OSS_20B = json.loads((CONFIGS / "gpt-oss-20b/config.json").read_text())
 QWEN3_30B_A3B = json.loads((CONFIGS / "qwen3-30b-a3b/config.json").read_text())
 MIXTRAL_8X7B = {
@@ -334,6 +335,7 @@ PUBLISHED = {
     "deepseek_v2": DEEPSEEK_V2,
     "deepseek_v3": DEEPSEEK_V3,
     "gpt_oss": GPT_OSS_20B,
+    "granitemoe": GRANITE_3_1_3B,
 }
 # What no family can do without.
 ESSENTIAL = (
@@ -374,6 +376,7 @@ EXPERT_KEYS = {
     "deepseek_v3": (*LATENT_KEYS, "routed_scaling_factor"),
     "mixtral": ("num_local_experts", "num_experts_per_tok"),
     "gpt_oss": ("num_local_experts", "num_experts_per_tok"),
+    "granitemoe": ("num_local_experts", "num_experts_per_tok"),
     "minimax_m2": ("num_local_experts", "num_experts_per_tok"),
 }
 # Keys of published files that transformers does not read, or not under this name.
@@ -434,6 +437,7 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
         # As 20.91 and 116.83 billions in the models' card.
         (GPT_OSS_20B, 20_914_757_184),
         (GPT_OSS_120B, 116_829_156_672),
+        (GRANITE_3_1_3B, 3_298_793_472),
     ],
     ids=[
         "llama-3.1-8b",
@@ -458,6 +462,7 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
         "kimi-k2",
         "gpt-oss-20b",
         "gpt-oss-120b",
+        "granite-3.1-3b-a800m",
     ],
 )
 def test_published_models(tmp_path: Path, config: dict[str, Any], num_parameters: int) -> None:
@@ -583,6 +588,7 @@ GLM4_SMALL = {"n_routed_experts": 5, "moe_intermediate_size": 16, "n_shared_expe
         ("deepseek_v2", {**LATENT_SMALL, "q_lora_rank": None}, (2, 3, 4)),
         ("deepseek_v3", DEEPSEEK_SMALL, (2, 3, 4)),
         ("gpt_oss", {"num_local_experts": 5, "head_dim": 8}, (0, 1, 2, 3, 4)),
+        ("granitemoe", {"num_local_experts": 5}, (0, 1, 2, 3, 4)),
     ],
     ids=[
         "qwen3_moe",
@@ -599,6 +605,7 @@ GLM4_SMALL = {"n_routed_experts": 5, "moe_intermediate_size": 16, "n_shared_expe
         "deepseek_v2-lite",
         "deepseek_v3",
         "gpt_oss",
+        "granitemoe",
     ],
 )
 def test_experts_are_what_transformers_writes(
@@ -612,14 +619,15 @@ def test_experts_are_what_transformers_writes(
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     expected = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     spec = read_model_spec(tmp_path)
-    width = 24 if model_type in ("mixtral", "gpt_oss") else 16
+    width = 24 if model_type in ("mixtral", "gpt_oss", "granitemoe") else 16
     assert spec.expected_tensors() == expected
     routing = ROUTINGS.get(model_type)
     assert spec.dims.experts == Experts(
         num=5,
         per_token=3,
         ffn=width,
-        normalized=model_type in ("mixtral", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe_text", "gpt_oss"),
+        normalized=model_type
+        in ("mixtral", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe_text", "gpt_oss", "granitemoe"),
         layers=layers,
         shared_ffn=32 if routing or "shared_expert_intermediate_size" in keys else 0,
         gates_shared="shared_expert_intermediate_size" in keys,

@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.cluster.sync_plan import rank_holdings
+from megarl.config.schema import LayoutConfig
+from megarl.sync.plan.engine_shards import engine_needs
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.slices import ShardPosition, Slice, load_slices, shard_slices, store_slices
 from tests.helpers.small_model import write_config
@@ -92,3 +95,46 @@ def test_engines_take_each_expert_by_its_own_name(spec: ModelSpec) -> None:
         return stacked.index == (slice(expert, expert + 1), *own.index) and torch.equal(stacked.view, own.view)
 
     assert all(is_same(*pair, 2 + i // 4) for i, pair in enumerate(zip(together, apart, strict=True)))
+
+
+@pytest.fixture
+def sections(tmp_path: Path) -> ModelSpec:
+    """A model whose tensor of gates and ups has four rows of a gate, then four of an up, for each of four experts."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": HIDDEN, "intermediate_size": FFN, "num_local_experts": EXPERTS}
+    architectures = ["GraniteMoeForCausalLM"]
+    return read_model_spec(write_config(tmp_path, architectures=architectures, **sizes, num_experts_per_tok=2))
+
+
+GATE_UP, OWN = "model.layers.0.block_sparse_moe.input_linear.weight", "model.layers.0.block_sparse_moe.experts.{}."
+
+
+def test_sections_of_all_experts(sections: ModelSpec) -> None:
+    """On the second of two ranks that share each expert: rows 2 and 3 of gates, 6 and 7 of gates and ups."""
+    shape = sections.expected_tensors()[GATE_UP]
+    assert shape == (EXPERTS, 2 * FFN, HIDDEN)
+    full = {GATE_UP: torch.arange(torch.Size(shape).numel()).float().view(shape)}
+    mine = [(f"{LAYER.format(1)}linear_fc1.weight", torch.zeros(FFN, HIDDEN))]
+    at = position(tp_rank=1, tp_size=2)
+    load_slices(shard_slices(mine, sections, at, at), full)
+    assert torch.equal(mine[0][1], full[GATE_UP][1, [2, 3, 6, 7]])
+    apart = list(shard_slices(mine, sections, at, at, by_expert=True))
+    rows = (slice(2, 4), slice(0, HIDDEN))
+    assert [(part.tensor, part.index) for part in apart] == [
+        (f"{OWN.format(1)}gate_proj.weight", rows),
+        (f"{OWN.format(1)}up_proj.weight", rows),
+    ]
+
+
+def test_engines_and_ranks_agree_on_sections(sections: ModelSpec) -> None:
+    expected = sections.expected_tensors(by_expert=True)
+    assert GATE_UP not in expected
+    assert expected[f"{OWN.format(3)}gate_proj.weight"] == expected[f"{OWN.format(3)}up_proj.weight"] == (FFN, HIDDEN)
+    held = rank_holdings(sections, LayoutConfig(tp=2, dp=2, ep=2, etp=2), vocab_multiple=1)
+    needs = engine_needs(sections, 2)
+    for rank in range(4):
+        for expert in range(EXPERTS):
+            own = held[rank].get(f"{OWN.format(expert)}up_proj.weight")
+            first = FFN // 2 * (rank % 2)
+            assert own == ((((first, first + 2), (0, HIDDEN)),) if expert // 2 == rank // 2 else None)
+    assert needs[1][f"{OWN.format(0)}up_proj.weight"] == (((2, 4), (0, HIDDEN)),)
+    assert needs[1][f"{OWN.format(0)}down_proj.weight"] == (((0, HIDDEN), (2, 4)),)
