@@ -39,6 +39,8 @@ from megarl.types.messages import (
     UpdateResult,
 )
 
+# Ray's runtime environment of processes that are forked, where there is a server.
+runtime_env: dict[str, object] = {}
 NO_LOAD = EngineLoad(kv_tokens=0, written={}, cost=None)
 
 
@@ -141,10 +143,8 @@ class Watched(Worker):
 
 def start(index: int, cls: type[Worker] = Worker, *, name: str = "") -> Process[Worker]:
     groups = {"generation": 1, "watch": 1}
-    return Process(
-        name=name or f"trainer rank {index}",
-        actor=ray.remote(concurrency_groups=groups)(cls).options(num_cpus=0.5).remote(index),
-    )
+    actor = ray.remote(concurrency_groups=groups)(cls).options(num_cpus=0.5, runtime_env=runtime_env)
+    return Process(name=name or f"trainer rank {index}", actor=actor.remote(index))
 
 
 _started: list[Process[Worker]] = []

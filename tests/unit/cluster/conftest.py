@@ -11,8 +11,10 @@ from megarl.cluster.ray_session import open_ray
 from megarl.cluster.remotes import Process, results
 from megarl.config.schema import ClusterConfig
 from megarl.host.device.platform import apply_environment
+from megarl.host.fork_server import ForkServers
 from megarl.host.janitor import Janitor
 from megarl.host.ray_environment import RAY_ENVIRONMENT
+from tests.helpers import remote_processes
 from tests.helpers.remote_processes import Worker, start
 
 NUM_PROCESSES = 4
@@ -25,12 +27,16 @@ def ray_session() -> Iterator[Janitor]:
     apply_environment()
     os.environ.update(RAY_ENVIRONMENT)
     settings = ClusterConfig(num_cpus=NUM_PROCESSES, object_store_mib=80)
+    environment = {"TMPDIR": str(janitor.temp_dir), "HF_TOKEN": "of the user"}
+    servers = ForkServers(janitor.temp_dir, "tests.helpers.worker_imports", ["worker"], environment)
     try:
-        environment = {"TMPDIR": str(janitor.temp_dir), "HF_TOKEN": "of the user"}
         open_ray(settings, num_cpus=1, temp_dir=janitor.temp_dir, environment=environment)
+        remote_processes.runtime_env = servers.runtime_envs()["worker"]
         yield janitor
     finally:
+        remote_processes.runtime_env = {}
         ray.shutdown()
+        servers.close()
         janitor.close()
 
 
