@@ -7,14 +7,14 @@ import functools
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, meta
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
@@ -25,6 +25,11 @@ from megarl.seeds import span_seed
 from megarl.sync.wire.ends import BridgeReceiver
 from megarl.sync.wire.routed import RoutedReceiver
 from megarl.sync.wire.wires import Share
+
+# Parameters that vLLM's models write themselves, without a loader of which a reload knows: it must leave them in place.
+WRITTEN_IN_PLACE = frozenset({"sinks"})
+meta.SKIP_LOAD_TENSORS.update(WRITTEN_IN_PLACE)
+meta.SKIP_TENSORS.update(WRITTEN_IN_PLACE)
 
 
 class WeightReceiver:
@@ -113,8 +118,8 @@ class WeightReceiver:
             name_loaders(model)
             initialize_layerwise_reload(model)
             try:
-                model.load_weights(tensors())
-                unfilled = unfilled_layers(model)
+                loaded = model.load_weights(tensors())
+                unfilled = unfilled_layers(model, loaded)
             except (KeyError, ValueError) as error:
                 problem = f"the engine does not know a tensor that the trainer sent: {error}"
                 # Take part in the rest of the transfer, since the other processes do.
@@ -154,7 +159,8 @@ def _missing_elements(layer: torch.nn.Module) -> tuple[int, int]:
     info = get_layerwise_info(layer)
     if not info.can_load() or is_deferred_attention_layer(layer):
         return 0, 0
-    expected = sum(get_tensor_load_numel(p) for p in layer.parameters(recurse=False))
+    parameters = layer.named_parameters(recurse=False)
+    expected = sum(get_tensor_load_numel(p) for name, p in parameters if name not in WRITTEN_IN_PLACE)
     if isinstance(layer, VocabParallelEmbedding):
         # The rows that pad the vocabulary are never sent.
         padded = layer.shard_indices.num_elements_padded - layer.shard_indices.num_org_elements
@@ -162,8 +168,10 @@ def _missing_elements(layer: torch.nn.Module) -> tuple[int, int]:
     return (0, 0) if info.load_numel >= expected else (info.load_numel, expected)
 
 
-def unfilled_layers(model: torch.nn.Module) -> list[str]:
+def unfilled_layers(model: torch.nn.Module, loaded: Collection[str]) -> list[str]:
     """List layers whose loaders consumed fewer elements than their parameters hold, as 'name (got/expected)'.
+
+    loaded: the parameters that vLLM's model says it loaded, by which those are judged that are written in place.
 
     A layer that is tied to a filled one counts as filled. Call this after loading and before vLLM finalises the reload,
     which resets the counts of complete layers.
@@ -174,8 +182,9 @@ def unfilled_layers(model: torch.nn.Module) -> list[str]:
     for name, layer in layers.items():
         if counts[name] == (0, 0):
             filled |= _storage_of(layer)
+    in_place = [name for name, _ in model.named_parameters() if name.rpartition(".")[2] in WRITTEN_IN_PLACE]
     return [
         f"{name} ({got}/{expected})"
         for name, (got, expected) in counts.items()
         if expected and not (got == 0 and _storage_of(layers[name]) & filled)
-    ]
+    ] + [f"{name} (0/1)" for name in in_place if name not in loaded]
