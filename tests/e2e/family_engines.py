@@ -19,7 +19,7 @@ from megarl.sync.wire.meetings import Meeting
 from megarl.sync.wire.routed import RoutedSender
 from megarl.sync.wire.shares import shares_of
 from megarl.types import FloatArray
-from megarl.weights.families import read_model_spec
+from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.safetensors_map import map_model, weight_specs
 from megarl.weights.slices import Slice
 from tests.e2e.engines import running
@@ -70,8 +70,8 @@ def _sync(
 ) -> tuple[list[Mapping[str, int]], list[Mapping[str, int]]]:
     """Let a rank that holds the whole model send all that the engine's workers need."""
     model, config = read_model_spec(trained), spec.config
-    specs, tensors = weight_specs(model, "float32"), map_model(sorted(trained.glob("*.safetensors")))
-    slices = [Slice(tensor=name, index=(), view=tensors[name], owned=True) for name in specs]
+    specs = weight_specs(model, "float32", by_expert=True)
+    slices = whole_slices(model, map_model(sorted(trained.glob("*.safetensors"))))
     needs = engine_needs(model, config.tp, stages=config.pp, expert_parallel=config.expert_parallel)
     held = holding_of(slices, {name: each.shape for name, each in specs.items()})
     plan = build_plan(specs, {0: held}, dict(enumerate(needs, start=1)))
@@ -94,3 +94,13 @@ def _sync(
         sums = sending.result()
     wire.close()
     return [sums[1 + worker] for worker in range(len(needs))], [each.checksums for each in received]
+
+
+def whole_slices(model: ModelSpec, tensors: Mapping[str, torch.Tensor]) -> list[Slice]:
+    """All tensors of a model as a sync sends them, those of all experts of a layer one by one."""
+    views = dict[str, torch.Tensor]()
+    for placed in model.rules():
+        for tensor in placed.rule.tensors:
+            if (whole := tensors.get(placed.name(tensor.name))) is not None:
+                views[placed.name(tensor.sent_name)] = whole[placed.expert] if tensor.of_expert else whole
+    return [Slice(tensor=name, index=(), view=view, owned=True) for name, view in views.items()]

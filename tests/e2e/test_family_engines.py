@@ -57,8 +57,8 @@ class EngineModel:
     published: Mapping[str, Any] = field(default_factory=dict)
 
 
-# The default case is one that needs a patch on CPUs.
-DEFAULT = "deepseek_v3-yarn"
+# The default case has sinks, windows and experts that are sent one by one, but are in one tensor.
+DEFAULT = "gpt_oss"
 _V3 = EngineModel(sizes=_LATENT, published={"topk_method": "noaux_tc", "scoring_func": "sigmoid"})
 MODELS: Mapping[str, EngineModel] = {
     "llama-3": EngineModel(),
@@ -77,6 +77,21 @@ MODELS: Mapping[str, EngineModel] = {
     "mixtral": EngineModel(),
     "glm4_moe": EngineModel(sizes=_EXPERTS),
     "glm4_moe-air": EngineModel(sizes=_EXPERTS),
+    "gemma2": EngineModel(tied=True, sizes={"sliding_window": 16}),
+    "gemma3": EngineModel(tied=True, sizes={"sliding_window": 16}),
+    "olmo2": EngineModel(),
+    "olmo3": EngineModel(sizes={"sliding_window": 16}),
+    "minimax_m2": EngineModel(
+        published={
+            "rotary_dim": 16,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+            "use_qk_norm": True,
+            "shared_intermediate_size": 0,
+        }
+    ),
+    "gpt_oss": EngineModel(sizes={"sliding_window": 16}),
+    "qwen3_5": EngineModel(sizes={"linear_key_head_dim": 64, "linear_value_head_dim": 64}),
     "deepseek_v2": EngineModel(sizes=_LATENT),
     "deepseek_v3-yarn": _V3,
     "deepseek_v3-kimi": _V3,
@@ -87,11 +102,14 @@ MAX_TOKENS = 40
 
 
 def make_engine_model(path: Path, name: str) -> Path:
-    """A model of sizes that an engine takes, with a tokenizer."""
-    make_model(path, name, tied=MODELS[name].tied, **{**SIZES, **MODELS[name].sizes})
-    config = path / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), **MODELS[name].published}))
-    make_byte_tokenizer().save_pretrained(path)
+    """A model of sizes that an engine takes, with a tokenizer and its token at the end."""
+    described, tokenizer = MODELS[name], make_byte_tokenizer()
+    make_model(path, name, tied=described.tied, **{**SIZES, **described.sizes})
+    tokenizer.save_pretrained(path)
+    config, ends = path / "config.json", {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **described.published, **ends}))
+    # It has the family's own tokens at the end, of which a small vocabulary has none.
+    (path / "generation_config.json").unlink()
     return path
 
 
