@@ -11,7 +11,7 @@ from megarl.algos.build import algorithm_of
 from megarl.cluster.roles import by_layout, roles_of
 from megarl.config.batches import batch_counts, max_row_tokens
 from megarl.config.check import check_train
-from megarl.config.check_model import check_experts, check_model, check_stages, check_tp
+from megarl.config.check_model import check_expert_width, check_experts, check_model, check_stages, check_tp
 from megarl.config.generation import NodesConfig, PlacementConfig
 from megarl.config.load import PACKAGED, with_overrides
 from megarl.config.parse import from_dict
@@ -19,6 +19,7 @@ from megarl.config.recompute import RecomputeConfig, RecomputedModule
 from megarl.config.schema import Config, LayoutConfig
 from megarl.errors import ConfigError
 from megarl.forecast.costs import Hardware, StepCost, step_cost
+from megarl.host.device.platform import platform
 from megarl.plan.build import engine_bytes, micro_batches_at_full_length, plan_engine, plan_shards
 from megarl.plan.derive import ENGINE_SHARE, FILL, share_beside
 from megarl.plan.devices import most_bytes, plan_devices
@@ -309,6 +310,10 @@ def _with_engines(
             gpu_memory_utilization=utilization,
         )
         chosen = replace(config, rollout=replace(config.rollout, engine=engine_config))
+        try:
+            check_expert_width(chosen, search.spec.hf_config, platform().expert_width_multiple)
+        except ConfigError:
+            continue
         engine = plan_engine(chosen, search.spec.dims, search.stage_bytes, search.device_bytes)
         num_sequences = engine.full_rows or 0
         devices = plan_devices(chosen, layouts, shards, engine)

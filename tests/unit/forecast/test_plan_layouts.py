@@ -289,6 +289,13 @@ def test_the_command_prints_a_table_and_settings(capsys: pytest.CaptureFixture[s
     assert [line.partition(":")[0] for line in lines[-3:]] == ["actor", "rollout", "placement"]
 
 
+@pytest.mark.long
+def test_engines_have_experts_that_vllm_does_not_pad() -> None:
+    """Over eight workers, experts of 1,408 would be 176 wide, no multiple of this device's 32."""
+    (choice,) = find_layouts(search_for("glm-4.5-air", 64), most=1)
+    assert choice.config.rollout.engine.tp <= 4
+
+
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "--model", str(ROOT / "configs/model/hf/qwen3-8b"), "--gpus", "8", "--most", "2", "--json"])
     found = json.loads(capsys.readouterr().out)
