@@ -29,6 +29,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 64, "num_experts_per_tok": 6},
     "gemma": SIZES,
     "qwen3_moe": _EXPERTS,
+    # All experts, because rounding changes which are best; windows are shorter than most rows.
+    "gpt_oss": {**SIZES, "intermediate_size": 64, "num_experts_per_tok": 6},
     "deepseek_v3": {
         "hidden_size": 256,
         "intermediate_size": 512,
