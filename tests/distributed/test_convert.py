@@ -49,6 +49,7 @@ def export_files(model: Path, directory: Path, dtype: str) -> list[str]:
         ("phi3", False, "bfloat16", "tp2-pp2"),
         ("qwen3_moe-mixed", False, "float32", "tp2-ep2"),
         ("deepseek_v3", False, "bfloat16", "tp2-ep2"),
+        ("gpt_oss", False, "bfloat16", "tp2-ep2"),
         ("gemma3", False, "bfloat16", "tp2-pp2"),
         ("olmo3", False, "float32", "tp2-pp2"),
         ("minimax_m2", False, "bfloat16", "tp2-ep2"),
