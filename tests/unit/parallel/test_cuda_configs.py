@@ -77,6 +77,26 @@ def test_batch_invariant_kernels_have_all_that_megatron_asks_for(
         assert fields["gradient_accumulation_fusion"] is not asked
 
 
+def test_experts_with_biases_are_not_fused(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+    """Megatron's fused activation clamps before it adds biases; grouped experts refuse to fuse what follows them.
+
+    Megarl's attention has the sinks within Transformer Engine's layers.
+    """
+    path = make_model(tmp_path / "model", "gpt_oss", tied=False)
+    ((fields,),) = rank_pool(1).run(built, str(path), [ActorConfig()])
+    expected = {
+        "add_bias_linear": True,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 1.0,
+        "moe_grouped_gemm": True,
+    }
+    assert {name: fields[name] for name in expected} == expected
+    (options,) = rank_pool(1).run(own_attention, str(path), LayoutConfig())
+    assert options == [AttentionOptions(window=window, sinks=True) for window in (7, None, 7, None, 7)]
+
+
 def test_windows_reach_transformer_engine(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
     """It counts the positions before a token's own, and Megatron says in which layers."""
     path = make_model(tmp_path / "model", "qwen3-windows", tied=False)
