@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.sync.plan.build import Parcel, build_plan
-from megarl.sync.plan.engine_shards import EnginePosition, engine_shards
+from megarl.sync.plan.engine_shards import engine_needs
 from megarl.sync.wire.ends import BridgeSender, holding_of
 from megarl.sync.wire.wires import Share, pack
 from megarl.weights.boxes import slices_of
@@ -70,8 +70,8 @@ def test_every_worker_gets_its_part_of_each_expert(spec: ModelSpec, expert_paral
     full = {name: torch.randn(shape) for name, shape in shapes.items()}
     ranks = [slices_of_rank(spec, full, rank) for rank in range(EP)]
     specs = {name: TensorSpec(shape=shape, dtype=torch.float32) for name, shape in shapes.items()}
-    at = (EnginePosition(rank=i, size=ENGINE_TP, expert_parallel=expert_parallel) for i in range(ENGINE_TP))
-    needs = [{n: boxes for n, boxes in engine_shards(spec, each).items() if n in shapes} for each in at]
+    every = engine_needs(spec, ENGINE_TP, expert_parallel=expert_parallel)
+    needs = [{n: boxes for n, boxes in each.items() if n in shapes} for each in every]
     assert len(needs[0]) == len(shapes) // (2 if expert_parallel else 1)
     plan = build_plan(
         specs,
