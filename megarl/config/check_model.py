@@ -83,13 +83,12 @@ def check_delta_nets(layout: LayoutConfig, hf_config: Mapping[str, object], role
             f"{role}.layout.cp: got {layout.cp}, but gated delta nets pass a state from token to token of a row, and "
             f"no context-parallel form of them is implemented; set {role}.layout.cp=1, and more tp or recompute"
         )
-    for name, what in (("linear_num_key_heads", "delta nets"), ("num_key_value_heads", "gated attention")):
-        if (size := _dimension(hf_config, name, role)) % layout.tp:
-            valid = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-            raise ConfigError(
-                f"{role}.layout.tp: got {layout.tp}, which does not divide {name}={size}, and no head of {what} can be "
-                f"split; valid values: {valid}"
-            )
+    if (size := _dimension(hf_config, "num_key_value_heads", role)) % layout.tp:
+        valid = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        raise ConfigError(
+            f"{role}.layout.tp: got {layout.tp}, which does not divide num_key_value_heads={size}, and heads of gated "
+            f"attention cannot be split; valid values: {valid}"
+        )
 
 
 def check_stages(layout: LayoutConfig, hf_config: Mapping[str, object], where: str) -> None:
@@ -268,9 +267,11 @@ def _require_positions(hf_config: Mapping[str, object], role: str, longest: int,
 
 
 def _split_sizes(hf_config: Mapping[str, object]) -> list[str]:
-    """Return the names of sizes that tensor parallelism divides; a model whose layers all have experts may lack one."""
-    names = ("num_attention_heads", "intermediate_size")
-    return [name for name in names if hf_config.get(name) != 0]
+    """Return the names of sizes that tensor parallelism divides; models whose layers all have experts may lack one."""
+    no_dense = hf_config.get("intermediate_size") == 0 and _first(NUM_EXPERTS, hf_config) is not None
+    # Those of gated delta nets, each with its value heads.
+    key_heads = [name for name in ("linear_num_key_heads",) if hf_config.get(name) is not None]
+    return ["num_attention_heads", *([] if no_dense else ["intermediate_size"]), *key_heads]
 
 
 def _num_kv_heads(hf_config: Mapping[str, object], role: str) -> int:

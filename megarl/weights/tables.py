@@ -562,12 +562,13 @@ def register_multimodal(text: Family, *, name: str, architecture: str) -> Family
     )
 
 
+_MOE_DECODER = BY_PART_DECODER + GATED_SHARED_EXPERT
 _QWEN3_5_MOE = register_family(
     replace(
         _QWEN3_5_DENSE,
         name="qwen3_5_moe_text",
         architectures=("Qwen3_5MoeForCausalLM",),
-        weights=BY_PART_DECODER + STACKED_EXPERTS + GATED_SHARED_EXPERT,
+        weights=_MOE_DECODER + expert_mlps("mlp", "gate_proj", "up_proj", "down_proj"),
         # Every layer has experts.
         defaults={**_HYBRID_DEFAULTS, "num_key_value_heads": 2, "intermediate_size": 0},
         expert_ffn_key="moe_intermediate_size",
@@ -575,5 +576,10 @@ _QWEN3_5_MOE = register_family(
         gates_shared_expert=True,
     )
 )
-register_multimodal(_QWEN3_5_MOE, name="qwen3_5_moe", architecture="Qwen3_5MoeForConditionalGeneration")
+# As published; transformers writes a tensor for each expert.
+register_multimodal(
+    replace(_QWEN3_5_MOE, weights=_MOE_DECODER + STACKED_EXPERTS),
+    name="qwen3_5_moe",
+    architecture="Qwen3_5MoeForConditionalGeneration",
+)
 register_multimodal(_QWEN3_5_DENSE, name="qwen3_5", architecture="Qwen3_5ForConditionalGeneration")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from megarl.config.schema import LayoutConfig, ModelConfig, MoeConfig
 from megarl.convert.commands import hf_to_mcore, mcore_to_hf
@@ -18,7 +19,6 @@ from megarl.types import Row
 from megarl.weights.families import read_model_spec
 from tests.distributed.test_load_export import PoolWriters
 from tests.helpers.family_parity import (
-    Reference,
     assert_equals_transformers,
     assert_rows,
     make_rows,
@@ -64,45 +64,59 @@ def test_rows_that_share_a_prompt_equal_transformers(rank_pool: GetPool, tmp_pat
     assert_equals_transformers(rank_pool(2), expected, TP2, tmp_path, rows=rows)
 
 
-def make_multimodal(path: Path, text: Path) -> Path:
-    """A model with a small vision tower and the language model `text`, as transformers writes it, and an MTP tensor."""
-    config = transformers.Qwen3_5Config(
+# The names of transformers' config and model.
+MULTIMODAL = {
+    "qwen3_5": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration"),
+    "qwen3_5_moe": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration"),
+}
+
+
+def make_multimodal(path: Path, name: str, text: Path) -> Path:
+    """A model with a small vision tower and the language model `text`, as transformers writes it, and an MTP tensor.
+
+    Experts are as published, all of a layer in one tensor, where transformers writes one for each.
+    """
+    config_class, model_class = (getattr(transformers, each) for each in MULTIMODAL[name])
+    config = config_class(
         text_config=json.loads((text / "config.json").read_text()),
         vision_config={"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 48},
         tie_word_embeddings=False,
     )
-    whole = transformers.Qwen3_5ForConditionalGeneration(config)
-    own = transformers.AutoModelForCausalLM.from_pretrained(text)
+    whole, own = model_class(config), transformers.AutoModelForCausalLM.from_pretrained(text)
     whole.model.language_model.load_state_dict(own.model.state_dict())
     whole.lm_head.load_state_dict(own.lm_head.state_dict())
     whole.save_pretrained(path)
-    tensors = read_tensors(path) | {"mtp.norm.weight": torch.linspace(-1, 1, 48)}
-    transformers.modeling_utils.safe_save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    tensors = {key: value for key, value in read_tensors(path).items() if ".mlp.experts." not in key}
+    for layer, each in enumerate(whole.model.language_model.layers):
+        if hasattr(each.mlp, "experts"):
+            for kind, stacked in each.mlp.experts.named_parameters():
+                tensors[f"model.language_model.layers.{layer}.mlp.experts.{kind}"] = stacked.detach().clone()
+    tensors["mtp.norm.weight"] = torch.linspace(-1, 1, 48)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     (path / "tokenizer.json").write_text("{}")
     return path
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return run_transformers(make_model(tmp_path_factory.mktemp("text"), "qwen3_5", tied=False))
-
-
-def test_language_models_of_multimodal_models_are_trained(rank_pool: GetPool, text: Reference, tmp_path: Path) -> None:
-    """What transformers computes with the same language model alone; the tower and MTP layers are exported as read."""
-    model = make_multimodal(tmp_path / "model", text.path)
+@pytest.mark.parametrize("name", list(MULTIMODAL))
+def test_language_models_of_multimodal_models_are_trained(rank_pool: GetPool, tmp_path: Path, name: str) -> None:
+    """What transformers computes with the same language model alone; the tower and MTP layers stay as they were read,
+    in exports and through conversions.
+    """
+    text = run_transformers(make_model(tmp_path / "text", name, tied=False))
+    model = make_multimodal(tmp_path / "model", name, text.path)
     measured = run_ranks(rank_pool(2), model, TP2, tmp_path, make_rows(), MoeConfig(), "none")
     assert_rows("logits", [m.logits for m in measured], text.logits)
     assert_rows("log-probs", [m.logprobs for m in measured], text.logprobs)
-    names = {name for name in read_tensors(model) if name.startswith(("model.visual.", "mtp."))}
+    names = {key for key in read_tensors(model) if key.startswith(("model.visual.", "mtp."))}
     assert len(names) > 10
     assert read_tensors(tmp_path / "weights").keys() == read_tensors(model).keys() - names
 
     writers = PoolWriters(rank_pool(2), TP2, ModelConfig(path=str(model), dtype="float32", vocab_multiple=4))
     export_model(writers, writers.role, tmp_path / "export")
     assert_same_tensors(tmp_path / "export", model)
-    assert read_model_spec(tmp_path / "export").family.name == "qwen3_5"
+    assert read_model_spec(tmp_path / "export").family.name == name
     hf_to_mcore(model, ConvertSettings(out=tmp_path / "dist", num_workers=1))
     mcore_to_hf(tmp_path / "dist", ConvertSettings(out=tmp_path / "back", num_workers=1))
     assert_same_tensors(tmp_path / "back", model)
-    loaded = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path / "export")
+    loaded = getattr(transformers, MULTIMODAL[name][1]).from_pretrained(tmp_path / "back")
     assert torch.equal(loaded.lm_head.weight, read_tensors(model)["lm_head.weight"])

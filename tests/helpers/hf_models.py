@@ -144,7 +144,7 @@ WINDOWED = {
 }
 # What a layer adds to the residual stream.
 OUTPUTS = ("out_proj", "o_proj", "down_proj")
-# Four value heads of gated delta nets on two key heads, in three of the five layers.
+# Four value heads of gated delta nets on two key heads, in all layers but the third.
 _HYBRID = {
     "head_dim": 16,
     "linear_num_key_heads": 2,
@@ -152,7 +152,7 @@ _HYBRID = {
     "linear_key_head_dim": 10,
     "linear_value_head_dim": 14,
     "linear_conv_kernel_dim": 4,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "full_attention_interval": 3,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }
 DENSE["qwen3_5"] = HFModel(config="Qwen3_5TextConfig", keys=_HYBRID)

@@ -456,13 +456,12 @@ QWEN3_NEXT = {**QWEN3_0_6B, "num_key_value_heads": 2, "linear_num_key_heads": 16
         (
             {**QWEN3_NEXT, "linear_num_key_heads": 6, "num_key_value_heads": 4},
             {"actor__layout__tp": 4},
-            "actor.layout.tp: got 4, which does not divide linear_num_key_heads=6, and no head of delta nets can be "
-            "split; valid values: 1, 2, 3, 6",
+            "actor.layout.tp: got 4, which does not divide the model's linear_num_key_heads=6; valid values: 1, 2",
         ),
         (
             QWEN3_NEXT,
             {"actor__layout__tp": 4},
-            "actor.layout.tp: got 4, which does not divide num_key_value_heads=2, and no head of gated attention can "
+            "actor.layout.tp: got 4, which does not divide num_key_value_heads=2, and heads of gated attention cannot "
             "be split; valid values: 1, 2",
         ),
     ],
@@ -472,6 +471,13 @@ def test_layouts_keep_rows_and_heads_of_delta_nets_whole(
 ) -> None:
     assert model_message(hf_config, **layout) == expected
     check_model(config(actor__layout__tp=2), QWEN3_NEXT)
+
+
+def test_engines_keep_key_heads_of_delta_nets_whole() -> None:
+    assert model_message({**QWEN3_NEXT, "linear_num_key_heads": 6}, rollout__engine__tp=4) == (
+        "rollout.engine.tp: got 4, which does not divide the model (num_attention_heads=16, intermediate_size=3072, "
+        "linear_num_key_heads=6, num_key_value_heads=2); valid values: 1, 2"
+    )
 
 
 def test_tp_that_does_not_divide_the_feed_forward() -> None:
