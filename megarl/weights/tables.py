@@ -7,6 +7,8 @@ validation and estimates of sizes all derive from these tables. Nothing here imp
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 from megarl.registry import RegistrationError, Registry
 from megarl.weights.blocks import (
@@ -199,7 +201,7 @@ register_family(
         },
     )
 )
-register_family(
+_GEMMA3 = register_family(
     Family(
         name="gemma3_text",
         ends_on_every_stage=True,
@@ -548,16 +550,29 @@ register_family(
 )
 
 
-def register_multimodal(text: Family, *, name: str, architecture: str) -> Family:
-    """Register the family of a published model that has one of the family `text` as its language model."""
+def register_multimodal(
+    text: Family,
+    *,
+    name: str,
+    architecture: str,
+    prefix: str = "model.language_model.",
+    towers: tuple[str, ...] = ("model.visual.",),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> Family:
+    """Register the family of a published model that has one of the family `text` as its language model.
+
+    Its tensors begin with `prefix` in the place of "model.", those of other parts with one of `towers`. defaults: for
+    keys that published files leave out there.
+    """
     return register_family(
         replace(
             text,
             name=name,
             architectures=(architecture,),
-            weights=within("model.language_model.", text.weights),
+            weights=within(prefix, text.weights),
             section="text_config",
-            untrained=("model.visual.", *text.untrained),
+            untrained=(*towers, *text.untrained),
+            defaults={**text.defaults, **defaults},
         )
     )
 
@@ -583,3 +598,16 @@ register_multimodal(
     architecture="Qwen3_5MoeForConditionalGeneration",
 )
 register_multimodal(_QWEN3_5_DENSE, name="qwen3_5", architecture="Qwen3_5ForConditionalGeneration")
+register_multimodal(
+    _GEMMA3,
+    name="gemma3",
+    architecture="Gemma3ForConditionalGeneration",
+    prefix="language_model.model.",
+    towers=("vision_tower.", "multi_modal_projector."),
+    defaults={
+        "num_attention_heads": 8,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131072,
+        "vocab_size": 262208,
+    },
+)

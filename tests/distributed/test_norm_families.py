@@ -7,14 +7,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 
-from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, MoeConfig, OptimizerConfig
+from megarl.train.export import export_model
 from megarl.types import Row
+from tests.distributed.test_load_export import PoolWriters
 from tests.helpers import rank_parts
 from tests.helpers.checkpoint_ranks import load_train, train_save_train
 from tests.helpers.compare import assert_within
-from tests.helpers.family_parity import assert_equals_transformers, make_rows, run_transformers
-from tests.helpers.hf_models import make_model
+from tests.helpers.family_parity import (
+    assert_equals_transformers,
+    assert_gradients,
+    assert_rows,
+    make_rows,
+    run_ranks,
+    run_transformers,
+)
+from tests.helpers.hf_models import assert_same_tensors, make_model
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.rows import random_rows
 
@@ -57,6 +67,30 @@ def test_parts_are_recomputed(rank_pool: GetPool, tmp_path: Path, name: str) -> 
 def test_minimax_m2_equals_transformers(rank_pool: GetPool, tmp_path: Path) -> None:
     expected = run_transformers(make_model(tmp_path / "model", "minimax_m2", tied=False))
     assert_equals_transformers(rank_pool(2), expected, replace(TP2, ep=2), tmp_path)
+
+
+def test_language_model_of_gemma3_with_a_vision_tower(rank_pool: GetPool, tmp_path: Path) -> None:
+    """What transformers computes with the same language model alone; the tower is exported as it was read."""
+    text = run_transformers(make_model(tmp_path / "text", "gemma3", tied=True))
+    own = transformers.AutoModelForCausalLM.from_pretrained(text.path)
+    vision = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=own.config.to_dict(),
+        vision_config={**vision, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=1,
+    )
+    whole, model = transformers.Gemma3ForConditionalGeneration(config), tmp_path / "model"
+    whole.model.language_model.load_state_dict(own.model.state_dict())
+    whole.save_pretrained(model)
+    (model / "tokenizer.json").write_text("{}")
+    measured = run_ranks(rank_pool(2), model, TP2, tmp_path, make_rows(), MoeConfig(), "none")
+    assert_rows("logits", [m.logits for m in measured], text.logits)
+    assert_rows("log-probs", [m.logprobs for m in measured], text.logprobs)
+    expected = {f"language_model.{name}": gradient for name, gradient in text.gradients.items()}
+    assert_gradients(tmp_path / "gradients/model.safetensors", expected)
+    writers = PoolWriters(rank_pool(2), TP2, ModelConfig(path=str(model), dtype="float32", vocab_multiple=4))
+    export_model(writers, writers.role, tmp_path / "export")
+    assert_same_tensors(tmp_path / "export", model)
 
 
 @pytest.mark.long

@@ -673,6 +673,27 @@ def test_experts_of_qwen3_5_as_published() -> None:
     assert not [name for name in whole if name.endswith(".mlp.gate_proj.weight")]
 
 
+def test_gemma_3_27b_as_published(tmp_path: Path) -> None:
+    """Its file leaves out what equals the defaults of transformers."""
+    published = json.loads((CONFIGS / "gemma-3-27b/config.json").read_text())
+    spec = read_model_spec(write_config(tmp_path, published))
+    text = transformers.AutoConfig.from_pretrained(tmp_path).text_config
+    dims = spec.dims
+    assert (dims.num_heads, dims.num_kv_heads, dims.vocab, dims.head_dim, dims.tied) == (32, 16, 262208, 128, True)
+    assert dims.vocab == text.vocab_size
+    assert (spec.max_positions, spec.norm_eps) == (text.max_position_embeddings, text.rms_norm_eps)
+    assert dims.windows == tuple(1024 if kind == "sliding_attention" else None for kind in text.layer_types)
+    assert spec.score_scale == 168**-0.5
+    assert spec.rope_scaling == LinearRope(factor=8.0)
+    assert spec.local_rope is not None
+    assert (spec.rope_theta, spec.local_rope.theta) == (1e6, 1e4)
+    assert "language_model.model.layers.61.pre_feedforward_layernorm.weight" in spec.expected_tensors()
+    found = [*spec.expected_tensors(), "vision_tower.vision_model.post_layernorm.weight", "multi_modal_projector.x"]
+    assert not not_expected(found, spec.expected_tensors(), spec.ignored_tensors())
+    smaller = published | {"text_config": without(published["text_config"], "num_attention_heads")}
+    assert read_model_spec(write_config(tmp_path, smaller)).dims.num_heads == 8
+
+
 def test_the_larger_model_says_whether_embeddings_are_tied(tmp_path: Path) -> None:
     spec = read_model_spec(write_config(tmp_path, QWEN3_5_9B | {"tie_word_embeddings": True}))
     assert spec.dims.tied
@@ -915,7 +936,7 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "architectures", [["MambaForCausalLM"], ["Gemma3ForConditionalGeneration"], [], None, "Qwen3ForCausalLM"]
+    "architectures", [["MambaForCausalLM"], ["PaliGemmaForConditionalGeneration"], [], None, "Qwen3ForCausalLM"]
 )
 def test_unknown_architecture(architectures: object) -> None:
     message = r"is not supported; known: \['DeepseekV2ForCausalLM', 'DeepseekV3ForCausalLM', 'Gemma"
