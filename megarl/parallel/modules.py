@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megarl.host.device.platform import platform
 from megarl.parallel.attention import PackedAttention
-from megarl.parallel.backend import BACKENDS, packs_attention
+from megarl.parallel.backend import BACKENDS, module_spec, packs_attention
 from megarl.parallel.delta import set_delta_net
 from megarl.parallel.latent import ReplicatedLinear
 from megarl.parallel.moe.router import with_pack_routers
@@ -71,7 +71,7 @@ def _separate_norms(layer: ModuleSpec) -> None:
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
     layer.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
-    layer.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+    module_spec(layer.submodules.mlp).submodules.linear_fc1 = TEColumnParallelLinear
 
 
 def _packed_attention(options: AttentionOptions) -> ModuleSpec:

@@ -74,6 +74,45 @@ def own_attention(context: RankContext, path: str, layout: LayoutConfig) -> list
     return [getattr(core, "params", {}).get("options") for core in cores]
 
 
+def layers_beside_transformer_engine(context: RankContext, path: str) -> list[dict[str, str]]:
+    """The classes of each layer's parts where Transformer Engine's layers, for which local ones stand, are changed."""
+    from megarl.parallel.backend import prepare_megatron
+
+    prepare_megatron()
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from megarl.parallel import backend, modules
+
+    spec, config = (
+        read_model_spec(path),
+        SimpleNamespace(hidden_size=8, layernorm_epsilon=1e-5, context_parallel_size=1),
+    )
+    shared = get_gpt_layer_local_spec(normalization="RMSNorm")
+    block = SimpleNamespace(layer_specs=[shared] * spec.dims.num_layers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(backend.BACKENDS, "cpu", replace(backend.BACKENDS["cpu"], uses_transformer_engine=True))
+        patch.setattr(modules, "get_gpt_decoder_block_spec", lambda *_, **__: block)
+        patch.setattr(modules, "get_transformer_layer_offset", lambda *_, **__: 0)
+        layers = modules.block_spec(spec, cast(Any, config), None).layer_specs
+    return [
+        {
+            # Without Transformer Engine, its layers are no classes.
+            name: "TEColumnParallelLinear" if part is TEColumnParallelLinear else getattr(part, "module", part).__name__
+            for name, part in (
+                ("input_layernorm", layer.submodules.input_layernorm),
+                ("self_attention", layer.submodules.self_attention),
+                ("core_attention", layer.submodules.self_attention.submodules.core_attention),
+                ("linear_qkv", layer.submodules.self_attention.submodules.linear_qkv),
+                ("self_attn_bda", layer.submodules.self_attn_bda),
+                ("mlp_bda", layer.submodules.mlp_bda),
+                ("linear_fc1", backend.module_spec(layer.submodules.mlp).submodules.linear_fc1),
+            )
+        }
+        for layer in layers
+    ]
+
+
 def rope_fusions(context: RankContext, path: str, layouts: Sequence[LayoutConfig]) -> list[bool]:
     """Whether Megatron fuses rotary embeddings, under each layout and way to recompute. It checks the rest itself."""
     actors = [ActorConfig(layout=layout, recompute=recompute) for layout in layouts for recompute in RECOMPUTES]

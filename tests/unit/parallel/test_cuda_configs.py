@@ -9,7 +9,14 @@ from megarl.config.schema import ActorConfig, LayoutConfig, MoeConfig
 from megarl.host.device.platform import platform
 from megarl.parallel import backend
 from megarl.weights.attention import AttentionOptions
-from tests.helpers.cuda_configs import RECOMPUTES, built, built_output_layer, own_attention, rope_fusions
+from tests.helpers.cuda_configs import (
+    RECOMPUTES,
+    built,
+    built_output_layer,
+    layers_beside_transformer_engine,
+    own_attention,
+    rope_fusions,
+)
 from tests.helpers.hf_models import MODELS, WITH_EXPERTS, make_model
 from tests.helpers.rank_pool import RankPool
 
@@ -28,6 +35,27 @@ def test_megatron_accepts_every_family(rank_pool: Callable[[int], RankPool], tmp
     layouts = [*LAYOUTS, LayoutConfig(tp=2, ep=2, sequence_parallel=True)] if name in WITH_EXPERTS else LAYOUTS
     (fused,) = rank_pool(1).run(rope_fusions, str(path), layouts)
     assert fused == [not name.startswith("deepseek")] * len(layouts) * len(RECOMPUTES)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo3", "llama"])
+def test_layers_beside_transformer_engine(rank_pool: Callable[[int], RankPool], tmp_path: Path, name: str) -> None:
+    """Norms after attention and MLP, rope of two kinds and capped scores are megarl's own; the rest stays."""
+    path = make_model(tmp_path / "model", name, tied=False)
+    (layers,) = rank_pool(1).run(layers_beside_transformer_engine, str(path))
+    own = {
+        "core_attention": ("PackedAttention", {"gemma2"}),
+        "self_attention": ("LayerAttention", {"gemma3", "olmo3"}),
+        "self_attn_bda": ("ResidualNorm", {"gemma2", "gemma3", "olmo3"}),
+        "mlp_bda": ("ResidualNorm", {"gemma2", "gemma3", "olmo3"}),
+        "linear_qkv": ("TEColumnParallelLinear", {"olmo3"}),
+        "linear_fc1": ("TEColumnParallelLinear", {"olmo3"}),
+        "input_layernorm": ("IdentityOp", {"olmo3"}),
+    }
+    assert len(layers) == 5
+    for layer in layers:
+        assert {part: layer[part] == module for part, (module, _) in own.items()} == {
+            part: name in names for part, (_, names) in own.items()
+        }
 
 
 @pytest.mark.parametrize(
