@@ -1,9 +1,12 @@
 """Derive the settings with which vLLM's engines start from a run's configuration."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from megarl.config.schema import Config, EngineConfig
+from megarl.errors import ConfigError
 from megarl.host.device.platform import platform
+from megarl.host.reading import read_object
 
 # The devices on which vLLM supports sleeping.
 SLEEPING_DEVICES = frozenset({"cuda"})
@@ -89,6 +92,13 @@ def rounding_of(spec: EngineSpec) -> str | None:
     return f"{ROUNDED}{spec.config.quantization}" if spec.config.quantization and platform().name == "cpu" else None
 
 
+def has_delta_nets(model_path: str) -> bool:
+    """Return whether a model directory has gated delta nets, whose prefixes vLLM caches only with chunked prefill."""
+    file = Path(model_path) / "config.json"
+    config = read_object(file, remedy="copy the model again", error=ConfigError) if file.is_file() else {}
+    return "linear_num_key_heads" in config.get("text_config", config)
+
+
 def engine_arguments(spec: EngineSpec) -> dict[str, object]:
     """Return the arguments with which vLLM's engine starts."""
     config, device = spec.config, platform().name
@@ -125,7 +135,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, object]:
         "max_model_len": spec.max_model_tokens,
         "max_num_seqs": config.max_num_seqs,
         "tensor_parallel_size": config.tp,
-        "enable_prefix_caching": config.prefix_caching,
+        "enable_prefix_caching": config.prefix_caching and not (device == "cpu" and has_delta_nets(spec.model_path)),
         # Raw log-probs ignore the temperature, so they would differ from the trainer's.
         "logprobs_mode": "processed_logprobs",
         # vLLM's default, unless truncated sampling needs more.

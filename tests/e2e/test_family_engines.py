@@ -34,6 +34,8 @@ SIZES: Mapping[str, Any] = {
     "max_position_embeddings": 256,
 }
 _EXPERTS = {"moe_intermediate_size": 64}
+_DELTA = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+_DELTA_AND_EXPERTS = {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 64}
 # The one size of latents that vLLM's CPU kernel takes.
 _LATENT = {
     **_EXPERTS,
@@ -53,6 +55,8 @@ class EngineModel:
     """What a model of `hf_models` has besides SIZES, and keys of published configs that transformers 5 leaves out."""
 
     tied: bool = False
+    # What vLLM imports for it, though not for texts.
+    package: str | None = None
     sizes: Mapping[str, Any] = field(default_factory=dict)
     published: Mapping[str, Any] = field(default_factory=dict)
 
@@ -91,7 +95,9 @@ MODELS: Mapping[str, EngineModel] = {
         }
     ),
     "gpt_oss": EngineModel(sizes={"sliding_window": 16}),
-    "qwen3_5": EngineModel(sizes={"linear_key_head_dim": 64, "linear_value_head_dim": 64}),
+    "qwen3_5": EngineModel(package="torchvision", sizes=_DELTA),
+    "qwen3_5_moe": EngineModel(package="torchvision", sizes=_DELTA_AND_EXPERTS),
+    "qwen3_next": EngineModel(sizes=_DELTA_AND_EXPERTS),
     "deepseek_v2": EngineModel(sizes=_LATENT),
     "deepseek_v3-yarn": _V3,
     "deepseek_v3-kimi": _V3,
@@ -104,6 +110,8 @@ MAX_TOKENS = 40
 def make_engine_model(path: Path, name: str) -> Path:
     """A model of sizes that an engine takes, with a tokenizer and its token at the end."""
     described, tokenizer = MODELS[name], make_byte_tokenizer()
+    if described.package is not None:
+        pytest.importorskip(described.package)
     make_model(path, name, tied=described.tied, **{**SIZES, **described.sizes})
     tokenizer.save_pretrained(path)
     config, ends = path / "config.json", {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}

@@ -1,9 +1,11 @@
 """What a run's configuration makes of its engine."""
 
+import json
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +25,14 @@ def test_a_deterministic_run_has_no_prefix_cache(deterministic: bool, asked: boo
     spec = engine_spec(config)
     assert spec.config.prefix_caching is cached
     assert spec.config.max_num_seqs == 3
+
+
+@pytest.mark.parametrize("published", [False, True], ids=["text", "with a tower"])
+def test_engines_on_cpus_cache_no_prefixes_of_delta_nets(published: bool, tmp_path: Path) -> None:
+    config = from_dict(Config, {"model": {"path": str(tmp_path)}})
+    for sizes, cached in (({"num_attention_heads": 4}, True), ({"linear_num_key_heads": 2}, False)):
+        (tmp_path / "config.json").write_text(json.dumps({"text_config": sizes} if published else sizes))
+        assert engine_arguments(engine_spec(config))["enable_prefix_caching"] is cached
 
 
 class RecordingEngine:
