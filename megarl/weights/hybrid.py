@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megarl.weights.blocks import FRAME
+from megarl.weights.blocks import FRAME, OUTPUT_HEAD
 from megarl.weights.rules import Layers, Partition, WeightRule, weight_rule
 
 _L, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
@@ -90,12 +90,13 @@ BY_PART_DECODER = (
 )
 
 
-def within(prefix: str, weights: tuple[WeightRule, ...]) -> tuple[WeightRule, ...]:
+def within(prefix: str, weights: tuple[WeightRule, ...], *, head: str = OUTPUT_HEAD) -> tuple[WeightRule, ...]:
     """Return the rules of a decoder that is part of a larger model, whose tensors of it begin with `prefix` in the
-    place of "model.".
+    place of "model.". head: its output embedding.
     """
 
     def renamed(name: str) -> str:
+        name = head if name == OUTPUT_HEAD else name
         return prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
     return tuple(

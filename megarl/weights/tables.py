@@ -88,7 +88,7 @@ register_family(
         ignored=(ROTARY_FREQUENCIES,),
     )
 )
-register_family(
+_MISTRAL = register_family(
     Family(
         name="mistral",
         architectures=("MistralForCausalLM",),
@@ -610,4 +610,14 @@ register_multimodal(
         "max_position_embeddings": 131072,
         "vocab_size": 262208,
     },
+)
+register_family(
+    replace(
+        _MISTRAL,
+        name="mistral3",
+        architectures=("Mistral3ForConditionalGeneration",),
+        weights=within("language_model.model.", _MISTRAL.weights, head=f"language_model.{OUTPUT_HEAD}"),
+        section="text_config",
+        untrained=("vision_tower.", "multi_modal_projector."),
+    )
 )

@@ -694,6 +694,18 @@ def test_gemma_3_27b_as_published(tmp_path: Path) -> None:
     assert read_model_spec(write_config(tmp_path, smaller)).dims.num_heads == 8
 
 
+def test_mistral_small_as_published(tmp_path: Path) -> None:
+    """All tensors of the language model have a prefix, its output embedding too."""
+    (tmp_path / "text").mkdir()
+    changes = {"max_position_embeddings": 131072, "rope_theta": 1000000000.0}
+    plain = read_model_spec(write_config(tmp_path / "text", MISTRAL_SMALL | changes))
+    spec = read_model_spec(CONFIGS / "mistral-small-3.2-24b")
+    assert (spec.dims, spec.rope_theta, spec.norm_eps) == (plain.dims, plain.rope_theta, plain.norm_eps)
+    assert list(spec.expected_tensors()) == [f"language_model.{name}" for name in plain.expected_tensors()]
+    found = [*spec.expected_tensors(), "vision_tower.ln_pre.weight", "multi_modal_projector.norm.weight"]
+    assert not not_expected(found, spec.expected_tensors(), spec.ignored_tensors())
+
+
 def test_the_larger_model_says_whether_embeddings_are_tied(tmp_path: Path) -> None:
     spec = read_model_spec(write_config(tmp_path, QWEN3_5_9B | {"tie_word_embeddings": True}))
     assert spec.dims.tied

@@ -105,6 +105,8 @@ def test_a_scalar_head_takes_the_place_of_the_output_embedding(small: ModelSpec)
         ("granite-3.3-8b", 8_170_864_640),
         ("mistral-small-24b", 23_572_403_200),
         ("granite-3.1-3b-a800m", 3_298_793_472),
+        # Without its vision tower.
+        ("mistral-small-3.2-24b", 23_572_403_200),
         ("qwen3-30b-a3b", 30_532_122_624),
         ("qwen3-235b-a22b", 235_093_634_560),
         ("deepseek-v3", 671_026_419_200),
