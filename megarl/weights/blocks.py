@@ -1,4 +1,4 @@
-"""Define groups of weight rules for parts of a decoder, such as an MLP; `tables.py` builds model families from them."""
+"""Define groups of weight rules for parts of a decoder, such as an MLP, from which `*_families.py` build families."""
 
 from megarl.weights.rules import Layers, Partition, WeightRule
 from megarl.weights.rules import weight_rule as _rule

@@ -1,4 +1,4 @@
-"""Read a model directory: determine its family (`tables.py`), its sizes, and the other settings that Megatron needs."""
+"""Read a model directory: determine its family (`*_families.py`), its sizes, and other settings that Megatron needs."""
 
 import os
 from collections import Counter
@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import megarl.weights.dense_families
+import megarl.weights.expert_families
+import megarl.weights.hybrid_families  # noqa: F401
 from megarl.errors import ConfigError
 from megarl.host.reading import read_object
 from megarl.weights.attention import AttentionOptions, read_local_layers, read_rotary_fraction, read_windows
@@ -185,7 +188,7 @@ def find_family(architectures: object) -> Family:
     known = sorted(a for family in families for a in family.architectures)
     raise ConfigError(
         f"model architecture {list(names)} is not supported; known: {known} "
-        f"(a family is a table in megarl/weights/tables.py)"
+        f"(a family is a table in megarl/weights/*_families.py)"
     )
 
 
