@@ -91,7 +91,7 @@ def _local_layer_spec(
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
     if mlp is Layers.EXPERTS and config.add_bias_linear:
-        spec.submodules.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
+        module_spec(module_spec(spec.submodules.mlp).submodules.experts).submodules.linear_fc2 = ExpertOutput
     if attention_kind is Layers.LINEAR:
         set_delta_net(spec, model.dims, ColumnParallelLinear, RowParallelLinear)
         return spec
