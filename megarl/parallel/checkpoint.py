@@ -8,6 +8,7 @@ that it hosts, in a file with the role's name.
 """
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -221,6 +222,19 @@ def _initialize(optimizer: MegatronOptimizer) -> None:
 def _optimizer_state(
     role: LoadedRole, optimizer: MegatronOptimizer, metadata: Mapping[str, Any], *, is_loading: bool = False
 ) -> Any:
-    """Describe this rank's shards of a role's optimizer state, or what it reads of them (`is_loading`)."""
+    """Describe this rank's shards of a role's optimizer state, or what it reads of them (`is_loading`).
+
+    Megatron gathers the state of a buffer without the padding between its buckets, which a tied embedding on two stages
+    or overlapped gradients make, but looks for each parameter where it lies with the padding.
+    """
     weights = _chunk_states(role, metadata)
-    return optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=dict(metadata))
+    with contextlib.ExitStack() as stack:
+        for buffer in (each for ddp in role.ddp for each in (*ddp.buffers, *ddp.expert_parallel_buffers)):
+            stack.callback(setattr, buffer, "param_index_map", buffer.param_index_map)
+            padding = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
+            before = [0, *itertools.accumulate(padding)]
+            buffer.param_index_map = {
+                parameter: (start - before[bucket], end - before[bucket], bucket)
+                for parameter, (start, end, bucket) in buffer.param_index_map.items()
+            }
+        return optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=dict(metadata))

@@ -145,6 +145,11 @@ def wrap_ddp(chunks: Sequence[PackedModel], config: OptimizerConfig) -> list[Hea
         overlap_param_gather=config.overlap_param_gather,
     )
     wrapped = [HeadAwareDdp(chunk.config, ddp_config, chunk) for chunk in chunks]
+    for buffer in (each for ddp in wrapped for each in (*ddp.buffers, *ddp.expert_parallel_buffers)):
+        for bucket in buffer.buckets:
+            # Before a tied embedding, Megatron counts the alignment of its start, which no checkpoint then covers.
+            bucket.numel_unpadded = max(buffer.param_index_map[each][1] for each in bucket.params) - bucket.offset
+        buffer.numel_unpadded = sum(bucket.numel_unpadded for bucket in buffer.buckets)
 
     # The loss is already divided by global denominators: no second division by tokens.
     chunks[0].config.finalize_model_grads_func = lambda models, num_tokens=None, **named: finalize_model_grads(

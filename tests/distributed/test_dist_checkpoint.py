@@ -17,6 +17,7 @@ from tests.helpers.checkpoint_ranks import (
     save_with_slow_writer,
     train_save_train,
 )
+from tests.helpers.hf_models import make_model
 from tests.helpers.hostile_pickles import ATTACKS
 from tests.helpers.rank_pool import RankError, RankPool
 from tests.helpers.rows import random_rows
@@ -81,6 +82,19 @@ def test_a_sharded_checkpoint_continues_itself_and_with_fewer_replicas(
     expected = save(rank_pool, actor_config(TP2_DP2), model, tmp_path)
     assert load(rank_pool, actor_config(TP2_DP2), model, tmp_path, same_layout=True) == expected
     assert_close(load(rank_pool, actor_config(TP2), model, tmp_path, same_layout=False), expected)
+
+
+@pytest.mark.parametrize("portable", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_stages_that_share_an_embedding_continue_themselves_and_as_one_rank(
+    rank_pool: Pools, tmp_path: Path, portable: bool
+) -> None:
+    """The embedding has a bucket of its own, before which there is padding, as sizes are no multiples of 64."""
+    model = ModelConfig(path=str(make_model(tmp_path / "model", "qwen3", tied=True)), dtype="float32")
+    actor = actor_config(LayoutConfig(pp=2, first_stage_layers=3))
+    expected = save(rank_pool, actor, model, tmp_path, portable=portable)
+    assert load(rank_pool, actor, model, tmp_path, same_layout=True) == expected
+    if portable:
+        assert_close(load(rank_pool, actor_config(ONE), model, tmp_path, same_layout=False), expected)
 
 
 def test_only_a_portable_checkpoint_gathers_optimizer_states_and_on_one_rank(
