@@ -90,7 +90,7 @@ def test_stages_that_share_an_embedding_continue_themselves_and_as_one_rank(
 ) -> None:
     """The embedding has a bucket of its own, before which there is padding, as sizes are no multiples of 64."""
     model = ModelConfig(path=str(make_model(tmp_path / "model", "qwen3", tied=True)), dtype="float32")
-    actor = actor_config(LayoutConfig(pp=2, first_stage_layers=3))
+    actor = actor_config(LayoutConfig(tp=2, pp=2, first_stage_layers=3, sequence_parallel=True))
     expected = save(rank_pool, actor, model, tmp_path, portable=portable)
     assert load(rank_pool, actor, model, tmp_path, same_layout=True) == expected
     if portable:
