@@ -152,7 +152,12 @@ _route = cpu_router.CPURouter._compute_routing
 
 
 def route(
-    self: cpu_router.CPURouter, hidden_states: torch.Tensor, router_logits: torch.Tensor, *args: Any, **options: Any
+    self: cpu_router.CPURouter,
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    indices_type: torch.dtype | None,
+    *,
+    input_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights and numbers of each token's experts.
 
@@ -160,7 +165,7 @@ def route(
     """
     routed: tuple[torch.Tensor, torch.Tensor]
     if self.scoring_func != "sigmoid" or self.use_grouped_topk or self.custom_routing_function is not None:
-        routed = _route(self, hidden_states, router_logits, *args, **options)
+        routed = _route(self, hidden_states, router_logits, indices_type, input_ids=input_ids)
     else:
         routed = cpu_router._grouped_topk(
             gating_output=router_logits,

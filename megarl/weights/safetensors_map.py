@@ -224,6 +224,9 @@ def untrained_tensors(spec: ModelSpec) -> dict[str, torch.Tensor]:
     if not spec.family.untrained:
         return {}
     apart = spec.path / UNTRAINED_NAME
+    if not apart.is_file() and (spec.path / ".metadata").is_file():
+        # A checkpoint of a model that had none.
+        return {}
     found = map_model([apart] if apart.is_file() else model_files(spec.path))
     return {name: tensor for name, tensor in found.items() if name.startswith(spec.family.untrained)}
 

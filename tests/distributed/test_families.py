@@ -17,6 +17,7 @@ from tests.helpers.rank_pool import RankPool
 
 LAYOUTS = {
     "tp1": LayoutConfig(dp=4),
+    "tp2": LayoutConfig(tp=2, dp=2),
     "tp2-sp": LayoutConfig(tp=2, sequence_parallel=True, dp=2),
     "pp2": LayoutConfig(pp=2, first_stage_layers=3, dp=2),
     "tp2-pp2": LayoutConfig(tp=2, pp=2, first_stage_layers=3),

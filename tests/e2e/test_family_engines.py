@@ -75,6 +75,7 @@ MODELS: Mapping[str, EngineModel] = {
     "gemma": EngineModel(),
     "phi3": EngineModel(),
     "granite": EngineModel(),
+    "granitemoe": EngineModel(),
     "seed_oss": EngineModel(),
     "qwen2_moe": EngineModel(sizes={**_EXPERTS, "shared_expert_intermediate_size": 64}),
     "qwen3_moe": EngineModel(sizes=_EXPERTS),

@@ -10,7 +10,8 @@
 #   layouts     3 passed on one device (6 skipped): float32, against plain torch on the host
 #   training    3 passed on one device (6 skipped): the loss falls, offloading gives memory back
 #   checkpoint  2 passed on one device (2 skipped)
-#   delta       3 passed: gated delta nets in float32 and bfloat16; not run so far
+#   delta       3 passed: gated delta nets in float32 and bfloat16
+#   gpt_oss     2 passed: sinks and windows in bfloat16
 set -uo pipefail
 # shellcheck source=tests/gpu/sitting.sh
 source "$(dirname "${BASH_SOURCE[0]}")/sitting.sh"
@@ -27,4 +28,5 @@ step layouts 150 "${pytest[@]}" tests/gpu/test_layouts.py
 step training 120 "${pytest[@]}" tests/gpu/test_training.py
 step checkpoint 120 "${pytest[@]}" tests/gpu/test_checkpoint.py
 step delta 120 "${pytest[@]}" tests/gpu/test_delta.py
+step gpt_oss 120 "${pytest[@]}" tests/gpu/test_gpt_oss.py
 finish
