@@ -1,6 +1,7 @@
 """Run in a process of its own (`RankPool`): an engine on a small model that takes weights from one trainer rank."""
 
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -100,7 +101,12 @@ def whole_slices(model: ModelSpec, tensors: Mapping[str, torch.Tensor]) -> list[
     """All tensors of a model as a sync sends them, those of all experts of a layer one by one."""
     views = dict[str, torch.Tensor]()
     for placed in model.rules():
+        rows = Counter[str]()
         for tensor in placed.rule.tensors:
+            first, size = rows[tensor.name], model.dims.dim(tensor.shape[0])
+            rows[tensor.name] += size
             if (whole := tensors.get(placed.name(tensor.name))) is not None:
-                views[placed.name(tensor.sent_name)] = whole[placed.expert] if tensor.of_expert else whole
+                # Of an expert, gate and up have names of their own.
+                own = whole[placed.expert][first : first + size] if tensor.of_expert else whole
+                views[placed.name(tensor.sent_name)] = own
     return [Slice(tensor=name, index=(), view=view, owned=True) for name, view in views.items()]
