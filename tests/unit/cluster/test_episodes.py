@@ -84,7 +84,8 @@ class Told:
 
     async def _hear(self, name: str) -> None:
         try:
-            self.replies.setdefault(name, []).append(await self.talks[name].reply)
+            reply = await self.talks[name].reply
+            self.replies.setdefault(name, []).append(reply)
         except HostLostError:
             self.lost[name] = True
 
