@@ -9,6 +9,7 @@ A convolution over the last few tokens precedes q, k and v. Every row of a pack 
 of an `AttentionCall` are computed together, with the whole prompt each where they share one.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -89,6 +90,7 @@ def run_fused(calls: Sequence[DeltaRows], rule: Callable[..., Any], dtype: torch
     return outputs[0]
 
 
+@functools.cache
 def choose_kernel(device: torch.device, dtype: torch.dtype) -> DeltaKernel:
     """Return FLA's kernel where it is installed (flash-linear-attention), on CUDA and in 16 bits, which it requires."""
     if device.type != "cuda" or dtype is torch.float32 or find_spec("fla") is None:
