@@ -1,7 +1,5 @@
 """Register the families whose layers have attention and one MLP."""
 
-from dataclasses import replace
-
 from megarl.weights.blocks import (
     DECODER,
     DENSE_MLP,
@@ -15,7 +13,6 @@ from megarl.weights.blocks import (
     ROTARY_FREQUENCIES,
     WIDE_QK_NORM,
 )
-from megarl.weights.hybrid import within
 from megarl.weights.multipliers import NO_MULTIPLIERS
 from megarl.weights.rules import Activation, Family
 from megarl.weights.tables import register_family, register_multimodal
@@ -216,13 +213,11 @@ register_multimodal(
         "vocab_size": 262208,
     },
 )
-register_family(
-    replace(
-        _MISTRAL,
-        name="mistral3",
-        architectures=("Mistral3ForConditionalGeneration",),
-        weights=within("language_model.model.", _MISTRAL.weights, head=f"language_model.{OUTPUT_HEAD}"),
-        section="text_config",
-        untrained=("vision_tower.", "multi_modal_projector."),
-    )
+register_multimodal(
+    _MISTRAL,
+    name="mistral3",
+    architecture="Mistral3ForConditionalGeneration",
+    prefix="language_model.model.",
+    head=f"language_model.{OUTPUT_HEAD}",
+    towers=("vision_tower.", "multi_modal_projector."),
 )

@@ -53,40 +53,27 @@ _DELTA_NET = (
     weight_rule(Partition.COLUMNS, f"{_OURS}out_proj.weight", (f"{_DELTA}out_proj.weight", "hidden delta_values")),
 )
 
+
+def _hybrid_decoder(*input_projections: tuple[str, str]) -> tuple[WeightRule, ...]:
+    """Return the rules of a decoder, given the names and shapes of the tensors that project into its delta nets."""
+    projection = weight_rule(Partition.DELTA_HEADS, f"{_OURS}in_proj.weight", *input_projections)
+    return FRAME + _GATED_ATTENTION + _only(Layers.LINEAR, *_DELTA_NET, projection)
+
+
 # Qwen3-Next's input projections are ordered by key head.
-BY_HEAD_DECODER = (
-    FRAME
-    + _GATED_ATTENTION
-    + _only(
-        Layers.LINEAR,
-        *_DELTA_NET,
-        weight_rule(
-            Partition.DELTA_HEADS,
-            f"{_OURS}in_proj.weight",
-            (f"{_DELTA}in_proj_qkvz.weight", "delta_qkvz hidden"),
-            (f"{_DELTA}in_proj_ba.weight", "delta_ba hidden"),
-        ),
-    )
+BY_HEAD_DECODER = _hybrid_decoder(
+    (f"{_DELTA}in_proj_qkvz.weight", "delta_qkvz hidden"),
+    (f"{_DELTA}in_proj_ba.weight", "delta_ba hidden"),
 )
 
 # Qwen3.5's have all queries first, then all keys, and so on.
-BY_PART_DECODER = (
-    FRAME
-    + _GATED_ATTENTION
-    + _only(
-        Layers.LINEAR,
-        *_DELTA_NET,
-        weight_rule(
-            Partition.DELTA_HEADS,
-            f"{_OURS}in_proj.weight",
-            (f"{_DELTA}in_proj_qkv.weight", "delta_keys hidden"),
-            (f"{_DELTA}in_proj_qkv.weight", "delta_keys hidden"),
-            (f"{_DELTA}in_proj_qkv.weight", "delta_values hidden"),
-            (f"{_DELTA}in_proj_z.weight", "delta_values hidden"),
-            (f"{_DELTA}in_proj_b.weight", "delta_value_heads hidden"),
-            (f"{_DELTA}in_proj_a.weight", "delta_value_heads hidden"),
-        ),
-    )
+BY_PART_DECODER = _hybrid_decoder(
+    (f"{_DELTA}in_proj_qkv.weight", "delta_keys hidden"),
+    (f"{_DELTA}in_proj_qkv.weight", "delta_keys hidden"),
+    (f"{_DELTA}in_proj_qkv.weight", "delta_values hidden"),
+    (f"{_DELTA}in_proj_z.weight", "delta_values hidden"),
+    (f"{_DELTA}in_proj_b.weight", "delta_value_heads hidden"),
+    (f"{_DELTA}in_proj_a.weight", "delta_value_heads hidden"),
 )
 
 

@@ -55,20 +55,21 @@ def register_multimodal(
     name: str,
     architecture: str,
     prefix: str = "model.language_model.",
+    head: str = OUTPUT_HEAD,
     towers: tuple[str, ...] = ("model.visual.",),
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> Family:
     """Register the family of a published model that has one of the family `text` as its language model.
 
-    Its tensors begin with `prefix` in the place of "model.", those of other parts with one of `towers`. defaults: for
-    keys that published files leave out there.
+    Its tensors begin with `prefix` in the place of "model.", those of other parts with one of `towers`. head: its
+    output embedding. defaults: for keys that published files leave out there.
     """
     return register_family(
         replace(
             text,
             name=name,
             architectures=(architecture,),
-            weights=within(prefix, text.weights),
+            weights=within(prefix, text.weights, head=head),
             section="text_config",
             untrained=(*towers, *text.untrained),
             defaults={**text.defaults, **defaults},
