@@ -8,6 +8,7 @@ from typing import Literal
 from megarl.config.kernels import TRANSFORMER_ENGINE as _TRANSFORMER_ENGINE
 from megarl.config.kernels import require_kernels as _require_kernels
 from megarl.config.layout import LayoutConfig
+from megarl.config.lora import LoraConfig
 from megarl.config.optimizer import CriticOptimizerConfig, OptimizerConfig
 from megarl.config.recompute import RecomputeConfig
 from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, Range, section, setting
@@ -141,6 +142,8 @@ class ActorConfig(RecomputeConfig):
     layout: LayoutConfig = section(LayoutConfig, affects=("engines", "workers"))
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     moe: MoeConfig = field(default_factory=MoeConfig)
+    # Train adapters in place of the weights; null: train the weights.
+    lora: LoraConfig | None = None
     # Matrix products of the layers in float8, with a scale per block (recipes of Transformer Engine); weights, their
     # gradients and the output head stay in model.dtype. blockwise: 128 × 128 weights and 1 × 128 activations, on H100
     # and later; mxfp8: 1 × 32, on B200. null: none.

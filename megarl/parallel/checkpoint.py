@@ -30,6 +30,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader, 
 from megarl.errors import StorageError, WorkerError
 from megarl.host.device.platform import platform
 from megarl.host.writing import problem, room, storage_cause, writing
+from megarl.parallel.adapters import adapter_states
 from megarl.parallel.backend import accepted
 from megarl.parallel.roles import LoadedRole
 from megarl.types.messages import Role
@@ -130,7 +131,10 @@ class RankCheckpoints:
             for i, chunk in enumerate(role.chunks):
                 # Transformer Engine would unpickle the extra states, which none of megarl's recipes needs.
                 weights = {key: None if "_extra_state" in key else each for key, each in state[f"model{i}"].items()}
-                chunk.load_state_dict(weights)
+                missing, unknown = chunk.load_state_dict(weights, strict=role.adapters is None)
+                trained = {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}
+                assert trained.isdisjoint(missing)
+                assert not unknown
             if weights_only:
                 continue
             # The main parameters are leaves that require gradients.
@@ -196,8 +200,17 @@ def end_writer() -> None:
 
 
 def _chunk_states(role: LoadedRole, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe this rank's shards of a role's weights, by model chunk. Megatron adds process groups to the copies."""
-    return {f"model{i}": chunk.sharded_state_dict(metadata=dict(metadata)) for i, chunk in enumerate(role.chunks)}
+    """Describe this rank's shards of what is trained of a role's weights, by model chunk."""
+    states = {}
+    for i, chunk in enumerate(role.chunks):
+        # Megatron adds process groups to the copy.
+        state = chunk.sharded_state_dict(metadata=dict(metadata))
+        if role.adapters is not None:
+            trained = {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}
+            state = {name: each for name, each in state.items() if name in trained}
+            state |= adapter_states(chunk, role.adapters)
+        states[f"model{i}"] = state
+    return states
 
 
 def _initialize(optimizer: MegatronOptimizer) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,22 +200,29 @@ class ValueModel(PackedModel):
 HEADS: dict[Head, type[PackedModel]] = {Head.LM: PolicyModel, Head.SCALAR: ValueModel}
 
 
-def model_slices(chunks: Sequence[PackedModel], *, by_expert: bool = False) -> Iterator[Slice]:
-    """Yield this rank's slices of Hugging Face tensors, as views of the live parameters of all its model chunks.
+def named_shards(chunk: PackedModel, *, of_adapters: bool = False) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
+    """Yield (name, name in the chunk, shard) of parameters and router biases; layers in the first name count globally.
+
+    of_adapters: yield the adapters' parameters, and else all others.
+    """
+    layers = {str(i): str(layer.layer_number - 1) for i, layer in enumerate(chunk.decoder.layers)}
+    biases = (named for named in chunk.named_buffers() if named[0].endswith(".router.expert_bias"))
+    for name, parameter in itertools.chain(chunk.named_parameters(), biases):
+        parts = name.split(".")
+        if ("lora" in parts) is not of_adapters:
+            continue
+        if parts[:2] == ["decoder", "layers"]:
+            parts[2] = layers[parts[2]]
+        yield ".".join(parts), name, parameter
+
+
+def rank_slices(
+    shards: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec, layout: Layout, *, by_expert: bool = False
+) -> Iterator[Slice]:
+    """Yield the slices of Hugging Face tensors that shards of this rank hold, by the weight table of `spec`.
 
     by_expert: as a weight sync sends them; see `ModelSpec.expected_tensors`.
     """
-    spec, layout = chunks[0].spec, chunks[0].layout
-    # Collect parameters and router biases under names with global layer numbers.
-    shards = []
-    for chunk in chunks:
-        layers = {str(i): str(layer.layer_number - 1) for i, layer in enumerate(chunk.decoder.layers)}
-        biases = (named for named in chunk.named_buffers() if named[0].endswith(".router.expert_bias"))
-        for name, parameter in itertools.chain(chunk.named_parameters(), biases):
-            parts = name.split(".")
-            if parts[:2] == ["decoder", "layers"]:
-                parts[2] = layers[parts[2]]
-            shards.append((".".join(parts), parameter.data))
     position = ShardPosition(
         tp_rank=layout.tp_group.rank(),
         tp_size=layout.config.tp,
@@ -232,6 +239,15 @@ def model_slices(chunks: Sequence[PackedModel], *, by_expert: bool = False) -> I
         ep_size=layout.config.ep,
     )
     return shard_slices(shards, spec, position, expert_position, by_expert=by_expert)
+
+
+def model_slices(chunks: Sequence[PackedModel], *, by_expert: bool = False) -> Iterator[Slice]:
+    """Yield this rank's slices of Hugging Face tensors, as views of the live parameters of all its model chunks.
+
+    by_expert: as in `rank_slices`.
+    """
+    shards = [(name, shard.data) for chunk in chunks for name, _, shard in named_shards(chunk)]
+    return rank_slices(shards, chunks[0].spec, chunks[0].layout, by_expert=by_expert)
 
 
 def build_model(

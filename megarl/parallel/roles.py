@@ -16,6 +16,7 @@ from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.schema import OptimizerConfig
+from megarl.parallel.adapters import attach_adapters
 from megarl.parallel.head.policy import HeadRequest
 from megarl.parallel.layout import Layout
 from megarl.parallel.model import PackedModel, build_model
@@ -34,6 +35,7 @@ class LoadedRole:
     chunks: list[PackedModel]
     ddp: list["HeadAwareDdp"]
     optimizer: MegatronOptimizer | None
+    adapters: ModelSpec | None = None
 
     def settle(self) -> None:
         """Wait until this rank has all weights of the last update, which may still be on their way from others."""
@@ -63,7 +65,7 @@ class LoadedRole:
         )
 
 
-def load_role(spec: RoleSpec, layout: Layout, *, batch_invariant: bool = False) -> LoadedRole:
+def load_role(spec: RoleSpec, layout: Layout, *, seed: int = 0, batch_invariant: bool = False) -> LoadedRole:
     """Build a role's model chunks and read their weights. Unless the role is frozen, add DDP and an optimizer.
 
     batch_invariant: whether `make_batch_invariant` was called in this process.
@@ -76,10 +78,13 @@ def load_role(spec: RoleSpec, layout: Layout, *, batch_invariant: bool = False) 
         for chunk in chunks:
             chunk.requires_grad_(False)
         return LoadedRole(spec=spec, model_spec=model_spec, chunks=chunks, ddp=[], optimizer=None)
+    adapters = None
+    if spec.settings.lora is not None:
+        adapters = attach_adapters(chunks, spec.settings.lora, seed)
     prepare_experts(chunks, spec.settings.moe)
     ddp = wrap_ddp(chunks, spec.settings.optimizer)
     optimizer = build_optimizer(ddp, spec.settings.optimizer)
-    return LoadedRole(spec=spec, model_spec=model_spec, chunks=chunks, ddp=ddp, optimizer=optimizer)
+    return LoadedRole(spec=spec, model_spec=model_spec, chunks=chunks, ddp=ddp, optimizer=optimizer, adapters=adapters)
 
 
 class HeadAwareDdp(DistributedDataParallel):

@@ -95,7 +95,8 @@ class RankWorker:
         if request.batch_invariant:
             make_batch_invariant()
         self.roles = {
-            spec.role: load_role(spec, self.layout, batch_invariant=request.batch_invariant) for spec in request.roles
+            spec.role: load_role(spec, self.layout, seed=request.seed, batch_invariant=request.batch_invariant)
+            for spec in request.roles
         }
         self.offloaders = {role: Offloader(loaded) for role, loaded in self.roles.items()}
         self.checkpoints = RankCheckpoints(list(self.roles.values()), rank=self.rank)

@@ -133,7 +133,8 @@ class ModelSpec:
             )
             yield from (f"model.layers.{layer}.{name}.weight" for name in _EXTRA_PREDICTION)
 
-    def _has(self, rule: WeightRule) -> bool:
+    def has(self, rule: WeightRule) -> bool:
+        """Return whether the model has a rule's parameter: no size in its shape is 0."""
         return all(self.dims.dim(symbol) for tensor in rule.tensors for symbol in tensor.shape)
 
     def attention_of(self, layer: int) -> AttentionOptions:
@@ -153,7 +154,7 @@ class ModelSpec:
 
     def rules(self, experts: range | None = None) -> Iterator[PlacedRule]:
         """Yield the weight rule of every parameter, for each layer and for each expert in `experts` (None: all)."""
-        table = [rule for rule in self.family.weights if self._has(rule)]
+        table = [rule for rule in self.family.weights if self.has(rule)]
         yield from (PlacedRule(rule=rule) for rule in table if "{layer}" not in rule.names[0])
         experts = range(self.dims.dim("experts")) if experts is None else experts
         for layer in range(self.dims.num_layers):

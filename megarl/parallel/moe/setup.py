@@ -81,4 +81,5 @@ def prepare_experts(chunks: Sequence[torch.nn.Module], config: MoeConfig) -> Non
             # first of them.
             parameter.sequence_parallel = False
             parameter.tensor_model_parallel = True
-        layer.router.requires_grad_(not config.freeze_router)
+        if config.freeze_router:
+            layer.router.requires_grad_(False)

@@ -1,0 +1,32 @@
+"""Define the section of adapters, which are trained in place of a model's weights."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from megarl.config.setting import AT_LEAST_1, POSITIVE, setting
+from megarl.errors import ConfigError
+
+Target: TypeAlias = Literal["attention", "mlp", "experts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Train adapters W + alpha/rank·B·A in place of the weights W, which stay as they were read (LoRA; Hu et al. 2021,
+    arXiv:2106.09685).
+    """
+
+    rank: int = setting(32, AT_LEAST_1)  # Columns of B and rows of A.
+    alpha: float = setting(32.0, POSITIVE)  # The update B·A is multiplied by alpha/rank.
+    # Which linear layers have adapters: those of attention, of dense MLPs and shared experts, of experts.
+    targets: tuple[Target, ...] = ("attention", "mlp", "experts")
+    # The rank of the experts' adapters; null: rank divided by the experts of a token, at least 1.
+    expert_rank: int | None = setting(None, AT_LEAST_1)
+    # Directory with adapters to begin with, as PEFT writes them; null: A is random, B is 0.
+    path: str | None = None
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError for no targets, or a target that is named twice."""
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            raise ConfigError(
+                f"{key}.targets: got {list(self.targets)}, expected one or more of attention, mlp, experts, each once"
+            )

@@ -1,0 +1,224 @@
+"""Add adapters (LoRA; Hu et al. 2021, arXiv:2106.09685) to Megatron's linear layers, under any layout.
+
+The output of a layer becomes W·x + s·B·(A·x), s = alpha/rank, by a hook: the layer itself is the base model's. Of a
+column-parallel layer each rank holds A [tensors·rank, in] whole, and those rows of B that belong to its rows of W, packed
+alike (`tensors`: the matrices stacked in W, such as gate and up). Of a row-parallel layer it holds the columns of A that
+belong to its columns of W, and B whole. So ranks exchange rank numbers per token and part, never hidden states.
+"""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from torch.distributed import ProcessGroup
+
+from megarl.config.lora import LoraConfig
+from megarl.parallel.model import PackedModel, named_shards, rank_slices
+from megarl.weights.adapter_files import initial_tensor, read_adapters
+from megarl.weights.adapters import adapter_spec
+from megarl.weights.dims import Dims
+from megarl.weights.families import ModelSpec, PlacedRule
+from megarl.weights.rules import Partition
+from megarl.weights.slices import Slice, Split, load_slices, shard_boxes
+
+
+class Adapter(torch.nn.Module):
+    """The adapters of one linear layer, as a rank holds them. `forward` returns s·B·(A·x), without the layer's bias.
+
+    packing: of a column-parallel layer, the number of groups that a rank's rows of W consist of (key-value heads, else
+    1), and for every part its rows in each group and the number of its A: sections of one tensor have the same. None:
+    the layer is row-parallel.
+    group: the ranks that share the layer; None: it lies whole on each rank, as an expert does.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        *,
+        rank: int,
+        scale: float,
+        packing: tuple[int, Sequence[tuple[int, int]]] | None,
+        group: ProcessGroup | None,
+        sequence_parallel: bool,
+    ) -> None:
+        super().__init__()
+        self.rank, self.scale, self.packing, self.group = rank, scale, packing, group
+        self.sequence_parallel, self.enabled = sequence_parallel, True
+        num_a = 1 if packing is None else 1 + max(number for _, number in packing[1])
+        like = {"dtype": weight.dtype, "device": weight.device}
+        self.a = torch.nn.Parameter(torch.zeros(num_a * rank, weight.shape[1], **like))
+        self.b = torch.nn.Parameter(torch.zeros(weight.shape[0], rank, **like))
+        split, whole, axis = (self.a, self.b, 1) if packing is None else (self.b, self.a, 0)
+        set_tensor_model_parallel_attributes(split, True, axis, 1)
+        # Under sequence parallelism a rank sees a part of the tokens, so Megatron has to sum over ranks. Of parameters
+        # that are whole everywhere it counts one in the norm of gradients; an expert's are nowhere else.
+        whole.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+        whole.tensor_model_parallel = group is None  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map the layer's input [..., in] on this rank to what is added to its output."""
+        low = F.linear(x, self.a)
+        if self.packing is None:
+            if self.group is not None and self.sequence_parallel:
+                low = reduce_scatter_to_sequence_parallel_region(low, group=self.group)
+            elif self.group is not None:
+                low = reduce_from_tensor_model_parallel_region(low, group=self.group)
+            return self.scale * F.linear(low, self.b)
+        if self.group is not None and self.sequence_parallel:
+            low = gather_from_sequence_parallel_region(low, group=self.group)
+        elif self.group is not None:
+            low = copy_to_tensor_model_parallel_region(low, group=self.group)
+        num_groups, parts = self.packing
+        by_part = self.b.view(num_groups, -1, self.rank).split([rows for rows, _ in parts], dim=1)
+        lows = low.split(self.rank, dim=-1)
+        outputs = [
+            F.linear(lows[number], b.reshape(-1, self.rank)).unflatten(-1, (num_groups, -1))
+            for (_, number), b in zip(parts, by_part, strict=True)
+        ]
+        return self.scale * torch.cat(outputs, dim=-1).flatten(-2)
+
+
+def attach_adapters(chunks: Sequence[PackedModel], config: LoraConfig, seed: int) -> ModelSpec:
+    """Add adapters to a rank's model chunks, freeze all else but a scalar head, and return their description.
+
+    Raises:
+        ConfigError: `config.path` has other adapters.
+    """
+    layout, adapters = chunks[0].layout, adapter_spec(chunks[0].spec, config)
+    num_local = adapters.dims.dim("experts") // layout.config.ep
+    first = layout.ep_group.rank() * num_local
+    bases, rules = (each.parameter_rules(range(first, first + num_local)) for each in (chunks[0].spec, adapters))
+    expert_rank = adapters.dims.dim("expert_rank")
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        targets = [named for named in named_shards(chunk) if f"{named[0].removesuffix('.weight')}.lora.a" in rules]
+        for name, local_name, weight in targets:
+            is_expert = ".local_experts." in name
+            linear = chunk.get_submodule(local_name.removesuffix(".weight"))
+            linear.lora = Adapter(
+                weight,
+                rank=expert_rank if is_expert else config.rank,
+                scale=config.alpha / config.rank,
+                packing=_packing(
+                    bases[name],
+                    [*rank_slices([(name, weight)], chunk.spec, layout)],
+                    chunk.spec.dims,
+                    layout.etp_group if is_expert else layout.tp_group,
+                ),
+                group=None if is_expert or layout.config.tp == 1 else layout.tp_group,
+                sequence_parallel=chunk.config.sequence_parallel and not is_expert,
+            )
+            linear.register_forward_hook(_add_adapter)
+        if chunk.pre_process:
+            # Layers that are computed again in backward have gradients only if their input needs some.
+            chunk.embedding.register_forward_hook(
+                lambda _, __, out: out.requires_grad_() if torch.is_grad_enabled() else out
+            )
+        if hasattr(chunk, "value_head"):
+            chunk.value_head.requires_grad_(True)
+    slices, shapes = adapter_slices(chunks, adapters), adapters.expected_tensors()
+    if config.path is not None:
+        load_slices(slices, read_adapters(config, adapters))
+        return adapters
+    with torch.no_grad():
+        for part in slices:
+            full = initial_tensor(part.tensor, shapes[part.tensor], seed)
+            part.view.copy_(full[part.index].reshape(part.view.shape))
+    return adapters
+
+
+def _add_adapter(linear: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, Any]) -> Any:
+    out, bias = output
+    return (out + linear.lora(inputs[0]), bias) if linear.lora.enabled else output
+
+
+def _packing(
+    placed: PlacedRule, slices: Sequence[Slice], dims: Dims, tp: ProcessGroup
+) -> tuple[int, list[tuple[int, int]]] | None:
+    """Return how a rank's rows of a weight, whose slices these are, are packed (see `Adapter`)."""
+    if placed.rule.partition is Partition.COLUMNS:
+        return None
+    num_groups, names = len(slices[0].view), list(dict.fromkeys(tensor.name for tensor in placed.rule.tensors))
+    boxes = shard_boxes(placed.rule, dims, Split(tp.rank(), tp.size(), vocab_padding=1))
+    rows = [(end - start) // num_groups for (start, end), *_ in boxes]
+    return num_groups, [
+        (num_rows, names.index(each.name)) for num_rows, each in zip(rows, placed.rule.tensors, strict=True)
+    ]
+
+
+def adapters_of(chunks: Sequence[PackedModel]) -> list[Adapter]:
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)]
+
+
+def adapter_slices(chunks: Sequence[PackedModel], adapters: ModelSpec) -> Iterator[Slice]:
+    """Yield this rank's slices of the adapters' tensors, as views of live parameters."""
+    shards = itertools.chain.from_iterable(named_shards(chunk, of_adapters=True) for chunk in chunks)
+    return rank_slices([(name, parameter.data) for name, _, parameter in shards], adapters, chunks[0].layout)
+
+
+def adapter_states(chunk: PackedModel, adapters: ModelSpec) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+    """Describe the shards of a chunk's adapters for checkpoints, by the parameters' names in the chunk.
+
+    Keys are independent of the layout. Matrices stacked on each rank, such as gate and up, have keys of their own.
+    """
+    layout, states = chunk.layout, dict[str, ShardedTensor | ShardedTensorFactory]()
+    num_local = adapters.dims.dim("experts") // layout.config.ep
+    first = layout.ep_group.rank() * num_local
+    rules = adapters.parameter_rules(range(first, first + num_local))
+    for name, local_name, parameter in named_shards(chunk, of_adapters=True):
+        placed, tp = rules[name], layout.tp_group
+        replicas, partition = layout.replica_group, placed.rule.partition
+        if placed.expert is not None:
+            tp, replicas = layout.etp_group, layout.expert_replica_group
+        key, is_whole = placed.name(placed.rule.names[0]), partition is Partition.REPLICATED
+        replica = (0, tp.rank() if is_whole else 0, replicas.rank())
+        offsets = () if is_whole else ((int(partition is Partition.COLUMNS), tp.rank(), tp.size()),)
+        if partition is Partition.GATE_UP:
+            boxes = shard_boxes(placed.rule, adapters.dims, Split(tp.rank(), tp.size(), vocab_padding=1))
+            rows = [end - start for (start, end), *_ in boxes]
+            build = functools.partial(_parts, rows=rows, offsets=offsets)
+            states[local_name] = ShardedTensorFactory(key, parameter, build, torch.cat, replica)
+        else:
+            states[local_name] = ShardedTensor.from_rank_offsets(key, parameter, *offsets, replica_id=replica)
+    return states
+
+
+def _parts(
+    key: str,
+    stacked: torch.Tensor,
+    replica: Any,
+    _: slice | None,
+    *,
+    rows: Sequence[int],
+    offsets: Sequence[tuple[int, int, int]],
+) -> list[ShardedTensor]:
+    return [
+        ShardedTensor.from_rank_offsets(f"{key}.{i}", part, *offsets, replica_id=replica)
+        for i, part in enumerate(stacked.split(list(rows)))
+    ]
+
+
+@contextlib.contextmanager
+def without_adapters(chunks: Sequence[PackedModel]) -> Iterator[None]:
+    """Compute as the base model does, meanwhile."""
+    found = adapters_of(chunks)
+    for each in found:
+        each.enabled = False
+    try:
+        yield
+    finally:
+        for each in found:
+            each.enabled = True

@@ -1,0 +1,86 @@
+"""All that one rank can say of a model with adapters: log-probs with and without them, gradients, and a step."""
+
+import multiprocessing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.config.schema import ActorConfig, ModelConfig
+from megarl.types import FloatArray, Row
+from megarl.types.messages import ForwardRequest, LoadRequest, Role, RoleSpec, UpdateRequest
+from tests.helpers.rank_pool import RankContext
+from tests.helpers.ranks import join_layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterCase:
+    """A model with adapters under a layout, and rows by micro-batch and data-parallel rank.
+
+    load: a checkpoint to go on from. save: where to write one after the step.
+    """
+
+    model: ModelConfig
+    actor: ActorConfig
+    rows: Sequence[Row]
+    micro_batches: Sequence[Sequence[Sequence[int]]]
+    request: UpdateRequest
+    load: str = ""
+    save: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterOutcome:
+    """logprobs, base: row → [R] with and without adapters, before the step, both empty off the last stage.
+
+    gradients, after: (tensor, index, values) of each slice of the adapters' tensors, the latter after the step.
+    num_bytes: of gradients and of parameters that are trained.
+    """
+
+    logprobs: dict[int, FloatArray]
+    base: dict[int, FloatArray]
+    gradients: list[tuple[str, Any, torch.Tensor]]
+    after: list[tuple[str, Any, torch.Tensor]]
+    grad_norm: float
+    num_bytes: tuple[int, int]
+
+
+def run_adapters(context: RankContext, case: AdapterCase) -> AdapterOutcome:
+    from megarl.parallel.adapters import adapter_slices, without_adapters
+    from megarl.parallel.model import named_shards, rank_slices
+    from megarl.parallel.passes import accumulate_gradients, optimizer_step
+
+    # Megatron forks a writer of checkpoints.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    worker = join_layout(context, case.actor.layout)
+    worker.load(LoadRequest(roles=(RoleSpec(role=Role.ACTOR, model=case.model, settings=case.actor),), seed=0))
+    loaded = worker.roles[Role.ACTOR]
+    assert loaded.adapters is not None
+    if case.load:
+        worker.load_checkpoint(case.load, same_layout=())
+    mine = case.micro_batches[worker.layout.dp_group.rank()]
+    request = ForwardRequest(role=Role.ACTOR, temperature=1.0, step=0)
+    outputs = worker.forward(case.rows, mine, request)
+    with without_adapters(loaded.chunks):
+        base = worker.forward(case.rows, mine, request)
+    accumulate_gradients(loaded, case.rows, mine, case.request, dp_group=worker.layout.dp_group)
+    shards = [named for chunk in loaded.chunks for named in named_shards(chunk, of_adapters=True)]
+    gradients = rank_slices([(name, p.main_grad) for name, _, p in shards], loaded.adapters, worker.layout)
+    found = [(part.tensor, part.index, part.view.clone()) for part in gradients]
+    norm = optimizer_step(loaded, case.request)
+    if case.save:
+        Path(case.save).mkdir(parents=True, exist_ok=True)
+        worker.save_checkpoint(case.save, portable=True)
+        worker.finish_checkpoint(wait=True)
+    trained = [p for chunk in loaded.chunks for p in chunk.parameters() if p.requires_grad]
+    buffers = [b for each in loaded.ddp for b in (*each.buffers, *each.expert_parallel_buffers)]
+    return AdapterOutcome(
+        logprobs=dict(outputs.quantities["logprobs"]) if outputs else {},
+        base=dict(base.quantities["logprobs"]) if base else {},
+        gradients=found,
+        after=[(p.tensor, p.index, p.view.clone()) for p in adapter_slices(loaded.chunks, loaded.adapters)],
+        grad_norm=norm,
+        num_bytes=(sum(b.grad_data.nbytes for b in buffers), sum(p.nbytes for p in trained)),
+    )
