@@ -1,6 +1,6 @@
 """Load a rank's models (actor, reference, critic); wrap trained ones in Megatron's DDP and (distributed) AdamW."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,16 @@ from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.schema import OptimizerConfig
-from megarl.parallel.adapters import attach_adapters
+from megarl.parallel.adapters import adapter_slices, attach_adapters
 from megarl.parallel.head.policy import HeadRequest
 from megarl.parallel.layout import Layout
-from megarl.parallel.model import PackedModel, build_model
+from megarl.parallel.model import PackedModel, build_model, model_slices
 from megarl.parallel.moe.setup import prepare_experts
 from megarl.parallel.optimizers import optimizer_settings
 from megarl.types.messages import Head, RoleSpec
 from megarl.weights.families import ModelSpec, read_model_spec
+from megarl.weights.merging import Merger
+from megarl.weights.slices import Slice
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,9 +44,24 @@ class LoadedRole:
         for each in self.ddp:
             each.finish_gathering()
 
-    def expected_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return name → full shape of the Hugging Face tensors of this model."""
-        return self.model_spec.expected_tensors(scalar_head=self.spec.head is Head.SCALAR)
+    def expected_tensors(self, *, by_expert: bool = False) -> dict[str, tuple[int, ...]]:
+        """Return name → full shape of the Hugging Face tensors of this model. by_expert: as in `model_slices`."""
+        return self.model_spec.expected_tensors(scalar_head=self.spec.head is Head.SCALAR, by_expert=by_expert)
+
+    def merger(self) -> Merger | None:
+        """Return what adds this rank's adapters to its weights; None: the role has no adapters."""
+        if self.adapters is None or (lora := self.spec.settings.lora) is None:
+            return None
+        slices = adapter_slices(self.chunks, self.adapters)
+        return Merger(slices, self.adapters.expected_tensors(), lora.alpha / lora.rank)
+
+    def weights(self, *, by_expert: bool = False) -> Iterator[Slice]:
+        """Yield this rank's slices of the model's tensors: views of parameters, or merged copies with adapters.
+
+        by_expert: as in `model_slices`.
+        """
+        slices, merger = model_slices(self.chunks, by_expert=by_expert), self.merger()
+        return slices if merger is None else merger.slices(slices, self.expected_tensors(by_expert=by_expert))
 
     def head_request(
         self,

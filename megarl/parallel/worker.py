@@ -131,10 +131,10 @@ class RankWorker:
         from megarl.weights.slices import count_elements, slice_checksums, store_slices
 
         loaded = self._role(role, Part.PARAMS)
-        store_slices(model_slices(loaded.chunks), map_model([Path(f) for f in files], writable=True))
+        store_slices(loaded.weights(), map_model([Path(f) for f in files], writable=True))
         checksums: dict[str, int] = {}
         if with_checksums:
-            checksums = slice_checksums(model_slices(loaded.chunks), loaded.expected_tensors())
+            checksums = slice_checksums(loaded.weights(), loaded.expected_tensors())
         return StoreResult(num_elements=count_elements(model_slices(loaded.chunks)), checksums=checksums)
 
     def offer_meeting(self, address: str) -> int:
@@ -164,10 +164,7 @@ class RankWorker:
 
     def largest_weights(self) -> dict[str, float]:
         """Return max |x| of this rank's part of each actor tensor that is sent in float8, to choose its scale."""
-        from megarl.parallel.model import model_slices
-
-        chunks = self._role(Role.ACTOR, Part.PARAMS).chunks
-        return self.bridge.largest(model_slices(chunks, by_expert=True))
+        return self.bridge.largest(self._role(Role.ACTOR, Part.PARAMS).weights(by_expert=True))
 
     def send_over_bridge(
         self, transfer: int, *, with_checksums: bool, scales: Mapping[str, float], full: bool
@@ -175,8 +172,11 @@ class RankWorker:
         """Send this rank's share of the actor's weights to the engine workers, as the sync plan prescribes."""
         from megarl.parallel.model import model_slices
 
-        slices = model_slices(self._role(Role.ACTOR, Part.PARAMS).chunks, by_expert=True)
-        return self.bridge.send(slices, transfer, with_checksums=with_checksums, scales=scales, full=full)
+        loaded = self._role(Role.ACTOR, Part.PARAMS)
+        slices, merger = model_slices(loaded.chunks, by_expert=True), loaded.merger()
+        return self.bridge.send(
+            slices, transfer, with_checksums=with_checksums, scales=scales, full=full, merger=merger
+        )
 
     def close_bridge(self) -> None:
         """Remove this rank's shared-memory segments of the weight sync, and close its connections."""

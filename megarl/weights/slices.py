@@ -213,6 +213,24 @@ def _slices_of(
         yield Slice(tensor=placed.name(name), index=index, view=view, owned=owned)
 
 
+def flat_views(box: Box, view: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield views of a slice in the shape of boxes: one view, or one per group if groups of rows are not adjacent.
+
+    Where gates and ups take turns, no view has the shape of a box: its last axis is in pairs.
+    """
+    sizes = [end - start for start, end in box]
+    try:
+        yield box, view.view(sizes)
+    except RuntimeError:
+        if list(view.shape) == [*sizes[:-1], sizes[-1] // 2, 2]:
+            yield box, view
+            return
+        (start, end), *others = box
+        rows = (end - start) // len(view)
+        for i, group in enumerate(view):
+            yield from flat_views(((start + i * rows, start + (i + 1) * rows), *others), group)
+
+
 @torch.no_grad()
 def load_slices(slices: Iterable[Slice], source: dict[str, torch.Tensor], *, optional: Collection[str] = ()) -> None:
     """Fill local shards from full tensors `source`. If these are memory-mapped, only the slices' pages are read.

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +21,10 @@ from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, Optimiz
 from megarl.types import Row
 from megarl.weights.adapters import adapter_spec
 from megarl.weights.families import read_model_spec
+from megarl.weights.safetensors_map import create_model_files, weight_specs
 from tests.helpers.adapter_ranks import AdapterCase, AdapterOutcome, run_adapters
 from tests.helpers.family_parity import load_transformers, make_rows, split_rows
-from tests.helpers.hf_models import make_model
+from tests.helpers.hf_models import make_model, read_tensors
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.requests import update_request, with_advantages
 
@@ -208,11 +209,20 @@ CASES += [(name, "tp2-sp-ep2", "full") for name in ("qwen3_moe", "deepseek_v3")]
     [pytest.param(*case, marks=() if case in QUICK else pytest.mark.long) for case in CASES],
 )
 def test_adapters_equal_merged_weights(
-    rank_pool: GetPool, reference: Callable[[str], Merged], name: str, layout: str, recompute: str
+    rank_pool: GetPool, reference: Callable[[str], Merged], name: str, layout: str, recompute: str, tmp_path: Path
 ) -> None:
     expected, under = reference(name), LAYOUTS[layout]
-    outcomes = rank_pool(under.world_size).run(run_adapters, case_of(expected, under, recompute=recompute))
-    assert_equals_merged(outcomes, expected)
+    files = create_model_files(tmp_path / "merged", weight_specs(read_model_spec(expected.model), "float32"))
+    case = replace(case_of(expected, under, recompute=recompute), weight_files=[str(file) for file in files])
+    assert_equals_merged(rank_pool(under.world_size).run(run_adapters, case), expected)
+    written, base = read_tensors(tmp_path / "merged"), read_tensors(expected.model)
+    assert written.keys() == base.keys()
+    for name, weight in base.items():
+        a, b = (expected.tensors.get(f"{name.removesuffix('.weight')}.lora_{x}.weight") for x in "AB")
+        if a is None or b is None:
+            assert torch.equal(written[name], weight), name
+        else:
+            torch.testing.assert_close(written[name], weight + ALPHA / RANK * b @ a, atol=1e-6, rtol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tests.helpers.ranks import join_layout
 class AdapterCase:
     """A model with adapters under a layout, and rows by micro-batch and data-parallel rank.
 
-    load: a checkpoint to go on from. save: where to write one after the step.
+    load: a checkpoint to go on from. save: where to write one after the step. weight_files: for the model before it.
     """
 
     model: ModelConfig
@@ -29,6 +29,7 @@ class AdapterCase:
     request: UpdateRequest
     load: str = ""
     save: str = ""
+    weight_files: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,8 @@ def run_adapters(context: RankContext, case: AdapterCase) -> AdapterOutcome:
     outputs = worker.forward(case.rows, mine, request)
     with without_adapters(loaded.chunks):
         base = worker.forward(case.rows, mine, request)
+    if case.weight_files:
+        worker.store_weights(case.weight_files, with_checksums=False)
     accumulate_gradients(loaded, case.rows, mine, case.request, dp_group=worker.layout.dp_group)
     shards = [named for chunk in loaded.chunks for named in named_shards(chunk, of_adapters=True)]
     gradients = rank_slices([(name, p.main_grad) for name, _, p in shards], loaded.adapters, worker.layout)

@@ -13,7 +13,8 @@ from megarl.sync.wire.casts import SCALED, from_wire, largest_magnitude, to_wire
 from megarl.sync.wire.routed import RoutedReceiver, RoutedSender
 from megarl.sync.wire.wires import Share, key_of, unpack
 from megarl.weights.boxes import Box, Boxes, box_of, intersection, joined, num_elements, slices_of
-from megarl.weights.slices import Index, Slice, checksum
+from megarl.weights.merging import Merger
+from megarl.weights.slices import Index, Slice, checksum, flat_views
 
 # By tensor name: boxes of the tensor in row-major order, each with a view of a local shard in its shape, or with its
 # last axis in pairs.
@@ -53,32 +54,35 @@ class BridgeSender:
         with_checksums: bool,
         scales: Mapping[str, float] | None = None,
         full: bool = False,
+        merger: Merger | None = None,
     ) -> dict[int, dict[str, int]]:
         """Send this rank's messages of one weight sync. Return checksums of the sent data: sink → tensor → checksum.
 
         with_checksums: whether to compute them; else the result is empty. scales: of tensors sent in float8, the same
-        on all ranks. full: send whole messages this time, not differences.
+        on all ranks. full: send whole messages this time, not differences. merger: adds adapters to what is sent.
         """
         specs, self._scales = self._share.specs, dict(scales or {})
         found = defaultdict[str, dict[Box, torch.Tensor]](dict)
         for held in (held for held in slices if held.tensor in specs):
-            found[held.tensor].update(_flat_views(box_of(held.index, specs[held.tensor].shape), held.view))
+            found[held.tensor].update(flat_views(box_of(held.index, specs[held.tensor].shape), held.view))
         views = {name: sorted(boxes.items(), key=operator.itemgetter(0)) for name, boxes in found.items()}
         sums = defaultdict[int, dict[str, int]](dict)
         if full:
             self._wire.forget()
         self._wire.start(transfer)
         for message, parts in zip(self._share.messages, self._parts, strict=True):
-            self._wire.send(message, (self._cast(part, view) for part, _, view in _overlaps(parts, views)))
+            self._wire.send(message, (self._cast(*each, merger) for each in _overlaps(parts, views)))
             if with_checksums:
                 for part, box, view in _overlaps(parts, views):
                     name, of_sink = part.tensor, sums[message.sink]
-                    added = checksum(self._cast(part, view), slices_of(box), specs[name].shape)
+                    added = checksum(self._cast(part, box, view, merger), slices_of(box), specs[name].shape)
                     of_sink[name] = (of_sink.get(name, 0) + added) % (1 << 64)
         self._wire.flush()
         return dict(sums)
 
-    def _cast(self, part: Fragment, view: torch.Tensor) -> torch.Tensor:
+    def _cast(self, part: Fragment, box: Box, view: torch.Tensor, merger: Merger | None) -> torch.Tensor:
+        if merger is not None:
+            view = merger.merged(part.tensor, box, view)
         return to_wire(view, self._share.specs[part.tensor].dtype, self._scales.get(part.tensor))
 
 
@@ -159,24 +163,6 @@ class BridgeReceiver:
         spec = self._share.specs[name]
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
         return tensor if fill is None else tensor.fill_(fill)
-
-
-def _flat_views(box: Box, view: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield views of a slice in the shape of boxes: one view, or one per group if groups of rows are not adjacent.
-
-    Where gates and ups take turns, no view has the shape of a box: its last axis is in pairs.
-    """
-    sizes = [end - start for start, end in box]
-    try:
-        yield box, view.view(sizes)
-    except RuntimeError:
-        if list(view.shape) == [*sizes[:-1], sizes[-1] // 2, 2]:
-            yield box, view
-            return
-        (start, end), *others = box
-        rows = (end - start) // len(view)
-        for i, group in enumerate(view):
-            yield from _flat_views(((start + i * rows, start + (i + 1) * rows), *others), group)
 
 
 def _overlaps(parts: Iterable[Fragment], views: _Views) -> Iterator[tuple[Fragment, Box, torch.Tensor]]:
