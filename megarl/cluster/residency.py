@@ -58,7 +58,8 @@ def parts_of(owner: str, parts: Iterable[str]) -> frozenset[Resident]:
 
 def built_parts(roles: Sequence[RoleSpec]) -> frozenset[Resident]:
     """Return the parts of memory that loading the roles' models fills on the devices."""
-    return frozenset().union(*(parts_of(r.role, Part if r.trainable else [Part.PARAMS]) for r in roles))
+    own = [role for role in roles if role.base_of is None]
+    return frozenset().union(*(parts_of(r.role, Part if r.trainable else [Part.PARAMS]) for r in own))
 
 
 _ENGINE_PARTS = parts_of(ENGINE, [WEIGHTS, KV_CACHE])
@@ -67,9 +68,12 @@ GENERATE = Phase(name="generate", needs=_ENGINE_PARTS)
 SYNC = Phase(name="sync", needs=parts_of(Role.ACTOR, [Part.PARAMS]) | parts_of(ENGINE, [WEIGHTS]))
 
 
-def forward(role: Role) -> Phase:
-    """Return the phase in which a role's model only computes outputs, and needs just its parameters."""
-    return Phase(name=f"score {role}", needs=parts_of(role, [Part.PARAMS]))
+def forward(role: Role, memory_of: Role | None = None) -> Phase:
+    """Return the phase in which a role's model only computes outputs, and needs just its parameters.
+
+    memory_of: the role in whose memory these are, if it is another.
+    """
+    return Phase(name=f"score {role}", needs=parts_of(memory_of or role, [Part.PARAMS]))
 
 
 def updating(role: Role) -> Phase:
@@ -94,7 +98,7 @@ def step_phases(roles: Sequence[RoleSpec]) -> list[Phase]:
     """
     others_first = (*roles[1:], roles[0])
     trained = [updating(r.role) for r in others_first if r.trainable]
-    return [GENERATE, *(forward(r.role) for r in others_first), *trained, SYNC]
+    return [GENERATE, *(forward(r.role, r.memory_of) for r in others_first), *trained, SYNC]
 
 
 def plan_moves(resident: frozenset[Resident], phase: Phase) -> list[Move]:

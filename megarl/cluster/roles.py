@@ -44,10 +44,15 @@ def roles_of(config: Config, algorithm: "Algorithm") -> tuple[RoleSpec, ...]:
 
 
 def reference_role(config: Config) -> RoleSpec:
-    """Return the role of the frozen reference model, for runs that read its log-probs."""
+    """Return the role of the frozen reference model, for runs that read its log-probs.
+
+    If the actor trains adapters on the same model in the same layout, the reference is the actor without them.
+    """
     settings = role_settings(config)[Role.REFERENCE]
     model = _model(config, config.reference.model_path)
-    return RoleSpec(role=Role.REFERENCE, model=model, settings=settings, trainable=False)
+    is_base = config.actor.lora is not None and model == config.model and settings.layout == config.actor.layout
+    base_of = Role.ACTOR if is_base else None
+    return RoleSpec(role=Role.REFERENCE, model=model, settings=settings, trainable=False, base_of=base_of)
 
 
 def reward_role(config: Config) -> RoleSpec:

@@ -279,6 +279,7 @@ def role_settings(config: Config) -> dict[str, ActorConfig]:
     for role, own in (("reference", config.reference), ("critic", critic), ("reward_model", config.reward_model)):
         settings[role] = replace(
             actor,
+            lora=None,
             layout=own.layout or actor.layout,
             micro_batch_tokens=own.micro_batch_tokens or actor.micro_batch_tokens,
         )

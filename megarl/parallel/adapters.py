@@ -59,9 +59,8 @@ class Adapter(torch.nn.Module):
         self.rank, self.scale, self.packing, self.group = rank, scale, packing, group
         self.sequence_parallel, self.enabled = sequence_parallel, True
         num_a = 1 if packing is None else 1 + max(number for _, number in packing[1])
-        like = {"dtype": weight.dtype, "device": weight.device}
-        self.a = torch.nn.Parameter(torch.zeros(num_a * rank, weight.shape[1], **like))
-        self.b = torch.nn.Parameter(torch.zeros(weight.shape[0], rank, **like))
+        self.a = torch.nn.Parameter(weight.new_zeros(num_a * rank, weight.shape[1]))
+        self.b = torch.nn.Parameter(weight.new_zeros(weight.shape[0], rank))
         split, whole, axis = (self.a, self.b, 1) if packing is None else (self.b, self.a, 0)
         set_tensor_model_parallel_attributes(split, True, axis, 1)
         # Under sequence parallelism a rank sees a part of the tokens, so Megatron has to sum over ranks. Of parameters

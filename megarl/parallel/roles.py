@@ -48,6 +48,12 @@ class LoadedRole:
         """Return name → full shape of the Hugging Face tensors of this model. by_expert: as in `model_slices`."""
         return self.model_spec.expected_tensors(scalar_head=self.spec.head is Head.SCALAR, by_expert=by_expert)
 
+    def without_adapters(self, spec: RoleSpec) -> "LoadedRole":
+        """Return the frozen base of this role as a role of its own, with the same memory."""
+        return LoadedRole(
+            spec=spec, model_spec=self.model_spec, chunks=self.chunks, ddp=self.ddp, optimizer=None, adapters=None
+        )
+
     def merger(self) -> Merger | None:
         """Return what adds this rank's adapters to its weights; None: the role has no adapters."""
         if self.adapters is None or (lora := self.spec.settings.lora) is None:

@@ -4,6 +4,7 @@ weights.
 `RankWorker` is a plain synchronous class, which Ray actors wrap and tests call in ordinary processes.
 """
 
+import contextlib
 import gc
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -94,22 +95,28 @@ class RankWorker:
         self.suspends_nccl = request.suspends_nccl
         if request.batch_invariant:
             make_batch_invariant()
+        own = [spec for spec in request.roles if spec.base_of is None]
         self.roles = {
             spec.role: load_role(spec, self.layout, seed=request.seed, batch_invariant=request.batch_invariant)
-            for spec in request.roles
+            for spec in own
         }
         self.offloaders = {role: Offloader(loaded) for role, loaded in self.roles.items()}
+        for spec in request.roles:
+            if spec.base_of is not None:
+                self.roles[spec.role] = self.roles[spec.base_of].without_adapters(spec)
         self.checkpoints = RankCheckpoints(list(self.roles.values()), rank=self.rank)
 
     def forward(
         self, rows: Rows, micro_batches: Sequence[Sequence[int]], request: ForwardRequest
     ) -> ForwardResult | None:
         """Compute log-probs or values of this replica's rows. Return them on the replica's reporting rank only."""
+        from megarl.parallel.adapters import without_adapters
         from megarl.parallel.passes import forward_rows
 
         loaded = self._role(request.role, Part.PARAMS)
         head = loaded.head_request(temperature=request.temperature, paired=request.paired)
-        result = forward_rows(loaded.chunks, rows, micro_batches, head, role=request.role, step=request.step)
+        with without_adapters(loaded.chunks) if loaded.spec.base_of is not None else contextlib.nullcontext():
+            result = forward_rows(loaded.chunks, rows, micro_batches, head, role=request.role, step=request.step)
         return result if self.layout.reports else None
 
     def update(self, rows: Rows, micro_batches: Sequence[Sequence[int]], request: UpdateRequest) -> UpdateResult | None:
@@ -231,7 +238,7 @@ class RankWorker:
     def _role(self, role: Role, *needed: Part) -> "LoadedRole":
         """Return a role's model, after checking that the `needed` parts of its memory are on the device."""
         assert role in self.roles, f"this rank hosts {sorted(self.roles)}, not the {role}"
-        self.offloaders[role].require(*needed)
+        self.offloaders[self.roles[role].spec.memory_of].require(*needed)
         if Part.GRADS not in needed:
             # An update's layers wait for what each of them needs; others read all weights at once.
             self.roles[role].settle()

@@ -10,7 +10,13 @@ from megarl.plan.memory import DTYPE_BYTES
 from megarl.plan.run_plan import DevicePlan, EnginePlan, PhasePlan, ShardPlan
 from megarl.types.messages import Head, Part, Role, RoleSpec
 from megarl.weights.families import ModelSpec
-from megarl.weights.shards import num_local_experts, num_stage_layers, num_stage_parameters, place_of
+from megarl.weights.shards import (
+    num_local_experts,
+    num_stage_layers,
+    num_stage_parameters,
+    num_trained_parameters,
+    place_of,
+)
 
 
 def plan_shard(
@@ -24,19 +30,23 @@ def plan_shard(
     settings, layout, dtype_bytes = role.settings, role.layout, DTYPE_BYTES[role.model.dtype]
     scalar, multiple = role.head is Head.SCALAR, role.model.vocab_multiple
     num = num_stage_parameters(spec, layout, stage, vocab_multiple=multiple, scalar_head=scalar)
+    trained = num_trained_parameters(
+        spec, layout, stage, vocab_multiple=multiple, scalar_head=scalar, lora=settings.lora
+    )
+    adapters = 0 if settings.lora is None else trained.total
     num_ranks, num_tokens = layout.world_size // layout.pp, settings.micro_batch_tokens // layout.cp
-    resident = {Part.PARAMS: bytes_of.weight_bytes(num.total, dtype_bytes)}
+    resident = {Part.PARAMS: bytes_of.weight_bytes(num.total + adapters, dtype_bytes)} if role.base_of is None else {}
     activations = on_host = 0
     if role.trainable:
         shards = (layout.dp * layout.cp, layout.expert_dp) if settings.optimizer.distributed else (1, 1)
-        resident[Part.GRADS] = bytes_of.gradient_bytes(num.total, dtype_bytes, settings.optimizer)
+        resident[Part.GRADS] = bytes_of.gradient_bytes(trained.total, dtype_bytes, settings.optimizer)
         resident[Part.OPTIMIZER] = sum(
             bytes_of.optimizer_bytes(count, dtype_bytes, num_shards, settings.optimizer)
-            for count, num_shards in zip((num.others, num.experts), shards, strict=True)
+            for count, num_shards in zip((trained.others, trained.experts), shards, strict=True)
         )
         on_host = sum(
             bytes_of.optimizer_host_bytes(count, num_shards, settings.optimizer)
-            for count, num_shards in zip((num.others, num.experts), shards, strict=True)
+            for count, num_shards in zip((trained.others, trained.experts), shards, strict=True)
         )
         activations = bytes_of.activation_bytes(
             spec.dims,
@@ -57,6 +67,8 @@ def plan_shard(
         num_parameters=num.total,
         num_expert_parameters=num.experts,
         num_experts=num_local_experts(spec, layout),
+        num_trained_parameters=trained.total if role.trainable else 0,
+        num_trained_expert_parameters=trained.experts if role.trainable else 0,
         resident={part.value: size for part, size in resident.items()},
         on_host=on_host,
         activations=activations,
@@ -81,7 +93,7 @@ def _head_bytes(
         dtype_bytes=dtype_bytes,
         backward=backward,
         paired=paired,
-        sums_apart=backward and not sums_float32,
+        sums_apart=backward and not sums_float32 and role.settings.lora is None,
     )
 
 
@@ -106,10 +118,10 @@ def checkpoint_host_bytes(
         place, num_ranks = place_of(layout, rank), layout.world_size // layout.pp
         for role in (role for role in roles if role.trainable):
             held, dtype_bytes = by_place[role.role.value, place.pp], DTYPE_BYTES[role.model.dtype]
-            experts = held.num_expert_parameters
+            experts = held.num_trained_expert_parameters
             # Ranks of a stage that have the same expert shard come together, and its replicas after each other.
             parts = (
-                (held.num_parameters - experts, layout.dp * layout.cp, place.dp * layout.cp + place.cp),
+                (held.num_trained_parameters - experts, layout.dp * layout.cp, place.dp * layout.cp + place.cp),
                 (experts, layout.expert_dp, rank % num_ranks // (layout.ep * layout.etp)),
             )
             for count, num_replicas, replica in parts:

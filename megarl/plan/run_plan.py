@@ -76,7 +76,8 @@ class ShardPlan:
 
     resident: bytes by part that a rank holds between passes if nothing is offloaded. activations, head: what the role's
     update adds; 0 if it is frozen. forward: what a pass without gradients adds. num_experts: how many experts of each
-    MoE layer a rank holds; num_expert_parameters: their parameters. on_host: bytes of the optimizer's state, and of
+    MoE layer a rank holds; num_expert_parameters: their parameters. num_parameters: those without adapters;
+    num_trained_*: those that have gradients, which may be adapters'. on_host: bytes of the optimizer's state, and of
     gradients for it, that stay on the host.
     """
 
@@ -87,6 +88,8 @@ class ShardPlan:
     num_parameters: int
     num_expert_parameters: int
     num_experts: int
+    num_trained_parameters: int
+    num_trained_expert_parameters: int
     resident: dict[str, int]
     activations: int
     head: int

@@ -121,7 +121,7 @@ class ForwardStage:
             wanted = {name for name in needed if SOURCES[name].role is role}
             if not wanted:
                 continue
-            self.enter(residency.forward(role))
+            self.enter(self.passes[role].phase)
             with self.timers(timer):
                 if wanted & HINT_QUANTITIES:
                     rows, metrics = self._forward_hinted(role, rows, prompts, wanted, seed=seed, step=step)

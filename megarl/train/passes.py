@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megarl.cluster import residency
 from megarl.config.schema import OptimizerConfig
 from megarl.data.packing import imbalance_metrics, plan_micro_batches
 from megarl.parallel.backend import shares_prompts
@@ -35,6 +36,11 @@ class RolePasses:
         self, workers: "RoleWorkers", role: RoleSpec, *, temperature: float = 1.0, dims: Dims | None = None
     ) -> None:
         self._workers, self._role, self._temperature, self._dims = workers, role, temperature, dims
+
+    @property
+    def phase(self) -> residency.Phase:
+        """Return the phase in which this role's model computes outputs."""
+        return residency.forward(self._role.role, self._role.memory_of)
 
     def forward(self, rows: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
         """Compute all outputs that the role's model has for the rows (such as log-probs) in one pass, by name, in row

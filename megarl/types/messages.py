@@ -41,7 +41,8 @@ class Part(StrEnum):
 class RoleSpec:
     """A model of the run and its role. If it is not `trainable`, it has neither gradient buffers nor an optimizer.
 
-    settings: parallel layout and training; for every role they have the config class of the actor.
+    settings: parallel layout and training; for every role they have the config class of the actor. base_of: the role
+    whose adapters are switched off when this one computes; it has no memory of its own.
     """
 
     role: Role
@@ -49,6 +50,12 @@ class RoleSpec:
     settings: ActorConfig
     head: Head = Head.LM
     trainable: bool = True
+    base_of: Role | None = None
+
+    @property
+    def memory_of(self) -> Role:
+        """Return the role in whose memory the model is."""
+        return self.base_of or self.role
 
     @property
     def layout(self) -> LayoutConfig:

@@ -3,7 +3,9 @@
 import math
 from dataclasses import dataclass
 
+from megarl.config.lora import LoraConfig
 from megarl.config.schema import LayoutConfig
+from megarl.weights.adapters import adapter_spec
 from megarl.weights.families import ModelSpec
 from megarl.weights.tables import VALUE_HEAD, Layers, Partition, WeightRule
 
@@ -57,6 +59,21 @@ class NumParameters:
     @property
     def total(self) -> int:
         return self.others + self.experts
+
+
+def num_trained_parameters(
+    spec: ModelSpec,
+    layout: LayoutConfig,
+    stage: int,
+    *,
+    vocab_multiple: int,
+    scalar_head: bool = False,
+    lora: LoraConfig | None = None,
+) -> NumParameters:
+    """Count the parameters that are trained on each rank of a pipeline stage: all, or those of adapters."""
+    if lora is not None:
+        spec = adapter_spec(spec, lora)
+    return num_stage_parameters(spec, layout, stage, vocab_multiple=vocab_multiple, scalar_head=scalar_head)
 
 
 def num_stage_parameters(
