@@ -103,6 +103,11 @@ class RoleWorkers:
         ]
         return functools.reduce(StoreResult.merged, self._wait(calls, doing="writing weights"))
 
+    def store_adapters(self, file: Path, *, role: Role = Role.ACTOR) -> StoreResult:
+        """Make every rank that hosts a role write its own slices of the role's adapters into a preallocated file."""
+        calls = [p.call(RankWorker.store_adapters, str(file), role=role) for p in self._group(role).processes]
+        return functools.reduce(StoreResult.merged, self._wait(calls, doing="writing adapters"))
+
     def start_checkpoint(self, directory: Path, *, portable: bool) -> None:
         """Make every rank start writing a checkpoint; return once all have a snapshot, so that training can go on.
 

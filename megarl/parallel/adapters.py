@@ -131,7 +131,7 @@ def attach_adapters(chunks: Sequence[PackedModel], config: LoraConfig, seed: int
             chunk.value_head.requires_grad_(True)
     slices, shapes = adapter_slices(chunks, adapters), adapters.expected_tensors()
     if config.path is not None:
-        load_slices(slices, read_adapters(config, adapters))
+        load_slices(slices, read_adapters(chunks[0].spec, config))
         return adapters
     with torch.no_grad():
         for part in slices:

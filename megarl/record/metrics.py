@@ -52,6 +52,7 @@ class RunPaths:
         # The trained policy, and the critic if there is one, as Hugging Face model directories.
         self.export = root / "export"
         self.export_critic = root / "export_critic"
+        self.export_adapter = root / "export_adapter"
         # Rollouts kept bit for bit, for replay.
         self.records = root / "records"
         # Traces of torch's profiler, one per rank.

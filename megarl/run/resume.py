@@ -37,6 +37,7 @@ CONTINUABLE = (
     "actor.recompute_unit",
     "actor.micro_batch_tokens",
     "actor.head",
+    "actor.lora.sync",
     *(f"actor.moe.{key}" for key in ("grouped_gemm", "fuse_permute", "fuse_router")),
     "reference.layout",
     "reference.micro_batch_tokens",

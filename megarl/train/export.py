@@ -13,6 +13,8 @@ from megarl.errors import WeightSyncError
 from megarl.host.reading import read_object
 from megarl.host.writing import put_directory, writing
 from megarl.types.messages import Head, RoleSpec
+from megarl.weights.adapter_files import create_adapter_files
+from megarl.weights.adapters import adapter_spec
 from megarl.weights.families import read_hf_config, read_model_spec
 from megarl.weights.safetensors_map import (
     TensorSpec,
@@ -57,6 +59,19 @@ def export_model(workers: "RoleWorkers", role: RoleSpec, directory: Path) -> Non
             name_end_of_answers(partial)
         config = exported_config(config, spec.family, dtype=role.model.dtype, scalar_head=scalar)
         write_config(partial / "config.json", config)
+        put_directory(partial, directory)
+
+
+def export_adapters(workers: "RoleWorkers", role: RoleSpec, directory: Path) -> None:
+    """Write a role's adapters as PEFT does. The directory appears under its name only once it is complete."""
+    assert role.settings.lora is not None
+    spec, partial = read_model_spec(role.model.path), directory.with_name(directory.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    with writing(directory):
+        file = create_adapter_files(partial, spec, role.settings.lora, role.model.dtype)
+        written = workers.store_adapters(file, role=role.role)
+        shapes = adapter_spec(spec, role.settings.lora).expected_tensors()
+        check_complete({name: math.prod(shape) for name, shape in shapes.items()}, written.num_elements)
         put_directory(partial, directory)
 
 

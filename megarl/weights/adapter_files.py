@@ -1,6 +1,7 @@
 """Read adapters from directories that PEFT wrote, and make those with which training begins."""
 
 import hashlib
+import json
 from pathlib import Path
 
 import torch
@@ -8,25 +9,18 @@ import torch
 from megarl.config.lora import LoraConfig
 from megarl.errors import ConfigError
 from megarl.host.reading import read_object
+from megarl.weights.adapters import adapter_spec, peft_config
 from megarl.weights.families import ModelSpec
-from megarl.weights.safetensors_map import map_model
+from megarl.weights.safetensors_map import create_file, map_model, weight_specs
 
 # What PEFT calls its files, and puts before the names of tensors.
 ADAPTER_CONFIG, ADAPTER_FILE, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # Keys of PEFT's config with which adapters are more, or other, than W + s·B·A.
-_VARIANTS = (
-    "use_dora",
-    "use_rslora",
-    "lora_bias",
-    "modules_to_save",
-    "rank_pattern",
-    "alpha_pattern",
-    "fan_in_fan_out",
-)
+_VARIANTS = ("use_dora", "use_rslora", "lora_bias", "modules_to_save", "fan_in_fan_out")
 
 
-def read_adapters(config: LoraConfig, adapters: ModelSpec) -> dict[str, torch.Tensor]:
-    """Map the tensors of a directory that PEFT wrote, by the names in `adapters`.
+def read_adapters(base: ModelSpec, config: LoraConfig) -> dict[str, torch.Tensor]:
+    """Map the tensors of a directory that PEFT wrote for a base model, by the names in `adapter_spec`.
 
     Raises:
         ConfigError: the directory's adapters have another rank, scale or targets than `config` says.
@@ -34,13 +28,14 @@ def read_adapters(config: LoraConfig, adapters: ModelSpec) -> dict[str, torch.Te
     assert config.path is not None
     file = Path(config.path) / ADAPTER_CONFIG
     written = read_object(file, remedy="export the adapters again", error=ConfigError)
-    for key, expected in (("r", config.rank), ("lora_alpha", config.alpha)):
-        if written.get(key) != expected:
-            raise ConfigError(f"{file}: {key}: got {written.get(key)!r}, expected {expected}, as actor.lora says")
+    expected = peft_config(base, config)
+    for key in ("r", "lora_alpha", "alpha_pattern"):
+        if (written.get(key) or {}) != expected[key]:
+            raise ConfigError(f"{file}: {key}: got {written.get(key)!r}, expected {expected[key]}, as actor.lora says")
     if variants := [key for key in _VARIANTS if written.get(key)]:
         raise ConfigError(f"{file}: {variants[0]}: got {written[variants[0]]!r}; such adapters are not supported")
     tensors = {name.removeprefix(PREFIX): t for name, t in map_model([Path(config.path) / ADAPTER_FILE]).items()}
-    shapes = adapters.expected_tensors()
+    shapes = adapter_spec(base, config).expected_tensors()
     if wrong := sorted(shapes.keys() ^ tensors.keys()):
         kind = "has no" if wrong[0] in shapes else "has the unexpected"
         raise ConfigError(
@@ -51,6 +46,16 @@ def read_adapters(config: LoraConfig, adapters: ModelSpec) -> dict[str, torch.Te
         if tuple(tensors[name].shape) != shape:
             raise ConfigError(f"{config.path}: tensor {name} has shape {tuple(tensors[name].shape)}, expected {shape}")
     return tensors
+
+
+def create_adapter_files(directory: Path, base: ModelSpec, config: LoraConfig, dtype: str) -> Path:
+    """Write a directory for a model's adapters as PEFT reads it; its tensors, which it returns the file of, are 0."""
+    directory.mkdir(parents=True, exist_ok=True)
+    specs = weight_specs(adapter_spec(base, config), dtype)
+    create_file(directory / ADAPTER_FILE, {f"{PREFIX}{name}": spec for name, spec in specs.items()})
+    text = json.dumps(peft_config(base, config), indent=2) + "\n"
+    (directory / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
+    return directory / ADAPTER_FILE
 
 
 def initial_tensor(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -5,8 +5,10 @@ follow from W's: what splits W's outputs over ranks splits B, and every rank has
 every rank has B. Names of tensors are those of PEFT, without the prefix that it puts before all of them.
 """
 
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from megarl.config.lora import LoraConfig, Target
 from megarl.weights.dims import Dims
@@ -64,6 +66,31 @@ def adapter_rules(rules: Collection[WeightRule], targets: Collection[Target]) ->
                 partition=rule.partition if is_split else Partition.REPLICATED,
                 tensors=tuple(tensors),
             )
+
+
+def peft_config(spec: ModelSpec, config: LoraConfig) -> dict[str, Any]:
+    """Return the adapter_config.json that PEFT needs for a model's adapters.
+
+    Experts' adapters of another rank keep the scale of all, so they have another alpha.
+    """
+    adapters = adapter_spec(spec, config)
+    rank, expert_rank = (adapters.dims.dim(name) for name in ("rank", "expert_rank"))
+    modules = {tensor.name.rsplit(".", 3)[1]: None for rule in adapters.family.weights for tensor in rule.tensors}
+    of_experts = [rule for rule in adapters.family.weights if "{expert}" in rule.names[0]]
+    own = {re.escape(t.name.split("{expert}")[0].rsplit(".", 2)[1]) for rule in of_experts for t in rule.tensors}
+    patterns = {rf"{block}\.\d+\.\w+": expert_rank for block in own} if expert_rank != rank else {}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(spec.path),
+        "r": rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(modules),
+        "rank_pattern": patterns,
+        "alpha_pattern": {pattern: config.alpha * own_rank / rank for pattern, own_rank in patterns.items()},
+    }
 
 
 def adapter_spec(spec: ModelSpec, config: LoraConfig) -> ModelSpec:
