@@ -22,6 +22,7 @@ from megarl.config.check_engines import (
     check_sync,
     check_trainer_nodes,
 )
+from megarl.config.check_lora import check_lora, check_lora_sync
 from megarl.config.check_optimizers import check_optimizers
 from megarl.config.check_rows import (
     check_pair_fits_micro_batch,
@@ -267,7 +268,7 @@ def _require_validated_checkpoints(
 
 
 _SECTIONS = ("run", "model", "actor", "cluster")
-_RULES: tuple[Rule, ...] = (check_precision, check_batch_invariance, check_optimizers, check_trainer_nodes)
+_RULES: tuple[Rule, ...] = (check_precision, check_batch_invariance, check_lora, check_optimizers, check_trainer_nodes)
 _ROWS: tuple[Rule, ...] = (check_row_fits_micro_batch, check_row_fits_engine)
 _ENGINES: tuple[Rule, ...] = (check_engines, check_drafts, check_sync)
 
@@ -291,6 +292,7 @@ check_train = CommandCheck(
         check_train_outlasts_warmup,
         check_quantization,
         check_schedule,
+        check_lora_sync,
         *_ENGINES,
     ),
 )

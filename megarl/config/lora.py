@@ -21,6 +21,9 @@ class LoraConfig:
     targets: tuple[Target, ...] = ("attention", "mlp", "experts")
     # The rank of the experts' adapters; null: rank divided by the experts of a token, at least 1.
     expert_rank: int | None = setting(None, AT_LEAST_1)
+    # How adapters reach engines: merged into the weights in float32, which are then rounded to model.dtype; auto: so,
+    # where the rounding loses nothing.
+    sync: Literal["auto", "merged"] = "auto"
     # Directory with adapters to begin with, as PEFT writes them; null: A is random, B is 0.
     path: str | None = None
 
