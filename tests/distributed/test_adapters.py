@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from megarl.config.lora import LoraConfig
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from megarl.types import Row
-from megarl.weights.adapters import adapter_spec
+from megarl.weights.adapters import adapter_spec, peft_config
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import create_model_files, weight_specs
 from tests.helpers.adapter_ranks import AdapterCase, AdapterOutcome, run_adapters
@@ -63,12 +63,13 @@ class Merged:
 
 def write_adapters(path: Path, model: Path, seed: int = 1, **settings: object) -> dict[str, torch.Tensor]:
     """A directory as PEFT writes it, in which no B is 0."""
-    spec = adapter_spec(read_model_spec(model), LoraConfig(**LORA, **settings))  # type: ignore[arg-type]
+    base, config = read_model_spec(model), LoraConfig(**LORA, **settings)  # type: ignore[arg-type]
+    spec = adapter_spec(base, config)
     generator = torch.Generator().manual_seed(seed)
     tensors = {n: 0.1 * torch.randn(shape, generator=generator) for n, shape in spec.expected_tensors().items()}
     path.mkdir()
     save_file({f"base_model.model.{name}": t for name, t in tensors.items()}, path / "adapter_model.safetensors")
-    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA}))
+    (path / "adapter_config.json").write_text(json.dumps(peft_config(base, config)))
     return tensors
 
 
