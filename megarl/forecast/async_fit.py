@@ -15,8 +15,9 @@ from megarl.config.load import read_yaml, saved_config
 from megarl.config.schema import Config
 from megarl.errors import DataError
 from megarl.forecast.simulate import Costs, GroupLengths, Setting, Workload
-from megarl.record.metrics import RunPaths, read_metrics, read_rollouts
+from megarl.record.metrics import RunPaths, read_metrics
 from megarl.record.performance import FORWARD_AND_BACKWARD
+from megarl.record.rollouts import read_rollouts
 
 Array = npt.NDArray[np.float64]
 

@@ -26,16 +26,15 @@ from megarl.record.metrics import (
     JsonlSink,
     MetricsLogger,
     MetricsSink,
-    RolloutRecord,
     RunPaths,
     Stage,
     TensorBoardSink,
     step_of,
     summarize,
-    write_rollouts,
 )
 from megarl.record.plugins import write_plugins
 from megarl.record.problems import ProblemRecord, append_problems, pick_problems
+from megarl.record.rollouts import RolloutRecord, write_rollouts
 from megarl.record.timeline import append_timeline, idle_metrics, step_intervals
 from megarl.record.trackers import open_trackers, require_trackers
 from megarl.record.turns import turns_of

@@ -18,7 +18,8 @@ from typing import Any
 
 from megarl.host.writing import replacing_directory
 from megarl.record.answers import JudgedAnswer, read_answers
-from megarl.record.metrics import RolloutRecord, RunPaths, read_rollouts, step_of
+from megarl.record.metrics import RunPaths, step_of
+from megarl.record.rollouts import RolloutRecord, read_rollouts
 
 BROWSER = Path(__file__).parent / "browser"
 # A piece ends with the sample that brings its texts to so many characters.

@@ -10,8 +10,9 @@ from typing import Any
 from megarl.config.load import read_saved
 from megarl.errors import DataError
 from megarl.host.reading import RESTORE, read_object
-from megarl.record.metrics import MetricsRecord, RolloutRecord, RunPaths, read_metrics, read_rollouts
+from megarl.record.metrics import MetricsRecord, RunPaths, read_metrics
 from megarl.record.problems import ProblemRecord, read_problems
+from megarl.record.rollouts import RolloutRecord, read_rollouts
 from megarl.record.timeline import Interval, read_timeline
 from megarl.texts.masking import masked
 from megarl.texts.unicode import visible

@@ -13,7 +13,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from megarl.recipes.tasks.generate import TaskFiles
-from megarl.record.metrics import RunPaths, read_metrics, read_rollouts
+from megarl.record.metrics import RunPaths, read_metrics
+from megarl.record.rollouts import read_rollouts
 from megarl.rewards import score
 from tests.e2e import cli_run
 from tests.e2e.cli_run import run_to_end

@@ -9,7 +9,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from megarl.recipes.tasks import TASKS
 from megarl.recipes.tasks.generate import PreferenceConfig, TaskFiles, generate_preferences
-from megarl.record.metrics import RunPaths, read_metrics, read_rollouts
+from megarl.record.metrics import RunPaths, read_metrics
+from megarl.record.rollouts import read_rollouts
 from megarl.rewards import score
 from megarl.rollout.replay import read_record, record_path
 from megarl.types import Sample

@@ -26,7 +26,8 @@ from megarl.config.schema import Config
 from megarl.data.demonstrations import SftDataset
 from megarl.recipes.tasks import TASKS
 from megarl.recipes.tasks.generate import ChatConfig, TaskFiles, generate_chats
-from megarl.record.metrics import RunPaths, read_metrics, read_rollouts
+from megarl.record.metrics import RunPaths, read_metrics
+from megarl.record.rollouts import read_rollouts
 from megarl.record.timeline import read_timeline
 from tests.e2e import cli_run
 from tests.e2e.support import (

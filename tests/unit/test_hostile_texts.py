@@ -21,17 +21,10 @@ from megarl.host.streams import print_lines
 from megarl.launch import watch
 from megarl.launch.status import Heartbeat, print_status
 from megarl.migrate.convert_config import Converted, to_run_file
-from megarl.record.metrics import (
-    JsonlSink,
-    MetricsLogger,
-    RunPaths,
-    TensorBoardSink,
-    read_metrics,
-    read_rollouts,
-    write_rollouts,
-)
+from megarl.record.metrics import JsonlSink, MetricsLogger, RunPaths, TensorBoardSink, read_metrics
 from megarl.record.problems import ProblemRecord, append_problems, read_problems
 from megarl.record.progress import Progress, ProgressValues, write_line
+from megarl.record.rollouts import read_rollouts, write_rollouts
 from megarl.record.text_table import align
 from megarl.record.timeline import Interval, append_timeline
 from megarl.record.trace import write_trace

@@ -14,7 +14,8 @@ from megarl.errors import ConfigError, DataError
 from megarl.forecast.async_fit import MeasuredRun, fit_non_negative, measure
 from megarl.forecast.plan_async import plan_async, plan_lines, splits
 from megarl.forecast.simulate import Costs, GroupLengths, Workload
-from megarl.record.metrics import JsonlSink, MetricsRecord, RolloutRecord, RunPaths, write_rollouts
+from megarl.record.metrics import JsonlSink, MetricsRecord, RunPaths
+from megarl.record.rollouts import RolloutRecord, write_rollouts
 
 # Two devices train and one engine decodes: 10 ms per step, 0.5 ms per sequence in it; 0.2 s + 40 µs per token to train
 # on 2 devices; 0.1 s to sync. Steps differ in their lengths; those of step 1, which compiles, fit nothing.

@@ -15,16 +15,14 @@ from megarl.record.metrics import (
     JsonlSink,
     MetricsLogger,
     MetricsRecord,
-    RolloutRecord,
     RunPaths,
     Summary,
     TensorBoardSink,
     Timers,
     read_metrics,
-    read_rollouts,
     summarize,
-    write_rollouts,
 )
+from megarl.record.rollouts import RolloutRecord, read_rollouts, write_rollouts
 from megarl.record.turns import Turn
 
 ROLLOUT = RolloutRecord(

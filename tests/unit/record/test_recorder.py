@@ -11,8 +11,8 @@ from megarl.config import load_config
 from megarl.config.schema import Config, DataConfig, ModelConfig, RunConfig, WeightedFile
 from megarl.errors import ConfigError
 from megarl.recipes.tiny_model import make_byte_tokenizer
-from megarl.record.metrics import read_rollouts
 from megarl.record.recorder import RunRecorder, batch_metrics
+from megarl.record.rollouts import read_rollouts
 from megarl.types import FinishReason, Prompt, Reward, RolloutBatch, Sample, prompt_segment, row_from_sample
 from tests.helpers.rollouts import random_rollout
 from tests.helpers.segments import demonstration_segment, policy_segment

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from megarl.record.metrics import RunPaths, write_rollouts
+from megarl.record.metrics import RunPaths
+from megarl.record.rollouts import write_rollouts
 from megarl.report import rollouts, write_report
 from megarl.texts.unicode import readable
 from tests.helpers.hostile_texts import escaped, hostile_texts

@@ -16,15 +16,9 @@ import yaml
 from megarl.config.schema import Config, RunConfig
 from megarl.errors import DataError
 from megarl.record.episodes import FAILURES
-from megarl.record.metrics import (
-    JsonlSink,
-    MetricsLogger,
-    MetricsRecord,
-    RolloutRecord,
-    RunPaths,
-    write_rollouts,
-)
+from megarl.record.metrics import JsonlSink, MetricsLogger, MetricsRecord, RunPaths
 from megarl.record.recorder import RunRecorder
+from megarl.record.rollouts import RolloutRecord, write_rollouts
 from megarl.report import ReportPaths, write_report
 from megarl.report.curves import smooth, time_per_phase
 from megarl.report.marked_text import visible_text

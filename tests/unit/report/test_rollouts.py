@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megarl.record.metrics import RolloutRecord, RunPaths, write_rollouts
+from megarl.record.metrics import RunPaths
+from megarl.record.rollouts import RolloutRecord, write_rollouts
 from megarl.record.turns import Turn
 from megarl.report import rollouts
 from megarl.report.rollouts import Verdicts, sample_values, token_values, write_browser

@@ -12,8 +12,8 @@ from megarl.config.rewards import CustomConfig, RewardsConfig, SourceConfig, Ver
 from megarl.config.schema import Config, ModelConfig, RunConfig
 from megarl.errors import ConfigError, DataError
 from megarl.recipes.tiny_model import make_byte_tokenizer
-from megarl.record.metrics import read_rollouts
 from megarl.record.recorder import RunRecorder
+from megarl.record.rollouts import read_rollouts
 from megarl.rewards.build import open_rewards
 from megarl.rewards.question import Question
 from megarl.rewards.rule import RuleJudge, Rules

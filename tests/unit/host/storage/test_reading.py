@@ -26,8 +26,9 @@ from megarl.launch.status import read_status
 from megarl.recipes.public_files import write_distinct
 from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.record.answers import read_answers
-from megarl.record.metrics import read_metrics, read_rollouts
+from megarl.record.metrics import read_metrics
 from megarl.record.problems import read_problems
+from megarl.record.rollouts import read_rollouts
 from megarl.record.timeline import read_timeline
 from megarl.rewards.custom.load import load_function
 from megarl.rollout.replay import read_record

@@ -20,7 +20,8 @@ from megarl.host.temp_dir import RAY_DIRECTORY, make_temp_dir
 from megarl.host.writing import dispensable, replacing, writing
 from megarl.launch.status import Heartbeat
 from megarl.record.json_lines import append_lines, open_lines, read_lines
-from megarl.record.metrics import JsonlSink, MetricsLogger, RolloutRecord, write_rollouts
+from megarl.record.metrics import JsonlSink, MetricsLogger
+from megarl.record.rollouts import RolloutRecord, write_rollouts
 
 LIMIT = 4096
 
