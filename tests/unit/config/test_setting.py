@@ -194,7 +194,8 @@ ONLY_DATA = {
     *("algo.demonstrations.strategy", "algo.kl.estimator", "algo.kl.loss_estimator", "algo.policy_loss.name"),
     *("algo.filter.names", "algo.shapers"),  # of what algo.plugins registers
     *("algo.off_policy.reshape", "algo.off_policy.on_policy_reshape", "environment.key", "rewards.sources.*.scorer"),
-    *("reference.model_path", "critic.model_path", "reward_model.model_path", "rollout.stop", "rollout.replay_dir"),
+    *("reference.model_path", "critic.model_path", "reward_model.model_path", "actor.lora.path"),
+    *("rollout.stop", "rollout.replay_dir"),
     *("rewards.sources.*.format", "rewards.custom.name", "rewards.custom.arguments.*", "rewards.hybrid.parts.*.judge"),
     *("rewards.hybrid.routes.*", "sft.train", "sft.val", "sft.chat_key", "sft.answer_key", "train_reward.train"),
     *("train_reward.val", "train_preference.train", "train_preference.val", "train_preference.objective"),
