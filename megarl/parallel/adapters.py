@@ -31,18 +31,17 @@ from megarl.parallel.model import PackedModel, named_shards, rank_slices
 from megarl.weights.adapter_files import initial_tensor, read_adapters
 from megarl.weights.adapters import adapter_spec
 from megarl.weights.dims import Dims
-from megarl.weights.families import ModelSpec, PlacedRule
-from megarl.weights.rules import Partition
-from megarl.weights.slices import Slice, Split, load_slices, shard_boxes
+from megarl.weights.families import ModelSpec
+from megarl.weights.rules import Partition, WeightRule
+from megarl.weights.slices import Slice, Split, load_slices, num_groups, shard_boxes
 
 
 class Adapter(torch.nn.Module):
     """The adapters of one linear layer, as a rank holds them. `forward` returns s·B·(A·x), without the layer's bias.
 
-    packing: of a column-parallel layer, the number of groups that a rank's rows of W consist of (key-value heads, else
-    1), and for every part its rows in each group and the number of its A: sections of one tensor have the same. None:
-    the layer is row-parallel.
-    group: the ranks that share the layer; None: it lies whole on each rank, as an expert does.
+    packing: the number of groups that a rank's rows of W consist of (heads of keys, else 1), and for every part its
+    rows in each group and the number of its A: sections of one tensor have the same. None: the layer is row-parallel.
+    group: the ranks that share the layer; None: it lies whole on each rank, as experts and projections to latents do.
     """
 
     def __init__(
@@ -61,12 +60,13 @@ class Adapter(torch.nn.Module):
         num_a = 1 if packing is None else 1 + max(number for _, number in packing[1])
         self.a = torch.nn.Parameter(weight.new_zeros(num_a * rank, weight.shape[1]))
         self.b = torch.nn.Parameter(weight.new_zeros(weight.shape[0], rank))
-        split, whole, axis = (self.a, self.b, 1) if packing is None else (self.b, self.a, 0)
-        set_tensor_model_parallel_attributes(split, True, axis, 1)
-        # Under sequence parallelism a rank sees a part of the tokens, so Megatron has to sum over ranks. Of parameters
-        # that are whole everywhere it counts one in the norm of gradients; an expert's are nowhere else.
-        whole.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
-        whole.tensor_model_parallel = group is None  # type: ignore[attr-defined]
+        split, axis = (self.a, 1) if packing is None else (self.b, 0)
+        for each in (self.a, self.b):
+            if group is not None and each is split:
+                set_tensor_model_parallel_attributes(each, True, axis, 1)
+            else:
+                # Under sequence parallelism a rank sees a part of the tokens, so Megatron has to sum over ranks.
+                each.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map the layer's input [..., in] on this rank to what is added to its output."""
@@ -100,25 +100,22 @@ def attach_adapters(chunks: Sequence[PackedModel], config: LoraConfig, seed: int
     layout, adapters = chunks[0].layout, adapter_spec(chunks[0].spec, config)
     num_local = adapters.dims.dim("experts") // layout.config.ep
     first = layout.ep_group.rank() * num_local
-    bases, rules = (each.parameter_rules(range(first, first + num_local)) for each in (chunks[0].spec, adapters))
+    rules = adapters.parameter_rules(range(first, first + num_local))
     expert_rank = adapters.dims.dim("expert_rank")
     for chunk in chunks:
         chunk.requires_grad_(False)
         targets = [named for named in named_shards(chunk) if f"{named[0].removesuffix('.weight')}.lora.a" in rules]
         for name, local_name, weight in targets:
-            is_expert = ".local_experts." in name
+            a, b = (rules[f"{name.removesuffix('.weight')}.lora.{letter}"].rule for letter in "ab")
+            is_expert = "{expert}" in a.names[0]
+            is_whole = is_expert or layout.config.tp == 1 or a.partition is b.partition is Partition.REPLICATED
             linear = chunk.get_submodule(local_name.removesuffix(".weight"))
             linear.lora = Adapter(
                 weight,
                 rank=expert_rank if is_expert else config.rank,
                 scale=config.alpha / config.rank,
-                packing=_packing(
-                    bases[name],
-                    [*rank_slices([(name, weight)], chunk.spec, layout)],
-                    chunk.spec.dims,
-                    layout.etp_group if is_expert else layout.tp_group,
-                ),
-                group=None if is_expert or layout.config.tp == 1 else layout.tp_group,
+                packing=_packing(a, b, adapters.dims, layout.etp_group if is_expert else layout.tp_group),
+                group=None if is_whole else layout.tp_group,
                 sequence_parallel=chunk.config.sequence_parallel and not is_expert,
             )
             linear.register_forward_hook(_add_adapter)
@@ -145,18 +142,14 @@ def _add_adapter(linear: Any, inputs: tuple[torch.Tensor, ...], output: tuple[to
     return (out + linear.lora(inputs[0]), bias) if linear.lora.enabled else output
 
 
-def _packing(
-    placed: PlacedRule, slices: Sequence[Slice], dims: Dims, tp: ProcessGroup
-) -> tuple[int, list[tuple[int, int]]] | None:
-    """Return how a rank's rows of a weight, whose slices these are, are packed (see `Adapter`)."""
-    if placed.rule.partition is Partition.COLUMNS:
+def _packing(a: WeightRule, b: WeightRule, dims: Dims, tp: ProcessGroup) -> tuple[int, list[tuple[int, int]]] | None:
+    """Return how a rank's rows of a weight are packed (see `Adapter`), given the rules of its adapter."""
+    if a.partition is Partition.COLUMNS:
         return None
-    num_groups, names = len(slices[0].view), list(dict.fromkeys(tensor.name for tensor in placed.rule.tensors))
-    boxes = shard_boxes(placed.rule, dims, Split(tp.rank(), tp.size(), vocab_padding=1))
-    rows = [(end - start) // num_groups for (start, end), *_ in boxes]
-    return num_groups, [
-        (num_rows, names.index(each.name)) for num_rows, each in zip(rows, placed.rule.tensors, strict=True)
-    ]
+    groups, names = num_groups(b.partition, dims, tp.size()), list(dict.fromkeys(tensor.name for tensor in b.tensors))
+    boxes = shard_boxes(b, dims, Split(tp.rank(), tp.size(), vocab_padding=1))
+    rows = [(end - start) // groups for (start, end), *_ in boxes]
+    return groups, [(num_rows, names.index(each.name)) for num_rows, each in zip(rows, b.tensors, strict=True)]
 
 
 def adapters_of(chunks: Sequence[PackedModel]) -> list[Adapter]:

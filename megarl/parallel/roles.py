@@ -58,8 +58,7 @@ class LoadedRole:
         """Return what adds this rank's adapters to its weights; None: the role has no adapters."""
         if self.adapters is None or (lora := self.spec.settings.lora) is None:
             return None
-        slices = adapter_slices(self.chunks, self.adapters)
-        return Merger(slices, self.adapters.expected_tensors(), lora.alpha / lora.rank)
+        return Merger(self.model_spec, lora, adapter_slices(self.chunks, self.adapters))
 
     def weights(self, *, by_expert: bool = False) -> Iterator[Slice]:
         """Yield this rank's slices of the model's tensors: views of parameters, or merged copies with adapters.
@@ -67,7 +66,7 @@ class LoadedRole:
         by_expert: as in `model_slices`.
         """
         slices, merger = model_slices(self.chunks, by_expert=by_expert), self.merger()
-        return slices if merger is None else merger.slices(slices, self.expected_tensors(by_expert=by_expert))
+        return slices if merger is None else merger.slices(slices, model_slices(self.chunks, by_expert=True))
 
     def head_request(
         self,

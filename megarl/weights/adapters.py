@@ -2,11 +2,13 @@
 
 An adapter replaces a matrix W [out, in] by W + s·B·A with A [rank, in], B [out, rank] and s = alpha / rank. Its rules
 follow from W's: what splits W's outputs over ranks splits B, and every rank has A; what splits W's inputs splits A, and
-every rank has B. Names of tensors are those of PEFT, without the prefix that it puts before all of them.
+every rank has B; of a W that every rank has, every rank has both. Names of tensors are those of PEFT, without the
+prefix that it puts before all of them. Sections of one tensor, such as queries, keys and values in one, share its A.
+Experts have adapters of their own, with gates and ups apart, also where tensors have all experts of a layer.
 """
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,7 +17,19 @@ from megarl.weights.dims import Dims
 from megarl.weights.families import ModelSpec
 from megarl.weights.rules import HFTensor, Partition, WeightRule
 
-_LINEAR = (Partition.ROWS, Partition.COLUMNS, Partition.GATE_UP, Partition.QKV)
+# How A and B are split over ranks, by how W is.
+_WHOLE = Partition.REPLICATED
+_SPLITS: Mapping[Partition, tuple[Partition, Partition]] = {
+    _WHOLE: (_WHOLE, _WHOLE),
+    Partition.ROWS: (_WHOLE, Partition.ROWS),
+    Partition.GATE_UP: (_WHOLE, Partition.GATE_UP),
+    Partition.QKV: (_WHOLE, Partition.QKV),
+    Partition.GATED_QKV: (_WHOLE, Partition.GATED_QKV),
+    Partition.DELTA_HEADS: (_WHOLE, Partition.DELTA_HEADS),
+    Partition.COLUMNS: (Partition.COLUMNS, _WHOLE),
+    Partition.GATE_UP_IN_TURNS: (_WHOLE, Partition.GATE_UP),
+    Partition.TRANSPOSED_COLUMNS: (Partition.COLUMNS, _WHOLE),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +45,32 @@ class AdapterDims(Dims):
 
 
 def target_of(rule: WeightRule) -> Target | None:
-    """Return which of the targets a linear layer's weight belongs to, or None if it can have no adapter."""
+    """Return which of the targets a linear layer's weight belongs to, or None if it has no adapter.
+
+    Routers of experts, gates of shared experts, convolutions, embeddings and heads have none.
+    """
     name = rule.names[0]
     is_matrix = name.endswith(".weight") and all(len(tensor.shape) == 2 for tensor in rule.tensors)
-    if rule.partition not in _LINEAR or not is_matrix or "{layer}" not in name:
+    if rule.partition not in _SPLITS or not is_matrix or "{layer}" not in name or rule.is_router:
         return None
     if "{expert}" in name:
         return "experts"
     return "attention" if ".self_attention." in name else "mlp"
+
+
+def matrices_of(rule: WeightRule) -> tuple[HFTensor, ...]:
+    """Return the matrices [out, in] of a linear layer's weight, under the names of the modules that have them in PEFT.
+
+    Sections of one tensor are matrices of the same name.
+    """
+    if rule.partition is Partition.GATE_UP_IN_TURNS:
+        ((name, (inputs, _)),) = ((each.sent_name, each.shape) for each in rule.tensors)
+        return tuple(HFTensor(name.replace("gate_up", kind), ("expert_ffn", inputs)) for kind in ("gate", "up"))
+    turned = rule.partition is Partition.TRANSPOSED_COLUMNS
+    return tuple(
+        HFTensor(each.sent_name.removesuffix(".weight"), each.shape[::-1] if turned else each.shape)
+        for each in rule.tensors
+    )
 
 
 def adapter_rules(rules: Collection[WeightRule], targets: Collection[Target]) -> Iterator[WeightRule]:
@@ -47,25 +79,13 @@ def adapter_rules(rules: Collection[WeightRule], targets: Collection[Target]) ->
         if target_of(rule) not in targets:
             continue
         rank = "expert_rank" if target_of(rule) == "experts" else "rank"
-        splits_inputs = rule.partition is Partition.COLUMNS
-        for letter, is_split in (("a", splits_inputs), ("b", not splits_inputs)):
-            tensors = [
-                HFTensor(
-                    f"{tensor.name.removesuffix('.weight')}.lora_{letter.upper()}.weight",
-                    (rank, tensor.shape[1]) if letter == "a" else (tensor.shape[0], rank),
-                )
-                for tensor in rule.tensors
-            ]
-            if letter == "a":
-                # Sections of one tensor share its A.
-                tensors = list(dict.fromkeys(tensors))
-            yield replace(
-                rule,
-                # Of Transformer Engine's names, those of grouped experts do not end so: their adapters are not grouped.
-                names=(f"{rule.names[0].removesuffix('.weight')}.lora.{letter}",),
-                partition=rule.partition if is_split else Partition.REPLICATED,
-                tensors=tuple(tensors),
-            )
+        matrices, splits = matrices_of(rule), _SPLITS[rule.partition]
+        a = dict.fromkeys(HFTensor(f"{each.name}.lora_A.weight", (rank, each.shape[1])) for each in matrices)
+        b = (HFTensor(f"{each.name}.lora_B.weight", (each.shape[0], rank)) for each in matrices)
+        for letter, partition, tensors in zip("ab", splits, (a, b), strict=True):
+            # Of Transformer Engine's names, those of grouped experts do not end so: their adapters are not grouped.
+            names = (f"{rule.names[0].removesuffix('.weight')}.lora.{letter}",)
+            yield replace(rule, names=names, partition=partition, tensors=tuple(tensors))
 
 
 def peft_config(spec: ModelSpec, config: LoraConfig) -> dict[str, Any]:

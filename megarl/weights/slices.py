@@ -130,6 +130,14 @@ def is_turned(partition: Partition) -> bool:
     return _CUTS[partition].turned is not None
 
 
+def num_groups(partition: Partition, dims: Dims, size: int) -> int:
+    """Return for how many groups each of `size` shards of a parameter has parts of all tensors; 1: its groups are
+    split, or the parameter has none.
+    """
+    symbol = _CUTS[partition].groups
+    return max(1, dims.dim(symbol) // size) if symbol else 1
+
+
 def turned(partition: Partition, parameter: torch.Tensor) -> torch.Tensor:
     """Return a view of a parameter that has the elements of its tensor in their order, if not always in its shape."""
     turn = _CUTS[partition].turned
@@ -191,7 +199,7 @@ def _slices_of(
     boxes = shard_boxes(rule, dims, split, by_expert=by_expert)
     rows = [end - start for (start, end), *_ in boxes]
     # Whole groups of heads, or a part of one.
-    groups = max(1, dims.dim(symbol) // at.tp_size) if (symbol := _CUTS[rule.partition].groups) else 1
+    groups = num_groups(rule.partition, dims, at.tp_size)
     grouped = shard.view(groups, shard.shape[0] // groups, *shard.shape[1:]) if groups > 1 else shard[None]
     ends = itertools.accumulate(num_rows // groups for num_rows in rows)
     owned = writes and (at.tp_rank == 0 or rule.partition is not Partition.REPLICATED)

@@ -37,7 +37,8 @@ class AdapterOutcome:
     """logprobs, base: row → [R] with and without adapters, before the step, both empty off the last stage.
 
     gradients, after: (tensor, index, values) of each slice of the adapters' tensors, the latter after the step.
-    num_bytes: of gradients and of parameters that are trained.
+    num_bytes: of gradients and of parameters that are trained. changed: parameters of the base whose bits are not those
+    that were read, after all of this.
     """
 
     logprobs: dict[int, FloatArray]
@@ -46,6 +47,7 @@ class AdapterOutcome:
     after: list[tuple[str, Any, torch.Tensor]]
     grad_norm: float
     num_bytes: tuple[int, int]
+    changed: list[str]
 
 
 def run_adapters(context: RankContext, case: AdapterCase) -> AdapterOutcome:
@@ -59,6 +61,8 @@ def run_adapters(context: RankContext, case: AdapterCase) -> AdapterOutcome:
     worker.load(LoadRequest(roles=(RoleSpec(role=Role.ACTOR, model=case.model, settings=case.actor),), seed=0))
     loaded = worker.roles[Role.ACTOR]
     assert loaded.adapters is not None
+    frozen = [named for chunk in loaded.chunks for named in named_shards(chunk)]
+    as_read = {name: p.data.clone() for name, _, p in frozen}
     if case.load:
         worker.load_checkpoint(case.load, same_layout=())
     mine = case.micro_batches[worker.layout.dp_group.rank()]
@@ -85,5 +89,6 @@ def run_adapters(context: RankContext, case: AdapterCase) -> AdapterOutcome:
         gradients=found,
         after=[(p.tensor, p.index, p.view.clone()) for p in adapter_slices(loaded.chunks, loaded.adapters)],
         grad_norm=norm,
+        changed=[name for name, _, p in frozen if not torch.equal(p.data, as_read[name])],
         num_bytes=(sum(b.grad_data.nbytes for b in buffers), sum(p.nbytes for p in trained)),
     )
