@@ -24,7 +24,7 @@ from megarl.cluster.ray_session import open_ray
 from megarl.cluster.remotes import A_co, Process, results
 from megarl.cluster.reservation import Reservation
 from megarl.cluster.roles import actor_role, by_layout, check_serves
-from megarl.cluster.sync_plan import ends_of, engine_ranks
+from megarl.cluster.sync_plan import ends_of, engine_ranks, sent_spec
 from megarl.cluster.workers import RankGroup, RoleWorkers
 from megarl.config.derived import Derived, filled
 from megarl.config.schema import Config
@@ -220,9 +220,12 @@ class Cluster:
         return self.engines.hosts
 
     def weight_sync(self, specs: Mapping[str, TensorSpec]) -> BridgeSync:
-        """Return an open `BridgeSync`, which sends the actor's weights to the engines. Load the actor first."""
+        """Return an open `BridgeSync`, which sends tensors of the actor to the engines. Load the actor first.
+
+        specs: those of `sent_spec`.
+        """
         engine = self._config.rollout.engine
-        model = read_model_spec(self._config.model.path)
+        model = sent_spec(self._config, read_model_spec(self._config.model.path))
         return BridgeSync(
             self.workers.groups[0].processes,
             self.engines.processes,

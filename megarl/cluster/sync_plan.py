@@ -9,6 +9,7 @@ import numpy as np
 
 from megarl.cluster.placement import devices_per_node, ranks_in_order
 from megarl.config.generation import SyncConfig
+from megarl.config.lora import sent_alone
 from megarl.config.schema import Config, LayoutConfig
 from megarl.host.device.platform import Platform
 from megarl.sync.plan.assign import Holding
@@ -18,6 +19,7 @@ from megarl.sync.plan.links import LinkStatistics, Medium, Ways, link_statistics
 from megarl.sync.plan.neighbours import best_neighbours, overlaps
 from megarl.sync.wire.casts import wire_specs
 from megarl.sync.wire.shares import ways_of
+from megarl.weights.adapters import adapter_spec
 from megarl.weights.boxes import Box, joined
 from megarl.weights.families import ModelSpec
 from megarl.weights.safetensors_map import TensorSpec, weight_specs
@@ -68,13 +70,19 @@ class Ends:
     needs: Sequence[Holding]
 
 
+def sent_spec(config: Config, spec: ModelSpec) -> ModelSpec:
+    """Describe what a weight sync of the actor sends, as a model: all of its weights, or its adapters alone."""
+    lora = sent_alone(config.actor.lora)
+    return spec if lora is None else adapter_spec(spec, lora)
+
+
 def ends_of(config: Config, spec: ModelSpec) -> Ends:
     """Compute which slices of the weights the trainer's ranks hold, and which slices the engine workers need."""
-    engine = config.rollout.engine
+    engine, sent = config.rollout.engine, sent_spec(config, spec)
     return Ends(
-        specs=wire_specs(spec, weight_specs(spec, config.model.dtype, by_expert=True), config.sync.dtype),
-        held=rank_holdings(spec, config.actor.layout, vocab_multiple=config.model.vocab_multiple),
-        needs=engine_needs(spec, engine.tp, stages=engine.pp, expert_parallel=engine.expert_parallel),
+        specs=wire_specs(sent, weight_specs(sent, config.model.dtype, by_expert=True), config.sync.dtype),
+        held=rank_holdings(sent, config.actor.layout, vocab_multiple=config.model.vocab_multiple),
+        needs=engine_needs(sent, engine.tp, stages=engine.pp, expert_parallel=engine.expert_parallel),
     )
 
 

@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 
 from megarl.config.kernels import TRANSFORMER_ENGINE
+from megarl.config.lora import ENGINE_RANKS, sent_alone
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 from megarl.host.device.platform import platform
@@ -29,11 +30,33 @@ def check_lora(config: Config) -> None:
 
 
 def check_lora_sync(config: Config) -> None:
-    """Raise ConfigError for weights in bfloat16 into which adapters would be merged unasked."""
+    """Raise ConfigError for adapters that would be merged into bfloat16 unasked, or that cannot be sent alone."""
     lora = config.actor.lora
-    if lora is not None and lora.sync == "auto" and config.model.dtype == "bfloat16":
+    if lora is None:
+        return
+    where = f"actor.lora.sync: got {lora.sync}"
+    if sent_alone(lora) is None:
+        if lora.sync == "auto" and config.model.dtype == "bfloat16":
+            raise ConfigError(
+                f"{where} with model.dtype=bfloat16 on {platform().name}, where adapters reach engines merged into the "
+                "weights, and rounding to bfloat16 loses small updates (2% of the elements move in a first step); set "
+                "model.dtype=float32, actor.lora.sync=adapter, which is slower on CPUs, or merged to accept that"
+            )
+        return
+    if (rank := max(lora.rank, lora.expert_rank or 1)) > ENGINE_RANKS[-1]:
         raise ConfigError(
-            "actor.lora.sync: got auto with model.dtype=bfloat16, but adapters reach engines merged into the weights, "
-            "and rounding to bfloat16 loses small updates (2% of the elements move in a first step); set "
-            "model.dtype=float32, or actor.lora.sync=merged to accept that"
+            f"actor.lora.rank: got {rank}, but vLLM makes room for ranks of at most {ENGINE_RANKS[-1]}; lower it, or "
+            "set actor.lora.sync=merged"
         )
+    # What does not go along with it, and why.
+    hindrances = {
+        "sync.delta=true": (config.sync.delta, "every element of an adapter changes in every step"),
+        f"sync.dtype={config.sync.dtype}": (config.sync.dtype, "adapters are small, and sent as they are"),
+        "rollout.engine.vllm.load_format=dummy": (
+            config.rollout.engine.vllm.get("load_format") == "dummy",
+            "engines have to read the base, which is never sent",
+        ),
+    }
+    if found := [(name, why) for name, (is_set, why) in hindrances.items() if is_set]:
+        name, why = found[0]
+        raise ConfigError(f"{where} and {name}, but {why}; leave {name.partition('=')[0]} out, or set sync to merged")

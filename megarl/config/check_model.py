@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from megarl.config.batches import longest_row
+from megarl.config.lora import sent_alone
 from megarl.config.schema import ActorConfig, Config, LayoutConfig, MoeConfig, role_settings
 from megarl.errors import ConfigError
 from megarl.host.device.platform import platform
@@ -235,6 +236,11 @@ def check_engine_model(config: Config, hf_config: Mapping[str, object], *, on_cp
         raise ConfigError(
             f"rollout.engine.quantization: got {engine.quantization} for a model with experts, whose weights are not "
             "rounded on CPUs; set it to null"
+        )
+    if on_cpu and has_experts and sent_alone(config.actor.lora) is not None:
+        raise ConfigError(
+            "actor.lora.sync: got adapter for a model with experts, which vLLM's CPU build computes by kernels in "
+            "Triton as soon as there are adapters; set it to merged"
         )
     if engine.expert_parallel and (on_cpu or not has_experts or engine.tp == 1):
         why = (

@@ -5,7 +5,10 @@ from typing import Literal, TypeAlias
 
 from megarl.config.setting import AT_LEAST_1, POSITIVE, setting
 from megarl.errors import ConfigError
+from megarl.host.device.platform import platform
 
+# The ranks that vLLM's engines make room for.
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 Target: TypeAlias = Literal["attention", "mlp", "experts"]
 
 
@@ -21,11 +24,18 @@ class LoraConfig:
     targets: tuple[Target, ...] = ("attention", "mlp", "experts")
     # The rank of the experts' adapters; null: rank divided by the experts of a token, at least 1.
     expert_rank: int | None = setting(None, AT_LEAST_1)
-    # How adapters reach engines: merged into the weights in float32, which are then rounded to model.dtype; auto: so,
-    # where the rounding loses nothing.
-    sync: Literal["auto", "merged"] = "auto"
+    # How adapters reach engines. adapter: alone, to engines that have read the base; merged: in weights, computed in
+    # float32 and rounded to model.dtype. auto: adapter on CUDA; on CPUs, where adapters slow engines down, merged, with
+    # model.dtype=float32 alone.
+    sync: Literal["auto", "adapter", "merged"] = "auto"
     # Directory with adapters to begin with, as PEFT writes them; null: A is random, B is 0.
     path: str | None = None
+
+    @property
+    def engine_rank(self) -> int:
+        """Return the rank that vLLM's engines make room for."""
+        needed = max(self.rank, self.expert_rank or 1)
+        return next((rank for rank in ENGINE_RANKS if rank >= needed), needed)
 
     def check(self, key: str) -> None:
         """Raise ConfigError for no targets, or a target that is named twice."""
@@ -33,3 +43,13 @@ class LoraConfig:
             raise ConfigError(
                 f"{key}.targets: got {list(self.targets)}, expected one or more of attention, mlp, experts, each once"
             )
+
+
+def sent_alone(lora: LoraConfig | None) -> LoraConfig | None:
+    """Return the adapters that weight syncs send in place of weights, to engines that have read the base themselves.
+
+    None: there are no adapters, or syncs send weights that contain them.
+    """
+    if lora is None or lora.sync == "merged" or (lora.sync == "auto" and platform().name != "cuda"):
+        return None
+    return lora

@@ -143,7 +143,7 @@ class ActorConfig(RecomputeConfig):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     moe: MoeConfig = field(default_factory=MoeConfig)
     # Train adapters in place of the weights; null: train the weights.
-    lora: LoraConfig | None = None
+    lora: LoraConfig | None = section(lambda: None, affects=("engines", "workers"))
     # Matrix products of the layers in float8, with a scale per block (recipes of Transformer Engine); weights, their
     # gradients and the output head stay in model.dtype. blockwise: 128 × 128 weights and 1 × 128 activations, on H100
     # and later; mxfp8: 1 × 32, on B200. null: none.

@@ -15,6 +15,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megarl.config.lora import sent_alone
 from megarl.config.schema import OptimizerConfig
 from megarl.parallel.adapters import adapter_slices, attach_adapters
 from megarl.parallel.head.policy import HeadRequest
@@ -67,6 +68,14 @@ class LoadedRole:
         """
         slices, merger = model_slices(self.chunks, by_expert=by_expert), self.merger()
         return slices if merger is None else merger.slices(slices, model_slices(self.chunks, by_expert=True))
+
+    def sent(self) -> tuple[ModelSpec, Iterator[Slice], Merger | None]:
+        """Return the description of what weight syncs send, and this rank's slices of it: of the adapters alone, or of
+        the weights without adapters, with what merges the adapters into them.
+        """
+        if self.adapters is not None and sent_alone(self.spec.settings.lora) is not None:
+            return self.adapters, adapter_slices(self.chunks, self.adapters), None
+        return self.model_spec, model_slices(self.chunks, by_expert=True), self.merger()
 
     def head_request(
         self,

@@ -167,12 +167,11 @@ class RankWorker:
         return port
 
     def held_weights(self) -> "dict[str, Boxes]":
-        """Return the boxes (rectangular parts) that this rank holds of each of the actor's Hugging Face tensors."""
-        from megarl.parallel.model import model_slices
+        """Return the boxes (rectangular parts) that this rank holds of each of the actor's tensors that are sent."""
         from megarl.sync.wire.ends import holding_of
 
-        chunks = self._role(Role.ACTOR, Part.PARAMS).chunks
-        return holding_of(model_slices(chunks, by_expert=True), chunks[0].spec.expected_tensors(by_expert=True))
+        spec, slices, _ = self._role(Role.ACTOR, Part.PARAMS).sent()
+        return holding_of(slices, spec.expected_tensors(by_expert=True))
 
     def open_bridge(self, share: "Share") -> None:
         """Join the weight sync from trainer to engines as a sending rank."""
@@ -190,11 +189,8 @@ class RankWorker:
     def send_over_bridge(
         self, transfer: int, *, with_checksums: bool, scales: Mapping[str, float], full: bool
     ) -> dict[int, dict[str, int]]:
-        """Send this rank's share of the actor's weights to the engine workers, as the sync plan prescribes."""
-        from megarl.parallel.model import model_slices
-
-        loaded = self._role(Role.ACTOR, Part.PARAMS)
-        slices, merger = model_slices(loaded.chunks, by_expert=True), loaded.merger()
+        """Send this rank's share of the actor's weights or adapters to engine workers, as the sync plan prescribes."""
+        _, slices, merger = self._role(Role.ACTOR, Part.PARAMS).sent()
         return self.bridge.send(
             slices, transfer, with_checksums=with_checksums, scales=scales, full=full, merger=merger
         )

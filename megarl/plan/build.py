@@ -6,19 +6,20 @@ If model and data are present, the plan also has the warnings that the run would
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 
 from megarl.algos.build import algorithm_of
 from megarl.cluster.placement import NodeGroup, Seat, plan_placement, with_judge_servers, workers_per_node
 from megarl.cluster.roles import by_layout, model_key, roles_of
-from megarl.cluster.sync_plan import bridge_links, bridge_plan, gloo_warning
+from megarl.cluster.sync_plan import bridge_links, bridge_plan, gloo_warning, sent_spec
 from megarl.config.batches import batch_counts, max_hinted_row_tokens, max_row_tokens, num_actor_steps
 from megarl.config.check import check_train
 from megarl.config.check_model import check_model
 from megarl.config.derived import Derived, filled
 from megarl.config.load import packaged
+from megarl.config.lora import sent_alone
 from megarl.config.schema import ActorConfig, Config, LayoutConfig
 from megarl.data.packing import plan_micro_batches
 from megarl.host.device.platform import PLATFORMS, platform
@@ -45,6 +46,7 @@ from megarl.train.forward import SOURCES, Variant
 from megarl.train.inputs import missing_files, open_train_inputs, setting_warnings
 from megarl.types import TokenQuantity
 from megarl.types.messages import Head, Role, RoleSpec
+from megarl.weights.adapters import adapter_spec
 from megarl.weights.boxes import num_elements
 from megarl.weights.families import Dims, ModelSpec, read_model_spec
 from megarl.weights.hub import with_local_models
@@ -87,7 +89,7 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
             )
             for layout, hosted in layouts.items()
         ),
-        nodes=_nodes(config, devices, layouts, shards),
+        nodes=_nodes(config, engine, devices, layouts, shards),
         steps=StepPlan(
             rows_per_step=counts.rows_per_step,
             rows_per_optimizer_step=counts.rows_per_optimizer_step,
@@ -101,7 +103,7 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
         shards=tuple(shards),
         devices=tuple(devices),
         engine=engine,
-        sync_bytes=_model_parameters(actor, Head.LM) * DTYPE_BYTES[config.model.dtype],
+        sync_bytes=_model_parameters(sent_spec(config, actor), Head.LM) * DTYPE_BYTES[config.model.dtype],
         bridge=plan_statistics(bridge),
         links=bridge_links(config, bridge, platform() if device_bytes is None else PLATFORMS["cuda"]()),
         staging=staged,
@@ -166,6 +168,7 @@ def _model_parameters(spec: ModelSpec, head: Head) -> int:
 
 def _nodes(
     config: Config,
+    engine: EnginePlan,
     devices: Sequence[DevicePlan],
     layouts: Mapping[LayoutConfig, Sequence[RoleSpec]],
     shards: Sequence[ShardPlan],
@@ -174,7 +177,13 @@ def _nodes(
     device = {"CPU": 1.0}
     placement = with_judge_servers(plan_placement(config, device, with_engines=True), config, device)
     moves = config.placement.offload
-    held = {d: alike.on_host + (alike.offloaded if moves else 0) for alike in devices for d in alike.devices}
+    # Engines that have read their weights themselves keep them on the host while they sleep.
+    asleep = engine.weights if sent_alone(config.actor.lora) is not None and engine.shares_devices else 0
+    held = {
+        device: alike.on_host + (alike.offloaded + asleep if moves else 0)
+        for alike in devices
+        for device in alike.devices
+    }
     nodes = []
     for name, group in placement.groups.items():
         for node in range(group.num_nodes):
@@ -265,15 +274,23 @@ def _most_micro_batches(
 
 
 def engine_bytes(config: Config, spec: ModelSpec, num_stages: int) -> int:
-    """Count the bytes of weights in the pipeline stage of an engine that has most, on all its devices together."""
+    """Count the bytes of weights in the pipeline stage of an engine that has most, on all its devices together.
+
+    Adapters that are kept apart from the weights are counted at the rank that vLLM makes room for.
+    """
     dtype_bytes, rounded = DTYPE_BYTES[config.model.dtype], set[str]()
+    stages, lora = engine_needs(spec, 1, stages=num_stages), sent_alone(config.actor.lora)
+    if lora is not None:
+        slots = adapter_spec(spec, replace(lora, rank=lora.engine_rank, expert_rank=lora.engine_rank))
+        rooms = engine_needs(slots, 1, stages=num_stages)
+        stages = [{**stage, **room} for stage, room in zip(stages, rooms, strict=True)]
     if config.rollout.engine.quantization is not None:
         # Routers stay as they are.
         in_layers = (each for each in spec.rules() if each.layer is not None and not each.rule.is_router)
         rounded = {each.name(t.name) for each in in_layers for t in each.rule.tensors if len(t.shape) > 1}
     return max(
         sum(sum(map(num_elements, boxes)) * (1 if name in rounded else dtype_bytes) for name, boxes in stage.items())
-        for stage in engine_needs(spec, 1, stages=num_stages)
+        for stage in stages
     )
 
 

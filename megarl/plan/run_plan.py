@@ -152,9 +152,9 @@ class EnginePlan:
 class NodePlan:
     """The processes and devices of one node.
 
-    offloaded: bytes of host memory that its trainer ranks need while engines generate, and what always stays there of
-    their optimizers. checkpoint, portable_checkpoint:
-    what they need in addition while a checkpoint is being written. judge_servers: the replicas of each entry of
+    offloaded: bytes of host memory that its trainer ranks need while engines generate, what always stays there of their
+    optimizers, and the weights that engines keep there while they sleep. checkpoint, portable_checkpoint: what ranks
+    need in addition while a checkpoint is being written. judge_servers: the replicas of each entry of
     `rewards.judge_servers`.
     """
 

@@ -7,6 +7,7 @@ from megarl.algos.value_loss import ValueLoss
 from megarl.cluster import residency
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.supervisor import EngineSupervisor
+from megarl.cluster.sync_plan import sent_spec
 from megarl.config.batches import batch_counts, num_actor_steps
 from megarl.config.judges import JudgeConfig
 from megarl.config.schema import Config
@@ -49,7 +50,7 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         cluster.engines,
         cluster.restart_engine,
         memory,
-        partial(cluster.weight_sync, weight_specs(inputs.spec, config.model.dtype, by_expert=True)),
+        partial(cluster.weight_sync, weight_specs(sent_spec(config, inputs.spec), config.model.dtype, by_expert=True)),
         max_restarts=config.rollout.max_engine_restarts,
         deterministic=config.run.deterministic,
         verify=config.sync.verify,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megarl.cluster import residency
 from megarl.cluster.roles import actor_role
 from megarl.cluster.supervisor import EngineSupervisor, WeightSync
+from megarl.cluster.sync_plan import sent_spec
 from megarl.config.schema import Config
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.sharing import shared_with
@@ -93,7 +94,8 @@ def _serving_engines(inputs: EvalInputs, cluster: "Cluster") -> EngineSupervisor
         cluster.workers.load(LoadRequest.of(config.run, [role]))
         ledger.add(residency.built_parts([role]))
         cluster.workers.load_checkpoint(checkpoint.path, weights_only=True)
-        specs = weight_specs(read_model_spec(config.model.path), config.model.dtype)
+        sent = sent_spec(config, read_model_spec(config.model.path))
+        specs = weight_specs(sent, config.model.dtype, by_expert=True)
         open_sync, version = partial(cluster.weight_sync, specs), checkpoint.state.step
     supervisor = EngineSupervisor(
         cluster.engines,
