@@ -9,7 +9,6 @@ states.
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,13 +26,14 @@ from megatron.core.tensor_parallel import (
 from torch.distributed import ProcessGroup
 
 from megarl.config.lora import LoraConfig
-from megarl.parallel.model import PackedModel, named_shards, rank_slices
+from megarl.parallel.model import PackedModel, ValueModel, named_shards, rank_slices
 from megarl.weights.adapter_files import initial_tensor, read_adapters
 from megarl.weights.adapters import adapter_spec
 from megarl.weights.dims import Dims
 from megarl.weights.families import ModelSpec
 from megarl.weights.rules import Partition, WeightRule
 from megarl.weights.slices import Slice, Split, load_slices, num_groups, shard_boxes
+from megarl.weights.tables import VALUE_HEAD
 
 
 class Adapter(torch.nn.Module):
@@ -128,10 +128,12 @@ def attach_adapters(chunks: Sequence[PackedModel], config: LoraConfig, seed: int
             chunk.value_head.requires_grad_(True)
     slices, shapes = adapter_slices(chunks, adapters), adapters.expected_tensors()
     if config.path is not None:
-        load_slices(slices, read_adapters(chunks[0].spec, config))
+        scalar_head = isinstance(chunks[0], ValueModel)
+        tensors = read_adapters(chunks[0].spec, config, scalar_head=scalar_head)
+        load_slices(slices, tensors, optional=(VALUE_HEAD,))
         return adapters
     with torch.no_grad():
-        for part in slices:
+        for part in (part for part in slices if part.tensor != VALUE_HEAD):
             full = initial_tensor(part.tensor, shapes[part.tensor], seed)
             part.view.copy_(full[part.index].reshape(part.view.shape))
     return adapters
@@ -157,8 +159,9 @@ def adapters_of(chunks: Sequence[PackedModel]) -> list[Adapter]:
 
 
 def adapter_slices(chunks: Sequence[PackedModel], adapters: ModelSpec) -> Iterator[Slice]:
-    """Yield this rank's slices of the adapters' tensors, as views of live parameters."""
-    shards = itertools.chain.from_iterable(named_shards(chunk, of_adapters=True) for chunk in chunks)
+    """Yield this rank's slices of the adapters' tensors and a scalar head, as views of live parameters."""
+    shards = [named for chunk in chunks for named in named_shards(chunk, of_adapters=True)]
+    shards += [named for chunk in chunks for named in named_shards(chunk) if named[0] == "value_head.weight"]
     return rank_slices([(name, parameter.data) for name, _, parameter in shards], adapters, chunks[0].layout)
 
 

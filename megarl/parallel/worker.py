@@ -147,7 +147,7 @@ class RankWorker:
     def store_adapters(self, file: str, *, role: Role = Role.ACTOR) -> StoreResult:
         """Write the slices of a role's adapters that this rank owns into a preallocated file of PEFT's."""
         from megarl.parallel.adapters import adapter_slices
-        from megarl.weights.adapter_files import PREFIX
+        from megarl.weights.peft_files import PREFIX
         from megarl.weights.safetensors_map import map_tensors
         from megarl.weights.slices import count_elements, store_slices
 

@@ -2,58 +2,64 @@
 
 import hashlib
 import json
+import math
 from pathlib import Path
 
 import torch
 
 from megarl.config.lora import LoraConfig
 from megarl.errors import ConfigError
-from megarl.host.reading import read_object
 from megarl.weights.adapters import adapter_spec, peft_config
 from megarl.weights.families import ModelSpec
-from megarl.weights.safetensors_map import create_file, map_model, weight_specs
-
-# What PEFT calls its files, and puts before the names of tensors.
-ADAPTER_CONFIG, ADAPTER_FILE, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-# Keys of PEFT's config with which adapters are more, or other, than W + s·B·A.
-_VARIANTS = ("use_dora", "use_rslora", "lora_bias", "modules_to_save", "fan_in_fan_out")
+from megarl.weights.peft_files import ADAPTER_CONFIG, ADAPTER_FILE, PREFIX, read_peft
+from megarl.weights.safetensors_map import create_file, weight_specs
+from megarl.weights.tables import VALUE_HEAD
 
 
-def read_adapters(base: ModelSpec, config: LoraConfig) -> dict[str, torch.Tensor]:
-    """Map the tensors of a directory that PEFT wrote for a base model, by the names in `adapter_spec`.
+def read_adapters(base: ModelSpec, config: LoraConfig, *, scalar_head: bool = False) -> dict[str, torch.Tensor]:
+    """Map the adapters in `config.path` to memory, by the names in `adapter_spec`; a scalar head may be among them.
 
     Raises:
-        ConfigError: the directory's adapters have another rank, scale or targets than `config` says.
+        ConfigError: they have another rank, scale or targets than `config` says, or `read_peft` refuses them.
     """
     assert config.path is not None
-    file = Path(config.path) / ADAPTER_CONFIG
-    written = read_object(file, remedy="export the adapters again", error=ConfigError)
-    expected = peft_config(base, config)
-    for key in ("r", "lora_alpha", "alpha_pattern"):
-        if (written.get(key) or {}) != expected[key]:
-            raise ConfigError(f"{file}: {key}: got {written.get(key)!r}, expected {expected[key]}, as actor.lora says")
-    if variants := [key for key in _VARIANTS if written.get(key)]:
-        raise ConfigError(f"{file}: {variants[0]}: got {written[variants[0]]!r}; such adapters are not supported")
-    tensors = {name.removeprefix(PREFIX): t for name, t in map_model([Path(config.path) / ADAPTER_FILE]).items()}
-    shapes = adapter_spec(base, config).expected_tensors()
-    if wrong := sorted(shapes.keys() ^ tensors.keys()):
-        kind = "has no" if wrong[0] in shapes else "has the unexpected"
+    adapters, spec = read_peft(Path(config.path), base), adapter_spec(base, config)
+    remedy = "or merge them into the base (megarl convert merge), and train new ones"
+    if other := adapters.replaced.keys() - ({VALUE_HEAD} if scalar_head else set()):
+        raise ConfigError(f"{config.path}: has {min(other)} as a whole, which this role does not train; {remedy}")
+    expected = {
+        name.replace(".lora_A.", "."): shape[0] for name, shape in spec.expected_tensors().items() if ".lora_A." in name
+    }
+    if wrong := sorted(expected.keys() ^ adapters.updates.keys()):
+        kind = "has no adapters" if wrong[0] in expected else "has adapters"
         raise ConfigError(
-            f"{config.path}: {kind} tensor {wrong[0]}, and {len(wrong) - 1} more differ; set actor.lora.targets to the "
-            f"layers that these adapters belong to"
+            f"{config.path}: {kind} of {wrong[0]} ({len(wrong)} such in all), but lora.targets="
+            f"{list(config.targets)}; set lora.targets to the layers that have adapters, {remedy}"
         )
-    for name, shape in shapes.items():
-        if tuple(tensors[name].shape) != shape:
-            raise ConfigError(f"{config.path}: tensor {name} has shape {tuple(tensors[name].shape)}, expected {shape}")
-    return tensors
+    scale = config.alpha / config.rank
+    for name, update in adapters.updates.items():
+        if (rank := update.a.shape[0]) != expected[name]:
+            key = "expert_rank" if expected[name] != config.rank else "rank"
+            raise ConfigError(
+                f"{config.path}: the adapters of {name} have rank {rank}, but lora says {expected[name]}; set "
+                f"lora.{key}={rank}, {remedy}"
+            )
+        if not math.isclose(update.scale, scale):
+            raise ConfigError(
+                f"{config.path}: the adapters of {name} are scaled by {update.scale:g}, but lora.alpha / lora.rank "
+                f"is {scale:g}; set lora.alpha={update.scale * config.rank:g}, {remedy}"
+            )
+    return dict(adapters.tensors)
 
 
-def create_adapter_files(directory: Path, base: ModelSpec, config: LoraConfig, dtype: str) -> Path:
+def create_adapter_files(
+    directory: Path, base: ModelSpec, config: LoraConfig, dtype: str, *, scalar_head: bool = False
+) -> Path:
     """Write a directory for a model's adapters as PEFT reads it; its tensors, which it returns the file of, are 0."""
     directory.mkdir(parents=True, exist_ok=True)
-    specs = weight_specs(adapter_spec(base, config), dtype)
+    specs = weight_specs(adapter_spec(base, config), dtype, scalar_head=scalar_head)
     create_file(directory / ADAPTER_FILE, {f"{PREFIX}{name}": spec for name, spec in specs.items()})
-    text = json.dumps(peft_config(base, config), indent=2) + "\n"
+    text = json.dumps(peft_config(base, config, scalar_head=scalar_head), indent=2) + "\n"
     (directory / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
     return directory / ADAPTER_FILE
 

@@ -16,6 +16,7 @@ from megarl.config.lora import LoraConfig, Target
 from megarl.weights.dims import Dims
 from megarl.weights.families import ModelSpec
 from megarl.weights.rules import HFTensor, Partition, WeightRule
+from megarl.weights.tables import VALUE_HEAD
 
 # How A and B are split over ranks, by how W is.
 _WHOLE = Partition.REPLICATED
@@ -88,38 +89,41 @@ def adapter_rules(rules: Collection[WeightRule], targets: Collection[Target]) ->
             yield replace(rule, names=names, partition=partition, tensors=tuple(tensors))
 
 
-def peft_config(spec: ModelSpec, config: LoraConfig) -> dict[str, Any]:
-    """Return the adapter_config.json that PEFT needs for a model's adapters.
+def peft_config(spec: ModelSpec, config: LoraConfig, *, scalar_head: bool = False) -> dict[str, Any]:
+    """Return the adapter_config.json that PEFT needs for a model's adapters, and a scalar head if it has one.
 
-    Experts' adapters of another rank keep the scale of all, so they have another alpha.
+    All adapters have the same scale. If experts have another rank, theirs is PEFT's default, since it finds no pattern
+    for experts that transformers keeps in one tensor.
     """
     adapters = adapter_spec(spec, config)
-    rank, expert_rank = (adapters.dims.dim(name) for name in ("rank", "expert_rank"))
-    modules = {tensor.name.rsplit(".", 3)[1]: None for rule in adapters.family.weights for tensor in rule.tensors}
-    of_experts = [rule for rule in adapters.family.weights if "{expert}" in rule.names[0]]
-    own = {re.escape(t.name.split("{expert}")[0].rsplit(".", 2)[1]) for rule in of_experts for t in rule.tensors}
-    patterns = {rf"{block}\.\d+\.\w+": expert_rank for block in own} if expert_rank != rank else {}
+    low = [t for rule in adapters.family.weights for t in rule.tensors if t.name.endswith(".lora_A.weight")]
+    ranks = {tensor.name.rsplit(".", 2)[0]: adapters.dims.dim(tensor.shape[0]) for tensor in low}
+    default = next((rank for name, rank in ranks.items() if "{expert}" in name), config.rank)
+    # By the names of modules within their layers' parts, such as self_attn.q_proj.
+    patterns = {re.escape(".".join(name.split(".")[-2:])): rank for name, rank in ranks.items() if rank != default}
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if scalar_head else "CAUSAL_LM",
         "base_model_name_or_path": str(spec.path),
-        "r": rank,
-        "lora_alpha": config.alpha,
+        "r": default,
+        "lora_alpha": config.alpha * default / config.rank,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted(modules),
+        "target_modules": sorted({name.rpartition(".")[2] for name in ranks}),
+        "modules_to_save": [VALUE_HEAD.removesuffix(".weight")] if scalar_head else None,
         "rank_pattern": patterns,
-        "alpha_pattern": {pattern: config.alpha * own_rank / rank for pattern, own_rank in patterns.items()},
+        "alpha_pattern": {pattern: config.alpha * rank / config.rank for pattern, rank in patterns.items()},
     }
 
 
 def adapter_spec(spec: ModelSpec, config: LoraConfig) -> ModelSpec:
-    """Describe the adapters of a model as a model: its tensors are theirs alone."""
+    """Describe the adapters of a model as a model: its tensors are theirs alone, and a scalar head if it has one."""
     experts = spec.dims.experts
     dims = AdapterDims(
         **{field.name: getattr(spec.dims, field.name) for field in fields(Dims)},
         rank=config.rank,
         expert_rank=config.expert_rank or max(1, config.rank // (experts.per_token if experts else 1)),
     )
-    rules = tuple(adapter_rules([rule for rule in spec.family.weights if spec.has(rule)], config.targets))
+    present = [rule for rule in spec.family.weights if spec.has(rule)]
+    rules = (*adapter_rules(present, config.targets), *(r for r in present if r.tensors[0].name == VALUE_HEAD))
     return replace(spec, dims=dims, family=replace(spec.family, weights=rules, ignored=()))

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from megarl.config.lora import LoraConfig
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from megarl.types import Row
-from megarl.weights.adapters import adapter_spec, peft_config
+from megarl.weights.adapters import adapter_spec
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import create_model_files, weight_specs
 from tests.helpers.adapter_ranks import AdapterCase, AdapterOutcome, run_adapters
@@ -73,7 +73,13 @@ def write_adapters(path: Path, model: Path, seed: int = 1, **settings: object) -
     tensors = {n: 0.1 * torch.randn(shape, generator=generator) for n, shape in spec.expected_tensors().items()}
     path.mkdir()
     save_file({f"base_model.model.{name}": t for name, t in tensors.items()}, path / "adapter_model.safetensors")
-    (path / "adapter_config.json").write_text(json.dumps(peft_config(base, config)))
+    written: dict[str, object] = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA}
+    if spec.dims.experts is not None:
+        # Experts' adapters of another rank, with the same scale.
+        rank = RANK // spec.dims.experts.per_token
+        pattern = r"experts\.\d+\.\w+"
+        written |= {"rank_pattern": {pattern: rank}, "alpha_pattern": {pattern: ALPHA / RANK * rank}}
+    (path / "adapter_config.json").write_text(json.dumps(written))
     return tensors
 
 

@@ -1,0 +1,190 @@
+"""Read directories of adapters that PEFT wrote, or a trainer that writes as it does, and check that they fit a base."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.errors import ConfigError
+from megarl.host.reading import read_object, reading
+from megarl.weights.families import ModelSpec
+from megarl.weights.safetensors_map import map_tensors
+from megarl.weights.tables import OUTPUT_HEAD
+
+# What PEFT calls its files, and puts before the names of tensors.
+ADAPTER_CONFIG, ADAPTER_FILE, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+_PICKLE = "adapter_model.bin"
+_MERGE_ELSEWHERE = "merge the adapters with peft (merge_and_unload), and use the model that it saves"
+# Of PEFT's options, those with which an adapter is more, or other, than W + s·B·A, and what it is then.
+_VARIANTS: Mapping[str, str] = {
+    "use_dora": "DoRA also scales the rows of weights",
+    "bias": "biases of the base are trained, too",
+    "lora_bias": "B has a bias",
+    "fan_in_fan_out": "the base keeps its weights transposed",
+    "layer_replication": "layers of the base are repeated",
+    "target_parameters": "the adapters of all experts are one tensor",
+    "trainable_token_indices": "rows of the embedding are trained",
+    "alora_invocation_tokens": "adapters act only after certain tokens",
+    **dict.fromkeys(
+        ("use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config"), "A and B are used otherwise"
+    ),
+}
+# Ways to begin that leave the base's weights as they are; others take the adapter's first product out of them.
+_BEGINNINGS = (None, True, False, "", "gaussian", "eva", "orthogonal")
+_TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<letter>[AB])(?(kind)(\.default)?|\.weight)")
+_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRankUpdate:
+    """The update scale · b · a of a weight [out, in], with a [rank, in] and b [out, rank]."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+    def rows(self, row: int, num_rows: int) -> torch.Tensor:
+        """Compute rows of the update in float32."""
+        return self.scale * (self.b[row : row + num_rows].float() @ self.a.float())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeftAdapters:
+    """The adapters of a directory, by the name of the base's tensor that they belong to.
+
+    replaced: tensors that stand in the place of the base's. tensors: all of the file, by PEFT's names without prefix.
+    """
+
+    path: Path
+    options: Mapping[str, Any]
+    updates: Mapping[str, LowRankUpdate]
+    replaced: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor] = field(repr=False)
+
+
+def read_peft(path: Path, base: ModelSpec) -> PeftAdapters:
+    """Map the adapters of a directory to memory, checked against the base that they are for; it may have either head.
+
+    Raises:
+        ConfigError: there are none, they are more or other than W + s·B·A, or they do not belong to this base.
+    """
+    options = _read_options(path)
+    with reading(path / ADAPTER_CONFIG, "the options of PEFT's adapters", error=ConfigError):
+        return _checked(path, options, base)
+
+
+def _checked(path: Path, options: Mapping[str, Any], base: ModelSpec) -> PeftAdapters:
+    tensors = {_plain(name): tensor for name, tensor in map_tensors(path / ADAPTER_FILE).items()}
+    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    replaced: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if (found := _TENSOR.fullmatch(name)) is None:
+            replaced[name.replace(".base_layer.", ".")] = tensor
+        else:
+            # An embedding [tokens, width] is added to as A.T · B.T.
+            letter = {"A": "B", "B": "A"}[found["letter"]] if found["kind"] else found["letter"]
+            pairs.setdefault(found["module"], {})[letter] = tensor.T if found["kind"] else tensor
+    updates = {f"{module}.weight": _update(path, options, module, pair) for module, pair in pairs.items()}
+    adapters = PeftAdapters(path=path, options=options, updates=updates, replaced=replaced, tensors=tensors)
+    _check_base(adapters, base)
+    return adapters
+
+
+def _plain(name: str) -> str:
+    """Return a tensor's name without the adapter's, which raw state dicts have, and without PEFT's prefix."""
+    return name.removeprefix(PREFIX).replace(".default.weight", ".weight")
+
+
+def _read_options(path: Path) -> dict[str, Any]:
+    file = path / ADAPTER_CONFIG
+    if not file.is_file():
+        also = "; it is a whole model, which needs no adapters" if (path / "config.json").is_file() else ""
+        raise ConfigError(f"{path}: has no {ADAPTER_CONFIG}, expected a directory of adapters as PEFT writes it{also}")
+    options = read_object(file, remedy="export the adapters again", error=ConfigError)
+    if options.get("peft_type", "LORA") != "LORA":
+        raise ConfigError(f"{file}: peft_type: got {options['peft_type']!r}, expected 'LORA'; {_MERGE_ELSEWHERE}")
+    for key, meaning in _VARIANTS.items():
+        if (value := options.get(key)) not in (None, False, "none", [], {}):
+            raise ConfigError(f"{file}: {key}: got {value!r}, but {meaning}; {_MERGE_ELSEWHERE}")
+    if (begun := options.get("init_lora_weights")) not in _BEGINNINGS:
+        raise ConfigError(
+            f"{file}: init_lora_weights: got {begun!r}, with which the base's weights are changed before training; "
+            "convert the adapters with peft (path_initial_model_for_weight_conversion)"
+        )
+    for key, kind in (("r", int), ("lora_alpha", int | float)):
+        if not isinstance(options.get(key), kind) or isinstance(options[key], bool) or options[key] <= 0:
+            raise ConfigError(f"{file}: {key}: got {options.get(key)!r}, expected a positive number; export it again")
+    if not (path / ADAPTER_FILE).is_file():
+        pickled = f"; it has {_PICKLE}, a pickle, which can run code: load it with peft where you trust its author, and"
+        remedy = f"{pickled} save it as safetensors" if (path / _PICKLE).is_file() else "; copy the directory again"
+        raise ConfigError(f"{path}: has no {ADAPTER_FILE}{remedy}")
+    return options
+
+
+def _update(path: Path, options: Mapping[str, Any], module: str, pair: Mapping[str, torch.Tensor]) -> LowRankUpdate:
+    """Make a module's update of its A and B, with the rank and alpha that PEFT's patterns give it."""
+
+    def own(key: str, default: Any) -> Any:
+        patterns = options.get(key) or {}
+        return next((patterns[each] for each in patterns if re.match(rf"(.*\.)?({each})$", module)), default)
+
+    if missing := {"A", "B"} - pair.keys():
+        raise ConfigError(f"{path}: {module} has no lora_{missing.pop()}; export the adapters again")
+    rank, alpha = own("rank_pattern", options["r"]), own("alpha_pattern", options["lora_alpha"])
+    a, b = pair["A"], pair["B"]
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
+        raise ConfigError(
+            f"{path}: {module}: A has shape {tuple(a.shape)} and B {tuple(b.shape)}, but {ADAPTER_CONFIG} gives it "
+            f"rank {rank}; export the adapters again"
+        )
+    return LowRankUpdate(a=a, b=b, scale=alpha / rank**0.5 if options.get("use_rslora") else alpha / rank)
+
+
+def _check_base(adapters: PeftAdapters, base: ModelSpec) -> None:
+    """Raise ConfigError unless the adapters are for tensors that a base has, and for all that they say they are for."""
+    path, options = adapters.path, adapters.options
+    shapes = base.expected_tensors() | base.expected_tensors(scalar_head=True)
+    remedy = f"name the base that they were trained on, {options.get('base_model_name_or_path')!r}"
+    found: dict[str, tuple[int, ...]] = {
+        name: (update.b.shape[0], update.a.shape[1]) for name, update in adapters.updates.items()
+    }
+    found |= {name: tuple(tensor.shape) for name, tensor in adapters.replaced.items()}
+    if unknown := sorted(found.keys() - shapes.keys()):
+        if base.dims.tied and OUTPUT_HEAD in unknown:
+            remedy = f"{OUTPUT_HEAD} is also the embedding there, which the adapters would change; {_MERGE_ELSEWHERE}"
+        raise ConfigError(
+            f"{path}: has adapters or tensors of {unknown[:_NAMED]} ({len(unknown)} in all), which {base.path} lacks "
+            f"or keeps in a tensor with others; {remedy}"
+        )
+    for name, shape in found.items():
+        if shape != shapes[name]:
+            raise ConfigError(f"{path}: {name}: has shape {shape}, that of {base.path} has {shapes[name]}; {remedy}")
+    saved = ("embed_tokens", "lm_head", *(module.rpartition(".")[2] for module in options.get("modules_to_save") or ()))
+    if other := [name for name in adapters.replaced if name.removesuffix(".weight").rpartition(".")[2] not in saved]:
+        raise ConfigError(f"{path}: has the unexpected tensors {other[:_NAMED]}; {_MERGE_ELSEWHERE}")
+    matrices = (name for name, shape in shapes.items() if len(shape) == 2)
+    targeted = [name for name in matrices if _is_targeted(name.removesuffix(".weight"), options)]
+    if missing := [name for name in targeted if name not in adapters.updates]:
+        raise ConfigError(
+            f"{path}: has no adapters of {missing[:_NAMED]} ({len(missing)} in all), which target_modules in "
+            f"{ADAPTER_CONFIG} names; copy the directory or export the adapters again"
+        )
+
+
+def _is_targeted(module: str, options: Mapping[str, Any]) -> bool:
+    """Return whether PEFT's options name a module. Which layers `all-linear` names, only PEFT knows."""
+
+    def named(key: str) -> bool:
+        if isinstance(value := options.get(key), str):
+            return value != "all-linear" and re.fullmatch(value, module) is not None
+        return any(module == each or module.endswith(f".{each}") for each in value or ())
+
+    if not named("target_modules") or named("exclude_modules"):
+        return False
+    layers, place = options.get("layers_to_transform"), re.match(r".*?\.[^.]*\.(\d+)\.", module)
+    if layers in (None, []) or isinstance(options["target_modules"], str):
+        return True
+    return place is not None and int(place[1]) in ([layers] if isinstance(layers, int) else layers)
