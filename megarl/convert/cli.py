@@ -39,7 +39,7 @@ class ConvertCommand:
 
 
 def add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `convert` to `megarl`: between Hugging Face and Megatron, `dequantize`, and `verify`."""
+    """Add the command `convert` to `megarl`: between Hugging Face and Megatron, `dequantize`, `merge`, and `verify`."""
     convert = commands.add_parser("convert", help="convert checkpoints between Hugging Face and Megatron, or compare")
     kinds = convert.add_subparsers(dest="kind", required=True)
     for name, command in COMMANDS.items():
@@ -100,6 +100,19 @@ def _dequantize(arguments: argparse.Namespace) -> None:
     )
 
 
+def _merge(arguments: argparse.Namespace) -> None:
+    from megarl.convert.engine import ConvertSettings
+    from megarl.convert.merge import merge
+
+    merge(
+        arguments.model,
+        arguments.adapter,
+        ConvertSettings(out=arguments.out, num_workers=arguments.workers, overwrite=arguments.overwrite),
+        dtype=arguments.dtype,
+        dry_run=arguments.dry_run,
+    )
+
+
 def _verify(arguments: argparse.Namespace) -> None:
     from megarl.convert.verify import verify
 
@@ -138,6 +151,15 @@ COMMANDS: Mapping[str, ConvertCommand] = {
             **{name: options for name, options in _OUTPUT.items() if name != "--dtype"},
         },
         run=_dequantize,
+    ),
+    "merge": ConvertCommand(
+        text="Hugging Face directory + PEFT's adapters → the same with the adapters merged into its weights",
+        arguments={
+            "model": {"type": Path, "help": "a Hugging Face directory, which the adapters were trained on"},
+            "--adapter": {"type": Path, "required": True, "metavar": "DIR", "help": "as PEFT writes it"},
+            **_OUTPUT,
+        },
+        run=_merge,
     ),
     "verify": ConvertCommand(
         text="compare two checkpoints bit for bit; exit code 1 if they differ",

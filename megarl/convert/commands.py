@@ -51,7 +51,7 @@ def hf_to_mcore(
     source = open_model(model)
     if not isinstance(source.reader, SafetensorsReader):
         raise ConfigError(f"{model}: is a torch_dist checkpoint already; use mcore-to-hf to convert it back")
-    target = _cast(source, dtype)
+    target = cast_specs(source, dtype)
     parameters = model_parameters(
         source.spec,
         scalar_head=source.scalar_head,
@@ -85,7 +85,7 @@ def mcore_to_hf(
     source = open_model(checkpoint, model)
     if not isinstance(source.reader, DistReader):
         raise ConfigError(f"{checkpoint}: is a Hugging Face directory already; use hf-to-mcore to convert it")
-    return _write_hf(source, settings, "mcore-to-hf", dtype=dtype, dry_run=dry_run)
+    return write_hf(source, cast_specs(source, dtype), settings, "mcore-to-hf", dry_run=dry_run)
 
 
 def dequantize(model: Path, settings: ConvertSettings, *, dry_run: bool = False) -> ConversionOutcome | None:
@@ -93,13 +93,18 @@ def dequantize(model: Path, settings: ConvertSettings, *, dry_run: bool = False)
     source = open_model(model)
     if not isinstance(source.reader, Mxfp4Reader):
         raise ConfigError(f"{model}: config.json names no quant_method 'mxfp4'; its weights need no conversion")
-    return _write_hf(source, settings, "dequantize", dry_run=dry_run)
+    return write_hf(source, cast_specs(source, None), settings, "dequantize", dry_run=dry_run)
 
 
-def _write_hf(
-    source: OpenModel, settings: ConvertSettings, description: str, *, dtype: str | None = None, dry_run: bool
+def write_hf(
+    source: OpenModel,
+    target: Mapping[str, TensorSpec],
+    settings: ConvertSettings,
+    description: str,
+    *,
+    dry_run: bool,
 ) -> ConversionOutcome | None:
-    target = _cast(source, dtype)
+    """Write the tensors of an open checkpoint, in the data types of `target`, as a Hugging Face directory."""
     plan = plan_hf(source.reader.specs, target, weight_map=source.weight_map)
 
     def finish(partial: Path) -> None:
@@ -147,7 +152,7 @@ def _run(
     return outcome
 
 
-def _cast(source: OpenModel, dtype: str | None) -> dict[str, TensorSpec]:
+def cast_specs(source: OpenModel, dtype: str | None) -> dict[str, TensorSpec]:
     """Return shape and dtype of each tensor to write: `dtype`, except those that the family keeps in float32."""
     specs, wide = source.reader.specs, source.spec.float32_tensors()
     if dtype is None:

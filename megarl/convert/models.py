@@ -88,7 +88,7 @@ def _open_hf(path: Path) -> OpenModel:
         scalar_head=scalar_head,
         reader=reader,
         weight_map=read_weight_map(path),
-        state=_state([*model_files(path), path / "config.json"]),
+        state=file_states([*model_files(path), path / "config.json"]),
     )
 
 
@@ -96,6 +96,11 @@ def _open_dist(path: Path, model: Path) -> OpenModel:
     spec = read_model_spec(model, "--model")
     tensors, _ = read_index(path)
     weights = {key: tensor for key, tensor in tensors.items() if not _OPTIMIZER.match(key)}
+    if any(".lora." in key for key in weights):
+        raise ConfigError(
+            f"{path}: holds adapters without their base; `--resume` the run with its total_steps set to this step, and "
+            "it exports them, which megarl convert merge merges"
+        )
     scalar_head = "value_head.weight" in weights
     # Megatron stacks layers, unless only some of them have experts: then each layer has its own keys.
     stacked = not any(key.startswith("decoder.layers.0.") for key in weights)
@@ -126,7 +131,7 @@ def _open_dist(path: Path, model: Path) -> OpenModel:
         scalar_head=scalar_head,
         reader=DistReader(path, weights, parameters, spec.expected_tensors(scalar_head=scalar_head)),
         weight_map=read_weight_map(model),
-        state=_state([*sorted(path.glob("*.distcp")), path / ".metadata", model / "config.json"]),
+        state=file_states([*sorted(path.glob("*.distcp")), path / ".metadata", model / "config.json"]),
     )
 
 
@@ -162,7 +167,7 @@ def declared_dtype(spec: ModelSpec) -> str | None:
     return None if dtype is None else str(dtype)
 
 
-def _state(files: Sequence[Path]) -> tuple[tuple[str, int, int], ...]:
+def file_states(files: Sequence[Path]) -> tuple[tuple[str, int, int], ...]:
     """Return name, size and modification time of each file, to notice if the source changed since an earlier run."""
     found = [(file.name, file.stat()) for file in files if file.is_file()]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
