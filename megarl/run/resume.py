@@ -20,6 +20,7 @@ from megarl.train.checkpoint import (
     last_checkpoint,
     torn_steps,
 )
+from megarl.train.export import exported
 from megarl.types.messages import Role
 from megarl.weights.hub import with_recorded_commits
 
@@ -38,6 +39,7 @@ CONTINUABLE = (
     "actor.micro_batch_tokens",
     "actor.head",
     "actor.lora.sync",
+    "actor.lora.export",
     *(f"actor.moe.{key}" for key in ("grouped_gemm", "fuse_permute", "fuse_router")),
     "reference.layout",
     "reference.micro_batch_tokens",
@@ -119,7 +121,7 @@ def find_checkpoint(config: Config, command: Command, resume: Resume = "newest")
     paths = RunPaths.of(config.run)
     checkpoint = last_checkpoint(paths.checkpoints, resume)
     if checkpoint is None:
-        if paths.export.exists():
+        if exported(paths) is not None:
             raise ConfigError(
                 f"{paths.root} holds a finished run without a checkpoint, which --resume would replace; "
                 f"choose another run.name, or pass --overwrite"

@@ -22,6 +22,7 @@ from megarl.record.recorder import RunRecorder
 from megarl.report import write_report
 from megarl.run.resume import find_checkpoint, require_plugins_of_run, resume_notes, with_models_of_run
 from megarl.train.checkpoint import Checkpoint, Command, Resume, forget_after
+from megarl.train.export import exported
 from megarl.train.inputs import open_train_inputs
 from megarl.train.tasks import SUPERVISED
 from megarl.types.messages import RoleSpec
@@ -97,8 +98,8 @@ def _reported(recorder: RunRecorder) -> RunRecorder:
     with doing("writing the report"), dispensable("the report"), writing(recorder.paths.report_html):
         write_report(recorder.paths.root)
         print_lines(f"report: {recorder.paths.report_html}")
-    if recorder.paths.export.is_dir():
-        print_lines(f"model:  {recorder.paths.export}")
+    if (model := exported(recorder.paths)) is not None:
+        print_lines(f"model:  {model}")
     return recorder
 
 

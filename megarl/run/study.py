@@ -41,6 +41,7 @@ from megarl.report.run import load_runs
 from megarl.report.summary import SAMPLED, validation_curve
 from megarl.rollout.engine_spec import engine_spec
 from megarl.run.resume import changed_settings, with_models_of_run
+from megarl.train.export import exported
 from megarl.train.inputs import open_train_inputs
 from megarl.types.messages import RoleSpec
 from megarl.weights.hub import with_local_models
@@ -150,7 +151,7 @@ def run_config(study: Study, run: QueuedRun) -> Config:
 def is_finished(config: Config) -> bool:
     """Return whether a run has its export and its last step's metrics; ConfigError if it had other settings."""
     paths = RunPaths.of(config.run)
-    if not paths.export.is_dir() or not paths.metrics.is_file():
+    if exported(paths) is None or not paths.metrics.is_file():
         return False
     require_same_plugins(paths, config.algo.plugins)
     use_plugins(config.algo.plugins)

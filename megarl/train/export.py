@@ -12,6 +12,7 @@ from megarl.data.tokenizer_files import read_tokenizer
 from megarl.errors import WeightSyncError
 from megarl.host.reading import read_object
 from megarl.host.writing import put_directory, writing
+from megarl.record.metrics import RunPaths
 from megarl.types.messages import Head, RoleSpec
 from megarl.weights.adapter_files import create_adapter_files
 from megarl.weights.adapters import adapter_spec
@@ -31,6 +32,20 @@ if TYPE_CHECKING:
 # Everything a model directory holds besides weights: configuration, tokenizer, templates.
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 _WEIGHT_FILES = ("*.index.json",)
+
+
+def export_role(workers: "RoleWorkers", role: RoleSpec, directory: Path) -> None:
+    """Write a trained role: its model as `directory`, its adapters beside it, or both, as `lora.export` says."""
+    export = "merged" if role.settings.lora is None else role.settings.lora.export
+    if export != "merged":
+        export_adapters(workers, role, directory.with_name(f"{directory.name}_adapter"))
+    if export != "adapter":
+        export_model(workers, role, directory)
+
+
+def exported(paths: RunPaths) -> Path | None:
+    """Return the directory of the policy with which a run has ended, or of its adapters alone; None before the end."""
+    return next((path for path in (paths.export, paths.export_adapter) if path.is_dir()), None)
 
 
 def export_model(workers: "RoleWorkers", role: RoleSpec, directory: Path) -> None:
@@ -68,9 +83,10 @@ def export_adapters(workers: "RoleWorkers", role: RoleSpec, directory: Path) -> 
     spec, partial = read_model_spec(role.model.path), directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     with writing(directory):
-        file = create_adapter_files(partial, spec, role.settings.lora, role.model.dtype)
+        scalar = role.head is Head.SCALAR
+        file = create_adapter_files(partial, spec, role.settings.lora, role.model.dtype, scalar_head=scalar)
         written = workers.store_adapters(file, role=role.role)
-        shapes = adapter_spec(spec, role.settings.lora).expected_tensors()
+        shapes = adapter_spec(spec, role.settings.lora).expected_tensors(scalar_head=scalar)
         check_complete({name: math.prod(shape) for name, shape in shapes.items()}, written.num_elements)
         put_directory(partial, directory)
 

@@ -31,6 +31,7 @@ from megarl.train.model_judge import ConversationEncoder
 from megarl.train.rows import stated_difficulty
 from megarl.types import Algorithm
 from megarl.types.messages import Head, Role, RoleSpec
+from megarl.weights.adapter_files import read_adapters
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.hub import with_local_models
 from megarl.weights.safetensors_map import check_tensors, model_files, read_specs
@@ -103,6 +104,8 @@ def open_model(config: Config, *, for_sft: bool = False) -> ModelSpec:
             "model's attention, and the results of megarl's own depend on the rows beside; set it to false"
         )
     check_tensors(spec.path, spec.expected_tensors(), ignored=spec.ignored_tensors())
+    if config.actor.lora is not None and config.actor.lora.path is not None:
+        read_adapters(spec, config.actor.lora)
     return spec
 
 
@@ -124,6 +127,8 @@ def check_role_models(config: Config, roles: Sequence[RoleSpec], tokenizer: "Pre
             expected = spec.expected_tensors(scalar_head=True)
             check_tensors(spec.path, expected, ignored=(*ignored, OUTPUT_HEAD), optional=(VALUE_HEAD,))
             _require_trained_head(spec, role, key)
+            if role.settings.lora is not None and role.settings.lora.path is not None:
+                read_adapters(spec, role.settings.lora, scalar_head=True)
         else:
             check_tensors(spec.path, spec.expected_tensors(), ignored=ignored)
         # A reward model may have another tokenizer: it reads conversations.

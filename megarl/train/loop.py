@@ -24,7 +24,7 @@ from megarl.record.recorder import TRAINER_LOGPROBS, RunRecorder, batch_metrics,
 from megarl.seeds import batch_seed
 from megarl.train.checkpoint import Checkpoint, CheckpointManager, RunState
 from megarl.train.collect import Collected, Rollouts
-from megarl.train.export import export_adapters, export_model
+from megarl.train.export import export_role
 from megarl.train.forward import ForwardStage, needed_quantities, with_advantages
 from megarl.train.gate import MismatchGate, engine_metrics, trainer_logprobs
 from megarl.train.inputs import TrainInputs
@@ -128,9 +128,7 @@ class Trainer:
         for role in (role for role in inputs.roles if role.trainable and total):
             self.memory.enter(residency.exporting(role.role))
             self.recorder.require_owned()
-            export_model(self.cluster.workers, role, paths[role.role])
-            if role.settings.lora is not None:
-                export_adapters(self.cluster.workers, role, self.recorder.paths.export_adapter)
+            export_role(self.cluster.workers, role, paths[role.role])
         self.supervisor.close()
 
     def step(self, step: int) -> StepResult:

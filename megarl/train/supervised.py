@@ -22,7 +22,7 @@ from megarl.record.metrics import MetricsLogger, Timers
 from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import RunRecorder, resident_memory
 from megarl.train.checkpoint import Checkpoint, CheckpointManager, Command, RunState
-from megarl.train.export import export_model
+from megarl.train.export import export_role
 from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
 from megarl.train.supervised_inputs import SupervisedInputs
 from megarl.train.validate import Validation
@@ -112,7 +112,7 @@ class SupervisedTrainer:
                 state = partial(self._run_state, step, score)
                 self.checkpoints.after_step(step, total=task.total_steps, stop=stop, state=state)
         self.recorder.require_owned()
-        export_model(self.cluster.workers, task.role, self.recorder.paths.export)
+        export_role(self.cluster.workers, task.role, self.recorder.paths.export)
 
     def _run_state(self, step: int, score: float | None, directory: Path) -> RunState:
         return RunState(

@@ -10,8 +10,9 @@ import pytest
 
 from megarl.cli import parse
 from megarl.config import Config, from_dict
+from megarl.config.lora import LoraConfig
 from megarl.config.plugins import use_plugins
-from megarl.config.schema import LayoutConfig
+from megarl.config.schema import ActorConfig, LayoutConfig
 from megarl.errors import ConfigError, DataError
 from megarl.record.metrics import JsonlSink, MetricsRecord, read_metrics
 from megarl.record.recorder import RunRecorder, write_settings
@@ -96,6 +97,25 @@ def test_a_checkpoint_that_could_run_code_is_refused(tmp_path: Path, attack: str
     assert str(error.value).startswith(f"{file}: ")
     assert "\n" not in str(error.value)
     assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("lora", "told"),
+    [
+        ({"rank": 16}, "actor.lora.rank: 8 → 16"),
+        ({"rank": 8, "alpha": 16.0}, "actor.lora.alpha: 32.0 → 16.0"),
+        ({"rank": 8, "targets": ["attention"]}, "actor.lora.targets: ('attention', 'mlp') → ('attention',)"),
+        (None, "actor.lora: LoraConfig("),
+    ],
+)
+def test_adapters_go_on_as_they_are(tmp_path: Path, lora: dict[str, Any] | None, told: str) -> None:
+    def run(lora: dict[str, Any] | None) -> Config:
+        settings = None if lora is None else {"targets": ["attention", "mlp"], **lora}
+        return config(tmp_path, actor={"lora": settings}, model={"dtype": "float32"})
+
+    save(run({"rank": 8}))
+    assert told in message(run(lora))
+    assert find_checkpoint(run({"rank": 8, "export": "both", "sync": "merged"}), "train") is not None
 
 
 def test_the_models_of_a_run_are_those_that_it_has_recorded(tmp_path: Path) -> None:
@@ -219,7 +239,7 @@ def test_a_run_with_defaults_of_earlier_versions_continues_with_what_is_derived_
 
 def test_every_continuable_key_exists(tmp_path: Path) -> None:
     for key in CONTINUABLE:
-        node: Any = Config()
+        node: Any = Config(actor=ActorConfig(lora=LoraConfig()))
         for name in key.split("."):
             node = getattr(node, name)
 
