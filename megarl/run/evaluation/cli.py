@@ -13,6 +13,7 @@ def add_evaluation(commands: "argparse._SubParsersAction[argparse.ArgumentParser
         "model", type=Path, help="a Hugging Face directory or hub id, a run, or RUN/checkpoints/step_N"
     )
     command.add_argument("overrides", nargs="*", help="settings such as rollout.engine.tp=2")
+    command.add_argument("--adapter", type=Path, metavar="DIR", help="PEFT's adapters to merge into the model")
     command.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE", help="parquet or JSONL prompts")
     command.add_argument("--out", type=Path, required=True, help="directory to write")
     command.add_argument("--num-samples", type=int, default=8, metavar="N", help="sampled answers per prompt")
@@ -45,6 +46,7 @@ def _eval(arguments: argparse.Namespace) -> None:
             model=arguments.model,
             data=tuple(arguments.data),
             out=arguments.out,
+            adapter=arguments.adapter,
             ks=tuple(arguments.k),
             num_samples=arguments.num_samples,
             temperature=arguments.temperature,

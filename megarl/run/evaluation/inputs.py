@@ -24,10 +24,13 @@ from megarl.rewards.build import check_ground_truths
 from megarl.run.evaluation.output import TABLE
 from megarl.texts.masking import masked
 from megarl.train.checkpoint import STATE_FILE, Checkpoint, read_checkpoint
+from megarl.train.export import exported
 from megarl.train.inputs import open_model
-from megarl.weights.families import read_hf_config
+from megarl.weights.families import read_hf_config, read_model_spec
 from megarl.weights.hub import local_model
+from megarl.weights.peft_files import read_peft
 from megarl.weights.safetensors_map import model_files, read_specs
+from megarl.weights.tables import VALUE_HEAD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,6 +56,7 @@ class EvalRequest:
     model: Path
     data: tuple[Path, ...]
     out: Path
+    adapter: Path | None = None  # To merge into the model, as PEFT writes it.
     ks: tuple[int, ...] = (1,)
     num_samples: int = 8
     temperature: float = 1.0
@@ -68,11 +72,13 @@ class EvalRequest:
 class EvalInputs:
     """The checked inputs of an evaluation: all that it needs besides a cluster.
 
-    checkpoint: None if the engines read the model themselves. labels: the name of each prompt's data file.
+    checkpoint: None if the engines read the model themselves; then `adapter`, if there is one, has to be merged into
+    it. labels: the name of each prompt's data file.
     """
 
     config: Config
     checkpoint: Checkpoint | None
+    adapter: Path | None
     tokenizer: "PreTrainedTokenizerBase"
     data: PromptDataset
     labels: tuple[str, ...]
@@ -97,10 +103,16 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
     for override in request.overrides:
         if option := _OPTIONS.get(override.partition("=")[0].strip()):
             raise ConfigError(f"override {override!r}: {option} decides that; remove it")
-    base, checkpoint = _find_model(request)
+    base, checkpoint, adapter = _find_model(request)
     config = _eval_config(with_overrides(base, request.overrides), request, with_trainer=checkpoint is not None)
     check_eval(config)
     num_rows = _engine_model_rows(config) if checkpoint is None else open_model(config).dims.vocab
+    if adapter is not None:
+        found = read_peft(adapter, read_model_spec(config.model.path, "MODEL"))
+        if VALUE_HEAD in found.replaced:
+            raise ConfigError(
+                f"{adapter}: has {VALUE_HEAD}, so it is a reward model's or critic's; evaluate a policy's"
+            )
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     ends = Answers.of(config, tokenizer).ends
     config = replace(config, rollout=replace(config.rollout, stop_token_ids=ends.stop_token_ids))
@@ -120,6 +132,7 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
     return EvalInputs(
         config=config,
         checkpoint=checkpoint,
+        adapter=adapter,
         tokenizer=tokenizer,
         data=data,
         labels=tuple(label for label, count in labelled for _ in range(count)),
@@ -128,27 +141,38 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
     )
 
 
-def _find_model(request: EvalRequest) -> tuple[Config, Checkpoint | None]:
-    """Find what the request names: return a configuration with the model, and the checkpoint (if any) with its weights.
+def _find_model(request: EvalRequest) -> tuple[Config, Checkpoint | None, Path | None]:
+    """Find what the request names: return a configuration with the model, and the checkpoint or the adapters (if any)
+    with its weights.
 
     A checkpoint or run may be somebody else's: its configuration decides only what is data, unless it is trusted.
     """
     given = None if request.run_file is None else load_config(request.run_file)
     path = Path(local_model(str(request.model), "MODEL"))
     if (path / STATE_FILE).is_file():
+        if request.adapter is not None:
+            raise ConfigError(f"--adapter: {path} is a checkpoint, which has its own weights; leave it out")
         checkpoint = read_checkpoint(path)
         own = checkpoint.state.config
-        return replace(given, model=own.model) if given else _trusted(own, request), checkpoint
+        # The checkpoint has the adapters with which they began, too.
+        lora = own.actor.lora and replace(own.actor.lora, path=None)
+        config = replace(given, model=own.model) if given else _trusted(own, request)
+        return replace(config, actor=replace(config.actor, lora=lora)), checkpoint, None
     if (path / "config.json").is_file():
         hf_config = read_hf_config(path)
         # Weights run in float32 if they are stored so, otherwise in bfloat16.
         stored = hf_config.get("dtype", hf_config.get("torch_dtype"))
         config = given or Config(model=ModelConfig(dtype="float32" if stored == "float32" else "bfloat16"))
-        return replace(config, model=replace(config.model, path=str(path))), None
+        return replace(config, model=replace(config.model, path=str(path))), None, request.adapter
     run = RunPaths(path)
-    if run.export.is_dir() and run.config.is_file():
-        config = given or _trusted(saved_config(read_saved(run.config)), request)
-        return replace(config, model=replace(config.model, path=str(run.export))), None
+    if (export := exported(run)) is not None and run.config.is_file():
+        own = saved_config(read_saved(run.config))
+        config, adapter, model = given or _trusted(own, request), request.adapter, str(export)
+        if export == run.export_adapter:
+            if adapter is not None:
+                raise ConfigError(f"--adapter: the run {path} has ended with adapters of its own; leave it out")
+            adapter, model = export, local_model(own.model.path, "model.path")
+        return replace(config, model=replace(config.model, path=model)), None, adapter
     raise ConfigError(
         f"{path}: is no model; expected a Hugging Face directory (with config.json), a run with an export, or a "
         f"checkpoint (RUN/checkpoints/step_N, with {STATE_FILE})"

@@ -1,10 +1,14 @@
 """Run an evaluation: check inputs, start engines, send weights, generate, judge, estimate, write files."""
 
+import os
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.cluster import residency
@@ -12,10 +16,13 @@ from megarl.cluster.roles import actor_role
 from megarl.cluster.supervisor import EngineSupervisor, WeightSync
 from megarl.cluster.sync_plan import sent_spec
 from megarl.config.schema import Config
+from megarl.convert.engine import ConvertSettings, partial_dir
+from megarl.convert.merge import merge
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.sharing import shared_with
 from megarl.host.streams import print_lines
 from megarl.plan.build import derive_run
+from megarl.record.activity import doing
 from megarl.record.answers import JudgedAnswer, results_by_source
 from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import write_settings
@@ -46,7 +53,7 @@ def evaluate(request: EvalRequest) -> None:
         ConfigError, DataError: bad input; nothing was started.
         RunError, WorkerError: it failed later.
     """
-    with DirectoryLock(request.out, "eval") as lock:
+    with DirectoryLock(request.out, "eval") as lock, ExitStack() as files:
         inputs = open_eval_inputs(request)
         config = inputs.config
         if inputs.data.num_dropped:
@@ -57,6 +64,9 @@ def evaluate(request: EvalRequest) -> None:
             print_lines(f"warning: {warning}")
         with shared_with(config.run.share, inputs.out):
             write_settings(inputs.out, config)
+            if inputs.adapter is not None:
+                config = replace(config, model=replace(config.model, path=str(files.enter_context(_merged(inputs)))))
+                inputs = replace(inputs, config=config)
             logs, with_trainer, roles = inputs.out / "logs", inputs.checkpoint is not None, [actor_role(config)]
             derived = derive_run(config, roles if with_trainer else [], (), command="eval")
             with (
@@ -69,6 +79,24 @@ def evaluate(request: EvalRequest) -> None:
             lock.require()
             for path in write_results(inputs.out, results, answers):
                 print_lines(f"wrote {path}")
+
+
+@contextmanager
+def _merged(inputs: EvalInputs) -> Iterator[Path]:
+    """Merge the adapters into the model, for as long as this context lasts.
+
+    Engines could add them as they compute. Merged, they are the same for every engine and kind of layer, and as fast.
+    """
+    assert inputs.adapter is not None
+    model, out = inputs.config.model, inputs.out / "merged"
+    settings = ConvertSettings(out=out, num_workers=min(8, len(os.sched_getaffinity(0))), overwrite=True)
+    try:
+        with doing("merging the adapters"):
+            merge(Path(model.path), inputs.adapter, settings, dtype=model.dtype)
+        yield out
+    finally:
+        for path in (out, partial_dir(out)):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 class _OwnWeights:

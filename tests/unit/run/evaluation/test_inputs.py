@@ -10,12 +10,16 @@ import pytest
 
 from megarl.cli import main
 from megarl.config import dump, load_config
+from megarl.config.lora import LoraConfig
 from megarl.config.schema import Config, LayoutConfig, ModelConfig
+from megarl.errors import ConfigError
 from megarl.recipes.tasks import TASKS
 from megarl.recipes.tasks.generate import GenerateConfig, TaskFiles, generate
 from megarl.run.evaluation.inputs import EvalInputs, EvalRequest, open_eval_inputs
 from megarl.train.checkpoint import MARKER, STATE_FILE, RunState
 from megarl.types import AlgoState
+from megarl.weights.adapter_files import create_adapter_files
+from megarl.weights.families import read_model_spec
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.hostile_pickles import ATTACKS, write_role
 
@@ -161,6 +165,44 @@ def test_a_run_file_decides_engine_and_layout(opened: Callable[..., EvalInputs],
     config = opened(checkpoint, "rollout.engine.num_engines=1", run_file=run_file).config
     # The checkpoint's model, the file's layout.
     assert (config.model.dtype, config.actor.layout) == ("float32", LayoutConfig())
+
+
+@pytest.fixture
+def adapters(model: Path) -> Path:
+    lora = LoraConfig(rank=2, targets=("attention",))
+    return create_adapter_files(model.parent / "adapters", read_model_spec(model), lora, "float32").parent
+
+
+def test_adapters_are_for_the_model_that_is_named(
+    opened: Callable[..., EvalInputs], model: Path, adapters: Path
+) -> None:
+    inputs = opened(model, adapter=adapters)
+    assert (inputs.config.model.path, inputs.adapter, inputs.checkpoint) == (str(model), adapters, None)
+    with pytest.raises(ConfigError, match=r"has no adapter_config\.json.*it is a whole model"):
+        opened(model, adapter=model)
+    make_state(model.parent / "step", load_config(RUN_FILE, [f"model.path={model}"]))
+    with pytest.raises(ConfigError, match=r"--adapter: .*step is a checkpoint, which has its own weights"):
+        opened(model.parent / "step", adapter=adapters)
+
+
+def test_a_run_that_has_ended_with_adapters(opened: Callable[..., EvalInputs], model: Path, adapters: Path) -> None:
+    run = model.parent / "run"
+    make_run(run, model, "rollout.engine.kv_cache_mib=48")
+    shutil.rmtree(run / "export")
+    shutil.copytree(adapters, run / "export_adapter")
+    inputs = opened(run)
+    assert (inputs.config.model.path, inputs.adapter) == (str(model), run / "export_adapter")
+    assert inputs.config.rollout.engine.kv_cache_mib == 48
+    with pytest.raises(ConfigError, match="has ended with adapters of its own"):
+        opened(run, adapter=adapters)
+
+
+def test_the_adapters_of_a_checkpoint_are_its_own(opened: Callable[..., EvalInputs], model: Path) -> None:
+    """Those with which they began may be gone; a run file does not take them away."""
+    began = ["actor.lora.rank=2", "actor.lora.path=gone"]
+    checkpoint = make_state(model.parent / "step", load_config(RUN_FILE, [f"model.path={model}", *began]))
+    for given in (None, RUN_FILE):
+        assert opened(checkpoint, run_file=given).config.actor.lora == LoraConfig(rank=2)
 
 
 def test_engines_keep_the_nodes_of_a_split_run(opened: Callable[..., EvalInputs], model: Path) -> None:
