@@ -23,7 +23,7 @@ from megarl.host.streams import print_lines, write_anything
 from megarl.parallel.worker import RankWorker
 from megarl.rollout.engine import EngineNodeWorkers, EngineReply, VllmEngine
 from megarl.rollout.engine_spec import EngineNode, EngineSpec
-from megarl.types.messages import ForwardRequest, ForwardResult, UpdateRequest, UpdateResult
+from megarl.types.messages import AccumulateRequest, ForwardRequest, ForwardResult, UpdateRequest, UpdateResult
 
 
 def take_devices(device_ids: Sequence[str], *, binds: bool) -> None:
@@ -91,6 +91,12 @@ class RankActor(RunActor):
     ) -> ForwardResult | None:
         """Call `RankWorker.forward` with the rows of its data-parallel replica."""
         return self.worker.forward(shard.fetch(), micro_batches, request)
+
+    def accumulate(
+        self, shard: RowShard, micro_batches: Sequence[Sequence[int]], request: AccumulateRequest
+    ) -> UpdateResult | None:
+        """Call `RankWorker.accumulate` with the rows of its data-parallel replica."""
+        return self.worker.accumulate(shard.fetch(), micro_batches, request)
 
     def update(
         self, shard: RowShard, micro_batches: Sequence[Sequence[int]], request: UpdateRequest

@@ -14,11 +14,13 @@ from megarl.config.schema import LayoutConfig
 from megarl.parallel.worker import RankWorker
 from megarl.types import FloatArray, Row
 from megarl.types.messages import (
+    AccumulateRequest,
     ForwardRequest,
     LoadRequest,
     MicroBatchPlan,
     Part,
     Role,
+    StepRequest,
     StoreResult,
     UpdateRequest,
     UpdateResult,
@@ -87,10 +89,26 @@ class RoleWorkers:
         """Take one optimizer step of `request.role` on a mini-batch."""
         shares = self._group(request.role).shares(rows, plan)
         calls = [p.ask(RankActor.update, shard, mine, request) for p, shard, mine in shares]
-        answers = self._wait(calls, doing=f"updating the {request.role}")
-        results = [result for result in answers if result is not None]
-        before = {i: a for r in results for i, a in r.before.items()}
-        return UpdateResult(metrics=results[0].metrics, before=before)
+        return UpdateResult.merged(self._wait(calls, doing=f"updating the {request.role}"))
+
+    def accumulate(self, rows: Sequence[Row], plan: MicroBatchPlan, request: AccumulateRequest) -> UpdateResult:
+        """Add the gradient on rows to those that the next `apply` takes.
+
+        If it fails, `discard` the gradients of `request.role`: ranks need not have the same ones.
+        """
+        shares = self._group(request.role).shares(rows, plan)
+        calls = [p.ask(RankActor.accumulate, shard, mine, request) for p, shard, mine in shares]
+        return UpdateResult.merged(self._wait(calls, doing=f"accumulating gradients of the {request.role}"))
+
+    def apply(self, request: StepRequest) -> dict[str, float]:
+        """Take one optimizer step of `request.role` with the accumulated gradients; return its metrics."""
+        calls = [p.call(RankWorker.apply, request) for p in self._group(request.role).processes]
+        return self._wait(calls, doing=f"updating the {request.role}")[0]
+
+    def discard(self, role: Role, *, timeout_s: float) -> None:
+        """Forget the accumulated gradients of a role. Raises WorkerError if not all ranks answer in time."""
+        calls = [p.call(RankWorker.discard, role) for p in self._group(role).processes]
+        wait_all(calls, timeout_s=timeout_s, doing=f"discarding gradients of the {role}")
 
     def store_weights(
         self, files: Sequence[Path], *, with_checksums: bool = False, role: Role = Role.ACTOR

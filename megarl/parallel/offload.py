@@ -4,8 +4,9 @@ In Megatron, parameters and gradients are views of large buffers, and main param
 storages are moved, not tensors. Offloading copies a storage's bytes to the host and resizes the storage to 0; onloading
 resizes it back and copies the bytes to it. All views are then valid again, with the same bits.
 
-Gradients are not copied: between updates nothing reads them, and the next update begins by setting them to zero. Host
-buffers are kept and used again, because page-locking memory takes longer than copying to it.
+Gradients are copied only while they wait for an optimizer step: otherwise nothing reads them, and the next update
+begins by setting them to zero. Host buffers are kept and used again, because page-locking memory takes longer than
+copying to it.
 """
 
 import itertools
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from megarl.host.device.platform import platform
-from megarl.parallel.roles import LoadedRole
+from megarl.parallel.roles import Gradients, LoadedRole
 from megarl.types.messages import Part
 
 
@@ -51,7 +52,7 @@ class Offloader:
             for key, storage in storages.items():
                 if key not in taken:
                     num_bytes, content = storage.nbytes(), None
-                    if part is not Part.GRADS:
+                    if part is not Part.GRADS or self._role.gradients is not Gradients.NONE:
                         content = old.get(key)
                         if content is None or len(content) != num_bytes:
                             content = platform().host_buffer(num_bytes)
@@ -63,7 +64,9 @@ class Offloader:
         return released
 
     def onload(self, parts: Iterable[Part]) -> None:
-        """Move parts of the role's memory back to the device, unless they are there. Gradients come back as zeros."""
+        """Move parts of the role's memory back to the device, unless they are there. Gradients that were not copied
+        come back as zeros.
+        """
         for part in set(parts) & self._freed.keys():
             for each in self._freed.pop(part):
                 each.storage.resize_(each.num_bytes)

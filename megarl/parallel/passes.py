@@ -1,5 +1,6 @@
 """Run forward-only and forward-backward passes over micro-batches with Megatron's pipeline schedules."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -22,7 +23,7 @@ from megarl.parallel.head.policy import HeadRequest
 from megarl.parallel.model import PackedModel, TokenValues
 from megarl.parallel.moe.router import MiniBatchLoad
 from megarl.parallel.packing import Pack, PackAlignment, num_passed_on, pack_rows
-from megarl.parallel.roles import LoadedRole
+from megarl.parallel.roles import Gradients, LoadedRole
 from megarl.parallel.stages import KnownShapes
 from megarl.types import (
     FloatArray,
@@ -33,7 +34,7 @@ from megarl.types import (
     ValueOutputs,
     row_batch,
 )
-from megarl.types.messages import ForwardResult, Role, UpdateRequest, UpdateResult
+from megarl.types.messages import AccumulateRequest, ForwardResult, Role, StepRequest, UpdateResult
 
 TokenOutputs: TypeAlias = TokenLogprobs | TokenPairs | TokenValues
 MicroBatches: TypeAlias = Sequence[Sequence[int]]
@@ -155,15 +156,24 @@ def accumulate_gradients(
     loaded: LoadedRole,
     rows: Rows,
     micro_batches: MicroBatches,
-    request: UpdateRequest,
+    request: AccumulateRequest,
     *,
     dp_group: dist.ProcessGroup,
+    is_last: bool = True,
 ) -> UpdateResult:
-    """Run forward and backward of an optimizer mini-batch, and leave the reduced gradients in Megatron's buffers."""
+    """Run forward and backward of rows, which adds their gradients to those in Megatron's buffers.
+
+    is_last: whether the optimizer step follows. Then the gradients of all replicas are summed up; on CUDA, while
+    backward computes. Otherwise `optimizer_step` does it once, and a pass that fails on one replica ends on all, so
+    that these can go on without its gradients and those before it.
+    """
     assert loaded.optimizer is not None, f"the {request.role} is frozen"
-    for chunk in loaded.ddp:
-        chunk.zero_grad_buffer()
-    loaded.optimizer.zero_grad()
+    if loaded.gradients is Gradients.NONE:
+        for chunk in loaded.ddp:
+            chunk.zero_grad_buffer()
+        loaded.optimizer.zero_grad()
+    # Nothing counts that an unfinished pass leaves.
+    loaded.gradients = Gradients.NONE
     device, total = platform().device(), f"{request.role}/loss"
     before: dict[int, FloatArray] = {}
     sums: dict[str, float] = {total: 0.0}
@@ -202,7 +212,22 @@ def accumulate_gradients(
         token_local=objective.token_local,
     )
     in_chunk = gradients_of if objective.token_local else None
-    _run_schedule(loaded.ddp, rows, micro_batches, head, loss_of, forward_only=False, loss_gradients=in_chunk)
+    failure: Exception | None = None
+    try:
+        with contextlib.nullcontext() if is_last else loaded.unreduced():
+            _run_schedule(loaded.ddp, rows, micro_batches, head, loss_of, forward_only=False, loss_gradients=in_chunk)
+    except Exception as error:  # the loss may be a user's
+        if is_last:
+            raise
+        failure = error
+    if not is_last:
+        num_failed = torch.tensor(int(failure is not None), device=device)
+        dist.all_reduce(num_failed, group=dp_group)
+        if failure is not None:
+            raise failure
+        if num_failed:
+            return UpdateResult(metrics={}, before={})
+    loaded.gradients = Gradients.REDUCED if is_last else Gradients.OWN
     totals = torch.tensor([sums[name] for name in sorted(sums)], dtype=torch.float64, device=device)
     if dp_group.size() > 1:
         dist.all_reduce(totals, group=dp_group)
@@ -215,7 +240,7 @@ def accumulate_gradients(
 
 @torch.enable_grad()
 def _loss_gradients(
-    request: UpdateRequest, batch: RowBatch, pack: Pack, logprobs: torch.Tensor, entropy: torch.Tensor
+    request: AccumulateRequest, batch: RowBatch, pack: Pack, logprobs: torch.Tensor, entropy: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the gradients of a token-local loss with respect to [N] log-probs and entropies of this rank's labels.
 
@@ -230,13 +255,28 @@ def _loss_gradients(
     return by_logprobs, by_entropy
 
 
-def optimizer_step(loaded: LoadedRole, request: UpdateRequest) -> float:
-    """Clip the gradients, take an optimizer step at `request.lr`, and return the gradient norm before clipping."""
+def optimizer_step(loaded: LoadedRole, request: StepRequest) -> float:
+    """Sum the gradients over replicas unless that is done, scale and clip them, and take an optimizer step.
+
+    Return the gradient norm before clipping.
+    """
     assert loaded.optimizer is not None
     # It writes where the last update's weights may still be arriving.
     loaded.settle()
+    if loaded.gradients is Gradients.OWN:
+        loaded.reduce_gradients()
+    if request.scale != 1.0:
+        for chunk in loaded.ddp:
+            chunk.scale_gradients(request.scale)
+    settings = loaded.spec.settings.optimizer
     for group in loaded.optimizer.param_groups:
         group["lr"] = request.lr * group.get("lr_mult", 1.0)
+        if "betas" in group:
+            group["betas"] = request.betas or settings.betas
+    clip = settings.clip_grad_norm if request.clip is None else request.clip
+    for optimizer in getattr(loaded.optimizer, "chained_optimizers", [loaded.optimizer]):
+        optimizer.config.clip_grad = clip
+    loaded.gradients = Gradients.NONE
     _, grad_norm, _ = loaded.optimizer.step()
     for chunk in loaded.ddp:
         chunk.start_gathering()

@@ -1,7 +1,9 @@
 """Load a rank's models (actor, reference, critic); wrap trained ones in Megatron's DDP and (distributed) AdamW."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -29,9 +31,20 @@ from megarl.weights.merging import Merger
 from megarl.weights.slices import Slice
 
 
+class Gradients(Enum):
+    """The content of a role's gradient buffers: none that counts, this rank's own sums, or sums over all replicas."""
+
+    NONE = auto()
+    OWN = auto()
+    REDUCED = auto()
+
+
 @dataclass(slots=True, kw_only=True)
 class LoadedRole:
-    """A role's model on this rank (actor, critic, ...). If it is frozen, `ddp` is empty and `optimizer` is None."""
+    """A role's model on this rank (actor, critic, ...). If it is frozen, `ddp` is empty and `optimizer` is None.
+
+    gradients: what the gradient buffers hold.
+    """
 
     spec: RoleSpec
     model_spec: ModelSpec
@@ -39,11 +52,39 @@ class LoadedRole:
     ddp: list["HeadAwareDdp"]
     optimizer: MegatronOptimizer | None
     adapters: ModelSpec | None = None
+    gradients: Gradients = Gradients.NONE
 
     def settle(self) -> None:
         """Wait until this rank has all weights of the last update, which may still be on their way from others."""
         for each in self.ddp:
             each.finish_gathering()
+
+    @contextlib.contextmanager
+    def unreduced(self) -> Iterator[None]:
+        """Within this context, leave the gradients of a pass as this rank's own sums, for `reduce_gradients`."""
+        config = self.chunks[0].config
+        names = ("finalize_model_grads_func", "no_sync_func")
+        meant = {name: getattr(config, name) for name in names}
+        try:
+            with contextlib.ExitStack() as held:
+                for each in self.ddp:
+                    held.enter_context(each.no_sync())
+                for name in names:
+                    setattr(config, name, None)
+                yield
+        finally:
+            for name, function in meant.items():
+                setattr(config, name, function)
+
+    def reduce_gradients(self) -> None:
+        """Sum the gradients of passes that were `unreduced` over the replicas, and those that stages or ranks share."""
+        for each in self.ddp:
+            if each.ddp_config.overlap_grad_reduce:
+                # Otherwise started by Megatron with the last micro-batch, and only awaited below.
+                each.start_grad_sync()
+        chunk = self.chunks[0]
+        chunk.config.finalize_model_grads_func(self.ddp, pg_collection=chunk.layout.schedule_groups)
+        self.gradients = Gradients.REDUCED
 
     def expected_tensors(self, *, by_expert: bool = False) -> dict[str, tuple[int, ...]]:
         """Return name → full shape of the Hugging Face tensors of this model. by_expert: as in `model_slices`."""

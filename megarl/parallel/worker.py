@@ -16,11 +16,13 @@ from megarl.config.schema import LayoutConfig
 from megarl.parallel.communicators import Communicators
 from megarl.types import Rows
 from megarl.types.messages import (
+    AccumulateRequest,
     ForwardRequest,
     ForwardResult,
     LoadRequest,
     Part,
     Role,
+    StepRequest,
     StoreResult,
     UpdateRequest,
     UpdateResult,
@@ -119,17 +121,38 @@ class RankWorker:
             result = forward_rows(loaded.chunks, rows, micro_batches, head, role=request.role, step=request.step)
         return result if self.layout.reports else None
 
+    def accumulate(
+        self, rows: Rows, micro_batches: Sequence[Sequence[int]], request: AccumulateRequest, *, is_last: bool = False
+    ) -> UpdateResult | None:
+        """Add the gradient on this replica's rows to those that `apply` takes. Return the result on reporting ranks.
+
+        is_last: whether `apply` follows, so that the gradients of all replicas can be summed up in this pass.
+        """
+        from megarl.parallel.passes import accumulate_gradients
+
+        loaded = self._role(request.role, Part.PARAMS, Part.GRADS)
+        group = self.layout.dp_group
+        result = accumulate_gradients(loaded, rows, micro_batches, request, dp_group=group, is_last=is_last)
+        return result if self.layout.reports else None
+
+    def apply(self, request: StepRequest) -> dict[str, float]:
+        """Take an optimizer step with the accumulated gradients, and return its metrics."""
+        from megarl.parallel.passes import optimizer_step
+
+        norm = optimizer_step(self._role(request.role, *Part), request)
+        return {f"{request.role}/grad_norm": norm, f"{request.role}/lr": request.lr}
+
+    def discard(self, role: Role) -> None:
+        """Forget the gradients that were accumulated since the role's last optimizer step."""
+        from megarl.parallel.roles import Gradients
+
+        self.roles[role].gradients = Gradients.NONE
+
     def update(self, rows: Rows, micro_batches: Sequence[Sequence[int]], request: UpdateRequest) -> UpdateResult | None:
         """Take one optimizer step. `micro_batches` are this data-parallel replica's share of the mini-batch."""
-        from megarl.parallel.passes import accumulate_gradients, optimizer_step
-
-        loaded = self._role(request.role, *Part)
-        result = accumulate_gradients(loaded, rows, micro_batches, request, dp_group=self.layout.dp_group)
-        grad_norm = optimizer_step(loaded, request)
-        if not self.layout.reports:
-            return None
-        own = {f"{request.role}/grad_norm": grad_norm, f"{request.role}/lr": request.lr}
-        return UpdateResult(metrics={**result.metrics, **own}, before=result.before)
+        result = self.accumulate(rows, micro_batches, request, is_last=True)
+        own = self.apply(request.optimizer_step)
+        return None if result is None else UpdateResult(metrics={**result.metrics, **own}, before=result.before)
 
     def store_weights(self, files: Sequence[str], *, with_checksums: bool, role: Role = Role.ACTOR) -> StoreResult:
         """Write the slices of Hugging Face tensors that this rank owns into preallocated safetensors files."""

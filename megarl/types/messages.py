@@ -153,8 +153,11 @@ class StoreResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateRequest:
-    """A request for one optimizer step of one role; `with_outputs` asks also for the model's outputs before it."""
+class AccumulateRequest:
+    """A request to add the gradient of an objective on some rows to those that a role's next optimizer step takes.
+
+    The gradient is that of Σ sums / denominators, see `LossSums`. with_outputs: return the model's outputs, too.
+    """
 
     role: Role = Role.ACTOR
     step: int
@@ -162,15 +165,47 @@ class UpdateRequest:
     state: "AlgoState"
     denominators: "Denominators"
     temperature: float
-    lr: float
     with_outputs: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepRequest:
+    """A request for one optimizer step of a role, with the gradients that were accumulated for it.
+
+    scale: a factor of the gradients before they are clipped. betas, clip: None for those of the role's settings.
+    """
+
+    role: Role = Role.ACTOR
+    step: int
+    lr: float
+    scale: float = 1.0
+    betas: tuple[float, float] | None = None
+    clip: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRequest(AccumulateRequest):
+    """A request to accumulate the gradient on a mini-batch, and to take an optimizer step at once."""
+
+    lr: float
+
+    @property
+    def optimizer_step(self) -> StepRequest:
+        """Return the second half of the request."""
+        return StepRequest(role=self.role, step=self.step, lr=self.lr)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
-    """The metrics of an update's mini-batch over all ranks, and the model's outputs from before the optimizer step.
+    """The metrics of the rows of one request over all ranks, and the model's outputs from before the optimizer step.
     before: a policy's log-probs or a critic's values, by index of the row, if they were asked for.
     """
 
     metrics: Mapping[str, float]
     before: Mapping[int, FloatArray]
+
+    @classmethod
+    def merged(cls, results: Sequence["UpdateResult | None"]) -> "UpdateResult":
+        """Return the result of all replicas, given what each rank returned; only those that report returned one."""
+        reported = [result for result in results if result is not None]
+        return cls(metrics=reported[0].metrics, before={i: a for r in reported for i, a in r.before.items()})
