@@ -40,6 +40,11 @@ def algorithm_of(config: Config, *, vocab_size: int | None = None) -> Algorithm:
     num_prefixed(config.algo.demonstrations, config.rollout.num_samples)
     _check_group(config)
     algo, kl, num_rows = config.algo, config.algo.kl, batch_counts(config).rows_per_step
+    if algo.distill.teacher != "none" and algo.distill.mode == "sampled" and shapes_in_loss(algo.cpo):
+        raise ConfigError(
+            "algo.distill.mode: got sampled with algo.cpo.entropy_source=current, which shapes advantages in the loss, "
+            "after the teacher's log-ratios were added; set algo.cpo.entropy_source=old"
+        )
     if algo.off_policy.drop_truncated and shapes_in_loss(algo.cpo):
         raise ConfigError(
             "algo.off_policy.drop_truncated: got true with algo.cpo.entropy_source=current, which shapes advantages in "
@@ -64,6 +69,12 @@ def algorithm_of(config: Config, *, vocab_size: int | None = None) -> Algorithm:
     algorithm = build_algorithm(
         config.algo, max_response_tokens=config.rollout.max_response_tokens, vocab_size=vocab_size
     )
+    if config.rewards.manager == "none" and estimator_of(algo).reads_rewards:
+        raise ConfigError(
+            f"rewards.manager: got none, so that all rewards are 0, with algo.advantage.estimator="
+            f"{algo.advantage.estimator}, which compares rewards; set rewards.manager=rule, or "
+            "algo.advantage.estimator=none to learn from a teacher alone"
+        )
     if not estimator_of(algo).needs_values:
         for key, unset, got in differences(CriticConfig(), config.critic, "critic."):
             raise ConfigError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megarl.algos import cpo
+from megarl.algos import cpo, distill
 from megarl.algos.advantages import estimator_of
 from megarl.algos.aggregation import AGGREGATIONS, global_denominator
 from megarl.algos.corrections import CORRECTION, compares_policies
@@ -76,7 +76,8 @@ class ComposedAlgorithm:
 
     @property
     def token_local(self) -> bool:
-        return self._policy_loss.token_local and not cpo.shapes_in_loss(self.cfg.cpo)
+        shapes_rows = cpo.shapes_in_loss(self.cfg.cpo) or self.cfg.distill.discount > 0
+        return self._policy_loss.token_local and not shapes_rows
 
     @property
     def reads(self) -> frozenset[str]:
@@ -89,11 +90,12 @@ class ComposedAlgorithm:
             TokenQuantity.OLD_LOGPROBS,
             TokenQuantity.REF_LOGPROBS,
         }
-        quantities |= {"rollout_logprobs"} & set(self._policy_loss.reads)
+        quantities |= distill.LOSS_QUANTITIES | ({"rollout_logprobs"} & set(self._policy_loss.reads))
         return frozenset(quantities | (cpo.LOSS_QUANTITIES if cpo.shapes_in_loss(self.cfg.cpo) else frozenset()))
 
     def requires(self) -> frozenset[TokenQuantity]:
         quantities = _KL_QUANTITIES[self.cfg.kl.where] | cpo.required_quantities(self.cfg.cpo)
+        quantities |= distill.required_quantities(self.cfg.distill)
         if estimator_of(self.cfg).needs_values:
             quantities |= {TokenQuantity.VALUES}
         cfg, loss = self.cfg, self._policy_loss
@@ -187,10 +189,11 @@ class ComposedAlgorithm:
             inputs = cpo.inputs_from_rows(rows, out.entropy, vocab_size=self.vocab_size)
             advantages = cpo.shape_advantages(inputs, cfg.cpo)
             shift = cpo.shift_diagnostics(inputs.advantages, advantages)
+        advantages, distilled = distill.distill_in_loss(advantages, rows, out, cfg)
         terms = token_losses(rows, out, advantages, cfg)
         local_sum, policy_mask = AGGREGATIONS.get(cfg.aggregation).local_sum, terms.policy_mask
         loss = local_sum(terms.loss, terms.loss_mask)
-        parts, per_token = {"actor/pg_loss": loss.detach()}, dict(terms.policy_diagnostics)
+        parts, per_token = {"actor/pg_loss": loss.detach()}, {**terms.policy_diagnostics, **distilled}
         if cfg.kl.in_loss:
             estimator = cfg.kl.loss_estimator if cfg.kl.where == "both" else cfg.kl.estimator
             kl = KL_ESTIMATORS.get(estimator).compute(

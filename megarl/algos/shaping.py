@@ -9,6 +9,7 @@ from torch import Tensor
 from megarl.algos import cpo
 from megarl.algos.corrections import CORRECTION, CorrectionInputs, compares_policies, compute_correction
 from megarl.algos.covariance import CHOSEN, choose_tokens, token_covariance
+from megarl.algos.distill import distilled_advantages
 from megarl.algos.masked import summary
 from megarl.algos.mixed_groups import demonstration_mask, mixed_metrics, weight_advantages, without_truncated
 from megarl.algos.policy_losses import POLICY_LOSSES
@@ -64,7 +65,7 @@ def shapers_of(cfg: AlgoConfig) -> list[AdvantageShaper]:
     Raises ConfigError for a name in `algo.shapers` that is none of a user's shapers, or stands there twice.
 
     >>> [each.place for each in shapers_of(AlgoConfig())]
-    ['first', 'first', 'last', 'last']
+    ['first', 'first', 'first', 'last', 'last']
     """
     named = [ADVANTAGE_SHAPERS.get(name) for name in cfg.shapers]
     for name, each in zip(cfg.shapers, named, strict=True):
@@ -125,6 +126,19 @@ def shape_by_hint(advantages: Tensor, x: ShapingInputs) -> Advantages:
         quantities={cpo.BASE_ADVANTAGES: advantages},
         metrics=metrics,
     )
+
+
+@ADVANTAGE_SHAPERS.register("distil", place="first")
+def distil(advantages: Tensor, x: ShapingInputs) -> Advantages:
+    """Add the log-ratios of teacher to policy, by `algo.distill`, where old log-probs are scored.
+
+    >>> cfg = AlgoConfig(distill=DistillConfig(teacher="model"))
+    >>> batch = step("a", [0.0], old_logprobs=[[-2.0]], teacher_logprobs=[[-1.0]])
+    >>> x = ShapingInputs(batch=batch, scored_rewards=batch.rewards, cfg=cfg, vocab_size=None)
+    >>> distil(tensor([[0.5]]), x).values.tolist()
+    [[1.5]]
+    """
+    return distilled_advantages(advantages, x.batch, x.cfg)
 
 
 @ADVANTAGE_SHAPERS.register("choose_by_covariance", place="last")

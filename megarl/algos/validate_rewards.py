@@ -28,11 +28,27 @@ def check_rewards(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
             f"algo.reward.source: got 'critic' with algo.advantage.estimator={name}, which reads no values; "
             f"set algo.advantage.estimator=critic_value, or algo.reward.source=rule"
         )
-    if reward.source != "critic" and not ADVANTAGE_ESTIMATORS.get(name).reads_rewards:
+    estimator = ADVANTAGE_ESTIMATORS.get(name)
+    if reward.source != "critic" and estimator.needs_values and not estimator.reads_rewards:
         raise ConfigError(
             f"algo.advantage.estimator: got {name!r} with algo.reward.source=rule, whose rewards it does not "
             "read; set algo.advantage.estimator=gae, or algo.reward.source=critic"
         )
+    if not (estimator.needs_values or estimator.reads_rewards):
+        situation = f"algo.advantage.estimator={name}"
+        refuse_unused(
+            "algo.reward", reward, ("clip", "overlong_buffer_tokens", "truncated"), situation, "choose another"
+        )
+        if cfg.kl.in_reward:
+            raise ConfigError(
+                f"algo.kl.where: got {cfg.kl.where!r} with {situation}, which reads no rewards; set "
+                "algo.kl.where=loss, or choose another algo.advantage.estimator"
+            )
+        if cfg.distill.teacher == "none" and not cfg.kl.in_loss:
+            raise ConfigError(
+                f"algo.advantage.estimator: got {name!r} with algo.distill.teacher=none, so that nothing trains; set "
+                "algo.distill.teacher=model, or choose another estimator"
+            )
     _check_mask(cfg)
     situation, from_critic = f"algo.advantage.estimator={name}", reward.source == "critic"
     if from_critic:

@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from megarl.config.check_distill import teachers_of
 from megarl.config.schema import Config, LayoutConfig, ModelConfig, role_settings
 from megarl.config.setting import affected
 from megarl.errors import ConfigError
@@ -21,11 +22,14 @@ def actor_role(config: Config) -> RoleSpec:
 
 
 def roles_of(config: Config, algorithm: "Algorithm") -> tuple[RoleSpec, ...]:
-    """List a run's models: the actor, a reference and a critic if the algorithm needs them, and any reward model."""
+    """List a run's models: the actor, a reference and a critic if the algorithm needs them, teachers, and any reward
+    model.
+    """
     required, roles = algorithm.requires(), [actor_role(config)]
     settings = role_settings(config)
     if TokenQuantity.REF_LOGPROBS in required:
         roles.append(reference_role(config))
+    roles += teacher_roles(config)
     if TokenQuantity.VALUES in required:
         roles.append(
             RoleSpec(
@@ -41,6 +45,16 @@ def roles_of(config: Config, algorithm: "Algorithm") -> tuple[RoleSpec, ...]:
         own = settings[Role.REWARD]
         roles.append(RoleSpec(role=Role.REWARD, model=model, settings=own, head=Head.SCALAR, trainable=False))
     return tuple(roles)
+
+
+def teacher_roles(config: Config) -> list[RoleSpec]:
+    """List the roles of a run's teachers on Megatron; those behind servers are none."""
+    settings = role_settings(config)
+    return [
+        RoleSpec(role=Role(key), model=_model(config, each.model_path), settings=settings[key], trainable=False)
+        for key, each in teachers_of(config).items()
+        if not each.servers
+    ]
 
 
 def reference_role(config: Config) -> RoleSpec:

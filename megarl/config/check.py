@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import TypeAlias
 
 from megarl.config.batches import batch_counts, num_actor_steps
+from megarl.config.check_distill import check_distill
 from megarl.config.check_engines import (
     check_drafts,
     check_engines,
@@ -32,7 +33,14 @@ from megarl.config.check_rows import (
     check_sft_row_fits_micro_batch,
 )
 from megarl.config.plugins import use_plugins
-from megarl.config.schema import CheckpointConfig, Config, OptimizerConfig, RewardModelConfig, role_settings
+from megarl.config.schema import (
+    CheckpointConfig,
+    Config,
+    OptimizerConfig,
+    RewardModelConfig,
+    role_settings,
+    teacher_sections,
+)
 from megarl.config.setting import check_values
 from megarl.config.supervised import PairsConfig, SftConfig
 from megarl.errors import ConfigError
@@ -191,6 +199,7 @@ def check_role_layouts(config: Config) -> None:
     size = config.actor.layout.world_size
     own = {
         "reference": config.reference.layout,
+        **{key: each.layout for key, each in teacher_sections(config).items()},
         "critic": config.critic.layout,
         "reward_model": config.reward_model.layout,
     }
@@ -275,7 +284,8 @@ _ENGINES: tuple[Rule, ...] = (check_engines, check_drafts, check_sync)
 check_train = CommandCheck(
     sections=(
         *_SECTIONS,
-        *("data", "reference", "critic", "reward_model", "rollout", "rewards", "placement", "sync"),
+        *("data", "reference", "teacher", "teachers", "critic", "reward_model", "rollout", "rewards", "placement"),
+        "sync",
         *("trainer", "validation"),
     ),
     rules=(
@@ -288,6 +298,7 @@ check_train = CommandCheck(
         check_policy_judges,
         check_role_layouts,
         check_reward_model,
+        check_distill,
         check_replayed_routing,
         check_train_outlasts_warmup,
         check_quantization,

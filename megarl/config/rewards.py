@@ -141,8 +141,9 @@ class RewardsConfig:
 
     # Who gives rewards. rule: scorers and custom functions; remote: an HTTP service; model: a reward model on
     # Megatron; judge: a language model that writes verdicts; environment: the environments of conversations, whose
-    # rewards of turns are added up; hybrid: a mixture of these.
-    manager: Literal["rule", "remote", "model", "judge", "environment", "hybrid"] = "rule"
+    # rewards of turns are added up; hybrid: a mixture of these; none: nobody, so that all rewards are 0, for algorithms
+    # that read none.
+    manager: Literal["rule", "remote", "model", "judge", "environment", "hybrid", "none"] = "rule"
     sources: Mapping[str, SourceConfig] = field(default_factory=dict)  # Settings of the rule by data source.
     custom: CustomConfig = field(default_factory=CustomConfig)
     verifier: VerifierConfig = field(default_factory=VerifierConfig)

@@ -30,6 +30,7 @@ from megarl.config.models import (
 from megarl.config.rewards import RewardsConfig
 from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, POSITIVE, Range, Text, section, setting
 from megarl.config.supervised import SftConfig, TrainPreferenceConfig, TrainRewardConfig
+from megarl.config.teacher import TeacherConfig
 from megarl.errors import ConfigError
 from megarl.host.sharing import Share
 from megarl.texts.unicode import visible
@@ -58,12 +59,14 @@ __all__ = [
     "RunConfig",
     "SftConfig",
     "SyncConfig",
+    "TeacherConfig",
     "TrainPreferenceConfig",
     "TrainRewardConfig",
     "TrainerConfig",
     "ValidationConfig",
     "WeightedFile",
     "role_settings",
+    "teacher_sections",
 ]
 
 # Letters and digits of any script. No text of these can end a line, leave its directory, be taken for an option, or,
@@ -252,6 +255,9 @@ class Config:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    # Further teachers by name, each for some data sources or environments; `teacher` has the others.
+    teachers: Mapping[str, TeacherConfig] = section(dict, needs_trust=True)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -269,6 +275,11 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 
+def teacher_sections(config: Config) -> dict[str, TeacherConfig]:
+    """Return the section of every teacher by its key, which is also the name of its role: teacher, teachers.NAME."""
+    return {"teacher": config.teacher, **{f"teachers.{name}": each for name, each in config.teachers.items()}}
+
+
 def role_settings(config: Config) -> dict[str, ActorConfig]:
     """Return the settings of every role by its name. Where a role has no setting of its own, the actor's is used.
 
@@ -276,7 +287,12 @@ def role_settings(config: Config) -> dict[str, ActorConfig]:
     """
     actor, critic = config.actor, config.critic
     settings = {"actor": actor}
-    for role, own in (("reference", config.reference), ("critic", critic), ("reward_model", config.reward_model)):
+    frozen: dict[str, RewardModelConfig | ReferenceConfig | TeacherConfig] = {
+        "reference": config.reference,
+        "reward_model": config.reward_model,
+        **teacher_sections(config),
+    }
+    for role, own in (*frozen.items(), ("critic", critic)):
         settings[role] = replace(
             actor,
             lora=None,

@@ -115,7 +115,7 @@ def _to_rows(values: torch.Tensor, rows: Rows, indices: Sequence[int]) -> dict[i
 # The names of quantities in messages; and, for roles without training settings of their own, the role whose settings
 # apply.
 _SPOKEN = {"logprobs": "log-probs"}
-_TRAINED_AS = {Role.REFERENCE: Role.ACTOR, Role.REWARD: Role.ACTOR}
+_TRAINED_AS = {Role.REFERENCE: Role.ACTOR, Role.TEACHER: Role.ACTOR, Role.REWARD: Role.ACTOR}
 
 
 def _require_finite(name: str, values: torch.Tensor, rows: Rows, indices: Sequence[int], step: int, role: Role) -> None:
@@ -125,7 +125,7 @@ def _require_finite(name: str, values: torch.Tensor, rows: Rows, indices: Sequen
         row = rows[indices[int(bad.nonzero()[0])]]
         raise NonFiniteError(
             f"step {step}: {_SPOKEN.get(name, name)} of row {row.label} are not finite; the weights or inputs have "
-            f"diverged: lower {_TRAINED_AS.get(role, role)}.optimizer.lr, or start from an earlier checkpoint"
+            f"diverged: lower {_TRAINED_AS.get(role.kind, role)}.optimizer.lr, or start from an earlier checkpoint"
         )
 
 

@@ -76,7 +76,7 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
     counts, bridge, missing = batch_counts(config), bridge_plan(config, actor), missing_files(config, roles)
     devices = plan_devices(config, layouts, shards, engine, (staged := most_staging(bridge, config.sync)).device)
     inputs = None if missing or not with_data else open_train_inputs(config)
-    asked = {role: {SOURCES[name].variant for name in needed if SOURCES[name].role is role} for role in specs}
+    asked = {role: {SOURCES[name].variant for name in needed if SOURCES[name].role is role.kind} for role in specs}
     return RunPlan(
         run=str(Path(config.run.dir) / config.run.name),
         roles=tuple(role_plan(role, specs[role.role]) for role in roles),
@@ -153,7 +153,7 @@ def plan_shards(
                 stage,
                 num_micro_batches=num_micro_batches,
                 computes_pair_kl=any(
-                    SOURCES[s].role is role.role and SOURCES[s].variant is Variant.PAIR for s in needed
+                    SOURCES[s].role is role.role.kind and SOURCES[s].variant is Variant.PAIR for s in needed
                 ),
             )
             for stage in range(role.layout.pp)

@@ -15,7 +15,7 @@ import psutil
 from megarl.algos.cpo import BASE_ADVANTAGES
 from megarl.config import dump
 from megarl.config.load import masked_settings
-from megarl.config.schema import Config
+from megarl.config.schema import Config, teacher_sections
 from megarl.data.chat import token_texts
 from megarl.data.sampler import train_files
 from megarl.errors import ConfigError
@@ -131,7 +131,8 @@ class RunRecorder:
         prompts = (*train_files(config.data.train), *config.data.val)
         pairs = [path for section in (config.train_reward, config.train_preference) for path in section.train]
         pairs += [*config.train_reward.val, *config.train_preference.val]
-        models = (config.model.path, config.reference.model_path, config.reward_model.model_path)
+        models = [config.model.path, config.reference.model_path, config.reward_model.model_path]
+        models += [each.model_path for each in teacher_sections(config).values()]
         others = (config.rollout.replay_dir, *config.algo.plugins)
         for given in (*models, *prompts, *config.sft.train, *pairs, *others):
             if given and Path(given).resolve().is_relative_to(root):

@@ -23,6 +23,7 @@ from megarl.rewards.remote import RemoteJudge
 from megarl.rewards.routes import check_sources, route_of, summands_of
 from megarl.rewards.rule import RuleJudge, Rules
 from megarl.rewards.sources import score
+from megarl.rewards.zero import NoJudge
 from megarl.types import Prompt
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ def open_rewards(
             judges[name] = open_judge(rewards, rewards.judge_key(name if part else None), completions, name=name)
         elif manager == "environment":
             judges[name] = EnvironmentJudge()
+        elif manager == "none":
+            judges[name] = NoJudge()
         elif manager == "remote":
             cfg, section = rewards.remote, "rewards.remote"
             if part and part.urls:

@@ -51,6 +51,8 @@ class QuantitySource:
 
 SOURCES: dict[TokenQuantity, QuantitySource] = {
     TokenQuantity.REF_LOGPROBS: QuantitySource(Role.REFERENCE, "logprobs"),
+    TokenQuantity.TEACHER_LOGPROBS: QuantitySource(Role.TEACHER, "logprobs"),
+    TokenQuantity.TEACHER_ENTROPY: QuantitySource(Role.TEACHER, "entropy"),
     TokenQuantity.VALUES: QuantitySource(Role.CRITIC, "values"),
     TokenQuantity.OLD_LOGPROBS: QuantitySource(Role.ACTOR, "logprobs"),
     TokenQuantity.OLD_ENTROPY: QuantitySource(Role.ACTOR, "entropy"),
@@ -61,7 +63,7 @@ SOURCES: dict[TokenQuantity, QuantitySource] = {
 HINT_QUANTITIES = frozenset(quantity for quantity, source in SOURCES.items() if source.variant is not Variant.PLAIN)
 # The roles that compute them, in order, with the names of their timers, which are those of verl. The actor comes last,
 # so that it is still on its devices for its update.
-_TIMERS = {Role.REFERENCE: "ref", Role.CRITIC: "values", Role.ACTOR: "old_log_prob"}
+_TIMERS = {Role.REFERENCE: "ref", Role.TEACHER: "teacher", Role.CRITIC: "values", Role.ACTOR: "old_log_prob"}
 
 
 def needed_quantities(config: Config, algorithm: Algorithm, *, gate_passed: bool) -> frozenset[TokenQuantity]:
@@ -100,10 +102,12 @@ def with_advantages(rows: Sequence[Row], advantages: Advantages) -> list[Row]:
 class ForwardStage:
     """The stage of a step that adds to rows the quantities (log-probs, values, …) that the algorithm needs.
 
-    `enter` is called before each pass with its phase, so that the model is on its devices.
+    `enter` is called before each pass with its phase, so that the model is on its devices. teacher_of: returns the role
+    of the teacher of a prompt's samples, in runs that have one.
     """
 
     passes: Mapping[Role, RolePasses]
+    teacher_of: Callable[[Prompt], Role] = lambda _: Role.TEACHER
     hints: "HintWriter | None"
     enter: Callable[[residency.Phase], None]
     timers: Timers
@@ -121,13 +125,29 @@ class ForwardStage:
             wanted = {name for name in needed if SOURCES[name].role is role}
             if not wanted:
                 continue
-            self.enter(self.passes[role].phase)
             with self.timers(timer):
+                if role is Role.TEACHER:
+                    rows = self._taught(rows, prompts, step=step)
+                    continue
+                self.enter(self.passes[role].phase)
                 if wanted & HINT_QUANTITIES:
                     rows, metrics = self._forward_hinted(role, rows, prompts, wanted, seed=seed, step=step)
                 else:
                     rows = with_quantities(rows, _plain_quantities(role, self.passes[role].forward(rows, step=step)))
         return rows, metrics
+
+    def _taught(self, rows: Sequence[Row], prompts: Mapping[str, Prompt], *, step: int) -> list[Row]:
+        """Return the rows with what their teachers say of them; each teacher passes once over its own rows."""
+        teachers = {uid: self.teacher_of(prompts[uid]) for uid in dict.fromkeys(row.uid for row in rows)}
+        taught = list(rows)
+        for teacher in dict.fromkeys(teachers.values()):
+            places = [i for i, row in enumerate(rows) if teachers[row.uid] is teacher]
+            self.enter(self.passes[teacher].phase)
+            found = self.passes[teacher].forward([rows[i] for i in places], step=step)
+            said = with_quantities([rows[i] for i in places], _plain_quantities(Role.TEACHER, found))
+            for i, row in zip(places, said, strict=True):
+                taught[i] = row
+        return taught
 
     def _forward_hinted(
         self,

@@ -12,8 +12,9 @@ from megarl.algos.validate_rewards import reward_warnings
 from megarl.cluster.roles import model_key, roles_of
 from megarl.config.batches import max_hinted_row_tokens, max_row_terms, max_row_tokens
 from megarl.config.check import check_train
+from megarl.config.check_distill import teacher_of
 from megarl.config.check_model import check_model
-from megarl.config.schema import Config, role_settings
+from megarl.config.schema import Config, TeacherConfig, role_settings
 from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer, require_system_turn
 from megarl.data.hints import HintSurvey, survey_hints
@@ -165,6 +166,13 @@ def _require_trained_head(spec: ModelSpec, role: RoleSpec, key: str) -> None:
     )
 
 
+def require_teachers(config: Config, data: PromptDataset) -> None:
+    """Raise ConfigError for a data source or an environment that no teacher of the run teaches."""
+    if config.teachers and config.teacher == TeacherConfig():
+        for prompt in (data[i] for i in range(len(data))):
+            teacher_of(config, prompt.data_source, prompt.environment)
+
+
 def setting_warnings(config: Config) -> list[str]:
     """List settings that are allowed but probably a mistake, without reading any file."""
     critic = config.critic
@@ -225,6 +233,7 @@ def open_train_inputs(config: Config) -> TrainInputs:
     conversations = _open_conversations(config, tokenizer, answers) if rewarded else None
     for data in (train, val):
         if data is not None:
+            require_teachers(config, data)
             check_ground_truths(config.rewards, data)
             if conversations is not None:
                 conversations.check(data[i] for i in data.by_roles.values())

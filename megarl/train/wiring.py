@@ -9,6 +9,7 @@ from megarl.cluster.cluster import Cluster
 from megarl.cluster.supervisor import EngineSupervisor
 from megarl.cluster.sync_plan import sent_spec
 from megarl.config.batches import batch_counts, num_actor_steps
+from megarl.config.check_distill import teacher_of
 from megarl.config.judges import JudgeConfig
 from megarl.config.schema import Config
 from megarl.record.metrics import Timers
@@ -84,7 +85,13 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         recorder=recorder,
         memory=memory,
         rollouts=rollouts,
-        forward=ForwardStage(passes=passes, hints=inputs.hints, enter=memory.enter, timers=timers),
+        forward=ForwardStage(
+            passes=passes,
+            teacher_of=lambda prompt: Role(teacher_of(config, prompt.data_source, prompt.environment)),
+            hints=inputs.hints,
+            enter=memory.enter,
+            timers=timers,
+        ),
         gate=MismatchGate(config),
         updates=_update_stage(inputs, cluster, memory, timers),
         supervisor=supervisor,

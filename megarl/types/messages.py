@@ -14,12 +14,29 @@ if TYPE_CHECKING:
 
 
 class Role(StrEnum):
-    """The purpose of a model in a run: policy, reference, critic or reward model."""
+    """The purpose of a model in a run: policy, reference, teacher, critic or reward model.
+
+    Further teachers have roles of their own, which are called as their sections of the configuration: teachers.NAME.
+    """
 
     ACTOR = "actor"
     REFERENCE = "reference"
+    TEACHER = "teacher"
     CRITIC = "critic"
     REWARD = "reward_model"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Role | None":
+        if not (isinstance(value, str) and value.startswith("teachers.")):
+            return None
+        member = str.__new__(cls, value)
+        member._name_, member._value_ = value, value
+        return cls._value2member_map_.setdefault(value, member)  # type: ignore[return-value]
+
+    @property
+    def kind(self) -> "Role":
+        """Return the role itself, or TEACHER for every teacher."""
+        return Role.TEACHER if self.value.startswith("teachers.") else self
 
 
 class Head(StrEnum):

@@ -27,6 +27,8 @@ class TokenQuantity(StrEnum):
     OLD_LOGPROBS = "old_logprobs"
     OLD_ENTROPY = "old_entropy"
     REF_LOGPROBS = "ref_logprobs"
+    TEACHER_LOGPROBS = "teacher_logprobs"
+    TEACHER_ENTROPY = "teacher_entropy"
     HINT_LOGPROBS = "hint_logprobs"
     # Log-probs with the hint of another prompt.
     SHUFFLED_HINT_LOGPROBS = "shuffled_hint_logprobs"

@@ -63,10 +63,16 @@ def with_recorded_commits(config: "Config", commits: Mapping[str, str]) -> "Conf
 def _with_models(config: "Config", change: Callable[[str, str], str], *, judges: bool) -> "Config":
     """Return the configuration with another name for each of its models; `change` gets the name and its key."""
     changed: dict[str, Any] = {"model": replace(config.model, path=change(config.model.path, "model.path"))}
-    for role in ("reference", "critic", "reward_model"):
+    for role in ("reference", "teacher", "critic", "reward_model"):
         section = getattr(config, role)
         if section.model_path is not None:
             changed[role] = replace(section, model_path=change(section.model_path, f"{role}.model_path"))
+    changed["teachers"] = {
+        name: replace(each, model_path=change(each.model_path, f"teachers.{name}.model_path"))
+        if each.model_path is not None
+        else each
+        for name, each in config.teachers.items()
+    }
     if judges:
         servers = {
             name: replace(server, model=change(server.model, f"rewards.judge_servers.{name}.model"))

@@ -145,3 +145,13 @@ def reinforce_max(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
     if cfg.uniform_scale:
         advantages = torch.where(equal_rewards(batch), rewards / stats.size, advantages)
     return _returns(batch, advantages)
+
+
+@ADVANTAGE_ESTIMATORS.register("none", reads_rewards=False)
+def none(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
+    """Return A = 0 for every token, whatever the rewards: what trains is a teacher alone (`algo.distill`).
+
+    >>> none(step("a", [1.0]), AdvantageConfig()).tolist()
+    [0.0]
+    """
+    return torch.zeros_like(batch.rewards, dtype=torch.float64)

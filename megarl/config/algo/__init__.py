@@ -2,6 +2,7 @@
 
 from megarl.config.algo.compose import AlgoConfig, KLConfig, PolicyLossConfig
 from megarl.config.algo.cpo import CpoConfig, HintConfig
+from megarl.config.algo.distill import DistillConfig
 from megarl.config.algo.luffy import DemonstrationConfig, OffPolicyConfig
 from megarl.config.algo.reinforce import AdvantageConfig, CorrectionConfig
 from megarl.config.algo.reward import FilterConfig, RewardConfig, RewardMaskConfig
@@ -12,6 +13,7 @@ __all__ = [
     "CorrectionConfig",
     "CpoConfig",
     "DemonstrationConfig",
+    "DistillConfig",
     "FilterConfig",
     "HintConfig",
     "KLConfig",

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from megarl.config.algo.cpo import CpoConfig
+from megarl.config.algo.distill import DistillConfig
 from megarl.config.algo.luffy import DemonstrationConfig, OffPolicyConfig
 from megarl.config.algo.reinforce import AdvantageConfig, CorrectionConfig
 from megarl.config.algo.reward import FilterConfig, RewardConfig
@@ -118,6 +119,7 @@ class AlgoConfig:
     demonstrations: DemonstrationConfig = field(default_factory=DemonstrationConfig)
     off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
     kl: KLConfig = field(default_factory=KLConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     entropy_coef: float = setting(0.0, AT_LEAST_0)  # Coefficient of the entropy bonus; 0: none.
     entropy: EntropyConfig = field(default_factory=EntropyConfig)
     aggregation: str = "token-mean"  # How per-token losses are aggregated; see docs/algorithms.md.

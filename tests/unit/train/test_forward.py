@@ -13,7 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from megarl.algos.build import build_algorithm
-from megarl.cluster.residency import Phase
+from megarl.cluster.residency import Phase, forward
 from megarl.config.algo import AlgoConfig, CorrectionConfig, CpoConfig, HintConfig
 from megarl.config.generation import RolloutConfig, ScheduleConfig
 from megarl.config.schema import Config, TrainerConfig
@@ -39,6 +39,10 @@ class FakePasses(RolePasses):
         self.rows: list[list[Row]] = []
         self.pairs: list[tuple[list[Row], list[Row]]] = []
         self.steps: list[int] = []
+
+    @property
+    def phase(self) -> Phase:
+        return forward(self.role)
 
     def forward(self, rows: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
         self.log.append(f"{self.role} passes {len(rows)} rows")

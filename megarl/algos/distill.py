@@ -1,0 +1,97 @@
+"""Learn a teacher's distribution from the policy's own samples: log-ratios as advantages, divergences as losses.
+
+With p the policy and q the teacher, both at the training temperature, in nats: on tokens that the policy sampled,
+log p − log q estimates the reverse KL(p ‖ q), and log q − log p as an advantage has its gradient in expectation
+(on-policy distillation: Gu et al., MiniLLM, arXiv:2306.08543; Agarwal et al., GKD, arXiv:2306.13649; Lu and Thinking
+Machines Lab, "On-policy distillation", 2025). For a single optimizer step on fresh samples this is the gradient of the
+KL estimator k2 in the loss.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from megarl.algos.corrections import CORRECTIONS
+from megarl.algos.masked import kept, masked_sum
+from megarl.algos.mixed_groups import demonstration_mask
+from megarl.algos.token_rewards import returns_to_go
+from megarl.config.algo import AlgoConfig, DistillConfig
+from megarl.types import Advantages, PolicyOutputs, RowBatch, ScoredBatch, TokenQuantity
+
+# Name of the quantity with log q − log p of tokens whose advantages have it already.
+LOG_RATIO = "distill_log_ratio"
+REVERSE_KL = "distill/reverse_kl"
+# What the loss reads of rows.
+LOSS_QUANTITIES = frozenset({TokenQuantity.TEACHER_LOGPROBS, LOG_RATIO})
+
+
+def required_quantities(cfg: DistillConfig) -> frozenset[TokenQuantity]:
+    """Return the quantities of rows that distillation needs before the update.
+
+    >>> sorted(required_quantities(DistillConfig(teacher="model")))
+    [<TokenQuantity.TEACHER_LOGPROBS: 'teacher_logprobs'>]
+    """
+    samples = cfg.teacher != "none" and cfg.mode == "sampled"
+    return frozenset({TokenQuantity.TEACHER_LOGPROBS} if samples else ())
+
+
+def log_ratio_advantages(log_ratio: Tensor, mask: Tensor, cfg: DistillConfig) -> Tensor:
+    """Return coef·Σ_{s ≥ t} γ^(s − t)·(log q − log p)_s, [B, T], where s and t count the tokens under the mask alone.
+
+    γ is `discount`. The advantage is 0 outside the mask.
+
+    >>> cfg = DistillConfig(teacher="model", coef=2.0, discount=0.5)
+    >>> log_ratio_advantages(tensor([[1.0, 9.0, 1.0]]), tensor([[True, False, True]]), cfg).tolist()
+    [[3.0, 0.0, 2.0]]
+    """
+    inside = cfg.coef * kept(log_ratio, mask)
+    if cfg.discount:
+        inside = kept(returns_to_go(inside, mask * (cfg.discount - 1) + 1), mask)
+    return inside
+
+
+def distilled_advantages(advantages: Tensor, batch: ScoredBatch, cfg: AlgoConfig) -> Advantages:
+    """Return advantages with the teacher's log-ratios on the tokens that the policy wrote, if old log-probs are scored.
+
+    Where exactly one optimizer step on fresh samples follows, they are not: the loss then adds log-ratios of the
+    current log-probs, which are the same, without a pass to score them.
+
+    >>> cfg = AlgoConfig(distill=DistillConfig(teacher="model"))
+    >>> batch = step("a", [0.0], old_logprobs=[[-2.0, -1.0]], teacher_logprobs=[[-1.0, -1.5]])
+    >>> distilled_advantages(tensor([[0.0, 1.0]]), batch, cfg).values.tolist()
+    [[1.0, 0.5]]
+    """
+    if not required_quantities(cfg.distill):
+        return Advantages(values=advantages)
+    mask, teacher = batch.loss_mask & ~demonstration_mask(batch), batch.quantity(TokenQuantity.TEACHER_LOGPROBS)
+    metrics: dict[str, float] = {}
+    if TokenQuantity.TEACHER_ENTROPY in batch.quantities:
+        entropy = masked_sum(batch.quantity(TokenQuantity.TEACHER_ENTROPY), mask)
+        metrics["distill/teacher_entropy"] = float(entropy / mask.sum().clamp(min=1))
+    to_engine = CORRECTIONS.get(cfg.correction.name).rollout_ratio
+    scored = TokenQuantity.OLD_LOGPROBS
+    if scored not in batch.quantities and not to_engine:
+        return Advantages(values=advantages, metrics=metrics)
+    log_ratio = kept(teacher - batch.quantity(scored if scored in batch.quantities else "rollout_logprobs"), mask)
+    values = advantages + log_ratio_advantages(log_ratio, mask, cfg.distill)
+    return Advantages(values=values, quantities={LOG_RATIO: log_ratio}, metrics=metrics)
+
+
+def distill_in_loss(
+    advantages: Tensor, rows: RowBatch, out: PolicyOutputs, cfg: AlgoConfig
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Return advantages with the log-ratios of the current log-probs, unless they have those of scored ones, and
+    diagnostics per token.
+
+    >>> cfg = AlgoConfig(distill=DistillConfig(teacher="model"))
+    >>> batch, out = rows([[1, 1]], teacher_logprobs=[[-1.0, -1.5]]), outputs([[-2.0, -1.0]])
+    >>> distill_in_loss(tensor([[0.0, 1.0]]), batch, out, cfg)[0].tolist()
+    [[1.0, 0.5]]
+    """
+    if not required_quantities(cfg.distill):
+        return advantages, {}
+    mask = rows.loss_mask & ~demonstration_mask(rows)
+    if LOG_RATIO in rows.quantities:
+        return advantages, {REVERSE_KL: -rows.quantity(LOG_RATIO)}
+    log_ratio = kept(rows.quantity(TokenQuantity.TEACHER_LOGPROBS) - out.logprobs.detach(), mask)
+    return advantages + log_ratio_advantages(log_ratio, mask, cfg.distill), {REVERSE_KL: -log_ratio}

@@ -1,0 +1,117 @@
+"""Check the settings of distillation across sections: who teaches which rows, and what each mode needs of teachers."""
+
+from collections.abc import Collection, Mapping
+
+from megarl.config.schema import Config, TeacherConfig, role_settings, teacher_sections
+from megarl.errors import ConfigError
+
+
+def teachers_of(config: Config) -> dict[str, TeacherConfig]:
+    """Return the sections of the teachers that a run asks, by the names of their roles; none if nobody teaches."""
+    if config.algo.distill.teacher != "model":
+        return {}
+    return {key: each for key, each in teacher_sections(config).items() if key != "teacher" or each != TeacherConfig()}
+
+
+def teacher_of(config: Config, data_source: str, environment: str = "") -> str:
+    """Return the name of the role that teaches a sample: that of its environment, of its data source, or of all others.
+
+    Raises ConfigError if there is none.
+    """
+    by_source = {
+        source: key
+        for key, each in teachers_of(config).items()
+        if key != "teacher"
+        for source in each.sources or (key.removeprefix("teachers."),)
+    }
+    for name in (environment, data_source):
+        if name in by_source:
+            return by_source[name]
+    if config.teacher == TeacherConfig():
+        raise ConfigError(
+            f"teachers: none is for the data source {data_source!r} (environment {environment or 'none'}); add it to "
+            "teachers.NAME.sources, or set teacher.model_path to a teacher of all other samples"
+        )
+    return "teacher"
+
+
+def check_distill(config: Config) -> None:
+    """Raise ConfigError for teachers that nothing asks or that are not there, and for modes that they cannot serve."""
+    distill, asked = config.algo.distill, teachers_of(config)
+    if distill.teacher == "none":
+        for key, each in teacher_sections(config).items():
+            if each != TeacherConfig():
+                raise ConfigError(
+                    f"{key}: is set, but algo.distill.teacher=none asks no teacher; set algo.distill.teacher=model, or "
+                    f"remove {key}"
+                )
+        return
+    if not asked:
+        raise ConfigError(
+            "teacher.model_path: is not set, but algo.distill.teacher=model; set it to the directory or hub id of the "
+            "teacher, or list teachers by data source under teachers"
+        )
+    _check_sources(config, asked)
+    for key, each in asked.items():
+        if each.model_path is None:
+            raise ConfigError(
+                f"{key}.model_path: is not set, but algo.distill.teacher=model; set it to the teacher's directory or "
+                "hub id, of which servers need the tokenizer alone"
+            )
+        if each.servers and distill.mode == "exact":
+            raise ConfigError(
+                f"algo.distill.mode: got exact with {key}.servers, which send log-probs of few tokens; set "
+                "algo.distill.mode=topk, or run the teacher on Megatron"
+            )
+        if each.servers and config.rollout.temperature != 1:
+            raise ConfigError(
+                f"rollout.temperature: got {config.rollout.temperature} with {key}.servers, which answer log-probs at "
+                "temperature 1; set it to 1, or run the teacher on Megatron"
+            )
+    truncates = config.rollout.top_k != -1 or config.rollout.top_p != 1
+    if truncates and (distill.is_dense or any(each.servers for each in asked.values())):
+        raise ConfigError(
+            f"rollout.top_k and rollout.top_p: got {config.rollout.top_k} and {config.rollout.top_p}, but the "
+            f"teacher's distribution is over the whole vocabulary (algo.distill.mode={distill.mode}); set "
+            "rollout.top_k=-1 and rollout.top_p=1.0"
+        )
+    if distill.mode == "exact":
+        _check_same_shards(config, asked)
+
+
+def _check_sources(config: Config, asked: Mapping[str, TeacherConfig]) -> None:
+    """Raise ConfigError for two teachers of one data source, and for sources of the teacher that has all others."""
+    if config.teacher.sources:
+        raise ConfigError(
+            f"teacher.sources: got {list(config.teacher.sources)}, but this teacher has all samples that no other one "
+            "has; name it under teachers, or remove sources"
+        )
+    taught: dict[str, str] = {}
+    for key, each in asked.items():
+        for source in each.sources or (() if key == "teacher" else (key.removeprefix("teachers."),)):
+            if source in taught:
+                raise ConfigError(
+                    f"{key}.sources: {source} has the teacher {taught[source]} already; leave it to one of them"
+                )
+            taught[source] = key
+
+
+def _check_same_shards(config: Config, asked: Collection[str]) -> None:
+    """Raise ConfigError unless the only teacher is split over ranks as the actor is, whose update computes it."""
+    if len(asked) > 1:
+        raise ConfigError(
+            f"algo.distill.mode: got exact with the teachers {', '.join(asked)}, expected one, whose hidden states "
+            "each micro-batch of the update computes; set algo.distill.mode=topk, or leave one teacher"
+        )
+    (key,) = asked
+    own, actor = role_settings(config)[key].layout, config.actor.layout
+    if own != actor:
+        raise ConfigError(
+            f"{key}.layout: got {own}, expected that of the actor, {actor}, as algo.distill.mode=exact compares both "
+            f"models' logits where they are computed; set {key}.layout=null, or algo.distill.mode=topk"
+        )
+    if actor.virtual_pp > 1:
+        raise ConfigError(
+            f"actor.layout.virtual_pp: got {actor.virtual_pp} with algo.distill.mode=exact, expected 1, as the "
+            "teacher's stages run before the actor's; set it to 1, or algo.distill.mode=topk"
+        )
