@@ -58,6 +58,11 @@ def merge(
             "mcore-to-hf or dequantize first"
         )
     adapters = read_peft(adapter, base.spec)
+    if apart := sorted(adapters.updates.keys() - base.reader.found.keys() - adapters.replaced.keys()):
+        raise ConfigError(
+            f"{adapter}: has adapters of {apart[0]}, which {model} keeps in one tensor with other experts; export the "
+            "run that trained them with actor.lora.export=merged"
+        )
     reader, scalar_head = MergedReader(model, adapters), base.scalar_head or VALUE_HEAD in adapters.replaced
     names = base.spec.expected_tensors(scalar_head=scalar_head)
     reader.specs = {name: reader.specs[name] for name in names}

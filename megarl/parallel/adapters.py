@@ -9,6 +9,7 @@ states.
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from megatron.core.tensor_parallel import (
 from torch.distributed import ProcessGroup
 
 from megarl.config.lora import LoraConfig
-from megarl.parallel.model import PackedModel, ValueModel, named_shards, rank_slices
+from megarl.parallel.model import PackedModel, ValueModel, model_slices, named_shards, rank_slices
 from megarl.weights.adapter_files import initial_tensor, read_adapters
 from megarl.weights.adapters import adapter_spec
 from megarl.weights.dims import Dims
@@ -130,10 +131,10 @@ def attach_adapters(chunks: Sequence[PackedModel], config: LoraConfig, seed: int
     if config.path is not None:
         scalar_head = isinstance(chunks[0], ValueModel)
         tensors = read_adapters(chunks[0].spec, config, scalar_head=scalar_head)
-        load_slices(slices, tensors, optional=(VALUE_HEAD,))
+        load_slices(trained_slices(chunks, adapters), tensors, optional=(VALUE_HEAD,))
         return adapters
     with torch.no_grad():
-        for part in (part for part in slices if part.tensor != VALUE_HEAD):
+        for part in slices:
             full = initial_tensor(part.tensor, shapes[part.tensor], seed)
             part.view.copy_(full[part.index].reshape(part.view.shape))
     return adapters
@@ -159,10 +160,15 @@ def adapters_of(chunks: Sequence[PackedModel]) -> list[Adapter]:
 
 
 def adapter_slices(chunks: Sequence[PackedModel], adapters: ModelSpec) -> Iterator[Slice]:
-    """Yield this rank's slices of the adapters' tensors and a scalar head, as views of live parameters."""
-    shards = [named for chunk in chunks for named in named_shards(chunk, of_adapters=True)]
-    shards += [named for chunk in chunks for named in named_shards(chunk) if named[0] == "value_head.weight"]
+    """Yield this rank's slices of the adapters' tensors, as views of live parameters."""
+    shards = itertools.chain.from_iterable(named_shards(chunk, of_adapters=True) for chunk in chunks)
     return rank_slices([(name, parameter.data) for name, _, parameter in shards], adapters, chunks[0].layout)
+
+
+def trained_slices(chunks: Sequence[PackedModel], adapters: ModelSpec) -> Iterator[Slice]:
+    """Yield this rank's slices of all that is trained: the adapters' tensors, and a scalar head if there is one."""
+    yield from adapter_slices(chunks, adapters)
+    yield from (part for part in model_slices(chunks) if part.tensor == VALUE_HEAD)
 
 
 def adapter_states(chunk: PackedModel, adapters: ModelSpec) -> dict[str, ShardedTensor | ShardedTensorFactory]:

@@ -169,14 +169,14 @@ class RankWorker:
 
     def store_adapters(self, file: str, *, role: Role = Role.ACTOR) -> StoreResult:
         """Write the slices of a role's adapters that this rank owns into a preallocated file of PEFT's."""
-        from megarl.parallel.adapters import adapter_slices
+        from megarl.parallel.adapters import trained_slices
         from megarl.weights.peft_files import PREFIX
         from megarl.weights.safetensors_map import map_tensors
         from megarl.weights.slices import count_elements, store_slices
 
         loaded = self._role(role, Part.PARAMS)
         assert loaded.adapters is not None, f"the {role} has no adapters"
-        slices = list(adapter_slices(loaded.chunks, loaded.adapters))
+        slices = list(trained_slices(loaded.chunks, loaded.adapters))
         target = map_tensors(Path(file), writable=True)
         store_slices(slices, {name.removeprefix(PREFIX): tensor for name, tensor in target.items()})
         return StoreResult(num_elements=count_elements(slices), checksums={})

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from megarl.config.lora import LoraConfig
 from megarl.errors import ConfigError
 from megarl.host.reading import read_object, reading
+from megarl.weights.adapters import adapter_spec
 from megarl.weights.families import ModelSpec
 from megarl.weights.safetensors_map import map_tensors
 from megarl.weights.tables import OUTPUT_HEAD
@@ -146,7 +148,14 @@ def _update(path: Path, options: Mapping[str, Any], module: str, pair: Mapping[s
 def _check_base(adapters: PeftAdapters, base: ModelSpec) -> None:
     """Raise ConfigError unless the adapters are for tensors that a base has, and for all that they say they are for."""
     path, options = adapters.path, adapters.options
-    shapes = base.expected_tensors() | base.expected_tensors(scalar_head=True)
+    # Linear layers may be parts of tensors.
+    low = adapter_spec(base, LoraConfig(rank=1, expert_rank=1)).expected_tensors()
+    shapes: dict[str, tuple[int, ...]] = {
+        name.replace(".lora_B.", "."): (shape[0], low[name.replace(".lora_B.", ".lora_A.")][1])
+        for name, shape in low.items()
+        if ".lora_B." in name
+    }
+    shapes |= base.expected_tensors() | base.expected_tensors(scalar_head=True)
     remedy = f"name the base that they were trained on, {options.get('base_model_name_or_path')!r}"
     found: dict[str, tuple[int, ...]] = {
         name: (update.b.shape[0], update.a.shape[1]) for name, update in adapters.updates.items()
@@ -156,8 +165,8 @@ def _check_base(adapters: PeftAdapters, base: ModelSpec) -> None:
         if base.dims.tied and OUTPUT_HEAD in unknown:
             remedy = f"{OUTPUT_HEAD} is also the embedding there, which the adapters would change; {_MERGE_ELSEWHERE}"
         raise ConfigError(
-            f"{path}: has adapters or tensors of {unknown[:_NAMED]} ({len(unknown)} in all), which {base.path} lacks "
-            f"or keeps in a tensor with others; {remedy}"
+            f"{path}: has adapters or tensors of {unknown[:_NAMED]} ({len(unknown)} in all), which {base.path} lacks; "
+            f"{remedy}"
         )
     for name, shape in found.items():
         if shape != shapes[name]:
