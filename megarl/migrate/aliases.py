@@ -1,4 +1,4 @@
-"""Map option names of verl, OpenRLHF, LUFFY and vLLM to megarl's keys, for error messages and for convert-config.
+"""Map option names of verl, OpenRLHF, LUFFY and others to megarl's keys, for error messages and for convert-config.
 
 The tables are the files `peers/*.yaml`, one for each framework:
 
@@ -75,7 +75,11 @@ def _table(name: str) -> Mapping[str, Any]:
 
 # In the order in which they are asked.
 _TABLES = {
-    name: _table(name) for name in ("verl", "PPO_critic", "CPO", "LUFFY", "OpenRLHF", "vLLM", "earlier versions")
+    name: _table(name)
+    for name in (
+        *("verl", "PPO_critic", "CPO", "LUFFY", "OpenRLHF", "PEFT", "ms-swift", "NeMo-RL", "SkyRL", "miles"),
+        *("vLLM", "earlier versions"),
+    )
 }
 _FLAT: Mapping[str, Alias] = {
     option: _alias(framework, entry)

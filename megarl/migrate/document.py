@@ -52,6 +52,11 @@ _FRAMEWORKS: Mapping[str, str] = {
     "CPO": "Options of CPO's fork of verl.",
     "PPO_critic": "Options of PPO_critic's fork of verl.",
     "OpenRLHF": "The names since OpenRLHF 0.11 follow in a table of their own.",
+    "PEFT": "Options of adapters, also where they stand within actor.lora, and TRL's names for them.",
+    "ms-swift": "Options of adapters that are not called as OpenRLHF's.",
+    "NeMo-RL": "Options of adapters.",
+    "SkyRL": "Options of adapters.",
+    "miles": "Options of adapters, also slime's, that are not called as OpenRLHF's.",
     "vLLM": "Engine arguments, set as keys of rollout.engine.",
 }
 

@@ -273,3 +273,31 @@ RULES.register("openrlhf_rows")(
     partial(rows_as_tokens, dynamic="use_dynamic_batch", lengths=("prompt_max_len", "generate_max_len"))
 )
 RULES.register("openrlhf_tokens")(partial(tokens_of_ranks, dynamic="use_dynamic_batch", context="ring_attn_size"))
+
+
+@RULES.register("adapter_rank")
+def adapter_rank(value: Any, options: Options, *, alpha: str, default: float) -> Any:
+    """Return the rank and the scale of adapters, the latter from the option `alpha`; without a rank there are none."""
+    return (int(value), float(options.get(alpha, default))) if value else (UNSET, UNSET)
+
+
+# Layers that adapters of `actor.lora.targets` belong to, as names of Hugging Face's modules or of Megatron's.
+_ADAPTED = {
+    "attention": ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"linear_qkv", "linear_proj"}),
+    "mlp": ({"gate_proj", "up_proj", "down_proj"}, {"linear_fc1", "linear_fc2"}),
+}
+
+
+@RULES.register("adapter_targets")
+def adapter_targets(value: Any, options: Options, *, rank: str) -> Any:
+    """Return which kinds of layers have adapters, if there are adapters; a part of a kind has no counterpart."""
+    if not options.get(rank) or value in (None, "all-linear", ["all-linear"]):
+        return UNSET
+    names = set(as_list(value, options))
+    chosen = {kind: modules for kind, forms in _ADAPTED.items() for modules in forms if modules <= names}
+    if not chosen or names - set().union(*chosen.values()):
+        raise ConfigError(
+            f"{sorted(names)} has no counterpart: all of {', '.join(sorted(_ADAPTED['attention'][0]))} have adapters, "
+            f"or none, and so all of {', '.join(sorted(_ADAPTED['mlp'][0]))}, also of experts"
+        )
+    return [*chosen, *(["experts"] if "mlp" in chosen else [])]

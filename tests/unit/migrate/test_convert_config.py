@@ -219,7 +219,7 @@ def test_what_does_not_exist_is_listed_with_the_reason_and_not_set() -> None:
             framework="verl",
             options={
                 "algorithm.adv_estimator": "optimal_token_baseline",
-                "actor_rollout_ref.model.lora_rank": 32,
+                "critic.model.lora_rank": 32,
                 "actor_rollout_ref.rollout.multi_turn.enable": False,
                 "actor_rollout_ref.rollout.multi_turn.format": "hermes",
                 "async_training.staleness_threshold": 0.5,
@@ -232,17 +232,64 @@ def test_what_does_not_exist_is_listed_with_the_reason_and_not_set() -> None:
     lost = {given.partition("=")[0]: why for given, why in converted.lost.items()}
     assert set(lost) == {
         "algorithm.adv_estimator",
-        "actor_rollout_ref.model.lora_rank",
+        "critic.model.lora_rank",
         "async_training.staleness_threshold",
         "no.such.option",
         "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio",
         "model.path",
     }
     assert "'optimal_token_baseline' has no counterpart" in lost["algorithm.adv_estimator"]
-    assert "LoRA" in lost["actor_rollout_ref.model.lora_rank"]
+    assert "adapters" in lost["critic.model.lora_rank"]
     assert "asynchronous" in lost["async_training.staleness_threshold"]
     assert "number of optimizer steps" in lost["actor_rollout_ref.actor.optim.lr_warmup_steps_ratio"]
     assert "algo.advantage.estimator" not in converted.settings
+
+
+_VERL = "actor_rollout_ref.model."
+
+
+@pytest.mark.parametrize(
+    ("framework", "options", "expected"),
+    [
+        # verl's scale is 16 unless it is given, and that of its Megatron's adapters 32.
+        ("verl", {f"{_VERL}lora_rank": 8}, {"rank": 8, "alpha": 16.0}),
+        ("verl", {f"{_VERL}lora_rank": 8, f"{_VERL}lora_alpha": 4}, {"rank": 8, "alpha": 4.0}),
+        (
+            "verl",
+            {f"{_VERL}lora.rank": 8, f"{_VERL}lora.merge": True, f"{_VERL}lora.type": "lora"},
+            {"rank": 8, "alpha": 32.0, "sync": "merged"},
+        ),
+        ("verl", {f"{_VERL}lora_rank": 0, f"{_VERL}lora_alpha": 4, f"{_VERL}target_modules": "q_proj"}, {}),
+        (
+            "verl",
+            {f"{_VERL}lora_rank": 8, f"{_VERL}target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+            {"rank": 8, "alpha": 16.0, "targets": ["attention"]},
+        ),
+        ("verl", {f"{_VERL}lora_rank": 8, f"{_VERL}lora_adapter_path": "a"}, {"rank": 8, "alpha": 16.0, "path": "a"}),
+        ("OpenRLHF", {"lora_rank": 4, "target_modules": "all-linear"}, {"rank": 4, "alpha": 16.0}),
+        ("OpenRLHF", {"lora_rank": 4, "lora_alpha": 8}, {"rank": 4, "alpha": 8.0}),
+        (
+            "OpenRLHF",
+            {"lora_rank": 4, "target_modules": ["gate_proj", "up_proj", "down_proj"]},
+            {"rank": 4, "alpha": 16.0, "targets": ["mlp", "experts"]},
+        ),
+    ],
+)
+def test_adapters(framework: str, options: dict[str, Any], expected: dict[str, Any]) -> None:
+    converted = convert(PeerOptions(framework=framework, options=options, unreadable={}))
+    found = {key: value for key, value in converted.settings.items() if key.startswith("actor.lora.")}
+    assert found == {f"actor.lora.{key}": value for key, value in expected.items()}
+    assert not [given for given in converted.lost if "lora" in given or "target_modules" in given]
+
+
+def test_adapters_of_some_modules_alone_are_lost() -> None:
+    options = {f"{_VERL}lora_rank": 8, f"{_VERL}target_modules": ["q_proj", "v_proj"], f"{_VERL}lora.type": "dora"}
+    lost = convert(PeerOptions(framework="verl", options=options, unreadable={})).lost
+    assert (
+        "all of k_proj, o_proj, q_proj, v_proj have adapters, or none"
+        in lost[f"{_VERL}target_modules=['q_proj', 'v_proj']"]
+    )
+    assert "'dora' has no counterpart" in lost[f"{_VERL}lora.type=dora"]
 
 
 @pytest.mark.parametrize(("weights", "style"), [(None, 1.0), ([1.0, 0.25], 0.25)])
