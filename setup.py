@@ -84,6 +84,7 @@ setup(
             "pytest-xdist",
             "gymnasium",
             "hypothesis",
+            "peft",
             "ruff",
             "mypy",
             "types-PyYAML",
