@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import transformers
 
-from megarl.cluster.roles import actor_role
+from megarl.cluster.roles import actor_role, reward_role
 from megarl.config import Config, from_dict
+from megarl.config.lora import LoraConfig
 from megarl.data.chat import load_tokenizer
 from megarl.errors import ConfigError, DataError
 from megarl.host.device.platform import platform
@@ -21,6 +22,7 @@ from megarl.train.inputs import TrainInputs, check_role_models, open_model, open
 from megarl.train.supervised_inputs import open_sft_inputs, open_train_preference_inputs, open_train_reward_inputs
 from megarl.types import FinishReason, Sample, Segment, SegmentSource, prompt_segment, version_spans
 from megarl.types.messages import Head, Role, RoleSpec, StoreResult
+from megarl.weights.adapter_files import create_adapter_files
 from megarl.weights.families import read_model_spec
 from tests.helpers.checkpoints import add_value_head, make_checkpoint
 
@@ -61,6 +63,34 @@ def test_attention_that_is_not_batch_invariant_is_refused(models: Path, monkeypa
     engine = backend.cuda_backend(transformer_engine=True)
     monkeypatch.setitem(backend.BACKENDS, platform().name, engine)
     open_model(config)
+
+
+@pytest.mark.parametrize("scalar_head", [False, True])
+def test_adapters_to_begin_with_are_checked_before_anything_starts(
+    models: Path, tmp_path: Path, scalar_head: bool
+) -> None:
+    """A reward model may begin with those of a policy, too."""
+    spec = read_model_spec(models / "policy")
+    create_adapter_files(tmp_path / "it", spec, LoraConfig(rank=2), "float32", scalar_head=scalar_head)
+
+    def opened(rank: int, *, reward: bool) -> None:
+        lora = {"rank": rank, "path": str(tmp_path / "it"), "alpha": 16.0 * rank}
+        tree = {**LENGTHS, "model": {"path": str(models / "policy")}, "actor": {"lora": lora}}
+        config = from_dict(Config, tree)
+        if reward:
+            check_role_models(config, [reward_role(config)], load_tokenizer(models / "policy"))
+        else:
+            open_model(config)
+
+    opened(2, reward=True)
+    if scalar_head:
+        with pytest.raises(ConfigError, match=r"it: has score\.weight as a whole, which this role does not train"):
+            opened(2, reward=False)
+    else:
+        opened(2, reward=False)
+    for reward in (False, True) if not scalar_head else (True,):
+        with pytest.raises(ConfigError, match=r"have rank 2, but lora says 4; set lora\.rank=2"):
+            opened(4, reward=reward)
 
 
 def test_a_critic_is_a_language_model_or_a_model_with_a_scalar_head(models: Path) -> None:
