@@ -1,6 +1,6 @@
 """Merge adapters into the weights of a Hugging Face model, in float32 and a block of rows at a time."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,7 +11,10 @@ from megarl.convert.models import file_states, open_model
 from megarl.convert.readers import SafetensorsReader
 from megarl.errors import ConfigError
 from megarl.host.streams import print_lines
-from megarl.weights.peft_files import ADAPTER_CONFIG, ADAPTER_FILE, PeftAdapters, read_peft
+from megarl.weights.adapters import matrices_of
+from megarl.weights.families import ModelSpec
+from megarl.weights.peft_files import ADAPTER_CONFIG, ADAPTER_FILE, LowRankUpdate, PeftAdapters, read_peft
+from megarl.weights.rules import Partition
 from megarl.weights.safetensors_map import TensorSpec
 from megarl.weights.tables import VALUE_HEAD
 
@@ -22,13 +25,14 @@ _SAMPLED_TENSORS, _SAMPLED_ROWS = 8, 256
 class MergedReader(SafetensorsReader):
     """A reader of a Hugging Face directory that adds adapters to its tensors, which it then returns in float32."""
 
-    def __init__(self, path: Path, adapters: PeftAdapters) -> None:
+    def __init__(self, path: Path, spec: ModelSpec, adapters: PeftAdapters) -> None:
         super().__init__(path)
-        self._adapters = adapters
+        self._adapters, self._experts = adapters, updates_of_experts(spec, adapters)
         saved = {n: TensorSpec(shape=tuple(t.shape), dtype=t.dtype) for n, t in adapters.replaced.items()}
         # As the base has them, if it has them.
         self.stored = saved | self.found
-        merged = {name: replace(self.stored[name], dtype=torch.float32) for name in adapters.updates}
+        self.merged = (*(name for name in adapters.updates if name in self.stored), *self._experts)
+        merged = {name: replace(self.stored[name], dtype=torch.float32) for name in self.merged}
         self.specs = self.stored | saved | merged
 
     def read_base(self, name: str, row: int, num_rows: int) -> torch.Tensor:
@@ -40,11 +44,60 @@ class MergedReader(SafetensorsReader):
         super().read(name, row, rows)
         return rows
 
+    def update(self, name: str, row: int, num_rows: int) -> torch.Tensor:
+        """Compute in float32 what is added to rows of a tensor that is merged; of all experts', a row is an expert."""
+        if name not in self._experts:
+            return self._adapters.updates[name].rows(row, num_rows)
+        return torch.stack([each.whole() for each in self._experts[name][row : row + num_rows]])
+
     def read(self, name: str, row: int, out: torch.Tensor) -> None:
         """Fill `out` [rows, ...] with rows of the tensor `name`, starting at `row`."""
         out.copy_(self.read_base(name, row, len(out)))
-        if name in self._adapters.updates:
-            out += self._adapters.updates[name].rows(row, len(out))
+        if name in self.merged:
+            out += self.update(name, row, len(out))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertUpdate:
+    """The updates of the matrices that make up one expert's part of a tensor of all experts."""
+
+    partition: Partition
+    parts: tuple[LowRankUpdate, ...]
+
+    def whole(self) -> torch.Tensor:
+        """Compute them in float32, in the shape of the part."""
+        updates = [part.rows(0, len(part.b)) for part in self.parts]
+        if self.partition is Partition.GATE_UP_IN_TURNS:
+            return torch.stack([update.T for update in updates], dim=-1).flatten(1)
+        return updates[0].T if self.partition is Partition.TRANSPOSED_COLUMNS else torch.cat(updates)
+
+
+def updates_of_experts(spec: ModelSpec, adapters: PeftAdapters) -> dict[str, list[ExpertUpdate]]:
+    """Return the updates of every expert of each tensor of all experts that adapters belong to, by the tensor's name.
+
+    Raises:
+        ConfigError: only some of the experts have adapters, or some matrices of theirs.
+    """
+    experts: dict[str, list[tuple[Partition, list[str]]]] = {}
+    for placed in spec.rules():
+        stacked = [placed.name(tensor.name) for tensor in placed.rule.tensors if tensor.of_expert]
+        if stacked and len(placed.rule.tensors[0].shape) == 2:
+            modules = [f"{placed.name(matrix.name)}.weight" for matrix in matrices_of(placed.rule)]
+            experts.setdefault(stacked[0], []).append((placed.rule.partition, modules))
+    found = {}
+    for name, parts in experts.items():
+        needed = [module for _, modules in parts for module in modules]
+        missing = [module for module in needed if module not in adapters.updates]
+        if missing and len(missing) < len(needed):
+            raise ConfigError(
+                f"{adapters.path}: has adapters of some parts of {name}, but not of {missing[0]}; export again"
+            )
+        if not missing:
+            found[name] = [
+                ExpertUpdate(partition=partition, parts=tuple(adapters.updates[module] for module in modules))
+                for partition, modules in parts
+            ]
+    return found
 
 
 def merge(
@@ -58,21 +111,16 @@ def merge(
             "mcore-to-hf or dequantize first"
         )
     adapters = read_peft(adapter, base.spec)
-    if apart := sorted(adapters.updates.keys() - base.reader.found.keys() - adapters.replaced.keys()):
-        raise ConfigError(
-            f"{adapter}: has adapters of {apart[0]}, which {model} keeps in one tensor with other experts; export the "
-            "run that trained them with actor.lora.export=merged"
-        )
-    reader, scalar_head = MergedReader(model, adapters), base.scalar_head or VALUE_HEAD in adapters.replaced
+    reader, scalar_head = MergedReader(model, base.spec, adapters), base.scalar_head or VALUE_HEAD in adapters.replaced
     names = base.spec.expected_tensors(scalar_head=scalar_head)
     reader.specs = {name: reader.specs[name] for name in names}
     state = (*base.state, *file_states([adapter / ADAPTER_CONFIG, adapter / ADAPTER_FILE]))
     source = replace(base, reader=reader, scalar_head=scalar_head, state=state)
     target = {name: reader.stored[name] for name in names} if dtype is None else cast_specs(source, dtype)
     outcome = write_hf(source, target, settings, "merge", dry_run=dry_run)
-    rounded = [name for name in adapters.updates if target[name].dtype is not torch.float32]
+    rounded = [name for name in reader.merged if target[name].dtype is not torch.float32]
     if outcome is not None and rounded:
-        share = _rounding(reader, adapters, rounded[:: -(-len(rounded) // _SAMPLED_TENSORS)], settings.out)
+        share = _rounding(reader, rounded[:: -(-len(rounded) // _SAMPLED_TENSORS)], settings.out)
         kind = str(target[rounded[0]].dtype).removeprefix("torch.")
         print_lines(
             f"warning: rounding the weights to {kind} has changed the updates by {share:.1%} of their norm; --dtype "
@@ -81,11 +129,11 @@ def merge(
     return outcome
 
 
-def _rounding(reader: MergedReader, adapters: PeftAdapters, names: list[str], out: Path) -> float:
+def _rounding(reader: MergedReader, names: list[str], out: Path) -> float:
     """Return the norm of what rounding has added to the updates of some tensors, as a share of their own."""
     written, errors, updates = SafetensorsReader(out), [], []
     for name in names:
-        updates.append(adapters.updates[name].rows(0, _SAMPLED_ROWS))
+        updates.append(reader.update(name, 0, 1 if len(reader.specs[name].shape) > 2 else _SAMPLED_ROWS))
         after = torch.empty(updates[-1].shape, dtype=written.found[name].dtype)
         written.read(name, 0, after)
         errors.append(after.float() - reader.read_base(name, 0, len(after)).float() - updates[-1])

@@ -40,7 +40,7 @@ def get(tmp_path: Path) -> GetModel:
     def make(
         name: str, *, tied: bool = False, dtype: str = "float32", scale: float = 0.1, scalar: bool = False
     ) -> Path:
-        model = make_model(tmp_path / "base", name, tied=tied, dtype=dtype, max_shard_size=40_000, num_hidden_layers=2)
+        model = make_model(tmp_path / "base", name, tied=tied, dtype=dtype, max_shard_size=40_000)
         lora = LoraConfig(rank=4, alpha=6.0)
         file = create_adapter_files(tmp_path / "adapters", read_model_spec(model), lora, "float32", scalar_head=scalar)
         random = torch.Generator().manual_seed(1)
@@ -57,14 +57,34 @@ def settings(out: Path, workers: int = 1) -> ConvertSettings:
 def expected(model: Path, adapters: Path) -> dict[str, torch.Tensor]:
     """In float64; every adapter has the scale 6/4."""
     found, low = read_tensors(model), load_file(adapters / "adapter_model.safetensors")
+
+    def update(module: str) -> torch.Tensor:
+        a, b = (low[f"{PREFIX}{module}.lora_{letter}.weight"].double() for letter in "AB")
+        return 1.5 * b @ a
+
     for name in list(found):
-        module = f"{PREFIX}{name.removesuffix('.weight')}"
-        if (b := low.get(f"{module}.lora_B.weight")) is not None:
-            found[name] = found[name].double() + 1.5 * b.double() @ low[f"{module}.lora_A.weight"].double()
+        block, _, kind = name.partition(".experts.")
+        if f"{PREFIX}{name.removesuffix('.weight')}.lora_B.weight" in low:
+            found[name] = found[name].double() + update(name.removesuffix(".weight"))
+        elif kind in ("gate_up_proj", "down_proj"):
+            experts = found[name] = found[name].double()
+            for i, expert in enumerate(experts):
+                gate, up, down = (f"{block}.experts.{i}.{each}_proj" for each in ("gate", "up", "down"))
+                if kind == "down_proj":
+                    expert += update(down) if expert.shape == update(down).shape else update(down).T
+                elif expert.shape[0] == 48:
+                    # gpt-oss: in × out, gates and ups in turns.
+                    expert[:, 0::2] += update(gate).T
+                    expert[:, 1::2] += update(up).T
+                else:
+                    expert += torch.cat([update(gate), update(up)])
     return found
 
 
-@pytest.mark.parametrize(("name", "tied"), [("qwen2", False), ("phi3", True), ("qwen3_moe", False)])
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    [("qwen2", False), ("phi3", True), ("qwen3_moe", False), ("gpt_oss", False), ("qwen3_5_moe", False)],
+)
 def test_weights_are_those_of_the_formula(get: GetModel, tmp_path: Path, name: str, tied: bool) -> None:
     model, out = get(name, tied=tied), tmp_path / "out"
     merge(model, tmp_path / "adapters", settings(out, workers=2))
@@ -132,6 +152,18 @@ def test_embedding_and_head(get: GetModel, tmp_path: Path) -> None:
     torch.testing.assert_close(got["lm_head.weight"], head + 0.5 * b @ a)
     embedding = "model.embed_tokens.weight"
     torch.testing.assert_close(got[embedding], base[embedding] + 0.5 * (low["B"] @ low["A"]).T)
+
+
+def test_adapters_of_some_experts_alone(get: GetModel, tmp_path: Path) -> None:
+    model, file = get("gpt_oss"), tmp_path / "adapters" / "adapter_model.safetensors"
+    save_file({name: t for name, t in load_file(file).items() if ".0.mlp.experts.2.up_proj." not in name}, file)
+    missing = r"has no adapters of \['model\.layers\.0\.mlp\.experts\.2\.up_proj\.weight'\]"
+    with pytest.raises(ConfigError, match=missing):
+        merge(model, tmp_path / "adapters", settings(tmp_path / "out"))
+    options = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    (tmp_path / "adapters" / "adapter_config.json").write_text(json.dumps({**options, "target_modules": "all-linear"}))
+    with pytest.raises(ConfigError, match=r"some parts of model\.layers\.0\.mlp\.experts\.gate_up_proj, but not of"):
+        merge(model, tmp_path / "adapters", settings(tmp_path / "out"))
 
 
 def test_a_dry_run_writes_nothing(get: GetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
