@@ -58,7 +58,7 @@ def parts_of(owner: str, parts: Iterable[str]) -> frozenset[Resident]:
 
 def built_parts(roles: Sequence[RoleSpec]) -> frozenset[Resident]:
     """Return the parts of memory that loading the roles' models fills on the devices."""
-    own = [role for role in roles if role.base_of is None]
+    own = [role for role in roles if role.has_memory]
     return frozenset().union(*(parts_of(r.role, Part if r.trainable else [Part.PARAMS]) for r in own))
 
 
@@ -68,22 +68,29 @@ GENERATE = Phase(name="generate", needs=_ENGINE_PARTS)
 SYNC = Phase(name="sync", needs=parts_of(Role.ACTOR, [Part.PARAMS]) | parts_of(ENGINE, [WEIGHTS]))
 
 
-def forward(role: Role, memory_of: Role | None = None) -> Phase:
+def _params(role: Role, memory: Sequence[Role]) -> frozenset[Resident]:
+    return frozenset().union(*(parts_of(each, [Part.PARAMS]) for each in memory or (role,)))
+
+
+def forward(role: Role, memory: Sequence[Role] = ()) -> Phase:
     """Return the phase in which a role's model only computes outputs, and needs just its parameters.
 
-    memory_of: the role in whose memory these are, if it is another.
+    memory: the roles in whose memory these are, if not its own alone.
     """
-    return Phase(name=f"score {role}", needs=parts_of(memory_of or role, [Part.PARAMS]))
+    return Phase(name=f"score {role}", needs=_params(role, memory))
 
 
-def updating(role: Role) -> Phase:
-    """Return the phase in which a role is trained, and needs its parameters, gradients and optimizer."""
-    return Phase(name=f"update {role}", needs=parts_of(role, Part))
+def updating(role: Role, memory: Sequence[Role] = ()) -> Phase:
+    """Return the phase in which a role is trained, and needs its parameters, gradients and optimizer.
+
+    memory: as in `forward`.
+    """
+    return Phase(name=f"update {role}", needs=parts_of(role, Part) | _params(role, memory))
 
 
-def exporting(role: Role) -> Phase:
-    """Return the phase in which a role's weights are written as a model directory."""
-    return Phase(name=f"export {role}", needs=parts_of(role, [Part.PARAMS]))
+def exporting(role: Role, memory: Sequence[Role] = ()) -> Phase:
+    """Return the phase in which a role's weights are written as a model directory. memory: as in `forward`."""
+    return Phase(name=f"export {role}", needs=_params(role, memory))
 
 
 def checkpointing(roles: Sequence[RoleSpec]) -> Phase:
@@ -97,8 +104,8 @@ def step_phases(roles: Sequence[RoleSpec]) -> list[Phase]:
     sync.
     """
     others_first = (*roles[1:], roles[0])
-    trained = [updating(r.role) for r in others_first if r.trainable]
-    return [GENERATE, *(forward(r.role, r.memory_of) for r in others_first), *trained, SYNC]
+    trained = [updating(r.role, r.memory) for r in others_first if r.trainable]
+    return [GENERATE, *(forward(r.role, r.memory) for r in others_first), *trained, SYNC]
 
 
 def plan_moves(resident: frozenset[Resident], phase: Phase) -> list[Move]:

@@ -31,13 +31,15 @@ def roles_of(config: Config, algorithm: "Algorithm") -> tuple[RoleSpec, ...]:
         roles.append(reference_role(config))
     roles += teacher_roles(config)
     if TokenQuantity.VALUES in required:
+        model, own = _model(config, config.critic.model_path), settings[Role.CRITIC]
         roles.append(
             RoleSpec(
                 role=Role.CRITIC,
-                model=_model(config, config.critic.model_path),
-                settings=settings[Role.CRITIC],
+                model=model,
+                settings=own,
                 head=Head.SCALAR,
                 trainable=not config.critic.freeze,
+                base_of=None if own.lora is None else _base_of(config, model, own.layout),
             )
         )
     if config.rewards.uses("model"):
@@ -64,14 +66,19 @@ def reference_role(config: Config) -> RoleSpec:
     """
     settings = role_settings(config)[Role.REFERENCE]
     model = _model(config, config.reference.model_path)
-    is_base = config.actor.lora is not None and model == config.model and settings.layout == config.actor.layout
-    base_of = Role.ACTOR if is_base else None
+    base_of = _base_of(config, model, settings.layout)
     return RoleSpec(role=Role.REFERENCE, model=model, settings=settings, trainable=False, base_of=base_of)
 
 
 def reward_role(config: Config) -> RoleSpec:
     """Return the role of the reward model that `megarl train-reward` trains: model.path with the actor's settings."""
     return RoleSpec(role=Role.REWARD, model=config.model, settings=config.actor, head=Head.SCALAR)
+
+
+def _base_of(config: Config, model: ModelConfig, layout: LayoutConfig) -> Role | None:
+    """Return the actor if it leaves its weights as they are, and those of a role's model would be the same."""
+    is_same = config.actor.lora is not None and model == config.model and layout == config.actor.layout
+    return Role.ACTOR if is_same else None
 
 
 def _model(config: Config, path: str | None) -> ModelConfig:

@@ -3,29 +3,37 @@
 from importlib.util import find_spec
 
 from megarl.config.kernels import TRANSFORMER_ENGINE
-from megarl.config.lora import ENGINE_RANKS, sent_alone
-from megarl.config.schema import Config
+from megarl.config.lora import ENGINE_RANKS, LoraConfig, sent_alone
+from megarl.config.schema import ActorConfig, Config, role_settings
 from megarl.errors import ConfigError
 from megarl.host.device.platform import platform
 
 
 def check_lora(config: Config) -> None:
-    """Raise ConfigError for adapters on layers that cannot have them."""
-    actor, lora = config.actor, config.actor.lora
-    if lora is None:
-        return
-    if "experts" in lora.targets and actor.layout.etp > 1:
+    """Raise ConfigError for adapters on layers that cannot have them, and for those neither trained nor read."""
+    for role, settings in role_settings(config).items():
+        if settings.lora is not None:
+            _check_role(f"{role}.lora", settings, settings.lora)
+    critic = config.critic
+    if critic.lora is not None and critic.freeze and critic.lora.path is None:
         raise ConfigError(
-            f"actor.lora.targets: got experts with actor.layout.etp={actor.layout.etp}, but ranks would have to "
-            "exchange what tokens of other experts' adapters add; set actor.layout.etp=1 and raise ep, or leave "
-            "experts out"
+            "critic.lora.path: is not set, but with critic.freeze=true adapters are not trained; set it to those of a "
+            "critic, or critic.lora=null"
         )
-    if actor.fp8 is not None:
-        raise ConfigError(f"actor.lora: got adapters with actor.fp8={actor.fp8}, whose layers have no place for them")
+
+
+def _check_role(key: str, settings: ActorConfig, lora: LoraConfig) -> None:
+    if "experts" in lora.targets and (etp := settings.layout.etp) > 1:
+        raise ConfigError(
+            f"{key}.targets: got experts with layout.etp={etp}, but ranks would have to exchange what tokens of other "
+            "experts' adapters add; set etp=1 and raise ep, or leave experts out"
+        )
+    if settings.fp8 is not None:
+        raise ConfigError(f"{key}: got adapters with actor.fp8={settings.fp8}, whose layers have no place for them")
     if platform().name == "cuda" and find_spec(TRANSFORMER_ENGINE) is not None:
         raise ConfigError(
-            "actor.lora: got adapters on Transformer Engine's layers, whose norms are fused with the products that "
-            "adapters are added to; this has not been run yet. Train the weights (actor.lora=null)"
+            f"{key}: got adapters on Transformer Engine's layers, whose norms are fused with the products that "
+            f"adapters are added to; this has not been run yet. Train the weights ({key}=null)"
         )
 
 

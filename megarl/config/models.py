@@ -203,6 +203,9 @@ class CriticConfig:
     # value head of a language model is initialised to 0.
     model_path: str | None = None
     optimizer: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
+    # Train adapters and the value head in place of the weights. If actor.lora is set, too, and model and layout are the
+    # actor's, both are in memory once. null: train the weights.
+    lora: LoraConfig | None = None
     # Activations that backward recomputes: none, those of parts of a layer (selective), or those of whole layers
     # (full); which parts and layers, actor.recompute_modules, recompute_layers and recompute_unit say.
     recompute: Literal["none", "selective", "full"] = "none"

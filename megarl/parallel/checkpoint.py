@@ -209,6 +209,7 @@ def _chunk_states(role: LoadedRole, metadata: Mapping[str, Any]) -> dict[str, An
             trained = {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}
             state = {name: each for name, each in state.items() if name in trained}
             state |= adapter_states(chunk, role.adapters)
+            assert trained == state.keys(), f"a checkpoint would lack {sorted(trained ^ state.keys())[:3]}"
         states[f"model{i}"] = state
     return states
 

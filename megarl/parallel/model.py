@@ -258,8 +258,12 @@ def build_model(
     head: Head = Head.LM,
     *,
     batch_invariant: bool = False,
+    base: Sequence[PackedModel] | None = None,
 ) -> list[PackedModel]:
-    """Build this rank's model chunks (several only with virtual pipelining) and load weights from safetensors files."""
+    """Build this rank's model chunks (several only with virtual pipelining) and load weights from safetensors files.
+
+    base: chunks of the same model in the same layout, whose memory these have for all that both have.
+    """
     config = transformer_config(spec, dtype_of(model.dtype), actor, layout, batch_invariant=batch_invariant)
     virtual = layout.config.virtual_pp
     chunks = [
@@ -272,5 +276,13 @@ def build_model(
         for name, parameter in chunk.named_parameters():
             if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
                 parameter.data.zero_()
-    load_slices(model_slices(chunks), map_model(model_files(spec.path)), optional=(VALUE_HEAD,))
+    slices = model_slices(chunks)
+    for chunk, held in zip(chunks, base or (), strict=base is not None):
+        shards = {name: shard.data for name, _, shard in named_shards(held)}
+        for name, _, shard in named_shards(chunk):
+            if name in shards:
+                shard.data = shards[name]
+    if base is not None:
+        slices = (part for part in slices if part.tensor == VALUE_HEAD)
+    load_slices(slices, map_model(model_files(spec.path)), optional=(VALUE_HEAD,))
     return chunks

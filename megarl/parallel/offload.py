@@ -90,8 +90,10 @@ class Offloader:
 def _tensors(role: LoadedRole, part: Part) -> Iterator[torch.Tensor]:
     """Yield the tensors that make up a part of a role's memory. Several of them may be views of one storage."""
     if part is Part.PARAMS:
+        frozen = role.base.chunks if role.base is not None else ()
+        shared = {each.untyped_storage()._cdata for chunk in frozen for each in chunk.parameters()}
         for chunk in role.chunks:
-            yield from chunk.parameters()
+            yield from (each for each in chunk.parameters() if each.untyped_storage()._cdata not in shared)
     elif part is Part.GRADS:
         for ddp in role.ddp:
             yield from (buffer.grad_data for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers))

@@ -53,6 +53,8 @@ class LoadedRole:
     optimizer: MegatronOptimizer | None
     adapters: ModelSpec | None = None
     gradients: Gradients = Gradients.NONE
+    # The role in whose memory this one's frozen weights are, if that is another.
+    base: "LoadedRole | None" = None
 
     def settle(self) -> None:
         """Wait until this rank has all weights of the last update, which may still be on their way from others."""
@@ -137,26 +139,44 @@ class LoadedRole:
         )
 
 
-def load_role(spec: RoleSpec, layout: Layout, *, seed: int = 0, batch_invariant: bool = False) -> LoadedRole:
+def load_role(
+    spec: RoleSpec,
+    layout: Layout,
+    *,
+    seed: int = 0,
+    batch_invariant: bool = False,
+    base: LoadedRole | None = None,
+) -> LoadedRole:
     """Build a role's model chunks and read their weights. Unless the role is frozen, add DDP and an optimizer.
 
-    batch_invariant: whether `make_batch_invariant` was called in this process.
+    batch_invariant: whether `make_batch_invariant` was called in this process. base: the role whose frozen weights are
+    those of this one.
     """
     model_spec = read_model_spec(spec.model.path)
-    chunks = build_model(model_spec, spec.model, spec.settings, layout, spec.head, batch_invariant=batch_invariant)
+    chunks = build_model(
+        model_spec,
+        spec.model,
+        spec.settings,
+        layout,
+        spec.head,
+        batch_invariant=batch_invariant,
+        base=None if base is None else base.chunks,
+    )
     for chunk in chunks:
         chunk.replays_routing = spec.replays_routing
+    adapters = None if spec.settings.lora is None else attach_adapters(chunks, spec.settings.lora, seed)
     if not spec.trainable:
         for chunk in chunks:
             chunk.requires_grad_(False)
-        return LoadedRole(spec=spec, model_spec=model_spec, chunks=chunks, ddp=[], optimizer=None)
-    adapters = None
-    if spec.settings.lora is not None:
-        adapters = attach_adapters(chunks, spec.settings.lora, seed)
+        return LoadedRole(
+            spec=spec, model_spec=model_spec, chunks=chunks, ddp=[], optimizer=None, adapters=adapters, base=base
+        )
     prepare_experts(chunks, spec.settings.moe)
     ddp = wrap_ddp(chunks, spec.settings.optimizer)
     optimizer = build_optimizer(ddp, spec.settings.optimizer)
-    return LoadedRole(spec=spec, model_spec=model_spec, chunks=chunks, ddp=ddp, optimizer=optimizer, adapters=adapters)
+    return LoadedRole(
+        spec=spec, model_spec=model_spec, chunks=chunks, ddp=ddp, optimizer=optimizer, adapters=adapters, base=base
+    )
 
 
 class HeadAwareDdp(DistributedDataParallel):

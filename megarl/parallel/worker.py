@@ -97,15 +97,16 @@ class RankWorker:
         self.suspends_nccl = request.suspends_nccl
         if request.batch_invariant:
             make_batch_invariant()
-        own = [spec for spec in request.roles if spec.base_of is None]
-        self.roles = {
-            spec.role: load_role(spec, self.layout, seed=request.seed, batch_invariant=request.batch_invariant)
-            for spec in own
-        }
-        self.offloaders = {role: Offloader(loaded) for role, loaded in self.roles.items()}
-        for spec in request.roles:
-            if spec.base_of is not None:
-                self.roles[spec.role] = self.roles[spec.base_of].without_adapters(spec)
+        self.roles: dict[Role, LoadedRole] = {}
+        for spec in sorted(request.roles, key=lambda spec: spec.base_of is not None):
+            base = None if spec.base_of is None else self.roles[spec.base_of]
+            if base is not None and not spec.has_memory:
+                self.roles[spec.role] = base.without_adapters(spec)
+                continue
+            self.roles[spec.role] = load_role(
+                spec, self.layout, seed=request.seed, batch_invariant=request.batch_invariant, base=base
+            )
+        self.offloaders = {role: Offloader(loaded) for role, loaded in self.roles.items() if loaded.spec.has_memory}
         self.checkpoints = RankCheckpoints(list(self.roles.values()), rank=self.rank)
 
     def forward(
@@ -117,7 +118,7 @@ class RankWorker:
 
         loaded = self._role(request.role, Part.PARAMS)
         head = loaded.head_request(temperature=request.temperature, paired=request.paired)
-        with without_adapters(loaded.chunks) if loaded.spec.base_of is not None else contextlib.nullcontext():
+        with contextlib.nullcontext() if loaded.spec.has_memory else without_adapters(loaded.chunks):
             result = forward_rows(loaded.chunks, rows, micro_batches, head, role=request.role, step=request.step)
         return result if self.layout.reports else None
 
@@ -271,7 +272,9 @@ class RankWorker:
     def _role(self, role: Role, *needed: Part) -> "LoadedRole":
         """Return a role's model, after checking that the `needed` parts of its memory are on the device."""
         assert role in self.roles, f"this rank hosts {sorted(self.roles)}, not the {role}"
-        self.offloaders[self.roles[role].spec.memory_of].require(*needed)
+        spec = self.roles[role].spec
+        for each in spec.memory:
+            self.offloaders[each].require(*(needed if each is role else (Part.PARAMS,)))
         if Part.GRADS not in needed:
             # An update's layers wait for what each of them needs; others read all weights at once.
             self.roles[role].settle()

@@ -33,9 +33,10 @@ def plan_shard(
     trained = num_trained_parameters(
         spec, layout, stage, vocab_multiple=multiple, scalar_head=scalar, lora=settings.lora
     )
-    adapters = 0 if settings.lora is None else trained.total
+    num_held = num.total if role.base_of is None else 0
+    num_held += 0 if settings.lora is None else trained.total
     num_ranks, num_tokens = layout.world_size // layout.pp, settings.micro_batch_tokens // layout.cp
-    resident = {Part.PARAMS: bytes_of.weight_bytes(num.total + adapters, dtype_bytes)} if role.base_of is None else {}
+    resident = {Part.PARAMS: bytes_of.weight_bytes(num_held, dtype_bytes)} if role.has_memory else {}
     activations = on_host = 0
     if role.trainable:
         shards = (layout.dp * layout.cp, layout.expert_dp) if settings.optimizer.distributed else (1, 1)

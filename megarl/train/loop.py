@@ -126,7 +126,7 @@ class Trainer:
                     self.checkpoints.after_step(step, total=total, stop=stop, state=state)
         paths = {Role.ACTOR: self.recorder.paths.export, Role.CRITIC: self.recorder.paths.export_critic}
         for role in (role for role in inputs.roles if role.trainable and total):
-            self.memory.enter(residency.exporting(role.role))
+            self.memory.enter(residency.exporting(role.role, role.memory))
             self.recorder.require_owned()
             export_role(self.cluster.workers, role, paths[role.role])
         self.supervisor.close()

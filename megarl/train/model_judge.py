@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.cluster import residency
 from megarl.cluster.residency import Phase
 from megarl.data.answers import Answers, response_decoder
 from megarl.data.chat import encode_chats
@@ -13,7 +12,6 @@ from megarl.errors import DataError
 from megarl.rewards.judge import Gathered, Judged
 from megarl.train.passes import RolePasses
 from megarl.types import IdArray, Message, Prompt, Reward, RolloutBatch, Sample, row_read_at_end
-from megarl.types.messages import Role
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,7 +99,7 @@ class ModelRewards:
                     f"rollout.max_response_tokens"
                 )
             rows.append(row_read_at_end(sample.uid, sample.sample_index, ids))
-        self._enter(residency.forward(Role.REWARD))
+        self._enter(self._passes.phase)
         return np.concatenate(self._passes.forward(rows, step=step)["values"]).tolist() if rows else []
 
 

@@ -40,7 +40,12 @@ class RolePasses:
     @property
     def phase(self) -> residency.Phase:
         """Return the phase in which this role's model computes outputs."""
-        return residency.forward(self._role.role, self._role.memory_of)
+        return residency.forward(self._role.role, self._role.memory)
+
+    @property
+    def updating(self) -> residency.Phase:
+        """Return the phase in which this role is trained."""
+        return residency.updating(self._role.role, self._role.memory)
 
     def forward(self, rows: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
         """Compute all outputs that the role's model has for the rows (such as log-probs) in one pass, by name, in row

@@ -42,7 +42,7 @@ class UpdateStage:
             warmup_steps = self.config.critic.warmup_steps
             if role is Role.ACTOR and self.has_critic and not actor_learns(step, critic_warmup_steps=warmup_steps):
                 continue
-            self.enter(residency.updating(role))
+            self.enter(updater.updating)
             with self.timers(f"update_{role}"):
                 result = updater.update_on_batch(
                     rows,

@@ -59,7 +59,8 @@ class RoleSpec:
     """A model of the run and its role. If it is not `trainable`, it has neither gradient buffers nor an optimizer.
 
     settings: parallel layout and training; for every role they have the config class of the actor. base_of: the role
-    whose adapters are switched off when this one computes; it has no memory of its own.
+    whose frozen weights are this one's, too. With adapters, this one has memory for these alone; without, it has none,
+    and the other's are switched off when it computes.
     """
 
     role: Role
@@ -70,9 +71,15 @@ class RoleSpec:
     base_of: Role | None = None
 
     @property
-    def memory_of(self) -> Role:
-        """Return the role in whose memory the model is."""
-        return self.base_of or self.role
+    def has_memory(self) -> bool:
+        """Return whether the model has memory of its own: for all weights, or for adapters."""
+        return self.base_of is None or self.settings.lora is not None
+
+    @property
+    def memory(self) -> tuple[Role, ...]:
+        """Return the roles in whose memory the model is, first its own."""
+        own = (self.role,) if self.has_memory else ()
+        return own if self.base_of is None else (*own, self.base_of)
 
     @property
     def layout(self) -> LayoutConfig:

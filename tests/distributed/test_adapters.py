@@ -22,15 +22,16 @@ from megarl.config.lora import LoraConfig
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from megarl.types import Row
 from megarl.weights.adapters import adapter_spec
+from megarl.weights.dist_index import read_metadata
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import create_model_files, weight_specs
 from tests.helpers.adapter_ranks import AdapterCase, AdapterOutcome, run_adapters
-from tests.helpers.family_parity import load_transformers, make_rows, split_rows
+from tests.helpers.family_parity import TOLERANCE, load_transformers, make_rows, split_rows
 from tests.helpers.hf_models import DENSE, WINDOWED, WITH_EXPERTS, make_model, read_tensors
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.requests import update_request, with_advantages
 
-RANK, ALPHA, LR = 4, 8.0, 1e-3
+RANK, ALPHA, LR, FLOAT32 = 4, 8.0, 1e-3, 5e-6
 ONE_HEAD = "-one-kv-head"
 LORA = {"rank": RANK, "alpha": ALPHA}
 LAYOUTS = {
@@ -66,11 +67,13 @@ class Merged:
 
 
 def write_adapters(path: Path, model: Path, seed: int = 1, **settings: object) -> dict[str, torch.Tensor]:
-    """A directory as PEFT writes it, in which no B is 0."""
-    base, config = read_model_spec(model), LoraConfig(**LORA, **settings)  # type: ignore[arg-type]
-    spec = adapter_spec(base, config)
+    """A directory as PEFT writes it, in which no B is 0.
+
+    With twice these, delta nets are so sensitive that transformers in float32 errs by more than the tolerance.
+    """
+    spec = adapter_spec(read_model_spec(model), LoraConfig(**LORA, **settings))  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(seed)
-    tensors = {n: 0.1 * torch.randn(shape, generator=generator) for n, shape in spec.expected_tensors().items()}
+    tensors = {n: 0.05 * torch.randn(shape, generator=generator) for n, shape in spec.expected_tensors().items()}
     path.mkdir()
     save_file({f"base_model.model.{name}": t for name, t in tensors.items()}, path / "adapter_model.safetensors")
     written: dict[str, object] = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA}
@@ -206,17 +209,18 @@ def assembled(
     return full
 
 
-def assert_equals_merged(outcomes: Sequence[AdapterOutcome], expected: Merged) -> None:
+def assert_equals_merged(outcomes: Sequence[AdapterOutcome], expected: Merged, *, tolerance: float = FLOAT32) -> None:
+    assert torch.cat(expected.logprobs).sub(torch.cat(expected.base)).abs().max() > 0.1
     for what, wanted in (("logprobs", expected.logprobs), ("base", expected.base)):
         got = {i: values for outcome in outcomes for i, values in getattr(outcome, what).items()}
         assert sorted(got) == list(range(len(wanted)))
         error = max(float(np.abs(got[i] - wanted[i].numpy()).max()) for i in got)
-        assert error <= 5e-6, f"{what}: max |Δ| is {error:.2e}"
+        assert error <= tolerance, f"{what}: max |Δ| is {error:.2e}"
     shapes = {name: tuple(t.shape) for name, t in expected.tensors.items()}
     gradients = assembled(outcomes, shapes, "gradients")
     largest = max(float(g.abs().max()) for g in expected.gradients.values())
     error = max(float((gradients[name] - g).abs().max()) for name, g in expected.gradients.items()) / largest
-    assert error <= 5e-6, f"gradients: max |Δ| is {error:.2e} of the largest"
+    assert error <= tolerance, f"gradients: max |Δ| is {error:.2e} of the largest"
     assert [name for outcome in outcomes for name in outcome.changed] == []
     assert [o.grad_norm for o in outcomes] == pytest.approx([expected.grad_norm] * len(outcomes), rel=1e-6)
     after = assembled(outcomes, shapes, "after")
@@ -250,28 +254,32 @@ def test_adapters_equal_merged_weights(
     expected, under = reference(name), LAYOUTS[layout]
     files = create_model_files(tmp_path / "merged", weight_specs(read_model_spec(expected.model), "float32"))
     case = replace(case_of(expected, under, recompute=recompute), weight_files=[str(file) for file in files])
-    assert_equals_merged(rank_pool(under.world_size).run(run_adapters, case), expected)
+    # Some families are less exact in float32 without adapters, too.
+    tolerance = FLOAT32 if name.startswith(("qwen2", "qwen3_moe")) else TOLERANCE
+    assert_equals_merged(rank_pool(under.world_size).run(run_adapters, case), expected, tolerance=tolerance)
     written = read_tensors(tmp_path / "merged")
     assert written.keys() == expected.weights.keys()
     for name, weight in expected.weights.items():
         torch.testing.assert_close(written[name], weight.to(written[name].dtype), atol=1e-6, rtol=1e-6, msg=name)
 
 
+RESUMED = [("qwen2", *pair) for pair in itertools.permutations(("tp2-sp", "pp2", "dp2"), 2)]
+# Latents, delta nets, output gates, shared experts; transposed ones.
+RESUMED += [(name, "tp2-sp-ep2", "pp2") for name in ("qwen3_next", "deepseek_v3", "gpt_oss")]
+RESUMED += [(name, "pp2", "tp2-sp-ep2") for name in ("qwen3_next", "deepseek_v3", "gpt_oss")]
+
+
 @pytest.mark.parametrize(
-    "layouts",
-    [
-        pytest.param(pair, marks=() if pair == ("tp2-sp", "pp2") else pytest.mark.long)
-        for pair in itertools.permutations(("tp2-sp", "pp2", "dp2"), 2)
-    ],
-    ids="-to-".join,
+    ("name", "saved", "loaded"),
+    [pytest.param(*case, marks=() if case == ("qwen2", "tp2-sp", "pp2") else pytest.mark.long) for case in RESUMED],
 )
 def test_a_run_goes_on_in_another_layout(
-    rank_pool: GetPool, reference: Callable[[str], Merged], layouts: tuple[str, str], tmp_path: Path
+    rank_pool: GetPool, reference: Callable[[str], Merged], name: str, saved: str, loaded: str, tmp_path: Path
 ) -> None:
     """The second step, with moments of the first, is that of a run that stayed in its layout."""
-    expected, steps = reference("qwen2"), []
+    expected, steps = reference(name), []
     shapes = {name: tuple(t.shape) for name, t in expected.tensors.items()}
-    for layout in (layouts[0], *layouts):
+    for layout in (saved, saved, loaded):
         under, save, load = LAYOUTS[layout], "", ""
         if not (tmp_path / "one").exists():
             save = str(tmp_path / "one")
@@ -284,3 +292,25 @@ def test_a_run_goes_on_in_another_layout(
     assert moved > 0.3 * LR
     for name in shapes:
         torch.testing.assert_close(steps[2][name], steps[1][name], atol=1e-3 * LR, rtol=0, msg=name)
+    if name == "qwen2":
+        # All adapters, whose keys say nothing of the layout.
+        modules = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+        halves = {"mlp.linear_fc1": ("a", "b.0", "b.1")}
+        names = [f"{module}.lora.{part}" for module in modules for part in halves.get(module, ("a", "b"))]
+        written = read_metadata(tmp_path / "one" / "actor").state_dict_metadata.keys()
+        assert {key for key in written if key.startswith("decoder.")} == {
+            f"decoder.layers.{layer}.{each}" for layer in range(5) for each in names
+        }
+
+
+def test_adapters_that_were_read_are_what_the_optimizer_starts_from(
+    rank_pool: GetPool, reference: Callable[[str], Merged]
+) -> None:
+    """In bfloat16 it has main parameters in float32: a step of length 0 writes these to the adapters."""
+    expected = reference("qwen2")
+    case = case_of(expected, LAYOUTS["tp2-sp"])
+    model, request = replace(case.model, dtype="bfloat16"), replace(case.request, lr=0.0)
+    outcomes = rank_pool(2).run(run_adapters, replace(case, model=model, request=request))
+    after = assembled(outcomes, {name: tuple(t.shape) for name, t in expected.tensors.items()}, "after")
+    for name, tensor in expected.tensors.items():
+        assert torch.equal(after[name], tensor.bfloat16().float()), name

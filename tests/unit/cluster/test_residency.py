@@ -20,6 +20,7 @@ from megarl.cluster.residency import (
     plan_moves,
     step_phases,
 )
+from megarl.config.lora import LoraConfig
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.types.messages import Head, Part, Role, RoleSpec
 
@@ -109,6 +110,19 @@ def test_phases_with_a_critic() -> None:
         "actor.params", "actor.optimizer", "critic.params", "critic.optimizer"
     )
     assert checkpointing([ACTOR, frozen]).needs == residents("actor.params", "actor.optimizer")
+
+
+def test_phases_with_roles_on_the_actors_base() -> None:
+    """The reference has nothing of its own, the critic its adapters and head."""
+    lora = ActorConfig(lora=LoraConfig())
+    reference = replace(REFERENCE, base_of=Role.ACTOR)
+    roles = [replace(ACTOR, settings=lora), reference, replace(CRITIC, settings=lora, base_of=Role.ACTOR)]
+    assert {part.owner for part in built_parts(roles)} == {"actor", "critic"}
+    needs = {phase.name: phase.needs for phase in step_phases(roles)}
+    assert needs["score reference"] == residents("actor.params")
+    assert needs["score critic"] == residents("actor.params", "critic.params")
+    assert needs["update critic"] == residents("actor.params", "critic.params", "critic.grads", "critic.optimizer")
+    assert exporting(Role.CRITIC, roles[2].memory).needs == needs["score critic"]
 
 
 def test_a_step_after_the_first() -> None:

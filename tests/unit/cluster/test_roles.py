@@ -48,6 +48,25 @@ def test_what_is_left_open_is_the_actors() -> None:
     assert (critic.settings.optimizer.lr, actor.settings.optimizer.lr) == (1e-5, 1e-6)
 
 
+def test_who_is_on_the_base_of_an_actor_with_adapters() -> None:
+    """A reference without adapters and a critic with some, if model and layout are the actor's."""
+    needed, lora = (TokenQuantity.VALUES, TokenQuantity.REF_LOGPROBS), {"lora": {"rank": 8}}
+
+    def bases(actor: Mapping[str, Any], **sections: Mapping[str, Any]) -> list[Role | None]:
+        return [role.base_of for role in roles({"actor": actor, **sections}, *needed).values()]
+
+    assert bases(lora, critic=lora) == [None, Role.ACTOR, Role.ACTOR]
+    found = roles({"actor": lora, "critic": lora}, *needed)
+    assert found[Role.REFERENCE].memory == (Role.ACTOR,)
+    assert found[Role.CRITIC].memory == (Role.CRITIC, Role.ACTOR)
+    # A critic that trains its weights needs its own; so does one of another model, or in another layout.
+    assert bases(lora) == [None, Role.ACTOR, None]
+    assert bases(lora, critic={**lora, "model_path": "values"}) == [None, Role.ACTOR, None]
+    assert bases({**lora, "layout": {"tp": 2}}, critic={**lora, "layout": {"dp": 2}}) == [None, Role.ACTOR, None]
+    # An actor that trains its weights is no base.
+    assert bases({}, critic=lora) == [None, None, None]
+
+
 def test_settings_of_their_own() -> None:
     tree = {
         "model": {"path": "m", "config_path": "sizes", "dtype": "float32"},

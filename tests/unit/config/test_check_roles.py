@@ -86,6 +86,16 @@ def config(**sections: Any) -> Config:
             "devices they use; lower it, raise actor.layout, or set reward_model.layout=null",
         ),
         (
+            {"critic": {"lora": {"rank": 8}, "layout": {"dp": 2, "ep": 2, "etp": 2, "tp": 2}}},
+            "critic.lora.targets: got experts with layout.etp=2, but ranks would have to exchange what tokens of other "
+            "experts' adapters add; set etp=1 and raise ep, or leave experts out",
+        ),
+        (
+            {"critic": {"lora": {"rank": 8}, "freeze": True}},
+            "critic.lora.path: is not set, but with critic.freeze=true adapters are not trained; set it to those of a "
+            "critic, or critic.lora=null",
+        ),
+        (
             {"rewards": {"manager": "model"}},
             "reward_model.model_path: is not set, but rewards.manager=model asks a reward model; set it to a directory "
             "with score.weight, such as RUN/export of megarl train-reward, or change the manager",

@@ -13,6 +13,7 @@ from megarl.config.algo import CpoConfig, HintConfig
 from megarl.config.batches import max_row_tokens
 from megarl.config.generation import SyncConfig
 from megarl.config.judges import JudgeConfig, JudgeServerConfig
+from megarl.config.lora import LoraConfig
 from megarl.config.schema import Config, LayoutConfig, ReferenceConfig
 from megarl.data.records import write_parquet
 from megarl.errors import ConfigError, DataError
@@ -116,6 +117,31 @@ def test_a_small_plan_by_hand(tmp_path: Path) -> None:
     assert phases["update actor"].total == 14 * count + first.activations + 60_000
     assert phases["score actor"].total == phases["score reference"].total == 14 * count + 2 * 24 * 68 + 60_000
     assert phases["generate"].total == phases["sync"].total == 14 * count + 60_000
+
+
+def test_roles_on_the_base_of_adapters_by_hand(tmp_path: Path) -> None:
+    """A reference has no memory of its own there, and a critic that of its adapters.
+
+    Of a layer a rank of tp 2 has, with rank 3: A of q, k and v, of gate and up, whole, and its half of B; its half of
+    A of o and of down, and B whole. The sizes are those of the file: hidden 8, q 8, kv 4, ffn 12.
+    """
+    config, lora = small_config(tmp_path), LoraConfig(rank=3, sync="merged")
+    actor = replace(config.actor, lora=lora)
+    algo = replace(config.algo, advantage=replace(config.algo.advantage, estimator="gae"))
+    config = replace(config, actor=actor, critic=replace(config.critic, lora=lora), algo=algo)
+    shards = {(shard.role, shard.stage): shard for shard in plan_run(config).shards}
+    spec = read_model_spec(tmp_path).dims
+    hidden, q, kv, ffn = spec.hidden, spec.dim("q"), spec.dim("kv"), spec.ffn
+    inputs = 3 * hidden + 2 * hidden + q // 2 + ffn // 2
+    outputs = (q + 2 * kv + 2 * ffn) // 2 + 2 * hidden
+    adapters = 2 * 3 * (inputs + outputs)
+    base = 2 * (20 + 240) + 64
+    of = {name: shards[name, 0] for name in ("actor", "reference", "critic")}
+    assert of["actor"].resident["params"] == 2 * (base + adapters)
+    assert of["reference"].resident == {}
+    assert of["critic"].resident["params"] == 2 * adapters
+    assert of["critic"].resident["grads"] == 4 * adapters
+    assert of["critic"].resident["optimizer"] == 12 * adapters // 2
 
 
 def test_ranks_of_several_layouts_add_up_on_their_devices(tmp_path: Path) -> None:
