@@ -71,13 +71,14 @@ class Adapter(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map the layer's input [..., in] on this rank to what is added to its output."""
-        low = F.linear(x, self.a)
+        # Scaled where it has rank numbers per token: the output has many more.
+        low = self.scale * F.linear(x, self.a)
         if self.packing is None:
             if self.group is not None and self.sequence_parallel:
                 low = reduce_scatter_to_sequence_parallel_region(low, group=self.group)
             elif self.group is not None:
                 low = reduce_from_tensor_model_parallel_region(low, group=self.group)
-            return self.scale * F.linear(low, self.b)
+            return F.linear(low, self.b)
         if self.group is not None and self.sequence_parallel:
             low = gather_from_sequence_parallel_region(low, group=self.group)
         elif self.group is not None:
@@ -89,7 +90,7 @@ class Adapter(torch.nn.Module):
             F.linear(lows[number], b.reshape(-1, self.rank)).unflatten(-1, (num_groups, -1))
             for (_, number), b in zip(parts, by_part, strict=True)
         ]
-        return self.scale * torch.cat(outputs, dim=-1).flatten(-2)
+        return torch.cat(outputs, dim=-1).flatten(-2)
 
 
 def attach_adapters(chunks: Sequence[PackedModel], config: LoraConfig, seed: int) -> ModelSpec:
