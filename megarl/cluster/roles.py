@@ -43,9 +43,17 @@ def roles_of(config: Config, algorithm: "Algorithm") -> tuple[RoleSpec, ...]:
             )
         )
     if config.rewards.uses("model"):
-        model = _model(config, config.reward_model.model_path)
-        own = settings[Role.REWARD]
-        roles.append(RoleSpec(role=Role.REWARD, model=model, settings=own, head=Head.SCALAR, trainable=False))
+        model, own = _model(config, config.reward_model.model_path), settings[Role.REWARD]
+        roles.append(
+            RoleSpec(
+                role=Role.REWARD,
+                model=model,
+                settings=own,
+                head=Head.SCALAR,
+                trainable=False,
+                base_of=None if own.lora is None else _base_of(config, model, own.layout),
+            )
+        )
     return tuple(roles)
 
 

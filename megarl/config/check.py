@@ -145,7 +145,7 @@ def check_cpo_of_run(config: Config) -> None:
 
 def check_reward_model(config: Config) -> None:
     """Raise ConfigError if a reward model is asked and there is none."""
-    if config.rewards.uses("model") and config.reward_model.model_path is None:
+    if config.rewards.uses("model") and config.reward_model.model_path is None and config.reward_model.lora is None:
         raise ConfigError(
             f"reward_model.model_path: is not set, but rewards.manager={config.rewards.manager} asks a reward model; "
             "set it to a directory with score.weight, such as RUN/export of megarl train-reward, or change the manager"

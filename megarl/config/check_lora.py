@@ -14,12 +14,13 @@ def check_lora(config: Config) -> None:
     for role, settings in role_settings(config).items():
         if settings.lora is not None:
             _check_role(f"{role}.lora", settings, settings.lora)
-    critic = config.critic
-    if critic.lora is not None and critic.freeze and critic.lora.path is None:
-        raise ConfigError(
-            "critic.lora.path: is not set, but with critic.freeze=true adapters are not trained; set it to those of a "
-            "critic, or critic.lora=null"
-        )
+    frozen = {"critic": config.critic.lora if config.critic.freeze else None, "reward_model": config.reward_model.lora}
+    for role, lora in frozen.items():
+        if lora is not None and lora.path is None:
+            raise ConfigError(
+                f"{role}.lora.path: is not set, but these adapters are not trained; set it to a directory with "
+                f"some, or {role}.lora=null"
+            )
 
 
 def _check_role(key: str, settings: ActorConfig, lora: LoraConfig) -> None:

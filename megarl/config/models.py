@@ -226,7 +226,10 @@ class RewardModelConfig:
     # Layout of the reward model, as for reference.layout; null: the actor's layout and processes.
     layout: LayoutConfig | None = None
     # Directory or hub id of a model with a scalar head (score.weight), as exported by train-reward or saved by
-    # transformers. It may have a different tokenizer and chat template.
+    # transformers. It may have a different tokenizer and chat template. null: model.path, with the head of `lora`.
     model_path: str | None = None
+    # Adapters on that model, which `lora.path` names, as exported by train-reward with actor.lora. If actor.lora is
+    # set, too, and model and layout are the actor's, the weights below both are in memory once.
+    lora: LoraConfig | None = None
     # Tokens in one micro-batch on one data-parallel rank; null: actor.micro_batch_tokens.
     micro_batch_tokens: int | None = setting(None, AT_LEAST_1)

@@ -127,9 +127,10 @@ def check_role_models(config: Config, roles: Sequence[RoleSpec], tokenizer: "Pre
                 )
             expected = spec.expected_tensors(scalar_head=True)
             check_tensors(spec.path, expected, ignored=(*ignored, OUTPUT_HEAD), optional=(VALUE_HEAD,))
-            _require_trained_head(spec, role, key)
-            if role.settings.lora is not None and role.settings.lora.path is not None:
-                read_adapters(spec, role.settings.lora, scalar_head=True)
+            lora = role.settings.lora
+            read = {} if lora is None or lora.path is None else read_adapters(spec, lora, scalar_head=True)
+            if VALUE_HEAD not in read:
+                _require_trained_head(spec, role, key)
         else:
             check_tensors(spec.path, spec.expected_tensors(), ignored=ignored)
         # A reward model may have another tokenizer: it reads conversations.
@@ -308,8 +309,7 @@ def _open_conversations(config: Config, tokenizer: "PreTrainedTokenizerBase", an
 
     If the reward model has another tokenizer than the policy, lengths are checked when a sample is encoded.
     """
-    path, key = config.reward_model.model_path, "reward_model.model_path"
-    assert path is not None, "the configuration was not checked"
+    path, key = config.reward_model.model_path or config.model.path, "reward_model.model_path"
     own = load_tokenizer(path, key)
     if config.data.chat_template and own.chat_template == load_tokenizer(config.model.path).chat_template:
         # The same template, so the arguments of data.chat_template are for it, too.
@@ -334,6 +334,6 @@ def max_reward_tokens(config: Config) -> int:
 
     It is the size of a micro-batch minus one token for the score, but at most the model's context.
     """
-    assert config.reward_model.model_path is not None, "the configuration was not checked"
-    positions = read_model_spec(config.reward_model.model_path, "reward_model.model_path").max_positions
+    path = config.reward_model.model_path or config.model.path
+    positions = read_model_spec(path, "reward_model.model_path").max_positions
     return min(role_settings(config)[Role.REWARD].micro_batch_tokens - 1, positions)

@@ -25,7 +25,9 @@ class Merger:
 
     def __init__(self, base: ModelSpec, config: LoraConfig, slices: Iterable[Slice]) -> None:
         """Take a rank's slices of all tensors of a model's adapters."""
-        found, shapes = defaultdict[str, dict[Box, torch.Tensor]](dict), adapter_spec(base, config).expected_tensors()
+        found = defaultdict[str, dict[Box, torch.Tensor]](dict)
+        # A scalar head is among the adapters' tensors.
+        shapes = adapter_spec(base, config).expected_tensors(scalar_head=True)
         for part in slices:
             found[part.tensor].update(flat_views(box_of(part.index, shapes[part.tensor]), part.view))
         self._views = {name: sorted(boxes.items(), key=operator.itemgetter(0)) for name, boxes in found.items()}

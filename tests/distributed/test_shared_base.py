@@ -1,4 +1,4 @@
-"""A reference and a critic on the base of an actor with adapters compute what they would with weights of their own."""
+"""Reference, critic and reward model on the base of an actor with adapters compute as with weights of their own."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -92,11 +92,16 @@ def test_roles_on_one_base(rank_pool: Callable[[int], RankPool], tmp_path: Path,
             role=role,
             model=ModelConfig(path=str(model), dtype="float32", vocab_multiple=4),
             settings=replace(settings, lora=lora and LoraConfig(**LORA, path=str(tmp_path / lora))),
-            head=Head.SCALAR if role is Role.CRITIC else Head.LM,
-            trainable=role is not Role.REFERENCE,
+            head=Head.SCALAR if lora == "critic" else Head.LM,
+            trainable=role in (Role.ACTOR, Role.CRITIC),
             base_of=None if role is Role.ACTOR else Role.ACTOR,
         )
-        for role, lora in ((Role.ACTOR, "actor"), (Role.REFERENCE, None), (Role.CRITIC, "critic"))
+        for role, lora in (
+            (Role.ACTOR, "actor"),
+            (Role.REFERENCE, None),
+            (Role.CRITIC, "critic"),
+            (Role.REWARD, "critic"),
+        )
     )
     loss, actors = ValueLoss(clip=None), update_request(rows)
     critics = UpdateRequest(
@@ -115,18 +120,19 @@ def test_roles_on_one_base(rank_pool: Callable[[int], RankPool], tmp_path: Path,
     for outcome, alone in zip(together, apart, strict=True):
         assert outcome.added[Role.REFERENCE] == 0
         assert outcome.added[Role.CRITIC] == outcome.trained[Role.CRITIC] == outcome.freed[Role.CRITIC]
+        assert outcome.added[Role.REWARD] == outcome.added[Role.CRITIC]
         assert outcome.freed[Role.ACTOR] == outcome.added[Role.ACTOR] == alone.added[Role.ACTOR]
         # Their own base would be most of what they have.
         assert min(alone.added[Role.REFERENCE], alone.added[Role.CRITIC]) > 2 * outcome.added[Role.CRITIC]
         assert outcome.grad_norms == alone.grad_norms
-    for role in (Role.ACTOR, Role.REFERENCE, Role.CRITIC):
+    for role in (spec.role for spec in shared):
         for which in ("before", "after"):
             ours, theirs = (merged(each, which, role) for each in (together, apart))
             assert sorted(ours) == list(range(len(rows)))
             assert all(np.array_equal(ours[i], theirs[i]) for i in ours), (role, which)
         first, then = (merged(together, which, role) for which in ("before", "after"))
         moved = max(float(np.abs(first[i] - then[i]).max()) for i in first)
-        assert (moved == 0) == (role is Role.REFERENCE), f"the {role} moved by {moved:.2e}"
+        assert (moved == 0) == (role in (Role.REFERENCE, Role.REWARD)), f"the {role} moved by {moved:.2e}"
     values, norm = dense_critic(model, own, head, rows)
     got = merged(together, "before", Role.CRITIC)
     assert max(float(np.abs(got[i] - expected).max()) for i, expected in enumerate(values)) <= 5e-6

@@ -44,7 +44,7 @@ def run_shared(context: RankContext, case: SharedCase) -> SharedOutcome:
         found = {}
         for role in roles:
             result = worker.forward(case.rows, mine, ForwardRequest(role=role, temperature=1.0, step=0))
-            name = "values" if role is Role.CRITIC else "logprobs"
+            name = "values" if role in (Role.CRITIC, Role.REWARD) else "logprobs"
             found[role] = result.quantities[name] if result else {}
         return found
 

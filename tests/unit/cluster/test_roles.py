@@ -59,6 +59,9 @@ def test_who_is_on_the_base_of_an_actor_with_adapters() -> None:
     found = roles({"actor": lora, "critic": lora}, *needed)
     assert found[Role.REFERENCE].memory == (Role.ACTOR,)
     assert found[Role.CRITIC].memory == (Role.CRITIC, Role.ACTOR)
+    judged = {"rewards": {"manager": "model"}, "reward_model": {"lora": {"rank": 4, "path": "adapters"}}}
+    reward = roles({"actor": lora, **judged})[Role.REWARD]
+    assert (reward.base_of, reward.trainable, reward.memory) == (Role.ACTOR, False, (Role.REWARD, Role.ACTOR))
     # A critic that trains its weights needs its own; so does one of another model, or in another layout.
     assert bases(lora) == [None, Role.ACTOR, None]
     assert bases(lora, critic={**lora, "model_path": "values"}) == [None, Role.ACTOR, None]

@@ -92,8 +92,13 @@ def config(**sections: Any) -> Config:
         ),
         (
             {"critic": {"lora": {"rank": 8}, "freeze": True}},
-            "critic.lora.path: is not set, but with critic.freeze=true adapters are not trained; set it to those of a "
-            "critic, or critic.lora=null",
+            "critic.lora.path: is not set, but these adapters are not trained; set it to a directory with some, or "
+            "critic.lora=null",
+        ),
+        (
+            {"reward_model": {"lora": {"rank": 8}}, "rewards": {"manager": "model"}},
+            "reward_model.lora.path: is not set, but these adapters are not trained; set it to a directory with some, "
+            "or reward_model.lora=null",
         ),
         (
             {"rewards": {"manager": "model"}},
