@@ -1,9 +1,9 @@
 """Add adapters (LoRA; Hu et al. 2021, arXiv:2106.09685) to Megatron's linear layers, under any layout.
 
-The output of a layer becomes W·x + s·B·(A·x), s = alpha/rank, by a hook: the layer itself is the base model's. A rank
-holds A [tensors·rank, in] of a column-parallel layer whole, and those rows of B that belong to its rows of W, packed
-alike (`tensors`: the matrices stacked in W, such as gate and up). It holds the columns of A that belong to its columns
-of W, and B whole, where the layer is row-parallel. So ranks exchange rank numbers per token and part, never hidden
+The output of a layer becomes W·x + s·B·(A·x), s = alpha/rank, by a hook: the layer itself is the base model's. Each
+rank holds A [tensors·rank, in] of a column-parallel layer whole, and those rows of B that belong to its rows of W,
+packed alike (`tensors`: the matrices stacked in W, such as gate and up). It holds those columns of A of a row-parallel
+layer that belong to its columns of W, and B whole. So ranks exchange rank numbers per token and part, never hidden
 states.
 """
 
