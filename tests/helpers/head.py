@@ -81,9 +81,23 @@ def nucleus_problem(*, num_rows: int = 7, with_entropy: bool = True, dtype: torc
 
 
 def dense_head(problem: HeadProblem) -> HeadResult:
-    """log_softmax of dense float64 logits, of a nucleus with −∞ outside of it, differentiated by autograd."""
+    """log_softmax of dense float64 logits, differentiated by autograd."""
     hidden = problem.hidden.detach().clone().double().requires_grad_()
     weight = problem.weight.detach().clone().double().requires_grad_()
+    _, logprobs, entropy = dense_values(problem, hidden, weight)
+    loss = (logprobs * problem.grad_logprobs).sum()
+    if problem.grad_entropy is not None:
+        loss = loss + (entropy * problem.grad_entropy).sum()
+    grad_hidden, grad_weight = torch.autograd.grad(loss, (hidden, weight))
+    return HeadResult(
+        logprobs=logprobs.detach(), entropy=entropy.detach(), grad_hidden=grad_hidden, grad_weight=grad_weight
+    )
+
+
+def dense_values(
+    problem: HeadProblem, hidden: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """z [N, V], log-probs and entropies [N] of dense logits; of a nucleus the log-probs have −∞ outside of it."""
     logits = hidden @ weight.t()
     if (cap := problem.logit_cap) is not None:
         logits = cap * (logits / cap).tanh()
@@ -94,14 +108,7 @@ def dense_head(problem: HeadProblem) -> HeadResult:
         kept = [v for v in ids if v >= 0]
         row[[v for v in range(problem.vocab_size) if kept and v not in kept]] = True
     logprobs = z.masked_fill(outside, -torch.inf).log_softmax(-1).gather(1, problem.labels[:, None])[:, 0]
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    loss = (logprobs * problem.grad_logprobs).sum()
-    if problem.grad_entropy is not None:
-        loss = loss + (entropy * problem.grad_entropy).sum()
-    grad_hidden, grad_weight = torch.autograd.grad(loss, (hidden, weight))
-    return HeadResult(
-        logprobs=logprobs.detach(), entropy=entropy.detach(), grad_hidden=grad_hidden, grad_weight=grad_weight
-    )
+    return z, logprobs, -(log_p.exp() * log_p).sum(-1)
 
 
 def differentiate_head(

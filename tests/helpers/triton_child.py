@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megarl.parallel.head.choose import first_that_passes, triton_candidate
+from megarl.parallel.head.kernels import TorchKernels
 from megarl.parallel.head.self_test import self_test
 from megarl.parallel.head.triton_kernels import TritonKernels, _gradient_kernel, _statistics_kernel
 from tests.helpers.chunk_kernels import ChunkProblem, chunk_problem, run_chunk
@@ -111,7 +112,7 @@ def choose_on_cpu() -> tuple[str, list[str]]:
     candidate = triton_candidate()
     assert candidate is not None
     with warnings.catch_warnings(record=True, category=UserWarning) as caught:
-        chosen = first_that_passes([candidate], CPU)
+        chosen = first_that_passes([candidate], CPU, TorchKernels())
     return type(chosen).__name__, [str(one.message) for one in caught]
 
 

@@ -6,5 +6,7 @@ statistics      three floats per token and one all-gather, so that the vocabular
 gradients       the gradient of hidden states, reduced chunk by chunk, and of the weight, summed in place
 rows            gathers hidden states that ranks hold in uneven parts, and reduces their gradients back
 kernels         the computations on a chunk of logits, in PyTorch or Triton
+distill         log-probs, entropies and the divergence from a teacher in the same pass
+teachers        what a teacher's logits, or its likeliest tokens (top_teacher), add to statistics and gradients
 pairs           the KL divergence between two full distributions over the vocabulary
 """

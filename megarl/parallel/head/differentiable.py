@@ -23,8 +23,11 @@ from megarl.parallel.head.statistics import (
     write_chunk_statistics,
 )
 
-# ([N] log-probs, [N] entropies) → the loss's gradients with respect to both; None: it does not depend on entropies.
-LossGradients: TypeAlias = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+# ([N] log-probs, [N] entropies, and with a teacher [N] divergences) → the loss's gradient with respect to each. That of
+# entropies is None if the loss does not depend on them.
+LossGradients: TypeAlias = Callable[..., tuple[torch.Tensor | None, ...]]
+# What `ChunkKernels.write_gradient` does, with its arguments.
+GradientWriter: TypeAlias = Callable[..., None]
 
 # Two float32 computations of the same gradient differ by less than this, relative to its largest element.
 SAME_GRADIENT = 1e-4
@@ -37,10 +40,12 @@ def overwrite_by_gradient(
     statistics: RowStatistics,
     grad_logprobs: torch.Tensor,
     grad_entropy: torch.Tensor | None,
+    write: GradientWriter | None = None,
 ) -> None:
     """Overwrite raw logits of `rows` by the loss's gradient with respect to h·Wᵀ.
 
-    The last four arguments are for these rows only.
+    Logits, statistics and gradients are for these rows only. write: writes it for a whole vocabulary; None: the kernels
+    do.
     """
     if not x.shard.size:
         return
@@ -57,7 +62,7 @@ def overwrite_by_gradient(
         scale = (grad_logprobs * x.inverse_temperature[rows]).where(truncated, 0.0)
         at_tokens = (at_tokens * scale[:, None]).masked_fill(z == -torch.inf, 0.0)
         grad_logprobs = grad_logprobs.masked_fill(truncated, 0.0)
-    x.kernels.write_gradient(
+    (write or x.kernels.write_gradient)(
         logits,
         x.inverse_temperature[rows],
         x.labels[rows],
@@ -170,6 +175,7 @@ class GradientsInChunk(torch.autograd.Function):
             found = combine(gather_parts(parts, x.shard.group), None if x.nucleus is None else x.nucleus[rows])
             logprobs[rows], entropy[rows] = found.logprobs, found.entropy
             grad_l, grad_h = loss_gradients(logprobs, entropy)
+            assert grad_l is not None
             grad_logprobs[rows] = grad_l[rows]
             if grad_h is not None:
                 depends_on_entropy, grad_entropy[rows] = True, grad_h[rows]
@@ -187,8 +193,8 @@ class GradientsInChunk(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Any, grad_entropy: Any) -> tuple[Any, ...]:
         used_logprobs, used_entropy = ctx.saved_tensors
-        _require_same("log-probs", used_logprobs, grad_logprobs)
-        _require_same("entropy", used_entropy, grad_entropy)
+        require_same_gradient("log-probs", used_logprobs, grad_logprobs)
+        require_same_gradient("entropy", used_entropy, grad_entropy)
         if ctx.gradients is None:
             raise RuntimeError("log-prob head, regime in_chunk: a second backward, but gradients are made once")
         # Drop our references, or autograd would copy the gradients.
@@ -196,7 +202,7 @@ class GradientsInChunk(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None
 
 
-def _require_same(name: str, used: torch.Tensor, actual: torch.Tensor | None) -> None:
+def require_same_gradient(name: str, used: torch.Tensor, actual: torch.Tensor | None) -> None:
     """Raise ValueError if backward receives other loss gradients (`actual`) than forward has assumed (`used`)."""
     difference = (used if actual is None else used - actual).abs()
     if len(used) and not difference.max() <= SAME_GRADIENT * used.abs().max():

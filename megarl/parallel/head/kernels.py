@@ -60,8 +60,8 @@ class TorchKernels:
         owned = labels >= 0
         picked = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0].to(out.dtype) * inverse_temperature
         torch.where(owned, picked, torch.zeros_like(picked), out=out[2])
-        shifted, mass = _workspaces(logits, out.dtype)
-        for rows in _blocks(logits, len(shifted)):
+        shifted, mass = workspaces(logits, out.dtype)
+        for rows in blocks(logits, len(shifted)):
             n = rows.stop - rows.start
             z, e = shifted[:n], mass[:n]
             torch.mul(logits[rows], inverse_temperature[rows, None], out=z)
@@ -85,32 +85,57 @@ class TorchKernels:
         a: Tensor,
         b: Tensor | None,
     ) -> None:
-        # Divide the factors of each row by T, instead of its many logits.
-        at_label = (grad_logprobs * inverse_temperature * (labels >= 0)).to(lse.dtype)
-        labels = labels.clamp(min=0)
-        log_probs, gradient = _workspaces(logits, lse.dtype)
-        for rows in _blocks(logits, len(log_probs)):
+        log_probs, gradient = workspaces(logits, lse.dtype)
+        for rows in blocks(logits, len(log_probs)):
             n = rows.stop - rows.start
-            log_p, g = log_probs[:n], gradient[:n]
-            torch.mul(logits[rows], inverse_temperature[rows, None], out=log_p)
-            log_p.sub_(lse[rows, None])
-            torch.exp(log_p, out=g)
-            scale = -inverse_temperature[rows, None]
-            if b is None:
-                g.mul_(a[rows, None] * scale)
-            else:
-                g.mul_(log_p.mul_(b[rows, None] * scale).add_(a[rows, None] * scale))
-            # Add this term before rounding, because for a likely label the two terms nearly cancel.
-            g.scatter_add_(1, labels[rows, None], at_label[rows, None])
-            logits[rows] = g
+            policy_gradient(
+                logits[rows],
+                inverse_temperature[rows],
+                labels[rows],
+                lse=lse[rows],
+                grad_logprobs=grad_logprobs[rows],
+                a=a[rows],
+                b=None if b is None else b[rows],
+                log_p=log_probs[:n],
+                out=gradient[:n],
+            )
+            logits[rows] = gradient[:n]
 
 
-def _workspaces(logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    elements = _BLOCK_ELEMENTS.get(logits.device.type, _DEVICE_BLOCK_ELEMENTS)
+def policy_gradient(
+    logits: Tensor,
+    inverse_temperature: Tensor,
+    labels: Tensor,
+    *,
+    lse: Tensor,
+    grad_logprobs: Tensor,
+    a: Tensor,
+    b: Tensor | None,
+    log_p: Tensor,
+    out: Tensor,
+) -> None:
+    """Write the gradient that `ChunkKernels.write_gradient` defines to `out`; `log_p` is a workspace of its shape."""
+    torch.mul(logits, inverse_temperature[:, None], out=log_p)
+    log_p.sub_(lse[:, None])
+    torch.exp(log_p, out=out)
+    # Divide the factors of each row by T, instead of its many logits.
+    scale = -inverse_temperature[:, None]
+    if b is None:
+        out.mul_(a[:, None] * scale)
+    else:
+        out.mul_(log_p.mul_(b[:, None] * scale).add_(a[:, None] * scale))
+    # Add this term before rounding, because for a likely label the two terms nearly cancel.
+    at_label = (grad_logprobs * inverse_temperature * (labels >= 0)).to(out.dtype)
+    out.scatter_add_(1, labels.clamp(min=0)[:, None], at_label[:, None])
+
+
+def workspaces(logits: Tensor, dtype: torch.dtype, count: int = 2) -> tuple[Tensor, ...]:
+    """Allocate `count` tensors of a few rows of logits; together they take what a block may."""
+    elements = _BLOCK_ELEMENTS.get(logits.device.type, _DEVICE_BLOCK_ELEMENTS) * 2 // count
     rows = min(logits.shape[0], max(1, elements // logits.shape[1]))
-    both = torch.empty(2, rows, logits.shape[1], dtype=dtype, device=logits.device)
-    return both[0], both[1]
+    return torch.empty(count, rows, logits.shape[1], dtype=dtype, device=logits.device).unbind()
 
 
-def _blocks(logits: Tensor, size: int) -> list[slice]:
+def blocks(logits: Tensor, size: int) -> list[slice]:
+    """Cut the rows of logits into blocks of at most `size` rows."""
     return [slice(i, min(i + size, len(logits))) for i in range(0, len(logits), size)] if size else []

@@ -94,25 +94,40 @@ def vocab_parallel_logprobs(
     Raises:
         ValueError: shapes do not agree, or an option that the regime requires is missing.
     """
-    regime, loss_gradients = options.regime, options.loss_gradients
-    owners = _row_owners(len(hidden), len(labels), shard.group, options.row_counts)
-    if (regime is Regime.IN_CHUNK) != (loss_gradients is not None) and torch.is_grad_enabled():
-        raise ValueError(f"regime {regime}: loss_gradients belong to {Regime.IN_CHUNK}, which needs them")
-    hidden, weight = (hidden.float(), weight.float()) if options.fp32_logits else (hidden, weight)
-    states = owners.gather(hidden.detach())
-    x = head_inputs(states, weight, labels, shard=shard, options=options, nucleus=nucleus)
+    x, sinks, hidden, weight = prepare_head(hidden, weight, labels, shard=shard, options=options, nucleus=nucleus)
     if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
         found = row_statistics(x)
         return TokenLogprobs(logprobs=found.logprobs, entropy=found.entropy)
-    # Hidden states that were gathered here belong to nobody else, so they may be overwritten.
-    overwrite = options.overwrite_hidden or states.data_ptr() != hidden.data_ptr()
-    sinks = GradientSinks(owners=owners, main_grad=options.main_grad, overwrite_hidden=overwrite)
-    if loss_gradients is not None:
-        logprobs, entropy = GradientsInChunk.apply(hidden, weight, x, sinks, loss_gradients)
+    if options.loss_gradients is not None:
+        logprobs, entropy = GradientsInChunk.apply(hidden, weight, x, sinks, options.loss_gradients)
     else:
-        needs_grad, keep = options.entropy_needs_grad, regime is Regime.KEEP
+        needs_grad, keep = options.entropy_needs_grad, options.regime is Regime.KEEP
         logprobs, entropy = DeferredGradients.apply(hidden, weight, x, sinks, needs_grad, keep)
     return TokenLogprobs(logprobs=logprobs, entropy=entropy)
+
+
+def prepare_head(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    shard: VocabShard,
+    options: HeadOptions,
+    nucleus: torch.Tensor | None,
+) -> tuple[HeadInputs, GradientSinks, torch.Tensor, torch.Tensor]:
+    """Check the arguments of `vocab_parallel_logprobs`, and gather hidden states that ranks hold in parts.
+
+    Return the head's inputs, where gradients go, and the two tensors that autograd differentiates by.
+    """
+    owners = _row_owners(len(hidden), len(labels), shard.group, options.row_counts)
+    if (options.regime is Regime.IN_CHUNK) != (options.loss_gradients is not None) and torch.is_grad_enabled():
+        raise ValueError(f"regime {options.regime}: loss_gradients belong to {Regime.IN_CHUNK}, which needs them")
+    hidden, weight = (hidden.float(), weight.float()) if options.fp32_logits else (hidden, weight)
+    states = owners.gather(hidden.detach())
+    x = head_inputs(states, weight, labels, shard=shard, options=options, nucleus=nucleus)
+    # Hidden states that were gathered here belong to nobody else, so they may be overwritten.
+    overwrite = options.overwrite_hidden or states.data_ptr() != hidden.data_ptr()
+    return x, GradientSinks(owners=owners, main_grad=options.main_grad, overwrite_hidden=overwrite), hidden, weight
 
 
 def _row_owners(num_own: int, num_labels: int, group: dist.ProcessGroup, row_counts: Sequence[int] | None) -> RowOwners:

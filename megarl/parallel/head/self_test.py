@@ -15,7 +15,7 @@ from megarl.parallel.head.kernels import ChunkKernels
 # rows are aligned as in a real vocabulary and some are not.
 _ELSEWHERE = 16
 _UNTOUCHED = 0.75
-_EPS = torch.finfo(torch.float32).eps
+EPS = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +46,14 @@ CASES = (
 def self_test(kernels: ChunkKernels, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return the first failure (case, largest difference, tolerance), or None if the kernels pass in every case."""
     for case in CASES:
-        for comparison in _comparisons(case, kernels, device, dtype):
-            if disagreement := comparison.disagreement():
+        for check in _checks(case, kernels, device, dtype):
+            if disagreement := check.disagreement():
                 return f"{case.name} in {dtype}: {disagreement}"
     return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Comparison:
+class KernelCheck:
     """A result of the kernels beside its float64 value; it passes if |got − expected| ≤ atol + rtol·|expected|."""
 
     name: str
@@ -126,9 +126,9 @@ def _make_problem(case: SelfTestCase, dtype: torch.dtype) -> _Problem:
     )
 
 
-def _comparisons(
+def _checks(
     case: SelfTestCase, kernels: ChunkKernels, device: torch.device, dtype: torch.dtype
-) -> Iterator[_Comparison]:
+) -> Iterator[KernelCheck]:
     """Run the kernels on one case, and yield each result beside the expected float64 one."""
     problem = _make_problem(case, dtype)
     wide = torch.promote_types(dtype, torch.float32)
@@ -139,11 +139,11 @@ def _comparisons(
     out = torch.full((3, case.num_rows), torch.nan, dtype=wide, device=device)
     kernels.statistics(logits, inverse_temperature, labels, out)
     lse, entropy, label_logit = problem.statistics
-    yield _Comparison(name="lse", got=out[0], expected=lse, atol=1e-5, rtol=4 * _EPS)
+    yield KernelCheck(name="lse", got=out[0], expected=lse, atol=1e-5, rtol=4 * EPS)
     # Sums of thousands of float32 numbers in whatever order, relative to their result.
-    yield _Comparison(name="entropy", got=out[1], expected=entropy, atol=1e-5, rtol=32 * _EPS)
-    yield _Comparison(name="label logit", got=out[2], expected=label_logit, rtol=4 * _EPS)
-    yield _Comparison(name="logits after the statistics", got=buffer, expected=problem.buffer.double())
+    yield KernelCheck(name="entropy", got=out[1], expected=entropy, atol=1e-5, rtol=32 * EPS)
+    yield KernelCheck(name="label logit", got=out[2], expected=label_logit, rtol=4 * EPS)
+    yield KernelCheck(name="logits after the statistics", got=buffer, expected=problem.buffer.double())
 
     kernels.write_gradient(
         logits,
@@ -155,9 +155,9 @@ def _comparisons(
         b=problem.grad_entropy.to(device, wide) if case.with_entropy else None,
     )
     # A probability is as wrong as its logarithm: by float32 steps of z and lse.
-    error = problem.gradient.abs().max().item() * (1e-5 + 8 * _EPS * problem.lse.abs().max().item())
+    error = problem.gradient.abs().max().item() * (1e-5 + 8 * EPS * problem.lse.abs().max().item())
     rounding = torch.finfo(dtype).eps
-    yield _Comparison(name="gradient", got=logits, expected=problem.gradient, atol=error, rtol=rounding)
-    yield _Comparison(
+    yield KernelCheck(name="gradient", got=logits, expected=problem.gradient, atol=error, rtol=rounding)
+    yield KernelCheck(
         name="what lies beyond the logits", got=beyond, expected=problem.buffer.double()[:, case.num_columns :]
     )

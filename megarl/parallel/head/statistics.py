@@ -8,13 +8,17 @@ A token that was sampled from a set S of the vocabulary (top-k, top-p) has a fou
 of S. Then  log p = Σ_i z_i − logsumexp_i lse_i(S),  while H remains that of the whole vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from megarl.parallel.head.kernels import ChunkKernels
+
+# What `ChunkKernels.statistics` does, with its arguments: logits, inverse temperatures, labels, out.
+StatisticsWriter: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 # In elements. Kernels load 16 bytes at once if rows start at multiples of this.
 ROW_MULTIPLE = 16
@@ -110,12 +114,16 @@ class HeadInputs:
         return logits
 
     def of_nucleus(self, rows: slice, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the columns in raw `logits` of a slice's nucleus tokens, and their z: [n, K] each.
-
-        z is −∞ where another rank has the token, or there is none; its column is then 0.
-        """
+        """Return `at_ids` of a slice's nucleus tokens."""
         assert self.nucleus is not None
-        ids = self.nucleus[rows].long()
+        return self.at_ids(self.nucleus[rows], rows, logits)
+
+    def at_ids(self, ids: torch.Tensor, rows: slice, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the columns in raw `logits` of a slice's tokens `ids` [n, K], and their z: [n, K] each.
+
+        z is −∞ where another rank has the token, or there is none (−1); its column is then 0.
+        """
+        ids = ids.long()
         columns = ids - self.shard.start
         owned = (ids >= 0) & (columns >= 0) & (columns < self.shard.size)
         columns = columns.where(owned, 0)
@@ -146,13 +154,15 @@ class RowStatistics:
     top: TopLogprobs | None = None
 
 
-def write_chunk_statistics(x: HeadInputs, rows: slice, logits: torch.Tensor, out: torch.Tensor) -> None:
+def write_chunk_statistics(
+    x: HeadInputs, rows: slice, logits: torch.Tensor, out: torch.Tensor, write: StatisticsWriter | None = None
+) -> None:
     """Write the local lse, entropy and label's z of a chunk of tokens, and the lse of their nuclei if they have any.
 
-    out: [x.num_statistics, n]. An lse over no tokens is −∞.
+    out: [x.num_statistics, n]. An lse over no tokens is −∞. write: writes the first three; None: the kernels do.
     """
     if x.shard.size:
-        x.kernels.statistics(logits, x.inverse_temperature[rows], x.labels[rows], out[:3])
+        (write or x.kernels.statistics)(logits, x.inverse_temperature[rows], x.labels[rows], out[:3])
         if x.nucleus is not None:
             out[3] = x.of_nucleus(rows, logits)[1].logsumexp(1)
     else:

@@ -32,10 +32,10 @@ LAUNCH_ERRORS = (
 )
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_LN_2 = tl.constexpr(0.6931471805599453)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 # A finite start: −∞ minus −∞ would be no number in rows that begin with −∞.
-_LOWEST = tl.constexpr(-3.4028234663852886e38)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
@@ -54,8 +54,8 @@ def _statistics_kernel(
     row = tl.program_id(0).to(tl.int64)
     first = logits + row * row_stride
     inverse = tl.load(inverse_temperature + row).to(tl.float32)
-    c = inverse * _LOG2_E
-    peak = tl.full([], _LOWEST, tl.float32)
+    c = inverse * LOG2_E
+    peak = tl.full([], LOWEST, tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
     moment = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
@@ -77,7 +77,7 @@ def _statistics_kernel(
     label_logit = tl.load(first + label, mask=label >= 0, other=0.0).to(tl.float32)
     written = out + row * out_stride
     tl.store(written, peak * inverse + log_total)
-    tl.store(written + statistic_stride, log_total - _LN_2 * tl.sum(moment, 0) / total)
+    tl.store(written + statistic_stride, log_total - LN_2 * tl.sum(moment, 0) / total)
     tl.store(written + 2 * statistic_stride, label_logit * inverse)
 
 
@@ -101,14 +101,30 @@ def _gradient_kernel(
     block = logits + row * row_stride + columns
     inverse = tl.load(inverse_temperature + row).to(tl.float32)
     r = tl.load(block, mask=columns < V, other=-float("inf")).to(tl.float32)
-    log_p = r * inverse - tl.load(lse + row).to(tl.float32)
+    gradient = policy_gradient(r * inverse, columns, row, labels, lse, grad_logprobs, a, b)
+    tl.store(block, gradient * inverse, mask=columns < V)
+
+
+@triton.jit
+def policy_gradient(
+    z: "Tensor",
+    columns: "Tensor",
+    row: "Tensor",
+    labels: "Tensor",
+    lse: "Tensor",
+    grad_logprobs: "Tensor",
+    a: "Tensor",
+    b: "Tensor | None",
+) -> "Tensor":
+    """Return the gradient of log-prob and entropy with respect to a block's z."""
+    log_p = z - tl.load(lse + row).to(tl.float32)
     p = tl.exp(log_p)
     pulled = p * tl.load(a + row).to(tl.float32)
     if b is not None:
         # 0·∞ where a logit is −∞.
         pulled += tl.where(log_p == -float("inf"), 0.0, p * log_p) * tl.load(b + row).to(tl.float32)
     pushed = tl.where(columns == tl.load(labels + row), tl.load(grad_logprobs + row).to(tl.float32), 0.0)
-    tl.store(block, (pushed - pulled) * inverse, mask=columns < V)
+    return pushed - pulled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +144,7 @@ class TritonKernels:
 
         Raise ValueError for other dtypes than 16 or 32 bits, and for logits whose columns are not contiguous.
         """
-        _check_layout(logits)
+        check_layout(logits)
         if len(logits):
             _statistics_kernel[(len(logits),)](
                 logits,
@@ -157,7 +173,7 @@ class TritonKernels:
 
         Raise ValueError for other dtypes than 16 or 32 bits, and for logits whose columns are not contiguous.
         """
-        _check_layout(logits)
+        check_layout(logits)
         if len(logits):
             _gradient_kernel[(len(logits) * triton.cdiv(logits.shape[1], self.block),)](
                 logits,
@@ -174,7 +190,7 @@ class TritonKernels:
             )
 
 
-def _check_layout(logits: Tensor) -> None:
+def check_layout(logits: Tensor) -> None:
     if logits.dtype not in _DTYPES:
         raise ValueError(f"logits are {logits.dtype}, expected one of {_DTYPES}; use TorchKernels for others")
     if logits.shape[1] > 1 and logits.stride(1) != 1:

@@ -209,8 +209,8 @@ WRONG = {
 }
 
 
-def candidate_of(kernels: ChunkKernels) -> Candidate:
-    return Candidate(name="new", kernels=kernels, errors=(RuntimeError,))
+def candidate_of(kernels: ChunkKernels, error: type[Exception] = RuntimeError) -> Candidate[ChunkKernels]:
+    return Candidate(name="new", kernels=kernels, errors=(error,), test=self_test, purpose="log-probs")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
@@ -230,7 +230,7 @@ def test_the_self_test_finds_what_is_wrong(wrong: type[TorchKernels], dtype: tor
 def test_wrong_kernels_are_passed_over_with_a_warning() -> None:
     candidates = [candidate_of(WrongSignOfEntropy()), candidate_of(DoesNotCompile())]
     with pytest.warns(UserWarning, match="failed their self-test") as warned:
-        chosen = first_that_passes(candidates, CPU)
+        chosen = first_that_passes(candidates, CPU, TorchKernels())
     assert type(chosen) is TorchKernels
     told = "the new kernels for log-probs failed their self-test, so PyTorch's are used: "
     messages = [str(one.message) for one in warned]
@@ -242,9 +242,10 @@ def test_right_kernels_are_chosen_without_a_word() -> None:
     candidate = candidate_of(TorchKernels())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert first_that_passes([candidate, candidate_of(DoesNotCompile())], CPU) is candidate.kernels
+        chosen = first_that_passes([candidate, candidate_of(DoesNotCompile())], CPU, TorchKernels())
+    assert chosen is candidate.kernels
 
 
 def test_an_error_that_was_not_foreseen_is_not_hidden() -> None:
     with pytest.raises(RuntimeError, match="no compiler"):
-        find_fault(Candidate(name="new", kernels=DoesNotCompile(), errors=(OSError,)), CPU)
+        find_fault(candidate_of(DoesNotCompile(), OSError), CPU)

@@ -1,0 +1,337 @@
+"""Compute log-probs, entropies and the divergence from a teacher in one pass over chunks of sharded logits.
+
+The regimes are those of the log-prob head. The teacher's logits take one more chunk of memory, and one product of its
+hidden states with its output weight for each time that they are needed (recompute and keep: twice, in_chunk: once).
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megarl.parallel.head.choose import choose_teacher_kernels
+from megarl.parallel.head.differentiable import LossGradients, overwrite_by_gradient, require_same_gradient
+from megarl.parallel.head.divergence import Divergence
+from megarl.parallel.head.gradients import GradientSinks, HiddenGradient, WeightGradient
+from megarl.parallel.head.logprobs import HeadOptions, head_inputs, prepare_head
+from megarl.parallel.head.regime import Regime
+from megarl.parallel.head.statistics import HeadInputs, RowStatistics, VocabShard, gather_parts
+from megarl.parallel.head.teacher_kernels import TeacherKernels
+from megarl.parallel.head.teachers import Teacher, TeacherComparison, WholeTeacher
+from megarl.parallel.head.top_teacher import TopTeacher
+
+_NUM_VALUES = len(TeacherComparison._fields)
+_DEFAULTS = HeadOptions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherLogits:
+    """A teacher that gives its whole distribution, by hidden states and this rank's rows of its output weight.
+
+    Attributes:
+        hidden: [N, H'] of the student's labels; with `row_counts`, this rank's part.
+        weight: [≥ shard.size, H'], from the first token of the student's shard on.
+        shard: what `weight` has; its start is the student's.
+        temperature: a float, or one per token [N], > 0.
+        logit_cap: c if the teacher's logits are c·tanh(h·Wᵀ/c).
+        fp32_logits: multiply in float32.
+        common: tokens below this id are the same in both vocabularies, and only these are compared, after both
+            distributions are normalised over them; None: the vocabularies are the same.
+        kernels: computations on chunks of both logits; None: the best for the device.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    shard: VocabShard
+    temperature: torch.Tensor | float = 1.0
+    logit_cap: float | None = None
+    fp32_logits: bool = False
+    common: int | None = None
+    kernels: TeacherKernels | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopLogits:
+    """A teacher that gives its likeliest tokens: logprobs [N, K] in nats, and ids [N, K], each once, then −1.
+
+    All other tokens are compared as one outcome. Every rank has all N rows.
+    """
+
+    logprobs: torch.Tensor
+    ids: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistilledLogprobs:
+    """Log-probs and entropies [N] as in `TokenLogprobs`, and values beside the teacher, [N] float32 in nats.
+
+    Only the first three have gradients. agreement: 1 where both find the same token likeliest, else 0. student_mass,
+    teacher_mass: the probability of the tokens that are compared one by one.
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    divergence: torch.Tensor
+    reverse_kl: torch.Tensor
+    forward_kl: torch.Tensor
+    teacher_entropy: torch.Tensor
+    agreement: torch.Tensor
+    student_mass: torch.Tensor
+    teacher_mass: torch.Tensor
+
+
+def vocab_parallel_divergence(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    shard: VocabShard,
+    teacher: TeacherLogits | TopLogits,
+    divergence: Divergence = Divergence.REVERSE,
+    beta: float = 0.5,
+    options: HeadOptions = _DEFAULTS,
+    nucleus: torch.Tensor | None = None,
+) -> DistilledLogprobs:
+    """Compute what `vocab_parallel_logprobs` does, and the divergence from a teacher over the whole vocabulary.
+
+    Args:
+        beta: the teacher's weight in the mixture of JSD, between 0 and 1; other divergences do not read it.
+        options: under in_chunk, `loss_gradients` is given the divergences too, and returns their gradients as well.
+        nucleus: log-probs are normalised over it; entropies and divergences are not.
+
+    Raises:
+        ValueError: shapes or shards do not agree, β is none, or an option that the regime requires is missing.
+    """
+    if divergence is Divergence.JSD and not 0 < beta < 1:
+        raise ValueError(f"beta is {beta}, expected a number between 0 and 1; the ends are forward and reverse KL")
+    x, sinks, hidden, weight = prepare_head(hidden, weight, labels, shard=shard, options=options, nucleus=nucleus)
+    compared = _teacher(teacher, x, sinks, labels, divergence, beta)
+    if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
+        found = TeacherComparison(*compare_rows(x, compared))
+        logprobs, entropy, value = found.logprobs, found.entropy, found.divergence
+    else:
+        logprobs, entropy, value, table = DistilledGradients.apply(hidden, weight, x, compared, sinks, options)
+        found = TeacherComparison(*table)
+    return DistilledLogprobs(
+        logprobs=logprobs,
+        entropy=entropy,
+        divergence=value,
+        reverse_kl=found.reverse_kl,
+        forward_kl=found.forward_kl,
+        teacher_entropy=found.teacher_entropy,
+        agreement=found.agreement,
+        student_mass=found.student_mass,
+        teacher_mass=found.teacher_mass,
+    )
+
+
+def _teacher(
+    given: TeacherLogits | TopLogits,
+    x: HeadInputs,
+    sinks: GradientSinks,
+    labels: torch.Tensor,
+    divergence: Divergence,
+    beta: float,
+) -> Teacher:
+    """Check a teacher against the student's inputs, and gather its hidden states where ranks have parts of them."""
+    count, shard = len(labels), x.shard
+    if isinstance(given, TopLogits):
+        if given.ids.shape != given.logprobs.shape or given.ids.ndim != 2 or len(given.ids) != count:
+            shapes = f"{tuple(given.logprobs.shape)} and ids {tuple(given.ids.shape)}"
+            raise ValueError(f"the teacher's log-probs have shape {shapes}, expected ({count}, K) like the labels")
+        return TopTeacher(logprobs=given.logprobs, ids=given.ids, divergence=divergence, beta=beta)
+    if given.shard.start != shard.start:
+        raise ValueError(
+            f"the teacher's rows of the output weight start at token {given.shard.start}, the student's at "
+            f"{shard.start}; call resplit_weight for the teacher's"
+        )
+    states = sinks.owners.gather(given.hidden.detach())
+    if len(states) != count:
+        raise ValueError(f"the teacher has {len(states)} hidden states, expected {count} like the labels")
+    options = HeadOptions(
+        temperature=given.temperature,
+        chunk_tokens=x.chunk_tokens,
+        kernels=x.kernels,
+        fp32_logits=given.fp32_logits,
+        logit_cap=given.logit_cap,
+    )
+    columns = min(shard.size, given.shard.size)
+    if given.common is None and shard.size != given.shard.size:
+        raise ValueError(
+            f"this rank has {shard.size} tokens of the student's vocabulary and {given.shard.size} of the teacher's; "
+            f"tell how many both have in common"
+        )
+    if given.common is not None:
+        columns = max(0, min(shard.size, given.common - shard.start))
+        if columns > given.shard.size:
+            raise ValueError(
+                f"{given.common} tokens are in common, but this rank's {given.shard.size} of the teacher's from "
+                f"{shard.start} on end before"
+            )
+    return WholeTeacher(
+        inputs=head_inputs(states, given.weight, labels, shard=given.shard, options=options),
+        kernels=given.kernels or choose_teacher_kernels(states.device),
+        divergence=divergence,
+        beta=beta,
+        columns=columns,
+        cut=given.common is not None,
+    )
+
+
+# (tokens of a chunk, its logits, the teacher's scratch, what was found) → nothing
+OnChunk = Callable[[slice, torch.Tensor, Any, TeacherComparison], None]
+
+
+def compare_rows(
+    x: HeadInputs,
+    teacher: Teacher,
+    *,
+    kept: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
+    on_chunk: OnChunk | None = None,
+) -> torch.Tensor:
+    """Return the values of `TeacherComparison` of all tokens, [values, N], computed chunk by chunk.
+
+    kept: [N, shard.size] receives the student's raw logits. table: receives the values. on_chunk: called while the
+    logits of a chunk exist; ranks then exchange statistics once per chunk instead of once.
+    """
+    count, dtype, device = len(x.hidden), x.statistics_dtype, x.hidden.device
+    num_statistics = x.num_statistics + teacher.num_statistics
+    by_chunk = on_chunk is not None or teacher.reads_logits_twice
+    values = torch.zeros(_NUM_VALUES, count, dtype=dtype, device=device) if table is None else table
+    parts = torch.empty(num_statistics, 0 if by_chunk else count, dtype=dtype, device=device)
+    size = min(x.chunk_tokens, count)
+    buffer, scratch = x.buffer(size) if kept is None else kept, teacher.allocate(size)
+    for rows in x.chunks():
+        logits = x.write_logits(rows, buffer if kept is None else kept[rows])
+        others = teacher.fill(rows, scratch)
+        if not by_chunk:
+            teacher.write_statistics(x, rows, logits, others, parts[:, rows])
+            continue
+        part = parts.new_empty(num_statistics, len(logits))
+        teacher.write_statistics(x, rows, logits, others, part)
+        found = teacher.compare(x, rows, logits, others, gather_parts(part, x.shard.group))
+        values[:, rows] = torch.stack(found)
+        if on_chunk is not None:
+            on_chunk(rows, logits, others, found)
+    if not by_chunk:
+        whole = slice(0, count)
+        torch.stack(teacher.compare(x, whole, None, None, gather_parts(parts, x.shard.group)), out=values)
+    return values
+
+
+class DistilledGradients(torch.autograd.Function):
+    """The autograd function (own hidden states, weight) → (log p, H, divergence, all values) of the three regimes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        own: torch.Tensor,
+        weight: torch.Tensor,
+        x: HeadInputs,
+        teacher: Teacher,
+        sinks: GradientSinks,
+        options: HeadOptions,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.gradients, ctx.kept, ctx.spent = None, None, False
+        entropy_needs_grad = options.entropy_needs_grad
+        used: list[torch.Tensor] = []
+        if options.loss_gradients is None:
+            ctx.kept = x.buffer(len(x.hidden)) if options.regime is Regime.KEEP else None
+            table = compare_rows(x, teacher, kept=ctx.kept)
+        else:
+            wanted = ctx.needs_input_grad[1]
+            table, *used, entropy_needs_grad, ctx.gradients = _in_chunk(
+                x, teacher, sinks, options.loss_gradients, weight, wanted=wanted
+            )
+        ctx.in_chunk = options.loss_gradients is not None
+        # `x` holds no more than these tensors; autograd watches whether they are overwritten.
+        ctx.save_for_backward(table, weight, x.hidden, *used)
+        ctx.context = x, teacher, sinks
+        values = [table[i].clone() for i in range(3)]
+        ctx.mark_non_differentiable(*([] if entropy_needs_grad else [values[1]]), table)
+        ctx.set_materialize_grads(False)
+        return *values, table
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if ctx.spent:
+            raise RuntimeError("log-prob head with a teacher: a second backward, but gradients are made once")
+        x, teacher, sinks = ctx.context
+        table, weight, hidden, *used = ctx.saved_tensors
+        if ctx.in_chunk:
+            ctx.spent = True
+            for name, expected, actual in zip(("log-probs", "entropy", "divergence"), used, grads, strict=False):
+                require_same_gradient(name, expected, actual)
+            # Drop our references, or autograd would copy the gradients.
+            (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
+            return grad_hidden, grad_weight, None, None, None, None
+        ctx.spent = sinks.overwrite_hidden
+        # The gradient overwrites the kept logits, so a second backward has to recompute them.
+        kept, ctx.kept = ctx.kept, None
+        size = min(x.chunk_tokens, len(hidden))
+        buffer, scratch = x.buffer(size) if kept is None else None, teacher.allocate(size)
+        sums = HiddenGradient(hidden, sinks), WeightGradient(weight, sinks.main_grad, wanted=ctx.needs_input_grad[1])
+        given = [torch.zeros_like(table[0]) if grad is None else grad for grad in grads[:3]]
+        for rows in x.chunks():
+            logits = kept[rows] if buffer is None else x.write_logits(rows, buffer)
+            by_entropy = None if grads[1] is None else given[1][rows]
+            there = TeacherComparison(*table[:, rows])
+            weights = given[0][rows], by_entropy, given[2][rows]
+            _overwrite(x, teacher, rows, logits, teacher.fill(rows, scratch), there, *weights)
+            sums[1].add(logits, hidden[rows])
+            sums[0].add(rows, logits, x.weight)
+        return sums[0].finish(), sums[1].finish(), None, None, None, None
+
+
+def _in_chunk(
+    x: HeadInputs,
+    teacher: Teacher,
+    sinks: GradientSinks,
+    loss_gradients: LossGradients,
+    weight: torch.Tensor,
+    *,
+    wanted: bool,
+) -> tuple[Any, ...]:
+    """Return the values, the three gradients of the loss, whether it depends on entropies, and those of the inputs."""
+    table = torch.zeros(_NUM_VALUES, len(x.hidden), dtype=x.statistics_dtype, device=x.hidden.device)
+    used = torch.zeros_like(table[:3])
+    grad_hidden, grad_weight = HiddenGradient(x.hidden, sinks), WeightGradient(weight, sinks.main_grad, wanted=wanted)
+    depends_on_entropy = False
+
+    def on_chunk(rows: slice, logits: torch.Tensor, scratch: Any, found: TeacherComparison) -> None:
+        nonlocal depends_on_entropy
+        by_logprobs, by_entropy, by_divergence = loss_gradients(*table[:3])
+        assert by_logprobs is not None
+        assert by_divergence is not None
+        used[0, rows], used[2, rows] = by_logprobs[rows], by_divergence[rows]
+        if by_entropy is not None:
+            depends_on_entropy, used[1, rows] = True, by_entropy[rows]
+        weights = used[0, rows], used[1, rows] if by_entropy is not None else None, used[2, rows]
+        _overwrite(x, teacher, rows, logits, scratch, found, *weights)
+        grad_weight.add(logits, x.hidden[rows])
+        grad_hidden.add(rows, logits, x.weight)
+
+    compare_rows(x, teacher, table=table, on_chunk=on_chunk)
+    return table, *used, depends_on_entropy, (grad_hidden.finish(), grad_weight.finish())
+
+
+def _overwrite(
+    x: HeadInputs,
+    teacher: Teacher,
+    rows: slice,
+    logits: torch.Tensor,
+    scratch: Any,
+    found: TeacherComparison,
+    by_logprobs: torch.Tensor,
+    by_entropy: torch.Tensor | None,
+    by_divergence: torch.Tensor,
+) -> None:
+    """Overwrite raw logits of `rows` by the loss's gradient; everything else is for these rows only."""
+    statistics = RowStatistics(
+        logprobs=found.logprobs, entropy=found.entropy, lse=found.lse, nucleus_lse=found.nucleus_lse
+    )
+    write = functools.partial(teacher.write_gradient, x, rows, scratch, found, by_divergence)
+    overwrite_by_gradient(x, rows, logits, statistics, by_logprobs, by_entropy, write)

@@ -1,0 +1,229 @@
+"""Compare a student's distribution over a sharded vocabulary with a teacher's, token by token.
+
+A `WholeTeacher` has logits, computed from its hidden states beside the student's, which give the exact divergence; that
+in `top_teacher` knows its likeliest tokens only.
+
+The exact reverse and forward KL need one all-gather. Each rank computes KL_i(p‖q) between the softmaxes over its own
+shard; with the shards' masses m_i under the student and n_i under the teacher
+
+    KL(p‖q) = Σ_i m_i (KL_i + log m_i − log n_i),
+
+in which no large logits cancel. JSD needs every lse first, and then an all-reduce of two floats per token.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.parallel.head.divergence import Divergence
+from megarl.parallel.head.statistics import HeadInputs, combine, write_chunk_statistics
+from megarl.parallel.head.teacher_kernels import (
+    NUM_BOTH,
+    NUM_OWN,
+    DivergenceTerm,
+    TeacherKernels,
+)
+
+
+class TeacherComparison(NamedTuple):
+    """Values of each token, [n] in nats: the student's own, then those beside the teacher.
+
+    lse and nucleus_lse: as in `RowStatistics`. divergence: the one that is optimized; its gradient subtracts `mean`.
+    agreement: 1 where both find the same token likeliest. student_lse, teacher_lse: over the tokens that are compared.
+    student_mass, teacher_mass: how much of each distribution these tokens have.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    divergence: Tensor
+    lse: Tensor
+    nucleus_lse: Tensor
+    mean: Tensor
+    reverse_kl: Tensor
+    forward_kl: Tensor
+    teacher_entropy: Tensor
+    agreement: Tensor
+    student_lse: Tensor
+    teacher_lse: Tensor
+    student_mass: Tensor
+    teacher_mass: Tensor
+
+
+class Teacher(Protocol):
+    """A teacher as the head sees it. `scratch` is what `fill` made of it for a chunk of tokens, such as its logits."""
+
+    @property
+    def num_statistics(self) -> int:
+        """Return how many floats per token ranks exchange for the teacher."""
+
+    @property
+    def reads_logits_twice(self) -> bool:
+        """Return whether `compare` reads logits, so that each chunk is compared while they exist."""
+
+    def allocate(self, num_rows: int) -> Tensor | None:
+        """Allocate the scratch for chunks of at most `num_rows` tokens."""
+
+    def fill(self, rows: slice, scratch: Any) -> Tensor | None:
+        """Compute the scratch of a chunk."""
+
+    def write_statistics(self, x: HeadInputs, rows: slice, logits: Tensor, scratch: Any, out: Tensor) -> None:
+        """Write this rank's statistics of a chunk: `x.num_statistics` of the student, then those of the teacher."""
+
+    def compare(
+        self, x: HeadInputs, rows: slice, logits: Tensor | None, scratch: Any, parts: Tensor
+    ) -> TeacherComparison:
+        """Combine the statistics of all ranks, [ranks, k, n]."""
+
+    def write_gradient(
+        self,
+        x: HeadInputs,
+        rows: slice,
+        scratch: Any,
+        found: TeacherComparison,
+        weight: Tensor,
+        logits: Tensor,
+        inverse_temperature: Tensor,
+        labels: Tensor,
+        *,
+        lse: Tensor,
+        grad_logprobs: Tensor,
+        a: Tensor,
+        b: Tensor | None,
+    ) -> None:
+        """Do what `ChunkKernels.write_gradient` does with the last seven, and add weight·∂D/∂r."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeTeacher:
+    """A teacher whose logits are computed from its hidden states, from one chunk of tokens to the next.
+
+    columns: how many of this rank's first columns are compared. cut: whether some rank's are not all compared.
+    """
+
+    inputs: HeadInputs
+    kernels: TeacherKernels
+    divergence: Divergence
+    beta: float
+    columns: int
+    cut: bool
+
+    @property
+    def num_statistics(self) -> int:
+        return NUM_BOTH + 2 * self.cut
+
+    @property
+    def reads_logits_twice(self) -> bool:
+        return self.divergence is Divergence.JSD
+
+    def allocate(self, num_rows: int) -> Tensor:
+        return self.inputs.buffer(num_rows)
+
+    def fill(self, rows: slice, scratch: Any) -> Tensor:
+        return self.inputs.write_logits(rows, scratch)
+
+    def write_statistics(self, x: HeadInputs, rows: slice, logits: Tensor, scratch: Any, out: Tensor) -> None:
+        width, own, scale = self.columns, x.num_statistics, self.inputs.inverse_temperature[rows]
+        both = torch.zeros(NUM_OWN + NUM_BOTH, len(logits), dtype=out.dtype, device=out.device)
+        both[[0, 3, 7, 8, 9]] = -torch.inf
+
+        def write(logits: Tensor, inverse_temperature: Tensor, labels: Tensor, out: Tensor) -> None:
+            if width:
+                here = labels.where(labels < width, -1)
+                self.kernels.statistics(logits[:, :width], scratch[:, :width], inverse_temperature, scale, here, both)
+            out.copy_(both[:NUM_OWN])
+            if logits.shape[1] > width:
+                beyond = torch.empty_like(out)
+                elsewhere = (labels - width).clamp(min=-1)
+                x.kernels.statistics(logits[:, width:], inverse_temperature, elsewhere, beyond)
+                found = combine(torch.stack([out, beyond]))
+                out[0], out[1], out[2] = found.lse, found.entropy, out[2] + beyond[2]
+
+        write_chunk_statistics(x, rows, logits, out[:own], write)
+        out[own : own + NUM_BOTH] = both[NUM_OWN:]
+        if self.cut:
+            out[own + NUM_BOTH] = both[0]
+            out[own + NUM_BOTH + 1] = (scratch[:, width:].to(out.dtype) * scale[:, None]).logsumexp(1)
+
+    def compare(
+        self, x: HeadInputs, rows: slice, logits: Tensor | None, scratch: Any, parts: Tensor
+    ) -> TeacherComparison:
+        own = x.num_statistics
+        found = combine(parts[:, :own], None if x.nucleus is None else x.nucleus[rows])
+        teacher_parts, teacher_entropy, reverse, forward, peak, teacher_peak, beside = parts[:, own : own + 7].unbind(1)
+        student_parts = parts[:, own + NUM_BOTH] if self.cut else parts[:, 0]
+        student_lse, teacher_lse = student_parts.logsumexp(0), teacher_parts.logsumexp(0)
+        log_m, log_n = student_parts - student_lse, teacher_parts - teacher_lse
+        m, n = log_m.exp(), log_n.exp()
+        # 0·(∞ − ∞) of shards without a token that is compared.
+        reverse_kl = torch.where(m > 0, m * (reverse + log_m - log_n), 0.0).sum(0)
+        forward_kl = torch.where(n > 0, n * (forward + log_n - log_m), 0.0).sum(0)
+        value = mean = reverse_kl if self.divergence is Divergence.REVERSE else forward_kl
+        if self.divergence is Divergence.JSD:
+            # They are read once more.
+            assert logits is not None
+            terms = torch.zeros(2, len(found.lse), dtype=parts.dtype, device=parts.device)
+            if self.columns:
+                self.kernels.mixture(
+                    logits[:, : self.columns],
+                    scratch[:, : self.columns],
+                    x.inverse_temperature[rows],
+                    self.inputs.inverse_temperature[rows],
+                    lse=student_lse,
+                    teacher_lse=teacher_lse,
+                    beta=self.beta,
+                    out=terms,
+                )
+            if x.shard.group.size() > 1:
+                dist.all_reduce(terms, group=x.shard.group)
+            mean, value = terms[0], (1 - self.beta) * terms[0] + self.beta * terms[1]
+        outside = parts[:, own + NUM_BOTH + 1].logsumexp(0) if self.cut else torch.full_like(mean, -torch.inf)
+        return TeacherComparison(
+            logprobs=found.logprobs,
+            entropy=found.entropy,
+            # Round-off may leave a tiny negative number where the two agree.
+            divergence=value.clamp(min=0),
+            lse=found.lse,
+            nucleus_lse=found.nucleus_lse,
+            mean=mean,
+            reverse_kl=reverse_kl.clamp(min=0),
+            forward_kl=forward_kl.clamp(min=0),
+            teacher_entropy=(n * teacher_entropy + torch.special.entr(n)).sum(0),
+            agreement=(beside.gather(0, peak.argmax(0)[None])[0] >= teacher_peak.amax(0)).to(mean.dtype),
+            student_lse=student_lse,
+            teacher_lse=teacher_lse,
+            student_mass=(student_lse - found.lse).exp(),
+            teacher_mass=(teacher_lse - torch.logaddexp(teacher_lse, outside)).exp(),
+        )
+
+    def write_gradient(
+        self,
+        x: HeadInputs,
+        rows: slice,
+        scratch: Any,
+        found: TeacherComparison,
+        weight: Tensor,
+        logits: Tensor,
+        inverse_temperature: Tensor,
+        labels: Tensor,
+        **rest: Any,
+    ) -> None:
+        width = self.columns
+        if width:
+            term = DivergenceTerm(
+                divergence=self.divergence,
+                beta=self.beta,
+                others=scratch[:, :width],
+                inverse_temperature=self.inputs.inverse_temperature[rows],
+                lse=found.student_lse,
+                teacher_lse=found.teacher_lse,
+                mean=found.mean,
+                weight=weight,
+            )
+            here = labels.where(labels < width, -1)
+            self.kernels.write_gradient(logits[:, :width], inverse_temperature, here, term=term, **rest)
+        if logits.shape[1] > width:
+            elsewhere = (labels - width).clamp(min=-1)
+            x.kernels.write_gradient(logits[:, width:], inverse_temperature, elsewhere, **rest)

@@ -1,0 +1,140 @@
+"""Compare a student with a teacher of which only the likeliest k tokens are known; all others are one outcome.
+
+With P and Q for the mass that student and teacher leave to the rest, the divergence is that of the k + 1 outcomes. It
+is at most the exact one, and equal to it for k = V. Its gradient by z_v at a token of the rest is p_v times the same
+number for all of them, so that the kernels of the plain head write it; that at the k tokens is written over it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.parallel.head.divergence import Divergence
+from megarl.parallel.head.statistics import HeadInputs, combine, write_chunk_statistics
+from megarl.parallel.head.teacher_kernels import SLOPES, log_ratio_to_mixture
+from megarl.parallel.head.teachers import TeacherComparison
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopTeacher:
+    """A teacher of which only the likeliest tokens are known; all others are one outcome.
+
+    logprobs: [N, K], in nats. ids: [N, K], each id once, −1 where the teacher gave fewer.
+    """
+
+    logprobs: Tensor
+    ids: Tensor
+    divergence: Divergence
+    beta: float
+
+    @property
+    def num_statistics(self) -> int:
+        return 1 + self.ids.shape[1]
+
+    @property
+    def reads_logits_twice(self) -> bool:
+        return False
+
+    def allocate(self, num_rows: int) -> None:
+        return None
+
+    def fill(self, rows: slice, scratch: Any) -> None:
+        return None
+
+    def write_statistics(self, x: HeadInputs, rows: slice, logits: Tensor, scratch: Any, out: Tensor) -> None:
+        own = x.num_statistics
+        write_chunk_statistics(x, rows, logits, out[:own])
+        out[own], out[own + 1 :] = -torch.inf, 0.0
+        if x.shard.size:
+            z = x.at_ids(self.ids[rows], rows, logits)[1]
+            out[own] = logits.amax(1).to(out.dtype) * x.inverse_temperature[rows]
+            out[own + 1 :] = z.masked_fill(z == -torch.inf, 0.0).t()
+
+    def compare(
+        self, x: HeadInputs, rows: slice, logits: Tensor | None, scratch: Any, parts: Tensor
+    ) -> TeacherComparison:
+        own = x.num_statistics
+        found = combine(parts[:, :own], None if x.nucleus is None else x.nucleus[rows])
+        missing = self.ids[rows] < 0
+        z = parts[:, own + 1 :].sum(0).t().masked_fill(missing, -torch.inf)
+        log_p, log_q = with_rest(z - found.lse[:, None]), self._teacher(rows, parts.dtype)
+        reverse_kl, forward_kl = _mean_ratio(log_p, log_p - log_q), _mean_ratio(log_q, log_q - log_p)
+        value = mean = reverse_kl if self.divergence is Divergence.REVERSE else forward_kl
+        if self.divergence is Divergence.JSD:
+            ratio = log_ratio_to_mixture(log_p, log_q, self.beta)
+            mean = _mean_ratio(log_p, ratio)
+            value = (1 - self.beta) * mean + self.beta * _mean_ratio(log_q, ratio + (log_q - log_p))
+        likeliest = z.gather(1, log_q[:, :-1].argmax(1, keepdim=True))[:, 0]
+        student_lse, teacher_lse = z.logsumexp(1), log_q[:, :-1].logsumexp(1)
+        return TeacherComparison(
+            logprobs=found.logprobs,
+            entropy=found.entropy,
+            divergence=value.clamp(min=0),
+            lse=found.lse,
+            nucleus_lse=found.nucleus_lse,
+            mean=mean,
+            reverse_kl=reverse_kl.clamp(min=0),
+            forward_kl=forward_kl.clamp(min=0),
+            teacher_entropy=_mean_ratio(log_q, -log_q),
+            agreement=(likeliest >= parts[:, own].amax(0)).to(mean.dtype),
+            student_lse=student_lse,
+            teacher_lse=teacher_lse,
+            student_mass=(student_lse - found.lse).exp().clamp(max=1),
+            teacher_mass=teacher_lse.exp().clamp(max=1),
+        )
+
+    def write_gradient(
+        self,
+        x: HeadInputs,
+        rows: slice,
+        scratch: Any,
+        found: TeacherComparison,
+        weight: Tensor,
+        logits: Tensor,
+        inverse_temperature: Tensor,
+        labels: Tensor,
+        *,
+        lse: Tensor,
+        grad_logprobs: Tensor,
+        a: Tensor,
+        b: Tensor | None,
+    ) -> None:
+        columns, z = x.at_ids(self.ids[rows], rows, logits)
+        owned = z > -torch.inf
+        # The student's outcomes at other ranks' tokens are not read, but those of this rank and the rest.
+        log_p = torch.cat([z - lse[:, None], log_rest(found.student_lse - lse)[:, None]], 1)
+        slope = SLOPES[self.divergence](log_p, self._teacher(rows, lse.dtype), found.mean, self.beta)
+        # Of all tokens of the rest alike: ∂D/∂z_v ÷ p_v.
+        of_rest = slope[:, -1] * torch.exp(-log_p[:, -1])
+        log_p, slope = log_p[:, :-1], slope[:, :-1] * weight[:, None]
+        pulled = log_p.exp() * (a[:, None] if b is None else a[:, None] + b[:, None] * log_p)
+        at_ids = slope - pulled + grad_logprobs[:, None] * (columns == labels[:, None])
+        at_ids = (at_ids * inverse_temperature[:, None]).where(owned, 0.0)
+        x.kernels.write_gradient(
+            logits, inverse_temperature, labels, lse=lse, grad_logprobs=grad_logprobs, a=a - weight * of_rest, b=b
+        )
+        # Written whole instead of added, because what stands there may be far larger.
+        logits.scatter_reduce_(1, columns, (~owned).to(logits.dtype), "prod")
+        logits.scatter_add_(1, columns, at_ids.to(logits.dtype))
+
+    def _teacher(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        """Return the teacher's log-probs [n, K + 1] of the outcomes."""
+        return with_rest(self.logprobs[rows].to(dtype).masked_fill(self.ids[rows] < 0, -torch.inf))
+
+
+def with_rest(logprobs: Tensor) -> Tensor:
+    """Append the log of the mass that [n, K] log-probs leave, as one more outcome."""
+    return torch.cat([logprobs, log_rest(logprobs.logsumexp(1))[:, None]], 1)
+
+
+def log_rest(log_mass: Tensor) -> Tensor:
+    """Return log(1 − e^x); what is below a step of the dtype counts as one step."""
+    return (-torch.expm1(log_mass)).clamp(min=torch.finfo(log_mass.dtype).eps).log()
+
+
+def _mean_ratio(log_p: Tensor, values: Tensor) -> Tensor:
+    """Return [n] Σ p·values; outcomes of no probability count nothing."""
+    p = log_p.exp()
+    return torch.where(p > 0, p * values, 0.0).sum(1)
