@@ -5,7 +5,7 @@ together, into runs of neighbours.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TypeAlias
@@ -98,17 +98,16 @@ def lightest_first(costs: Sequence[int], num_bins: int) -> Bins:
 
 
 def micro_batches(
-    lengths: Sequence[int],
-    max_tokens: int,
-    min_bins: int = 1,
-    *,
-    split: Callable[[Sequence[int], int], Bins] = lightest_first,
+    lengths: Sequence[int], max_tokens: int, min_bins: int = 1, *, shared: Sequence[int] | None = None
 ) -> Bins:
     """Split rows into at least `min_bins` micro-batches of at most `max_tokens` tokens, the heaviest first.
 
-    The search starts from k = max(⌈Σ lengths / max_tokens⌉, rows longer than max_tokens / 2, min_bins) bins, splits
-    the rows into them, and raises k (by one, or 2 %) until every bin fits. By `lightest_first`, bins are empty only if
-    there are fewer rows than `min_bins`. Raises ConfigError for a row that is too long by itself.
+    The search starts from k = max(⌈Σ lengths / max_tokens⌉, rows longer than max_tokens / 2, min_bins) bins, puts rows
+    into the lightest of them, and raises k (by one, or 2 %) until every bin fits. Bins are empty only if there are
+    fewer rows than `min_bins`. Raises ConfigError for a row that is too long by itself.
+
+    shared: how many tokens each row shares with the row before it. Bins are then runs of rows, in which tokens that are
+    shared count once, and more of them may be empty.
     """
     _require_positive(lengths)
     for index, length in enumerate(lengths):
@@ -117,11 +116,14 @@ def micro_batches(
                 f"row {index} has {length} tokens, actor.micro_batch_tokens is {max_tokens}; "
                 f"set actor.micro_batch_tokens >= {length}"
             )
-    num_long = sum(2 * length > max_tokens for length in lengths)  # no two of them fit together
-    num_bins = max(-(-sum(lengths) // max_tokens), num_long, min_bins)
+    if shared is None:
+        num_long = sum(2 * length > max_tokens for length in lengths)  # no two of them fit together
+        num_bins = max(-(-sum(lengths) // max_tokens), num_long, min_bins)
+    else:
+        num_bins = max(-(-(sum(lengths) - sum(shared[1:])) // max_tokens), min_bins)
     while True:
-        bins = split(lengths, num_bins)
-        totals = [sum(lengths[i] for i in members) for members in bins]
+        bins = lightest_first(lengths, num_bins) if shared is None else runs(lengths, num_bins, shared)
+        totals = [_total(members, lengths, shared) for members in bins]
         if max(totals) <= max_tokens:
             return [sorted(bins[k]) for k in sorted(range(num_bins), key=lambda k: (-totals[k], bins[k]))]
         # The loop ends because all rows fit once each has its own bin.
@@ -135,21 +137,31 @@ def plan_micro_batches(
     *,
     multiple: int = 1,
     costs: Sequence[int] | None = None,
+    shared: Sequence[int] | None = None,
     savings: Sequence[int] | None = None,
 ) -> list[Bins]:
     """Split rows into micro-batches for each of `dp` ranks, so that all ranks get nearly equal costs.
 
-    costs: the cost of each row; None: its length. savings: how much less a row costs beside the row before it; ranks
-    and micro-batches then get runs of rows. Every rank gets the same number of micro-batches, a multiple of `multiple`
-    (for interleaved pipelines). Some of a rank's micro-batches are empty if it has few rows.
+    costs: the cost of each row; None: its length. shared, savings: how many tokens a row shares with the row before it,
+    and how much less it costs beside that; ranks and micro-batches then get runs of rows. Every rank gets the same
+    number of micro-batches, a multiple of `multiple` (for interleaved pipelines). Some of a rank's micro-batches are
+    empty if it has few rows.
     """
     if not lengths:
         raise DataError("got no rows to split over data-parallel ranks, expected at least one; skip the pass")
-    costs = lengths if costs is None else costs
-    for_rank, split = (balance(costs, dp), lightest_first) if savings is None else (runs(costs, dp, savings), runs)
+    costs, savings = lengths if costs is None else costs, shared if savings is None else savings
+    for_rank = balance(costs, dp) if savings is None else runs(costs, dp, savings)
     num_bins = multiple
     while True:
-        by_rank = [micro_batches([lengths[i] for i in own], max_tokens, num_bins, split=split) for own in for_rank]
+        by_rank = [
+            micro_batches(
+                [lengths[i] for i in own],
+                max_tokens,
+                num_bins,
+                shared=None if shared is None else [shared[i] for i in own],
+            )
+            for own in for_rank
+        ]
         counts = {len(bins) for bins in by_rank}
         if len(counts) == 1 and max(counts) % multiple == 0:
             return [
@@ -160,24 +172,34 @@ def plan_micro_batches(
 
 
 def imbalance_metrics(
-    plan: Sequence[Bins], lengths: Sequence[int], costs: Sequence[int], savings: Sequence[int] | None = None
+    plan: Sequence[Bins],
+    lengths: Sequence[int],
+    costs: Sequence[int],
+    shared: Sequence[int] | None = None,
+    savings: Sequence[int] | None = None,
 ) -> dict[str, float]:
-    """Return metrics of how evenly a plan loads the data-parallel ranks.
+    """Return metrics of how evenly a plan loads the data-parallel ranks, and of the tokens that rows share.
 
-    global_seqlen/{mean,balanced_min,balanced_max}: tokens of a rank. global_seqlen/tokens_imbalance and
-    flops_imbalance: largest over mean, of tokens and of costs; all ranks wait for the one with the most work. `costs`
-    and `savings` are those of the plan.
+    global_seqlen/{mean,balanced_min,balanced_max}: tokens that a rank computes. global_seqlen/tokens_imbalance and
+    flops_imbalance: largest over mean, of tokens and of costs; all ranks wait for the one with the most work.
+    perf/shared_tokens_frac: the share of the rows' tokens that are not computed, as a row of the same micro-batch has
+    them. The arguments are those of the plan.
     """
-    tokens, work = ([sum(values[i] for bins in rank for i in bins) for rank in plan] for values in (lengths, costs))
-    if savings is not None:
-        work = [w - sum(savings[i] for bins in rank for i in bins[1:]) for w, rank in zip(work, plan, strict=True)]
+    tokens = [sum(_total(members, lengths, shared) for members in rank) for rank in plan]
+    work = [sum(_total(members, costs, savings) for members in rank) for rank in plan]
     return {
         "global_seqlen/mean": sum(tokens) / len(plan),
         "global_seqlen/balanced_min": float(min(tokens)),
         "global_seqlen/balanced_max": float(max(tokens)),
         "global_seqlen/tokens_imbalance": max(tokens) * len(plan) / sum(tokens),
         "global_seqlen/flops_imbalance": max(work) * len(plan) / sum(work),
+        "perf/shared_tokens_frac": 1 - sum(tokens) / sum(lengths),
     }
+
+
+def _total(members: Sequence[int], costs: Sequence[int], savings: Sequence[int] | None) -> int:
+    """Sum the costs of a bin's rows, of which all but the first save what they share with the row before."""
+    return sum(costs[i] for i in members) - (0 if savings is None else sum(savings[i] for i in members[1:]))
 
 
 def _spread(bins: list[_Bin], num_bins: int) -> int:

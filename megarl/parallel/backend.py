@@ -90,7 +90,7 @@ def packs_attention(options: "AttentionOptions", *, cp: int) -> bool:
     return lacks or not BACKENDS[platform().name].uses_transformer_engine
 
 
-def shares_prompts(dims: "Dims", layout: "LayoutConfig") -> bool:
+def shares_prefixes(dims: "Dims", layout: "LayoutConfig") -> bool:
     """Return whether the rows of a micro-batch with the same prompt share its passage through a model's layers.
 
     Transformer Engine's attention and latent attention need every row whole, and experts count all rows' tokens.

@@ -6,7 +6,7 @@ token's key, and reads it:
     S' = e^g S        S = S' + β k (v − kᵀS')ᵀ        o = qᵀS / √d        with g ≤ 0, 0 < β < 1, |q| = |k| = 1
 
 A convolution over the last few tokens precedes q, k and v. Every row of a pack starts from an empty state, so the rows
-of an `AttentionCall` are computed together, with the whole prompt each where they share one.
+of an `AttentionCall` are computed together, each with the whole of what it shares with others.
 """
 
 import functools
@@ -173,7 +173,13 @@ class PackedDeltaNet(MegatronModule):
         beta = beta.float().sigmoid()
         decay = -self.A_log.float().exp() * F.softplus(decay.float() + self.dt_bias.float())
         kernel = choose_kernel(hidden_states.device, dtype)
-        out = kernel([self._rows(call, qkv, decay, beta) for call in plan.calls])[plan.places].float()
+        every = kernel([self._rows(call, qkv, decay, beta) for call in plan.calls])
+        by_call = every.split([call.keys.numel() for call in plan.calls])
+        last = [
+            out.unflatten(0, call.keys.shape)[:, -call.queries.shape[1] :].flatten(0, 1)
+            for out, call in zip(by_call, plan.calls, strict=True)
+        ]
+        out = torch.cat(last)[plan.places].float()
         # Each rank has other heads, so the gradient is summed over ranks.
         weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
         out = F.rms_norm(out, (value_dim,), eps=self.config.layernorm_epsilon).to(dtype) * weight
@@ -183,7 +189,7 @@ class PackedDeltaNet(MegatronModule):
 
     def _rows(self, call: AttentionCall, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> DeltaRows:
         """Gather the tokens of a call's rows, and make their q, k and v of these and the tokens before."""
-        sizes, rows = self.sizes, qkv[call.queries].transpose(1, 2)
+        sizes, rows = self.sizes, qkv[call.keys].transpose(1, 2)
         before = self.conv1d_weight.shape[-1] - 1
         mixed = F.silu(F.conv1d(F.pad(rows, (before, 0)), self.conv1d_weight, groups=rows.shape[1])).transpose(1, 2)
         q, k, v = (
@@ -195,7 +201,7 @@ class PackedDeltaNet(MegatronModule):
             (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)).repeat_interleave(self.ratio, 2)
             for x in (q, k)
         )
-        return q, k, v.flatten(2).unflatten(2, (-1, sizes.value_dim)), decay[call.queries], beta[call.queries]
+        return q, k, v.flatten(2).unflatten(2, (-1, sizes.value_dim)), decay[call.keys], beta[call.keys]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

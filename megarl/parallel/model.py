@@ -18,7 +18,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.host.device.platform import platform
-from megarl.parallel.backend import packs_attention, shares_prompts
+from megarl.parallel.backend import packs_attention, shares_prefixes
 from megarl.parallel.head.differentiable import LossGradients
 from megarl.parallel.head.logprobs import TokenLogprobs
 from megarl.parallel.head.pairs import TokenPairs
@@ -94,7 +94,7 @@ class PackedModel(GPTModel):
             factor = torch.tensor(spec.multipliers.embedding, dtype=config.params_dtype)
             self.embedding.register_forward_hook(lambda *call: call[-1] * factor)
         self.spec, self.layout, self.replays_routing = spec, layout, False
-        self.shares_prompts = shares_prompts(spec.dims, layout.config)
+        self.shares_prefixes = shares_prefixes(spec.dims, layout.config)
         every_layer = range(spec.dims.num_layers)
         self.plans_attention = spec.dims.delta is not None or any(
             packs_attention(spec.attention_of(i), cp=layout.config.cp) for i in every_layer
@@ -107,7 +107,7 @@ class PackedModel(GPTModel):
     def hidden_states(self, pack: Pack) -> torch.Tensor:
         """Run the layers of this pipeline stage. Return [T, 1, H], or [T/tp, 1, H] under sequence parallelism."""
         with contextlib.ExitStack() as stack:
-            if self.shares_prompts:
+            if self.shares_prefixes:
                 # Megatron makes the angles of positions 0, 1, …; of as many as tokens, each token gets its own.
                 own = self.rotary_pos_emb.register_forward_hook(lambda *call: call[-1][pack.position_ids[0]])
                 stack.enter_context(own)

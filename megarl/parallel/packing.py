@@ -1,13 +1,14 @@
 """Pack rows (one prompt with one response each) into one sequence for the model, and unpack per-token results.
 
-A pack concatenates rows in order of their lengths. Rows with the same prompt may share its tokens: the first of them
-holds the prompt, the others begin with its last token. A filler sequence at the end makes the total length a multiple
-of what tensor parallelism needs. Labels are shifted only here: position i of a row predicts token i + 1, so response
-token t is predicted by the hidden state of the row's token prompt + t − 1, which is always the row's own.
+A pack concatenates rows in order of their lengths. Rows may share prefixes, as the branches of a conversation do and
+the responses to a prompt: the first row that has a token holds it, and the own part of each further row begins where it
+differs from all rows before it. A filler sequence at the end makes the total length a multiple of what tensor
+parallelism needs. Labels are shifted only here: position i of a row predicts token i + 1, so response token t is
+predicted by the hidden state of the row's token prompt + t − 1, from which those of several rows may be predicted.
 """
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megarl.data.prefixes import held_prefixes
 from megarl.types import Row
 
 # Attention of sequences whose lengths lie within a step of so many tokens is computed together, padded.
@@ -59,9 +61,10 @@ class PackSeqParams(PackedSeqParams):
 class AttentionCall:
     """Rows of a pack whose causal attention is computed together: S rows of nearly equal length.
 
-    queries: [S, n] each row's tokens among this rank's T. keys: [S, m] each row's tokens among those of the ranks of
-    the context-parallel group, end to end. Shorter rows repeat their last token at the end, which no token before it
-    sees. seen: [n, m] which keys each query sees; None: query i sees keys 0 to i.
+    keys: [S, m] each row's tokens among those of the ranks of the context-parallel group, end to end. queries: [S, n]
+    those of the tokens whose outputs are computed, among this rank's T: the last n, or those of this rank. Shorter rows
+    repeat their last token at the end, which no token before it sees. seen: [n, m] which keys each query sees; None:
+    query i sees keys 0 to i.
     """
 
     queries: torch.Tensor
@@ -81,9 +84,10 @@ class AttentionPlan:
 class Pack:
     """A micro-batch as one sequence for the model. T: this rank's tokens; N: those of them under the loss mask.
 
-    cu_seqlens: bounds of the sequences in the whole pack, over all context-parallel ranks; a row that shares a prompt
-    has only the rest of its tokens there. attention: None if Transformer Engine computes it, by `cu_seqlens`. labels:
-    [N] token ids. positions: [N] the index, among this rank's T, of the hidden state that predicts each label.
+    cu_seqlens: bounds of the sequences in the whole pack, over all context-parallel ranks; a row that shares a prefix
+    has only the rest of its tokens there, maybe none. attention: None if Transformer Engine computes it, by
+    `cu_seqlens`. labels: [N] token ids. positions: [N] the index, among this rank's T, of the hidden state that
+    predicts each label; it ascends.
     row_index, column_index: [N] each label's place in the [B, R] batch of responses, in the order of `rows`.
     kept_per_rank: how many of `positions` lie in each sequence-parallel rank's part; (N,) without sequence parallelism.
     token_rows: [T] the row of each token (of those that share it, one), -1 for padding. routed_experts: [T, layers, k]
@@ -102,15 +106,15 @@ class Pack:
     kept_per_rank: tuple[int, ...]
     batch_shape: tuple[int, int]
     token_rows: torch.Tensor
-    shares_prompts: bool = False
+    shares_prefixes: bool = False
     attention: AttentionPlan | None = None
     routed_experts: torch.Tensor | None = None
     nucleus: torch.Tensor | None = None
 
     @property
     def packed_seq_params(self) -> PackSeqParams:
-        # Where rows share prompts, Megatron gets each token's own rotation, and need not know of rows.
-        bounds = self.cu_seqlens[:: len(self.cu_seqlens) - 1] if self.shares_prompts else self.cu_seqlens
+        # Where rows share prefixes, Megatron gets each token's own rotation, and need not know of rows.
+        bounds = self.cu_seqlens[:: len(self.cu_seqlens) - 1] if self.shares_prefixes else self.cu_seqlens
         return PackSeqParams(
             pack=self,
             qkv_format="thd",
@@ -145,7 +149,7 @@ def pack_rows(
     alignment: PackAlignment,
     device: torch.device,
     plans_attention: bool = False,
-    shares_prompts: bool = False,
+    shares_prefixes: bool = False,
     replay_routing: bool = False,
 ) -> Pack:
     """Pack rows into one sequence for the model.
@@ -153,10 +157,10 @@ def pack_rows(
     Under context parallelism each row is padded to a multiple of 2·cp tokens. A filler sequence at the end makes the
     total length a multiple of what tensor parallelism needs. Without rows, the pack consists of the filler: a rank
     without work must still join every collective. plans_attention: for layers whose attention is `PackedAttention`.
-    shares_prompts: rows with the same prompt share its tokens; needs such layers, without context parallelism.
+    shares_prefixes: rows share the tokens with which they begin alike; needs such layers, without context parallelism.
     replay_routing: route tokens to the experts that their rows recorded, if any.
     """
-    placed = _arrange(rows, alignment, shares_prompts)
+    placed = _arrange(rows, alignment, shares_prefixes)
     offsets, lengths = placed.offsets, np.diff(placed.offsets).tolist()
     tokens, token_rows = np.zeros(offsets[-1], dtype=np.int32), np.full(offsets[-1], -1, dtype=np.int32)
     position_ids = np.concatenate([np.arange(length) for length in lengths])
@@ -175,13 +179,13 @@ def pack_rows(
     place = np.full(len(tokens), -1, dtype=np.int64)
     place[local] = np.arange(len(local))
     predicted_at = place[predictors]
-    mine = predicted_at >= 0
+    mine = np.argsort(predicted_at, kind="stable")[np.count_nonzero(predicted_at < 0) :]
     shares = predicted_at[mine] // (len(local) // alignment.tp)
 
     def tensor(values: npt.NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(values).to(device).long()  # half the bytes cross
 
-    experts = _routed_experts(rows, placed.order, offsets) if replay_routing else None
+    experts = _routed_experts(rows, placed) if replay_routing else None
     return Pack(
         input_ids=tensor(tokens[local])[None],
         position_ids=tensor(position_ids[local])[None],
@@ -194,16 +198,16 @@ def pack_rows(
         kept_per_rank=tuple(np.bincount(shares, minlength=alignment.tp).tolist()),
         batch_shape=(len(rows), max((row.num_response_tokens for row in rows), default=0)),
         token_rows=tensor(token_rows[local]),
-        shares_prompts=shares_prompts,
-        attention=_plan_attention(placed.sequences, lengths, alignment, device) if plans_attention else None,
+        shares_prefixes=shares_prefixes,
+        attention=_plan_attention(placed, alignment, device) if plans_attention else None,
         routed_experts=None if experts is None else tensor(experts[local]),
         nucleus=_nuclei([rows[i] for i in placed.order], mine, device),
     )
 
 
-def num_passed_on(rows: Sequence[Row], alignment: PackAlignment, shares_prompts: bool) -> int:
+def num_passed_on(rows: Sequence[Row], alignment: PackAlignment, shares_prefixes: bool) -> int:
     """Count the tokens whose hidden states a rank passes to the next stage, of the pack that `pack_rows` makes."""
-    return _arrange(rows, alignment, shares_prompts).offsets[-1] // (alignment.cp * alignment.tp)
+    return _arrange(rows, alignment, shares_prefixes).offsets[-1] // (alignment.cp * alignment.tp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,55 +222,61 @@ class _Arrangement:
     sequences: Sequence[npt.NDArray[np.int64]]
 
 
-def _arrange(rows: Sequence[Row], alignment: PackAlignment, shares_prompts: bool) -> _Arrangement:
+def _arrange(rows: Sequence[Row], alignment: PackAlignment, shares_prefixes: bool) -> _Arrangement:
     order = sorted(range(len(rows)), key=lambda i: rows[i].num_tokens)
     multiple, total_multiple = alignment.sequence_multiple, alignment.total_multiple
-    num_shared, lengths, starts = list[int](), list[int](), list[int]()
-    # Where the prompts lie that rows may share; without sharing, each row has its own.
-    held: dict[Hashable, int] = {}
-    end = 0
-    for i in order:
-        row = rows[i]
-        prompt = row.prompt_key if shares_prompts else i
-        num_shared.append(row.num_prompt_tokens - 1 if prompt in held else 0)
-        starts.append(held.setdefault(prompt, end))
-        lengths.append(-(-(row.num_tokens - num_shared[-1]) // multiple) * multiple)
-        end += lengths[-1]
-    filler = -end % total_multiple if rows else total_multiple
+    held = held_prefixes([rows[i] for i in order]) if shares_prefixes else [(0, 0)] * len(rows)
+    lengths = [
+        -(-(rows[i].num_tokens - count) // multiple) * multiple for i, (_, count) in zip(order, held, strict=True)
+    ]
+    filler = -sum(lengths) % total_multiple if rows else total_multiple
     offsets = [0, *itertools.accumulate([*lengths, filler] if filler else lengths)]
     sequences = [np.arange(start, end) for start, end in itertools.pairwise(offsets)]
-    for k, (start, count) in enumerate(zip(starts, num_shared, strict=True)):
-        sequences[k] = np.concatenate([start + np.arange(count), sequences[k]])
+    for k, (holder, count) in enumerate(held):
+        sequences[k] = np.concatenate([sequences[holder][:count], sequences[k]])
     return _Arrangement(order=order, offsets=offsets, sequences=sequences)
 
 
-def _plan_attention(
-    sequences: Sequence[npt.NDArray[np.int64]], lengths: Sequence[int], alignment: PackAlignment, device: torch.device
-) -> AttentionPlan:
-    """Plan the attention of sequences given as indices into a pack, whose own parts have these lengths.
+def _plan_attention(placed: _Arrangement, alignment: PackAlignment, device: torch.device) -> AttentionPlan:
+    """Plan the attention of the sequences of a pack.
 
-    Sequences whose lengths differ by less than `_LENGTH_STEP` share a call. Under context parallelism they share no
-    tokens, and each call has sequences of one length.
+    Where a row's own part is the longer one, the outputs of all its tokens are computed, by the scores of a triangle;
+    else those of its own part. Sequences whose lengths, and whose first queries, differ by less than `_LENGTH_STEP`
+    share a call. Under context parallelism they share no tokens, and each call has sequences of one length.
     """
-    cp, total = alignment.cp, sum(lengths)
-    parts = [zigzag_indices(lengths, cp, rank) if cp > 1 else np.arange(total) for rank in range(cp)]
+    cp, lengths = alignment.cp, np.diff(placed.offsets)
+    parts = [zigzag_indices(lengths.tolist(), cp, rank) if cp > 1 else np.arange(lengths.sum()) for rank in range(cp)]
     mine, place_of_key = parts[alignment.cp_rank], np.argsort(np.concatenate(parts))
-    place_of_query, places = np.full(total, -1, dtype=np.int64), np.empty(len(mine), dtype=np.int64)
+    place_of_query, places = np.full(lengths.sum(), -1, dtype=np.int64), np.empty(len(mine), dtype=np.int64)
     place_of_query[mine] = np.arange(len(mine))
     step = 1 if cp > 1 else _LENGTH_STEP
+
+    def first_query(sequence: npt.NDArray[np.int64], own: int) -> int:
+        start = len(sequence) - own
+        return start // step * step if own <= start else 0
+
+    # Each sequence with its first query, and the number of its queries in steps.
+    starts = [first_query(*each) for each in zip(placed.sequences, lengths, strict=True)]
+    queried = [
+        (start, -(-(len(sequence) - start) // step), sequence)
+        for start, sequence, own in zip(starts, placed.sequences, lengths, strict=True)
+        if own
+    ]
+    # Those that are computed whole keep the order of their lengths.
+    queried.sort(key=lambda each: each[:2] if each[0] else (0, 0))
 
     def tensor(values: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(values).to(device)
 
     calls, num_outputs = [], 0
-    for steps, members in itertools.groupby(sequences, key=lambda sequence: -(-len(sequence) // step)):
-        rows = list(members)
-        width = max(map(len, rows)) if cp == 1 else steps
+    for (start, _), members in itertools.groupby(queried, key=lambda each: each[:2]):
+        rows = [sequence for *_, sequence in members]
+        width = max(map(len, rows))
         columns = np.minimum(np.arange(width), np.array([[len(row) - 1] for row in rows]))
         tokens = np.stack([row[own] for row, own in zip(rows, columns, strict=True)])
-        own = zigzag_indices([width], cp, alignment.cp_rank) if cp > 1 else np.arange(width)
+        own = zigzag_indices([width], cp, alignment.cp_rank) if cp > 1 else np.arange(start, width)
         queries = place_of_query[tokens[:, own]]
-        seen = own[:, None] >= np.arange(width) if cp > 1 else None
+        seen = own[:, None] >= np.arange(width) if cp > 1 or start else None
         calls.append(
             AttentionCall(
                 queries=tensor(queries),
@@ -275,18 +285,18 @@ def _plan_attention(
             )
         )
         for row, found in zip(rows, queries, strict=True):
-            count = len(row) // cp
+            count = (len(row) - start) // cp
             places[found[:count]] = num_outputs + np.arange(count)
             num_outputs += len(own)
     return AttentionPlan(calls=tuple(calls), places=tensor(places))
 
 
-def _nuclei(rows: Sequence[Row], mine: npt.NDArray[np.bool_], device: torch.device) -> torch.Tensor | None:
-    """Return the nuclei [N, K] of those of the rows' kept labels that are `mine`, or None if no row has any."""
+def _nuclei(rows: Sequence[Row], mine: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor | None:
+    """Return the nuclei [N, K] of the rows' kept labels `mine`, or None if no row has any."""
     width = max((row.nucleus.shape[1] for row in rows if row.nucleus is not None), default=0)
     if not width:
         return None
-    ids = np.full((len(mine), width), -1, dtype=np.int32)
+    ids = np.full((sum(row.num_loss_tokens for row in rows), width), -1, dtype=np.int32)
     start = 0
     for row in rows:
         if row.nucleus is not None:
@@ -295,16 +305,14 @@ def _nuclei(rows: Sequence[Row], mine: npt.NDArray[np.bool_], device: torch.devi
     return torch.from_numpy(ids[mine]).to(device)
 
 
-def _routed_experts(
-    rows: Sequence[Row], order: Sequence[int], offsets: Sequence[int]
-) -> npt.NDArray[np.integer] | None:
+def _routed_experts(rows: Sequence[Row], placed: _Arrangement) -> npt.NDArray[np.integer] | None:
     """Return a pack's recorded experts [tokens, layers, k], −1 where none are recorded, or None if no row has any."""
     recorded = next((row.routed_experts for row in rows if row.routed_experts is not None), None)
     if recorded is None:
         return None
-    experts = np.full((offsets[-1], *recorded.shape[1:]), -1, dtype=recorded.dtype)
-    for i, offset in zip(order, offsets, strict=False):
+    experts = np.full((placed.offsets[-1], *recorded.shape[1:]), -1, dtype=recorded.dtype)
+    for i, sequence in zip(placed.order, placed.sequences, strict=False):
         own = rows[i].routed_experts
         if own is not None:
-            experts[offset : offset + len(own)] = own
+            experts[sequence[: len(own)]] = own
     return experts

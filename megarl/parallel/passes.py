@@ -70,7 +70,7 @@ def _run_schedule(
             alignment=alignment,
             device=device,
             plans_attention=model.plans_attention,
-            shares_prompts=model.shares_prompts,
+            shares_prefixes=model.shares_prefixes,
             replay_routing=model.replays_routing,
         )
         gradients = None if loss_gradients is None else loss_gradients(pack, indices)
@@ -82,7 +82,9 @@ def _run_schedule(
     between_stages: dict[str, Any] = {}
     if layout.config.pp > 1:
         packs = ([rows[i] for i in indices] for indices in micro_batches)
-        shapes = [(num_passed_on(pack, alignment, model.shares_prompts), 1, model.config.hidden_size) for pack in packs]
+        shapes = [
+            (num_passed_on(pack, alignment, model.shares_prefixes), 1, model.config.hidden_size) for pack in packs
+        ]
         known = KnownShapes(layout.pp_group, model.config, shapes, num_chunks=len(chunks))
         between_stages = {"p2p_communicator": known, "pg_collection": layout.schedule_groups}
     several = len(chunks) > 1

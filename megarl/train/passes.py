@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megarl.cluster import residency
 from megarl.config.schema import OptimizerConfig
 from megarl.data.packing import imbalance_metrics, plan_micro_batches
-from megarl.parallel.backend import shares_prompts
+from megarl.data.prefixes import count_shared, family_order
+from megarl.parallel.backend import shares_prefixes
 from megarl.record.performance import forward_flops
 from megarl.types import AlgoState, Denominators, FloatArray, Objective, Row, TokenQuantity
 from megarl.types.messages import ForwardRequest, Head, MicroBatchPlan, Role, RoleSpec, UpdateRequest, UpdateResult
@@ -79,24 +80,22 @@ class RolePasses:
     def _plan(self, rows: Sequence[Row], *, paired: bool) -> tuple[MicroBatchPlan, dict[str, float]]:
         """Plan the rows' micro-batches, and return metrics of how evenly they load the ranks.
 
-        Rows that may share a prompt come one after the other, so that few ranks and micro-batches repeat it.
+        Rows that may share a prefix come one after the other, so that few ranks and micro-batches repeat it.
 
         paired: each micro-batch holds rows of the first half, followed in the same order by their counterparts in the
         second.
         """
         layout, half = self._role.layout, len(rows) // 2
         halves = [rows[:half], rows[half:]] if paired else [rows]
-        order, savings = list(range(len(halves[0]))), None
-        if self._dims is not None and shares_prompts(self._dims, layout):
-            first: dict[bytes, int] = {}
-            order.sort(key=lambda i: first.setdefault(rows[i].prompt_key, i))
-            # What is saved is the prompt of a row beside one with the same prompt.
-            savings = [0] * len(order)
-            for place, (a, b) in enumerate(itertools.pairwise(order), start=1):
-                shared = [each[b] for each in halves if each[b].prompt_key == each[a].prompt_key]
-                savings[place] = sum(self._cost(row.num_prompt_tokens - 1, 0) for row in shared)
+        shared, savings = None, None
+        order = list(range(len(halves[0])))
+        if self._dims is not None and shares_prefixes(self._dims, layout):
+            order = family_order(halves[0])
+            common = [[0, *(count_shared(each[a], each[b]) for a, b in itertools.pairwise(order))] for each in halves]
+            shared = [sum(counts) for counts in zip(*common, strict=True)]
+            savings = [sum(self._cost(n, 0) for n in counts if n) for counts in zip(*common, strict=True)]
         lengths = [sum(each[i].num_tokens for each in halves) for i in order]
-        costs = [sum(self._cost(each[i].num_tokens, len(each[i].loss_mask)) for each in halves) for i in order]
+        costs = [sum(self._cost(each[i].num_tokens, each[i].num_loss_tokens) for each in halves) for i in order]
         planned = plan_micro_batches(
             lengths,
             layout.dp,
@@ -104,9 +103,10 @@ class RolePasses:
             # Interleaved pipelines take micro-batches in groups of pp.
             multiple=layout.pp if layout.virtual_pp > 1 else 1,
             costs=costs,
+            shared=shared,
             savings=savings,
         )
-        metrics = imbalance_metrics(planned, lengths, costs, savings)
+        metrics = imbalance_metrics(planned, lengths, costs, shared, savings)
         plan = MicroBatchPlan([[[order[i] for i in members] for members in bins] for bins in planned])
         return plan.paired(half) if paired else plan, metrics
 

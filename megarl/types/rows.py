@@ -75,11 +75,6 @@ class Row:
         return f"{self.uid}/{self.sample_index}"
 
     @property
-    def prompt_key(self) -> bytes:
-        """Return the tokens of the prompt as a key; rows with equal keys have the same prompt."""
-        return self.token_ids[: self.num_prompt_tokens].tobytes()
-
-    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

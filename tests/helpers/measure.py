@@ -113,7 +113,7 @@ def dense_logits(
     collected: dict[int, FloatArray] = {}
 
     def collect(model: Any, pack: Any, indices: Sequence[int], logits: Any) -> None:
-        placed = _arrange([rows[i] for i in indices], PackAlignment(), pack.shares_prompts)
+        placed = _arrange([rows[i] for i in indices], PackAlignment(), pack.shares_prefixes)
         # A filler sequence may end the pack.
         for k, tokens in zip(placed.order, placed.sequences, strict=False):
             assert pack.input_ids[0, tokens].tolist() == rows[indices[k]].token_ids.tolist()

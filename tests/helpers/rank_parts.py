@@ -41,16 +41,16 @@ class PackFields:
     scatter_grad: torch.Tensor
 
 
-def pack_fields(context: RankContext, rows: Sequence[Row], multiple: int, shares_prompts: bool = False) -> PackFields:
+def pack_fields(context: RankContext, rows: Sequence[Row], multiple: int, shares_prefixes: bool = False) -> PackFields:
     """`pack_rows`, and `scatter` with the gradient of Σ k² over the scattered values."""
     RankWorker(context.rank).prepare()
     from megarl.parallel.packing import PackAlignment, pack_rows
 
     alignment = PackAlignment(tp=multiple)
-    pack = pack_rows(rows, alignment=alignment, device=torch.device("cpu"), shares_prompts=shares_prompts)
+    pack = pack_rows(rows, alignment=alignment, device=torch.device("cpu"), shares_prefixes=shares_prefixes)
     told = pack.packed_seq_params
     assert told.cu_seqlens_q is told.cu_seqlens_kv
-    assert told.cu_seqlens_q.tolist() == ([0, pack.input_ids.shape[1]] if shares_prompts else pack.cu_seqlens.tolist())
+    assert told.cu_seqlens_q.tolist() == ([0, pack.input_ids.shape[1]] if shares_prefixes else pack.cu_seqlens.tolist())
     values = torch.arange(1.0, 1 + len(pack.labels)).requires_grad_()
     scattered = pack.scatter(values)
     scattered.square().sum().backward()
@@ -126,7 +126,7 @@ def packed_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     rows: Sequence[Row],
-    shares_prompts: bool,
+    shares_prefixes: bool,
     softmax_scale: float | None,
     options: AttentionOptions,
     grad_output: torch.Tensor,
@@ -143,7 +143,7 @@ def packed_attention(
         alignment=PackAlignment(),
         device=torch.device("cpu"),
         plans_attention=True,
-        shares_prompts=shares_prompts,
+        shares_prefixes=shares_prefixes,
     )
     inputs = [x.requires_grad_() for x in (query, key, value)]
     groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))

@@ -123,13 +123,20 @@ def test_no_other_runs_are_cheaper(rows: list[tuple[int, bool]], num_bins: int) 
 
 
 def test_plan_in_runs_by_hand() -> None:
-    # Prompts of 5 tokens: rows 0 to 3 share one, 4 and 5 another. Ranks: 6+1+1+1 and 6+1. The first needs
-    # two micro-batches of 12 tokens, so the second has two.
-    savings = [0, 5, 5, 5, 0, 5]
-    plan = plan_micro_batches([6] * 6, 2, 12, savings=savings)
+    # Prompts of 5 tokens: rows 0 to 3 share one, 4 and 5 another. Ranks: 6+1+1+1 and 6+1. In micro-batches of 8 tokens
+    # that count a prompt once, the first needs two, so the second has two.
+    shared = [0, 5, 5, 5, 0, 5]
+    plan = plan_micro_batches([6] * 6, 2, 8, shared=shared)
     assert plan == [[[0, 1], [2, 3]], [[4], [5]]]
-    # The first row of a micro-batch pays for its prompt: (6+1) + (6+1) against 6 + 6.
-    assert imbalance_metrics(plan, [6] * 6, [6] * 6, savings)["global_seqlen/flops_imbalance"] == 28 / 26
+    # The first row of a micro-batch pays for its prompt: (6+1) + (6+1) against 6 + 6. Of 36 tokens, 26 are computed.
+    found = imbalance_metrics(plan, [6] * 6, [6] * 6, shared, shared)
+    assert found["global_seqlen/tokens_imbalance"] == found["global_seqlen/flops_imbalance"] == 28 / 26
+    assert found["perf/shared_tokens_frac"] == pytest.approx(10 / 36)
+    # In 9 tokens, all rows of a prompt fit.
+    assert plan_micro_batches([6] * 6, 2, 9, shared=shared) == [[[0, 1, 2, 3]], [[4, 5]]]
+    # What is saved may weigh less than the tokens: by costs of 6+5+5 and 6+6+5, the last row of the first prompt moves.
+    savings = [0, 1, 1, 1, 0, 1]
+    assert plan_micro_batches([6] * 6, 2, 13, shared=shared, savings=savings) == [[[0, 1, 2]], [[3, 4, 5]]]
 
 
 def test_imbalance_by_hand() -> None:
@@ -142,6 +149,7 @@ def test_imbalance_by_hand() -> None:
         "global_seqlen/balanced_max": 10.0,
         "global_seqlen/tokens_imbalance": 20 / 19,
         "global_seqlen/flops_imbalance": 162 / 123,
+        "perf/shared_tokens_frac": 0.0,
     }
 
 

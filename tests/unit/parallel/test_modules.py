@@ -68,12 +68,18 @@ PACKS: dict[str, tuple[list[Row], bool, list[list[int]]]] = {
     "shared": (
         rows_of((1, 4, 3), (2, 1, 2), (1, 4, 1)),
         True,
-        [[0, 1, 2], [3, 4, 5, 6, 7], [3, 4, 5, 8, 9, 10, 11]],
+        [[0, 1, 2], [3, 4, 5, 6, 7], [3, 4, 5, 6, 7, 8, 9]],
     ),
     "shared, far apart": (
         rows_of((1, 3, 20), (1, 3, 1), (1, 4, 1)),
         True,
-        [[0, 1, 2, 3], [4, 5, 6, 7, 8], [0, 1, *range(9, 30)]],
+        [[0, 1, 2, 3], [0, 1, 2, 4, 5], [0, 1, 2, 3, *range(6, 25)]],
+    ),
+    # Only the last queries of the second and third row, from token 32 on, are computed, and together.
+    "branches": (
+        rows_of((1, 34, 3), (1, 40, 2), (1, 34, 10)),
+        True,
+        [list(range(37)), [*range(34), *range(37, 45)], [*range(37), *range(45, 52)]],
     ),
 }
 

@@ -40,23 +40,38 @@ def test_two_rows_by_hand(rank_pool: GetPool) -> None:
     assert pack.scatter_grad.tolist() == [2.0, 4.0, 6.0]
 
 
-def test_rows_share_a_prompt_but_for_its_last_token(rank_pool: GetPool) -> None:
-    """The shortest row of the prompt 1 2 3 holds it; of single-token prompts there is nothing to share."""
+def test_rows_share_their_prefixes(rank_pool: GetPool) -> None:
+    """The shortest row of the prompt 1 2 3 holds it, and predicts from its last token a label of another row too."""
     rows = [
         make_row([1, 2, 3, 10, 11, 12], [True, True, True]),
         make_row([7, 30], [True]),
-        make_row([1, 2, 3, 20], [True]),
+        make_row([1, 2, 3, 20, 21], [True, True]),
         make_row([7, 31, 32], [False, True]),
         make_row([1, 2, 4, 40, 41, 42, 43], [True, False, True, True]),
     ]
     pack = rank_pool(1).run(rank_parts.pack_fields, rows, 5, True)[0]
-    assert pack.input_ids.tolist() == [[7, 30, 7, 31, 32, 1, 2, 3, 20, 3, 10, 11, 12, 1, 2, 4, 40, 41, 42, 43]]
-    assert pack.position_ids.tolist() == [[0, 1, 0, 1, 2, 0, 1, 2, 3, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 6]]
-    assert pack.cu_seqlens.tolist() == [0, 2, 5, 9, 13, 20]
+    assert pack.input_ids.tolist() == [[7, 30, 31, 32, 1, 2, 3, 20, 21, 10, 11, 12, 4, 40, 41, 42, 43, 0, 0, 0]]
+    assert pack.position_ids.tolist() == [[0, 1, 1, 2, 0, 1, 2, 3, 4, 3, 4, 5, 2, 3, 4, 5, 6, 0, 1, 2]]
+    assert pack.cu_seqlens.tolist() == [0, 2, 4, 9, 12, 17, 20]
     assert pack.max_length == 7
-    assert pack.labels.tolist() == [30, 32, 20, 10, 11, 12, 40, 42, 43]
-    assert pack.positions.tolist() == [0, 3, 7, 9, 10, 11, 15, 17, 18]
-    assert pack.scattered.tolist() == [[4, 5, 6, 0], [1, 0, 0, 0], [3, 0, 0, 0], [0, 2, 0, 0], [7, 0, 8, 9]]
+    assert pack.labels.tolist() == [30, 32, 20, 10, 21, 11, 12, 40, 42, 43]
+    assert pack.positions.tolist() == [0, 2, 6, 6, 7, 9, 10, 12, 14, 15]
+    assert pack.scattered.tolist() == [[4, 6, 7, 0], [1, 0, 0, 0], [3, 5, 0, 0], [0, 2, 0, 0], [8, 0, 9, 10]]
+
+
+def test_a_row_inside_another_has_no_part_of_its_own(rank_pool: GetPool) -> None:
+    """Of three equal beginnings, the shortest is held first; each label is predicted where its token's parent is."""
+    rows = [
+        make_row([1, 2, 3, 4, 5], [False, False, True]),
+        make_row([1, 2, 3], [True]),
+        make_row([1, 2, 3, 4], [False, True]),
+        make_row([1, 2, 3, 4], [False, True]),
+    ]
+    pack = rank_pool(1).run(rank_parts.pack_fields, rows, 1, True)[0]
+    assert pack.input_ids.tolist() == [[1, 2, 3, 4, 5]]
+    assert pack.cu_seqlens.tolist() == [0, 3, 4, 4, 5]
+    assert (pack.labels.tolist(), pack.positions.tolist()) == ([3, 4, 4, 5], [1, 2, 2, 3])
+    assert pack.scattered.tolist() == [[0, 0, 4], [1, 0, 0], [0, 2, 0], [0, 3, 0]]
 
 
 def test_nuclei_follow_their_labels(rank_pool: GetPool) -> None:

@@ -1,0 +1,64 @@
+"""Find the prefixes that rows have in common, so that a model computes each of them once.
+
+Rows with the same first tokens form a tree: a conversation that forks, or the samples of a prompt. Two rows have a
+token in common if all tokens up to it are the same in both, and so are the experts recorded for these, if any.
+"""
+
+import bisect
+import itertools
+from collections.abc import Sequence
+
+from megarl.types import Row
+
+
+def count_shared(a: Row, b: Row) -> int:
+    """Count the tokens at the beginning of two rows that they have in common."""
+    count = min(a.num_tokens, b.num_tokens)
+    differ = a.token_ids[:count] != b.token_ids[:count]
+    if a.routed_experts is not None and b.routed_experts is not None:
+        differ |= (a.routed_experts[:count] != b.routed_experts[:count]).any((1, 2))
+    elif a.routed_experts is not b.routed_experts:
+        return 0
+    return int(differ.argmax()) if differ.any() else count
+
+
+def family_order(rows: Sequence[Row]) -> list[int]:
+    """Order rows, by number, such that those that share a prefix are neighbours, at every depth of their tree.
+
+    What a row shares with any row before it, it shares with the one just before it. Of the branches at a fork, that
+    with the first of the rows comes first.
+    """
+    by_tokens = _token_order(rows)
+    families = [[i] for i in by_tokens]
+    shared = [count_shared(rows[a], rows[b]) for a, b in itertools.pairwise(by_tokens)]
+    # From the deepest fork to the root, join the branches of each.
+    for depth in sorted(set(shared), reverse=True):
+        joined, left, branches = [], [], families[:1]
+        for family, count in zip(families[1:], shared, strict=True):
+            if count < depth:
+                joined.append([*itertools.chain(*sorted(branches))])
+                left.append(count)
+                branches = []
+            branches.append(family)
+        families, shared = [*joined, [*itertools.chain(*sorted(branches))]], left
+    return families[0] if families else []
+
+
+def held_prefixes(rows: Sequence[Row]) -> list[tuple[int, int]]:
+    """Return, for each row, the number of a row before it that shares most with it, and how many tokens these are."""
+    by_tokens = _token_order(rows)
+    rank = {i: place for place, i in enumerate(by_tokens)}
+    found, earlier = list[tuple[int, int]](), list[int]()
+    for i, row in enumerate(rows):
+        place = bisect.bisect(earlier, rank[i])
+        # Of the rows in the order of their tokens, one beside this one shares most.
+        beside = [by_tokens[other] for other in earlier[max(place - 1, 0) : place + 1]]
+        count, holder = max(((count_shared(row, rows[other]), -other) for other in beside), default=(0, 0))
+        found.append((-holder, count))
+        earlier.insert(place, rank[i])
+    return found
+
+
+def _token_order(rows: Sequence[Row]) -> list[int]:
+    # As bytes, integers that begin with their highest byte are ordered as they are.
+    return sorted(range(len(rows)), key=lambda i: rows[i].token_ids.astype(">u4").tobytes())
