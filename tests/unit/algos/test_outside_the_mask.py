@@ -27,6 +27,7 @@ from megarl.config.algo import (
     CorrectionConfig,
     CpoConfig,
     DemonstrationConfig,
+    DistillConfig,
     KLConfig,
     OffPolicyConfig,
     PolicyLossConfig,
@@ -72,7 +73,9 @@ def configs() -> Iterator[tuple[str, AlgoConfig]]:
         if name not in ("critic_value", "maxrl"):
             options: dict[str, Any] = {"gdpo": {"components": {"score": 1.0}}, "passk": {"k": 2}}.get(name, {})
             cfg = AdvantageConfig(estimator=name, **options)
-            yield f"estimator={name}", AlgoConfig(advantage=cfg)
+            # Without an estimator a teacher alone trains.
+            distill = DistillConfig(teacher="model" if name == "none" else "none")
+            yield f"estimator={name}", AlgoConfig(advantage=cfg, distill=distill)
     for name in CPO_METHODS:
         cfg = CpoConfig(method=name)
         yield f"cpo={name}", AlgoConfig(cpo=cfg)

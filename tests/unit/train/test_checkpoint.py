@@ -93,7 +93,7 @@ def test_roles_that_are_laid_out_as_before(tmp_path: Path) -> None:
     assert shared.same_layout(from_dict(Config, {"actor": {"layout": tp2}})) == set(Role)
     assert shared.same_layout(from_dict(Config, {"actor": {"layout": dp2}})) == set()
     moved = from_dict(Config, {"actor": {"layout": tp2}, "critic": {"layout": dp2}})
-    assert shared.same_layout(moved) == {Role.ACTOR, Role.REFERENCE, Role.REWARD}
+    assert shared.same_layout(moved) == {Role.ACTOR, Role.REFERENCE, Role.REWARD, Role.TEACHER}
     # The actor joins the critic, which stays.
     apart = saved(actor={"layout": tp2}, critic={"layout": dp2})
     assert apart.same_layout(from_dict(Config, {"actor": {"layout": dp2}})) == {Role.CRITIC}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from megarl.cluster import residency
 from megarl.cluster.residency import Phase
 from megarl.data.answers import Answers
 from megarl.data.chat import encode_chats
@@ -25,6 +26,7 @@ from megarl.types import (
     environment_segment,
     prompt_segment,
 )
+from megarl.types.messages import Role
 from tests.helpers.segments import policy_segment
 
 TOKENIZER = make_byte_tokenizer()
@@ -118,6 +120,8 @@ def test_a_template_that_rewrites_answers_is_applied() -> None:
 
 class LastTokens:
     """A reward model that says the last token of a row, its place for the score aside."""
+
+    phase = residency.forward(Role.REWARD)
 
     def __init__(self) -> None:
         self.rows: list[Row] = []

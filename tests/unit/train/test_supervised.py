@@ -88,7 +88,7 @@ def train(config: Config, ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch, *ov
     """Start or continue; what the run has recorded in the end, except for times and memory."""
     from megarl.config.load import with_overrides
 
-    monkeypatch.setattr("megarl.train.supervised.export_model", lambda *_: None)
+    monkeypatch.setattr("megarl.train.supervised.export_role", lambda *_: None)
     opened = SUPERVISED["sft"](with_overrides(config, list(overrides)))
     config = opened.inputs.config
     checkpoint = find_checkpoint(config, "sft")
