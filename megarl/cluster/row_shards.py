@@ -7,8 +7,9 @@ import numpy as np
 import ray
 
 from megarl.types import BoolArray, ExpertArray, FloatArray, IdArray, NucleusArray, Row
+from megarl.types.arrays import joined
+from megarl.types.forks import Fork
 from megarl.types.messages import MicroBatchPlan
-from megarl.types.samples import joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,7 @@ class _Columns:
     # Long enough by themselves.
     routed_experts: list[ExpertArray | None]
     nuclei: list[NucleusArray | None]
+    forks: list[tuple[Fork, ...]]
 
     @classmethod
     def of(cls, by_index: Mapping[int, Row]) -> "_Columns":
@@ -63,6 +65,7 @@ class _Columns:
             },
             routed_experts=[row.routed_experts for row in rows],
             nuclei=[row.nucleus for row in rows],
+            forks=[row.forks for row in rows],
         )
 
     def rows(self) -> dict[int, Row]:
@@ -80,6 +83,7 @@ class _Columns:
                 quantities={name: values[first:last] for name, values in self.quantities.items()},
                 routed_experts=self.routed_experts[place],
                 nucleus=self.nuclei[place],
+                forks=self.forks[place],
             )
             start, first = end, last
         return found

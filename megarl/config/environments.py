@@ -27,6 +27,9 @@ class EnvironmentConfig:
     entries: Mapping[str, EnvironmentEntry] = section(dict, needs_trust=True)  # Environments by names of your own.
     # Role of what a tool returns. tool: as the chat template renders this role; user: for templates without it.
     tool_role: Literal["tool", "user"] = "tool"
+    # What the policy reads of its earlier turns. written: what it wrote; rendered: what the chat template makes of the
+    # conversation, which may leave out thoughts. Where that differs, the next turn is on a branch of its own.
+    history: Literal["written", "rendered"] = "written"
     max_turns: int = setting(8, AT_LEAST_1)  # Turns of the policy after which a conversation is cut.
     # Maximum tokens of a turn; null: as many as rollout.max_response_tokens leaves. That limit holds for the whole
     # conversation, replies included.

@@ -24,6 +24,7 @@ from megarl.data.prompts import ToolsOf, no_tools
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
 from megarl.types import BoolArray, IdArray, Message, Prompt, Row
+from megarl.types.forks import after_other_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -258,7 +259,10 @@ class HintedRows:
 
 
 def hinted_rows(rows: Sequence[Row], prompts: Mapping[str, HintedPrompt]) -> HintedRows:
-    """Replace every row's prompt by its hinted prompt. Response and loss mask are kept, quantities are left out."""
+    """Replace every row's prompt by its hinted prompt. Response and loss mask are kept, quantities are left out.
+
+    Branches of a conversation that does not go on from its whole prompt do not read the hint.
+    """
     chosen = tuple(prompts[row.uid] for row in rows)
     made = (
         Row(
@@ -267,6 +271,7 @@ def hinted_rows(rows: Sequence[Row], prompts: Mapping[str, HintedPrompt]) -> Hin
             token_ids=np.concatenate([prompt.token_ids, row.token_ids[row.num_prompt_tokens :]]),
             num_prompt_tokens=len(prompt.token_ids),
             loss_mask=row.loss_mask,
+            forks=after_other_prompt(row.forks, row.token_ids[: row.num_prompt_tokens], prompt.token_ids),
         )
         for row, prompt in zip(rows, chosen, strict=True)
     )

@@ -29,8 +29,8 @@ class TurnGlue:
     """The turn glue of one tokenizer's chat template.
 
     It is the same whatever the conversation: it is taken from a chat of one fixed question and answer. A
-    template that drops or changes earlier turns, as some do with thoughts, therefore has no say: the policy reads its
-    own earlier turns as it wrote them.
+    template that drops or changes earlier turns, as some do with thoughts, therefore has no say in it: after turn glue
+    the policy reads its own earlier turns as it wrote them.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -83,6 +83,10 @@ class TurnGlue:
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the tokens of a chat up to where the assistant speaks first; `tools` as in `encode_chats`."""
         return encode_chats(self._tokenizer, [messages], tools=tools, places=["the opening"])[0]
+
+    def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Return the text of a chat up to where the assistant speaks next."""
+        return render_chats(self._tokenizer, [messages], tools=tools, places=["the conversation"])[0]
 
     def _around_end(self, replies: Sequence[Message]) -> tuple[str, str]:
         """Return the text of a conversation up to the end of the answer, and that from its end to the next answer."""

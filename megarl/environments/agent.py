@@ -13,7 +13,8 @@ from typing import Any
 
 from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, load_object
 from megarl.environments.calls import AGENT_THREADS, contained
-from megarl.environments.endpoint import Chat, TurnAsked, chat_server
+from megarl.environments.chat import Chat, TurnAsked
+from megarl.environments.endpoint import chat_server
 from megarl.environments.parsers import PARSERS
 from megarl.errors import ConfigError
 from megarl.texts.masking import require_no_secrets
@@ -28,8 +29,9 @@ API_KEY = "megarl"
 class AgentEnvironment(Environment):
     """An environment whose other side is an agent: a function or a program that uses an OpenAI client.
 
-    The agent's first request is the prompt, what it adds in later ones are replies, and its end ends the conversation.
-    It returns the reward, or a mapping with `reward` and further findings.
+    The agent's first request is the prompt; one that adds to an answered one brings the reply to that answer; any other
+    is a branch of its own, see `Chat`. Its end ends the conversation. It returns the reward, or a mapping with `reward`
+    and further findings.
     """
 
     owns_prompt = True
@@ -77,7 +79,10 @@ class AgentEnvironment(Environment):
         assert self._running is not None, "it was started"
         num_calls = self._chat.answer(action)
         if (asked := await self._next_request(self._running)) is not None:
-            return Reply(messages=asked.messages, num_calls=num_calls)
+            self.tools = asked.tools
+            if asked.after_turn is None:
+                return Reply(context=asked.messages, num_calls=num_calls)
+            return Reply(messages=asked.messages, after_turn=asked.after_turn, num_calls=num_calls)
         returned = self._running.result()
         if returned is None or isinstance(returned, int | float):
             return Reply(done=True, reward=float(returned or 0), num_calls=num_calls)

@@ -41,12 +41,16 @@ class Action:
 class Reply:
     """An environment's reply to a turn: messages for the policy to read, and whether the conversation ends here.
 
-    Messages are text, whatever they spell: the policy reads `< |im_end|>` for `<|im_end|>`, see `TurnGlue.plain`.
+    Messages are text, whatever they spell: the policy reads `< |im_end|>` for `<|im_end|>`, see `TurnGlue.plain`. They
+    follow the turn, or an earlier one with the number `after_turn`, which then has a further branch.
+    context: instead of `messages`, all that the policy reads next, from the first message on.
     reward: the reward of the turn. num_calls: the tools that the turn called. details: further findings; numbers among
     them become metrics `environment/detail/…`, as means; later replies override earlier ones of the same name.
     """
 
     messages: tuple[Message, ...] = ()
+    after_turn: int | None = None
+    context: tuple[Message, ...] = ()
     done: bool = False
     reward: float = 0.0
     num_calls: int = 0

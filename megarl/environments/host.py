@@ -13,7 +13,7 @@ from megarl.config.environments import EnvironmentConfig
 from megarl.data.answers import response_decoder
 from megarl.data.chat import load_tokenizer
 from megarl.data.turns import TurnGlue
-from megarl.environments.base import MOST_REPLY_CHARS, Action, Environment, open_environments
+from megarl.environments.base import MOST_REPLY_CHARS, Action, Environment, Reply, open_environments
 from megarl.environments.calls import THREADS, LateError, attempt, describe, late_calls
 from megarl.host.streams import print_lines
 from megarl.texts.unicode import readable
@@ -67,9 +67,11 @@ class HostReply:
     """The result of a request to a host.
 
     token_ids: after a turn, what follows it up to the policy's next turn; after a start, the whole prompt if the
-    environment added messages to it, else nothing. max_turn_tokens: the environment's limit of the next turn. is_anew:
-    a conversation that was to go on begins again. failure: the kind of failure (`raised`, `timed_out`, `died`), in
-    which case the rest says nothing; reason: one line. worn_out: why the host is to be replaced; empty: it is not.
+    environment added messages to it, else nothing. after_turn: the number of the turn that they follow; None: the last.
+    is_context: they are instead all that the policy reads next. max_turn_tokens: the environment's limit of the next
+    turn. is_anew: a conversation that was to go on begins again. failure: the kind of failure (`raised`, `timed_out`,
+    `died`), in which case the rest says nothing; reason: one line. worn_out: why the host is to be replaced; empty: it
+    is not.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -79,10 +81,24 @@ class HostReply:
     num_calls: int = 0
     details: Mapping[str, Any] = field(default_factory=dict)
     is_anew: bool = False
+    after_turn: int | None = None
+    is_context: bool = False
     seconds: float = 0.0
     failure: str = ""
     reason: str = ""
     worn_out: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Conversation:
+    """A conversation that has begun. chat: the messages that the policy reads for its next turn. turns: by number, each
+    turn's last token, and the messages up to the turn with itself.
+    """
+
+    environment: Environment
+    began: float
+    chat: Sequence[Message]
+    turns: dict[int, tuple[int, Sequence[Message]]] = field(default_factory=dict)
 
 
 class EpisodeHost:
@@ -95,7 +111,7 @@ class EpisodeHost:
         self._makers = open_environments(spec.config, spec.names)
         tokenizer = tokenizer or load_tokenizer(spec.model_path, arguments=spec.chat_template)
         self._glue, self._decode = TurnGlue(tokenizer), response_decoder(tokenizer)
-        self._live: dict[int, tuple[Environment, float]] = {}
+        self._live: dict[int, _Conversation] = {}
 
     async def start(self, key: int, request: StartRequest) -> HostReply:
         """Begin a conversation under a key of the caller's."""
@@ -105,14 +121,17 @@ class EpisodeHost:
             # For what users hand to asyncio.to_thread, which may never return.
             asyncio.get_running_loop().set_default_executor(THREADS)
             environment = self._makers[request.prompt.environment]()
-            self._live[key] = environment, began
-            if request.turns:
+            live = _Conversation(environment=environment, began=began, chat=request.prompt.messages)
+            self._live[key] = live
+            # Nobody knows the messages of a conversation that goes on, so none can be rendered again.
+            if request.turns and self._config.history == "written":
                 actions = [Action(text=self._decode(ids), turn=i) for i, ids in enumerate(request.turns)]
                 if await environment.resume(request.prompt, actions):
+                    live.turns = {i: (ids[-1], ()) for i, ids in enumerate(request.turns)}
                     return HostReply()
             opening = [self._glue.plain(each) for each in _short(await environment.start(request.prompt))]
-            messages = opening if environment.owns_prompt else [*request.prompt.messages, *opening]
-            ids = self._glue.opening(messages, environment.tools) if opening else []
+            live.chat = opening if environment.owns_prompt else [*live.chat, *opening]
+            ids = self._glue.opening(live.chat, environment.tools) if opening else []
             if self._max_prompt_tokens is not None and len(ids) > self._max_prompt_tokens:
                 most = f"data.max_prompt_tokens is {self._max_prompt_tokens}"
                 raise ValueError(f"the opening makes a prompt of {len(ids)} tokens, {most}")
@@ -123,7 +142,8 @@ class EpisodeHost:
 
     async def act(self, key: int, request: TurnRequest) -> HostReply:
         """Pass a turn of the policy to its environment."""
-        environment, began = self._live[key]
+        live = self._live[key]
+        environment = live.environment
 
         async def reply() -> HostReply:
             action = Action(
@@ -133,18 +153,14 @@ class EpisodeHost:
                 num_tokens=len(request.token_ids),
                 num_before=request.num_before,
             )
+            turn = Message(role="assistant", content=action.text)
+            live.turns[action.turn] = request.token_ids[-1], [*live.chat, turn]
             said = await environment.reply(action)
             if not math.isfinite(said.reward):
                 raise ValueError(f"the reward is {said.reward}, expected a finite number")
-            ids: list[int] = []
-            if not said.done:
-                if not said.messages:
-                    raise ValueError("the reply has no messages, and does not end the conversation; set done=True")
-                role = self._config.tool_role
-                messages = [replace(m, role=role) if m.role == "tool" else m for m in _short(said.messages)]
-                ids = self._glue.between(messages, last_token=request.token_ids[-1])
-            return HostReply(
-                token_ids=tuple(ids),
+            follows = HostReply() if said.done else self._following(live, action, said)
+            return replace(
+                follows,
                 max_turn_tokens=_turn_limit(environment),
                 done=bool(said.done),
                 reward=float(said.reward),
@@ -152,13 +168,35 @@ class EpisodeHost:
                 details=said.details,
             )
 
-        return await self._limited(reply, left_s=self._config.episode_timeout_s - (time.monotonic() - began))
+        return await self._limited(reply, left_s=self._config.episode_timeout_s - (time.monotonic() - live.began))
+
+    def _following(self, live: _Conversation, action: Action, said: Reply) -> HostReply:
+        """Return the tokens that the policy reads after a turn, and where they stand."""
+        if not said.messages and not said.context:
+            raise ValueError("the reply has no messages, and does not end the conversation; set done=True")
+        role, glue, tools = self._config.tool_role, self._glue, live.environment.tools
+        messages = [replace(m, role=role) if m.role == "tool" else m for m in _short(said.context or said.messages)]
+        # The policy's own turns spell no special token.
+        plain = [each if each.role == "assistant" else glue.plain(each) for each in messages]
+        if said.context:
+            live.chat = plain
+            return HostReply(token_ids=tuple(glue.opening(plain, tools)), is_context=True)
+        after = action.turn if said.after_turn is None else said.after_turn
+        if after not in live.turns:
+            raise ValueError(f"after_turn is {after}, expected a turn so far: {sorted(live.turns)}")
+        last_token, chat = live.turns[after]
+        live.chat = [*chat, *plain]
+        if self._config.history == "rendered":
+            read = glue.text(chat[:-1], tools) + chat[-1].content
+            if not glue.text(live.chat, tools).startswith(read):
+                return HostReply(token_ids=tuple(glue.opening(live.chat, tools)), is_context=True)
+        return HostReply(token_ids=tuple(glue.between(messages, last_token=last_token)), after_turn=after)
 
     async def close(self, key: int) -> None:
         """End a conversation; nothing that its environment does counts any more."""
         if (found := self._live.pop(key, None)) is not None:
             try:
-                await attempt(found[0].close, self._config.reply_timeout_s)
+                await attempt(found.environment.close, self._config.reply_timeout_s)
             except Exception as error:
                 print_lines(f"an environment failed to close: {describe(error)}")
 

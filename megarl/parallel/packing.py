@@ -1,5 +1,7 @@
 """Pack rows (one prompt with one response each) into one sequence for the model, and unpack per-token results.
 
+A row that forks is packed as its paths, each of which is treated as a row here; results go to the row's own places.
+
 A pack concatenates rows in order of their lengths. Rows may share prefixes, as the branches of a conversation do and
 the responses to a prompt: the first row that has a token holds it, and the own part of each further row begins where it
 differs from all rows before it. A filler sequence at the end makes the total length a multiple of what tensor
@@ -19,6 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megarl.data.prefixes import held_prefixes
 from megarl.types import Row
+from megarl.types.rows import paths_of
 
 # Attention of sequences whose lengths lie within a step of so many tokens is computed together, padded.
 _LENGTH_STEP = 16
@@ -160,18 +163,21 @@ def pack_rows(
     shares_prefixes: rows share the tokens with which they begin alike; needs such layers, without context parallelism.
     replay_routing: route tokens to the experts that their rows recorded, if any.
     """
-    placed = _arrange(rows, alignment, shares_prefixes)
+    paths = paths_of(rows)
+    alone = [path.row for path in paths]
+    placed = _arrange(alone, alignment, shares_prefixes)
     offsets, lengths = placed.offsets, np.diff(placed.offsets).tolist()
     tokens, token_rows = np.zeros(offsets[-1], dtype=np.int32), np.full(offsets[-1], -1, dtype=np.int32)
     position_ids = np.concatenate([np.arange(length) for length in lengths])
     # For each label: the token that predicts it, its id, its row and its column.
     found = [np.empty((4, 0), dtype=np.int64)]
     for i, sequence in zip(placed.order, placed.sequences, strict=False):
-        row, own = rows[i], sequence[: rows[i].num_tokens]
-        tokens[own], position_ids[sequence], token_rows[own] = row.token_ids, np.arange(len(sequence)), i
+        row, owner, columns = paths[i]
+        own = sequence[: row.num_tokens]
+        tokens[own], position_ids[sequence], token_rows[own] = row.token_ids, np.arange(len(sequence)), owner
         kept = np.flatnonzero(row.loss_mask)
         places = row.num_prompt_tokens + kept
-        found.append(np.stack([own[places - 1], row.token_ids[places], np.full(len(kept), i), kept]))
+        found.append(np.stack([own[places - 1], row.token_ids[places], np.full(len(kept), owner), columns[kept]]))
     predictors, labels, row_index, column_index = np.concatenate(found, axis=1)
 
     local = zigzag_indices(lengths, alignment.cp, alignment.cp_rank) if alignment.cp > 1 else np.arange(len(tokens))
@@ -185,7 +191,7 @@ def pack_rows(
     def tensor(values: npt.NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(values).to(device).long()  # half the bytes cross
 
-    experts = _routed_experts(rows, placed) if replay_routing else None
+    experts = _routed_experts(alone, placed) if replay_routing else None
     return Pack(
         input_ids=tensor(tokens[local])[None],
         position_ids=tensor(position_ids[local])[None],
@@ -201,13 +207,14 @@ def pack_rows(
         shares_prefixes=shares_prefixes,
         attention=_plan_attention(placed, alignment, device) if plans_attention else None,
         routed_experts=None if experts is None else tensor(experts[local]),
-        nucleus=_nuclei([rows[i] for i in placed.order], mine, device),
+        nucleus=_nuclei([alone[i] for i in placed.order], mine, device),
     )
 
 
 def num_passed_on(rows: Sequence[Row], alignment: PackAlignment, shares_prefixes: bool) -> int:
     """Count the tokens whose hidden states a rank passes to the next stage, of the pack that `pack_rows` makes."""
-    return _arrange(rows, alignment, shares_prefixes).offsets[-1] // (alignment.cp * alignment.tp)
+    alone = [path.row for path in paths_of(rows)]
+    return _arrange(alone, alignment, shares_prefixes).offsets[-1] // (alignment.cp * alignment.tp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol
 
+import numpy as np
+
 from megarl.config.environments import EnvironmentConfig
 from megarl.environments.host import HostReply, StartRequest, TurnRequest
 from megarl.rollout.source import SamplingPlan
@@ -24,6 +26,7 @@ from megarl.types import (
     environment_segment,
     prompt_segment,
 )
+from megarl.types.forks import Fork, longest_known
 
 
 class HostLostError(Exception):
@@ -76,13 +79,15 @@ def with_episode(prompt: Prompt, sample: Sample) -> Sample:
 def start_request(prompt: Prompt, sample: Sample) -> StartRequest:
     """Return the request that begins a sample's conversation, or goes on with the turns that have a reply."""
     num_replies = sum(segment.source is SegmentSource.ENVIRONMENT for segment in sample.segments)
-    return StartRequest(prompt=prompt, turns=tuple(_turns(sample)[:num_replies]))
+    ids = sample.token_ids.tolist()
+    turns = (ids[turn.start : turn.stop] for turn in _turns(sample)[:num_replies])
+    return StartRequest(prompt=prompt, turns=tuple(map(tuple, turns)))
 
 
 def turn_request(sample: Sample) -> TurnRequest:
     """Return the request that passes the policy's last turn to the environment."""
     turn, episode = tuple(sample.last_turn_ids.tolist()), episode_of(sample)
-    num_before = len(sample.prompt_token_ids) + sample.num_response_tokens - len(turn)
+    num_before = len(sample.context_ids) - len(turn)
     return TurnRequest(token_ids=turn, turn=episode.num_turns - 1, is_cut=episode.is_cut, num_before=num_before)
 
 
@@ -99,7 +104,7 @@ def started(sample: Sample, reply: HostReply) -> Sample:
         rest = sample.segments[len(kept) :]
         # A demonstration may be a whole turn.
         is_whole = len(kept) > 1 and bool(rest) and rest[0].source is SegmentSource.ENVIRONMENT
-        sample = replace(sample, segments=tuple(kept))
+        sample = replace(sample, segments=tuple(kept), forks=())
         sample = _with(sample, num_turns=int(is_whole), num_calls=0, awaits_reply=is_whole, is_cut=False, details={})
     if reply.token_ids:
         sample = replace(sample, segments=(prompt_segment(reply.token_ids), *sample.segments[1:]))
@@ -127,10 +132,28 @@ def replied(sample: Sample, reply: HostReply, plan: SamplingPlan, limits: Enviro
     sample = _with(sample, awaits_reply=False, num_calls=episode.num_calls + reply.num_calls, details=details)
     if reply.done:
         return finished(sample, FinishReason.STOP)
-    if episode.num_turns >= limits.max_turns or num_left(sample, plan) <= len(reply.token_ids):
+    follows = _following(sample, reply)
+    if episode.num_turns >= limits.max_turns or num_left(follows, plan) < 1:
         # Without room for a turn, a reply would only be read by nobody.
         return finished(sample, FinishReason.LENGTH)
-    return replace(sample, segments=(*sample.segments, environment_segment(reply.token_ids)))
+    return follows
+
+
+def _following(sample: Sample, reply: HostReply) -> Sample:
+    """Return the sample with what the policy reads next after its last token, or on a branch of its own.
+
+    A reply that is a whole context follows the longest path of the sample that begins it.
+    """
+    known, token_ids = sample.token_ids, np.asarray(reply.token_ids, dtype=np.int32)
+    after = len(known) - 1
+    if reply.is_context:
+        count, after = longest_known(known, sample.forks, token_ids)
+        token_ids = token_ids[count:]
+    elif reply.after_turn is not None:
+        after = _turns(sample)[reply.after_turn][-1]
+    forks = sample.forks if after == len(known) - 1 else (*sample.forks, Fork(len(known), after))
+    # An empty segment, too, separates the policy's turns.
+    return replace(sample, segments=(*sample.segments, environment_segment(token_ids.tolist())), forks=forks)
 
 
 def bereft(sample: Sample) -> Sample:
@@ -162,11 +185,15 @@ def turn_limit(sample: Sample, plan: SamplingPlan, limits: Sequence[int | None])
     return min([num_left(sample, plan), *(max(1, limit - num_begun) for limit in limits if limit is not None)])
 
 
-def _turns(sample: Sample) -> list[tuple[int, ...]]:
-    """Return the tokens of the policy's turns, the last of which may be under way or lack its reply."""
-    own = groupby(sample.segments[1:], lambda segment: segment.source is SegmentSource.ENVIRONMENT)
-    parts = (list(segments) for is_reply, segments in own if not is_reply)
-    return [tuple(token for s in segments for token in s.token_ids.tolist()) for segments in parts]
+def _turns(sample: Sample) -> list[range]:
+    """Return where the policy's turns stand in the sample; the last may be under way or lack its reply."""
+    found, start = list[range](), len(sample.prompt_token_ids)
+    for is_reply, segments in groupby(sample.segments[1:], lambda s: s.source is SegmentSource.ENVIRONMENT):
+        end = start + sum(len(segment.token_ids) for segment in segments)
+        if not is_reply:
+            found.append(range(start, end))
+        start = end
+    return found
 
 
 def _noted(sample: Sample, reply: HostReply) -> Sample:

@@ -15,6 +15,7 @@ from megarl.rollout.replay import ReplaySource, read_record, record_path
 from megarl.rollout.source import Doing, Group, SamplingPlan, generating
 from megarl.rollout.vllm_source import Engines
 from megarl.types import Sample, Segment, SegmentSource
+from megarl.types.forks import path_to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +68,12 @@ class _Span:
 
 def spans_of(path: Path, sample: Sample) -> Iterator[_Span]:
     """Yield the spans of a recorded sample: one for each request, and one more after each update during a request."""
-    before, num_before = sample.prompt_token_ids.tolist(), 0
+    token_ids, end, num_before = sample.token_ids, len(sample.prompt_token_ids), 0
     for segment in sample.segments[1:]:
         if segment.source is SegmentSource.POLICY:
             updates = (np.flatnonzero(np.diff(segment.weight_versions)) + 1).tolist()
             bounds = [0, *updates, len(segment.token_ids)]
+            before = token_ids[path_to(end + 1, sample.forks)[:-1]].tolist()
             for start, end in itertools.pairwise(bounds):
                 yield _Span(
                     path=path,
@@ -83,7 +85,7 @@ def spans_of(path: Path, sample: Sample) -> Iterator[_Span]:
                     num_before=num_before + start,
                 )
             num_before += len(segment.token_ids)
-        before += segment.token_ids.tolist()
+        end += len(segment.token_ids)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from megarl.types import (
     SegmentSource,
     version_spans,
 )
+from megarl.types.forks import Fork
 
 # [n, k], end to end.
 _NUCLEUS = pa.struct([("shape", pa.list_(pa.int64())), ("values", pa.list_(pa.int32()))])
@@ -55,6 +56,8 @@ _SCHEMA = pa.schema(
         # Of the environment: its reward of each segment, and an `Episode` as JSON; null without an environment.
         ("rewards", pa.list_(pa.float64())),
         ("episode", pa.string()),
+        # Of each fork its start and the token that it follows; none in records of earlier versions.
+        ("forks", pa.list_(pa.list_(pa.int64()))),
     ]
 )
 
@@ -91,6 +94,7 @@ def write_record(path: Path, batch: RolloutBatch) -> None:
                 ],
                 "rewards": None if sample.episode is None else [s.reward for s in sample.segments],
                 "episode": None if sample.episode is None else json.dumps(plain(asdict(sample.episode))),
+                "forks": sample.forks,
                 "prompt": json.dumps(
                     {
                         "token_ids": prompt.token_ids,
@@ -163,6 +167,7 @@ def _parse_record(rows: Sequence[dict[str, Any]]) -> RolloutBatch:
                 else np.asarray(experts["values"], dtype=np.int16).reshape(experts["shape"]),
                 segments=tuple(segments),
                 episode=None if row["episode"] is None else Episode(**json.loads(row["episode"])),
+                forks=tuple(Fork(*fork) for fork in row["forks"] or ()),
             )
         )
     return RolloutBatch(prompts=prompts, samples=tuple(samples))

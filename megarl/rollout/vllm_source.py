@@ -29,6 +29,7 @@ from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.source import Doing, Group, SamplingPlan, generating
 from megarl.seeds import sample_seed
 from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, VersionSpan, prompt_segment
+from megarl.types.forks import path_to
 
 
 class Engines(Protocol):
@@ -106,7 +107,7 @@ class VllmSource:
         ids = group.prompt.token_ids
         # Most requests are for the prompt of the data, and share its tuple.
         if len(sample.segments) > 1 or group.prompt.environment:
-            ids = tuple(np.concatenate([segment.token_ids for segment in sample.segments]).tolist())
+            ids = tuple(sample.context_ids.tolist())
         request = GenerationRequest(
             token_ids=ids,
             seed=sample.seed,
@@ -149,13 +150,16 @@ def extended(sample: Sample, completion: Completion) -> Sample:
     )
     experts, earlier = completion.routed_experts, sample.routed_experts
     if experts is not None:
-        # No engine has computed the last token.
-        num_tokens = sum(len(each.token_ids) for each in sample.segments) + len(completion.token_ids)
-        experts = np.pad(experts, ((0, num_tokens - len(experts)), (0, 0), (0, 0)), constant_values=-1)
+        # No engine has computed the last token, nor those of other branches.
+        num_tokens = len(sample.token_ids) + len(completion.token_ids)
+        read = path_to(num_tokens, sample.forks)[: len(experts)]
+        everywhere = np.full((num_tokens, *experts.shape[1:]), -1, dtype=experts.dtype)
+        everywhere[read] = experts
         if earlier is not None:
             # Each token was sampled with the experts of the request that sampled it, not with those of a later one.
             known = np.flatnonzero((earlier >= 0).all(axis=(1, 2)))
-            experts[known] = earlier[known]
+            everywhere[known] = earlier[known]
+        experts = everywhere
     return replace(
         sample,
         segments=(*sample.segments, segment),

@@ -55,9 +55,9 @@ class ConversationEncoder:
         if self._ending is None:
             answer = self._decode(sample.last_turn_ids.tolist())
             return self._rendered(prompt, answer, f"sample {sample.uid}/{sample.sample_index} for the reward model")
-        response = sample.response_token_ids
-        ending = self._ending if self._are_at_end_of(response.tolist()) else self._ending[:0]
-        return np.concatenate([sample.prompt_token_ids, response, ending])
+        read = sample.context_ids
+        ending = self._ending if self._are_at_end_of(read.tolist()) else self._ending[:0]
+        return np.concatenate([read, ending])
 
     def _rendered(self, prompt: Prompt, answer: str, where: str) -> IdArray:
         chat = [*prompt.messages, Message(role="assistant", content=answer)]

@@ -14,6 +14,7 @@ from megarl.parallel.backend import shares_prefixes
 from megarl.record.performance import forward_flops
 from megarl.types import AlgoState, Denominators, FloatArray, Objective, Row, TokenQuantity
 from megarl.types.messages import ForwardRequest, Head, MicroBatchPlan, Role, RoleSpec, UpdateRequest, UpdateResult
+from megarl.types.rows import paths_of
 from megarl.weights.dims import Dims
 
 if TYPE_CHECKING:
@@ -89,12 +90,13 @@ class RolePasses:
         halves = [rows[:half], rows[half:]] if paired else [rows]
         shared, savings = None, None
         order = list(range(len(halves[0])))
-        if self._dims is not None and shares_prefixes(self._dims, layout):
+        shares = self._dims is not None and shares_prefixes(self._dims, layout)
+        if shares:
             order = family_order(halves[0])
             common = [[0, *(count_shared(each[a], each[b]) for a, b in itertools.pairwise(order))] for each in halves]
             shared = [sum(counts) for counts in zip(*common, strict=True)]
             savings = [sum(self._cost(n, 0) for n in counts if n) for counts in zip(*common, strict=True)]
-        lengths = [sum(each[i].num_tokens for each in halves) for i in order]
+        lengths = [sum(_num_passed(each[i], shares) for each in halves) for i in order]
         costs = [sum(self._cost(each[i].num_tokens, each[i].num_loss_tokens) for each in halves) for i in order]
         planned = plan_micro_batches(
             lengths,
@@ -114,6 +116,11 @@ class RolePasses:
         if self._dims is None:
             return num_tokens
         return forward_flops(self._dims, num_tokens=num_tokens, num_head_tokens=num_head_tokens)
+
+
+def _num_passed(row: Row, shares: bool) -> int:
+    """Count the tokens of a row that pass through the layers: of one that forks, each path's if it cannot share."""
+    return row.num_tokens if shares or not row.forks else sum(path.row.num_tokens for path in paths_of([row]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

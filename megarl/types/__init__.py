@@ -14,18 +14,13 @@ train: those that the policy sampled, and demonstrations.
 
 from typing import TYPE_CHECKING, Any
 
+from megarl.types.arrays import BoolArray, ExpertArray, FloatArray, IdArray, IntArray, NucleusArray
 from megarl.types.rows import Row, Rows, TokenQuantity, row_from_sample, row_read_at_end
 from megarl.types.samples import (
     DROPPED,
-    BoolArray,
     Episode,
-    ExpertArray,
     FinishReason,
-    FloatArray,
-    IdArray,
-    IntArray,
     Message,
-    NucleusArray,
     Prompt,
     Reward,
     RolloutBatch,

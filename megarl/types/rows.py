@@ -2,23 +2,24 @@
 it.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from megarl.types.samples import (
+from megarl.types.arrays import (
     BoolArray,
     ExpertArray,
     FloatArray,
     IdArray,
     NucleusArray,
-    Sample,
     require_experts_of_tokens,
     require_labels_in_nucleus,
 )
+from megarl.types.forks import Fork, Indices, branches, path_to, require_forks
+from megarl.types.samples import Sample
 
 
 class TokenQuantity(StrEnum):
@@ -45,7 +46,8 @@ class Row:
     `quantities` holds per-token results by name (`old_logprobs`, `ref_logprobs`, `rollout_logprobs`, `advantages`).
     `routed_experts` is that of `Sample`. nucleus: [R, K] int32, for each response token the ids that it was drawn from
     (top-k or top-p, itself included), padded with -1. A token drawn from the whole vocabulary, or not drawn at all, has
-    only -1; None means this for all tokens.
+    only -1; None means this for all tokens. forks: those of `Sample`; a label is predicted on the path that leads to
+    it.
     """
 
     uid: str
@@ -56,6 +58,7 @@ class Row:
     quantities: Mapping[str, FloatArray] = field(default_factory=dict)
     routed_experts: ExpertArray | None = None
     nucleus: NucleusArray | None = None
+    forks: tuple[Fork, ...] = ()
 
     def __post_init__(self) -> None:
         shape = (len(self.token_ids) - self.num_prompt_tokens,)
@@ -68,6 +71,11 @@ class Row:
             require_experts_of_tokens(self.routed_experts, len(self.token_ids), f"row {self.label}")
         if self.nucleus is not None:
             require_labels_in_nucleus(self.nucleus, self.token_ids[self.num_prompt_tokens :], f"row {self.label}")
+        if self.forks:
+            first, whose = self.num_prompt_tokens, f"row {self.label}"
+            require_forks(self.forks, num_given=first, num_tokens=self.num_tokens, whose=whose)
+            if any(fork.after < 0 and self.loss_mask[fork.start - first] for fork in self.forks):
+                raise ValueError(f"{whose}: its loss mask has the first token of a path, which nothing predicts")
 
     @property
     def label(self) -> str:
@@ -116,6 +124,53 @@ class Row:
             quantities=quantities,
             routed_experts=experts,
             nucleus=nucleus,
+            forks=self.forks,
+        )
+
+
+class RowPath(NamedTuple):
+    """One path of a row that forks, as a row of its own without quantities, whose labels are those of its last branch.
+
+    owner: the number of the row that it is a path of. columns: the place of each of its response tokens in that row's
+    response; those in the prompt have negative ones.
+    """
+
+    row: Row
+    owner: int
+    columns: Indices
+
+
+def paths_of(rows: Sequence[Row]) -> list[RowPath]:
+    """Return the paths of rows: each label is in one of them, after the tokens that stood before it.
+
+    A row without forks is its own path. Branches without labels have a path only as the beginning of others.
+    """
+    return [path for owner, row in enumerate(rows) for path in _paths_of(row, owner)]
+
+
+def _paths_of(row: Row, owner: int) -> Iterator[RowPath]:
+    if not row.forks:
+        yield RowPath(row=row, owner=owner, columns=np.arange(row.num_response_tokens))
+        return
+    given = row.num_prompt_tokens
+    bounds = branches(row.num_tokens, row.forks)
+    labelled = [(start, end) for start, end in bounds if row.loss_mask[max(start - given, 0) : end - given].any()]
+    for start, end in labelled or bounds[:1]:
+        path = path_to(end, row.forks)
+        num_prompt = max(1, int(np.count_nonzero(path < given)))
+        columns = path[num_prompt:] - given
+        yield RowPath(
+            row=Row(
+                uid=row.uid,
+                sample_index=row.sample_index,
+                token_ids=row.token_ids[path],
+                num_prompt_tokens=num_prompt,
+                loss_mask=row.loss_mask[columns] & (path[num_prompt:] >= start),
+                routed_experts=None if row.routed_experts is None else row.routed_experts[path],
+                nucleus=None if row.nucleus is None else row.nucleus[columns],
+            ),
+            owner=owner,
+            columns=columns,
         )
 
 
@@ -135,12 +190,13 @@ def row_from_sample(sample: Sample) -> Row:
     return Row(
         uid=sample.uid,
         sample_index=sample.sample_index,
-        token_ids=np.concatenate([segment.token_ids for segment in sample.segments]),
+        token_ids=sample.token_ids,
         num_prompt_tokens=len(sample.prompt_token_ids),
         loss_mask=sample.loss_mask,
         quantities={"rollout_logprobs": sample.rollout_logprobs},
         routed_experts=sample.routed_experts,
         nucleus=sample.nucleus,
+        forks=sample.forks,
     )
 
 

@@ -5,18 +5,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-IntArray: TypeAlias = npt.NDArray[np.int64]
-# Token ids, which are int64 only on devices.
-IdArray: TypeAlias = npt.NDArray[np.int32]
-FloatArray: TypeAlias = npt.NDArray[np.float32]
-BoolArray: TypeAlias = npt.NDArray[np.bool_]
-ExpertArray: TypeAlias = npt.NDArray[np.int16]
-NucleusArray: TypeAlias = npt.NDArray[np.int32]
+from megarl.types.arrays import (
+    BoolArray,
+    ExpertArray,
+    FloatArray,
+    IdArray,
+    IntArray,
+    NucleusArray,
+    joined,
+    require_experts_of_tokens,
+    require_labels_in_nucleus,
+)
+from megarl.types.forks import Fork, path_to
 
 
 class FinishReason(StrEnum):
@@ -154,7 +158,7 @@ def _given_segment(source: SegmentSource, token_ids: Sequence[int]) -> Segment:
         source=source,
         token_ids=np.asarray(token_ids, dtype=np.int32),
         loss_mask=np.zeros(n, dtype=np.bool_),
-        versions=(VersionSpan(-1, n),),
+        versions=(VersionSpan(-1, n),) if n else (),
     )
 
 
@@ -185,6 +189,8 @@ class Episode:
 class Sample:
     """A finished sequence: a prompt segment, then segments that a demonstration, the policy or an environment wrote.
 
+    forks: where a segment does not follow the one before it, by tokens of all segments end to end; the sample is a tree
+    (see `megarl.types.forks`).
     routed_experts: [tokens, layers, k] int16, the experts to which the engine sent each token of prompt and response in
     each layer (layers without experts may hold anything); -1 where unknown, as for a last token that the engine never
     read. None: not recorded. episode: the sample's conversation with an environment; None: there is none.
@@ -197,6 +203,7 @@ class Sample:
     finish_reason: FinishReason
     routed_experts: ExpertArray | None = None
     episode: Episode | None = None
+    forks: tuple[Fork, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.segments or self.segments[0].source is not SegmentSource.PROMPT:
@@ -204,6 +211,23 @@ class Sample:
         if self.routed_experts is not None:
             num_tokens = sum(len(segment.token_ids) for segment in self.segments)
             require_experts_of_tokens(self.routed_experts, num_tokens, f"sample {self.uid}/{self.sample_index}")
+
+    @property
+    def token_ids(self) -> IdArray:
+        """Return the tokens of all segments, end to end."""
+        return joined([s.token_ids for s in self.segments], np.int32)
+
+    @property
+    def context_ids(self) -> IdArray:
+        """Return all tokens that a policy reads that goes on: those on the path to the last one.
+
+        If the last branch has no token yet, these are those on the path to where it begins.
+        """
+        ids = self.token_ids
+        if not self.forks:
+            return ids
+        last = self.forks[-1]
+        return ids[path_to(last.after + 1 if last.start == len(ids) else len(ids), self.forks)]
 
     @property
     def prompt_token_ids(self) -> IdArray:
@@ -260,47 +284,6 @@ class Sample:
                 ids[start : start + len(segment.token_ids), : segment.nucleus.shape[1]] = segment.nucleus
             start += len(segment.token_ids)
         return ids
-
-
-def joined(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Return arrays end to end; a single one is returned itself, and none are an empty array of this dtype.
-
-    >>> joined([np.array([1, 2]), np.array([3])], np.int32).tolist()
-    [1, 2, 3]
-    """
-    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
-
-
-def require_experts_of_tokens(experts: ExpertArray | None, num_tokens: int, whose: str) -> None:
-    """Raise ValueError unless `experts`, if it was recorded, has one entry for each of `num_tokens` tokens.
-
-    >>> require_experts_of_tokens(np.zeros((2, 1, 1), np.int16), 3, "sample a/0")
-    Traceback (most recent call last):
-        ...
-    ValueError: sample a/0: routed_experts has shape (2, 1, 1), expected (3, layers, ...
-    """
-    if experts is not None and (experts.ndim != 3 or len(experts) != num_tokens):
-        raise ValueError(
-            f"{whose}: routed_experts has shape {experts.shape}, expected ({num_tokens}, layers, experts per token)"
-        )
-
-
-def require_labels_in_nucleus(nucleus: NucleusArray | None, token_ids: IdArray, whose: str) -> None:
-    """Raise ValueError unless each token is among those it was sampled from, `nucleus` [n, K]; rows of -1 mean all.
-
-    >>> require_labels_in_nucleus(np.array([[7, 5], [-1, -1]]), np.array([6, 6]), "row a/0")
-    Traceback (most recent call last):
-        ...
-    ValueError: row a/0: nucleus [7, 5] of response token 0 lacks the token itself, 6
-    """
-    if nucleus is None:
-        return
-    if nucleus.ndim != 2 or len(nucleus) != len(token_ids):
-        raise ValueError(f"{whose}: nucleus has shape {nucleus.shape}, expected ({len(token_ids)}, tokens to sample)")
-    lacking = np.flatnonzero((nucleus >= 0).any(1) & ~(nucleus == token_ids[:, None]).any(1))
-    for i in lacking[:1]:
-        ids = [v for v in nucleus[i].tolist() if v >= 0]
-        raise ValueError(f"{whose}: nucleus {ids} of response token {i} lacks the token itself, {token_ids[i]}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

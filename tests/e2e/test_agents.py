@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.config.generation import Sampling
@@ -14,10 +15,13 @@ from megarl.environments.host import HostSpec
 from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.rollout.engine_spec import engine_spec
 from megarl.rollout.source import SamplingPlan
-from megarl.types import FinishReason, Message, Prompt, Sample, SegmentSource
+from megarl.types import FinishReason, Message, Prompt, Sample, SegmentSource, row_from_sample
+from megarl.types.forks import path_to
+from megarl.types.rows import paths_of
 from tests.e2e.agent_run import Outcome, converse
 from tests.e2e.support import small_config
 from tests.helpers.chat_agent import MAX_TOKENS, NUM_TURNS
+from tests.helpers.family_parity import load_transformers
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.verifiers_venv import verifiers_command
 
@@ -64,12 +68,14 @@ def talk_with(process: RankPool, model: Path, arguments: Mapping[str, Any], num_
 
 def turns_of(sample: Sample, outcome: Outcome) -> list[list[int]]:
     """The policy's turns; each is what the engine returned when it was asked to go on with all tokens before."""
-    returned = {(before, seed): completion for before, seed, completion in outcome.returned}
-    before: list[int] = sample.prompt_token_ids.tolist()
-    turns = []
+    # The same tokens may have been asked for several times.
+    returned = [(before, completion) for before, seed, completion in outcome.returned if seed == sample.seed]
+    start, turns = len(sample.prompt_token_ids), []
     for segment in sample.segments[1:]:
         if segment.source is SegmentSource.POLICY:
-            completion = returned.pop((tuple(before), sample.seed))
+            before = sample.token_ids[path_to(start + 1, sample.forks)[:-1]]
+            asked, completion = returned.pop(0)
+            assert asked == tuple(before.tolist())
             assert segment.token_ids.tolist() == completion.token_ids.tolist()
             assert segment.rollout_logprobs is not None
             assert np.array_equal(segment.rollout_logprobs, completion.logprobs)
@@ -78,8 +84,8 @@ def turns_of(sample: Sample, outcome: Outcome) -> list[list[int]]:
         else:
             assert segment.source is SegmentSource.ENVIRONMENT
             assert not segment.loss_mask.any()
-        before += segment.token_ids.tolist()
-    assert not [key for key in returned if key[1] == sample.seed]
+        start += len(segment.token_ids)
+    assert not returned
     return turns
 
 
@@ -103,6 +109,30 @@ def test_an_openai_client_trains_on_what_the_engine_returned(engine_process: Ran
         assert sample.segments[-1].reward == len(texts[-1]) % 3
     # Tokenised again, the texts would be other tokens.
     assert num_unlike > 0
+
+
+def test_every_branch_of_a_conversation_was_sampled_as_it_trains(engine_process: RankPool, talker: Path) -> None:
+    """The log-probs by transformers of every path, against the engine's."""
+    outcome = talk_with(engine_process, talker, {"agent": f"{HELPERS / 'chat_agent.py'}:rewrite"}, num_samples=4)
+    hf, num_labels = load_transformers(talker), 0
+    for sample in outcome.samples:
+        assert sample.episode is not None
+        assert (sample.finish_reason, sample.episode.reason) == (FinishReason.STOP, "")
+        assert len(turns_of(sample, outcome)) == 7
+        # A helper, another one whose prompt begins alike, the first chat once more, a shorter one, and back again.
+        assert len(sample.forks) == 5
+        within = [fork.after < len(sample.prompt_token_ids) - 1 for fork in sample.forks]
+        assert within == [True, False, False, False, False]
+        row = row_from_sample(sample)
+        for path in paths_of([row]):
+            ids = torch.from_numpy(path.row.token_ids).long()
+            logprobs = hf(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+            kept = np.flatnonzero(path.row.loss_mask)
+            expected = logprobs.detach().numpy()[path.row.num_prompt_tokens - 1 + kept]
+            assert np.abs(expected - row.quantities["rollout_logprobs"][path.columns[kept]]).max() < 1e-4
+            num_labels += len(kept)
+        assert row.num_loss_tokens == sum(len(turn) for turn in turns_of(sample, outcome))
+    assert num_labels == sum(row_from_sample(sample).num_loss_tokens for sample in outcome.samples)
 
 
 @pytest.mark.long

@@ -45,7 +45,6 @@ END = 2
 ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 QUESTION = [{"role": "user", "content": "1+2?"}]
-BREAKS = "ChatBrokenError: the request does not go on with the conversation: "
 
 
 @dataclass
@@ -403,58 +402,61 @@ def said(text: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("second", "fields", "reason"),
+    ("second", "fields"),
     [
-        ([{"role": "user", "content": "2+2?"}, said("3")], {}, r"messages\[0\] was user '1\+2\?' and is user '2\+2\?'"),
-        ([*QUESTION, said("4")], {}, r"messages\[1\] was assistant '3' and is assistant '4'"),
-        ([], {}, r"messages\[0\] was user '1\+2\?' and is user 'sure\?'"),
-        ([*QUESTION, said("3"), said("4")], {}, "a new message is the assistant's"),
-        ([*QUESTION, said("3")], {"tools": [ADD]}, "the tools differ from those of the first request"),
+        ([{"role": "user", "content": "2+2?"}, said("3")], {}),
+        ([*QUESTION, said("4")], {}),
+        ([], {}),
+        ([*QUESTION, said("3"), said("4")], {}),
+        ([*QUESTION, said("3")], {"tools": [ADD]}),
     ],
 )
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_a_rewritten_conversation_fails_the_sample_even_if_the_agent_goes_on(
-    second: list[Any], fields: Mapping[str, Any], reason: str, goes_on: bool
-) -> None:
+def test_a_rewritten_conversation_is_read_as_it_was_sent(second: list[Any], fields: Mapping[str, Any]) -> None:
+    chat = [*second, {"role": "user", "content": "sure?"}]
+
     async def agent(prompt: Prompt, base_url: str, api_key: str) -> float:
         async with client(base_url, api_key) as there:
             await ask(there, QUESTION)
-            with contextlib.suppress(openai.BadRequestError) if goes_on else contextlib.nullcontext():
-                await ask(there, [*second, {"role": "user", "content": "sure?"}], **fields)
-        return 1.0
+            return float((await ask(there, chat, **fields)).choices[0].message.content)
 
-    talk = lead(agent, "3", "3")
-    assert talk.last.failure == "raised"
-    assert re.match(re.escape(BREAKS) + reason, talk.last.reason), talk.last.reason
-
-
-def test_a_turn_cannot_be_asked_for_twice() -> None:
-    async def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
-        async with client(base_url, api_key) as there:
-            await ask(there, QUESTION)
-            await ask(there, QUESTION)
-
-    assert lead(agent, "3", "4").last.reason.startswith(f"{BREAKS}1 messages are not more than the 2 so far")
+    talk = lead(agent, "3", "5")
+    tools = fields.get("tools")
+    text = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in chat)
+    text = ("<|im_start|>tools\nadd<|im_end|>\n" if tools else "") + f"{text}<|im_start|>assistant\n"
+    assert (talk.replies[1].is_context, TOKENIZER.decode(talk.replies[1].token_ids)) == (True, text)
+    assert talk.last.reward == 5.0
 
 
-def test_turns_cannot_be_asked_for_side_by_side() -> None:
+def test_a_chat_goes_on_after_the_turn_that_it_repeats() -> None:
+    first = [*QUESTION, said("3"), {"role": "user", "content": "sure?"}]
+
     async def agent(prompt: Prompt, base_url: str, api_key: str) -> float:
         async with client(base_url, api_key) as there:
-            other = [{"role": "user", "content": "2+2?"}]
-            await asyncio.gather(ask(there, QUESTION), ask(there, other), return_exceptions=True)
+            await ask(there, QUESTION)
+            await ask(there, [{"role": "user", "content": "2+2?"}])
+            await ask(there, first)
+            await ask(there, first)
         return 1.0
 
-    talk = lead(agent, "3", think_s=0.5)
-    assert talk.last.reason.startswith(f"{BREAKS}a request came before the last one was answered")
+    talk = lead(agent, "3", "4", "yes", "no")
+    begun, other, back, again, end = talk.replies
+    assert TOKENIZER.decode(begun.token_ids) == "<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert (other.is_context, other.token_ids[3:7]) == (True, tuple(TOKENIZER("2+2?").input_ids))
+    for reply in (back, again):
+        glue = "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+        assert (reply.is_context, reply.after_turn, TOKENIZER.decode(reply.token_ids)) == (False, 0, glue)
+    assert (end.done, end.reward) == (True, 1.0)
 
 
-def test_two_equal_requests_side_by_side_are_no_two_samples() -> None:
+def test_requests_side_by_side_are_answered_in_turn() -> None:
     async def agent(prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
         async with client(base_url, api_key) as there:
-            both = await asyncio.gather(ask(there, QUESTION), ask(there, QUESTION), return_exceptions=True)
-        return {"kinds": sorted(type(each).__name__ for each in both)}
+            other = [{"role": "user", "content": "2+2?"}]
+            found = await asyncio.gather(ask(there, QUESTION), ask(there, other), ask(there, QUESTION))
+        return {"answers": sorted(each.choices[0].message.content for each in found)}
 
-    assert lead(agent, "3", think_s=0.5).last.details == {"kinds": ["BadRequestError", "ChatCompletion"]}
+    talk = lead(agent, "3", "4", "5", think_s=0.5)
+    assert talk.last.details == {"answers": ["3", "4", "5"]}
 
 
 def test_a_client_that_gave_up_waiting_may_ask_again() -> None:

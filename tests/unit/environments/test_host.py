@@ -135,6 +135,24 @@ def test_a_reply_is_the_glue_to_the_next_turn() -> None:
     assert (last.done, last.token_ids) == (True, ())
 
 
+def test_a_rendered_history_leaves_out_what_the_template_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As reasoning templates do, this one drops what stands before | in turns of the assistant that have a reply."""
+    turns = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] if loop.last or m['role'] != "
+    turns += "'assistant' else m['content'].split('|')[-1] }}<|im_end|>\n{% endfor %}"
+    template = turns + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    monkeypatch.setattr(TOKENIZER, "chat_template", template)
+    _, plain, stripped, kept = replies(turn("3"), turn("hm|4", 1), turn("5", 2), history="rendered")
+    glue = "\n<|im_start|>tool\n{}<|im_end|>\n<|im_start|>assistant\n"
+    assert (plain.is_context, plain.after_turn) == (False, 0)
+    assert TOKENIZER.decode(plain.token_ids) == glue.format("0: 3")
+    whole = "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n3<|im_end|>" + glue.format("0: 3")
+    assert stripped.is_context
+    assert TOKENIZER.decode(stripped.token_ids) == f"{whole}4<|im_end|>{glue.format('1: hm|4')}"
+    assert (kept.is_context, TOKENIZER.decode(kept.token_ids)) == (False, glue.format("2: 5"))
+    # By default it is read as it was written.
+    assert [reply.is_context for reply in replies(turn("hm|4"))] == [False, False]
+
+
 def test_a_cut_turn_gets_its_end_and_tools_may_speak_as_users() -> None:
     _, reply = replies(turn("one", is_cut=True), tool_role="user")
     assert (

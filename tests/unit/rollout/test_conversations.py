@@ -17,6 +17,7 @@ from megarl.rollout.prefixes import Prefix
 from megarl.rollout.source import Doing, Group, SamplingPlan
 from megarl.rollout.vllm_source import VllmSource
 from megarl.types import FinishReason, Prompt, Sample, SegmentSource, version_spans
+from megarl.types.forks import Fork
 from tests.helpers.loops import begin_groups, turns
 
 END = 2
@@ -312,3 +313,47 @@ def test_a_checkpoint_holds_conversations_wherever_they_are() -> None:
     resumed.speak(101, END)
     assert resumed.acts[1] == TurnRequest(token_ids=(99, 101, END), turn=1, num_before=5)
     assert not group.samples
+
+
+def test_a_context_that_differs_begins_a_branch_where_it_does() -> None:
+    """The prompt is 5 6. Turns: 100, then after 5 6 41 42: 101, after 9 (a root): 102, after 101 2 once more: 103."""
+    world, _, group = begin()
+    world.reply()
+    world.speak(100, END)
+    world.reply(5, 6, 41, 42, is_context=True)
+    first = world.speak(101, END)
+    world.reply(9, is_context=True)
+    second = world.speak(102, END)
+    world.reply(43, after_turn=1)
+    third = world.speak(103, END)
+    world.reply(5, 6, 41, is_context=True)
+    fourth = world.speak(104, END)
+    world.reply(done=True, reward=1.0)
+    sample = sample_of(group)
+    assert [each.token_ids for each in (first, second, third, fourth)] == [
+        (5, 6, 41, 42),
+        (9,),
+        (5, 6, 41, 42, 101, END, 43),
+        (5, 6, 41),
+    ]
+    assert [each.num_before for each in (first, second, third, fourth)] == [2, 4, 6, 8]
+    #                                    0  1   2   3    4   5   6    7  8   9   10   11  12   13   14  15
+    assert sample.token_ids.tolist() == [5, 6, 100, END, 41, 42, 101, END, 9, 102, END, 43, 103, END, 104, END]
+    assert sample.forks == (Fork(4, 1), Fork(8, -1), Fork(11, 7), Fork(14, 4))
+    assert sample.context_ids.tolist() == [5, 6, 41, 104, END]
+    # The last context was known whole; its turn is apart all the same.
+    assert sample.last_turn_ids.tolist() == [104, END]
+    assert sample.episode is not None
+    assert sample.episode.num_turns == 5
+    assert sample.turn_rewards.tolist() == [0.0] * 13 + [1.0]
+
+
+def test_every_token_counts_in_the_length_of_a_sample_that_forks() -> None:
+    world, _, group = begin(plan=replace(PLAN, max_response_tokens=7))
+    world.reply()
+    world.speak(100, END)
+    world.reply(7, 8, 9, is_context=True)
+    assert world.speak(101, END).max_tokens == 2
+    # Five of seven tokens are new to the sample in both; what is known already costs nothing.
+    world.reply(7, 8, 9, 101, END, 10, is_context=True)
+    assert sample_of(group).finish_reason is FinishReason.LENGTH

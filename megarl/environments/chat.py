@@ -1,0 +1,231 @@
+"""Keep the chats of an agent: what it asked and was answered, and after which turn each request goes on.
+
+The policy's tokens never pass here, only their text: what an agent sends back of earlier turns is compared with them,
+and not tokenised again.
+"""
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.environments.base import Action
+from megarl.environments.parsers import Parser
+from megarl.texts.unicode import readable
+from megarl.types import Message
+
+# Fields of a request that ask for what a policy in training cannot have, with the values that do not. Every other field
+# that is not read, such as temperature, is ignored: the run's settings decide how turns are sampled.
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "stop": ([], ""),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto",),
+    "logit_bias": ({},),
+}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class RequestError(ValueError):
+    """A request that is not answered; the agent is told why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnAsked:
+    """A request for a turn of the policy.
+
+    after_turn: the number of the turn that the messages follow; None: they are all that the policy reads. max_tokens:
+    the limit of the turn, if the request has one.
+    """
+
+    messages: tuple[Message, ...]
+    after_turn: int | None
+    tools: Sequence[Mapping[str, Any]]
+    max_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Said:
+    """The parts of a message that are compared: who said it, the text, and each call's name and arguments."""
+
+    role: str
+    text: str
+    calls: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Request:
+    """A request that waits for the policy, with the whole chat that it sent. is_gone: whether its client has left."""
+
+    said: list[_Said]
+    tools: Sequence[Mapping[str, Any]]
+    max_tokens: int | None
+    model: str
+    answer: asyncio.Future[dict[str, Any]]
+    is_gone: Callable[[], Awaitable[bool]]
+
+
+class Chat:
+    """The chats of one sample, between the HTTP requests of its agent and the environment that has the policy's turns.
+
+    Requests are answered one after the other. One that has all messages of an earlier one, its answer and new messages
+    goes on with that chat. Any other begins a chat of its own: a history that was rewritten or made shorter, a
+    sub-agent's, the same question once more.
+    """
+
+    def __init__(self, parse: Parser | None) -> None:
+        """Begin without chats; `parse` finds the policy's calls of tools, if any are looked for."""
+        self.key = secrets.token_urlsafe(16)
+        self._parse = parse
+        # Of each answered turn: the messages up to the answer, and the tools. Its text, by the message that was sent.
+        self._answered: list[tuple[list[_Said], Sequence[Mapping[str, Any]]]] = []
+        self._texts: dict[_Said, str] = {}
+        self._waiting: deque[_Request] = deque()
+        self._arrived = asyncio.Event()
+        # The request that the policy answers now.
+        self._asked: _Request | None = None
+        self._is_closed = False
+
+    async def next_request(self) -> TurnAsked:
+        """Wait for the agent to ask for a turn."""
+        while not self._waiting:
+            self._arrived.clear()
+            await self._arrived.wait()
+        asked = self._asked = self._waiting.popleft()
+        count, after_turn = 0, None
+        for turn, (said, tools) in enumerate(self._answered):
+            goes_on = len(asked.said) > len(said) and asked.said[: len(said)] == said and asked.tools == tools
+            if goes_on and not any(each.role == "assistant" for each in asked.said[len(said) :]):
+                count, after_turn = len(said), turn
+        roles = {"developer": "system"}
+        messages = tuple(
+            Message(role=roles.get(each.role, each.role), content=self._texts.get(each, each.text))
+            for each in asked.said[count:]
+        )
+        return TurnAsked(messages=messages, after_turn=after_turn, tools=asked.tools, max_tokens=asked.max_tokens)
+
+    def answer(self, action: Action) -> int:
+        """Answer the agent's request with the policy's turn; return the number of tools that it calls."""
+        assert self._asked is not None, "the policy speaks when it is asked"
+        asked, self._asked = self._asked, None
+        calls = list(self._parse(action.text)) if self._parse and asked.tools and not action.is_cut else []
+        try:
+            functions = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls]
+        except (ValueError, RecursionError):
+            functions = []
+        if not functions or any(call.error for call in calls):
+            # A call that cannot be read or sent is none; the agent gets the text.
+            calls = []
+        content = action.text
+        for call in calls:
+            content = content.replace(call.source, "", 1)
+        message: dict[str, Any] = {"role": "assistant", "content": content.strip() or None if calls else content}
+        if calls:
+            message["tool_calls"] = [
+                {"id": f"call_{action.turn}_{i}", "type": "function", "function": function}
+                for i, function in enumerate(functions)
+            ]
+        answer = _read_message(message, "the answer")
+        self._answered.append(([*asked.said, answer], asked.tools))
+        if calls:
+            self._texts[answer] = action.text
+        choice = {"index": 0, "message": message, "logprobs": None}
+        choice["finish_reason"] = "tool_calls" if calls else "length" if action.is_cut else "stop"
+        usage = {"prompt_tokens": action.num_before, "completion_tokens": action.num_tokens}
+        completion = {
+            "id": f"chatcmpl-{secrets.token_hex(8)}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": readable(asked.model),
+            "choices": [choice],
+            "usage": usage | {"total_tokens": action.num_before + action.num_tokens},
+        }
+        # The client may have gone.
+        if not asked.answer.done():
+            asked.answer.set_result(completion)
+        return len(calls)
+
+    async def ask(self, body: Mapping[str, Any], is_gone: Callable[[], Awaitable[bool]]) -> dict[str, Any]:
+        """Return the completion of a request. Raises RequestError, also when the sample ends before it is answered.
+
+        is_gone: tells whether the client still waits for it.
+        """
+        if self._is_closed:
+            raise RequestError("the conversation has ended")
+        _refuse_fields(body)
+        messages, tools = body.get("messages"), body.get("tools") or []
+        if not isinstance(messages, list) or not messages:
+            raise RequestError("messages is missing or empty, expected the whole conversation so far")
+        said = [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise RequestError(f"tools is {str(tools)[:80]}, expected a list of objects")
+        if said[-1].role == "assistant":
+            raise RequestError("the last message is the assistant's, expected one that the policy answers")
+        for i, each in enumerate(said):
+            if each.calls and each not in self._texts:
+                raise RequestError(
+                    f"messages[{i}] has tool_calls that the policy did not write, expected text; write it out"
+                )
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
+        for waiting in [*([] if self._asked is None else [self._asked]), *self._waiting]:
+            # A client that gave up waiting asks again, which is no further turn.
+            if (waiting.said, waiting.tools) == (said, tools) and await waiting.is_gone():
+                waiting.answer.cancel()
+                waiting.answer, waiting.is_gone = answer, is_gone
+                return await answer
+        model = str(body.get("model", "policy"))
+        limit = min(limits, default=None)
+        self._waiting.append(
+            _Request(said=said, tools=tools, max_tokens=limit, model=model, answer=answer, is_gone=is_gone)
+        )
+        self._arrived.set()
+        return await answer
+
+    def close(self) -> None:
+        """End all chats: who still waits for an answer gets none."""
+        self._is_closed = True
+        for waiting in [*([] if self._asked is None else [self._asked]), *self._waiting]:
+            if not waiting.answer.done():
+                waiting.answer.set_exception(RequestError("the conversation has ended"))
+
+
+def _refuse_fields(body: Mapping[str, Any]) -> None:
+    """Raise RequestError for fields that cannot be honoured, and must not be ignored."""
+    for name, harmless in REFUSED.items():
+        if body.get(name) is not None and body[name] not in harmless:
+            remedy = "; set rollout.stop" if name == "stop" else ""
+            raise RequestError(f"{name} is {body[name]!r}, expected it to be left out{remedy}")
+    for name in ("max_tokens", "max_completion_tokens"):
+        if (limit := body.get(name)) is not None and (not isinstance(limit, int) or limit < 1):
+            raise RequestError(f"{name} is {limit!r}, expected a whole number of at least 1")
+
+
+def _read_message(message: Any, place: str) -> _Said:
+    """Read what counts of a message. Raises RequestError for one that is not text."""
+    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+        raise RequestError(f"{place} is {str(message)[:80]}, expected an object with a role among {', '.join(ROLES)}")
+    content = message.get("content") or ""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
+        raise RequestError(f"{place}.content has a part that is no text, expected text alone")
+    text = "".join(str(part.get("text", "")) for part in parts)
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        arguments = function.get("arguments", "")
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            # Clients may write the same arguments in another way.
+            arguments = json.dumps(json.loads(arguments), sort_keys=True)
+        calls.append((str(function.get("name")), str(arguments)))
+    # Clients may also strip the answers that they repeat.
+    return _Said(
+        role=message["role"], text=text.strip() if message["role"] == "assistant" else text, calls=tuple(calls)
+    )
