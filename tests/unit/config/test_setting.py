@@ -194,13 +194,15 @@ ONLY_DATA = {
     *("algo.demonstrations.strategy", "algo.kl.estimator", "algo.kl.loss_estimator", "algo.policy_loss.name"),
     *("algo.filter.names", "algo.shapers"),  # of what algo.plugins registers
     *("algo.off_policy.reshape", "algo.off_policy.on_policy_reshape", "environment.key", "rewards.sources.*.scorer"),
-    *("reference.model_path", "critic.model_path", "reward_model.model_path", "actor.lora.path"),
+    *("reference.model_path", "critic.model_path", "reward_model.model_path"),
+    *("teacher.model_path", "teacher.served_name", "teacher.sources"),
+    *(f"{role}.lora.path" for role in ("actor", "critic", "reward_model")),
     *("rollout.stop", "rollout.replay_dir"),
     *("rewards.sources.*.format", "rewards.custom.name", "rewards.custom.arguments.*", "rewards.hybrid.parts.*.judge"),
     *("rewards.hybrid.routes.*", "sft.train", "sft.val", "sft.chat_key", "sft.answer_key", "train_reward.train"),
     *("train_reward.val", "train_preference.train", "train_preference.val", "train_preference.objective"),
     *("logging.wandb_project", "logging.mlflow_experiment", "logging.trackio_project", "logging.swanlab_project"),
-    *(f"{role}.layout.pipeline_layout" for role in ("actor", "critic", "reference", "reward_model")),  # a pattern
+    *(f"{role}.layout.pipeline_layout" for role in ("actor", "critic", "reference", "reward_model", "teacher")),
     *("cluster.hosts",),  # of a cluster whose address the user gives
 }
 
