@@ -213,12 +213,12 @@ def _eval_config(config: Config, request: EvalRequest, *, with_trainer: bool) ->
     )
     if with_trainer:
         return config
-    # Engines alone, on devices of their own and as many nodes as they need.
+    # Engines alone, which read all weights, on devices of their own and as many nodes as they need.
     placement = config.placement
     nodes = placement.engines if placement.mode == "split" else NodesConfig(num_nodes=placement.trainer.num_nodes)
     return replace(
         config,
-        actor=replace(config.actor, layout=LayoutConfig()),
+        actor=replace(config.actor, layout=LayoutConfig(), lora=None),
         placement=PlacementConfig(mode="split", engines=nodes),
     )
 

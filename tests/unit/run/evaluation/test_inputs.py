@@ -187,12 +187,14 @@ def test_adapters_are_for_the_model_that_is_named(
 
 def test_a_run_that_has_ended_with_adapters(opened: Callable[..., EvalInputs], model: Path, adapters: Path) -> None:
     run = model.parent / "run"
-    make_run(run, model, "rollout.engine.kv_cache_mib=48")
+    make_run(run, model, "rollout.engine.kv_cache_mib=48", "actor.lora.rank=2")
     shutil.rmtree(run / "export")
     shutil.copytree(adapters, run / "export_adapter")
     inputs = opened(run)
     assert (inputs.config.model.path, inputs.adapter) == (str(model), run / "export_adapter")
     assert inputs.config.rollout.engine.kv_cache_mib == 48
+    # Engines read merged weights.
+    assert inputs.config.actor.lora is None
     with pytest.raises(ConfigError, match="has ended with adapters of its own"):
         opened(run, adapter=adapters)
 
