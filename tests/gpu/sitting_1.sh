@@ -3,8 +3,9 @@
 #   tests/gpu/sitting_1.sh PYTHON OUT [SECONDS]
 # Nothing is downloaded. A step that fails does not keep the next ones from running; OUT/summary.txt says how each ended.
 # On an H200 its tests have passed, ipc in an older form (docs/cuda.md). Expected:
-#   kernels     13 passed: Triton chosen, statistics and gradients against float64
+#   kernels     16 passed: Triton chosen, statistics and gradients against float64; those with a teacher were not run
 #   head        a table of times, memory and errors; nothing is expected of it but that every regime runs
+#   distill     a table of times with a teacher and without, at most 1.8 times as long; not run so far
 #   copies      a table of GB/s, every copy equal to its source
 #   ipc         3 passed: bit for bit, also beside expandable segments, and over page-locked shared memory
 #   layouts     3 passed on one device (6 skipped): float32, against plain torch on the host
@@ -21,6 +22,8 @@ step kernels 120 "${pytest[@]}" tests/gpu/test_kernels.py
 requires "megatron.core liger_kernel matplotlib" step head 300 \
     "$python" -m tools.bench.logprobs --device cuda --out "$out/head" --contenders "${contenders[@]}"
 show 70
+step distill 150 "$python" -m tools.bench.distill --device cuda --out "$out/distill.json"
+show 14
 step copies 60 "$python" -m tools.bench.copies --device cuda --out "$out/copies.json"
 show 8
 step ipc 90 "${pytest[@]}" tests/gpu/test_cuda_ipc.py

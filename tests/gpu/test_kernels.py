@@ -1,14 +1,28 @@
-"""The Triton kernels of the log-prob head at the size of a real vocabulary, and the choice of them."""
+"""The head's Triton kernels, without a teacher and with one, at the size of a real vocabulary, and their choice."""
 
 import pytest
 import torch
 
-from megarl.parallel.head.choose import choose_kernels, find_fault, triton_candidate
+from megarl.parallel.head.choose import (
+    choose_kernels,
+    choose_teacher_kernels,
+    find_fault,
+    triton_candidate,
+    triton_teacher_candidate,
+)
+from megarl.parallel.head.distill import TeacherLogits, vocab_parallel_divergence
+from megarl.parallel.head.divergence import Divergence
 from megarl.parallel.head.kernels import TorchKernels
+from megarl.parallel.head.logprobs import HeadOptions
 from megarl.parallel.head.self_test import self_test
+from megarl.parallel.head.statistics import vocab_shard
+from megarl.parallel.head.teacher_kernels import TorchTeacherKernels
+from megarl.parallel.head.teacher_self_test import teacher_self_test
 from tests.helpers.chunk_kernels import assert_exact, chunk_problem, run_chunk
 from tests.helpers.compare import assert_within
 from tests.helpers.cuda import needs_devices
+from tests.helpers.head_ranks import ONE_RANK
+from tests.helpers.teacher_heads import divergences
 
 pytestmark = [pytest.mark.gpu, needs_devices(1)]
 
@@ -45,9 +59,42 @@ def test_rows_beyond_the_reach_of_32_bits() -> None:
         assert_within("gradient elsewhere", got, gradient, atol=2**-8 * float(p.max()))
 
 
+@pytest.mark.parametrize("kind", list(Divergence))
+def test_divergences_over_a_whole_vocabulary(kind: Divergence) -> None:
+    """Values and gradients of a student and its teacher of another width, against dense float64."""
+    generator, device = torch.Generator("cuda").manual_seed(3), torch.device("cuda")
+    shapes = {"hidden": (40, 64), "weight": (QWEN_VOCAB, 64), "other": (40, 96), "other_weight": (QWEN_VOCAB, 96)}
+    made = {name: torch.randn(*shape, generator=generator, device=device) for name, shape in shapes.items()}
+    hidden, weight = made["hidden"].requires_grad_(), (made["weight"] / 4).requires_grad_()
+    labels, shard = torch.arange(40, device=device), vocab_shard(ONE_RANK, QWEN_VOCAB, QWEN_VOCAB)
+    out = vocab_parallel_divergence(
+        hidden,
+        weight,
+        labels,
+        shard=shard,
+        teacher=TeacherLogits(hidden=made["other"], weight=made["other_weight"] / 4, shard=shard),
+        divergence=kind,
+        beta=0.3,
+        options=HeadOptions(chunk_tokens=16),
+    )
+    got = torch.autograd.grad(out.divergence.sum() + out.logprobs.sum(), (hidden, weight))
+    h, w = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    log_p = (h @ w.t()).log_softmax(-1)
+    log_q = (made["other"].double() @ (made["other_weight"] / 4).double().t()).log_softmax(-1)
+    value = divergences(log_p, log_q, 0.3)[kind]
+    expected = torch.autograd.grad(value.sum() + log_p.gather(1, labels[:, None]).sum(), (h, w))
+    assert_within("divergence", out.divergence.detach().cpu(), value.detach().cpu(), atol=1e-4)
+    assert_within("agreement", out.agreement.cpu(), (log_p.argmax(1) == log_q.argmax(1)).cpu(), atol=0)
+    for name, mine, theirs in zip(("hidden", "weight"), got, expected, strict=True):
+        scale = theirs.abs().max()
+        assert_within(name, (mine.double() / scale).cpu(), (theirs / scale).cpu(), atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
 def test_the_self_test_passes(dtype: torch.dtype) -> None:
-    assert self_test(choose_kernels(torch.device("cuda")), torch.device("cuda"), dtype) is None
+    device = torch.device("cuda")
+    assert self_test(choose_kernels(device), device, dtype) is None
+    assert teacher_self_test(choose_teacher_kernels(device), device, dtype) is None
 
 
 def test_triton_is_chosen_where_it_is_installed() -> None:
@@ -55,3 +102,7 @@ def test_triton_is_chosen_where_it_is_installed() -> None:
     assert candidate is not None, "no Triton beside this torch; install it with containers/install.sh"
     assert find_fault(candidate, torch.device("cuda")) is None
     assert not isinstance(choose_kernels(torch.device("cuda")), TorchKernels)
+    with_teacher = triton_teacher_candidate()
+    assert with_teacher is not None
+    assert find_fault(with_teacher, torch.device("cuda")) is None
+    assert not isinstance(choose_teacher_kernels(torch.device("cuda")), TorchTeacherKernels)

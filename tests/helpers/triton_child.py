@@ -12,10 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.parallel.head import triton_teacher_kernels as teacher_kernels
 from megarl.parallel.head.choose import first_that_passes, triton_candidate
+from megarl.parallel.head.divergence import Divergence
 from megarl.parallel.head.kernels import TorchKernels
 from megarl.parallel.head.self_test import self_test
+from megarl.parallel.head.teacher_self_test import teacher_self_test
 from megarl.parallel.head.triton_kernels import TritonKernels, _gradient_kernel, _statistics_kernel
+from megarl.parallel.head.triton_teacher_kernels import KINDS, TritonTeacherKernels
 from tests.helpers.chunk_kernels import ChunkProblem, chunk_problem, run_chunk
 
 BLOCK = 256  # fewer than most problems' columns, so that maxima change between blocks
@@ -100,6 +104,9 @@ def interpret() -> dict[str, Any]:
     return {
         "results": {name: (problem, run_chunk(kernels, problem)) for name, problem in problems().items()},
         "self-tests": [self_test(TritonKernels(), CPU, dtype) for dtype in (*DTYPES.values(), torch.float16)],
+        "teacher self-tests": [
+            teacher_self_test(TritonTeacherKernels(block=BLOCK), CPU, dtype) for dtype in DTYPES.values()
+        ],
         "chosen": choose_on_cpu(),
         "beside NaN": statistics_beside_nan(),
         "far row": far_row(),
@@ -128,29 +135,47 @@ def compile_for_hopper() -> dict[str, Any]:
 
     statistics = ["logits", "row_stride", "V", "inverse_temperature", "labels", "out", "statistic_stride", "out_stride"]
     gradient = ["logits", "row_stride", "V", "inverse_temperature", "labels", "lse", "grad_logprobs", "a", "b"]
+    both = ["logits", "row_stride", "others", "other_stride", "V", "inverse_temperature", "teacher_inverse_temperature"]
+    of_mixture = ["lse", "teacher_lse", "beta", "out", "statistic_stride", "out_stride"]
+    of_policy = ["labels", "lse", "grad_logprobs", "a", "b"]
+    of_term = ["student_lse", "teacher_lse", "mean", "weight", "beta"]
     sources = {
         "statistics": (_statistics_kernel, statistics, {"out_stride": 1}),
         "gradient": (_gradient_kernel, gradient, {}),
         "gradient without b": (_gradient_kernel, gradient, {"b": None}),
+        "teacher statistics": (
+            teacher_kernels._statistics_kernel,
+            [*both, "labels", *of_mixture[3:]],
+            {"out_stride": 1},
+        ),
+        "teacher mixture": (teacher_kernels._mixture_kernel, [*both, *of_mixture], {"out_stride": 1}),
+        **{
+            f"teacher gradient {kind}": (
+                teacher_kernels._gradient_kernel,
+                [*both, *of_policy, *of_term],
+                {"KIND": KINDS[kind]},
+            )
+            for kind in Divergence
+        },
     }
     ptx = {}
     for name, (kernel, arguments, constants) in sources.items():
+        kernels = TritonTeacherKernels() if name.startswith("teacher") else TritonKernels()
         for dtype in ("bf16", "fp16", "fp32"):
-            types = {
-                "logits": f"*{dtype}",
-                "labels": "*i64",
-                "row_stride": "i32",
-                "V": "i32",
-                "statistic_stride": "i32",
-            }
-            signature = {one: "constexpr" if one in constants else types.get(one, "*fp32") for one in arguments}
+            types = dict.fromkeys(("logits", "others"), f"*{dtype}") | {"labels": "*i64", "beta": "fp32"}
+            types |= dict.fromkeys(("row_stride", "other_stride", "V", "statistic_stride"), "i32")
+            signature = {one: types.get(one, "*fp32") for one in arguments} | dict.fromkeys(constants, "constexpr")
             source = ASTSource(
                 fn=kernel,
                 signature={**signature, "BLOCK": "constexpr"},
-                constexprs={**constants, "BLOCK": TritonKernels().block},
-                attrs={(i,): [["tt.divisibility", 16]] for i, one in enumerate(arguments) if one not in constants},
+                constexprs={**constants, "BLOCK": kernels.block},
+                attrs={
+                    (i,): [["tt.divisibility", 16]]
+                    for i, one in enumerate(arguments)
+                    if one not in constants and one != "beta"
+                },
             )
-            options = {"num_warps": TritonKernels().num_warps}
+            options = {"num_warps": kernels.num_warps}
             ptx[f"{name} {dtype}"] = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     # It comes with Triton.
     assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"

@@ -13,6 +13,7 @@ import torch
 from megarl.parallel.head.kernels import ChunkKernels, TorchKernels
 from megarl.parallel.head.self_test import self_test
 from megarl.parallel.head.teacher_kernels import TeacherKernels, TorchTeacherKernels
+from megarl.parallel.head.teacher_self_test import teacher_self_test
 
 TESTED_DTYPES = (torch.bfloat16, torch.float32)
 KernelsT = TypeVar("KernelsT")
@@ -41,10 +42,28 @@ def triton_candidate() -> Candidate[ChunkKernels] | None:
     return Candidate(name="Triton", kernels=TritonKernels(), errors=LAUNCH_ERRORS, test=self_test, purpose="log-probs")
 
 
+def triton_teacher_candidate() -> Candidate[TeacherKernels] | None:
+    """Return the Triton kernels for divergences as a candidate to test, or None if Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from megarl.parallel.head.triton_kernels import LAUNCH_ERRORS
+    from megarl.parallel.head.triton_teacher_kernels import TritonTeacherKernels
+
+    return Candidate(
+        name="Triton",
+        kernels=TritonTeacherKernels(),
+        errors=LAUNCH_ERRORS,
+        test=teacher_self_test,
+        purpose="divergences",
+    )
+
+
 CANDIDATES: Mapping[str, tuple[Callable[[], Candidate[ChunkKernels] | None], ...]] = MappingProxyType(
     {"cuda": (triton_candidate,)}
 )
-TEACHER_CANDIDATES: Mapping[str, tuple[Callable[[], Candidate[TeacherKernels] | None], ...]] = MappingProxyType({})
+TEACHER_CANDIDATES: Mapping[str, tuple[Callable[[], Candidate[TeacherKernels] | None], ...]] = MappingProxyType(
+    {"cuda": (triton_teacher_candidate,)}
+)
 
 
 @cache

@@ -54,7 +54,7 @@ class TeacherKernels(Protocol):
         """Write ten numbers per token to `out` [10, n], all over these columns alone.
 
         0 to 2 are those of `ChunkKernels.statistics` for the student; 3 and 4 the teacher's lse and entropy; 5 KL(p‖q)
-        and 6 KL(q‖p); 7 and 8 the largest z and u; 9 the u where z is largest. Logits stay unchanged.
+        and 6 KL(q‖p); 7 and 8 the largest z and u; 9 the largest u where z is largest. Logits stay unchanged.
         """
 
     def mixture(
@@ -134,8 +134,9 @@ class TorchTeacherKernels:
             z, u, e, f = z_block[:n], u_block[:n], e_block[:n], f_block[:n]
             torch.mul(logits[rows], inverse_temperature[rows, None], out=z)
             torch.mul(others[rows], teacher_inverse_temperature[rows, None], out=u)
-            (peak, at), teacher_peak = z.max(1, keepdim=True), u.amax(1, keepdim=True)
-            out[7, rows], out[8, rows], out[9, rows] = peak[:, 0], teacher_peak[:, 0], u.gather(1, at)[:, 0]
+            peak, teacher_peak = z.amax(1, keepdim=True), u.amax(1, keepdim=True)
+            out[7, rows], out[8, rows] = peak[:, 0], teacher_peak[:, 0]
+            out[9, rows] = u.masked_fill(z < peak, -torch.inf).amax(1)
             # As for the entropy, differences of shifted logits are small numbers.
             torch.exp(z.sub_(peak), out=e)
             torch.exp(u.sub_(teacher_peak), out=f)

@@ -94,7 +94,7 @@ def _solve(
     loss = weights[0] @ log_p.gather(1, labels[:, None])[:, 0] + weights[1] @ entropy + weights[2] @ value
     (gradient,) = torch.autograd.grad(loss, logits)
     here, there = z[:, :V].log_softmax(-1), u[:, :V].log_softmax(-1)
-    peak, at = z[:, :V].max(-1)
+    peak = z[:, :V].amax(-1)
     statistics = [
         z[:, :V].logsumexp(-1),
         -(here.exp() * here).sum(-1),
@@ -105,7 +105,7 @@ def _solve(
         (there.exp() * (there - here)).sum(-1),
         peak,
         u[:, :V].amax(-1),
-        u.gather(1, at[:, None])[:, 0],
+        u[:, :V].masked_fill(z[:, :V] < peak[:, None], -torch.inf).amax(-1),
     ]
     return _Dense(
         lse=z.logsumexp(-1).detach(),

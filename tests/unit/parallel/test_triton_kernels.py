@@ -75,6 +75,7 @@ def test_every_problem_is_looked_at(interpreted: dict[str, Any]) -> None:
 
 def test_the_self_test_passes(interpreted: dict[str, Any]) -> None:
     assert interpreted["self-tests"] == [None, None, None]
+    assert interpreted["teacher self-tests"] == [None, None]
     assert interpreted["chosen"] == ("TritonKernels", [])
 
 
@@ -104,23 +105,26 @@ def test_what_the_kernels_do_not_take(interpreted: dict[str, Any]) -> None:
 def test_the_compiler_reads_16_bytes_at_a_time(children: Mapping[str, Any]) -> None:
     """And so it writes gradients; bfloat16 is rounded to nearest."""
     ptx: dict[str, str] = children["compile"]["ptx"]
-    assert len(ptx) == 9
+    assert len(ptx) == 24
     for name, code in ptx.items():
         assert ".target sm_90a" in code
         assert "ld.global.v4.b32" in code, name
-        assert ("st.global.v4.b32" in code) == name.startswith("gradient"), name
-        assert ("cvt.rn.bf16x2.f32" in code) == (name.startswith("gradient") and name.endswith("bf16")), name
+        assert ("st.global.v4.b32" in code) == ("gradient" in name), name
+        assert ("cvt.rn.bf16x2.f32" in code) == ("gradient" in name and name.endswith("bf16")), name
 
 
 def test_registers_suffice_and_none_is_spilled(children: Mapping[str, Any]) -> None:
-    """With 64 of the 65,536 registers of a multiprocessor each, half of its 2,048 threads run at a time."""
+    """With 64 of the 65,536 registers of a multiprocessor each, half of its 2,048 threads run at a time.
+
+    With 128, which sums over two rows may take, it is a quarter.
+    """
     assembled: dict[str, str] = children["compile"]["assembled"]
     assert assembled.keys() == children["compile"]["ptx"].keys()
     for name, told in assembled.items():
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in told, name
         used = re.search(r"Used (\d+) registers", told)
         assert used is not None, told
-        assert int(used[1]) <= 64, name
+        assert int(used[1]) <= (128 if name.startswith("teacher") else 64), name
 
 
 def test_without_a_gpu_pytorch_is_chosen_and_the_reason_told(children: Mapping[str, Any]) -> None:
