@@ -1,5 +1,7 @@
 """Adapters that are exported: PEFT reads them and computes the same, and megarl reads back every bit."""
 
+import math
+import re
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
@@ -15,6 +17,7 @@ from megarl.train.export import export_adapters
 from megarl.types import FloatArray, Row
 from megarl.types.messages import Head, Role, RoleSpec, StoreResult
 from megarl.weights.adapter_files import create_adapter_files
+from megarl.weights.dist_index import read_index
 from megarl.weights.families import read_model_spec
 from megarl.weights.peft_files import ADAPTER_FILE
 from tests.helpers.adapter_export_ranks import load_and_write
@@ -43,14 +46,15 @@ def write_adapters(path: Path, model: Path, lora: LoraConfig, *, scalar_head: bo
 class PoolWriters:
     """A pool's ranks as `export_adapters` wants them; keeps the outputs that they computed."""
 
-    def __init__(self, pool: RankPool, role: RoleSpec, rows: list[Row]) -> None:
-        self._pool, self._role, self._rows = pool, role, rows
+    def __init__(self, pool: RankPool, role: RoleSpec, rows: list[Row], checkpoint: Path) -> None:
+        self._pool, self._role, self._rows, self._checkpoint = pool, role, rows, checkpoint
         self.outputs: dict[int, FloatArray] = {}
 
     def store_adapters(self, file: Path, *, role: Role) -> StoreResult:
         assert role is self._role.role
         batches = split_rows(len(self._rows), self._role.layout.dp)
-        found = self._pool.run(load_and_write, self._role, self._rows, batches, str(file))
+        self._checkpoint.mkdir()
+        found = self._pool.run(load_and_write, self._role, self._rows, batches, str(file), str(self._checkpoint))
         for outputs, _ in found:
             self.outputs |= outputs
         return reduce(StoreResult.merged, (stored for _, stored in found))
@@ -88,6 +92,17 @@ def outputs_of_peft(model: Path, adapters: Path, rows: list[Row], head: Head) ->
     return found
 
 
+def check_checkpoint(path: Path, num_trained: int) -> None:
+    """It holds what is trained, with an optimizer's two moments and float32 copy of each, and nothing of the base."""
+    tensors, _ = read_index(path)
+    weights = {key: tensor for key, tensor in tensors.items() if not re.match(r"(chained_\d+\.)?optimizer\.", key)}
+    assert all(".lora." in key or key == "value_head.weight" for key in weights)
+    assert sum(math.prod(tensor.spec.shape) for tensor in weights.values()) == num_trained
+    assert sum(math.prod(tensor.spec.shape) for tensor in tensors.values()) <= 4 * num_trained + len(tensors)
+    written = sum(file.stat().st_size for file in path.iterdir())
+    assert written < 16 * num_trained + 8192 * len(tensors)
+
+
 # Experts of another rank, and a scalar head, are what most can go wrong in.
 QUICK = {("qwen3_moe", "ep2", Head.LM), ("qwen2", "tp2-sp", Head.SCALAR)}
 CASES = [(name, layout, Head.LM) for name in ("qwen2", "qwen3", "phi3", "gemma2") for layout in ("tp2-sp", "pp2")]
@@ -103,12 +118,13 @@ def test_peft_computes_the_same(rank_pool: GetPool, tmp_path: Path, name: str, l
     lora = LoraConfig(rank=4, alpha=6.0)
     begun = write_adapters(tmp_path / "begun", model, lora, scalar_head=head is Head.SCALAR)
     role = role_of(model, LoraConfig(rank=4, alpha=6.0, path=str(begun)), LAYOUTS[layout], head)
-    writers = PoolWriters(rank_pool(role.layout.world_size), role, make_rows())
+    writers = PoolWriters(rank_pool(role.layout.world_size), role, make_rows(), tmp_path / "checkpoint")
     export_adapters(writers, role, tmp_path / "export")
 
     written, given = load_file(tmp_path / "export" / ADAPTER_FILE), load_file(begun / ADAPTER_FILE)
     assert written.keys() == given.keys()
     assert all(torch.equal(written[key], given[key]) for key in given)
+    check_checkpoint(tmp_path / "checkpoint" / role.role.value, sum(t.numel() for t in given.values()))
     expected = outputs_of_peft(model, tmp_path / "export", make_rows(), head)
     assert sorted(writers.outputs) == list(range(len(expected)))
     error = max(float(np.abs(writers.outputs[i] - each).max()) for i, each in enumerate(expected))

@@ -39,6 +39,7 @@ def preference_settings(tmp_path: Path, section: str, *, steps: int) -> list[str
     return [f"{section}.{key}={value}" for key, value in {**settings, "total_steps": steps}.items()]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_preferences(tmp_path: Path) -> None:
     """The reference is the policy without adapters. Its checkpoint has nothing of the base."""
