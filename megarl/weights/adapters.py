@@ -13,9 +13,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megarl.config.lora import LoraConfig, Target
+from megarl.errors import ConfigError
 from megarl.weights.dims import Dims
 from megarl.weights.families import ModelSpec
-from megarl.weights.rules import HFTensor, Partition, WeightRule
+from megarl.weights.rules import HFTensor, Layers, Partition, WeightRule
 from megarl.weights.tables import VALUE_HEAD
 
 # How A and B are split over ranks, by how W is.
@@ -117,13 +118,24 @@ def peft_config(spec: ModelSpec, config: LoraConfig, *, scalar_head: bool = Fals
 
 
 def adapter_spec(spec: ModelSpec, config: LoraConfig) -> ModelSpec:
-    """Describe the adapters of a model as a model: its tensors are theirs alone, and a scalar head if it has one."""
+    """Describe the adapters of a model as a model: its tensors are theirs alone, and a scalar head if it has one.
+
+    Raises:
+        ConfigError: none of the model's layers is targeted.
+    """
     experts = spec.dims.experts
+    # A table has rules of dense layers also for models whose layers all have experts.
+    kinds = {Layers.ALL, *(kind for layer in range(spec.dims.num_layers) for kind in spec.dims.kinds_of(layer))}
+    present = [rule for rule in spec.family.weights if spec.has(rule) and rule.layers in kinds]
+    if not {*config.targets} & (found := {target_of(rule) for rule in present}):
+        known = sorted(target for target in found if target is not None)
+        raise ConfigError(
+            f"lora.targets: got {list(config.targets)}, but {spec.path} has no such layers; expected some of {known}"
+        )
     dims = AdapterDims(
         **{field.name: getattr(spec.dims, field.name) for field in fields(Dims)},
         rank=config.rank,
         expert_rank=config.expert_rank or max(1, config.rank // (experts.per_token if experts else 1)),
     )
-    present = [rule for rule in spec.family.weights if spec.has(rule)]
     rules = (*adapter_rules(present, config.targets), *(r for r in present if r.tensors[0].name == VALUE_HEAD))
     return replace(spec, dims=dims, family=replace(spec.family, weights=rules, ignored=()))

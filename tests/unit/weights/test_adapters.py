@@ -1,9 +1,14 @@
 """Every matrix of every family's layers has an adapter, or is one of those of which the page on adapters says none."""
 
+import re
+
 import pytest
 
-from megarl.weights.adapters import adapter_rules, matrices_of, target_of
-from megarl.weights.families import FAMILIES
+from megarl.config.load import PACKAGED
+from megarl.config.lora import LoraConfig, Target
+from megarl.errors import ConfigError
+from megarl.weights.adapters import adapter_rules, adapter_spec, matrices_of, target_of
+from megarl.weights.families import FAMILIES, read_model_spec
 from megarl.weights.rules import Partition
 from megarl.weights.tables import Family
 
@@ -85,3 +90,17 @@ def test_a_latent_has_whole_adapters_and_a_transposed_matrix_those_of_its_turned
     assert [each.shape for each in b.tensors] == [("expert_ffn", "expert_rank")] * 2
     assert b.partition is Partition.GATE_UP
     assert b.tensors[1].name == "model.layers.{layer}.mlp.experts.{expert}.up_proj.lora_B.weight"
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "known"),
+    [("qwen3-8b", "experts", "['attention', 'mlp']"), ("qwen3-30b-a3b", "mlp", "['attention', 'experts']")],
+)
+def test_targets_that_a_model_lacks_are_refused(model: str, target: Target, known: str) -> None:
+    """All layers of the second have experts, and none a shared one."""
+    spec = read_model_spec(PACKAGED / "model" / "hf" / model)
+    with pytest.raises(ConfigError, match=re.escape(f"lora.targets: got ['{target}'], but ")) as refused:
+        adapter_spec(spec, LoraConfig(targets=(target,)))
+    assert str(refused.value).endswith(f"has no such layers; expected some of {known}")
+    names = [rule.names[0] for rule in adapter_spec(spec, LoraConfig()).family.weights]
+    assert any(".mlp.linear_fc1." in name for name in names) == (target == "experts")
