@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> None:
 
         RankWorker(0).prepare()
     else:
-        from megarl.rollout.engine import import_vllm
+        from megarl.rollout.prepare import import_vllm
 
         import_vllm()
     del sys.modules["ray"]

@@ -4,7 +4,6 @@
 the engine is built.
 """
 
-import json
 import os
 import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,12 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.config.generation import Sampling
-from megarl.errors import ConfigError, WeightSyncError
+from megarl.errors import WeightSyncError
 from megarl.host.device.platform import platform
-from megarl.host.stage import logged_stages, process_files, tell_stage
-from megarl.host.temp_dir import is_private
-from megarl.rollout.engine_spec import SLEEPING_DEVICES, EngineSpec, engine_arguments, rounding_of
+from megarl.host.stage import tell_stage
+from megarl.rollout.engine_spec import SLEEPING_DEVICES, EngineSpec, engine_arguments
 from megarl.rollout.nucleus import nucleus_of
+from megarl.rollout.prepare import prepare_vllm
 from megarl.rollout.stepping import EngineLoad, EngineWork, Stepper
 from megarl.seeds import span_seed
 from megarl.types import (
@@ -32,6 +31,8 @@ from megarl.types import (
     VersionSpan,
     token_versions,
 )
+from megarl.weights.adapters import peft_config
+from megarl.weights.families import read_model_spec
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams, TokensPrompt
@@ -45,6 +46,8 @@ FINISH_REASONS = {
 }
 # A worker needs these of a request to seed it anew; they are names in vLLM's `extra_args`.
 SEED, NUM_BEFORE = "megarl_seed", "megarl_num_before"
+# By what vLLM knows the policy's adapters, which come from memory.
+ADAPTERS_ID, ADAPTERS_NAME = 1, "policy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +126,7 @@ class VllmEngine:
         self._num_nodes = 1 if spec.node is None else spec.node.num_nodes
         self.llm.update_weight_version("0")
         self._version = 0
+        self._adapters = None if spec.lora is None else peft_config(read_model_spec(spec.model_path), spec.lora)
         # vLLM counts them with regard to layers of several kinds.
         kv_tokens = self.llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
         self._stepper = Stepper(self.llm, max_num_seqs=spec.config.max_num_seqs, kv_tokens=kv_tokens)
@@ -225,19 +229,27 @@ class VllmEngine:
     def receive_over_bridge(
         self, transfer: int, *, version: int, with_checksums: bool, scales: Mapping[str, float]
     ) -> list[Received]:
-        """Replace the weights by those that the trainer's ranks are sending; each worker receives what it needs.
+        """Replace the weights, or the adapters alone, by those that the trainer's ranks are sending; each worker
+        receives what it needs.
 
         scales: the scale of each tensor that is sent in float8.
 
         Raises:
             WeightSyncError: a tensor is missing, unknown, or did not fill its parameter.
         """
-        arguments = {"transfer": transfer, "with_checksums": with_checksums, "scales": dict(scales)}
+        method, further = "load_bridge", {"scales": dict(scales)}
+        if self._adapters is not None:
+            method, further = "load_adapters", {"peft": self._adapters}
+        arguments = {"transfer": transfer, "with_checksums": with_checksums, **further}
         with self._stepper.held() as busy:
-            results = self.llm.collective_rpc("load_bridge", kwargs=arguments)
+            results = self.llm.collective_rpc(method, kwargs=arguments)
             problems = list(dict.fromkeys(problem for _, problem in results if problem))
             if problems:
                 raise WeightSyncError("; ".join(problems))
+            if self._adapters is not None:
+                from vllm.lora.request import LoRARequest
+
+                self._stepper.adapters = LoRARequest(ADAPTERS_NAME, ADAPTERS_ID, lora_path=ADAPTERS_NAME)
             # Cached keys and values were computed with the old weights, also those of unfinished requests.
             if not self.llm.reset_prefix_cache(reset_running_requests=busy):
                 raise WeightSyncError("vLLM did not reset its prefix cache after a sync")
@@ -249,12 +261,17 @@ class VllmEngine:
         return [Received(checksums=c, wire_bytes=n) for (c, _), n in zip(results, wire_bytes, strict=True)]
 
     def sleep(self) -> None:
-        """Drop weights and KV cache if the device supports it; `wake` both before generating again."""
+        """Drop weights and KV cache if the device supports it; `wake` both before generating again.
+
+        Weights that no sync sends again are kept in host memory.
+        """
         if platform().name in SLEEPING_DEVICES:
-            self.llm.sleep(level=2)
+            self.llm.sleep(level=2 if self._adapters is None else 1)
 
     def wake(self, parts: Sequence[str]) -> None:
-        """Allocate memory again for `weights`, which the next weight sync fills, or for `kv_cache`."""
+        """Allocate memory again for `weights`, which the next weight sync fills unless they were kept, or for
+        `kv_cache`.
+        """
         if platform().name in SLEEPING_DEVICES:
             self.llm.wake_up(tags=list(parts))
 
@@ -286,43 +303,6 @@ class EngineNodeWorkers:
     def close(self) -> None:
         """Stop the workers."""
         self._executor.shutdown()
-
-
-def prepare_vllm(spec: EngineSpec) -> None:
-    """Import vLLM, after setting what it reads then, and before what extends it for the engine.
-
-    Raises ConfigError if this host's CPU cannot store keys and values in float8.
-    """
-    if spec.batch_invariant:
-        # Kernels read it while they are imported.
-        os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    tell_stage("importing vLLM")
-    import_vllm()
-    if platform().name == "cpu" and spec.config.kv_cache_dtype and not has_float8_keys():
-        raise ConfigError(
-            f"rollout.engine.kv_cache_dtype: got {spec.config.kv_cache_dtype}, but on this host vLLM would need a CPU "
-            "with AVX-512 or AMX for it; set it to null"
-        )
-    if rounding_of(spec):
-        import megarl.rollout.rounded_weights  # noqa: F401
-
-
-def import_vllm() -> None:
-    """Import vLLM, with its messages told as stages of this process, or of one that is forked and calls this again."""
-    if is_private(process_files()):
-        # vLLM's core and workers may be processes of their own; all read this file, while the engine starts.
-        file = process_files() / f"{os.getpid()}-vllm-logging.json"
-        stages = logged_stages("vllm", level=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
-        file.write_text(json.dumps(stages), encoding="utf-8")
-        os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(file))
-    from vllm import LLM  # noqa: F401
-
-
-def has_float8_keys() -> bool:
-    """Return whether vLLM has float8 attention for this host's CPU."""
-    import torch
-
-    return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def _completion(output: "RequestOutput") -> Completion:

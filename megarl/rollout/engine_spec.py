@@ -3,10 +3,13 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megarl.config.lora import LoraConfig, sent_alone
 from megarl.config.schema import Config, EngineConfig
 from megarl.errors import ConfigError
 from megarl.host.device.platform import platform
 from megarl.host.reading import read_object
+from megarl.weights.adapters import adapter_spec
+from megarl.weights.families import read_model_spec
 
 # The devices on which vLLM supports sleeping.
 SLEEPING_DEVICES = frozenset({"cuda"})
@@ -44,7 +47,8 @@ class EngineSpec:
 
     suspends_nccl: whether NCCL's buffers are freed while the engine sleeps. batch_invariant: whether kernels compute a
     sequence in the same way whatever else is in its batch. captures_routing: whether completions say to which experts
-    tokens went. binds: whether the engine's process is bound to the CPUs and the memory next to its devices.
+    tokens went. binds: whether the engine's process is bound to the CPUs and the memory next to its devices. lora:
+    adapters that syncs send alone, and that the engine adds to the weights that it has read; None: syncs send weights.
     """
 
     model_path: str
@@ -59,6 +63,7 @@ class EngineSpec:
     captures_routing: bool = False
     binds: bool = False
     node: EngineNode | None = None
+    lora: LoraConfig | None = None
 
 
 def engine_spec(config: Config) -> EngineSpec:
@@ -81,6 +86,7 @@ def engine_spec(config: Config) -> EngineSpec:
         batch_invariant=(config.run.deterministic or config.run.batch_invariant) and platform().has_batch_invariance,
         captures_routing=config.actor.moe.replay_routing and config.rollout.source == "vllm",
         binds=config.placement.bind_numa,
+        lora=sent_alone(config.actor.lora),
     )
 
 
@@ -97,6 +103,30 @@ def has_delta_nets(model_path: str) -> bool:
     file = Path(model_path) / "config.json"
     config = read_object(file, remedy="copy the model again", error=ConfigError) if file.is_file() else {}
     return "linear_num_key_heads" in config.get("text_config", config)
+
+
+def adapter_arguments(spec: EngineSpec) -> dict[str, object]:
+    """Return the arguments that make room for an engine's adapters, in the layers that they belong to.
+
+    If layers were not named, vLLM would make room in the output head too, and then fail on log-probs of prompts.
+    """
+    if spec.lora is None:
+        return {}
+    names = adapter_spec(read_model_spec(spec.model_path), spec.lora).expected_tensors(by_expert=True)
+    paths = (name.partition(".lora_")[0].split(".") for name in names)
+    # All experts are one layer, which is named as what holds them.
+    layers = {path[-3] if path[-2].isdigit() else path[-1] for path in paths}
+    arguments: dict[str, object] = {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": spec.lora.engine_rank,
+        "lora_target_modules": sorted(layers),
+        # Adapters come by expert, also those of models whose files have all experts in one tensor.
+        **({"enable_mixed_moe_lora_format": True} if "experts" in layers else {}),
+    }
+    # All requests have the adapters, so that no graphs are needed without them.
+    graphs = {"compilation_config": {"cudagraph_specialize_lora": False}} if platform().name == "cuda" else {}
+    return arguments | graphs
 
 
 def engine_arguments(spec: EngineSpec) -> dict[str, object]:
@@ -147,6 +177,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, object]:
         **({"enable_return_routed_experts": True} if spec.captures_routing else {}),
         **({"enable_sleep_mode": True} if spec.can_sleep and device in SLEEPING_DEVICES else {}),
         **({"enable_nccl_comm_suspend": True} if spec.suspends_nccl else {}),
+        **adapter_arguments(spec),
         **{key: value for key, value in chosen.items() if value is not None},
         **config.vllm,
     }

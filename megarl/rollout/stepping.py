@@ -11,6 +11,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.output_processor import RequestState
 
 # Between two steps that follow one another, an engine pauses for less than this.
@@ -117,6 +118,8 @@ class Stepper:
         self._prefilling: set[str] = set()
         self._closed = False
         self.work, self._times = EngineWork(), StepTimes()
+        # The adapters that all further requests ask for; None: none.
+        self.adapters: LoRARequest | None = None
 
     def add(self, ids: Sequence[int], prompts: "Sequence[TokensPrompt]", params: "Sequence[SamplingParams]") -> None:
         """Queue prompts, each with an id of the caller's, and return at once; `serve` yields their outputs."""
@@ -211,7 +214,7 @@ class Stepper:
     def _enqueue(
         self, prompts: "Sequence[TokensPrompt]", params: "Sequence[SamplingParams]", tries: int = 1
     ) -> list[str]:
-        full = self._llm.enqueue(prompts, params, use_tqdm=False)
+        full = self._llm.enqueue(prompts, params, lora_request=self.adapters, use_tqdm=False)
         self._prefilling.update(full)
         # vLLM appends a random suffix to the ids that it returns here, but not to those in its outputs.
         names = [name.partition("-")[0] for name in full]

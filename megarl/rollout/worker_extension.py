@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, meta
@@ -20,11 +23,12 @@ from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from megarl.errors import WeightSyncError
 from megarl.rollout.cpu_patches import repack_cpu_weights
-from megarl.rollout.engine import NUM_BEFORE, SEED
+from megarl.rollout.engine import ADAPTERS_ID, NUM_BEFORE, SEED
 from megarl.seeds import span_seed
 from megarl.sync.wire.ends import BridgeReceiver
 from megarl.sync.wire.routed import RoutedReceiver
 from megarl.sync.wire.wires import Share
+from megarl.weights.adapter_files import PREFIX
 
 # Parameters that vLLM's models write themselves, without a loader of which a reload knows: it must leave them in place.
 WRITTEN_IN_PLACE = frozenset({"sinks"})
@@ -62,6 +66,22 @@ class WeightReceiver:
                 self.bridge.restore(name, tensor, scales[name], fill=fill) if name in scales else tensor
             ),
         )
+
+    def load_adapters(self, transfer: int, with_checksums: bool, peft: Mapping[str, Any]) -> tuple[dict[str, int], str]:
+        """Receive the slices of adapters that this worker needs, and put them in the place of those before.
+
+        peft: their adapter_config.json. The result is that of `_load`.
+        """
+        checksums, tensors = dict[str, int](), dict[str, torch.Tensor]()
+        try:
+            for name, tensor in self._from_bridge(transfer, math.nan if with_checksums else None):
+                if with_checksums:
+                    checksums[name] = self.bridge.checksum(name, tensor)
+                tensors[f"{PREFIX}{name}"] = tensor
+        except WeightSyncError as error:
+            return checksums, str(error)
+        worker: Any = self
+        return checksums, replace_adapters(worker.model_runner.lora_manager, tensors, peft, worker.device)
 
     def _from_bridge(self, transfer: int, fill: float | None) -> Iterator[tuple[str, torch.Tensor]]:
         try:
@@ -137,6 +157,37 @@ class WeightReceiver:
             f"{len(unfilled)} layers of the engine were not filled by the weights sent: {unfilled[:3]}; "
             f"tensors are missing or named differently"
         )
+
+
+@torch.no_grad()
+def replace_adapters(
+    worker_manager: LRUCacheWorkerLoRAManager,
+    tensors: dict[str, torch.Tensor],
+    peft: Mapping[str, Any],
+    device: torch.device,
+) -> str:
+    """Replace a worker's adapters by tensors under PEFT's names, which vLLM scales in place. Return what is wrong.
+
+    peft: their adapter_config.json. Of a tensor in full shape, vLLM takes what belongs to this worker.
+    """
+    manager = worker_manager._adapter_manager
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    adapters = LoRAModel.from_lora_tensors(
+        ADAPTERS_ID,
+        tensors,
+        PEFTHelper.from_dict(dict(peft)),
+        device=str(device),
+        dtype=worker_manager.lora_config.lora_dtype,
+        weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+    )
+    manager.remove_adapter(ADAPTERS_ID)
+    # Layers that vLLM joins, such as q, k and v, get one entry.
+    manager.add_adapter(adapters)
+    unknown = sorted(adapters.loras.keys() - manager.modules.keys())
+    manager.activate_adapter(ADAPTERS_ID)
+    # The layers have copies of their own.
+    adapters.loras.clear()
+    return f"the engine has no place for adapters of {len(unknown)} layers: {unknown[:3]}" if unknown else ""
 
 
 def name_loaders(model: torch.nn.Module) -> None:

@@ -5,7 +5,6 @@ import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple
 from unittest.mock import patch
 
@@ -35,7 +34,7 @@ class Death(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """Metrics of each step but what is measured; how many requests were submitted again; the weights at the end."""
+    """Metrics of each step but what is measured; how many requests were submitted again; what the exports hold."""
 
     metrics: list[dict[str, float]]
     num_again: list[int]
@@ -102,9 +101,9 @@ def _train(cluster: Cluster, settings: Sequence[str], death: Death | None) -> Se
     with patch.object(Group, "finish", deadly_finish):
         trainer.fit()
     cluster.engines.start_again = start_again  # type: ignore[method-assign]
-    records = read_metrics(recorder.paths.metrics)
+    records, exports = read_metrics(recorder.paths.metrics), (recorder.paths.export, recorder.paths.export_adapter)
     return Seen(
         metrics=[{k: v for k, v in r.metrics.items() if not k.startswith(MEASURED)} for r in records],
         num_again=num_again,
-        weights=Path(recorder.paths.export / "model.safetensors").read_bytes(),
+        weights=b"".join(file.read_bytes() for directory in exports for file in directory.glob("*.safetensors")),
     )

@@ -14,6 +14,7 @@ from megarl.cluster.cluster import Cluster
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.remotes import Process
 from megarl.cluster.roles import actor_role
+from megarl.cluster.sync_plan import sent_spec
 from megarl.config import load_config
 from megarl.config.generation import Sampling
 from megarl.config.schema import Config
@@ -182,7 +183,7 @@ def open_policy(cluster: Cluster, config: Config) -> Policy:
     cluster.workers.load(LoadRequest(roles=(actor,), seed=0))
     spec = read_model_spec(config.model.path)
     algorithm = algorithm_of(config)
-    specs = weight_specs(spec, config.model.dtype, by_expert=True)
+    specs = weight_specs(sent_spec(config, spec), config.model.dtype, by_expert=True)
     return Policy(
         cluster=cluster,
         config=config,

@@ -62,6 +62,11 @@ APART = "apart"
             [Death("syncing", "engine 0"), Death("generating", "engine 0")],
             id="split",
         ),
+        pytest.param(
+            ("actor.lora={rank: 4, sync: adapter}", TWO_ENGINES),
+            [Death("syncing", "engine 0"), Death("generating", "engine 1")],
+            id="adapters",
+        ),
     ],
 )
 def test_a_run_with_a_restart_equals_an_undisturbed_one(

@@ -1,17 +1,20 @@
 """Engines that round weights or keys and values to float8."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.roles import actor_role
-from megarl.rollout.engine import has_float8_keys
 from megarl.rollout.engine_spec import engine_spec
-from megarl.train.export import export_model
+from megarl.rollout.prepare import has_float8_keys
+from megarl.train.export import export_adapters, export_model
 from megarl.types import FloatArray, row_from_sample
+from megarl.weights.adapter_files import ADAPTER_FILE, PREFIX
 from tests.e2e import engines
 from tests.e2e.support import (
     largest_difference,
@@ -34,8 +37,13 @@ def float8(weight: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     return (weight / scale).to(torch.float8_e4m3fn).float() * scale
 
 
-def rounded_logprobs(model: Path, scheme: str, sequences: list[list[int]]) -> list[FloatArray]:
-    """Log-probs by transformers after rounding each layer's matrices; vLLM joins q, k, v and gate, up before."""
+def rounded_logprobs(
+    model: Path, scheme: str, sequences: list[list[int]], updates: Mapping[str, torch.Tensor] | None = None
+) -> list[FloatArray]:
+    """Log-probs by transformers after rounding each layer's matrices; vLLM joins q, k, v and gate, up before.
+
+    updates: what is then added to the matrices of these names.
+    """
     hf = load_hf(model)
     with torch.no_grad():
         for layer in hf.model.layers:
@@ -50,6 +58,8 @@ def rounded_logprobs(model: Path, scheme: str, sequences: list[list[int]]) -> li
                 for part in joined:
                     rows = part.weight.abs().amax(1, keepdim=True)
                     part.weight.copy_(float8(part.weight, largest if scheme == "fp8_per_tensor" else rows))
+        for name, update in (updates or {}).items():
+            hf.get_parameter(name).add_(update)
         ids = torch.tensor(sequences)
         logprobs = hf(ids).logits[:, :-1].float().log_softmax(-1)
         return list(logprobs.gather(2, ids[:, 1:, None])[..., 0].numpy())
@@ -103,3 +113,27 @@ def test_a_sync_rounds_as_one_worker_would(tmp_path: Path) -> None:
         policy.sync.close()
     assert largest_difference(given, rounded_logprobs(tmp_path / "export", "fp8_per_tensor", sequences)) <= NATS
     assert np.isfinite(given).all()
+
+
+@pytest.mark.long
+def test_adapters_are_added_to_rounded_weights_as_they_are(tmp_path: Path) -> None:
+    model, sequences = make_checkpoint(tmp_path / "model", tied=True), random_sequences(4, 40)
+    settings = ("rollout.engine.quantization=fp8_per_channel", CORRECTED, "actor.optimizer.lr=0.01")
+    config = small_config(model, "actor.lora={rank: 4, alpha: 16, sync: adapter}", *settings)
+    with Cluster(config) as cluster:
+        policy = open_policy(cluster, config)
+        policy.sync.push(0, verify=True)
+        rows = [row_from_sample(sample) for sample in policy.rollout(random_prompts([12] * 4)).samples]
+        policy.update(rows, step=1)
+        policy.update(rows, step=2)
+        policy.sync.push(1, verify=True)
+        given = cluster.engines.prompt_logprobs(sequences)
+        export_adapters(cluster.workers, actor_role(config), tmp_path / "adapters")
+        policy.sync.close()
+    adapters = load_file(tmp_path / "adapters" / ADAPTER_FILE)
+    modules = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in adapters}
+    pairs = {m: [adapters[f"{PREFIX}{m}.lora_{letter}.weight"] for letter in "BA"] for m in modules}
+    updates = {f"{module}.weight": 16 / 4 * b @ a for module, (b, a) in pairs.items()}
+    expected = rounded_logprobs(model, "fp8_per_channel", sequences, updates)
+    assert largest_difference(given, expected) <= NATS
+    assert mean_difference(given, rounded_logprobs(model, "fp8_per_channel", sequences)) > 1e-3

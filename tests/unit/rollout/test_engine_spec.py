@@ -14,6 +14,8 @@ from megarl.config import Config, from_dict
 from megarl.host.device.platform import platform
 from megarl.rollout.engine import VllmEngine
 from megarl.rollout.engine_spec import engine_arguments, engine_spec
+from tests.helpers.small_model import write_config
+from tests.unit.plan.test_experts import EXPERTS
 
 
 @pytest.mark.parametrize(
@@ -83,6 +85,49 @@ def test_engines_sleep_on_cuda_only(
     engine.wake(("kv_cache",))
     assert engine.llm.calls == calls
     assert {key: value for key, value in engine.llm.arguments.items() if "sleep" in key} == arguments
+
+
+@pytest.mark.usefixtures("_no_platform_chosen")
+@pytest.mark.parametrize(("sync", "level"), [("merged", 2), ("auto", 1), ("adapter", 1)])
+def test_weights_that_no_sync_sends_again_are_kept_while_engines_sleep(
+    sync: str, level: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MEGARL_DEVICE", "cuda")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=RecordingEngine))
+    model = {"path": str(write_config(tmp_path))}
+    engine = VllmEngine(engine_spec(from_dict(Config, {"model": model, "actor": {"lora": {"sync": sync}}})))
+    engine.sleep()
+    assert engine.llm.calls == [("sleep", level)]
+
+
+@pytest.mark.usefixtures("_no_platform_chosen")
+@pytest.mark.parametrize(
+    ("device", "targets", "layers"),
+    [
+        ("cpu", ["attention"], ["k_proj", "o_proj", "q_proj", "v_proj"]),
+        ("cpu", ["mlp"], ["down_proj", "gate_proj", "up_proj"]),
+        ("cuda", ["experts"], ["experts"]),
+    ],
+)
+def test_engines_make_room_for_adapters_in_their_layers_alone(
+    device: str, targets: list[str], layers: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And the names are those of vLLM's arguments. On CUDA no graph is captured without adapters."""
+    from vllm.config import CompilationConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    monkeypatch.setenv("MEGARL_DEVICE", device)
+    model = {"path": str(write_config(tmp_path, **(EXPERTS if device == "cuda" else {})))}
+    lora = {"rank": 9, "targets": targets, "sync": "adapter"}
+    told = engine_arguments(engine_spec(from_dict(Config, {"model": model, "actor": {"lora": lora}})))
+    expected = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 16, "lora_target_modules": layers}
+    assert {name: told[name] for name in expected} == expected
+    assert told.get("enable_mixed_moe_lora_format", False) is ("experts" in layers)
+    assert told.get("compilation_config") == ({"cudagraph_specialize_lora": False} if device == "cuda" else None)
+    assert {*expected, "enable_mixed_moe_lora_format"} <= {field.name for field in fields(EngineArgs)}
+    assert "cudagraph_specialize_lora" in CompilationConfig.__dataclass_fields__
+    merged = engine_spec(from_dict(Config, {"model": model, "actor": {"lora": {**lora, "sync": "merged"}}}))
+    assert "enable_lora" not in engine_arguments(merged)
 
 
 @pytest.mark.usefixtures("_no_platform_chosen")

@@ -56,12 +56,15 @@ class CountingEngine:
         self.num_errors = num_errors
         self.llm_engine, self.calls = self, list[str]()
         self.left: dict[str, tuple[str, int]] = {}
-        self.num_requests = 0
+        self.num_requests, self.adapters = 0, list[object]()
         self.output_processor, self.request_states = self, dict[str, State]()
         self.stepped = threading.Event()
 
-    def enqueue(self, prompts: Sequence[int], params: Sequence[str], *, use_tqdm: bool) -> list[str]:
+    def enqueue(
+        self, prompts: Sequence[int], params: Sequence[str], *, lora_request: object, use_tqdm: bool
+    ) -> list[str]:
         assert not use_tqdm
+        self.adapters.append(lora_request)
         names = [str(self.num_requests + i) for i in range(len(prompts))]
         self.num_requests += len(prompts)
         self.left |= {name: (p, n) for name, n, p in zip(names, prompts, params, strict=True)}
@@ -225,6 +228,16 @@ def test_requests_that_vllm_ended_with_an_error_are_repeated() -> None:
     replies = (part for part, _ in stepper.serve() if part)
     assert [(key, output.text) for key, output in next(replies).items()] == [(7, "d")]
     assert stepper.work.num_errors == 4
+
+
+def test_requests_ask_for_the_adapters_of_their_time() -> None:
+    """Also those that begin again."""
+    engine = CountingEngine(num_errors=1)
+    stepper = Stepper(engine)
+    stepper.finish([1], ["a"])
+    stepper.adapters = "policy"  # type: ignore[assignment]
+    stepper.finish([1], ["b"])
+    assert engine.adapters == [None, None, "policy"]
 
 
 def test_a_request_that_always_ends_with_an_error_fails() -> None:
