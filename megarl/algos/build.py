@@ -40,7 +40,7 @@ def algorithm_of(config: Config, *, vocab_size: int | None = None) -> Algorithm:
     num_prefixed(config.algo.demonstrations, config.rollout.num_samples)
     _check_group(config)
     algo, kl, num_rows = config.algo, config.algo.kl, batch_counts(config).rows_per_step
-    if algo.distill.teacher != "none" and algo.distill.mode == "sampled" and shapes_in_loss(algo.cpo):
+    if algo.distill.is_sampled and shapes_in_loss(algo.cpo):
         raise ConfigError(
             "algo.distill.mode: got sampled with algo.cpo.entropy_source=current, which shapes advantages in the loss, "
             "after the teacher's log-ratios were added; set algo.cpo.entropy_source=old"

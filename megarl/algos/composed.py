@@ -203,6 +203,12 @@ class ComposedAlgorithm:
             loss = loss + self._loss_kl_coef(state) * kl_loss
             parts["actor/kl_loss"] = kl_loss.detach()
             per_token[LOSS_KL_METRIC] = kl
+        if cfg.distill.is_dense:
+            divergence = distill.weighed_divergence(rows, out, cfg.distill)
+            distill_loss = local_sum(divergence, terms.loss_mask)
+            loss = loss + distill_loss
+            parts["distill/loss"] = distill_loss.detach()
+            per_token |= distill.comparison(out, cfg.distill)
         if out.entropy is not None:
             per_token[ENTROPY_METRIC] = out.entropy
         if cfg.entropy_coef:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from megarl.algos.corrections import CORRECTIONS
+from megarl.algos.corrections import CORRECTION, CORRECTIONS
 from megarl.algos.masked import kept, masked_sum
 from megarl.algos.mixed_groups import demonstration_mask
 from megarl.algos.token_rewards import returns_to_go
@@ -31,8 +31,9 @@ def required_quantities(cfg: DistillConfig) -> frozenset[TokenQuantity]:
     >>> sorted(required_quantities(DistillConfig(teacher="model")))
     [<TokenQuantity.TEACHER_LOGPROBS: 'teacher_logprobs'>]
     """
-    samples = cfg.teacher != "none" and cfg.mode == "sampled"
-    return frozenset({TokenQuantity.TEACHER_LOGPROBS} if samples else ())
+    # An update with an exact divergence computes the teacher itself.
+    passes = cfg.teacher != "none" and cfg.mode != "exact"
+    return frozenset({TokenQuantity.TEACHER_LOGPROBS} if passes else ())
 
 
 def log_ratio_advantages(log_ratio: Tensor, mask: Tensor, cfg: DistillConfig) -> Tensor:
@@ -61,7 +62,7 @@ def distilled_advantages(advantages: Tensor, batch: ScoredBatch, cfg: AlgoConfig
     >>> distilled_advantages(tensor([[0.0, 1.0]]), batch, cfg).values.tolist()
     [[1.0, 0.5]]
     """
-    if not required_quantities(cfg.distill):
+    if not cfg.distill.is_sampled:
         return Advantages(values=advantages)
     mask, teacher = batch.loss_mask & ~demonstration_mask(batch), batch.quantity(TokenQuantity.TEACHER_LOGPROBS)
     metrics: dict[str, float] = {}
@@ -77,6 +78,32 @@ def distilled_advantages(advantages: Tensor, batch: ScoredBatch, cfg: AlgoConfig
     return Advantages(values=values, quantities={LOG_RATIO: log_ratio}, metrics=metrics)
 
 
+def weighed_divergence(rows: RowBatch, out: PolicyOutputs, cfg: DistillConfig) -> Tensor:
+    """Return coef·divergence, times the correction weights if rows carry any, [B, T], 0 outside the loss mask.
+
+    >>> batch, cfg = rows([[1, 1]], correction=[[1.0, 0.5]]), DistillConfig(teacher="model", mode="exact", coef=2.0)
+    >>> out = outputs([[-2.0, -1.0]], divergence=[[0.5, 1.0]])
+    >>> weighed_divergence(batch, out, cfg).tolist()
+    [[1.0, 1.0]]
+    """
+    assert out.divergence is not None, "the head was not asked to compare with a teacher"
+    divergence = cfg.coef * kept(out.divergence, rows.loss_mask)
+    return divergence * rows.quantity(CORRECTION) if CORRECTION in rows.quantities else divergence
+
+
+def comparison(out: PolicyOutputs, cfg: DistillConfig) -> dict[str, Tensor]:
+    """Return what the head found beside the teacher, per token, by the names of metrics.
+
+    >>> out = outputs([[-2.0]], reverse_kl=[[0.25]], teacher_mass=[[0.9]])
+    >>> {name: values.tolist() for name, values in comparison(out, DistillConfig(mode="topk")).items()}
+    {'distill/reverse_kl': [[0.25]], 'distill/mass_in_top_k': [[0.9]]}
+    """
+    names = {name: f"distill/{name}" for name in ("reverse_kl", "forward_kl", "teacher_entropy", "agreement")}
+    if cfg.mode == "topk":
+        names["teacher_mass"] = "distill/mass_in_top_k"
+    return {names[name]: values for name, values in out.comparison.items() if name in names}
+
+
 def distill_in_loss(
     advantages: Tensor, rows: RowBatch, out: PolicyOutputs, cfg: AlgoConfig
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -88,7 +115,7 @@ def distill_in_loss(
     >>> distill_in_loss(tensor([[0.0, 1.0]]), batch, out, cfg)[0].tolist()
     [[1.0, 0.5]]
     """
-    if not required_quantities(cfg.distill):
+    if not cfg.distill.is_sampled:
         return advantages, {}
     mask = rows.loss_mask & ~demonstration_mask(rows)
     if LOG_RATIO in rows.quantities:

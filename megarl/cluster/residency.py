@@ -80,12 +80,14 @@ def forward(role: Role, memory: Sequence[Role] = ()) -> Phase:
     return Phase(name=f"score {role}", needs=_params(role, memory))
 
 
-def updating(role: Role, memory: Sequence[Role] = ()) -> Phase:
+def updating(role: Role, memory: Sequence[Role] = (), roles: Sequence[RoleSpec] = ()) -> Phase:
     """Return the phase in which a role is trained, and needs its parameters, gradients and optimizer.
 
-    memory: as in `forward`.
+    memory: as in `forward`. roles: those of the run, of which some compute in the update, too, and need their
+    parameters.
     """
-    return Phase(name=f"update {role}", needs=parts_of(role, Part) | _params(role, memory))
+    beside = (_params(each.role, each.memory) for each in roles if each.in_update_of is role)
+    return Phase(name=f"update {role}", needs=parts_of(role, Part).union(_params(role, memory), *beside))
 
 
 def exporting(role: Role, memory: Sequence[Role] = ()) -> Phase:
@@ -104,8 +106,9 @@ def step_phases(roles: Sequence[RoleSpec]) -> list[Phase]:
     sync.
     """
     others_first = (*roles[1:], roles[0])
-    trained = [updating(r.role, r.memory) for r in others_first if r.trainable]
-    return [GENERATE, *(forward(r.role, r.memory) for r in others_first), *trained, SYNC]
+    trained = [updating(r.role, r.memory, roles) for r in others_first if r.trainable]
+    passes = [forward(r.role, r.memory) for r in others_first if r.in_update_of is None]
+    return [GENERATE, *passes, *trained, SYNC]
 
 
 def plan_moves(resident: frozenset[Resident], phase: Phase) -> list[Move]:

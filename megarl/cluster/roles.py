@@ -60,8 +60,15 @@ def roles_of(config: Config, algorithm: "Algorithm") -> tuple[RoleSpec, ...]:
 def teacher_roles(config: Config) -> list[RoleSpec]:
     """List the roles of a run's teachers on Megatron; those behind servers are none."""
     settings = role_settings(config)
+    in_update_of = Role.ACTOR if config.algo.distill.mode == "exact" else None
     return [
-        RoleSpec(role=Role(key), model=_model(config, each.model_path), settings=settings[key], trainable=False)
+        RoleSpec(
+            role=Role(key),
+            model=_model(config, each.model_path),
+            settings=settings[key],
+            trainable=False,
+            in_update_of=in_update_of,
+        )
         for key, each in teachers_of(config).items()
         if not each.servers
     ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import ray
 
-from megarl.types import BoolArray, ExpertArray, FloatArray, IdArray, NucleusArray, Row
+from megarl.types import BoolArray, ExpertArray, FloatArray, IdArray, LikelyTokens, NucleusArray, Row
 from megarl.types.arrays import joined
 from megarl.types.forks import Fork
 from megarl.types.messages import MicroBatchPlan
@@ -49,6 +49,7 @@ class _Columns:
     routed_experts: list[ExpertArray | None]
     nuclei: list[NucleusArray | None]
     forks: list[tuple[Fork, ...]]
+    likely: list[LikelyTokens | None]
 
     @classmethod
     def of(cls, by_index: Mapping[int, Row]) -> "_Columns":
@@ -66,6 +67,7 @@ class _Columns:
             routed_experts=[row.routed_experts for row in rows],
             nuclei=[row.nucleus for row in rows],
             forks=[row.forks for row in rows],
+            likely=[row.likely for row in rows],
         )
 
     def rows(self) -> dict[int, Row]:
@@ -84,6 +86,7 @@ class _Columns:
                 routed_experts=self.routed_experts[place],
                 nucleus=self.nuclei[place],
                 forks=self.forks[place],
+                likely=self.likely[place],
             )
             start, first = end, last
         return found

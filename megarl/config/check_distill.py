@@ -110,6 +110,11 @@ def _check_same_shards(config: Config, asked: Collection[str]) -> None:
             f"{key}.layout: got {own}, expected that of the actor, {actor}, as algo.distill.mode=exact compares both "
             f"models' logits where they are computed; set {key}.layout=null, or algo.distill.mode=topk"
         )
+    if config.actor.moe.replay_routing:
+        raise ConfigError(
+            "actor.moe.replay_routing: got true with algo.distill.mode=exact, in which the teacher reads the same "
+            "packs and would follow the policy's routes; set it to false, or algo.distill.mode=topk"
+        )
     if actor.virtual_pp > 1:
         raise ConfigError(
             f"actor.layout.virtual_pp: got {actor.virtual_pp} with algo.distill.mode=exact, expected 1, as the "

@@ -20,9 +20,10 @@ from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.host.device.platform import platform
 from megarl.parallel.backend import packs_attention, shares_prefixes
 from megarl.parallel.head.differentiable import LossGradients
+from megarl.parallel.head.distill import DistilledLogprobs, TeacherLogits
 from megarl.parallel.head.logprobs import TokenLogprobs
 from megarl.parallel.head.pairs import TokenPairs
-from megarl.parallel.head.policy import HeadRequest, PolicyHead
+from megarl.parallel.head.policy import HeadRequest, PolicyHead, TokenStates, TopTokens
 from megarl.parallel.head.statistics import vocab_shard
 from megarl.parallel.layout import Layout
 from megarl.parallel.megatron_config import transformer_config
@@ -107,7 +108,7 @@ class PackedModel(GPTModel):
     def hidden_states(self, pack: Pack) -> torch.Tensor:
         """Run the layers of this pipeline stage. Return [T, 1, H], or [T/tp, 1, H] under sequence parallelism."""
         with contextlib.ExitStack() as stack:
-            if self.shares_prefixes:
+            if pack.shares_prefixes:
                 # Megatron makes the angles of positions 0, 1, …; of as many as tokens, each token gets its own.
                 own = self.rotary_pos_emb.register_forward_hook(lambda *call: call[-1][pack.position_ids[0]])
                 stack.enter_context(own)
@@ -137,8 +138,12 @@ class PolicyModel(PackedModel):
         return self.shared_embedding_or_output_weight() if self.spec.dims.tied else self.output_layer.weight
 
     def forward(
-        self, pack: Pack, request: HeadRequest, loss_gradients: LossGradients | None = None
-    ) -> TokenLogprobs | TokenPairs | torch.Tensor:
+        self,
+        pack: Pack,
+        request: HeadRequest,
+        loss_gradients: LossGradients | None = None,
+        teacher: TeacherLogits | None = None,
+    ) -> TokenLogprobs | TokenPairs | TokenStates | TopTokens | DistilledLogprobs | torch.Tensor:
         """Return log-probs and entropies on the last pipeline stage, or the next stage's input on other stages."""
         hidden = self.hidden_states(pack)
         if not self.post_process:
@@ -151,7 +156,7 @@ class PolicyModel(PackedModel):
             logits_divisor=self.spec.multipliers.logits_divisor,
             logit_cap=self.spec.logit_cap,
         )
-        return head(hidden, pack, request, loss_gradients)
+        return head(hidden, pack, request, loss_gradients, teacher)
 
 
 class ScalarHead(torch.nn.Module):
@@ -183,7 +188,11 @@ class ValueModel(PackedModel):
         return MegatronModule.sharded_state_dict(self, prefix, tuple(sharded_offsets), metadata)
 
     def forward(
-        self, pack: Pack, request: HeadRequest, loss_gradients: LossGradients | None = None
+        self,
+        pack: Pack,
+        request: HeadRequest,
+        loss_gradients: LossGradients | None = None,
+        teacher: TeacherLogits | None = None,
     ) -> TokenValues | torch.Tensor:
         """Return values on the last pipeline stage, or hidden states for the next stage on other stages."""
         hidden = self.hidden_states(pack)

@@ -96,6 +96,7 @@ class Pack:
     token_rows: [T] the row of each token (of those that share it, one), -1 for padding. routed_experts: [T, layers, k]
     the experts to which tokens must be routed, -1 where the router chooses; None: it chooses all. nucleus: [N, K] the
     tokens from which each label was sampled, as in `Row`; None: from the whole vocabulary.
+    likely_ids, likely_logprobs: [N, K] the tokens that a teacher would write, as in `Row`; None: no teacher was asked.
     """
 
     input_ids: torch.Tensor  # [1, T]
@@ -113,6 +114,8 @@ class Pack:
     attention: AttentionPlan | None = None
     routed_experts: torch.Tensor | None = None
     nucleus: torch.Tensor | None = None
+    likely_ids: torch.Tensor | None = None
+    likely_logprobs: torch.Tensor | None = None
 
     @property
     def packed_seq_params(self) -> PackSeqParams:
@@ -192,6 +195,7 @@ def pack_rows(
         return torch.from_numpy(values).to(device).long()  # half the bytes cross
 
     experts = _routed_experts(alone, placed) if replay_routing else None
+    packed = [alone[i] for i in placed.order]
     return Pack(
         input_ids=tensor(tokens[local])[None],
         position_ids=tensor(position_ids[local])[None],
@@ -207,7 +211,11 @@ def pack_rows(
         shares_prefixes=shares_prefixes,
         attention=_plan_attention(placed, alignment, device) if plans_attention else None,
         routed_experts=None if experts is None else tensor(experts[local]),
-        nucleus=_nuclei([alone[i] for i in placed.order], mine, device),
+        nucleus=_of_labels(packed, [row.nucleus for row in packed], mine, device, fill=-1),
+        likely_ids=_of_labels(packed, [r.likely.ids if r.likely else None for r in packed], mine, device, fill=-1),
+        likely_logprobs=_of_labels(
+            packed, [r.likely.logprobs if r.likely else None for r in packed], mine, device, fill=-np.inf
+        ),
     )
 
 
@@ -298,18 +306,27 @@ def _plan_attention(placed: _Arrangement, alignment: PackAlignment, device: torc
     return AttentionPlan(calls=tuple(calls), places=tensor(places))
 
 
-def _nuclei(rows: Sequence[Row], mine: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor | None:
-    """Return the nuclei [N, K] of the rows' kept labels `mine`, or None if no row has any."""
-    width = max((row.nucleus.shape[1] for row in rows if row.nucleus is not None), default=0)
-    if not width:
+def _of_labels(
+    rows: Sequence[Row],
+    tables: Sequence[npt.NDArray[Any] | None],
+    mine: npt.NDArray[np.integer],
+    device: torch.device,
+    *,
+    fill: float,
+) -> torch.Tensor | None:
+    """Return, for those of the rows' kept labels that are `mine`, their lines [N, K] in the rows' tables [R, K], `fill`
+    where a table is narrower or missing, or None if no row has any.
+    """
+    given = [table for table in tables if table is not None]
+    if not (width := max((table.shape[1] for table in given), default=0)):
         return None
-    ids = np.full((sum(row.num_loss_tokens for row in rows), width), -1, dtype=np.int32)
+    lines = np.full((sum(row.num_loss_tokens for row in rows), width), fill, dtype=given[0].dtype)
     start = 0
-    for row in rows:
-        if row.nucleus is not None:
-            ids[start : start + row.num_loss_tokens, : row.nucleus.shape[1]] = row.nucleus[row.loss_mask]
+    for row, table in zip(rows, tables, strict=True):
+        if table is not None:
+            lines[start : start + row.num_loss_tokens, : table.shape[1]] = table[row.loss_mask]
         start += row.num_loss_tokens
-    return torch.from_numpy(ids[mine]).to(device)
+    return torch.from_numpy(lines[mine]).to(device)
 
 
 def _routed_experts(rows: Sequence[Row], placed: _Arrangement) -> npt.NDArray[np.integer] | None:

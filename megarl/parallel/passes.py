@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -17,14 +17,16 @@ from megarl.host.device.accelerators import FP8_RECIPES
 from megarl.host.device.platform import platform
 from megarl.host.stage import tell_stage
 from megarl.parallel.head.differentiable import LossGradients
+from megarl.parallel.head.distill import DistilledLogprobs
 from megarl.parallel.head.logprobs import TokenLogprobs
 from megarl.parallel.head.pairs import TokenPairs
-from megarl.parallel.head.policy import HeadRequest
+from megarl.parallel.head.policy import HeadRequest, TokenStates, TopTokens
 from megarl.parallel.model import PackedModel, TokenValues
 from megarl.parallel.moe.router import MiniBatchLoad
 from megarl.parallel.packing import Pack, PackAlignment, num_passed_on, pack_rows
 from megarl.parallel.roles import Gradients, LoadedRole
 from megarl.parallel.stages import KnownShapes
+from megarl.parallel.teacher import TeacherBeside
 from megarl.types import (
     FloatArray,
     ModelOutputs,
@@ -36,7 +38,7 @@ from megarl.types import (
 )
 from megarl.types.messages import AccumulateRequest, ForwardResult, Role, StepRequest, UpdateResult
 
-TokenOutputs: TypeAlias = TokenLogprobs | TokenPairs | TokenValues
+TokenOutputs: TypeAlias = TokenLogprobs | TokenPairs | TokenValues | TopTokens | TokenStates | DistilledLogprobs
 MicroBatches: TypeAlias = Sequence[Sequence[int]]
 
 
@@ -49,15 +51,23 @@ def _run_schedule(
     *,
     forward_only: bool,
     loss_gradients: Callable[[Pack, Sequence[int]], LossGradients] | None = None,
+    teacher: TeacherBeside | None = None,
+    beside: PackedModel | None = None,
 ) -> None:
-    """Run micro-batches through a rank's model chunks in Megatron's schedule; last-stage outputs go to `on_output`."""
+    """Run micro-batches through a rank's model chunks in Megatron's schedule; last-stage outputs go to `on_output`.
+
+    teacher: computes each micro-batch too. beside: a model that packs have to suit as well; None: the teacher's.
+    """
     model = _unwrap(chunks[0])
+    other = teacher.model if teacher is not None else beside
+    models = [model] if other is None else [model, other]
+    shares = all(each.shares_prefixes for each in models)
     layout, device = model.layout, platform().device()
     alignment = PackAlignment(
         tp=layout.config.tp if layout.config.sequence_parallel else 1,
         cp=layout.config.cp,
         cp_rank=layout.cp_group.rank(),
-        block=1 if model.config.fp8 is None else FP8_RECIPES[model.config.fp8_recipe].block,
+        block=max(1 if m.config.fp8 is None else FP8_RECIPES[m.config.fp8_recipe].block for m in models),
     )
 
     started = itertools.count(1)
@@ -69,12 +79,13 @@ def _run_schedule(
             [rows[i] for i in indices],
             alignment=alignment,
             device=device,
-            plans_attention=model.plans_attention,
-            shares_prefixes=model.shares_prefixes,
+            plans_attention=any(each.plans_attention for each in models),
+            shares_prefixes=shares,
             replay_routing=model.replays_routing,
         )
         gradients = None if loss_gradients is None else loss_gradients(pack, indices)
-        answer = chunk(pack, request, gradients)
+        taught = None if teacher is None else teacher.logits(pack, indices)
+        answer = chunk(pack, request, gradients, taught)
         # With experts, Megatron reads the `device` of the output, so it must be a tensor.
         passed = answer if isinstance(answer, torch.Tensor) else torch.empty(0, device=device)
         return passed, lambda _, **__: on_output(_unwrap(chunk), pack, indices, answer)
@@ -82,9 +93,7 @@ def _run_schedule(
     between_stages: dict[str, Any] = {}
     if layout.config.pp > 1:
         packs = ([rows[i] for i in indices] for indices in micro_batches)
-        shapes = [
-            (num_passed_on(pack, alignment, model.shares_prefixes), 1, model.config.hidden_size) for pack in packs
-        ]
+        shapes = [(num_passed_on(pack, alignment, shares), 1, model.config.hidden_size) for pack in packs]
         known = KnownShapes(layout.pp_group, model.config, shapes, num_chunks=len(chunks))
         between_stages = {"p2p_communicator": known, "pg_collection": layout.schedule_groups}
     several = len(chunks) > 1
@@ -162,12 +171,13 @@ def accumulate_gradients(
     *,
     dp_group: dist.ProcessGroup,
     is_last: bool = True,
+    teacher: LoadedRole | None = None,
 ) -> UpdateResult:
     """Run forward and backward of rows, which adds their gradients to those in Megatron's buffers.
 
     is_last: whether the optimizer step follows. Then the gradients of all replicas are summed up; on CUDA, while
     backward computes. Otherwise `optimizer_step` does it once, and a pass that fails on one replica ends on all, so
-    that these can go on without its gradients and those before it.
+    that these can go on without its gradients and those before it. teacher: the model that the request compares with.
     """
     assert loaded.optimizer is not None, f"the {request.role} is frozen"
     if loaded.gradients is Gradients.NONE:
@@ -205,19 +215,30 @@ def accumulate_gradients(
     def gradients_of(pack: Pack, indices: Sequence[int]) -> LossGradients:
         # The batch is built only when a head asks for it; on other stages and in other regimes none does.
         batch = functools.cache(lambda: row_batch([rows[i] for i in indices], device=device))
-        return lambda logprobs, entropy: _loss_gradients(request, batch(), pack, logprobs, entropy)
+        return lambda *outputs: _loss_gradients(request, batch(), pack, outputs)
 
     objective = request.objective
     head = loaded.head_request(
         temperature=request.temperature,
         entropy_needs_grad=objective.entropy_needs_grad,
         token_local=objective.token_local,
+        teaching=request.teaching,
     )
+    beside = None if teacher is None else _teach(loaded, teacher, rows, micro_batches, request)
     in_chunk = gradients_of if objective.token_local else None
     failure: Exception | None = None
     try:
         with contextlib.nullcontext() if is_last else loaded.unreduced():
-            _run_schedule(loaded.ddp, rows, micro_batches, head, loss_of, forward_only=False, loss_gradients=in_chunk)
+            _run_schedule(
+                loaded.ddp,
+                rows,
+                micro_batches,
+                head,
+                loss_of,
+                forward_only=False,
+                loss_gradients=in_chunk,
+                teacher=beside,
+            )
     except Exception as error:  # the loss may be a user's
         if is_last:
             raise
@@ -240,21 +261,36 @@ def accumulate_gradients(
     return UpdateResult(metrics=metrics, before=before)
 
 
+def _teach(
+    student: LoadedRole, teacher: LoadedRole, rows: Rows, micro_batches: MicroBatches, request: AccumulateRequest
+) -> TeacherBeside:
+    """Prepare a teacher to compute beside the student's update; with pipeline stages, run its passes."""
+    assert request.teaching is not None
+    asked = replace(teacher.head_request(temperature=request.temperature), states_only=True)
+    own = student.chunks[0]
+    beside = TeacherBeside(loaded=teacher, request=asked, shard=own.vocab_shard, common=request.teaching.common)
+    if own.layout.config.pp > 1:
+        _run_schedule(teacher.chunks, rows, micro_batches, asked, beside.keep, forward_only=True, beside=own)
+    return beside
+
+
 @torch.enable_grad()
 def _loss_gradients(
-    request: AccumulateRequest, batch: RowBatch, pack: Pack, logprobs: torch.Tensor, entropy: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of a token-local loss with respect to [N] log-probs and entropies of this rank's labels.
+    request: AccumulateRequest, batch: RowBatch, pack: Pack, outputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of a token-local loss with respect to [N] log-probs and entropies of this rank's labels and,
+    with a teacher, to divergences from it.
 
     A token-local loss is a sum over tokens, so the labels of other context-parallel ranks are not needed.
     """
-    differentiated = [values.detach().requires_grad_() for values in (logprobs, entropy)]
-    out = PolicyOutputs(logprobs=pack.scatter(differentiated[0]), entropy=pack.scatter(differentiated[1]))
+    differentiated = [values.detach().requires_grad_() for values in outputs]
+    logprobs, entropy, *divergence = map(pack.scatter, differentiated)
+    out = PolicyOutputs(logprobs=logprobs, entropy=entropy, divergence=divergence[0] if divergence else None)
     loss = request.objective.loss(batch, out, request.state).total(request.denominators)
+    found: list[torch.Tensor | None] = list(torch.autograd.grad(loss, differentiated, allow_unused=True))
     if not request.objective.entropy_needs_grad:
-        return torch.autograd.grad(loss, differentiated[0])[0], None
-    by_logprobs, by_entropy = torch.autograd.grad(loss, differentiated)
-    return by_logprobs, by_entropy
+        found[1] = None
+    return tuple(found)
 
 
 def optimizer_step(loaded: LoadedRole, request: StepRequest) -> float:
@@ -292,7 +328,13 @@ def optimizer_step(loaded: LoadedRole, request: StepRequest) -> float:
 
 
 # Token outputs of a head → the rows an objective sees.
-_ROW_OUTPUTS: dict[type, Callable[..., ModelOutputs]] = {TokenLogprobs: PolicyOutputs, TokenValues: ValueOutputs}
+_ROW_OUTPUTS: dict[type, Callable[..., ModelOutputs]] = {
+    TokenLogprobs: PolicyOutputs,
+    TokenValues: ValueOutputs,
+    DistilledLogprobs: lambda logprobs, entropy, divergence, **others: PolicyOutputs(
+        logprobs=logprobs, entropy=entropy, divergence=divergence, comparison=others
+    ),
+}
 
 
 def _by_name(out: TokenOutputs) -> dict[str, torch.Tensor]:

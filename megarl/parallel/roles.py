@@ -25,7 +25,7 @@ from megarl.parallel.layout import Layout
 from megarl.parallel.model import PackedModel, build_model, model_slices
 from megarl.parallel.moe.setup import prepare_experts
 from megarl.parallel.optimizers import optimizer_settings
-from megarl.types.messages import Head, RoleSpec
+from megarl.types.messages import Head, RoleSpec, Teaching
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.merging import Merger
 from megarl.weights.slices import Slice
@@ -127,6 +127,8 @@ class LoadedRole:
         entropy_needs_grad: bool = False,
         token_local: bool = False,
         paired: bool = False,
+        top_k: int | None = None,
+        teaching: Teaching | None = None,
     ) -> HeadRequest:
         """Build a request to the model's head from these arguments and the role's settings."""
         return HeadRequest(
@@ -136,6 +138,8 @@ class LoadedRole:
             entropy_needs_grad=entropy_needs_grad,
             token_local=token_local,
             paired=paired,
+            top_k=top_k,
+            teaching=teaching,
         )
 
 

@@ -117,7 +117,7 @@ class RankWorker:
         from megarl.parallel.passes import forward_rows
 
         loaded = self._role(request.role, Part.PARAMS)
-        head = loaded.head_request(temperature=request.temperature, paired=request.paired)
+        head = loaded.head_request(temperature=request.temperature, paired=request.paired, top_k=request.top_k)
         with contextlib.nullcontext() if loaded.spec.has_memory else without_adapters(loaded.chunks):
             result = forward_rows(loaded.chunks, rows, micro_batches, head, role=request.role, step=request.step)
         return result if self.layout.reports else None
@@ -132,8 +132,11 @@ class RankWorker:
         from megarl.parallel.passes import accumulate_gradients
 
         loaded = self._role(request.role, Part.PARAMS, Part.GRADS)
-        group = self.layout.dp_group
-        result = accumulate_gradients(loaded, rows, micro_batches, request, dp_group=group, is_last=is_last)
+        group, teaching = self.layout.dp_group, request.teaching
+        teacher = None if teaching is None or teaching.role is None else self._role(teaching.role, Part.PARAMS)
+        result = accumulate_gradients(
+            loaded, rows, micro_batches, request, dp_group=group, is_last=is_last, teacher=teacher
+        )
         return result if self.layout.reports else None
 
     def apply(self, request: StepRequest) -> dict[str, float]:

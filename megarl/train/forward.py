@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
 from megarl.record.metrics import Timers
 from megarl.train.passes import RolePasses
-from megarl.types import Advantages, Algorithm, FloatArray, Prompt, Row, TokenQuantity
+from megarl.types import Advantages, Algorithm, FloatArray, LikelyTokens, Prompt, Row, TokenQuantity
 from megarl.types.messages import Role
 
 if TYPE_CHECKING:
@@ -145,6 +145,9 @@ class ForwardStage:
             self.enter(self.passes[teacher].phase)
             found = self.passes[teacher].forward([rows[i] for i in places], step=step)
             said = with_quantities([rows[i] for i in places], _plain_quantities(Role.TEACHER, found))
+            if "top_ids" in found:
+                likely = map(_likely_tokens, found["top_ids"], found["top_logprobs"])
+                said = [replace(row, likely=each) for row, each in zip(said, likely, strict=True)]
             for i, row in zip(places, said, strict=True):
                 taught[i] = row
         return taught
@@ -205,12 +208,17 @@ class ForwardStage:
         return rows, variants[TokenQuantity.HINT_LOGPROBS].metrics()
 
 
+def _likely_tokens(ids: FloatArray, logprobs: FloatArray) -> LikelyTokens:
+    """Return a teacher's likeliest tokens of a row; float32 is exact for ids up to 2^24."""
+    return LikelyTokens(ids=ids.astype(np.int32), logprobs=logprobs)
+
+
 def _plain_quantities(role: Role, found: Mapping[str, list[FloatArray]]) -> dict[TokenQuantity, list[FloatArray]]:
     """Select, from what a role computed, the quantities of the rows without hints."""
     return {
         quantity: found[source.name]
         for quantity, source in SOURCES.items()
-        if source.role is role and source.variant is Variant.PLAIN
+        if source.role is role and source.variant is Variant.PLAIN and source.name in found
     }
 
 

@@ -12,7 +12,7 @@ from megarl.algos.validate_rewards import reward_warnings
 from megarl.cluster.roles import model_key, roles_of
 from megarl.config.batches import max_hinted_row_tokens, max_row_terms, max_row_tokens
 from megarl.config.check import check_train
-from megarl.config.check_distill import teacher_of
+from megarl.config.check_distill import teacher_of, teachers_of
 from megarl.config.check_model import check_model
 from megarl.config.schema import Config, TeacherConfig, role_settings
 from megarl.data.answers import Answers
@@ -20,6 +20,7 @@ from megarl.data.chat import load_tokenizer, require_system_turn
 from megarl.data.hints import HintSurvey, survey_hints
 from megarl.data.prompts import PromptDataset
 from megarl.data.sampler import Sampler, prompt_sampler, train_files
+from megarl.data.teacher_tokens import TeacherTokens, compare_tokens
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary, check_vocabulary
 from megarl.environments import check_replies, tools_of
 from megarl.errors import ConfigError, DataError
@@ -60,6 +61,9 @@ class TrainInputs:
     conversations: ConversationEncoder | None
     train: PromptDataset
     val: PromptDataset | None
+    # What the teachers' tokens have in common with the policy's, and how many from the first on; None: all.
+    teachers: tuple[TeacherTokens, ...] = ()
+    common_tokens: int | None = None
 
     @property
     def warnings(self) -> list[str]:
@@ -74,7 +78,8 @@ class TrainInputs:
             hints = self.hint_survey.warnings(self.hints.placer)
         of_data = self.config.algo.demonstrations.strategy != "none"
         of_model = [*self.answers.warnings(of_data=of_data), *self.vocabulary.warnings]
-        return [*setting_warnings(self.config), *of_model, *of_files, *hints]
+        of_teachers = [warning for each in self.teachers for warning in each.warnings]
+        return [*setting_warnings(self.config), *of_model, *of_teachers, *of_files, *hints]
 
 
 def open_sampler(config: Config, train: PromptDataset) -> Sampler:
@@ -135,7 +140,9 @@ def check_role_models(config: Config, roles: Sequence[RoleSpec], tokenizer: "Pre
             check_tensors(spec.path, spec.expected_tensors(), ignored=ignored)
         # A reward model may have another tokenizer: it reads conversations.
         if key != "model.path" and role.role is not Role.REWARD:
-            check_vocabulary(tokenizer, role.model.path, key)
+            # The tokens of teachers are compared on their own.
+            if role.role.kind is not Role.TEACHER:
+                check_vocabulary(tokenizer, role.model.path, key)
             _require_rows(config, tokenizer, spec, key)
 
 
@@ -203,6 +210,11 @@ def open_train_inputs(config: Config) -> TrainInputs:
     answers = Answers.of(config, tokenizer)
     roles = roles_of(config, algorithm)
     check_role_models(config, roles, tokenizer)
+    teachers = [
+        compare_tokens(tokenizer, answers, each.model_path, f"{key}.model_path")
+        for key, each in teachers_of(config).items()
+        if each.model_path is not None
+    ]
     vocabulary = Vocabulary.of(tokenizer, spec.dims.vocab)
     train = _open_prompts(config, train_files(config.data.train), tokenizer, vocabulary, answers)
     val = _open_prompts(config, config.data.val, tokenizer, vocabulary) if config.data.val else None
@@ -253,7 +265,20 @@ def open_train_inputs(config: Config) -> TrainInputs:
         hints=hints,
         hint_survey=survey,
         conversations=conversations,
+        teachers=tuple(teachers),
+        common_tokens=_common_tokens(spec, roles, teachers),
     )
+
+
+def _common_tokens(spec: ModelSpec, roles: Sequence[RoleSpec], teachers: Sequence[TeacherTokens]) -> int | None:
+    """Return how many tokens from the first on policy and teachers share, by their tokenizers and embeddings; None: all
+    of them.
+    """
+    sizes = [read_model_spec(role.model.path).dims.vocab for role in roles if role.role.kind is Role.TEACHER]
+    cuts = [each.common for each in teachers if each.common is not None]
+    if all(size == spec.dims.vocab for size in sizes) and not cuts:
+        return None
+    return min([*cuts, *sizes, spec.dims.vocab])
 
 
 def _require_fitting(config: Config, train: PromptDataset) -> None:

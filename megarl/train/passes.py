@@ -13,7 +13,16 @@ from megarl.data.prefixes import count_shared, family_order
 from megarl.parallel.backend import shares_prefixes
 from megarl.record.performance import forward_flops
 from megarl.types import AlgoState, Denominators, FloatArray, Objective, Row, TokenQuantity
-from megarl.types.messages import ForwardRequest, Head, MicroBatchPlan, Role, RoleSpec, UpdateRequest, UpdateResult
+from megarl.types.messages import (
+    ForwardRequest,
+    Head,
+    MicroBatchPlan,
+    Role,
+    RoleSpec,
+    Teaching,
+    UpdateRequest,
+    UpdateResult,
+)
 from megarl.types.rows import paths_of
 from megarl.weights.dims import Dims
 
@@ -35,19 +44,26 @@ class RolePasses:
     """
 
     def __init__(
-        self, workers: "RoleWorkers", role: RoleSpec, *, temperature: float = 1.0, dims: Dims | None = None
+        self,
+        workers: "RoleWorkers",
+        role: RoleSpec,
+        *,
+        temperature: float = 1.0,
+        dims: Dims | None = None,
+        top_k: int | None = None,
     ) -> None:
+        """Make the passes of a role. top_k: also find so many of the likeliest tokens at each place."""
         self._workers, self._role, self._temperature, self._dims = workers, role, temperature, dims
+        self._top_k = top_k
 
     @property
     def phase(self) -> residency.Phase:
         """Return the phase in which this role's model computes outputs."""
         return residency.forward(self._role.role, self._role.memory)
 
-    @property
-    def updating(self) -> residency.Phase:
-        """Return the phase in which this role is trained."""
-        return residency.updating(self._role.role, self._role.memory)
+    def updating(self, roles: Sequence[RoleSpec]) -> residency.Phase:
+        """Return the phase in which this role is trained. roles: those of the run, some of which compute in it, too."""
+        return residency.updating(self._role.role, self._role.memory, roles)
 
     def forward(self, rows: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
         """Compute all outputs that the role's model has for the rows (such as log-probs) in one pass, by name, in row
@@ -68,15 +84,18 @@ class RolePasses:
         return {**found, "kl": found["kl"][: len(rows)]}
 
     def _forward(self, rows: Sequence[Row], step: int, *, paired: bool) -> dict[str, list[FloatArray]]:
-        request = ForwardRequest(role=self._role.role, temperature=self._temperature, step=step, paired=paired)
+        request = ForwardRequest(
+            role=self._role.role, temperature=self._temperature, step=step, paired=paired, top_k=self._top_k
+        )
         # Do not send the quantities of earlier passes along.
         return self._workers.forward(self._sent(rows, frozenset()), self._plan(rows, paired=paired)[0], request)
 
-    def _sent(self, rows: Sequence[Row], names: Collection[str]) -> list[Row]:
+    def _sent(self, rows: Sequence[Row], names: Collection[str], *, likely: bool = False) -> list[Row]:
         """Remove from rows the quantities that a pass of this role does not read, before they are sent to ranks."""
         role = self._role
         with_nucleus = role.head is Head.LM
-        return [row.only(names, routed_experts=role.replays_routing, nucleus=with_nucleus) for row in rows]
+        experts = role.replays_routing
+        return [row.only(names, routed_experts=experts, nucleus=with_nucleus, likely=likely) for row in rows]
 
     def _plan(self, rows: Sequence[Row], *, paired: bool) -> tuple[MicroBatchPlan, dict[str, float]]:
         """Plan the rows' micro-batches, and return metrics of how evenly they load the ranks.
@@ -148,9 +167,10 @@ class RoleUpdater(RolePasses):
         total_steps: int,
         temperature: float = 1.0,
         dims: Dims | None = None,
+        teaching: Teaching | None = None,
     ) -> None:
         super().__init__(workers, role, temperature=temperature, dims=dims)
-        self._objective, self._total_steps = objective, total_steps
+        self._objective, self._total_steps, self._teaching = objective, total_steps, teaching
         self.num_optimizer_steps = 0
 
     def update(
@@ -170,9 +190,11 @@ class RoleUpdater(RolePasses):
             temperature=self._temperature,
             lr=learning_rate(optimizer, self.num_optimizer_steps, self._total_steps),
             with_outputs=with_outputs,
+            teaching=self._teaching,
         )
         self.num_optimizer_steps += 1
-        needed = self._sent(rows, self._objective.reads)
+        likely = self._teaching is not None and self._teaching.role is None
+        needed = self._sent(rows, self._objective.reads, likely=likely)
         plan, imbalance = self._plan(rows, paired=paired)
         result = self._workers.update(needed, plan, request)
         # The critic's rows are those of the actor.

@@ -9,18 +9,20 @@ from megarl.config.schema import Config
 from megarl.record.metrics import Timers
 from megarl.train.passes import RoleUpdater
 from megarl.types import AlgoState, FloatArray, Row
-from megarl.types.messages import Role
+from megarl.types.messages import Role, RoleSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateStage:
     """The stage that updates every trained role on the rows of a step, the critic before the actor.
 
-    enter: called before each role's update, with the `Phase` that says what memory must be on the devices for it.
+    roles: all models of the run. enter: called before each role's update, with the `Phase` that says what memory must
+    be on the devices for it.
     """
 
     config: Config
     updaters: Mapping[Role, RoleUpdater]
+    roles: Sequence[RoleSpec] = ()
     has_critic: bool
     enter: Callable[[residency.Phase], None]
     timers: Timers
@@ -42,7 +44,7 @@ class UpdateStage:
             warmup_steps = self.config.critic.warmup_steps
             if role is Role.ACTOR and self.has_critic and not actor_learns(step, critic_warmup_steps=warmup_steps):
                 continue
-            self.enter(updater.updating)
+            self.enter(updater.updating(self.roles))
             with self.timers(f"update_{role}"):
                 result = updater.update_on_batch(
                     rows,

@@ -35,7 +35,7 @@ from megarl.train.policy_judge import PolicyCompletions
 from megarl.train.prompt_queue import PromptQueue
 from megarl.train.update import UpdateStage
 from megarl.train.validate import Validator
-from megarl.types.messages import Role
+from megarl.types.messages import Role, Teaching
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import weight_specs
 
@@ -60,8 +60,16 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
     live = VllmSource(supervisor, cluster.open_hosts(names, config), config.environment)
     scheduler, source = _open_source(config, supervisor, live)
     temperature = config.rollout.temperature
+    distill = config.algo.distill
+    top_k = distill.top_k if distill.is_dense and distill.mode == "topk" else None
     passes = {
-        role.role: RolePasses(workers, role, temperature=temperature, dims=read_model_spec(role.model.path).dims)
+        role.role: RolePasses(
+            workers,
+            role,
+            temperature=temperature,
+            dims=read_model_spec(role.model.path).dims,
+            top_k=top_k if role.role.kind is Role.TEACHER else None,
+        )
         for role in inputs.roles
     }
     completions = partial(_completions, inputs, cluster, VllmSource(supervisor), memory)
@@ -202,6 +210,10 @@ def _update_stage(inputs: TrainInputs, cluster: Cluster, memory: residency.Memor
         Role.ACTOR: num_actor_steps(config, has_critic=has_critic),
         Role.CRITIC: config.trainer.total_steps,
     }
+    distill, teaching = config.algo.distill, None
+    if distill.is_dense:
+        exact = next((role.role for role in inputs.roles if role.in_update_of is Role.ACTOR), None)
+        teaching = Teaching(role=exact, divergence=distill.divergence, beta=distill.beta, common=inputs.common_tokens)
     updaters = {
         role.role: RoleUpdater(
             cluster.workers,
@@ -210,8 +222,16 @@ def _update_stage(inputs: TrainInputs, cluster: Cluster, memory: residency.Memor
             total_steps=steps[role.role] * per_step,
             temperature=config.rollout.temperature,
             dims=read_model_spec(role.model.path).dims,
+            teaching=teaching if role.role is Role.ACTOR else None,
         )
         for role in inputs.roles
         if role.trainable
     }
-    return UpdateStage(config=config, updaters=updaters, has_critic=has_critic, enter=memory.enter, timers=timers)
+    return UpdateStage(
+        config=config,
+        updaters=updaters,
+        roles=inputs.roles,
+        has_critic=has_critic,
+        enter=memory.enter,
+        timers=timers,
+    )

@@ -15,7 +15,7 @@ train: those that the policy sampled, and demonstrations.
 from typing import TYPE_CHECKING, Any
 
 from megarl.types.arrays import BoolArray, ExpertArray, FloatArray, IdArray, IntArray, NucleusArray
-from megarl.types.rows import Row, Rows, TokenQuantity, row_from_sample, row_read_at_end
+from megarl.types.rows import LikelyTokens, Row, Rows, TokenQuantity, row_from_sample, row_read_at_end
 from megarl.types.samples import (
     DROPPED,
     Episode,
@@ -63,6 +63,7 @@ __all__ = [
     "FloatArray",
     "IdArray",
     "IntArray",
+    "LikelyTokens",
     "LossSums",
     "Message",
     "ModelOutputs",

@@ -201,11 +201,14 @@ def pad_rows(arrays: Sequence[npt.NDArray[Any]], *, dtype: torch.dtype) -> torch
 class PolicyOutputs:
     """The current policy's outputs for a `RowBatch`: log-probs of the labels and entropies in nats, [B, T] each.
 
-    Both are 0 outside the loss mask. `entropy` carries a gradient only if the algorithm asked for it.
+    All are 0 outside the loss mask. `entropy` carries a gradient only if the algorithm asked for it. divergence: from
+    the teacher, over the vocabulary, with gradients; comparison: further values beside the teacher by name, without.
     """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor | None
+    divergence: torch.Tensor | None = None
+    comparison: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

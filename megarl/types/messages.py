@@ -60,7 +60,8 @@ class RoleSpec:
 
     settings: parallel layout and training; for every role they have the config class of the actor. base_of: the role
     whose frozen weights are this one's, too. With adapters, this one has memory for these alone; without, it has none,
-    and the other's are switched off when it computes.
+    and the other's are switched off when it computes. in_update_of: the role in whose update this one computes too,
+    instead of a pass of its own.
     """
 
     role: Role
@@ -69,6 +70,7 @@ class RoleSpec:
     head: Head = Head.LM
     trainable: bool = True
     base_of: Role | None = None
+    in_update_of: Role | None = None
 
     @property
     def has_memory(self) -> bool:
@@ -134,8 +136,23 @@ class MicroBatchPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Teaching:
+    """The comparison of the actor with a teacher in an update, over the vocabulary.
+
+    role: the teacher whose hidden states the update computes; None: rows have the teacher's likeliest tokens.
+    divergence, beta: as in `algo.distill`. common: ids below this are the same tokens for both; None: all are.
+    """
+
+    role: Role | None
+    divergence: str
+    beta: float
+    common: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardRequest:
     """A request for one forward pass of a role over a batch; log-probs and entropies are taken at `temperature`.
+    top_k: also find so many of the likeliest tokens at each place, and their log-probs.
     paired: each micro-batch holds rows, then the same responses after other prompts; the pass also computes, per
     response token, KL(policy after the other prompt ‖ policy after the row's own).
     """
@@ -144,6 +161,7 @@ class ForwardRequest:
     step: int
     temperature: float = 1.0
     paired: bool = False
+    top_k: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +169,7 @@ class ForwardResult:
     """The per-token results of a forward pass for some rows, float32 and 0 outside the loss mask.
 
     quantities: name (`logprobs` and `entropy`, `values` of a scalar head, or `kl` of pairs) → row index in the batch →
-    [R].
+    [R]; those of the likeliest tokens, `top_ids` and `top_logprobs`, are [R, k].
     """
 
     quantities: Mapping[str, Mapping[int, FloatArray]]
@@ -181,6 +199,7 @@ class AccumulateRequest:
     """A request to add the gradient of an objective on some rows to those that a role's next optimizer step takes.
 
     The gradient is that of Σ sums / denominators, see `LossSums`. with_outputs: return the model's outputs, too.
+    teaching: with which teacher the model is compared in the loss; None: with none.
     """
 
     role: Role = Role.ACTOR
@@ -190,6 +209,7 @@ class AccumulateRequest:
     denominators: "Denominators"
     temperature: float
     with_outputs: bool = True
+    teaching: Teaching | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,17 @@ class TokenQuantity(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LikelyTokens:
+    """The k tokens that a teacher finds likeliest in place of each response token.
+
+    ids: [R, k], -1 where there are fewer. logprobs: [R, k] float32 in nats, −∞ where there are fewer.
+    """
+
+    ids: NucleusArray
+    logprobs: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One sample (prompt and response) in the form that the trainer's ranks get; per-token arrays are [R], R the
     response length.
@@ -47,7 +58,7 @@ class Row:
     `routed_experts` is that of `Sample`. nucleus: [R, K] int32, for each response token the ids that it was drawn from
     (top-k or top-p, itself included), padded with -1. A token drawn from the whole vocabulary, or not drawn at all, has
     only -1; None means this for all tokens. forks: those of `Sample`; a label is predicted on the path that leads to
-    it.
+    it. likely: what a teacher would have written, if one was asked.
     """
 
     uid: str
@@ -59,6 +70,7 @@ class Row:
     routed_experts: ExpertArray | None = None
     nucleus: NucleusArray | None = None
     forks: tuple[Fork, ...] = ()
+    likely: LikelyTokens | None = None
 
     def __post_init__(self) -> None:
         shape = (len(self.token_ids) - self.num_prompt_tokens,)
@@ -96,23 +108,31 @@ class Row:
 
     def with_quantities(self, **quantities: FloatArray) -> "Row":
         """Return the row with these quantities added; a quantity that exists under the same name is replaced."""
-        return self._copy({**self.quantities, **quantities}, self.routed_experts, self.nucleus)
+        return self._copy({**self.quantities, **quantities}, self.routed_experts, self.nucleus, self.likely)
 
-    def only(self, names: Collection[str], *, routed_experts: bool = False, nucleus: bool = False) -> "Row":
+    def only(
+        self, names: Collection[str], *, routed_experts: bool = False, nucleus: bool = False, likely: bool = False
+    ) -> "Row":
         """Return a copy of the row without its quantities (per-token values such as log-probs), except those in
         `names`.
 
-        The recorded experts and the nucleus (the tokens that top-p and top-k left) are also dropped, unless asked for.
+        The recorded experts, the nucleus (the tokens that top-p and top-k left) and the teacher's likeliest tokens are
+        also dropped, unless asked for.
         Everything else is kept.
         """
         return self._copy(
             {name: values for name, values in self.quantities.items() if name in names},
             self.routed_experts if routed_experts else None,
             self.nucleus if nucleus else None,
+            self.likely if likely else None,
         )
 
     def _copy(
-        self, quantities: Mapping[str, FloatArray], experts: ExpertArray | None, nucleus: NucleusArray | None
+        self,
+        quantities: Mapping[str, FloatArray],
+        experts: ExpertArray | None,
+        nucleus: NucleusArray | None,
+        likely: LikelyTokens | None,
     ) -> "Row":
         """Return the row with these, as `dataclasses.replace` would in three times the time."""
         return Row(
@@ -125,6 +145,7 @@ class Row:
             routed_experts=experts,
             nucleus=nucleus,
             forks=self.forks,
+            likely=likely,
         )
 
 
@@ -168,6 +189,9 @@ def _paths_of(row: Row, owner: int) -> Iterator[RowPath]:
                 loss_mask=row.loss_mask[columns] & (path[num_prompt:] >= start),
                 routed_experts=None if row.routed_experts is None else row.routed_experts[path],
                 nucleus=None if row.nucleus is None else row.nucleus[columns],
+                likely=None
+                if row.likely is None
+                else LikelyTokens(ids=row.likely.ids[columns], logprobs=row.likely.logprobs[columns]),
             ),
             owner=owner,
             columns=columns,

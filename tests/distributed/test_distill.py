@@ -6,22 +6,34 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megarl.algos.build import build_algorithm
 from megarl.config.algo import AdvantageConfig, AlgoConfig, DistillConfig, KLConfig
-from megarl.config.schema import LayoutConfig
+from megarl.config.schema import HeadConfig, LayoutConfig
 from megarl.train.forward import with_advantages
 from megarl.types import AlgoState, Reward, Row, scored_batch
-from megarl.types.messages import Role, RoleSpec, UpdateRequest
+from megarl.types.messages import Role, RoleSpec, Teaching, UpdateRequest
 from megarl.weights.families import read_model_spec
-from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.distill_ranks import TEMPERATURE, DistillCase, assembled, teacher_logprobs, update_gradients
+from tests.helpers.checkpoints import load_hf, make_checkpoint
+from tests.helpers.distill_ranks import (
+    TEMPERATURE,
+    DistillCase,
+    assembled,
+    likely_tokens,
+    teacher_logprobs,
+    update_gradients,
+)
 from tests.helpers.family_parity import split_rows
 from tests.helpers.layout_training import LAYOUTS, Pools, trained_role
 from tests.helpers.rows import random_rows
 
 ALONE = AdvantageConfig(estimator="none")
 SAMPLED = AlgoConfig(advantage=ALONE, distill=DistillConfig(teacher="model", coef=0.5))
+BETA = 0.3
+DIVERGENCES = ("reverse", "forward", "jsd")
+# Every rank has a part of the hidden states, of the vocabulary and of the gradients' sums.
+QUICK = ("tp2-sp", "in_chunk")
 K2 = AlgoConfig(kl=KLConfig(where="loss", estimator="k2", coef=0.5))
 
 
@@ -48,7 +60,21 @@ def request_of(cfg: AlgoConfig, rows: Sequence[Row]) -> UpdateRequest:
         denominators=algorithm.denominators(rows),
         temperature=TEMPERATURE,
         lr=1e-3,
+        teaching=teaching_of(cfg.distill),
     )
+
+
+def dense(divergence: str, mode: str = "exact") -> AlgoConfig:
+    beta = BETA if divergence == "jsd" else 0.5
+    distill = DistillConfig(teacher="model", mode=mode, divergence=divergence, beta=beta)  # type: ignore[arg-type]
+    return AlgoConfig(advantage=ALONE, distill=distill)
+
+
+def teaching_of(cfg: DistillConfig) -> Teaching | None:
+    if not cfg.is_dense:
+        return None
+    role = Role.TEACHER if cfg.mode == "exact" else None
+    return Teaching(role=role, divergence=cfg.divergence, beta=cfg.beta)
 
 
 def taught_rows() -> list[Row]:
@@ -78,3 +104,100 @@ def test_log_ratios_of_samples_have_the_gradient_of_k2(
     assert max(g.abs().max().item() for g in k2.values()) > 1e-3
     error = max((sampled[n] - k2[n]).abs().max().item() for n in k2)
     assert error <= 1e-7, f"max |Δ gradient| is {error:.1e}"
+
+
+def dense_gradients(
+    student: Path, teacher: Path, rows: Sequence[Row], divergence: str, beta: float
+) -> dict[str, torch.Tensor]:
+    """Gradients of the mean divergence over loss tokens, by transformers and autograd in float64."""
+    policy, other = load_hf(student, torch.float64), load_hf(teacher, torch.float64)
+    total = torch.zeros((), dtype=torch.float64)
+    for row in rows:
+        tokens, kept = torch.from_numpy(row.token_ids)[None], torch.from_numpy(row.loss_mask)
+        places = slice(row.num_prompt_tokens - 1, -1)
+        log_p = (policy(tokens).logits[0, places][kept] / TEMPERATURE).log_softmax(-1)
+        with torch.no_grad():
+            log_q = (other(tokens).logits[0, places][kept] / TEMPERATURE).log_softmax(-1)
+        if divergence == "reverse":
+            value = log_p.exp() * (log_p - log_q)
+        elif divergence == "forward":
+            value = log_q.exp() * (log_q - log_p)
+        else:
+            log_m = ((1 - beta) * log_p.exp() + beta * log_q.exp()).log()
+            value = (1 - beta) * log_p.exp() * (log_p - log_m) + beta * log_q.exp() * (log_q - log_m)
+        total = total + value.sum()
+    (total / sum(row.num_loss_tokens for row in rows)).backward()
+    return {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+
+
+EXACT_LAYOUTS = {
+    "tp2": LayoutConfig(tp=2),
+    **{name: LAYOUTS[name] for name in ("tp2-sp", "cp2", "pp2")},
+}
+EXACT_CASES = [
+    pytest.param(name, regime, id=f"{name} {regime}", marks=() if (name, regime) == QUICK else pytest.mark.long)
+    for name in EXACT_LAYOUTS
+    for regime in ("recompute", "keep", "in_chunk")
+]
+
+
+@pytest.mark.parametrize(("name", "regime"), EXACT_CASES)
+def test_divergences_over_the_vocabulary_have_the_gradients_of_float64(
+    rank_pool: Pools, checkpoint: Callable[..., Path], teacher: Path, name: str, regime: str
+) -> None:
+    layout, student = EXACT_LAYOUTS[name], checkpoint(tied=False)
+    rows, pool = taught_rows(), rank_pool(layout.world_size)
+    actor, teaching = roles_of(student, teacher, layout)
+    head = HeadConfig(regime=regime, chunk_tokens=5)  # type: ignore[arg-type]
+    actor = replace(actor, settings=replace(actor.settings, head=head))
+    case = DistillCase(
+        roles=(actor, teaching),
+        rows=rows,
+        micro_batches=split_rows(4, layout.dp),
+        requests=[request_of(dense(divergence), rows) for divergence in DIVERGENCES],
+    )
+    shapes = read_model_spec(student).expected_tensors()
+    by_rank = pool.run(update_gradients, case)
+    for i, divergence in enumerate(DIVERGENCES):
+        found = assembled([rank[i] for rank in by_rank], shapes)
+        expected = dense_gradients(student, teacher, rows, divergence, BETA)
+        largest = max(gradient.abs().max().item() for gradient in expected.values())
+        error = max((found[n] - expected[n]).abs().max().item() for n in expected) / largest
+        assert error <= 1e-5, f"{divergence}: max |Δ gradient| is {error:.1e} of the largest"
+
+
+@pytest.mark.parametrize("name", ["cp2", pytest.param("tp2-sp", marks=pytest.mark.long)])
+def test_the_likeliest_of_all_tokens_teach_as_the_whole_distribution(
+    rank_pool: Pools, checkpoint: Callable[..., Path], teacher: Path, name: str
+) -> None:
+    layout, student = LAYOUTS[name], checkpoint(tied=False)
+    rows, pool, spec = taught_rows(), rank_pool(layout.world_size), read_model_spec(student)
+    roles, batches = roles_of(student, teacher, layout), split_rows(4, layout.dp)
+    case = DistillCase(roles=roles, rows=rows, micro_batches=batches)
+    said = {i: each for rank in pool.run(likely_tokens, case, spec.dims.vocab) for i, each in rank.items()}
+    rows = [replace(row, likely=said[i]) for i, row in enumerate(rows)]
+    requests = [request_of(dense(d, mode), rows) for d in DIVERGENCES for mode in ("topk", "exact")]
+    by_rank = pool.run(update_gradients, replace(case, rows=rows, requests=requests))
+    for i, divergence in enumerate(DIVERGENCES):
+        top, exact = (assembled([rank[2 * i + k] for rank in by_rank], spec.expected_tensors()) for k in range(2))
+        error = max((top[n] - exact[n]).abs().max().item() for n in exact)
+        error /= max(gradient.abs().max().item() for gradient in exact.values())
+        assert error <= 1e-5, f"{divergence}: max |Δ gradient| is {error:.1e} of the largest"
+    metrics = by_rank[0][0].metrics
+    assert metrics["distill/mass_in_top_k"] == pytest.approx(1.0, abs=1e-5)
+    for what in ("loss", "reverse_kl", "forward_kl", "teacher_entropy", "agreement"):
+        assert metrics[f"distill/{what}"] == pytest.approx(by_rank[0][1].metrics[f"distill/{what}"], rel=1e-4), what
+
+
+def test_a_policy_learns_nothing_of_itself(rank_pool: Pools, checkpoint: Callable[..., Path]) -> None:
+    layout, student, rows = LAYOUTS["tp2-sp"], checkpoint(tied=False), taught_rows()
+    case = DistillCase(
+        roles=roles_of(student, student, layout),
+        rows=rows,
+        micro_batches=split_rows(4, 1),
+        requests=[request_of(dense(divergence), rows) for divergence in DIVERGENCES],
+    )
+    for found in (each for rank in rank_pool(2).run(update_gradients, case) for each in rank):
+        assert max(values.abs().max().item() for _, _, values in found.slices) == 0
+        assert found.metrics["distill/loss"] == 0
+        assert found.metrics["distill/agreement"] == 1

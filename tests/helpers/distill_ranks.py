@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from megarl.types import FloatArray, Row
+from megarl.types import FloatArray, LikelyTokens, Row
 from megarl.types.messages import ForwardRequest, LoadRequest, Role, RoleSpec, UpdateRequest
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
@@ -41,6 +42,19 @@ def teacher_logprobs(context: RankContext, case: DistillCase) -> dict[int, Float
     return dict(found.quantities["logprobs"]) if found else {}
 
 
+def likely_tokens(context: RankContext, case: DistillCase, top_k: int) -> dict[int, LikelyTokens]:
+    """The teacher's likeliest tokens of this replica's rows, on the rank that reports; empty on others."""
+    worker = join_layout(context, case.roles[0].layout)
+    worker.load(LoadRequest(roles=case.roles, seed=0))
+    mine = case.micro_batches[worker.layout.dp_group.rank()]
+    request = ForwardRequest(role=Role.TEACHER, temperature=TEMPERATURE, step=0, top_k=top_k)
+    found = worker.forward(case.rows, mine, request)
+    if found is None:
+        return {}
+    ids, logprobs = found.quantities["top_ids"], found.quantities["top_logprobs"]
+    return {i: LikelyTokens(ids=ids[i].astype(np.int32), logprobs=logprobs[i]) for i in ids}
+
+
 def update_gradients(context: RankContext, case: DistillCase) -> list[Gradients]:
     """The gradients of each request, all by the same weights."""
     from megarl.parallel.model import named_shards, rank_slices
@@ -52,7 +66,10 @@ def update_gradients(context: RankContext, case: DistillCase) -> list[Gradients]
     mine = case.micro_batches[worker.layout.dp_group.rank()]
     found = []
     for request in case.requests:
-        result = accumulate_gradients(loaded, case.rows, mine, request, dp_group=worker.layout.dp_group)
+        role = None if request.teaching is None else request.teaching.role
+        teacher = None if role is None else worker.roles[role]
+        group = worker.layout.dp_group
+        result = accumulate_gradients(loaded, case.rows, mine, request, dp_group=group, teacher=teacher)
         shards = [named for chunk in loaded.chunks for named in named_shards(chunk)]
         slices = rank_slices([(name, p.main_grad) for name, _, p in shards], loaded.model_spec, worker.layout)
         found.append(

@@ -61,9 +61,14 @@ def rows(mask: Any, **quantities: Any) -> RowBatch:
     )
 
 
-def outputs(logprobs: Any) -> PolicyOutputs:
-    """A policy's log-probs, without entropies."""
-    return PolicyOutputs(logprobs=tensor(logprobs), entropy=None)
+def outputs(logprobs: Any, *, divergence: Any = None, **comparison: Any) -> PolicyOutputs:
+    """A policy's log-probs, without entropies; and what a head finds beside a teacher."""
+    return PolicyOutputs(
+        logprobs=tensor(logprobs),
+        entropy=None,
+        divergence=None if divergence is None else tensor(divergence),
+        comparison={name: tensor(values) for name, values in comparison.items()},
+    )
 
 
 def loss_inputs(ratio: Any, advantages: Any) -> PolicyLossInputs:

@@ -245,7 +245,10 @@ def rank_main(rank: int, run: DistillRun) -> None:
         with counted() as counts:
             solve(name, x, SMALL.chunk)
         found["counts"][name] = counts
-        found["gradients"][name] = x.hidden.grad.cpu(), x.weight.grad.cpu()
+        by_hidden, by_weight = x.hidden.grad, x.weight.grad
+        assert by_hidden is not None
+        assert by_weight is not None
+        found["gradients"][name] = by_hidden.cpu(), by_weight.cpu()
     x = Inputs(run.size, rank, run.world_size, dtype, device)
     # In the first round pages are touched, and on CUDA kernels compiled, for the first time.
     for turn in range(1 + run.rounds):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from megarl.config.setting import AT_LEAST_1, FRACTION, POSITIVE, setting
+from megarl.config.setting import AT_LEAST_1, FRACTION, POSITIVE, PROBABILITY, setting
 from megarl.registry import refuse_unused
 
 
@@ -21,12 +21,17 @@ class DistillConfig:
     # (1 − β)·KL(policy ‖ m) with m = (1 − β)·policy + β·teacher. sampled has the gradient of reverse.
     divergence: Literal["reverse", "forward", "jsd"] = "reverse"
     # jsd: β; near 0 it behaves as forward, near 1 as reverse.
-    beta: float = setting(0.5, FRACTION)
+    beta: float = setting(0.5, PROBABILITY)
     coef: float = setting(1.0, POSITIVE)  # Coefficient of the log-ratios or of the divergence.
     top_k: int = setting(64, AT_LEAST_1)  # topk: number of tokens that the teacher tells apart.
     # sampled: a token also gets the log-ratios of the tokens after it, each times this for every token between them;
     # 0: only its own, 1: the whole rest of the response.
     discount: float = setting(0.0, FRACTION)
+
+    @property
+    def is_sampled(self) -> bool:
+        """Return whether log-ratios of samples are added to advantages."""
+        return self.teacher != "none" and self.mode == "sampled"
 
     @property
     def is_dense(self) -> bool:

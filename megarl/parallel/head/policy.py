@@ -9,12 +9,21 @@ import torch.distributed as dist
 
 from megarl.config.schema import HeadConfig
 from megarl.parallel.head.differentiable import LossGradients
-from megarl.parallel.head.logprobs import HeadOptions, TokenLogprobs, head_inputs, vocab_parallel_logprobs
+from megarl.parallel.head.distill import DistilledLogprobs, TeacherLogits, TopLogits, vocab_parallel_divergence
+from megarl.parallel.head.divergence import Divergence
+from megarl.parallel.head.logprobs import (
+    HeadOptions,
+    TokenLogprobs,
+    head_inputs,
+    vocab_parallel_logprobs,
+    vocab_parallel_top_logprobs,
+)
 from megarl.parallel.head.pairs import TokenPairs, pair_statistics
 from megarl.parallel.head.regime import Regime, choose_regime
 from megarl.parallel.head.rows import RowOwners, uneven_owners
 from megarl.parallel.head.statistics import VocabShard
 from megarl.parallel.packing import Pack
+from megarl.types.messages import Teaching
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +32,8 @@ class HeadRequest:
 
     temperature: one for all rows. entropy_needs_grad: whether the entropy is differentiated. token_local: whether the
     loss is a sum over tokens, each term depending only on its token. paired: the second half of the rows repeats the
-    responses of the first half after other prompts; also compute the KLs between both.
+    responses of the first half after other prompts; also compute the KLs between both. states_only: answer the hidden
+    states that predict labels instead. top_k: also answer the likeliest tokens. teaching: also compare with a teacher.
     """
 
     temperature: float
@@ -32,6 +42,9 @@ class HeadRequest:
     entropy_needs_grad: bool = False
     token_local: bool = False
     paired: bool = False
+    states_only: bool = False
+    top_k: int | None = None
+    teaching: Teaching | None = None
 
     def options(self) -> HeadOptions:
         """Return how the head computes, whatever is kept for gradients."""
@@ -41,6 +54,23 @@ class HeadRequest:
             fp32_logits=self.fp32_logits,
             entropy_needs_grad=self.entropy_needs_grad,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenStates:
+    """The hidden states that predict the labels: [N, H], or this rank's part of them under sequence parallelism."""
+
+    hidden: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopTokens:
+    """Log-probs and entropies [N] as in `TokenLogprobs`, and the likeliest tokens with their log-probs, [N, k] each."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    top_ids: torch.Tensor
+    top_logprobs: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +95,8 @@ class PolicyHead:
         pack: Pack,
         request: HeadRequest,
         loss_gradients: LossGradients | None,
-    ) -> TokenLogprobs | TokenPairs:
+        teacher: TeacherLogits | None,
+    ) -> TokenLogprobs | TokenPairs | TokenStates | TopTokens | DistilledLogprobs:
         """Compute the log-probs of the labels under the loss mask, from hidden states [T, 1, H] ([T/tp, 1, H] with
         sequence parallelism).
 
@@ -76,6 +107,19 @@ class PolicyHead:
             rank, counts = self.shard.group.rank(), pack.kept_per_rank
             positions = positions.split(counts)[rank] - rank * len(hidden)
         own = hidden[positions, 0]
+        if request.states_only:
+            return TokenStates(hidden=own)
+        if request.top_k is not None:
+            gathered = RowOwners(group=self.shard.group, counts=counts).gather(own)
+            plain, top = vocab_parallel_top_logprobs(
+                gathered,
+                self.weight,
+                pack.labels,
+                shard=self.shard,
+                top_k=request.top_k,
+                options=self._options(request),
+            )
+            return TopTokens(logprobs=plain.logprobs, entropy=plain.entropy, top_ids=top.ids, top_logprobs=top.logprobs)
         if request.paired:
             return self._pairs(own, counts, pack, request)
         regime = Regime.RECOMPUTE
@@ -96,9 +140,34 @@ class PolicyHead:
             overwrite_hidden=True,
             row_counts=counts,
         )
-        return vocab_parallel_logprobs(
-            own, self.weight, pack.labels, shard=self.shard, options=options, nucleus=pack.nucleus
+        if request.teaching is None:
+            return vocab_parallel_logprobs(
+                own, self.weight, pack.labels, shard=self.shard, options=options, nucleus=pack.nucleus
+            )
+        return vocab_parallel_divergence(
+            own,
+            self.weight,
+            pack.labels,
+            shard=self.shard,
+            options=options,
+            nucleus=pack.nucleus,
+            teacher=self._likely(pack, request.teaching) if teacher is None else teacher,
+            divergence=Divergence(request.teaching.divergence),
+            beta=request.teaching.beta,
         )
+
+    @staticmethod
+    def _likely(pack: Pack, teaching: Teaching) -> TopLogits:
+        """Return the likeliest tokens that a teacher gave for a pack; a pack without labels has none."""
+        if pack.likely_ids is None or pack.likely_logprobs is None:
+            assert not len(pack.labels), "rows lack the teacher's likeliest tokens"
+            nothing = torch.zeros(0, 1, device=pack.labels.device)
+            return TopLogits(logprobs=nothing, ids=nothing.long())
+        ids, logprobs = pack.likely_ids.long(), pack.likely_logprobs
+        if teaching.common is not None:
+            is_known = ids < teaching.common
+            ids, logprobs = ids.where(is_known, -1), logprobs.where(is_known, -torch.inf)
+        return TopLogits(logprobs=logprobs, ids=ids)
 
     def _options(self, request: HeadRequest) -> HeadOptions:
         temperature = request.temperature * self.logits_divisor
