@@ -24,6 +24,8 @@ from megarl.run.start import train, train_supervised
 CONFIGS = PACKAGED / "run"
 RUNS = Path("runs")
 NUM_SFT, NUM_TRAIN, NUM_VAL = 32768, 2000, 256
+# The student of a distillation, which has to know at least the form of answers.
+STUDENT, STUDENT_STEPS = TinyModelConfig(hidden_size=96, num_layers=2, ffn_size=288), 100
 
 
 # The tasks of each model, its default first.
@@ -35,6 +37,7 @@ def quickstart(*, algo: str, task: str | None, seed: int, model: str = "tiny") -
 
     The directory holds the data, the base model, the supervised run `sft` and the run `algo`. A finished supervised run
     is used again, so that algorithms are compared from the same start. A pretrained model is kept in runs/MODEL.
+    Algorithms that distil (`opd`) take that run's model as the teacher of a smaller one.
     """
     task = task or MODEL_TASKS[model][0]
     if task not in MODEL_TASKS[model]:
@@ -45,6 +48,14 @@ def quickstart(*, algo: str, task: str | None, seed: int, model: str = "tiny") -
     data = [f"data.train=[{root}/data/train.parquet]", f"data.val=[{root}/data/val.parquet]"]
     overrides = [*common, *data, f"use.algo={algo}", f"run.name={algo}", f"model.path={start}"]
     rl = load_config(CONFIGS / f"{task}-rl.yaml", overrides)
+    distils = rl.algo.distill.teacher == "model"
+    if distils and model != "tiny":
+        raise ConfigError(f"--algo: got {algo}, which needs a smaller model as student; set --model tiny")
+    if distils:
+        student = root / "student" / "export"
+        rl = load_config(
+            CONFIGS / f"{task}-rl.yaml", [*overrides, f"model.path={student}", f"teacher.model_path={start}"]
+        )
     # A mistake in the algorithm must not surface after minutes of supervised training.
     check_train(rl)
     algorithm_of(rl)
@@ -68,6 +79,13 @@ def quickstart(*, algo: str, task: str | None, seed: int, model: str = "tiny") -
             make_tiny_model(root / "base", TinyModelConfig(), seed=seed)
             sources = [f"sft.train=[{root}/data/sft.parquet]", f"model.path={root}/base", "run.name=sft"]
             train_supervised("sft", load_config(CONFIGS / f"{task}-sft.yaml", [*common, *sources]), overwrite=True)
+        if distils and not student.is_dir():
+            print_lines(f"making a smaller model in {root}, which has seen few examples, as the student")
+            make_tiny_model(root / "student-base", STUDENT, seed=seed)
+            sources = [f"sft.train=[{root}/data/sft.parquet]", f"model.path={root}/student-base", "run.name=student"]
+            steps = [f"sft.total_steps={STUDENT_STEPS}", "actor.optimizer.warmup_steps=10"]
+            few = load_config(CONFIGS / f"{task}-sft.yaml", [*common, *sources, *steps])
+            train_supervised("sft", few, overwrite=True)
     if (root / algo).is_dir():
         print_lines(f"replacing the run in {root / algo}")
     train(rl, overwrite=True)

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,18 @@ from megarl.data.prompts import ToolsOf, no_tools
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
 from megarl.record.metrics import Timers
-from megarl.train.passes import RolePasses
-from megarl.types import Advantages, Algorithm, FloatArray, LikelyTokens, Prompt, Row, TokenQuantity
+from megarl.train.passes import Passes, RolePasses
+from megarl.types import (
+    Advantages,
+    Algorithm,
+    FloatArray,
+    LikelyTokens,
+    Prompt,
+    Row,
+    Sample,
+    TokenQuantity,
+    row_from_sample,
+)
 from megarl.types.messages import Role
 
 if TYPE_CHECKING:
@@ -102,11 +112,12 @@ def with_advantages(rows: Sequence[Row], advantages: Advantages) -> list[Row]:
 class ForwardStage:
     """The stage of a step that adds to rows the quantities (log-probs, values, …) that the algorithm needs.
 
-    `enter` is called before each pass with its phase, so that the model is on its devices. teacher_of: returns the role
-    of the teacher of a prompt's samples, in runs that have one.
+    `enter` is called before each pass with its phase, so that the model is on its devices. teachers: on
+    Megatron or behind servers. teacher_of: returns the role of the teacher of a prompt's samples.
     """
 
     passes: Mapping[Role, RolePasses]
+    teachers: Mapping[Role, Passes] = field(default_factory=dict)
     teacher_of: Callable[[Prompt], Role] = lambda _: Role.TEACHER
     hints: "HintWriter | None"
     enter: Callable[[residency.Phase], None]
@@ -136,14 +147,31 @@ class ForwardStage:
                     rows = with_quantities(rows, _plain_quantities(role, self.passes[role].forward(rows, step=step)))
         return rows, metrics
 
+    def held_out_divergence(
+        self, samples: Sequence[Sample], prompts: Mapping[str, Prompt], *, step: int
+    ) -> dict[str, float]:
+        """Return the mean log-ratio of policy to teacher on tokens of samples, which estimates the reverse KL.
+
+        Samples that fit no micro-batch of either are left out.
+        """
+        room = min(each.room for each in (self.passes[Role.ACTOR], *self.teachers.values()))
+        rows = [row for row in map(row_from_sample, samples) if row.num_tokens <= room and row.num_loss_tokens]
+        if not rows:
+            return {}
+        self.enter(self.passes[Role.ACTOR].phase)
+        own = self.passes[Role.ACTOR].forward(rows, step=step)["logprobs"]
+        taught = [row.quantities[TokenQuantity.TEACHER_LOGPROBS] for row in self._taught(rows, prompts, step=step)]
+        ratios = [(p - q)[row.loss_mask] for row, p, q in zip(rows, own, taught, strict=True)]
+        return {"val/distill/reverse_kl": float(np.concatenate(ratios).mean(dtype=np.float64))}
+
     def _taught(self, rows: Sequence[Row], prompts: Mapping[str, Prompt], *, step: int) -> list[Row]:
         """Return the rows with what their teachers say of them; each teacher passes once over its own rows."""
         teachers = {uid: self.teacher_of(prompts[uid]) for uid in dict.fromkeys(row.uid for row in rows)}
         taught = list(rows)
         for teacher in dict.fromkeys(teachers.values()):
             places = [i for i, row in enumerate(rows) if teachers[row.uid] is teacher]
-            self.enter(self.passes[teacher].phase)
-            found = self.passes[teacher].forward([rows[i] for i in places], step=step)
+            self.enter(self.teachers[teacher].phase)
+            found = self.teachers[teacher].forward([rows[i] for i in places], step=step)
             said = with_quantities([rows[i] for i in places], _plain_quantities(Role.TEACHER, found))
             if "top_ids" in found:
                 likely = map(_likely_tokens, found["top_ids"], found["top_logprobs"])

@@ -12,15 +12,14 @@ from megarl.algos.validate_rewards import reward_warnings
 from megarl.cluster.roles import model_key, roles_of
 from megarl.config.batches import max_hinted_row_tokens, max_row_terms, max_row_tokens
 from megarl.config.check import check_train
-from megarl.config.check_distill import teacher_of, teachers_of
 from megarl.config.check_model import check_model
-from megarl.config.schema import Config, TeacherConfig, role_settings
+from megarl.config.schema import Config, role_settings
 from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer, require_system_turn
 from megarl.data.hints import HintSurvey, survey_hints
 from megarl.data.prompts import PromptDataset
 from megarl.data.sampler import Sampler, prompt_sampler, train_files
-from megarl.data.teacher_tokens import TeacherTokens, compare_tokens
+from megarl.data.teacher_tokens import TeacherTokens
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary, check_vocabulary
 from megarl.environments import check_replies, tools_of
 from megarl.errors import ConfigError, DataError
@@ -31,6 +30,7 @@ from megarl.rollout.replay import require_records
 from megarl.train.forward import HINT_QUANTITIES, HintWriter
 from megarl.train.model_judge import ConversationEncoder
 from megarl.train.rows import stated_difficulty
+from megarl.train.teachers import common_tokens, open_teachers, require_teachers
 from megarl.types import Algorithm
 from megarl.types.messages import Head, Role, RoleSpec
 from megarl.weights.adapter_files import read_adapters
@@ -174,13 +174,6 @@ def _require_trained_head(spec: ModelSpec, role: RoleSpec, key: str) -> None:
     )
 
 
-def require_teachers(config: Config, data: PromptDataset) -> None:
-    """Raise ConfigError for a data source or an environment that no teacher of the run teaches."""
-    if config.teachers and config.teacher == TeacherConfig():
-        for prompt in (data[i] for i in range(len(data))):
-            teacher_of(config, prompt.data_source, prompt.environment)
-
-
 def setting_warnings(config: Config) -> list[str]:
     """List settings that are allowed but probably a mistake, without reading any file."""
     critic = config.critic
@@ -210,11 +203,7 @@ def open_train_inputs(config: Config) -> TrainInputs:
     answers = Answers.of(config, tokenizer)
     roles = roles_of(config, algorithm)
     check_role_models(config, roles, tokenizer)
-    teachers = [
-        compare_tokens(tokenizer, answers, each.model_path, f"{key}.model_path")
-        for key, each in teachers_of(config).items()
-        if each.model_path is not None
-    ]
+    teachers = open_teachers(config, tokenizer, answers)
     vocabulary = Vocabulary.of(tokenizer, spec.dims.vocab)
     train = _open_prompts(config, train_files(config.data.train), tokenizer, vocabulary, answers)
     val = _open_prompts(config, config.data.val, tokenizer, vocabulary) if config.data.val else None
@@ -265,20 +254,9 @@ def open_train_inputs(config: Config) -> TrainInputs:
         hints=hints,
         hint_survey=survey,
         conversations=conversations,
-        teachers=tuple(teachers),
-        common_tokens=_common_tokens(spec, roles, teachers),
+        teachers=teachers,
+        common_tokens=common_tokens(spec, roles, teachers),
     )
-
-
-def _common_tokens(spec: ModelSpec, roles: Sequence[RoleSpec], teachers: Sequence[TeacherTokens]) -> int | None:
-    """Return how many tokens from the first on policy and teachers share, by their tokenizers and embeddings; None: all
-    of them.
-    """
-    sizes = [read_model_spec(role.model.path).dims.vocab for role in roles if role.role.kind is Role.TEACHER]
-    cuts = [each.common for each in teachers if each.common is not None]
-    if all(size == spec.dims.vocab for size in sizes) and not cuts:
-        return None
-    return min([*cuts, *sizes, spec.dims.vocab])
 
 
 def _require_fitting(config: Config, train: PromptDataset) -> None:

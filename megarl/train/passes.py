@@ -37,6 +37,21 @@ class CountedObjective(Objective[Any], Protocol):
         """Return the global counts of an optimizer mini-batch."""
 
 
+class Passes(Protocol):
+    """Forward passes over rows, by a model of the run or by one that others serve."""
+
+    @property
+    def phase(self) -> residency.Phase:
+        """Return the phase in which the model computes outputs."""
+
+    @property
+    def room(self) -> int:
+        """Return the number of tokens of the longest row that it takes."""
+
+    def forward(self, rows: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
+        """Compute the model's outputs for the rows, by name, in row order."""
+
+
 class RolePasses:
     """The forward passes of a role, trained or frozen, over rows in micro-batches that suit its layout.
 
@@ -64,6 +79,11 @@ class RolePasses:
     def updating(self, roles: Sequence[RoleSpec]) -> residency.Phase:
         """Return the phase in which this role is trained. roles: those of the run, some of which compute in it, too."""
         return residency.updating(self._role.role, self._role.memory, roles)
+
+    @property
+    def room(self) -> int:
+        """Return the number of tokens of the longest row that a micro-batch holds."""
+        return self._role.settings.micro_batch_tokens
 
     def forward(self, rows: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
         """Compute all outputs that the role's model has for the rows (such as log-probs) in one pass, by name, in row

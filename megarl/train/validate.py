@@ -13,7 +13,7 @@ from megarl.record.answers import JudgedAnswer, SourceResult, results_by_source,
 from megarl.rewards.judge import Trouble
 from megarl.rewards.manager import RewardManager
 from megarl.rollout.source import Group, RolloutSource, SamplingPlan, begin, collect
-from megarl.types import Prompt
+from megarl.types import Prompt, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +36,8 @@ class Validator:
     """Validates the policy on held-out prompts, with the same estimates as `megarl eval`.
 
     stop_token_ids: what ends an answer. answers: returns the file that takes the answers of a step. enter: called with
-    the phase before each generation, so that the engines are on their devices.
+    the phase before each generation, so that the engines are on their devices. compare: returns metrics of samples
+    beside the teacher's distribution; None: the run has no teacher.
     """
 
     config: Config
@@ -47,6 +48,7 @@ class Validator:
     rewards: RewardManager
     answers: Callable[[int], Path]
     enter: Callable[[residency.Phase], None]
+    compare: Callable[..., Mapping[str, float]] | None = None
 
     def validate(self, step: int) -> Validation:
         """Answer the prompts and estimate accuracy, over the answers that could be judged.
@@ -56,13 +58,15 @@ class Validator:
         settings = self.config.validation
         count = min(len(self.data), settings.max_prompts or len(self.data))
         prompts = [self.data[i] for i in range(count)]
-        answers, troubles = self._answers(prompts, step, greedy=False)
+        samples, answers, troubles = self._answers(prompts, step, greedy=False)
         if settings.greedy:
-            greedy_answers, more = self._answers(prompts, step, greedy=True)
+            _, greedy_answers, more = self._answers(prompts, step, greedy=True)
             answers, troubles = [*answers, *greedy_answers], [*troubles, *more]
         write_answers(self.answers(step), answers)
         results = results_by_source(answers, settings.pass_at)
         metrics = {name: value for result in results for name, value in validation_metrics(result).items()}
+        if self.compare is not None:
+            metrics |= self.compare(samples, {prompt.uid: prompt for prompt in prompts}, step=step)
         prefix = f"{self.config.checkpoint.best_metric}/"
         scores = [value for name, value in metrics.items() if name.startswith(prefix)]
         summary = ", ".join(f"{result.data_source} {result.avg:.3f}" for result in results)
@@ -78,8 +82,8 @@ class Validator:
 
     def _answers(
         self, prompts: Sequence[Prompt], step: int, *, greedy: bool
-    ) -> tuple[list[JudgedAnswer], Sequence[Trouble]]:
-        """Sample and judge answers, and return them with the troubles of their judges."""
+    ) -> tuple[Sequence[Sample], list[JudgedAnswer], Sequence[Trouble]]:
+        """Sample and judge answers, and return them, as samples too, with the troubles of their judges."""
         settings, rollout = self.config.validation, self.config.rollout
         sampling = Sampling(
             temperature=settings.temperature,
@@ -106,7 +110,7 @@ class Validator:
             for sample, reward in zip(batch.samples, judged.rewards, strict=True)
             if not reward.dropped
         ]
-        return answers, judged.troubles
+        return batch.samples, answers, judged.troubles
 
 
 def validation_metrics(result: SourceResult) -> dict[str, float]:

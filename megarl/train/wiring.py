@@ -9,7 +9,7 @@ from megarl.cluster.cluster import Cluster
 from megarl.cluster.supervisor import EngineSupervisor
 from megarl.cluster.sync_plan import sent_spec
 from megarl.config.batches import batch_counts, num_actor_steps
-from megarl.config.check_distill import teacher_of
+from megarl.config.check_distill import teacher_of, teachers_of
 from megarl.config.judges import JudgeConfig
 from megarl.config.schema import Config
 from megarl.record.metrics import Timers
@@ -33,6 +33,7 @@ from megarl.train.model_judge import ModelJudge, ModelRewards
 from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
 from megarl.train.policy_judge import PolicyCompletions
 from megarl.train.prompt_queue import PromptQueue
+from megarl.train.served_teacher import ServedTeacher
 from megarl.train.update import UpdateStage
 from megarl.train.validate import Validator
 from megarl.types.messages import Role, Teaching
@@ -86,6 +87,17 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         enter=memory.enter,
         timers=timers,
     )
+    forward = ForwardStage(
+        passes=passes,
+        teachers={
+            Role(key): ServedTeacher(each, key=key, top_k=top_k) if each.servers else passes[Role(key)]
+            for key, each in teachers_of(config).items()
+        },
+        teacher_of=lambda prompt: Role(teacher_of(config, prompt.data_source, prompt.environment)),
+        hints=inputs.hints,
+        enter=memory.enter,
+        timers=timers,
+    )
     return Trainer(
         inputs=inputs,
         state=inputs.algorithm.initial_state(),
@@ -93,17 +105,11 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         recorder=recorder,
         memory=memory,
         rollouts=rollouts,
-        forward=ForwardStage(
-            passes=passes,
-            teacher_of=lambda prompt: Role(teacher_of(config, prompt.data_source, prompt.environment)),
-            hints=inputs.hints,
-            enter=memory.enter,
-            timers=timers,
-        ),
+        forward=forward,
         gate=MismatchGate(config),
         updates=_update_stage(inputs, cluster, memory, timers),
         supervisor=supervisor,
-        validator=_open_validator(inputs, live, validation_rewards, recorder, memory),
+        validator=_open_validator(inputs, live, validation_rewards, recorder, forward),
         checkpoints=CheckpointManager(paths.checkpoints, config.checkpoint, workers, recorder.require_owned),
         profiler=StepProfiler(workers, config.logging.profile_steps, paths.profile),
         meter=PerformanceMeter(config, inputs.spec.dims),
@@ -116,7 +122,7 @@ def _open_validator(
     source: RolloutSource,
     rewards: RewardManager,
     recorder: RunRecorder,
-    memory: residency.MemoryLedger,
+    forward: ForwardStage,
 ) -> Validator | None:
     """Open the validation of a run; None without data for it."""
     if inputs.val is None:
@@ -129,7 +135,8 @@ def _open_validator(
         source=source,
         rewards=rewards,
         answers=recorder.owned(recorder.paths.validation),
-        enter=memory.enter,
+        enter=forward.enter,
+        compare=forward.held_out_divergence if inputs.config.algo.distill.teacher == "model" else None,
     )
 
 

@@ -1,0 +1,41 @@
+"""Check at the start of a run that every sample has a teacher, and how much of the vocabulary all of them share."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megarl.config.check_distill import teacher_of, teachers_of
+from megarl.config.schema import Config, TeacherConfig
+from megarl.data.answers import Answers
+from megarl.data.prompts import PromptDataset
+from megarl.data.teacher_tokens import TeacherTokens, compare_tokens
+from megarl.types.messages import Role, RoleSpec
+from megarl.weights.families import ModelSpec, read_model_spec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def open_teachers(config: Config, tokenizer: "PreTrainedTokenizerBase", answers: Answers) -> tuple[TeacherTokens, ...]:
+    """Compare the tokens of all teachers with the policy's; ConfigError as in `compare_tokens`."""
+    named = {key: each.model_path for key, each in teachers_of(config).items()}
+    return tuple(
+        compare_tokens(tokenizer, answers, path, f"{key}.model_path") for key, path in named.items() if path is not None
+    )
+
+
+def require_teachers(config: Config, data: PromptDataset) -> None:
+    """Raise ConfigError for a prompt whose data source and environment no teacher of the run teaches."""
+    if config.teachers and config.teacher == TeacherConfig():
+        for prompt in (data[i] for i in range(len(data))):
+            teacher_of(config, prompt.data_source, prompt.environment)
+
+
+def common_tokens(spec: ModelSpec, roles: Sequence[RoleSpec], teachers: Sequence[TeacherTokens]) -> int | None:
+    """Return how many tokens from the first on policy and teachers share, by their tokenizers and embeddings; None: all
+    of them.
+    """
+    sizes = [read_model_spec(role.model.path).dims.vocab for role in roles if role.role.kind is Role.TEACHER]
+    cuts = [each.common for each in teachers if each.common is not None]
+    if all(size == spec.dims.vocab for size in sizes) and not cuts:
+        return None
+    return min([*cuts, *sizes, spec.dims.vocab])

@@ -1,0 +1,57 @@
+"""A teacher behind servers: what is asked, how answers are read, and what is said if there are none."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config.teacher import TeacherConfig
+from megarl.errors import ConfigError, RunError
+from megarl.train.served_teacher import ServedTeacher
+from megarl.types import Row
+from tests.helpers.reward_server import RewardServer, reply
+
+ROW = Row(
+    uid="a",
+    sample_index=0,
+    token_ids=np.array([7, 8, 3, 4, 5]),
+    num_prompt_tokens=2,
+    loss_mask=np.array([True, False, True]),
+)
+# vLLM's form: nothing before the first token, then the likeliest tokens and the token itself, with their ranks.
+GIVEN: list[Any] = [
+    None,
+    {"8": {"logprob": -1.0, "rank": 1}},
+    {"9": {"logprob": -0.5, "rank": 1}, "2": {"logprob": -1.5, "rank": 2}, "3": {"logprob": -4.0, "rank": 9}},
+    {"4": {"logprob": -0.1, "rank": 1}, "1": {"logprob": -3.0, "rank": 2}},
+    {"1": {"logprob": -2.0, "rank": 2}, "5": {"logprob": -0.25, "rank": 1}},
+]
+
+
+def asked(server: RewardServer, *, top_k: int | None, **settings: Any) -> ServedTeacher:
+    cfg = TeacherConfig(model_path="t", servers=(server.url.replace("/get_reward", "/v1"),), **settings)
+    return ServedTeacher(cfg, key="teacher", top_k=top_k)
+
+
+def test_a_row_is_a_prompt_whose_log_probs_are_read_by_place() -> None:
+    with RewardServer(lambda body: reply(choices=[{"text": "", "prompt_logprobs": GIVEN}])) as server:
+        found = asked(server, top_k=2, served_name="big").forward([ROW, ROW], step=1)
+    body = server.requests[0]
+    assert (body["model"], body["prompt"], body["prompt_logprobs"]) == ("big", [7, 8, 3, 4, 5], 2)
+    assert body["temperature"] == 1.0
+    np.testing.assert_array_equal(found["logprobs"][0], np.array([-4.0, 0.0, -0.25], np.float32))
+    np.testing.assert_array_equal(found["top_ids"][1], [[9, 2], [-1, -1], [5, 1]])
+    np.testing.assert_array_equal(found["top_logprobs"][1][[0, 2]], np.array([[-0.5, -1.5], [-0.25, -2.0]], np.float32))
+
+
+def test_a_server_without_log_probs_of_prompts_ends_the_run_with_the_remedy() -> None:
+    refusal = r"teacher\.servers: no answer for row a/0 in 3 tries, .* got none, expected"
+    with RewardServer(lambda body: reply(choices=[{"text": ""}])) as server, pytest.raises(RunError, match=refusal):
+        asked(server, top_k=None).forward([ROW], step=1)
+    assert server.requests[0]["prompt_logprobs"] == 0
+
+
+def test_a_key_that_is_not_there_is_refused_at_the_start() -> None:
+    cfg = TeacherConfig(model_path="t", servers=("http://host/v1",), api_key_env="NO_SUCH_KEY_ANYWHERE")
+    with pytest.raises(ConfigError, match=r"teacher\.api_key_env: NO_SUCH_KEY_ANYWHERE is not set"):
+        ServedTeacher(cfg, key="teacher", top_k=None)
