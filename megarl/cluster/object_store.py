@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from megarl.config.batches import longest_row, mini_batch_prompts
+from megarl.config.batches import longest_row, max_row_tokens, mini_batch_prompts
 from megarl.config.derived import Derived
 from megarl.config.load import packaged
 from megarl.config.schema import Config
@@ -55,7 +55,7 @@ def object_store(config: Config, command: str = "train", *, room: int | None = N
 
 def pass_bytes(config: Config, command: str = "train") -> tuple[str, int]:
     """Count the bytes of the pass that puts most into the store, if all rows have full length; say of which rows."""
-    row, _ = longest_row(config, sft=command == "sft")
+    row = longest_row(config, sft=True)[0] if command == "sft" else max_row_tokens(config)
     update = _TOKEN_BYTES + _NUMBER_BYTES * _NUM_READ
     if command in _SUPERVISED:
         section, per_example = _SUPERVISED[command]

@@ -42,9 +42,14 @@ def num_actor_steps(config: Config, *, has_critic: bool) -> int:
     return config.trainer.total_steps - waiting
 
 
-def max_row_tokens(config: Config) -> int:
-    """Return the number of tokens (prompt and response) of the longest possible row."""
+def max_path_tokens(config: Config) -> int:
+    """Return the number of tokens (prompt and response) of the longest sequence that a model reads."""
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+
+
+def max_row_tokens(config: Config) -> int:
+    """Return the number of tokens of the longest possible row, all branches of a conversation included."""
+    return config.data.max_prompt_tokens + max(config.rollout.max_response_tokens, config.environment.max_tokens or 0)
 
 
 def max_hinted_row_tokens(config: Config, max_positions: int) -> int:
@@ -56,18 +61,26 @@ def max_hinted_row_tokens(config: Config, max_positions: int) -> int:
     return min(config.actor.micro_batch_tokens // (2 if paired else 1), max_positions)
 
 
-def max_row_terms(config: Config) -> str:
-    """Return the settings whose sum is the length of the longest row, as text for messages."""
+def max_path_terms(config: Config) -> str:
+    """Return the settings whose sum is the length of the longest sequence, as text for messages."""
     return (
         f"data.max_prompt_tokens={config.data.max_prompt_tokens} + "
         f"rollout.max_response_tokens={config.rollout.max_response_tokens}"
     )
 
 
+def max_row_terms(config: Config) -> str:
+    """Return the settings whose sum is the length of the longest row, as text for messages."""
+    if (config.environment.max_tokens or 0) <= config.rollout.max_response_tokens:
+        return max_path_terms(config)
+    prompt = f"data.max_prompt_tokens={config.data.max_prompt_tokens}"
+    return f"{prompt} + environment.max_tokens={config.environment.max_tokens}"
+
+
 def longest_row(config: Config, *, sft: bool) -> tuple[int, str]:
-    """Return the length in tokens of the longest row, of `megarl sft` or of the other commands, and the settings that
-    give it, as text for messages.
+    """Return the length in tokens of the longest sequence, of `megarl sft` or of the other commands, and the settings
+    that give it, as text for messages.
     """
     if sft and config.sft.max_tokens is not None:
         return config.sft.max_tokens, f"sft.max_tokens={config.sft.max_tokens}"
-    return max_row_tokens(config), max_row_terms(config)
+    return max_path_tokens(config), max_path_terms(config)

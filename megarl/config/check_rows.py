@@ -1,6 +1,6 @@
 """Check that the longest rows fit into micro-batches and into the context of the engines."""
 
-from megarl.config.batches import longest_row, max_row_terms, max_row_tokens
+from megarl.config.batches import longest_row, max_path_terms, max_path_tokens, max_row_terms, max_row_tokens
 from megarl.config.schema import Config, role_settings
 from megarl.errors import ConfigError
 
@@ -17,12 +17,12 @@ def check_row_fits_micro_batch(config: Config) -> None:
 
 
 def check_row_fits_engine(config: Config) -> None:
-    """Raise ConfigError unless the longest row fits into the engine's context."""
-    limit, longest = config.rollout.engine.max_model_tokens, max_row_tokens(config)
+    """Raise ConfigError unless the longest sequence fits into the engine's context."""
+    limit, longest = config.rollout.engine.max_model_tokens, max_path_tokens(config)
     if limit is not None and limit < longest:
         raise ConfigError(
             f"rollout.engine.max_model_tokens: got {limit}, expected >= {longest} "
-            f"({max_row_terms(config)}); raise it, shorten the two, or set it to null"
+            f"({max_path_terms(config)}); raise it, shorten the two, or set it to null"
         )
     validated = config.data.max_prompt_tokens + (config.validation.max_response_tokens or 0)
     if limit is not None and limit < validated:

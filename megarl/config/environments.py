@@ -30,6 +30,9 @@ class EnvironmentConfig:
     # What the policy reads of its earlier turns. written: what it wrote; rendered: what the chat template makes of the
     # conversation, which may leave out thoughts. Where that differs, the next turn is on a branch of its own.
     history: Literal["written", "rendered"] = "written"
+    # Maximum tokens of a conversation with all its branches, those that it was given too; a path from the prompt has at
+    # most rollout.max_response_tokens of them. null: that many in all.
+    max_tokens: int | None = setting(None, AT_LEAST_1)
     max_turns: int = setting(8, AT_LEAST_1)  # Turns of the policy after which a conversation is cut.
     # Maximum tokens of a turn; null: as many as rollout.max_response_tokens leaves. That limit holds for the whole
     # conversation, replies included.

@@ -29,7 +29,7 @@ on other nodes. Shares of peaks in `Hardware` are guesses by experience with oth
 import math
 from dataclasses import dataclass, field
 
-from megarl.config.batches import batch_counts, max_row_tokens
+from megarl.config.batches import batch_counts, max_path_tokens, max_row_tokens
 from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import Config, LayoutConfig
 from megarl.plan.memory import DTYPE_BYTES, gradient_bytes
@@ -188,7 +188,7 @@ def generate_parts(config: Config, dims: Dims, engine: EnginePlan, *, hardware: 
     """Estimate the seconds that parts of the generation of a step take on each engine, of which all do the same."""
     settings, response = config.rollout.engine, config.rollout.max_response_tokens
     rows = math.ceil(batch_counts(config).rows_per_step / settings.num_engines)
-    row, prompt = max_row_tokens(config), max_row_tokens(config) - response
+    row, prompt = max_path_tokens(config), max_path_tokens(config) - response
     at_once = min(settings.max_num_seqs, rows, (engine.kv_cache or 0) // engine.kv_bytes_per_token // row)
     if at_once == 0:
         return {"KV cache": math.inf}

@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.algos.build import algorithm_of
 from megarl.cluster.roles import by_layout, roles_of
-from megarl.config.batches import batch_counts, max_row_tokens
+from megarl.config.batches import batch_counts, max_path_tokens, max_row_tokens
 from megarl.config.check import check_train
 from megarl.config.check_model import check_expert_width, check_experts, check_model, check_stages, check_tp
 from megarl.config.generation import NodesConfig, PlacementConfig
@@ -130,7 +130,7 @@ def _engine_stages(base: Config, spec: ModelSpec, *, gpus: int, per_node: int, d
         config = replace(base, rollout=replace(base.rollout, engine=settings))
         stage_bytes = engine_bytes(base, spec, num_stages)
         engine = plan_engine(config, spec.dims, stage_bytes, device_bytes)
-        if (engine.kv_cache or 0) >= engine.kv_bytes_per_token * max_row_tokens(base):
+        if (engine.kv_cache or 0) >= engine.kv_bytes_per_token * max_path_tokens(base):
             break
     return num_stages, stage_bytes
 

@@ -14,7 +14,13 @@ from megarl.algos.build import algorithm_of
 from megarl.cluster.placement import NodeGroup, Seat, plan_placement, with_judge_servers, workers_per_node
 from megarl.cluster.roles import by_layout, model_key, roles_of
 from megarl.cluster.sync_plan import bridge_links, bridge_plan, gloo_warning, sent_spec
-from megarl.config.batches import batch_counts, max_hinted_row_tokens, max_row_tokens, num_actor_steps
+from megarl.config.batches import (
+    batch_counts,
+    max_hinted_row_tokens,
+    max_path_tokens,
+    max_row_tokens,
+    num_actor_steps,
+)
 from megarl.config.check import check_train
 from megarl.config.check_model import check_model
 from megarl.config.derived import Derived, filled
@@ -134,8 +140,8 @@ def _costs(config: Config, engine: EnginePlan, bridge: Plan) -> Iterator[str]:
     if engine.full_rows is not None and engine.full_rows < at_once:
         yield (
             f"rollout.engine.max_num_seqs: got {engine.max_num_seqs}, but the KV cache of an engine holds "
-            f"{engine.full_rows} rows of full length ({max_row_tokens(config):,} tokens), and vLLM drops what does not "
-            "fit and computes it again; lower it, or give engines more memory (tp, pp, kv_cache_dtype, placement)"
+            f"{engine.full_rows} rows of full length ({max_path_tokens(config):,} tokens), and vLLM drops what does "
+            "not fit and computes it again; lower it, or give engines more memory (tp, pp, kv_cache_dtype, placement)"
         )
 
 
@@ -301,7 +307,7 @@ def plan_engine(config: Config, dims: Dims, stage_bytes: int, device_bytes: int 
     kv_cache = None if engine.kv_cache_mib is None else engine.kv_cache_mib << 20
     if kv_cache is None and device_bytes is not None and engine.gpu_memory_utilization is not None:
         kv_cache = max(0, int(engine.gpu_memory_utilization * device_bytes) - weights)
-    row_tokens = max_row_tokens(config)
+    row_tokens = max_path_tokens(config)
     per_token = max(
         bytes_of.kv_bytes_per_token(
             dims,

@@ -6,7 +6,6 @@ requests.
 """
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol
@@ -133,7 +132,7 @@ def replied(sample: Sample, reply: HostReply, plan: SamplingPlan, limits: Enviro
     if reply.done:
         return finished(sample, FinishReason.STOP)
     follows = _following(sample, reply)
-    if episode.num_turns >= limits.max_turns or num_left(follows, plan) < 1:
+    if episode.num_turns >= limits.max_turns or num_left(follows, plan, limits.max_tokens) < 1:
         # Without room for a turn, a reply would only be read by nobody.
         return finished(sample, FinishReason.LENGTH)
     return follows
@@ -169,20 +168,23 @@ def finished(sample: Sample, reason: FinishReason) -> Sample:
     return replace(_with(sample, awaits_reply=False, is_cut=False), finish_reason=reason)
 
 
-def num_left(sample: Sample, plan: SamplingPlan) -> int:
-    """Return how many more tokens the response may have."""
-    return plan.max_response_tokens - sample.num_response_tokens
+def num_left(sample: Sample, plan: SamplingPlan, most: int | None = None) -> int:
+    """Return how many more tokens the response may have. most: those of all branches; None: as many as of a path."""
+    on_path = len(sample.context_ids) - len(sample.prompt_token_ids)
+    in_all = (most or plan.max_response_tokens) - sample.num_response_tokens
+    return min(in_all, plan.max_response_tokens - on_path)
 
 
-def turn_limit(sample: Sample, plan: SamplingPlan, limits: Sequence[int | None]) -> int:
-    """Return how many more tokens the turn under way may have. limits: those of a turn; None: there is none."""
+def turn_limit(sample: Sample, plan: SamplingPlan, limits: EnvironmentConfig, own: int | None) -> int:
+    """Return how many more tokens the turn under way may have. own: the environment's limit of it, if any."""
     begun: list[Segment] = []
     for segment in reversed(sample.segments[1:]):
         if segment.source is SegmentSource.ENVIRONMENT:
             break
         begun.append(segment)
     num_begun = sum(len(segment.token_ids) for segment in begun)
-    return min([num_left(sample, plan), *(max(1, limit - num_begun) for limit in limits if limit is not None)])
+    of_turn = [max(1, limit - num_begun) for limit in (limits.max_turn_tokens, own) if limit is not None]
+    return min([num_left(sample, plan, limits.max_tokens), *of_turn])
 
 
 def _turns(sample: Sample) -> list[range]:

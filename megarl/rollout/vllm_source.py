@@ -89,14 +89,14 @@ class VllmSource:
                     self._hosts.act(talk, turn_request(sample))
                     sample = replied(sample, reply := await talk.reply, plan, self._limits)
                 else:
-                    limit = turn_limit(sample, plan, [self._limits.max_turn_tokens, reply.max_turn_tokens])
+                    limit = turn_limit(sample, plan, self._limits, reply.max_turn_tokens)
                     completion = await self._generate(group, sample, limit, engine)
                     sample, engine = extended(sample, completion), completion.engine
                     if sample.finish_reason is not FinishReason.ABORT:
                         sample = turn_ended(sample)
             except HostLostError:
                 sample = bereft(sample)
-            if episode_of(sample).is_cut and num_left(sample, plan) < 1:
+            if episode_of(sample).is_cut and num_left(sample, plan, self._limits.max_tokens) < 1:
                 sample = finished(sample, FinishReason.LENGTH)
         if talk is not None and not talk.is_lost:
             self._hosts.end(talk)

@@ -357,3 +357,17 @@ def test_every_token_counts_in_the_length_of_a_sample_that_forks() -> None:
     # Five of seven tokens are new to the sample in both; what is known already costs nothing.
     world.reply(7, 8, 9, 101, END, 10, is_context=True)
     assert sample_of(group).finish_reason is FinishReason.LENGTH
+
+
+def test_a_path_and_all_branches_have_limits_of_their_own() -> None:
+    """With 6 tokens after a prompt of 2 and 9 in all: the root 7 8 9 leaves 4 to the turn, of which 3 are used."""
+    world, _, group = begin(plan=replace(PLAN, max_response_tokens=6), max_tokens=9)
+    world.reply()
+    assert world.speak(100, END).max_tokens == 6
+    world.reply(7, 8, is_context=True)
+    assert world.speak(101, 102, END).max_tokens == 5
+    # The path 7 8 101 102 2 10 has room for 2 more, all branches together for 1.
+    world.reply(7, 8, 101, 102, END, 10, is_context=True)
+    assert world.speak(END).max_tokens == 1
+    world.reply(11, after_turn=0)
+    assert sample_of(group).finish_reason is FinishReason.LENGTH
