@@ -69,6 +69,7 @@ def update_gradients(context: RankContext, case: DistillCase) -> list[Gradients]
         role = None if request.teaching is None else request.teaching.role
         teacher = None if role is None else worker.roles[role]
         group = worker.layout.dp_group
+        worker.discard(Role.ACTOR)
         result = accumulate_gradients(loaded, case.rows, mine, request, dp_group=group, teacher=teacher)
         shards = [named for chunk in loaded.chunks for named in named_shards(chunk)]
         slices = rank_slices([(name, p.main_grad) for name, _, p in shards], loaded.model_spec, worker.layout)

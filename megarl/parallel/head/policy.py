@@ -95,7 +95,7 @@ class PolicyHead:
         pack: Pack,
         request: HeadRequest,
         loss_gradients: LossGradients | None,
-        teacher: TeacherLogits | None,
+        teacher: TeacherLogits | None = None,
     ) -> TokenLogprobs | TokenPairs | TokenStates | TopTokens | DistilledLogprobs:
         """Compute the log-probs of the labels under the loss mask, from hidden states [T, 1, H] ([T/tp, 1, H] with
         sequence parallelism).
