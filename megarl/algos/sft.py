@@ -1,18 +1,24 @@
 """Define supervised fine-tuning as an `Algorithm` without advantages, so that the trainer of RL can run it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NoReturn
 
 from megarl.algos.aggregation import count_rows
+from megarl.algos.distill import comparison, weighed_divergence
 from megarl.algos.masked import masked_sum
+from megarl.config.algo import DistillConfig
 from megarl.types import AlgoState, Denominators, LossSums, PolicyOutputs, Row, RowBatch, ScoredBatch, TokenQuantity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftAlgorithm:
-    """An objective for fine-tuning: the mean of −logprobs over loss tokens, the cross-entropy to the data in nats."""
+    """An objective for fine-tuning: the mean of −logprobs over loss tokens, the cross-entropy to the data in nats.
 
+    distill: with a teacher, coef times the mean divergence from it on these tokens, instead.
+    """
+
+    distill: DistillConfig = field(default_factory=DistillConfig)
     entropy_needs_grad: ClassVar[bool] = False
     token_local: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset()
@@ -31,7 +37,13 @@ class SftAlgorithm:
 
     def loss(self, rows: RowBatch, out: PolicyOutputs, state: AlgoState) -> LossSums:
         nll = masked_sum(-out.logprobs, rows.loss_mask)
-        return LossSums(objective={"tokens": nll}, metrics={"tokens": {"sft/nll": nll.detach()}})
+        metrics = {"sft/nll": nll.detach()}
+        if not self.distill.is_dense:
+            return LossSums(objective={"tokens": nll}, metrics={"tokens": metrics})
+        divergence = masked_sum(weighed_divergence(rows, out, self.distill), rows.loss_mask)
+        found = {name: masked_sum(values, rows.loss_mask) for name, values in comparison(out, self.distill).items()}
+        metrics |= {"distill/loss": divergence.detach(), **found}
+        return LossSums(objective={"tokens": divergence}, metrics={"tokens": metrics})
 
     def after_step(self, state: AlgoState, metrics: Mapping[str, float], num_rows: int) -> AlgoState:
         return state

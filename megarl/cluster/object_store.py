@@ -56,7 +56,10 @@ def object_store(config: Config, command: str = "train", *, room: int | None = N
 def pass_bytes(config: Config, command: str = "train") -> tuple[str, int]:
     """Count the bytes of the pass that puts most into the store, if all rows have full length; say of which rows."""
     row = longest_row(config, sft=True)[0] if command == "sft" else max_row_tokens(config)
-    update = _TOKEN_BYTES + _NUMBER_BYTES * _NUM_READ
+    distill = config.algo.distill
+    # The teacher's likeliest tokens are an id and a log-prob each; log-ratios come beside its log-probs.
+    likely = 2 * _NUMBER_BYTES * (distill.asked_top_k or 0)
+    update = _TOKEN_BYTES + _NUMBER_BYTES * (_NUM_READ + 2 * distill.is_sampled) + likely
     if command in _SUPERVISED:
         section, per_example = _SUPERVISED[command]
         rows = getattr(config, section).batch_size * per_example
@@ -72,7 +75,7 @@ def pass_bytes(config: Config, command: str = "train") -> tuple[str, int]:
         hinted = min(row + cpo.hint.max_tokens, config.actor.micro_batch_tokens)
         tokens += (1 + cpo.shuffled_baseline) * hinted
         update += _NUMBER_BYTES * _NUM_READ_BY_CPO
-    scored = rows * tokens * (_TOKEN_BYTES + _NUMBER_BYTES * _NUM_SCORED + along)
+    scored = rows * tokens * (_TOKEN_BYTES + _NUMBER_BYTES * _NUM_SCORED + along + likely)
     updated = mini_batch_prompts(config) * samples * row * (update + along)
     return f"{rows:,} rows of {row:,} tokens", max(scored, updated)
 

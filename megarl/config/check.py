@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import TypeAlias
 
 from megarl.config.batches import batch_counts, num_actor_steps
-from megarl.config.check_distill import check_distill
+from megarl.config.check_distill import check_distill, check_distill_of_sft
 from megarl.config.check_engines import (
     check_drafts,
     check_engines,
@@ -308,7 +308,15 @@ check_train = CommandCheck(
     ),
 )
 check_sft = CommandCheck(
-    sections=(*_SECTIONS, "sft"), rules=(*_RULES, check_sft_row_fits_micro_batch, partial(check_supervised, name="sft"))
+    sections=(*_SECTIONS, "sft", "teacher", "algo.distill"),
+    rules=(
+        *_RULES,
+        check_sft_row_fits_micro_batch,
+        check_distill,
+        check_distill_of_sft,
+        check_role_layouts,
+        partial(check_supervised, name="sft"),
+    ),
 )
 check_train_reward = CommandCheck(
     sections=(*_SECTIONS, "train_reward"),

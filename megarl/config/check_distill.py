@@ -79,6 +79,21 @@ def check_distill(config: Config) -> None:
         _check_same_shards(config, asked)
 
 
+def check_distill_of_sft(config: Config) -> None:
+    """Raise ConfigError for what needs samples of the policy, or sources of rows, where rows come from a file."""
+    distill, asked = config.algo.distill, teachers_of(config)
+    if distill.is_sampled:
+        raise ConfigError(
+            "algo.distill.mode: got sampled, which estimates a divergence from the policy's own samples, but sft "
+            "trains on those of a file; set algo.distill.mode=exact or topk, or algo.distill.teacher=none"
+        )
+    for key, each in asked.items():
+        if key != "teacher" or each.servers:
+            raise ConfigError(
+                f"{key}: sft takes one teacher, which runs on Megatron; set teacher.model_path alone, without servers"
+            )
+
+
 def _check_sources(config: Config, asked: Mapping[str, TeacherConfig]) -> None:
     """Raise ConfigError for two teachers of one data source, and for sources of the teacher that has all others."""
     if config.teacher.sources:

@@ -175,6 +175,8 @@ def _device(
     for shard in shards:
         added[forward(Role(shard.role)).name] = shard.forward
         added[updating(Role(shard.role)).name] = shard.activations + shard.head
+    for shard in (s for role in roles if role.in_update_of is Role.ACTOR for s in shards if s.role == role.role.value):
+        added[updating(Role.ACTOR).name] += shard.forward
     phases = {}
     for phase in step_phases(roles):
         present = phase.needs if config.placement.offload else sizes.keys()

@@ -99,6 +99,18 @@ def with_quantities(rows: Sequence[Row], quantities: Mapping[Any, Sequence[Float
     ]
 
 
+def with_likely_tokens(rows: Sequence[Row], found: Mapping[str, Sequence[FloatArray]]) -> list[Row]:
+    """Return the rows with the likeliest tokens that a teacher's pass found, if it was asked for them.
+
+    Ids come as float32, which is exact up to 2^24.
+    """
+    if "top_ids" not in found:
+        return list(rows)
+    pairs = zip(found["top_ids"], found["top_logprobs"], strict=True)
+    likely = [LikelyTokens(ids=ids.astype(np.int32), logprobs=logprobs) for ids, logprobs in pairs]
+    return [replace(row, likely=each) for row, each in zip(rows, likely, strict=True)]
+
+
 def with_advantages(rows: Sequence[Row], advantages: Advantages) -> list[Row]:
     """Return the rows with their advantages and the other quantities that the updates read."""
     named = {"advantages": advantages.values, **advantages.quantities}
@@ -173,10 +185,7 @@ class ForwardStage:
             self.enter(self.teachers[teacher].phase)
             found = self.teachers[teacher].forward([rows[i] for i in places], step=step)
             said = with_quantities([rows[i] for i in places], _plain_quantities(Role.TEACHER, found))
-            if "top_ids" in found:
-                likely = map(_likely_tokens, found["top_ids"], found["top_logprobs"])
-                said = [replace(row, likely=each) for row, each in zip(said, likely, strict=True)]
-            for i, row in zip(places, said, strict=True):
+            for i, row in zip(places, with_likely_tokens(said, found), strict=True):
                 taught[i] = row
         return taught
 
@@ -234,11 +243,6 @@ class ForwardStage:
             kept = [e if has else np.ones_like(e) for e, has in zip(excluded, has_hint, strict=True)]
             rows = with_quantities(rows, {EXCLUDED: kept})
         return rows, variants[TokenQuantity.HINT_LOGPROBS].metrics()
-
-
-def _likely_tokens(ids: FloatArray, logprobs: FloatArray) -> LikelyTokens:
-    """Return a teacher's likeliest tokens of a row; float32 is exact for ids up to 2^24."""
-    return LikelyTokens(ids=ids.astype(np.int32), logprobs=logprobs)
 
 
 def _plain_quantities(role: Role, found: Mapping[str, list[FloatArray]]) -> dict[TokenQuantity, list[FloatArray]]:

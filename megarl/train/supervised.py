@@ -11,7 +11,7 @@ import numpy as np
 
 from megarl.algos.preference import MARGIN, BradleyTerry
 from megarl.algos.sft import SftAlgorithm
-from megarl.cluster.roles import actor_role, reward_role
+from megarl.cluster.roles import actor_role, reward_role, teacher_roles
 from megarl.config.schema import Config
 from megarl.data.demonstrations import SftDataset
 from megarl.data.preferences import PreferenceDataset
@@ -23,11 +23,13 @@ from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import RunRecorder, resident_memory
 from megarl.train.checkpoint import Checkpoint, CheckpointManager, Command, RunState
 from megarl.train.export import export_role
+from megarl.train.forward import with_likely_tokens
 from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
 from megarl.train.supervised_inputs import SupervisedInputs
+from megarl.train.teachers import teaching_of
 from megarl.train.validate import Validation
 from megarl.types import AlgoState, FloatArray, Row
-from megarl.types.messages import LoadRequest, Role, RoleSpec
+from megarl.types.messages import LoadRequest, Role, RoleSpec, Teaching
 from megarl.weights.families import read_model_spec
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ class SupervisedTask:
     rows: returns the rows of the examples with these indices. paired: the rows' second half holds the counterparts of
     the first; see `RoleUpdater.update`. validate: called before the first step, every `validate_every` steps and after
     the last. frozen: roles that are loaded besides the trained one. add_quantities: adds the quantities that the
-    objective reads to the rows of a step.
+    objective reads to the rows of a step. teaching: how updates compare the model with a teacher.
     """
 
     command: Command
@@ -59,6 +61,7 @@ class SupervisedTask:
     validate_every: int = 1
     frozen: tuple[RoleSpec, ...] = ()
     add_quantities: Callable[[PassesByRole, list[Row], int], list[Row]] | None = None
+    teaching: Teaching | None = None
 
 
 class SupervisedTrainer:
@@ -68,11 +71,19 @@ class SupervisedTrainer:
         self.task, self.config, self.cluster, self.recorder = task, config, cluster, recorder
         self.state, self.timers = AlgoState(), Timers()
         dims = read_model_spec(task.role.model.path).dims
-        self.updater = RoleUpdater(cluster.workers, task.role, task.objective, total_steps=task.total_steps, dims=dims)
+        self.updater = RoleUpdater(
+            cluster.workers,
+            task.role,
+            task.objective,
+            total_steps=task.total_steps,
+            dims=dims,
+            teaching=task.teaching,
+        )
+        top_k = config.algo.distill.asked_top_k if task.teaching is not None else None
         self.passes: PassesByRole = {
             task.role.role: self.updater,
             **{
-                role.role: RolePasses(cluster.workers, role, dims=read_model_spec(role.model.path).dims)
+                role.role: RolePasses(cluster.workers, role, dims=read_model_spec(role.model.path).dims, top_k=top_k)
                 for role in task.frozen
             },
         }
@@ -167,7 +178,10 @@ def sft_task(inputs: SupervisedInputs[SftDataset]) -> SupervisedTask:
     return SupervisedTask(
         command="sft",
         role=actor_role(config),
-        objective=SftAlgorithm(),
+        frozen=(frozen := tuple(teacher_roles(config))),
+        teaching=teaching_of(config, frozen, inputs.common_tokens),
+        add_quantities=None if config.algo.distill.asked_top_k is None else with_teacher,
+        objective=SftAlgorithm(distill=config.algo.distill),
         total_steps=config.sft.total_steps,
         batch_size=config.sft.batch_size,
         num_examples=len(inputs.train),
@@ -175,6 +189,11 @@ def sft_task(inputs: SupervisedInputs[SftDataset]) -> SupervisedTask:
         validate=None if val is None else lambda passes, step: validate_sft(val, passes[Role.ACTOR], step=step),
         validate_every=config.sft.val_every_steps,
     )
+
+
+def with_teacher(passes: PassesByRole, rows: list[Row], step: int) -> list[Row]:
+    """Return rows with the tokens that the only teacher finds likeliest."""
+    return with_likely_tokens(rows, passes[Role.TEACHER].forward(rows, step=step))
 
 
 def validate_sft(data: SftDataset, passes: RolePasses, *, step: int) -> Validation:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from megarl.algos.preference import BATCH_KL, preference_objective
-from megarl.cluster.roles import reference_role, reward_role
+from megarl.cluster.roles import reference_role, reward_role, teacher_roles
 from megarl.config.batches import max_row_tokens
 from megarl.config.check import check_sft, check_train_preference, check_train_reward
 from megarl.config.schema import Config, SftConfig, TrainPreferenceConfig, TrainRewardConfig
@@ -19,6 +19,7 @@ from megarl.data.sampler import require_batch
 from megarl.data.vocabulary import Vocabulary
 from megarl.errors import DataError
 from megarl.train.inputs import check_role_models, open_model
+from megarl.train.teachers import common_tokens, open_teachers
 from megarl.types import Row, TokenQuantity
 from megarl.weights.families import read_model_spec
 from megarl.weights.hub import with_local_models
@@ -50,7 +51,8 @@ class SupervisedInputs(Generic[Data]):
     """The checked inputs of a supervised command: all that it needs besides a cluster.
 
     config: in it, a length in epochs has become a number of steps; `notes` say how. val: the held-out examples, if
-    there are any. warnings: what is most likely not as the user wishes.
+    there are any. warnings: what is most likely not as the user wishes. common_tokens: as in
+    `TrainInputs`.
     """
 
     config: Config
@@ -58,6 +60,7 @@ class SupervisedInputs(Generic[Data]):
     val: Data | None
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
+    common_tokens: int | None = None
 
 
 def in_steps(settings: Settings, num_examples: int) -> tuple[Settings, tuple[str, ...]]:
@@ -93,8 +96,11 @@ def open_sft_inputs(config: Config) -> SupervisedInputs[SftDataset]:
         answers=answers,
         vocabulary=vocabulary,
     )
-    warnings = [*answers.warnings(), *vocabulary.warnings]
-    return _checked(config, "sft", check_sft, _read_both(config.sft, read), _lost_rows, warnings)
+    roles, teachers = teacher_roles(config), open_teachers(config, tokenizer, answers)
+    check_role_models(config, roles, tokenizer)
+    warnings = [*answers.warnings(), *vocabulary.warnings, *(text for each in teachers for text in each.warnings)]
+    checked = _checked(config, "sft", check_sft, _read_both(config.sft, read), _lost_rows, warnings)
+    return replace(checked, common_tokens=common_tokens(spec, roles, teachers))
 
 
 def open_train_reward_inputs(config: Config) -> SupervisedInputs[PreferenceDataset]:

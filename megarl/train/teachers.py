@@ -8,7 +8,7 @@ from megarl.config.schema import Config, TeacherConfig
 from megarl.data.answers import Answers
 from megarl.data.prompts import PromptDataset
 from megarl.data.teacher_tokens import TeacherTokens, compare_tokens
-from megarl.types.messages import Role, RoleSpec
+from megarl.types.messages import Role, RoleSpec, Teaching
 from megarl.weights.families import ModelSpec, read_model_spec
 
 if TYPE_CHECKING:
@@ -21,6 +21,18 @@ def open_teachers(config: Config, tokenizer: "PreTrainedTokenizerBase", answers:
     return tuple(
         compare_tokens(tokenizer, answers, path, f"{key}.model_path") for key, path in named.items() if path is not None
     )
+
+
+def teaching_of(config: Config, roles: Sequence[RoleSpec], common: int | None) -> Teaching | None:
+    """Return how updates of the actor compare it with a teacher over the vocabulary; None: they do not.
+
+    common: how many tokens both share, as `common_tokens` says.
+    """
+    distill = config.algo.distill
+    if not distill.is_dense:
+        return None
+    role = next((role.role for role in roles if role.in_update_of is Role.ACTOR), None)
+    return Teaching(role=role, divergence=distill.divergence, beta=distill.beta, common=common)
 
 
 def require_teachers(config: Config, data: PromptDataset) -> None:

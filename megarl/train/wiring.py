@@ -34,9 +34,10 @@ from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
 from megarl.train.policy_judge import PolicyCompletions
 from megarl.train.prompt_queue import PromptQueue
 from megarl.train.served_teacher import ServedTeacher
+from megarl.train.teachers import teaching_of
 from megarl.train.update import UpdateStage
 from megarl.train.validate import Validator
-from megarl.types.messages import Role, Teaching
+from megarl.types.messages import Role
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import weight_specs
 
@@ -61,8 +62,7 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
     live = VllmSource(supervisor, cluster.open_hosts(names, config), config.environment)
     scheduler, source = _open_source(config, supervisor, live)
     temperature = config.rollout.temperature
-    distill = config.algo.distill
-    top_k = distill.top_k if distill.is_dense and distill.mode == "topk" else None
+    top_k = config.algo.distill.asked_top_k
     passes = {
         role.role: RolePasses(
             workers,
@@ -217,10 +217,7 @@ def _update_stage(inputs: TrainInputs, cluster: Cluster, memory: residency.Memor
         Role.ACTOR: num_actor_steps(config, has_critic=has_critic),
         Role.CRITIC: config.trainer.total_steps,
     }
-    distill, teaching = config.algo.distill, None
-    if distill.is_dense:
-        exact = next((role.role for role in inputs.roles if role.in_update_of is Role.ACTOR), None)
-        teaching = Teaching(role=exact, divergence=distill.divergence, beta=distill.beta, common=inputs.common_tokens)
+    teaching = teaching_of(config, inputs.roles, inputs.common_tokens)
     updaters = {
         role.role: RoleUpdater(
             cluster.workers,

@@ -37,6 +37,9 @@ NAMED_METRICS: Mapping[str, tuple[str, ...]] = {
     "ppo_critic": ("critic/frozen", "reward_source/critic"),
     "ppo_reward_mask": ("reward_mask/num_masked",),
     "reinforce_pro": ("is/accept_frac", "is/ess"),
+    "gkd": ("distill/loss", "distill/forward_kl", "distill/agreement"),
+    "opd": ("distill/reverse_kl", "distill/teacher_entropy", "timing_s/teacher"),
+    "opd_exact": ("distill/loss", "distill/forward_kl", "distill/agreement"),
     "dapo": ("filter/num_groups_removed", "filter/num_refills"),
 }
 

@@ -12,6 +12,7 @@ from megarl.train.inputs import open_train_inputs
 from megarl.train.wiring import build_trainer
 from tests.e2e.algorithms import RUN, Result, check, write_prompts
 from tests.e2e.support import REPOSITORY, RUN_FILE, tied_head
+from tests.helpers.checkpoints import make_checkpoint
 
 # Each of these runs stages or models that no other one does; `ppo_critic` begins with a run of `ppo`. The rest differs
 # from them in pure functions, which unit tests cover, and is long.
@@ -29,6 +30,7 @@ OVERRIDES = {
     # A group trains only if exactly one of its samples is right: half of the pairs, and a quarter of the fours.
     "passk_best": ("rollout.num_samples=2", "trainer.prompts_per_step=8"),
 }
+TAUGHT = ("gkd", "opd", "opd_exact")
 ALGORITHMS = sorted(path.stem for path in (REPOSITORY / "configs" / "algo").glob("*.yaml"))
 
 
@@ -52,6 +54,10 @@ class Machine:
             # Rewards from a frozen critic need one that was trained.
             critic = self.train("ppo", "critic").paths.export_critic
             overrides.append(f"critic.model_path={critic}")
+        if algorithm in TAUGHT:
+            teacher = self._root / "teacher"
+            teacher = teacher if teacher.is_dir() else make_checkpoint(teacher, tied=True, seed=5)
+            overrides.append(f"teacher.model_path={teacher}")
         where = [f"run.dir={self._root}", f"run.name={name}", f"model.path={self._model}"]
         data = [f"data.train=[{self._prompts}]", f"use.algo={algorithm}"]
         config = load_config(RUN_FILE, [*RUN, *where, *data, *overrides])

@@ -69,7 +69,9 @@ def run(
     loss, shares = 0.0, list[dict[str, float]]()
     for rows in [list(range(len(problem.mask)))] if micro_batches is None else micro_batches:
         width = problem.mask.shape[1] if micro_batches is None else _width(problem.mask[list(rows)])
-        out = PolicyOutputs(logprobs=logprobs[list(rows), :width], entropy=entropy[list(rows), :width])
+        own = logprobs[list(rows), :width]
+        # A divergence that depends on the log-probs, for losses that read one.
+        out = PolicyOutputs(logprobs=own, entropy=entropy[list(rows), :width], divergence=own.square())
         sums = algo.loss(_micro_batch(problem, rows, width), out, state)
         share = sums.total(counts)
         share.backward()

@@ -81,7 +81,7 @@ def random_step(group_sizes: Sequence[int], seed: int, *, demonstrations: bool =
         "old_logprobs": old,
         "rollout_logprobs": near(old, 0.5),
         "ref_logprobs": near(old, 0.5),
-        "teacher_logprobs": near(old, 0.5),
+        "teacher_logprobs": 0.8 * old,
         "old_entropy": uniform(0, math.log(VOCAB_SIZE)),
         "hint_logprobs": near(old, 1.5),
         "shuffled_hint_logprobs": near(old, 0.5),

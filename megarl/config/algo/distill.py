@@ -38,6 +38,11 @@ class DistillConfig:
         """Return whether the loss has a divergence between distributions, and not only log-probs of samples."""
         return self.teacher != "none" and self.mode != "sampled"
 
+    @property
+    def asked_top_k(self) -> int | None:
+        """Return how many of its likeliest tokens a teacher is asked for; None: none."""
+        return self.top_k if self.is_dense and self.mode == "topk" else None
+
     def check(self, key: str) -> None:
         """Raise ConfigError for settings that the mode, or a run without a teacher, does not read."""
         if self.teacher == "none":

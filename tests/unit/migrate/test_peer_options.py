@@ -47,7 +47,7 @@ def test_every_pattern_answers_something() -> None:
         ("actor.lora.use_dora", "more than"),
         ("actor_rollout_ref.model.mtp.enable", "multi-token prediction"),
         ("data.image_key", "images"),
-        ("distillation.enabled", "distillation"),
+        ("distillation.nnodes", "engines of a teacher"),
         ("normalize_reward", "normalisation of rewards"),
     ],
 )

@@ -70,7 +70,7 @@ def test_the_head_leaves_no_device(
     )
     loss = out.logprobs.sin().sum() + (out.entropy.sin().sum() if entropy else 0)
     # The regime in_chunk compares its gradients with the loss's, once in a micro-batch; the comparison needs values.
-    with mock.patch.object(differentiable, "_require_same"):
+    with mock.patch.object(differentiable, "require_same_gradient"):
         loss.backward()
     assert {out.logprobs.device, out.entropy.device} == {META}
     assert out.logprobs.shape == out.entropy.shape == (NUM_TOKENS,)
@@ -95,7 +95,8 @@ def test_losses_leave_no_device(name: str, tmp_path: Path) -> None:
         loss_mask=on_device.mask,
         quantities=on_device.quantities,
     )
-    parts = algorithm.loss(batch, PolicyOutputs(logprobs=logprobs, entropy=entropy), algorithm.initial_state())
+    out = PolicyOutputs(logprobs=logprobs, entropy=entropy, divergence=logprobs.square())
+    parts = algorithm.loss(batch, out, algorithm.initial_state())
     loss = parts.total(counts)
     loss.backward()
     assert loss.device == META
