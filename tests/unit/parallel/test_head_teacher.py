@@ -1,21 +1,22 @@
 """The head with a teacher on one rank: values and gradients against dense float64 distributions."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.parallel.head.distill import TeacherLogits, TopLogits, vocab_parallel_divergence
 from megarl.parallel.head.divergence import Divergence
 from megarl.parallel.head.logprobs import HeadOptions, vocab_parallel_logprobs
 from megarl.parallel.head.statistics import vocab_shard
-from megarl.parallel.head.teacher_kernels import TorchTeacherKernels
+from megarl.parallel.head.teacher_kernels import DivergenceTerm, TorchTeacherKernels
 from megarl.parallel.head.teacher_self_test import teacher_self_test
 from tests.helpers.compare import assert_within
 from tests.helpers.head import head_problem, nucleus_problem
 from tests.helpers.head_ranks import ONE_RANK, REGIMES
 from tests.helpers.teacher_heads import (
-    TEACHER_TEMPERATURE,
     TaughtCase,
     TaughtProblem,
     dense_taught,
@@ -193,5 +194,39 @@ def test_the_self_test_passes_of_right_kernels(dtype: torch.dtype) -> None:
     assert teacher_self_test(TorchTeacherKernels(), torch.device("cpu"), dtype) is None
 
 
-def test_teacher_temperature_is_its_own() -> None:
-    assert taught_problem().student.temperature.unique().tolist() != [TEACHER_TEMPERATURE]
+class ForgetsTheTeachersTemperature(TorchTeacherKernels):
+    def statistics(self, logits: Tensor, others: Tensor, scale: Tensor, other: Tensor, *rest: Any) -> None:
+        super().statistics(logits, others, scale, scale, *rest)
+
+
+class SwapsTheModels(TorchTeacherKernels):
+    def mixture(self, logits: Tensor, others: Tensor, *args: Any, out: Tensor, **rest: Any) -> None:
+        super().mixture(logits, others, *args, out=out, **rest)
+        out.copy_(out.flip(0))
+
+
+class ForgetsTheMean(TorchTeacherKernels):
+    def write_gradient(self, *args: Any, term: DivergenceTerm, **rest: Any) -> None:
+        super().write_gradient(*args, term=replace(term, mean=torch.zeros_like(term.mean)), **rest)
+
+
+class RoundsTwice(TorchTeacherKernels):
+    """So that a student is taught by itself."""
+
+    def write_gradient(self, *args: Any, term: DivergenceTerm, **rest: Any) -> None:
+        super().write_gradient(*args, term=replace(term, teacher_lse=term.teacher_lse + 1e-6), **rest)
+
+
+WRONG = {
+    ForgetsTheTeachersTemperature: "lse differs by ",
+    SwapsTheModels: "KL from the mixture differs by ",
+    ForgetsTheMean: "gradient differs by ",
+    RoundsTwice: "gradient differs by ",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
+def test_the_self_test_finds_what_is_wrong(wrong: type[TorchTeacherKernels]) -> None:
+    fault = teacher_self_test(wrong(), torch.device("cpu"), torch.float32)
+    assert fault is not None
+    assert f" in torch.float32: {WRONG[wrong]}" in fault
