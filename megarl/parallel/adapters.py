@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +36,12 @@ from megarl.weights.rules import Partition, WeightRule
 from megarl.weights.slices import Slice, Split, load_slices, num_groups, shard_boxes
 from megarl.weights.tables import VALUE_HEAD
 
+# The groups of rows that are packed alike, and each part's rows in a group and the number of its A.
+Packing: TypeAlias = tuple[int, Sequence[tuple[int, int]]]
+
 
 class Adapter(torch.nn.Module):
-    """The adapters of one linear layer, as a rank holds them. `forward` returns s·B·(A·x), without the layer's bias.
+    """The adapters of one linear layer, as a rank holds them. `forward` adds s·B·(A·x) to the layer's output.
 
     packing: the number of groups that a rank's rows of W consist of (heads of keys, else 1), and for every part its
     rows in each group and the number of its A: sections of one tensor have the same. None: the layer is row-parallel.
@@ -51,7 +54,7 @@ class Adapter(torch.nn.Module):
         *,
         rank: int,
         scale: float,
-        packing: tuple[int, Sequence[tuple[int, int]]] | None,
+        packing: Packing | None,
         group: ProcessGroup | None,
         sequence_parallel: bool,
     ) -> None:
@@ -69,8 +72,8 @@ class Adapter(torch.nn.Module):
                 # Under sequence parallelism a rank sees a part of the tokens, so Megatron has to sum over ranks.
                 each.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map the layer's input [..., in] on this rank to what is added to its output."""
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Add to the layer's output `out` what its input x [..., in] on this rank gives, in place; return it."""
         # Scaled where it has rank numbers per token: the output has many more.
         low = self.scale * F.linear(x, self.a)
         if self.packing is None:
@@ -78,19 +81,53 @@ class Adapter(torch.nn.Module):
                 low = reduce_scatter_to_sequence_parallel_region(low, group=self.group)
             elif self.group is not None:
                 low = reduce_from_tensor_model_parallel_region(low, group=self.group)
-            return F.linear(low, self.b)
-        if self.group is not None and self.sequence_parallel:
+        elif self.group is not None and self.sequence_parallel:
             low = gather_from_sequence_parallel_region(low, group=self.group)
         elif self.group is not None:
             low = copy_to_tensor_model_parallel_region(low, group=self.group)
-        num_groups, parts = self.packing
-        by_part = self.b.view(num_groups, -1, self.rank).split([rows for rows, _ in parts], dim=1)
-        lows = low.split(self.rank, dim=-1)
-        outputs = [
-            F.linear(lows[number], b.reshape(-1, self.rank)).unflatten(-1, (num_groups, -1))
-            for (_, number), b in zip(parts, by_part, strict=True)
-        ]
-        return torch.cat(outputs, dim=-1).flatten(-2)
+        added: torch.Tensor = _AddLowRank.apply(out, low, self.b, self.packing or (1, [(len(self.b), 0)]))
+        return added
+
+
+class _AddLowRank(torch.autograd.Function):
+    """The autograd function (out [..., rows], low [..., rank numbers of every A], B) → out + B·low, written over `out`.
+
+    A linear layer does not read its output in backward, so nothing of that size need be made.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, low: torch.Tensor, b: torch.Tensor, packing: Packing) -> torch.Tensor:
+        ctx.save_for_backward(low, b)
+        ctx.packing = packing
+        for target, x, part in _by_part(out.detach(), low, b, packing):
+            target.baddbmm_(x.expand(len(target), -1, -1), part.transpose(1, 2))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
+        low, b = ctx.saved_tensors
+        grad_low, grad_b, grad_out = torch.zeros_like(low), torch.empty_like(b), grad_out.contiguous()
+        targets = _by_part(grad_out, grad_low, grad_b, ctx.packing)
+        for (grad, x, part), (_, to_low, to_b) in zip(_by_part(grad_out, low, b, ctx.packing), targets, strict=True):
+            to_low += (grad @ part).sum(0)
+            # Few rows and many columns multiply faster than many rows and few columns.
+            to_b.copy_((x.t() @ grad).transpose(1, 2))
+        return grad_out, grad_low, grad_b, None
+
+
+def _by_part(
+    wide: torch.Tensor, low: torch.Tensor, b: torch.Tensor, packing: Packing
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield views for every part: of an output [groups, tokens, rows], of its A's numbers [tokens, rank], and of its B
+    [groups, rows, rank].
+    """
+    (num_groups, parts), rank, start = packing, b.shape[1], 0
+    wide = wide.view(-1, num_groups, len(b) // num_groups).transpose(0, 1)
+    low, b = low.view(-1, low.shape[-1]), b.view(num_groups, -1, rank)
+    for rows, number in parts:
+        columns = slice(start, start + rows)
+        yield wide[:, :, columns], low[:, number * rank : (number + 1) * rank], b[:, columns]
+        start += rows
 
 
 def attach_adapters(chunks: Sequence[PackedModel], config: LoraConfig, seed: int) -> ModelSpec:
@@ -143,7 +180,7 @@ def attach_adapters(chunks: Sequence[PackedModel], config: LoraConfig, seed: int
 
 def _add_adapter(linear: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, Any]) -> Any:
     out, bias = output
-    return (out + linear.lora(inputs[0]), bias) if linear.lora.enabled else output
+    return (linear.lora(inputs[0], out), bias) if linear.lora.enabled else output
 
 
 def _packing(a: WeightRule, b: WeightRule, dims: Dims, tp: ProcessGroup) -> tuple[int, list[tuple[int, int]]] | None:
