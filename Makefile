@@ -14,13 +14,15 @@ ALGO ?= grpo
 MODEL ?= tiny
 TASK ?= $(if $(filter smollm2,$(MODEL)),arithmetic,sums)
 SEED ?= 0
+# The rank of adapters to train in place of the weights; empty: the weights.
+LORA ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help python install train test test-slurm test-long test-gpu test-newest test-conformance check audit docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' Makefile
-	@echo "Settings: MODEL=$(MODEL) ALGO=$(ALGO) TASK=$(TASK) SEED=$(SEED) PYTHON=$(PYTHON) TORCH_CPU_INDEX=$(TORCH_CPU_INDEX)"
+	@echo "Settings: MODEL=$(MODEL) ALGO=$(ALGO) TASK=$(TASK) SEED=$(SEED) LORA=$(LORA) PYTHON=$(PYTHON) TORCH_CPU_INDEX=$(TORCH_CPU_INDEX)"
 	@echo "PYTHON makes a new $(VENV); to change the Python of an old one, remove $(VENV) first."
 
 python:
@@ -30,8 +32,8 @@ python:
 install: python ## Make .venv and install all of it for CPU; does nothing if that is done
 	@"$(PYTHON)" tools/install.py --venv "$(VENV)" --torch-index "$(TORCH_CPU_INDEX)"
 
-train: install ## Train a small model: make train ALGO=grpo TASK=sums SEED=0, or MODEL=smollm2
-	"$(VENV)/bin/megarl" quickstart --model $(MODEL) --algo $(ALGO) --task $(TASK) --seed $(SEED)
+train: install ## Train a small model: make train ALGO=grpo TASK=sums SEED=0, or MODEL=smollm2, or LORA=32
+	"$(VENV)/bin/megarl" quickstart --model $(MODEL) --algo $(ALGO) --task $(TASK) --seed $(SEED) $(if $(LORA),--lora $(LORA))
 
 # Unit tests use one core each and wait often, most of all in the first folders: the files keep their order. Tests of
 # several ranks leave half a core idle, so two files of them run at once; so do whole runs while they start or wait.

@@ -71,6 +71,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     quick.add_argument("--algo", default="grpo", help="a file of configs/algo")
     quick.add_argument("--task", help="a built-in task; default: sums, with smollm2 arithmetic")
     quick.add_argument("--seed", type=int, default=0)
+    quick.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank in place of the weights")
     quick.set_defaults(run=_quickstart)
     shell = commands.add_parser("completion", help='complete commands and settings: eval "$(megarl completion bash)"')
     shell.add_argument("shell", choices=("bash", "zsh", "fish"))
@@ -339,7 +340,7 @@ def _quickstart(arguments: argparse.Namespace) -> None:
     with shown():
         from megarl.recipes.quickstart import quickstart
 
-        quickstart(algo=arguments.algo, task=arguments.task, seed=arguments.seed, model=arguments.model)
+        quickstart(**{name: getattr(arguments, name) for name in ("algo", "task", "seed", "model", "lora")})
 
 
 if __name__ == "__main__":

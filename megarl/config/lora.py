@@ -15,7 +15,7 @@ Target: TypeAlias = Literal["attention", "mlp", "experts"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
     """Train adapters W + alpha/rank·B·A in place of the weights W, which stay as they were read (LoRA; Hu et al. 2021,
-    arXiv:2106.09685).
+    arXiv:2106.09685). They need about ten times the learning rate of weights (docs/adapters.md).
     """
 
     rank: int = setting(32, AT_LEAST_1)  # Columns of B and rows of A.

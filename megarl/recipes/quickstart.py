@@ -26,36 +26,41 @@ RUNS = Path("runs")
 NUM_SFT, NUM_TRAIN, NUM_VAL = 32768, 2000, 256
 # The student of a distillation, which has to know at least the form of answers.
 STUDENT, STUDENT_STEPS = TinyModelConfig(hidden_size=96, num_layers=2, ffn_size=288), 100
+# Adapters move the model less than weights do at the same learning rate (docs/adapters.md).
+LORA_LR_FACTOR = 10.0
 
 
 # The tasks of each model, its default first.
 MODEL_TASKS = {"tiny": ("sums", *sorted({*TASKS, *CONVERSATIONS} - {"sums"})), "smollm2": ("arithmetic",)}
 
 
-def quickstart(*, algo: str, task: str | None, seed: int, model: str = "tiny") -> None:
+def quickstart(*, algo: str, task: str | None, seed: int, model: str = "tiny", lora: int | None = None) -> None:
     """Make data and a model, and train it; everything is left under runs/TASK-seedN.
 
     The directory holds the data, the base model, the supervised run `sft` and the run `algo`. A finished supervised run
     is used again, so that algorithms are compared from the same start. A pretrained model is kept in runs/MODEL.
     Algorithms that distil (`opd`) take that run's model as the teacher of a smaller one.
+
+    lora: the rank of adapters to train in place of the weights; the run is named `algo-loraN`.
     """
     task = task or MODEL_TASKS[model][0]
     if task not in MODEL_TASKS[model]:
         raise ConfigError(f"--task: got {task!r}, expected with --model {model} one of {', '.join(MODEL_TASKS[model])}")
-    root = RUNS / f"{task}-seed{seed}"
+    root, name = RUNS / f"{task}-seed{seed}", algo if lora is None else f"{algo}-lora{lora}"
     start = RUNS / model if model != "tiny" else root / "sft" / "export"
     common = [f"run.dir={root}", f"run.seed={seed}"]
     data = [f"data.train=[{root}/data/train.parquet]", f"data.val=[{root}/data/val.parquet]"]
-    overrides = [*common, *data, f"use.algo={algo}", f"run.name={algo}", f"model.path={start}"]
+    overrides = [*common, *data, f"use.algo={algo}", f"run.name={name}", f"model.path={start}"]
     rl = load_config(CONFIGS / f"{task}-rl.yaml", overrides)
+    if lora is not None:
+        overrides += [f"actor.lora.rank={lora}", f"actor.optimizer.lr={LORA_LR_FACTOR * rl.actor.optimizer.lr:g}"]
     distils = rl.algo.distill.teacher == "model"
     if distils and model != "tiny":
         raise ConfigError(f"--algo: got {algo}, which needs a smaller model as student; set --model tiny")
     if distils:
         student = root / "student" / "export"
-        rl = load_config(
-            CONFIGS / f"{task}-rl.yaml", [*overrides, f"model.path={student}", f"teacher.model_path={start}"]
-        )
+        overrides += [f"model.path={student}", f"teacher.model_path={start}"]
+    rl = load_config(CONFIGS / f"{task}-rl.yaml", overrides)
     # A mistake in the algorithm must not surface after minutes of supervised training.
     check_train(rl)
     algorithm_of(rl)
@@ -86,6 +91,6 @@ def quickstart(*, algo: str, task: str | None, seed: int, model: str = "tiny") -
             steps = [f"sft.total_steps={STUDENT_STEPS}", "actor.optimizer.warmup_steps=10"]
             few = load_config(CONFIGS / f"{task}-sft.yaml", [*common, *sources, *steps])
             train_supervised("sft", few, overwrite=True)
-    if (root / algo).is_dir():
-        print_lines(f"replacing the run in {root / algo}")
+    if (root / name).is_dir():
+        print_lines(f"replacing the run in {root / name}")
     train(rl, overwrite=True)

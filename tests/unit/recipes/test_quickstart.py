@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.lora import LoraConfig
+from megarl.config.schema import Config
 from megarl.errors import ConfigError
+from megarl.recipes import quickstart as quickstarts
 from megarl.recipes.quickstart import quickstart
 
 
@@ -19,3 +22,18 @@ def test_each_model_has_tasks_of_its_own(
     with pytest.raises(ConfigError, match=f"--task: got '{task}', expected .*{expected}"):
         quickstart(algo="grpo", task=task, seed=0, model=model)
     assert not list(tmp_path.iterdir())
+
+
+def test_adapters_are_trained_at_ten_times_the_rate_in_a_run_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = list[Config]()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(quickstarts, "train", lambda config, **_: started.append(config))
+    Path("runs/sums-seed1/sft/export").mkdir(parents=True)
+    for rank in (None, 8):
+        quickstart(algo="grpo", task="sums", seed=1, lora=rank)
+    weights, adapters = started
+    assert (weights.run.name, weights.actor.lora) == ("grpo", None)
+    assert (adapters.run.name, adapters.actor.lora) == ("grpo-lora8", LoraConfig(rank=8))
+    assert adapters.actor.optimizer.lr == pytest.approx(10 * weights.actor.optimizer.lr)
