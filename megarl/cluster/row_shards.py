@@ -50,6 +50,8 @@ class _Columns:
     nuclei: list[NucleusArray | None]
     forks: list[tuple[Fork, ...]]
     likely: list[LikelyTokens | None]
+    # Few rows have any.
+    labels: list[IdArray | None]
 
     @classmethod
     def of(cls, by_index: Mapping[int, Row]) -> "_Columns":
@@ -68,6 +70,7 @@ class _Columns:
             nuclei=[row.nucleus for row in rows],
             forks=[row.forks for row in rows],
             likely=[row.likely for row in rows],
+            labels=[row.labels for row in rows],
         )
 
     def rows(self) -> dict[int, Row]:
@@ -87,6 +90,7 @@ class _Columns:
                 nucleus=self.nuclei[place],
                 forks=self.forks[place],
                 likely=self.likely[place],
+                labels=self.labels[place],
             )
             start, first = end, last
         return found

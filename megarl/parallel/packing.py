@@ -180,7 +180,7 @@ def pack_rows(
         tokens[own], position_ids[sequence], token_rows[own] = row.token_ids, np.arange(len(sequence)), owner
         kept = np.flatnonzero(row.loss_mask)
         places = row.num_prompt_tokens + kept
-        found.append(np.stack([own[places - 1], row.token_ids[places], np.full(len(kept), owner), columns[kept]]))
+        found.append(np.stack([own[places - 1], row.label_ids[kept], np.full(len(kept), owner), columns[kept]]))
     predictors, labels, row_index, column_index = np.concatenate(found, axis=1)
 
     local = zigzag_indices(lengths, alignment.cp, alignment.cp_rank) if alignment.cp > 1 else np.arange(len(tokens))

@@ -58,7 +58,8 @@ class Row:
     `routed_experts` is that of `Sample`. nucleus: [R, K] int32, for each response token the ids that it was drawn from
     (top-k or top-p, itself included), padded with -1. A token drawn from the whole vocabulary, or not drawn at all, has
     only -1; None means this for all tokens. forks: those of `Sample`; a label is predicted on the path that leads to
-    it. likely: what a teacher would have written, if one was asked.
+    it. likely: what a teacher would have written, if one was asked. labels: [R] int32, the tokens whose log-probs are
+    computed at the places of the response's; None: these themselves.
     """
 
     uid: str
@@ -71,18 +72,19 @@ class Row:
     nucleus: NucleusArray | None = None
     forks: tuple[Fork, ...] = ()
     likely: LikelyTokens | None = None
+    labels: IdArray | None = None
 
     def __post_init__(self) -> None:
         shape = (len(self.token_ids) - self.num_prompt_tokens,)
         if self.num_prompt_tokens < 1:
             raise ValueError(f"row {self.label}: needs at least one prompt token to predict the first label from")
-        for name, value in (("loss_mask", self.loss_mask), *self.quantities.items()):
+        for name, value in (("loss_mask", self.loss_mask), ("labels", self.label_ids), *self.quantities.items()):
             if value.shape != shape:
                 raise ValueError(f"row {self.label}: {name} has shape {value.shape}, expected {shape}")
         if self.routed_experts is not None:
             require_experts_of_tokens(self.routed_experts, len(self.token_ids), f"row {self.label}")
         if self.nucleus is not None:
-            require_labels_in_nucleus(self.nucleus, self.token_ids[self.num_prompt_tokens :], f"row {self.label}")
+            require_labels_in_nucleus(self.nucleus, self.label_ids, f"row {self.label}")
         if self.forks:
             first, whose = self.num_prompt_tokens, f"row {self.label}"
             require_forks(self.forks, num_given=first, num_tokens=self.num_tokens, whose=whose)
@@ -93,6 +95,11 @@ class Row:
     def label(self) -> str:
         """Return a name of this row for log and error messages."""
         return f"{self.uid}/{self.sample_index}"
+
+    @property
+    def label_ids(self) -> IdArray:
+        """Return the tokens [R] whose log-probs are computed."""
+        return self.token_ids[self.num_prompt_tokens :] if self.labels is None else self.labels
 
     @property
     def num_tokens(self) -> int:
@@ -146,6 +153,7 @@ class Row:
             nucleus=nucleus,
             forks=self.forks,
             likely=likely,
+            labels=self.labels,
         )
 
 
@@ -192,6 +200,7 @@ def _paths_of(row: Row, owner: int) -> Iterator[RowPath]:
                 likely=None
                 if row.likely is None
                 else LikelyTokens(ids=row.likely.ids[columns], logprobs=row.likely.logprobs[columns]),
+                labels=None if row.labels is None else row.labels[columns],
             ),
             owner=owner,
             columns=columns,
