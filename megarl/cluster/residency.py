@@ -90,6 +90,14 @@ def updating(role: Role, memory: Sequence[Role] = (), roles: Sequence[RoleSpec] 
     return Phase(name=f"update {role}", needs=parts_of(role, Part).union(_params(role, memory), *beside))
 
 
+def accumulating(role: Role, memory: Sequence[Role] = ()) -> Phase:
+    """Return the phase in which gradients of a role are accumulated, for a later optimizer step.
+
+    memory: as in `forward`.
+    """
+    return Phase(name=f"accumulate {role}", needs=parts_of(role, [Part.PARAMS, Part.GRADS]) | _params(role, memory))
+
+
 def exporting(role: Role, memory: Sequence[Role] = ()) -> Phase:
     """Return the phase in which a role's weights are written as a model directory. memory: as in `forward`."""
     return Phase(name=f"export {role}", needs=_params(role, memory))

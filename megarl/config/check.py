@@ -307,6 +307,11 @@ check_train = CommandCheck(
         *_ENGINES,
     ),
 )
+# A user's own loop brings its data, its rewards and its length.
+check_session = CommandCheck(
+    sections=(*_SECTIONS, "reference", "critic", "rollout", "placement", "sync"),
+    rules=(*_RULES, *_ROWS, check_role_layouts, check_replayed_routing, check_quantization, check_lora_sync, *_ENGINES),
+)
 check_sft = CommandCheck(
     sections=(*_SECTIONS, "sft", "teacher", "algo.distill"),
     rules=(

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 STATE_FILE = "state.json"
 
-# The commands that write checkpoints.
-Command: TypeAlias = Literal["train", "sft", "train-reward", "train-preference"]
+# The commands that write checkpoints, and a user's own loop.
+Command: TypeAlias = Literal["train", "sft", "train-reward", "train-preference", "session"]
 # Where a run continues: after its last complete checkpoint, which must be whole, or after the last one that is whole.
 Resume: TypeAlias = Literal["newest", "newest-whole"]
 

@@ -2,9 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from megarl.cluster import residency
 from megarl.config.schema import OptimizerConfig
@@ -14,11 +14,13 @@ from megarl.parallel.backend import shares_prefixes
 from megarl.record.performance import forward_flops
 from megarl.types import AlgoState, Denominators, FloatArray, Objective, Row, TokenQuantity
 from megarl.types.messages import (
+    AccumulateRequest,
     ForwardRequest,
     Head,
     MicroBatchPlan,
     Role,
     RoleSpec,
+    StepRequest,
     Teaching,
     UpdateRequest,
     UpdateResult,
@@ -28,6 +30,9 @@ from megarl.weights.dims import Dims
 
 if TYPE_CHECKING:
     from megarl.cluster.workers import RoleWorkers
+
+
+RequestT = TypeVar("RequestT", bound=AccumulateRequest)
 
 
 class CountedObjective(Objective[Any], Protocol):
@@ -70,6 +75,10 @@ class RolePasses:
         """Make the passes of a role. top_k: also find so many of the likeliest tokens at each place."""
         self._workers, self._role, self._temperature, self._dims = workers, role, temperature, dims
         self._top_k = top_k
+
+    @property
+    def spec(self) -> RoleSpec:
+        return self._role
 
     @property
     def phase(self) -> residency.Phase:
@@ -213,10 +222,51 @@ class RoleUpdater(RolePasses):
             teaching=self._teaching,
         )
         self.num_optimizer_steps += 1
-        likely = self._teaching is not None and self._teaching.role is None
-        needed = self._sent(rows, self._objective.reads, likely=likely)
+        return self._learn(self._workers.update, rows, request, paired=paired)
+
+    def accumulate(
+        self,
+        rows: Sequence[Row],
+        state: AlgoState,
+        objective: CountedObjective,
+        *,
+        step: int,
+        denominators: Denominators | None = None,
+    ) -> UpdateResult:
+        """Add the gradient of an objective on these rows to those that the next `apply` takes.
+
+        denominators: what divides the objective's sums; None: its counts over these rows.
+        """
+        request = AccumulateRequest(
+            role=self._role.role,
+            step=step,
+            objective=objective,
+            state=state,
+            denominators=objective.denominators(rows) if denominators is None else denominators,
+            temperature=self._temperature,
+            with_outputs=False,
+        )
+        return self._learn(self._workers.accumulate, rows, request)
+
+    def apply(self, request: StepRequest) -> dict[str, float]:
+        """Take an optimizer step with the accumulated gradients, and return its metrics."""
+        metrics = self._workers.apply(request)
+        self.num_optimizer_steps += 1
+        return metrics
+
+    def _learn(
+        self,
+        call: Callable[[Sequence[Row], MicroBatchPlan, RequestT], UpdateResult],
+        rows: Sequence[Row],
+        request: RequestT,
+        *,
+        paired: bool = False,
+    ) -> UpdateResult:
+        """Call the ranks with what the request's objective reads of the rows; outputs come back in row order."""
+        likely = request.teaching is not None and request.teaching.role is None
+        needed = self._sent(rows, request.objective.reads, likely=likely)
         plan, imbalance = self._plan(rows, paired=paired)
-        result = self._workers.update(needed, plan, request)
+        result = call(needed, plan, request)
         # The critic's rows are those of the actor.
         metrics = {**result.metrics, **({} if self._role.role is Role.CRITIC else imbalance)}
         return replace(result, metrics=metrics, before={i: result.before[i] for i in sorted(result.before)})

@@ -38,7 +38,7 @@ from megarl.train.teachers import teaching_of
 from megarl.train.update import UpdateStage
 from megarl.train.validate import Validator
 from megarl.types.messages import Role
-from megarl.weights.families import read_model_spec
+from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.safetensors_map import weight_specs
 
 
@@ -49,15 +49,7 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
     offload, schedule = config.placement.offload, config.rollout.schedule
     pauses = config.placement.mode == "colocated" and config.rollout.source == "vllm" and schedule.staleness > 0
     memory = residency.MemoryLedger(workers, cluster.engines, enabled=offload, pauses=pauses)
-    supervisor = EngineSupervisor(
-        cluster.engines,
-        cluster.restart_engine,
-        memory,
-        partial(cluster.weight_sync, weight_specs(sent_spec(config, inputs.spec), config.model.dtype, by_expert=True)),
-        max_restarts=config.rollout.max_engine_restarts,
-        deterministic=config.run.deterministic,
-        verify=config.sync.verify,
-    )
+    supervisor = open_supervisor(config, inputs.spec, cluster, memory)
     names = inputs.train.environments | (frozenset() if inputs.val is None else inputs.val.environments)
     live = VllmSource(supervisor, cluster.open_hosts(names, config), config.environment)
     scheduler, source = _open_source(config, supervisor, live)
@@ -114,6 +106,21 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         profiler=StepProfiler(workers, config.logging.profile_steps, paths.profile),
         meter=PerformanceMeter(config, inputs.spec.dims),
         timers=timers,
+    )
+
+
+def open_supervisor(
+    config: Config, spec: ModelSpec, cluster: Cluster, memory: residency.MemoryLedger
+) -> EngineSupervisor:
+    """Return the supervisor of a cluster's engines, which sends them the actor's weights."""
+    return EngineSupervisor(
+        cluster.engines,
+        cluster.restart_engine,
+        memory,
+        partial(cluster.weight_sync, weight_specs(sent_spec(config, spec), config.model.dtype, by_expert=True)),
+        max_restarts=config.rollout.max_engine_restarts,
+        deterministic=config.run.deterministic,
+        verify=config.sync.verify,
     )
 
 

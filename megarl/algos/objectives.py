@@ -1,0 +1,100 @@
+"""Objectives that a user's own loop names or brings: cross-entropy, importance sampling, and a function of the user.
+
+All are sums over loss tokens. Where rows have the quantity `correction`, it is a weight per token, as in the losses of
+`POLICY_LOSSES`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeAlias
+
+from torch import Tensor
+
+from megarl.algos.aggregation import count_rows
+from megarl.algos.composed import ComposedAlgorithm
+from megarl.algos.corrections import CORRECTION
+from megarl.algos.masked import kept, masked_sum
+from megarl.algos.policy_losses import MAX_LOG_RATIO, POLICY_LOSSES
+from megarl.algos.sft import SftAlgorithm, weighted
+from megarl.config.algo import PolicyLossConfig
+from megarl.registry import unknown_name
+from megarl.types import AlgoState, Denominators, LossSums, PolicyOutputs, Row, RowBatch
+
+# Returns the loss [B, T] of each token; what it is outside the loss mask does not matter.
+TokenLoss: TypeAlias = Callable[[RowBatch, PolicyOutputs], Tensor]
+ROLLOUT_LOGPROBS = "rollout_logprobs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportanceSampling:
+    """An objective for off-policy samples: the mean over loss tokens of −r·A, with r = exp(logprobs −
+    rollout_logprobs), the exponent clamped to ±20. There is no clip: the gradient is r·A·∇logprobs at any ratio.
+    """
+
+    entropy_needs_grad: ClassVar[bool] = False
+    token_local: ClassVar[bool] = True
+    reads: ClassVar[frozenset[str]] = frozenset({"advantages", ROLLOUT_LOGPROBS, CORRECTION})
+
+    def denominators(self, rows: Sequence[Row]) -> Denominators:
+        return {"tokens": float(max(count_rows(rows).num_tokens, 1))}
+
+    def loss(self, rows: RowBatch, out: PolicyOutputs, state: AlgoState) -> LossSums:
+        mask = rows.loss_mask
+        log_ratio = kept(out.logprobs, mask) - kept(rows.quantity(ROLLOUT_LOGPROBS), mask)
+        ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        loss = masked_sum(-weighted(ratio, rows) * kept(rows.quantity("advantages"), mask), mask)
+        metrics = {"actor/is_ratio": masked_sum(ratio.detach(), mask)}
+        return LossSums(objective={"tokens": loss}, metrics={"tokens": metrics})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnObjective:
+    """An objective made of a function of the user, which returns the loss of each token; the loss is their mean.
+
+    function: must be picklable, and see only its arguments. reads: the quantities of rows that it needs. token_local:
+    whether each token's loss depends on that token alone, which saves memory. entropy_needs_grad: whether gradients
+    flow through the entropy.
+    """
+
+    function: TokenLoss
+    reads: frozenset[str] = frozenset()
+    token_local: bool = False
+    entropy_needs_grad: bool = False
+
+    def denominators(self, rows: Sequence[Row]) -> Denominators:
+        return {"tokens": float(max(count_rows(rows).num_tokens, 1))}
+
+    def loss(self, rows: RowBatch, out: PolicyOutputs, state: AlgoState) -> LossSums:
+        per_token = self.function(rows, out)
+        if per_token.shape != rows.loss_mask.shape:
+            raise ValueError(
+                f"the loss has shape {tuple(per_token.shape)}, expected {tuple(rows.loss_mask.shape)}, one for each "
+                "token; return it before any sum"
+            )
+        return LossSums(objective={"tokens": masked_sum(per_token, rows.loss_mask)})
+
+
+OBJECTIVES: Mapping[str, Callable[[], Any]] = {
+    "cross_entropy": SftAlgorithm,
+    "importance_sampling": ImportanceSampling,
+}
+ALGORITHM = "algorithm"
+
+
+def objective_by_name(name: str, algorithm: ComposedAlgorithm) -> Any:
+    """Return the objective that a loop names: one of `OBJECTIVES`, the run's own algorithm, or this algorithm with
+    another one of `POLICY_LOSSES`, its options at their defaults. ConfigError for other names.
+
+    >>> from megarl.algos.build import build_algorithm
+    >>> from megarl.config.algo import AlgoConfig
+    >>> own = build_algorithm(AlgoConfig(), max_response_tokens=8)
+    >>> objective_by_name("reinforce", own).cfg.policy_loss.name, objective_by_name("algorithm", own) is own
+    ('reinforce', True)
+    """
+    if name in OBJECTIVES:
+        return OBJECTIVES[name]()
+    if name in (ALGORITHM, algorithm.cfg.policy_loss.name):
+        return algorithm
+    if name not in POLICY_LOSSES:
+        raise unknown_name("objective", name, [ALGORITHM, *OBJECTIVES, *POLICY_LOSSES], key="objective")
+    return replace(algorithm, cfg=replace(algorithm.cfg, policy_loss=PolicyLossConfig(name=name)))

@@ -1,0 +1,194 @@
+"""Open and check what a session reads before any process starts, and check each call before ranks get it."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+
+from megarl.algos.build import algorithm_of
+from megarl.cluster.roles import reference_role, roles_of
+from megarl.config.check import check_session
+from megarl.config.schema import Config
+from megarl.data.answers import Answers
+from megarl.data.chat import encode_chats, load_tokenizer
+from megarl.data.prompts import PromptDataset
+from megarl.data.sampler import train_files
+from megarl.data.vocabulary import Vocabulary
+from megarl.environments import tools_of
+from megarl.errors import ConfigError, DataError
+from megarl.rollout.source import SamplingPlan
+from megarl.train.inputs import check_role_models, open_model
+from megarl.train.passes import CountedObjective
+from megarl.types import (
+    Algorithm,
+    AlgoState,
+    Denominators,
+    Message,
+    PolicyOutputs,
+    Prompt,
+    Row,
+    ValueOutputs,
+    row_batch,
+)
+from megarl.types.messages import Role, RoleSpec
+from megarl.weights.families import ModelSpec
+from megarl.weights.hub import with_local_models
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# A prompt: a text of a user's turn, messages of a chat, token ids, or a prompt of the run's data.
+PromptLike: TypeAlias = str | Sequence[Mapping[str, str]] | Sequence[int] | Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionInputs:
+    """The checked inputs of a session; prompts: those of `data.train`, None without any."""
+
+    config: Config
+    spec: ModelSpec
+    tokenizer: "PreTrainedTokenizerBase"
+    answers: Answers
+    vocabulary: Vocabulary
+    algorithm: Algorithm
+    roles: tuple[RoleSpec, ...]
+    prompts: PromptDataset | None
+
+    def encoded(self, prompts: Sequence[PromptLike], *, draw: int) -> Iterator[Prompt]:
+        """Yield prompts in any form as `Prompt`. DataError: one is too long, or has a token that the model lacks."""
+        limit = self.config.data.max_prompt_tokens
+        for i, given in enumerate(prompts):
+            prompt, uid = given, f"session:{draw}:{i}"
+            if not isinstance(prompt, Prompt):
+                turns: Any = [{"role": "user", "content": given}] if isinstance(given, str) else list(prompt)
+                if turns and isinstance(turns[0], Mapping):
+                    messages = [Message(role=turn["role"], content=turn["content"]) for turn in turns]
+                    (turns,) = encode_chats(self.tokenizer, [messages], places=[uid])
+                self.vocabulary.require(turns, uid)
+                prompt = Prompt(uid=uid, token_ids=tuple(map(int, turns)), data_source="session", ground_truth="")
+            if not 1 <= (got := len(prompt.token_ids)) <= limit:
+                raise DataError(
+                    f"prompt {prompt.uid}: has {got} tokens, expected 1 to data.max_prompt_tokens={limit}; change "
+                    "either"
+                )
+            yield prompt
+
+    def sampling_plan(
+        self, n: int | None, max_tokens: int | None, draw: int, changed: Mapping[str, Any]
+    ) -> SamplingPlan:
+        """Return how a call samples: as the run's settings say, but for what the call changes."""
+        rollout = self.config.rollout
+        sampling = rollout.sampling(self.answers.ends.stop_token_ids)
+        limit = rollout.max_response_tokens if max_tokens is None else max_tokens
+        if not 1 <= limit <= rollout.max_response_tokens:
+            raise ConfigError(
+                f"max_tokens: got {limit}, expected 1 to rollout.max_response_tokens={rollout.max_response_tokens}; "
+                "engines and micro-batches are made for that: raise the setting"
+            )
+        if unknown := changed.keys() - set(sampling.__slots__):
+            raise ConfigError(
+                f"sample: got {sorted(unknown)[0]}, expected one of {', '.join(sampling.__slots__)}; correct it"
+            )
+        sampling = replace(sampling, **changed)
+        return SamplingPlan(
+            step=draw,
+            num_samples=rollout.num_samples if n is None else n,
+            sampling=sampling,
+            max_response_tokens=limit,
+            run_seed=self.config.run.seed,
+            with_nucleus=sampling.top_k != -1,
+            may_move=True,
+        )
+
+    def check_rows(self, rows: Sequence[Row]) -> None:
+        """Raise DataError for rows that are too long, have unknown tokens, or differ in their quantities."""
+        limit, vocab = self.config.actor.micro_batch_tokens, self.spec.dims.vocab
+        if not rows:
+            raise DataError("rows: got none, expected at least one; call this with rows only")
+        names = rows[0].quantities.keys()
+        for row in rows:
+            if row.num_tokens > limit:
+                raise DataError(
+                    f"row {row.label}: has {row.num_tokens} tokens, expected at most actor.micro_batch_tokens={limit}; "
+                    "shorten it, or raise the setting"
+                )
+            ids = row.token_ids if row.labels is None else np.concatenate([row.token_ids, row.labels])
+            if not 0 <= ids.min() <= ids.max() < vocab:
+                raise DataError(
+                    f"row {row.label}: has token ids from {ids.min()} to {ids.max()}, expected 0 to {vocab - 1}; "
+                    "encode it with this model's tokenizer"
+                )
+            if differing := sorted(row.quantities.keys() ^ names):
+                raise DataError(
+                    f"row {row.label}: {differing} are quantities of some rows only; give them to all rows of a call"
+                )
+
+
+def open_session_inputs(config: Config, *, with_engines: bool, with_reference: bool) -> SessionInputs:
+    """Check the configuration and the model of a session, and its prompts if `data.train` names some."""
+    check_session(config)
+    config = with_local_models(config)
+    spec = open_model(config, for_sft=not with_engines)
+    algorithm = algorithm_of(config, vocab_size=spec.dims.vocab)
+    tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
+    answers, vocabulary = Answers.of(config, tokenizer), Vocabulary.of(tokenizer, spec.dims.vocab)
+    # A loop judges samples itself.
+    roles = tuple(role for role in roles_of(config, algorithm) if role.role is not Role.REWARD)
+    if with_reference and all(role.role is not Role.REFERENCE for role in roles):
+        roles = (*roles, reference_role(config))
+    check_role_models(config, roles, tokenizer)
+    prompts = None
+    if config.data.train:
+        tools = partial(tools_of, config.environment)
+        prompts = PromptDataset(
+            train_files(config.data.train), tokenizer, config.data, tools_of=tools, vocabulary=vocabulary
+        )
+        if prompts.environments:
+            raise ConfigError(
+                f"data.train: has the environments {sorted(prompts.environments)}, which a session does not run; leave "
+                "these rows out"
+            )
+    return SessionInputs(
+        config=config,
+        spec=spec,
+        tokenizer=tokenizer,
+        answers=answers,
+        vocabulary=vocabulary,
+        algorithm=algorithm,
+        roles=roles,
+        prompts=prompts,
+    )
+
+
+def require_computable(
+    objective: CountedObjective, row: Row, denominators: Denominators, state: AlgoState, *, is_critic: bool
+) -> None:
+    """Compute an objective on one row with outputs of 0, so that its mistakes do not reach the ranks.
+
+    Raises:
+        DataError: it fails; the message has its error.
+        ConfigError: a denominator of it is missing, or no positive number.
+    """
+    batch = row_batch([row.only(objective.reads)], device=torch.device("cpu"))
+    zeros = torch.zeros(batch.loss_mask.shape, requires_grad=True)
+    try:
+        sums = objective.loss(
+            batch, ValueOutputs(values=zeros) if is_critic else PolicyOutputs(logprobs=zeros, entropy=zeros), state
+        )
+    except Exception as error:  # it may be a user's
+        raise DataError(
+            f"the objective {type(objective).__name__} fails on row {row.label}: {type(error).__name__}: "
+            f"{str(error).strip()}; correct it, or give rows what it reads (nothing was sent; accumulated gradients "
+            "stay)"
+        ) from error
+    for name in (*sums.objective, *sums.metrics):
+        value = denominators.get(name, math.nan)
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(
+                f"denominators: got {dict(denominators)}, expected a number > 0 for {name!r} of "
+                f"{type(objective).__name__}; give the counts that session.denominators returns"
+            )

@@ -1,0 +1,141 @@
+"""Start the processes of a session, and keep together what its calls use; these are the parts of a `Trainer`."""
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.algos.value_loss import ValueLoss
+from megarl.cluster import residency
+from megarl.cluster.cluster import Cluster
+from megarl.cluster.object_store import object_store
+from megarl.cluster.supervisor import EngineSupervisor
+from megarl.cluster.workers import RoleWorkers
+from megarl.config.derived import left_open
+from megarl.errors import ConfigError, WorkerError
+from megarl.host.writing import writing
+from megarl.plan.build import derive_run
+from megarl.record.activity import doing
+from megarl.record.metrics import RunPaths
+from megarl.run.session_inputs import SessionInputs
+from megarl.train.checkpoint import STATE_FILE, RunState, mark_complete, read_checkpoint
+from megarl.train.inputs import open_sampler
+from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
+from megarl.train.prompt_queue import PromptQueue
+from megarl.train.wiring import open_supervisor
+from megarl.types import AlgoState
+from megarl.types.messages import LoadRequest, Role
+from megarl.weights.families import read_model_spec
+
+# How long ranks get to answer after a pass has failed; those that wait for one that gave up do not answer at all.
+ANSWER_S = 30.0
+
+
+@dataclass(slots=True, kw_only=True)
+class SessionParts:
+    """The live parts of a session. supervisor: None without engines. queue: None without prompts of the run.
+
+    lost: why the session cannot go on; empty while it can.
+    """
+
+    inputs: SessionInputs
+    workers: RoleWorkers
+    memory: residency.MemoryLedger
+    passes: dict[Role, RolePasses]
+    supervisor: EngineSupervisor | None
+    queue: PromptQueue | None
+    lost: str = ""
+
+    def save(self, directory: Path, *, num_draws: int, algo: AlgoState) -> None:
+        """Write a checkpoint of any layout to a new directory."""
+        if directory.exists():
+            raise ConfigError(f"save: {directory} exists; give a new directory, or remove it")
+        steps = {name: each.num_optimizer_steps for name, each in self.passes.items() if isinstance(each, RoleUpdater)}
+        state = RunState(
+            command="session",
+            step=num_draws,
+            num_optimizer_steps=steps[Role.ACTOR],
+            num_critic_steps=steps.get(Role.CRITIC, 0),
+            sampler={} if self.queue is None else self.queue.state_dict(),
+            algo=algo,
+            source={},
+            score=None,
+            config=self.inputs.config,
+        )
+        self.memory.enter(residency.checkpointing(self.inputs.roles))
+        with doing("saving"), writing(directory):
+            directory.mkdir(parents=True)
+            (directory / STATE_FILE).write_text(state.to_json(), encoding="utf-8")
+            self.workers.start_checkpoint(directory, portable=True)
+            self.workers.finish_checkpoint(wait=True)
+            mark_complete(directory)
+
+    def load(self, directory: Path, *, weights_only: bool) -> RunState:
+        """Read a checkpoint of a session or a run, and return its state; with `weights_only`, counters stay."""
+        checkpoint = read_checkpoint(directory)
+        state = checkpoint.state
+        saved, ours = state.config.actor.lora, self.inputs.config.actor.lora
+        if (saved is None) != (ours is None):
+            raise ConfigError(
+                f"load: {directory} was saved {'without' if saved is None else 'with'} adapters, and actor.lora is "
+                f"{'not ' if ours is None else ''}set here; open the session with the same"
+            )
+        same = checkpoint.same_layout(self.inputs.config)
+        self.memory.enter(residency.checkpointing(self.inputs.roles))
+        with doing("loading"):
+            self.workers.load_checkpoint(checkpoint.path, same_layout=same, weights_only=weights_only)
+        if not weights_only:
+            for role, count in ((Role.ACTOR, state.num_optimizer_steps), (Role.CRITIC, state.num_critic_steps)):
+                if isinstance(updater := self.passes.get(role), RoleUpdater):
+                    updater.num_optimizer_steps = count
+            if self.queue is not None and state.sampler:
+                self.queue.load_state_dict(state.sampler)
+        return state
+
+    def forget(self, role: Role) -> None:
+        """Make all ranks discard a role's gradients; if they do not answer, the session is lost."""
+        try:
+            self.workers.discard(role, timeout_s=ANSWER_S)
+        except WorkerError as silent:
+            self.lost = (
+                f"the session is lost, since after a failure its ranks do not answer ({silent}); open another one, and "
+                "load the last directory that was saved"
+            )
+
+
+def open_parts(stack: contextlib.ExitStack, inputs: SessionInputs, *, with_engines: bool) -> SessionParts:
+    """Start a cluster, which ends with `stack`, and load the models."""
+    config, roles = inputs.config, inputs.roles
+    derived = left_open(config, [object_store(config)])
+    if with_engines:
+        derived = derive_run(config, roles, inputs.algorithm.requires())
+    logs = RunPaths.of(config.run).logs
+    cluster = stack.enter_context(Cluster(config, roles=roles, with_engine=with_engines, log_dir=logs, derived=derived))
+    workers, offloads = cluster.workers, config.placement.offload and with_engines
+    memory = residency.MemoryLedger(workers, cluster.engines, enabled=offloads)
+    memory.enter(residency.LOAD)
+    workers.load(LoadRequest.of(config.run, roles, suspends_nccl=config.placement.suspend_nccl))
+    memory.add(residency.built_parts(roles))
+    own: dict[Role, CountedObjective] = {
+        Role.ACTOR: inputs.algorithm,
+        Role.CRITIC: ValueLoss(clip=config.critic.value_clip),
+    }
+    passes: dict[Role, RolePasses] = {}
+    for role in roles:
+        dims, temperature = read_model_spec(role.model.path).dims, config.rollout.temperature
+        passes[role.role] = (
+            RoleUpdater(workers, role, own[role.role], total_steps=1, temperature=temperature, dims=dims)
+            if role.trainable
+            else RolePasses(workers, role, temperature=temperature, dims=dims)
+        )
+    parts = SessionParts(
+        inputs=inputs,
+        workers=workers,
+        memory=memory,
+        passes=passes,
+        supervisor=open_supervisor(config, inputs.spec, cluster, memory) if with_engines else None,
+        queue=None if inputs.prompts is None else PromptQueue(open_sampler(config, inputs.prompts)),
+    )
+    if (supervisor := parts.supervisor) is not None:
+        # After a failure, ranks may not answer; the end of the cluster removes what they share.
+        stack.push(lambda kind, *_: None if kind or parts.lost else supervisor.close())
+    return parts

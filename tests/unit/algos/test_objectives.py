@@ -1,0 +1,77 @@
+"""Objectives that loops name: values by hand, weights per token, and a function of the user."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.algos.build import build_algorithm
+from megarl.algos.objectives import ImportanceSampling, OwnObjective, objective_by_name
+from megarl.algos.sft import SftAlgorithm
+from megarl.config.algo import AlgoConfig
+from megarl.errors import ConfigError
+from megarl.types import AlgoState, PolicyOutputs, Row, RowBatch
+
+LOGPROBS = torch.tensor([[-1.0, -2.0, math.nan]], requires_grad=True)
+OUT = PolicyOutputs(logprobs=LOGPROBS, entropy=None)
+TOKENS = {"tokens": 2.0}
+
+
+def batch(**quantities: list[float]) -> RowBatch:
+    """One row of two loss tokens and one outside the mask."""
+    padded = {name: torch.tensor([values]) for name, values in quantities.items()}
+    return RowBatch(labels=("a/0",), loss_mask=torch.tensor([[True, True, False]]), quantities=padded)
+
+
+def gradient(loss: torch.Tensor) -> list[float]:
+    """By the first two log-probs; that outside the mask must be 0."""
+    *inside, outside = torch.autograd.grad(loss, LOGPROBS)[0][0].tolist()
+    assert outside == 0
+    return inside
+
+
+def test_weights_of_cross_entropy() -> None:
+    plain = SftAlgorithm().loss(batch(), OUT, AlgoState()).total(TOKENS)
+    # (1 + 2) / 2.
+    assert plain.item() == 1.5
+    weighted = SftAlgorithm().loss(batch(correction=[3.0, 0.5, math.nan]), OUT, AlgoState()).total(TOKENS)
+    # (3 · 1 + 0.5 · 2) / 2.
+    assert weighted.item() == 2.0
+    assert gradient(weighted) == [-1.5, -0.25]
+
+
+def test_importance_sampling() -> None:
+    quantities = {"rollout_logprobs": [-1.0 - math.log(2), -2.0, math.nan], "advantages": [1.0, -3.0, math.nan]}
+    # Ratios 2 and 1: −(2 · 1 − 1 · 3) / 2.
+    sums = ImportanceSampling().loss(batch(**quantities), OUT, AlgoState())
+    assert sums.total(TOKENS).item() == pytest.approx(0.5)
+    assert gradient(sums.total(TOKENS)) == pytest.approx([-1.0, 1.5])
+    assert sums.shares(TOKENS) == {"actor/is_ratio": pytest.approx(1.5)}
+    weighted = ImportanceSampling().loss(batch(**quantities, correction=[0.5, 0.0, 1.0]), OUT, AlgoState())
+    # −0.5 · 2 · 1 / 2.
+    assert weighted.total(TOKENS).item() == pytest.approx(-0.5)
+
+
+def test_a_function_of_the_user() -> None:
+    row = Row(
+        uid="a",
+        sample_index=0,
+        token_ids=np.arange(4, dtype=np.int32),
+        num_prompt_tokens=1,
+        loss_mask=np.array([True, True, False]),
+    )
+    own = OwnObjective(function=lambda rows, out: out.logprobs.square())
+    assert own.denominators([row, row]) == {"tokens": 4.0}
+    # (1 + 4) / 2.
+    assert own.loss(batch(), OUT, AlgoState()).total(TOKENS).item() == 2.5
+    with pytest.raises(ValueError, match=r"the loss has shape \(\), expected \(1, 3\), one for each token; return it"):
+        OwnObjective(function=lambda rows, out: out.logprobs.sum()).loss(batch(), OUT, AlgoState())
+
+
+def test_names() -> None:
+    own = build_algorithm(AlgoConfig(), max_response_tokens=8)
+    assert objective_by_name("algorithm", own) is objective_by_name("ppo_clip", own) is own
+    assert objective_by_name("cispo", own).cfg.policy_loss.name == "cispo"
+    with pytest.raises(ConfigError, match="unknown objective 'sft'; expected one of: algorithm, cispo"):
+        objective_by_name("sft", own)
