@@ -127,7 +127,7 @@ class WholeTeacher:
     def write_statistics(self, x: HeadInputs, rows: slice, logits: Tensor, scratch: Any, out: Tensor) -> None:
         width, own, scale = self.columns, x.num_statistics, self.inputs.inverse_temperature[rows]
         both = torch.zeros(NUM_OWN + NUM_BOTH, len(logits), dtype=out.dtype, device=out.device)
-        both[[0, 3, 7, 8, 9]] = -torch.inf
+        both[0], both[3], both[7:] = -torch.inf, -torch.inf, -torch.inf
 
         def write(logits: Tensor, inverse_temperature: Tensor, labels: Tensor, out: Tensor) -> None:
             if width:
