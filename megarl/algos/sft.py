@@ -45,7 +45,7 @@ class SftAlgorithm:
         metrics = {"sft/nll": nll.detach()}
         if not self.distill.is_dense:
             return LossSums(objective={"tokens": nll}, metrics={"tokens": metrics})
-        divergence = masked_sum(weighted(weighed_divergence(rows, out, self.distill), rows), rows.loss_mask)
+        divergence = masked_sum(weighed_divergence(rows, out, self.distill), rows.loss_mask)
         found = {name: masked_sum(values, rows.loss_mask) for name, values in comparison(out, self.distill).items()}
         metrics |= {"distill/loss": divergence.detach(), **found}
         return LossSums(objective={"tokens": divergence}, metrics={"tokens": metrics})

@@ -199,7 +199,7 @@ class Session:
         self.inputs.check_rows(rows)
         counts = chosen.denominators(rows) if denominators is None else denominators
         require_computable(chosen, rows[0], counts, self.state, is_critic=role == Role.CRITIC)
-        self._parts.memory.enter(residency.accumulating(Role(role)))
+        self._parts.memory.enter(residency.accumulating(Role(role), updater.spec.memory))
         try:
             with doing(f"accumulating gradients of the {role}"):
                 result = updater.accumulate(rows, self.state, chosen, step=self.num_steps + 1, denominators=counts)
