@@ -238,7 +238,7 @@ class Session:
         if betas is not None and not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(f"step: got betas={betas}, expected two numbers from 0 to below 1; correct them")
         request = StepRequest(role=Role(role), step=self.num_steps + 1, lr=rate, scale=scale, betas=betas, clip=clip)
-        self._parts.memory.enter(residency.updating(Role(role)))
+        self._parts.memory.enter(updater.updating(self.inputs.roles))
         if role == Role.ACTOR and self._parts.supervisor is not None:
             self._parts.supervisor.outdate()
         try:
@@ -287,7 +287,7 @@ class Session:
     def export(self, path: str | Path) -> None:
         """Write the policy as a Hugging Face model directory; with adapters, these too, as PEFT does, in `adapter`."""
         role = self._updater(Role.ACTOR).spec
-        self._parts.memory.enter(residency.exporting(Role.ACTOR))
+        self._parts.memory.enter(residency.exporting(Role.ACTOR, role.memory))
         with doing("exporting the model"):
             export_model(self._parts.workers, role, Path(path))
             if role.settings.lora is not None:
