@@ -36,11 +36,11 @@ def put_rows(rows: Sequence[Row], plan: MicroBatchPlan) -> list[RowShard]:
 class _Columns:
     """Rows end to end, by fields: Ray passes a few long arrays on in a fraction of the time that many short ones take.
 
-    heads: each row's index, uid, sample index and number of prompt tokens. ends: where each row's tokens end, in
-    `token_ids` and in what covers responses.
+    heads: each row's index, uid, sample index, and numbers of prompt tokens and of uncounted ones. ends: where each
+    row's tokens end, in `token_ids` and in what covers responses.
     """
 
-    heads: list[tuple[int, str, int, int]]
+    heads: list[tuple[int, str, int, int, int]]
     ends: list[tuple[int, int]]
     token_ids: IdArray
     loss_mask: BoolArray
@@ -58,7 +58,9 @@ class _Columns:
         rows = list(by_index.values())
         counts = np.array([(row.num_tokens, row.num_response_tokens) for row in rows], dtype=np.int64)
         return cls(
-            heads=[(i, row.uid, row.sample_index, row.num_prompt_tokens) for i, row in by_index.items()],
+            heads=[
+                (i, row.uid, row.sample_index, row.num_prompt_tokens, row.num_uncounted) for i, row in by_index.items()
+            ],
             ends=counts.reshape(-1, 2).cumsum(axis=0).tolist(),
             token_ids=joined([row.token_ids for row in rows], np.int32),
             loss_mask=joined([row.loss_mask for row in rows], np.bool_),
@@ -76,7 +78,7 @@ class _Columns:
     def rows(self) -> dict[int, Row]:
         """Return the rows by index; their arrays are views."""
         found, start, first = {}, 0, 0
-        for place, ((i, uid, sample_index, num_prompt_tokens), (end, last)) in enumerate(
+        for place, ((i, uid, sample_index, num_prompt_tokens, num_uncounted), (end, last)) in enumerate(
             zip(self.heads, self.ends, strict=True)
         ):
             found[i] = Row(
@@ -91,6 +93,7 @@ class _Columns:
                 forks=self.forks[place],
                 likely=self.likely[place],
                 labels=self.labels[place],
+                num_uncounted=num_uncounted,
             )
             start, first = end, last
         return found

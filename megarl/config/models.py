@@ -151,11 +151,19 @@ class ActorConfig(RecomputeConfig):
     # Tokens, prompts included, in one micro-batch on one data-parallel rank, for forward passes and for updates.
     micro_batch_tokens: int = setting(16384, AT_LEAST_1)
     head: HeadConfig = field(default_factory=HeadConfig)
+    # Whether rows of a micro-batch that begin alike pass through the layers once for what they have in common; null:
+    # where it has been run, that is, without Transformer Engine and without context parallelism.
+    share_prefixes: bool | None = None
 
     def check(self, key: str) -> None:
-        """Raise ConfigError for float8 on a machine without it, a dispatcher with nothing to send, and what `recompute`
-        has no use for.
+        """Raise ConfigError for float8 on a machine without it, a dispatcher with nothing to send, prefixes that cannot
+        be shared, and what `recompute` has no use for.
         """
+        if self.share_prefixes and self.layout.cp > 1:
+            raise ConfigError(
+                f"{key}.share_prefixes: got true with {key}.layout.cp={self.layout.cp}, but ranks of context "
+                f"parallelism have chunks of each row by its length; set {key}.layout.cp=1, or leave it null"
+            )
         self.check_recompute(key)
         if self.moe.grouped_gemm is False and "moe_act" in (self.recompute_modules or ()):
             raise ConfigError(

@@ -7,6 +7,7 @@ token in common if all tokens up to it are the same in both, and so are the expe
 import bisect
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megarl.types import Row
 
@@ -25,8 +26,8 @@ def count_shared(a: Row, b: Row) -> int:
 def family_order(rows: Sequence[Row]) -> list[int]:
     """Order rows, by number, such that those that share a prefix are neighbours, at every depth of their tree.
 
-    What a row shares with any row before it, it shares with the one just before it. Of the branches at a fork, that
-    with the first of the rows comes first.
+    Each row shares with the one just before it what it shares with any row before. The branches of a fork come in the
+    order of their first rows.
     """
     by_tokens = _token_order(rows)
     families = [[i] for i in by_tokens]
@@ -42,6 +43,14 @@ def family_order(rows: Sequence[Row]) -> list[int]:
             branches.append(family)
         families, shared = [*joined, [*itertools.chain(*sorted(branches))]], left
     return families[0] if families else []
+
+
+def counted_once(rows: Sequence[Row]) -> list[Row]:
+    """Let each token of a mini-batch's rows count in the balance of experts in the first row that has it, by family."""
+    order, counted = family_order(rows), list(rows)
+    for a, b in itertools.pairwise(order):
+        counted[b] = replace(rows[b], num_uncounted=count_shared(rows[a], rows[b]))
+    return counted
 
 
 def held_prefixes(rows: Sequence[Row]) -> list[tuple[int, int]]:

@@ -14,7 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch.utils.checkpoint import checkpoint
 
-from megarl.parallel.packing import AttentionCall, PackSeqParams
+from megarl.parallel.attention_plan import AttentionCall
+from megarl.parallel.packing import PackSeqParams
 from megarl.parallel.sinks import attend_with_sinks
 from megarl.weights.attention import AttentionOptions
 
@@ -26,9 +27,9 @@ class PackedAttention(torch.nn.Module):
     """Causal attention within each row of a pack, on torch's scaled_dot_product_attention.
 
     query [T, heads, d], key and value [T, kv_heads, d] → [T, heads·d]; the pack's `AttentionPlan` says which tokens
-    each call takes. Rows that share a prompt are attended with the whole prompt each. A window counts positions of the
-    row. Under context parallelism, keys
-    and values are gathered over the group, and each rank computes the outputs of its own (zigzag) queries.
+    each call takes. Rows that share a prefix see all of it, and a window counts positions of the row. Under context
+    parallelism, keys and values are gathered over the group, and each rank computes the outputs of its own (zigzag)
+    queries.
     """
 
     def __init__(

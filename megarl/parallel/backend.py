@@ -20,9 +20,8 @@ from megarl.host.device.platform import TESTED_MEGATRON, platform
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from megarl.config.layout import LayoutConfig
+    from megarl.config.models import ActorConfig
     from megarl.weights.attention import AttentionOptions
-    from megarl.weights.dims import Dims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,17 +89,15 @@ def packs_attention(options: "AttentionOptions", *, cp: int) -> bool:
     return lacks or not BACKENDS[platform().name].uses_transformer_engine
 
 
-def shares_prefixes(dims: "Dims", layout: "LayoutConfig") -> bool:
-    """Return whether the rows of a micro-batch with the same prompt share its passage through a model's layers.
+def shares_prefixes(settings: "ActorConfig") -> bool:
+    """Return whether the rows of a micro-batch share their passage through a model's layers as far as they are alike.
 
-    Transformer Engine's attention and latent attention need every row whole, and experts count all rows' tokens.
+    The ranks of context parallelism have chunks of each row, by its own length, and cannot share them.
     """
-    return (
-        not BACKENDS[platform().name].uses_transformer_engine
-        and layout.cp == 1
-        and dims.latent is None
-        and dims.experts is None
-    )
+    wanted = settings.share_prefixes
+    if wanted is None:
+        wanted = not BACKENDS[platform().name].uses_transformer_engine
+    return wanted and settings.layout.cp == 1
 
 
 def prepare_megatron() -> None:

@@ -27,7 +27,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
-from megarl.parallel.packing import AttentionCall, PackSeqParams
+from megarl.parallel.attention_plan import AttentionCall
+from megarl.parallel.packing import PackSeqParams
 from megarl.weights.dims import DeltaNet, Dims
 
 _CHUNK = 64

@@ -1,13 +1,16 @@
 """Configure multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434) on Megatron's local layers."""
 
+import functools
 import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megarl.parallel.packing import PackSeqParams
 from megarl.weights.families import ModelSpec
 from megarl.weights.rope import YarnRope
 
@@ -26,6 +29,35 @@ class ReplicatedLinear(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return (x·Wᵀ, None); None is the bias, which Megatron's layers return separately."""
         return F.linear(x, self.weight), None
+
+
+class PackedLatentAttention(multi_latent_attention.MLASelfAttention):
+    """Megatron's latent attention over packs; where rows share prefixes, each token gets the angles of its position."""
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: None = None,
+        position_ids: None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **named: Any,
+    ) -> Any:
+        arguments = hidden_states, key_value_states, position_ids, packed_seq_params
+        compute = functools.partial(super().get_query_key_value_tensors, *arguments, **named)
+        assert isinstance(packed_seq_params, PackSeqParams)
+        pack = packed_seq_params.pack
+        assert pack is not None
+        if not pack.shares_prefixes:
+            return compute()
+
+        def own_angles(_: torch.nn.Module, arguments: Any, made: Any) -> Any:
+            # With YaRN, a scale comes with the angles.
+            angles, *scale = made if isinstance(made, tuple) else (made,)
+            angles = angles[pack.position_ids[0]]
+            return (angles, *scale) if scale else angles
+
+        with self.rotary_pos_emb.register_forward_hook(own_angles):
+            return compute()
 
 
 if not isinstance(multi_latent_attention.TELinear, type):

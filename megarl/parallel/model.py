@@ -50,7 +50,8 @@ class TokenValues:
 class PackedModel(GPTModel):
     """A `GPTModel` that runs over packs (micro-batches as one sequence). Subclasses add a head on its hidden states.
 
-    Positions outside the loss mask are dropped before the head, so prompt tokens never reach it.
+    Positions outside the loss mask are dropped before the head, so prompt tokens never reach it. shares: whether rows
+    of a pack share prefixes.
     """
 
     def __init__(
@@ -61,11 +62,14 @@ class PackedModel(GPTModel):
         config: TransformerConfig,
         vocab_multiple: int,
         vp_stage: int | None,
+        shares: bool,
     ) -> None:
         num_rows = padded_vocab(spec.dims.vocab, layout.config, vocab_multiple)
         super().__init__(
             config=config,
-            transformer_layer_spec=scaled_residuals(block_spec(spec, config, vp_stage), spec.multipliers.residual),
+            transformer_layer_spec=scaled_residuals(
+                block_spec(spec, config, vp_stage, shares_prefixes=shares), spec.multipliers.residual
+            ),
             vocab_size=num_rows,
             max_sequence_length=spec.max_positions,
             pre_process=layout.pp_group.rank() == 0 and vp_stage in (None, 0),
@@ -95,11 +99,9 @@ class PackedModel(GPTModel):
             factor = torch.tensor(spec.multipliers.embedding, dtype=config.params_dtype)
             self.embedding.register_forward_hook(lambda *call: call[-1] * factor)
         self.spec, self.layout, self.replays_routing = spec, layout, False
-        self.shares_prefixes = shares_prefixes(spec.dims, layout.config)
-        every_layer = range(spec.dims.num_layers)
-        self.plans_attention = spec.dims.delta is not None or any(
-            packs_attention(spec.attention_of(i), cp=layout.config.cp) for i in every_layer
-        )
+        self.shares_prefixes = shares
+        packed = [packs_attention(spec.attention_of(i), cp=layout.config.cp) for i in range(spec.dims.num_layers)]
+        self.plans_attention, self.gathers_keys = spec.dims.delta is not None or any(packed), not all(packed)
         self.vocab_shard = vocab_shard(layout.tp_group, num_rows // layout.config.tp, spec.dims.vocab)
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
@@ -108,7 +110,8 @@ class PackedModel(GPTModel):
     def hidden_states(self, pack: Pack) -> torch.Tensor:
         """Run the layers of this pipeline stage. Return [T, 1, H], or [T/tp, 1, H] under sequence parallelism."""
         with contextlib.ExitStack() as stack:
-            if pack.shares_prefixes:
+            # Latent attention has its own angles.
+            if pack.shares_prefixes and self.spec.dims.latent is None:
                 # Megatron makes the angles of positions 0, 1, …; of as many as tokens, each token gets its own.
                 own = self.rotary_pos_emb.register_forward_hook(lambda *call: call[-1][pack.position_ids[0]])
                 stack.enter_context(own)
@@ -276,7 +279,14 @@ def build_model(
     config = transformer_config(spec, dtype_of(model.dtype), actor, layout, batch_invariant=batch_invariant)
     virtual = layout.config.virtual_pp
     chunks = [
-        HEADS[head](spec=spec, layout=layout, config=config, vocab_multiple=model.vocab_multiple, vp_stage=stage)
+        HEADS[head](
+            spec=spec,
+            layout=layout,
+            config=config,
+            vocab_multiple=model.vocab_multiple,
+            vp_stage=stage,
+            shares=shares_prefixes(actor),
+        )
         for stage in (range(virtual) if virtual > 1 else (None,))
     ]
     for chunk in chunks:

@@ -14,7 +14,8 @@ from megarl.host.device.platform import platform
 from megarl.parallel.attention import PackedAttention
 from megarl.parallel.backend import BACKENDS, module_spec, packs_attention
 from megarl.parallel.delta import set_delta_net
-from megarl.parallel.latent import ReplicatedLinear
+from megarl.parallel.gathered_attention import gathering_attention
+from megarl.parallel.latent import PackedLatentAttention, ReplicatedLinear
 from megarl.parallel.moe.router import with_pack_routers
 from megarl.parallel.moe.setup import ExpertOutput
 from megarl.parallel.norms import RMSNorm, set_norms
@@ -24,8 +25,13 @@ from megarl.weights.families import ModelSpec
 from megarl.weights.rules import Layers
 
 
-def block_spec(spec: ModelSpec, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Return Megatron's spec of this pipeline stage's layers: Transformer Engine's or local ones, by device."""
+def block_spec(
+    spec: ModelSpec, config: TransformerConfig, vp_stage: int | None, *, shares_prefixes: bool = False
+) -> TransformerBlockSubmodules:
+    """Return Megatron's spec of this pipeline stage's layers: Transformer Engine's or local ones, by device.
+
+    shares_prefixes: whether rows do, for which Transformer Engine's attention gathers keys.
+    """
     if not BACKENDS[platform().name].uses_transformer_engine:
         return local_block_spec(spec, config, vp_stage)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
@@ -39,8 +45,13 @@ def block_spec(spec: ModelSpec, config: TransformerConfig, vp_stage: int | None)
             backend = TESpecProvider()
             set_delta_net(layer, spec.dims, backend.column_parallel_layer_norm_linear(), backend.row_parallel_linear())
             continue
+        self_attention = layer.submodules.self_attention
         if packs_attention(options, cp=config.context_parallel_size):
-            layer.submodules.self_attention.submodules.core_attention = _packed_attention(options)
+            self_attention.submodules.core_attention = _packed_attention(options)
+        elif shares_prefixes:
+            self_attention.submodules.core_attention = gathering_attention()
+        if shares_prefixes and isinstance(config, MLATransformerConfig):
+            self_attention.module = PackedLatentAttention
         if not spec.family.norms_before:
             _separate_norms(layer)
         set_norms(layer, spec.family, config)
@@ -98,6 +109,7 @@ def _local_layer_spec(
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = _packed_attention(options)
     if latent:
+        spec.submodules.self_attention.module = PackedLatentAttention
         attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
     elif config.qk_layernorm:

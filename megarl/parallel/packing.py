@@ -20,11 +20,9 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megarl.data.prefixes import held_prefixes
+from megarl.parallel.attention_plan import AttentionPlan, GatheredKeys, gather_keys, plan_attention, zigzag_indices
 from megarl.types import Row
 from megarl.types.rows import paths_of
-
-# Attention of sequences whose lengths lie within a step of so many tokens is computed together, padded.
-_LENGTH_STEP = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,29 +59,6 @@ class PackSeqParams(PackedSeqParams):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionCall:
-    """Rows of a pack whose causal attention is computed together: S rows of nearly equal length.
-
-    keys: [S, m] each row's tokens among those of the ranks of the context-parallel group, end to end. queries: [S, n]
-    those of the tokens whose outputs are computed, among this rank's T: the last n, or those of this rank. Shorter rows
-    repeat their last token at the end, which no token before it sees. seen: [n, m] which keys each query sees; None:
-    query i sees keys 0 to i.
-    """
-
-    queries: torch.Tensor
-    keys: torch.Tensor
-    seen: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionPlan:
-    """All attention calls of a pack; places: [T] each token's place among the outputs of all calls, end to end."""
-
-    calls: tuple[AttentionCall, ...]
-    places: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
     """A micro-batch as one sequence for the model. T: this rank's tokens; N: those of them under the loss mask.
 
@@ -93,10 +68,12 @@ class Pack:
     predicts each label; it ascends.
     row_index, column_index: [N] each label's place in the [B, R] batch of responses, in the order of `rows`.
     kept_per_rank: how many of `positions` lie in each sequence-parallel rank's part; (N,) without sequence parallelism.
-    token_rows: [T] the row of each token (of those that share it, one), -1 for padding. routed_experts: [T, layers, k]
-    the experts to which tokens must be routed, -1 where the router chooses; None: it chooses all. nucleus: [N, K] the
-    tokens from which each label was sampled, as in `Row`; None: from the whole vocabulary.
-    likely_ids, likely_logprobs: [N, K] the tokens that a teacher would write, as in `Row`; None: no teacher was asked.
+    counted: [2, C] pairs of a row and one of its tokens, among this rank's T, that counts for the row's balance of
+    experts. gathered: the keys of rows that share prefixes, where Transformer Engine computes attention.
+    routed_experts: [T, layers, k] the experts to which tokens must be routed, -1 where the router chooses; None: it
+    chooses all. nucleus: [N, K] the tokens from which each label was sampled, as in `Row`; None: from the whole
+    vocabulary. likely_ids, likely_logprobs: [N, K] the tokens that a teacher would write, as in `Row`; None: no teacher
+    was asked.
     """
 
     input_ids: torch.Tensor  # [1, T]
@@ -109,9 +86,10 @@ class Pack:
     column_index: torch.Tensor
     kept_per_rank: tuple[int, ...]
     batch_shape: tuple[int, int]
-    token_rows: torch.Tensor
+    counted: torch.Tensor
     shares_prefixes: bool = False
     attention: AttentionPlan | None = None
+    gathered: GatheredKeys | None = None
     routed_experts: torch.Tensor | None = None
     nucleus: torch.Tensor | None = None
     likely_ids: torch.Tensor | None = None
@@ -138,17 +116,6 @@ class Pack:
         return out.index_put((self.row_index, self.column_index), values)
 
 
-def zigzag_indices(lengths: Sequence[int], cp: int, cp_rank: int) -> npt.NDArray[np.int64]:
-    """Return a context-parallel rank's positions in a pack: chunks r and 2·cp − 1 − r of every sequence."""
-    parts, offset = [], 0
-    for length in lengths:
-        chunk = length // (2 * cp)
-        for k in (cp_rank, 2 * cp - 1 - cp_rank):
-            parts.append(np.arange(offset + k * chunk, offset + (k + 1) * chunk))
-        offset += length
-    return np.concatenate(parts)
-
-
 def pack_rows(
     rows: Sequence[Row],
     *,
@@ -156,6 +123,7 @@ def pack_rows(
     device: torch.device,
     plans_attention: bool = False,
     shares_prefixes: bool = False,
+    gathers_keys: bool = False,
     replay_routing: bool = False,
 ) -> Pack:
     """Pack rows into one sequence for the model.
@@ -163,21 +131,23 @@ def pack_rows(
     Under context parallelism each row is padded to a multiple of 2·cp tokens. A filler sequence at the end makes the
     total length a multiple of what tensor parallelism needs. Without rows, the pack consists of the filler: a rank
     without work must still join every collective. plans_attention: for layers whose attention is `PackedAttention`.
-    shares_prefixes: rows share the tokens with which they begin alike; needs such layers, without context parallelism.
+    shares_prefixes: rows share the tokens with which they begin alike; not under context parallelism. gathers_keys: for
+    layers with Transformer Engine's attention, if rows share prefixes.
     replay_routing: route tokens to the experts that their rows recorded, if any.
     """
     paths = paths_of(rows)
     alone = [path.row for path in paths]
     placed = _arrange(alone, alignment, shares_prefixes)
     offsets, lengths = placed.offsets, np.diff(placed.offsets).tolist()
-    tokens, token_rows = np.zeros(offsets[-1], dtype=np.int32), np.full(offsets[-1], -1, dtype=np.int32)
+    tokens, counted = np.zeros(offsets[-1], dtype=np.int32), [np.empty((2, 0), dtype=np.int64)]
     position_ids = np.concatenate([np.arange(length) for length in lengths])
     # For each label: the token that predicts it, its id, its row and its column.
     found = [np.empty((4, 0), dtype=np.int64)]
     for i, sequence in zip(placed.order, placed.sequences, strict=False):
         row, owner, columns = paths[i]
         own = sequence[: row.num_tokens]
-        tokens[own], position_ids[sequence], token_rows[own] = row.token_ids, np.arange(len(sequence)), owner
+        tokens[own], position_ids[sequence] = row.token_ids, np.arange(len(sequence))
+        counted.append(np.stack([np.full(len(own) - row.num_uncounted, owner), own[row.num_uncounted :]]))
         kept = np.flatnonzero(row.loss_mask)
         places = row.num_prompt_tokens + kept
         found.append(np.stack([own[places - 1], row.label_ids[kept], np.full(len(kept), owner), columns[kept]]))
@@ -190,12 +160,14 @@ def pack_rows(
     predicted_at = place[predictors]
     mine = np.argsort(predicted_at, kind="stable")[np.count_nonzero(predicted_at < 0) :]
     shares = predicted_at[mine] // (len(local) // alignment.tp)
+    counting_rows, counting_tokens = np.concatenate(counted, axis=1)
+    counted_here = np.stack([counting_rows, place[counting_tokens]])[:, place[counting_tokens] >= 0]
 
     def tensor(values: npt.NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(values).to(device).long()  # half the bytes cross
 
     experts = _routed_experts(alone, placed) if replay_routing else None
-    packed = [alone[i] for i in placed.order]
+    packed, own_parts = [alone[i] for i in placed.order], (placed.sequences, np.diff(offsets))
     return Pack(
         input_ids=tensor(tokens[local])[None],
         position_ids=tensor(position_ids[local])[None],
@@ -207,9 +179,12 @@ def pack_rows(
         column_index=tensor(column_index[mine]),
         kept_per_rank=tuple(np.bincount(shares, minlength=alignment.tp).tolist()),
         batch_shape=(len(rows), max((row.num_response_tokens for row in rows), default=0)),
-        token_rows=tensor(token_rows[local]),
+        counted=tensor(counted_here),
         shares_prefixes=shares_prefixes,
-        attention=_plan_attention(placed, alignment, device) if plans_attention else None,
+        attention=plan_attention(*own_parts, device, cp=alignment.cp, cp_rank=alignment.cp_rank)
+        if plans_attention
+        else None,
+        gathered=gather_keys(*own_parts, device) if shares_prefixes and gathers_keys else None,
         routed_experts=None if experts is None else tensor(experts[local]),
         nucleus=_of_labels(packed, [row.nucleus for row in packed], mine, device, fill=-1),
         likely_ids=_of_labels(packed, [r.likely.ids if r.likely else None for r in packed], mine, device, fill=-1),
@@ -250,60 +225,6 @@ def _arrange(rows: Sequence[Row], alignment: PackAlignment, shares_prefixes: boo
     for k, (holder, count) in enumerate(held):
         sequences[k] = np.concatenate([sequences[holder][:count], sequences[k]])
     return _Arrangement(order=order, offsets=offsets, sequences=sequences)
-
-
-def _plan_attention(placed: _Arrangement, alignment: PackAlignment, device: torch.device) -> AttentionPlan:
-    """Plan the attention of the sequences of a pack.
-
-    Where a row's own part is the longer one, the outputs of all its tokens are computed, by the scores of a triangle;
-    else those of its own part. Sequences whose lengths, and whose first queries, differ by less than `_LENGTH_STEP`
-    share a call. Under context parallelism they share no tokens, and each call has sequences of one length.
-    """
-    cp, lengths = alignment.cp, np.diff(placed.offsets)
-    parts = [zigzag_indices(lengths.tolist(), cp, rank) if cp > 1 else np.arange(lengths.sum()) for rank in range(cp)]
-    mine, place_of_key = parts[alignment.cp_rank], np.argsort(np.concatenate(parts))
-    place_of_query, places = np.full(lengths.sum(), -1, dtype=np.int64), np.empty(len(mine), dtype=np.int64)
-    place_of_query[mine] = np.arange(len(mine))
-    step = 1 if cp > 1 else _LENGTH_STEP
-
-    def first_query(sequence: npt.NDArray[np.int64], own: int) -> int:
-        start = len(sequence) - own
-        return start // step * step if own <= start else 0
-
-    # Each sequence with its first query, and the number of its queries in steps.
-    starts = [first_query(*each) for each in zip(placed.sequences, lengths, strict=True)]
-    queried = [
-        (start, -(-(len(sequence) - start) // step), sequence)
-        for start, sequence, own in zip(starts, placed.sequences, lengths, strict=True)
-        if own
-    ]
-    # Those that are computed whole keep the order of their lengths.
-    queried.sort(key=lambda each: each[:2] if each[0] else (0, 0))
-
-    def tensor(values: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(values).to(device)
-
-    calls, num_outputs = [], 0
-    for (start, _), members in itertools.groupby(queried, key=lambda each: each[:2]):
-        rows = [sequence for *_, sequence in members]
-        width = max(map(len, rows))
-        columns = np.minimum(np.arange(width), np.array([[len(row) - 1] for row in rows]))
-        tokens = np.stack([row[own] for row, own in zip(rows, columns, strict=True)])
-        own = zigzag_indices([width], cp, alignment.cp_rank) if cp > 1 else np.arange(start, width)
-        queries = place_of_query[tokens[:, own]]
-        seen = own[:, None] >= np.arange(width) if cp > 1 or start else None
-        calls.append(
-            AttentionCall(
-                queries=tensor(queries),
-                keys=tensor(place_of_key[tokens]),
-                seen=None if seen is None else tensor(seen),
-            )
-        )
-        for row, found in zip(rows, queries, strict=True):
-            count = (len(row) - start) // cp
-            places[found[:count]] = num_outputs + np.arange(count)
-            num_outputs += len(own)
-    return AttentionPlan(calls=tuple(calls), places=tensor(places))
 
 
 def _of_labels(

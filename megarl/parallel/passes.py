@@ -81,6 +81,7 @@ def _run_schedule(
             device=device,
             plans_attention=any(each.plans_attention for each in models),
             shares_prefixes=shares,
+            gathers_keys=any(each.gathers_keys for each in models),
             replay_routing=model.replays_routing,
         )
         gradients = None if loss_gradients is None else loss_gradients(pack, indices)

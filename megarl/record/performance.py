@@ -1,13 +1,16 @@
 """Measure model FLOPs per second against the device's peak, and take profiler traces of chosen steps."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from megarl.config.schema import Config
+from megarl.data.prefixes import count_shared, family_order
 from megarl.host.device.accelerators import peak_tflops
 from megarl.host.device.platform import platform
+from megarl.parallel.backend import shares_prefixes
 from megarl.types import Row
 from megarl.weights.families import Dims
 
@@ -70,11 +73,15 @@ def attended(dims: Dims, num_tokens: int) -> int:
     return sum(window * (2 * num_tokens - window) for window in windows)
 
 
-def update_flops(dims: Dims, rows: Sequence[Row]) -> int:
-    """Count the FLOPs of one forward and backward pass over rows."""
-    return FORWARD_AND_BACKWARD * sum(
-        forward_flops(dims, num_tokens=row.num_tokens, num_head_tokens=row.num_loss_tokens) for row in rows
-    )
+def update_flops(dims: Dims, rows: Sequence[Row], *, shares_prefixes: bool = False) -> int:
+    """Count the FLOPs of one forward and backward pass over rows; shares_prefixes: what they have in common is computed
+    once.
+    """
+    flops = sum(forward_flops(dims, num_tokens=row.num_tokens, num_head_tokens=row.num_loss_tokens) for row in rows)
+    if shares_prefixes:
+        counts = (count_shared(rows[a], rows[b]) for a, b in itertools.pairwise(family_order(rows)))
+        flops -= sum(forward_flops(dims, num_tokens=count, num_head_tokens=0) for count in counts if count)
+    return FORWARD_AND_BACKWARD * flops
 
 
 def peak_of(config: Config) -> float | None:
@@ -92,6 +99,7 @@ class PerformanceMeter:
         self._dims, self._num_ranks = dims, config.actor.layout.world_size
         self._num_epochs = config.trainer.num_epochs
         self._peak_tflops = peak_of(config)
+        self._shares_prefixes = shares_prefixes(config.actor)
 
     def metrics(self, rows: Sequence[Row], update_s: float) -> dict[str, float]:
         """Return `perf/tflops_per_rank` (TFLOP/s) of the updates on these rows, all epochs in `update_s` seconds.
@@ -99,7 +107,8 @@ class PerformanceMeter:
         `perf/mfu` is the same as a share of the device's peak; it is left out if the peak is neither configured nor
         known.
         """
-        tflops = self._num_epochs * update_flops(self._dims, rows) / update_s / self._num_ranks / 1e12
+        flops = update_flops(self._dims, rows, shares_prefixes=self._shares_prefixes)
+        tflops = self._num_epochs * flops / update_s / self._num_ranks / 1e12
         measured = {"perf/tflops_per_rank": tflops}
         return measured | ({"perf/mfu": tflops / self._peak_tflops} if self._peak_tflops else {})
 

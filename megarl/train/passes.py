@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from megarl.cluster import residency
 from megarl.config.schema import OptimizerConfig
 from megarl.data.packing import imbalance_metrics, plan_micro_batches
-from megarl.data.prefixes import count_shared, family_order
+from megarl.data.prefixes import count_shared, counted_once, family_order
 from megarl.parallel.backend import shares_prefixes
 from megarl.record.performance import forward_flops
 from megarl.types import AlgoState, Denominators, FloatArray, Objective, Row, TokenQuantity
@@ -117,7 +117,8 @@ class RolePasses:
             role=self._role.role, temperature=self._temperature, step=step, paired=paired, top_k=self._top_k
         )
         # Do not send the quantities of earlier passes along.
-        return self._workers.forward(self._sent(rows, frozenset()), self._plan(rows, paired=paired)[0], request)
+        sent = self._sent(rows, frozenset())
+        return self._workers.forward(sent, self._plan(sent, paired=paired)[0], request)
 
     def _sent(self, rows: Sequence[Row], names: Collection[str], *, likely: bool = False) -> list[Row]:
         """Remove from rows the quantities that a pass of this role does not read, before they are sent to ranks."""
@@ -138,7 +139,7 @@ class RolePasses:
         halves = [rows[:half], rows[half:]] if paired else [rows]
         shared, savings = None, None
         order = list(range(len(halves[0])))
-        shares = self._dims is not None and shares_prefixes(self._dims, layout)
+        shares = self._dims is not None and shares_prefixes(self._role.settings)
         if shares:
             order = family_order(halves[0])
             common = [[0, *(count_shared(each[a], each[b]) for a, b in itertools.pairwise(order))] for each in halves]
@@ -265,7 +266,9 @@ class RoleUpdater(RolePasses):
         """Call the ranks with what the request's objective reads of the rows; outputs come back in row order."""
         likely = request.teaching is not None and request.teaching.role is None
         needed = self._sent(rows, request.objective.reads, likely=likely)
-        plan, imbalance = self._plan(rows, paired=paired)
+        if self._dims is not None and self._dims.experts is not None:
+            needed = counted_once(needed)
+        plan, imbalance = self._plan(needed, paired=paired)
         result = call(needed, plan, request)
         # The critic's rows are those of the actor.
         metrics = {**result.metrics, **({} if self._role.role is Role.CRITIC else imbalance)}

@@ -59,7 +59,8 @@ class Row:
     (top-k or top-p, itself included), padded with -1. A token drawn from the whole vocabulary, or not drawn at all, has
     only -1; None means this for all tokens. forks: those of `Sample`; a label is predicted on the path that leads to
     it. likely: what a teacher would have written, if one was asked. labels: [R] int32, the tokens whose log-probs are
-    computed at the places of the response's; None: these themselves.
+    computed at the places of the response's; None: these themselves. num_uncounted: how many of its first tokens do not
+    count in the balance of experts, as they count in another row of the mini-batch.
     """
 
     uid: str
@@ -73,6 +74,7 @@ class Row:
     forks: tuple[Fork, ...] = ()
     likely: LikelyTokens | None = None
     labels: IdArray | None = None
+    num_uncounted: int = 0
 
     def __post_init__(self) -> None:
         shape = (len(self.token_ids) - self.num_prompt_tokens,)
@@ -154,6 +156,7 @@ class Row:
             forks=self.forks,
             likely=likely,
             labels=self.labels,
+            num_uncounted=self.num_uncounted,
         )
 
 
@@ -184,8 +187,12 @@ def _paths_of(row: Row, owner: int) -> Iterator[RowPath]:
     given = row.num_prompt_tokens
     bounds = branches(row.num_tokens, row.forks)
     labelled = [(start, end) for start, end in bounds if row.loss_mask[max(start - given, 0) : end - given].any()]
+    # In the balance of experts a token counts in the first path that has it.
+    counts = np.arange(row.num_tokens) >= row.num_uncounted
     for start, end in labelled or bounds[:1]:
         path = path_to(end, row.forks)
+        num_uncounted = int(np.count_nonzero(~counts[path]))
+        counts[path] = False
         num_prompt = max(1, int(np.count_nonzero(path < given)))
         columns = path[num_prompt:] - given
         yield RowPath(
@@ -201,6 +208,7 @@ def _paths_of(row: Row, owner: int) -> Iterator[RowPath]:
                 if row.likely is None
                 else LikelyTokens(ids=row.likely.ids[columns], logprobs=row.likely.logprobs[columns]),
                 labels=None if row.labels is None else row.labels[columns],
+                num_uncounted=num_uncounted,
             ),
             owner=owner,
             columns=columns,

@@ -103,7 +103,7 @@ def run_transformers(
         masked = log_p.gather(1, tokens[row.num_prompt_tokens :, None])[:, 0] * torch.from_numpy(row.loss_mask)
         loss = -masked.sum() / num_tokens
         if routers is not None:
-            loss = loss + routers.balance_share(sum(each.num_tokens for each in rows))
+            loss = loss + routers.balance_share(sum(each.num_tokens - each.num_uncounted for each in rows))
         loss.backward()
         logits.append(out.detach().numpy())
         logprobs.append(masked.detach().numpy())

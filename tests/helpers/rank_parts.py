@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -98,7 +99,12 @@ def pack_experts(
         for i in range(cp)
     ]
     assert all(pack.packed_seq_params.pack is pack for pack in packs)
-    return [(pack.token_rows, pack.routed_experts) for pack in packs]
+
+    def row_of(pack: Any) -> torch.Tensor:
+        rows, tokens = pack.counted
+        return torch.full_like(pack.position_ids[0], -1).index_copy(0, tokens, rows)
+
+    return [(row_of(pack), pack.routed_experts) for pack in packs]
 
 
 def full_kl(

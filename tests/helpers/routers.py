@@ -11,10 +11,19 @@ from transformers import PreTrainedModel
 
 
 class Routers:
-    """Replaces the forward of every router by its definition. `forced`: by row, [tokens, layers, k] experts."""
+    """Replaces the forward of every router by its definition. `forced`: by row, [tokens, layers, k] experts.
 
-    def __init__(self, *, coef: float = 0.0, forced: Sequence[npt.NDArray[np.int16]] | None = None) -> None:
-        self.coef, self.forced = coef, forced
+    uncounted: by row, how many of its first tokens do not count in the balance loss.
+    """
+
+    def __init__(
+        self,
+        *,
+        coef: float = 0.0,
+        forced: Sequence[npt.NDArray[np.int16]] | None = None,
+        uncounted: Sequence[int] | None = None,
+    ) -> None:
+        self.coef, self.forced, self.uncounted = coef, forced, uncounted
         # By row and layer: the experts of its tokens [n, k]; and Σ_e f_e·P_e·E of the row.
         self.experts: dict[int, dict[int, torch.Tensor]] = {}
         self.balance: dict[int, dict[int, torch.Tensor]] = {}
@@ -43,8 +52,11 @@ class Routers:
         if self.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
         used = torch.zeros_like(logits).scatter(1, own, 1.0)
-        self.experts[self.row][layer] = own
-        self.balance[self.row][layer] = logits.shape[1] * (used.mean(0) / self.per_token * probabilities.mean(0)).sum()
+        counted = slice(0 if self.uncounted is None else self.uncounted[self.row], None)
+        self.experts[self.row][layer] = own[counted]
+        # A row of which no token counts has no mean.
+        fractions, means = (each[counted].sum(0) / max(len(own[counted]), 1) for each in (used, probabilities))
+        self.balance[self.row][layer] = logits.shape[1] * (fractions / self.per_token * means).sum()
         return logits, weights, own
 
     def balance_share(self, num_tokens: int) -> torch.Tensor:

@@ -76,8 +76,10 @@ class PackRouter(TopKRouter):
             else:
                 scores = logits.float().sigmoid()
                 probabilities = scores / scores.sum(-1, keepdim=True)
-            rows = self._own_tokens(self.pack.token_rows)
-            loads, summed = row_sums(routing_map, probabilities, rows, self.pack.batch_shape[0])
+            members = probabilities.new_zeros(self.pack.input_ids.shape[1], self.pack.batch_shape[0])
+            rows, tokens = self.pack.counted
+            members[tokens, rows] = 1
+            loads, summed = row_sums(routing_map, probabilities, self._own_tokens(members))
         self.sums.append(torch.stack([loads, summed.detach()]))
         if self._aux_loss_scale == 0:
             return weights
@@ -170,7 +172,8 @@ class MiniBatchLoad:
             return
         self._layers, scale = list(moe_layers(chunks)), 0.0
         if aux_loss_coef > 0:
-            count = torch.tensor(sum(rows[i].num_tokens for batch in micro_batches for i in batch))
+            own = (rows[i] for batch in micro_batches for i in batch)
+            count = torch.tensor(sum(row.num_tokens - row.num_uncounted for row in own))
             count = count.to(platform().device())
             if dp_group.size() > 1:
                 dist.all_reduce(count, group=dp_group)

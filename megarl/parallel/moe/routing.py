@@ -1,6 +1,6 @@
 """Compute mixture-of-experts routing in plain tensors: the choice of experts, their load, and the balance loss.
 
-For a layer with E experts, of which each token is routed to k, and a row of n tokens (prompt and response),
+For a layer with E experts, of which each token is routed to k, and a row of n tokens (prompt and response) that count,
 
     f_e = (number of the row's tokens routed to expert e) / (k·n),     P_e = (Σ_t p_{t,e}) / n,
     aux(row) = E · Σ_e f_e·P_e,
@@ -11,9 +11,12 @@ mini-batch with rows r of n_r tokens, N in total, adds to the loss
 
     coef · Σ_layers Σ_r (n_r / N) · aux(r).
 
+A token that rows of the mini-batch share, as part of a prefix, counts in one of them; n_r, f and P of the others are
+those of their other tokens.
+
 This equals Megatron-Core's loss with `moe_aux_loss_coeff=coef` and one row per micro-batch. In contrast, transformers'
-`load_balancing_loss_func` takes one f and one P over all layers and rows. A row's aux does not depend on other rows, so
-results do not depend on micro-batches, packing or parallelism.
+`load_balancing_loss_func` takes one f and one P over all layers and rows. Which tokens count for a row depends on the
+mini-batch only, so results do not depend on micro-batches, packing or parallelism.
 """
 
 from collections.abc import Callable
@@ -56,7 +59,7 @@ class ExpertChoice:
 
 
 def row_sums(
-    routing_map: torch.Tensor, probabilities: torch.Tensor, rows: torch.Tensor, num_rows: int
+    routing_map: torch.Tensor, probabilities: torch.Tensor, members: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum over the tokens of each row how often every expert was chosen, and its probabilities: both [num_rows, E].
 
@@ -65,11 +68,9 @@ def row_sums(
     Args:
         routing_map: [T, E] bool, the chosen experts of this rank's tokens.
         probabilities: [T, E] of the router over all experts.
-        rows: [T] the row of each token, or -1 for padding, which is not counted.
+        members: [T, num_rows] 1 where a token counts for a row, else 0.
     """
-    # [num_rows, T]: whether a token belongs to a row.
-    members = (rows == torch.arange(num_rows, device=rows.device)[:, None]).float()
-    return members @ routing_map.float(), members @ probabilities
+    return members.t() @ routing_map.float(), members.t() @ probabilities
 
 
 def balance_loss(loads: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:

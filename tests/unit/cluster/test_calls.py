@@ -108,6 +108,7 @@ def test_rows_come_out_of_a_shard_as_they_went_in(ray_session: None) -> None:
         loss_mask=np.asarray([False, True]),
         quantities={"advantages": np.asarray([0.5, 1.5], np.float32)},
         routed_experts=np.asarray([[[1]], [[2]], [[-1]]], np.int16),
+        num_uncounted=2,
     )
     other = Row(
         uid="b",
@@ -125,7 +126,7 @@ def test_rows_come_out_of_a_shard_as_they_went_in(ray_session: None) -> None:
         assert (found.uid, found.sample_index) == (row.uid, row.sample_index)
         assert found.token_ids.dtype == np.int32
         assert found.token_ids.tolist() == row.token_ids.tolist()
-        assert found.num_prompt_tokens == row.num_prompt_tokens
+        assert (found.num_prompt_tokens, found.num_uncounted) == (row.num_prompt_tokens, row.num_uncounted)
         assert found.loss_mask.tolist() == row.loss_mask.tolist()
         assert found.quantities["advantages"].tolist() == row.quantities["advantages"].tolist()
     assert got[0].routed_experts is not None

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.config.check_model import check_stages
 from megarl.config.parse import from_dict
-from megarl.config.schema import Config, LayoutConfig
+from megarl.config.schema import ActorConfig, Config, LayoutConfig
 from megarl.config.setting import check_values
 from megarl.errors import ConfigError
 
@@ -131,3 +131,10 @@ def test_a_pipeline_layout_is_in_megatrons_notation(text: str) -> None:
     message = f"actor.layout.pipeline_layout: got {text!r}, expected a layout such as Ett|(ttt|)*2tL"
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         check_values(from_dict(Config, tree), ("actor",))
+
+
+def test_chunks_of_rows_share_no_prefixes() -> None:
+    message = "x.share_prefixes: got true with x.layout.cp=2, but ranks of context parallelism have chunks of each row"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        ActorConfig(share_prefixes=True, layout=LayoutConfig(cp=2)).check("x")
+    ActorConfig(share_prefixes=False, layout=LayoutConfig(cp=2)).check("x")

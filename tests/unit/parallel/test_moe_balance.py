@@ -16,8 +16,12 @@ def routed(logits: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(logits).scatter(1, logits.topk(PER_TOKEN).indices, 1).bool()
 
 
+def members_of(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    return (rows[:, None] == torch.arange(num_rows)).float()
+
+
 def balance(logits: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    return balance_loss(*row_sums(routed(logits), logits.softmax(-1), rows, num_rows))
+    return balance_loss(*row_sums(routed(logits), logits.softmax(-1), members_of(rows, num_rows)))
 
 
 def test_a_row_of_a_layer_is_what_transformers_computes() -> None:
@@ -51,7 +55,7 @@ def test_by_hand() -> None:
     odds = math.log(3)
     logits = torch.tensor([[odds, 0.0], [odds, 0.0], [0.0, odds]])
     chosen = torch.tensor([[True, False], [True, False], [False, True]])
-    loads, probabilities = row_sums(chosen, logits.softmax(-1), torch.zeros(3, dtype=torch.int64), 1)
+    loads, probabilities = row_sums(chosen, logits.softmax(-1), torch.ones(3, 1))
     assert loads.tolist() == [[2.0, 1.0]]
     torch.testing.assert_close(probabilities, torch.tensor([[1.75, 1.25]]))
     # E · Σ f·P = 2 · (2/3 · 7/12 + 1/3 · 5/12) = 19/18, times three tokens.
@@ -65,10 +69,10 @@ def test_ranks_with_parts_of_a_row_add_up() -> None:
     """Loads are those of all ranks, probabilities each rank's own; so are the gradients."""
     logits = torch.randn(9, NUM_EXPERTS, generator=torch.Generator().manual_seed(2)).requires_grad_()
     rows = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 1])
-    loads, summed = row_sums(routed(logits), logits.softmax(-1), rows, 2)
+    loads, summed = row_sums(routed(logits), logits.softmax(-1), members_of(rows, 2))
     whole = balance_loss(loads, summed)
     parts = [
-        balance_loss(loads, row_sums(routed(logits[part]), logits[part].softmax(-1), rows[part], 2)[1])
+        balance_loss(loads, row_sums(routed(logits[part]), logits[part].softmax(-1), members_of(rows[part], 2))[1])
         for part in (slice(0, 3), slice(3, 9))
     ]
     assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-6)  # type: ignore[union-attr]

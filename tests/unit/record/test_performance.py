@@ -81,6 +81,23 @@ def test_update_is_three_forward_passes() -> None:
     assert update_flops(DIMS, rows) == 3 * (FORWARD_5_2 + 2 * 2 * 3 * LAYER + 3 * 2 * 8 * 4)
 
 
+def test_shared_prefixes_count_once() -> None:
+    """Rows of 5 and 3 equal tokens, and one of 5 that shares 1 with them: 5, then none, then what 1 of 5 leaves."""
+    rows = [row(2, [True, False, True]), row(2, [True]), row(2, [True, False, True])]
+    rows[2] = replace(rows[2], token_ids=np.array([0, 1, 2, 3, 4]))
+    first = 2 * 3 * LAYER + 3 * 2 * 8
+    head_of_one = 2 * 10 * 8
+    expected = 3 * (2 * FORWARD_5_2 + head_of_one - first)
+    assert update_flops(DIMS, rows, shares_prefixes=True) == expected
+    # On CPUs, the meter counts so, unless the settings say otherwise.
+    sharing, apart = (
+        PerformanceMeter(replace(config(), actor=ActorConfig(share_prefixes=shares)), DIMS).metrics(rows, update_s=1.0)
+        for shares in (None, False)
+    )
+    ratio = sharing["perf/tflops_per_rank"] / apart["perf/tflops_per_rank"]
+    assert ratio == pytest.approx(expected / update_flops(DIMS, rows))
+
+
 def config(dtype: str = "bfloat16", **logging: float) -> Config:
     return replace(
         Config(),

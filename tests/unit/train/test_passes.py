@@ -13,7 +13,7 @@ from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, Optimiz
 from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
 from megarl.types import AlgoState, FloatArray, Row
 from megarl.types.messages import ForwardRequest, MicroBatchPlan, Role, RoleSpec, UpdateRequest, UpdateResult
-from megarl.weights.dims import Dims
+from megarl.weights.dims import Dims, Experts
 
 
 @dataclass(slots=True)
@@ -116,6 +116,38 @@ def test_rows_of_one_prompt_stay_together() -> None:
     # Ranks of context parallelism have chunks of each row, and share no prompts.
     RolePasses(workers, role_of(LayoutConfig(dp=2, cp=2), 96), dims=dims).forward(rows, step=0)
     assert [batches[0] for batches in workers.forwarded[2][1].ranks] in ([[0, 3], [1, 2]], [[1, 2], [0, 3]])
+
+
+def test_a_conversation_that_forks_is_cut_by_its_unique_tokens() -> None:
+    """Turns of a conversation whose history was rewritten; 24 + 8 + 8 of 64 tokens are computed, in one micro-batch."""
+    dims = Dims(num_layers=1, hidden=64, ffn=128, num_heads=4, num_kv_heads=4, head_dim=16, vocab=32, tied=False)
+    rows = [make_row("a", 1, 24), make_row("a", 1, 24), make_row("a", 1, 16)]
+    rows[1] = replace(rows[1], token_ids=np.append(rows[0].token_ids[:16], np.full(8, 31)))
+    rows[2] = replace(rows[2], token_ids=np.append(rows[0].token_ids[:8], np.full(8, 31)))
+    workers = FakeWorkers()
+    updater = RoleUpdater(workers, role_of(micro_batch_tokens=40), SftAlgorithm(), total_steps=1, dims=dims)
+    result = updater.update(rows, AlgoState(), step=1)
+    assert workers.updated[0][1].ranks == [[[0, 1, 2]]]
+    assert result.metrics["perf/shared_tokens_frac"] == pytest.approx(1 - 40 / 64)
+    # Without sharing, no two of the longer rows fit.
+    alone = role_of(micro_batch_tokens=40)
+    alone = replace(alone, settings=replace(alone.settings, share_prefixes=False))
+    result = RoleUpdater(workers, alone, SftAlgorithm(), total_steps=1, dims=dims).update(rows, AlgoState(), step=1)
+    assert [len(members) for members in workers.updated[1][1].ranks[0]] in ([1, 2], [2, 1])
+    assert result.metrics["perf/shared_tokens_frac"] == 0
+
+
+def test_experts_count_a_token_in_the_first_row_that_has_it() -> None:
+    """Whether rows share prefixes or not, as under context parallelism."""
+    experts = Experts(num=4, per_token=2, ffn=8, normalized=True, layers=(0,))
+    dims = Dims(num_layers=1, hidden=64, ffn=8, num_heads=4, num_kv_heads=4, head_dim=16, vocab=32, tied=False)
+    rows = [make_row("a", 1, 6), make_row("b", 2, 5), make_row("a", 1, 8)]
+    for layout in (LayoutConfig(), LayoutConfig(cp=2)):
+        workers = FakeWorkers()
+        role = role_of(layout, micro_batch_tokens=64)
+        sparse = replace(dims, experts=experts)
+        RoleUpdater(workers, role, SftAlgorithm(), total_steps=1, dims=sparse).update(rows, AlgoState(), step=1)
+        assert [row.num_uncounted for row in workers.updated[0][0]] == [0, 0, 6]
 
 
 def test_pairs_share_a_micro_batch() -> None:

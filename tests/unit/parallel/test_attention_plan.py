@@ -1,0 +1,71 @@
+"""Which tokens attend to which in packs of rows that share prefixes: calls and gathered keys, worked out by hand."""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from megarl.parallel.attention_plan import gather_keys, plan_attention
+
+CPU = torch.device("cpu")
+
+
+def test_keys_are_gathered_for_rows_with_a_part_of_their_own() -> None:
+    """Rows of 4 tokens, of 2 shared and 1 own, wholly inside another, and of 4 shared and 2 own; a filler of 1."""
+    sequences = [np.array(row) for row in ([0, 1, 2, 3], [0, 1, 4], [0, 1, 4], [0, 1, 2, 3, 5, 6], [7])]
+    found = gather_keys(sequences, np.array([4, 1, 0, 2, 1]), CPU)
+    assert found.keys.tolist() == [0, 1, 2, 3, 0, 1, 4, 0, 1, 2, 3, 5, 6, 7]
+    assert (found.query_bounds.tolist(), found.query_bounds.dtype) == ([0, 4, 5, 7, 8], torch.int32)
+    assert (found.key_bounds.tolist(), found.key_bounds.dtype) == ([0, 4, 7, 13, 14], torch.int32)
+    assert (found.max_queries, found.max_keys) == (4, 6)
+
+
+def test_calls_by_hand() -> None:
+    """A root of 33 tokens; branches of 2 and 3 behind it, from token 32 on; one of 40 is computed whole."""
+    root = list(range(33))
+    sequences = [
+        np.array(row) for row in (root, [*root, 33, 34], root, [*root, 35, 36, 37], [*root, *range(38, 78)], [78])
+    ]
+    plan = plan_attention(sequences, np.array([33, 2, 0, 3, 40, 1]), CPU)
+    whole, long, filler, branches = plan.calls
+    assert whole.queries.tolist() == whole.keys.tolist() == [root]
+    assert long.queries.tolist() == long.keys.tolist() == [[*root, *range(38, 78)]]
+    assert filler.queries.tolist() == [[78]]
+    assert whole.seen is long.seen is filler.seen is None
+    # The shorter repeats its last token.
+    assert branches.queries.tolist() == [[32, 33, 34, 34], [32, 35, 36, 37]]
+    assert branches.keys.tolist() == [[*root, 33, 34, 34], [*root, 35, 36, 37]]
+    assert branches.seen is not None
+    assert branches.seen.sum(1).tolist() == [33, 34, 35, 36]
+    assert bool(branches.seen[2, :35].all())
+    # Each token's output is one of those computed for it.
+    outputs = torch.cat([call.queries.flatten() for call in plan.calls])
+    assert outputs[plan.places].tolist() == list(range(79))
+
+
+def test_gathered_keys_under_the_bottom_right_mask_equal_the_plan() -> None:
+    """What Transformer Engine is asked for, computed by its definition, against the calls of megarl's own attention."""
+    rng = np.random.default_rng(0)
+    sequences, lengths = [np.arange(21)], [21]
+    for own in (3, 1, 18, 7, 30):
+        holder = sequences[rng.integers(len(sequences))]
+        start = sum(lengths)
+        sequences.append(np.concatenate([holder[: rng.integers(1, len(holder) + 1)], np.arange(start, start + own)]))
+        lengths.append(own)
+    q, k, v = (torch.randn(sum(lengths), 2, 4, dtype=torch.float64) for _ in range(3))
+    found, outputs = gather_keys(sequences, np.array(lengths), CPU), []
+    keys, values = k[found.keys], v[found.keys]
+    for i in range(len(lengths)):
+        here, path = (slice(*bounds[i : i + 2].tolist()) for bounds in (found.query_bounds, found.key_bounds))
+        scores = torch.einsum("nhd,mhd->hnm", q[here], keys[path]) / 2
+        n, m = scores.shape[1:]
+        hidden = torch.ones(n, m, dtype=torch.bool).triu(m - n + 1)
+        outputs.append(torch.einsum("hnm,mhd->nhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values[path]))
+    plan = plan_attention(sequences, np.array(lengths), CPU)
+    computed = []
+    for call in plan.calls:
+        mine, its, theirs = (
+            x[places].transpose(1, 2) for x, places in ((q, call.queries), (k, call.keys), (v, call.keys))
+        )
+        out = F.scaled_dot_product_attention(mine, its, theirs, attn_mask=call.seen, is_causal=call.seen is None)
+        computed.append(out.transpose(1, 2).flatten(0, 1))
+    torch.testing.assert_close(torch.cat(outputs), torch.cat(computed)[plan.places], rtol=0, atol=1e-12)
