@@ -30,6 +30,7 @@ LAYOUTS = {
     "tp2": LayoutConfig(tp=2),
     "pp2": LayoutConfig(pp=2, first_stage_layers=3),
     "tp2-sp pp2": replace(TP2, pp=2, first_stage_layers=3),
+    "pp2-vpp2": LayoutConfig(pp=2, virtual_pp=2, overlap_p2p=True, pipeline_layout="Et|tt|t|tL"),
     "dp2": LayoutConfig(dp=2),
     # Shares nothing.
     "cp2": LayoutConfig(cp=2),
