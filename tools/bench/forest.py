@@ -7,9 +7,9 @@ python -m tools.bench.forest --smollm2
 Shapes of trees: `search` is a prompt with branches of 32 tokens, times --scale; `agent` is a conversation whose
 template strips the thoughts of earlier turns, so that each turn begins with what the turn before it had, less its
 thought. Sharing is the number of tokens on all paths over the number of different ones. Both ways run in one process,
-by turns, and the best time of each counts. `trunk` is forward and backward of the layers, by its time over that of
-flattened rows, and over what the number of tokens allows; `update` is a whole optimizer step, likewise over what FLOPs
-allow.
+by turns, and the best time of each counts, in seconds of the process's cores, which other programs on the machine
+lengthen least. `trunk` is forward and backward of the layers, by its time over that of flattened rows, and over what
+the number of tokens allows; `update` is a whole optimizer step, likewise over what FLOPs allow.
 """
 
 import argparse
@@ -34,7 +34,7 @@ GIVEN, THOUGHT, ANSWER, BRANCH = 24, 24, 8, 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForestResult:
-    """Tokens, FLOPs and seconds of an update on a tree, flattened and shared."""
+    """Tokens, FLOPs and CPU seconds of an update on a tree, flattened and shared."""
 
     shape: str
     path_tokens: int
@@ -142,7 +142,7 @@ class ForestTrainer:
         from megarl.parallel.packing import PackAlignment, pack_rows
 
         plan, _ = updater._plan(rows, paired=False)
-        begun = time.perf_counter()
+        begun = time.process_time()
         for members in plan.ranks[0]:
             pack = pack_rows(
                 [rows[i] for i in members],
@@ -153,13 +153,13 @@ class ForestTrainer:
             )
             hidden = self.chunk.hidden_states(pack)
             hidden.backward(torch.ones_like(hidden))
-        return time.perf_counter() - begun
+        return time.process_time() - begun
 
     def time_update(self, updater: Any, rows: Sequence[Row]) -> float:
         """Time an optimizer step."""
-        begun = time.perf_counter()
+        begun = time.process_time()
         updater.update(rows, updater._objective.initial_state(), step=0, with_outputs=False)
-        return time.perf_counter() - begun
+        return time.process_time() - begun
 
     def measure(self, shape: str, sharing: int, *, scale: int, repeats: int) -> ForestResult:
         """Measure a tree both ways, by turns."""
