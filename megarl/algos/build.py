@@ -69,6 +69,12 @@ def algorithm_of(config: Config, *, vocab_size: int | None = None) -> Algorithm:
     algorithm = build_algorithm(
         config.algo, max_response_tokens=config.rollout.max_response_tokens, vocab_size=vocab_size
     )
+    trains = estimator_of(algo).reads_rewards or algo.reward.source == "critic"
+    if not trains and algo.distill.teacher == "none" and not kl.in_loss:
+        raise ConfigError(
+            f"algo.advantage.estimator: got {algo.advantage.estimator!r} with algo.distill.teacher=none, so that "
+            "nothing trains; set algo.distill.teacher=model, or choose another estimator"
+        )
     if config.rewards.manager == "none" and estimator_of(algo).reads_rewards:
         raise ConfigError(
             f"rewards.manager: got none, so that all rewards are 0, with algo.advantage.estimator="

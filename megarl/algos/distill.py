@@ -94,9 +94,9 @@ def weighed_divergence(rows: RowBatch, out: PolicyOutputs, cfg: DistillConfig) -
 def comparison(out: PolicyOutputs, cfg: DistillConfig) -> dict[str, Tensor]:
     """Return what the head found beside the teacher, per token, by the names of metrics.
 
-    >>> out = outputs([[-2.0]], reverse_kl=[[0.25]], teacher_mass=[[0.9]])
+    >>> out = outputs([[-2.0]], reverse_kl=[[0.25]], teacher_mass=[[0.75]])
     >>> {name: values.tolist() for name, values in comparison(out, DistillConfig(mode="topk")).items()}
-    {'distill/reverse_kl': [[0.25]], 'distill/mass_in_top_k': [[0.9]]}
+    {'distill/reverse_kl': [[0.25]], 'distill/mass_in_top_k': [[0.75]]}
     """
     names = {name: f"distill/{name}" for name in ("reverse_kl", "forward_kl", "teacher_entropy", "agreement")}
     if cfg.mode == "topk":

@@ -44,11 +44,6 @@ def check_rewards(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
                 f"algo.kl.where: got {cfg.kl.where!r} with {situation}, which reads no rewards; set "
                 "algo.kl.where=loss, or choose another algo.advantage.estimator"
             )
-        if cfg.distill.teacher == "none" and not cfg.kl.in_loss:
-            raise ConfigError(
-                f"algo.advantage.estimator: got {name!r} with algo.distill.teacher=none, so that nothing trains; set "
-                "algo.distill.teacher=model, or choose another estimator"
-            )
     _check_mask(cfg)
     situation, from_critic = f"algo.advantage.estimator={name}", reward.source == "critic"
     if from_critic:

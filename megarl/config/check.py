@@ -39,7 +39,6 @@ from megarl.config.schema import (
     OptimizerConfig,
     RewardModelConfig,
     role_settings,
-    teacher_sections,
 )
 from megarl.config.setting import check_values
 from megarl.config.supervised import PairsConfig, SftConfig
@@ -197,14 +196,8 @@ def check_policy_judges(config: Config) -> None:
 def check_role_layouts(config: Config) -> None:
     """Raise ConfigError for a role whose own layout needs more ranks than the actor's."""
     size = config.actor.layout.world_size
-    own = {
-        "reference": config.reference.layout,
-        **{key: each.layout for key, each in teacher_sections(config).items()},
-        "critic": config.critic.layout,
-        "reward_model": config.reward_model.layout,
-    }
-    for role, layout in own.items():
-        if layout is not None and layout.world_size > size:
+    for role, settings in role_settings(config).items():
+        if (layout := settings.layout).world_size > size:
             raise ConfigError(
                 f"{role}.layout: tp {layout.tp} × pp {layout.pp} × cp {layout.cp} × dp {layout.dp} = "
                 f"{layout.world_size} ranks, expected <= {size}, those of actor.layout, whose devices they use; "
@@ -319,7 +312,6 @@ check_sft = CommandCheck(
         check_sft_row_fits_micro_batch,
         check_distill,
         check_distill_of_sft,
-        check_role_layouts,
         partial(check_supervised, name="sft"),
     ),
 )

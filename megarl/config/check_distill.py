@@ -88,9 +88,10 @@ def check_distill_of_sft(config: Config) -> None:
             "trains on those of a file; set algo.distill.mode=exact or topk, or algo.distill.teacher=none"
         )
     for key, each in asked.items():
-        if key != "teacher" or each.servers:
+        if key != "teacher" or each.servers or each.layout not in (None, config.actor.layout):
             raise ConfigError(
-                f"{key}: sft takes one teacher, which runs on Megatron; set teacher.model_path alone, without servers"
+                f"{key}: sft takes one teacher, which runs on Megatron in the actor's layout; set teacher.model_path "
+                "alone"
             )
 
 

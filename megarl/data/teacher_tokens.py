@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherTokens:
-    """What a teacher's tokens have in common with the policy's.
+    """The tokens that a teacher has in common with the policy.
 
     common: ids below this are the same tokens in both; None: all of both are. warnings: what is probably a mistake.
     """
