@@ -148,11 +148,12 @@ class ForwardStage:
             wanted = {name for name in needed if SOURCES[name].role is role}
             if not wanted:
                 continue
-            with self.timers(timer):
-                if role is Role.TEACHER:
+            if role is Role.TEACHER:
+                with self.timers(timer):
                     rows = self._taught(rows, prompts, step=step)
-                    continue
-                self.enter(self.passes[role].phase)
+                continue
+            self.enter(self.passes[role].phase)
+            with self.timers(timer):
                 if wanted & HINT_QUANTITIES:
                     rows, metrics = self._forward_hinted(role, rows, prompts, wanted, seed=seed, step=step)
                 else:
@@ -187,7 +188,9 @@ class ForwardStage:
             said = with_quantities([rows[i] for i in places], _plain_quantities(Role.TEACHER, found))
             for i, row in zip(places, with_likely_tokens(said, found), strict=True):
                 taught[i] = row
-        return taught
+        # A teacher behind servers says nothing of entropies.
+        shared = frozenset.intersection(*(frozenset(row.quantities) for row in taught))
+        return [row.only(shared, routed_experts=True, nucleus=True, likely=True) for row in taught]
 
     def _forward_hinted(
         self,

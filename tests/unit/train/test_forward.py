@@ -434,3 +434,31 @@ def test_old_logprobs_are_computed_where_the_ratio_needs_them(
     )
     algorithm = build_algorithm(algo, max_response_tokens=8, vocab_size=None)
     assert (TokenQuantity.OLD_LOGPROBS in needed_quantities(config, algorithm, gate_passed=gate_passed)) is needed
+
+
+def test_each_teacher_passes_once_over_its_own_rows(rows: list[Row], prompts: dict[str, Prompt]) -> None:
+    bench, needed = Bench(), frozenset({TokenQuantity.TEACHER_LOGPROBS})
+    names = {Role("teachers.math"): ("logprobs", "entropy"), Role.TEACHER: ("logprobs",)}
+    teachers = {role: FakePasses(role, said, bench.log) for role, said in names.items()}
+    stage = ForwardStage(
+        passes=bench.passes,
+        teachers=teachers,
+        teacher_of=lambda prompt: Role("teachers.math") if prompt.uid in ("a", "c") else Role.TEACHER,
+        hints=None,
+        enter=bench._enter,
+        timers=bench.timers,
+    )
+    found, _ = stage.add_quantities(rows, prompts, needed, seed=0, step=4)
+    own = [row for row in rows if row.uid in ("a", "c")]
+    assert sorted(line for line in bench.log if "passes" in line) == [
+        f"teacher passes {len(rows) - len(own)} rows",
+        f"teachers.math passes {len(own)} rows",
+    ]
+    assert [row.label for row in found] == [row.label for row in rows]
+    places = {row.label: i for i, row in enumerate(own)}
+    for row in found:
+        # Every first row of a pass is told 1.0, the next 1.01.
+        if row.label in places:
+            assert row.quantities["teacher_logprobs"][0] == np.float32(1 + places[row.label] / 100)
+        # One of the teachers does not know it.
+        assert "teacher_entropy" not in row.quantities
