@@ -40,7 +40,7 @@ from megarl.sync.plan.engine_shards import engine_needs
 from megarl.sync.wire.casts import wire_specs
 from megarl.types.messages import RoleSpec
 from megarl.weights.families import read_model_spec
-from megarl.weights.safetensors_map import TensorSpec
+from megarl.weights.safetensors_map import TensorSpec, weight_specs
 
 CLOSE_TIMEOUT_S = 10.0
 
@@ -219,13 +219,15 @@ class Cluster:
             self.pids |= {process.name: process.location.pid for process in self.engines.hosts.processes}
         return self.engines.hosts
 
-    def weight_sync(self, specs: Mapping[str, TensorSpec]) -> BridgeSync:
+    def weight_sync(self, specs: Mapping[str, TensorSpec] | None = None) -> BridgeSync:
         """Return an open `BridgeSync`, which sends tensors of the actor to the engines. Load the actor first.
 
-        specs: those of `sent_spec`.
+        specs: those of `sent_spec`; by default all of them.
         """
         engine = self._config.rollout.engine
         model = sent_spec(self._config, read_model_spec(self._config.model.path))
+        if specs is None:
+            specs = weight_specs(model, self._config.model.dtype, by_expert=True)
         return BridgeSync(
             self.workers.groups[0].processes,
             self.engines.processes,

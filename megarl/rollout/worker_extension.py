@@ -168,7 +168,7 @@ def replace_adapters(
 ) -> str:
     """Replace a worker's adapters by tensors under PEFT's names, which vLLM scales in place. Return what is wrong.
 
-    peft: their adapter_config.json. Of a tensor in full shape, vLLM takes what belongs to this worker.
+    peft: their adapter_config.json. vLLM takes what belongs to this worker out of tensors of full shape.
     """
     manager = worker_manager._adapter_manager
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)

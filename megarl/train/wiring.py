@@ -7,7 +7,6 @@ from megarl.algos.value_loss import ValueLoss
 from megarl.cluster import residency
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.supervisor import EngineSupervisor
-from megarl.cluster.sync_plan import sent_spec
 from megarl.config.batches import batch_counts, num_actor_steps
 from megarl.config.check_distill import teacher_of, teachers_of
 from megarl.config.judges import JudgeConfig
@@ -38,8 +37,7 @@ from megarl.train.teachers import teaching_of
 from megarl.train.update import UpdateStage
 from megarl.train.validate import Validator
 from megarl.types.messages import Role
-from megarl.weights.families import ModelSpec, read_model_spec
-from megarl.weights.safetensors_map import weight_specs
+from megarl.weights.families import read_model_spec
 
 
 def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) -> Trainer:
@@ -49,7 +47,7 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
     offload, schedule = config.placement.offload, config.rollout.schedule
     pauses = config.placement.mode == "colocated" and config.rollout.source == "vllm" and schedule.staleness > 0
     memory = residency.MemoryLedger(workers, cluster.engines, enabled=offload, pauses=pauses)
-    supervisor = open_supervisor(config, inputs.spec, cluster, memory)
+    supervisor = open_supervisor(config, cluster, memory)
     names = inputs.train.environments | (frozenset() if inputs.val is None else inputs.val.environments)
     live = VllmSource(supervisor, cluster.open_hosts(names, config), config.environment)
     scheduler, source = _open_source(config, supervisor, live)
@@ -109,15 +107,13 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
     )
 
 
-def open_supervisor(
-    config: Config, spec: ModelSpec, cluster: Cluster, memory: residency.MemoryLedger
-) -> EngineSupervisor:
+def open_supervisor(config: Config, cluster: Cluster, memory: residency.MemoryLedger) -> EngineSupervisor:
     """Return the supervisor of a cluster's engines, which sends them the actor's weights."""
     return EngineSupervisor(
         cluster.engines,
         cluster.restart_engine,
         memory,
-        partial(cluster.weight_sync, weight_specs(sent_spec(config, spec), config.model.dtype, by_expert=True)),
+        cluster.weight_sync,
         max_restarts=config.rollout.max_engine_restarts,
         deterministic=config.run.deterministic,
         verify=config.sync.verify,

@@ -8,7 +8,7 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from megarl.record.recorder import RunRecorder  # noqa: E402
 from megarl.train.inputs import open_train_inputs  # noqa: E402
 from megarl.train.wiring import build_trainer  # noqa: E402
 from megarl.types.messages import ForwardRequest  # noqa: E402
-from megarl.weights.safetensors_map import TensorSpec  # noqa: E402
 from tests.e2e.checked_trainer import Seen, checked  # noqa: E402
 from tests.e2e.support import TP2, move_apart  # noqa: E402
 
@@ -65,8 +64,8 @@ def record_calls(cluster: Cluster, calls: list[str]) -> None:
             target = getattr(cluster, group)
             setattr(target, name, recorded(f"{group}.{name}", getattr(target, name)))
 
-    def weight_sync(specs: Mapping[str, TensorSpec]) -> BridgeSync:
-        sync = open_sync(specs)
+    def weight_sync() -> BridgeSync:
+        sync = open_sync()
         sync.push = recorded("bridge.push", sync.push)  # type: ignore[method-assign]
         return sync
 

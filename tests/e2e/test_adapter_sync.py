@@ -56,7 +56,8 @@ def train(policy: Policy, steps: Sequence[int]) -> list[float]:
 def test_adapters_alone_make_the_engine_the_trainers_policy(tmp_path: Path) -> None:
     """With what the prefix cache holds of the adapters before, and with requests in flight."""
     model = make_checkpoint(tmp_path / "model", tied=True)
-    config = small_config(model, LORA, "placement.mode=split", "actor.optimizer.lr=0.01")
+    alone = ("actor.layout={tp: 1, sequence_parallel: false}", "placement.mode=split")
+    config = small_config(model, LORA, *alone, "actor.optimizer.lr=0.01")
     # Three blocks of 32 tokens, which the engine caches.
     shared, sequences = random_sequences(1, 96)[0], random_sequences(8, 48)
     prompts = [replace(prompt, token_ids=(*shared, *prompt.token_ids)) for prompt in random_prompts([8] * 4)]
