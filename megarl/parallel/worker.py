@@ -129,7 +129,7 @@ class RankWorker:
 
         is_last: whether `apply` follows, so that the gradients of all replicas can be summed up in this pass.
         """
-        from megarl.parallel.passes import accumulate_gradients
+        from megarl.parallel.updates import accumulate_gradients
 
         loaded = self._role(request.role, Part.PARAMS, Part.GRADS)
         group, teaching = self.layout.dp_group, request.teaching
@@ -141,7 +141,7 @@ class RankWorker:
 
     def apply(self, request: StepRequest) -> dict[str, float]:
         """Take an optimizer step with the accumulated gradients, and return its metrics."""
-        from megarl.parallel.passes import optimizer_step
+        from megarl.parallel.updates import optimizer_step
 
         norm = optimizer_step(self._role(request.role, *Part), request)
         return {f"{request.role}/grad_norm": norm, f"{request.role}/lr": request.lr}

@@ -53,7 +53,7 @@ class AdapterOutcome:
 def run_adapters(context: RankContext, case: AdapterCase) -> AdapterOutcome:
     from megarl.parallel.adapters import adapter_slices, without_adapters
     from megarl.parallel.model import named_shards, rank_slices
-    from megarl.parallel.passes import accumulate_gradients, optimizer_step
+    from megarl.parallel.updates import accumulate_gradients, optimizer_step
 
     # Megatron forks a writer of checkpoints.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
