@@ -69,18 +69,7 @@ def algorithm_of(config: Config, *, vocab_size: int | None = None) -> Algorithm:
     algorithm = build_algorithm(
         config.algo, max_response_tokens=config.rollout.max_response_tokens, vocab_size=vocab_size
     )
-    trains = estimator_of(algo).reads_rewards or algo.reward.source == "critic"
-    if not trains and algo.distill.teacher == "none" and not kl.in_loss:
-        raise ConfigError(
-            f"algo.advantage.estimator: got {algo.advantage.estimator!r} with algo.distill.teacher=none, so that "
-            "nothing trains; set algo.distill.teacher=model, or choose another estimator"
-        )
-    if config.rewards.manager == "none" and estimator_of(algo).reads_rewards:
-        raise ConfigError(
-            f"rewards.manager: got none, so that all rewards are 0, with algo.advantage.estimator="
-            f"{algo.advantage.estimator}, which compares rewards; set rewards.manager=rule, or "
-            "algo.advantage.estimator=none to learn from a teacher alone"
-        )
+    _check_learning(config)
     if not estimator_of(algo).needs_values:
         for key, unset, got in differences(CriticConfig(), config.critic, "critic."):
             raise ConfigError(
@@ -95,6 +84,23 @@ def algorithm_of(config: Config, *, vocab_size: int | None = None) -> Algorithm:
             f"{algo.cpo.entropy_source} a token's loss depends on other tokens of its row"
         )
     return algorithm
+
+
+def _check_learning(config: Config) -> None:
+    """Raise ConfigError where nothing says what is good: neither rewards nor a teacher."""
+    algo = config.algo
+    trains = estimator_of(algo).reads_rewards or algo.reward.source == "critic"
+    if not trains and algo.distill.teacher == "none" and not algo.kl.in_loss:
+        raise ConfigError(
+            f"algo.advantage.estimator: got {algo.advantage.estimator!r} with algo.distill.teacher=none, so that "
+            "nothing trains; set algo.distill.teacher=model, or choose another estimator"
+        )
+    if config.rewards.manager == "none" and estimator_of(algo).reads_rewards:
+        raise ConfigError(
+            f"rewards.manager: got none, so that all rewards are 0, with algo.advantage.estimator="
+            f"{algo.advantage.estimator}, which compares rewards; set rewards.manager=rule, or "
+            "algo.advantage.estimator=none to learn from a teacher alone"
+        )
 
 
 def _check_group(config: Config) -> None:

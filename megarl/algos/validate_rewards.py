@@ -62,9 +62,15 @@ def check_rewards(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
             f"algo.reward.{{clip,overlong_buffer_tokens,truncated}}: got a value with algo.advantage.estimator={name}, "
             "whose baseline is the reward of a greedy response as the scorer gave it; leave them at null"
         )
+    _check_negative(cfg)
+
+
+def _check_negative(cfg: AlgoConfig) -> None:
+    """Raise ConfigError where rewards may become negative that the estimator divides by."""
+    reward, name = cfg.reward, cfg.advantage.estimator
     makes_negative = {
         f"algo.kl.where={cfg.kl.where}": cfg.kl.in_reward,
-        "algo.reward.overlong_buffer_tokens": buffer is not None,
+        "algo.reward.overlong_buffer_tokens": reward.overlong_buffer_tokens is not None,
         "algo.reward.truncated < 0": reward.truncated is not None and reward.truncated < 0,
     }
     for cause, present in makes_negative.items():

@@ -278,8 +278,7 @@ check_train = CommandCheck(
     sections=(
         *_SECTIONS,
         *("data", "reference", "teacher", "teachers", "critic", "reward_model", "rollout", "rewards", "placement"),
-        "sync",
-        *("trainer", "validation"),
+        *("sync", "trainer", "validation"),
     ),
     rules=(
         *_RULES,
@@ -308,10 +307,7 @@ check_session = CommandCheck(
 check_sft = CommandCheck(
     sections=(*_SECTIONS, "sft", "teacher", "algo.distill"),
     rules=(
-        *_RULES,
-        check_sft_row_fits_micro_batch,
-        check_distill,
-        check_distill_of_sft,
+        *(*_RULES, check_sft_row_fits_micro_batch, check_distill, check_distill_of_sft),
         partial(check_supervised, name="sft"),
     ),
 )

@@ -21,8 +21,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megarl.data.prefixes import held_prefixes
 from megarl.parallel.attention_plan import AttentionPlan, GatheredKeys, gather_keys, plan_attention, zigzag_indices
-from megarl.types import Row
-from megarl.types.rows import paths_of
+from megarl.types import IdArray, Row
+from megarl.types.rows import RowPath, paths_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,27 +132,14 @@ def pack_rows(
     total length a multiple of what tensor parallelism needs. Without rows, the pack consists of the filler: a rank
     without work must still join every collective. plans_attention: for layers whose attention is `PackedAttention`.
     shares_prefixes: rows share the tokens with which they begin alike; not under context parallelism. gathers_keys: for
-    layers with Transformer Engine's attention, if rows share prefixes.
-    replay_routing: route tokens to the experts that their rows recorded, if any.
+    layers with Transformer Engine's attention, if rows share prefixes. replay_routing: route tokens to the experts that
+    their rows recorded, if any.
     """
     paths = paths_of(rows)
     alone = [path.row for path in paths]
     placed = _arrange(alone, alignment, shares_prefixes)
     offsets, lengths = placed.offsets, np.diff(placed.offsets).tolist()
-    tokens, counted = np.zeros(offsets[-1], dtype=np.int32), [np.empty((2, 0), dtype=np.int64)]
-    position_ids = np.concatenate([np.arange(length) for length in lengths])
-    # For each label: the token that predicts it, its id, its row and its column.
-    found = [np.empty((4, 0), dtype=np.int64)]
-    for i, sequence in zip(placed.order, placed.sequences, strict=False):
-        row, owner, columns = paths[i]
-        own = sequence[: row.num_tokens]
-        tokens[own], position_ids[sequence] = row.token_ids, np.arange(len(sequence))
-        counted.append(np.stack([np.full(len(own) - row.num_uncounted, owner), own[row.num_uncounted :]]))
-        kept = np.flatnonzero(row.loss_mask)
-        places = row.num_prompt_tokens + kept
-        found.append(np.stack([own[places - 1], row.label_ids[kept], np.full(len(kept), owner), columns[kept]]))
-    predictors, labels, row_index, column_index = np.concatenate(found, axis=1)
-
+    tokens, position_ids, (predictors, labels, row_index, column_index), counting = _fill(paths, placed)
     local = zigzag_indices(lengths, alignment.cp, alignment.cp_rank) if alignment.cp > 1 else np.arange(len(tokens))
     # Where each position of the pack lies on this rank; -1 if another rank has it.
     place = np.full(len(tokens), -1, dtype=np.int64)
@@ -160,14 +147,14 @@ def pack_rows(
     predicted_at = place[predictors]
     mine = np.argsort(predicted_at, kind="stable")[np.count_nonzero(predicted_at < 0) :]
     shares = predicted_at[mine] // (len(local) // alignment.tp)
-    counting_rows, counting_tokens = np.concatenate(counted, axis=1)
-    counted_here = np.stack([counting_rows, place[counting_tokens]])[:, place[counting_tokens] >= 0]
+    counted = np.stack([counting[0], place[counting[1]]])[:, place[counting[1]] >= 0]
 
     def tensor(values: npt.NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(values).to(device).long()  # half the bytes cross
 
     experts = _routed_experts(alone, placed) if replay_routing else None
     packed, own_parts = [alone[i] for i in placed.order], (placed.sequences, np.diff(offsets))
+    likely = [row.likely for row in packed]
     return Pack(
         input_ids=tensor(tokens[local])[None],
         position_ids=tensor(position_ids[local])[None],
@@ -179,7 +166,7 @@ def pack_rows(
         column_index=tensor(column_index[mine]),
         kept_per_rank=tuple(np.bincount(shares, minlength=alignment.tp).tolist()),
         batch_shape=(len(rows), max((row.num_response_tokens for row in rows), default=0)),
-        counted=tensor(counted_here),
+        counted=tensor(counted),
         shares_prefixes=shares_prefixes,
         attention=plan_attention(*own_parts, device, cp=alignment.cp, cp_rank=alignment.cp_rank)
         if plans_attention
@@ -187,11 +174,29 @@ def pack_rows(
         gathered=gather_keys(*own_parts, device) if shares_prefixes and gathers_keys else None,
         routed_experts=None if experts is None else tensor(experts[local]),
         nucleus=_of_labels(packed, [row.nucleus for row in packed], mine, device, fill=-1),
-        likely_ids=_of_labels(packed, [r.likely.ids if r.likely else None for r in packed], mine, device, fill=-1),
-        likely_logprobs=_of_labels(
-            packed, [r.likely.logprobs if r.likely else None for r in packed], mine, device, fill=-np.inf
-        ),
+        likely_ids=_of_labels(packed, [e.ids if e else None for e in likely], mine, device, fill=-1),
+        likely_logprobs=_of_labels(packed, [e.logprobs if e else None for e in likely], mine, device, fill=-np.inf),
     )
+
+
+def _fill(
+    paths: Sequence[RowPath], placed: "_Arrangement"
+) -> tuple[IdArray, npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return a pack's tokens and their positions; for each label the token that predicts it, its id, its row and its
+    column, as [4, N]; and as [2, C] the pairs of a row and a token that counts for its balance of experts.
+    """
+    tokens, counting = np.zeros(placed.offsets[-1], dtype=np.int32), [np.empty((2, 0), dtype=np.int64)]
+    position_ids = np.concatenate([np.arange(length) for length in np.diff(placed.offsets)])
+    found = [np.empty((4, 0), dtype=np.int64)]
+    for i, sequence in zip(placed.order, placed.sequences, strict=False):
+        row, owner, columns = paths[i]
+        own = sequence[: row.num_tokens]
+        tokens[own], position_ids[sequence] = row.token_ids, np.arange(len(sequence))
+        counting.append(np.stack([np.full(len(own) - row.num_uncounted, owner), own[row.num_uncounted :]]))
+        kept = np.flatnonzero(row.loss_mask)
+        places = row.num_prompt_tokens + kept
+        found.append(np.stack([own[places - 1], row.label_ids[kept], np.full(len(kept), owner), columns[kept]]))
+    return tokens, position_ids, np.concatenate(found, axis=1), np.concatenate(counting, axis=1)
 
 
 def num_passed_on(rows: Sequence[Row], alignment: PackAlignment, shares_prefixes: bool) -> int:

@@ -45,11 +45,10 @@ def run_schedule(
 ) -> None:
     """Run micro-batches through a rank's model chunks in Megatron's schedule; last-stage outputs go to `on_output`.
 
-    teacher: computes each micro-batch too. beside: a model that packs have to suit as well; None: the teacher's.
+    teacher: computes each micro-batch too. beside: a further model that packs have to suit.
     """
-    model = _unwrap(chunks[0])
-    other = teacher.model if teacher is not None else beside
-    models = [model] if other is None else [model, other]
+    models = [_unwrap(chunks[0]), *([teacher.model] if teacher else []), *([beside] if beside else [])]
+    model = models[0]
     shares, layout, device = all(each.shares_prefixes for each in models), model.layout, platform().device()
     alignment = _alignment(models)
     started = itertools.count(1)
@@ -67,8 +66,7 @@ def run_schedule(
             replay_routing=model.replays_routing,
         )
         gradients = None if loss_gradients is None else loss_gradients(pack, indices)
-        taught = None if teacher is None else teacher.logits(pack, indices)
-        answer = chunk(pack, request, gradients, taught)
+        answer = chunk(pack, request, gradients, None if teacher is None else teacher.logits(pack, indices))
         # With experts, Megatron reads the `device` of the output, so it must be a tensor.
         passed = answer if isinstance(answer, torch.Tensor) else torch.empty(0, device=device)
         return passed, lambda _, **__: on_output(_unwrap(chunk), pack, indices, answer)
@@ -79,11 +77,11 @@ def run_schedule(
         shapes = [(num_passed_on(pack, alignment, shares), 1, model.config.hidden_size) for pack in packs]
         known = KnownShapes(layout.pp_group, model.config, shapes, num_chunks=len(chunks))
         between_stages = {"p2p_communicator": known, "pg_collection": layout.schedule_groups}
-    several = len(chunks) > 1
+    iterators = [iter(micro_batches) for _ in chunks]
     get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[iter(micro_batches) for _ in chunks] if several else iter(micro_batches),
-        model=list(chunks) if several else chunks[0],
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=len(micro_batches),
         # Only the divisibility by tensor and context parallelism matters: stages know the real shapes.
         seq_length=alignment.total_multiple * alignment.cp,

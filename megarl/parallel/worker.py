@@ -48,7 +48,7 @@ class RankWorker:
         for name, value in platform().rank_environment.items():
             os.environ.setdefault(name, value)
         prepare_megatron()
-        import megarl.parallel.passes  # noqa: F401
+        import megarl.parallel.updates  # noqa: F401
 
     def offer_rendezvous(self) -> str:
         """Return the address of a new store, in which the ranks of this one's layout can find each other."""

@@ -209,11 +209,7 @@ def open_train_inputs(config: Config) -> TrainInputs:
     val = _open_prompts(config, config.data.val, tokenizer, vocabulary) if config.data.val else None
     environments = train.environments | (val.environments if val else frozenset())
     check_replies(config.environment, environments, tokenizer)
-    asking = [name for name, judge in config.rewards.judges.items() if judge.use_policy]
-    for name in asking:
-        require_system_turn(tokenizer, config.rewards.judges[name].system, f"rewards.judges.{name}.system")
-    vocabulary.require_all("model.path", [f"environment {name}" for name in sorted(environments)])
-    vocabulary.require_all("model.path", [f"questions of rewards.judges.{name}" for name in asking])
+    _check_askers(config, tokenizer, vocabulary, environments)
     if (epochs := config.trainer.total_epochs) is not None:
         steps = epochs * (len(train) // config.trainer.prompts_per_step)
         config = replace(config, trainer=replace(config.trainer, total_steps=steps, total_epochs=None))
@@ -257,6 +253,17 @@ def open_train_inputs(config: Config) -> TrainInputs:
         teachers=teachers,
         common_tokens=common_tokens(spec, roles, teachers),
     )
+
+
+def _check_askers(
+    config: Config, tokenizer: "PreTrainedTokenizerBase", vocabulary: Vocabulary, environments: frozenset[str]
+) -> None:
+    """Raise ConfigError unless the policy can read what environments and judges that ask it write."""
+    asking = [name for name, judge in config.rewards.judges.items() if judge.use_policy]
+    for name in asking:
+        require_system_turn(tokenizer, config.rewards.judges[name].system, f"rewards.judges.{name}.system")
+    vocabulary.require_all("model.path", [f"environment {name}" for name in sorted(environments)])
+    vocabulary.require_all("model.path", [f"questions of rewards.judges.{name}" for name in asking])
 
 
 def _require_fitting(config: Config, train: PromptDataset) -> None:

@@ -51,18 +51,10 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
     names = inputs.train.environments | (frozenset() if inputs.val is None else inputs.val.environments)
     live = VllmSource(supervisor, cluster.open_hosts(names, config), config.environment)
     scheduler, source = _open_source(config, supervisor, live)
-    temperature = config.rollout.temperature
-    top_k = config.algo.distill.asked_top_k
-    passes = {
-        role.role: RolePasses(
-            workers,
-            role,
-            temperature=temperature,
-            dims=read_model_spec(role.model.path).dims,
-            top_k=top_k if role.role.kind is Role.TEACHER else None,
-        )
-        for role in inputs.roles
-    }
+    temperature, top_k, passes = config.rollout.temperature, config.algo.distill.asked_top_k, {}
+    for role in inputs.roles:
+        dims, asked = read_model_spec(role.model.path).dims, top_k if role.role.kind is Role.TEACHER else None
+        passes[role.role] = RolePasses(workers, role, temperature=temperature, dims=dims, top_k=asked)
     completions = partial(_completions, inputs, cluster, VllmSource(supervisor), memory)
     rewards, validation_rewards = _reward_managers(inputs, passes, memory, completions)
     rollouts = Rollouts(

@@ -110,16 +110,7 @@ class PolicyHead:
         if request.states_only:
             return TokenStates(hidden=own)
         if request.top_k is not None:
-            gathered = RowOwners(group=self.shard.group, counts=counts).gather(own)
-            plain, top = vocab_parallel_top_logprobs(
-                gathered,
-                self.weight,
-                pack.labels,
-                shard=self.shard,
-                top_k=request.top_k,
-                options=self._options(request),
-            )
-            return TopTokens(logprobs=plain.logprobs, entropy=plain.entropy, top_ids=top.ids, top_logprobs=top.logprobs)
+            return self._likeliest(own, counts, pack, request, request.top_k)
         if request.paired:
             return self._pairs(own, counts, pack, request)
         regime = Regime.RECOMPUTE
@@ -155,6 +146,16 @@ class PolicyHead:
             divergence=Divergence(request.teaching.divergence),
             beta=request.teaching.beta,
         )
+
+    def _likeliest(
+        self, own: torch.Tensor, counts: tuple[int, ...] | None, pack: Pack, request: HeadRequest, top_k: int
+    ) -> TopTokens:
+        """Find the likeliest tokens in place of each label."""
+        hidden, options = RowOwners(group=self.shard.group, counts=counts).gather(own), self._options(request)
+        plain, top = vocab_parallel_top_logprobs(
+            hidden, self.weight, pack.labels, shard=self.shard, top_k=top_k, options=options
+        )
+        return TopTokens(logprobs=plain.logprobs, entropy=plain.entropy, top_ids=top.ids, top_logprobs=top.logprobs)
 
     @staticmethod
     def _likely(pack: Pack, teaching: Teaching) -> TopLogits:

@@ -62,7 +62,7 @@ def test_only_ranks_have_one_queue_to_their_device(monkeypatch: pytest.MonkeyPat
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in {**platform_module.apply_environment(), **os.environ}
     monkeypatch.setattr("megarl.parallel.backend.prepare_megatron", lambda: None)
-    monkeypatch.setitem(sys.modules, "megarl.parallel.passes", ModuleType("passes"))
+    monkeypatch.setitem(sys.modules, "megarl.parallel.updates", ModuleType("updates"))
     RankWorker(0).prepare()
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
