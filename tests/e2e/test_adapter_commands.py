@@ -91,15 +91,28 @@ def test_from_demonstrations_to_a_policy(tmp_path: Path, sums: TaskFiles) -> Non
     check_export(base, rl)
     assert metrics_of(rl, "actor/grad_norm")[1] > 0
 
-    answers = []
+    merged = greedy_answers(tmp_path / "merged", sums, str(rl.export))
+    assert greedy_answers(tmp_path / "apart", sums, str(base), "--adapter", str(rl.export_adapter)) == merged
+
+
+def greedy_answers(out: Path, sums: TaskFiles, *model: str) -> list[str]:
     options = ["--data", str(sums.val), "--num-samples", "1", "--max-response-tokens", "24"]
-    evaluated = ["data.max_prompt_tokens=128", "rollout.engine.max_num_seqs=16"]
-    for i, model in enumerate(([str(base), "--adapter", str(rl.export_adapter)], [str(rl.export)])):
-        out = tmp_path / f"eval{i}"
-        run_to_end(out, "eval", *model, *evaluated, *options, "--out", str(out))
-        assert not (out / "merged").exists()
-        answers.append([row["response"] for row in pq.read_table(out / "samples.parquet").to_pylist() if row["greedy"]])
-    assert answers[0] == answers[1]
+    settings = ["data.max_prompt_tokens=128", "rollout.engine.max_num_seqs=16"]
+    run_to_end(out, "eval", *model, *settings, *options, "--out", str(out))
+    assert not (out / "merged").exists()
+    return [row["response"] for row in pq.read_table(out / "samples.parquet").to_pylist() if row["greedy"]]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_run_and_its_checkpoint_are_evaluated_alike(tmp_path: Path, sums: TaskFiles) -> None:
+    """The run has only adapters, which are merged into files; those of the checkpoint go to the engines from ranks."""
+    base = make_checkpoint(tmp_path / "base", tied=True)
+    settings = [f"sft.train=[{sums.sft}]", "sft.batch_size=8", "sft.total_steps=2", "checkpoint.every_steps=2"]
+    run = command(tmp_path, "sft", "sums-sft", base, *settings, "actor.layout={dp: 1}")
+    of_run = greedy_answers(tmp_path / "run", sums, str(run.root))
+    assert greedy_answers(tmp_path / "checkpoint", sums, str(run.checkpoints / "step_000002")) == of_run
+    assert greedy_answers(tmp_path / "untrained", sums, str(base)) != of_run
 
 
 def check_export(base: Path, run: RunPaths) -> None:
