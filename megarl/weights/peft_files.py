@@ -37,6 +37,8 @@ _VARIANTS: Mapping[str, str] = {
 # Ways to begin that leave the base's weights as they are; others take the adapter's first product out of them.
 _BEGINNINGS = (None, True, False, "", "gaussian", "eva", "orthogonal")
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<letter>[AB])(?(kind)(\.default)?|\.weight)")
+# What data parallelism, compilation and FSDP put before the names of the modules that they wrap.
+_WRAPPERS = re.compile(r"^module\.|\b(_orig_mod|_fsdp_wrapped_module)\.")
 _NAMED = 3
 
 
@@ -96,8 +98,10 @@ def _checked(path: Path, options: Mapping[str, Any], base: ModelSpec) -> PeftAda
 
 
 def _plain(name: str) -> str:
-    """Return a tensor's name without the adapter's, which raw state dicts have, and without PEFT's prefix."""
-    return name.removeprefix(PREFIX).replace(".default.weight", ".weight")
+    """Return a tensor's name without what raw state dicts have in it, names of wrappers and of the adapter, and without
+    PEFT's prefix.
+    """
+    return _WRAPPERS.sub("", name).removeprefix(PREFIX).replace(".default.weight", ".weight")
 
 
 def _read_options(path: Path) -> dict[str, Any]:

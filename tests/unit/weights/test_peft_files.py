@@ -99,10 +99,15 @@ def test_embeddings_are_added_to_transposed(base: ModelSpec, write: Write) -> No
 def test_names_of_raw_state_dicts(base: ModelSpec, write: Write) -> None:
     path = write()
     tensors = load_file(path / "adapter_model.safetensors")
-    raw = {name.removeprefix(PREFIX).replace(".weight", ".default.weight"): t for name, t in tensors.items()}
-    save_file(raw, path / "adapter_model.safetensors")
-    read = read_adapters(base, at(path))
-    assert all(torch.equal(read[name.removeprefix(PREFIX)], tensor) for name, tensor in tensors.items())
+    wrapped = f"module._orig_mod.{PREFIX}model._fsdp_wrapped_module."
+    for prefix, end in (("", ".weight"), ("", ".default.weight"), (wrapped, ".weight")):
+        raw = {
+            name.replace(PREFIX + "model.", prefix or "model.").replace(".weight", end): t
+            for name, t in tensors.items()
+        }
+        save_file(raw, path / "adapter_model.safetensors")
+        read = read_adapters(base, at(path))
+        assert all(torch.equal(read[name.removeprefix(PREFIX)], tensor) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize(
