@@ -37,7 +37,7 @@ MIB = 1 << 20
 TOLERANCES: Mapping[str, float] = MappingProxyType({"float32": 1e-5, "bfloat16": 3e-2})
 BETA = 0.5
 # The teacher's logits, and beside them blocks that kernels work on and values per token.
-MAX_CHUNKS = 1.25
+MAX_CHUNKS = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
