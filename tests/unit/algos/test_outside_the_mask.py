@@ -70,12 +70,14 @@ def configs() -> Iterator[tuple[str, AlgoConfig]]:
     for name in CORRECTIONS:
         yield f"correction={name}", AlgoConfig(correction=CorrectionConfig(name=name))
     for name in ADVANTAGE_ESTIMATORS:
-        if name not in ("critic_value", "maxrl"):
+        # Without rewards, a teacher trains.
+        if name not in ("critic_value", "maxrl", "none"):
             options: dict[str, Any] = {"gdpo": {"components": {"score": 1.0}}, "passk": {"k": 2}}.get(name, {})
             cfg = AdvantageConfig(estimator=name, **options)
-            # Without an estimator a teacher alone trains.
-            distill = DistillConfig(teacher="model" if name == "none" else "none")
-            yield f"estimator={name}", AlgoConfig(advantage=cfg, distill=distill)
+            yield f"estimator={name}", AlgoConfig(advantage=cfg)
+    for mode in ("sampled", "exact"):
+        taught = DistillConfig(teacher="model", mode=mode)  # type: ignore[arg-type]
+        yield f"distill={mode}", AlgoConfig(advantage=AdvantageConfig(estimator="none"), distill=taught)
     for name in CPO_METHODS:
         cfg = CpoConfig(method=name)
         yield f"cpo={name}", AlgoConfig(cpo=cfg)
