@@ -75,9 +75,8 @@ def configs() -> Iterator[tuple[str, AlgoConfig]]:
             options: dict[str, Any] = {"gdpo": {"components": {"score": 1.0}}, "passk": {"k": 2}}.get(name, {})
             cfg = AdvantageConfig(estimator=name, **options)
             yield f"estimator={name}", AlgoConfig(advantage=cfg)
-    for mode in ("sampled", "exact"):
-        taught = DistillConfig(teacher="model", mode=mode)  # type: ignore[arg-type]
-        yield f"distill={mode}", AlgoConfig(advantage=AdvantageConfig(estimator="none"), distill=taught)
+    taught = DistillConfig(teacher="model")
+    yield "distill=sampled", AlgoConfig(advantage=AdvantageConfig(estimator="none"), distill=taught)
     for name in CPO_METHODS:
         cfg = CpoConfig(method=name)
         yield f"cpo={name}", AlgoConfig(cpo=cfg)
