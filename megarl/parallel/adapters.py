@@ -101,7 +101,9 @@ class _AddLowRank(torch.autograd.Function):
         ctx.packing = packing
         for target, x, part in _by_part(out.detach(), low, b, packing):
             target.baddbmm_(x.expand(len(target), -1, -1), part.transpose(1, 2))
-        return out
+        # Were it `out` itself, it would be a view, which later layers may not write over. Writing through `detach` has
+        # told autograd that `out` changed.
+        return out.data
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:

@@ -108,7 +108,7 @@ def dense_logits(
 ) -> dict[int, FloatArray]:
     """Logits of every token of the rows, through the pipeline, gathered over the vocabulary."""
     from megarl.parallel.packing import PackAlignment, _arrange
-    from megarl.parallel.passes import _run_schedule
+    from megarl.parallel.passes import run_schedule
 
     collected: dict[int, FloatArray] = {}
 
@@ -121,7 +121,7 @@ def dense_logits(
 
     loaded = worker.roles[Role.ACTOR]
     chunks = [_LogitsModel(chunk) for chunk in loaded.chunks]
-    _run_schedule(chunks, rows, micro_batches, loaded.head_request(temperature=1.0), collect, forward_only=True)
+    run_schedule(chunks, rows, micro_batches, loaded.head_request(temperature=1.0), collect, forward_only=True)
     return collected
 
 
@@ -132,7 +132,7 @@ class _LogitsModel(torch.nn.Module):
         super().__init__()
         self.module = policy
 
-    def forward(self, pack: Any, request: Any, loss_gradients: None = None) -> torch.Tensor:
+    def forward(self, pack: Any, request: Any, loss_gradients: None = None, teacher: None = None) -> torch.Tensor:
         policy = self.module
         hidden: torch.Tensor = policy.hidden_states(pack)
         if not policy.post_process:

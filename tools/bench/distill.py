@@ -279,7 +279,8 @@ def counted() -> Iterator[dict[str, int]]:
     class Products(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_"):
-                left, right = args[-2:]
+                # A further argument of some is the result's type.
+                left, right = [each for each in args if isinstance(each, torch.Tensor)][-2:]
                 counts["products"] += left.numel() * right.shape[1]
             return func(*args, **(kwargs or {}))
 
