@@ -27,7 +27,7 @@ class EnvironmentConfig:
     entries: Mapping[str, EnvironmentEntry] = section(dict, needs_trust=True)  # Environments by names of your own.
     # Role of what a tool returns. tool: as the chat template renders this role; user: for templates without it.
     tool_role: Literal["tool", "user"] = "tool"
-    # What the policy reads of its earlier turns. written: what it wrote; rendered: what the chat template makes of the
+    # How the policy reads its earlier turns. written: as it wrote them; rendered: as the chat template writes the
     # conversation, which may leave out thoughts. Where that differs, the next turn is on a branch of its own.
     history: Literal["written", "rendered"] = "written"
     # Maximum tokens of a conversation with all its branches, those that it was given too; a path from the prompt has at

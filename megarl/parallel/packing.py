@@ -136,8 +136,7 @@ def pack_rows(
     their rows recorded, if any.
     """
     paths = paths_of(rows)
-    alone = [path.row for path in paths]
-    placed = _arrange(alone, alignment, shares_prefixes)
+    placed = _arrange(alone := [path.row for path in paths], alignment, shares_prefixes)
     offsets, lengths = placed.offsets, np.diff(placed.offsets).tolist()
     tokens, position_ids, (predictors, labels, row_index, column_index), counting = _fill(paths, placed)
     local = zigzag_indices(lengths, alignment.cp, alignment.cp_rank) if alignment.cp > 1 else np.arange(len(tokens))

@@ -67,7 +67,7 @@ class WeightReceiver:
             ),
         )
 
-    def load_adapters(self, transfer: int, with_checksums: bool, peft: Mapping[str, Any]) -> tuple[dict[str, int], str]:
+    def load_adapters(self, transfer: int, with_checksums: bool, peft: Mapping[str, object]) -> tuple[dict[str, int], str]:
         """Receive the slices of adapters that this worker needs, and put them in the place of those before.
 
         peft: their adapter_config.json. The result is that of `_load`.
@@ -163,7 +163,7 @@ class WeightReceiver:
 def replace_adapters(
     worker_manager: LRUCacheWorkerLoRAManager,
     tensors: dict[str, torch.Tensor],
-    peft: Mapping[str, Any],
+    peft: Mapping[str, object],
     device: torch.device,
 ) -> str:
     """Replace a worker's adapters by tensors under PEFT's names, which vLLM scales in place. Return what is wrong.

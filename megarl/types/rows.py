@@ -176,6 +176,10 @@ def paths_of(rows: Sequence[Row]) -> list[RowPath]:
     """Return the paths of rows: each label is in one of them, after the tokens that stood before it.
 
     A row without forks is its own path. Branches without labels have a path only as the beginning of others.
+
+    >>> row = row_read_at_end("a", 0, np.array([5, 6]))
+    >>> [path.row.token_ids.tolist() for path in paths_of([row])]
+    [[5, 6, 6]]
     """
     return [path for owner, row in enumerate(rows) for path in _paths_of(row, owner)]
 

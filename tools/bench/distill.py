@@ -196,7 +196,7 @@ DEFAULTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillResult:
-    """What was measured of a contender. ratio: to the plain head's time, the median of rounds. error: of gradients.
+    """The measurements of a contender. ratio: to the plain head's time, the median of rounds. error: of gradients.
 
     chunks: the memory beyond the plain head's, in chunks of one model's logits.
     """
