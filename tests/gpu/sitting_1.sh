@@ -5,7 +5,7 @@
 # On an H200 its tests have passed, ipc in an older form (docs/cuda.md). Expected:
 #   kernels     16 passed: Triton chosen, statistics and gradients against float64; those with a teacher were not run
 #   head        a table of times, memory and errors; nothing is expected of it but that every regime runs
-#   distill     a table of times with a teacher and without, at most 1.8 times as long; not run so far
+#   distill     a table of times with a teacher and without, at most 1.8 times as long
 #   copies      a table of GB/s, every copy equal to its source
 #   ipc         3 passed: bit for bit, also beside expandable segments, and over page-locked shared memory
 #   layouts     3 passed on one device (6 skipped): float32, against plain torch on the host
