@@ -67,7 +67,9 @@ class WeightReceiver:
             ),
         )
 
-    def load_adapters(self, transfer: int, with_checksums: bool, peft: Mapping[str, object]) -> tuple[dict[str, int], str]:
+    def load_adapters(
+        self, transfer: int, with_checksums: bool, peft: Mapping[str, object]
+    ) -> tuple[dict[str, int], str]:
         """Receive the slices of adapters that this worker needs, and put them in the place of those before.
 
         peft: their adapter_config.json. The result is that of `_load`.

@@ -145,7 +145,7 @@ class RolePasses:
             common = [[0, *(count_shared(each[a], each[b]) for a, b in itertools.pairwise(order))] for each in halves]
             shared = [sum(counts) for counts in zip(*common, strict=True)]
             savings = [sum(self._cost(n, 0) for n in counts if n) for counts in zip(*common, strict=True)]
-        lengths = [sum(_num_passed(each[i], shares) for each in halves) for i in order]
+        lengths = [sum(_num_passed(each[i], shares=shares) for each in halves) for i in order]
         costs = [sum(self._cost(each[i].num_tokens, each[i].num_loss_tokens) for each in halves) for i in order]
         planned = plan_micro_batches(
             lengths,
@@ -158,6 +158,10 @@ class RolePasses:
             savings=savings,
         )
         metrics = imbalance_metrics(planned, lengths, costs, shared, savings)
+        # The branches of a row share what lies before them.
+        apart = sum(_num_passed(row, shares=False) for each in halves for row in each)
+        computed = (1 - metrics["perf/shared_tokens_frac"]) * sum(lengths)
+        metrics["perf/shared_tokens_frac"] = 1 - computed / apart
         plan = MicroBatchPlan([[[order[i] for i in members] for members in bins] for bins in planned])
         return plan.paired(half) if paired else plan, metrics
 
@@ -167,7 +171,7 @@ class RolePasses:
         return forward_flops(self._dims, num_tokens=num_tokens, num_head_tokens=num_head_tokens)
 
 
-def _num_passed(row: Row, shares: bool) -> int:
+def _num_passed(row: Row, *, shares: bool) -> int:
     """Count the tokens of a row that pass through the layers: of one that forks, each path's if it cannot share."""
     return row.num_tokens if shares or not row.forks else sum(path.row.num_tokens for path in paths_of([row]))
 

@@ -12,6 +12,7 @@ from megarl.cluster.workers import RoleWorkers
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
 from megarl.types import AlgoState, FloatArray, Row
+from megarl.types.forks import Fork
 from megarl.types.messages import ForwardRequest, MicroBatchPlan, Role, RoleSpec, UpdateRequest, UpdateResult
 from megarl.weights.dims import Dims, Experts
 
@@ -135,6 +136,21 @@ def test_a_conversation_that_forks_is_cut_by_its_unique_tokens() -> None:
     result = RoleUpdater(workers, alone, SftAlgorithm(), total_steps=1, dims=dims).update(rows, AlgoState(), step=1)
     assert [len(members) for members in workers.updated[1][1].ranks[0]] in ([1, 2], [2, 1])
     assert result.metrics["perf/shared_tokens_frac"] == 0
+
+
+def test_branches_of_a_row_share_what_lies_before_them() -> None:
+    """Tokens 0 to 23, and a branch of 8 after token 15: paths of 24 and 24 tokens, of which 32 are computed."""
+    dims = Dims(num_layers=1, hidden=64, ffn=128, num_heads=4, num_kv_heads=4, head_dim=16, vocab=32, tied=False)
+    row = make_row("a", 1, 32)
+    forked = replace(row, loss_mask=np.ones(row.num_response_tokens, dtype=np.bool_), forks=(Fork(24, 15),))
+    workers, settings = FakeWorkers(), role_of(micro_batch_tokens=64)
+    updater = RoleUpdater(workers, settings, SftAlgorithm(), total_steps=1, dims=dims)
+    assert updater.update([forked], AlgoState(), step=1).metrics["perf/shared_tokens_frac"] == pytest.approx(
+        1 - 32 / 48
+    )
+    alone = replace(settings, settings=replace(settings.settings, share_prefixes=False))
+    updater = RoleUpdater(workers, alone, SftAlgorithm(), total_steps=1, dims=dims)
+    assert updater.update([forked], AlgoState(), step=1).metrics["perf/shared_tokens_frac"] == 0
 
 
 def test_experts_count_a_token_in_the_first_row_that_has_it() -> None:
