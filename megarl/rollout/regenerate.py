@@ -15,7 +15,7 @@ from megarl.rollout.replay import ReplaySource, read_record, record_path
 from megarl.rollout.source import Doing, Group, SamplingPlan, generating
 from megarl.rollout.vllm_source import Engines
 from megarl.types import Sample, Segment, SegmentSource
-from megarl.types.forks import path_to
+from megarl.types.forks import path_before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ def spans_of(path: Path, sample: Sample) -> Iterator[_Span]:
         if segment.source is SegmentSource.POLICY:
             updates = (np.flatnonzero(np.diff(segment.weight_versions)) + 1).tolist()
             bounds = [0, *updates, len(segment.token_ids)]
-            before = token_ids[path_to(end + 1, sample.forks)[:-1]].tolist()
+            before = token_ids[path_before(end, sample.forks)].tolist()
             for start, end in itertools.pairwise(bounds):
                 yield _Span(
                     path=path,

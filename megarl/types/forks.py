@@ -44,6 +44,16 @@ def path_to(end: int, forks: Sequence[Fork]) -> Indices:
     return np.concatenate([np.arange(end), *reversed(parts)])
 
 
+def path_before(index: int, forks: Sequence[Fork]) -> Indices:
+    """Return the indices of the tokens that stand before the token `index`, whether it is there yet or not.
+
+    >>> path_before(4, [Fork(4, 1)]).tolist()
+    [0, 1]
+    """
+    after = next((fork.after for fork in forks if fork.start == index), index - 1)
+    return path_to(after + 1, forks)
+
+
 def longest_known(
     token_ids: npt.NDArray[np.integer], forks: Sequence[Fork], wanted: npt.NDArray[np.integer]
 ) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from megarl.types.arrays import (
     require_experts_of_tokens,
     require_labels_in_nucleus,
 )
-from megarl.types.forks import Fork, path_to
+from megarl.types.forks import Fork, path_before
 
 
 class FinishReason(StrEnum):
@@ -219,15 +219,9 @@ class Sample:
 
     @property
     def context_ids(self) -> IdArray:
-        """Return all tokens that a policy reads that goes on: those on the path to the last one.
-
-        If the last branch has no token yet, these are those on the path to where it begins.
-        """
+        """Return all tokens that a policy reads that goes on from the last one, or where the last branch begins."""
         ids = self.token_ids
-        if not self.forks:
-            return ids
-        last = self.forks[-1]
-        return ids[path_to(last.after + 1 if last.start == len(ids) else len(ids), self.forks)]
+        return ids[path_before(len(ids), self.forks)] if self.forks else ids
 
     @property
     def prompt_token_ids(self) -> IdArray:

@@ -16,7 +16,7 @@ from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.rollout.engine_spec import engine_spec
 from megarl.rollout.source import SamplingPlan
 from megarl.types import FinishReason, Message, Prompt, Sample, SegmentSource, row_from_sample
-from megarl.types.forks import path_to
+from megarl.types.forks import path_before
 from megarl.types.rows import paths_of
 from tests.e2e.agent_run import Outcome, converse
 from tests.e2e.support import small_config
@@ -73,7 +73,7 @@ def turns_of(sample: Sample, outcome: Outcome) -> list[list[int]]:
     start, turns = len(sample.prompt_token_ids), []
     for segment in sample.segments[1:]:
         if segment.source is SegmentSource.POLICY:
-            before = sample.token_ids[path_to(start + 1, sample.forks)[:-1]]
+            before = sample.token_ids[path_before(start, sample.forks)]
             asked, completion = returned.pop(0)
             assert asked == tuple(before.tolist())
             assert segment.token_ids.tolist() == completion.token_ids.tolist()

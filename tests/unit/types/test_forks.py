@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megarl.types import Row
-from megarl.types.forks import Fork, branches, longest_known, path_to, require_forks
+from megarl.types.forks import Fork, branches, longest_known, path_before, path_to, require_forks
 from megarl.types.rows import paths_of
 
 # 0 1 2 3, after 1: 4 5 6, after 5: 7 8, a root: 9 10, after 10: nothing more.
@@ -17,6 +17,10 @@ def test_paths_go_from_the_root_to_a_token() -> None:
     paths = [path_to(end, FORKS).tolist() for end in (4, 7, 9, 11, 8, 1)]
     assert paths == [[0, 1, 2, 3], [0, 1, 4, 5, 6], [0, 1, 4, 5, 7, 8], [9, 10], [0, 1, 4, 5, 7], [0]]
     assert path_to(3, ()).tolist() == [0, 1, 2]
+    # Of tokens that are there, and of one that would come next.
+    assert [path_before(index, FORKS).tolist() for index in (0, 3, 7, 9)] == [[], [0, 1, 2], [0, 1, 4, 5], []]
+    assert path_before(11, FORKS).tolist() == [9, 10]
+    assert path_before(11, (*FORKS, Fork(11, 4))).tolist() == [0, 1, 4]
 
 
 @pytest.mark.parametrize(
