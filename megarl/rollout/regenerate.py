@@ -68,12 +68,12 @@ class _Span:
 
 def spans_of(path: Path, sample: Sample) -> Iterator[_Span]:
     """Yield the spans of a recorded sample: one for each request, and one more after each update during a request."""
-    token_ids, end, num_before = sample.token_ids, len(sample.prompt_token_ids), 0
+    token_ids, num_read, num_before = sample.token_ids, len(sample.prompt_token_ids), 0
     for segment in sample.segments[1:]:
         if segment.source is SegmentSource.POLICY:
             updates = (np.flatnonzero(np.diff(segment.weight_versions)) + 1).tolist()
             bounds = [0, *updates, len(segment.token_ids)]
-            before = token_ids[path_before(end, sample.forks)].tolist()
+            before = token_ids[path_before(num_read, sample.forks)].tolist()
             for start, end in itertools.pairwise(bounds):
                 yield _Span(
                     path=path,
@@ -85,7 +85,7 @@ def spans_of(path: Path, sample: Sample) -> Iterator[_Span]:
                     num_before=num_before + start,
                 )
             num_before += len(segment.token_ids)
-        end += len(segment.token_ids)
+        num_read += len(segment.token_ids)
 
 
 @dataclass(slots=True, kw_only=True)

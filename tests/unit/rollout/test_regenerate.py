@@ -10,7 +10,16 @@ from megarl.errors import DataError
 from megarl.rollout.engine import Completion
 from megarl.rollout.regenerate import spans_of
 from megarl.rollout.source import SamplingPlan
-from megarl.types import FinishReason, Sample, Segment, SegmentSource, prompt_segment, version_spans
+from megarl.types import (
+    FinishReason,
+    Sample,
+    Segment,
+    SegmentSource,
+    environment_segment,
+    prompt_segment,
+    version_spans,
+)
+from megarl.types.forks import Fork
 from tests.helpers.segments import demonstration_segment
 
 PLAN = SamplingPlan(step=3, num_samples=2, sampling=Sampling(temperature=0.7), max_response_tokens=9, run_seed=0)
@@ -48,6 +57,32 @@ def test_a_span_is_a_request_of_its_own() -> None:
     request = spans[1].request(PLAN)
     assert (request.token_ids, request.num_before, request.max_tokens) == ((1, 2, 9, 5, 6), 2, 1)
     assert (request.seed, request.sampling.temperature) == (77, 0.7)
+
+
+def test_spans_of_a_conversation_that_forks_are_sampled_on_their_own_paths() -> None:
+    """A turn of five tokens by two versions, a branch within the prompt, and one that repeats it."""
+    segments = (
+        prompt_segment([1, 2, 3]),
+        written([5, 6, 7, 8, 9], [2, 2, 2, 3, 3]),
+        environment_segment([10]),
+        written([11, 12], [3, 3]),
+        environment_segment([]),
+        written([13], [3]),
+    )
+    forked = Sample(
+        uid="q",
+        sample_index=1,
+        seed=77,
+        segments=segments,
+        finish_reason=FinishReason.STOP,
+        forks=(Fork(8, 1), Fork(11, 2)),
+    )
+    assert [(span.start, span.end, span.before, span.num_before) for span in spans_of(Path("r"), forked)] == [
+        (0, 3, (1, 2, 3), 0),
+        (3, 5, (1, 2, 3, 5, 6, 7), 3),
+        (0, 2, (1, 2, 10), 5),
+        (0, 1, (1, 2, 3), 7),
+    ]
 
 
 @pytest.mark.parametrize(
