@@ -22,7 +22,7 @@ FIRST = "first-run"
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', flags=re.MULTILINE | re.DOTALL)
 MAX_LINES = 80
 # What these do before they train, unit tests do too.
-LONG = ("asynchronous", "own-algorithm", "own-data", "tools")
+LONG = ("asynchronous", "own-algorithm", "own-data", "own-loop", "tools")
 TIMEOUT_S = 1500.0
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -31,7 +31,8 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def training(commands: str) -> list[str]:
     """The commands of a block that start ranks or engines."""
     lines = commands.replace("\\\n", " ").splitlines()
-    return [line for line in lines if re.match(r"megarl (quickstart|train|eval) (?!.*--(dry-run|explain))", line)]
+    starts = r"megarl (quickstart|train|eval) (?!.*--(dry-run|explain))|python own_loop"
+    return [line for line in lines if re.match(starts, line)]
 
 
 @pytest.fixture(scope="module")
