@@ -86,7 +86,7 @@ def start_request(prompt: Prompt, sample: Sample) -> StartRequest:
 def turn_request(sample: Sample) -> TurnRequest:
     """Return the request that passes the policy's last turn to the environment."""
     turn, episode = tuple(sample.last_turn_ids.tolist()), episode_of(sample)
-    num_before = len(sample.context_ids) - len(turn)
+    num_before = sample.num_context_tokens - len(turn)
     return TurnRequest(token_ids=turn, turn=episode.num_turns - 1, is_cut=episode.is_cut, num_before=num_before)
 
 
@@ -170,7 +170,7 @@ def finished(sample: Sample, reason: FinishReason) -> Sample:
 
 def num_left(sample: Sample, plan: SamplingPlan, most: int | None = None) -> int:
     """Return how many more tokens the response may have. most: those of all branches; None: as many as of a path."""
-    on_path = len(sample.context_ids) - len(sample.prompt_token_ids)
+    on_path = sample.num_context_tokens - len(sample.prompt_token_ids)
     in_all = (most or plan.max_response_tokens) - sample.num_response_tokens
     return min(in_all, plan.max_response_tokens - on_path)
 

@@ -224,6 +224,12 @@ class Sample:
         return ids[path_before(len(ids), self.forks)] if self.forks else ids
 
     @property
+    def num_context_tokens(self) -> int:
+        """Count the tokens of `context_ids`, without copies of all tokens."""
+        num_tokens = sum(len(s.token_ids) for s in self.segments)
+        return len(path_before(num_tokens, self.forks)) if self.forks else num_tokens
+
+    @property
     def prompt_token_ids(self) -> IdArray:
         return self.segments[0].token_ids
 
