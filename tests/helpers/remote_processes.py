@@ -50,6 +50,7 @@ class Worker:
     def __init__(self, index: int) -> None:
         self.index, self.num_asked, self.workers = index, 0, list[int]()
         self.added: queue.Queue[Mapping[int, GenerationRequest]] = queue.Queue()
+        self.may_die = threading.Event()
         write_stacks_on_signal()
 
     def locate(self) -> Location:
@@ -114,13 +115,17 @@ class Worker:
     def add(self, requests: Mapping[int, GenerationRequest]) -> None:
         self.added.put(requests)
 
+    def allow_death(self) -> None:
+        self.may_die.set()
+
     @ray.method(concurrency_group="generation")
     def serve(self) -> Iterator[EngineReply]:
-        """The last request first. A request for no tokens kills the engine, one for -1 fails."""
+        """The last request first. A request for no tokens kills the engine as soon as it may die, one for -1 fails."""
         while True:
             for key, request in reversed(self.added.get().items()):
                 time.sleep(0.1 * (2 - self.index % 3))
                 if request.max_tokens == 0:
+                    self.may_die.wait()
                     os._exit(1)
                 if request.max_tokens < 0:
                     raise NonFiniteError("weights are spoiled")

@@ -195,6 +195,7 @@ def test_failures_while_results_stream_in(processes: list[Process[Worker]]) -> N
         collected(group, [request(0, max_tokens=-1), request(1), request(2)])
     # A process of its own: it dies.
     group = EngineGroup([processes[0], start(1)], timeout_s=30.0)
+    group.processes[1].ask(Worker.allow_death)
     with pytest.raises(WorkerError, match="generating: trainer rank 1 died"):
         collected(group, [request(0), request(1, max_tokens=0), request(2), request(3)])
     group = EngineGroup([processes[0]], timeout_s=30.0)
@@ -216,6 +217,8 @@ def test_what_others_generate_is_taken_when_an_engine_dies(ray_session: None) ->
     group = EngineGroup(engines, timeout_s=30.0)
     group.repeats_hands = True
     found = ask(group, requests)
+    attend_until(group, lambda: 5 in found)
+    engines[1].ask(Worker.allow_death)
     attend_until(group, lambda: group.orphans() == [1] and group.are_idle([0]))
     assert engines[1].roster.lost == {"engine 1": engines[1]}
     assert group.living() == [0]
@@ -237,6 +240,7 @@ def test_a_repeated_batch_tells_of_what_had_finished_no_more(ray_session: None) 
     requests = [request(0), request(1), request(2), request(3, max_tokens=0), request(4), request(5)]
     told = ask(group, requests)
     attend_until(group, lambda: len(told) == 4)
+    engines[1].ask(Worker.allow_death)
     attend_until(group, lambda: group.orphans() == [1])
     group.processes[1] = replace(engines[1], actor=start(1).actor)
     engines[1].roster.enter(group.processes[1])
@@ -252,6 +256,7 @@ def test_requests_that_came_while_no_engine_lived_go_to_the_next_one(ray_session
     (engine,) = start_run("engine 0")
     allow_restarts(engine)
     group = EngineGroup([engine], timeout_s=30.0)
+    engine.ask(Worker.allow_death)
     found = ask(group, [request(0, max_tokens=0)])
     attend_until(group, lambda: group.living() == [])
     missed = ask(group, [request(7)])

@@ -1,6 +1,8 @@
 """`megarl train --dry-run`: the plan of a small run by hand, of the published configurations, and its errors."""
 
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -378,9 +380,15 @@ def test_runs_on_math(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert config.rollout.num_samples == 8
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long) if "deepseek-v3" in name else name for name in RUNS]
-)
+# Plans of many experts or hundreds of devices take from 2 to 30 s.
+LARGE = re.compile(r"deepseek-v3|235b|kimi|minimax|80b|35b|120b|air")
+
+
+def by_size(names: Sequence[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.long) if LARGE.search(name) else name for name in names]
+
+
+@pytest.mark.parametrize("name", by_size(RUNS))
 def test_real_models_fit_devices_of_80_gib(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -395,7 +403,7 @@ def test_real_models_fit_devices_of_80_gib(
     )
 
 
-# Models without a run file of their own; hundreds of devices take half a minute.
+# Models without a run file of their own.
 OTHER_MODELS = sorted(
     path.stem
     for path in (ROOT / "configs/model").glob("*.yaml")
@@ -403,9 +411,7 @@ OTHER_MODELS = sorted(
 )
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long) if name == "kimi-k2" else name for name in OTHER_MODELS]
-)
+@pytest.mark.parametrize("name", by_size(OTHER_MODELS))
 def test_other_models_fit_devices_of_80_gib(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
