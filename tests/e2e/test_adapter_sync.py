@@ -82,7 +82,7 @@ def test_adapters_alone_make_the_engine_the_trainers_policy(tmp_path: Path) -> N
             """When the first sample has ended, the others are under way."""
             measured.append(policy.sync.push(3, verify=True)["sync/wire_bytes"])
 
-        rollout = policy.rollout(random_prompts([8] * 12), max_tokens=96, step=3, at_first=push)
+        rollout = policy.rollout(random_prompts([8] * 24), max_tokens=176, step=3, at_first=push)
         versions = [sample.segments[1].weight_versions for sample in rollout.samples]
         assert any(v[0] == 2 and v[-1] == 3 for v in versions)
         rows, sampled = rows_and_logprobs(rollout)

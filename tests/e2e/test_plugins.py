@@ -11,6 +11,7 @@ from tests.e2e.test_tutorials import BLOCK, PAGES
 from tools.bench.kill_resume import SmallRun, make_inputs
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_users_loss_and_estimator_train_under_tp2_resume_and_are_refused_once_changed(tmp_path: Path) -> None:
     """Two gloo ranks, two steps and one more; SmallRun's advantages and gradients are those of the user's parts."""

@@ -160,7 +160,7 @@ def test_every_token_names_the_weights_that_chose_it(policy: Policy) -> None:
 @tied_head
 def test_requests_in_flight_go_on_by_the_new_weights(policy: Policy) -> None:
     """Tokens before the switch are the old weights', those after it the new ones', on all tokens before them."""
-    prompts = random_prompts([8] * 12)
+    prompts = random_prompts([8] * 32)
     policy.update([row_from_sample(sample) for sample in policy.rollout(prompts).samples], step=1)
 
     def push(*_: object) -> None:
