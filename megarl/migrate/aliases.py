@@ -77,8 +77,8 @@ def _table(name: str) -> Mapping[str, Any]:
 _TABLES = {
     name: _table(name)
     for name in (
-        *("verl", "PPO_critic", "CPO", "LUFFY", "OpenRLHF", "PEFT", "ms-swift", "NeMo-RL", "SkyRL", "miles"),
-        *("vLLM", "earlier versions"),
+        *("verl", "PPO_critic", "CPO", "LUFFY", "OpenRLHF", "PEFT", "TRL", "ms-swift", "NeMo-RL", "SkyRL", "miles"),
+        *("prime-rl", "tinker", "vLLM", "earlier versions"),
     )
 }
 _FLAT: Mapping[str, Alias] = {

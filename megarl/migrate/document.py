@@ -53,10 +53,13 @@ _FRAMEWORKS: Mapping[str, str] = {
     "PPO_critic": "Options of PPO_critic's fork of verl.",
     "OpenRLHF": "The names since OpenRLHF 0.11 follow in a table of their own.",
     "PEFT": "Options of adapters, also where they stand within actor.lora, and TRL's names for them.",
-    "ms-swift": "Options of adapters that are not called as OpenRLHF's.",
-    "NeMo-RL": "Options of adapters.",
+    "TRL": "Options of GKD and of the other trainers that distil.",
+    "ms-swift": "Options of adapters and distillation that are not called as OpenRLHF's or TRL's.",
+    "NeMo-RL": "Options of adapters and distillation.",
     "SkyRL": "Options of adapters.",
-    "miles": "Options of adapters, also slime's, that are not called as OpenRLHF's.",
+    "miles": "Options of adapters that are not called as OpenRLHF's, and of distillation; also slime's.",
+    "prime-rl": "Options of distillation.",
+    "tinker": "Options of tinker-cookbook's distillation; its teacher_model is ms-swift's.",
     "vLLM": "Engine arguments, set as keys of rollout.engine.",
 }
 

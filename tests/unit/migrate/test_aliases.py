@@ -144,6 +144,33 @@ def test_every_alias_leads_to_a_key_of_the_schema_and_is_none_itself() -> None:
             {"rollout": {"engine": {"tensor_parallel_size": 2}}},
             "unknown key 'rollout.engine.tensor_parallel_size', vLLM's name for 'rollout.engine.tp'",
         ),
+        (  # GKD's, of TRL and ms-swift
+            {"beta": 0.5},
+            "unknown key 'beta', TRL's name for 'algo.distill.beta' (the same β, with algo.distill.divergence=jsd; "
+            "0 is divergence=forward, 1 is reverse)",
+        ),
+        (
+            {"rlhf_type": "gkd"},
+            "unknown key 'rlhf_type=gkd', of ms-swift (set use.algo=gkd, or opd_exact for own samples alone)",
+        ),
+        (  # not one of verl's section of this name
+            {"distillation": {"topk_logits_k": 64}},
+            "unknown key 'distillation.topk_logits_k', NeMo-RL's name for 'algo.distill.top_k' (with "
+            "algo.distill.mode=topk)",
+        ),
+        (
+            {"trainer": {"loss": {"teacher_tau": 0.5}}},
+            "unknown key 'trainer.loss.teacher_tau', prime-rl's name for 'algo.distill.coef'",
+        ),
+        (
+            {"kl_discount_factor": 0.0},
+            "unknown key 'kl_discount_factor', tinker's name for 'algo.distill.discount'",
+        ),
+        (
+            {"opd_teacher_loads": ["a", "b"]},
+            "unknown key 'opd_teacher_loads', of miles, asks for what is not supported here: a mean of several "
+            "teachers; teachers.NAME teaches the data sources in its sources",
+        ),
         (  # beside a name that nobody knows
             {"actor_rollout_ref": {"xyzzy": 1, "actor": {"ppo_epochs": 2}}},
             "unknown key 'actor_rollout_ref.actor.ppo_epochs', verl's name for 'trainer.num_epochs'",
