@@ -140,13 +140,16 @@ class EngineSupervisor:
         rollout/request_errors (requests that vLLM ended with an error), perf/engine_steps (decode steps),
         perf/engine_sequences (sequences in these steps, added up), perf/engine_busy_s and perf/engine_idle_s (time
         within steps and between them), perf/recomputed_tokens (tokens of unfinished requests whose keys and values an
-        update dropped).
+        update dropped), engine/prefix_hit_frac (share of the prompt tokens of requests that began which prefix caches
+        had; only if any began).
         """
         before, self._num_reported = self._num_reported, self._roster.num_restarts
         num_moved, self._engines.num_moved = self._engines.num_moved, 0
         work, now = self._engines.work(), time.time()
         self.busy = {str(engine): each.busy for engine, each in work.items()}
         busy_s = sum(end - start for times in self.busy.values() for start, end in times)
+        num_prompt_tokens = sum(each.prompt_tokens for each in work.values())
+        num_cached_tokens = sum(each.cached_tokens for each in work.values())
         return {
             "rollout/engine_restarts": float(self._num_reported - before),
             "rollout/request_errors": float(sum(each.num_errors for each in work.values())),
@@ -156,6 +159,7 @@ class EngineSupervisor:
             "perf/engine_busy_s": busy_s,
             "perf/engine_idle_s": max(0.0, sum(now - each.began for each in work.values()) - busy_s),
             "perf/recomputed_tokens": float(sum(each.recomputed_tokens for each in work.values())),
+            **({"engine/prefix_hit_frac": num_cached_tokens / num_prompt_tokens} if num_prompt_tokens else {}),
         }
 
     def close(self) -> None:

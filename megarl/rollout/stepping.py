@@ -30,6 +30,7 @@ _DECAY = 0.9995
 class EngineWork:
     """The work of an engine since it was last asked: decode steps, the sequences in them added up, and busy times.
 
+    prompt_tokens: those of all requests that began; cached_tokens: how many of them vLLM found in its prefix cache.
     recomputed_tokens: tokens of unfinished requests whose keys and values were dropped at an update. busy: (start,
     end) in Unix seconds of the times in which steps followed one another without a pause; began: when the count began.
     num_errors: requests that vLLM ended with an error, and that were given to it again.
@@ -37,6 +38,8 @@ class EngineWork:
 
     num_steps: int = 0
     num_sequences: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     recomputed_tokens: int = 0
     num_errors: int = 0
     busy: list[tuple[float, float]] = field(default_factory=list)
@@ -248,8 +251,11 @@ class Stepper:
             self.work.add_step(start, end, num_sequences)
             computed = [state for state in prefilling if not state.is_prefilling]
             self._prefilling.difference_update(state.request_id for state in computed)
-            num_prompt_tokens = sum(state.prompt_len - state.num_cached_tokens for state in computed)
-            self._times.add(end - start, num_sequences=num_sequences, num_prompt_tokens=num_prompt_tokens)
+            num_prompt_tokens = sum(state.prompt_len for state in computed)
+            num_cached = sum(state.num_cached_tokens for state in computed)
+            self.work.prompt_tokens += num_prompt_tokens
+            self.work.cached_tokens += num_cached
+            self._times.add(end - start, num_sequences=num_sequences, num_prompt_tokens=num_prompt_tokens - num_cached)
             self._finished |= {output.request_id: output for output in outputs if output.finished}
         done: dict[int, RequestOutput] = {}
         for name in wanted.keys() & self._finished.keys():

@@ -14,6 +14,7 @@ from megarl.config.generation import Sampling
 from megarl.errors import WeightSyncError
 from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
 from megarl.rollout.engine_spec import EngineSpec
+from megarl.rollout.stepping import EngineWork
 from megarl.types import FloatArray
 from megarl.weights.safetensors_map import map_model
 from tests.helpers.rank_pool import RankContext
@@ -80,9 +81,10 @@ def load_files(engine: VllmEngine, files: Sequence[str], *, version: int) -> Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reload:
-    """An engine before a reload; what it generates if the prefix cache is kept; and after a proper one."""
+    """An engine before a reload, its work, what it generates if the prefix cache is kept, and after a proper one."""
 
     before: EngineView
+    work: EngineWork
     stale_cache: list[FloatArray]
     after: EngineView
 
@@ -91,11 +93,12 @@ def reload(_: RankContext, spec: EngineSpec, files: Sequence[str], sequences: Se
     """Of an engine on the checkpoint of `spec` that takes the weights of `files`."""
     with running(spec) as engine:
         before = EngineView(given=engine.prompt_logprobs(sequences), generated=_continue(engine, sequences))
+        work = engine.work()
         engine.llm.collective_rpc(_load_files, kwargs={"files": list(files)})
         stale_cache = _continue(engine, sequences)
         load_files(engine, files, version=1)
         after = EngineView(given=engine.prompt_logprobs(sequences), generated=_continue(engine, sequences))
-    return Reload(before=before, stale_cache=stale_cache, after=after)
+    return Reload(before=before, work=work, stale_cache=stale_cache, after=after)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -243,6 +243,8 @@ def test_moe_reload_equals_a_new_engine(engine_process: RankPool, tmp_path: Path
     reload = engine_process.run(engines.reload, old, files, sequences)[0]
     fresh = engine_process.run(engines.view, new, sequences)[0]
     assert mean_difference(reload.before.given, fresh.given) > 0.1
+    # Four prompts are computed whole for their log-probs, and found in the cache up to a whole block afterwards.
+    assert (reload.work.prompt_tokens, reload.work.cached_tokens) == (2 * 4 * 80, 4 * 64)
     assert largest_difference(reload.after.given, fresh.given) <= NATS
     assert largest_difference(reload.after.generated, fresh.generated) <= NATS
     # What a sync that keeps the prefix cache would give.

@@ -171,6 +171,8 @@ class Run:
             0: EngineWork(
                 num_steps=3,
                 num_sequences=7,
+                prompt_tokens=8,
+                cached_tokens=6,
                 recomputed_tokens=5,
                 num_errors=2,
                 busy=[(1.0, 1.5), (2.0, 4.0)],
@@ -227,6 +229,7 @@ def test_without_deaths_the_transport_is_opened_once() -> None:
         "perf/engine_sequences": 7.0,
         "perf/engine_busy_s": 2.5,
         "perf/recomputed_tokens": 5.0,
+        "engine/prefix_hit_frac": 0.75,
     }
     assert run.supervisor.busy == {"0": [(1.0, 1.5), (2.0, 4.0)]}
 

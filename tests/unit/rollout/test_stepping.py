@@ -190,6 +190,8 @@ def test_work_is_counted() -> None:
     stepper.finish([2, 2, 3], ["a", "b", "c"])
     # Three sequences in each of two steps, of which an engine takes two at a time, then one.
     assert (stepper.work.num_steps, stepper.work.num_sequences) == (3, 5)
+    # Three prompts of two tokens each, of which one was cached.
+    assert (stepper.work.prompt_tokens, stepper.work.cached_tokens) == (6, 3)
     ((start, end),) = stepper.work.busy
     assert start <= end
     work = EngineWork()
