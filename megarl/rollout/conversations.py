@@ -6,6 +6,7 @@ requests.
 """
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol
@@ -25,7 +26,7 @@ from megarl.types import (
     environment_segment,
     prompt_segment,
 )
-from megarl.types.forks import Fork, longest_known
+from megarl.types.forks import Fork, longest_known, num_common, path_before, path_to
 
 
 class HostLostError(Exception):
@@ -173,6 +174,18 @@ def num_left(sample: Sample, plan: SamplingPlan, most: int | None = None) -> int
     on_path = sample.num_context_tokens - len(sample.prompt_token_ids)
     in_all = (most or plan.max_response_tokens) - sample.num_response_tokens
     return min(in_all, plan.max_response_tokens - on_path)
+
+
+def engine_of(sample: Sample, wrote: Mapping[int, int]) -> int | None:
+    """Return the engine whose cache has most of what the policy reads next, the latest of several; None without any.
+
+    wrote: the engines of the requests so far, each by the number of tokens that the sample then had.
+    """
+    latest_first = [*wrote.items()][::-1]
+    if len(set(wrote.values())) < 2 or not sample.forks:
+        return latest_first[0][1] if latest_first else None
+    context = path_before(sum(len(s.token_ids) for s in sample.segments), sample.forks)
+    return max(latest_first, key=lambda each: num_common(path_to(each[0], sample.forks), context))[1]
 
 
 def turn_limit(sample: Sample, plan: SamplingPlan, limits: EnvironmentConfig, own: int | None) -> int:

@@ -14,6 +14,7 @@ from megarl.rollout.conversations import (
     HostLostError,
     Talk,
     bereft,
+    engine_of,
     episode_of,
     finished,
     num_left,
@@ -78,7 +79,7 @@ class VllmSource:
         assert self._hosts is not None, "hosts were started for prompts with environments"
         sample, plan = with_episode(group.prompt, group.parts[i]), group.plan
         talk: Talk | None = None
-        engine: int | None = None
+        wrote: dict[int, int] = {}
         while sample.finish_reason is FinishReason.ABORT:
             group.parts[i] = sample
             try:
@@ -90,8 +91,10 @@ class VllmSource:
                     sample = replied(sample, reply := await talk.reply, plan, self._limits)
                 else:
                     limit = turn_limit(sample, plan, self._limits, reply.max_turn_tokens)
-                    completion = await self._generate(group, sample, limit, engine)
-                    sample, engine = extended(sample, completion), completion.engine
+                    completion = await self._generate(group, sample, limit, engine_of(sample, wrote))
+                    sample = extended(sample, completion)
+                    if completion.engine is not None:
+                        wrote[sum(len(s.token_ids) for s in sample.segments)] = completion.engine
                     if sample.finish_reason is not FinishReason.ABORT:
                         sample = turn_ended(sample)
             except HostLostError:

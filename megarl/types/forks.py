@@ -54,6 +54,13 @@ def path_before(index: int, forks: Sequence[Fork]) -> Indices:
     return path_to(after + 1, forks)
 
 
+def num_common(one: npt.NDArray[np.integer], other: npt.NDArray[np.integer]) -> int:
+    """Count the first elements that two arrays have in common."""
+    shorter = min(len(one), len(other))
+    differ = one[:shorter] != other[:shorter]
+    return int(np.argmax(differ)) if differ.any() else shorter
+
+
 def longest_known(
     token_ids: npt.NDArray[np.integer], forks: Sequence[Fork], wanted: npt.NDArray[np.integer]
 ) -> tuple[int, int]:
@@ -66,9 +73,8 @@ def longest_known(
     """
     best = (0, -1)
     for _, end in reversed(branches(len(token_ids), forks)):
-        path = path_to(end, forks)[: len(wanted)]
-        differ = token_ids[path] != wanted[: len(path)]
-        count = int(np.argmax(differ)) if differ.any() else len(path)
+        path = path_to(end, forks)
+        count = num_common(token_ids[path], wanted)
         if count > best[0]:
             best = (count, int(path[count - 1]))
     return best
@@ -105,9 +111,7 @@ def after_other_prompt(
     """
     wanted = np.asarray(other)
     moved, last = len(wanted) - len(prompt), len(prompt) - 1
-    shorter = min(len(prompt), len(wanted))
-    differ = wanted[:shorter] != prompt[:shorter]
-    common = int(np.argmax(differ)) if differ.any() else shorter
+    common = num_common(wanted, prompt)
     return tuple(
         Fork(fork.start + moved, fork.after + moved if fork.after >= last else min(fork.after, common - 1))
         for fork in forks

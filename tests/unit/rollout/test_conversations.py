@@ -348,6 +348,24 @@ def test_a_context_that_differs_begins_a_branch_where_it_does() -> None:
     assert sample.turn_rewards.tolist() == [0.0] * 13 + [1.0]
 
 
+def test_a_branch_goes_to_the_engine_that_has_its_tokens() -> None:
+    """Engine 0 wrote turn 0; busy, it left turn 1 to engine 1, which has the longer path."""
+    world, _, _ = begin()
+    world.reply()
+    world.speak(100, END, engine=0)
+    world.reply(41)
+    world.speak(101, END, engine=1)
+    # Turns that go on from 5 6 100, from the end of turn 1, and from nothing known.
+    world.reply(5, 6, 100, 50, is_context=True)
+    assert world.speak(102, END, engine=0).engine == 1
+    world.reply(43, after_turn=2)
+    assert world.speak(103, END, engine=0).engine == 0
+    world.reply(44, after_turn=1)
+    assert world.speak(104, END, engine=1).engine == 1
+    world.reply(9, is_context=True)
+    assert world.speak(105, END).engine == 1
+
+
 def test_every_token_counts_in_the_length_of_a_sample_that_forks() -> None:
     world, _, group = begin(plan=replace(PLAN, max_response_tokens=7))
     world.reply()
