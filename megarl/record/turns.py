@@ -1,5 +1,6 @@
 """Write conversations as text: who wrote what, and what it earned."""
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,13 +18,17 @@ if TYPE_CHECKING:
 class Turn:
     """A part of a response that one author wrote: `policy`, `environment` or `demonstration`.
 
-    reward: what the environment gave for the policy's turn that ends here.
+    reward: what the environment gave for the policy's turn that ends here. parent: where a branch begins, the place of
+    the turn that this one follows, -1 for the prompt; None: it follows the turn before. num_kept: the first tokens of
+    the parent that the branch has before it.
     """
 
     author: str
     text: str
     reward: float = 0.0
     num_tokens: int = 0
+    parent: int | None = None
+    num_kept: int = 0
 
     @property
     def is_read(self) -> bool:
@@ -38,6 +43,8 @@ TURNS_TYPE = pa.list_(
             ("text", pa.string()),
             ("reward", pa.float64()),
             ("num_tokens", pa.int64()),
+            ("parent", pa.int64()),
+            ("num_kept", pa.int64()),
         ]
     )
 )
@@ -47,17 +54,28 @@ def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> tuple[Turn
     """Split the response of a conversation into turns, each written by one author; () without a conversation."""
     if sample.episode is None:
         return ()
-    turns = []
+    turns: list[Turn] = []
+    forks = {fork.start: fork.after for fork in sample.forks}
+    starts, end = [0], len(sample.prompt_token_ids)
     # The text that an engine wrote before and after a resume is one part.
     for author, group in groupby(sample.segments[1:], lambda segment: segment.source):
         segments = list(group)
         ids = [token for segment in segments for token in segment.token_ids.tolist()]
+        parent, num_kept = None, 0
+        # An empty turn may begin a branch, too.
+        if (after := forks.pop(end, None)) is not None:
+            place = bisect_right(starts, max(after, 0)) - 1
+            parent, num_kept = place - 1, after + 1 - starts[place]
+        starts.append(end)
+        end += len(ids)
         turns.append(
             Turn(
                 author=author.value,
                 text=str(tokenizer.decode(ids)),
                 reward=sum(segment.reward for segment in segments),
                 num_tokens=len(ids),
+                parent=parent,
+                num_kept=num_kept,
             )
         )
     return tuple(turns)
@@ -66,7 +84,7 @@ def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> tuple[Turn
 def read_turns(rows: Iterable[Mapping[str, Any]] | None) -> tuple[Turn, ...]:
     """Return the turns of a row of a parquet file; none where the file has none.
 
-    Files of earlier versions have the text of each token instead of their number.
+    Files of earlier versions have the text of each token instead of their number, or no branches.
     """
     return tuple(
         Turn(
@@ -74,6 +92,8 @@ def read_turns(rows: Iterable[Mapping[str, Any]] | None) -> tuple[Turn, ...]:
             text=row["text"],
             reward=row["reward"],
             num_tokens=row.get("num_tokens") or len(row.get("tokens", ())),
+            parent=row.get("parent"),
+            num_kept=row.get("num_kept") or 0,
         )
         for row in rows or ()
     )

@@ -1,10 +1,16 @@
 """Conversations as text."""
 
 from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from megarl.recipes.tiny_model import make_byte_tokenizer
-from megarl.record.turns import Turn, last_turn, turns_of
-from megarl.types import Episode, FinishReason, Sample, environment_segment, prompt_segment
+from megarl.record.answers import JudgedAnswer, read_answers, write_answers
+from megarl.record.turns import Turn, last_turn, read_turns, turns_of
+from megarl.types import Episode, FinishReason, Prompt, Reward, Sample, environment_segment, prompt_segment
+from megarl.types.forks import Fork
 from tests.helpers.segments import demonstration_segment, policy_segment
 
 TOKENIZER = make_byte_tokenizer()
@@ -42,6 +48,56 @@ def test_turns_say_who_wrote_what() -> None:
         Turn(author="policy", text="d", num_tokens=1),
     )
     assert turns_of(replace(SAMPLE, episode=None), TOKENIZER) == ()
+
+
+def test_a_turn_that_begins_a_branch_names_its_parent() -> None:
+    """Branches from within the policy's turn, the prompt, an empty reply's end, and from nothing."""
+    segments = (
+        prompt_segment([5, 6]),  # 0, 1
+        policy_segment(ids("abc")),  # 2 to 4
+        environment_segment(ids("x")),  # 5, after "ab"
+        policy_segment(ids("d")),  # 6
+        environment_segment([]),  # after the prompt's first token
+        policy_segment(ids("e")),  # 7
+        environment_segment(ids("yz")),  # 8, 9 with nothing before them
+        policy_segment(ids("f")),  # 10
+        environment_segment(ids("w")),  # 11, after "d"
+    )
+    forks = (Fork(5, 3), Fork(7, 0), Fork(8, -1), Fork(11, 6))
+    turns = turns_of(replace(SAMPLE, segments=segments, forks=forks), TOKENIZER)
+    found = [(turn.text, turn.parent, turn.num_kept) for turn in turns]
+    assert found == [
+        ("abc", None, 0),
+        ("x", 0, 2),
+        ("d", None, 0),
+        ("", -1, 1),
+        ("e", None, 0),
+        ("yz", -1, 0),
+        ("f", None, 0),
+        ("w", 2, 1),
+    ]
+
+
+def test_turns_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """Those without branches, and those with the texts of tokens."""
+    turns = [{"author": "policy", "text": "ab", "reward": 0.5, "num_tokens": 2}]
+    older = [{"author": "policy", "text": "ab", "reward": 0.5, "tokens": ["a", "b"]}]
+    expected = (Turn(author="policy", text="ab", reward=0.5, num_tokens=2),)
+    assert read_turns(turns) == read_turns(older) == expected
+    answer = JudgedAnswer.of(
+        Prompt(uid="a", token_ids=(5,), data_source="d", ground_truth=""),
+        SAMPLE,
+        Reward(score=1.0, correct=True),
+        greedy=False,
+        tokenizer=TOKENIZER,
+    )
+    path = tmp_path / "answers.parquet"
+    write_answers(path, [replace(answer, turns=expected)])
+    table = pq.read_table(path)
+    place = table.schema.get_field_index("turns")
+    pq.write_table(table.set_column(place, "turns", pa.array([turns])), path)
+    assert "parent" not in str(pq.read_schema(path))
+    assert read_answers(path)[0].turns == expected
 
 
 def test_the_last_turn_is_what_follows_the_last_reply() -> None:
