@@ -17,7 +17,7 @@ from megarl.environments.base import MOST_REPLY_CHARS, Action, Environment, Repl
 from megarl.environments.calls import THREADS, LateError, attempt, describe, late_calls
 from megarl.host.streams import print_lines
 from megarl.texts.unicode import readable
-from megarl.types import Message, Prompt
+from megarl.types import ChatPart, Message, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,10 +43,14 @@ class HostSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRequest:
-    """A request to begin a conversation, or to go on with one whose policy wrote `turns` so far, as token ids."""
+    """A request to begin a conversation, or to go on with one whose policy wrote `turns` so far, as token ids.
+
+    chat: the parts of the conversation that replies brought, where its history is rendered.
+    """
 
     prompt: Prompt
     turns: tuple[Sequence[int], ...] = ()
+    chat: tuple[ChatPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +73,9 @@ class HostReply:
     token_ids: after a turn, what follows it up to the policy's next turn; after a start, the whole prompt if the
     environment added messages to it, else nothing. after_turn: the number of the turn that they follow; None: the last.
     is_context: they are instead all that the policy reads next. max_turn_tokens: the environment's limit of the next
-    turn. is_anew: a conversation that was to go on begins again. failure: the kind of failure (`raised`, `timed_out`,
-    `died`), in which case the rest says nothing; reason: one line. worn_out: why the host is to be replaced; empty: it
-    is not.
+    turn. is_anew: a conversation that was to go on begins again. part: what was said, where the history is rendered, so
+    that the conversation can go on elsewhere. failure: the kind of failure (`raised`, `timed_out`, `died`), in which
+    case the rest says nothing; reason: one line. worn_out: why the host is to be replaced; empty: it is not.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -81,6 +85,7 @@ class HostReply:
     num_calls: int = 0
     details: Mapping[str, Any] = field(default_factory=dict)
     is_anew: bool = False
+    part: ChatPart | None = None
     after_turn: int | None = None
     is_context: bool = False
     seconds: float = 0.0
@@ -92,13 +97,32 @@ class HostReply:
 @dataclass(slots=True, kw_only=True)
 class _Conversation:
     """A conversation that has begun. chat: the messages that the policy reads for its next turn. turns: by number, each
-    turn's last token, and the messages up to the turn with itself.
+    turn's last token, and the messages up to the turn with itself. part: the latest that the environment said.
     """
 
     environment: Environment
     began: float
     chat: Sequence[Message]
     turns: dict[int, tuple[int, Sequence[Message]]] = field(default_factory=dict)
+    part: ChatPart | None = None
+
+    def hear(self, messages: Sequence[Message], after: int | None) -> None:
+        """Let the policy read messages next, after the turn of a number, or as the whole chat."""
+        self.chat = [*([] if after is None else self.turns[after][1]), *messages]
+        self.part = ChatPart(turn=len(self.turns), messages=tuple(messages), after=after)
+
+    def recall(self, last_tokens: Sequence[int], texts: Sequence[str], parts: Sequence[ChatPart]) -> None:
+        """Let a conversation go on that has these turns of the policy, and heard these parts.
+
+        Without parts the chat lacks replies, and must not be rendered.
+        """
+        heard = {part.turn: part for part in parts}
+        for turn, (last_token, text) in enumerate(zip(last_tokens, texts, strict=True)):
+            if (part := heard.get(turn)) is not None:
+                self.hear(part.messages, part.after)
+            self.turns[turn] = last_token, [*self.chat, Message(role="assistant", content=text)]
+        if (part := heard.get(len(self.turns))) is not None:
+            self.hear(part.messages, part.after)
 
 
 class EpisodeHost:
@@ -123,20 +147,22 @@ class EpisodeHost:
             environment = self._makers[request.prompt.environment]()
             live = _Conversation(environment=environment, began=began, chat=request.prompt.messages)
             self._live[key] = live
-            # Nobody knows the messages of a conversation that goes on, so none can be rendered again.
-            if request.turns and self._config.history == "written":
+            # Without its messages, as checkpoints of earlier versions have it, a conversation is not rendered again.
+            if request.turns and (request.chat or self._config.history == "written"):
                 actions = [Action(text=self._decode(ids), turn=i) for i, ids in enumerate(request.turns)]
                 if await environment.resume(request.prompt, actions):
-                    live.turns = {i: (ids[-1], ()) for i, ids in enumerate(request.turns)}
+                    live.recall([ids[-1] for ids in request.turns], [each.text for each in actions], request.chat)
                     return HostReply()
             opening = [self._glue.plain(each) for each in _short(await environment.start(request.prompt))]
-            live.chat = opening if environment.owns_prompt else [*live.chat, *opening]
+            if opening:
+                live.hear(opening if environment.owns_prompt else [*live.chat, *opening], None)
             ids = self._glue.opening(live.chat, environment.tools) if opening else []
             if self._max_prompt_tokens is not None and len(ids) > self._max_prompt_tokens:
                 most = f"data.max_prompt_tokens is {self._max_prompt_tokens}"
                 raise ValueError(f"the opening makes a prompt of {len(ids)} tokens, {most}")
             limit = _turn_limit(environment)
-            return HostReply(token_ids=tuple(ids), max_turn_tokens=limit, is_anew=bool(request.turns))
+            part = live.part if self._config.history == "rendered" else None
+            return HostReply(token_ids=tuple(ids), max_turn_tokens=limit, is_anew=bool(request.turns), part=part)
 
         return await self._limited(begin)
 
@@ -159,6 +185,8 @@ class EpisodeHost:
             if not math.isfinite(said.reward):
                 raise ValueError(f"the reward is {said.reward}, expected a finite number")
             follows = HostReply() if said.done else self._following(live, action, said)
+            if self._config.history == "rendered" and not said.done:
+                follows = replace(follows, part=live.part)
             return replace(
                 follows,
                 max_turn_tokens=_turn_limit(environment),
@@ -179,13 +207,13 @@ class EpisodeHost:
         # The policy's own turns spell no special token.
         plain = [each if each.role == "assistant" else glue.plain(each) for each in messages]
         if said.context:
-            live.chat = plain
+            live.hear(plain, None)
             return HostReply(token_ids=tuple(glue.opening(plain, tools)), is_context=True)
         after = action.turn if said.after_turn is None else said.after_turn
         if after not in live.turns:
             raise ValueError(f"after_turn is {after}, expected a turn so far: {sorted(live.turns)}")
         last_token, chat = live.turns[after]
-        live.chat = [*chat, *plain]
+        live.hear(plain, after)
         if self._config.history == "rendered":
             read = glue.text(chat[:-1], tools) + chat[-1].content
             if not glue.text(live.chat, tools).startswith(read):

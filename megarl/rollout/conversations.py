@@ -81,7 +81,7 @@ def start_request(prompt: Prompt, sample: Sample) -> StartRequest:
     num_replies = sum(segment.source is SegmentSource.ENVIRONMENT for segment in sample.segments)
     ids = sample.token_ids.tolist()
     turns = (ids[turn.start : turn.stop] for turn in _turns(sample)[:num_replies])
-    return StartRequest(prompt=prompt, turns=tuple(map(tuple, turns)))
+    return StartRequest(prompt=prompt, turns=tuple(map(tuple, turns)), chat=episode_of(sample).chat)
 
 
 def turn_request(sample: Sample) -> TurnRequest:
@@ -105,7 +105,10 @@ def started(sample: Sample, reply: HostReply) -> Sample:
         # A demonstration may be a whole turn.
         is_whole = len(kept) > 1 and bool(rest) and rest[0].source is SegmentSource.ENVIRONMENT
         sample = replace(sample, segments=tuple(kept), forks=())
-        sample = _with(sample, num_turns=int(is_whole), num_calls=0, awaits_reply=is_whole, is_cut=False, details={})
+        sample = _with(sample, num_turns=int(is_whole), num_calls=0, awaits_reply=is_whole, is_cut=False)
+        sample = _with(sample, details={}, chat=())
+    if reply.part is not None:
+        sample = _with(sample, chat=(reply.part,))
     if reply.token_ids:
         sample = replace(sample, segments=(prompt_segment(reply.token_ids), *sample.segments[1:]))
     return sample
@@ -132,6 +135,8 @@ def replied(sample: Sample, reply: HostReply, plan: SamplingPlan, limits: Enviro
     sample = _with(sample, awaits_reply=False, num_calls=episode.num_calls + reply.num_calls, details=details)
     if reply.done:
         return finished(sample, FinishReason.STOP)
+    if reply.part is not None:
+        sample = _with(sample, chat=(*episode.chat, reply.part))
     follows = _following(sample, reply)
     if episode.num_turns >= limits.max_turns or num_left(follows, plan, limits.max_tokens) < 1:
         # Without room for a turn, a reply would only be read by nobody.
@@ -166,7 +171,7 @@ def bereft(sample: Sample) -> Sample:
 
 def finished(sample: Sample, reason: FinishReason) -> Sample:
     """Return the sample at the end of its conversation."""
-    return replace(_with(sample, awaits_reply=False, is_cut=False), finish_reason=reason)
+    return replace(_with(sample, awaits_reply=False, is_cut=False, chat=()), finish_reason=reason)
 
 
 def num_left(sample: Sample, plan: SamplingPlan, most: int | None = None) -> int:

@@ -18,6 +18,7 @@ from megarl.host.writing import replacing
 from megarl.rollout.source import Doing, Group, generating
 from megarl.texts.unicode import plain
 from megarl.types import (
+    ChatPart,
     Episode,
     FinishReason,
     Message,
@@ -166,11 +167,21 @@ def _parse_record(rows: Sequence[dict[str, Any]]) -> RolloutBatch:
                 if experts is None
                 else np.asarray(experts["values"], dtype=np.int16).reshape(experts["shape"]),
                 segments=tuple(segments),
-                episode=None if row["episode"] is None else Episode(**json.loads(row["episode"])),
+                episode=None if row["episode"] is None else _read_episode(row["episode"]),
                 forks=tuple(Fork(*fork) for fork in row["forks"] or ()),
             )
         )
     return RolloutBatch(prompts=prompts, samples=tuple(samples))
+
+
+def _read_episode(text: str) -> Episode:
+    fields = json.loads(text)
+    # Records of earlier versions have none.
+    chat = tuple(
+        ChatPart(**{**part, "messages": tuple(Message(**message) for message in part["messages"])})
+        for part in fields.pop("chat", ())
+    )
+    return Episode(**fields, chat=chat)
 
 
 class ReplaySource:

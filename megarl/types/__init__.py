@@ -18,6 +18,7 @@ from megarl.types.arrays import BoolArray, ExpertArray, FloatArray, IdArray, Int
 from megarl.types.rows import LikelyTokens, Row, Rows, TokenQuantity, row_from_sample, row_read_at_end
 from megarl.types.samples import (
     DROPPED,
+    ChatPart,
     Episode,
     FinishReason,
     Message,
@@ -55,6 +56,7 @@ __all__ = [
     "AlgoState",
     "Algorithm",
     "BoolArray",
+    "ChatPart",
     "Denominators",
     "EntropyState",
     "Episode",

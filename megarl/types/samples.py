@@ -56,6 +56,18 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPart:
+    """Messages that an environment said: the policy read them before its turn of the number `turn`.
+
+    after: the number of the turn that they follow; None: they are the whole chat up to there.
+    """
+
+    turn: int
+    messages: tuple[Message, ...]
+    after: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """A question as the model reads it, with the data that a scorer needs to judge an answer.
 
@@ -171,6 +183,7 @@ class Episode:
     reply. awaits_reply: whether the environment has yet to reply to the last turn. is_cut: whether a limit ended that
     turn. details: what the environment said besides, such as numbers for metrics. failure: the kind of a failure of the
     environment (`raised`, `timed_out`, `died`), which spoils the sample; empty: none. reason: the failure in one line.
+    chat: what the environment said so far, of an unfinished conversation whose history is rendered.
     """
 
     environment: str
@@ -183,6 +196,7 @@ class Episode:
     details: Mapping[str, Any] = field(default_factory=dict)
     failure: str = ""
     reason: str = ""
+    chat: tuple[ChatPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

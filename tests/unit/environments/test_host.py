@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -87,11 +88,25 @@ class Resumable(Echo):
         return Reply(done=True, details={"past": "+".join(self.past)})
 
 
+class Steady(Echo):
+    """Goes on anywhere; replies to the first turn with a context of its own, and to the third once more."""
+
+    async def resume(self, prompt: Prompt, actions: Sequence[Action]) -> bool:
+        return True
+
+    async def reply(self, action: Action) -> Reply:
+        said = await super().reply(action)
+        if action.turn == 1:
+            return replace(said, messages=(), context=(*said.messages, Message(role="user", content="?")))
+        return replace(said, after_turn=1) if action.turn == 3 else said
+
+
 def host(max_prompt_tokens: int | None = None, **limits: Any) -> EpisodeHost:
     entries = {
         "echo": EnvironmentEntry(type=f"{HERE}Echo"),
         "opens": EnvironmentEntry(type=f"{HERE}Echo", arguments={"opening": "hi"}),
         "resumes": EnvironmentEntry(type=f"{HERE}Resumable"),
+        "steady": EnvironmentEntry(type=f"{HERE}Steady", arguments={"opening": "hi"}),
     }
     config = EnvironmentConfig(entries=entries, **limits)
     spec = HostSpec(
@@ -135,12 +150,16 @@ def test_a_reply_is_the_glue_to_the_next_turn() -> None:
     assert (last.done, last.token_ids) == (True, ())
 
 
+# As reasoning templates do, this one drops what stands before | in turns of the assistant that have a reply.
+WITHOUT_THOUGHTS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] if loop.last or m['role'] != "
+    "'assistant' else m['content'].split('|')[-1] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
 def test_a_rendered_history_leaves_out_what_the_template_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As reasoning templates do, this one drops what stands before | in turns of the assistant that have a reply."""
-    turns = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] if loop.last or m['role'] != "
-    turns += "'assistant' else m['content'].split('|')[-1] }}<|im_end|>\n{% endfor %}"
-    template = turns + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    monkeypatch.setattr(TOKENIZER, "chat_template", template)
+    monkeypatch.setattr(TOKENIZER, "chat_template", WITHOUT_THOUGHTS)
     _, plain, stripped, kept = replies(turn("3"), turn("hm|4", 1), turn("5", 2), history="rendered")
     glue = "\n<|im_start|>tool\n{}<|im_end|>\n<|im_start|>assistant\n"
     assert (plain.is_context, plain.after_turn) == (False, 0)
@@ -151,6 +170,33 @@ def test_a_rendered_history_leaves_out_what_the_template_does(monkeypatch: pytes
     assert (kept.is_context, TOKENIZER.decode(kept.token_ids)) == (False, glue.format("2: 5"))
     # By default it is read as it was written.
     assert [reply.is_context for reply in replies(turn("hm|4"))] == [False, False]
+
+
+def test_a_rendered_history_goes_on_at_another_host_as_it_would_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each of its turns; with a host that is not given the replies, the conversation begins again."""
+    monkeypatch.setattr(TOKENIZER, "chat_template", WITHOUT_THOUGHTS)
+    turns = [turn(text, number) for number, text in enumerate(("a|1", "b|2", "c|3", "d|4", "e|5"))]
+
+    def told(reply: HostReply) -> HostReply:
+        return replace(reply, seconds=0.0)
+
+    async def talk() -> None:
+        one = host(history="rendered")
+        whole = [await one.start(1, StartRequest(prompt=prompt("steady")))]
+        whole += [await one.act(1, each) for each in turns]
+        # A context of its own, a template that drops the thoughts before it, and the branch from there.
+        assert [reply.is_context for reply in whole] == [False, True, True, True, True, True]
+        for num_done in range(1, len(turns)):
+            past = tuple(each.token_ids for each in turns[:num_done])
+            parts = tuple(reply.part for reply in whole[: num_done + 1] if reply.part is not None)
+            request = StartRequest(prompt=prompt("steady"), turns=past, chat=parts)
+            other = host(history="rendered")
+            assert told(await other.start(2, request)) == HostReply()
+            rest = [await other.act(2, each) for each in turns[num_done:]]
+            assert [told(reply) for reply in rest] == [told(reply) for reply in whole[num_done + 1 :]]
+            assert (await other.start(3, replace(request, chat=()))).is_anew
+
+    asyncio.run(talk())
 
 
 def test_a_cut_turn_gets_its_end_and_tools_may_speak_as_users() -> None:

@@ -11,12 +11,12 @@ from megarl.config.environments import EnvironmentConfig
 from megarl.config.generation import Sampling
 from megarl.environments.host import HostReply, StartRequest, TurnRequest
 from megarl.host import loop
-from megarl.rollout.conversations import HostLostError, Talk
+from megarl.rollout.conversations import HostLostError, Talk, episode_of
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.prefixes import Prefix
 from megarl.rollout.source import Doing, Group, SamplingPlan
 from megarl.rollout.vllm_source import VllmSource
-from megarl.types import FinishReason, Prompt, Sample, SegmentSource, version_spans
+from megarl.types import ChatPart, FinishReason, Message, Prompt, Sample, SegmentSource, version_spans
 from megarl.types.forks import Fork
 from tests.helpers.loops import begin_groups, turns
 
@@ -276,6 +276,28 @@ def test_a_lost_host_costs_a_conversation_its_environment_only_where_that_cannot
     world.reply(is_anew=True)
     assert world.requests[0][0].token_ids == (5, 6)
     assert world.requests[0][0].num_before == 0
+
+
+def test_what_an_environment_said_goes_with_the_turns_to_another_host() -> None:
+    """For a history that is rendered. The opening counts once, and nothing of a conversation that begins again."""
+    opening, answer, other = (
+        ChatPart(turn=turn, messages=(Message(role="user", content=text),), after=after)
+        for turn, text, after in ((0, "go", None), (1, "no", 0), (0, "begin", None))
+    )
+    world, _, group = begin()
+    world.reply(5, 6, 30, part=opening)
+    world.lose(0, owes=False)
+    world.speak(100, END)
+    world.reply(5, 6, 30, part=opening)
+    world.reply(7, part=answer)
+    world.lose(1, owes=False)
+    world.speak(101, END)
+    assert world.started[2] == StartRequest(prompt=PROMPT, turns=((100, END),), chat=(opening, answer))
+    world.reply(5, 6, 31, is_anew=True, part=other)
+    world.speak(102, END)
+    assert [episode_of(each).chat for each in group.parts.values()] == [(other,)]
+    world.reply(done=True, reward=1.0)
+    assert episode_of(sample_of(group)).chat == ()
 
 
 def test_a_conversation_that_owes_a_reply_in_two_deaths_fails() -> None:

@@ -14,8 +14,10 @@ from megarl.errors import DataError, NonFiniteError
 from megarl.rollout.replay import ReplaySource, read_record, record_path, require_records, write_record
 from megarl.rollout.source import SamplingPlan, collect
 from megarl.types import (
+    ChatPart,
     Episode,
     FinishReason,
+    Message,
     Prompt,
     RolloutBatch,
     Sample,
@@ -113,7 +115,10 @@ def test_a_conversation_comes_back(tmp_path: Path) -> None:
     """Its prompt, too, where the environment opened it with other tokens."""
     first, second = batch().samples
     turn = replace(first.segments[1], reward=0.1)
-    episode = Episode(environment="game", num_turns=2, seconds=0.1, awaits_reply=True, details={"a": [1, "b"]})
+    said = ChatPart(turn=1, messages=(Message(role="tool", content="4"), Message(role="user", content="?")), after=0)
+    episode = Episode(
+        environment="game", num_turns=2, seconds=0.1, awaits_reply=True, details={"a": [1, "b"]}, chat=(said,)
+    )
     opened = replace(first, segments=(prompt_segment([1, 2, 3]), turn, *first.segments[2:]), episode=episode)
     talk = RolloutBatch(prompts={PROMPT.uid: replace(PROMPT, environment="game")}, samples=(opened, second))
     write_record(tmp_path / "talk.parquet", talk)
