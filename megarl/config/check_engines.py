@@ -151,13 +151,10 @@ def check_replayed_routing(config: Config) -> None:
         "rollout.engine.prefix_caching=false": not rollout.engine.prefix_caching,
         "run.deterministic=true": config.run.deterministic,
         "rollout.engine.pp > 1": rollout.engine.pp > 1,
-        "rollout.schedule.on_update=continue": rollout.schedule.on_update == "continue",
-        "algo.demonstrations": config.algo.demonstrations.strategy != "none",
     }
     if found := [name for name, is_set in hindrances.items() if is_set]:
         raise ConfigError(
-            f"{where} and {found[0]}, with which engines cannot say of all tokens to which experts they went; change "
-            "either"
+            f"{where} and {found[0]}, with which vLLM does not record to which experts tokens went; change either"
         )
 
 

@@ -26,6 +26,7 @@ from megarl.types import (
     environment_segment,
     prompt_segment,
 )
+from megarl.types.arrays import with_unrouted
 from megarl.types.forks import Fork, longest_known, num_common, path_before, path_to
 
 
@@ -104,7 +105,7 @@ def started(sample: Sample, reply: HostReply) -> Sample:
         rest = sample.segments[len(kept) :]
         # A demonstration may be a whole turn.
         is_whole = len(kept) > 1 and bool(rest) and rest[0].source is SegmentSource.ENVIRONMENT
-        sample = replace(sample, segments=tuple(kept), forks=())
+        sample = replace(sample, segments=tuple(kept), forks=(), routed_experts=None)
         sample = _with(sample, num_turns=int(is_whole), num_calls=0, awaits_reply=is_whole, is_cut=False)
         sample = _with(sample, details={}, chat=())
     if reply.part is not None:
@@ -157,8 +158,11 @@ def _following(sample: Sample, reply: HostReply) -> Sample:
     elif reply.after_turn is not None:
         after = _turns(sample)[reply.after_turn][-1]
     forks = sample.forks if after == len(known) - 1 else (*sample.forks, Fork(len(known), after))
+    # The next request's engine records the experts of these tokens.
+    experts = with_unrouted(sample.routed_experts, len(token_ids))
     # An empty segment, too, separates the policy's turns.
-    return replace(sample, segments=(*sample.segments, environment_segment(token_ids.tolist())), forks=forks)
+    segments = (*sample.segments, environment_segment(token_ids.tolist()))
+    return replace(sample, segments=segments, forks=forks, routed_experts=experts)
 
 
 def bereft(sample: Sample) -> Sample:

@@ -57,7 +57,8 @@ class GenerationRequest:
     num_before: how many of the last `token_ids` an engine sampled for the same sample before; the request goes on with
     the sample. with_nucleus: return the tokens that top_k and top_p left to sample each token from; `top_k` bounds
     their number. engine: the index of the engine that has the keys and values of earlier tokens; None: none has.
-    may_move: whether another engine may go on with tokens of this one, which takes a new seed.
+    may_move: whether another engine may go on with tokens of this one, which takes a new seed. num_routed: how many of
+    the first `token_ids` have known experts, which the engine leaves out where it captures experts.
     """
 
     token_ids: tuple[int, ...]
@@ -68,6 +69,7 @@ class GenerationRequest:
     with_nucleus: bool = False
     engine: int | None = None
     may_move: bool = False
+    num_routed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +77,9 @@ class Completion:
     """The tokens that an engine generated for a request, in arrays [n]; of an unfinished request, those so far.
 
     logprobs: after temperature and truncation (top-p, top-k). versions: those of the weights that sampled the tokens;
-    `weight_versions` has one for each token. routed_experts: [tokens, layers, k] of the request's tokens and the
-    generated ones but the last, if the engine captures them. engine: the index of the engine on which the sample goes
-    on, where there are several: the one that generated them, or the one that takes over.
+    `weight_versions` has one for each token. routed_experts: [tokens, layers, k] of the request's tokens after the
+    first `num_routed`, and of the generated ones but the last, if the engine captures them. engine: the index of the
+    engine on which the sample goes on, where there are several: the one that generated them, or that takes over.
     """
 
     token_ids: IdArray
@@ -200,6 +202,7 @@ class VllmEngine:
                 detokenize=bool(r.sampling.stop),
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 extra_args={SEED: r.seed, NUM_BEFORE: r.num_before},
+                routed_experts_prompt_start=r.num_routed,
             )
             for r in requests
         ]

@@ -30,7 +30,8 @@ from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.source import Doing, Group, SamplingPlan, generating
 from megarl.seeds import sample_seed
 from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, VersionSpan, prompt_segment
-from megarl.types.forks import path_to
+from megarl.types.arrays import with_unrouted
+from megarl.types.forks import path_before, path_to
 
 
 class Engines(Protocol):
@@ -120,6 +121,7 @@ class VllmSource:
             with_nucleus=group.plan.with_nucleus,
             engine=engine,
             may_move=group.plan.may_move,
+            num_routed=_num_routed(sample),
         )
         asked = group.asked[sample.sample_index] = self._engines.generate(request)
         completion = await asked
@@ -151,24 +153,32 @@ def extended(sample: Sample, completion: Completion) -> Sample:
         rollout_logprobs=completion.logprobs,
         nucleus=completion.nucleus,
     )
-    experts, earlier = completion.routed_experts, sample.routed_experts
-    if experts is not None:
-        # No engine has computed the last token, nor those of other branches.
+    experts, recorded = with_unrouted(sample.routed_experts, len(completion.token_ids)), completion.routed_experts
+    if recorded is not None:
         num_tokens = len(sample.token_ids) + len(completion.token_ids)
-        read = path_to(num_tokens, sample.forks)[: len(experts)]
-        everywhere = np.full((num_tokens, *experts.shape[1:]), -1, dtype=experts.dtype)
-        everywhere[read] = experts
-        if earlier is not None:
-            # Each token was sampled with the experts of the request that sampled it, not with those of a later one.
-            known = np.flatnonzero((earlier >= 0).all(axis=(1, 2)))
-            everywhere[known] = earlier[known]
-        experts = everywhere
+        if experts is None:
+            experts = np.full((num_tokens, *recorded.shape[1:]), -1, dtype=recorded.dtype)
+        # No engine has computed the last token, nor those of other branches.
+        read, start = path_to(num_tokens, sample.forks), _num_routed(sample)
+        read = read[start : start + len(recorded)]
+        # Each token was sampled with the experts of the request that sampled it, not with those of a later one.
+        is_new = experts[read, -1, -1] < 0
+        experts[read[is_new]] = recorded[is_new]
     return replace(
         sample,
         segments=(*sample.segments, segment),
         finish_reason=completion.finish_reason,
         routed_experts=experts,
     )
+
+
+def _num_routed(sample: Sample) -> int:
+    """Count the first tokens of a sample's context whose experts were all recorded, so that no engine repeats them."""
+    if sample.routed_experts is None:
+        return 0
+    # Whoever records a token's experts does so in all layers.
+    unknown = sample.routed_experts[path_before(len(sample.routed_experts), sample.forks), -1, -1] < 0
+    return int(unknown.argmax()) if unknown.any() else len(unknown)
 
 
 def _begin(prompt: Prompt, plan: SamplingPlan, sample_index: int) -> Sample:

@@ -267,12 +267,7 @@ def _check_askers(
 
 
 def _require_fitting(config: Config, train: PromptDataset) -> None:
-    """Raise ConfigError or DataError if a setting asks for what the training prompts do not have, or excludes it."""
-    if config.actor.moe.replay_routing and config.rollout.source == "vllm" and train.environments:
-        raise ConfigError(
-            f"actor.moe.replay_routing: got true, but data.train has the environments {sorted(train.environments)}, "
-            "whose tokens engines see only with the turn after them; set it to false"
-        )
+    """Raise DataError if a setting asks for what the training prompts do not have."""
     if config.algo.off_policy.target_probs and not train.num_target_probs:
         raise DataError(
             "algo.off_policy.target_probs: got true, but no row of data.train has target_probs; add the column, or set "

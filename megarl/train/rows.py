@@ -14,7 +14,7 @@ from megarl.config.algo import AlgoConfig
 from megarl.errors import DataError
 from megarl.rollout.prefixes import demonstration_quantities
 from megarl.train.collect import Collected
-from megarl.types import FinishReason, Prompt, Reward, Row, row_from_sample, scored_batch
+from megarl.types import FinishReason, Prompt, Reward, Row, SegmentSource, row_from_sample, scored_batch
 from megarl.weights.families import Dims
 
 
@@ -104,11 +104,12 @@ def training_rows(
             )
             for row in rows
         ]
-    rows = [rows[i] for i in kept]
     if replayed is not None:
-        require_routed_experts(rows, replayed)
+        # No engine has read a sample that is a whole demonstration; its tokens are routed by the trainer's routers.
+        read = [i for i in kept if any(s.source is SegmentSource.POLICY for s in samples[i].segments)]
+        require_routed_experts([rows[i] for i in read], replayed)
     return TrainingRows(
-        rows=rows,
+        rows=[rows[i] for i in kept],
         rewards=[rewards[i] for i in kept],
         finish_reasons=[samples[i].finish_reason for i in kept],
     )

@@ -24,6 +24,17 @@ def joined(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArr
     return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
 
 
+def with_unrouted(experts: ExpertArray | None, num_more: int) -> ExpertArray | None:
+    """Append tokens whose experts nobody recorded (-1) to experts by token; None, for no records at all, stays None.
+
+    >>> with_unrouted(np.array([[[3]]], np.int16), 2).ravel().tolist()
+    [3, -1, -1]
+    """
+    if experts is None:
+        return None
+    return np.concatenate([experts, np.full((num_more, *experts.shape[1:]), -1, experts.dtype)])
+
+
 def require_experts_of_tokens(experts: ExpertArray | None, num_tokens: int, whose: str) -> None:
     """Raise ValueError unless `experts`, if it was recorded, has one entry for each of `num_tokens` tokens.
 

@@ -11,12 +11,20 @@ import pytest
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, MoeConfig, OptimizerConfig
 from megarl.data.prefixes import counted_once, held_prefixes
 from megarl.types import ExpertArray, Row
+from megarl.types.forks import Fork
 from tests.distributed.test_adapters import LR, assert_equals_merged, case_of, merged, write_adapters
 from tests.helpers.adapter_ranks import run_adapters
 from tests.helpers.compare import assert_within
-from tests.helpers.family_parity import assert_equals_transformers, run_transformers, split_rows
+from tests.helpers.family_parity import (
+    assert_equals_transformers,
+    assert_gradients,
+    assert_rows,
+    run_ranks,
+    run_transformers,
+    split_rows,
+)
 from tests.helpers.forests import forest_errors, outputs_apart, random_tree
-from tests.helpers.hf_models import make_model
+from tests.helpers.hf_models import VOCAB_SIZE, make_model
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.requests import update_request, with_advantages
 from tests.helpers.routers import Routers
@@ -39,6 +47,7 @@ WITH_EXPERTS = {
     "tp2-sp ep2": replace(TP2, ep=2),
     "dp2 ep2": LayoutConfig(dp=2, ep=2),
     "pp2 ep2": LayoutConfig(pp=2, first_stage_layers=3, dp=2, ep=2),
+    "tp2-sp pp2 ep2": replace(TP2, pp=2, first_stage_layers=3, ep=2),
 }
 
 
@@ -140,6 +149,76 @@ def test_each_token_is_routed_and_counted_once(rank_pool: GetPool, tmp_path: Pat
     assert reported
     for name, value in routers.metrics().items():
         assert [metrics[name] for metrics in reported] == pytest.approx([value] * len(reported), rel=1e-5)
+
+
+def conversation(seed: int) -> Row:
+    """Three branches and a root of given tokens, of which some have no labels; no experts of each third token."""
+    rng = np.random.default_rng(seed)
+    starts = np.sort(rng.choice(np.arange(9, 36, 3), 4, replace=False))
+    root = rng.integers(4)
+    forks = tuple(Fork(start, -1 if i == root else int(rng.integers(start - 1))) for i, start in enumerate(starts))
+    mask = rng.random(35) < 0.6
+    mask[starts[root] - 5] = False
+    experts = rng.random((40, NUM_LAYERS, NUM_EXPERTS)).argsort(-1).astype(np.int16)[..., :PER_TOKEN]
+    experts[seed::3] = -1
+    return Row(
+        uid=f"c{seed}",
+        sample_index=0,
+        token_ids=rng.integers(0, VOCAB_SIZE, 40).astype(np.int32),
+        num_prompt_tokens=5,
+        loss_mask=mask,
+        forks=forks,
+        routed_experts=experts,
+    )
+
+
+def paths_apart(row: Row) -> list[tuple[Row, list[int]]]:
+    """Each branch of a row behind what stands before it, as a row without forks, and the tokens of the row in it."""
+    assert row.routed_experts is not None
+    before = {fork.start: fork.after for fork in row.forks}
+    ends = [start - 1 for start in before] + [row.num_tokens - 1]
+    found = []
+    for end in ends:
+        path, token = list[int](), end
+        while token >= 0:
+            path.insert(0, token)
+            token = before.get(token, token - 1)
+        begin = max([0, *(start for start in before if start <= end)])
+        labels = np.array([token >= begin and token >= 5 and bool(row.loss_mask[token - 5]) for token in path[1:]])
+        alone = Row(
+            uid=row.uid,
+            sample_index=len(found),
+            token_ids=row.token_ids[path],
+            num_prompt_tokens=1,
+            loss_mask=labels,
+            routed_experts=row.routed_experts[path],
+        )
+        found.append((alone, path))
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp2-sp ep2", *(pytest.param(name, marks=pytest.mark.long) for name in ("pp2 ep2", "tp2-sp pp2 ep2"))]
+)
+def test_recorded_experts_of_conversations_are_replayed_on_every_path(
+    rank_pool: GetPool, tmp_path: Path, layout: str
+) -> None:
+    rows = [conversation(seed) for seed in range(4)]
+    apart = [paths_apart(row) for row in rows]
+    paths = [row for each in apart for row, _ in each]
+    routers = Routers(forced=[row.routed_experts for row in paths if row.routed_experts is not None])
+    expected = run_transformers(make_model(tmp_path / "model", "qwen3_moe", tied=False), routers, rows=paths)
+    free = run_transformers(tmp_path / "model", rows=paths)
+    assert np.abs(np.concatenate(expected.logprobs) - np.concatenate(free.logprobs)).max() > 0.1
+    wanted, logprobs = [np.zeros(35, np.float32) for _ in rows], iter(expected.logprobs)
+    for own, each in zip(wanted, apart, strict=True):
+        for row, path in each:
+            own[np.array(path[1:])[row.loss_mask] - 5] = next(logprobs)[row.loss_mask]
+    chosen = WITH_EXPERTS[layout]
+    pool, moe = rank_pool(chosen.world_size), MoeConfig(replay_routing=True)
+    measured = run_ranks(pool, expected.path, chosen, tmp_path, rows, moe, "none")
+    assert_rows("log-probs", [each.logprobs for each in measured], wanted)
+    assert_gradients(tmp_path / "gradients/model.safetensors", expected.gradients)
 
 
 @pytest.mark.long

@@ -58,7 +58,7 @@ def measure(context: RankContext, case: MeasureCase) -> Measured:
     worker.load(LoadRequest(roles=(RoleSpec(role=Role.ACTOR, model=case.model, settings=case.actor),), seed=0))
     mine = case.micro_batches[worker.layout.dp_group.rank()]
     outputs = worker.forward(case.rows, mine, ForwardRequest(role=Role.ACTOR, temperature=1.0, step=0))
-    logits = dense_logits(worker, case.rows, mine)
+    logits = {} if any(row.forks for row in case.rows) else dense_logits(worker, case.rows, mine)
     weights = worker.store_weights(case.weight_files, with_checksums=False)
 
     algorithm = SftAlgorithm()
@@ -106,7 +106,7 @@ def counted_reductions() -> Iterator[list[object]]:
 def dense_logits(
     worker: RankWorker, rows: Sequence[Row], micro_batches: Sequence[Sequence[int]]
 ) -> dict[int, FloatArray]:
-    """Logits of every token of the rows, through the pipeline, gathered over the vocabulary."""
+    """Logits of every token of rows without forks, through the pipeline, gathered over the vocabulary."""
     from megarl.parallel.packing import PackAlignment, _arrange
     from megarl.parallel.passes import run_schedule
 

@@ -1,11 +1,13 @@
 """Rules of models with experts, by their messages."""
 
 import re
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
 
 from megarl.config import check_engines
+from megarl.config.algo import AlgoConfig, DemonstrationConfig
 from megarl.config.check_engines import check_replayed_routing
 from megarl.config.check_model import check_expert_width, check_experts, check_moe_settings
 from megarl.config.generation import ScheduleConfig
@@ -117,6 +119,10 @@ def test_routing_is_replayed_from_records_and_from_engines_that_capture_it(
     config = Config(actor=actor, rollout=RolloutConfig(source=source, replay_dir="records"))
     if known:
         check_replayed_routing(config)
+        # Weights that change in the middle of samples, and samples that begin with demonstrations.
+        schedule = ScheduleConfig(staleness=1, on_update="continue")
+        config = replace(config, rollout=replace(config.rollout, schedule=schedule))
+        check_replayed_routing(replace(config, algo=AlgoConfig(demonstrations=DemonstrationConfig(strategy="fixed"))))
     else:
         message = rf"^actor\.moe\.replay_routing: got true with rollout\.source={source}, but only a record"
         with pytest.raises(ConfigError, match=message):
@@ -132,18 +138,15 @@ def test_routing_is_replayed_from_records_and_from_engines_that_capture_it(
             {"rollout": RolloutConfig(engine=EngineConfig(prefix_caching=False))},
             "rollout.engine.prefix_caching=false",
         ),
-        (
-            {"rollout": RolloutConfig(schedule=ScheduleConfig(staleness=1, on_update="continue"))},
-            "rollout.schedule.on_update=continue",
-        ),
+        ({"rollout": RolloutConfig(engine=EngineConfig(pp=2))}, "rollout.engine.pp > 1"),
     ],
 )
-def test_engines_capture_the_routing_of_whole_samples_only(
+def test_engines_capture_no_routing_without_a_prefix_cache_or_over_stages(
     changes: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_engines, "platform", PLATFORMS["cuda"])
     config = Config(actor=ActorConfig(moe=MoeConfig(replay_routing=True)), **changes)
-    with pytest.raises(ConfigError, match=f"source=vllm and {re.escape(named)}, with which engines cannot say"):
+    with pytest.raises(ConfigError, match=f"source=vllm and {re.escape(named)}, with which vLLM does not record"):
         check_replayed_routing(config)
 
 

@@ -84,9 +84,20 @@ class World:
             talk.reply.set_exception(HostLostError())
         loop.wait(turns())
 
-    def speak(self, *token_ids: int, reason: FinishReason = FinishReason.STOP, engine: int = 1) -> GenerationRequest:
+    def speak(
+        self,
+        *token_ids: int,
+        reason: FinishReason = FinishReason.STOP,
+        engine: int = 1,
+        expert: int | None = None,
+    ) -> GenerationRequest:
+        """Answer a request. expert: the one that it sends all tokens to, in two layers, three times each."""
         request, future = self.requests.pop(0)
-        future.set_result(replace(completion(token_ids, reason), engine=engine))
+        answer = replace(completion(token_ids, reason), engine=engine)
+        if expert is not None:
+            num_read = len(request.token_ids) - request.num_routed + len(token_ids) - 1
+            answer = replace(answer, routed_experts=np.full((num_read, 2, 3), expert, np.int16))
+        future.set_result(answer)
         loop.wait(turns())
         return request
 
@@ -386,6 +397,46 @@ def test_a_branch_goes_to_the_engine_that_has_its_tokens() -> None:
     assert world.speak(104, END, engine=1).engine == 1
     world.reply(9, is_context=True)
     assert world.speak(105, END).engine == 1
+
+
+def test_a_token_keeps_the_experts_of_the_request_that_first_read_it() -> None:
+    """The branches of the test above, the last turn in two requests; request n sends all that it reads to expert n."""
+    world, _, group = begin()
+    world.reply()
+    requests = [world.speak(100, END, expert=1)]
+    world.reply(5, 6, 41, 42, is_context=True)
+    requests.append(world.speak(101, END, expert=2))
+    world.reply(9, is_context=True)
+    requests.append(world.speak(102, END, expert=3))
+    world.reply(43, after_turn=1)
+    requests.append(world.speak(103, END, expert=4))
+    world.reply(5, 6, 41, is_context=True)
+    # Another engine, or the same one with other weights, goes on.
+    requests.append(world.speak(104, 105, reason=FinishReason.ABORT, expert=5))
+    requests.append(world.speak(106, END, engine=0, expert=6))
+    world.reply(done=True)
+    # The request 43 asks for the end of turn 1, which no engine has read before; all of 5 6 41 is known.
+    assert [request.num_routed for request in requests] == [0, 2, 0, 5, 3, 4]
+    sample = sample_of(group)
+    assert sample.routed_experts is not None
+    assert sample.routed_experts.shape == (18, 2, 3)
+    assert sample.routed_experts[:, 1, 2].tolist() == [1, 1, 1, -1, 2, 2, 2, 4, 3, 3, -1, 4, 4, -1, 5, 6, 6, -1]
+
+
+def test_a_conversation_that_begins_again_forgets_the_experts_of_its_tokens() -> None:
+    world, _, group = begin()
+    world.reply()
+    world.speak(100, END, expert=1)
+    world.reply(7)
+    world.speak(101, END, expert=2)
+    world.lose(0, owes=True)
+    world.reply(is_anew=True)
+    assert world.speak(102, END, expert=3).num_routed == 0
+    world.reply(done=True)
+    sample = sample_of(group)
+    assert sample.token_ids.tolist() == [5, 6, 102, END]
+    assert sample.routed_experts is not None
+    assert sample.routed_experts[:, 0, 0].tolist() == [3, 3, 3, -1]
 
 
 def test_every_token_counts_in_the_length_of_a_sample_that_forks() -> None:

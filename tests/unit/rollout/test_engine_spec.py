@@ -179,6 +179,7 @@ def test_engines_suspend_nccl_when_they_sleep(monkeypatch: pytest.MonkeyPatch) -
 
 def test_engines_capture_routing_where_it_is_replayed_from_them() -> None:
     """vLLM's option and the field of its outputs are known to the installed version."""
+    from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
     from vllm.outputs import CompletionOutput
 
@@ -189,3 +190,4 @@ def test_engines_capture_routing_where_it_is_replayed_from_them() -> None:
         assert "enable_return_routed_experts" not in engine_arguments(engine_spec(from_dict(Config, tree)))
     assert "enable_return_routed_experts" in {field.name for field in fields(EngineArgs)}
     assert "routed_experts" in {field.name for field in fields(CompletionOutput)}
+    assert SamplingParams(routed_experts_prompt_start=3).routed_experts_prompt_start == 3

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector, AuxRequestOutput
 
 import megarl
 from megarl.config.schema import EngineConfig
@@ -150,6 +151,33 @@ def test_an_answer_that_repeats_itself_is_finished_and_an_unknown_reason_is_name
     np.testing.assert_array_equal(completion.weight_versions, [3])
     with pytest.raises(RuntimeError, match="'thermal', expected one of stop, length, abort, repetition; install"):
         _completion(output("thermal"))
+
+
+def test_experts_are_recorded_where_megarl_has_none_and_once_per_token() -> None:
+    """Five tokens of a prompt, of which three are known, and two more when weights change: all is computed again."""
+    request = SimpleNamespace(
+        request_id="a",
+        block_hashes=[],
+        sampling_params=SimpleNamespace(routed_experts_prompt_start=3),
+        num_prompt_tokens=5,
+        num_output_tokens=0,
+        num_tokens=5,
+    )
+    connector, step = AuxOutputSchedulerConnector(), SimpleNamespace(num_scheduled_tokens={"a": 5})
+
+    def first_recorded() -> int:
+        return connector.build_connector_meta(step, {"a": request}).requests["a"]
+
+    assert first_recorded() == 3
+    vars(request).update(num_output_tokens=2, num_tokens=7)
+    # No engine has read the last token.
+    assert len(connector.take_output(request, {"a": AuxRequestOutput(3, np.zeros((3, 2, 1), np.uint8))})) == 3
+    connector.request_finished(request)
+    connector.reset()
+    assert first_recorded() == 6
+    # A prompt of which all experts are known.
+    vars(request).update(num_output_tokens=1, num_tokens=6)
+    assert len(connector.take_output(request, {"a": AuxRequestOutput(5, np.zeros((1, 2, 1), np.uint8))})) == 0
 
 
 def test_what_loads_are_derived_from_is_there() -> None:

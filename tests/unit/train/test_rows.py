@@ -168,6 +168,9 @@ def test_replayed_routing_needs_experts_of_this_model() -> None:
         experts=Experts(num=4, per_token=2, ffn=8, normalized=True, layers=(0, 1, 2)),
     )
     (row,) = training_rows(collected([(sample("a", 0), True)]), AlgoConfig()).rows
+    # No engine reads a sample that is a whole demonstration.
+    given = replace(sample("a", 1, given=(8, 9)), segments=sample("a", 1, given=(8, 9)).segments[:2])
+    assert training_rows(collected([(given, True)]), AlgoConfig(), replayed=dims).rows[0].routed_experts is None
 
     def with_experts(*shape: int, highest: int = 3) -> list[Row]:
         return [replace(row, routed_experts=np.full((4, *shape), highest, dtype=np.int16))]
