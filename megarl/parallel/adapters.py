@@ -100,7 +100,10 @@ class _AddLowRank(torch.autograd.Function):
         ctx.save_for_backward(low, b)
         ctx.packing = packing
         for target, x, part in _by_part(out.detach(), low, b, packing):
-            target.baddbmm_(x.expand(len(target), -1, -1), part.transpose(1, 2))
+            if target.dim() == 2:
+                target.addmm_(x, part.t())
+            else:
+                target.baddbmm_(x.expand(len(target), -1, -1), part.mT)
         # Were it `out` itself, it would be a view, which later layers may not write over. Writing through `detach` has
         # told autograd that `out` changed.
         return out.data
@@ -111,9 +114,10 @@ class _AddLowRank(torch.autograd.Function):
         grad_low, grad_b, grad_out = torch.zeros_like(low), torch.empty_like(b), grad_out.contiguous()
         targets = _by_part(grad_out, grad_low, grad_b, ctx.packing)
         for (grad, x, part), (_, to_low, to_b) in zip(_by_part(grad_out, low, b, ctx.packing), targets, strict=True):
-            to_low += (grad @ part).sum(0)
             # Few rows and many columns multiply faster than many rows and few columns.
-            to_b.copy_((x.t() @ grad).transpose(1, 2))
+            by_group = part.mT @ grad.mT
+            to_low += (by_group if by_group.dim() == 2 else by_group.sum(0)).t()
+            to_b.copy_((x.t() @ grad).mT)
         return grad_out, grad_low, grad_b, None
 
 
@@ -121,14 +125,16 @@ def _by_part(
     wide: torch.Tensor, low: torch.Tensor, b: torch.Tensor, packing: Packing
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield views for every part: of an output [groups, tokens, rows], of its A's numbers [tokens, rank], and of its B
-    [groups, rows, rank].
+    [groups, rows, rank]. One group is left out of shapes: products of matrices are faster than of batches with one.
     """
     (num_groups, parts), rank, start = packing, b.shape[1], 0
     wide = wide.view(-1, num_groups, len(b) // num_groups).transpose(0, 1)
     low, b = low.view(-1, low.shape[-1]), b.view(num_groups, -1, rank)
+    if num_groups == 1:
+        wide, b = wide[0], b[0]
     for rows, number in parts:
         columns = slice(start, start + rows)
-        yield wide[:, :, columns], low[:, number * rank : (number + 1) * rank], b[:, columns]
+        yield wide[..., columns], low[:, number * rank : (number + 1) * rank], b[..., columns, :]
         start += rows
 
 
