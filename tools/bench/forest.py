@@ -9,11 +9,14 @@ template strips the thoughts of earlier turns, so that each turn begins with wha
 thought. Sharing is the number of tokens on all paths over the number of different ones. Both ways run in one process,
 by turns, and the best time of each counts, in seconds of the process's cores, which other programs on the machine
 lengthen least. `trunk` is forward and backward of the layers, by its time over that of flattened rows, and over what
-the number of tokens allows; `update` is a whole optimizer step, likewise over what FLOPs allow.
+the number of tokens and FLOPs allow; `update` is a whole optimizer step, likewise over what FLOPs allow. Tokens at the
+ends of long paths attend to more than others, so FLOPs allow less than tokens where rows are long for the model's
+width. Exit code 1: a limit is exceeded.
 """
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +31,8 @@ from megarl.record.text_table import align
 from megarl.types import Row
 from megarl.types.messages import MicroBatchPlan, UpdateRequest
 
+# Most that the trunk may take, of what tokens allow or else FLOPs, and the update, of what FLOPs allow.
+TRUNK_LIMIT, UPDATE_LIMIT = 1.3, 1.15
 # Tokens of what a conversation's turn consists of, and of a branch, each times the scale.
 GIVEN, THOUGHT, ANSWER, BRANCH = 24, 24, 8, 32
 
@@ -39,6 +44,8 @@ class ForestResult:
     shape: str
     path_tokens: int
     unique_tokens: int
+    flat_trunk_flops: int
+    forest_trunk_flops: int
     flat_flops: int
     forest_flops: int
     flat_trunk_s: float
@@ -46,11 +53,31 @@ class ForestResult:
     flat_update_s: float
     forest_update_s: float
 
-    def ratios(self) -> tuple[float, float, float, float, float]:
-        """Return the sharing; the trunk's time, and that over what tokens allow; the same of the update and FLOPs."""
-        trunk, update = self.forest_trunk_s / self.flat_trunk_s, self.forest_update_s / self.flat_update_s
-        tokens, flops = self.unique_tokens / self.path_tokens, self.forest_flops / self.flat_flops
-        return 1 / tokens, trunk, trunk / tokens, update, update / flops
+    @property
+    def sharing(self) -> float:
+        return self.path_tokens / self.unique_tokens
+
+    @property
+    def trunk(self) -> float:
+        return self.forest_trunk_s / self.flat_trunk_s
+
+    @property
+    def trunk_of_flops(self) -> float:
+        return self.trunk * self.flat_trunk_flops / self.forest_trunk_flops
+
+    @property
+    def update(self) -> float:
+        return self.forest_update_s / self.flat_update_s
+
+    @property
+    def update_of_flops(self) -> float:
+        return self.update * self.flat_flops / self.forest_flops
+
+    @property
+    def holds(self) -> bool:
+        """Whether the limits hold. Where attention alone exceeds what tokens allow, FLOPs say what a trunk may take."""
+        trunk = min(self.trunk * self.sharing, self.trunk_of_flops)
+        return trunk <= TRUNK_LIMIT and self.update_of_flops <= UPDATE_LIMIT
 
 
 def row_of(tokens: Sequence[np.ndarray], trained: int, index: int) -> Row:
@@ -110,12 +137,16 @@ class ForestTrainer:
 
     def __init__(self, model: Path, meeting: str, micro_batch_tokens: int) -> None:
         apply_environment()
+        import torch
+
         from megarl.config.schema import ActorConfig, ModelConfig, OptimizerConfig
         from megarl.parallel.worker import RankWorker
         from megarl.types.messages import LoadRequest, Role, RoleSpec
 
         worker = self.worker = RankWorker(0)
         worker.prepare()
+        # Threads that wait for one another would count.
+        torch.set_num_threads(1)
         settings = ActorConfig(optimizer=OptimizerConfig(distributed=False), micro_batch_tokens=micro_batch_tokens)
         worker.join(settings.layout, f"file://{meeting}", 60.0)
         self.role = RoleSpec(role=Role.ACTOR, model=ModelConfig(path=str(model), dtype="float32"), settings=settings)
@@ -180,10 +211,14 @@ class ForestTrainer:
         path_tokens = sum(row.num_tokens for row in rows)
         # The first of each warms up.
         best = {key: min(values[1:]) for key, values in times.items()}
+        # Nothing of these reaches the head.
+        untrained = [replace(row, loss_mask=np.zeros_like(row.loss_mask)) for row in rows]
         return ForestResult(
             shape=shape,
             path_tokens=path_tokens,
             unique_tokens=round(path_tokens * (1 - frac)),
+            flat_trunk_flops=update_flops(self.dims, untrained),
+            forest_trunk_flops=update_flops(self.dims, untrained, shares_prefixes=True),
             flat_flops=update_flops(self.dims, rows),
             forest_flops=update_flops(self.dims, rows, shares_prefixes=True),
             flat_trunk_s=best[False, "trunk"],
@@ -221,14 +256,22 @@ def main() -> None:
             for shape in options.shapes
             for sharing in options.sharing
         ]
-    header = ("shape", "paths", "tokens", "sharing", "trunk", "of tokens", "update", "of FLOPs")
+    header = ("shape", "paths", "tokens", "sharing", "trunk", "of tokens", "of FLOPs", "update", "of FLOPs", "limits")
     lines = [
-        (r.shape, f"{r.path_tokens:,}", f"{r.unique_tokens:,}", *(f"{value:.3f}" for value in r.ratios()))
+        (
+            r.shape,
+            f"{r.path_tokens:,}",
+            f"{r.unique_tokens:,}",
+            f"{r.sharing:.2f}",
+            *(f"{x:.3f}" for x in (r.trunk, r.trunk * r.sharing, r.trunk_of_flops, r.update, r.update_of_flops)),
+            "hold" if r.holds else "FAIL",
+        )
         for r in results
     ]
     print("\n".join(align([header, *lines])))
     if options.json:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n", encoding="utf-8")
+    sys.exit(0 if all(result.holds for result in results) else 1)
 
 
 if __name__ == "__main__":
