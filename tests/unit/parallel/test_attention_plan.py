@@ -1,10 +1,18 @@
 """Which tokens attend to which in packs of rows that share prefixes: calls and gathered keys, worked out by hand."""
 
+import sys
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 
 from megarl.parallel.attention_plan import gather_keys, plan_attention
+from megarl.parallel.gathered_attention import gathering_attention
+from megarl.parallel.packing import PackSeqParams
 
 CPU = torch.device("cpu")
 
@@ -42,8 +50,38 @@ def test_calls_by_hand() -> None:
     assert outputs[plan.places].tolist() == list(range(79))
 
 
-def test_gathered_keys_under_the_bottom_right_mask_equal_the_plan() -> None:
-    """What Transformer Engine is asked for, computed by its definition, against the calls of megarl's own attention."""
+class DefinedAttention:
+    """Transformer Engine's attention of packed sequences whose queries are the last of their keys, as it is defined."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: None,
+        attn_mask_type: Enum,
+        *,
+        packed_seq_params: Any,
+    ) -> torch.Tensor:
+        asked = packed_seq_params
+        assert (asked.qkv_format, attn_mask_type.name) == ("thd", "padding_causal_bottom_right")
+        outputs = []
+        for i in range(len(asked.cu_seqlens_q) - 1):
+            here, path = (slice(*bounds[i : i + 2].tolist()) for bounds in (asked.cu_seqlens_q, asked.cu_seqlens_kv))
+            scores = torch.einsum("nhd,mhd->hnm", query[here], key[path]) / query.shape[-1] ** 0.5
+            n, m = scores.shape[1:]
+            assert n <= asked.max_seqlen_q
+            assert m <= asked.max_seqlen_kv
+            hidden = torch.ones(n, m, dtype=torch.bool).triu(m - n + 1)
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            outputs.append(torch.einsum("hnm,mhd->nhd", weights, value[path]))
+        return torch.cat(outputs)
+
+
+def test_gathered_keys_under_the_bottom_right_mask_equal_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Transformer Engine is asked for, against the calls of megarl's own attention."""
+    extensions = SimpleNamespace(TEDotProductAttention=DefinedAttention)
+    monkeypatch.setitem(sys.modules, "megatron.core.extensions.transformer_engine", extensions)
     rng = np.random.default_rng(0)
     sequences, lengths = [np.arange(21)], [21]
     for own in (3, 1, 18, 7, 30):
@@ -52,14 +90,9 @@ def test_gathered_keys_under_the_bottom_right_mask_equal_the_plan() -> None:
         sequences.append(np.concatenate([holder[: rng.integers(1, len(holder) + 1)], np.arange(start, start + own)]))
         lengths.append(own)
     q, k, v = (torch.randn(sum(lengths), 2, 4, dtype=torch.float64) for _ in range(3))
-    found, outputs = gather_keys(sequences, np.array(lengths), CPU), []
-    keys, values = k[found.keys], v[found.keys]
-    for i in range(len(lengths)):
-        here, path = (slice(*bounds[i : i + 2].tolist()) for bounds in (found.query_bounds, found.key_bounds))
-        scores = torch.einsum("nhd,mhd->hnm", q[here], keys[path]) / 2
-        n, m = scores.shape[1:]
-        hidden = torch.ones(n, m, dtype=torch.bool).triu(m - n + 1)
-        outputs.append(torch.einsum("hnm,mhd->nhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values[path]))
+    pack: Any = SimpleNamespace(gathered=gather_keys(sequences, np.array(lengths), CPU))
+    attention = gathering_attention.__wrapped__()()
+    outputs = attention.forward(q, k, v, None, "padding_causal", packed_seq_params=PackSeqParams(pack=pack))
     plan = plan_attention(sequences, np.array(lengths), CPU)
     computed = []
     for call in plan.calls:
@@ -68,4 +101,4 @@ def test_gathered_keys_under_the_bottom_right_mask_equal_the_plan() -> None:
         )
         out = F.scaled_dot_product_attention(mine, its, theirs, attn_mask=call.seen, is_causal=call.seen is None)
         computed.append(out.transpose(1, 2).flatten(0, 1))
-    torch.testing.assert_close(torch.cat(outputs), torch.cat(computed)[plan.places], rtol=0, atol=1e-12)
+    torch.testing.assert_close(outputs, torch.cat(computed)[plan.places], rtol=0, atol=1e-12)
