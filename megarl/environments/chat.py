@@ -27,7 +27,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "stop": ([], ""),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("auto",),
+    "tool_choice": ("auto", "none"),
     "logit_bias": ({},),
 }
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -62,10 +62,14 @@ class _Said:
 
 @dataclass(slots=True, kw_only=True)
 class _Request:
-    """A request that waits for the policy, with the whole chat that it sent. is_gone: whether its client has left."""
+    """A request that waits for the policy, with the whole chat that it sent.
+
+    may_call: whether a call of a tool in the answer is one, or text. is_gone: whether its client has left.
+    """
 
     said: list[_Said]
     tools: Sequence[Mapping[str, Any]]
+    may_call: bool
     max_tokens: int | None
     model: str
     answer: asyncio.Future[dict[str, Any]]
@@ -115,7 +119,7 @@ class Chat:
         """Answer the agent's request with the policy's turn; return the number of tools that it calls."""
         assert self._asked is not None, "the policy speaks when it is asked"
         asked, self._asked = self._asked, None
-        calls = list(self._parse(action.text)) if self._parse and asked.tools and not action.is_cut else []
+        calls = list(self._parse(action.text)) if self._parse and asked.may_call and not action.is_cut else []
         try:
             functions = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls]
         except (ValueError, RecursionError):
@@ -182,9 +186,17 @@ class Chat:
                 waiting.answer, waiting.is_gone = answer, is_gone
                 return await answer
         model = str(body.get("model", "policy"))
-        limit = min(limits, default=None)
+        limit, may_call = min(limits, default=None), bool(tools) and body.get("tool_choice") != "none"
         self._waiting.append(
-            _Request(said=said, tools=tools, max_tokens=limit, model=model, answer=answer, is_gone=is_gone)
+            _Request(
+                said=said,
+                tools=tools,
+                may_call=may_call,
+                max_tokens=limit,
+                model=model,
+                answer=answer,
+                is_gone=is_gone,
+            )
         )
         self._arrived.set()
         return await answer

@@ -1,7 +1,8 @@
 """Play a task of verifiers as an agent; run by a Python that has verifiers and not megarl.
 
 verifiers' own harness asks for turns and calls the tool `multiply`, which verifiers' own server runs. When the harness
-has an answer, its user asks twice whether it is sure.
+has an answer, its user asks twice whether it is sure. With an argument, the number of tokens from which on to do so,
+verifiers' chat program compacts its context.
 """
 
 import asyncio
@@ -9,9 +10,14 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import verifiers.v1 as vf
+from verifiers.v1.harnesses.null import harness
+
+MAX_TOKENS = 40
 
 
 class Multiplier(vf.Toolset[vf.ToolsetConfig]):
@@ -35,13 +41,26 @@ class Product(vf.Task[ProductData]):
         return float(self.data.answer in (trace.last_reply or ""))
 
 
-async def main() -> None:
+def compact_at(num_tokens: str) -> None:
+    """Let the harness without a shell of its own compact contexts, as the one that gives the policy a shell does."""
+    launch = harness.launch_chat_program
+
+    async def launch_compacting(*arguments: Any, extra_args: Sequence[str] = (), **named: Any) -> Any:
+        asked = [*extra_args, "--compaction", f"--summarize-at-tokens={num_tokens}"]
+        return await launch(*arguments, extra_args=asked, **named)
+
+    harness.launch_chat_program = launch_compacting
+
+
+async def main(*summarize_at_tokens: str) -> None:
+    for each in summarize_at_tokens:
+        compact_at(each)
     row = json.load(sys.stdin)
     config = vf.AgentConfig(
         model="policy",
         harness={"id": "null"},
         runtime={"type": "subprocess"},
-        sampling={"max_tokens": row["extra_info"]["max_tokens"]},
+        sampling={"max_tokens": row["extra_info"].get("max_tokens", MAX_TOKENS)},
         client={"type": "eval", "base_url": os.environ["OPENAI_BASE_URL"], "api_key_var": "OPENAI_API_KEY"},
     )
     task = Product(ProductData(prompt=row["messages"][-1]["content"], answer=row["ground_truth"]))
@@ -58,4 +77,4 @@ if __name__ == "__main__":
     else:
         # verifiers starts the tool's server by the name of its module, which must not be __main__.
         os.environ["PYTHONPATH"] = str(Path(__file__).parent)
-        asyncio.run(importlib.import_module(Path(__file__).stem).main())
+        asyncio.run(importlib.import_module(Path(__file__).stem).main(*sys.argv[1:]))

@@ -271,6 +271,46 @@ def test_a_program_gets_the_keys_that_are_passed_on_and_no_others(
     assert talk.last.details == {"names": ["SEARCH_API_KEY"]}, talk.last
 
 
+def test_an_agent_may_forbid_calls() -> None:
+    """The policy reads the tools all the same; its call is the text of the answer, and the chat goes on after it."""
+
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
+        async with client(base_url, api_key) as there:
+            completion = await ask(there, QUESTION, tools=[ADD], tool_choice="none")
+            answer = completion.choices[0]
+            more = [*QUESTION, answer.message, {"role": "user", "content": "In words?"}]
+            await ask(there, more, tools=[ADD], tool_choice="none")
+            return {"reward": 1.0, "text": answer.message.content, "ended": answer.finish_reason}
+
+    talk = lead(agent, CALL, "Three")
+    assert talk.last.details == {"text": CALL, "ended": "stop"}, talk.last
+    assert [reply.num_calls for reply in talk.replies] == [0, 0, 0]
+    assert talk.text == (
+        f"<|im_start|>tools\nadd<|im_end|>\n<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n{CALL}<|im_end|>\n"
+        "<|im_start|>user\nIn words?<|im_end|>\n<|im_start|>assistant\nThree<|im_end|>"
+    )
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_verifiers_compacts_its_context_and_goes_on() -> None:
+    """After a call of its tool its harness asks for a summary, and goes on from this alone."""
+    call = '<tool_call>{"name": "multiplier_multiply", "arguments": {"b": 21, "a": 37}}</tool_call>'
+    command = {"command": verifiers_command(summarize_at_tokens=1)}
+    talk = asyncio.run(
+        converse(command, f"So {call}", "Multiplied: 777", "It is 777", "3", "3.", reply_timeout_s=300.0)
+    )
+    assert (talk.last.done, talk.last.reward, talk.last.failure) == (True, 1.0, ""), talk.last
+    assert talk.last.details == {"texts": ["It is 777", "3", "3."], "errors": []}
+    assert [reply.num_calls for reply in talk.replies] == [0, 1, 0, 0, 0, 0]
+    asked = [TOKENIZER.decode(reply.token_ids) for reply in talk.replies]
+    assert "CONTEXT CHECKPOINT COMPACTION" in asked[1]
+    rebuilt = "<|im_start|>tools\nmultiplier_multiply<|im_end|>\n<|im_start|>user\nAnother language model started to"
+    assert asked[2].startswith(rebuilt)
+    assert asked[2].endswith("Multiplied: 777<|im_end|>\n<|im_start|>assistant\n")
+    assert [reply.is_context for reply in talk.replies[1:4]] == [False, True, False]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_verifiers_calls_its_tool_and_goes_on() -> None:
