@@ -36,7 +36,7 @@ CHANGES = {
     "tp4": {"num_attention_heads": 8, "num_key_value_heads": 1},
 }
 OF_DENSE = ("tp1", "tp2-pp2", "pp2-vpp2", "pp2-vpp2-uneven")
-QUICK = [("deepseek_v2", False, "tp2-ep2"), ("qwen3", True, "tp4"), ("qwen3", False, "pp2-vpp2-uneven")]
+QUICK = [("deepseek_v2", False, "tp2-ep2"), ("qwen3", False, "pp2-vpp2-uneven")]
 # Tied embeddings have a bucket of the distributed optimizer to themselves. Where 64 does not divide the elements of the
 # one before it, Megatron 0.16.1 pads it beyond its end and refuses to save it; no model of a real size has such layers.
 HYBRID = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
