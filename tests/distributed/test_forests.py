@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, MoeConfig, OptimizerConfig
+from megarl.data.hints import HintedPrompt, hinted_rows
 from megarl.data.prefixes import counted_once, held_prefixes
 from megarl.types import ExpertArray, Row
 from megarl.types.forks import Fork
@@ -23,7 +24,7 @@ from tests.helpers.family_parity import (
     run_transformers,
     split_rows,
 )
-from tests.helpers.forests import forest_errors, outputs_apart, random_tree
+from tests.helpers.forests import forest_errors, outputs_apart, pairs_and_hints_apart, random_tree
 from tests.helpers.hf_models import VOCAB_SIZE, make_model
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.requests import update_request, with_advantages
@@ -253,3 +254,46 @@ def test_values_and_hinted_pairs_equal_those_of_rows_apart(rank_pool: GetPool, t
             merged_got, wanted = (np.concatenate([each[i] for i in sorted(by_row)]) for each in (got[quantity], by_row))
             assert_within(quantity, merged_got, wanted, atol=1e-5)
             assert np.abs(wanted).max() > 0.1
+
+
+def forked_rows() -> list[Row]:
+    """Four conversations whose branches leave a turn of the policy, the prompt, and nothing at all."""
+    rng, rows = np.random.default_rng(5), []
+    # Prompt; then by turns what the policy wrote and what it read, from the branches' starts on.
+    mask = np.repeat([True, False, True, False, True, False, True], [4, 2, 3, 1, 3, 2, 3])
+    for i in range(4):
+        ref = rng.normal(-5.5, 0.3, len(mask)).astype(np.float32)
+        row = Row(
+            uid=f"p{i % 2}",
+            sample_index=i,
+            token_ids=rng.integers(0, VOCAB_SIZE, 6 + len(mask)).astype(np.int32),
+            num_prompt_tokens=6,
+            loss_mask=mask,
+            forks=(Fork(10, 7), Fork(15, 3), Fork(19, -1)),
+        )
+        rows.append(row.with_quantities(ref_logprobs=ref))
+    return rows
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp2-sp", pytest.param("pp2", marks=pytest.mark.long), pytest.param("cp2", marks=pytest.mark.long)]
+)
+def test_conversations_that_fork_train_as_pairs_and_behind_hints(
+    rank_pool: GetPool, tmp_path: Path, layout: str
+) -> None:
+    """The hint stands at the end of the prompt, so only branches from there on read it."""
+    rows = forked_rows()
+    hints = {row.uid: HintedPrompt(token_ids=np.append(row.token_ids[:6], [7, 8, 9]).astype(np.int32)) for row in rows}
+    # Both rows of a prompt have the first one's tokens before their responses.
+    rows = [
+        replace(row, token_ids=np.append(hints[row.uid].token_ids[:6], row.token_ids[6:]).astype(np.int32))
+        for row in rows
+    ]
+    hinted = hinted_rows(rows, hints).rows
+    assert {row.forks for row in hinted} == {(Fork(13, 10), Fork(18, 3), Fork(22, -1))}
+    path = make_model(tmp_path / "model", "qwen3", tied=False)
+    model, actor = ModelConfig(path=str(path), dtype="float32", vocab_multiple=4), actor_of(LAYOUTS[layout])
+    found = rank_pool(actor.layout.world_size).run(pairs_and_hints_apart, model, actor, rows, hinted, 0.5)
+    loss, gradients, logprobs, kls = np.array(found).max(0).tolist()
+    print(f"DPO: loss {loss:.1e}, gradients {gradients:.1e}; log-probs {logprobs:.1e}, KLs {kls:.1e}")
+    assert max(loss, gradients, logprobs, kls) <= 1e-5
