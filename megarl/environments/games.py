@@ -1,4 +1,4 @@
-"""Define the small environments that examples and tests train on: a calculator, and a guessing game."""
+"""Define the small environments that examples and tests train on: a calculator, a game, totals, and sub-agents."""
 
 import re
 from collections.abc import Sequence
@@ -53,3 +53,52 @@ class GuessingGame(Environment):
         for action in actions:
             await self.reply(action)
         return True
+
+
+@ENVIRONMENTS.register("tally")
+class RunningTotal(Environment):
+    """A total to which each message adds. A right total earns its share of 1; a wrong one ends the conversation.
+
+    A row's ground truth has all messages, such as `5+7+3 +6+4`. A turn is a total, after a thought or not.
+    """
+
+    async def start(self, prompt: Prompt) -> Sequence[Message]:
+        self._messages = prompt.ground_truth.split()
+        return ()
+
+    async def reply(self, action: Action) -> Reply:
+        number = action.turn + 1
+        total = sum(map(int, re.findall(r"\d+", "".join(self._messages[:number]))))
+        is_right = action.text.rpartition("</think>")[2] == str(total)
+        is_last = number == len(self._messages)
+        reward = is_right / len(self._messages)
+        if is_last or not is_right:
+            return Reply(done=True, reward=reward, details={"correct": is_right})
+        return Reply(messages=(Message(role="user", content=self._messages[number]),), reward=reward)
+
+    async def resume(self, prompt: Prompt, actions: Sequence[Action]) -> bool:
+        await self.start(prompt)
+        return True
+
+
+@ENVIRONMENTS.register("delegate")
+class Delegation(Environment):
+    """Sub-agents that the policy may ask, which are the policy itself with a prompt of their own.
+
+    After a turn that is exactly `ask 5+7+3` the policy reads `5+7+3=?` and nothing else; what it then writes after its
+    last `#### ` is the reply to the turn that asked. Any other turn ends the conversation.
+    """
+
+    async def start(self, prompt: Prompt) -> Sequence[Message]:
+        self._asked: int | None = None
+        return ()
+
+    async def reply(self, action: Action) -> Reply:
+        if self._asked is not None:
+            result = Message(role="user", content=action.text.rpartition("#### ")[2])
+            asked, self._asked = self._asked, None
+            return Reply(messages=(result,), after_turn=asked)
+        if (task := re.fullmatch(r"ask ([\d+]{1,40})", action.text)) is None:
+            return Reply(done=True)
+        self._asked = action.turn
+        return Reply(context=(Message(role="user", content=f"{task[1]}=?"),), num_calls=1)

@@ -20,9 +20,18 @@ SPECIAL_TOKENS = (PAD, TURN_START, TURN_END)
 # Tokens that decoding keeps: scorers read the answer tags.
 WORDS = ("user", "assistant", "Hint: ", "<answer>", "</answer>")
 
+# ChatML. As in Qwen3's template, answers before the last user turn lose their thoughts.
 CHAT_TEMPLATE = (
+    "{% set last = namespace(user=-1) %}"
     "{% for message in messages %}"
-    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% if message['role'] == 'user' %}{% set last.user = loop.index0 %}{% endif %}"
+    "{% endfor %}"
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' and loop.index0 < last.user %}"
+    "{{ message['content'].split('</think>')[-1] }}"
+    "{% else %}{{ message['content'] }}{% endif %}"
+    "<|im_end|>\n"
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

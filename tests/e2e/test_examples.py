@@ -1,4 +1,5 @@
-"""The examples that run programs in the sandbox, from nothing to a trained policy. Long, since each takes minutes."""
+"""Examples that run programs in the sandbox, drop thoughts or ask sub-agents, from nothing to a trained policy. Long,
+since each takes minutes."""
 
 import os
 import subprocess
@@ -15,8 +16,16 @@ TIMEOUT_S = 1200.0
 
 @pytest.mark.long
 @pytest.mark.timeout(1300)
-@pytest.mark.parametrize(("task", "source"), [("python_calculator", "megarl/calculator"), ("repair", "megarl/repair")])
-def test_a_tiny_model_learns_from_what_its_programs_do(task: str, source: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("task", "source"),
+    [
+        ("python_calculator", "megarl/calculator"),
+        ("repair", "megarl/repair"),
+        ("tally", "megarl/tally"),
+        ("delegate", "megarl/sums"),
+    ],
+)
+def test_a_tiny_model_learns_from_replies(task: str, source: str, tmp_path: Path) -> None:
     # Not a part of the run that the tests themselves may have.
     environment = {key: value for key, value in os.environ.items() if key != "MEGARL_RUN_ID"}
     environment["PYTHONPATH"] = str(REPOSITORY)

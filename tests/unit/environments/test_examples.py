@@ -76,6 +76,43 @@ def test_the_game_has_as_many_guesses_as_halving_needs() -> None:
     assert HIGH - LOW + 1 == 2**NUM_GUESSES - 1
 
 
+def test_a_tally_follows_its_demonstrations_until_a_wrong_total(rows: Mapping[str, Any]) -> None:
+    """Those that think are right three times; the others end with an estimate, which is hardly ever right."""
+    num_thinking = 0
+    for row in rows["tally"]["sft"]:
+        turns = [message["content"] for message in row["messages"]]
+        asked, totals = turns[::2], [turn.rpartition("</think>")[2] for turn in turns[1::2]]
+        right = [str(sum(map(int, re.findall(r"\d+", "".join(asked[: i + 1]))))) for i in range(len(asked))]
+        assert totals[:-1] == right[:-1]
+        thinks = "<think>" in turns[1]
+        num_thinking += thinks
+        assert (len(turns), totals[-1]) == (6, right[-1]) if thinks else totals[-1].endswith("0")
+    # Three standard deviations, as above.
+    assert abs(num_thinking / NUM_ROWS - 0.4) < 0.085
+    row = rows["tally"]["train"][0] | {"reward_model": {"ground_truth": "5+7+3 +6+4 +9+2"}}
+    said = asyncio.run(replies(environment("tally"), row, "<think>5+7=12\n12+3=15</think>15", "25", "36"))
+    assert [[message.content for message in each.messages] for each in said] == [["+6+4"], ["+9+2"], []]
+    assert [(each.done, each.reward) for each in said] == [(False, 1 / 3), (False, 1 / 3), (True, 1 / 3)]
+    (wrong,) = asyncio.run(replies(environment("tally"), row, "15 or so"))
+    assert (wrong.done, wrong.reward, wrong.details) == (True, 0.0, {"correct": False})
+
+
+def test_sub_agents_reply_to_the_turn_that_asked(rows: Mapping[str, Any]) -> None:
+    chats = [[message["content"] for message in row["messages"]] for row in rows["delegate"]["sft"]]
+    question, first, one, second, other, answer = next(chat for chat in chats if len(chat) == 6)
+    assert question == f"({first.removeprefix('ask ')})({second.removeprefix('ask ')})=?"
+    assert (eval(first[4:]), eval(second[4:])) == (int(one), int(other))
+    assert answer == f"#### {one}{other}"
+    row = rows["delegate"]["train"][0]
+    said = asyncio.run(
+        replies(environment("delegate"), row, "ask 5+7", "5+7=12\n#### 12", "ask 6+4", "no idea", "#### 1210")
+    )
+    assert [[message.content for message in each.context] for each in said] == [["5+7=?"], [], ["6+4=?"], [], []]
+    assert [[message.content for message in each.messages] for each in said] == [[], ["12"], [], ["no idea"], []]
+    assert [each.after_turn for each in said] == [None, 0, None, 2, None]
+    assert [each.done for each in said] == [False] * 4 + [True]
+
+
 def run_test(program: str, test: str) -> str:
     """What a test says of a program, run here."""
     names: dict[str, Any] = {}

@@ -71,6 +71,16 @@ def test_files(model_dir: Path) -> None:
     assert "lm_head.weight" not in load_file(model_dir / "model.safetensors")
 
 
+def test_answers_before_the_last_question_lose_their_thoughts() -> None:
+    turns = ["1+2", "<think>3</think>3", "+4", "<think>7</think>7", "a result"]
+    roles = ["user", "assistant", "user", "assistant", "tool"]
+    chat = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]
+    rendered = TOKENIZER.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    read = ["1+2", "3", "+4", "<think>7</think>7", "a result"]
+    written = [f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in zip(roles, read, strict=True)]
+    assert rendered == "".join(written) + "<|im_start|>assistant\n"
+
+
 @given(st.text())
 def test_any_text_survives_a_round_trip(text: str) -> None:
     ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
