@@ -18,6 +18,11 @@ def span_seed(seed: int, num_tokens: int) -> int:
     return _hash64(f"{seed}/{num_tokens}", "little") >> 1 if num_tokens else seed
 
 
+def try_seed(seed: int, index: int) -> int:
+    """Return the seed of one of several turns that a sample of this seed writes side by side: its own for the first."""
+    return _hash64(f"{seed}/try {index}", "little") >> 1 if index else seed
+
+
 def batch_seed(run_seed: int, step: int) -> int:
     """Return the seed of a step's random choices over its rows."""
     return sample_seed(run_seed, step, "", -1)

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.cluster.actors import RunActor
 from megarl.cluster.processes import explained, is_replaceable, locate, wait_all
 from megarl.cluster.remotes import Process, Remote, Stream
-from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TurnRequest, sendable
+from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TriesRequest, TurnRequest, sendable
 from megarl.errors import EngineDiedError
 from megarl.host import loop
 from megarl.host.child_environment import limit_environment
@@ -41,7 +41,7 @@ class EpisodeHostActor(RunActor):
         for key, request in requests.items():
             self._spawn(self._reply(key, self._host.start(key, request)))
 
-    async def act(self, requests: Mapping[int, TurnRequest]) -> None:
+    async def act(self, requests: Mapping[int, TurnRequest | TriesRequest]) -> None:
         """Take turns of conversations by their keys; `serve` yields the replies."""
         for key, request in requests.items():
             self._spawn(self._reply(key, self._host.act(key, request)))
@@ -74,7 +74,7 @@ class _Outbox:
     """The requests to one host that are not sent yet, by conversation, and the conversations to end."""
 
     begin: dict[int, StartRequest] = field(default_factory=dict)
-    act: dict[int, TurnRequest] = field(default_factory=dict)
+    act: dict[int, TurnRequest | TriesRequest] = field(default_factory=dict)
     end: list[int] = field(default_factory=list)
 
     def send(self, process: Process[EpisodeHostActor]) -> None:
@@ -116,7 +116,7 @@ class EpisodeHosts:
         self._outbox(talk).begin[key] = request
         return talk
 
-    def act(self, talk: Talk, request: TurnRequest) -> None:
+    def act(self, talk: Talk, request: TurnRequest | TriesRequest) -> None:
         talk.reply = loop.event_loop().create_future()
         self._outbox(talk).act[talk.key] = request
 

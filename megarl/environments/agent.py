@@ -30,8 +30,9 @@ class AgentEnvironment(Environment):
     """An environment whose other side is an agent: a function or a program that uses an OpenAI client.
 
     The agent's first request is the prompt; one that adds to an answered one brings the reply to that answer; any other
-    is a branch of its own, see `Chat`. Its end ends the conversation. It returns the reward, or a mapping with `reward`
-    and further findings.
+    is a branch of its own, see `Chat`; one with `n` is answered by so many branches. Its end ends the conversation. It
+    returns the reward, or a mapping with `reward`, `rewards` of single turns by the ids of completions, and further
+    findings.
     """
 
     owns_prompt = True
@@ -76,8 +77,11 @@ class AgentEnvironment(Environment):
         return asked.messages
 
     async def reply(self, action: Action) -> Reply:
+        return await self.choose([action])
+
+    async def choose(self, actions: Sequence[Action]) -> Reply:
         assert self._running is not None, "it was started"
-        num_calls = self._chat.answer(action)
+        num_calls = self._chat.answer(actions)
         if (asked := await self._next_request(self._running)) is not None:
             self.tools = asked.tools
             if asked.after_turn is None:
@@ -88,8 +92,25 @@ class AgentEnvironment(Environment):
             return Reply(done=True, reward=float(returned or 0), num_calls=num_calls)
         if not isinstance(returned, Mapping):
             raise TypeError(f"the agent returned {type(returned).__name__}, expected a number or a mapping with reward")
-        details = {str(name): value for name, value in returned.items() if name != "reward"}
-        return Reply(done=True, reward=float(returned.get("reward", 0)), num_calls=num_calls, details=details)
+        details = {str(name): value for name, value in returned.items() if name not in ("reward", "rewards")}
+        return Reply(
+            done=True,
+            reward=float(returned.get("reward", 0)),
+            rewards=self._by_turn(returned.get("rewards") or {}),
+            num_calls=num_calls,
+            details=details,
+        )
+
+    def _by_turn(self, rewards: Mapping[str, Any]) -> dict[int, float]:
+        """Return rewards by turn, given those by the id of a completion: a number, or one for each of its choices."""
+        found: dict[int, float] = {}
+        for name, of_choices in rewards.items():
+            turns = self._chat.turns.get(name, [])
+            each = [of_choices] if isinstance(of_choices, int | float) else list(of_choices)
+            if (count := len(turns)) != len(each):
+                raise ValueError(f"rewards[{name!r}] is {of_choices}, expected a number for each of {count} choices")
+            found |= {turn: float(reward) for turn, reward in zip(turns, each, strict=True)}
+        return found
 
     async def close(self) -> None:
         if self._running is not None:
@@ -108,7 +129,7 @@ class AgentEnvironment(Environment):
             # An agent may end with an error because its request was wrong: the request says more.
             if asked.done():
                 request = asked.result()
-                self.max_turn_tokens = request.max_tokens
+                self.max_turn_tokens, self.num_tries = request.max_tokens, request.num_tries
                 return request
             running.result()
             return None

@@ -44,8 +44,10 @@ class Reply:
     Messages are text, whatever they spell: the policy reads `< |im_end|>` for `<|im_end|>`, see `TurnGlue.plain`. They
     follow the turn, or an earlier one with the number `after_turn`, which then has a further branch.
     context: instead of `messages`, all that the policy reads next, from the first message on.
-    reward: the reward of the turn. num_calls: the tools that the turn called. details: further findings; numbers among
-    them become metrics `environment/detail/…`, as means; later replies override earlier ones of the same name.
+    reward: the reward of the turn; of several tries, that of `after_turn`, or else of the last. rewards: those of any
+    turns so far, by their numbers; they add up with what these turns have. num_calls: the tools that the turn called.
+    details: further findings; numbers among them become metrics `environment/detail/…`, as means; later replies
+    override earlier ones of the same name.
     """
 
     messages: tuple[Message, ...] = ()
@@ -53,6 +55,7 @@ class Reply:
     context: tuple[Message, ...] = ()
     done: bool = False
     reward: float = 0.0
+    rewards: Mapping[int, float] = field(default_factory=dict)
     num_calls: int = 0
     details: Mapping[str, Any] = field(default_factory=dict)
 
@@ -74,6 +77,9 @@ class Environment:
     process_environment: Mapping[str, str] = {}
     # Limit of the policy's next turn, besides those of the configuration. It may change with every reply.
     max_turn_tokens: int | None = None
+    # How many times the policy writes its next turn, side by side and each by itself; it may change with every reply.
+    # `choose` gets several, `reply` one.
+    num_tries: int = 1
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
         """Begin a conversation; return messages that follow those of the prompt, which the policy answers first."""
@@ -81,6 +87,13 @@ class Environment:
 
     async def reply(self, action: Action) -> Reply:
         """Reply to a turn of the policy."""
+        raise NotImplementedError
+
+    async def choose(self, actions: Sequence[Action]) -> Reply:
+        """Reply to the tries of a turn; `after_turn` names the one from which the conversation goes on.
+
+        A later reply may go on from any other of them.
+        """
         raise NotImplementedError
 
     async def resume(self, prompt: Prompt, actions: Sequence[Action]) -> bool:

@@ -22,7 +22,6 @@ from megarl.types import Message
 # Fields of a request that ask for what a policy in training cannot have, with the values that do not. Every other field
 # that is not read, such as temperature, is ignored: the run's settings decide how turns are sampled.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
     "logprobs": (False,),
     "top_logprobs": (0,),
     "stop": ([], ""),
@@ -42,13 +41,14 @@ class TurnAsked:
     """A request for a turn of the policy.
 
     after_turn: the number of the turn that the messages follow; None: they are all that the policy reads. max_tokens:
-    the limit of the turn, if the request has one.
+    the limit of the turn, if the request has one. num_tries: how many answers it asks for.
     """
 
     messages: tuple[Message, ...]
     after_turn: int | None
     tools: Sequence[Mapping[str, Any]]
     max_tokens: int | None
+    num_tries: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +71,7 @@ class _Request:
     tools: Sequence[Mapping[str, Any]]
     may_call: bool
     max_tokens: int | None
+    num_tries: int
     model: str
     answer: asyncio.Future[dict[str, Any]]
     is_gone: Callable[[], Awaitable[bool]]
@@ -81,7 +82,7 @@ class Chat:
 
     Requests are answered one after the other. One that has all messages of an earlier one, its answer and new messages
     goes on with that chat. Any other begins a chat of its own: a history that was rewritten or made shorter, a
-    sub-agent's, the same question once more.
+    sub-agent's, the same question once more. turns: by the id of each completion, the turns that are its choices.
     """
 
     def __init__(self, parse: Parser | None) -> None:
@@ -91,6 +92,7 @@ class Chat:
         # Of each answered turn: the messages up to the answer, and the tools. Its text, by the message that was sent.
         self._answered: list[tuple[list[_Said], Sequence[Mapping[str, Any]]]] = []
         self._texts: dict[_Said, str] = {}
+        self.turns: dict[str, list[int]] = {}
         self._waiting: deque[_Request] = deque()
         self._arrived = asyncio.Event()
         # The request that the policy answers now.
@@ -113,12 +115,38 @@ class Chat:
             Message(role=roles.get(each.role, each.role), content=self._texts.get(each, each.text))
             for each in asked.said[count:]
         )
-        return TurnAsked(messages=messages, after_turn=after_turn, tools=asked.tools, max_tokens=asked.max_tokens)
+        return TurnAsked(
+            messages=messages,
+            after_turn=after_turn,
+            tools=asked.tools,
+            max_tokens=asked.max_tokens,
+            num_tries=asked.num_tries,
+        )
 
-    def answer(self, action: Action) -> int:
-        """Answer the agent's request with the policy's turn; return the number of tools that it calls."""
+    def answer(self, actions: Sequence[Action]) -> int:
+        """Answer the agent's request with all tries of the policy's turn; return the number of tools that they call."""
         assert self._asked is not None, "the policy speaks when it is asked"
         asked, self._asked = self._asked, None
+        choices = [self._choice(asked, index, action) for index, action in enumerate(actions)]
+        num_before, num_written = actions[0].num_before, sum(action.num_tokens for action in actions)
+        usage = {"prompt_tokens": num_before, "completion_tokens": num_written}
+        name = f"chatcmpl-{secrets.token_hex(8)}"
+        completion = {
+            "id": name,
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": readable(asked.model),
+            "choices": choices,
+            "usage": usage | {"total_tokens": num_before + num_written},
+        }
+        self.turns[name] = [action.turn for action in actions]
+        # The client may have gone.
+        if not asked.answer.done():
+            asked.answer.set_result(completion)
+        return sum(len(choice["message"].get("tool_calls", ())) for choice in choices)
+
+    def _choice(self, asked: _Request, index: int, action: Action) -> dict[str, Any]:
+        """Return a turn of the policy as a choice of a completion, and remember what it answered."""
         calls = list(self._parse(action.text)) if self._parse and asked.may_call and not action.is_cut else []
         try:
             functions = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls]
@@ -140,21 +168,8 @@ class Chat:
         self._answered.append(([*asked.said, answer], asked.tools))
         if calls:
             self._texts[answer] = action.text
-        choice = {"index": 0, "message": message, "logprobs": None}
-        choice["finish_reason"] = "tool_calls" if calls else "length" if action.is_cut else "stop"
-        usage = {"prompt_tokens": action.num_before, "completion_tokens": action.num_tokens}
-        completion = {
-            "id": f"chatcmpl-{secrets.token_hex(8)}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": readable(asked.model),
-            "choices": [choice],
-            "usage": usage | {"total_tokens": action.num_before + action.num_tokens},
-        }
-        # The client may have gone.
-        if not asked.answer.done():
-            asked.answer.set_result(completion)
-        return len(calls)
+        finish_reason = "tool_calls" if calls else "length" if action.is_cut else "stop"
+        return {"index": index, "message": message, "logprobs": None, "finish_reason": finish_reason}
 
     async def ask(self, body: Mapping[str, Any], is_gone: Callable[[], Awaitable[bool]]) -> dict[str, Any]:
         """Return the completion of a request. Raises RequestError, also when the sample ends before it is answered.
@@ -178,10 +193,12 @@ class Chat:
                     f"messages[{i}] has tool_calls that the policy did not write, expected text; write it out"
                 )
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        num_tries = body.get("n") or 1
         limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
         for waiting in [*([] if self._asked is None else [self._asked]), *self._waiting]:
             # A client that gave up waiting asks again, which is no further turn.
-            if (waiting.said, waiting.tools) == (said, tools) and await waiting.is_gone():
+            is_same = (waiting.said, waiting.tools, waiting.num_tries) == (said, tools, num_tries)
+            if is_same and await waiting.is_gone():
                 waiting.answer.cancel()
                 waiting.answer, waiting.is_gone = answer, is_gone
                 return await answer
@@ -193,6 +210,7 @@ class Chat:
                 tools=tools,
                 may_call=may_call,
                 max_tokens=limit,
+                num_tries=num_tries,
                 model=model,
                 answer=answer,
                 is_gone=is_gone,
@@ -215,7 +233,7 @@ def _refuse_fields(body: Mapping[str, Any]) -> None:
         if body.get(name) is not None and body[name] not in harmless:
             remedy = "; set rollout.stop" if name == "stop" else ""
             raise RequestError(f"{name} is {body[name]!r}, expected it to be left out{remedy}")
-    for name in ("max_tokens", "max_completion_tokens"):
+    for name in ("n", "max_tokens", "max_completion_tokens"):
         if (limit := body.get(name)) is not None and (not isinstance(limit, int) or limit < 1):
             raise RequestError(f"{name} is {limit!r}, expected a whole number of at least 1")
 

@@ -106,16 +106,16 @@ def _error(status: int, message: str) -> Response:
 
 
 def _events(completion: Mapping[str, Any], *, with_usage: bool) -> Iterator[str]:
-    """Yield a completion as the events of a stream: the turn, its end, and what it used if that is asked for."""
-    (choice,) = completion["choices"]
-    delta = dict(choice["message"])
-    if "tool_calls" in delta:
-        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
+    """Yield a completion as the events of a stream: each turn and its end, and what it used if that is asked for."""
     head = {key: completion[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    parts: list[dict[str, Any]] = [
-        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
-        {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
-    ]
+    parts: list[dict[str, Any]] = []
+    for choice in completion["choices"]:
+        delta = dict(choice["message"])
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
+        index = choice["index"]
+        parts.append({"choices": [{"index": index, "delta": delta, "finish_reason": None}]})
+        parts.append({"choices": [{"index": index, "delta": {}, "finish_reason": choice["finish_reason"]}]})
     if with_usage:
         parts.append({"choices": [], "usage": completion["usage"]})
     for part in parts:

@@ -67,21 +67,32 @@ class TurnRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TriesRequest:
+    """A request to choose among several tries of a turn."""
+
+    tries: tuple[TurnRequest, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostReply:
     """The result of a request to a host.
 
     token_ids: after a turn, what follows it up to the policy's next turn; after a start, the whole prompt if the
     environment added messages to it, else nothing. after_turn: the number of the turn that they follow; None: the last.
     is_context: they are instead all that the policy reads next. max_turn_tokens: the environment's limit of the next
-    turn. is_anew: a conversation that was to go on begins again. part: what was said, where the history is rendered, so
-    that the conversation can go on elsewhere. failure: the kind of failure (`raised`, `timed_out`, `died`), in which
-    case the rest says nothing; reason: one line. worn_out: why the host is to be replaced; empty: it is not.
+    turn. num_tries: how many times the policy writes it. rewards: those of turns by their numbers, besides `reward` of
+    the last one. is_anew: a conversation that was to go on begins again. part: what was said, where the history is
+    rendered, so that the conversation can go on elsewhere. failure: the kind of failure (`raised`, `timed_out`,
+    `died`), in which case the rest says nothing; reason: one line. worn_out: why the host is to be replaced; empty: it
+    is not.
     """
 
     token_ids: tuple[int, ...] = ()
     max_turn_tokens: int | None = None
+    num_tries: int = 1
     done: bool = False
     reward: float = 0.0
+    rewards: Mapping[int, float] = field(default_factory=dict)
     num_calls: int = 0
     details: Mapping[str, Any] = field(default_factory=dict)
     is_anew: bool = False
@@ -152,7 +163,7 @@ class EpisodeHost:
                 actions = [Action(text=self._decode(ids), turn=i) for i, ids in enumerate(request.turns)]
                 if await environment.resume(request.prompt, actions):
                     live.recall([ids[-1] for ids in request.turns], [each.text for each in actions], request.chat)
-                    return HostReply()
+                    return HostReply(**self._next_turn(environment))
             opening = [self._glue.plain(each) for each in _short(await environment.start(request.prompt))]
             if opening:
                 live.hear(opening if environment.owns_prompt else [*live.chat, *opening], None)
@@ -160,64 +171,78 @@ class EpisodeHost:
             if self._max_prompt_tokens is not None and len(ids) > self._max_prompt_tokens:
                 most = f"data.max_prompt_tokens is {self._max_prompt_tokens}"
                 raise ValueError(f"the opening makes a prompt of {len(ids)} tokens, {most}")
-            limit = _turn_limit(environment)
             part = live.part if self._config.history == "rendered" else None
-            return HostReply(token_ids=tuple(ids), max_turn_tokens=limit, is_anew=bool(request.turns), part=part)
+            told = self._next_turn(environment)
+            return HostReply(token_ids=tuple(ids), is_anew=bool(request.turns), part=part, **told)
 
         return await self._limited(begin)
 
-    async def act(self, key: int, request: TurnRequest) -> HostReply:
-        """Pass a turn of the policy to its environment."""
+    async def act(self, key: int, request: TurnRequest | TriesRequest) -> HostReply:
+        """Pass a turn of the policy to its environment, or all tries of a turn."""
         live = self._live[key]
         environment = live.environment
+        tries = request.tries if isinstance(request, TriesRequest) else (request,)
 
         async def reply() -> HostReply:
-            action = Action(
-                text=self._decode(list(request.token_ids)),
-                turn=request.turn,
-                is_cut=request.is_cut,
-                num_tokens=len(request.token_ids),
-                num_before=request.num_before,
-            )
-            turn = Message(role="assistant", content=action.text)
-            live.turns[action.turn] = request.token_ids[-1], [*live.chat, turn]
-            said = await environment.reply(action)
-            if not math.isfinite(said.reward):
-                raise ValueError(f"the reward is {said.reward}, expected a finite number")
-            follows = HostReply() if said.done else self._following(live, action, said)
+            actions = []
+            for each in tries:
+                action = Action(
+                    text=self._decode(list(each.token_ids)),
+                    turn=each.turn,
+                    is_cut=each.is_cut,
+                    num_tokens=len(each.token_ids),
+                    num_before=each.num_before,
+                )
+                turn = Message(role="assistant", content=action.text)
+                live.turns[action.turn] = each.token_ids[-1], [*live.chat, turn]
+                actions.append(action)
+            said = await (environment.reply(actions[0]) if len(actions) == 1 else environment.choose(actions))
+            rewards = _rewards(live, actions, said)
+            follows = HostReply() if said.done else self._following(live, actions, said)
             if self._config.history == "rendered" and not said.done:
                 follows = replace(follows, part=live.part)
             return replace(
                 follows,
-                max_turn_tokens=_turn_limit(environment),
                 done=bool(said.done),
-                reward=float(said.reward),
+                reward=rewards.pop(actions[-1].turn, 0.0),
+                rewards=rewards,
                 num_calls=int(said.num_calls),
                 details=said.details,
+                **self._next_turn(environment),
             )
 
         return await self._limited(reply, left_s=self._config.episode_timeout_s - (time.monotonic() - live.began))
 
-    def _following(self, live: _Conversation, action: Action, said: Reply) -> HostReply:
-        """Return the tokens that the policy reads after a turn, and where they stand."""
+    def _next_turn(self, environment: Environment) -> dict[str, Any]:
+        """Return what an environment says of the policy's next turn, as fields of a reply."""
+        limit, most = environment.max_turn_tokens, self._config.max_turns
+        if not 1 <= environment.num_tries <= most:
+            raise ValueError(f"num_tries is {environment.num_tries}, expected 1 to environment.max_turns={most}")
+        return {"max_turn_tokens": None if limit is None else int(limit), "num_tries": int(environment.num_tries)}
+
+    def _following(self, live: _Conversation, actions: Sequence[Action], said: Reply) -> HostReply:
+        """Return the tokens that the policy reads after a turn or its tries, and where they stand."""
         if not said.messages and not said.context:
             raise ValueError("the reply has no messages, and does not end the conversation; set done=True")
         role, glue, tools = self._config.tool_role, self._glue, live.environment.tools
         messages = [replace(m, role=role) if m.role == "tool" else m for m in _short(said.context or said.messages)]
         # The policy's own turns spell no special token.
         plain = [each if each.role == "assistant" else glue.plain(each) for each in messages]
+        after = said.after_turn
+        if after is None and len(actions) == 1 and not said.context:
+            after = actions[0].turn
+        if after not in live.turns and not (said.context and after is None):
+            raise ValueError(f"after_turn is {after}, expected a turn so far: {sorted(live.turns)}")
         if said.context:
             live.hear(plain, None)
-            return HostReply(token_ids=tuple(glue.opening(plain, tools)), is_context=True)
-        after = action.turn if said.after_turn is None else said.after_turn
-        if after not in live.turns:
-            raise ValueError(f"after_turn is {after}, expected a turn so far: {sorted(live.turns)}")
+            return HostReply(token_ids=tuple(glue.opening(plain, tools)), is_context=True, after_turn=after)
+        assert after is not None, "messages follow a turn"
         last_token, chat = live.turns[after]
         live.hear(plain, after)
         if self._config.history == "rendered":
             read = glue.text(chat[:-1], tools) + chat[-1].content
             if not glue.text(live.chat, tools).startswith(read):
-                return HostReply(token_ids=tuple(glue.opening(live.chat, tools)), is_context=True)
+                return HostReply(token_ids=tuple(glue.opening(live.chat, tools)), is_context=True, after_turn=after)
         return HostReply(token_ids=tuple(glue.between(messages, last_token=last_token)), after_turn=after)
 
     async def close(self, key: int) -> None:
@@ -280,5 +305,17 @@ def _short(messages: Sequence[Message]) -> Sequence[Message]:
     return messages
 
 
-def _turn_limit(environment: Environment) -> int | None:
-    return None if environment.max_turn_tokens is None else int(environment.max_turn_tokens)
+def _rewards(live: _Conversation, actions: Sequence[Action], said: Reply) -> dict[int, float]:
+    """Return the rewards of a reply by turn. Raises ValueError for a turn that there is not, and for a number that is
+    not finite.
+    """
+    rewards = {int(turn): float(reward) for turn, reward in said.rewards.items()}
+    if said.reward:
+        own = actions[-1].turn if len(actions) == 1 or said.after_turn is None else said.after_turn
+        rewards[own] = rewards.get(own, 0.0) + float(said.reward)
+    for turn, reward in rewards.items():
+        if turn not in live.turns:
+            raise ValueError(f"rewards has the turn {turn}, expected turns so far: {sorted(live.turns)}")
+        if not math.isfinite(reward):
+            raise ValueError(f"the reward is {reward}, expected a finite number")
+    return rewards

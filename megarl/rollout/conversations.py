@@ -6,7 +6,7 @@ requests.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol
@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from megarl.config.environments import EnvironmentConfig
-from megarl.environments.host import HostReply, StartRequest, TurnRequest
+from megarl.environments.host import HostReply, StartRequest, TriesRequest, TurnRequest
 from megarl.rollout.source import SamplingPlan
+from megarl.rollout.turns import segment_turns
 from megarl.types import (
     Episode,
     FinishReason,
@@ -28,6 +29,10 @@ from megarl.types import (
 )
 from megarl.types.arrays import with_unrouted
 from megarl.types.forks import Fork, longest_known, num_common, path_before, path_to
+from megarl.types.turns import Tries
+
+# A turn that repeats itself lacks its end as well.
+_CUTS = (FinishReason.LENGTH, FinishReason.REPETITION)
 
 
 class HostLostError(Exception):
@@ -50,8 +55,8 @@ class Episodes(Protocol):
     def start(self, request: StartRequest) -> Talk:
         """Begin a conversation. Its first reply, as those to its turns, raises HostLostError if the host dies."""
 
-    def act(self, talk: Talk, request: TurnRequest) -> None:
-        """Pass a turn of the policy to the environment, which owes a reply to it."""
+    def act(self, talk: Talk, request: TurnRequest | TriesRequest) -> None:
+        """Pass a turn of the policy, or all tries of one, to the environment, which owes a reply."""
 
     def end(self, talk: Talk) -> None: ...
 
@@ -79,17 +84,38 @@ def with_episode(prompt: Prompt, sample: Sample) -> Sample:
 
 def start_request(prompt: Prompt, sample: Sample) -> StartRequest:
     """Return the request that begins a sample's conversation, or goes on with the turns that have a reply."""
-    num_replies = sum(segment.source is SegmentSource.ENVIRONMENT for segment in sample.segments)
-    ids = sample.token_ids.tolist()
-    turns = (ids[turn.start : turn.stop] for turn in _turns(sample)[:num_replies])
-    return StartRequest(prompt=prompt, turns=tuple(map(tuple, turns)), chat=episode_of(sample).chat)
+    episode, ids = episode_of(sample), sample.token_ids.tolist()
+    num_replied = episode.num_turns - (len(_awaiting(episode)) if episode.awaits_reply else 0)
+    turns = (ids[turn.start : turn.stop] for turn in _turns(sample)[:num_replied])
+    return StartRequest(prompt=prompt, turns=tuple(map(tuple, turns)), chat=episode.chat)
 
 
-def turn_request(sample: Sample) -> TurnRequest:
-    """Return the request that passes the policy's last turn to the environment."""
-    turn, episode = tuple(sample.last_turn_ids.tolist()), episode_of(sample)
-    num_before = sample.num_context_tokens - len(turn)
-    return TurnRequest(token_ids=turn, turn=episode.num_turns - 1, is_cut=episode.is_cut, num_before=num_before)
+def turn_request(sample: Sample) -> TurnRequest | TriesRequest:
+    """Return the request that passes the policy's last turn, or all tries of it, to the environment."""
+    episode = episode_of(sample)
+    awaiting = _awaiting(episode)
+    if len(awaiting) == 1:
+        turn = tuple(sample.last_turn_ids.tolist())
+        num_before = sample.num_context_tokens - len(turn)
+        return TurnRequest(token_ids=turn, turn=awaiting[0], is_cut=episode.is_cut, num_before=num_before)
+    ids, turns, cut = sample.token_ids.tolist(), _turns(sample), episode.tries[-1].cut
+    return TriesRequest(
+        tries=tuple(
+            TurnRequest(
+                token_ids=tuple(ids[turns[number].start : turns[number].stop]),
+                turn=number,
+                is_cut=number in cut,
+                num_before=len(path_before(turns[number].start, sample.forks)),
+            )
+            for number in awaiting
+        )
+    )
+
+
+def _awaiting(episode: Episode) -> range:
+    """Return the numbers of the turns to which the environment owes a reply: the last one, or all tries of it."""
+    last = episode.num_turns - 1
+    return episode.tries[-1].turns if episode.tries and last in episode.tries[-1].turns else range(last, last + 1)
 
 
 def started(sample: Sample, reply: HostReply) -> Sample:
@@ -107,7 +133,7 @@ def started(sample: Sample, reply: HostReply) -> Sample:
         is_whole = len(kept) > 1 and bool(rest) and rest[0].source is SegmentSource.ENVIRONMENT
         sample = replace(sample, segments=tuple(kept), forks=(), routed_experts=None)
         sample = _with(sample, num_turns=int(is_whole), num_calls=0, awaits_reply=is_whole, is_cut=False)
-        sample = _with(sample, details={}, chat=())
+        sample = _with(sample, details={}, chat=(), tries=())
     if reply.part is not None:
         sample = _with(sample, chat=(reply.part,))
     if reply.token_ids:
@@ -117,11 +143,37 @@ def started(sample: Sample, reply: HostReply) -> Sample:
 
 def turn_ended(sample: Sample) -> Sample:
     """Return the sample after an engine has written a turn of the policy; its finish reason is that of the turn."""
-    # A turn that repeats itself lacks its end as well.
-    is_cut = sample.finish_reason in (FinishReason.LENGTH, FinishReason.REPETITION)
+    is_cut = sample.finish_reason in _CUTS
     num_turns = episode_of(sample).num_turns + 1
     sample = replace(sample, finish_reason=FinishReason.ABORT)
     return _with(sample, num_turns=num_turns, awaits_reply=True, is_cut=is_cut)
+
+
+def tried(sample: Sample, parts: Sequence[Sample]) -> Sample:
+    """Return the sample with all tries of its next turn; each part is the sample with one of them at its end.
+
+    They stand in their order, each on a branch of its own, with an empty reply between them.
+    """
+    episode, num_segments, num_known = episode_of(sample), len(sample.segments), len(sample.token_ids)
+    context_end = int(path_before(num_known, sample.forks)[-1])
+    first, *others = parts
+    segments, forks, num_tokens = list(first.segments), list(sample.forks), len(first.token_ids)
+    for part in others:
+        forks.append(Fork(num_tokens, context_end))
+        segments += [environment_segment([]), *part.segments[num_segments:]]
+        num_tokens += len(part.token_ids) - num_known
+    experts = first.routed_experts
+    if experts is not None:
+        own = [part.routed_experts[num_known:] for part in others if part.routed_experts is not None]
+        experts = np.concatenate([experts, *own])
+    number, tries, after = episode.num_turns, episode.tries, episode.num_turns - 1
+    if tries and tries[-1].first == number:
+        *earlier, (_, _, after, _) = tries
+        tries = tuple(earlier)
+    cut = tuple(number + i for i, part in enumerate(parts) if part.finish_reason in _CUTS)
+    tries = (*tries, Tries(number, len(parts), after, cut))
+    sample = replace(sample, segments=tuple(segments), forks=tuple(forks), routed_experts=experts)
+    return _with(sample, num_turns=number + len(parts), awaits_reply=True, is_cut=False, tries=tries)
 
 
 def replied(sample: Sample, reply: HostReply, plan: SamplingPlan, limits: EnvironmentConfig) -> Sample:
@@ -130,7 +182,7 @@ def replied(sample: Sample, reply: HostReply, plan: SamplingPlan, limits: Enviro
     if reply.failure:
         return sample
     *earlier, turn = sample.segments
-    sample = replace(sample, segments=(*earlier, replace(turn, reward=reply.reward)))
+    sample = _rewarded(replace(sample, segments=(*earlier, replace(turn, reward=reply.reward))), reply.rewards)
     episode = episode_of(sample)
     details = {**episode.details, **reply.details}
     sample = _with(sample, awaits_reply=False, num_calls=episode.num_calls + reply.num_calls, details=details)
@@ -139,10 +191,23 @@ def replied(sample: Sample, reply: HostReply, plan: SamplingPlan, limits: Enviro
     if reply.part is not None:
         sample = _with(sample, chat=(*episode.chat, reply.part))
     follows = _following(sample, reply)
-    if episode.num_turns >= limits.max_turns or num_left(follows, plan, limits.max_tokens) < 1:
+    num_turns = episode.num_turns + reply.num_tries
+    if num_turns > limits.max_turns or num_left(follows, plan, limits.max_tokens, reply.num_tries) < 1:
         # Without room for a turn, a reply would only be read by nobody.
         return finished(sample, FinishReason.LENGTH)
     return follows
+
+
+def _rewarded(sample: Sample, rewards: Mapping[int, float]) -> Sample:
+    """Return the sample with rewards added to those of its turns, by their numbers."""
+    if not rewards:
+        return sample
+    ends = {turn: i for i, turn in enumerate(segment_turns(sample))}
+    segments = list(sample.segments)
+    for turn, reward in rewards.items():
+        end = segments[ends[turn]]
+        segments[ends[turn]] = replace(end, reward=end.reward + reward)
+    return replace(sample, segments=tuple(segments))
 
 
 def _following(sample: Sample, reply: HostReply) -> Sample:
@@ -160,6 +225,10 @@ def _following(sample: Sample, reply: HostReply) -> Sample:
     forks = sample.forks if after == len(known) - 1 else (*sample.forks, Fork(len(known), after))
     # The next request's engine records the experts of these tokens.
     experts = with_unrouted(sample.routed_experts, len(token_ids))
+    episode = episode_of(sample)
+    awaiting, named = _awaiting(episode), reply.after_turn
+    if named is not None and (named != awaiting[-1] or len(awaiting) > 1):
+        sample = _with(sample, tries=(*episode.tries, Tries(episode.num_turns, 1, named)))
     # An empty segment, too, separates the policy's turns.
     segments = (*sample.segments, environment_segment(token_ids.tolist()))
     return replace(sample, segments=segments, forks=forks, routed_experts=experts)
@@ -178,11 +247,14 @@ def finished(sample: Sample, reason: FinishReason) -> Sample:
     return replace(_with(sample, awaits_reply=False, is_cut=False, chat=()), finish_reason=reason)
 
 
-def num_left(sample: Sample, plan: SamplingPlan, most: int | None = None) -> int:
-    """Return how many more tokens the response may have. most: those of all branches; None: as many as of a path."""
+def num_left(sample: Sample, plan: SamplingPlan, most: int | None = None, num_tries: int = 1) -> int:
+    """Return how many more tokens the response may have, with several tries each of them.
+
+    most: those of all branches; None: as many as of a path.
+    """
     on_path = sample.num_context_tokens - len(sample.prompt_token_ids)
     in_all = (most or plan.max_response_tokens) - sample.num_response_tokens
-    return min(in_all, plan.max_response_tokens - on_path)
+    return min(in_all // num_tries, plan.max_response_tokens - on_path)
 
 
 def engine_of(sample: Sample, wrote: Mapping[int, int]) -> int | None:
@@ -197,8 +269,13 @@ def engine_of(sample: Sample, wrote: Mapping[int, int]) -> int | None:
     return max(latest_first, key=lambda each: num_common(path_to(each[0], sample.forks), context))[1]
 
 
-def turn_limit(sample: Sample, plan: SamplingPlan, limits: EnvironmentConfig, own: int | None) -> int:
-    """Return how many more tokens the turn under way may have. own: the environment's limit of it, if any."""
+def turn_limit(
+    sample: Sample, plan: SamplingPlan, limits: EnvironmentConfig, own: int | None, num_tries: int = 1
+) -> int:
+    """Return how many more tokens the turn under way, or each try of it, may have.
+
+    own: the environment's limit of it, if any.
+    """
     begun: list[Segment] = []
     for segment in reversed(sample.segments[1:]):
         if segment.source is SegmentSource.ENVIRONMENT:
@@ -206,7 +283,7 @@ def turn_limit(sample: Sample, plan: SamplingPlan, limits: EnvironmentConfig, ow
         begun.append(segment)
     num_begun = sum(len(segment.token_ids) for segment in begun)
     of_turn = [max(1, limit - num_begun) for limit in (limits.max_turn_tokens, own) if limit is not None]
-    return min([num_left(sample, plan, limits.max_tokens), *of_turn])
+    return min([num_left(sample, plan, limits.max_tokens, num_tries), *of_turn])
 
 
 def _turns(sample: Sample) -> list[range]:

@@ -14,15 +14,18 @@ from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.replay import ReplaySource, read_record, record_path
 from megarl.rollout.source import Doing, Group, SamplingPlan, generating
 from megarl.rollout.vllm_source import Engines
+from megarl.seeds import try_seed
 from megarl.types import Sample, Segment, SegmentSource
 from megarl.types.forks import path_before
+from megarl.types.turns import try_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Span:
     """The tokens [start, end) of a sample's segment that one request sampled from one version of the weights.
 
-    before: the tokens of prompt and response before the span, of which engines sampled the last `num_before`.
+    before: the tokens of prompt and response before the span. num_before: those that engines had sampled for the sample
+    when its request began, and those of its request before the span. seed: that of its turn.
     """
 
     path: Path
@@ -32,12 +35,13 @@ class _Span:
     end: int
     before: tuple[int, ...]
     num_before: int
+    seed: int
 
     def request(self, plan: SamplingPlan) -> GenerationRequest:
         """Return the request whose completion is this span."""
         return GenerationRequest(
             token_ids=self.before,
-            seed=self.sample.seed,
+            seed=self.seed,
             sampling=plan.sampling_of(self.sample.sample_index),
             max_tokens=self.end - self.start,
             num_before=self.num_before,
@@ -68,8 +72,15 @@ class _Span:
 
 def spans_of(path: Path, sample: Sample) -> Iterator[_Span]:
     """Yield the spans of a recorded sample: one for each request, and one more after each update during a request."""
-    token_ids, num_read, num_before = sample.token_ids, len(sample.prompt_token_ids), 0
+    token_ids, num_read, num_sampled = sample.token_ids, len(sample.prompt_token_ids), 0
+    tries = () if sample.episode is None else sample.episode.tries
+    # Those of the turn under way, and those when the first of the tries began that were written beside it.
+    num_own, num_before_tries, turn = 0, 0, 0
     for segment in sample.segments[1:]:
+        if segment.source is SegmentSource.ENVIRONMENT:
+            turn, num_own = turn + 1, 0
+            if not try_of(turn, tries):
+                num_before_tries = num_sampled
         if segment.source is SegmentSource.POLICY:
             updates = (np.flatnonzero(np.diff(segment.weight_versions)) + 1).tolist()
             bounds = [0, *updates, len(segment.token_ids)]
@@ -82,9 +93,11 @@ def spans_of(path: Path, sample: Sample) -> Iterator[_Span]:
                     start=start,
                     end=end,
                     before=(*before, *segment.token_ids[:start].tolist()),
-                    num_before=num_before + start,
+                    num_before=num_before_tries + num_own + start,
+                    seed=try_seed(sample.seed, try_of(turn, tries)),
                 )
-            num_before += len(segment.token_ids)
+            num_own += len(segment.token_ids)
+            num_sampled += len(segment.token_ids)
         num_read += len(segment.token_ids)
 
 

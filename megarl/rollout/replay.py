@@ -30,6 +30,7 @@ from megarl.types import (
     version_spans,
 )
 from megarl.types.forks import Fork
+from megarl.types.turns import Tries
 
 # [n, k], end to end.
 _NUCLEUS = pa.struct([("shape", pa.list_(pa.int64())), ("values", pa.list_(pa.int32()))])
@@ -181,7 +182,8 @@ def _read_episode(text: str) -> Episode:
         ChatPart(**{**part, "messages": tuple(Message(**message) for message in part["messages"])})
         for part in fields.pop("chat", ())
     )
-    return Episode(**fields, chat=chat)
+    tries = tuple(Tries(first, count, after, tuple(cut)) for first, count, after, cut in fields.pop("tries", ()))
+    return Episode(**fields, chat=chat, tries=tries)
 
 
 class ReplaySource:

@@ -21,6 +21,7 @@ from megarl.rollout.conversations import (
     replied,
     start_request,
     started,
+    tried,
     turn_ended,
     turn_limit,
     turn_request,
@@ -28,7 +29,8 @@ from megarl.rollout.conversations import (
 )
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.source import Doing, Group, SamplingPlan, generating
-from megarl.seeds import sample_seed
+from megarl.rollout.turns import GIVEN
+from megarl.seeds import sample_seed, try_seed
 from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, VersionSpan, prompt_segment
 from megarl.types.arrays import with_unrouted
 from megarl.types.forks import path_before, path_to
@@ -90,6 +92,17 @@ class VllmSource:
                 elif episode_of(sample).awaits_reply:
                     self._hosts.act(talk, turn_request(sample))
                     sample = replied(sample, reply := await talk.reply, plan, self._limits)
+                elif reply.num_tries > 1 and sample.segments[-1].source in GIVEN:
+                    limit = turn_limit(sample, plan, self._limits, reply.max_turn_tokens, reply.num_tries)
+                    seeds = [try_seed(sample.seed, number) for number in range(reply.num_tries)]
+                    known, engine = len(sample.token_ids), engine_of(sample, wrote)
+                    tries = (self._try(group, replace(sample, seed=seed), limit, engine) for seed in seeds)
+                    # They stand in this order, whichever is written first; a checkpoint has all of them or none.
+                    written = await asyncio.gather(*tries)
+                    sample, end = tried(sample, [part for part, _ in written]), known
+                    for part, engine in written:
+                        end += len(part.token_ids) - known
+                        wrote |= {} if engine is None else {end: engine}
                 else:
                     limit = turn_limit(sample, plan, self._limits, reply.max_turn_tokens)
                     completion = await self._generate(group, sample, limit, engine_of(sample, wrote))
@@ -106,24 +119,18 @@ class VllmSource:
             self._hosts.end(talk)
         return sample
 
+    async def _try(self, group: Group, sample: Sample, limit: int, engine: int | None) -> tuple[Sample, int | None]:
+        """Write one of several tries of a turn; return the sample with it, and the engine that has its keys."""
+        num_known = sample.num_response_tokens
+        while sample.finish_reason is FinishReason.ABORT:
+            most = max(1, limit - sample.num_response_tokens + num_known)
+            completion = await self._engines.generate(_request(group, sample, most, engine))
+            sample, engine = extended(sample, completion), completion.engine
+        return sample, engine
+
     async def _generate(self, group: Group, sample: Sample, max_tokens: int, engine: int | None = None) -> Completion:
-        """Ask an engine for more of a sample. engine: the one that has its keys and values, if any has."""
-        ids = group.prompt.token_ids
-        # Most requests are for the prompt of the data, and share its tuple.
-        if len(sample.segments) > 1 or group.prompt.environment:
-            ids = tuple(sample.context_ids.tolist())
-        request = GenerationRequest(
-            token_ids=ids,
-            seed=sample.seed,
-            sampling=group.plan.sampling_of(sample.sample_index),
-            max_tokens=max_tokens,
-            num_before=sum(len(s.token_ids) for s in sample.segments if s.source is SegmentSource.POLICY),
-            with_nucleus=group.plan.with_nucleus,
-            engine=engine,
-            may_move=group.plan.may_move,
-            num_routed=_num_routed(sample),
-        )
-        asked = group.asked[sample.sample_index] = self._engines.generate(request)
+        """Ask an engine for more of a sample, of which a checkpoint has what is written so far."""
+        asked = group.asked[sample.sample_index] = self._engines.generate(_request(group, sample, max_tokens, engine))
         completion = await asked
         del group.asked[sample.sample_index]
         return completion
@@ -141,6 +148,25 @@ class VllmSource:
                 elif len(sample.segments) > 1:
                     found.append(sample)
         return found
+
+
+def _request(group: Group, sample: Sample, max_tokens: int, engine: int | None) -> GenerationRequest:
+    """Return the request for more of a sample. engine: the one that has its keys and values, if any has."""
+    ids = group.prompt.token_ids
+    # Most requests are for the prompt of the data, and share its tuple.
+    if len(sample.segments) > 1 or group.prompt.environment:
+        ids = tuple(sample.context_ids.tolist())
+    return GenerationRequest(
+        token_ids=ids,
+        seed=sample.seed,
+        sampling=group.plan.sampling_of(sample.sample_index),
+        max_tokens=max_tokens,
+        num_before=sum(len(s.token_ids) for s in sample.segments if s.source is SegmentSource.POLICY),
+        with_nucleus=group.plan.with_nucleus,
+        engine=engine,
+        may_move=group.plan.may_move,
+        num_routed=_num_routed(sample),
+    )
 
 
 def extended(sample: Sample, completion: Completion) -> Sample:

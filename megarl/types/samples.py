@@ -21,6 +21,7 @@ from megarl.types.arrays import (
     require_labels_in_nucleus,
 )
 from megarl.types.forks import Fork, path_before
+from megarl.types.turns import Tries
 
 
 class FinishReason(StrEnum):
@@ -183,7 +184,8 @@ class Episode:
     reply. awaits_reply: whether the environment has yet to reply to the last turn. is_cut: whether a limit ended that
     turn. details: what the environment said besides, such as numbers for metrics. failure: the kind of a failure of the
     environment (`raised`, `timed_out`, `died`), which spoils the sample; empty: none. reason: the failure in one line.
-    chat: what the environment said so far, of an unfinished conversation whose history is rendered.
+    tries: the turns that do not follow the one before them, or that were written side by side, in order. chat: what the
+    environment said so far, of an unfinished conversation whose history is rendered.
     """
 
     environment: str
@@ -197,6 +199,7 @@ class Episode:
     failure: str = ""
     reason: str = ""
     chat: tuple[ChatPart, ...] = ()
+    tries: tuple[Tries, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TurnRequest
+from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TriesRequest, TurnRequest
 from megarl.host import loop
 from megarl.rollout.conversations import Talk
 from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
@@ -71,7 +71,7 @@ class _World:
         reply = self._reply(self.host.start(self.num_started, request))
         return Talk(key=self.num_started, host=0, reply=reply)
 
-    def act(self, talk: Talk, request: TurnRequest) -> None:
+    def act(self, talk: Talk, request: TurnRequest | TriesRequest) -> None:
         talk.reply = self._reply(self.host.act(talk.key, request))
 
     def end(self, talk: Talk) -> None:

@@ -15,6 +15,7 @@ from megarl.environments.host import HostSpec
 from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.rollout.engine_spec import engine_spec
 from megarl.rollout.source import SamplingPlan
+from megarl.seeds import try_seed
 from megarl.types import FinishReason, Message, Prompt, Sample, SegmentSource, row_from_sample
 from megarl.types.forks import path_before
 from megarl.types.rows import paths_of
@@ -43,7 +44,10 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def talk_with(process: RankPool, model: Path, arguments: Mapping[str, Any], num_samples: int) -> Outcome:
     """Samples of one prompt, of which the agent knows and the host makes nothing."""
     environment = EnvironmentConfig(
-        entries={"mine": EnvironmentEntry(type="agent", arguments=arguments)}, max_turns=20, reply_timeout_s=150.0
+        entries={"mine": EnvironmentEntry(type="agent", arguments=arguments)},
+        max_turns=20,
+        max_tokens=1000,
+        reply_timeout_s=150.0,
     )
     config = small_config(model, "data.max_prompt_tokens=128", "rollout.max_response_tokens=256", "rollout.engine.tp=1")
     host = HostSpec(model_path=str(model), chat_template={}, names=("mine",), config=environment, max_prompt_tokens=128)
@@ -69,7 +73,8 @@ def talk_with(process: RankPool, model: Path, arguments: Mapping[str, Any], num_
 def turns_of(sample: Sample, outcome: Outcome) -> list[list[int]]:
     """The policy's turns; each is what the engine returned when it was asked to go on with all tokens before."""
     # The same tokens may have been asked for several times.
-    returned = [(before, completion) for before, seed, completion in outcome.returned if seed == sample.seed]
+    seeds = [try_seed(sample.seed, index) for index in range(2)]
+    returned = [(before, completion) for before, seed, completion in outcome.returned if seed in seeds]
     start, turns = len(sample.prompt_token_ids), []
     for segment in sample.segments[1:]:
         if segment.source is SegmentSource.POLICY:
@@ -118,11 +123,16 @@ def test_every_branch_of_a_conversation_was_sampled_as_it_trains(engine_process:
     for sample in outcome.samples:
         assert sample.episode is not None
         assert (sample.finish_reason, sample.episode.reason) == (FinishReason.STOP, "")
-        assert len(turns_of(sample, outcome)) == 7
-        # A helper, another one whose prompt begins alike, the first chat once more, a shorter one, and back again.
-        assert len(sample.forks) == 5
+        turns = turns_of(sample, outcome)
+        assert len(turns) == 10
+        # Tries are not the same.
+        assert turns[7] != turns[8]
+        # A helper, another one whose prompt begins alike, the first chat once more, a shorter one, back again, another
+        # try, and back to the first try.
+        assert len(sample.forks) == 7
         within = [fork.after < len(sample.prompt_token_ids) - 1 for fork in sample.forks]
-        assert within == [True, False, False, False, False]
+        assert within == [True] + [False] * 6
+        assert sample.turn_rewards[sample.turn_rewards > 0].tolist() == [0.25, 0.5, 1.0]
         row = row_from_sample(sample)
         for path in paths_of([row]):
             ids = torch.from_numpy(path.row.token_ids).long()
@@ -131,7 +141,7 @@ def test_every_branch_of_a_conversation_was_sampled_as_it_trains(engine_process:
             expected = logprobs.detach().numpy()[path.row.num_prompt_tokens - 1 + kept]
             assert np.abs(expected - row.quantities["rollout_logprobs"][path.columns[kept]]).max() < 1e-4
             num_labels += len(kept)
-        assert row.num_loss_tokens == sum(len(turn) for turn in turns_of(sample, outcome))
+        assert row.num_loss_tokens == sum(map(len, turns))
     assert num_labels == sum(row_from_sample(sample).num_loss_tokens for sample in outcome.samples)
 
 

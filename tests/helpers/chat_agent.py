@@ -24,7 +24,10 @@ async def ask_often(prompt: Prompt, base_url: str, api_key: str) -> dict[str, An
 
 
 async def rewrite(prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
-    """Ask twice in a chat, once in one of two sub-agents each, again in the first, in a shorter one, and once more."""
+    """Ask twice in a chat, once in one of two sub-agents each, again in the first, in a shorter one, and once more.
+
+    Then ask for two answers at once, and go on from the first of them.
+    """
     question: list[Any] = [m.as_dict() for m in prompt.messages]
     texts = []
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
@@ -45,5 +48,8 @@ async def rewrite(prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]
         await ask(
             *question, {"role": "assistant", "content": "In short: no."}, {"role": "user", "content": "And then?"}
         )
-        await ask(*chat, second, {"role": "user", "content": "Done?"})
-    return {"reward": 1.0, "texts": texts}
+        chat += [second, {"role": "user", "content": "Done?"}]
+        chat += [await ask(*chat), {"role": "user", "content": "Try."}]
+        tries = await client.chat.completions.create(model="any", messages=chat, max_tokens=MAX_TOKENS // 2, n=2)
+        await ask(*chat, tries.choices[0].message, {"role": "user", "content": "Go on."})
+    return {"reward": 1.0, "rewards": {tries.id: [0.25, 0.5]}, "texts": texts}

@@ -25,7 +25,7 @@ import yaml
 
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.environments import open_environments
-from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TurnRequest
+from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TriesRequest, TurnRequest
 from megarl.errors import ConfigError
 from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.types import Message, Prompt
@@ -64,9 +64,15 @@ class Talk:
 
 
 async def converse(
-    arguments: Mapping[str, Any], *turns: str, think_s: float = 0.0, max_prompt_tokens: int | None = None, **limits: Any
+    arguments: Mapping[str, Any],
+    *turns: str | tuple[str, ...],
+    think_s: float = 0.0,
+    max_prompt_tokens: int | None = None,
+    **limits: Any,
 ) -> Talk:
-    """Lead a conversation in which the policy says `turns`, each after a while; one that ends in … was cut."""
+    """Lead a conversation in which the policy says `turns`, each after a while; one that ends in … was cut, and one of
+    several texts was tried so often.
+    """
     config = EnvironmentConfig(
         entries={"mine": EnvironmentEntry(type="agent", arguments=arguments)}, **{"reply_timeout_s": 200.0} | limits
     )
@@ -89,20 +95,24 @@ async def converse(
     )
     talk = Talk(replies=[await host.start(7, StartRequest(prompt=row))])
     talk.tokens += talk.last.token_ids
-    for number, text in enumerate(turns):
+    number = 0
+    for texts in turns:
         if talk.last.done or talk.last.failure:
             break
         await asyncio.sleep(think_s)
-        is_cut = text.endswith("…")
-        ids = TOKENIZER(text, add_special_tokens=False)["input_ids"] + ([] if is_cut else [END])
-        request = TurnRequest(token_ids=ids, turn=number, is_cut=is_cut, num_before=len(talk.tokens))
-        talk.replies.append(await host.act(7, request))
+        tries = []
+        for text in (texts,) if isinstance(texts, str) else texts:
+            is_cut = text.endswith("…")
+            ids = TOKENIZER(text, add_special_tokens=False)["input_ids"] + ([] if is_cut else [END])
+            tries.append(TurnRequest(token_ids=ids, turn=number, is_cut=is_cut, num_before=len(talk.tokens)))
+            number += 1
+        talk.replies.append(await host.act(7, tries[0] if len(tries) == 1 else TriesRequest(tries=tuple(tries))))
         talk.tokens += [*ids, *talk.last.token_ids]
     await host.close(7)
     return talk
 
 
-def lead(agent: Callable[..., Any] | None, *turns: str, **settings: Any) -> Talk:
+def lead(agent: Callable[..., Any] | None, *turns: str | tuple[str, ...], **settings: Any) -> Talk:
     return asyncio.run(converse({"agent": agent}, *turns, **settings))
 
 
@@ -372,7 +382,7 @@ def test_the_first_request_is_the_prompt_and_has_its_limit() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"n": 2}, "n is 2, expected it to be left out"),
+        ({"n": 0}, "n is 0, expected a whole number of at least 1"),
         ({"logprobs": True}, "logprobs is True, expected it to be left out"),
         ({"stop": ["\n"]}, r"stop is .*; set rollout.stop"),
         ({"response_format": {"type": "json_object"}}, "response_format is"),
@@ -439,6 +449,42 @@ def test_a_call_that_cannot_be_sent_is_left_in_the_text() -> None:
 
 def said(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_agent_may_ask_for_several_answers_and_go_on_from_any(stream: bool) -> None:
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
+        async with client(base_url, api_key) as there:
+            first = await ask(there, QUESTION, n=3, stream=stream)
+            texts = ["", "", ""]
+            if stream:
+                async for chunk in first:
+                    name = chunk.id
+                    for choice in chunk.choices:
+                        texts[choice.index] += choice.delta.content or ""
+            else:
+                name, texts = first.id, [choice.message.content for choice in first.choices]
+                assert first.usage.completion_tokens == 6
+            second = await ask(there, [*QUESTION, said(texts[1]), {"role": "user", "content": "sure?"}])
+            return {"reward": 1.0, "rewards": {name: [0.0, 0.5, 0.25], second.id: 2.0}, "texts": texts}
+
+    talk = lead(agent, ("3", "4", "5"), "yes")
+    opened, chosen, last = talk.replies
+    assert (opened.num_tries, chosen.num_tries) == (3, 1)
+    assert (chosen.after_turn, chosen.is_context) == (1, False)
+    assert TOKENIZER.decode(chosen.token_ids) == "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+    assert (last.reward, last.rewards) == (3.0, {0: 0.0, 1: 0.5, 2: 0.25})
+    assert last.details == {"texts": ["3", "4", "5"]}
+
+
+def test_rewards_of_completions_that_there_are_not_cost_the_sample() -> None:
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
+        async with client(base_url, api_key) as there:
+            first = await ask(there, QUESTION, n=2)
+            return {"rewards": {first.id: 1.0}}
+
+    talk = lead(agent, ("3", "4"))
+    assert re.fullmatch(r"ValueError: rewards\['chatcmpl-.*'\] is 1.0, expected .* each of 2 choices", talk.last.reason)
 
 
 @pytest.mark.parametrize(

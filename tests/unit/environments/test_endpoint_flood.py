@@ -20,7 +20,7 @@ async def lead(chat):
     turn = 0
     while True:
         await chat.next_request()
-        chat.answer(Action(text="yes", turn=turn))
+        chat.answer([Action(text="yes", turn=turn)])
         turn += 1
 
 async def main():

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import textwrap
 import threading
 import time
 from collections import Counter
@@ -17,7 +18,7 @@ import pytest
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.environments import Action, Environment, Reply, open_environments
 from megarl.environments import host as hosts
-from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TurnRequest
+from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TriesRequest, TurnRequest
 from megarl.errors import ConfigError
 from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.types import Message, Prompt
@@ -101,10 +102,24 @@ class Steady(Echo):
         return replace(said, after_turn=1) if action.turn == 3 else said
 
 
+class Search(Echo):
+    """Tries the first turn twice; the tries say what it replies."""
+
+    num_tries = 2
+
+    async def choose(self, actions: Sequence[Action]) -> Reply:
+        words = [action.text for action in actions]
+        self.num_tries = 9 if "nine" in words else 1
+        after = actions[words.index("best")].turn if "best" in words else None
+        rewards = {action.turn: float(action.is_cut) for action in actions} | ({7: 1.0} if "seven" in words else {})
+        return Reply(messages=(Message(role="tool", content="go"),), after_turn=after, reward=2.0, rewards=rewards)
+
+
 def host(max_prompt_tokens: int | None = None, **limits: Any) -> EpisodeHost:
     entries = {
         "echo": EnvironmentEntry(type=f"{HERE}Echo"),
         "opens": EnvironmentEntry(type=f"{HERE}Echo", arguments={"opening": "hi"}),
+        "search": EnvironmentEntry(type=f"{HERE}Search"),
         "resumes": EnvironmentEntry(type=f"{HERE}Resumable"),
         "steady": EnvironmentEntry(type=f"{HERE}Steady", arguments={"opening": "hi"}),
     }
@@ -130,7 +145,7 @@ def run(coroutine: Coroutine[Any, Any, HostReply]) -> HostReply:
     return asyncio.run(coroutine)
 
 
-def replies(*turns: TurnRequest, environment: str = "echo", **limits: Any) -> list[HostReply]:
+def replies(*turns: TurnRequest | TriesRequest, environment: str = "echo", **limits: Any) -> list[HostReply]:
     """Start a conversation and take these turns."""
 
     async def talk() -> list[HostReply]:
@@ -197,6 +212,40 @@ def test_a_rendered_history_goes_on_at_another_host_as_it_would_have(monkeypatch
             assert (await other.start(3, replace(request, chat=()))).is_anew
 
     asyncio.run(talk())
+
+
+def test_an_environment_chooses_among_tries_and_rewards_each() -> None:
+    tries = TriesRequest(tries=(turn("best"), turn("so", 1, is_cut=True)))
+    first, reply = replies(tries, environment="search")
+    assert first.num_tries == 2
+    assert (reply.num_tries, reply.after_turn) == (1, 0)
+    # The reward is that of the try that was chosen.
+    assert (reply.reward, reply.rewards) == (1.0, {0: 2.0})
+    assert TOKENIZER.decode(reply.token_ids) == "\n<|im_start|>tool\ngo<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_search_of_the_documentation() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text(encoding="utf-8")
+    code = page.partition("    # search.py\n")[2].partition("\n`choose` gets")[0]
+    names: dict[str, Any] = {}
+    exec(textwrap.dedent(code), names)
+    search = names["Search"]()
+    assert search.num_tries == 4
+    reply = asyncio.run(search.choose([Action(text="2", turn=0), Action(text="1+1=2", turn=1)]))
+    assert (search.num_tries, reply.after_turn, reply.rewards) == (1, 1, {1: 0.1})
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("no", "name"), "after_turn is None, expected a turn so far: [0, 1]"),
+        (("best", "nine"), "num_tries is 9, expected 1 to environment.max_turns=8"),
+        (("best", "seven"), "rewards has the turn 7, expected turns so far: [0, 1]"),
+    ],
+)
+def test_what_an_environment_says_wrong_of_tries_costs_the_sample(words: tuple[str, str], reason: str) -> None:
+    tries = TriesRequest(tries=tuple(turn(word, number) for number, word in enumerate(words)))
+    assert replies(tries, environment="search")[1].reason == f"ValueError: {reason}"
 
 
 def test_a_cut_turn_gets_its_end_and_tools_may_speak_as_users() -> None:

@@ -9,15 +9,17 @@ import pytest
 
 from megarl.config.environments import EnvironmentConfig
 from megarl.config.generation import Sampling
-from megarl.environments.host import HostReply, StartRequest, TurnRequest
+from megarl.environments.host import HostReply, StartRequest, TriesRequest, TurnRequest
 from megarl.host import loop
 from megarl.rollout.conversations import HostLostError, Talk, episode_of
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.prefixes import Prefix
 from megarl.rollout.source import Doing, Group, SamplingPlan
+from megarl.rollout.turns import turn_quantities
 from megarl.rollout.vllm_source import VllmSource
 from megarl.types import ChatPart, FinishReason, Message, Prompt, Sample, SegmentSource, version_spans
 from megarl.types.forks import Fork
+from megarl.types.turns import Tries
 from tests.helpers.loops import begin_groups, turns
 
 END = 2
@@ -31,7 +33,7 @@ class World:
 
     requests: list[tuple[GenerationRequest, "asyncio.Future[Completion]"]] = field(default_factory=list)
     started: list[StartRequest] = field(default_factory=list)
-    acts: list[TurnRequest] = field(default_factory=list)
+    acts: list[TurnRequest | TriesRequest] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     talks: list[Talk] = field(default_factory=list)
     # The conversations to which a reply is owed, in the order in which it was asked for.
@@ -59,7 +61,7 @@ class World:
         self.owed.append(talk)
         return talk
 
-    def act(self, talk: Talk, request: TurnRequest) -> None:
+    def act(self, talk: Talk, request: TurnRequest | TriesRequest) -> None:
         self.acts.append(request)
         talk.reply = loop.event_loop().create_future()
         self.owed.append(talk)
@@ -90,9 +92,10 @@ class World:
         reason: FinishReason = FinishReason.STOP,
         engine: int = 1,
         expert: int | None = None,
+        place: int = 0,
     ) -> GenerationRequest:
         """Answer a request. expert: the one that it sends all tokens to, in two layers, three times each."""
-        request, future = self.requests.pop(0)
+        request, future = self.requests.pop(place)
         answer = replace(completion(token_ids, reason), engine=engine)
         if expert is not None:
             num_read = len(request.token_ids) - request.num_routed + len(token_ids) - 1
@@ -462,3 +465,82 @@ def test_a_path_and_all_branches_have_limits_of_their_own() -> None:
     assert world.speak(END).max_tokens == 1
     world.reply(11, after_turn=0)
     assert sample_of(group).finish_reason is FinishReason.LENGTH
+
+
+def test_tries_of_a_turn_are_written_side_by_side_and_stand_in_their_order() -> None:
+    """The prompt is 5 6. Turn 0 is tried twice, then turn 2 follows the first try, and turns 3 and 4 the second."""
+    world, _, group = begin(max_tokens=40)
+    world.reply(num_tries=2)
+    assert len({request.seed for request, _ in world.requests}) == 2
+    # The second is done first, and goes on at another engine meanwhile.
+    requests = [world.speak(102, 103, reason=FinishReason.ABORT, engine=3, place=1)]
+    requests += [world.speak(104, reason=FinishReason.LENGTH, place=1), world.speak(100, END)]
+    assert [(each.token_ids, each.max_tokens, each.num_before, each.engine) for each in requests] == [
+        ((5, 6), 20, 0, None),
+        ((5, 6, 102, 103), 18, 2, 3),
+        ((5, 6), 20, 0, None),
+    ]
+    assert requests[0].seed == requests[1].seed
+    first = TurnRequest(token_ids=(100, END), turn=0, num_before=2)
+    second = TurnRequest(token_ids=(102, 103, 104), turn=1, is_cut=True, num_before=2)
+    assert world.acts == [TriesRequest(tries=(first, second))]
+    world.reply(7, after_turn=0, rewards={0: 0.5})
+    third = world.speak(105, END)
+    assert (third.token_ids, third.num_before, third.seed) == ((5, 6, 100, END, 7), 5, requests[2].seed)
+    world.reply(8, after_turn=1, num_tries=2)
+    for token in (106, 107):
+        assert world.speak(token).token_ids == (5, 6, 102, 103, 104, 8)
+    world.reply(done=True, reward=1.0, rewards={2: 0.25, 0: 0.5, 3: 2.0})
+    sample = sample_of(group)
+    #                                    0  1   2   3    4   5   6   7   8   9  10  11   12
+    assert sample.token_ids.tolist() == [5, 6, 100, END, 102, 103, 104, 7, 105, END, 8, 106, 107]
+    assert sample.forks == (Fork(4, 1), Fork(7, 3), Fork(10, 6), Fork(12, 10))
+    assert sample.turn_rewards.tolist() == [0, 1.0, 0, 0, 0, 0, 0, 0.25, 0, 2.0, 1.0]
+    assert sample.episode is not None
+    assert sample.episode.tries == (Tries(0, 2, -1, (1,)), Tries(2, 1, 0), Tries(3, 2, 1))
+    turn, after, first_try = turn_quantities(sample).values()
+    assert turn.tolist() == [0, 0, 1, 1, 1, -1, 2, 2, -1, 3, 4]
+    assert after.tolist() == [-1, -1, -1, -1, -1, -1, 0, 0, -1, 1, 1]
+    assert first_try.tolist() == [0, 0, 0, 0, 0, -1, 2, 2, -1, 3, 3]
+
+
+def test_tries_share_the_room_that_is_left_and_count_as_turns() -> None:
+    world, _, group = begin(max_tokens=14, max_turns=4)
+    world.reply()
+    world.speak(100, END)
+    # Of 14 tokens 3 are used, and 11 // 3 are left to each of three tries.
+    world.reply(7, num_tries=3)
+    assert [world.speak(101).max_tokens for _ in range(3)] == [3, 3, 3]
+    world.reply(8, after_turn=1)
+    sample = sample_of(group)
+    assert (sample.finish_reason, len(world.requests)) == (FinishReason.LENGTH, 0)
+    assert sample.response_token_ids.tolist() == [100, END, 7, 101, 101, 101]
+
+
+def test_tries_repeat_after_a_checkpoint_and_after_the_death_of_a_host() -> None:
+    world, source, begun = begin()
+    world.reply()
+    world.speak(100, END)
+    world.reply(7, num_tries=2)
+    before = [request for request, _ in world.requests]
+    world.speak(101, END)
+    # One of two is written.
+    (saved,) = source.parts([begun])
+    assert saved.response_token_ids.tolist() == [100, END, 7]
+    resumed, source, group = begin(begun=[saved])
+    assert resumed.started == [StartRequest(prompt=PROMPT, turns=((100, END),))]
+    resumed.reply(num_tries=2)
+    again = [replace(request, engine=1) for request, _ in resumed.requests]
+    assert again == before
+    resumed.speak(101, END)
+    resumed.speak(102, END)
+    (saved,) = source.parts([group])
+    assert saved.response_token_ids.tolist() == [100, END, 7, 101, END, 102, END]
+    # The reply to both is owed: neither has one.
+    resumed.lose(0, owes=True)
+    assert resumed.started[1].turns == ((100, END),)
+    resumed.reply(num_tries=2)
+    assert resumed.acts[-1] == resumed.acts[-2]
+    # A second death fails the sample.
+    resumed.lose(1, owes=True)
+    assert sample_of(group).finish_reason is FinishReason.FAILED

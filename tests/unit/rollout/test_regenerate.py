@@ -10,7 +10,9 @@ from megarl.errors import DataError
 from megarl.rollout.engine import Completion
 from megarl.rollout.regenerate import spans_of
 from megarl.rollout.source import SamplingPlan
+from megarl.seeds import try_seed
 from megarl.types import (
+    Episode,
     FinishReason,
     Sample,
     Segment,
@@ -20,6 +22,7 @@ from megarl.types import (
     version_spans,
 )
 from megarl.types.forks import Fork
+from megarl.types.turns import Tries
 from tests.helpers.segments import demonstration_segment
 
 PLAN = SamplingPlan(step=3, num_samples=2, sampling=Sampling(temperature=0.7), max_response_tokens=9, run_seed=0)
@@ -107,3 +110,30 @@ def test_differences_are_named(tokens: list[int], logprobs: list[float], message
     else:
         with pytest.raises(DataError, match=f"r: sample q/1 is sampled differently now: {message}"):
             last.compare(completion)
+
+
+def test_tries_have_seeds_of_their_own_and_do_not_count_each_other() -> None:
+    """A turn, three tries of the next one, of which the second had two requests, and a turn after the first."""
+    segments = [prompt_segment([1]), written([5, 6], [2, 2]), environment_segment([9]), written([10], [2])]
+    segments += [environment_segment([]), written([11], [2]), written([12], [2])]
+    segments += [environment_segment([]), written([13], [2]), environment_segment([8]), written([14], [2])]
+    forked = Sample(
+        uid="q",
+        sample_index=1,
+        seed=77,
+        segments=tuple(segments),
+        finish_reason=FinishReason.STOP,
+        forks=(Fork(5, 3), Fork(7, 3), Fork(8, 4)),
+        episode=Episode(environment="e", num_turns=5, tries=(Tries(1, 3, 0), Tries(4, 1, 1))),
+    )
+    spans = [(span.before, span.num_before, span.seed) for span in spans_of(Path("r"), forked)]
+    seeds = [try_seed(77, i) for i in range(3)]
+    assert spans == [
+        ((1,), 0, 77),
+        ((1, 5, 6, 9), 2, 77),
+        ((1, 5, 6, 9), 2, seeds[1]),
+        ((1, 5, 6, 9, 11), 3, seeds[1]),
+        ((1, 5, 6, 9), 2, seeds[2]),
+        ((1, 5, 6, 9, 10, 8), 6, 77),
+    ]
+    assert len({*seeds, 77}) == 3

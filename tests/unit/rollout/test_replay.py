@@ -26,6 +26,7 @@ from megarl.types import (
     prompt_segment,
     version_spans,
 )
+from megarl.types.turns import Tries
 from tests.helpers.loops import begin_groups
 
 PROMPT = Prompt(
@@ -119,6 +120,7 @@ def test_a_conversation_comes_back(tmp_path: Path) -> None:
     episode = Episode(
         environment="game", num_turns=2, seconds=0.1, awaits_reply=True, details={"a": [1, "b"]}, chat=(said,)
     )
+    episode = replace(episode, tries=(Tries(0, 2, -1, (1,)), Tries(2, 1, 0)))
     opened = replace(first, segments=(prompt_segment([1, 2, 3]), turn, *first.segments[2:]), episode=episode)
     talk = RolloutBatch(prompts={PROMPT.uid: replace(PROMPT, environment="game")}, samples=(opened, second))
     write_record(tmp_path / "talk.parquet", talk)

@@ -1,0 +1,73 @@
+"""Describe which turns of a conversation follow which, where they do not follow each other one by one.
+
+Tokens say on which path a turn stands (`megarl.types.forks`). That is not the turn that led to it: a history that was
+written anew shares few tokens with the turn that it goes on from.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# Names of the quantities that hold, on each token of a turn, its number, that of the turn which it follows (-1: none),
+# and that of the first turn which was written beside it, from the same context (its own if there is none).
+TURN, AFTER, FIRST_TRY = "turn", "after_turn", "first_try"
+
+
+class Tries(NamedTuple):
+    """The `num` turns from `first` on, which follow the turn `after` (-1: none), each by itself.
+
+    Several were written side by side from the same context, before anything read them. cut: those that a limit ended.
+    """
+
+    first: int
+    num: int
+    after: int
+    cut: tuple[int, ...] = ()
+
+    @property
+    def turns(self) -> range:
+        """Return the numbers of the turns.
+
+        >>> Tries(2, 3, 0).turns
+        range(2, 5)
+        """
+        return range(self.first, self.first + self.num)
+
+
+class TurnPlace(NamedTuple):
+    """The place of a turn: the turn that it follows (-1: none), and the first of those that were written beside it."""
+
+    after: int
+    first_try: int
+
+
+def turn_places(num_turns: int, tries: Sequence[Tries]) -> list[TurnPlace]:
+    """Return the places of all turns; one that `tries` do not name follows the turn before it.
+
+    If that is one of several tries, nobody said which of them it goes on from. It may then depend on all of them, so
+    these count as written one after the other.
+
+    >>> turn_places(4, [Tries(1, 2, 0), Tries(3, 1, 1)])
+    [TurnPlace(after=-1, first_try=0), TurnPlace(after=0, first_try=1), TurnPlace(after=0, first_try=1), \
+TurnPlace(after=1, first_try=3)]
+    >>> turn_places(4, [Tries(1, 2, 0)])[2:]
+    [TurnPlace(after=1, first_try=2), TurnPlace(after=2, first_try=3)]
+    """
+    places = [TurnPlace(turn - 1, turn) for turn in range(num_turns)]
+    named = {each.first for each in tries}
+    for each in tries:
+        follower = each.first + each.num
+        if each.num == 1 or follower in named or follower >= num_turns:
+            for turn in each.turns:
+                places[turn] = TurnPlace(each.after, each.first)
+        else:
+            places[each.first] = TurnPlace(each.after, each.first)
+    return places
+
+
+def try_of(turn: int, tries: Sequence[Tries]) -> int:
+    """Return the index of a turn among those that were written beside it, 0 if there are none.
+
+    >>> try_of(3, [Tries(1, 3, 0)])
+    2
+    """
+    return next((turn - each.first for each in tries if turn in each.turns), 0)
