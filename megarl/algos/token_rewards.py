@@ -43,6 +43,18 @@ def kl_penalty(batch: ScoredBatch) -> Tensor:
     return torch.where(batch.loss_mask, batch.quantities[KL_PENALTY].double(), 0.0)
 
 
+def unplaced_rewards(batch: ScoredBatch) -> Tensor:
+    """Return float64 [B]: what each row's reward has besides the rewards of its turns.
+
+    >>> unplaced_rewards(step("a", [1.0], [[1, 0, 1]], turn_rewards=[[0.25, 0.0, 0.5]])).tolist()
+    [0.25]
+    """
+    rewards = batch.rewards.double()
+    if TURN_REWARDS not in batch.quantities:
+        return rewards
+    return rewards - masked_sum(batch.quantities[TURN_REWARDS].double(), batch.loss_mask, dim=-1)
+
+
 def token_rewards(batch: ScoredBatch) -> Tensor:
     """Return float64 [B, T], whose sum is the row's reward minus its KL penalties.
 
@@ -54,12 +66,9 @@ def token_rewards(batch: ScoredBatch) -> Tensor:
     >>> token_rewards(step("a", [1.0], [[1, 0, 1]], turn_rewards=[[0.25, 0.0, 0.5]])).tolist()
     [[0.25, 0.0, 0.75]]
     """
-    rewards = batch.rewards.double()
+    placed = place_reward(unplaced_rewards(batch), batch.loss_mask)
     if TURN_REWARDS in batch.quantities:
-        turns = torch.where(batch.loss_mask, batch.quantities[TURN_REWARDS].double(), 0.0)
-        placed = turns + place_reward(rewards - turns.sum(-1), batch.loss_mask)
-    else:
-        placed = place_reward(rewards, batch.loss_mask)
+        placed = placed + torch.where(batch.loss_mask, batch.quantities[TURN_REWARDS].double(), 0.0)
     return placed - kl_penalty(batch) if KL_PENALTY in batch.quantities else placed
 
 

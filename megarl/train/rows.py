@@ -13,6 +13,7 @@ from megarl.algos.token_rewards import TURN_REWARDS
 from megarl.config.algo import AlgoConfig
 from megarl.errors import DataError
 from megarl.rollout.prefixes import demonstration_quantities
+from megarl.rollout.turns import turn_quantities
 from megarl.train.collect import Collected
 from megarl.types import FinishReason, Prompt, Reward, Row, SegmentSource, row_from_sample, scored_batch
 from megarl.weights.families import Dims
@@ -86,6 +87,8 @@ def training_rows(
             row.with_quantities(**{TURN_REWARDS: sample.turn_rewards})
             for row, sample in zip(rows, samples, strict=True)
         ]
+    if any(sample.forks for sample in samples):
+        rows = [row.with_quantities(**turn_quantities(sample)) for row, sample in zip(rows, samples, strict=True)]
     if cfg.demonstrations.strategy != "none":
         prompts = collected.rollout.prompts
         rows = [

@@ -64,3 +64,18 @@ def test_three_steps_on_conversations(algorithm: str, model: Path, sums: TaskFil
     assert bool(given) == (algorithm == "luffy")
     # The environment replied to what a demonstration said.
     assert not given or any(each[1] is SegmentSource.ENVIRONMENT for each in given)
+
+
+@tied_head
+@pytest.mark.long
+def test_three_steps_of_search(model: Path, sums: TaskFiles, tmp_path: Path) -> None:
+    """A turn is tried three times, and two of the tries go on."""
+    settings = (*talk_settings(kind="Search"), "rollout.max_response_tokens=128", "environment.max_tokens=400")
+    paths = three_steps("tree_returns", model, sums, tmp_path, *settings, "rollout.record=true")
+    for step in range(1, 4):
+        for sample in read_record(record_path(paths.records, step)).samples:
+            assert sample.episode is not None
+            assert [each[:3] for each in sample.episode.tries] == [(0, 3, -1), (3, 1, 0), (4, 1, 1)]
+            assert sample.episode.num_turns == 5
+            seen = {segment.token_ids.tobytes() for segment in sample.segments[1:4:2]}
+            assert len(seen) == 2

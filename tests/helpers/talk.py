@@ -55,3 +55,23 @@ class Fragile(Talk):
         if zlib.crc32(action.text.encode()) % 8 == 0:
             raise LookupError("this turn cannot be replied to")
         return await super().reply(action)
+
+
+class Search(Talk):
+    """Tries the first turn three times, and goes on once from the first and once from the second try."""
+
+    num_tries = 3
+
+    async def choose(self, actions: Sequence[Action]) -> Reply:
+        self.num_tries = 1
+        rewards = {action.turn: float(len(action.text) % 3) for action in actions}
+        return Reply(messages=(Message(role="tool", content="So?"),), after_turn=0, rewards=rewards)
+
+    async def reply(self, action: Action) -> Reply:
+        reward = float(len(action.text) % 3)
+        messages = (Message(role="tool", content="Well?"),)
+        return Reply(messages=messages, after_turn=1, reward=reward, done=action.turn == 4)
+
+    async def resume(self, prompt: Prompt, actions: Sequence[Action]) -> bool:
+        self.num_tries = 1 if actions else 3
+        return True

@@ -1,11 +1,14 @@
 """Estimate advantages from a critic's values, and compute the metrics of those values."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from megarl.algos.advantages.estimator import ADVANTAGE_ESTIMATORS, Estimate
 from megarl.algos.masked import masked_sum, summary
 from megarl.algos.token_rewards import last_token, returns_to_go, token_rewards
+from megarl.algos.trees import later_sums, next_sums, token_after, turn_tree
 from megarl.config.algo import AdvantageConfig
 from megarl.types import ScoredBatch, TokenQuantity
 
@@ -48,7 +51,7 @@ def whitened(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig) -> Te
 
 
 @ADVANTAGE_ESTIMATORS.register(
-    "gae", normalise=whitened, options=("gamma", "lam", "lam_critic", "whiten"), needs_values=True
+    "gae", normalise=whitened, options=("gamma", "lam", "lam_critic", "whiten", "credit"), needs_values=True
 )
 def gae(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
     """Compute GAE (arXiv:1506.02438) over loss tokens only, as if the tokens between them did not exist.
@@ -56,11 +59,18 @@ def gae(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
     δ_t = r_t + γ·V_{t+1} − V_t and A_t = δ_t + γλ·A_{t+1}, with V and A 0 after the last token. The returns are A + V
     with λ = `lam_critic`. Returns are not normalised, so they are in units of the reward.
 
+    With `credit=path`, V_{t+1} and A_{t+1} are the sums over the next tokens of all branches that go on from t; where
+    branches part, each of them has a return of its own. With λ = 1, A + V is the sum of all rewards on these branches,
+    so the estimate is unbiased if no branch depends on what another one says, and if turns were given all of the reward
+    (the last loss token has the rest).
+
     >>> batch = step("a", [1.0], values=[[0.5, 0.5]])
     >>> gae(batch, AdvantageConfig(estimator="gae", lam=0.5)).advantages.tolist()
     [[0.25, 0.5]]
     """
     mask, values = batch.loss_mask, masked_values(batch)
+    if cfg.credit == "path":
+        return _gae_of_paths(batch, cfg)
     # Move loss tokens to the front, in order, so that the next loss token is in the next column.
     order = (~mask).to(torch.int8).argsort(dim=-1, stable=True)
     packed_values = values.gather(-1, order)
@@ -72,6 +82,18 @@ def gae(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
         sums = returns_to_go(torch.where(mask.gather(-1, order), delta, 0.0), cfg.gamma * lam)
         return torch.where(mask, sums.gather(-1, back), 0.0)
 
+    return _gae_of(discounted, batch, cfg)
+
+
+def _gae_of_paths(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
+    mask, values, after = batch.loss_mask, masked_values(batch), token_after(turn_tree(batch, paths=True))
+    delta = torch.where(mask, token_rewards(batch) + cfg.gamma * next_sums(values, after) - values, 0.0)
+    return _gae_of(lambda lam: later_sums(delta, after, cfg.gamma * lam), batch, cfg)
+
+
+def _gae_of(discounted: Callable[[float], Tensor], batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
+    """Return the estimate of sums of δ [B, T], given for each λ."""
+    mask, values = batch.loss_mask, masked_values(batch)
     advantages = discounted(cfg.lam)
     lam_critic = cfg.lam if cfg.lam_critic is None else cfg.lam_critic
     returns = values + (advantages if lam_critic == cfg.lam else discounted(lam_critic))

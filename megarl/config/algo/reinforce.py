@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from megarl.config.setting import ANY_NUMBER, AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, SHARE, Range, section, setting
 from megarl.errors import ConfigError
@@ -27,13 +28,15 @@ class AdvantageConfig:
     # of 0 takes a component away.
     components: Mapping[str, float] = section(dict, ANY_NUMBER)
     k: int = setting(4, AT_LEAST_1)  # passk: number of samples of which one has to be right.
-    gamma: float = setting(
-        1.0, SHARE
-    )  # gae, reinforce_plus_plus: discount per token; turn_returns: per turn; others require 1.
+    # gae, reinforce_plus_plus: discount per token; turn_returns, tree_returns: per turn; others require 1.
+    gamma: float = setting(1.0, SHARE)
     lam: float = setting(1.0, FRACTION)  # gae: λ of the actor's advantages.
     lam_critic: float | None = setting(None, FRACTION)  # gae: λ of the critic's returns; null: lam.
     # gae, critic_value: normalise advantages to mean 0 and variance 1 over the batch's loss tokens.
     whiten: bool = True
+    # gae, turn_returns: which rewards a token of a conversation that branches gets. written: all that came later;
+    # path: those of the turns that go on from it. See docs/algorithms/trees.md.
+    credit: Literal["written", "path"] = "written"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

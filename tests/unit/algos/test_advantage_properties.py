@@ -28,6 +28,8 @@ CONFIGS = [AdvantageConfig(estimator=name) for name in ADVANTAGE_ESTIMATORS] + [
     AdvantageConfig(estimator="gdpo", components={"score": 1.0, "correct": 0.5}),
     AdvantageConfig(estimator="passk_best", norm_by_std=False),
     AdvantageConfig(estimator="gae", gamma=0.9, lam=0.8, lam_critic=1.0, whiten=False),
+    AdvantageConfig(estimator="gae", gamma=0.9, lam=0.8, whiten=False, credit="path"),
+    AdvantageConfig(estimator="turn_returns", gamma=0.9, credit="path"),
 ]
 
 

@@ -77,7 +77,7 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
     (
         {"advantage": {"estimator": "rloo", "gamma": 0.9}},
         "algo.advantage.gamma: got 0.9, which is not read with algo.advantage.estimator=rloo; leave it at 1.0, or use "
-        "gae or reinforce_plus_plus or turn_returns",
+        "gae or reinforce_plus_plus or turn_returns or tree_returns",
     ),
     (
         {"reward": {"source": "critic"}, "advantage": {"estimator": "gae", "lam": 0.9}},

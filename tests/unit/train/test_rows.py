@@ -11,6 +11,7 @@ from megarl.errors import DataError
 from megarl.train.collect import Collected
 from megarl.train.rows import TrainingRows, require_routed_experts, training_rows
 from megarl.types import (
+    Episode,
     FinishReason,
     Prompt,
     Reward,
@@ -19,9 +20,12 @@ from megarl.types import (
     Sample,
     Segment,
     SegmentSource,
+    environment_segment,
     prompt_segment,
     version_spans,
 )
+from megarl.types.forks import Fork
+from megarl.types.turns import Tries
 from megarl.weights.families import Dims, Experts
 from tests.helpers.segments import demonstration_segment, policy_segment
 
@@ -79,6 +83,24 @@ def test_lags_of_tokens_are_known_where_samples_may_be_stale() -> None:
     assert row.quantities["lag"].tolist() == [0, 0, 2, 0, 0, 2, 0]
     assert row.quantities["lag"].dtype == np.float32
     assert "lag" not in training_rows(step, AlgoConfig()).rows[0].quantities
+
+
+def test_turns_are_numbered_where_a_conversation_branches() -> None:
+    prompt, turn = (sample("a", 0).segments[i] for i in (0, -1))
+    num_given, num_own = len(prompt.token_ids), len(turn.token_ids)
+    forked = replace(
+        sample("a", 0),
+        segments=(prompt, turn, environment_segment([]), turn),
+        forks=(Fork(num_given + num_own, num_given - 1),),
+        episode=Episode(environment="e", num_turns=2, tries=(Tries(0, 2, -1),)),
+    )
+    linear, branching = training_rows(collected([(sample("b", 0), True), (forked, False)]), AlgoConfig()).rows
+    assert branching.quantities["turn"].tolist() == [0] * num_own + [1] * num_own
+    assert branching.quantities["after_turn"].tolist() == [-1] * 2 * num_own
+    assert branching.quantities["first_try"].tolist() == [0] * 2 * num_own
+    # Rows of a batch have the same quantities.
+    assert linear.quantities["turn"].tolist() == [0] * linear.num_response_tokens
+    assert "turn" not in training_rows(collected([(sample("b", 0), True)]), AlgoConfig()).rows[0].quantities
 
 
 def test_a_difficulty_from_the_data_is_a_quantity_of_its_row() -> None:
