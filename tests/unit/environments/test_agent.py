@@ -553,7 +553,7 @@ def test_a_client_that_gave_up_waiting_may_ask_again() -> None:
         async with client(base_url, api_key) as there:
             return float((await ask(there, QUESTION)).choices[0].message.content)
 
-    assert lead(agent, "3", think_s=1.0).last.reward == 3.0
+    assert lead(agent, "3", think_s=4.0).last.reward == 3.0
 
 
 async def raises(prompt: Prompt, base_url: str, api_key: str) -> None:

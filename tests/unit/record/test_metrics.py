@@ -207,7 +207,11 @@ def test_rollouts_round_trip_with_the_documented_columns(tmp_path: Path) -> None
         ("advantage", "list<element: double>"),
         ("hint_gain", "list<element: double>"),
         ("base_advantage", "list<element: double>"),
-        ("turns", "list<element: struct<author: string, text: string, reward: double, num_tokens: int64>>"),
+        (
+            "turns",
+            "list<element: struct<author: string, text: string, reward: double, num_tokens: int64, "
+            "parent: int64, num_kept: int64>>",
+        ),
         ("num_calls", "int64"),
     ]
     assert [file.name for file in path.parent.iterdir()] == ["step_000012.parquet"]
