@@ -5,13 +5,17 @@ log p − log q estimates the reverse KL(p ‖ q), and log q − log p as an adv
 (on-policy distillation: Gu et al., MiniLLM, arXiv:2306.08543; Agarwal et al., GKD, arXiv:2306.13649; Lu and Thinking
 Machines Lab, "On-policy distillation", 2025). For a single optimizer step on fresh samples this is the gradient of the
 KL estimator k2 in the loss.
+
+A teacher may be the policy itself with a hint in its prompt. Then log q − log p is the d of CPO (`megarl.algos.cpo`).
 """
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from megarl.algos.corrections import CORRECTION, CORRECTIONS
+from megarl.algos.cpo import EXCLUDED
 from megarl.algos.masked import kept, masked_sum
 from megarl.algos.mixed_groups import demonstration_mask
 from megarl.algos.token_rewards import returns_to_go
@@ -21,8 +25,10 @@ from megarl.types import Advantages, PolicyOutputs, RowBatch, ScoredBatch, Token
 # Name of the quantity with log q − log p of tokens whose advantages have it already.
 LOG_RATIO = "distill_log_ratio"
 REVERSE_KL = "distill/reverse_kl"
+# Name of the quantity with the share of `coef` that counts on each token, where it is not 1 on all of them.
+SHARE = "distill_share"
 # What the loss reads of rows.
-LOSS_QUANTITIES = frozenset({TokenQuantity.TEACHER_LOGPROBS, LOG_RATIO})
+LOSS_QUANTITIES = frozenset({TokenQuantity.TEACHER_LOGPROBS, LOG_RATIO, SHARE})
 
 
 def required_quantities(cfg: DistillConfig) -> frozenset[TokenQuantity]:
@@ -32,20 +38,41 @@ def required_quantities(cfg: DistillConfig) -> frozenset[TokenQuantity]:
     [<TokenQuantity.TEACHER_LOGPROBS: 'teacher_logprobs'>]
     """
     # An update with an exact divergence computes the teacher itself.
-    passes = cfg.teacher != "none" and cfg.mode != "exact"
-    return frozenset({TokenQuantity.TEACHER_LOGPROBS} if passes else ())
+    if cfg.teacher == "none" or cfg.mode == "exact":
+        return frozenset()
+    baseline = {TokenQuantity.TEACHER_BASELINE_LOGPROBS} if cfg.shuffled_baseline else set()
+    return frozenset({TokenQuantity.TEACHER_LOGPROBS, *baseline})
 
 
-def log_ratio_advantages(log_ratio: Tensor, mask: Tensor, cfg: DistillConfig) -> Tensor:
+def token_share(batch: ScoredBatch, cfg: DistillConfig) -> Tensor | None:
+    """Return the share of `coef` that counts on each token, [B, T], or None if all of it does.
+
+    It decays over steps, and is 0 in rows without a hint and, with `exclude_answer`, in final answers.
+
+    >>> cfg = DistillConfig(teacher="hint", decay_steps=4)
+    >>> token_share(step("a", [0.0], cpo_excluded=[[0.0, 1.0]]), cfg).tolist()
+    [[1.0, 0.0]]
+    """
+    # Of a teacher without hints, no token is excluded.
+    excluded = batch.quantities.get(EXCLUDED) if cfg.teacher == "hint" else None
+    if not cfg.decay_steps and excluded is None:
+        return None
+    decayed = max(0.0, 1 - max(batch.step - 1, 0) / cfg.decay_steps) if cfg.decay_steps else 1.0
+    return decayed * (
+        torch.ones_like(batch.loss_mask, dtype=batch.rewards.dtype) - (0 if excluded is None else excluded)
+    )
+
+
+def log_ratio_advantages(log_ratio: Tensor, mask: Tensor, cfg: DistillConfig, share: Tensor | None = None) -> Tensor:
     """Return coef·Σ_{s ≥ t} γ^(s − t)·(log q − log p)_s, [B, T], where s and t count the tokens under the mask alone.
 
-    γ is `discount`. The advantage is 0 outside the mask.
+    γ is `discount`. The advantage is 0 outside the mask. share: what of `coef` counts on each token; None: all.
 
     >>> cfg = DistillConfig(teacher="model", coef=2.0, discount=0.5)
     >>> log_ratio_advantages(tensor([[1.0, 9.0, 1.0]]), tensor([[True, False, True]]), cfg).tolist()
     [[3.0, 0.0, 2.0]]
     """
-    inside = cfg.coef * kept(log_ratio, mask)
+    inside = cfg.coef * kept(log_ratio if share is None else share * log_ratio, mask)
     if cfg.discount:
         inside = kept(returns_to_go(inside, mask * (cfg.discount - 1) + 1), mask)
     return inside
@@ -62,24 +89,33 @@ def distilled_advantages(advantages: Tensor, batch: ScoredBatch, cfg: AlgoConfig
     >>> distilled_advantages(tensor([[0.0, 1.0]]), batch, cfg).values.tolist()
     [[1.0, 0.5]]
     """
-    if not cfg.distill.is_sampled:
+    if cfg.distill.teacher == "none":
         return Advantages(values=advantages)
+    share = token_share(batch, cfg.distill)
+    quantities = {} if share is None else {SHARE: share}
+    if cfg.distill.is_dense:
+        return Advantages(values=advantages, quantities=quantities)
     mask, teacher = batch.loss_mask & ~demonstration_mask(batch), batch.quantity(TokenQuantity.TEACHER_LOGPROBS)
     metrics: dict[str, float] = {}
     if TokenQuantity.TEACHER_ENTROPY in batch.quantities:
         entropy = masked_sum(batch.quantity(TokenQuantity.TEACHER_ENTROPY), mask)
         metrics["distill/teacher_entropy"] = float(entropy / mask.sum().clamp(min=1))
     to_engine = CORRECTIONS.get(cfg.correction.name).rollout_ratio
-    scored = TokenQuantity.OLD_LOGPROBS
-    if scored not in batch.quantities and not to_engine:
-        return Advantages(values=advantages, metrics=metrics)
-    log_ratio = kept(teacher - batch.quantity(scored if scored in batch.quantities else "rollout_logprobs"), mask)
-    values = advantages + log_ratio_advantages(log_ratio, mask, cfg.distill)
-    return Advantages(values=values, quantities={LOG_RATIO: log_ratio}, metrics=metrics)
+    baseline: str = TokenQuantity.OLD_LOGPROBS
+    if cfg.distill.shuffled_baseline:
+        baseline = TokenQuantity.TEACHER_BASELINE_LOGPROBS
+    elif baseline not in batch.quantities:
+        if not to_engine:
+            return Advantages(values=advantages, quantities=quantities, metrics=metrics)
+        baseline = "rollout_logprobs"
+    log_ratio = kept(teacher - batch.quantity(baseline), mask)
+    values = advantages + log_ratio_advantages(log_ratio, mask, cfg.distill, share)
+    return Advantages(values=values, quantities={**quantities, LOG_RATIO: log_ratio}, metrics=metrics)
 
 
 def weighed_divergence(rows: RowBatch, out: PolicyOutputs, cfg: DistillConfig) -> Tensor:
-    """Return coef·divergence, times the correction weights if rows carry any, [B, T], 0 outside the loss mask.
+    """Return coef·divergence, times the correction weights and the tokens' shares if rows carry any, [B, T], 0 outside
+    the loss mask.
 
     >>> batch, cfg = rows([[1, 1]], correction=[[1.0, 0.5]]), DistillConfig(teacher="model", mode="exact", coef=2.0)
     >>> out = outputs([[-2.0, -1.0]], divergence=[[0.5, 1.0]])
@@ -88,7 +124,9 @@ def weighed_divergence(rows: RowBatch, out: PolicyOutputs, cfg: DistillConfig) -
     """
     assert out.divergence is not None, "the head was not asked to compare with a teacher"
     divergence = cfg.coef * kept(out.divergence, rows.loss_mask)
-    return divergence * rows.quantity(CORRECTION) if CORRECTION in rows.quantities else divergence
+    for weights in (CORRECTION, SHARE):
+        divergence = divergence * rows.quantities[weights] if weights in rows.quantities else divergence
+    return divergence
 
 
 def comparison(out: PolicyOutputs, cfg: DistillConfig) -> dict[str, Tensor]:
@@ -121,4 +159,5 @@ def distill_in_loss(
     if LOG_RATIO in rows.quantities:
         return advantages, {REVERSE_KL: -rows.quantity(LOG_RATIO)}
     log_ratio = kept(rows.quantity(TokenQuantity.TEACHER_LOGPROBS) - out.logprobs.detach(), mask)
-    return advantages + log_ratio_advantages(log_ratio, mask, cfg.distill), {REVERSE_KL: -log_ratio}
+    added = log_ratio_advantages(log_ratio, mask, cfg.distill, rows.quantities.get(SHARE))
+    return advantages + added, {REVERSE_KL: -log_ratio}

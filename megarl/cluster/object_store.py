@@ -70,13 +70,18 @@ def pass_bytes(config: Config, command: str = "train") -> tuple[str, int]:
     rows, tokens = config.trainer.prompts_per_step * samples, row
     if config.actor.moe.replay_routing:
         along += _routing_bytes(config)
+    hinted, beside = min(row + cpo.hint.max_tokens, config.actor.micro_batch_tokens), 0
     if cpo.method != "none":
         # In one pass with the plain rows come those with a hint, and perhaps those with another prompt's.
-        hinted = min(row + cpo.hint.max_tokens, config.actor.micro_batch_tokens)
         tokens += (1 + cpo.shuffled_baseline) * hinted
         update += _NUMBER_BYTES * _NUM_READ_BY_CPO
+    elif distill.teacher == "hint":
+        tokens = max(tokens, (1 + distill.shuffled_baseline) * hinted)
+        # The share of each token that counts, and the prompt that the teacher reads in the update.
+        update += _NUMBER_BYTES
+        beside = _NUMBER_BYTES * hinted * (distill.mode == "exact")
     scored = rows * tokens * (_TOKEN_BYTES + _NUMBER_BYTES * _NUM_SCORED + along + likely)
-    updated = mini_batch_prompts(config) * samples * row * (update + along)
+    updated = mini_batch_prompts(config) * samples * (row * (update + along) + beside)
     return f"{rows:,} rows of {row:,} tokens", max(scored, updated)
 
 

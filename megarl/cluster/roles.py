@@ -58,7 +58,10 @@ def roles_of(config: Config, algorithm: "Algorithm") -> tuple[RoleSpec, ...]:
 
 
 def teacher_roles(config: Config) -> list[RoleSpec]:
-    """List the roles of a run's teachers on Megatron; those behind servers are none."""
+    """List the roles of a run's teachers on Megatron; those behind servers are none, nor is the policy itself.
+
+    A teacher that is the actor's model is the actor without adapters, if that trains any.
+    """
     settings = role_settings(config)
     in_update_of = Role.ACTOR if config.algo.distill.mode == "exact" else None
     return [
@@ -68,6 +71,7 @@ def teacher_roles(config: Config) -> list[RoleSpec]:
             settings=settings[key],
             trainable=False,
             in_update_of=in_update_of,
+            base_of=_base_of(config, _model(config, each.model_path), settings[key].layout),
         )
         for key, each in teachers_of(config).items()
         if not each.servers
@@ -97,7 +101,7 @@ def _base_of(config: Config, model: ModelConfig, layout: LayoutConfig) -> Role |
 
 
 def _model(config: Config, path: str | None) -> ModelConfig:
-    return config.model if path is None else replace(config.model, path=path, config_path=None)
+    return config.model if path in (None, config.model.path) else replace(config.model, path=path, config_path=None)
 
 
 def model_key(config: Config, role: RoleSpec) -> str:

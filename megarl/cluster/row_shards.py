@@ -50,6 +50,7 @@ class _Columns:
     nuclei: list[NucleusArray | None]
     forks: list[tuple[Fork, ...]]
     likely: list[LikelyTokens | None]
+    hinted_prompts: list[IdArray | None]
     # Few rows have any.
     labels: list[IdArray | None]
 
@@ -72,6 +73,7 @@ class _Columns:
             nuclei=[row.nucleus for row in rows],
             forks=[row.forks for row in rows],
             likely=[row.likely for row in rows],
+            hinted_prompts=[row.hinted_prompt for row in rows],
             labels=[row.labels for row in rows],
         )
 
@@ -92,6 +94,7 @@ class _Columns:
                 nucleus=self.nuclei[place],
                 forks=self.forks[place],
                 likely=self.likely[place],
+                hinted_prompt=self.hinted_prompts[place],
                 labels=self.labels[place],
                 num_uncounted=num_uncounted,
             )

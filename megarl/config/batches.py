@@ -55,10 +55,13 @@ def max_row_tokens(config: Config) -> int:
 def max_hinted_row_tokens(config: Config, max_positions: int) -> int:
     """Return the maximum length of a row with a hint, in a model with a context of `max_positions` tokens.
 
-    With algo.cpo.mi_estimator=full_kl, a row and its copy with the hint must fit into one micro-batch together.
+    With algo.cpo.mi_estimator=full_kl, a row and its copy with the hint must fit into one micro-batch together. A
+    teacher that reads hints may have micro-batches of its own.
     """
-    paired = config.algo.cpo.mi_estimator == "full_kl"
-    return min(config.actor.micro_batch_tokens // (2 if paired else 1), max_positions)
+    paired, room = config.algo.cpo.mi_estimator == "full_kl", config.actor.micro_batch_tokens
+    if config.algo.distill.teacher == "hint":
+        room = min(room, config.teacher.micro_batch_tokens or room)
+    return min(room // (2 if paired else 1), max_positions)
 
 
 def max_path_terms(config: Config) -> str:

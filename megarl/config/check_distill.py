@@ -7,8 +7,10 @@ from megarl.errors import ConfigError
 
 
 def teachers_of(config: Config) -> dict[str, TeacherConfig]:
-    """Return the sections of the teachers that a run asks, by the names of their roles; none if nobody teaches."""
-    if config.algo.distill.teacher != "model":
+    """Return the sections of the teachers that a run asks, by the names of their roles; none if nobody teaches, or the
+    policy itself.
+    """
+    if config.algo.distill.teacher == "none":
         return {}
     return {key: each for key, each in teacher_sections(config).items() if key != "teacher" or each != TeacherConfig()}
 
@@ -18,6 +20,8 @@ def teacher_of(config: Config, data_source: str, environment: str = "") -> str:
 
     Raises ConfigError if there is none.
     """
+    if config.algo.distill.teacher == "hint":
+        return "teacher"
     by_source = {
         source: key
         for key, each in teachers_of(config).items()
@@ -46,7 +50,9 @@ def check_distill(config: Config) -> None:
                     f"remove {key}"
                 )
         return
-    if not asked:
+    if distill.teacher == "hint":
+        _check_hint(config)
+    elif not asked:
         raise ConfigError(
             "teacher.model_path: is not set, but algo.distill.teacher=model; set it to the directory or hub id of the "
             "teacher, or list teachers by data source under teachers"
@@ -55,8 +61,8 @@ def check_distill(config: Config) -> None:
     for key, each in asked.items():
         if each.model_path is None:
             raise ConfigError(
-                f"{key}.model_path: is not set, but algo.distill.teacher=model; set it to the teacher's directory or "
-                "hub id, of which servers need the tokenizer alone"
+                f"{key}.model_path: is not set, but algo.distill.teacher={distill.teacher} asks {key}; set it to its "
+                "directory or hub id, of which servers need the tokenizer alone"
             )
         if each.servers and distill.mode == "exact":
             raise ConfigError(
@@ -79,9 +85,40 @@ def check_distill(config: Config) -> None:
         _check_same_shards(config, asked)
 
 
+def _check_hint(config: Config) -> None:
+    """Raise ConfigError for what a teacher that reads hints cannot do, or would not notice."""
+    distill, rollout, method = config.algo.distill, config.rollout, config.algo.cpo.method
+    if config.teachers:
+        raise ConfigError(
+            f"teachers: got {', '.join(config.teachers)} with algo.distill.teacher=hint, where the policy teaches "
+            "itself, or the one model of the section teacher; remove them, or set algo.distill.teacher=model"
+        )
+    if method != "none":
+        raise ConfigError(
+            f"algo.cpo.method: got {method} with algo.distill.teacher=hint, which both learn from one hint; set one of "
+            "them to none"
+        )
+    if rollout.top_k != -1 or rollout.top_p != 1:
+        raise ConfigError(
+            f"rollout.top_k and rollout.top_p: got {rollout.top_k} and {rollout.top_p} with algo.distill.teacher=hint, "
+            "which compares log-probs over the whole vocabulary; set rollout.top_k=-1 and rollout.top_p=1.0"
+        )
+    if distill.shuffled_baseline and config.trainer.prompts_per_step == 1:
+        raise ConfigError(
+            "algo.distill.shuffled_baseline: got true with trainer.prompts_per_step=1, where no other prompt lends its "
+            "hint; raise prompts_per_step, or set it to false"
+        )
+
+
 def check_distill_of_sft(config: Config) -> None:
     """Raise ConfigError for what needs samples of the policy, or sources of rows, where rows come from a file."""
     distill, asked = config.algo.distill, teachers_of(config)
+    if distill.teacher == "hint" or distill.decay_steps:
+        key, got = ("teacher", "hint") if distill.teacher == "hint" else ("decay_steps", distill.decay_steps)
+        raise ConfigError(
+            f"algo.distill.{key}: got {got}, but sft reads no hints, and its divergence from a teacher is its whole "
+            f"loss; leave {key} out, or use megarl train"
+        )
     if distill.is_sampled:
         raise ConfigError(
             "algo.distill.mode: got sampled, which estimates a divergence from the policy's own samples, but sft "
@@ -113,20 +150,22 @@ def _check_sources(config: Config, asked: Mapping[str, TeacherConfig]) -> None:
 
 
 def _check_same_shards(config: Config, asked: Collection[str]) -> None:
-    """Raise ConfigError unless the only teacher is split over ranks as the actor is, whose update computes it."""
+    """Raise ConfigError unless the only teacher, if it is not the actor, is split over ranks as the actor is, whose
+    update computes it.
+    """
     if len(asked) > 1:
         raise ConfigError(
             f"algo.distill.mode: got exact with the teachers {', '.join(asked)}, expected one, whose hidden states "
             "each micro-batch of the update computes; set algo.distill.mode=topk, or leave one teacher"
         )
-    (key,) = asked
-    own, actor = role_settings(config)[key].layout, config.actor.layout
-    if own != actor:
-        raise ConfigError(
-            f"{key}.layout: got {own}, expected that of the actor, {actor}, as algo.distill.mode=exact compares both "
-            f"models' logits where they are computed; set {key}.layout=null, or algo.distill.mode=topk"
-        )
-    if config.actor.moe.replay_routing:
+    own, actor = {key: role_settings(config)[key].layout for key in asked}, config.actor.layout
+    for key, layout in own.items():
+        if layout != actor:
+            raise ConfigError(
+                f"{key}.layout: got {layout}, expected that of the actor, {actor}, as algo.distill.mode=exact compares "
+                f"both models' logits where they are computed; set {key}.layout=null, or algo.distill.mode=topk"
+            )
+    if config.actor.moe.replay_routing and config.algo.distill.teacher != "hint":
         raise ConfigError(
             "actor.moe.replay_routing: got true with algo.distill.mode=exact, in which the teacher reads the same "
             "packs and would follow the policy's routes; set it to false, or algo.distill.mode=topk"

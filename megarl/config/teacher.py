@@ -13,7 +13,8 @@ class TeacherConfig:
 
     # Layout of the teacher, as for reference.layout; null: the actor's layout and processes.
     layout: LayoutConfig | None = None
-    # Directory or hub id of the teacher. With servers, its tokenizer and template are compared with the policy's.
+    # Directory or hub id of the teacher; null with algo.distill.teacher=hint: the policy itself. With servers, its
+    # tokenizer and template are compared with the policy's.
     model_path: str | None = None
     # Tokens in one micro-batch on one data-parallel rank; null: actor.micro_batch_tokens.
     micro_batch_tokens: int | None = setting(None, AT_LEAST_1)

@@ -24,13 +24,16 @@ from megarl.data.prompts import ToolsOf, no_tools
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
 from megarl.types import BoolArray, IdArray, Message, Prompt, Row
-from megarl.types.forks import after_other_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Keys of extra_info by algo.cpo.hint.source, the first one present counts; an answer may also be the ground truth.
-_KEYS: Mapping[str, tuple[str, ...]] = {"solution": ("gold_solution", "solution"), "answer": ("ground_truth",)}
+_KEYS: Mapping[str, tuple[str, ...]] = {
+    "solution": ("gold_solution", "solution"),
+    "answer": ("ground_truth",),
+    "demonstration": (),
+}
 # Stands for the hint while its place is found; these characters are for private use, so that no chat has them.
 _MARKER = "\ue0a7\ue1b8\ue2c9"
 
@@ -64,6 +67,8 @@ class HintedPrompt:
 
 def hint_text(prompt: Prompt, cfg: HintConfig) -> str | None:
     """Return the text of a prompt's hint, or None if it has no hint. Raises DataError if the hint is not a string."""
+    if cfg.source == "demonstration" and cfg.field is None:
+        return prompt.target if prompt.target.strip() else None
     keys = _KEYS[cfg.source] if cfg.field is None else (cfg.field,)
     candidates = {f"extra_info.{key}": prompt.extra_info.get(key) for key in keys}
     if cfg.source == "answer" and cfg.field is None:
@@ -151,7 +156,8 @@ class HintPlacer:
         if missing is Missing.NO_TEXT:
             keys = _KEYS[cfg.source] if cfg.field is None else (cfg.field,)
             chosen = f"source={cfg.source}" if cfg.field is None else f"field={cfg.field}"
-            return f"expected text in {' or '.join(f'extra_info.{key}' for key in keys)} (algo.cpo.hint.{chosen})"
+            places = " or ".join(f"extra_info.{key}" for key in keys) or "the column target"
+            return f"expected text in {places} (algo.cpo.hint.{chosen})"
         if missing is Missing.NO_PLACE:
             turn = "system turn" if cfg.place == "system" else "user turn"
             return (
@@ -264,17 +270,7 @@ def hinted_rows(rows: Sequence[Row], prompts: Mapping[str, HintedPrompt]) -> Hin
     Branches of a conversation that does not go on from its whole prompt do not read the hint.
     """
     chosen = tuple(prompts[row.uid] for row in rows)
-    made = (
-        Row(
-            uid=row.uid,
-            sample_index=row.sample_index,
-            token_ids=np.concatenate([prompt.token_ids, row.token_ids[row.num_prompt_tokens :]]),
-            num_prompt_tokens=len(prompt.token_ids),
-            loss_mask=row.loss_mask,
-            forks=after_other_prompt(row.forks, row.token_ids[: row.num_prompt_tokens], prompt.token_ids),
-        )
-        for row, prompt in zip(rows, chosen, strict=True)
-    )
+    made = (row.after_prompt(prompt.token_ids) for row, prompt in zip(rows, chosen, strict=True))
     return HintedRows(rows=tuple(made), prompts=chosen)
 
 

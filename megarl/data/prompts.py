@@ -51,8 +51,9 @@ class PromptDataset:
     comes with the demonstrator's probabilities. environment: names the column with a row's environment, or one for all
     rows. tools_of: returns the schemas of an environment's tools, which the chat template writes into the prompts.
     answers: encodes demonstrations; None: as the tokenizer alone says. vocabulary: DataError for tokens of prompts and
-    demonstrations without a row in the model's embedding. `spelled`: rows whose texts spell special tokens. `by_roles`:
-    of each sequence of roles that prompts have, the first prompt.
+    demonstrations without a row in the model's embedding. with_targets: prompts carry the text of their targets, too.
+    `spelled`: rows whose texts spell special tokens. `by_roles`: of each sequence of roles that prompts have, the first
+    prompt.
     """
 
     def __init__(
@@ -66,9 +67,12 @@ class PromptDataset:
         tools_of: ToolsOf = no_tools,
         answers: Answers | None = None,
         vocabulary: Vocabulary = EVERY_TOKEN,
+        with_targets: bool = False,
     ) -> None:
+        self._with_targets = with_targets
         self._settings, self._environment = settings, environment or EnvironmentConfig()
-        columns = (*prompt_columns(self._settings), self._environment.key, *(TARGET_COLUMNS if demonstrations else ()))
+        targets = TARGET_COLUMNS if demonstrations or with_targets else ()
+        columns = (*prompt_columns(self._settings), self._environment.key, *targets)
         required = (self._settings.prompt_key, self._settings.label_key or "reward_model")
         self._files = RowFiles(paths, columns=columns, required=required)
         require_system_turn(tokenizer, self._settings.system_prompt)
@@ -151,6 +155,7 @@ class PromptDataset:
             messages=record.messages,
             demonstration_ids=tuple(demonstration),
             demonstration_probs=(*probs, UNKNOWN_PROB)[: len(demonstration)] if probs else (),
+            target=parse_target(row, where) if self._with_targets and row.get("target") else "",
             environment=self._environment_of(row, where),
         )
 

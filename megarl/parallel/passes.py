@@ -9,7 +9,6 @@ import torch
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from megarl.errors import NonFiniteError
-from megarl.host.device.accelerators import FP8_RECIPES
 from megarl.host.device.platform import platform
 from megarl.host.stage import tell_stage
 from megarl.parallel.head.differentiable import LossGradients
@@ -18,7 +17,8 @@ from megarl.parallel.head.logprobs import TokenLogprobs
 from megarl.parallel.head.pairs import TokenPairs
 from megarl.parallel.head.policy import HeadRequest, TokenStates, TopTokens
 from megarl.parallel.model import PackedModel, TokenValues
-from megarl.parallel.packing import Pack, PackAlignment, num_passed_on, pack_rows
+from megarl.parallel.model_packs import alignment_of, pack_for
+from megarl.parallel.packing import Pack, num_passed_on
 from megarl.parallel.stages import KnownShapes
 from megarl.parallel.teacher import TeacherBeside
 from megarl.types import (
@@ -47,24 +47,16 @@ def run_schedule(
 
     teacher: computes each micro-batch too. beside: a further model that packs have to suit.
     """
-    models = [_unwrap(chunks[0]), *([teacher.model] if teacher else []), *([beside] if beside else [])]
+    same_packs = [] if teacher is None or teacher.taught is not None else [teacher.model]
+    models = [_unwrap(chunks[0]), *same_packs, *([beside] if beside else [])]
     model = models[0]
-    shares, layout, device = all(each.shares_prefixes for each in models), model.layout, platform().device()
-    alignment = _alignment(models)
+    layout, device = model.layout, platform().device()
     started = itertools.count(1)
 
     def forward_step(batches: Iterator[Sequence[int]], chunk: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
         indices = next(batches)
         tell_stage(f"micro-batch {next(started)} of {len(micro_batches) * len(chunks)}")
-        pack = pack_rows(
-            [rows[i] for i in indices],
-            alignment=alignment,
-            device=device,
-            plans_attention=any(each.plans_attention for each in models),
-            shares_prefixes=shares,
-            gathers_keys=any(each.gathers_keys for each in models),
-            replay_routing=model.replays_routing,
-        )
+        pack = pack_for(models, [rows[i] for i in indices])
         gradients = None if loss_gradients is None else loss_gradients(pack, indices)
         answer = chunk(pack, request, gradients, None if teacher is None else teacher.logits(pack, indices))
         # With experts, Megatron reads the `device` of the output, so it must be a tensor.
@@ -72,6 +64,7 @@ def run_schedule(
         return passed, lambda _, **__: on_output(_unwrap(chunk), pack, indices, answer)
 
     between_stages: dict[str, Any] = {}
+    alignment, shares = alignment_of(models), all(each.shares_prefixes for each in models)
     if layout.config.pp > 1:
         packs = ([rows[i] for i in indices] for indices in micro_batches)
         shapes = [(num_passed_on(pack, alignment, shares), 1, model.config.hidden_size) for pack in packs]
@@ -91,17 +84,6 @@ def run_schedule(
         **between_stages,
     )
     tell_stage("")
-
-
-def _alignment(models: Sequence[PackedModel]) -> PackAlignment:
-    """Return what packs that suit all these models must be multiples of; they have one layout."""
-    layout = models[0].layout
-    return PackAlignment(
-        tp=layout.config.tp if layout.config.sequence_parallel else 1,
-        cp=layout.config.cp,
-        cp_rank=layout.cp_group.rank(),
-        block=max(1 if m.config.fp8 is None else FP8_RECIPES[m.config.fp8_recipe].block for m in models),
-    )
 
 
 def _unwrap(chunk: torch.nn.Module) -> PackedModel:

@@ -1,36 +1,80 @@
 """Compute a frozen teacher's hidden states beside an update, for a loss over the whole vocabulary.
 
 Without pipeline stages, each micro-batch passes through the teacher just before the model in training, and nothing is
-kept. With stages, the teacher's passes come before the update, and its hidden states of labels wait in host memory.
+kept. With stages, the teacher's passes come before the update, and its hidden states of labels wait in host memory. A
+teacher that reads other prompts, such as the policy itself with hints, has packs of its own; its states are then put
+into the order of the labels in the packs of the model in training.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 
+from megarl.parallel.adapters import without_adapters
 from megarl.parallel.head.distill import TeacherLogits
 from megarl.parallel.head.policy import HeadRequest, TokenStates
 from megarl.parallel.head.resplit import resplit_weight
+from megarl.parallel.head.rows import RowOwners, uneven_owners
 from megarl.parallel.head.statistics import VocabShard
 from megarl.parallel.model import PackedModel, PolicyModel
+from megarl.parallel.model_packs import pack_for
 from megarl.parallel.packing import Pack
 from megarl.parallel.roles import LoadedRole
+from megarl.types import Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelStates:
+    """Hidden states that predict the labels of a pack, of this rank's part, with the place of each label in its rows.
+
+    counts: as `Pack.kept_per_rank`.
+    """
+
+    hidden: torch.Tensor
+    row_index: torch.Tensor
+    column_index: torch.Tensor
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, states: TokenStates, pack: Pack) -> "LabelStates":
+        return cls(
+            hidden=states.hidden,
+            row_index=pack.row_index,
+            column_index=pack.column_index,
+            counts=pack.kept_per_rank,
+        )
+
+    def in_order_of(self, pack: Pack, model: PackedModel) -> torch.Tensor:
+        """Return the states that this rank needs of the same labels in another pack, in that one's order."""
+        tp, cp = model.layout.tp_group, model.layout.cp_group
+        split = model.config.sequence_parallel
+        hidden = RowOwners(group=tp, counts=self.counts if split else None).gather(self.hidden.to(pack.labels.device))
+        owners = uneven_owners(len(hidden), cp, hidden.device)
+        hidden, rows, columns = (owners.gather(each) for each in (hidden, self.row_index, self.column_index))
+        # The places of labels as single numbers, of which each pack has its own order.
+        known, wanted = (r * pack.batch_shape[1] + c for r, c in ((rows, columns), (pack.row_index, pack.column_index)))
+        order = known.argsort()
+        found = hidden[order[torch.searchsorted(known[order], wanted)]]
+        return RowOwners(group=tp, counts=pack.kept_per_rank if split else None).own(found)
 
 
 @dataclass(slots=True, kw_only=True)
 class TeacherBeside:
     """A teacher with the layout of the model in training, and its hidden states of labels that wait, by micro-batch.
 
-    request: how the states are asked for. shard: the student's part of the vocabulary on this rank.
+    request: how the states are asked for. shard: the student's part of the vocabulary on this rank. taught: the rows by
+    index as the teacher reads them; None: as the model in training does.
     """
 
     loaded: LoadedRole
     request: HeadRequest
     shard: VocabShard
     common: int | None
-    waiting: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+    taught: Mapping[int, Row] | None = None
+    waiting: dict[tuple[int, ...], LabelStates] = field(default_factory=dict)
     weight: torch.Tensor | None = None
     own_shard: VocabShard | None = None
 
@@ -41,7 +85,7 @@ class TeacherBeside:
     def keep(self, model: PackedModel, pack: Pack, indices: Sequence[int], states: object) -> None:
         """Let the hidden states of a micro-batch wait on the host."""
         assert isinstance(states, TokenStates)
-        self.waiting[tuple(indices)] = states.hidden.cpu()
+        self.waiting[tuple(indices)] = LabelStates.of(TokenStates(hidden=states.hidden.cpu()), pack)
 
     @torch.no_grad()
     def logits(self, pack: Pack, indices: Sequence[int]) -> TeacherLogits | None:
@@ -49,16 +93,18 @@ class TeacherBeside:
         model = self.model
         if not model.post_process:
             return None
-        if self.weight is None or self.own_shard is None:
-            self.weight, self.own_shard = resplit_weight(model.output_weight, model.vocab_shard, self.shard)
         if model.pre_process:
-            states = model(pack, self.request)
-            assert isinstance(states, TokenStates)
-            hidden = states.hidden
+            own = pack if self.taught is None else pack_for([model], [self.taught[i] for i in indices])
+            with self.as_teacher():
+                answer = model(own, self.request)
+            assert isinstance(answer, TokenStates)
+            states = LabelStates.of(answer, own)
         else:
-            hidden = self.waiting[tuple(indices)].to(pack.labels.device)
+            states = self.waiting[tuple(indices)]
+        if self.weight is None or self.own_shard is None:
+            self.weight, self.own_shard = resplit_weight(model.output_weight.detach(), model.vocab_shard, self.shard)
         return TeacherLogits(
-            hidden=hidden,
+            hidden=states.hidden.to(pack.labels.device) if self.taught is None else states.in_order_of(pack, model),
             weight=self.weight,
             shard=self.own_shard,
             temperature=self.request.temperature * model.spec.multipliers.logits_divisor,
@@ -66,3 +112,7 @@ class TeacherBeside:
             fp32_logits=self.request.fp32_logits,
             common=self.common,
         )
+
+    def as_teacher(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which the model computes as the teacher: without adapters, if that is what it is."""
+        return contextlib.nullcontext() if self.loaded.spec.has_memory else without_adapters(self.loaded.chunks)

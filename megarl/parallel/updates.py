@@ -159,10 +159,16 @@ def _teach(
     """Prepare a teacher to compute beside the student's update; with pipeline stages, run its passes."""
     assert request.teaching is not None
     asked = replace(teacher.head_request(temperature=request.temperature), states_only=True)
-    own = student.chunks[0]
-    beside = TeacherBeside(loaded=teacher, request=asked, shard=own.vocab_shard, common=request.teaching.common)
+    own, taught = student.chunks[0], None
+    if request.teaching.reads_hints:
+        taught = {i: rows[i].as_taught for indices in micro_batches for i in indices}
+    beside = TeacherBeside(
+        loaded=teacher, request=asked, shard=own.vocab_shard, common=request.teaching.common, taught=taught
+    )
     if own.layout.config.pp > 1:
-        run_schedule(teacher.chunks, rows, micro_batches, asked, beside.keep, forward_only=True, beside=own)
+        read, packed_for = (rows, own) if taught is None else (taught, None)
+        with torch.no_grad(), beside.as_teacher():
+            run_schedule(teacher.chunks, read, micro_batches, asked, beside.keep, forward_only=True, beside=packed_for)
     return beside
 
 

@@ -48,7 +48,7 @@ from megarl.record.performance import forward_flops, peak_of
 from megarl.sync.plan.build import Plan, plan_statistics
 from megarl.sync.plan.engine_shards import engine_needs, stage_range
 from megarl.sync.wire.shares import most_staging
-from megarl.train.forward import SOURCES, Variant
+from megarl.train.forward import SOURCES, Variant, forms_read
 from megarl.train.inputs import missing_files, open_train_inputs, setting_warnings
 from megarl.types import TokenQuantity
 from megarl.types.messages import Head, Role, RoleSpec
@@ -82,7 +82,6 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
     counts, bridge, missing = batch_counts(config), bridge_plan(config, actor), missing_files(config, roles)
     devices = plan_devices(config, layouts, shards, engine, (staged := most_staging(bridge, config.sync)).device)
     inputs = None if missing or not with_data else open_train_inputs(config)
-    asked = {role: {SOURCES[name].variant for name in needed if SOURCES[name].role is role.kind} for role in specs}
     return RunPlan(
         run=str(Path(config.run.dir) / config.run.name),
         roles=tuple(role_plan(role, specs[role.role]) for role in roles),
@@ -104,7 +103,11 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
             max_row_tokens=max_row_tokens(config),
             micro_batch_tokens=config.actor.micro_batch_tokens,
             micro_batches_at_full_length=micro_batches_at_full_length(config, config.actor),
-            forward=tuple(_forward(config, role, specs[role.role], its) for role in roles if (its := asked[role.role])),
+            forward=tuple(
+                _forward(config, role, specs[role.role], variants)
+                for role, variants in forms_read(config, roles, needed)
+                if variants
+            ),
         ),
         shards=tuple(shards),
         devices=tuple(devices),
@@ -239,7 +242,7 @@ def _forward(config: Config, role: RoleSpec, spec: ModelSpec, variants: Abstract
     """Plan a role's pass that computes log-probs or values of all rows of a step, plain or with a hint."""
     num_rows, plain = batch_counts(config).rows_per_step, max_row_tokens(config)
     hinted = min(plain + config.algo.cpo.hint.max_tokens, max_hinted_row_tokens(config, spec.max_positions))
-    lengths = {"plain": plain}
+    lengths = {"plain": plain} if variants & {Variant.PLAIN, Variant.PAIR} else {}
     if variants & {Variant.HINTED, Variant.SHUFFLED, Variant.PAIR}:
         lengths["hinted"] = hinted
     if Variant.SHUFFLED in variants:
@@ -265,8 +268,11 @@ def _forward(config: Config, role: RoleSpec, spec: ModelSpec, variants: Abstract
 def micro_batches_at_full_length(config: Config, settings: ActorConfig) -> int:
     """Return one replica's micro-batches in an optimizer step if all rows have the maximum length."""
     layout, rows = settings.layout, batch_counts(config).rows_per_optimizer_step
-    multiple = layout.pp if layout.virtual_pp > 1 else 1
-    return _most_micro_batches((max_row_tokens(config),), rows, layout.dp, settings.micro_batch_tokens, multiple)
+    multiple, longest = layout.pp if layout.virtual_pp > 1 else 1, max_row_tokens(config)
+    if config.algo.distill.teacher == "hint" and config.algo.distill.mode == "exact":
+        # Micro-batches have room for rows as their teacher reads them.
+        longest = min(longest + config.algo.cpo.hint.max_tokens, settings.micro_batch_tokens)
+    return _most_micro_batches((longest,), rows, layout.dp, settings.micro_batch_tokens, multiple)
 
 
 # A search over layouts asks for the same few again and again.

@@ -3,26 +3,21 @@
 `SOURCES` lists, for each of these quantities, the role that computes it, its name there, and the variant of the rows.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from megarl.algos.corrections import CORRECTIONS
-from megarl.algos.cpo import EXCLUDED
 from megarl.cluster import residency
-from megarl.config.algo import CpoConfig
 from megarl.config.batches import batch_counts
 from megarl.config.schema import Config
-from megarl.data.answer_span import answer_mask
-from megarl.data.answers import response_decoder
-from megarl.data.hints import HintPlacer, donors, hinted_rows
-from megarl.data.prompts import ToolsOf, no_tools
-from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
-from megarl.errors import DataError
+from megarl.data.hints import donors, hinted_rows
 from megarl.record.metrics import Timers
+from megarl.train.hinted import HintWriter, require_plain_prompts
 from megarl.train.passes import Passes, RolePasses
 from megarl.types import (
     Advantages,
@@ -35,10 +30,7 @@ from megarl.types import (
     TokenQuantity,
     row_from_sample,
 )
-from megarl.types.messages import Role
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from megarl.types.messages import Role, RoleSpec
 
 
 class Variant(Enum):
@@ -63,6 +55,7 @@ SOURCES: dict[TokenQuantity, QuantitySource] = {
     TokenQuantity.REF_LOGPROBS: QuantitySource(Role.REFERENCE, "logprobs"),
     TokenQuantity.TEACHER_LOGPROBS: QuantitySource(Role.TEACHER, "logprobs"),
     TokenQuantity.TEACHER_ENTROPY: QuantitySource(Role.TEACHER, "entropy"),
+    TokenQuantity.TEACHER_BASELINE_LOGPROBS: QuantitySource(Role.TEACHER, "logprobs", Variant.SHUFFLED),
     TokenQuantity.VALUES: QuantitySource(Role.CRITIC, "values"),
     TokenQuantity.OLD_LOGPROBS: QuantitySource(Role.ACTOR, "logprobs"),
     TokenQuantity.OLD_ENTROPY: QuantitySource(Role.ACTOR, "entropy"),
@@ -89,6 +82,21 @@ def needed_quantities(config: Config, algorithm: Algorithm, *, gate_passed: bool
     if not gate_passed or (several and not to_engine):
         return algorithm.requires() | {TokenQuantity.OLD_LOGPROBS}
     return algorithm.requires()
+
+
+def forms_read(
+    config: Config, roles: Sequence[RoleSpec], needed: Collection[TokenQuantity]
+) -> list[tuple[RoleSpec, AbstractSet[Variant]]]:
+    """List which forms of a step's rows each model passes over before the update."""
+    reads_hints = config.algo.distill.teacher == "hint" and TokenQuantity.TEACHER_LOGPROBS in needed
+    passes: list[tuple[RoleSpec, AbstractSet[Variant]]] = [
+        (role, {SOURCES[name].variant for name in needed if SOURCES[name].role is role.role.kind})
+        for role in roles
+        if not reads_hints or role.role is not Role.TEACHER
+    ]
+    reader = next((role for role in roles if role.role is Role.TEACHER), roles[0])
+    others = {Variant.SHUFFLED} if config.algo.distill.shuffled_baseline else set()
+    return [*passes, (reader, {Variant.HINTED, *others})] if reads_hints else passes
 
 
 def with_quantities(rows: Sequence[Row], quantities: Mapping[Any, Sequence[FloatArray]]) -> list[Row]:
@@ -131,7 +139,9 @@ class ForwardStage:
     passes: Mapping[Role, RolePasses]
     teachers: Mapping[Role, Passes] = field(default_factory=dict)
     teacher_of: Callable[[Prompt], Role] = lambda _: Role.TEACHER
-    hints: "HintWriter | None"
+    hints: HintWriter | None
+    # Whether the teacher reads prompts with hints.
+    hinted_teacher: bool = False
     enter: Callable[[residency.Phase], None]
     timers: Timers
 
@@ -144,13 +154,19 @@ class ForwardStage:
         prompts exchange their hints for the shuffled baseline.
         """
         metrics: dict[str, float] = {}
+        baseline: Sequence[Row] = ()
+        if self.hinted_teacher:
+            assert self.hints is not None, "a teacher that reads hints needs a HintWriter"
+            shuffled = TokenQuantity.TEACHER_BASELINE_LOGPROBS in needed
+            taught = self.hints.for_teacher(rows, prompts, seed=seed, shuffled=shuffled)
+            rows, baseline, metrics = taught.rows, taught.baseline, dict(taught.metrics)
         for role, timer in _TIMERS.items():
             wanted = {name for name in needed if SOURCES[name].role is role}
             if not wanted:
                 continue
             if role is Role.TEACHER:
                 with self.timers(timer):
-                    rows = self._taught(rows, prompts, step=step)
+                    rows = self._taught(rows, prompts, step=step, baseline=baseline)
                 continue
             self.enter(self.passes[role].phase)
             with self.timers(timer):
@@ -177,20 +193,29 @@ class ForwardStage:
         ratios = [(p - q)[row.loss_mask] for row, p, q in zip(rows, own, taught, strict=True)]
         return {"val/distill/reverse_kl": float(np.concatenate(ratios).mean(dtype=np.float64))}
 
-    def _taught(self, rows: Sequence[Row], prompts: Mapping[str, Prompt], *, step: int) -> list[Row]:
-        """Return the rows with what their teachers say of them; each teacher passes once over its own rows."""
+    def _taught(
+        self, rows: Sequence[Row], prompts: Mapping[str, Prompt], *, step: int, baseline: Sequence[Row] = ()
+    ) -> list[Row]:
+        """Return the rows with what their teachers say of them; each teacher passes once over its own rows.
+
+        baseline: the rows after prompts with the hints of others, which are scored, too; empty: they are not.
+        """
         teachers = {uid: self.teacher_of(prompts[uid]) for uid in dict.fromkeys(row.uid for row in rows)}
         taught = list(rows)
         for teacher in dict.fromkeys(teachers.values()):
             places = [i for i, row in enumerate(rows) if teachers[row.uid] is teacher]
+            asked, count = [rows[i].as_taught for i in places], len(places)
             self.enter(self.teachers[teacher].phase)
-            found = self.teachers[teacher].forward([rows[i] for i in places], step=step)
-            said = with_quantities([rows[i] for i in places], _plain_quantities(Role.TEACHER, found))
-            for i, row in zip(places, with_likely_tokens(said, found), strict=True):
+            found = self.teachers[teacher].forward([*asked, *(baseline[i] for i in places if baseline)], step=step)
+            own = {name: values[:count] for name, values in found.items()}
+            said = with_quantities([rows[i] for i in places], _plain_quantities(Role.TEACHER, own))
+            if baseline:
+                said = with_quantities(said, {TokenQuantity.TEACHER_BASELINE_LOGPROBS: found["logprobs"][count:]})
+            for i, row in zip(places, with_likely_tokens(said, own), strict=True):
                 taught[i] = row
         # A teacher behind servers says nothing of entropies.
         shared = frozenset.intersection(*(frozenset(row.quantities) for row in taught))
-        return [row.only(shared, routed_experts=True, nucleus=True, likely=True) for row in taught]
+        return [row.only(shared, routed_experts=True, nucleus=True, likely=True, hinted_prompt=True) for row in taught]
 
     def _forward_hinted(
         self,
@@ -205,15 +230,7 @@ class ForwardStage:
         """Run one pass of a role over rows with and without hints, packed together."""
         assert self.hints is not None, "an algorithm with hints needs a HintWriter"
         placer, count = self.hints.placer, len(rows)
-        for row in rows:
-            prompt = prompts[row.uid]
-            # Nobody would know where the hint goes.
-            if prompt.environment and row.token_ids[: row.num_prompt_tokens].tolist() != list(prompt.token_ids):
-                raise DataError(
-                    f"row {row.label}: its environment {prompt.environment!r} opens conversations with messages of its "
-                    "own, and hints are written into those of the data alone; move the messages to the data's prompts, "
-                    "or set algo.cpo.method=none"
-                )
+        require_plain_prompts(rows, prompts)
         own = placer.place_all(prompts)
         # Every quantity of hints is compared with the log-probs under the own hint.
         variants = {TokenQuantity.HINT_LOGPROBS: hinted_rows(rows, own)}
@@ -239,12 +256,7 @@ class ForwardStage:
             ]
         if TokenQuantity.HINT_KL in wanted:
             quantities[TokenQuantity.HINT_KL] = found["kl"]
-        rows = self.hints.exclude_answers(with_quantities(rows, quantities))
-        if not has_hint.all():
-            # A row without a hint keeps its advantages, whatever else the method reads.
-            excluded = [row.quantities.get(EXCLUDED, np.zeros(row.num_response_tokens, np.float32)) for row in rows]
-            kept = [e if has else np.ones_like(e) for e, has in zip(excluded, has_hint, strict=True)]
-            rows = with_quantities(rows, {EXCLUDED: kept})
+        rows = self.hints.excluded(with_quantities(rows, quantities), has_hint)
         return rows, variants[TokenQuantity.HINT_LOGPROBS].metrics()
 
 
@@ -279,38 +291,3 @@ def _forward_with_pairs(
     order = np.argsort(places)
     joined = {name: [*single[name], *paired[name]] for name in ("logprobs", "entropy")}
     return {**{name: [values[i] for i in order] for name, values in joined.items()}, "kl": kl}
-
-
-class HintWriter:
-    """A writer of hints into prompts (`placer`), which also marks answer tokens that CPO must leave alone."""
-
-    def __init__(
-        self,
-        tokenizer: "PreTrainedTokenizerBase",
-        cfg: CpoConfig,
-        *,
-        max_prompt_tokens: int,
-        tools_of: ToolsOf = no_tools,
-        vocabulary: Vocabulary = EVERY_TOKEN,
-    ) -> None:
-        """Make a writer; for the arguments see `HintPlacer`."""
-        self.placer = HintPlacer(
-            tokenizer, cfg.hint, max_prompt_tokens=max_prompt_tokens, tools_of=tools_of, vocabulary=vocabulary
-        )
-        self._cfg, self._decode = cfg, response_decoder(tokenizer)
-
-    def exclude_answers(self, rows: list[Row]) -> list[Row]:
-        """Return the rows with their final answers marked if `exclude_answer` is set, otherwise unchanged.
-
-        Answers of a conversation are looked for in its last turn.
-        """
-        if not self._cfg.exclude_answer:
-            return rows
-        marks = []
-        for row in rows:
-            # Masked tokens stand between turns.
-            start = int(np.flatnonzero(~row.loss_mask).max(initial=-1)) + 1
-            last = row.token_ids[row.num_prompt_tokens + start :].tolist()
-            mark = np.concatenate([np.zeros(start, np.bool_), answer_mask(last, self._decode)])
-            marks.append(mark.astype(np.float32))
-        return with_quantities(rows, {EXCLUDED: marks})

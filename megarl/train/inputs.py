@@ -10,7 +10,7 @@ from megarl.algos.build import algorithm_of
 from megarl.algos.filters import check_filter_ranges
 from megarl.algos.validate_rewards import reward_warnings
 from megarl.cluster.roles import model_key, roles_of
-from megarl.config.batches import max_hinted_row_tokens, max_row_terms, max_row_tokens
+from megarl.config.batches import max_row_terms, max_row_tokens
 from megarl.config.check import check_train
 from megarl.config.check_model import check_model
 from megarl.config.schema import Config, role_settings
@@ -20,14 +20,15 @@ from megarl.data.hints import HintSurvey, survey_hints
 from megarl.data.prompts import PromptDataset
 from megarl.data.sampler import Sampler, prompt_sampler, train_files
 from megarl.data.teacher_tokens import TeacherTokens
-from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary, check_vocabulary
+from megarl.data.vocabulary import Vocabulary, check_vocabulary
 from megarl.environments import check_replies, tools_of
 from megarl.errors import ConfigError, DataError
 from megarl.parallel.backend import packs_attention
 from megarl.rewards.build import check_ground_truths
 from megarl.rewards.routes import filter_ranges
 from megarl.rollout.replay import require_records
-from megarl.train.forward import HINT_QUANTITIES, HintWriter
+from megarl.train.forward import HINT_QUANTITIES
+from megarl.train.hinted import HintWriter, open_hints
 from megarl.train.model_judge import ConversationEncoder
 from megarl.train.rows import stated_difficulty
 from megarl.train.teachers import common_tokens, open_teachers, require_teachers
@@ -217,8 +218,9 @@ def open_train_inputs(config: Config) -> TrainInputs:
     _require_fitting(config, train)
     open_sampler(config, train)
     hints, survey = None, None
-    if algorithm.requires() & HINT_QUANTITIES:
-        hints = open_hints(config, tokenizer, spec.max_positions, vocabulary)
+    if algorithm.requires() & HINT_QUANTITIES or config.algo.distill.teacher == "hint":
+        readers = [spec, *(read_model_spec(role.model.path) for role in roles if role.role is Role.TEACHER)]
+        hints = open_hints(config, tokenizer, min(each.max_positions for each in readers), vocabulary)
         survey = survey_hints(hints.placer, (train[i] for i in range(len(train))))
         survey.require_some(hints.placer)
     if config.algo.cpo.difficulty == "data":
@@ -293,19 +295,8 @@ def _open_prompts(
         tools_of=partial(tools_of, config.environment),
         answers=answers,
         vocabulary=vocabulary,
+        with_targets=config.algo.cpo.hint.source == "demonstration",
     )
-
-
-def open_hints(
-    config: Config,
-    tokenizer: "PreTrainedTokenizerBase",
-    max_positions: int,
-    vocabulary: Vocabulary = EVERY_TOKEN,
-) -> HintWriter:
-    """Open the writer of hints, limited so that the longest response fits a micro-batch and the context."""
-    room = max_hinted_row_tokens(config, max_positions) - config.rollout.max_response_tokens
-    tools = partial(tools_of, config.environment)
-    return HintWriter(tokenizer, config.algo.cpo, max_prompt_tokens=room, tools_of=tools, vocabulary=vocabulary)
 
 
 def _open_conversations(config: Config, tokenizer: "PreTrainedTokenizerBase", answers: Answers) -> ConversationEncoder:

@@ -120,12 +120,17 @@ class RolePasses:
         sent = self._sent(rows, frozenset())
         return self._workers.forward(sent, self._plan(sent, paired=paired)[0], request)
 
-    def _sent(self, rows: Sequence[Row], names: Collection[str], *, likely: bool = False) -> list[Row]:
+    def _sent(
+        self, rows: Sequence[Row], names: Collection[str], *, likely: bool = False, hinted: bool = False
+    ) -> list[Row]:
         """Remove from rows the quantities that a pass of this role does not read, before they are sent to ranks."""
         role = self._role
         with_nucleus = role.head is Head.LM
         experts = role.replays_routing
-        return [row.only(names, routed_experts=experts, nucleus=with_nucleus, likely=likely) for row in rows]
+        return [
+            row.only(names, routed_experts=experts, nucleus=with_nucleus, likely=likely, hinted_prompt=hinted)
+            for row in rows
+        ]
 
     def _plan(self, rows: Sequence[Row], *, paired: bool) -> tuple[MicroBatchPlan, dict[str, float]]:
         """Plan the rows' micro-batches, and return metrics of how evenly they load the ranks.
@@ -268,11 +273,13 @@ class RoleUpdater(RolePasses):
         paired: bool = False,
     ) -> UpdateResult:
         """Call the ranks with what the request's objective reads of the rows; outputs come back in row order."""
-        likely = request.teaching is not None and request.teaching.role is None
-        needed = self._sent(rows, request.objective.reads, likely=likely)
+        teaching = request.teaching
+        likely, hinted = (False, False) if teaching is None else (teaching.role is None, teaching.reads_hints)
+        needed = self._sent(rows, request.objective.reads, likely=likely, hinted=hinted)
         if self._dims is not None and self._dims.experts is not None:
             needed = counted_once(needed)
-        plan, imbalance = self._plan(needed, paired=paired)
+        # Micro-batches have room for rows as their teacher reads them.
+        plan, imbalance = self._plan([row.as_taught for row in needed] if hinted else needed, paired=paired)
         result = call(needed, plan, request)
         # The critic's rows are those of the actor.
         metrics = {**result.metrics, **({} if self._role.role is Role.CRITIC else imbalance)}

@@ -32,7 +32,15 @@ def teaching_of(config: Config, roles: Sequence[RoleSpec], common: int | None) -
     if not distill.is_dense:
         return None
     role = next((role.role for role in roles if role.in_update_of is Role.ACTOR), None)
-    return Teaching(role=role, divergence=distill.divergence, beta=distill.beta, common=common)
+    reads_hints = distill.teacher == "hint" and distill.mode == "exact"
+    return Teaching(
+        # Nobody else: the policy itself.
+        role=Role.ACTOR if reads_hints and role is None else role,
+        divergence=distill.divergence,
+        beta=distill.beta,
+        common=common,
+        reads_hints=reads_hints,
+    )
 
 
 def require_teachers(config: Config, data: PromptDataset) -> None:

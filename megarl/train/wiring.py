@@ -29,7 +29,7 @@ from megarl.train.gate import MismatchGate
 from megarl.train.inputs import TrainInputs, max_reward_tokens, open_sampler
 from megarl.train.loop import Trainer
 from megarl.train.model_judge import ModelJudge, ModelRewards
-from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
+from megarl.train.passes import CountedObjective, Passes, RolePasses, RoleUpdater
 from megarl.train.policy_judge import PolicyCompletions
 from megarl.train.prompt_queue import PromptQueue
 from megarl.train.served_teacher import ServedTeacher
@@ -69,14 +69,20 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         enter=memory.enter,
         timers=timers,
     )
+    teachers: dict[Role, Passes] = {
+        Role(key): ServedTeacher(each, key=key, top_k=top_k) if each.servers else passes[Role(key)]
+        for key, each in teachers_of(config).items()
+    }
+    if config.algo.distill.teacher == "hint" and not teachers:
+        (actor,) = (role for role in inputs.roles if role.role is Role.ACTOR)
+        dims = inputs.spec.dims
+        teachers[Role.TEACHER] = RolePasses(workers, actor, temperature=temperature, dims=dims, top_k=top_k)
     forward = ForwardStage(
         passes=passes,
-        teachers={
-            Role(key): ServedTeacher(each, key=key, top_k=top_k) if each.servers else passes[Role(key)]
-            for key, each in teachers_of(config).items()
-        },
+        teachers=teachers,
         teacher_of=lambda prompt: Role(teacher_of(config, prompt.data_source, prompt.environment)),
         hints=inputs.hints,
+        hinted_teacher=config.algo.distill.teacher == "hint",
         enter=memory.enter,
         timers=timers,
     )

@@ -141,12 +141,14 @@ class Teaching:
 
     role: the teacher whose hidden states the update computes; None: rows have the teacher's likeliest tokens.
     divergence, beta: as in `algo.distill`. common: ids below this are the same tokens for both; None: all are.
+    reads_hints: whether the teacher reads rows' `hinted_prompt`. It may then be the actor itself.
     """
 
     role: Role | None
     divergence: str
     beta: float
     common: int | None = None
+    reads_hints: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

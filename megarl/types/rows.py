@@ -18,7 +18,7 @@ from megarl.types.arrays import (
     require_experts_of_tokens,
     require_labels_in_nucleus,
 )
-from megarl.types.forks import Fork, Indices, branches, path_to, require_forks
+from megarl.types.forks import Fork, Indices, after_other_prompt, branches, path_to, require_forks
 from megarl.types.samples import Sample
 
 
@@ -30,6 +30,8 @@ class TokenQuantity(StrEnum):
     REF_LOGPROBS = "ref_logprobs"
     TEACHER_LOGPROBS = "teacher_logprobs"
     TEACHER_ENTROPY = "teacher_entropy"
+    # The teacher's log-probs with the hint of another prompt.
+    TEACHER_BASELINE_LOGPROBS = "teacher_baseline_logprobs"
     HINT_LOGPROBS = "hint_logprobs"
     # Log-probs with the hint of another prompt.
     SHUFFLED_HINT_LOGPROBS = "shuffled_hint_logprobs"
@@ -58,9 +60,10 @@ class Row:
     `routed_experts` is that of `Sample`. nucleus: [R, K] int32, for each response token the ids that it was drawn from
     (top-k or top-p, itself included), padded with -1. A token drawn from the whole vocabulary, or not drawn at all, has
     only -1; None means this for all tokens. forks: those of `Sample`; a label is predicted on the path that leads to
-    it. likely: what a teacher would have written, if one was asked. labels: [R] int32, the tokens whose log-probs are
-    computed at the places of the response's; None: these themselves. num_uncounted: how many of its first tokens do not
-    count in the balance of experts, as they count in another row of the mini-batch.
+    it. likely: what a teacher would have written, if one was asked. hinted_prompt: the prompt that a teacher reads
+    instead of the row's own; None: it reads the same. labels: [R] int32, the tokens whose log-probs are computed at the
+    places of the response's; None: these themselves. num_uncounted: how many of its first tokens do not count in the
+    balance of experts, as they count in another row of the mini-batch.
     """
 
     uid: str
@@ -73,6 +76,7 @@ class Row:
     nucleus: NucleusArray | None = None
     forks: tuple[Fork, ...] = ()
     likely: LikelyTokens | None = None
+    hinted_prompt: IdArray | None = None
     labels: IdArray | None = None
     num_uncounted: int = 0
 
@@ -117,24 +121,55 @@ class Row:
 
     def with_quantities(self, **quantities: FloatArray) -> "Row":
         """Return the row with these quantities added; a quantity that exists under the same name is replaced."""
-        return self._copy({**self.quantities, **quantities}, self.routed_experts, self.nucleus, self.likely)
+        return self._copy(
+            {**self.quantities, **quantities}, self.routed_experts, self.nucleus, self.likely, self.hinted_prompt
+        )
+
+    def with_hinted_prompt(self, prompt: IdArray) -> "Row":
+        """Return the row with the prompt that its teacher reads."""
+        return self._copy(self.quantities, self.routed_experts, self.nucleus, self.likely, prompt)
 
     def only(
-        self, names: Collection[str], *, routed_experts: bool = False, nucleus: bool = False, likely: bool = False
+        self,
+        names: Collection[str],
+        *,
+        routed_experts: bool = False,
+        nucleus: bool = False,
+        likely: bool = False,
+        hinted_prompt: bool = False,
     ) -> "Row":
         """Return a copy of the row without its quantities (per-token values such as log-probs), except those in
         `names`.
 
-        The recorded experts, the nucleus (the tokens that top-p and top-k left) and the teacher's likeliest tokens are
-        also dropped, unless asked for.
-        Everything else is kept.
+        The recorded experts, the nucleus (the tokens that top-p and top-k left), the teacher's likeliest tokens and its
+        prompt are also dropped, unless asked for. Everything else is kept.
         """
         return self._copy(
             {name: values for name, values in self.quantities.items() if name in names},
             self.routed_experts if routed_experts else None,
             self.nucleus if nucleus else None,
             self.likely if likely else None,
+            self.hinted_prompt if hinted_prompt else None,
         )
+
+    def after_prompt(self, prompt: IdArray) -> "Row":
+        """Return the same response after another prompt, without quantities, labels and what else belongs to tokens.
+
+        Branches of a conversation that does not go on from its whole prompt do not read the other one.
+        """
+        return Row(
+            uid=self.uid,
+            sample_index=self.sample_index,
+            token_ids=np.concatenate([prompt, self.token_ids[self.num_prompt_tokens :]]),
+            num_prompt_tokens=len(prompt),
+            loss_mask=self.loss_mask,
+            forks=after_other_prompt(self.forks, self.token_ids[: self.num_prompt_tokens], prompt),
+        )
+
+    @property
+    def as_taught(self) -> "Row":
+        """Return the row as its teacher reads it."""
+        return self if self.hinted_prompt is None else self.after_prompt(self.hinted_prompt)
 
     def _copy(
         self,
@@ -142,6 +177,7 @@ class Row:
         experts: ExpertArray | None,
         nucleus: NucleusArray | None,
         likely: LikelyTokens | None,
+        hinted_prompt: IdArray | None,
     ) -> "Row":
         """Return the row with these, as `dataclasses.replace` would in three times the time."""
         return Row(
@@ -155,6 +191,7 @@ class Row:
             nucleus=nucleus,
             forks=self.forks,
             likely=likely,
+            hinted_prompt=hinted_prompt,
             labels=self.labels,
             num_uncounted=self.num_uncounted,
         )

@@ -75,6 +75,7 @@ class Prompt:
     messages: the chat from which `token_ids` were made, for judges with a chat template of their own.
     demonstration_ids: an answer with which samples can start; it ends in the end token unless it was cut; empty: none.
     demonstration_probs: the demonstrator's probability of each of these tokens, -1 where unknown; empty: all unknown.
+    target: the text of the data's own answer, where hints are made of it; empty: none.
     environment: the name of the environment that replies to answers; empty: the first answer ends a sample.
     """
 
@@ -86,6 +87,7 @@ class Prompt:
     messages: tuple[Message, ...] = ()
     demonstration_ids: tuple[int, ...] = ()
     demonstration_probs: tuple[float, ...] = ()
+    target: str = ""
     environment: str = ""
 
 

@@ -10,11 +10,13 @@ import torch
 
 from megarl.algos.build import build_algorithm
 from megarl.config.algo import AdvantageConfig, AlgoConfig, DistillConfig, KLConfig
+from megarl.config.lora import LoraConfig
 from megarl.config.schema import HeadConfig, LayoutConfig
 from megarl.train.forward import with_advantages
 from megarl.types import AlgoState, Reward, Row, scored_batch
 from megarl.types.messages import Role, RoleSpec, Teaching, UpdateRequest
 from megarl.weights.families import read_model_spec
+from tests.distributed.test_adapters import LORA, write_adapters
 from tests.helpers.checkpoints import load_hf, make_checkpoint
 from tests.helpers.distill_ranks import (
     TEMPERATURE,
@@ -74,7 +76,7 @@ def teaching_of(cfg: DistillConfig) -> Teaching | None:
     if not cfg.is_dense:
         return None
     role = Role.TEACHER if cfg.mode == "exact" else None
-    return Teaching(role=role, divergence=cfg.divergence, beta=cfg.beta)
+    return Teaching(role=role, divergence=cfg.divergence, beta=cfg.beta, reads_hints=cfg.teacher == "hint")
 
 
 def taught_rows() -> list[Row]:
@@ -117,7 +119,10 @@ def dense_gradients(
         places = slice(row.num_prompt_tokens - 1, -1)
         log_p = (policy(tokens).logits[0, places][kept] / TEMPERATURE).log_softmax(-1)
         with torch.no_grad():
-            log_q = (other(tokens).logits[0, places][kept] / TEMPERATURE).log_softmax(-1)
+            read = row.as_taught
+            places = slice(read.num_prompt_tokens - 1, -1)
+            logits = other(torch.from_numpy(read.token_ids)[None]).logits
+            log_q = (logits[0, places][kept] / TEMPERATURE).log_softmax(-1)
         if divergence == "reverse":
             value = log_p.exp() * (log_p - log_q)
         elif divergence == "forward":
@@ -187,6 +192,104 @@ def test_the_likeliest_of_all_tokens_teach_as_the_whole_distribution(
     assert metrics["distill/mass_in_top_k"] == pytest.approx(1.0, abs=1e-5)
     for what in ("loss", "reverse_kl", "forward_kl", "teacher_entropy", "agreement"):
         assert metrics[f"distill/{what}"] == pytest.approx(by_rank[0][1].metrics[f"distill/{what}"], rel=1e-4), what
+
+
+def hinted(rows: Sequence[Row]) -> list[Row]:
+    """The rows with prompts of other lengths for their teacher, in all but one."""
+    rng = np.random.default_rng(7)
+    prompts = [rng.integers(1, 60, count).astype(np.int32) for count in (11, 4, 9)]
+    return [*(row.with_hinted_prompt(prompt) for row, prompt in zip(rows, prompts, strict=False)), rows[3]]
+
+
+def asks_hinted(rows: Sequence[Row], role: Role) -> list[UpdateRequest]:
+    """Updates with each divergence from a teacher that reads hints."""
+    requests = []
+    for divergence in DIVERGENCES:
+        cfg = dense(divergence)
+        request = request_of(replace(cfg, distill=replace(cfg.distill, teacher="hint")), rows)
+        assert request.teaching is not None
+        requests.append(replace(request, teaching=replace(request.teaching, role=role)))
+    return requests
+
+
+HINTED_CASES = [
+    pytest.param(name, regime, role, id=f"{name} {regime} {role}", marks=marks)
+    for name, regime, role, marks in (
+        (*QUICK, Role.ACTOR, ()),
+        ("tp2", "keep", Role.TEACHER, pytest.mark.long),
+        ("tp2-sp", "recompute", Role.TEACHER, pytest.mark.long),
+        ("cp2", "in_chunk", Role.ACTOR, pytest.mark.long),
+        ("cp2", "keep", Role.TEACHER, pytest.mark.long),
+        ("pp2", "in_chunk", Role.ACTOR, pytest.mark.long),
+        ("pp2", "recompute", Role.TEACHER, pytest.mark.long),
+        ("dp2", "in_chunk", Role.ACTOR, pytest.mark.long),
+    )
+]
+
+
+@pytest.mark.parametrize(("name", "regime", "role"), HINTED_CASES)
+def test_a_teacher_that_reads_other_prompts_has_the_gradients_of_float64(
+    rank_pool: Pools, checkpoint: Callable[..., Path], teacher: Path, name: str, regime: str, role: Role
+) -> None:
+    layout, student = {**LAYOUTS, **EXACT_LAYOUTS}[name], checkpoint(tied=False)
+    rows, pool = hinted(taught_rows()), rank_pool(layout.world_size)
+    actor, teaching = roles_of(student, teacher, layout)
+    head = HeadConfig(regime=regime, chunk_tokens=5)  # type: ignore[arg-type]
+    actor = replace(actor, settings=replace(actor.settings, head=head))
+    case = DistillCase(
+        roles=(actor,) if role is Role.ACTOR else (actor, teaching),
+        rows=rows,
+        micro_batches=split_rows(4, layout.dp),
+        requests=asks_hinted(rows, role),
+    )
+    shapes = read_model_spec(student).expected_tensors()
+    by_rank = pool.run(update_gradients, case)
+    for i, divergence in enumerate(DIVERGENCES):
+        found = assembled([rank[i] for rank in by_rank], shapes)
+        expected = dense_gradients(student, student if role is Role.ACTOR else teacher, rows, divergence, BETA)
+        largest = max(gradient.abs().max().item() for gradient in expected.values())
+        error = max((found[n] - expected[n]).abs().max().item() for n in expected) / largest
+        assert largest > 1e-3
+        assert error <= 1e-5, f"{divergence}: max |Δ gradient| is {error:.1e} of the largest"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["tp2-sp", "pp2"])
+def test_a_policy_without_its_adapters_teaches_as_the_model_that_it_began_with(
+    rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    layout, model, rows = LAYOUTS[name], checkpoint(tied=False), hinted(taught_rows())
+    write_adapters(tmp_path / "actor", model)
+    actor, apart = roles_of(model, model, layout)
+    lora = LoraConfig(**LORA, path=str(tmp_path / "actor"))  # type: ignore[arg-type]
+    actor = replace(actor, settings=replace(actor.settings, lora=lora))
+    shared = replace(apart, model=actor.model, base_of=Role.ACTOR)
+    pool, metrics = rank_pool(layout.world_size), list[dict[str, float]]()
+    for roles, role in (((actor, apart), Role.TEACHER), ((actor, shared), Role.TEACHER), ((actor,), Role.ACTOR)):
+        case = DistillCase(
+            roles=roles, rows=rows, micro_batches=split_rows(4, 1), requests=asks_hinted(rows, role), with_slices=False
+        )
+        # Of the last stage.
+        metrics.append(pool.run(update_gradients, case)[-1][0].metrics)
+    separate, base, itself = (each["distill/loss"] for each in metrics)
+    assert base == pytest.approx(separate, rel=1e-6)
+    assert abs(itself - separate) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["tp2-sp", pytest.param("pp2", marks=pytest.mark.long)])
+def test_a_policy_that_reads_no_hint_learns_nothing_of_itself(
+    rank_pool: Pools, checkpoint: Callable[..., Path], name: str
+) -> None:
+    layout, rows = LAYOUTS[name], taught_rows()
+    rows = [row.with_hinted_prompt(row.token_ids[: row.num_prompt_tokens]) for row in rows]
+    case = DistillCase(
+        roles=roles_of(checkpoint(tied=False), checkpoint(tied=False), layout)[:1],
+        rows=rows,
+        micro_batches=split_rows(4, 1),
+        requests=asks_hinted(rows, Role.ACTOR),
+    )
+    for found in (each for rank in rank_pool(2).run(update_gradients, case) for each in rank):
+        assert max(values.abs().max().item() for _, _, values in found.slices) == 0
 
 
 def test_a_policy_learns_nothing_of_itself(rank_pool: Pools, checkpoint: Callable[..., Path]) -> None:

@@ -40,6 +40,7 @@ NAMED_METRICS: Mapping[str, tuple[str, ...]] = {
     "gkd": ("distill/loss", "distill/forward_kl", "distill/agreement"),
     "opd": ("distill/reverse_kl", "distill/teacher_entropy", "timing_s/teacher"),
     "opd_exact": ("distill/loss", "distill/forward_kl", "distill/agreement"),
+    "self_distill": ("distill/loss", "distill/forward_kl", "cpo/hint_len_mean"),
     "dapo": ("filter/num_groups_removed", "filter/num_refills"),
 }
 

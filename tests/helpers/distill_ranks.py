@@ -17,12 +17,16 @@ TEMPERATURE = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillCase:
-    """Roles of one layout, the actor first; rows by data-parallel rank and micro-batch; updates that are asked for."""
+    """Roles of one layout, the actor first; rows by data-parallel rank and micro-batch; updates that are asked for.
+
+    with_slices: whether gradients are wanted, which only a model without adapters has.
+    """
 
     roles: tuple[RoleSpec, ...]
     rows: Sequence[Row]
     micro_batches: Sequence[Sequence[Sequence[int]]]
     requests: Sequence[UpdateRequest] = ()
+    with_slices: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +75,7 @@ def update_gradients(context: RankContext, case: DistillCase) -> list[Gradients]
         group = worker.layout.dp_group
         worker.discard(Role.ACTOR)
         result = accumulate_gradients(loaded, case.rows, mine, request, dp_group=group, teacher=teacher)
-        shards = [named for chunk in loaded.chunks for named in named_shards(chunk)]
+        shards = [named for chunk in loaded.chunks for named in named_shards(chunk) if case.with_slices]
         slices = rank_slices([(name, p.main_grad) for name, _, p in shards], loaded.model_spec, worker.layout)
         found.append(
             Gradients(slices=[(s.tensor, s.index, s.view.clone()) for s in slices], metrics=dict(result.metrics))

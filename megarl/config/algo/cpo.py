@@ -12,8 +12,9 @@ from megarl.errors import ConfigError
 class HintConfig:
     """Configure CPO's hint: a text, such as the solution, that is added to the prompt for one more forward pass."""
 
-    # solution: the hint is extra_info.gold_solution (or solution); answer: it is the ground-truth answer.
-    source: Literal["solution", "answer"] = "solution"
+    # solution: the hint is extra_info.gold_solution (or solution); answer: it is the ground-truth answer;
+    # demonstration: it is the text of the column target, a whole response.
+    source: Literal["solution", "answer", "demonstration"] = "solution"
     # Field of extra_info whose text is the hint, such as answer in verl's GSM8K files; null: by source.
     field: str | None = None
     # Where the hint is written. before_question, after_question: in the last user turn, directly before or after its

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from megarl.config.setting import AT_LEAST_1, FRACTION, POSITIVE, PROBABILITY, setting
+from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, PROBABILITY, setting
 from megarl.registry import refuse_unused
 
 
@@ -11,8 +11,9 @@ from megarl.registry import refuse_unused
 class DistillConfig:
     """Pull the policy towards a teacher, beside whatever the rewards ask for. See docs/algorithms/distillation.md."""
 
-    # Who teaches. none: nobody; model: the models of the sections teacher and teachers.
-    teacher: Literal["none", "model"] = "none"
+    # Who teaches. none: nobody; model: the models of the sections teacher and teachers; hint: the policy itself, or the
+    # model of the section teacher, which reads the prompt with the hint of algo.cpo.hint in it.
+    teacher: Literal["none", "model", "hint"] = "none"
     # sampled: the log-prob of each sampled token under the teacher minus that under the policy is added to the token's
     # advantage; exact: a divergence over the whole vocabulary is added to the loss; topk: the same over the teacher's
     # most likely tokens and one bucket for all others.
@@ -27,6 +28,10 @@ class DistillConfig:
     # sampled: a token also gets the log-ratios of the tokens after it, each times this for every token between them;
     # 0: only its own, 1: the whole rest of the response.
     discount: float = setting(0.0, FRACTION)
+    decay_steps: int = setting(0, AT_LEAST_0)  # Steps over which coef falls linearly to 0; 0: it stays.
+    exclude_answer: bool = False  # hint: teach nothing on tokens of the final answer (boxed, or after ####).
+    # hint, sampled: subtract the log-probs with another prompt's hint instead of those of the policy.
+    shuffled_baseline: bool = False
 
     @property
     def is_sampled(self) -> bool:
@@ -47,12 +52,16 @@ class DistillConfig:
         """Raise ConfigError for settings that the mode, or a run without a teacher, does not read."""
         if self.teacher == "none":
             others = (each.name for each in fields(self) if each.name != "teacher")
-            refuse_unused(key, self, others, f"{key}.teacher=none", f"set {key}.teacher=model")
+            refuse_unused(key, self, others, f"{key}.teacher=none", f"set {key}.teacher=model or hint")
+        if self.teacher == "model":
+            unread = ("exclude_answer", "shuffled_baseline")
+            refuse_unused(key, self, unread, f"{key}.teacher=model", f"set {key}.teacher=hint")
         if self.mode == "sampled":
             situation, remedy = f"{key}.mode=sampled", f"set {key}.mode=exact or topk"
             refuse_unused(key, self, ("divergence", "beta", "top_k"), situation, remedy)
         else:
-            refuse_unused(key, self, ("discount",), f"{key}.mode={self.mode}", f"set {key}.mode=sampled")
+            unread = ("discount", "shuffled_baseline")
+            refuse_unused(key, self, unread, f"{key}.mode={self.mode}", f"set {key}.mode=sampled")
         if self.mode == "exact":
             refuse_unused(key, self, ("top_k",), f"{key}.mode=exact", f"set {key}.mode=topk")
         if self.divergence != "jsd":

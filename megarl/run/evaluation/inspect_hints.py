@@ -37,7 +37,7 @@ from megarl.rewards.build import open_rewards
 from megarl.rewards.routes import without_training
 from megarl.run.evaluation.hint_signal import hint_inputs, mutual_information
 from megarl.seeds import batch_seed
-from megarl.train.inputs import open_hints
+from megarl.train.hinted import open_hints
 from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, VersionSpan, prompt_segment
 from megarl.types.rows import row_from_sample
 from megarl.weights.families import read_hf_config
@@ -84,6 +84,7 @@ def inspect_hints(request: InspectRequest) -> HintReport:
         train_files(config.data.train),
         tokenizer,
         config.data,
+        with_targets=config.algo.cpo.hint.source == "demonstration",
     )
     positions = int(read_hf_config(Path(config.model.path)).get("max_position_embeddings", sys.maxsize))
     placer = open_hints(config, tokenizer, positions).placer

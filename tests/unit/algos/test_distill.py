@@ -114,6 +114,14 @@ def test_a_teacher_is_asked_for_log_probs_of_samples_alone() -> None:
             {"distill": {"teacher": "model", "divergence": "forward"}},
             "algo.distill.divergence: got forward, which is not read with algo.distill.mode=sampled; leave it at",
         ),
+        (
+            {"distill": {"teacher": "model", "exclude_answer": True}},
+            "algo.distill.exclude_answer: got true, which is not read with algo.distill.teacher=model; leave it at",
+        ),
+        (
+            {"distill": {"teacher": "hint", "mode": "topk", "shuffled_baseline": True}},
+            "algo.distill.shuffled_baseline: got true, which is not read with algo.distill.mode=topk; leave it at",
+        ),
         ({"advantage": {"estimator": "none"}}, "algo.advantage.estimator: got 'none' with algo.distill.teacher=none"),
         ({"advantage": {"estimator": "grpo"}, "distill": {"teacher": "model"}}, "rewards.manager: got none"),
         (

@@ -28,6 +28,7 @@ from megarl.config.algo import (
     CorrectionConfig,
     CpoConfig,
     DemonstrationConfig,
+    DistillConfig,
     KLConfig,
     OffPolicyConfig,
     PolicyLossConfig,
@@ -85,6 +86,37 @@ def test_steps_have_a_signal() -> None:
     for other in (shaped, corrected, luffy):
         assert abs(plain.loss - other.loss) > 1e6 * ATOL
         assert (plain.logprobs_grad - other.logprobs_grad).abs().max() > 1e6 * ATOL
+
+
+# --- A policy that teaches itself with a hint is CPO
+
+SELF_TAUGHT = st.builds(
+    DistillConfig,
+    teacher=st.just("hint"),
+    coef=st.sampled_from([0.1, 1.0]),
+    exclude_answer=st.booleans(),
+    shuffled_baseline=st.booleans(),
+)
+
+
+@given(steps, SELF_TAUGHT)
+def test_log_ratios_of_the_hinted_policy_are_the_difference_of_cpo(step: Step, distill: DistillConfig) -> None:
+    hinted, shuffled = (step.batch.quantities[name] for name in ("hint_logprobs", "shuffled_hint_logprobs"))
+    step = step.with_quantities(teacher_logprobs=hinted, teacher_baseline_logprobs=shuffled)
+    if not distill.exclude_answer:
+        step = step.without("cpo_excluded")
+    cpo = CpoConfig(
+        method="mi",
+        formula_set="doc",
+        mi_estimator="pmi",
+        mi_alpha=distill.coef,
+        exclude_answer=distill.exclude_answer,
+        shuffled_baseline=distill.shuffled_baseline,
+    )
+    assert_same_algorithm(step, AlgoConfig(distill=distill), AlgoConfig(cpo=cpo))
+    if step.batch.loss_mask.sum() > 4:
+        changed = outcome_of(algorithm(AlgoConfig()), step).logprobs_grad
+        assert (outcome_of(algorithm(AlgoConfig(distill=distill)), step).logprobs_grad - changed).abs().max() > ATOL
 
 
 # --- LUFFY without demonstrations is GRPO

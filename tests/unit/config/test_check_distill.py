@@ -1,17 +1,21 @@
 """Rules of teachers and of distillation, by their messages; and who teaches which samples."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from megarl.cluster.roles import teacher_roles
 from megarl.config import Config, from_dict
 from megarl.config.check import check_train
-from megarl.config.check_distill import teacher_of, teachers_of
+from megarl.config.check_distill import check_distill, teacher_of, teachers_of
 from megarl.errors import ConfigError
+from megarl.types.messages import Role
 
 RUN: dict[str, Any] = {"model": {"path": "models/tiny"}, "data": {"train": ["train.parquet"]}}
 MODEL: dict[str, Any] = {"distill": {"teacher": "model"}}
+HINT: dict[str, Any] = {"distill": {"teacher": "hint", "mode": "exact"}}
 EXACT: dict[str, Any] = {"distill": {"teacher": "model", "mode": "exact"}}
 SERVED = {"model_path": "t", "servers": ["http://host/v1"]}
 
@@ -55,6 +59,30 @@ def config(**sections: Any) -> Config:
             "teachers.b.sources: a has the teacher teachers.a already; leave it to one of them",
         ),
         (
+            {"algo": HINT, "teachers": {"a": {"model_path": "t"}}},
+            "teachers: got a with algo.distill.teacher=hint, where the policy teaches itself",
+        ),
+        (
+            {"algo": {**HINT, "cpo": {"method": "mi"}}},
+            "algo.cpo.method: got mi with algo.distill.teacher=hint, which both learn from one hint",
+        ),
+        (
+            {"algo": {"distill": {"teacher": "hint"}}, "rollout": {"top_k": 50}},
+            "rollout.top_k and rollout.top_p: got 50 and 1.0 with algo.distill.teacher=hint",
+        ),
+        (
+            {"algo": {"distill": {"teacher": "hint", "shuffled_baseline": True}}, "trainer": {"prompts_per_step": 1}},
+            "algo.distill.shuffled_baseline: got true with trainer.prompts_per_step=1",
+        ),
+        (
+            {"algo": HINT, "teacher": {"layout": {"tp": 2}}, "actor": {"layout": {"dp": 2}}},
+            "teacher.model_path: is not set, but algo.distill.teacher=hint asks teacher; set it to its directory",
+        ),
+        (
+            {"algo": HINT, "actor": {"layout": {"pp": 2, "virtual_pp": 2, "overlap_p2p": True}}},
+            "actor.layout.virtual_pp: got 2 with algo.distill.mode=exact, expected 1",
+        ),
+        (
             {"algo": MODEL, "teacher": {**SERVED, "micro_batch_tokens": 9}},
             "teacher.micro_batch_tokens: is set, but teacher.servers compute; remove either",
         ),
@@ -67,6 +95,20 @@ def config(**sections: Any) -> Config:
 def test_what_cannot_teach_is_refused(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_train(config(**sections))
+
+
+def test_a_policy_that_reads_hints_needs_no_further_model() -> None:
+    own = config(algo=HINT, actor={"layout": {"tp": 2, "cp": 2, "pp": 2}})
+    check_train(own)
+    # Its packs are its own, so that it follows no recorded routes.
+    check_distill(replace(own, actor=replace(own.actor, moe=replace(own.actor.moe, replay_routing=True))))
+    assert teachers_of(own) == {}
+    model = {"path": "models/tiny", "dtype": "float32"}
+    frozen = config(algo=HINT, teacher={"model_path": "models/tiny"}, actor={"lora": {"rank": 4}}, model=model)
+    check_train(frozen)
+    # With adapters, that model is the policy's own base.
+    (role,) = teacher_roles(frozen)
+    assert (role.role, role.in_update_of, role.base_of) == (Role.TEACHER, Role.ACTOR, Role.ACTOR)
 
 
 def test_samples_are_taught_by_environment_then_data_source_then_by_the_teacher_of_all_others() -> None:

@@ -148,6 +148,16 @@ def test_text_of_a_solution_and_of_an_answer() -> None:
     assert hint_text(replace(prompt(), extra_info={"ground_truth": "4"}), answer) == "4"
 
 
+def test_text_of_a_demonstration(tokenizer: PreTrainedTokenizerBase) -> None:
+    cfg = HintConfig(source="demonstration")
+    assert hint_text(replace(prompt(solution="1+2"), target="1+2=3\n3"), cfg) == "1+2=3\n3"
+    assert hint_text(prompt(solution="1+2"), cfg) is None
+    bare = asked(tokenizer, "1+2=?", uid="sums:7")
+    missing = r"expected text in the column target \(algo\.cpo\.hint\.source=demonstration\)"
+    with pytest.raises(DataError, match=missing):
+        placed(tokenizer, bare, replace(cfg, on_missing="error"))
+
+
 def test_text_of_a_named_field() -> None:
     """As verl's GSM8K files have it."""
     gsm8k = prompt(answer="2+2 = 4\n#### 4", gold_solution="other")

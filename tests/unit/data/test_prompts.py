@@ -44,6 +44,16 @@ def test_prompts(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     assert data.num_dropped == 0
 
 
+def test_the_text_of_a_target_is_read_where_hints_are_made_of_it(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a.jsonl", [row("1", target=[{"role": "assistant", "content": "1=1"}]), row("22")])
+    data = PromptDataset([path], tokenizer, DataConfig(max_prompt_tokens=100), with_targets=True)
+    assert [data[i].target for i in range(2)] == ["1=1", ""]
+    assert data[0].demonstration_ids == ()
+    assert PromptDataset([path], tokenizer, DataConfig(max_prompt_tokens=100))[0].target == ""
+
+
 def test_long_prompts_are_an_error_or_dropped(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [row("1"), row("4444"), row("22")])
     limit = NUM_TEMPLATE_TOKENS + 3

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.cli import main
 from megarl.config import from_dict, load_config
-from megarl.config.algo import CpoConfig, HintConfig
+from megarl.config.algo import CpoConfig, DistillConfig, HintConfig
 from megarl.config.batches import max_row_tokens
 from megarl.config.generation import SyncConfig
 from megarl.config.judges import JudgeConfig, JudgeServerConfig
@@ -603,6 +603,25 @@ def test_hinted_rows_are_planned_too(tmp_path: Path) -> None:
     assert reference.flops == 32 * plain
     assert actor.flops == 32 * (plain + hinted)
     assert actor.seconds_at_peak == pytest.approx(actor.flops / (2e12 * 8))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_teacher_with_hints_reads_hinted_rows_alone(tmp_path: Path, frozen: bool) -> None:
+    config = hinted_config(tmp_path, method="none")
+    distill = DistillConfig(teacher="hint", shuffled_baseline=True)
+    teacher = replace(config.teacher, model_path=config.model.path if frozen else None)
+    plan = plan_run(replace(config, algo=replace(config.algo, distill=distill), teacher=teacher))
+    (reader,) = (each for each in plan.steps.forward if each.role != "reference")
+    assert (reader.role, reader.rows) == ("teacher" if frozen else "actor", {"hinted": 32, "shuffled": 32})
+    assert reader.tokens == 32 * (18 + 18)
+
+
+def test_the_update_has_room_for_rows_as_their_teacher_reads_them(tmp_path: Path) -> None:
+    config = hinted_config(tmp_path, method="none")
+    config = replace(config, algo=replace(config.algo, distill=DistillConfig(teacher="hint", mode="exact")))
+    steps = plan_run(config).steps
+    assert [each.role for each in steps.forward] == ["reference"]
+    assert steps.micro_batches_at_full_length == steps.rows_per_optimizer_step // 2
 
 
 def test_another_prompts_hint_is_a_third_row(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ in the right place passes; rows, hints and answers are those of the byte tokeniz
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.algos.build import build_algorithm
 from megarl.cluster.residency import Phase, forward
-from megarl.config.algo import AlgoConfig, CorrectionConfig, CpoConfig, HintConfig
+from megarl.config.algo import AlgoConfig, CorrectionConfig, HintConfig
 from megarl.config.generation import RolloutConfig, ScheduleConfig
 from megarl.config.schema import Config, TrainerConfig
 from megarl.data.chat import encode_chats
@@ -23,7 +22,8 @@ from megarl.data.records import Message
 from megarl.errors import DataError
 from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.record.metrics import Timers
-from megarl.train.forward import ForwardStage, HintWriter, needed_quantities
+from megarl.train.forward import ForwardStage, needed_quantities
+from megarl.train.hinted import HintWriter
 from megarl.train.passes import RolePasses
 from megarl.types import FloatArray, Prompt, Row, TokenQuantity
 from megarl.types.messages import Role
@@ -137,8 +137,16 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids
 
 
-def writer(tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int = 200, **cfg: Any) -> HintWriter:
-    return HintWriter(tokenizer, CpoConfig(method="mi3", **cfg), max_prompt_tokens=max_prompt_tokens)
+def writer(
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_tokens: int = 200,
+    hint: HintConfig | None = None,
+    exclude_answer: bool = False,
+) -> HintWriter:
+    return HintWriter(
+        tokenizer, hint or HintConfig(), exclude_answer=exclude_answer, max_prompt_tokens=max_prompt_tokens
+    )
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
@@ -295,7 +303,7 @@ def test_the_seed_decides_whose_hint_it_is(
 def test_divergences_are_of_rows_and_their_hinted_twins(
     tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
 ) -> None:
-    bench = Bench(writer(tokenizer, mi_estimator="full_kl"))
+    bench = Bench(writer(tokenizer))
     got, _ = bench.run(rows, prompts, HINTED | {TokenQuantity.HINT_KL})
     # Where there is no hint nothing diverges; what a pair's pass says of its two is not asked again.
     assert bench.log == ["phase score actor", "actor passes 2 rows", "actor compares 4 pairs"]
@@ -315,7 +323,7 @@ def test_a_row_that_does_not_fit_twice_is_no_pair(
     tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
 ) -> None:
     """A limit of half a micro-batch for hinted rows leaves rows beyond it without a hint, whatever they measure."""
-    bench = Bench(writer(tokenizer, mi_estimator="full_kl", max_prompt_tokens=7))
+    bench = Bench(writer(tokenizer, max_prompt_tokens=7))
     got, metrics = bench.run(rows, prompts, HINTED | {TokenQuantity.HINT_KL})
     assert bench.log == ["phase score actor", "actor passes 10 rows"]
     assert metrics["cpo/hint_no_text_frac"] + metrics["cpo/hint_no_room_frac"] == 1.0
@@ -462,3 +470,41 @@ def test_each_teacher_passes_once_over_its_own_rows(rows: list[Row], prompts: di
             assert row.quantities["teacher_logprobs"][0] == np.float32(1 + places[row.label] / 100)
         # One of the teachers does not know it.
         assert "teacher_entropy" not in row.quantities
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_a_teacher_with_hints_reads_other_prompts_and_teaches_no_row_without_a_hint(
+    tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt], shuffled: bool
+) -> None:
+    bench = Bench(writer(tokenizer, exclude_answer=True))
+    teacher = FakePasses(Role.ACTOR, ("logprobs", "entropy"), bench.log)
+    stage = ForwardStage(
+        passes=bench.passes,
+        teachers={Role.TEACHER: teacher},
+        hints=bench.hints,
+        hinted_teacher=True,
+        enter=bench._enter,
+        timers=bench.timers,
+    )
+    needed = {TokenQuantity.TEACHER_LOGPROBS, *([TokenQuantity.TEACHER_BASELINE_LOGPROBS] if shuffled else [])}
+    found, metrics = stage.add_quantities(rows, prompts, frozenset(needed), seed=0, step=4)
+    assert bench.log == ["phase score actor", f"actor passes {len(rows) * (1 + shuffled)} rows"]
+    (read,) = teacher.rows
+    for place, (row, own) in enumerate(zip(found, rows, strict=True)):
+        # The policy trains on its own prompt.
+        assert row.token_ids.tolist() == own.token_ids.tolist()
+        hint = prompts[row.uid].extra_info.get("gold_solution")
+        assert prompt_text(tokenizer, read[place]) == prompt_text(tokenizer, own).replace(
+            f"user\n{row.uid}?", f"user\n{hint or ''}{row.uid}?"
+        )
+        assert read[place].token_ids.tolist() == row.as_taught.token_ids.tolist()
+        assert row.quantities["teacher_logprobs"][0] == np.float32(1 + place / 100)
+        # "r0 \\boxed{0}.": the eleventh byte token is the answer.
+        excluded = [10] if hint else list(range(row.num_response_tokens))
+        assert np.flatnonzero(row.quantities["cpo_excluded"]).tolist() == excluded
+        if shuffled:
+            assert row.quantities["teacher_baseline_logprobs"][0] == np.float32(1 + (len(rows) + place) / 100)
+            other = prompt_text(tokenizer, read[len(rows) + place])
+            assert (hint is None) is (other == prompt_text(tokenizer, own))
+            assert hint is None or hint not in other
+    assert metrics["cpo/hint_no_text_frac"] == 1 / len(rows)
