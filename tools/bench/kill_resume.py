@@ -2,6 +2,7 @@
 
     python -m tools.bench.kill_resume --out DIR --kills 20 --seed 0
     python -m tools.bench.kill_resume --out DIR --schedule async
+    python -m tools.bench.kill_resume --out DIR --trees
 
 Start i draws its moment from seed `--seed` + i. Prints a line per start. Exits with 1 if metrics (times and memory
 aside), their steps, or a byte of the final weights differ, or if a killed run leaves a process or a file behind.
@@ -9,6 +10,8 @@ aside), their steps, or a byte of the final weights differ, or if a killed run l
 With `--schedule async` what trains depends on time, and the uninterrupted run only gives the order of the prompts. A
 finished run is compared with a run that samples its records again (`rollout.source=regenerate`), and fails if a
 prompt was lost or repeated, or if a token is staler than the schedule allows.
+
+With `--trees` all samples are conversations that fork, and half of the moments are between a fork and its reply.
 """
 
 import argparse
@@ -33,6 +36,7 @@ from megarl.rollout.replay import read_record, record_path
 from megarl.train.checkpoint import complete_steps
 from megarl.types import SegmentSource
 from tools.bench.killed import Killed, kill
+from tools.bench.rewriting import NOTES, num_open_branches, rewriting_settings
 
 RUN_FILES = {
     command: Path(__file__).parents[2] / "configs" / "run" / f"sums-{kind}.yaml"
@@ -99,11 +103,16 @@ class SmallRun:
         """Start, or continue after the last complete checkpoint; output goes to NAME.log."""
         self.paths.root.parent.mkdir(parents=True, exist_ok=True)
         with self.paths.root.with_suffix(".log").open("ab") as log:
-            environment = os.environ | dict(self.environment)
+            environment = os.environ | {NOTES: str(self.notes)} | dict(self.environment)
             return subprocess.Popen(self.arguments, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
     def records(self) -> list[MetricsRecord]:
         return read_metrics(self.paths.metrics) if self.paths.metrics.exists() else []
+
+    @property
+    def notes(self) -> Path:
+        """Where an agent notes the branches that it begins."""
+        return self.paths.root.with_suffix(".branches")
 
     def num_steps_since(self, time_s: float) -> int:
         """Training steps logged after a moment of Unix time."""
@@ -197,14 +206,20 @@ def _compared(record: MetricsRecord) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """So many seconds after so many more steps than the run had when it was started."""
+    """So many seconds after so many more steps, and more branches of conversations, than a run had at its start."""
 
     num_steps: int
     delay_s: float
+    num_branches: int = 0
 
 
-def draw_moment(rng: random.Random, duration_s: float) -> Moment:
-    """One in four while processes start, the others around a step, its checkpoint, or what follows."""
+def draw_moment(rng: random.Random, duration_s: float, *, trees: bool = False) -> Moment:
+    """One in four while processes start, the others around a step, its checkpoint, or what follows.
+
+    trees: half of all are just after one of the branches of the next two steps has begun.
+    """
+    if trees and rng.random() < 0.5:
+        return Moment(num_steps=0, delay_s=0.0, num_branches=rng.randint(1, 120))
     if rng.random() < 0.25:
         return Moment(num_steps=0, delay_s=rng.uniform(0.0, duration_s / 2))
     return Moment(num_steps=rng.randint(1, 5), delay_s=rng.uniform(0.0, 2.0))
@@ -212,8 +227,11 @@ def draw_moment(rng: random.Random, duration_s: float) -> Moment:
 
 def kill_at(process: subprocess.Popen[bytes], run: SmallRun, moment: Moment) -> Killed | None:
     """SIGKILL the driver at a moment; None if it ended before."""
-    began = time.time()
-    while process.poll() is None and run.num_steps_since(began) < moment.num_steps:
+    began, (num_before, _) = time.time(), num_open_branches(run.notes)
+    while process.poll() is None and (
+        run.num_steps_since(began) < moment.num_steps
+        or num_open_branches(run.notes)[0] < num_before + moment.num_branches
+    ):
         time.sleep(0.02)
     try:
         process.wait(timeout=moment.delay_s)
@@ -226,12 +244,14 @@ def kill_at(process: subprocess.Popen[bytes], run: SmallRun, moment: Moment) -> 
 class KillCampaign:
     """Runs that are killed and resumed until they finish, one after the other.
 
-    duration_s: what the uninterrupted run `reference` took. schedule: a name in `SCHEDULES`.
+    duration_s: what the uninterrupted run `reference` took. schedule: a name in `SCHEDULES`. trees: whether samples
+    fork.
     """
 
     reference: SmallRun
     duration_s: float
     schedule: str = "sync"
+    trees: bool = False
     num_steps: int = 6
     num_kills: int = 0
     num_runs: int = 0
@@ -251,7 +271,9 @@ class KillCampaign:
 
     def _start(self, seed: int, *, may_kill: bool) -> str:
         """Start or resume, and kill; the line of the table."""
-        run, moment = self._current(), draw_moment(random.Random(seed), self.duration_s)
+        run, moment = self._current(), draw_moment(random.Random(seed), self.duration_s, trees=self.trees)
+        # Branches that an earlier kill left without an answer.
+        _, num_left = num_open_branches(run.notes)
         process = run.start()
         killed = kill_at(process, run, moment) if may_kill else None
         exit_code = process.wait()
@@ -263,6 +285,9 @@ class KillCampaign:
             self.num_failures += bool(killed.leftovers)
             what = f"LEFT {', '.join(killed.leftovers)}" if killed.leftovers else f"gone after {killed.gone_s:.1f} s"
             when = f"{moment.delay_s:.2f} s after {moment.num_steps} more steps"
+            if self.trees:
+                num_open = num_open_branches(run.notes)[1] - num_left
+                when += f" and {moment.num_branches} branches, {num_open} of them without an answer"
             return f"| {where} | {when} | {', '.join(killed.executing) or 'no actor'} | killed, {what} |"
         outcome = "finished, equal to the uninterrupted run"
         wrong = [f"exit code {exit_code}"] if exit_code else []
@@ -284,9 +309,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first start's moment")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--schedule", choices=SCHEDULES, default="sync")
+    parser.add_argument("--trees", action="store_true", help="samples are conversations that fork")
     arguments = parser.parse_args()
     inputs = make_inputs(arguments.out)
-    settings = (f"trainer.total_steps={arguments.steps}", *SCHEDULES[arguments.schedule])
+    trees = rewriting_settings() if arguments.trees else ()
+    settings = (f"trainer.total_steps={arguments.steps}", *SCHEDULES[arguments.schedule], *trees)
     reference = SmallRun(inputs=inputs, name="reference", settings=settings)
     began = time.monotonic()
     if exit_code := reference.start().wait():
@@ -295,6 +322,7 @@ def main() -> None:
         reference=reference,
         duration_s=time.monotonic() - began,
         schedule=arguments.schedule,
+        trees=arguments.trees,
         num_steps=arguments.steps,
     )
     print(f"the uninterrupted run took {campaign.duration_s:.1f} s", flush=True)
