@@ -55,7 +55,11 @@ def path_before(index: int, forks: Sequence[Fork]) -> Indices:
 
 
 def num_common(one: npt.NDArray[np.integer], other: npt.NDArray[np.integer]) -> int:
-    """Count the first elements that two arrays have in common."""
+    """Count the first elements that two arrays have in common.
+
+    >>> num_common(np.array([7, 8, 9]), np.array([7, 8, 5, 6]))
+    2
+    """
     shorter = min(len(one), len(other))
     differ = one[:shorter] != other[:shorter]
     return int(np.argmax(differ)) if differ.any() else shorter
