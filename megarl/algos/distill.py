@@ -58,9 +58,8 @@ def token_share(batch: ScoredBatch, cfg: DistillConfig) -> Tensor | None:
     if not cfg.decay_steps and excluded is None:
         return None
     decayed = max(0.0, 1 - max(batch.step - 1, 0) / cfg.decay_steps) if cfg.decay_steps else 1.0
-    return decayed * (
-        torch.ones_like(batch.loss_mask, dtype=batch.rewards.dtype) - (0 if excluded is None else excluded)
-    )
+    share = torch.full_like(batch.loss_mask, decayed, dtype=batch.rewards.dtype)
+    return share if excluded is None else share * (1 - excluded)
 
 
 def log_ratio_advantages(log_ratio: Tensor, mask: Tensor, cfg: DistillConfig, share: Tensor | None = None) -> Tensor:
