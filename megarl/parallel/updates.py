@@ -46,7 +46,8 @@ _ROW_OUTPUTS: dict[type, Callable[..., ModelOutputs]] = {
 class _Losses:
     """The losses of a request's micro-batches, as the schedule asks for them.
 
-    sums: of the loss and of metrics, each divided by its denominator. before: the outputs of rows, if the request asks.
+    sums: of the loss and of metrics, each divided by its denominator. before, divergences: the outputs of rows, if the
+    request asks.
     """
 
     request: AccumulateRequest
@@ -54,6 +55,7 @@ class _Losses:
     device: torch.device = field(default_factory=lambda: platform().device())
     sums: dict[str, float] = field(default_factory=dict)
     before: dict[int, FloatArray] = field(default_factory=dict)
+    divergences: dict[int, FloatArray] = field(default_factory=dict)
 
     def __call__(
         self, model: PackedModel, pack: Pack, indices: Sequence[int], out: TokenOutputs
@@ -65,6 +67,8 @@ class _Losses:
         require_finite(primary, complete[primary], rows, indices, request.step, request.role)
         if request.with_outputs:
             self.before.update(to_rows(complete[primary], rows, indices))
+            if "divergence" in complete:
+                self.divergences.update(to_rows(complete["divergence"], rows, indices))
         batch = row_batch([rows[i] for i in indices], device=self.device)
         parts = request.objective.loss(batch, _ROW_OUTPUTS[type(out)](**complete), request.state)
         loss = parts.total(request.denominators)
@@ -150,7 +154,7 @@ def accumulate_gradients(
     # Metrics of a critic's experts get the role's name as prefix.
     prefix = "" if request.role is Role.ACTOR else f"{request.role}/"
     metrics = losses.total(dp_group) | {f"{prefix}{name}": value for name, value in load.metrics().items()}
-    return UpdateResult(metrics=metrics, before=losses.before)
+    return UpdateResult(metrics=metrics, before=losses.before, divergences=losses.divergences)
 
 
 def _teach(

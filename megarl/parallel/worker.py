@@ -8,6 +8,7 @@ import contextlib
 import gc
 import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -156,7 +157,7 @@ class RankWorker:
         """Take one optimizer step. `micro_batches` are this data-parallel replica's share of the mini-batch."""
         result = self.accumulate(rows, micro_batches, request, is_last=True)
         own = self.apply(request.optimizer_step)
-        return None if result is None else UpdateResult(metrics={**result.metrics, **own}, before=result.before)
+        return None if result is None else replace(result, metrics={**result.metrics, **own})
 
     def store_weights(self, files: Sequence[str], *, with_checksums: bool, role: Role = Role.ACTOR) -> StoreResult:
         """Write the slices of Hugging Face tensors that this rank owns into preallocated safetensors files."""

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 # The name of a quantity of rows for the record: the trainer's log-probs from before the update, of rows for which it
 # computed them. A correction may make the engine's the `old_logprobs`.
 TRAINER_LOGPROBS = "trainer_logprobs"
+# Likewise, the divergence of each token from a teacher over the vocabulary.
+DIVERGENCE = "divergence"
 # The packages that decide what a run computes.
 RECORDED_PACKAGES = (
     "megarl",
@@ -209,6 +211,7 @@ class RunRecorder:
         if every == 0 or (step % every and step not in (1, total)):
             return
         records, quantities = [], {(row.uid, row.sample_index): row.quantities for row in rows}
+        is_sampled = self._config.algo.distill.is_sampled
         for sample, reward in list(zip(rollout.samples, rewards, strict=True))[: self._config.logging.num_rollouts]:
             prompt = rollout.prompts[sample.uid]
             records.append(
@@ -228,7 +231,12 @@ class RunRecorder:
                     details=json.dumps(plain({**reward.details, **reward.notes})),
                     turns=turns_of(sample, tokenizer),
                     num_calls=0 if sample.episode is None else sample.episode.num_calls,
-                    **_token_columns(sample, quantities.get((sample.uid, sample.sample_index), {}), tokenizer),
+                    **_token_columns(
+                        sample,
+                        quantities.get((sample.uid, sample.sample_index), {}),
+                        tokenizer,
+                        is_sampled=is_sampled,
+                    ),
                 )
             )
         with dispensable("samples of rollouts"):
@@ -236,14 +244,20 @@ class RunRecorder:
 
 
 def _token_columns(
-    sample: Sample, quantities: Mapping[str, FloatArray], tokenizer: "PreTrainedTokenizerBase"
+    sample: Sample, quantities: Mapping[str, FloatArray], tokenizer: "PreTrainedTokenizerBase", *, is_sampled: bool
 ) -> dict[str, Any]:
-    """Return the `RolloutRecord` columns with a value per response token; a hint's effect only for a row with one."""
+    """Return the `RolloutRecord` columns with a value per response token; a hint's effect only for a row with one.
+
+    is_sampled: whether the divergence from a teacher is the log-ratio of the policy to it.
+    """
     known = {"old_logprobs": quantities.get(TRAINER_LOGPROBS), "advantage": quantities.get("advantages")}
     if TokenQuantity.HINT_LOGPROBS in quantities:
         baseline = quantities.get(TokenQuantity.SHUFFLED_HINT_LOGPROBS, quantities[TokenQuantity.OLD_LOGPROBS])
         known["hint_gain"] = quantities[TokenQuantity.HINT_LOGPROBS] - baseline
         known["base_advantage"] = quantities.get(BASE_ADVANTAGES, quantities["advantages"])
+    known["divergence"] = quantities.get(DIVERGENCE)
+    if is_sampled and TRAINER_LOGPROBS in quantities:
+        known["divergence"] = quantities[TRAINER_LOGPROBS] - quantities[TokenQuantity.TEACHER_LOGPROBS]
     sampled = (
         logprob
         for s in sample.segments[1:]

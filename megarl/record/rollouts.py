@@ -34,14 +34,15 @@ class RolloutRecord:
     correct: bool = False
     details: str = "{}"
     # Per response token: its text, the engine's log-prob (None: no engine sampled it), and of a row that was trained on
-    # the trainer's log-prob and the advantage; with CPO also d in nats, and the advantage before shaping. Empty: not
-    # known.
+    # the trainer's log-prob and the advantage; with CPO also d in nats, and the advantage before shaping; with a
+    # teacher the divergence from it in nats. Empty: not known.
     tokens: tuple[str, ...] = ()
     rollout_logprobs: tuple[float | None, ...] = ()
     old_logprobs: tuple[float, ...] = ()
     advantage: tuple[float, ...] = ()
     hint_gain: tuple[float, ...] = ()
     base_advantage: tuple[float, ...] = ()
+    divergence: tuple[float, ...] = ()
     # Of a conversation: the response by authors, and how many tools were called.
     turns: tuple[Turn, ...] = ()
     num_calls: int = 0
@@ -57,7 +58,9 @@ ARROW_TYPES = {
     tuple[float | None, ...]: pa.list_(pa.float64()),
     tuple[Turn, ...]: TURNS_TYPE,
 }
-TOKEN_COLUMNS = ("tokens", "rollout_logprobs", "old_logprobs", "advantage", "hint_gain", "base_advantage")
+TOKEN_COLUMNS = (
+    *("tokens", "rollout_logprobs", "old_logprobs", "advantage", "hint_gain", "base_advantage", "divergence"),
+)
 # Columns that files of earlier versions lack, with what such a file would say.
 _LATER_COLUMNS: Mapping[str, Any] = {**{key: [] for key in (*TOKEN_COLUMNS, "turns")}, "num_calls": 0}
 ROLLOUT_SCHEMA = pa.schema([(name, ARROW_TYPES[kind]) for name, kind in RolloutRecord.__annotations__.items()])

@@ -160,7 +160,7 @@ def token_values(row: RolloutRecord) -> dict[str, Any]:
     """Return what is known of the tokens of a response: their texts, and a value per token under each name.
 
     logprob: the engine's. mismatch: how much it exceeds the trainer's. signal: d, what a hint adds to the log-prob.
-    base: the advantage before CPO.
+    base: the advantage before CPO. divergence: that from a teacher.
     """
     values = {
         "logprob": row.rollout_logprobs,
@@ -171,20 +171,23 @@ def token_values(row: RolloutRecord) -> dict[str, Any]:
         "advantage": row.advantage,
         "signal": row.hint_gain,
         "base": row.base_advantage,
+        "divergence": row.divergence,
     }
     known = {name: [None if v is None else _short(v) for v in column] for name, column in values.items() if column}
     return {"text": row.tokens, **known} if row.tokens else {}
 
 
 def sample_values(row: RolloutRecord | JudgedAnswer, tokens: dict[str, Any]) -> dict[str, float | None]:
-    """Return a sample's mean log-prob, advantage and signal, and its largest mismatch, over tokens of its own."""
+    """Return a sample's mean log-prob, advantage, signal and divergence, and its largest mismatch, over tokens of its
+    own.
+    """
     read = [turn.is_read for turn in row.turns for _ in range(turn.num_tokens)] or [False] * len(tokens.get("text", ()))
 
     def own(name: str) -> list[float]:
         return [v for v, is_read in zip(tokens.get(name, ()), read, strict=False) if v is not None and not is_read]
 
     return {
-        **{name: _mean(own(name)) for name in ("logprob", "advantage", "signal")},
+        **{name: _mean(own(name)) for name in ("logprob", "advantage", "signal", "divergence")},
         "mismatch": max(map(abs, own("mismatch")), default=None),
     }
 

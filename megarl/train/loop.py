@@ -20,7 +20,7 @@ from megarl.record.activity import doing
 from megarl.record.metrics import MetricsLogger, Timers
 from megarl.record.performance import PerformanceMeter, StepProfiler, token_times
 from megarl.record.progress import Progress, ProgressValues
-from megarl.record.recorder import TRAINER_LOGPROBS, RunRecorder, batch_metrics, resident_memory
+from megarl.record.recorder import DIVERGENCE, TRAINER_LOGPROBS, RunRecorder, batch_metrics, resident_memory
 from megarl.seeds import batch_seed
 from megarl.train.checkpoint import Checkpoint, CheckpointManager, RunState
 from megarl.train.collect import Collected, Rollouts
@@ -28,6 +28,7 @@ from megarl.train.export import export_role
 from megarl.train.forward import ForwardStage, needed_quantities, with_advantages
 from megarl.train.gate import MismatchGate, engine_metrics, trainer_logprobs
 from megarl.train.inputs import TrainInputs
+from megarl.train.passes import BatchUpdate
 from megarl.train.rows import training_rows
 from megarl.train.update import UpdateStage
 from megarl.train.validate import Validator
@@ -45,6 +46,19 @@ def cut_warning(cut_frac: float, limit: int, ends: Sequence[str]) -> str:
         f"any of the ends {', '.join(map(repr, ends))}; raise the limit or, if the model ends answers in another way, "
         "set rollout.stop_token_ids or rollout.stop to its end"
     )
+
+
+def _with_outputs(rows: Sequence[Row], computed: Sequence[Row], learned: BatchUpdate | None) -> list[Row]:
+    """Return the rows of a step with what the actor found before its update, for the record.
+
+    computed: the rows as they were when the trainer's log-probs were scored, if they were.
+    """
+    found = {TRAINER_LOGPROBS: trainer_logprobs(computed, {} if learned is None else learned.before)}
+    found[DIVERGENCE] = {} if learned is None else dict(learned.divergences)
+    return [
+        row.with_quantities(**{name: values[i] for name, values in found.items() if i in values})
+        for i, row in enumerate(rows)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,11 +165,10 @@ class Trainer:
                 advantages = inputs.algorithm.advantages(batch, self.state)
             computed, rows = rows, with_advantages(rows, advantages)
             self.supervisor.outdate()
-            updated, before = self.updates.update(rows, self.state, step=step)
-            if before is not None:
-                updated |= engine_metrics(computed, before, config.algo.correction)
-            known = trainer_logprobs(computed, before or {})
-            rows = [r.with_quantities(**{TRAINER_LOGPROBS: known[i]}) if i in known else r for i, r in enumerate(rows)]
+            updated, learned = self.updates.update(rows, self.state, step=step)
+            if learned is not None:
+                updated |= engine_metrics(computed, learned.before, config.algo.correction)
+            rows = _with_outputs(rows, computed, learned)
             metrics |= {**advantages.metrics, **updated}
             self.state = inputs.algorithm.after_step(self.state, metrics, len(rows))
         self.rollouts.settle()

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from megarl.cluster import residency
@@ -187,11 +187,12 @@ class BatchUpdate:
 
     metrics: means over the steps. before: what the role computed before its first step, by index of the rows in the
     first mini-batch, unless the rows have `old_logprobs`; nothing is known of the other rows, as the policy has moved
-    when their turn comes.
+    when their turn comes. divergences: those of the tokens of the first mini-batch's rows from a teacher in the loss.
     """
 
     metrics: Mapping[str, float]
     before: Mapping[int, FloatArray]
+    divergences: Mapping[int, FloatArray] = field(default_factory=dict)
 
 
 class RoleUpdater(RolePasses):
@@ -292,19 +293,22 @@ class RoleUpdater(RolePasses):
         uids = list(dict.fromkeys(row.uid for row in rows))
         sums: dict[str, float] = {}
         before: dict[int, FloatArray] = {}
+        divergences: dict[int, FloatArray] = {}
         num_steps, is_known = 0, TokenQuantity.OLD_LOGPROBS in rows[0].quantities
         for _ in range(num_epochs):
             for start in range(0, len(uids), mini_batch_prompts):
                 members = set(uids[start : start + mini_batch_prompts])
                 indices = [i for i, row in enumerate(rows) if row.uid in members]
-                asked = num_steps == 0 and not is_known
+                asked = num_steps == 0 and (not is_known or self._teaching is not None)
                 result = self.update([rows[i] for i in indices], state, step=step, with_outputs=asked)
-                if asked:
+                if asked and not is_known:
                     before = {i: result.before[place] for place, i in enumerate(indices)}
+                divergences |= {indices[place]: values for place, values in result.divergences.items()}
                 num_steps += 1
                 for name, value in result.metrics.items():
                     sums[name] = sums.get(name, 0.0) + value
-        return BatchUpdate(metrics={name: value / num_steps for name, value in sums.items()}, before=before)
+        metrics = {name: value / num_steps for name, value in sums.items()}
+        return BatchUpdate(metrics=metrics, before=before, divergences=divergences)
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

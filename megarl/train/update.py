@@ -7,8 +7,8 @@ from megarl.cluster import residency
 from megarl.config.batches import actor_learns, mini_batch_prompts
 from megarl.config.schema import Config
 from megarl.record.metrics import Timers
-from megarl.train.passes import RoleUpdater
-from megarl.types import AlgoState, FloatArray, Row
+from megarl.train.passes import BatchUpdate, RoleUpdater
+from megarl.types import AlgoState, Row
 from megarl.types.messages import Role, RoleSpec
 
 
@@ -33,13 +33,13 @@ class UpdateStage:
 
     def update(
         self, rows: Sequence[Row], state: AlgoState, *, step: int
-    ) -> tuple[dict[str, float], Mapping[int, FloatArray] | None]:
-        """Update the trained roles; return metrics, and the actor's log-probs as in `BatchUpdate.before`.
+    ) -> tuple[dict[str, float], BatchUpdate | None]:
+        """Update the trained roles; return the metrics of all of them, and the actor's update.
 
-        The log-probs are None before step `critic.warmup_steps`, when only the critic is updated.
+        The latter is None before step `critic.warmup_steps`, when only the critic is updated.
         """
         metrics = {"critic/frozen": 1.0} if self.has_critic and Role.CRITIC not in self.updaters else {}
-        before = None
+        learned = None
         for role, updater in reversed(list(self.updaters.items())):
             warmup_steps = self.config.critic.warmup_steps
             if role is Role.ACTOR and self.has_critic and not actor_learns(step, critic_warmup_steps=warmup_steps):
@@ -55,5 +55,5 @@ class UpdateStage:
                 )
             metrics |= result.metrics
             if role is Role.ACTOR:
-                before = result.before
-        return metrics, before
+                learned = result
+        return metrics, learned

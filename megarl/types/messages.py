@@ -1,7 +1,7 @@
 """Define the messages between the driver and the trainer's ranks. The driver unpickles them without megatron."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -244,14 +244,20 @@ class UpdateRequest(AccumulateRequest):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
     """The metrics of the rows of one request over all ranks, and the model's outputs from before the optimizer step.
-    before: a policy's log-probs or a critic's values, by index of the row, if they were asked for.
+    before: a policy's log-probs or a critic's values, by index of the row, if they were asked for. divergences: those
+    of each token from a teacher in the loss, likewise.
     """
 
     metrics: Mapping[str, float]
     before: Mapping[int, FloatArray]
+    divergences: Mapping[int, FloatArray] = field(default_factory=dict)
 
     @classmethod
     def merged(cls, results: Sequence["UpdateResult | None"]) -> "UpdateResult":
         """Return the result of all replicas, given what each rank returned; only those that report returned one."""
         reported = [result for result in results if result is not None]
-        return cls(metrics=reported[0].metrics, before={i: a for r in reported for i, a in r.before.items()})
+        return cls(
+            metrics=reported[0].metrics,
+            before={i: a for r in reported for i, a in r.before.items()},
+            divergences={i: a for r in reported for i, a in r.divergences.items()},
+        )

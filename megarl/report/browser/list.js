@@ -11,6 +11,7 @@ const MEASURES = {
   logprob: "mean log-prob",
   mismatch: "largest mismatch",
   signal: "mean signal",
+  divergence: "mean divergence",
 };
 
 const form = $("filters");

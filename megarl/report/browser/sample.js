@@ -80,7 +80,7 @@ function column(sample, run, part, kind) {
   const facts = factsOf(sample);
   if (text.turns) facts.push(`${text.calls} tool call${text.calls === 1 ? "" : "s"}`);
   facts.push(`finish: ${text.finish}`);
-  for (const name of ["advantage", "logprob", "mismatch", "signal"]) {
+  for (const name of ["advantage", "logprob", "mismatch", "signal", "divergence"]) {
     const value = columns[name][sample];
     if (value !== null) facts.push(`${MEASURES[name]} ${name === "mismatch" ? number(value) : signed(value)}`);
   }

@@ -17,6 +17,7 @@ const COLORS = {
   },
   advantage: { label: "advantage", both: true, share: (t, i) => t.advantage[i] / index.fullAdvantage },
   signal: { label: "signal", both: true, share: (t, i) => t.signal[i] / 2 },
+  divergence: { label: "divergence", both: true, share: (t, i) => t.divergence[i] / 2 },
 };
 const SPECIAL = /(<\|[^|<>\n]{1,60}\|>|<\/?[A-Za-z_][A-Za-z0-9_]{0,30}>)/;
 
@@ -87,6 +88,7 @@ function tell(span) {
   const before = at("base") === null ? "" : `${signed(at("base"))} → `;
   if (at("advantage") !== null) facts.push(`advantage ${before}${signed(at("advantage"))}`);
   if (at("signal") !== null) facts.push(`signal ${signed(at("signal"))} nats`);
+  if (at("divergence") !== null) facts.push(`divergence from the teacher ${signed(at("divergence"))} nats`);
   $("token").textContent = pictured(facts.join(" · "));
 }
 

@@ -207,6 +207,7 @@ def test_rollouts_round_trip_with_the_documented_columns(tmp_path: Path) -> None
         ("advantage", "list<element: double>"),
         ("hint_gain", "list<element: double>"),
         ("base_advantage", "list<element: double>"),
+        ("divergence", "list<element: double>"),
         (
             "turns",
             "list<element: struct<author: string, text: string, reward: double, num_tokens: int64, "
@@ -231,7 +232,7 @@ def test_rollouts_of_tokens_and_those_of_earlier_versions(tmp_path: Path) -> Non
     turn = {"author": "policy", "text": "7", "reward": 0.5, "tokens": ["7"], "logprobs": [-1.0]}
     pq.write_table(old.append_column("turns", pa.array([[turn], []])), path)
     assert read_rollouts(path) == [hinted, ROLLOUT]
-    later = ["tokens", "hint_gain", "base_advantage", "advantage", "turns", "num_calls"]
+    later = ["tokens", "hint_gain", "base_advantage", "advantage", "divergence", "turns", "num_calls"]
     pq.write_table(pq.read_table(path).drop_columns(later), path)
     assert read_rollouts(path) == [ROLLOUT, ROLLOUT]
 

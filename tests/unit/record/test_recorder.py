@@ -3,11 +3,13 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 
 from megarl.config import load_config
+from megarl.config.algo import AlgoConfig, DistillConfig
 from megarl.config.schema import Config, DataConfig, ModelConfig, RunConfig, WeightedFile
 from megarl.errors import ConfigError
 from megarl.recipes.tiny_model import make_byte_tokenizer
@@ -68,6 +70,26 @@ def test_what_is_known_of_each_token_is_kept_with_the_text(tmp_path: Path) -> No
     assert (plain.base_advantage, shuffled.base_advantage) == ((1.25, 0.75), (1.0, 1.0))
     assert plain.advantage == shuffled.advantage == (1.25, 0.75)
     assert (dropped.advantage, dropped.hint_gain) == ((), ())
+
+
+@pytest.mark.parametrize(("mode", "divergence"), [("sampled", (-1.0, 0.5)), ("exact", (0.25, 0.125))])
+def test_how_far_each_token_is_from_the_teacher_is_kept(
+    tmp_path: Path, mode: Literal["sampled", "exact"], divergence: tuple[float, ...]
+) -> None:
+    """The log-ratio where samples estimate it, and otherwise what the loss had."""
+    sample = Sample(
+        uid="q", sample_index=0, seed=0, segments=(prompt_segment((65,)), policy_segment([66, 67])), finish_reason=STOP
+    )
+    found = {"teacher_logprobs": [-2.0, -1.5], "trainer_logprobs": [-3.0, -1.0], "advantages": [0.0, 0.0]}
+    found |= {"divergence": [0.25, 0.125]} if mode == "exact" else {}
+    row = row_from_sample(sample).with_quantities(**{n: np.array(v, np.float32) for n, v in found.items()})
+    prompts = {"q": Prompt(uid="q", token_ids=(65,), data_source="s", ground_truth="b")}
+    distills = replace(config(tmp_path), algo=AlgoConfig(distill=DistillConfig(teacher="model", mode=mode)))
+    recorder = RunRecorder(distills)
+    rollout, rewards = RolloutBatch(prompts=prompts, samples=(sample,)), [Reward(score=1.0, correct=True)]
+    recorder.sample_rollouts(1, rollout, rewards, [row], make_byte_tokenizer())
+    (record,) = read_rollouts(recorder.paths.rollouts(1))
+    assert record.divergence == divergence
 
 
 def test_a_run_is_not_overwritten_by_accident(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ TALK = replace(
     advantage=(0.5, 1.0, 7.0, 1.5),
     hint_gain=(0.25, 0.5, 7.0, -1.5),
     base_advantage=(0.5, 0.5, 0.5, 0.5),
+    divergence=(0.125, -0.5, 9.0, 1.25),
     turns=(
         Turn(author="demonstration", text="a", num_tokens=1),
         Turn(author="policy", text="b", num_tokens=1),
@@ -74,14 +75,16 @@ def test_values_of_tokens_and_of_their_sample() -> None:
         "advantage": [0.5, 1.0, 7.0, 1.5],
         "signal": [0.25, 0.5, 7.0, -1.5],
         "base": [0.5] * 4,
+        "divergence": [0.125, -0.5, 9.0, 1.25],
     }
-    # What was read does not count: (−1 − .5) / 2, (.5 + 1 + 1.5) / 3, (.25 + .5 − 1.5) / 3, max(.25, .125).
-    expected = {"logprob": -0.75, "advantage": 1.0, "signal": -0.25, "mismatch": 0.25}
+    # What was read does not count: (−1 − .5) / 2, (.5 + 1 + 1.5) / 3, (.25 + .5 − 1.5) / 3, (.125 − .5 + 1.25) / 3 and
+    # max(.25, .125).
+    expected = {"logprob": -0.75, "advantage": 1.0, "signal": -0.25, "divergence": 0.2917, "mismatch": 0.25}
     assert sample_values(TALK, tokens) == expected
     assert token_values(PLAIN) == {}
     assert sample_values(PLAIN, {}) == dict.fromkeys(expected)
     # Rows that were not trained on have neither the trainer's log-probs nor advantages.
-    untrained = replace(TALK, old_logprobs=(), advantage=(), hint_gain=(), base_advantage=())
+    untrained = replace(TALK, old_logprobs=(), advantage=(), hint_gain=(), base_advantage=(), divergence=())
     assert list(token_values(untrained)) == ["text", "logprob"]
     assert token_values(replace(PLAIN, tokens=("2",), rollout_logprobs=(-0.123456,)))["logprob"] == [-0.1235]
 
@@ -123,6 +126,7 @@ def test_the_index_has_a_row_for_every_sample(tmp_path: Path) -> None:
         "logprob": [None, -0.75, None, None, None],
         "advantage": [None, 1.0, None, None, None],
         "signal": [None, -0.25, None, None, None],
+        "divergence": [None, 0.2917, None, None, None],
         "mismatch": [None, 0.25, None, None, None],
     }
     assert read(tmp_path / "out" / "texts_00000.js")[:2] == (version, "texts_00000")

@@ -13,7 +13,15 @@ from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, Optimiz
 from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
 from megarl.types import AlgoState, FloatArray, Row
 from megarl.types.forks import Fork
-from megarl.types.messages import ForwardRequest, MicroBatchPlan, Role, RoleSpec, UpdateRequest, UpdateResult
+from megarl.types.messages import (
+    ForwardRequest,
+    MicroBatchPlan,
+    Role,
+    RoleSpec,
+    Teaching,
+    UpdateRequest,
+    UpdateResult,
+)
 from megarl.weights.dims import Dims, Experts
 
 
@@ -39,6 +47,7 @@ class FakeWorkers(RoleWorkers):
         return UpdateResult(
             metrics={"actor/loss": float(number), "actor/grad_norm": 1.0},
             before={i: said_of(rows[i]) + number for i in order},
+            divergences={i: -said_of(rows[i]) for i in order} if request.teaching and request.with_outputs else {},
         )
 
 
@@ -247,6 +256,21 @@ def test_no_step_sends_outputs_back_that_are_known_or_that_nobody_reads() -> Non
     got = updater_of(workers).update_on_batch(known, AlgoState(), step=1, mini_batch_prompts=2, num_epochs=1)
     assert [request.with_outputs for *_, request in workers.updated] == [False, False]
     assert got.before == {}
+
+
+def test_divergences_from_a_teacher_come_back_although_log_probs_are_known() -> None:
+    """Those of the first mini-batch, by the places of its rows in the batch."""
+    known = [row.with_quantities(old_logprobs=np.zeros(row.num_response_tokens, np.float32)) for row in ROWS]
+    teaching = Teaching(role=Role.TEACHER, divergence="reverse", beta=0.5)
+    updater = RoleUpdater(FakeWorkers(), role_of(), SftAlgorithm(), total_steps=4, teaching=teaching)
+    got = updater.update_on_batch(known, AlgoState(), step=1, mini_batch_prompts=2, num_epochs=1)
+    assert got.before == {}
+    assert {i: v.tolist() for i, v in got.divergences.items()} == {
+        0: [0.0] * 3,
+        1: [-1.0] * 3,
+        3: [-3.0] * 3,
+        4: [-4.0] * 3,
+    }
 
 
 @pytest.mark.parametrize(("mini_batch_prompts", "num_steps"), [(1, 3), (2, 2), (3, 1), (8, 1)])
