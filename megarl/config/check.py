@@ -32,6 +32,7 @@ from megarl.config.check_rows import (
     check_row_fits_micro_batch,
     check_sft_row_fits_micro_batch,
 )
+from megarl.config.check_written import check_written
 from megarl.config.plugins import use_plugins
 from megarl.config.schema import (
     CheckpointConfig,
@@ -291,6 +292,7 @@ check_train = CommandCheck(
         check_role_layouts,
         check_reward_model,
         check_distill,
+        check_written,
         check_replayed_routing,
         check_train_outlasts_warmup,
         check_quantization,

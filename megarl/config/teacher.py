@@ -21,6 +21,8 @@ class TeacherConfig:
     # Addresses of OpenAI-compatible servers that serve the teacher with log-probs of prompts, as vLLM does, such as
     # [http://host:8000/v1]; []: the teacher runs on Megatron.
     servers: tuple[str, ...] = setting((), needs_trust=True)
+    # Addresses of such servers that write demonstrations (algo.demonstrations.source=teacher); []: those of servers.
+    writers: tuple[str, ...] = setting((), needs_trust=True)
     served_name: str | None = None  # Name of the model there; null: model_path.
     # Environment variable with the key that servers ask for; null: none.
     api_key_env: str | None = setting(None, needs_trust=True)
@@ -34,7 +36,7 @@ class TeacherConfig:
             for name in ("layout", "micro_batch_tokens"):
                 if getattr(self, name) is not None:
                     raise ConfigError(f"{key}.{name}: is set, but {key}.servers compute; remove either")
-        elif self.served_name is not None or self.api_key_env is not None:
+        elif not self.writers and (self.served_name is not None or self.api_key_env is not None):
             raise ConfigError(
                 f"{key}: names a model or a key for servers, but {key}.servers is empty; list them, as in "
                 "[http://host:8000/v1], or remove served_name and api_key_env"

@@ -46,6 +46,7 @@ CONTINUABLE = (
     "teacher.layout",
     "teacher.micro_batch_tokens",
     "teacher.servers",
+    "teacher.writers",
     "teacher.api_key_env",
     "teacher.timeout_s",
     "reward_model.layout",

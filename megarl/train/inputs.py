@@ -285,12 +285,13 @@ def _open_prompts(
     answers: Answers | None = None,
 ) -> PromptDataset:
     """Open prompts; with `answers`, which encodes them, those to train on come with demonstrations if they have any."""
-    has_demonstrations = answers is not None and config.algo.demonstrations.strategy != "none"
+    cfg = config.algo.demonstrations
+    has_demonstrations = answers is not None and cfg.strategy != "none" and cfg.source == "data"
     return PromptDataset(
         files,
         tokenizer,
         config.data,
-        demonstrations=config.algo.demonstrations if has_demonstrations else None,
+        demonstrations=cfg if has_demonstrations else None,
         environment=config.environment,
         tools_of=partial(tools_of, config.environment),
         answers=answers,

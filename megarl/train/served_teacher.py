@@ -1,22 +1,70 @@
-"""Ask a teacher behind OpenAI-compatible servers for its log-probs of rows, as vLLM answers them for prompts."""
+"""Ask a teacher behind OpenAI-compatible servers: for its log-probs of rows, as vLLM answers them for prompts, and for
+answers of its own.
+"""
 
+import asyncio
 import itertools
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import httpx
 import numpy as np
 
 from megarl.cluster import residency
+from megarl.config.generation import Sampling
 from megarl.config.teacher import TeacherConfig
 from megarl.errors import ConfigError, RunError
-from megarl.types import FloatArray, Row
+from megarl.rewards.background import BackgroundLoop
+from megarl.types import FloatArray, Prompt, Row
+
+T = TypeVar("T")
+# The first choice of an answer.
+Choice: TypeAlias = Mapping[str, Any]
 
 # Requests under way at each server, which batches them, and times that a failed one is sent again.
 _AT_ONCE, _RETRIES = 16, 3
+
+
+class TeacherServers:
+    """Servers of a teacher, which are asked in turn. Requests proceed while the caller works."""
+
+    def __init__(self, cfg: TeacherConfig, which: Literal["servers", "writers"], *, key: str, remedy: str) -> None:
+        """Open the client, without asking anything; ConfigError if the key for the servers is not there.
+
+        which: the setting that lists them. key: the section of the configuration. remedy: for servers that do not
+        answer as they should.
+        """
+        secret = "" if cfg.api_key_env is None else os.environ.get(cfg.api_key_env, "")
+        if cfg.api_key_env is not None and not secret:
+            raise ConfigError(f"{key}.api_key_env: {cfg.api_key_env} is not set; export the key of the servers")
+        headers = {"authorization": f"Bearer {secret}"} if secret else {}
+        self.background = BackgroundLoop(key)
+        self._client = httpx.AsyncClient(headers=headers, timeout=cfg.timeout_s, trust_env=False)
+        self._model, self._urls = cfg.served_name or cfg.model_path, getattr(cfg, which)
+        self._key, self._remedy = f"{key}.{which}", remedy
+        self._turns, self._under_way = itertools.count(), asyncio.Semaphore(_AT_ONCE * len(self._urls))
+
+    async def complete(self, body: Mapping[str, Any], read: Callable[[Choice], T], label: str) -> T:
+        """Return what `read` finds in the completion of a prompt; RunError, which names its `label`, if no server has
+        one.
+        """
+        asked = {"model": self._model, "add_special_tokens": False, **body}
+        failures: list[str] = []
+        async with self._under_way:
+            for _ in range(_RETRIES * len(self._urls)):
+                server = self._urls[next(self._turns) % len(self._urls)]
+                try:
+                    reply = await self._client.post(f"{server.rstrip('/')}/completions", json=asked)
+                    if reply.is_success:
+                        return read(reply.json()["choices"][0])
+                    failures.append(f"{server}: status {reply.status_code}: {reply.text:.200}")
+                except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+                    failures.append(f"{server}: {type(error).__name__}: {error}")
+        raise RunError(
+            f"{self._key}: no answer for {label} in {len(failures)} tries, the last {failures[-1]}; {self._remedy}"
+        )
 
 
 class ServedTeacher:
@@ -26,55 +74,36 @@ class ServedTeacher:
     room = sys.maxsize
 
     def __init__(self, cfg: TeacherConfig, *, key: str, top_k: int | None) -> None:
-        """Open the client, without asking anything; ConfigError if the key for the servers is not there.
-
-        key: the section of the configuration. top_k: also ask for so many of the likeliest tokens.
-        """
-        secret = "" if cfg.api_key_env is None else os.environ.get(cfg.api_key_env, "")
-        if cfg.api_key_env is not None and not secret:
-            raise ConfigError(f"{key}.api_key_env: {cfg.api_key_env} is not set; export the key of the servers")
-        headers = {"authorization": f"Bearer {secret}"} if secret else {}
-        self._client = httpx.Client(headers=headers, timeout=cfg.timeout_s, trust_env=False)
-        self._cfg, self._key, self._top_k = cfg, key, top_k
-        self._turns = itertools.count()
+        """Open the client; ConfigError as in `TeacherServers`. top_k: also ask for so many of the likeliest tokens."""
+        remedy = (
+            "check that they serve the model with log-probs of prompts (vllm serve MODEL --max-logprobs K, K >= "
+            "algo.distill.top_k)"
+        )
+        self._servers = TeacherServers(cfg, "servers", key=key, remedy=remedy)
+        self._top_k = top_k
 
     def forward(self, rows: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
         """Return log-probs of the rows' tokens under the loss mask and, if they are wanted, the likeliest tokens.
 
         Raises RunError if no server answers, or one answers something else.
         """
-        with ThreadPoolExecutor(_AT_ONCE * len(self._cfg.servers)) as pool:
-            answers = list(pool.map(self._ask, rows))
+        asked = [self._servers.background.start(self._ask(row)) for row in rows]
+        answers = [each.result() for each in asked]
         names = ("logprobs",) if self._top_k is None else ("logprobs", "top_ids", "top_logprobs")
         return {name: [answer[name] for answer in answers] for name in names}
 
-    def _ask(self, row: Row) -> dict[str, FloatArray]:
+    async def _ask(self, row: Row) -> dict[str, FloatArray]:
         body = {
-            "model": self._cfg.served_name or self._cfg.model_path,
             "prompt": row.token_ids.tolist(),
             "max_tokens": 1,
             "temperature": 1.0,
             "prompt_logprobs": self._top_k or 0,
-            "add_special_tokens": False,
         }
-        failures: list[str] = []
-        for _ in range(_RETRIES * len(self._cfg.servers)):
-            server = self._cfg.servers[next(self._turns) % len(self._cfg.servers)]
-            try:
-                reply = self._client.post(f"{server.rstrip('/')}/completions", json=body)
-                if reply.is_success:
-                    return self._read(row, reply.json()["choices"][0].get("prompt_logprobs"), server)
-                failures.append(f"{server}: status {reply.status_code}: {reply.text:.200}")
-            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-                failures.append(f"{server}: {type(error).__name__}: {error}")
-        raise RunError(
-            f"{self._key}.servers: no answer for row {row.label} in {len(failures)} tries, the last {failures[-1]}; "
-            "check that they serve the model with log-probs of prompts (vllm serve MODEL --max-logprobs K, K >= "
-            "algo.distill.top_k)"
-        )
+        return await self._servers.complete(body, lambda choice: self._read(row, choice), f"row {row.label}")
 
-    def _read(self, row: Row, given: Sequence[Mapping[str, Any] | None] | None, server: str) -> dict[str, FloatArray]:
+    def _read(self, row: Row, choice: Choice) -> dict[str, FloatArray]:
         """Return the log-probs of a row's response tokens from those of each token of the prompt, by id."""
+        given = choice.get("prompt_logprobs")
         if given is None or len(given) != row.num_tokens:
             found = "none" if given is None else f"those of {len(given)} tokens"
             raise ValueError(f"prompt_logprobs: got {found}, expected those of {row.num_tokens} tokens")
@@ -92,3 +121,44 @@ class ServedTeacher:
                 if rank <= width:
                     ids[t, k], top[t, k] = id, logprob
         return {"logprobs": logprobs, "top_ids": ids, "top_logprobs": top}
+
+
+class TeacherWriter:
+    """A teacher whose servers write answers to prompts, sampled as the policy's are."""
+
+    def __init__(
+        self, cfg: TeacherConfig, *, key: str, sampling: Sampling, end_ids: tuple[int, ...], num_common: int | None
+    ) -> None:
+        """Open the client; ConfigError as in `TeacherServers`.
+
+        end_ids: what an answer ends with. num_common: ids below this are the policy's tokens; None: all are.
+        """
+        remedy = "check that they serve the model, and that they are vLLM's, which return the ids of tokens"
+        self._servers = TeacherServers(cfg, "writers" if cfg.writers else "servers", key=key, remedy=remedy)
+        self._sampling, self._end_ids, self._num_common = sampling, end_ids, num_common
+
+    async def write(self, prompt: Prompt, *, max_tokens: int, seed: int) -> tuple[int, ...]:
+        """Return the tokens of an answer; RunError if no server has one.
+
+        One that the limit cut has no end, nor one that is cut before a token that the policy does not know.
+        """
+        body = {
+            "prompt": list(prompt.token_ids),
+            "max_tokens": max_tokens,
+            "temperature": self._sampling.temperature,
+            "top_p": self._sampling.top_p,
+            "top_k": self._sampling.top_k,
+            "stop_token_ids": list(self._sampling.stop_token_ids),
+            "seed": seed,
+            "return_token_ids": True,
+        }
+        answer = self._servers.complete(body, self._read, f"prompt {prompt.uid}")
+        return await asyncio.wrap_future(self._servers.background.start(answer))
+
+    def _read(self, choice: Choice) -> tuple[int, ...]:
+        ids: list[int] = choice["token_ids"]
+        if choice["finish_reason"] == "stop":
+            # Whichever end it was, the policy learns its own.
+            ids = [*ids[:-1], *self._end_ids]
+        known = sys.maxsize if self._num_common is None else self._num_common
+        return tuple(itertools.takewhile(lambda id: id < known, ids))

@@ -32,7 +32,8 @@ from megarl.train.model_judge import ModelJudge, ModelRewards
 from megarl.train.passes import CountedObjective, Passes, RolePasses, RoleUpdater
 from megarl.train.policy_judge import PolicyCompletions
 from megarl.train.prompt_queue import PromptQueue
-from megarl.train.served_teacher import ServedTeacher
+from megarl.train.served_teacher import ServedTeacher, TeacherWriter
+from megarl.train.taught_source import TaughtSource
 from megarl.train.teachers import teaching_of
 from megarl.train.update import UpdateStage
 from megarl.train.validate import Validator
@@ -51,6 +52,8 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
     names = inputs.train.environments | (frozenset() if inputs.val is None else inputs.val.environments)
     live = VllmSource(supervisor, cluster.open_hosts(names, config), config.environment)
     scheduler, source = _open_source(config, supervisor, live)
+    if config.rollout.source == "vllm" and config.algo.demonstrations.source == "teacher":
+        source = _taught(inputs, live)
     temperature, top_k, passes = config.rollout.temperature, config.algo.distill.asked_top_k, {}
     for role in inputs.roles:
         dims, asked = read_model_spec(role.model.path).dims, top_k if role.role.kind is Role.TEACHER else None
@@ -159,6 +162,27 @@ def _open_source(config: Config, supervisor: EngineSupervisor, live: VllmSource)
     if config.rollout.source == "replay":
         return synchronous, ReplaySource(directory)
     return synchronous, RegenerateSource(directory=directory, engines=supervisor, max_lag=scheduler.max_lag)
+
+
+def _taught(inputs: TrainInputs, live: RolloutSource) -> TaughtSource:
+    """Return a source that samples with the teachers of a run, whose servers write demonstrations."""
+    config, ends = inputs.config, inputs.answers.ends
+    writers = {
+        key: TeacherWriter(
+            each,
+            key=key,
+            sampling=config.rollout.sampling(ends.stop_token_ids),
+            end_ids=ends.token_ids,
+            num_common=inputs.common_tokens,
+        )
+        for key, each in teachers_of(config).items()
+    }
+    return TaughtSource(
+        config=config,
+        live=live,
+        writer_of=lambda prompt: writers[teacher_of(config, prompt.data_source, prompt.environment)],
+        ends=ends,
+    )
 
 
 def _reward_managers(

@@ -32,6 +32,8 @@ class DemonstrationConfig:
 
     # none | random | linear | linear_max | reverse_linear | fixed | linear_variance; see docs/algorithms.md.
     strategy: str = "none"
+    # Who writes demonstrations. data: the column target; teacher: the prompt's teacher, when the prompt is sampled.
+    source: Literal["data", "teacher"] = "data"
     # Number of samples of a group, counted from the first, that start with a prefix of the demonstration; -1:
     # all.
     num_prefixed: int = setting(-1, Range(expected=">= 0, or -1 for all", at_least=0, also=-1))

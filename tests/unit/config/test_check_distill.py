@@ -18,6 +18,7 @@ MODEL: dict[str, Any] = {"distill": {"teacher": "model"}}
 HINT: dict[str, Any] = {"distill": {"teacher": "hint", "mode": "exact"}}
 EXACT: dict[str, Any] = {"distill": {"teacher": "model", "mode": "exact"}}
 SERVED = {"model_path": "t", "servers": ["http://host/v1"]}
+WRITING = {"model_path": "t", "writers": ["http://host/v1"], "served_name": "big"}
 
 
 def config(**sections: Any) -> Config:
@@ -121,3 +122,40 @@ def test_samples_are_taught_by_environment_then_data_source_then_by_the_teacher_
     with pytest.raises(ConfigError, match=r"teachers: none is for the data source 'poems' \(environment none\); add"):
         teacher_of(found, "poems")
     assert teacher_of(config(algo=MODEL, teachers=teachers, teacher={"model_path": "v"}), "poems") == "teacher"
+
+
+WRITTEN: dict[str, Any] = {"demonstrations": {"strategy": "fixed", "source": "teacher", "max_ratio": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"algo": WRITTEN},
+            "algo.demonstrations.source: got teacher with algo.distill.teacher=none, which has no model",
+        ),
+        (
+            {"algo": {**EXACT, **WRITTEN}, "teacher": {"model_path": "t"}},
+            "but neither teacher.writers nor teacher.servers lists servers that could write",
+        ),
+        (
+            {"algo": {**EXACT, **WRITTEN}, "teacher": WRITING, "rollout": {"stop": ["x"]}},
+            "with rollout.stop=['x'], texts at which a teacher does not end; use rollout.stop_token_ids",
+        ),
+        (
+            {"algo": {**MODEL, **WRITTEN}, "teacher": WRITING},
+            "with algo.distill.mode=sampled, which learns from the policy's own samples alone; set",
+        ),
+        (
+            {"algo": EXACT, "teacher": WRITING},
+            "teacher.writers: is set, but algo.demonstrations.source=data asks no teacher for demonstrations; set",
+        ),
+    ],
+)
+def test_teachers_that_cannot_write_are_refused(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_train(config(**sections))
+
+
+def test_a_teacher_on_megatron_may_have_servers_that_write() -> None:
+    check_train(config(algo={**EXACT, **WRITTEN}, teacher=WRITING))

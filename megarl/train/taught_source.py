@@ -1,0 +1,61 @@
+"""Sample with a teacher: it writes demonstrations for some prompts, with which samples of these prompts start."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from megarl.algos.prefixes import keeps_demonstration, prefix_ratios
+from megarl.config.schema import Config
+from megarl.data.ends import AnswerEnds
+from megarl.rollout.prefixes import plan_prefixes
+from megarl.rollout.source import Doing, Group, RolloutSource, generating
+from megarl.seeds import sample_seed
+from megarl.train.served_teacher import TeacherWriter
+from megarl.types import Prompt, Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaughtSource:
+    """A source whose prompts get a demonstration from their teacher, as `algo.demonstrations` asks, before they are
+    sampled.
+
+    Prompts with an environment get none. live: samples all else. writer_of: returns the teacher of a prompt's samples.
+    """
+
+    config: Config
+    live: RolloutSource
+    writer_of: Callable[[Prompt], TeacherWriter]
+    ends: AnswerEnds
+
+    async def sample(self, group: Group) -> None:
+        """Have the teacher write, unless all samples that start with a demonstration are under way, and sample."""
+        cfg, plan, uid = self.config.algo.demonstrations, group.plan, group.prompt.uid
+        count = self.config.rollout.num_samples
+        ratios = prefix_ratios(cfg, uid=uid, step=plan.step, num_samples=count, run_seed=plan.run_seed)
+        have = {*group.samples, *group.parts}
+        wanted = any(ratio > 0 and i not in have for i, ratio in enumerate(ratios))
+        if wanted and not group.prompt.environment and keeps_demonstration(cfg, uid=uid, run_seed=plan.run_seed):
+            ids = await self.writer_of(group.prompt).write(
+                group.prompt,
+                max_tokens=min(cfg.max_tokens, plan.max_response_tokens),
+                # No sample of the policy has this seed.
+                seed=sample_seed(plan.run_seed, plan.step, uid, -1),
+            )
+            is_cut = not self.ends.are_at_end_of(ids)
+            group.prompt = replace(group.prompt, demonstration_ids=() if is_cut and cfg.on_long == "drop" else ids)
+            prefixes = plan_prefixes(
+                [group.prompt],
+                cfg,
+                step=plan.step,
+                num_samples=count,
+                run_seed=plan.run_seed,
+                end_token_ids=self.ends.token_ids,
+            )
+            group.plan = replace(plan, prefixes={**plan.prefixes, **prefixes})
+        await self.live.sample(group)
+
+    def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing = generating) -> None:
+        self.live.wait(work, timeout_s=timeout_s, doing=doing)
+
+    def parts(self, groups: Iterable[Group]) -> list[Sample]:
+        return self.live.parts(groups)
