@@ -81,7 +81,11 @@ class _Writer:
             self._prompts[row.prompt] = len(self._prompts)
             self._num_chars += len(row.prompt)
         self._num_chars += len(row.response)
-        turns = [[turn.author, turn.text, _short(turn.reward), turn.num_tokens] for turn in row.turns]
+        turns = [
+            [turn.author, turn.text, _short(turn.reward), turn.num_tokens]
+            + ([] if turn.parent is None else [turn.parent, turn.num_kept])
+            for turn in row.turns
+        ]
         self._texts.append(
             {
                 "prompt": self._prompts[row.prompt],

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 from megarl.record.answers import JudgedAnswer, write_answers
@@ -89,6 +90,34 @@ def talk(step: int) -> RolloutRecord:
         advantage=tuple(0.5 for _ in response),
         turns=tuple(Turn(author=author, text=text, reward=r, num_tokens=len(text)) for author, text, r in parts),
         num_calls=1,
+    )
+
+
+def forked(step: int) -> RolloutRecord:
+    """A conversation of four branches: a turn, one after the call alone, a helper's, and one from within the second."""
+    parts: tuple[tuple[str, str, int | None, int], ...] = (
+        ("policy", "hm|calc", None, 0),
+        ("environment", "calc=1776\n", -1, 7),
+        ("policy", "#### 1776", None, 0),
+        ("environment", "6*7?", -1, 0),
+        ("policy", "42", None, 0),
+        ("environment", "once more", 2, 4),
+        ("policy", " 1776!", None, 0),
+    )
+    response = "".join(text for _, text, *_ in parts)
+    return replace(
+        talk(step),
+        uid="forks:0",
+        response=response,
+        num_response_tokens=len(response),
+        tokens=tuple(response),
+        rollout_logprobs=tuple(-0.5 for _ in response),
+        old_logprobs=tuple(-0.5 for _ in response),
+        advantage=tuple(0.5 for _ in response),
+        turns=tuple(
+            Turn(author=author, text=text, num_tokens=len(text), parent=parent, num_kept=kept)
+            for author, text, parent, kept in parts
+        ),
     )
 
 

@@ -77,7 +77,8 @@ function column(sample, run, part, kind) {
   const empty = "No sample of this prompt was recorded.";
   if (!part) return make("article", {}, ...title, make("p", { className: "empty" }, empty));
   const { text, tokens } = part, word = columns.right[sample] ? "right" : "wrong";
-  const facts = factsOf(sample);
+  const facts = factsOf(sample), turns = turnsOf(text, tokens), branches = branchesOf(turns);
+  if (branches.length > 1) facts.push(`${branches.length} branches`);
   if (text.turns) facts.push(`${text.calls} tool call${text.calls === 1 ? "" : "s"}`);
   facts.push(`finish: ${text.finish}`);
   for (const name of ["advantage", "logprob", "mismatch", "signal", "divergence"]) {
@@ -90,7 +91,9 @@ function column(sample, run, part, kind) {
     make("p", { className: "facts" }, verdict(sample), make("b", {}, word),
       ...facts.flatMap((fact) => [" · ", make("span", { className: "fact" }, fact)])),
     siblings(sample, run),
-    ...response(text, tokens, kind),
+    ...(branches.length > 1
+      ? shownTree(sample, branches, tokens, kind)
+      : turns.flatMap((turn) => shownTurn(turn, tokens, kind))),
     ...(text.truth ? [make("p", { className: "note" }, "expected ", make("code", {}, text.truth))] : []),
     ...(details.length ? [make("p", { className: "note" }, details.join(" · "))] : []));
 }
@@ -121,21 +124,43 @@ function siblings(sample, run) {
   return make("nav", { className: "siblings", attributes }, ...groups.values());
 }
 
-// The parts of a response, each with its author: of a conversation several, of which the policy only read some.
-function response(text, tokens, kind) {
+// The turns of a response, each with its author: of a conversation several, of which the policy only read some. `start`
+// and `end` are their tokens, `number` counts the policy's turns, `parent` and `kept` say where a branch begins.
+function turnsOf(text, tokens) {
   const turns = text.turns ?? [["response", text.response, 0, tokens?.text.length ?? 0]];
-  let end = 0, turn = 0;
-  return turns.flatMap(([author, said, reward, count]) => {
-    const start = end, isRead = author === "environment";
+  let end = 0, number = 0;
+  return turns.map(([author, said, reward, count, parent, kept]) => {
+    const start = end;
     end += count;
-    turn += author === "policy";
-    let label = isRead ? "environment: read, not trained on" : author === "policy" ? `policy, turn ${turn}` : author;
-    if (reward) label += `, reward ${signed(reward)}`;
-    const attributes = { role: "group", "aria-label": label };
-    const pre = make("pre", { className: isRead ? "read" : "response", tabIndex: 0, attributes });
-    if (isRead || !tokens || !count) pre.append(visible(isRead ? said.replace(/^\n+|\n+$/g, "") : said));
-    else pre.append(...colored(tokens, start, end, kind));
-    pre.tokens = tokens;
-    return [make("span", { className: "note" }, label), pre];
+    number += author === "policy";
+    return { author, said, reward, start, end, number, parent, kept };
   });
+}
+
+function nameOfTurn(turn) {
+  if (turn.author === "environment") return "environment: read, not trained on";
+  return turn.author === "policy" ? `policy, turn ${turn.number}` : turn.author;
+}
+
+// A turn, or only the tokens up to `end` of it. `marks` are elements by the token before which they stand.
+function shownTurn(turn, tokens, kind, { end = turn.end, marks = new Map() } = {}) {
+  if (end === turn.start && !turn.said) return [];
+  const isRead = turn.author === "environment", isWhole = end === turn.end;
+  let label = nameOfTurn(turn);
+  if (!isWhole) label += `, ${end - turn.start} of ${turn.end - turn.start} tokens`;
+  else if (turn.reward) label += `, reward ${signed(turn.reward)}`;
+  const attributes = { role: "group", "aria-label": label };
+  const pre = make("pre", { className: isRead ? "read" : "response", tabIndex: 0, attributes });
+  const said = isWhole || !tokens ? turn.said : tokens.text.slice(turn.start, end).join("");
+  const after = [];
+  if (isRead || !tokens || end === turn.start) {
+    pre.append(visible(isRead ? said.replace(/^\n+|\n+$/g, "") : said));
+    after.push(...marks.values());
+  } else {
+    const spans = colored(tokens, turn.start, end, kind);
+    pre.append(...spans.flatMap((span, place) => [...(marks.get(turn.start + place) ?? []), span]));
+    pre.append(...(marks.get(end) ?? []));
+  }
+  pre.tokens = tokens;
+  return [make("span", { className: "note" }, label, ...after.flat()), pre];
 }

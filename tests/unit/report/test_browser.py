@@ -16,7 +16,7 @@ from megarl.record.rollouts import write_rollouts
 from megarl.report import rollouts, write_report
 from megarl.texts.unicode import readable
 from tests.helpers.hostile_texts import escaped, hostile_texts
-from tests.helpers.recorded_run import evil, talk, write_recorded_run, write_validation
+from tests.helpers.recorded_run import evil, forked, talk, write_recorded_run, write_validation
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 REQUIREMENTS = Path(__file__).parents[3] / "requirements" / "browser.txt"
@@ -178,6 +178,42 @@ def test_tokens_have_the_colour_of_what_is_chosen(visit: Callable[..., Any], sum
     assert {color.split()[0] for color in backgrounds(page) if color} == {"up", "down"}
 
 
+def test_a_conversation_that_forks_is_shown_by_branches_and_by_paths(visit: Callable[..., Any], tmp_path: Path) -> None:
+    paths = write_recorded_run(tmp_path / "run", steps=1, prompts=1)
+    write_rollouts(paths.rollouts(2), [forked(2), talk(2)])
+    write_report(paths.root)
+    page = visit(browser_of(paths), "#step=2&sample=forks:0/0")
+    article = page.locator("article")
+    assert "4 branches" in article.inner_text()
+    summaries = [summary.inner_text() for summary in article.locator("summary").all()]
+    assert summaries == [
+        "Branch 1 after the prompt · 7 tokens",
+        "Branch 2 after 7 tokens of the prompt · 19 tokens",
+        "Branch 3 with a prompt of its own · 6 tokens",
+        "Branch 4 after 4 of 9 tokens of turn 2, branch 2 · 15 tokens",
+    ]
+    # The policy's 7, 9, 2 and 6 tokens.
+    assert backgrounds(page) == ["deep 35"] * 24
+    page.click("summary >> nth=3")
+    assert not page.locator("[data-branch='4'] pre >> nth=0").is_visible()
+    page.click("[aria-label='to branch 4']")
+    assert page.locator("[data-branch='4'] pre >> nth=0").is_visible()
+    page.click(".paths label:has-text('4')")
+    page.wait_for_function("() => !document.querySelector('.branch')")
+    texts = [pre.inner_text() for pre in article.locator("pre").all()]
+    assert texts == ["calc=1776", "####", "once more", " 1776!"]
+    assert "policy, turn 2, 4 of 9 tokens" in article.inner_text()
+    assert backgrounds(page) == ["deep 35"] * 10
+    # The path stays chosen; other samples look as ever.
+    page.keyboard.press("j")
+    page.wait_for_function("() => document.querySelector('h2').textContent === 'calculator:0/0'")
+    assert page.locator(".paths, .branch").count() == 0
+    page.keyboard.press("k")
+    page.wait_for_selector(".paths")
+    assert page.locator(".branch").count() == 0
+    assert fits(visit(browser_of(paths), "#step=2&sample=forks:0/0", width=390))
+
+
 def test_keys_and_links_lead_to_samples(visit: Callable[..., Any], sums: RunPaths) -> None:
     page = visit(browser_of(sums), "#step=2&sample=sums:5/1")
     current = page.locator("#rows [aria-current]")
@@ -252,7 +288,7 @@ def test_texts_of_models_stay_texts(visit: Callable[..., Any], tmp_path: Path) -
     page.hover(".t >> nth=0")
     assert page.title() == "Rollouts · run"
     assert page.locator("img").count() == 0
-    assert page.locator("script").count() == 5
+    assert page.locator("script").count() == 6
     assert "␇" in page.locator("pre.response").inner_text()
     assert all(url.startswith(paths.report_files.as_uri()) for url in page.loaded)
     # What is hidden looks as it does in the report.

@@ -13,7 +13,7 @@ from megarl.record.rollouts import RolloutRecord, write_rollouts
 from megarl.record.turns import Turn
 from megarl.report import rollouts
 from megarl.report.rollouts import Verdicts, sample_values, token_values, write_browser
-from tests.helpers.recorded_run import evil, write_recorded_run, write_validation
+from tests.helpers.recorded_run import evil, forked, write_recorded_run, write_validation
 
 PLAIN = RolloutRecord(
     step=1,
@@ -50,7 +50,7 @@ TALK = replace(
 )
 
 
-SCRIPTS = ("pieces.js", "texts.js", "list.js", "sample.js", "rollouts.js")
+SCRIPTS = ("pieces.js", "texts.js", "list.js", "tree.js", "sample.js", "rollouts.js")
 
 
 def read(path: Path) -> tuple[str, str, Any]:
@@ -179,6 +179,22 @@ def test_runs_share_prompts_and_the_first_is_counted(tmp_path: Path) -> None:
     assert index["uids"] == ["sums:0", "sums:1", "sums:2"]
     assert index["columns"]["run"] == [0, 0, 0, 0, 1, 1, 1]
     assert index["columns"]["prompt"] == [0, 0, 1, 1, 0, 1, 2]
+
+
+def test_turns_that_begin_branches_say_where(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    write_rollouts(paths.rollouts(1), [forked(1)])
+    write_browser([("run", paths)], tmp_path / "out")
+    (texts,) = pieces(tmp_path / "out", "texts")
+    assert texts["samples"][0]["turns"] == [
+        ["policy", "hm|calc", 0.0, 7],
+        ["environment", "calc=1776\n", 0.0, 10, -1, 7],
+        ["policy", "#### 1776", 0.0, 9],
+        ["environment", "6*7?", 0.0, 4, -1, 0],
+        ["policy", "42", 0.0, 2],
+        ["environment", "once more", 0.0, 9, 2, 4],
+        ["policy", " 1776!", 0.0, 6],
+    ]
 
 
 def test_a_new_browser_replaces_the_old_one(tmp_path: Path) -> None:
