@@ -1,6 +1,8 @@
 """Agents that own their loop drive real vLLM: what trains are the tokens that the engine returned, and nothing else."""
 
+import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from megarl.data.chat import encode_chats, load_tokenizer
 from megarl.environments.host import HostSpec
 from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.rollout.engine_spec import engine_spec
+from megarl.rollout.replay import read_record, record_path
 from megarl.rollout.source import SamplingPlan
 from megarl.seeds import try_seed
 from megarl.types import FinishReason, Message, Prompt, Sample, SegmentSource, row_from_sample
@@ -25,16 +28,20 @@ from tests.helpers.chat_agent import MAX_TOKENS, NUM_TURNS
 from tests.helpers.family_parity import load_transformers
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.verifiers_venv import verifiers_command
+from tools.bench.kill_resume import SmallRun, make_inputs
 
+SIZES = TinyModelConfig(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=96)
 HELPERS = Path(__file__).parents[1] / "helpers"
 TOOLS = "{% for tool in tools or [] %}<|im_start|>tools\n{{ tool.function.name }}<|im_end|>\n{% endfor %}"
 
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_talker(tmp_path_factory.mktemp("agents") / "model", SIZES)
+
+
+def make_talker(path: Path, sizes: TinyModelConfig) -> Path:
     """Random weights, so that turns are bytes that no text is tokenised to; its template has a place for tools."""
-    path = tmp_path_factory.mktemp("agents") / "model"
-    sizes = TinyModelConfig(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=96)
     make_tiny_model(path, sizes, seed=0)
     template = path / "chat_template.jinja"
     template.write_text(TOOLS + template.read_text(encoding="utf-8"), encoding="utf-8")
@@ -143,6 +150,40 @@ def test_every_branch_of_a_conversation_was_sampled_as_it_trains(engine_process:
             num_labels += len(kept)
         assert row.num_loss_tokens == sum(map(len, turns))
     assert num_labels == sum(row_from_sample(sample).num_loss_tokens for sample in outcome.samples)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_verifiers_trains_with_contexts_that_it_compacts(tmp_path: Path) -> None:
+    """A whole run of two steps, at whose ends no sample had failed; log-probs of trainer and engine agree."""
+    inputs = make_inputs(tmp_path)
+    make_talker(tmp_path / "model", replace(SIZES, max_positions=4096))
+    command = json.dumps(verifiers_command(summarize_at_tokens=1))
+    run = SmallRun(
+        inputs=inputs,
+        name="verifiers",
+        settings=(
+            f"environment.entries={{mine: {{type: agent, arguments: {{command: {command}}}}}}}",
+            *("environment.default=mine", "environment.max_tokens=6000", "environment.reply_timeout_s=300"),
+            *("rollout.max_response_tokens=2048", "rollout.num_samples=2", "rollout.record=true", "data.val=[]"),
+            *("trainer.prompts_per_step=1", "trainer.total_steps=2", "rewards.manager=environment"),
+            "actor.optimizer.warmup_steps=0",
+        ),
+    )
+    assert run.start().wait() == 0, run.paths.root.with_suffix(".log").read_text()
+    tokenizer = load_tokenizer(tmp_path / "model")
+    for record in run.records():
+        assert record.metrics["environment/raised"] == record.metrics["environment/timed_out"] == 0
+        assert 0 < record.metrics["mismatch/abs_max"] <= 1e-4
+        samples = read_record(record_path(run.paths.records, record.step)).samples
+        assert len(samples) == 2
+        for sample in samples:
+            assert sample.episode is not None
+            assert (sample.finish_reason, sample.episode.reason) == (FinishReason.STOP, "")
+            assert sample.episode.details["errors"] == []
+            given = [tokenizer.decode(s.token_ids) for s in sample.segments if s.source is SegmentSource.ENVIRONMENT]
+            num_compacted = sum("CONTEXT CHECKPOINT COMPACTION" in text for text in given)
+            assert 0 < num_compacted <= len(sample.forks)
 
 
 @pytest.mark.long
