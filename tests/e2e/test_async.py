@@ -24,6 +24,7 @@ from tests.helpers.talk import talk_settings
 from tests.helpers.waiting import wait_until
 from tools.bench.kill_resume import SCHEDULES, SmallRun, asynchronous_faults, differences, make_inputs
 from tools.bench.killed import command_of, kill
+from tools.bench.rewriting import rewriting_settings
 
 NUM_STEPS = 12
 ASYNC = (*SCHEDULES["async"], f"trainer.total_steps={NUM_STEPS}", "data.val=[]", "checkpoint.every_steps=0")
@@ -191,8 +192,9 @@ def test_what_is_sampled_differently_is_named(recorded: SmallRun) -> None:
         (),
         # Turns and replies of several samples come in another order each time.
         (*talk_settings(), "rollout.max_response_tokens=128"),
+        rewriting_settings(),
     ],
-    ids=["answers", "conversations"],
+    ids=["answers", "conversations", "trees"],
 )
 def test_a_deterministic_run_one_step_off_equals_its_repetition(more: tuple[str, ...], inputs: Path) -> None:
     """Also when it is resumed from a checkpoint, with groups that engines had finished for the next step."""
@@ -216,8 +218,14 @@ def test_a_deterministic_run_one_step_off_equals_its_repetition(more: tuple[str,
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("environment", "more"),
-    [(INSIDE, ()), (APART, ()), (INSIDE, talk_settings()), (INSIDE, talk_settings(kind="Forgetful"))],
-    ids=["core inside", "core apart", "conversations", "conversations begin again"],
+    [
+        (INSIDE, ()),
+        (APART, ()),
+        (INSIDE, talk_settings()),
+        (INSIDE, talk_settings(kind="Forgetful")),
+        (INSIDE, rewriting_settings()),
+    ],
+    ids=["core inside", "core apart", "conversations", "conversations begin again", "trees"],
 )
 def test_a_killed_run_goes_on_with_its_unfinished_samples(
     environment: dict[str, str], more: tuple[str, ...], inputs: Path, request: pytest.FixtureRequest
@@ -250,6 +258,9 @@ def test_a_killed_run_goes_on_with_its_unfinished_samples(
     faults, _ = asynchronous_faults(run, whole, NUM_STEPS)
     assert faults == []
     if "Forgetful" in str(more):
+        return
+    if more == rewriting_settings():
+        assert all(len(sample.forks) == 4 for sample in samples_of(run))
         return
     sources = [[each.source for each in sample.segments] for sample in samples_of(run)]
     # What an engine wrote after the resume is a segment of its own.
