@@ -82,6 +82,7 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
     counts, bridge, missing = batch_counts(config), bridge_plan(config, actor), missing_files(config, roles)
     devices = plan_devices(config, layouts, shards, engine, (staged := most_staging(bridge, config.sync)).device)
     inputs = None if missing or not with_data else open_train_inputs(config)
+    read = forms_read(config, roles, needed)
     return RunPlan(
         run=str(Path(config.run.dir) / config.run.name),
         roles=tuple(role_plan(role, specs[role.role]) for role in roles),
@@ -103,11 +104,7 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
             max_row_tokens=max_row_tokens(config),
             micro_batch_tokens=config.actor.micro_batch_tokens,
             micro_batches_at_full_length=micro_batches_at_full_length(config, config.actor),
-            forward=tuple(
-                _forward(config, role, specs[role.role], variants)
-                for role, variants in forms_read(config, roles, needed)
-                if variants
-            ),
+            forward=tuple(_forward(config, role, specs[role.role], forms) for role, forms in read),
         ),
         shards=tuple(shards),
         devices=tuple(devices),

@@ -87,12 +87,13 @@ def needed_quantities(config: Config, algorithm: Algorithm, *, gate_passed: bool
 def forms_read(
     config: Config, roles: Sequence[RoleSpec], needed: Collection[TokenQuantity]
 ) -> list[tuple[RoleSpec, AbstractSet[Variant]]]:
-    """List which forms of a step's rows each model passes over before the update."""
+    """List the models that pass over a step's rows before the update, and which forms of them each one reads."""
     reads_hints = config.algo.distill.teacher == "hint" and TokenQuantity.TEACHER_LOGPROBS in needed
     passes: list[tuple[RoleSpec, AbstractSet[Variant]]] = [
-        (role, {SOURCES[name].variant for name in needed if SOURCES[name].role is role.role.kind})
+        (role, forms)
         for role in roles
-        if not reads_hints or role.role is not Role.TEACHER
+        if (forms := {SOURCES[name].variant for name in needed if SOURCES[name].role is role.role.kind})
+        and not (reads_hints and role.role is Role.TEACHER)
     ]
     reader = next((role for role in roles if role.role is Role.TEACHER), roles[0])
     others = {Variant.SHUFFLED} if config.algo.distill.shuffled_baseline else set()

@@ -223,9 +223,6 @@ def open_train_inputs(config: Config) -> TrainInputs:
         hints = open_hints(config, tokenizer, min(each.max_positions for each in readers), vocabulary)
         survey = survey_hints(hints.placer, (train[i] for i in range(len(train))))
         survey.require_some(hints.placer)
-    if config.algo.cpo.difficulty == "data":
-        for i in range(len(train)):
-            stated_difficulty(train[i], config.algo.cpo.difficulty_field)
     if config.rollout.source != "vllm":
         assert config.rollout.replay_dir is not None
         require_records(Path(config.rollout.replay_dir), config.trainer.total_steps)
@@ -270,6 +267,9 @@ def _check_askers(
 
 def _require_fitting(config: Config, train: PromptDataset) -> None:
     """Raise DataError if a setting asks for what the training prompts do not have."""
+    if config.algo.cpo.difficulty == "data":
+        for i in range(len(train)):
+            stated_difficulty(train[i], config.algo.cpo.difficulty_field)
     if config.algo.off_policy.target_probs and not train.num_target_probs:
         raise DataError(
             "algo.off_policy.target_probs: got true, but no row of data.train has target_probs; add the column, or set "

@@ -1,5 +1,6 @@
 """Build the parts of a `Trainer` from a configuration."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -72,17 +73,9 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         enter=memory.enter,
         timers=timers,
     )
-    teachers: dict[Role, Passes] = {
-        Role(key): ServedTeacher(each, key=key, top_k=top_k) if each.servers else passes[Role(key)]
-        for key, each in teachers_of(config).items()
-    }
-    if config.algo.distill.teacher == "hint" and not teachers:
-        (actor,) = (role for role in inputs.roles if role.role is Role.ACTOR)
-        dims = inputs.spec.dims
-        teachers[Role.TEACHER] = RolePasses(workers, actor, temperature=temperature, dims=dims, top_k=top_k)
     forward = ForwardStage(
         passes=passes,
-        teachers=teachers,
+        teachers=_teachers(inputs, cluster, passes),
         teacher_of=lambda prompt: Role(teacher_of(config, prompt.data_source, prompt.environment)),
         hints=inputs.hints,
         hinted_teacher=config.algo.distill.teacher == "hint",
@@ -183,6 +176,20 @@ def _taught(inputs: TrainInputs, live: RolloutSource) -> TaughtSource:
         writer_of=lambda prompt: writers[teacher_of(config, prompt.data_source, prompt.environment)],
         ends=ends,
     )
+
+
+def _teachers(inputs: TrainInputs, cluster: Cluster, passes: Mapping[Role, RolePasses]) -> dict[Role, Passes]:
+    """Return what asks each teacher of a run; a policy that teaches itself is asked as the teacher."""
+    config, dims = inputs.config, inputs.spec.dims
+    temperature, top_k = config.rollout.temperature, config.algo.distill.asked_top_k
+    teachers: dict[Role, Passes] = {
+        Role(key): ServedTeacher(each, key=key, top_k=top_k) if each.servers else passes[Role(key)]
+        for key, each in teachers_of(config).items()
+    }
+    if config.algo.distill.teacher == "hint" and not teachers:
+        (actor,) = (role for role in inputs.roles if role.role is Role.ACTOR)
+        teachers[Role.TEACHER] = RolePasses(cluster.workers, actor, temperature=temperature, dims=dims, top_k=top_k)
+    return teachers
 
 
 def _reward_managers(
