@@ -309,7 +309,7 @@ check_session = CommandCheck(
 check_sft = CommandCheck(
     sections=(*_SECTIONS, "sft", "teacher", "algo.distill"),
     rules=(
-        *(*_RULES, check_sft_row_fits_micro_batch, check_distill, check_distill_of_sft),
+        *(*_RULES, check_sft_row_fits_micro_batch, check_distill, check_distill_of_sft, check_written),
         partial(check_supervised, name="sft"),
     ),
 )
