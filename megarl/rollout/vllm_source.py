@@ -89,6 +89,8 @@ class VllmSource:
                 if talk is None or talk.is_lost:
                     talk = self._hosts.start(start_request(group.prompt, sample))
                     sample = started(sample, reply := await talk.reply)
+                    if reply.is_anew:
+                        wrote.clear()
                 elif episode_of(sample).awaits_reply:
                     self._hosts.act(talk, turn_request(sample))
                     sample = replied(sample, reply := await talk.reply, plan, self._limits)
