@@ -194,7 +194,7 @@ def test_a_conversation_that_forks_is_shown_by_branches_and_by_paths(visit: Call
     ]
     # The policy's 7, 9, 2 and 6 tokens.
     assert backgrounds(page) == ["deep 35"] * 24
-    page.click("summary >> nth=3")
+    page.click("[data-branch='4'] summary")
     assert not page.locator("[data-branch='4'] pre >> nth=0").is_visible()
     page.click("[aria-label='to branch 4']")
     assert page.locator("[data-branch='4'] pre >> nth=0").is_visible()
