@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.helpers.waiting import wait_until
 from tests.slurm.lab import CPUS_PER_NODE, SlurmLab
 from tools.bench.kill_resume import MEGARL, SmallRun
+from tools.bench.rewriting import NOTES
 
 REPOSITORY = Path(__file__).parents[2]
 # Two replicas of one rank each: on two nodes one each.
@@ -58,7 +59,7 @@ class SlurmRun(SmallRun):
             # Not the script's 600 s, which are the whole limit here.
             options=[*job_options(self.nodes, self.output), "--signal=B:USR1@60", *options],
             cwd=REPOSITORY,
-            exports=VENV | exports,
+            exports=VENV | exports | {NOTES: str(self.notes)},
         )
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from megarl.rollout.replay import read_record, record_path
-from tests.helpers.talk import talk_settings
 from tests.helpers.waiting import wait_until
 from tests.slurm.lab import SlurmLab
 from tests.slurm.runs import (
@@ -23,6 +22,7 @@ from tests.slurm.runs import (
     noticed,
 )
 from tools.bench.kill_resume import MEGARL, SCHEDULES, differences
+from tools.bench.rewriting import rewriting_settings
 
 pytestmark = pytest.mark.timeout(400)
 STEPS = 3
@@ -42,14 +42,14 @@ ASYNC = (
     *(f"trainer.total_steps={ASYNC_STEPS}", "data.val=[]", "sync.verify=true"),
 )
 RL = (*LAYOUT, "data.val=[]", f"trainer.total_steps={STEPS}", "actor.optimizer.warmup_steps=0")
-# All samples are conversations; their environments run in two processes.
-TALK = (*talk_settings(), "environment.hosts=2", "rollout.max_response_tokens=128")
+# All samples are conversations that fork; their environments run in two processes.
+TREES = (*rewriting_settings(), "environment.hosts=2")
 
 
 @pytest.fixture(scope="module")
 def two_nodes(lab: SlurmLab, inputs: Path) -> SlurmRun:
     """The uninterrupted run."""
-    run = SlurmRun(inputs=inputs, name="two-nodes", more=(*RL, *ENGINES, *TALK))
+    run = SlurmRun(inputs=inputs, name="two-nodes", more=(*RL, *ENGINES, *TREES))
     job = run.submit(lab)
     mid_run(run, after=1)
     for node in lab.nodes:
@@ -69,13 +69,13 @@ def test_engines_of_both_nodes_follow_the_trainer(two_nodes: SlurmRun) -> None:
     for step in range(1, STEPS + 1):
         rollout = read_record(record_path(two_nodes.paths.records, step))
         assert {int(v) for s in rollout.samples for v in s.segments[-1].weight_versions} == {step - 1}
-        assert all(sample.episode is not None and sample.episode.num_turns > 1 for sample in rollout.samples)
+        assert all(len(sample.forks) == 4 for sample in rollout.samples)
 
 
 def test_two_nodes_compute_what_one_does(two_nodes: SlurmRun) -> None:
     """The recorded rollouts, replayed on this machine alone: every metric and every weight, bit for bit."""
     replay = ("rollout.source=replay", f"rollout.replay_dir={two_nodes.paths.records}")
-    here = SlurmRun(inputs=two_nodes.inputs, name="one-node", nodes=1, more=(*RL, *TALK, *replay))
+    here = SlurmRun(inputs=two_nodes.inputs, name="one-node", nodes=1, more=(*RL, *TREES, *replay))
     finish_here(here)
     # How the weights travelled is another matter.
     assert [found for found in differences(here, two_nodes) if "sync/" not in found] == []
