@@ -1,11 +1,12 @@
-"""Time and memory of an update with adapters (LoRA) against one of all weights, and the bytes that a sync sends:
+"""Time and memory of an update with adapters (LoRA) against one of all weights, bytes of a sync, and an engine's time:
 
     python -m tools.bench.lora --out DIR [--smollm2 DIR] [--models smollm2 tiny] [--turns 5]
 
 SmolLM2 is fetched and unpacked to --smollm2 unless it is there. Every contender is a process of its own with one
 thread, and they take turns: one computes while the others wait. Seconds are CPU time, in which other processes do not
-count. The first update, which makes the optimizer's state, is left out. Prints tables and whether the limits hold, and
-writes DIR/records.json. Exit code 1: a limit is exceeded.
+count. The first update, which makes the optimizer's state, is left out. An engine of each model replaces its adapters
+by others that lie in memory, as it does at the end of a sync. Prints tables and whether the limits hold, and writes
+DIR/records.json. Exit code 1: a limit is exceeded.
 """
 
 import argparse
@@ -32,8 +33,11 @@ from megarl.record.text_table import align
 from megarl.types.messages import LoadRequest, Role, RoleSpec, UpdateRequest
 from megarl.weights.adapters import adapter_spec
 from megarl.weights.families import ModelSpec, read_model_spec
+from tools.bench.lora_engine import Replacement, replacements
 
 TIME_LIMIT, STATE_LIMIT = 0.75, 0.15
+# Milliseconds in which an engine replaces ten million elements of adapters.
+REPLACEMENT_LIMIT_MS = 50.0
 NUM_ROWS, PROMPT_TOKENS, RESPONSE_TOKENS = 4, 16, 112
 PLANNED_CONFIG = Path(__file__).parents[2] / "configs" / "model" / "hf" / "qwen3-8b"
 # (model, rank) → the most that a sync of the adapters may send, of what one of the weights sends.
@@ -82,11 +86,12 @@ class SyncBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraLimit:
-    """A measured ratio and the most that it may be."""
+    """A measured figure and the most that it may be."""
 
     name: str
     got: float
     at_most: float
+    unit: str = "of that of all weights"
 
     @property
     def holds(self) -> bool:
@@ -221,7 +226,9 @@ def plan_bytes(model: str, path: Path, rank: int) -> SyncBytes:
     )
 
 
-def limits(costs: Sequence[UpdateCost], planned: Sequence[SyncBytes]) -> Iterator[LoraLimit]:
+def limits(
+    costs: Sequence[UpdateCost], planned: Sequence[SyncBytes], replaced: Sequence[Replacement]
+) -> Iterator[LoraLimit]:
     """Yield the limits of what was measured. The tiny model's adapters of rank 32 are a third of it: it has none."""
     full = {each.model: each for each in costs if not each.rank}
     for each in costs:
@@ -236,9 +243,17 @@ def limits(costs: Sequence[UpdateCost], planned: Sequence[SyncBytes]) -> Iterato
     for plan in planned:
         if (limit := SYNC_LIMITS.get((plan.model, plan.rank))) is not None:
             yield LoraLimit(name=f"{plan.model}, rank {plan.rank}: bytes of a sync", got=plan.ratio, at_most=limit)
+    for engine in replaced:
+        if engine.model != "tiny":
+            yield LoraLimit(
+                name=f"{engine.model}, rank {engine.rank}: replacement in an engine",
+                got=engine.ms_per_ten_million,
+                at_most=REPLACEMENT_LIMIT_MS,
+                unit="ms for ten million elements",
+            )
 
 
-def tables(costs: Sequence[UpdateCost], planned: Sequence[SyncBytes]) -> list[str]:
+def tables(costs: Sequence[UpdateCost], planned: Sequence[SyncBytes], replaced: Sequence[Replacement]) -> list[str]:
     full = {each.model: each for each in costs if not each.rank}
     measured = [
         [
@@ -261,14 +276,27 @@ def tables(costs: Sequence[UpdateCost], planned: Sequence[SyncBytes]) -> list[st
         ]
         for each in planned
     ]
+    in_engines = [
+        [
+            each.model,
+            f"rank {each.rank}",
+            f"{each.num_elements / 1e6:,.2f}",
+            f"{each.median_ms:,.1f}",
+            f"{each.ms_per_ten_million:,.1f}",
+        ]
+        for each in replaced
+    ]
     headings = [
         ["model", "trained", "update s", "of all", "weights MiB", "gradients MiB", "optimizer MiB", "of all"],
         ["model", "adapters", "sync MB: weights", "adapters", "of all", "trainer GB: weights", "adapters"],
+        ["model", "adapters", "million elements", "replaced ms", "ms for ten million"],
     ]
     return [
         *align([headings[0], *measured], left=(0, 1)),
         "",
         *align([headings[1], *of_plans], left=(0, 1)),
+        "",
+        *align([headings[2], *in_engines], left=(0, 1)),
     ]
 
 
@@ -295,21 +323,25 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    costs, planned = list[UpdateCost](), list[SyncBytes]()
+    costs, planned, replaced = list[UpdateCost](), list[SyncBytes](), list[Replacement]()
     with tempfile.TemporaryDirectory() as scratch:
         for model in args.models:
             path = model_directory(model, args.smollm2, Path(scratch))
             costs += measure(model, path, args.ranks, args.turns)
             planned += [plan_bytes(model, path, rank) for rank in args.ranks]
+            replaced += [replacements(model, path, rank, args.turns) for rank in args.ranks]
     planned += [plan_bytes(PLANNED_CONFIG.name, PLANNED_CONFIG, rank) for rank in args.ranks]
-    print("\n".join(tables(costs, planned)))
-    found = list(limits(costs, planned))
+    print("\n".join(tables(costs, planned, replaced)))
+    found = list(limits(costs, planned, replaced))
     for each in found:
         print(
-            f"{'holds' if each.holds else 'FAILS'}  {each.name}: {each.got:.4f} of that of all weights, "
-            f"at most {each.at_most:.4f}"
+            f"{'holds' if each.holds else 'FAILS'}  {each.name}: {each.got:.4f} {each.unit}, at most {each.at_most:.4f}"
         )
-    record = {"updates": [asdict(each) for each in costs], "planned": [asdict(each) for each in planned]}
+    record = {
+        "updates": [asdict(each) for each in costs],
+        "planned": [asdict(each) for each in planned],
+        "replaced": [asdict(each) for each in replaced],
+    }
     (args.out / "records.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
     sys.exit(0 if all(each.holds for each in found) else 1)
 

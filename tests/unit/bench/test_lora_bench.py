@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.lora import PLANNED_CONFIG, UpdateCost, limits, plan_bytes, tables
+from tools.bench.lora import PLANNED_CONFIG, Replacement, UpdateCost, limits, plan_bytes, tables
 
 
 def cost(rank: int, seconds: float, num_bytes: int, model: str = "smollm2") -> UpdateCost:
@@ -32,9 +32,12 @@ def test_qwen3_8b_sends_a_hundredth_and_holds_an_eighth() -> None:
 
 def test_limits_compare_medians_and_state_with_those_of_all_weights() -> None:
     measured = [cost(0, 4.0, 100), cost(32, 3.2, 10), cost(0, 4.0, 100, "tiny"), cost(32, 8.0, 50, "tiny")]
-    found = {each.name: each for each in limits(measured, [])}
+    # A median of 30 ms for six million elements.
+    replaced = [Replacement(model="smollm2", rank=32, num_elements=6_000_000, seconds=(0.01, 0.03, 0.09))]
+    found = {each.name: each for each in limits(measured, [], replaced)}
     assert {name: (each.got, each.holds) for name, each in found.items()} == {
         "smollm2, rank 32: time of an update": (0.8, False),
         "smollm2, rank 32: gradients and optimizer": (0.1, True),
+        "smollm2, rank 32: replacement in an engine": (pytest.approx(50.0), True),
     }
-    assert len(tables(measured, [])) == 7
+    assert len(tables(measured, [], replaced)) == 10
