@@ -1,0 +1,93 @@
+"""Runs with teachers, as a user starts them: from a file, and with one that writes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.config import load_config
+from megarl.data.chat import load_tokenizer
+from megarl.data.demonstrations import SftDataset
+from megarl.data.sampler import PromptSampler
+from megarl.recipes.tasks.generate import TaskFiles
+from megarl.record.metrics import RunPaths, read_metrics
+from tests.e2e.support import RUN_FILE, SFT_FILE, SMALL, tied_head
+from tests.helpers.checkpoints import load_hf, make_checkpoint
+from tests.helpers.served import KEY, serving
+
+pytestmark = [pytest.mark.long, tied_head]
+RL = (
+    *("trainer.total_steps=2", "trainer.prompts_per_step=4", "rollout.num_samples=2", "validation.every_steps=2"),
+    *("rollout.max_response_tokens=16", "validation.max_prompts=8", "logging.rollout_every_steps=1"),
+)
+
+
+def completed(*arguments: str) -> None:
+    """Run a command of megarl to its end."""
+    result = subprocess.run(
+        [sys.executable, "-m", "megarl.cli", *arguments], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+def metrics_of(root: Path) -> dict[int, dict[str, float]]:
+    merged: dict[int, dict[str, float]] = {}
+    for record in read_metrics(RunPaths(root).metrics):
+        merged.setdefault(record.step, {}).update(record.metrics)
+    return merged
+
+
+def test_a_file_is_learnt_by_the_divergence_from_a_teacher(model: Path, sums: TaskFiles, tmp_path: Path) -> None:
+    teacher = make_checkpoint(tmp_path / "teacher", tied=True, seed=5)
+    overrides = [
+        *SMALL,
+        *("sft.batch_size=8", "sft.total_steps=2", f"run.dir={tmp_path}", "run.name=sft", f"model.path={model}"),
+        *(f"sft.train=[{sums.sft}]", "algo.distill.teacher=model", "algo.distill.mode=exact"),
+        *("algo.distill.divergence=forward", f"teacher.model_path={teacher}"),
+    ]
+    completed("sft", str(SFT_FILE), *overrides)
+    config = load_config(SFT_FILE, overrides)
+    data = SftDataset(
+        config.sft.train,
+        load_tokenizer(model),
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+        settings=config.sft,
+    )
+    rows = data.rows(PromptSampler(len(data), 8, config.run.seed, config.data.shuffle).next_batch())
+    total, policy, other = 0.0, load_hf(model, torch.float64), load_hf(teacher, torch.float64)
+    for row in rows:
+        tokens, kept = torch.from_numpy(row.token_ids.astype(int))[None], torch.from_numpy(row.loss_mask)
+        with torch.no_grad():
+            log_p, log_q = (
+                each(tokens).logits[0, row.num_prompt_tokens - 1 : -1][kept].log_softmax(-1) for each in (policy, other)
+            )
+        total += float((log_q.exp() * (log_q - log_p)).sum())
+    expected = total / sum(row.num_loss_tokens for row in rows)
+    found = metrics_of(tmp_path / "sft")
+    assert found[1]["distill/loss"] == pytest.approx(expected, rel=1e-5)
+    assert found[2]["distill/loss"] < found[1]["distill/loss"]
+
+
+def test_the_policy_learns_from_what_a_servers_teacher_writes(
+    model: Path, sums: TaskFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the samples are the teacher's, and the likeliest tokens of both teach."""
+    teacher = make_checkpoint(tmp_path / "teacher", tied=True, seed=5)
+    monkeypatch.setenv("TEACHER_KEY", KEY)
+    with serving(teacher, tmp_path / "server.log", top_k=6) as url:
+        completed(
+            "train",
+            str(RUN_FILE),
+            *(*SMALL, *RL, "use.algo=gkd", f"run.dir={tmp_path}", "run.name=gkd", f"model.path={model}"),
+            *(f"data.train=[{sums.train}]", f"data.val=[{sums.val}]", f"teacher.model_path={teacher}"),
+            *("algo.demonstrations.source=teacher", "algo.demonstrations.keep_frac=1.0"),
+            *("algo.distill.mode=topk", "algo.distill.top_k=6", f"teacher.servers=[{url}]"),
+            "teacher.api_key_env=TEACHER_KEY",
+        )
+    found = metrics_of(tmp_path / "gkd")
+    # One of two samples of each prompt; a random teacher hardly ever ends, so that its answers are cut.
+    assert found[1]["batch/avg_prefix_ratio"] == pytest.approx(0.5, abs=0.1)
+    assert found[2]["distill/loss"] > 0
