@@ -72,6 +72,9 @@ def run_adapters(context: RankContext, case: AdapterCase) -> AdapterOutcome:
         base = worker.forward(case.rows, mine, request)
     if case.weight_files:
         worker.store_weights(case.weight_files, with_checksums=False)
+    for part in loaded.weights(by_expert=True):
+        # As a weight sync computes them, which leaves the base as it is.
+        assert part.view.isfinite().all()
     accumulate_gradients(loaded, case.rows, mine, case.request, dp_group=worker.layout.dp_group)
     shards = [named for chunk in loaded.chunks for named in named_shards(chunk, of_adapters=True)]
     gradients = rank_slices([(name, p.main_grad) for name, _, p in shards], loaded.adapters, worker.layout)
