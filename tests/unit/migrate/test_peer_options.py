@@ -11,7 +11,7 @@ from megarl.migrate.aliases import ABSENT, ALIASES, find_alias
 from tests.unit.migrate.test_aliases import keys_of
 
 # The names of verl 0.3.0, 0.6.1 and 0.9.1 with its DAPO and asynchronous recipes, of OpenRLHF before and in 0.11.2
-# (with and without dots), and of LUFFY's trainer; one on each line.
+# (with and without dots), of LUFFY's trainer, and those of adapters and distillation elsewhere; one on each line.
 OPTIONS = {path.stem: path.read_text().split() for path in (Path(__file__).parent / "peer_options").glob("*.txt")}
 KEYS = frozenset(keys_of(Config))
 
