@@ -24,8 +24,6 @@ from megarl.run.start import train, train_supervised
 CONFIGS = PACKAGED / "run"
 RUNS = Path("runs")
 NUM_SFT, NUM_TRAIN, NUM_VAL = 32768, 2000, 256
-# The student of a distillation, which has to know at least the form of answers.
-STUDENT, STUDENT_STEPS = TinyModelConfig(hidden_size=96, num_layers=2, ffn_size=288), 100
 # Adapters move the model less than weights do at the same learning rate (docs/adapters.md).
 LORA_LR_FACTOR = 10.0
 
@@ -39,7 +37,7 @@ def quickstart(*, algo: str, task: str | None, seed: int, model: str = "tiny", l
 
     The directory holds the data, the base model, the supervised run `sft` and the run `algo`. A finished supervised run
     is used again, so that algorithms are compared from the same start. A pretrained model is kept in runs/MODEL.
-    Algorithms that distil (`opd`) take that run's model as the teacher of a smaller one.
+    Algorithms that distil (`opd`) have the model of the run `grpo` as teacher, which is trained first if there is none.
 
     lora: the rank of adapters to train in place of the weights; the run is named `algo-loraN`.
     """
@@ -54,12 +52,9 @@ def quickstart(*, algo: str, task: str | None, seed: int, model: str = "tiny", l
     rl = load_config(CONFIGS / f"{task}-rl.yaml", overrides)
     if lora is not None:
         overrides += [f"actor.lora.rank={lora}", f"actor.optimizer.lr={LORA_LR_FACTOR * rl.actor.optimizer.lr:g}"]
-    distils = rl.algo.distill.teacher == "model"
-    if distils and model != "tiny":
-        raise ConfigError(f"--algo: got {algo}, which needs a smaller model as student; set --model tiny")
+    distils, teacher = rl.algo.distill.teacher == "model", root / "grpo" / "export"
     if distils:
-        student = root / "student" / "export"
-        overrides += [f"model.path={student}", f"teacher.model_path={start}"]
+        overrides.append(f"teacher.model_path={teacher}")
     rl = load_config(CONFIGS / f"{task}-rl.yaml", overrides)
     # A mistake in the algorithm must not surface after minutes of supervised training.
     check_train(rl)
@@ -84,13 +79,10 @@ def quickstart(*, algo: str, task: str | None, seed: int, model: str = "tiny", l
             make_tiny_model(root / "base", TinyModelConfig(), seed=seed)
             sources = [f"sft.train=[{root}/data/sft.parquet]", f"model.path={root}/base", "run.name=sft"]
             train_supervised("sft", load_config(CONFIGS / f"{task}-sft.yaml", [*common, *sources]), overwrite=True)
-        if distils and not student.is_dir():
-            print_lines(f"making a smaller model in {root}, which has seen few examples, as the student")
-            make_tiny_model(root / "student-base", STUDENT, seed=seed)
-            sources = [f"sft.train=[{root}/data/sft.parquet]", f"model.path={root}/student-base", "run.name=student"]
-            steps = [f"sft.total_steps={STUDENT_STEPS}", "actor.optimizer.warmup_steps=10"]
-            few = load_config(CONFIGS / f"{task}-sft.yaml", [*common, *sources, *steps])
-            train_supervised("sft", few, overwrite=True)
+    if distils and not teacher.is_dir():
+        print_lines(f"training the teacher in {root / 'grpo'}")
+        settings = [*common, *data, "use.algo=grpo", "run.name=grpo", f"model.path={start}"]
+        train(load_config(CONFIGS / f"{task}-rl.yaml", settings), overwrite=True)
     if (root / name).is_dir():
         print_lines(f"replacing the run in {root / name}")
     train(rl, overwrite=True)
