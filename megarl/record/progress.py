@@ -26,11 +26,12 @@ NUM_FLAT_STEPS = 3
 class ProgressValues:
     """The values that the progress line shows for a step; those that are None are left out.
 
-    reward_range: the highest reward minus the lowest, which is not shown.
+    reward_range: the highest reward minus the lowest, which is not shown. reverse_kl: of the policy from a teacher.
     """
 
     reward: float | None = None
     reward_range: float | None = None
+    reverse_kl: float | None = None
     loss: float | None = None
     accuracy: float | None = None
     response_length: float | None = None
@@ -38,12 +39,16 @@ class ProgressValues:
     tokens_per_s: float | None = None
 
     @classmethod
-    def of(cls, metrics: Mapping[str, float]) -> "ProgressValues":
-        """Return what the metrics of a step with rollouts say."""
-        highest, lowest = metrics.get("critic/rule_score/max"), metrics.get("critic/rule_score/min")
+    def of(cls, metrics: Mapping[str, float], *, is_judged: bool = True) -> "ProgressValues":
+        """Return what the metrics of a step with rollouts say. is_judged: whether anything gives samples rewards."""
+        reward = (
+            {name: metrics.get(f"critic/rule_score/{name}") for name in ("mean", "max", "min")} if is_judged else {}
+        )
+        highest, lowest = reward.get("max"), reward.get("min")
         return cls(
-            reward=metrics.get("critic/rule_score/mean"),
+            reward=reward.get("mean"),
             reward_range=None if highest is None or lowest is None else highest - lowest,
+            reverse_kl=metrics.get("distill/reverse_kl"),
             response_length=metrics.get("response_length/mean"),
             mismatch=metrics.get("mismatch/abs_mean"),
             tokens_per_s=metrics.get("perf/tokens_per_s"),
@@ -60,6 +65,7 @@ def write_line(text: str) -> None:
 # Field → how it reads on the line.
 _FORMATS: dict[str, str] = {
     "reward": "reward {:.3f}",
+    "reverse_kl": "reverse KL {:.4f}",
     "loss": "loss {:.3f}",
     "accuracy": "accuracy {:.3f}",
     "response_length": "len {:.0f}",

@@ -190,7 +190,8 @@ class Trainer:
         log.log(step, metrics | resident_memory(self.cluster.pids))
         self.recorder.problems(step, collected.troubles)
         self.recorder.sample_rollouts(step, collected.rollout, collected.rewards, rows, self.inputs.tokenizer)
-        progress.update(step, ProgressValues.of(metrics))
+        is_judged = self.inputs.config.rewards.manager != "none"
+        progress.update(step, ProgressValues.of(metrics, is_judged=is_judged))
 
     def _validate(self, step: int, log: MetricsLogger, progress: Progress) -> float | None:
         """Validate if there is data for it, and return the score that `checkpoint.keep_best` compares."""

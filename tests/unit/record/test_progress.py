@@ -124,3 +124,7 @@ def test_the_range_of_rewards_is_that_of_the_metrics() -> None:
     metrics = {"critic/rule_score/mean": 0.25, "critic/rule_score/max": 1.0, "critic/rule_score/min": -0.5}
     assert ProgressValues.of(metrics).reward_range == 1.5
     assert ProgressValues.of({}).reward_range is None
+    # Pure distillation has no rewards, of which nobody has to be warned.
+    taught = ProgressValues.of(metrics | {"distill/reverse_kl": 0.0312}, is_judged=False)
+    assert (taught.reward, taught.reward_range) == (None, None)
+    assert format_values(taught) == "reverse KL 0.0312"
