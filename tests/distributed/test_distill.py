@@ -26,6 +26,7 @@ from tests.helpers.distill_ranks import (
     teacher_logprobs,
     update_gradients,
 )
+from tests.helpers.expert_checkpoint import make_moe
 from tests.helpers.family_parity import split_rows
 from tests.helpers.layout_training import LAYOUTS, Pools, trained_role
 from tests.helpers.rows import random_rows
@@ -169,6 +170,25 @@ def test_divergences_over_the_vocabulary_have_the_gradients_of_float64(
         largest = max(gradient.abs().max().item() for gradient in expected.values())
         error = max((found[n] - expected[n]).abs().max().item() for n in expected) / largest
         assert error <= 1e-5, f"{divergence}: max |Δ gradient| is {error:.1e} of the largest"
+
+
+@pytest.mark.long
+def test_a_teacher_with_experts_teaches_a_policy_without(
+    rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    teacher, student, rows = make_moe(tmp_path / "experts", seed=5), checkpoint(tied=False), taught_rows()
+    case = DistillCase(
+        roles=roles_of(student, teacher, LAYOUTS["tp2-sp"]),
+        rows=rows,
+        micro_batches=split_rows(4, 1),
+        requests=[request_of(dense("forward"), rows)],
+    )
+    by_rank = [rank[0] for rank in rank_pool(2).run(update_gradients, case)]
+    found = assembled(by_rank, read_model_spec(student).expected_tensors())
+    expected = dense_gradients(student, teacher, rows, "forward", BETA)
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    error = max((found[n] - expected[n]).abs().max().item() for n in expected) / largest
+    assert error <= 1e-5, f"max |Δ gradient| is {error:.1e} of the largest"
 
 
 @pytest.mark.parametrize("name", ["cp2", pytest.param("tp2-sp", marks=pytest.mark.long)])

@@ -1,4 +1,6 @@
-"""Runs with teachers, as a user starts them: from a file, and with one that writes."""
+"""Runs with teachers, as a user starts them: from a file, with several that take turns on the devices, and with one
+that writes.
+"""
 
 import subprocess
 import sys
@@ -69,6 +71,25 @@ def test_a_file_is_learnt_by_the_divergence_from_a_teacher(model: Path, sums: Ta
     found = metrics_of(tmp_path / "sft")
     assert found[1]["distill/loss"] == pytest.approx(expected, rel=1e-5)
     assert found[2]["distill/loss"] < found[1]["distill/loss"]
+
+
+def test_several_teachers_take_turns_with_the_policy_on_the_devices(
+    model: Path, sums: TaskFiles, tmp_path: Path
+) -> None:
+    """One of them has a layout of its own, and teaches what no other does."""
+    paths = [make_checkpoint(tmp_path / f"teacher{seed}", tied=True, seed=seed) for seed in (5, 6)]
+    completed(
+        "train",
+        str(RUN_FILE),
+        *(*SMALL, *RL, "use.algo=opd", f"run.dir={tmp_path}", "run.name=opd", f"model.path={model}"),
+        *(f"data.train=[{sums.train}]", f"data.val=[{sums.val}]", "placement.offload=true"),
+        f"teachers={{sums: {{model_path: {paths[0]}, sources: [megarl/sums]}}}}",
+        *(f"teacher.model_path={paths[1]}", "teacher.layout={dp: 2}"),
+    )
+    found = metrics_of(tmp_path / "opd")
+    assert found[2]["memory/offloaded_gib/teachers.sums"] > 0
+    assert found[2]["distill/reverse_kl"] > 0
+    assert found[2]["val/distill/reverse_kl"] > 0
 
 
 def test_the_policy_learns_from_what_a_servers_teacher_writes(
