@@ -62,7 +62,7 @@ class Result:
 
     @property
     def without_times(self) -> list[dict[str, float]]:
-        measured = ("timing_", "perf/", "memory/")
+        measured = ("timing_", "perf/", "memory/", "engine/")
         return [{k: v for k, v in step.items() if not k.startswith(measured)} for step in self.steps]
 
 

@@ -12,7 +12,7 @@ from megarl.run.study import load_study, plan_study, run_config, run_study
 from tests.e2e.support import RUN_FILE, SMALL
 from tests.helpers.checkpoints import make_checkpoint
 
-MEASURED = ("timing_", "perf/", "memory/")
+MEASURED = ("timing_", "perf/", "memory/", "engine/")
 SETTINGS = (
     "run.deterministic=true",
     "trainer.total_steps=2",

@@ -102,7 +102,9 @@ class Runs:
         """step → what was logged of it, but for times and memory."""
         merged: dict[int, dict[str, float]] = {}
         for record in read_metrics(self.paths(name).metrics):
-            computed = {k: v for k, v in record.metrics.items() if not k.startswith(("timing_", "perf/", "memory/"))}
+            computed = {
+                k: v for k, v in record.metrics.items() if not k.startswith(("timing_", "perf/", "memory/", "engine/"))
+            }
             merged.setdefault(record.step, {}).update(computed)
         return merged
 

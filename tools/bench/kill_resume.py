@@ -44,7 +44,7 @@ RUN_FILES = {
 }
 MEGARL = (sys.executable, "-W", "ignore", "-m", "megarl.cli")
 # A resumed run may measure these differently.
-MEASURED = ("timing_", "perf/", "memory/")
+MEASURED = ("timing_", "perf/", "memory/", "engine/")
 SETTINGS = (
     "use.model=qwen3-tiny",
     "actor.layout={tp: 2, dp: 1, sequence_parallel: true}",
