@@ -154,14 +154,14 @@ def tried(sample: Sample, parts: Sequence[Sample]) -> Sample:
 
     They stand in their order, each on a branch of its own, with an empty reply between them.
     """
-    episode, num_segments, num_known = episode_of(sample), len(sample.segments), len(sample.token_ids)
+    episode, num_segments, num_known = episode_of(sample), len(sample.segments), sample.num_tokens
     context_end = int(path_before(num_known, sample.forks)[-1])
     first, *others = parts
-    segments, forks, num_tokens = list(first.segments), list(sample.forks), len(first.token_ids)
+    segments, forks, num_tokens = list(first.segments), list(sample.forks), first.num_tokens
     for part in others:
         forks.append(Fork(num_tokens, context_end))
         segments += [environment_segment([]), *part.segments[num_segments:]]
-        num_tokens += len(part.token_ids) - num_known
+        num_tokens += part.num_tokens - num_known
     experts = first.routed_experts
     if experts is not None:
         own = [part.routed_experts[num_known:] for part in others if part.routed_experts is not None]
@@ -265,7 +265,7 @@ def engine_of(sample: Sample, wrote: Mapping[int, int]) -> int | None:
     latest_first = [*wrote.items()][::-1]
     if len(set(wrote.values())) < 2 or not sample.forks:
         return latest_first[0][1] if latest_first else None
-    context = path_before(sum(len(s.token_ids) for s in sample.segments), sample.forks)
+    context = path_before(sample.num_tokens, sample.forks)
     return max(latest_first, key=lambda each: num_common(path_to(each[0], sample.forks), context))[1]
 
 

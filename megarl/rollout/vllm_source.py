@@ -97,20 +97,20 @@ class VllmSource:
                 elif reply.num_tries > 1 and sample.segments[-1].source in GIVEN:
                     limit = turn_limit(sample, plan, self._limits, reply.max_turn_tokens, reply.num_tries)
                     seeds = [try_seed(sample.seed, number) for number in range(reply.num_tries)]
-                    known, engine = len(sample.token_ids), engine_of(sample, wrote)
+                    known, engine = sample.num_tokens, engine_of(sample, wrote)
                     tries = (self._try(group, replace(sample, seed=seed), limit, engine) for seed in seeds)
                     # They stand in this order, whichever is written first; a checkpoint has all of them or none.
                     written = await asyncio.gather(*tries)
                     sample, end = tried(sample, [part for part, _ in written]), known
                     for part, engine in written:
-                        end += len(part.token_ids) - known
+                        end += part.num_tokens - known
                         wrote |= {} if engine is None else {end: engine}
                 else:
                     limit = turn_limit(sample, plan, self._limits, reply.max_turn_tokens)
                     completion = await self._generate(group, sample, limit, engine_of(sample, wrote))
                     sample = extended(sample, completion)
                     if completion.engine is not None:
-                        wrote[sum(len(s.token_ids) for s in sample.segments)] = completion.engine
+                        wrote[sample.num_tokens] = completion.engine
                     if sample.finish_reason is not FinishReason.ABORT:
                         sample = turn_ended(sample)
             except HostLostError:
@@ -183,7 +183,7 @@ def extended(sample: Sample, completion: Completion) -> Sample:
     )
     experts, recorded = with_unrouted(sample.routed_experts, len(completion.token_ids)), completion.routed_experts
     if recorded is not None:
-        num_tokens = len(sample.token_ids) + len(completion.token_ids)
+        num_tokens = sample.num_tokens + len(completion.token_ids)
         if experts is None:
             experts = np.full((num_tokens, *recorded.shape[1:]), -1, dtype=recorded.dtype)
         # No engine has computed the last token, nor those of other branches.

@@ -245,8 +245,7 @@ class Sample:
     @property
     def num_context_tokens(self) -> int:
         """Count the tokens of `context_ids`, without copies of all tokens."""
-        num_tokens = sum(len(s.token_ids) for s in self.segments)
-        return len(path_before(num_tokens, self.forks)) if self.forks else num_tokens
+        return len(path_before(self.num_tokens, self.forks)) if self.forks else self.num_tokens
 
     @property
     def prompt_token_ids(self) -> IdArray:
@@ -255,6 +254,11 @@ class Sample:
     @property
     def response_token_ids(self) -> IdArray:
         return joined([s.token_ids for s in self.segments[1:]], np.int32)
+
+    @property
+    def num_tokens(self) -> int:
+        """Count all tokens, of all branches, without a copy of them."""
+        return sum(len(s.token_ids) for s in self.segments)
 
     @property
     def num_response_tokens(self) -> int:
