@@ -12,6 +12,7 @@ from megarl.data.records import write_parquet
 from megarl.recipes.tasks.generate import TaskFiles
 from megarl.record.metrics import RunPaths, read_metrics
 from tests.e2e.support import SMALL
+from tools.bench.kill_resume import MEASURED
 
 TOTAL_STEPS = 3
 DATA_SOURCE = "tests/even-length"
@@ -62,8 +63,7 @@ class Result:
 
     @property
     def without_times(self) -> list[dict[str, float]]:
-        measured = ("timing_", "perf/", "memory/", "engine/")
-        return [{k: v for k, v in step.items() if not k.startswith(measured)} for step in self.steps]
+        return [{k: v for k, v in step.items() if not k.startswith(MEASURED)} for step in self.steps]
 
 
 def check(result: Result, algorithm: str) -> None:

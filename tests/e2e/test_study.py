@@ -11,8 +11,8 @@ from megarl.record.metrics import RunPaths, read_metrics
 from megarl.run.study import load_study, plan_study, run_config, run_study
 from tests.e2e.support import RUN_FILE, SMALL
 from tests.helpers.checkpoints import make_checkpoint
+from tools.bench.kill_resume import MEASURED
 
-MEASURED = ("timing_", "perf/", "memory/", "engine/")
 SETTINGS = (
     "run.deterministic=true",
     "trainer.total_steps=2",

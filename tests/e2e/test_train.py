@@ -41,6 +41,7 @@ from tests.e2e.support import (
     small_config,
     tied_head,
 )
+from tools.bench.kill_resume import MEASURED
 
 LR = 1e-3
 # Two optimizer steps for each of three batches. The entropy's gradient moves the policy whatever the rewards are.
@@ -102,9 +103,7 @@ class Runs:
         """step → what was logged of it, but for times and memory."""
         merged: dict[int, dict[str, float]] = {}
         for record in read_metrics(self.paths(name).metrics):
-            computed = {
-                k: v for k, v in record.metrics.items() if not k.startswith(("timing_", "perf/", "memory/", "engine/"))
-            }
+            computed = {k: v for k, v in record.metrics.items() if not k.startswith(MEASURED)}
             merged.setdefault(record.step, {}).update(computed)
         return merged
 
