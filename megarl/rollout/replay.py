@@ -107,6 +107,7 @@ def write_record(path: Path, batch: RolloutBatch) -> None:
                         "messages": [message.as_dict() for message in prompt.messages],
                         "demonstration_ids": prompt.demonstration_ids,
                         "demonstration_probs": prompt.demonstration_probs,
+                        "target": prompt.target,
                     }
                 ),
                 "routed_experts": None if experts is None else {"shape": experts.shape, "values": experts.ravel()},

@@ -37,6 +37,7 @@ PROMPT = Prompt(
     extra_info={"index": 7, "note": None, "tags": ["a", "é"]},
     demonstration_ids=(9, 2),
     demonstration_probs=(1 / 3, -1.0),
+    target="5 + 7 = 12",
 )
 # Neither is a short decimal: a detour over text or float64 rounding would show.
 LOGPROBS = np.asarray([np.float32(-1) / np.float32(3), np.nextafter(np.float32(-2), np.float32(0))], dtype=np.float32)
