@@ -17,25 +17,52 @@ from megarl.weights.multipliers import NO_MULTIPLIERS
 from megarl.weights.rules import Activation, Family
 from megarl.weights.tables import register_family, register_multimodal
 
-register_family(
+_MISTRAL = Family(
+    name="mistral",
+    architectures=("MistralForCausalLM",),
+    weights=DECODER + DENSE_MLP,
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    required={"hidden_act": ("silu",)},
+)
+_GEMMA3 = Family(
+    name="gemma3_text",
+    ends_on_every_stage=True,
+    architectures=("Gemma3ForCausalLM",),
+    weights=NORMS_AROUND_DECODER + DENSE_MLP + QK_NORM,
+    norms_after=True,
+    qk_layernorm=True,
+    local_rope=True,
+    activation=Activation.GELU_TANH,
+    norms_add_one=True,
+    scales_embedding=True,
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256,
+    },
+    required={
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "attention_bias": (False,),
+        "use_bidirectional_attention": (False, None),
+        # Transformers and vLLM ignore it.
+        "attn_logit_softcapping": (None,),
+    },
+)
+
+for _family in (
     Family(
         name="llama",
         architectures=("LlamaForCausalLM",),
         weights=DECODER + DENSE_MLP,
         required={"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
         ignored=(ROTARY_FREQUENCIES,),
-    )
-)
-_MISTRAL = register_family(
-    Family(
-        name="mistral",
-        architectures=("MistralForCausalLM",),
-        weights=DECODER + DENSE_MLP,
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-        required={"hidden_act": ("silu",)},
-    )
-)
-register_family(
+    ),
+    _MISTRAL,
     Family(
         name="qwen2",
         architectures=("Qwen2ForCausalLM",),
@@ -48,9 +75,7 @@ register_family(
             "max_window_layers": 28,
         },
         required={"hidden_act": ("silu",)},
-    )
-)
-register_family(
+    ),
     Family(
         name="qwen3",
         architectures=("Qwen3ForCausalLM",),
@@ -64,9 +89,7 @@ register_family(
             "max_window_layers": 28,
         },
         required={"hidden_act": ("silu",), "attention_bias": (False,)},
-    )
-)
-register_family(
+    ),
     Family(
         name="seed_oss",
         architectures=("SeedOssForCausalLM",),
@@ -74,9 +97,7 @@ register_family(
         qkv_bias="attention_bias",
         defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
         required={"hidden_act": ("silu",), "attention_out_bias": (False,), "mlp_bias": (False,)},
-    )
-)
-register_family(
+    ),
     Family(
         name="gemma",
         ends_on_every_stage=True,
@@ -92,27 +113,21 @@ register_family(
             "attention_bias": (False,),
             "use_bidirectional_attention": (None, False),
         },
-    )
-)
-register_family(
+    ),
     Family(
         name="phi3",
         architectures=("Phi3ForCausalLM",),
         weights=FUSED_DECODER + FUSED_MLP,
         defaults={"partial_rotary_factor": 1.0, "sliding_window": None},
         required={"hidden_act": ("silu",), "attention_bias": (None, False)},
-    )
-)
-register_family(
+    ),
     Family(
         name="granite",
         architectures=("GraniteForCausalLM",),
         weights=DECODER + DENSE_MLP,
         defaults=NO_MULTIPLIERS,
         required={"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
-    )
-)
-register_family(
+    ),
     Family(
         name="gemma2",
         ends_on_every_stage=True,
@@ -137,40 +152,8 @@ register_family(
             "attention_bias": (False,),
             "use_bidirectional_attention": (None, False),
         },
-    )
-)
-_GEMMA3 = register_family(
-    Family(
-        name="gemma3_text",
-        ends_on_every_stage=True,
-        architectures=("Gemma3ForCausalLM",),
-        weights=NORMS_AROUND_DECODER + DENSE_MLP + QK_NORM,
-        norms_after=True,
-        qk_layernorm=True,
-        local_rope=True,
-        activation=Activation.GELU_TANH,
-        norms_add_one=True,
-        scales_embedding=True,
-        defaults={
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "tie_word_embeddings": True,
-            "rope_theta": 1000000.0,
-            "rope_local_base_freq": 10000.0,
-            "sliding_window": 4096,
-            "sliding_window_pattern": 6,
-            "query_pre_attn_scalar": 256,
-        },
-        required={
-            "hidden_activation": ("gelu_pytorch_tanh",),
-            "attention_bias": (False,),
-            "use_bidirectional_attention": (False, None),
-            # Transformers and vLLM ignore it.
-            "attn_logit_softcapping": (None,),
-        },
-    )
-)
-register_family(
+    ),
+    _GEMMA3,
     Family(
         name="olmo2",
         architectures=("Olmo2ForCausalLM",),
@@ -180,9 +163,7 @@ register_family(
         wide_qk_norm=True,
         defaults={"qk_norm_type": "per_layer"},
         required={"hidden_act": ("silu",), "attention_bias": (False,)},
-    )
-)
-register_family(
+    ),
     Family(
         name="olmo3",
         architectures=("Olmo3ForCausalLM",),
@@ -198,8 +179,9 @@ register_family(
             "sliding_window_pattern": 4,
         },
         required={"hidden_act": ("silu",), "attention_bias": (False,)},
-    )
-)
+    ),
+):
+    register_family(_family)
 register_multimodal(
     _GEMMA3,
     name="gemma3",

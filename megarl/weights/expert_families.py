@@ -18,12 +18,39 @@ from megarl.weights.blocks import (
 from megarl.weights.multipliers import NO_MULTIPLIERS
 from megarl.weights.rules import Activation, Family
 from megarl.weights.stacked_blocks import BIASED_EXPERTS, OUTPUT_BIAS, SINKS, fused_experts
-from megarl.weights.tables import FAMILIES, register_family
+from megarl.weights.tables import register_family
 
 # transformers uses this epsilon for the norms of latents, whatever rms_norm_eps config.json has for the other norms.
 _LATENT_NORM_EPS = 1e-6
 
-register_family(
+_DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    architectures=("DeepseekV3ForCausalLM",),
+    weights=LATENT_DECODER + ROUTER_BIAS,
+    qk_layernorm=True,
+    defaults={
+        "num_key_value_heads": 128,
+        "first_k_dense_replace": 3,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+    },
+    required={
+        # Kimi-K2 is published as kimi_k2.
+        "model_type": ("deepseek_v3",),
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "norm_topk_prob": (True,),
+        "rope_interleave": (True,),
+        "rms_norm_eps": (_LATENT_NORM_EPS,),
+    },
+    expert_ffn_key="moe_intermediate_size",
+    normalizes_experts=True,
+    group_rating=2,
+    biased_routers=True,
+)
+
+for _family in (
     Family(
         name="granitemoe",
         ends_on_every_stage=True,
@@ -36,9 +63,7 @@ register_family(
         required={"hidden_act": ("silu",), "attention_bias": (False,)},
         expert_ffn_key="intermediate_size",
         normalizes_experts=True,
-    )
-)
-register_family(
+    ),
     Family(
         name="qwen3_moe",
         ends_on_every_stage=True,
@@ -55,9 +80,7 @@ register_family(
         # Transformers and published files disagree about which layers would have windows.
         required={"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)},
         expert_ffn_key="moe_intermediate_size",
-    )
-)
-register_family(
+    ),
     Family(
         name="qwen2_moe",
         ends_on_every_stage=True,
@@ -81,9 +104,7 @@ register_family(
         # As in Qwen3-MoE.
         required={"hidden_act": ("silu",), "use_sliding_window": (False,)},
         expert_ffn_key="moe_intermediate_size",
-    )
-)
-register_family(
+    ),
     Family(
         name="mixtral",
         ends_on_every_stage=True,
@@ -93,9 +114,7 @@ register_family(
         required={"hidden_act": ("silu",), "router_jitter_noise": (0.0,)},
         expert_ffn_key="intermediate_size",
         normalizes_experts=True,
-    )
-)
-register_family(
+    ),
     Family(
         name="minimax_m2",
         architectures=("MiniMaxM2ForCausalLM",),
@@ -126,9 +145,7 @@ register_family(
         normalizes_experts=True,
         group_rating=1,
         biased_routers=True,
-    )
-)
-register_family(
+    ),
     Family(
         name="deepseek_v2",
         architectures=("DeepseekV2ForCausalLM",),
@@ -147,39 +164,10 @@ register_family(
         expert_ffn_key="moe_intermediate_size",
         normalizes_experts=False,
         group_rating=1,
-    )
-)
-register_family(
-    Family(
-        name="deepseek_v3",
-        architectures=("DeepseekV3ForCausalLM",),
-        weights=LATENT_DECODER + ROUTER_BIAS,
-        qk_layernorm=True,
-        defaults={
-            "num_key_value_heads": 128,
-            "first_k_dense_replace": 3,
-            "n_shared_experts": 1,
-            "n_group": 8,
-            "topk_group": 4,
-        },
-        required={
-            # Kimi-K2 is published as kimi_k2.
-            "model_type": ("deepseek_v3",),
-            "hidden_act": ("silu",),
-            "attention_bias": (False,),
-            "norm_topk_prob": (True,),
-            "rope_interleave": (True,),
-            "rms_norm_eps": (_LATENT_NORM_EPS,),
-        },
-        expert_ffn_key="moe_intermediate_size",
-        normalizes_experts=True,
-        group_rating=2,
-        biased_routers=True,
-    )
-)
-register_family(
+    ),
+    _DEEPSEEK_V3,
     replace(
-        FAMILIES.get("deepseek_v3"),
+        _DEEPSEEK_V3,
         name="glm4_moe_lite",
         architectures=("Glm4MoeLiteForCausalLM",),
         defaults={
@@ -196,9 +184,7 @@ register_family(
             "norm_topk_prob": (True,),
             "rope_interleave": (True,),
         },
-    )
-)
-register_family(
+    ),
     Family(
         name="glm4_moe",
         architectures=("Glm4MoeForCausalLM",),
@@ -227,10 +213,7 @@ register_family(
         normalizes_experts=True,
         group_rating=2,
         biased_routers=True,
-    )
-)
-
-register_family(
+    ),
     Family(
         name="gpt_oss",
         ends_on_every_stage=True,
@@ -257,5 +240,6 @@ register_family(
         },
         expert_ffn_key="intermediate_size",
         normalizes_experts=True,
-    )
-)
+    ),
+):
+    register_family(_family)
