@@ -5,7 +5,6 @@ import itertools
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self, cast
 
 import ray
@@ -242,9 +241,7 @@ class Cluster:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(failed=error is not None and not isinstance(error, RunStopped))
 
     def close(self, *, failed: bool = False) -> None:

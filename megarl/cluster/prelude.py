@@ -1,7 +1,6 @@
 """Begin what a run's processes need long before its cluster can start: a janitor, and imports of libraries."""
 
 import os
-from types import TracebackType
 from typing import Self
 
 from megarl.config.schema import Config
@@ -42,9 +41,7 @@ class Prelude:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

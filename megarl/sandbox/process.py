@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import TracebackType
 
 import megarl
 from megarl.errors import ConfigError, WorkerError
@@ -148,9 +147,7 @@ class Program(AbstractContextManager["Program"]):
         while self._connection.recv(1 << 16):
             pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -182,9 +179,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         with self._lock:
             self._stop()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _ask(self) -> socket.socket:
