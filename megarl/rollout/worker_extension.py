@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,36 +58,35 @@ class WeightReceiver:
         vLLM's loaders expect full tensors and take this worker's slices. With checksums, all other elements are NaN, so
         that a slice that the plan forgot would spoil every answer.
         """
-        fill = math.nan if with_checksums else None
-        return self._load(
-            self._from_bridge(transfer, fill),
-            self.bridge.checksum if with_checksums else None,
-            lambda name, tensor: (
-                self.bridge.restore(name, tensor, scales[name], fill=fill) if name in scales else tensor
-            ),
-        )
+        checksums = dict[str, int]() if with_checksums else None
+        problem = self._load(self._from_bridge(transfer, checksums, scales))
+        return checksums or {}, problem
 
     def load_adapters(
         self, transfer: int, with_checksums: bool, peft: Mapping[str, object]
     ) -> tuple[dict[str, int], str]:
         """Receive the slices of adapters that this worker needs, and put them in the place of those before.
 
-        peft: their adapter_config.json. The result is that of `_load`.
+        peft: their adapter_config.json. The result is that of `load_bridge`.
         """
-        checksums, tensors = dict[str, int](), dict[str, torch.Tensor]()
+        checksums = dict[str, int]() if with_checksums else None
         try:
-            for name, tensor in self._from_bridge(transfer, math.nan if with_checksums else None):
-                if with_checksums:
-                    checksums[name] = self.bridge.checksum(name, tensor)
-                tensors[f"{PREFIX}{name}"] = tensor
+            tensors = {f"{PREFIX}{name}": tensor for name, tensor in self._from_bridge(transfer, checksums, {})}
         except WeightSyncError as error:
-            return checksums, str(error)
+            return {}, str(error)
         worker: Any = self
-        return checksums, replace_adapters(worker.model_runner.lora_manager, tensors, peft, worker.device)
+        return checksums or {}, replace_adapters(worker.model_runner.lora_manager, tensors, peft, worker.device)
 
-    def _from_bridge(self, transfer: int, fill: float | None) -> Iterator[tuple[str, torch.Tensor]]:
+    def _from_bridge(
+        self, transfer: int, checksums: dict[str, int] | None, scales: Mapping[str, float]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield tensors as they arrive, without the cast of `sync.dtype`; `checksums` gets those of what was sent."""
+        fill = None if checksums is None else math.nan
         try:
-            yield from self.bridge.receive(transfer, fill=fill)
+            for name, tensor in self.bridge.receive(transfer, fill=fill):
+                if checksums is not None:
+                    checksums[name] = self.bridge.checksum(name, tensor)
+                yield name, self.bridge.restore(name, tensor, scales.get(name), fill=fill)
         except RuntimeError as error:
             # Otherwise the other processes would go on waiting for this worker.
             self.bridge_wire.close()
@@ -112,35 +111,20 @@ class WeightReceiver:
         return self.bridge.wire_bytes
 
     @torch.no_grad()
-    def _load(
-        self,
-        source: Iterator[tuple[str, torch.Tensor]],
-        checksum_of: Callable[[str, torch.Tensor], int] | None,
-        restore: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor,
-    ) -> tuple[dict[str, int], str]:
+    def _load(self, source: Iterator[tuple[str, torch.Tensor]]) -> str:
         """Load Hugging Face tensors into the live model, checking that every parameter was filled.
 
-        restore: undoes a cast (see `sync.dtype`), after the checksum of the tensor as it was sent has been computed.
-
-        Returns checksums and an error message ("" if all went well). An exception in one of several workers would reach
-        the engine without its type, and leave the answers of the others unread.
+        Returns an error message ("" if all went well). An exception in one of several workers would reach the engine
+        without its type, and leave the answers of the others unread.
         """
         model = self.model_runner.model  # type: ignore[attr-defined]
         config = self.vllm_config  # type: ignore[attr-defined]
-        checksums: dict[str, int] = {}
         problem, unfilled = "", list[str]()
-
-        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in source:
-                if checksum_of is not None:
-                    checksums[name] = checksum_of(name, tensor)
-                yield name, restore(name, tensor)
-
         with set_current_vllm_config(config):
             name_loaders(model)
             initialize_layerwise_reload(model)
             try:
-                loaded = model.load_weights(tensors())
+                loaded = model.load_weights(source)
                 unfilled = unfilled_layers(model, loaded)
             except (KeyError, ValueError) as error:
                 problem = f"the engine does not know a tensor that the trainer sent: {error}"
@@ -154,8 +138,8 @@ class WeightReceiver:
                 finalize_layerwise_reload(model, self.model_runner.model_config)  # type: ignore[attr-defined]
                 repack_cpu_weights(model)
         if problem or not unfilled:
-            return checksums, problem
-        return checksums, (
+            return problem
+        return (
             f"{len(unfilled)} layers of the engine were not filled by the weights sent: {unfilled[:3]}; "
             f"tensors are missing or named differently"
         )

@@ -63,7 +63,7 @@ def view(_: RankContext, spec: EngineSpec, sequences: Sequence[Sequence[int]]) -
 
 def _load_files(worker: Any, files: Sequence[str]) -> tuple[dict[str, int], str]:
     """In a worker: take the weights of safetensors files through vLLM's reload, as those of a sync."""
-    return worker._load(iter(map_model([Path(file) for file in files]).items()), None)  # type: ignore[no-any-return]
+    return {}, worker._load(iter(map_model([Path(file) for file in files]).items()))
 
 
 def load_files(engine: VllmEngine, files: Sequence[str], *, version: int) -> None:
