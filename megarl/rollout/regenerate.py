@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from megarl.errors import DataError
 from megarl.host import loop
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.replay import ReplaySource, read_record, record_path
-from megarl.rollout.source import Doing, Group, SamplingPlan, generating
+from megarl.rollout.source import Doing, Group, RolloutSource, SamplingPlan, generating
 from megarl.rollout.vllm_source import Engines
 from megarl.seeds import try_seed
 from megarl.types import Sample, Segment, SegmentSource
@@ -102,7 +102,7 @@ def spans_of(path: Path, sample: Sample) -> Iterator[_Span]:
 
 
 @dataclass(slots=True, kw_only=True)
-class RegenerateSource:
+class RegenerateSource(RolloutSource):
     """A rollout source that answers with recorded samples, as `ReplaySource` does, and samples each of them again.
 
     A sample that unfinished at an update went on with the new weights has spans of several versions. The spans of a
@@ -147,6 +147,3 @@ class RegenerateSource:
 
     def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing = generating) -> None:
         self.engines.wait(work, timeout_s=timeout_s, doing=doing)
-
-    def parts(self, groups: Iterable[Group]) -> list[Sample]:
-        return []

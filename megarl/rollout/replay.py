@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from megarl.errors import DataError
 from megarl.host import loop
 from megarl.host.reading import reading
 from megarl.host.writing import replacing
-from megarl.rollout.source import Doing, Group, generating
+from megarl.rollout.source import Doing, Group, RolloutSource, generating
 from megarl.texts.unicode import plain
 from megarl.types import (
     ChatPart,
@@ -187,7 +187,7 @@ def _read_episode(text: str) -> Episode:
     return Episode(**fields, chat=chat, tries=tries)
 
 
-class ReplaySource:
+class ReplaySource(RolloutSource):
     """A rollout source that answers at once with recorded samples of a group's prompt and step.
 
     The record may have samples of more prompts, which later groups of the same step ask for.
@@ -220,6 +220,3 @@ class ReplaySource:
 
     def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing = generating) -> None:
         loop.wait(work)
-
-    def parts(self, groups: Iterable[Group]) -> list[Sample]:
-        return []

@@ -118,6 +118,7 @@ class RolloutSource(Protocol):
 
     def parts(self, groups: Iterable[Group]) -> list[Sample]:
         """Return the samples under way that have tokens; their finish reason is `ABORT`. They go on."""
+        return []
 
 
 def begin(source: RolloutSource, groups: Iterable[Group]) -> None:
