@@ -132,7 +132,7 @@ def open_parts(stack: contextlib.ExitStack, inputs: SessionInputs, *, with_engin
         workers=workers,
         memory=memory,
         passes=passes,
-        supervisor=open_supervisor(config, cluster, memory) if with_engines else None,
+        supervisor=open_supervisor(config, cluster, memory, cluster.weight_sync) if with_engines else None,
         queue=None if inputs.prompts is None else PromptQueue(open_sampler(config, inputs.prompts)),
     )
     if (supervisor := parts.supervisor) is not None:

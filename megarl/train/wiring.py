@@ -1,13 +1,13 @@
 """Build the parts of a `Trainer` from a configuration."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 from megarl.algos.value_loss import ValueLoss
 from megarl.cluster import residency
 from megarl.cluster.cluster import Cluster
-from megarl.cluster.supervisor import EngineSupervisor
+from megarl.cluster.supervisor import EngineSupervisor, WeightSync
 from megarl.config.batches import batch_counts, num_actor_steps
 from megarl.config.check_distill import teacher_of, teachers_of
 from megarl.config.judges import JudgeConfig
@@ -49,7 +49,7 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
     offload, schedule = config.placement.offload, config.rollout.schedule
     pauses = config.placement.mode == "colocated" and config.rollout.source == "vllm" and schedule.staleness > 0
     memory = residency.MemoryLedger(workers, cluster.engines, enabled=offload, pauses=pauses)
-    supervisor = open_supervisor(config, cluster, memory)
+    supervisor = open_supervisor(config, cluster, memory, cluster.weight_sync)
     names = inputs.train.environments | (frozenset() if inputs.val is None else inputs.val.environments)
     live = VllmSource(supervisor, cluster.open_hosts(names, config), config.environment)
     scheduler, source = _open_source(config, supervisor, live)
@@ -101,13 +101,15 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
     )
 
 
-def open_supervisor(config: Config, cluster: Cluster, memory: residency.MemoryLedger) -> EngineSupervisor:
-    """Return the supervisor of a cluster's engines, which sends them the actor's weights."""
+def open_supervisor(
+    config: Config, cluster: Cluster, memory: residency.MemoryLedger, open_sync: Callable[[], WeightSync]
+) -> EngineSupervisor:
+    """Return the supervisor of a cluster's engines. open_sync: returns what brings them their weights."""
     return EngineSupervisor(
         cluster.engines,
         cluster.restart_engine,
         memory,
-        cluster.weight_sync,
+        open_sync,
         max_restarts=config.rollout.max_engine_restarts,
         deterministic=config.run.deterministic,
         verify=config.sync.verify,

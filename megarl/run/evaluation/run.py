@@ -7,14 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.cluster import residency
 from megarl.cluster.roles import actor_role
 from megarl.cluster.supervisor import EngineSupervisor, WeightSync
-from megarl.cluster.sync_plan import sent_spec
 from megarl.config.schema import Config
 from megarl.convert.engine import ConvertSettings, partial_dir
 from megarl.convert.merge import merge
@@ -34,10 +32,9 @@ from megarl.rollout.vllm_source import VllmSource
 from megarl.run.evaluation.inputs import EvalInputs, EvalRequest, open_eval_inputs
 from megarl.run.evaluation.output import results_lines, write_results
 from megarl.run.start import started_cluster
+from megarl.train.wiring import open_supervisor
 from megarl.types import Prompt, Reward, RolloutBatch
 from megarl.types.messages import LoadRequest
-from megarl.weights.families import read_model_spec
-from megarl.weights.safetensors_map import weight_specs
 
 if TYPE_CHECKING:
     from megarl.cluster.cluster import Cluster
@@ -122,18 +119,8 @@ def _serving_engines(inputs: EvalInputs, cluster: "Cluster") -> EngineSupervisor
         cluster.workers.load(LoadRequest.of(config.run, [role]))
         ledger.add(residency.built_parts([role]))
         cluster.workers.load_checkpoint(checkpoint.path, weights_only=True)
-        sent = sent_spec(config, read_model_spec(config.model.path))
-        specs = weight_specs(sent, config.model.dtype, by_expert=True)
-        open_sync, version = partial(cluster.weight_sync, specs), checkpoint.state.step
-    supervisor = EngineSupervisor(
-        cluster.engines,
-        cluster.restart_engine,
-        ledger,
-        open_sync,
-        max_restarts=config.rollout.max_engine_restarts,
-        deterministic=config.run.deterministic,
-        verify=config.sync.verify,
-    )
+        open_sync, version = cluster.weight_sync, checkpoint.state.step
+    supervisor = open_supervisor(config, cluster, ledger, open_sync)
     supervisor.push(version)
     # Its buffers are needed again only if an engine dies.
     supervisor.close()
