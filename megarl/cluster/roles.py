@@ -26,35 +26,21 @@ def roles_of(config: Config, algorithm: "Algorithm") -> tuple[RoleSpec, ...]:
     model.
     """
     required, roles = algorithm.requires(), [actor_role(config)]
-    settings = role_settings(config)
     if TokenQuantity.REF_LOGPROBS in required:
         roles.append(reference_role(config))
     roles += teacher_roles(config)
     if TokenQuantity.VALUES in required:
-        model, own = _model(config, config.critic.model_path), settings[Role.CRITIC]
-        roles.append(
-            RoleSpec(
-                role=Role.CRITIC,
-                model=model,
-                settings=own,
-                head=Head.SCALAR,
-                trainable=not config.critic.freeze,
-                base_of=None if own.lora is None else _base_of(config, model, own.layout),
-            )
-        )
+        roles.append(_scalar_role(config, Role.CRITIC, config.critic.model_path, trainable=not config.critic.freeze))
     if config.rewards.uses("model"):
-        model, own = _model(config, config.reward_model.model_path), settings[Role.REWARD]
-        roles.append(
-            RoleSpec(
-                role=Role.REWARD,
-                model=model,
-                settings=own,
-                head=Head.SCALAR,
-                trainable=False,
-                base_of=None if own.lora is None else _base_of(config, model, own.layout),
-            )
-        )
+        roles.append(_scalar_role(config, Role.REWARD, config.reward_model.model_path, trainable=False))
     return tuple(roles)
+
+
+def _scalar_role(config: Config, role: Role, model_path: str | None, *, trainable: bool) -> RoleSpec:
+    """Return a critic or reward model, whose adapters, if it has any, may be on the actor's weights."""
+    model, settings = _model(config, model_path), role_settings(config)[role]
+    base_of = None if settings.lora is None else _base_of(config, model, settings.layout)
+    return RoleSpec(role=role, model=model, settings=settings, head=Head.SCALAR, trainable=trainable, base_of=base_of)
 
 
 def teacher_roles(config: Config) -> list[RoleSpec]:
