@@ -72,41 +72,32 @@ def training_rows(
     replayed: the model whose expert routing is replayed, or None; DataError for rows that recorded no experts of this
     model.
     """
-    samples, rewards = collected.rollout.samples, collected.rewards
-    rows = [row_from_sample(sample) for sample in samples]
-    kept = list(range(len(rows)))
-    if stale_at is not None:
-        spans = [[span for segment in sample.segments[1:] for span in segment.versions] for sample in samples]
-        for i, own in enumerate(spans):
+    samples, rewards, prompts = collected.rollout.samples, collected.rewards, collected.rollout.prompts
+    # All rows of a batch have the same quantities.
+    has_episodes, has_forks = any(each.episode is not None for each in samples), any(each.forks for each in samples)
+    rows = []
+    for sample in samples:
+        row = row_from_sample(sample)
+        if stale_at is not None:
+            spans = [span for segment in sample.segments[1:] for span in segment.versions]
             # Tokens of a demonstration or an environment, of version -1, are not stale.
-            lags = np.array([0 if span.version < 0 else stale_at - 1 - span.version for span in own], np.float32)
-            counts = np.array([span.num_tokens for span in own], np.int64)
-            rows[i] = rows[i].with_quantities(**{LAG: np.repeat(lags, counts)})
-    if any(sample.episode is not None for sample in samples):
-        rows = [
-            row.with_quantities(**{TURN_REWARDS: sample.turn_rewards})
-            for row, sample in zip(rows, samples, strict=True)
-        ]
-    if any(sample.forks for sample in samples):
-        rows = [row.with_quantities(**turn_quantities(sample)) for row, sample in zip(rows, samples, strict=True)]
-    if cfg.demonstrations.strategy != "none":
-        prompts = collected.rollout.prompts
-        rows = [
-            row.with_quantities(**demonstration_quantities(sample, prompts[sample.uid]))
-            for row, sample in zip(rows, samples, strict=True)
-        ]
-        bound = cfg.demonstrations.max_group_accuracy
-        if bound is not None and rows:
-            unneeded = unneeded_demonstrations(scored_batch(rows, rewards), bound).tolist()
-            kept = [i for i, out in enumerate(unneeded) if not out]
-    if cfg.cpo.difficulty == "data":
-        prompts, key = collected.rollout.prompts, cfg.cpo.difficulty_field
-        rows = [
-            row.with_quantities(
-                **{DIFFICULTY: np.full(row.num_response_tokens, stated_difficulty(prompts[row.uid], key))}
-            )
-            for row in rows
-        ]
+            lags = np.array([0 if span.version < 0 else stale_at - 1 - span.version for span in spans], np.float32)
+            counts = np.array([span.num_tokens for span in spans], np.int64)
+            row = row.with_quantities(**{LAG: np.repeat(lags, counts)})
+        if has_episodes:
+            row = row.with_quantities(**{TURN_REWARDS: sample.turn_rewards})
+        if has_forks:
+            row = row.with_quantities(**turn_quantities(sample))
+        if cfg.demonstrations.strategy != "none":
+            row = row.with_quantities(**demonstration_quantities(sample, prompts[sample.uid]))
+        if cfg.cpo.difficulty == "data":
+            difficulty = stated_difficulty(prompts[sample.uid], cfg.cpo.difficulty_field)
+            row = row.with_quantities(**{DIFFICULTY: np.full(row.num_response_tokens, difficulty)})
+        rows.append(row)
+    kept, bound = list(range(len(rows))), cfg.demonstrations.max_group_accuracy
+    if cfg.demonstrations.strategy != "none" and bound is not None and rows:
+        unneeded = unneeded_demonstrations(scored_batch(rows, rewards), bound).tolist()
+        kept = [i for i, out in enumerate(unneeded) if not out]
     if replayed is not None:
         # No engine has read a sample that is a whole demonstration; its tokens are routed by the trainer's routers.
         read = [i for i in kept if any(s.source is SegmentSource.POLICY for s in samples[i].segments)]
