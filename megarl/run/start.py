@@ -1,12 +1,11 @@
 """Start a whole run from a configuration: check everything, start the cluster, train, report."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megarl.cluster.object_store import object_store
-from megarl.config.derived import Derived, left_open
+from megarl.config.derived import left_open
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, RunError, WorkerError
 from megarl.host.directory_lock import DirectoryLock
@@ -25,11 +24,6 @@ from megarl.train.checkpoint import Checkpoint, Command, Resume, forget_after
 from megarl.train.export import exported
 from megarl.train.inputs import open_train_inputs
 from megarl.train.tasks import SUPERVISED
-from megarl.types.messages import RoleSpec
-
-if TYPE_CHECKING:
-    from megarl.cluster.cluster import Cluster
-    from megarl.cluster.prelude import Prelude
 
 
 def train(config: Config, *, overwrite: bool = False, resume: Resume | None = None) -> RunRecorder:
@@ -47,15 +41,15 @@ def train(config: Config, *, overwrite: bool = False, resume: Resume | None = No
         with _recorded(config, lock, checkpoint, overwrite=overwrite or resume is not None) as recorder:
             for warning in inputs.warnings:
                 print_lines(f"warning: {warning}")
-            with (
-                _heartbeat(recorder, lock, "train"),
-                started_cluster(
-                    config, recorder.paths.logs, inputs.roles, prelude=prelude, with_judges=True, derived=derived
-                ) as cluster,
-            ):
-                from megarl.train.wiring import build_trainer
+            with _heartbeat(recorder, lock, "train"), starting(logs := recorder.paths.logs):
+                from megarl.cluster.cluster import Cluster
 
-                build_trainer(inputs, cluster, recorder).fit(checkpoint)
+                with Cluster(
+                    config, roles=inputs.roles, with_judges=True, log_dir=logs, derived=derived, prelude=prelude
+                ) as cluster:
+                    from megarl.train.wiring import build_trainer
+
+                    build_trainer(inputs, cluster, recorder).fit(checkpoint)
             return _reported(recorder)
 
 
@@ -76,20 +70,16 @@ def train_supervised(
         with _recorded(config, lock, checkpoint, overwrite=overwrite or resume is not None) as recorder:
             for line in (*inputs.notes, *(f"warning: {warning}" for warning in inputs.warnings)):
                 print_lines(line)
-            with (
-                _heartbeat(recorder, lock, command),
-                started_cluster(
-                    config,
-                    recorder.paths.logs,
-                    [task.role, *task.frozen],
-                    prelude=prelude,
-                    with_engine=False,
-                    derived=derived,
-                ) as cluster,
-            ):
-                from megarl.train.supervised import SupervisedTrainer
+            with _heartbeat(recorder, lock, command), starting(logs := recorder.paths.logs):
+                from megarl.cluster.cluster import Cluster
 
-                SupervisedTrainer(task, config, cluster, recorder).fit(checkpoint)
+                roles = [task.role, *task.frozen]
+                with Cluster(
+                    config, roles=roles, with_engine=False, log_dir=logs, derived=derived, prelude=prelude
+                ) as cluster:
+                    from megarl.train.supervised import SupervisedTrainer
+
+                    SupervisedTrainer(task, config, cluster, recorder).fit(checkpoint)
             return _reported(recorder)
 
 
@@ -123,39 +113,16 @@ def _recorded(
 
 
 @contextlib.contextmanager
-def started_cluster(
-    config: Config,
-    log_dir: Path,
-    roles: Sequence[RoleSpec],
-    *,
-    prelude: "Prelude | None" = None,
-    with_engine: bool = True,
-    with_trainer: bool = True,
-    with_judges: bool = False,
-    derived: Sequence[Derived] = (),
-) -> Iterator["Cluster"]:
-    """Start a cluster for one command, and close it at the end of this context; `derived` fills in settings.
+def starting(log_dir: Path) -> Iterator[None]:
+    """Say where temporary files will be; within this context, a command starts a cluster and uses it.
 
     Inside the context, bad input raises RunError because the run has started; messages say where the logs are.
     """
-    from megarl.cluster.cluster import Cluster
-
-    # Before anything starts.
     root = temp_root()
     for passed_over in choose_temp_root().problems:
         print_lines(f"warning: temporary files will be in {root}, not in {passed_over}")
     try:
-        with Cluster(
-            config,
-            roles=roles,
-            with_engine=with_engine,
-            with_trainer=with_trainer,
-            with_judges=with_judges,
-            log_dir=log_dir,
-            derived=derived,
-            prelude=prelude,
-        ) as cluster:
-            yield cluster
+        yield
     except (ConfigError, DataError) as error:
         raise RunError(str(error)) from error
     except WorkerError as error:

@@ -31,7 +31,7 @@ from megarl.rollout.source import Group, SamplingPlan, begin, collect
 from megarl.rollout.vllm_source import VllmSource
 from megarl.run.evaluation.inputs import EvalInputs, EvalRequest, open_eval_inputs
 from megarl.run.evaluation.output import results_lines, write_results
-from megarl.run.start import started_cluster
+from megarl.run.start import starting
 from megarl.train.wiring import open_supervisor
 from megarl.types import Prompt, Reward, RolloutBatch
 from megarl.types.messages import LoadRequest
@@ -66,11 +66,14 @@ def evaluate(request: EvalRequest) -> None:
                 inputs = replace(inputs, config=config)
             logs, with_trainer, roles = inputs.out / "logs", inputs.checkpoint is not None, [actor_role(config)]
             derived = derive_run(config, roles if with_trainer else [], (), command="eval")
-            with (
-                started_cluster(config, logs, roles, with_trainer=with_trainer, derived=derived) as cluster,
-                closing(_serving_engines(inputs, cluster)) as supervisor,
-            ):
-                answers = list(_answers(inputs, cluster, supervisor))
+            with starting(logs):
+                from megarl.cluster.cluster import Cluster
+
+                with (
+                    Cluster(config, roles=roles, with_trainer=with_trainer, log_dir=logs, derived=derived) as cluster,
+                    closing(_serving_engines(inputs, cluster)) as supervisor,
+                ):
+                    answers = list(_answers(inputs, cluster, supervisor))
             results = results_by_source(answers, inputs.ks)
             print_lines(*results_lines(results))
             lock.require()
