@@ -141,21 +141,18 @@ def is_async(function: RewardFunction) -> bool:
 def _verdicts(
     signature: Signature, result: Any, num_rows: int, printed: str, *, where: tuple[Path, RewardFunction]
 ) -> list[Verdict]:
-    path, function = where
-    if not isinstance(result, BaseException):
-        try:
-            rewards = signature.results(result, num_rows)
-        except BadResultError as error:
-            failed = Verdict(
-                reward=None, outcome="failed", reason=f"{path}:{first_line(function)}: {error}", output=printed
-            )
-            return [failed] * num_rows
-        return [_verdict(reward) for reward in rewards]
+    (path, function), outcome = where, "failed"
     if isinstance(result, _LateError):
-        return [Verdict(reward=None, outcome="timed_out", reason=str(result), output=printed)] * num_rows
-    reason = f"{path}:{line_of(result, path)}: {type(result).__name__}: {result}"
-    text = (printed + "".join(traceback.format_exception(result)))[-MAX_OUTPUT_CHARS:]
-    return [Verdict(reward=None, outcome="failed", reason=reason[:MAX_REASON_CHARS], output=text)] * num_rows
+        outcome, reason = "timed_out", str(result)
+    elif isinstance(result, BaseException):
+        reason = f"{path}:{line_of(result, path)}: {type(result).__name__}: {result}"[:MAX_REASON_CHARS]
+        printed = (printed + "".join(traceback.format_exception(result)))[-MAX_OUTPUT_CHARS:]
+    else:
+        try:
+            return [_verdict(reward) for reward in signature.results(result, num_rows)]
+        except BadResultError as error:
+            reason = f"{path}:{first_line(function)}: {error}"
+    return [Verdict(reward=None, outcome=outcome, reason=reason, output=printed)] * num_rows
 
 
 def _verdict(reward: Reward | None) -> Verdict:

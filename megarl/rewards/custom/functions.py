@@ -4,7 +4,7 @@ import inspect
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -238,13 +238,4 @@ def _verdicts(result: JobResult, num_rows: int) -> list[Verdict]:
     """Return the verdicts of a call; if it was killed or its process ended, there are none on any of its rows."""
     if result.reward is None:
         return [Verdict(reward=None, outcome=result.outcome, seconds=result.seconds, reason=result.reason)] * num_rows
-    return [
-        Verdict(
-            reward=each.reward,
-            outcome=each.outcome,
-            seconds=result.seconds / num_rows,
-            reason=each.reason,
-            output=each.output,
-        )
-        for each in decode_verdicts(result.reward)
-    ]
+    return [replace(each, seconds=result.seconds / num_rows) for each in decode_verdicts(result.reward)]
