@@ -1,7 +1,7 @@
 """The variables, functions and options of a shell, and the limits on what a script may use up."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ class State:
 
     def copy(self) -> "State":
         """Return a state of its own for a subshell."""
-        return State(
+        return replace(
+            self,
             frames=[dict(frame) for frame in self.frames],
             arguments=[list(each) for each in self.arguments],
             functions=dict(self.functions),
@@ -96,10 +97,6 @@ class State:
             typed=set(self.typed),
             read_only=set(self.read_only),
             options=set(self.options),
-            status=self.status,
-            directory=self.directory,
-            zero=self.zero,
-            file=self.file,
         )
 
     def holder(self, name: str) -> dict[str, Value | None]:
