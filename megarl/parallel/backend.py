@@ -166,6 +166,7 @@ _RELIED_ON = (
     ("dist_checkpointing", "save", ("async_sharded_save", "content_metadata")),
     ("dist_checkpointing.serialization", "load_content_metadata", ()),
     ("dist_checkpointing.strategies.async_utils", "AsyncCallsQueue", ("persistent",)),
+    ("dist_checkpointing.strategies.filesystem_async", "_get_write_results_queue", ()),
     ("dist_checkpointing.strategies.torch", "_get_filesystem_reader", ("cache_metadata",)),
     ("models.gpt.gpt_layer_specs", "get_gpt_layer_local_spec", ("num_experts", "multi_latent_attention")),
     ("models.gpt.gpt_model", "GPTModel", ("pg_collection", "transformer_layer_spec", "vp_stage")),

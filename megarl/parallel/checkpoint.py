@@ -8,10 +8,13 @@ that it hosts, in a file with the role's name.
 """
 
 import contextlib
+import functools
 import itertools
+import multiprocessing
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
@@ -192,11 +195,22 @@ def _failures_raised(path: Path, doing: str, rank: int) -> Iterator[None]:
         raise StorageError(f"rank {rank} cannot {doing} {path}: {problem(refusal, path)}") from error
 
 
+@functools.cache
+def _result_server() -> SyncManager:
+    """Start the helper process that collects what this rank's checkpoint writers have written."""
+    return multiprocessing.get_context("spawn").Manager()
+
+
+# Megatron has one queue for all saves of a process, and takes what came first for the save that began first. Where the
+# writer of a later role is done sooner, each role's metadata would list the other's tensors, and neither be readable.
+filesystem_async._get_write_results_queue = lambda *_: _result_server().Queue()
+
+
 def end_writer() -> None:
     """End the helper process that collects results of Megatron's checkpoint writers; it would outlive this process."""
-    if filesystem_async._results_queue is not None:
-        filesystem_async._results_queue._manager.shutdown()
-        filesystem_async._results_queue = None
+    if _result_server.cache_info().currsize:
+        _result_server().shutdown()
+        _result_server.cache_clear()
 
 
 def _chunk_states(role: LoadedRole, metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """What the tests of critics and reward models run on every rank, through the worker."""
 
+import contextlib
 import itertools
 import multiprocessing
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,7 +114,10 @@ class Continued:
 def save_roles(
     context: RankContext, roles: Sequence[RoleSpec], rows: Sequence[Row], directory: str, num_drawn: int
 ) -> Continued:
-    """Two steps of every role and some random numbers, a checkpoint, and what the next two steps are."""
+    """Two steps of every role and some random numbers, a checkpoint, and what the next two steps are.
+
+    The role that is saved first is written last.
+    """
     worker = open_roles(context, roles)
     from megarl.parallel.checkpoint import end_writer
 
@@ -120,10 +125,29 @@ def save_roles(
     for _ in range(num_drawn):
         draw()
     Path(directory).mkdir(exist_ok=True)
-    worker.save_checkpoint(directory, portable=True)
-    assert worker.finish_checkpoint(wait=True)
+    with slow_writer(roles[0].role):
+        worker.save_checkpoint(directory, portable=True)
+        assert worker.finish_checkpoint(wait=True)
     end_writer()
     return Continued(losses=train_roles(worker, rows, range(2, 4)), drawn=draw())
+
+
+@contextlib.contextmanager
+def slow_writer(role: Role) -> Iterator[None]:
+    """Let the process that writes a role's checkpoint wait, so that those of all others are done before."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    write = FileSystemWriterAsync.write_preloaded_data
+
+    def write_slowly(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(1.0 if Path(kwargs["write_bucket"][0]).parent.name == role else 0.0)
+        return write(*args, **kwargs)
+
+    FileSystemWriterAsync.write_preloaded_data = staticmethod(write_slowly)
+    try:
+        yield
+    finally:
+        FileSystemWriterAsync.write_preloaded_data = staticmethod(write)
 
 
 def load_roles(
