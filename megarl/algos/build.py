@@ -95,6 +95,12 @@ def _check_learning(config: Config) -> None:
             f"algo.advantage.estimator: got {algo.advantage.estimator!r} with algo.distill.teacher=none, so that "
             "nothing trains; set algo.distill.teacher=model, or choose another estimator"
         )
+    if not trains and algo.distill.teacher == "model" and algo.distill.averages and not algo.kl.in_loss:
+        raise ConfigError(
+            f"algo.distill.teacher_update_rate: got {algo.distill.teacher_update_rate:g} with algo.distill.teacher="
+            f"model and algo.advantage.estimator={algo.advantage.estimator}, so that the policy learns from itself "
+            "alone, and stays as it is; set algo.distill.teacher=hint, or choose another estimator"
+        )
     if config.rewards.manager == "none" and estimator_of(algo).reads_rewards:
         raise ConfigError(
             f"rewards.manager: got none, so that all rewards are 0, with algo.advantage.estimator="

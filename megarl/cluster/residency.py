@@ -83,10 +83,10 @@ def forward(role: Role, memory: Sequence[Role] = ()) -> Phase:
 def updating(role: Role, memory: Sequence[Role] = (), roles: Sequence[RoleSpec] = ()) -> Phase:
     """Return the phase in which a role is trained, and needs its parameters, gradients and optimizer.
 
-    memory: as in `forward`. roles: those of the run, of which some compute in the update, too, and need their
-    parameters.
+    memory: as in `forward`. roles: those of the run, of which some compute in the update, or follow it, and need
+    their parameters.
     """
-    beside = (_params(each.role, each.memory) for each in roles if each.in_update_of is role)
+    beside = (_params(each.role, each.memory) for each in roles if each.is_beside(role))
     return Phase(name=f"update {role}", needs=parts_of(role, Part).union(_params(role, memory), *beside))
 
 
@@ -104,9 +104,10 @@ def exporting(role: Role, memory: Sequence[Role] = ()) -> Phase:
 
 
 def checkpointing(roles: Sequence[RoleSpec]) -> Phase:
-    """Return the phase in which every trained role is written to a checkpoint."""
+    """Return the phase in which every role whose weights change is written to a checkpoint."""
     trained = [parts_of(r.role, [Part.PARAMS, Part.OPTIMIZER]) for r in roles if r.trainable]
-    return Phase(name="checkpoint", needs=frozenset().union(*trained))
+    averages = [parts_of(r.role, [Part.PARAMS]) for r in roles if r.update_rate is not None]
+    return Phase(name="checkpoint", needs=frozenset().union(*trained, *averages))
 
 
 def step_phases(roles: Sequence[RoleSpec]) -> list[Phase]:

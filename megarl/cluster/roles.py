@@ -46,9 +46,10 @@ def _scalar_role(config: Config, role: Role, model_path: str | None, *, trainabl
 def teacher_roles(config: Config) -> list[RoleSpec]:
     """List the roles of a run's teachers on Megatron; those behind servers are none, nor is the policy itself.
 
-    A teacher that is the actor's model is the actor without adapters, if that trains any.
+    A teacher that is the actor's model is the actor without adapters, if that trains any; one that follows the actor
+    has adapters of its own.
     """
-    settings = role_settings(config)
+    settings, rate = role_settings(config), config.algo.distill.teacher_update_rate
     in_update_of = Role.ACTOR if config.algo.distill.mode == "exact" else None
     return [
         RoleSpec(
@@ -57,6 +58,8 @@ def teacher_roles(config: Config) -> list[RoleSpec]:
             settings=settings[key],
             trainable=False,
             in_update_of=in_update_of,
+            # One that never moves is a frozen model.
+            update_rate=rate or None,
             base_of=_base_of(config, _model(config, each.model_path), settings[key].layout),
         )
         for key, each in teachers_of(config).items()

@@ -12,7 +12,8 @@ def teachers_of(config: Config) -> dict[str, TeacherConfig]:
     """
     if config.algo.distill.teacher == "none":
         return {}
-    return {key: each for key, each in teacher_sections(config).items() if key != "teacher" or each != TeacherConfig()}
+    own = config.algo.distill.averages or config.teacher != TeacherConfig()
+    return {key: each for key, each in teacher_sections(config).items() if key != "teacher" or own}
 
 
 def teacher_of(config: Config, data_source: str, environment: str = "") -> str:
@@ -31,7 +32,7 @@ def teacher_of(config: Config, data_source: str, environment: str = "") -> str:
     for name in (environment, data_source):
         if name in by_source:
             return by_source[name]
-    if config.teacher == TeacherConfig():
+    if "teacher" not in teachers_of(config):
         raise ConfigError(
             f"teachers: none is for the data source {data_source!r} (environment {environment or 'none'}); add it to "
             "teachers.NAME.sources, or set teacher.model_path to a teacher of all other samples"
@@ -50,6 +51,8 @@ def check_distill(config: Config) -> None:
                     f"remove {key}"
                 )
         return
+    if distill.averages:
+        _check_average(config)
     if distill.teacher == "hint":
         _check_hint(config)
     elif not asked:
@@ -59,7 +62,7 @@ def check_distill(config: Config) -> None:
         )
     _check_sources(config, asked)
     for key, each in asked.items():
-        if each.model_path is None:
+        if each.model_path is None and not distill.averages:
             raise ConfigError(
                 f"{key}.model_path: is not set, but algo.distill.teacher={distill.teacher} asks {key}; set it to its "
                 "directory or hub id, of which servers need the tokenizer alone"
@@ -110,6 +113,33 @@ def _check_hint(config: Config) -> None:
         )
 
 
+def _check_average(config: Config) -> None:
+    """Raise ConfigError for a teacher whose weights cannot begin as the policy's, or cannot follow them."""
+    teacher, actor = config.teacher, config.actor.layout
+    got = f"algo.distill.teacher_update_rate: got {config.algo.distill.teacher_update_rate:g}"
+    if config.teachers:
+        raise ConfigError(
+            f"{got} with teachers {', '.join(config.teachers)}, but only the one teacher of the section teacher can "
+            "follow the policy; remove teachers, or set teacher_update_rate=null"
+        )
+    if teacher.model_path not in (None, config.model.path):
+        raise ConfigError(
+            f"{got} with teacher.model_path={teacher.model_path}, but a teacher that follows the policy begins as "
+            f"model.path={config.model.path}; leave teacher.model_path out, or set teacher_update_rate=null"
+        )
+    for key in ("servers", "writers"):
+        if getattr(teacher, key):
+            raise ConfigError(
+                f"{got} with teacher.{key}, whose weights stay as they are; remove teacher.{key}, or set "
+                "teacher_update_rate=null"
+            )
+    if teacher.layout not in (None, actor):
+        raise ConfigError(
+            f"teacher.layout: got {teacher.layout} with algo.distill.teacher_update_rate, expected that of the actor, "
+            f"{actor}, as each rank averages the weights that it holds; set teacher.layout=null"
+        )
+
+
 def check_distill_of_sft(config: Config) -> None:
     """Raise ConfigError for what needs samples of the policy, or sources of rows, where rows come from a file."""
     distill, asked = config.algo.distill, teachers_of(config)
@@ -118,6 +148,12 @@ def check_distill_of_sft(config: Config) -> None:
         raise ConfigError(
             f"algo.distill.{key}: got {got}, but sft reads no hints, and its divergence from a teacher is its whole "
             f"loss; leave {key} out, or use megarl train"
+        )
+    if distill.averages:
+        raise ConfigError(
+            f"algo.distill.teacher_update_rate: got {distill.teacher_update_rate:g}, but sft learns from the teacher "
+            "alone, and one that begins as the policy has nothing to teach; set teacher_update_rate=null and "
+            "teacher.model_path"
         )
     if distill.is_sampled:
         raise ConfigError(

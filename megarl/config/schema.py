@@ -299,6 +299,9 @@ def role_settings(config: Config) -> dict[str, ActorConfig]:
             layout=own.layout or actor.layout,
             micro_batch_tokens=own.micro_batch_tokens or actor.micro_batch_tokens,
         )
+    if config.algo.distill.averages:
+        # Of an actor with adapters, these alone are averaged.
+        settings["teacher"] = replace(settings["teacher"], lora=actor.lora)
     settings["reward_model"] = replace(settings["reward_model"], lora=config.reward_model.lora)
     settings["critic"] = replace(
         settings["critic"], optimizer=critic.optimizer, recompute=critic.recompute, lora=critic.lora

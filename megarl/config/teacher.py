@@ -1,4 +1,4 @@
-"""Define the sections `teacher` and `teachers`: frozen models whose distributions the policy learns."""
+"""Define the sections `teacher` and `teachers`: models whose distributions the policy learns."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from megarl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherConfig:
-    """Configure a frozen teacher, for algorithms that distil it (`algo.distill`): on Megatron, or behind servers."""
+    """Configure a teacher, for algorithms that distil it (`algo.distill`): on Megatron, or behind servers."""
 
     # Layout of the teacher, as for reference.layout; null: the actor's layout and processes.
     layout: LayoutConfig | None = None

@@ -164,6 +164,8 @@ def module_spec(part: Any) -> "ModuleSpec":
 _RELIED_ON = (
     ("distributed", "finalize_model_grads", ("num_tokens",)),
     ("dist_checkpointing", "save", ("async_sharded_save", "content_metadata")),
+    ("dist_checkpointing.optimizer", "get_param_id_to_sharded_param_map", ("optim_params_iter",)),
+    ("dist_checkpointing.optimizer", "make_sharded_optimizer_tensor", ("model_param", "optim_param")),
     ("dist_checkpointing.serialization", "load_content_metadata", ()),
     ("dist_checkpointing.strategies.async_utils", "AsyncCallsQueue", ("persistent",)),
     ("dist_checkpointing.strategies.filesystem_async", "_get_write_results_queue", ()),

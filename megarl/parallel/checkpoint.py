@@ -1,4 +1,4 @@
-"""Save and load a rank's part of a checkpoint: trained roles in Megatron's torch_dist format, RNG states in files.
+"""Save and load a rank's part of a checkpoint: roles that change in Megatron's torch_dist format, RNG states in files.
 
 A portable checkpoint does not depend on the parallel layout: tp=1 × pp=2 can load what tp=2 × dp=2 saved, with
 optimizer state. Writing it gathers that state; other checkpoints have it as it is sharded, so that only the number of
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -34,6 +35,7 @@ from megarl.errors import StorageError, WorkerError
 from megarl.host.device.platform import platform
 from megarl.host.writing import problem, room, storage_cause, writing
 from megarl.parallel.adapters import adapter_states
+from megarl.parallel.averaging import MovingAverage
 from megarl.parallel.backend import accepted
 from megarl.parallel.roles import LoadedRole
 from megarl.types.messages import Role
@@ -55,7 +57,7 @@ _PORTABLE = {
 
 
 class RankCheckpoints:
-    """A rank's writer and reader of checkpoints of its trained roles. All ranks must call it in the same order.
+    """A rank's writer and reader of checkpoints of its roles that change. All ranks must call it in the same order.
 
     A forked process writes a snapshot of the state while training continues. Only one checkpoint is written at a time.
     """
@@ -63,7 +65,7 @@ class RankCheckpoints:
     def __init__(self, roles: Sequence[LoadedRole], *, rank: int) -> None:
         self._rank, self._directory = rank, Path()
         self._rng_files = {role.spec.role: f"rng_{role.spec.role}_{rank:05d}.pt" for role in roles}
-        self._trained = {role.spec.role.value: (role, role.optimizer) for role in roles if role.optimizer is not None}
+        self._changing = {role.spec.role.value: role for role in roles if role.spec.changes}
         # A persistent writer would need a CUDA device.
         self._writes = AsyncCallsQueue(persistent=False)
 
@@ -82,14 +84,14 @@ class RankCheckpoints:
             # Through Python's file, whose errors say what the storage refused.
             with writing(directory / file), (directory / file).open("wb") as stream:
                 torch.save(states, stream)
-        for name, (role, optimizer) in self._trained.items():
+        for name, role in self._changing.items():
             role.settle()
-            for each in optimizer.chained_optimizers:
+            for each in () if role.optimizer is None else role.optimizer.chained_optimizers:
                 _initialize(each)
             with _failures_raised(directory / name, "write", self._rank):
                 (directory / name).mkdir(exist_ok=True)
                 request = dist_checkpointing.save(
-                    _chunk_states(role, metadata) | {"optimizer": _optimizer_state(role, optimizer, metadata)},
+                    _states(role, metadata),
                     str(directory / name),
                     sharded_strategy=TorchDistSaveShardedStrategy(
                         "torch_dist", 1, thread_count=platform().checkpoint_writers
@@ -122,15 +124,19 @@ class RankCheckpoints:
         # Also for the calls within torch and Megatron, and whatever the user's environment says.
         os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
         os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
-        for name, (role, optimizer) in self._trained.items():
+        for name, role in self._changing.items():
             role.settle()
             with _failures_raised(directory / name, "read", self._rank):
                 metadata = serialization.load_content_metadata(str(directory / name))
-                state = _chunk_states(role, metadata)
-                if not weights_only:
-                    state["optimizer"] = _optimizer_state(role, optimizer, metadata, is_loading=True)
+                state = _states(role, metadata, is_loading=True, weights_only=weights_only)
                 strict = StrictHandling.RAISE_UNEXPECTED if weights_only else StrictHandling.RAISE_ALL
                 state = dist_checkpointing.load(state, str(directory / name), strict=strict)
+            if role.average is not None:
+                for i, values in enumerate(role.average.values):
+                    for key, value in values.items():
+                        value.copy_(state[f"model{i}"][key])
+                role.average.write()
+                continue
             for i, chunk in enumerate(role.chunks):
                 # Transformer Engine would unpickle the extra states, which none of megarl's recipes needs.
                 weights = {key: None if "_extra_state" in key else each for key, each in state[f"model{i}"].items()}
@@ -138,11 +144,11 @@ class RankCheckpoints:
                 trained = {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}
                 assert trained.isdisjoint(missing)
                 assert not unknown
-            if weights_only:
+            if weights_only or role.optimizer is None:
                 continue
             # The main parameters are leaves that require gradients.
             with torch.no_grad():
-                optimizer.load_state_dict(state["optimizer"])
+                role.optimizer.load_state_dict(state["optimizer"])
         file = next((file for role, file in self._rng_files.items() if role in same_layout), None)
         if file is not None:
             states = torch.load(directory / file, weights_only=True)
@@ -211,6 +217,36 @@ def end_writer() -> None:
     if _result_server.cache_info().currsize:
         _result_server().shutdown()
         _result_server.cache_clear()
+
+
+def _states(
+    role: LoadedRole, metadata: Mapping[str, Any], *, is_loading: bool = False, weights_only: bool = False
+) -> dict[str, Any]:
+    """Describe this rank's shards of all that changes of a role: an average, or weights and the optimizer's state."""
+    if role.average is not None:
+        return _average_states(role, role.average, metadata)
+    states = _chunk_states(role, metadata)
+    if role.optimizer is None or weights_only:
+        return states
+    return states | {"optimizer": _optimizer_state(role, role.optimizer, metadata, is_loading=is_loading)}
+
+
+def _average_states(role: LoadedRole, average: MovingAverage, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe this rank's shards of a moving average, by model chunk: each as that of the parameter made from it."""
+    states = {}
+    for i, (chunk, values) in enumerate(zip(role.chunks, average.values, strict=True)):
+        described = (
+            chunk.sharded_state_dict(metadata=dict(metadata))
+            if role.adapters is None
+            else adapter_states(chunk, role.adapters)
+        )
+        parameters = dict(chunk.named_parameters())
+        found = get_param_id_to_sharded_param_map(described, [parameters[name] for name in values])
+        states[f"model{i}"] = {
+            name: make_sharded_optimizer_tensor(found[number], value, "average")
+            for number, (name, value) in enumerate(values.items())
+        }
+    return states
 
 
 def _chunk_states(role: LoadedRole, metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -94,6 +94,8 @@ def _tensors(role: LoadedRole, part: Part) -> Iterator[torch.Tensor]:
         shared = {each.untyped_storage()._cdata for chunk in frozen for each in chunk.parameters()}
         for chunk in role.chunks:
             yield from (each for each in chunk.parameters() if each.untyped_storage()._cdata not in shared)
+        for values in () if role.average is None else role.average.values:
+            yield from values.values()
     elif part is Part.GRADS:
         for ddp in role.ddp:
             yield from (buffer.grad_data for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers))

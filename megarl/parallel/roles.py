@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.config.lora import sent_alone
 from megarl.config.schema import OptimizerConfig
 from megarl.parallel.adapters import adapter_slices, attach_adapters
+from megarl.parallel.averaging import MovingAverage
 from megarl.parallel.head.policy import HeadRequest
 from megarl.parallel.layout import Layout
 from megarl.parallel.model import PackedModel, build_model, model_slices
@@ -43,7 +44,7 @@ class Gradients(Enum):
 class LoadedRole:
     """A role's model on this rank (actor, critic, ...). If it is frozen, `ddp` is empty and `optimizer` is None.
 
-    gradients: what the gradient buffers hold.
+    gradients: what the gradient buffers hold. average: what its weights are made from, if they follow the actor's.
     """
 
     spec: RoleSpec
@@ -53,6 +54,7 @@ class LoadedRole:
     optimizer: MegatronOptimizer | None
     adapters: ModelSpec | None = None
     gradients: Gradients = Gradients.NONE
+    average: MovingAverage | None = None
     # The role in whose memory this one's frozen weights are, if that is another.
     base: "LoadedRole | None" = None
 
@@ -172,8 +174,16 @@ def load_role(
     if not spec.trainable:
         for chunk in chunks:
             chunk.requires_grad_(False)
+        average = None if spec.update_rate is None else MovingAverage.of(chunks, spec.update_rate, adapters)
         return LoadedRole(
-            spec=spec, model_spec=model_spec, chunks=chunks, ddp=[], optimizer=None, adapters=adapters, base=base
+            spec=spec,
+            model_spec=model_spec,
+            chunks=chunks,
+            ddp=[],
+            optimizer=None,
+            adapters=adapters,
+            average=average,
+            base=base,
         )
     prepare_experts(chunks, spec.settings.moe)
     ddp = wrap_ddp(chunks, spec.settings.optimizer)

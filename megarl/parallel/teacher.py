@@ -1,4 +1,4 @@
-"""Compute a frozen teacher's hidden states beside an update, for a loss over the whole vocabulary.
+"""Compute a teacher's hidden states beside an update, for a loss over the whole vocabulary.
 
 Without pipeline stages, each micro-batch passes through the teacher just before the model in training, and nothing is
 kept. With stages, the teacher's passes come before the update, and its hidden states of labels wait in host memory. A

@@ -141,11 +141,19 @@ class RankWorker:
         return result if self.layout.reports else None
 
     def apply(self, request: StepRequest) -> dict[str, float]:
-        """Take an optimizer step with the accumulated gradients, and return its metrics."""
+        """Take an optimizer step with the accumulated gradients, and return its metrics. Averages follow the actor."""
         from megarl.parallel.updates import optimizer_step
 
-        norm = optimizer_step(self._role(request.role, *Part), request)
-        return {f"{request.role}/grad_norm": norm, f"{request.role}/lr": request.lr}
+        loaded = self._role(request.role, *Part)
+        norm = optimizer_step(loaded, request)
+        metrics = {f"{request.role}/grad_norm": norm, f"{request.role}/lr": request.lr}
+        for role, other in self.roles.items():
+            if other.average is not None and request.role is Role.ACTOR:
+                self._role(role, Part.PARAMS)
+                loaded.settle()
+                other.average.follow(loaded.chunks)
+                metrics["distill/teacher_distance"] = other.average.distance(loaded.chunks)
+        return metrics
 
     def discard(self, role: Role) -> None:
         """Forget the gradients that were accumulated since the role's last optimizer step."""

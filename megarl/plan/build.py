@@ -232,6 +232,7 @@ def role_plan(role: RoleSpec, spec: ModelSpec) -> RolePlan:
         trainable=role.trainable,
         num_parameters=_model_parameters(spec, role.head),
         num_expert_parameters=sum(math.prod(spec.dims.dim(symbol) for symbol in tensor.shape) for tensor in tensors),
+        update_rate=role.update_rate,
     )
 
 

@@ -37,6 +37,8 @@ def plan_shard(
     num_held += 0 if settings.lora is None else trained.total
     num_ranks, num_tokens = layout.world_size // layout.pp, settings.micro_batch_tokens // layout.cp
     resident = {Part.PARAMS: bytes_of.weight_bytes(num_held, dtype_bytes)} if role.has_memory else {}
+    if role.update_rate is not None:
+        resident[Part.PARAMS] += bytes_of.average_bytes(trained.total, dtype_bytes)
     activations = on_host = 0
     if role.trainable:
         shards = (layout.dp * layout.cp, layout.expert_dp) if settings.optimizer.distributed else (1, 1)
@@ -68,8 +70,8 @@ def plan_shard(
         num_parameters=num.total,
         num_expert_parameters=num.experts,
         num_experts=num_local_experts(spec, layout),
-        num_trained_parameters=trained.total if role.trainable else 0,
-        num_trained_expert_parameters=trained.experts if role.trainable else 0,
+        num_trained_parameters=trained.total if role.changes else 0,
+        num_trained_expert_parameters=trained.experts if role.changes else 0,
         resident={part.value: size for part, size in resident.items()},
         on_host=on_host,
         activations=activations,
@@ -117,7 +119,7 @@ def checkpoint_host_bytes(
         if rank >= layout.world_size:
             continue
         place, num_ranks = place_of(layout, rank), layout.world_size // layout.pp
-        for role in (role for role in roles if role.trainable):
+        for role in (role for role in roles if role.changes):
             held, dtype_bytes = by_place[role.role.value, place.pp], DTYPE_BYTES[role.model.dtype]
             experts = held.num_trained_expert_parameters
             # Ranks of a stage that have the same expert shard come together, and its replicas after each other.
@@ -126,6 +128,9 @@ def checkpoint_host_bytes(
                 (experts, layout.expert_dp, rank % num_ranks // (layout.ep * layout.etp)),
             )
             for count, num_replicas, replica in parts:
+                if role.update_rate is not None:
+                    total += bytes_of.weight_bytes(count, bytes_of.AVERAGE_BYTES) if replica == 0 else 0
+                    continue
                 total += bytes_of.checkpoint_bytes(count, dtype_bytes, num_replicas, shard=replica, portable=portable)
     return total
 

@@ -1,6 +1,7 @@
 """Estimate device memory in bytes. P: parameters of a rank; b: bytes of the model's dtype (2 or 4).
 
     weights      b·P
+    average      4·P if b = 2, else 0 (of a teacher that follows the actor, in float32 beside its weights)
     gradients    4·P                    (Megatron accumulates them in float32; b·P without grad_reduce_in_fp32)
     optimizer    (12 if b = 2 else 8)·P / D
                  AdamW's two moments in float32 and, for bfloat16, float32 main parameters; D = dp·cp with
@@ -31,6 +32,7 @@ with full recompute of n of a chunk's L layers, or of units of u layers
                  are, or, without grad_reduce_in_fp32, apart in float32 (4·h·V/tp more)
     checkpoint   on the hosts of a parameter's D replicas, until it is written: b·P on the first, 12·P / D on each:
                  copies of weights, main parameters (float32 ones too) and moments
+                 of a moving average, 4·P on the first
     portable     24·P on the first instead: main parameters and moments, gathered, and copies of them
     KV cache     2·b·layers·k/tp per token; of latent attention b·layers·(latent + rotary part); of layers with a window
                  of w tokens, w/n of it in rows of n tokens; of a gated delta net, a state of 4·v'·d/tp bytes per row, d
@@ -56,6 +58,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4
 MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
 MAIN_PARAMETER_BYTES = 4
+AVERAGE_BYTES = 4
 # Checkpoints have main parameters, whatever the model's dtype.
 SAVED_OPTIMIZER_BYTES = 2 * MOMENT_BYTES["float32"] + MAIN_PARAMETER_BYTES
 
@@ -63,6 +66,11 @@ SAVED_OPTIMIZER_BYTES = 2 * MOMENT_BYTES["float32"] + MAIN_PARAMETER_BYTES
 def weight_bytes(num_parameters: int, dtype_bytes: int) -> int:
     """Return the bytes of a rank's weights: b·P."""
     return dtype_bytes * num_parameters
+
+
+def average_bytes(num_parameters: int, dtype_bytes: int) -> int:
+    """Return a rank's bytes of the moving average that it keeps beside weights made from it: 4·P if b = 2, else 0."""
+    return AVERAGE_BYTES * num_parameters if dtype_bytes < AVERAGE_BYTES else 0
 
 
 def gradient_bytes(num_parameters: int, dtype_bytes: int, optimizer: OptimizerConfig) -> int:

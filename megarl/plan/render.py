@@ -81,6 +81,8 @@ def role_lines(roles: Sequence[RolePlan]) -> Iterator[str]:
     """Write a line per model, and one per file that their sizes were read from."""
     for role in roles:
         use = "trained" if role.trainable else "frozen"
+        if role.update_rate is not None:
+            use = f"moving average of the actor at rate {role.update_rate:g}"
         experts = f" ({role.num_expert_parameters:,} in experts)" if role.num_expert_parameters else ""
         yield f"{role.name:<10} {role.family}, {role.num_parameters:,} parameters{experts}, {use}, {role.model_path}"
     for path in dict.fromkeys(role.model_config for role in roles):

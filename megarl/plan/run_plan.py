@@ -13,7 +13,7 @@ from megarl.sync.wire.wires import Staging
 class RolePlan:
     """One model of a run. `num_parameters` counts the whole model, without vocabulary padding.
 
-    num_expert_parameters: how many of the parameters belong to experts.
+    num_expert_parameters: how many of the parameters belong to experts. update_rate: as in `RoleSpec`.
     """
 
     name: str
@@ -23,6 +23,7 @@ class RolePlan:
     trainable: bool
     num_parameters: int
     num_expert_parameters: int
+    update_rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +78,8 @@ class ShardPlan:
     resident: bytes by part that a rank holds between passes if nothing is offloaded. activations, head: what the role's
     update adds; 0 if it is frozen. forward: what a pass without gradients adds. num_experts: how many experts of each
     MoE layer a rank holds; num_expert_parameters: their parameters. num_parameters: those without adapters;
-    num_trained_*: those that have gradients, which may be adapters'. on_host: bytes of the optimizer's state, and of
-    gradients for it, that stay on the host.
+    num_trained_*: those that have gradients, which may be adapters', or that follow such. on_host: bytes of the
+    optimizer's state, and of gradients for it, that stay on the host.
     """
 
     role: str

@@ -61,7 +61,8 @@ class RoleSpec:
     settings: parallel layout and training; for every role they have the config class of the actor. base_of: the role
     whose frozen weights are this one's, too. With adapters, this one has memory for these alone; without, it has none,
     and the other's are switched off when it computes. in_update_of: the role in whose update this one computes too,
-    instead of a pass of its own.
+    instead of a pass of its own. update_rate: by which share of the way its weights, or its adapters alone, move to the
+    actor's after each of the actor's optimizer steps; None: they stay.
     """
 
     role: Role
@@ -71,6 +72,16 @@ class RoleSpec:
     trainable: bool = True
     base_of: Role | None = None
     in_update_of: Role | None = None
+    update_rate: float | None = None
+
+    @property
+    def changes(self) -> bool:
+        """Return whether the weights change in a run, so that checkpoints have them."""
+        return self.trainable or self.update_rate is not None
+
+    def is_beside(self, role: Role) -> bool:
+        """Return whether another role's update needs this one's weights, to compute with them or to move them."""
+        return self.in_update_of is role or (self.update_rate is not None and role is Role.ACTOR)
 
     @property
     def has_memory(self) -> bool:

@@ -18,8 +18,11 @@ from megarl.record.metrics import RunPaths, read_metrics
 from tests.e2e.support import RUN_FILE, SFT_FILE, SMALL, tied_head
 from tests.helpers.checkpoints import load_hf, make_checkpoint
 from tests.helpers.served import KEY, serving
+from tests.helpers.waiting import wait_until
+from tools.bench.kill_resume import SmallRun, differences, make_inputs
+from tools.bench.killed import kill
 
-pytestmark = [pytest.mark.long, tied_head]
+pytestmark = pytest.mark.long
 RL = (
     *("trainer.total_steps=2", "trainer.prompts_per_step=4", "rollout.num_samples=2", "validation.every_steps=2"),
     *("rollout.max_response_tokens=16", "validation.max_prompts=8", "logging.rollout_every_steps=1"),
@@ -41,6 +44,7 @@ def metrics_of(root: Path) -> dict[int, dict[str, float]]:
     return merged
 
 
+@tied_head
 def test_a_file_is_learnt_by_the_divergence_from_a_teacher(model: Path, sums: TaskFiles, tmp_path: Path) -> None:
     teacher = make_checkpoint(tmp_path / "teacher", tied=True, seed=5)
     overrides = [
@@ -73,6 +77,7 @@ def test_a_file_is_learnt_by_the_divergence_from_a_teacher(model: Path, sums: Ta
     assert found[2]["distill/loss"] < found[1]["distill/loss"]
 
 
+@tied_head
 def test_several_teachers_take_turns_with_the_policy_on_the_devices(
     model: Path, sums: TaskFiles, tmp_path: Path
 ) -> None:
@@ -92,6 +97,7 @@ def test_several_teachers_take_turns_with_the_policy_on_the_devices(
     assert found[2]["val/distill/reverse_kl"] > 0
 
 
+@tied_head
 def test_the_policy_learns_from_what_a_servers_teacher_writes(
     model: Path, sums: TaskFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,3 +118,28 @@ def test_the_policy_learns_from_what_a_servers_teacher_writes(
     # One of two samples of each prompt; a random teacher hardly ever ends, so that its answers are cut.
     assert found[1]["batch/avg_prefix_ratio"] == pytest.approx(0.5, abs=0.1)
     assert found[2]["distill/loss"] > 0
+
+
+@pytest.mark.timeout(1200)
+def test_a_run_with_a_teacher_that_follows_is_killed_and_ends_as_if_it_were_not(tmp_path: Path) -> None:
+    """Float32 on two tensor-parallel ranks with offload: metrics and exported weights are equal bit for bit."""
+    inputs = make_inputs(tmp_path)
+    settings = (
+        *("trainer.total_steps=3", "placement.offload=true", "algo.distill.teacher=hint", "algo.distill.mode=exact"),
+        "algo.distill.teacher_update_rate=0.3",
+    )
+    reference, run = (SmallRun(inputs=inputs, name=name, settings=settings) for name in ("whole", "killed"))
+    assert reference.start().wait() == 0
+    process = run.start()
+    try:
+        wait_until(lambda: run.last_step() >= 2, "step 2", timeout_s=600.0, seen=run.last_step, process=process)
+        assert kill(process).leftovers == ()
+    finally:
+        process.kill()
+        process.wait()
+    assert run.start().wait() == 0
+    assert differences(run, reference) == []
+    found = metrics_of(run.paths.root)
+    assert [step for step in found if "distill/teacher_distance" in found[step]] == [1, 2, 3]
+    distances = [found[step]["distill/teacher_distance"] for step in (1, 2, 3)]
+    assert 0 < distances[0] < distances[1] < distances[2]

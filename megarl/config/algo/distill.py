@@ -14,6 +14,10 @@ class DistillConfig:
     # Who teaches. none: nobody; model: the models of the sections teacher and teachers; hint: the policy itself, or the
     # model of the section teacher, which reads the prompt with the hint of algo.cpo.hint in it.
     teacher: Literal["none", "model", "hint"] = "none"
+    # The teacher begins as the policy, and after each optimizer step its weights move by this share of the way to the
+    # policy's: an exponential moving average; 0: they stay, 1: they are the policy's. null: the teacher is the model
+    # of the section teacher or, with hints and without one, the policy itself.
+    teacher_update_rate: float | None = setting(None, FRACTION)
     # sampled: the log-prob of each sampled token under the teacher minus that under the policy is added to the token's
     # advantage; exact: a divergence over the whole vocabulary is added to the loss; topk: the same over the teacher's
     # most likely tokens and one bucket for all others.
@@ -42,6 +46,11 @@ class DistillConfig:
     def is_dense(self) -> bool:
         """Return whether the loss has a divergence between distributions, and not only log-probs of samples."""
         return self.teacher != "none" and self.mode != "sampled"
+
+    @property
+    def averages(self) -> bool:
+        """Return whether the teacher begins as the policy and then follows it, as the moving average of its weights."""
+        return self.teacher_update_rate is not None
 
     @property
     def asked_top_k(self) -> int | None:

@@ -125,6 +125,16 @@ def test_phases_with_roles_on_the_actors_base() -> None:
     assert exporting(Role.CRITIC, roles[2].memory).needs == needs["score critic"]
 
 
+def test_an_update_and_a_checkpoint_need_the_teacher_that_follows_the_actor() -> None:
+    teacher = RoleSpec(
+        role=Role.TEACHER, model=ModelConfig(), settings=ActorConfig(), trainable=False, update_rate=0.05
+    )
+    needs = {phase.name: phase.needs for phase in step_phases([ACTOR, teacher])}
+    assert needs["score teacher"] == residents("teacher.params")
+    assert needs["update actor"] == residents("actor.params", "actor.grads", "actor.optimizer", "teacher.params")
+    assert checkpointing([ACTOR, teacher]).needs == residents("actor.params", "actor.optimizer", "teacher.params")
+
+
 def test_a_step_after_the_first() -> None:
     """Wake the weights, sync, offload the trainer, wake the KV caches; one role at a time before that."""
     recorder = Recorder()

@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 
+from megarl.algos.build import algorithm_of
 from megarl.cluster.roles import teacher_roles
 from megarl.config import Config, from_dict
-from megarl.config.check import check_train
+from megarl.config.check import check_sft, check_train
 from megarl.config.check_distill import check_distill, teacher_of, teachers_of
 from megarl.errors import ConfigError
 from megarl.types.messages import Role
 
 RUN: dict[str, Any] = {"model": {"path": "models/tiny"}, "data": {"train": ["train.parquet"]}}
 MODEL: dict[str, Any] = {"distill": {"teacher": "model"}}
+AVERAGED: dict[str, Any] = {"distill": {"teacher": "hint", "mode": "exact", "teacher_update_rate": 0.05}}
 HINT: dict[str, Any] = {"distill": {"teacher": "hint", "mode": "exact"}}
 EXACT: dict[str, Any] = {"distill": {"teacher": "model", "mode": "exact"}}
 SERVED = {"model_path": "t", "servers": ["http://host/v1"]}
@@ -84,6 +86,30 @@ def config(**sections: Any) -> Config:
             "actor.layout.virtual_pp: got 2 with algo.distill.mode=exact, expected 1",
         ),
         (
+            {"algo": AVERAGED, "teacher": {"model_path": "t"}},
+            "algo.distill.teacher_update_rate: got 0.05 with teacher.model_path=t, but a teacher that follows the "
+            "policy begins as model.path=models/tiny; leave teacher.model_path out, or set teacher_update_rate=null",
+        ),
+        (
+            {"algo": AVERAGED, "teacher": {"layout": {"dp": 2}}, "actor": {"layout": {"tp": 2}}},
+            "as each rank averages the weights that it holds; set teacher.layout=null",
+        ),
+        (
+            {
+                "algo": {"distill": {"teacher": "hint", "teacher_update_rate": 0.05}},
+                "teacher": {"servers": ["http://h"]},
+            },
+            "algo.distill.teacher_update_rate: got 0.05 with teacher.servers, whose weights stay as they are",
+        ),
+        (
+            {"algo": {"distill": {"teacher": "model", "teacher_update_rate": 0.05}}, "teachers": {"a": {}}},
+            "algo.distill.teacher_update_rate: got 0.05 with teachers a, but only the one teacher of the section",
+        ),
+        (
+            {"algo": {"distill": {"teacher": "hint", "teacher_update_rate": 1.5}}},
+            "algo.distill.teacher_update_rate: got 1.5, expected in [0, 1]",
+        ),
+        (
             {"algo": MODEL, "teacher": {**SERVED, "micro_batch_tokens": 9}},
             "teacher.micro_batch_tokens: is set, but teacher.servers compute; remove either",
         ),
@@ -110,6 +136,36 @@ def test_a_policy_that_reads_hints_needs_no_further_model() -> None:
     # With adapters, that model is the policy's own base.
     (role,) = teacher_roles(frozen)
     assert (role.role, role.in_update_of, role.base_of) == (Role.TEACHER, Role.ACTOR, Role.ACTOR)
+
+
+def test_a_teacher_that_follows_the_policy_is_its_model_in_its_layout() -> None:
+    model, layout = {"path": "models/tiny", "dtype": "float32"}, {"layout": {"tp": 2}}
+    moving = config(algo=AVERAGED, model=model, actor=layout)
+    check_train(moving)
+    assert list(teachers_of(moving)) == ["teacher"]
+    (role,) = teacher_roles(moving)
+    assert (role.model, role.settings, role.update_rate, role.trainable) == (moving.model, moving.actor, 0.05, False)
+    # At rate 0 it is the frozen model that the policy began as.
+    still = {"distill": {**AVERAGED["distill"], "teacher_update_rate": 0.0}}
+    frozen = config(algo=HINT, model=model, actor=layout, teacher={"model_path": "models/tiny"})
+    assert teacher_roles(config(algo=still, model=model, actor=layout)) == teacher_roles(frozen)
+    # With adapters, it has some of its own on the actor's weights.
+    (role,) = teacher_roles(config(algo=AVERAGED, model=model, actor={"lora": {"rank": 4}}))
+    assert role.memory == (Role.TEACHER, Role.ACTOR)
+    assert role.settings.lora is not None
+
+
+def test_a_policy_cannot_learn_from_itself_alone() -> None:
+    distill = {"teacher": "model", "mode": "exact", "teacher_update_rate": 0.05}
+    alone = config(algo={"advantage": {"estimator": "none"}, "distill": distill}, rewards={"manager": "none"})
+    with pytest.raises(ConfigError, match="estimator=none, so that the policy learns from itself alone, and stays as"):
+        algorithm_of(alone)
+    with pytest.raises(ConfigError, match=r"teacher_update_rate: got 0\.05, but sft learns from the teacher alone"):
+        check_sft(config(algo={"distill": distill}, sft={"train": ["sft.parquet"]}))
+    # Rewards move it, and its average holds it back.
+    algorithm_of(held := config(algo={"distill": distill}))
+    check_train(held)
+    assert teacher_of(held, "poems") == "teacher"
 
 
 def test_samples_are_taught_by_environment_then_data_source_then_by_the_teacher_of_all_others() -> None:

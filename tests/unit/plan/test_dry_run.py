@@ -23,6 +23,7 @@ from megarl.host.device.platform import PLATFORMS
 from megarl.plan import build, derive
 from megarl.plan.build import plan_run
 from megarl.plan.render import ranges, to_json, to_text
+from megarl.plan.run_plan import RunPlan
 from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.record.performance import forward_flops
 from megarl.train.inputs import open_train_inputs
@@ -622,6 +623,31 @@ def test_the_update_has_room_for_rows_as_their_teacher_reads_them(tmp_path: Path
     steps = plan_run(config).steps
     assert [each.role for each in steps.forward] == ["reference"]
     assert steps.micro_batches_at_full_length == steps.rows_per_optimizer_step // 2
+
+
+def test_a_teacher_that_follows_the_policy_takes_float32_beside_its_weights(tmp_path: Path) -> None:
+    config = hinted_config(tmp_path, method="none")
+
+    def planned(rate: float) -> RunPlan:
+        distill = DistillConfig(teacher="hint", teacher_update_rate=rate)
+        taking_turns = replace(config.placement, offload=True)
+        return plan_run(replace(config, algo=replace(config.algo, distill=distill), placement=taking_turns))
+
+    still, moving = planned(0.0), planned(0.05)
+    sizes = {each.stage: each.num_parameters for each in moving.shards if each.role == "teacher"}
+    for plan, num_bytes in ((still, 2), (moving, 2 + 4)):
+        teacher = {each.stage: each.resident for each in plan.shards if each.role == "teacher"}
+        assert teacher == {stage: {"params": num_bytes * size} for stage, size in sizes.items()}
+    # Each node has the first replica of a stage, on two tensor-parallel ranks.
+    for before, after, size in zip(still.nodes, moving.nodes, sizes.values(), strict=True):
+        assert after.checkpoint - before.checkpoint == 2 * 4 * size
+        assert after.portable_checkpoint - before.portable_checkpoint == 2 * 4 * size
+    # It has to be there when the actor's weights have moved.
+    for before, after, size in zip(still.devices, moving.devices, sizes.values(), strict=True):
+        assert after.phases["update actor"].trainer - before.phases["update actor"].trainer == 6 * size
+        assert after.phases["score teacher"].trainer - before.phases["score teacher"].trainer == 4 * size
+    assert ", moving average of the actor at rate 0.05, elsewhere" in to_text(moving)
+    assert "moving average" not in to_text(still)
 
 
 def test_another_prompts_hint_is_a_third_row(tmp_path: Path) -> None:
