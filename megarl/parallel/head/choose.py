@@ -98,7 +98,9 @@ def first_that_passes(candidates: Sequence[Candidate[KernelsT]], device: torch.d
 def find_fault(candidate: Candidate[KernelsT], device: torch.device) -> str | None:
     """Run the self-test of candidate kernels on this device; return in one line what failed, or None if they pass."""
     try:
-        faults = (candidate.test(candidate.kernels, device, dtype) for dtype in TESTED_DTYPES)
-        return next(filter(None, faults), None)
+        # Kernels are often first needed in a pass without gradients, which the test takes all the same.
+        with torch.enable_grad():
+            faults = (candidate.test(candidate.kernels, device, dtype) for dtype in TESTED_DTYPES)
+            return next(filter(None, faults), None)
     except candidate.errors as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())}"

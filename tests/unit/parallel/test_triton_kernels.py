@@ -250,6 +250,12 @@ def test_right_kernels_are_chosen_without_a_word() -> None:
     assert chosen is candidate.kernels
 
 
+def test_kernels_are_tested_within_a_pass_without_gradients() -> None:
+    """Where old log-probs are what a rank computes first."""
+    with torch.no_grad():
+        assert find_fault(candidate_of(TorchKernels()), CPU) is None
+
+
 def test_an_error_that_was_not_foreseen_is_not_hidden() -> None:
     with pytest.raises(RuntimeError, match="no compiler"):
         find_fault(candidate_of(DoesNotCompile(), OSError), CPU)
