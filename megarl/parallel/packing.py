@@ -98,7 +98,10 @@ class Pack:
     @property
     def packed_seq_params(self) -> PackSeqParams:
         # Where rows share prefixes, Megatron gets each token's own rotation, and need not know of rows.
-        bounds = self.cu_seqlens[:: len(self.cu_seqlens) - 1] if self.shares_prefixes else self.cu_seqlens
+        bounds = self.cu_seqlens
+        if self.shares_prefixes:
+            # Kernels read the two numbers as they lie in memory.
+            bounds = bounds[:: len(bounds) - 1].contiguous()
         return PackSeqParams(
             pack=self,
             qkv_format="thd",

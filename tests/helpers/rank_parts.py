@@ -51,6 +51,7 @@ def pack_fields(context: RankContext, rows: Sequence[Row], multiple: int, shares
     pack = pack_rows(rows, alignment=alignment, device=torch.device("cpu"), shares_prefixes=shares_prefixes)
     told = pack.packed_seq_params
     assert told.cu_seqlens_q is told.cu_seqlens_kv
+    assert told.cu_seqlens_q.is_contiguous()
     assert told.cu_seqlens_q.tolist() == ([0, pack.input_ids.shape[1]] if shares_prefixes else pack.cu_seqlens.tolist())
     values = torch.arange(1.0, 1 + len(pack.labels)).requires_grad_()
     scattered = pack.scatter(values)
