@@ -4,6 +4,8 @@ Exit codes are those of `megarl.host.exit_codes`.
 """
 
 import argparse
+import atexit
+import gc
 import os
 from collections.abc import Sequence
 from dataclasses import fields
@@ -33,6 +35,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         name_anything()
     write_anything()
     arguments = parse(argv)
+    if argv is None and getattr(arguments, "dry_run", False):
+        # To look for cycles among what is imported takes a third of the time, a half of that when the process ends.
+        gc.disable()
+        atexit.register(gc.freeze)
     with exit_on_errors():
         try:
             arguments.run(arguments)
