@@ -9,7 +9,7 @@ import torch
 
 from megarl.config.schema import ActorConfig, HeadConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from tests.helpers.hf_models import make_model
-from tests.helpers.overlap_ranks import train_in_small_buckets
+from tests.helpers.overlap_ranks import threads_of_groups, train_in_small_buckets
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.rows import random_rows
 
@@ -22,8 +22,7 @@ RECOMPUTE, IN_CHUNK = (HeadConfig(regime=regime, chunk_tokens=16) for regime in 
     ("tied", "head", "layout", "gathers"),
     [
         pytest.param(False, RECOMPUTE, LayoutConfig(dp=2), False, id="untied", marks=pytest.mark.long),
-        # About one run in ten of this case loses a rank within gloo, for a reason that is not known yet.
-        pytest.param(False, RECOMPUTE, LayoutConfig(dp=2), True, id="untied, weights too", marks=pytest.mark.long),
+        pytest.param(False, RECOMPUTE, LayoutConfig(dp=2), True, id="untied, weights too"),
         pytest.param(True, RECOMPUTE, LayoutConfig(dp=2), False, id="tied"),
         pytest.param(True, RECOMPUTE, LayoutConfig(dp=2), True, id="tied, weights too", marks=pytest.mark.long),
         pytest.param(False, IN_CHUNK, LayoutConfig(dp=2), False, id="in chunks", marks=pytest.mark.long),
@@ -91,3 +90,8 @@ def test_weights_of_experts_arrive_as_well(rank_pool: Callable[[int], RankPool],
         assert [loss for loss, _ in one.history] == [loss for loss, _ in other.history]
         for name, weight in one.weights.items():
             assert torch.equal(weight, other.weights[name]), name
+
+
+def test_no_two_operations_of_a_group_end_at_once(rank_pool: Callable[[int], RankPool]) -> None:
+    """Otherwise torch may free the string with an operation's name twice, which aborts the process."""
+    assert rank_pool(2).run(threads_of_groups, LayoutConfig(dp=2)) == [{1}, {1}]

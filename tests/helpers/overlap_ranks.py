@@ -7,12 +7,14 @@ from unittest import mock
 
 import torch
 
-from megarl.config.schema import ActorConfig, ModelConfig
+from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
+from megarl.host.device.groups import backends_of_groups
 from megarl.types import Row
 from megarl.types.messages import Part, Role
 from tests.helpers.checkpoint_ranks import open_worker, train
 from tests.helpers.offload_ranks import History
 from tests.helpers.rank_pool import RankContext
+from tests.helpers.ranks import join_layout
 
 BUCKET_ELEMENTS = 5_000
 
@@ -58,3 +60,9 @@ def train_in_small_buckets(
     chunks = enumerate(worker._role(Role.ACTOR, Part.PARAMS).chunks)
     weights = {f"{i}.{name}": value.data.clone() for i, chunk in chunks for name, value in chunk.named_parameters()}
     return Outcome(history=history, weights=weights, under_way=under_way, gathered=gathered)
+
+
+def threads_of_groups(context: RankContext, layout: LayoutConfig) -> set[int]:
+    """How many threads torch's groups have each."""
+    join_layout(context, layout)
+    return {group.options._threads for group in backends_of_groups("gloo", torch.device("cpu"))}
