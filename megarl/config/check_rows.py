@@ -9,11 +9,8 @@ def check_row_fits_micro_batch(config: Config) -> None:
     """Raise ConfigError unless the longest row fits into one micro-batch of every role."""
     longest = max_row_tokens(config)
     for role, settings in role_settings(config).items():
-        if settings.micro_batch_tokens < longest:
-            raise ConfigError(
-                f"{role}.micro_batch_tokens: got {settings.micro_batch_tokens}, expected >= {longest} "
-                f"({max_row_terms(config)}), or the longest row fits no micro-batch; raise it or shorten the two"
-            )
+        why = f" ({max_row_terms(config)}), or the longest row fits no micro-batch; raise it or shorten the two"
+        _require_room(role, settings.micro_batch_tokens, longest, why)
 
 
 def check_row_fits_engine(config: Config) -> None:
@@ -35,31 +32,28 @@ def check_row_fits_engine(config: Config) -> None:
 def check_sft_row_fits_micro_batch(config: Config) -> None:
     """Raise ConfigError unless the longest row of supervised fine-tuning fits into one micro-batch of the actor."""
     longest, terms = longest_row(config, sft=True)
-    if config.actor.micro_batch_tokens < longest:
-        raise ConfigError(
-            f"actor.micro_batch_tokens: got {config.actor.micro_batch_tokens}, expected >= {longest} ({terms}), or the "
-            "longest row fits no micro-batch; raise it or shorten rows"
-        )
+    why = f" ({terms}), or the longest row fits no micro-batch; raise it or shorten rows"
+    _require_room("actor", config.actor.micro_batch_tokens, longest, why)
 
 
 def check_pair_fits_micro_batch(config: Config) -> None:
     """Raise ConfigError unless a micro-batch can hold both answers of the longest preference pair, which the loss
     compares.
     """
-    longest = 2 * (max_row_tokens(config) + 1)
-    if config.actor.micro_batch_tokens < longest:
-        raise ConfigError(
-            f"actor.micro_batch_tokens: got {config.actor.micro_batch_tokens}, expected >= {longest}, two "
-            f"conversations of up to {max_row_terms(config)} tokens and a place for each score; raise it or shorten "
-            "the two"
-        )
+    why = (
+        f", two conversations of up to {max_row_terms(config)} tokens and a place for each score; raise it or shorten "
+        "the two"
+    )
+    _require_room("actor", config.actor.micro_batch_tokens, 2 * (max_row_tokens(config) + 1), why)
 
 
 def check_responses_fit_micro_batch(config: Config) -> None:
     """Raise ConfigError unless one micro-batch of the actor holds the two longest responses with their prompts."""
-    longest = 2 * max_row_tokens(config)
-    if config.actor.micro_batch_tokens < longest:
-        raise ConfigError(
-            f"actor.micro_batch_tokens: got {config.actor.micro_batch_tokens}, expected >= {longest}, two rows of up "
-            f"to {max_row_terms(config)} tokens, as the loss of a pair needs both; raise it or shorten the two"
-        )
+    rows = f"two rows of up to {max_row_terms(config)} tokens"
+    why = f", {rows}, as the loss of a pair needs both; raise it or shorten the two"
+    _require_room("actor", config.actor.micro_batch_tokens, 2 * max_row_tokens(config), why)
+
+
+def _require_room(role: str, num_tokens: int, least: int, why: str) -> None:
+    if num_tokens < least:
+        raise ConfigError(f"{role}.micro_batch_tokens: got {num_tokens}, expected >= {least}{why}")
