@@ -92,7 +92,7 @@ class RewardManager:
         num_dropped = sum(reward.dropped for reward in rewards)
         tallies["reward/dropped_rows"] = Tally(total=num_dropped)
         tallies["reward/dropped_frac"] = Tally(total=num_dropped, over=len(rewards))
-        troubles = [replace(trouble, judge=name) for name, each in judged.items() for trouble in each.troubles]
+        troubles = [self._named(trouble, name) for name, each in judged.items() for trouble in each.troubles]
         for item in (items[row] for row in sorted(failed)):
             episode = item.sample.episode
             assert episode is not None, "only environments fail samples"
@@ -102,6 +102,13 @@ class RewardManager:
         return Judged(
             rewards=[rewards[rows[s.uid, s.sample_index]] for s in samples], tallies=tallies, troubles=troubles
         )
+
+    def _named(self, trouble: Trouble, name: str) -> Trouble:
+        """Name the judge that had a trouble, and say so if the sample's reward is that of others."""
+        route, reason = self.route(trouble.item.prompt.data_source), trouble.reason
+        if name not in route:
+            reason += f" ({name} decides only what is correct; the reward is that of {', '.join(route)})"
+        return replace(trouble, judge=name, reason=reason)
 
     def close(self) -> None:
         """End the processes and connections of all judges."""

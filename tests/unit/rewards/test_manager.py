@@ -183,6 +183,20 @@ def test_a_row_that_a_part_dropped_is_dropped_and_no_baseline_of_others() -> Non
     assert judged.tallies["reward/model/score"] == Tally(total=904.0, over=3)
 
 
+def test_a_problem_names_its_judge_and_says_if_others_reward() -> None:
+    """A rule without an answer in a conversation that its environment rewards is no problem of the reward."""
+    rule = Table({"good": DROPPED})
+    for route, reason in (
+        (["model"], " (rule decides only what is correct; the reward is that of model)"),
+        (["model", RULE], ""),
+    ):
+        judges = {RULE: rule, "model": MODEL_SAYS}
+        judged = judge_all(
+            manager(judges, dict.fromkeys(route, Summand()), {"maths": route}), batch(sample("m", 0, "good"))
+        )
+        assert [(each.judge, each.reason) for each in judged.troubles] == [(RULE, reason)]
+
+
 def test_what_every_judge_said_is_kept() -> None:
     """Of one name, the note of the judge that decides."""
     rule = Table({"good": Reward(score=1.0, correct=True, notes={"why": "equal", "read": "8"})})
