@@ -158,7 +158,7 @@ def test_virtual_stages_continue_as_plain_ones(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"grad_reduce_in_fp32": False},
+        pytest.param({"grad_reduce_in_fp32": False}, marks=pytest.mark.long),
         {"overlap_grad_reduce": True, "overlap_param_gather": True},
         pytest.param({"grad_reduce_in_fp32": False, "distributed": False}, marks=pytest.mark.long),
     ],

@@ -64,9 +64,9 @@ def assert_trees(pool: RankPool, path: Path, actor: ActorConfig, trees: list[lis
     assert worst.max() <= 1e-5
 
 
-def forest() -> list[Row]:
+def forest(*seeds: int) -> list[Row]:
     """Rows of trees deep and wide enough for parts that begin behind many tokens, in one mini-batch."""
-    rows = [row for seed in (1, 4, 10) for row in random_tree(seed, max_leaves=12)]
+    rows = [row for seed in seeds or (1, 4, 10) for row in random_tree(seed, max_leaves=12)]
     held = held_prefixes(rows)
     assert max(count for _, count in held) > 32
     return rows
@@ -120,17 +120,21 @@ def with_experts_by_node(rows: Sequence[Row]) -> list[Row]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "replays"),
+    ("layout", "replays", "seeds"),
     [
-        ("tp2-sp ep2", True),
-        pytest.param("dp2 ep2", True, marks=pytest.mark.long),
-        pytest.param("pp2 ep2", True, marks=pytest.mark.long),
-        pytest.param("tp2-sp ep2", False, marks=pytest.mark.long),
+        # A tree of eight rows.
+        ("tp2-sp ep2", True, (0,)),
+        pytest.param("tp2-sp ep2", True, (), marks=pytest.mark.long),
+        pytest.param("dp2 ep2", True, (), marks=pytest.mark.long),
+        pytest.param("pp2 ep2", True, (), marks=pytest.mark.long),
+        pytest.param("tp2-sp ep2", False, (), marks=pytest.mark.long),
     ],
 )
-def test_each_token_is_routed_and_counted_once(rank_pool: GetPool, tmp_path: Path, layout: str, replays: bool) -> None:
+def test_each_token_is_routed_and_counted_once(
+    rank_pool: GetPool, tmp_path: Path, layout: str, replays: bool, seeds: tuple[int, ...]
+) -> None:
     """Experts as recorded or by the router, and the balance loss over the tokens that count, with its gradients."""
-    rows = counted_once(with_experts_by_node(forest()) if replays else forest())
+    rows = counted_once(with_experts_by_node(forest(*seeds)) if replays else forest(*seeds))
     assert sum(row.num_uncounted for row in rows) > sum(row.num_tokens for row in rows) // 3
     routers = Routers(
         coef=0.1,
@@ -199,12 +203,16 @@ def paths_apart(row: Row) -> list[tuple[Row, list[int]]]:
 
 
 @pytest.mark.parametrize(
-    "layout", ["tp2-sp ep2", *(pytest.param(name, marks=pytest.mark.long) for name in ("pp2 ep2", "tp2-sp pp2 ep2"))]
+    ("layout", "num_rows"),
+    [
+        ("tp2-sp ep2", 2),
+        *(pytest.param(name, 4, marks=pytest.mark.long) for name in ("tp2-sp ep2", "pp2 ep2", "tp2-sp pp2 ep2")),
+    ],
 )
 def test_recorded_experts_of_conversations_are_replayed_on_every_path(
-    rank_pool: GetPool, tmp_path: Path, layout: str
+    rank_pool: GetPool, tmp_path: Path, layout: str, num_rows: int
 ) -> None:
-    rows = [conversation(seed) for seed in range(4)]
+    rows = [conversation(seed) for seed in range(num_rows)]
     apart = [paths_apart(row) for row in rows]
     paths = [row for each in apart for row, _ in each]
     routers = Routers(forced=[row.routed_experts for row in paths if row.routed_experts is not None])
