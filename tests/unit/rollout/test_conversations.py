@@ -17,8 +17,18 @@ from megarl.rollout.prefixes import Prefix
 from megarl.rollout.source import Doing, Group, SamplingPlan
 from megarl.rollout.turns import turn_quantities
 from megarl.rollout.vllm_source import VllmSource
-from megarl.types import ChatPart, FinishReason, Message, Prompt, Sample, SegmentSource, version_spans
+from megarl.types import (
+    ChatPart,
+    FinishReason,
+    Message,
+    Prompt,
+    Sample,
+    SegmentSource,
+    row_from_sample,
+    version_spans,
+)
 from megarl.types.forks import Fork
+from megarl.types.rows import paths_of
 from megarl.types.turns import Tries
 from tests.helpers.loops import begin_groups, turns
 
@@ -424,6 +434,37 @@ def test_a_token_keeps_the_experts_of_the_request_that_first_read_it() -> None:
     assert sample.routed_experts is not None
     assert sample.routed_experts.shape == (18, 2, 3)
     assert sample.routed_experts[:, 1, 2].tolist() == [1, 1, 1, -1, 2, 2, 2, 4, 3, 3, -1, 4, 4, -1, 5, 6, 6, -1]
+
+
+def test_each_try_keeps_the_experts_of_its_own_request() -> None:
+    """Two tries after the prompt, a turn after the first of them, and two tries after the second."""
+    world, source, group = begin(max_tokens=40)
+    world.reply(num_tries=2)
+    # The second try is done first.
+    requests = [world.speak(101, END, expert=2, place=1), world.speak(100, END, expert=1)]
+    world.reply(7, after_turn=0)
+    requests.append(world.speak(102, END, expert=3))
+    world.reply(8, after_turn=1, num_tries=2)
+    requests.append(world.speak(103, END, expert=4))
+    # A checkpoint has all tries of a turn or none, so the experts of what they read are still to be recorded.
+    (saved,) = source.parts([group])
+    requests.append(world.speak(104, END, expert=5))
+    world.reply(done=True)
+    assert [request.num_routed for request in requests] == [0, 0, 3, 3, 3]
+    sample = sample_of(group)
+    assert sample.token_ids.tolist() == [5, 6, 100, END, 101, END, 7, 102, END, 8, 103, END, 104, END]
+    assert sample.routed_experts is not None
+    assert saved.routed_experts is not None
+    assert sample.routed_experts[:, 1, 2].tolist() == [1, 1, 1, 3, 2, 4, 3, 3, -1, 4, 4, -1, 5, -1]
+    assert saved.routed_experts[:, 1, 2].tolist() == [1, 1, 1, 3, 2, -1, 3, 3, -1, -1]
+    read = {path.row.token_ids[-2]: path.row.routed_experts for path in paths_of([row_from_sample(sample)])}
+    assert {int(token): each[:, 0, 0].tolist() for token, each in read.items() if each is not None} == {
+        100: [1, 1, 1, 3],
+        101: [1, 1, 2, 4],
+        102: [1, 1, 1, 3, 3, 3, -1],
+        103: [1, 1, 2, 4, 4, 4, -1],
+        104: [1, 1, 2, 4, 4, 5, -1],
+    }
 
 
 def test_a_conversation_that_begins_again_forgets_the_experts_of_its_tokens() -> None:
