@@ -11,7 +11,17 @@ from torch import Tensor
 from megarl.algos.masked import masked_sum, per_row
 from megarl.config.schema import TrainPreferenceConfig
 from megarl.registry import FunctionRegistry, refuse_unused, require_fields
-from megarl.types import AlgoState, Denominators, LossSums, PolicyOutputs, Row, RowBatch, TokenQuantity, ValueOutputs
+from megarl.types import (
+    PAIRS,
+    AlgoState,
+    Denominators,
+    LossSums,
+    PolicyOutputs,
+    Row,
+    RowBatch,
+    TokenQuantity,
+    ValueOutputs,
+)
 
 MARGIN = "margin"
 # KL(policy ‖ reference) of a whole batch, estimated on prompts with responses of other rows; the same in each token.
@@ -34,7 +44,7 @@ class BradleyTerry:
 
     def denominators(self, rows: Sequence[Row]) -> Denominators:
         """Count the pairs of an optimizer mini-batch."""
-        return {"pairs": max(len(rows) / 2, 1.0)}
+        return {PAIRS: max(len(rows) / 2, 1.0)}
 
     def loss(self, rows: RowBatch, out: ValueOutputs, state: AlgoState) -> LossSums:
         """Sum the loss over a micro-batch's pairs. Metrics: share of pairs with r_chosen > r_rejected, mean difference
@@ -54,8 +64,8 @@ class BradleyTerry:
                 "score_rejected": rejected.sum(),
             }
         return LossSums(
-            objective={"pairs": F.softplus(margin - difference).sum()},
-            metrics={"pairs": {f"reward_model/{name}": value for name, value in parts.items()}},
+            objective={PAIRS: F.softplus(margin - difference).sum()},
+            metrics={PAIRS: {f"reward_model/{name}": value for name, value in parts.items()}},
         )
 
 
@@ -179,7 +189,7 @@ class PreferenceObjective:
 
     def denominators(self, rows: Sequence[Row]) -> Denominators:
         """Count the pairs of an optimizer mini-batch."""
-        return {"pairs": max(len(rows) / 2, 1.0)}
+        return {PAIRS: max(len(rows) / 2, 1.0)}
 
     def loss(self, rows: RowBatch, out: PolicyOutputs, state: AlgoState) -> LossSums:
         """Sum the losses of a micro-batch's pairs; metrics say, for example, how often the chosen answer wins."""
@@ -208,8 +218,8 @@ class PreferenceObjective:
             **({"kl": kl[0]} if BATCH_KL in self.reads else {}),
         }
         return LossSums(
-            objective={"pairs": result.losses.sum()},
-            metrics={"pairs": {f"preference/{name}": values.sum() for name, values in parts.items()}},
+            objective={PAIRS: result.losses.sum()},
+            metrics={PAIRS: {f"preference/{name}": values.sum() for name, values in parts.items()}},
         )
 
 

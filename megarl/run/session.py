@@ -26,7 +26,7 @@ from megarl.run.session_inputs import PromptLike, open_session_inputs, require_c
 from megarl.run.session_parts import open_parts
 from megarl.train.export import export_adapters, export_model
 from megarl.train.passes import CountedObjective, RoleUpdater
-from megarl.types import Denominators, FloatArray, Prompt, RolloutBatch, Row, row_from_sample
+from megarl.types import PAIRS, Denominators, FloatArray, Prompt, RolloutBatch, Row, row_from_sample
 from megarl.types.messages import Role, StepRequest
 
 
@@ -188,7 +188,8 @@ class Session:
         """Add the gradient of an objective on rows to those that the next `step` takes; return the call's metrics.
 
         objective: `cross_entropy`, `importance_sampling`, a policy loss such as `ppo_clip`, also of a file in
-        algo.plugins, `algorithm` for the run's own; or an object like `OwnObjective`. For a critic, its own is taken.
+        algo.plugins, `algorithm` for the run's own; or an object like `OwnObjective`, or of `preference_objective`, for
+        which rows are all chosen ones, then all rejected ones in the same order. For a critic, its own is taken.
         denominators: see the class; None: counts over these rows. weights: a factor of each token's loss, [R] each.
         """
         chosen, updater = self._objective(objective, self._role(role)), self._updater(role)
@@ -196,8 +197,10 @@ class Session:
             pairs = zip(rows, weights, strict=True)
             rows = [row.with_quantities(correction=np.asarray(values, np.float32)) for row, values in pairs]
         self.inputs.check_rows(rows)
-        counts = chosen.denominators(rows) if denominators is None else denominators
-        require_computable(chosen, rows[0], counts, self.state, is_critic=role == Role.CRITIC)
+        if PAIRS in (own := chosen.denominators(rows)):
+            self.inputs.check_pairs(rows)
+        counts = own if denominators is None else denominators
+        require_computable(chosen, rows, counts, self.state, is_critic=role == Role.CRITIC)
         self._parts.memory.enter(residency.accumulating(Role(role), updater.spec.memory))
         try:
             with doing(f"accumulating gradients of the {role}"):

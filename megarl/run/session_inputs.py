@@ -24,6 +24,7 @@ from megarl.rollout.source import SamplingPlan
 from megarl.train.inputs import check_role_models, open_model
 from megarl.train.passes import CountedObjective
 from megarl.types import (
+    PAIRS,
     Algorithm,
     AlgoState,
     Denominators,
@@ -127,6 +128,21 @@ class SessionInputs:
                     f"row {row.label}: {differing} are quantities of some rows only; give them to all rows of a call"
                 )
 
+    def check_pairs(self, rows: Sequence[Row]) -> None:
+        """Raise DataError for rows that are no pairs, or of which a micro-batch cannot hold both."""
+        limit, half = self.config.actor.micro_batch_tokens, len(rows) // 2
+        if len(rows) % 2:
+            raise DataError(
+                f"rows: got {len(rows)} for an objective over pairs, expected an even number: all chosen rows, then "
+                "all rejected ones in the same order; give the two of each pair to one call"
+            )
+        for one, other in zip(rows[:half], rows[half:], strict=True):
+            if (got := one.num_tokens + other.num_tokens) > limit:
+                raise DataError(
+                    f"rows {one.label} and {other.label}: have {got} tokens, expected at most "
+                    f"actor.micro_batch_tokens={limit} for a pair; shorten them, or raise the setting"
+                )
+
 
 def open_session_inputs(config: Config, *, with_engines: bool, with_reference: bool) -> SessionInputs:
     """Check the configuration and the model of a session, and its prompts if `data.train` names some."""
@@ -165,15 +181,16 @@ def open_session_inputs(config: Config, *, with_engines: bool, with_reference: b
 
 
 def require_computable(
-    objective: CountedObjective, row: Row, denominators: Denominators, state: AlgoState, *, is_critic: bool
+    objective: CountedObjective, rows: Sequence[Row], denominators: Denominators, state: AlgoState, *, is_critic: bool
 ) -> None:
-    """Compute an objective on one row with outputs of 0, so that its mistakes do not reach the ranks.
+    """Compute an objective on one row or pair with outputs of 0, so that its mistakes do not reach the ranks.
 
     Raises:
         DataError: it fails; the message has its error.
         ConfigError: a denominator of it is missing, or no positive number.
     """
-    batch = row_batch([row.only(objective.reads)], device=torch.device("cpu"))
+    some = [rows[0], rows[len(rows) // 2]] if PAIRS in objective.denominators(rows) else rows[:1]
+    batch = row_batch([row.only(objective.reads) for row in some], device=torch.device("cpu"))
     zeros = torch.zeros(batch.loss_mask.shape, requires_grad=True)
     try:
         sums = objective.loss(
@@ -181,7 +198,7 @@ def require_computable(
         )
     except Exception as error:  # it may be a user's
         raise DataError(
-            f"the objective {type(objective).__name__} fails on row {row.label}: {type(error).__name__}: "
+            f"the objective {type(objective).__name__} fails on row {rows[0].label}: {type(error).__name__}: "
             f"{str(error).strip()}; correct it, or give rows what it reads (nothing was sent; accumulated gradients "
             "stay)"
         ) from error

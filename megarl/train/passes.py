@@ -12,7 +12,7 @@ from megarl.data.packing import imbalance_metrics, plan_micro_batches
 from megarl.data.prefixes import count_shared, counted_once, family_order
 from megarl.parallel.backend import shares_prefixes
 from megarl.record.performance import forward_flops
-from megarl.types import AlgoState, Denominators, FloatArray, Objective, Row, TokenQuantity
+from megarl.types import PAIRS, AlgoState, Denominators, FloatArray, Objective, Row, TokenQuantity
 from megarl.types.messages import (
     AccumulateRequest,
     ForwardRequest,
@@ -213,13 +213,8 @@ class RoleUpdater(RolePasses):
         self._objective, self._total_steps, self._teaching = objective, total_steps, teaching
         self.num_optimizer_steps = 0
 
-    def update(
-        self, rows: Sequence[Row], state: AlgoState, *, step: int, paired: bool = False, with_outputs: bool = True
-    ) -> UpdateResult:
-        """Take one optimizer step on these rows; the result's `before`, for `with_outputs`, is in row order.
-
-        paired: row i of the first half and row i of the second share a micro-batch.
-        """
+    def update(self, rows: Sequence[Row], state: AlgoState, *, step: int, with_outputs: bool = True) -> UpdateResult:
+        """Take one optimizer step on these rows; the result's `before`, for `with_outputs`, is in row order."""
         optimizer = self._role.settings.optimizer
         request = UpdateRequest(
             role=self._role.role,
@@ -233,7 +228,7 @@ class RoleUpdater(RolePasses):
             teaching=self._teaching,
         )
         self.num_optimizer_steps += 1
-        return self._learn(self._workers.update, rows, request, paired=paired)
+        return self._learn(self._workers.update, rows, request)
 
     def accumulate(
         self,
@@ -270,8 +265,6 @@ class RoleUpdater(RolePasses):
         call: Callable[[Sequence[Row], MicroBatchPlan, RequestT], UpdateResult],
         rows: Sequence[Row],
         request: RequestT,
-        *,
-        paired: bool = False,
     ) -> UpdateResult:
         """Call the ranks with what the request's objective reads of the rows; outputs come back in row order."""
         teaching = request.teaching
@@ -280,7 +273,8 @@ class RoleUpdater(RolePasses):
         if self._dims is not None and self._dims.experts is not None:
             needed = counted_once(needed)
         # Micro-batches have room for rows as their teacher reads them.
-        plan, imbalance = self._plan([row.as_taught for row in needed] if hinted else needed, paired=paired)
+        taught = [row.as_taught for row in needed] if hinted else needed
+        plan, imbalance = self._plan(taught, paired=PAIRS in request.denominators)
         result = call(needed, plan, request)
         # The critic's rows are those of the actor.
         metrics = {**result.metrics, **({} if self._role.role is Role.CRITIC else imbalance)}

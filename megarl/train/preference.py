@@ -30,7 +30,6 @@ def train_preference_task(inputs: SupervisedInputs[ResponsePairDataset]) -> Supe
         batch_size=settings.batch_size,
         num_examples=len(inputs.train),
         rows=inputs.train.rows,
-        paired=True,
         validate=None if val is None else lambda passes, step: validate_preferences(val, objective, passes, step=step),
         validate_every=settings.val_every_steps,
         frozen=(reference_role(config),) if TokenQuantity.REF_LOGPROBS in objective.reads else (),

@@ -43,10 +43,10 @@ PassesByRole: TypeAlias = Mapping[Role, RolePasses]
 class SupervisedTask:
     """The model that a supervised run trains, and its data.
 
-    rows: returns the rows of the examples with these indices. paired: the rows' second half holds the counterparts of
-    the first; see `RoleUpdater.update`. validate: called before the first step, every `validate_every` steps and after
-    the last. frozen: roles that are loaded besides the trained one. add_quantities: adds the quantities that the
-    objective reads to the rows of a step. teaching: how updates compare the model with a teacher.
+    rows: returns the rows of the examples with these indices. validate: called before the first step, every
+    `validate_every` steps and after the last. frozen: roles that are loaded besides the trained one. add_quantities:
+    adds the quantities that the objective reads to the rows of a step. teaching: how updates compare the model with a
+    teacher.
     """
 
     command: Command
@@ -56,7 +56,6 @@ class SupervisedTask:
     batch_size: int
     num_examples: int
     rows: Callable[[Sequence[int]], list[Row]]
-    paired: bool = False
     validate: Callable[[PassesByRole, int], Validation] | None = None
     validate_every: int = 1
     frozen: tuple[RoleSpec, ...] = ()
@@ -145,7 +144,7 @@ class SupervisedTrainer:
                 with self.timers("score"):
                     rows = self.task.add_quantities(self.passes, rows, step)
             with self.timers(f"update_{role}"):
-                result = self.updater.update(rows, self.state, step=step, paired=self.task.paired, with_outputs=False)
+                result = self.updater.update(rows, self.state, step=step, with_outputs=False)
         times = self.timers.pop()
         tokens_per_s = sum(row.num_tokens for row in rows) / times["timing_s/step"]
         epoch = step * self.task.batch_size / self.task.num_examples
@@ -225,7 +224,6 @@ def train_reward_task(inputs: SupervisedInputs[PreferenceDataset]) -> Supervised
         batch_size=settings.batch_size,
         num_examples=len(inputs.train),
         rows=inputs.train.rows,
-        paired=True,
         validate=None if val is None else lambda passes, step: validate_pairs(val, passes[Role.REWARD], step=step),
         validate_every=settings.val_every_steps,
     )

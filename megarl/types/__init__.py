@@ -48,10 +48,11 @@ if TYPE_CHECKING:
         row_batch,
         scored_batch,
     )
-    from megarl.types.objectives import Algorithm, AlgoState, Denominators, EntropyState, LossSums, Objective
+    from megarl.types.objectives import PAIRS, Algorithm, AlgoState, Denominators, EntropyState, LossSums, Objective
 
 __all__ = [
     "DROPPED",
+    "PAIRS",
     "Advantages",
     "AlgoState",
     "Algorithm",

@@ -13,6 +13,9 @@ from megarl.types.rows import Row, TokenQuantity
 # The numbers that sums are divided by, under names that the objective chooses: counts over one optimizer mini-batch
 # (all micro-batches × data-parallel ranks), at least 1 each.
 Denominators: TypeAlias = dict[str, float]
+# The denominator of a sum over pairs. Rows of the first half of such a mini-batch belong to those of the second, in the
+# same order, and a micro-batch has both of a pair, in halves, too.
+PAIRS = "pairs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

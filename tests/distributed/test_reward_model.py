@@ -119,7 +119,7 @@ def reward_case(spec: RoleSpec, pairs: Sequence[Row], directory: Path) -> Critic
     recorder = Recorder()
     updater = RoleUpdater(recorder, spec, BradleyTerry(), total_steps=2)  # type: ignore[arg-type]
     for step in range(2):
-        updater.update(pairs, AlgoState(), step=step, paired=True)
+        updater.update(pairs, AlgoState(), step=step)
     return training_case(spec, recorder.rows, recorder.plan, recorder.requests, directory)
 
 

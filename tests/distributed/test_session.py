@@ -8,13 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import megarl
 from megarl.algos.objectives import OwnObjective
+from megarl.algos.preference import preference_objective
+from megarl.config.schema import TrainPreferenceConfig
 from megarl.errors import ConfigError, DataError, RunError
 from megarl.types import PolicyOutputs, RowBatch
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compare import assert_within
+from tests.helpers.rows import random_rows
 from tests.helpers.session_cases import (
     BETAS,
     CLIP,
@@ -68,6 +72,30 @@ def test_calls_add_up_to_a_step_of_plain_torch(session: megarl.Session, path: Pa
     assert not session.num_accumulated
     with pytest.raises(ConfigError, match="exists; give a new directory"):
         session.save(directory)
+
+
+def test_pairs_of_rows_stay_together(session: megarl.Session, tmp_path: Path) -> None:
+    """DPO's loss and its gradient are those of plain torch, though two replicas share the rows."""
+    rows = [
+        row.only(()).with_quantities(ref_logprobs=row.quantities["rollout_logprobs"]) for row in rows_of() + rows_of(1)
+    ]
+    dpo, half = preference_objective(TrainPreferenceConfig(objective="dpo", beta=0.5)), len(rows) // 2
+    session.export(tmp_path / "model")
+    loop = TorchLoop(tmp_path / "model")
+    ratios = [
+        (loop.logprobs(row) - torch.from_numpy(row.quantities["ref_logprobs"]))[torch.from_numpy(row.loss_mask)].sum()
+        for row in rows
+    ]
+    margins = torch.stack([chosen - rejected for chosen, rejected in zip(ratios[:half], ratios[half:], strict=True)])
+    expected = -F.logsigmoid(0.5 * margins).mean()
+    expected.backward()
+    assert_within("loss", session.accumulate(rows, dpo)["actor/loss"], expected.item(), atol=1e-5)
+    assert_within("norm", session.step(1e-9)["actor/grad_norm"], loop.step(1e-9), atol=1e-5)
+    with pytest.raises(DataError, match="got 5 for an objective over pairs, expected an even number: all chosen rows"):
+        session.accumulate(rows[:5], dpo)
+    long = [row.with_quantities(ref_logprobs=np.zeros(60, np.float32)) for row in random_rows([(50, 60), (40, 60)])]
+    with pytest.raises(DataError, match=r"have 210 tokens, expected at most actor.micro_batch_tokens=192 for a pair"):
+        session.accumulate(long, dpo)
 
 
 def own_loss(rows: RowBatch, out: PolicyOutputs) -> torch.Tensor:

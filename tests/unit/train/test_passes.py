@@ -6,14 +6,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
+from megarl.algos.preference import preference_objective
 from megarl.algos.sft import SftAlgorithm
 from megarl.algos.value_loss import ValueLoss
 from megarl.cluster.workers import RoleWorkers
-from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig, TrainPreferenceConfig
 from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
 from megarl.types import AlgoState, FloatArray, Row
 from megarl.types.forks import Fork
 from megarl.types.messages import (
+    AccumulateRequest,
     ForwardRequest,
     MicroBatchPlan,
     Role,
@@ -31,6 +33,7 @@ class FakeWorkers(RoleWorkers):
 
     forwarded: list[tuple[Sequence[Row], MicroBatchPlan, ForwardRequest]] = field(default_factory=list)
     updated: list[tuple[Sequence[Row], MicroBatchPlan, UpdateRequest]] = field(default_factory=list)
+    accumulated: list[MicroBatchPlan] = field(default_factory=list)
 
     def forward(
         self, rows: Sequence[Row], plan: MicroBatchPlan, request: ForwardRequest
@@ -49,6 +52,10 @@ class FakeWorkers(RoleWorkers):
             before={i: said_of(rows[i]) + number for i in order},
             divergences={i: -said_of(rows[i]) for i in order} if request.teaching and request.with_outputs else {},
         )
+
+    def accumulate(self, rows: Sequence[Row], plan: MicroBatchPlan, request: AccumulateRequest) -> UpdateResult:
+        self.accumulated.append(plan)
+        return UpdateResult(metrics={}, before={})
 
 
 def said_of(row: Row) -> FloatArray:
@@ -192,6 +199,19 @@ def test_pairs_share_a_micro_batch() -> None:
 
 
 # --- updates
+
+
+def test_an_objective_over_pairs_has_both_rows_of_one_in_a_micro_batch() -> None:
+    """The lengths of the test above; whoever accumulates may give a denominator of their own."""
+    workers, objective = FakeWorkers(), preference_objective(TrainPreferenceConfig(objective="orpo"))
+    rows = [make_row("a", 1, num_tokens) for num_tokens in (4, 3, 3, 8, 5, 3)]
+    updater = updater_of(workers, role_of(micro_batch_tokens=14), objective)
+    updater.update(rows, AlgoState(), step=5)
+    updater.accumulate(rows, AlgoState(), objective, step=5, denominators={"pairs": 9.0})
+    updater.accumulate(rows, AlgoState(), SftAlgorithm(), step=5)
+    plans = [workers.updated[0][1].ranks, *(plan.ranks for plan in workers.accumulated)]
+    assert plans[:2] == [[[[1, 2, 4, 5], [0, 3]]]] * 2
+    assert plans[2] != plans[0]
 
 
 def test_an_update_sends_what_the_objective_reads() -> None:
