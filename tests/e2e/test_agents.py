@@ -54,7 +54,7 @@ def talk_with(process: RankPool, model: Path, arguments: Mapping[str, Any], num_
         entries={"mine": EnvironmentEntry(type="agent", arguments=arguments)},
         max_turns=20,
         max_tokens=1000,
-        reply_timeout_s=150.0,
+        reply_timeout_s=500.0,
     )
     config = small_config(model, "data.max_prompt_tokens=128", "rollout.max_response_tokens=256", "rollout.engine.tp=1")
     host = HostSpec(model_path=str(model), chat_template={}, names=("mine",), config=environment, max_prompt_tokens=128)
@@ -74,7 +74,7 @@ def talk_with(process: RankPool, model: Path, arguments: Mapping[str, Any], num_
         max_response_tokens=config.rollout.max_response_tokens,
         run_seed=0,
     )
-    return process.run(converse, engine_spec(config), host, [prompt], plan, timeout_s=280.0)[0]
+    return process.run(converse, engine_spec(config), host, [prompt], plan, timeout_s=1000.0)[0]
 
 
 def turns_of(sample: Sample, outcome: Outcome) -> list[list[int]]:
@@ -153,7 +153,7 @@ def test_every_branch_of_a_conversation_was_sampled_as_it_trains(engine_process:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_verifiers_trains_with_contexts_that_it_compacts(tmp_path: Path) -> None:
     """A whole run of two steps, at whose ends no sample had failed; log-probs of trainer and engine agree."""
     inputs = make_inputs(tmp_path)
@@ -187,7 +187,7 @@ def test_verifiers_trains_with_contexts_that_it_compacts(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_verifiers_trains_on_what_the_engine_returned(engine_process: RankPool, talker: Path) -> None:
     """Its harness goes through a server of its own; its user asks twice after the first answer."""
     command = verifiers_command()
