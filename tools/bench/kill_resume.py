@@ -11,7 +11,8 @@ With `--schedule async` what trains depends on time, and the uninterrupted run o
 finished run is compared with a run that samples its records again (`rollout.source=regenerate`), and fails if a
 prompt was lost or repeated, or if a token is staler than the schedule allows.
 
-With `--trees` all samples are conversations that fork, and half of the moments are between a fork and its reply.
+With `--trees` all samples are conversations that fork, and half of the moments are between a fork and its reply; half
+of these come after a checkpoint that the start has written.
 """
 
 import argparse
@@ -206,20 +207,25 @@ def _compared(record: MetricsRecord) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """So many seconds after so many more steps, and more branches of conversations, than a run had at its start."""
+    """So many seconds after so many more steps, and more branches of conversations, than a run had at its start.
+
+    after_checkpoint: branches are counted from the first checkpoint on that the start completes.
+    """
 
     num_steps: int
     delay_s: float
     num_branches: int = 0
+    after_checkpoint: bool = False
 
 
 def draw_moment(rng: random.Random, duration_s: float, *, trees: bool = False) -> Moment:
     """One in four while processes start, the others around a step, its checkpoint, or what follows.
 
-    trees: half of all are just after one of the branches of the next two steps has begun.
+    trees: half of all are just after a branch has begun, one of the next two steps or of those after a checkpoint.
     """
     if trees and rng.random() < 0.5:
-        return Moment(num_steps=0, delay_s=0.0, num_branches=rng.randint(1, 120))
+        late = rng.random() < 0.5
+        return Moment(num_steps=0, delay_s=0.0, num_branches=rng.randint(1, 24 if late else 120), after_checkpoint=late)
     if rng.random() < 0.25:
         return Moment(num_steps=0, delay_s=rng.uniform(0.0, duration_s / 2))
     return Moment(num_steps=rng.randint(1, 5), delay_s=rng.uniform(0.0, 2.0))
@@ -227,7 +233,10 @@ def draw_moment(rng: random.Random, duration_s: float, *, trees: bool = False) -
 
 def kill_at(process: subprocess.Popen[bytes], run: SmallRun, moment: Moment) -> Killed | None:
     """SIGKILL the driver at a moment; None if it ended before."""
-    began, (num_before, _) = time.time(), num_open_branches(run.notes)
+    began, earlier = time.time(), complete_steps(run.paths.checkpoints)
+    while process.poll() is None and moment.after_checkpoint and complete_steps(run.paths.checkpoints) == earlier:
+        time.sleep(0.02)
+    num_before, _ = num_open_branches(run.notes)
     while process.poll() is None and (
         run.num_steps_since(began) < moment.num_steps
         or num_open_branches(run.notes)[0] < num_before + moment.num_branches
@@ -287,6 +296,7 @@ class KillCampaign:
             when = f"{moment.delay_s:.2f} s after {moment.num_steps} more steps"
             if self.trees:
                 num_open = num_open_branches(run.notes)[1] - num_left
+                when += " and a checkpoint" * moment.after_checkpoint
                 when += f" and {moment.num_branches} branches, {num_open} of them without an answer"
             return f"| {where} | {when} | {', '.join(killed.executing) or 'no actor'} | killed, {what} |"
         outcome = "finished, equal to the uninterrupted run"
