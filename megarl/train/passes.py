@@ -91,7 +91,7 @@ class RolePasses:
 
     @property
     def room(self) -> int:
-        """Return the number of tokens of the longest row that a micro-batch holds."""
+        """Return the number of tokens that a micro-batch holds, and so of the longest row."""
         return self._role.settings.micro_batch_tokens
 
     def forward(self, rows: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
@@ -153,7 +153,12 @@ class RolePasses:
         lengths = [sum(_num_passed(each[i], shares=shares) for each in halves) for i in order]
         costs = [sum(self._cost(each[i].num_tokens, each[i].num_loss_tokens) for each in halves) for i in order]
         planned = plan_micro_batches(
-            lengths,
+            # A row's paths are not parted: where they share nothing and together fill more than a micro-batch, the row
+            # has one of its own.
+            [
+                min(length, self.room) if not shares and any(each[i].forks for each in halves) else length
+                for length, i in zip(lengths, order, strict=True)
+            ],
             layout.dp,
             self._role.settings.micro_batch_tokens,
             # Interleaved pipelines take micro-batches in groups of pp.

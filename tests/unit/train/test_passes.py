@@ -11,6 +11,7 @@ from megarl.algos.sft import SftAlgorithm
 from megarl.algos.value_loss import ValueLoss
 from megarl.cluster.workers import RoleWorkers
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig, TrainPreferenceConfig
+from megarl.errors import ConfigError
 from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
 from megarl.types import AlgoState, FloatArray, Row
 from megarl.types.forks import Fork
@@ -167,6 +168,20 @@ def test_branches_of_a_row_share_what_lies_before_them() -> None:
     alone = replace(settings, settings=replace(settings.settings, share_prefixes=False))
     updater = RoleUpdater(workers, alone, SftAlgorithm(), total_steps=1, dims=dims)
     assert updater.update([forked], AlgoState(), step=1).metrics["perf/shared_tokens_frac"] == 0
+
+
+def test_a_row_whose_paths_share_nothing_and_fill_more_than_a_micro_batch_has_one_of_its_own() -> None:
+    """It has 32 tokens, and paths of 16, 16 and 16; without forks so many tokens would be refused."""
+    row = make_row("a", 1, 32)
+    mask = np.ones(row.num_response_tokens, dtype=np.bool_)
+    forked = replace(row, loss_mask=mask, forks=(Fork(16, 7), Fork(24, 7)))
+    workers, settings = FakeWorkers(), role_of(micro_batch_tokens=40)
+    alone = replace(settings, settings=replace(settings.settings, share_prefixes=False))
+    rows = [make_row("b", 2, 20), forked, make_row("b", 3, 20)]
+    updater_of(workers, alone).update(rows, AlgoState(), step=1)
+    assert workers.updated[0][1].ranks in ([[[1], [0, 2]]], [[[0, 2], [1]]])
+    with pytest.raises(ConfigError, match="row 0 has 48 tokens, actor"):
+        updater_of(workers, alone).update([make_row("a", 1, 48)], AlgoState(), step=1)
 
 
 def test_experts_count_a_token_in_the_first_row_that_has_it() -> None:
