@@ -154,6 +154,10 @@ class ActorConfig(RecomputeConfig):
     # Whether rows of a micro-batch that begin alike pass through the layers once for what they have in common; null:
     # where it has been run, that is, without Transformer Engine and without context parallelism.
     share_prefixes: bool | None = None
+    # What computes the attention of rows that share prefixes. gathered: kernels for rows, with each row's queries and
+    # the gathered keys of its path; flex: torch's FlexAttention, one kernel over all rows of a micro-batch, on CUDA and
+    # not for latents or capped scores. null: flex where layers are not Transformer Engine's and it can.
+    prefix_attention: Literal["gathered", "flex"] | None = None
 
     def check(self, key: str) -> None:
         """Raise ConfigError for float8 on a machine without it, a dispatcher with nothing to send, prefixes that cannot
@@ -164,6 +168,16 @@ class ActorConfig(RecomputeConfig):
                 f"{key}.share_prefixes: got true with {key}.layout.cp={self.layout.cp}, but ranks of context "
                 f"parallelism have chunks of each row by its length; set {key}.layout.cp=1, or leave it null"
             )
+        if self.prefix_attention == "flex":
+            remedy = f"set {key}.prefix_attention=null"
+            _require_kernels(f"{key}.prefix_attention: got flex", "triton", remedy)
+            shares = find_spec(_TRANSFORMER_ENGINE) is None if self.share_prefixes is None else self.share_prefixes
+            if not shares or self.layout.cp > 1:
+                raise ConfigError(
+                    f"{key}.prefix_attention: got flex with {key}.share_prefixes={self.share_prefixes} and "
+                    f"{key}.layout.cp={self.layout.cp}, where rows share nothing; {remedy}, or set "
+                    f"{key}.share_prefixes=true and {key}.layout.cp=1"
+                )
         self.check_recompute(key)
         if self.moe.grouped_gemm is False and "moe_act" in (self.recompute_modules or ()):
             raise ConfigError(

@@ -15,7 +15,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch.utils.checkpoint import checkpoint
 
 from megarl.parallel.attention_plan import AttentionCall
-from megarl.parallel.packing import PackSeqParams
+from megarl.parallel.packing import Pack, PackSeqParams
 from megarl.parallel.sinks import attend_with_sinks
 from megarl.weights.attention import AttentionOptions
 
@@ -80,8 +80,11 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         assert isinstance(packed_seq_params, PackSeqParams), "PackedAttention needs packed sequences"
-        pack = packed_seq_params.pack
-        assert pack is not None
+        assert packed_seq_params.pack is not None
+        return self.attend(query, key, value, packed_seq_params.pack)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: Pack) -> torch.Tensor:
+        """Return the outputs of a pack's tokens, call by call of its plan."""
         assert pack.attention is not None
         if self.cp_group.size() > 1:
             # The gradients of keys and values are summed over ranks.

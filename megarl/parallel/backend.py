@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from megarl.config.models import ActorConfig
     from megarl.weights.attention import AttentionOptions
+    from megarl.weights.families import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,24 @@ def shares_prefixes(settings: "ActorConfig") -> bool:
     if wanted is None:
         wanted = not BACKENDS[platform().name].uses_transformer_engine
     return wanted and settings.layout.cp == 1
+
+
+def flex_obstacle(spec: "ModelSpec") -> str | None:
+    """Return what keeps torch's FlexAttention from computing a model's attention, or None."""
+    if spec.dims.latent is not None:
+        return "attention through latents, whose keys and values differ in width"
+    return "capped scores, with which its kernels failed on a GPU" if spec.score_cap is not None else None
+
+
+def attends_by_blocks(settings: "ActorConfig", spec: "ModelSpec") -> bool:
+    """Return whether the attention of packs is `PathAttention`."""
+    wanted = settings.prefix_attention
+    if wanted is None:
+        here = platform().name
+        local = here == "cuda" and not BACKENDS[here].uses_transformer_engine
+        able = flex_obstacle(spec) is None and find_spec("triton") is not None
+        wanted = "flex" if local and able else "gathered"
+    return wanted == "flex" and shares_prefixes(settings)
 
 
 def prepare_megatron() -> None:

@@ -34,7 +34,7 @@ def gathered_params(gathered: GatheredKeys) -> PackedSeqParams:
 def gathering_attention() -> type:
     """Return the class of Transformer Engine's attention, extended by gathering keys and values where rows share them.
 
-    It has not been run.
+    It has been run on a GPU by itself, and in no whole model that passed.
     """
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 

@@ -18,7 +18,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.host.device.platform import platform
-from megarl.parallel.backend import packs_attention, shares_prefixes
+from megarl.parallel.backend import attends_by_blocks, packs_attention, shares_prefixes
 from megarl.parallel.head.differentiable import LossGradients
 from megarl.parallel.head.distill import DistilledLogprobs, TeacherLogits
 from megarl.parallel.head.logprobs import TokenLogprobs
@@ -51,7 +51,7 @@ class PackedModel(GPTModel):
     """A `GPTModel` that runs over packs (micro-batches as one sequence). Subclasses add a head on its hidden states.
 
     Positions outside the loss mask are dropped before the head, so prompt tokens never reach it. shares: whether rows
-    of a pack share prefixes.
+    of a pack share prefixes. by_blocks: whether their attention is `PathAttention`.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class PackedModel(GPTModel):
         vocab_multiple: int,
         vp_stage: int | None,
         shares: bool,
+        by_blocks: bool,
     ) -> None:
         num_rows = padded_vocab(spec.dims.vocab, layout.config, vocab_multiple)
+        layers = block_spec(spec, config, vp_stage, shares_prefixes=shares, by_blocks=by_blocks)
         super().__init__(
             config=config,
-            transformer_layer_spec=scaled_residuals(
-                block_spec(spec, config, vp_stage, shares_prefixes=shares), spec.multipliers.residual
-            ),
+            transformer_layer_spec=scaled_residuals(layers, spec.multipliers.residual),
             vocab_size=num_rows,
             max_sequence_length=spec.max_positions,
             pre_process=layout.pp_group.rank() == 0 and vp_stage in (None, 0),
@@ -99,9 +99,10 @@ class PackedModel(GPTModel):
             factor = torch.tensor(spec.multipliers.embedding, dtype=config.params_dtype)
             self.embedding.register_forward_hook(lambda *call: call[-1] * factor)
         self.spec, self.layout, self.replays_routing = spec, layout, False
-        self.shares_prefixes = shares
+        self.shares_prefixes, self.plans_blocks = shares, by_blocks
         packed = [packs_attention(spec.attention_of(i), cp=layout.config.cp) for i in range(spec.dims.num_layers)]
-        self.plans_attention, self.gathers_keys = spec.dims.delta is not None or any(packed), not all(packed)
+        self.plans_attention = spec.dims.delta is not None or (any(packed) and not by_blocks)
+        self.gathers_keys = not (all(packed) or by_blocks)
         self.vocab_shard = vocab_shard(layout.tp_group, num_rows // layout.config.tp, spec.dims.vocab)
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
@@ -286,6 +287,7 @@ def build_model(
             vocab_multiple=model.vocab_multiple,
             vp_stage=stage,
             shares=shares_prefixes(actor),
+            by_blocks=attends_by_blocks(actor, spec),
         )
         for stage in (range(virtual) if virtual > 1 else (None,))
     ]

@@ -18,6 +18,7 @@ def pack_for(models: Sequence[PackedModel], rows: Sequence[Row]) -> Pack:
         plans_attention=any(each.plans_attention for each in models),
         shares_prefixes=all(each.shares_prefixes for each in models),
         gathers_keys=any(each.gathers_keys for each in models),
+        plans_blocks=any(each.plans_blocks for each in models),
         replay_routing=models[0].replays_routing,
     )
 

@@ -19,6 +19,7 @@ from megarl.parallel.latent import PackedLatentAttention, ReplicatedLinear
 from megarl.parallel.moe.router import with_pack_routers
 from megarl.parallel.moe.setup import ExpertOutput
 from megarl.parallel.norms import RMSNorm, set_norms
+from megarl.parallel.path_attention import PathAttention
 from megarl.parallel.self_attention import set_self_attention
 from megarl.weights.attention import AttentionOptions
 from megarl.weights.families import ModelSpec
@@ -26,14 +27,20 @@ from megarl.weights.rules import Layers
 
 
 def block_spec(
-    spec: ModelSpec, config: TransformerConfig, vp_stage: int | None, *, shares_prefixes: bool = False
+    spec: ModelSpec,
+    config: TransformerConfig,
+    vp_stage: int | None,
+    *,
+    shares_prefixes: bool = False,
+    by_blocks: bool = False,
 ) -> TransformerBlockSubmodules:
     """Return Megatron's spec of this pipeline stage's layers: Transformer Engine's or local ones, by device.
 
-    shares_prefixes: whether rows do, for which Transformer Engine's attention gathers keys.
+    shares_prefixes: whether rows do, for which Transformer Engine's attention gathers keys. by_blocks: whether
+    attention is `PathAttention` instead.
     """
     if not BACKENDS[platform().name].uses_transformer_engine:
-        return local_block_spec(spec, config, vp_stage)
+        return local_block_spec(spec, config, vp_stage, by_blocks=by_blocks)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     for i, shared in enumerate(block.layer_specs):
@@ -46,8 +53,8 @@ def block_spec(
             set_delta_net(layer, spec.dims, backend.column_parallel_layer_norm_linear(), backend.row_parallel_linear())
             continue
         self_attention = layer.submodules.self_attention
-        if packs_attention(options, cp=config.context_parallel_size):
-            self_attention.submodules.core_attention = _packed_attention(options)
+        if by_blocks or packs_attention(options, cp=config.context_parallel_size):
+            self_attention.submodules.core_attention = _own_attention(options, by_blocks)
         elif shares_prefixes:
             self_attention.submodules.core_attention = gathering_attention()
         if shares_prefixes and isinstance(config, MLATransformerConfig):
@@ -61,14 +68,14 @@ def block_spec(
 
 
 def local_block_spec(
-    spec: ModelSpec, config: TransformerConfig, vp_stage: int | None = None
+    spec: ModelSpec, config: TransformerConfig, vp_stage: int | None = None, *, by_blocks: bool = False
 ) -> TransformerBlockSubmodules:
     """Return the spec of this stage's layers: Megatron's local ones with megarl's norm, attention and router."""
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     # Layers of one kind share a spec.
     kinds = [(*spec.dims.kinds_of(layer), spec.attention_of(layer)) for layer in range(first, first + num_layers)]
-    specs = {kind: _local_layer_spec(spec, config, *kind) for kind in kinds}
+    specs = {kind: _local_layer_spec(spec, config, *kind, by_blocks=by_blocks) for kind in kinds}
     for (_, attention, options), layer in specs.items():
         set_norms(layer, spec.family, config)
         if attention is not Layers.LINEAR:
@@ -85,12 +92,18 @@ def _separate_norms(layer: ModuleSpec) -> None:
     module_spec(layer.submodules.mlp).submodules.linear_fc1 = TEColumnParallelLinear
 
 
-def _packed_attention(options: AttentionOptions) -> ModuleSpec:
-    return ModuleSpec(module=PackedAttention, params={"options": options})
+def _own_attention(options: AttentionOptions, by_blocks: bool) -> ModuleSpec:
+    return ModuleSpec(module=PathAttention if by_blocks else PackedAttention, params={"options": options})
 
 
 def _local_layer_spec(
-    model: ModelSpec, config: TransformerConfig, mlp: Layers, attention_kind: Layers, options: AttentionOptions
+    model: ModelSpec,
+    config: TransformerConfig,
+    mlp: Layers,
+    attention_kind: Layers,
+    options: AttentionOptions,
+    *,
+    by_blocks: bool,
 ) -> ModuleSpec:
     latent = isinstance(config, MLATransformerConfig)
     spec = get_gpt_layer_local_spec(
@@ -107,7 +120,7 @@ def _local_layer_spec(
         set_delta_net(spec, model.dims, ColumnParallelLinear, RowParallelLinear)
         return spec
     attention = spec.submodules.self_attention.submodules
-    attention.core_attention = _packed_attention(options)
+    attention.core_attention = _own_attention(options, by_blocks)
     if latent:
         spec.submodules.self_attention.module = PackedLatentAttention
         attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear

@@ -21,6 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megarl.data.prefixes import held_prefixes
 from megarl.parallel.attention_plan import AttentionPlan, GatheredKeys, gather_keys, plan_attention, zigzag_indices
+from megarl.parallel.path_blocks import PathBlocks, plan_blocks
 from megarl.types import IdArray, Row
 from megarl.types.rows import RowPath, paths_of
 
@@ -69,7 +70,8 @@ class Pack:
     row_index, column_index: [N] each label's place in the [B, R] batch of responses, in the order of `rows`.
     kept_per_rank: how many of `positions` lie in each sequence-parallel rank's part; (N,) without sequence parallelism.
     counted: [2, C] pairs of a row and one of its tokens, among this rank's T, that counts for the row's balance of
-    experts. gathered: the keys of rows that share prefixes, where Transformer Engine computes attention.
+    experts. gathered: the keys of rows that share prefixes, where Transformer Engine computes attention. blocks: the
+    blocks of scores of such rows, where torch's FlexAttention does.
     routed_experts: [T, layers, k] the experts to which tokens must be routed, -1 where the router chooses; None: it
     chooses all. nucleus: [N, K] the tokens from which each label was sampled, as in `Row`; None: from the whole
     vocabulary. likely_ids, likely_logprobs: [N, K] the tokens that a teacher would write, as in `Row`; None: no teacher
@@ -90,6 +92,7 @@ class Pack:
     shares_prefixes: bool = False
     attention: AttentionPlan | None = None
     gathered: GatheredKeys | None = None
+    blocks: PathBlocks | None = None
     routed_experts: torch.Tensor | None = None
     nucleus: torch.Tensor | None = None
     likely_ids: torch.Tensor | None = None
@@ -127,6 +130,7 @@ def pack_rows(
     plans_attention: bool = False,
     shares_prefixes: bool = False,
     gathers_keys: bool = False,
+    plans_blocks: bool = False,
     replay_routing: bool = False,
 ) -> Pack:
     """Pack rows into one sequence for the model.
@@ -135,7 +139,8 @@ def pack_rows(
     total length a multiple of what tensor parallelism needs. Without rows, the pack consists of the filler: a rank
     without work must still join every collective. plans_attention: for layers whose attention is `PackedAttention`.
     shares_prefixes: rows share the tokens with which they begin alike; not under context parallelism. gathers_keys: for
-    layers with Transformer Engine's attention, if rows share prefixes. replay_routing: route tokens to the experts that
+    layers with Transformer Engine's attention, if rows share prefixes. plans_blocks: for layers whose attention is
+    `PathAttention`. replay_routing: route tokens to the experts that
     their rows recorded, if any.
     """
     paths = paths_of(rows)
@@ -174,6 +179,7 @@ def pack_rows(
         if plans_attention
         else None,
         gathered=gather_keys(*own_parts, device) if shares_prefixes and gathers_keys else None,
+        blocks=plan_blocks(*own_parts, device) if plans_blocks else None,
         routed_experts=None if experts is None else tensor(experts[local]),
         nucleus=_of_labels(packed, [row.nucleus for row in packed], mine, device, fill=-1),
         likely_ids=_of_labels(packed, [e.ids if e else None for e in likely], mine, device, fill=-1),

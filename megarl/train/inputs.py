@@ -23,7 +23,7 @@ from megarl.data.teacher_tokens import TeacherTokens
 from megarl.data.vocabulary import Vocabulary, check_vocabulary
 from megarl.environments import check_replies, tools_of
 from megarl.errors import ConfigError, DataError
-from megarl.parallel.backend import packs_attention
+from megarl.parallel.backend import flex_obstacle, packs_attention
 from megarl.rewards.build import check_ground_truths
 from megarl.rewards.routes import filter_ranges
 from megarl.rollout.replay import require_records
@@ -104,11 +104,17 @@ def open_model(config: Config, *, for_sft: bool = False) -> ModelSpec:
     """Read config.json and the checkpoint's headers; ConfigError for a model that family or layout cannot take."""
     spec = read_model_spec(config.model.path)
     check_model(config, spec.hf_config, for_sft=for_sft, biased_experts=spec.family.linear_biases)
-    layers, cp = range(spec.dims.num_layers), config.actor.layout.cp
-    if config.run.batch_invariant and any(packs_attention(spec.attention_of(layer), cp=cp) for layer in layers):
+    layers, cp, chosen = range(spec.dims.num_layers), config.actor.layout.cp, config.actor.prefix_attention
+    own = chosen == "flex" or any(packs_attention(spec.attention_of(layer), cp=cp) for layer in layers)
+    if config.run.batch_invariant and own:
         raise ConfigError(
-            f"run.batch_invariant: got true, but with actor.layout.cp={cp} Transformer Engine does not compute this "
-            "model's attention, and the results of megarl's own depend on the rows beside; set it to false"
+            f"run.batch_invariant: got true, but with actor.layout.cp={cp} and actor.prefix_attention={chosen} "
+            "Transformer Engine does not compute this model's attention, and the results of megarl's own depend on the "
+            "rows beside; set it to false"
+        )
+    if chosen == "flex" and (obstacle := flex_obstacle(spec)) is not None:
+        raise ConfigError(
+            f"actor.prefix_attention: got flex for a model with {obstacle}; set actor.prefix_attention=null"
         )
     check_tensors(spec.path, spec.expected_tensors(), ignored=spec.ignored_tensors())
     if config.actor.lora is not None and config.actor.lora.path is not None:

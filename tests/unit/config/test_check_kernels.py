@@ -67,6 +67,10 @@ def device(capability: float | None) -> Device:
             "actor.moe.dispatcher: got deepep, which needs CUDA, but this is cpu; set actor.moe.dispatcher=alltoall",
         ),
         (
+            {"prefix_attention": "flex"},
+            "actor.prefix_attention: got flex, which needs CUDA, but this is cpu; set actor.prefix_attention=null",
+        ),
+        (
             {"moe": MoeConfig(grouped_gemm=True)},
             "actor.moe.grouped_gemm: got true, which needs CUDA, but this is cpu; set actor.moe.grouped_gemm=false",
         ),
@@ -127,6 +131,9 @@ def test_every_device_must_compute_the_recipe(
 def test_what_does_not_combine(on_cuda: list[Device]) -> None:
     with pytest.raises(ConfigError, match=r"^actor.fp8: got blockwise with model.dtype=float32, expected bfloat16;"):
         check_kernels(config("float32", fp8="blockwise"))
+    for others in ({"share_prefixes": False}, {"layout": LayoutConfig(cp=2)}):
+        with pytest.raises(ConfigError, match=r"^actor.prefix_attention: got flex with .*, where rows share nothing;"):
+            check_kernels(config(prefix_attention="flex", **others))
     with pytest.raises(ConfigError, match=r"^actor.moe.dispatcher: got deepep with ep=1 and etp=1, where no token"):
         check_kernels(config(moe=FUSED))
     with pytest.raises(ConfigError, match=r"^actor.moe.fuse_router: got true, but with replay_routing=true"):

@@ -1,7 +1,10 @@
 """Megatron's configuration of every family as GPUs get it, which Megatron itself checks."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 
@@ -150,6 +153,37 @@ def test_attention_that_transformer_engine_lacks_is_megarls(monkeypatch: pytest.
     assert not any(backend.packs_attention(each, cp=1) for each in (full, windowed))
     assert not backend.packs_attention(full, cp=2)
     assert backend.packs_attention(windowed, cp=2)
+
+
+@pytest.mark.parametrize(
+    ("transformer_engine", "suits", "triton", "wanted", "expected"),
+    [
+        (False, True, True, None, True),
+        (False, False, True, None, False),
+        (False, True, False, None, False),
+        (False, True, True, "gathered", False),
+        # Its kernels attend to gathered keys.
+        (True, True, True, None, False),
+        (True, True, True, "flex", True),
+    ],
+)
+def test_flex_attention_is_chosen_without_transformer_engine(
+    monkeypatch: pytest.MonkeyPatch,
+    transformer_engine: bool,
+    suits: bool,
+    triton: bool,
+    wanted: Literal["gathered", "flex"] | None,
+    expected: bool,
+) -> None:
+    cuda = backend.cuda_backend(transformer_engine=transformer_engine)
+    monkeypatch.setitem(backend.BACKENDS, "cuda", cuda)
+    monkeypatch.setattr(backend, "platform", lambda: SimpleNamespace(name="cuda"))
+    monkeypatch.setattr(backend, "find_spec", lambda name: name if triton else None)
+    spec: Any = SimpleNamespace(dims=SimpleNamespace(latent=None), score_cap=None if suits else 50.0)
+    shared = ActorConfig(share_prefixes=True, prefix_attention=wanted)
+    assert backend.attends_by_blocks(shared, spec) is expected
+    assert not backend.attends_by_blocks(replace(shared, share_prefixes=False), spec)
+    assert not backend.attends_by_blocks(replace(shared, share_prefixes=None, layout=LayoutConfig(cp=2)), spec)
 
 
 @pytest.mark.parametrize(
