@@ -3,7 +3,7 @@
 #   tests/gpu/sitting_1.sh PYTHON OUT [SECONDS]
 # Nothing is downloaded. A step that fails does not keep the next ones from running; OUT/summary.txt says how each ended.
 # On an H200 its tests have passed, ipc in an older form (docs/cuda.md). Expected:
-#   kernels     16 passed: Triton chosen, statistics and gradients against float64; those with a teacher were not run
+#   kernels     16 passed: Triton chosen, statistics and gradients against float64, with a teacher and without
 #   head        a table of times, memory and errors; nothing is expected of it but that every regime runs
 #   distill     a table of times with a teacher and without, at most 1.8 times as long
 #   copies      a table of GB/s, every copy equal to its source

@@ -1,7 +1,9 @@
 """How far a model in bfloat16 is from transformers in float32, and how far transformers itself is in bfloat16."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.config.schema import LayoutConfig, MoeConfig
+from megarl.types import Row
 from tests.helpers.family_parity import Reference, make_rows, run_ranks, run_transformers
 from tests.helpers.rank_pool import RankPool
 
@@ -60,8 +63,10 @@ class Distance:
     gradients: float
 
 
-def distance(logprobs: list[np.ndarray], gradients: dict[str, torch.Tensor], exact: Reference) -> Distance:
-    masks = [row.loss_mask for row in make_rows()]
+def distance(
+    rows: Sequence[Row], logprobs: list[np.ndarray], gradients: dict[str, torch.Tensor], exact: Reference
+) -> Distance:
+    masks = [row.loss_mask for row in rows]
     apart = [np.abs(a - b)[mask] for a, b, mask in zip(logprobs, exact.logprobs, masks, strict=True)]
     # Buffers, such as biases of routers, are among the tensors of files, but have no gradients.
     names = [name for name in exact.gradients if not name.endswith("e_score_correction_bias")]
@@ -70,12 +75,22 @@ def distance(logprobs: list[np.ndarray], gradients: dict[str, torch.Tensor], exa
     return Distance(logprobs=float(np.concatenate(apart).mean()), gradients=(square / whole) ** 0.5)
 
 
-def assert_as_close_as_transformers(pool: RankPool, path: Path, target: Path, moe: MoeConfig | None = None) -> None:
-    """A model of bfloat16 weights on one rank, in packs of several rows."""
-    exact, rounded = run_transformers(path), run_transformers(path, dtype=torch.bfloat16)
-    theirs = distance(rounded.logprobs, rounded.gradients, exact)
-    (got,) = run_ranks(pool, path, LayoutConfig(), target, make_rows(), moe or MoeConfig(), "none", "bfloat16")
+def assert_as_close_as_transformers(
+    pool: RankPool,
+    path: Path,
+    target: Path,
+    moe: MoeConfig | None = None,
+    *,
+    rows: Sequence[Row] = (),
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """A model of bfloat16 weights on one rank, in packs of several rows; settings: further ones of the actor."""
+    rows = rows or make_rows()
+    exact, rounded = run_transformers(path, rows=rows), run_transformers(path, rows=rows, dtype=torch.bfloat16)
+    theirs = distance(rows, rounded.logprobs, rounded.gradients, exact)
+    (got,) = run_ranks(pool, path, LayoutConfig(), target, rows, moe or MoeConfig(), "none", "bfloat16", settings)
     logprobs = [got.logprobs[i] for i in range(len(exact.logprobs))]
-    ours = distance(logprobs, load_file(target / "gradients/model.safetensors"), exact)
+    ours = distance(rows, logprobs, load_file(target / "gradients/model.safetensors"), exact)
+    print(f"ours {ours}; transformers' {theirs}")
     assert 0 < ours.logprobs <= TIMES_TRANSFORMERS * theirs.logprobs, (ours, theirs)
     assert 0 < ours.gradients <= TIMES_TRANSFORMERS * theirs.gradients, (ours, theirs)

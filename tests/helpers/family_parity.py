@@ -7,7 +7,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -135,6 +136,7 @@ def run_ranks(
     moe: MoeConfig,
     recompute: Literal["none", "selective", "full"],
     dtype: Literal["float32", "bfloat16"] = "float32",
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Measured]:
     specs = weight_specs(read_model_spec(path), dtype)
     weights, gradients = (create_model_files(target / name, specs) for name in ("weights", "gradients"))
@@ -145,6 +147,7 @@ def run_ranks(
             optimizer=OptimizerConfig(distributed=False, clip_grad_norm=1e9),
             moe=moe,
             recompute=recompute,
+            **settings,
         ),
         rows=rows,
         micro_batches=split_rows(len(rows), layout.dp),
