@@ -4,7 +4,8 @@ python -m tools.bench.forest
 python -m tools.bench.forest --model DIR --sharing 2 4 --json forest.json
 python -m tools.bench.forest --smollm2
 
-Shapes of trees: `search` is a prompt with branches of 32 tokens, times --scale; `agent` is a conversation whose
+Shapes of trees: `search` is a prompt with branches of 32 tokens, times --scale; `answers` one with four times as many,
+shorter ones; `agent` is a conversation whose
 template strips the thoughts of earlier turns, so that each turn begins with what the turn before it had, less its
 thought. Sharing is the number of tokens on all paths over the number of different ones. Both ways run in one process,
 by turns, and the best time of each counts, in seconds of the process's cores, which other programs on the machine
@@ -119,7 +120,14 @@ def agent(sharing: int, vocab: int, scale: int) -> list[Row]:
     return rows
 
 
-SHAPES: dict[str, Callable[[int, int, int], list[Row]]] = {"search": search, "agent": agent}
+def answers(sharing: int, vocab: int, scale: int) -> list[Row]:
+    """Make a prompt with 8·s short answers, of such a length that sharing is s."""
+    rng, answer = np.random.default_rng(2), 7 * scale
+    prompt = rng.integers(0, vocab, 8 * (sharing - 1) * answer // 7)
+    return [row_of([prompt, rng.integers(0, vocab, answer)], answer, i) for i in range(8 * sharing)]
+
+
+SHAPES: dict[str, Callable[[int, int, int], list[Row]]] = {"search": search, "agent": agent, "answers": answers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +241,7 @@ def main() -> None:
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", type=Path, help="a model directory; none: the tiny model of quickstart")
     model.add_argument("--smollm2", action="store_true", help="SmolLM2-135M, from a wheel on PyPI")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["search", "agent"])
     parser.add_argument("--sharing", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--scale", type=int, default=4, help="of the lengths")
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
