@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_anything()
     arguments = parse(argv)
     if argv is None and getattr(arguments, "dry_run", False):
-        # To look for cycles among what is imported takes a third of the time, a half of that when the process ends.
+        # To look for cycles among what is imported takes a third of the time, half of that at the end.
         gc.disable()
         atexit.register(gc.freeze)
     with exit_on_errors():
@@ -60,9 +60,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_convert(commands)
     peer = commands.add_parser("convert-config", help="write a run file from that of verl, OpenRLHF or LUFFY")
     peer.add_argument("file", type=Path, help="a shell script that starts training, or a YAML file")
-    peer.add_argument(
-        "given", nargs="*", metavar="NAME=VALUE", help="what a script is run with: variables, and its arguments"
-    )
+    peer.add_argument("given", nargs="*", metavar="NAME=VALUE", help="what a script is run with: variables, arguments")
     peer.add_argument(
         "--command", type=int, dest="which", metavar="N", help="which of a script's commands that start training"
     )
@@ -104,9 +102,7 @@ def _add_trainings(commands: "argparse._SubParsersAction[argparse.ArgumentParser
         command = commands.add_parser(name, help=text)
         command.add_argument("config", type=Path, nargs="?", help="a run file, such as configs/run/sums-rl.yaml")
         command.add_argument("overrides", nargs="*", help="settings such as actor.optimizer.lr=1e-5")
-        command.add_argument(
-            "--explain", metavar="KEY", help="print what a setting means, and its value in the run file"
-        )
+        command.add_argument("--explain", metavar="KEY", help="print what a setting means, and its value in the file")
         existing = command.add_mutually_exclusive_group()
         existing.add_argument("--overwrite", action="store_true", help="replace a run of the same name")
         existing.add_argument(*ResumeOption.VALUES, action=ResumeOption, nargs=0, help="continue its last checkpoint")
