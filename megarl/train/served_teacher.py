@@ -18,6 +18,7 @@ from megarl.config.teacher import TeacherConfig
 from megarl.errors import ConfigError, RunError
 from megarl.rewards.background import BackgroundLoop
 from megarl.types import FloatArray, Prompt, Row
+from megarl.types.rows import paths_of
 
 T = TypeVar("T")
 # The first choice of an answer.
@@ -68,7 +69,9 @@ class TeacherServers:
 
 
 class ServedTeacher:
-    """A teacher that others serve: it takes no memory of the run's devices, and reads whole rows as prompts."""
+    """A teacher that others serve: it takes no memory of the run's devices, and reads whole rows as prompts, each path
+    of one that forks.
+    """
 
     phase = residency.Phase(name="score teacher", needs=frozenset())
     room = sys.maxsize
@@ -93,6 +96,19 @@ class ServedTeacher:
         return {name: [answer[name] for answer in answers] for name in names}
 
     async def _ask(self, row: Row) -> dict[str, FloatArray]:
+        paths, num_tokens, width = paths_of([row]), row.num_response_tokens, self._top_k or 0
+        answers = await asyncio.gather(*(self._ask_path(path.row) for path in paths))
+        found: dict[str, FloatArray] = {
+            "logprobs": np.zeros(num_tokens, np.float32),
+            "top_ids": np.full((num_tokens, width), -1, np.float32),
+            "top_logprobs": np.full((num_tokens, width), -np.inf, np.float32),
+        }
+        for path, answer in zip(paths, answers, strict=True):
+            for name, values in answer.items():
+                found[name][path.columns[path.row.loss_mask]] = values
+        return found
+
+    async def _ask_path(self, row: Row) -> dict[str, FloatArray]:
         body = {
             "prompt": row.token_ids.tolist(),
             "max_tokens": 1,
@@ -102,17 +118,16 @@ class ServedTeacher:
         return await self._servers.complete(body, lambda choice: self._read(row, choice), f"row {row.label}")
 
     def _read(self, row: Row, choice: Choice) -> dict[str, FloatArray]:
-        """Return the log-probs of a row's response tokens from those of each token of the prompt, by id."""
+        """Return the log-probs of a row's tokens under the loss mask from those of each token of the prompt, by id."""
         given = choice.get("prompt_logprobs")
         if given is None or len(given) != row.num_tokens:
             found = "none" if given is None else f"those of {len(given)} tokens"
             raise ValueError(f"prompt_logprobs: got {found}, expected those of {row.num_tokens} tokens")
-        width = self._top_k or 0
-        logprobs = np.zeros(row.num_response_tokens, np.float32)
-        ids = np.full((row.num_response_tokens, width), -1, np.float32)
-        top = np.full((row.num_response_tokens, width), -np.inf, np.float32)
-        for t in np.flatnonzero(row.loss_mask).tolist():
-            place = row.num_prompt_tokens + t
+        width, places = self._top_k or 0, row.num_prompt_tokens + np.flatnonzero(row.loss_mask)
+        logprobs = np.zeros(len(places), np.float32)
+        ids = np.full((len(places), width), -1, np.float32)
+        top = np.full((len(places), width), -np.inf, np.float32)
+        for t, place in enumerate(places.tolist()):
             at = {int(id): entry for id, entry in (given[place] or {}).items()}
             logprobs[t] = at[int(row.token_ids[place])]["logprob"]
             # Beside the likeliest tokens, the row's own is there, whatever its rank.

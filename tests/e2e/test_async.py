@@ -1,5 +1,6 @@
 """Runs whose engines generate while the trainer works: what samples are made of, and that runs can be repeated."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -87,6 +89,14 @@ def versions_directory(run: SmallRun) -> Path:
 def samples_of(run: SmallRun) -> list[Sample]:
     steps = range(1, NUM_STEPS + 1)
     return [sample for step in steps for sample in read_record(record_path(run.paths.records, step)).samples]
+
+
+def recorded_rows(run: SmallRun, step: int) -> list[dict[str, Any]]:
+    """A step's record without the seconds that environments took."""
+    rows: list[dict[str, Any]] = pq.read_table(record_path(run.paths.records, step)).to_pylist()
+    for row in rows:
+        row["episode"] = row["episode"] and {**json.loads(row["episode"]), "seconds": None}
+    return rows
 
 
 def num_tool_calls(run: SmallRun) -> int:
@@ -185,7 +195,7 @@ def test_what_is_sampled_differently_is_named(recorded: SmallRun) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "more",
     [
@@ -193,12 +203,14 @@ def test_what_is_sampled_differently_is_named(recorded: SmallRun) -> None:
         # Turns and replies of several samples come in another order each time.
         (*talk_settings(), "rollout.max_response_tokens=128"),
         rewriting_settings(),
+        # Tries side by side, which end in any order.
+        (*talk_settings(kind="Search"), "rollout.max_response_tokens=128", "environment.max_tokens=400"),
     ],
-    ids=["answers", "conversations", "trees"],
+    ids=["answers", "conversations", "trees", "tries"],
 )
 def test_a_deterministic_run_one_step_off_equals_its_repetition(more: tuple[str, ...], inputs: Path) -> None:
     """Also when it is resumed from a checkpoint, with groups that engines had finished for the next step."""
-    settings = ("trainer.total_steps=5", "use.schedule=one_step_off", "data.val=[]", *more)
+    settings = ("trainer.total_steps=5", "use.schedule=one_step_off", "data.val=[]", "rollout.record=true", *more)
     whole = SmallRun(inputs=inputs, name=f"whole{len(more)}", settings=(*settings, "checkpoint.keep_last=5"))
     assert whole.start().wait() == 0
     lags = [record.metrics["staleness/lag_mean"] for record in whole.records()]
@@ -212,10 +224,12 @@ def test_a_deterministic_run_one_step_off_equals_its_repetition(more: tuple[str,
     part.paths.metrics.write_text("".join(lines[:2]))
     assert part.start().wait() == 0
     assert differences(part, whole) == []
+    for step in range(3, 6):
+        assert recorded_rows(part, step) == recorded_rows(whole, step)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
     ("environment", "more"),
     [
@@ -239,7 +253,7 @@ def test_a_killed_run_goes_on_with_its_unfinished_samples(
         wait_until(
             lambda: run.last_step() >= NUM_STEPS // 2,
             "the middle of the run",
-            timeout_s=400.0,
+            timeout_s=1200.0,
             seen=run.paths.root.with_suffix(".log").read_text,
             process=process,
         )
