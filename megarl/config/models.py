@@ -156,7 +156,8 @@ class ActorConfig(RecomputeConfig):
     share_prefixes: bool | None = None
     # What computes the attention of rows that share prefixes. gathered: kernels for rows, with each row's queries and
     # the gathered keys of its path; flex: torch's FlexAttention, one kernel over all rows of a micro-batch, on CUDA and
-    # not for latents or capped scores. null: flex where layers are not Transformer Engine's and it can.
+    # not for latents, capped scores or heads of less than 16. null: flex where it can and layers are not Transformer
+    # Engine's.
     prefix_attention: Literal["gathered", "flex"] | None = None
 
     def check(self, key: str) -> None:

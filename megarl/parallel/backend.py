@@ -103,9 +103,12 @@ def shares_prefixes(settings: "ActorConfig") -> bool:
 
 def flex_obstacle(spec: "ModelSpec") -> str | None:
     """Return what keeps torch's FlexAttention from computing a model's attention, or None."""
-    if spec.dims.latent is not None:
-        return "attention through latents, whose keys and values differ in width"
-    return "capped scores, with which its kernels failed on a GPU" if spec.score_cap is not None else None
+    obstacles = {
+        "attention through latents, whose keys and values differ in width": spec.dims.latent is not None,
+        "capped scores, with which its kernels failed on a GPU": spec.score_cap is not None,
+        "heads of fewer than 16 dimensions": spec.dims.head_dim < 16,
+    }
+    return next((what for what, found in obstacles.items() if found), None)
 
 
 def attends_by_blocks(settings: "ActorConfig", spec: "ModelSpec") -> bool:

@@ -140,8 +140,7 @@ def pack_rows(
     without work must still join every collective. plans_attention: for layers whose attention is `PackedAttention`.
     shares_prefixes: rows share the tokens with which they begin alike; not under context parallelism. gathers_keys: for
     layers with Transformer Engine's attention, if rows share prefixes. plans_blocks: for layers whose attention is
-    `PathAttention`. replay_routing: route tokens to the experts that
-    their rows recorded, if any.
+    `PathAttention`. replay_routing: route tokens to the experts that their rows recorded, if any.
     """
     paths = paths_of(rows)
     placed = _arrange(alone := [path.row for path in paths], alignment, shares_prefixes)
@@ -160,7 +159,7 @@ def pack_rows(
         return torch.from_numpy(values).to(device).long()  # half the bytes cross
 
     experts = _routed_experts(alone, placed) if replay_routing else None
-    packed, own_parts = [alone[i] for i in placed.order], (placed.sequences, np.diff(offsets))
+    packed, own_parts = [alone[i] for i in placed.order], (placed.sequences, np.diff(offsets), device)
     likely = [row.likely for row in packed]
     return Pack(
         input_ids=tensor(tokens[local])[None],
@@ -175,11 +174,9 @@ def pack_rows(
         batch_shape=(len(rows), max((row.num_response_tokens for row in rows), default=0)),
         counted=tensor(counted),
         shares_prefixes=shares_prefixes,
-        attention=plan_attention(*own_parts, device, cp=alignment.cp, cp_rank=alignment.cp_rank)
-        if plans_attention
-        else None,
-        gathered=gather_keys(*own_parts, device) if shares_prefixes and gathers_keys else None,
-        blocks=plan_blocks(*own_parts, device) if plans_blocks else None,
+        attention=plan_attention(*own_parts, cp=alignment.cp, cp_rank=alignment.cp_rank) if plans_attention else None,
+        gathered=gather_keys(*own_parts) if shares_prefixes and gathers_keys else None,
+        blocks=plan_blocks(*own_parts) if plans_blocks else None,
         routed_experts=None if experts is None else tensor(experts[local]),
         nucleus=_of_labels(packed, [row.nucleus for row in packed], mine, device, fill=-1),
         likely_ids=_of_labels(packed, [e.ids if e else None for e in likely], mine, device, fill=-1),

@@ -1,6 +1,6 @@
 """The kernels that attend over rows which share prefixes, on a device, against float64 attention path by path."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -141,9 +141,7 @@ def path_errors(
     return {name: float((a.double() - b).norm() / b.norm()) for name, a, b in pairs}
 
 
-def count_compilations(
-    context: RankContext, paths: Sequence[Paths], shape: tuple[int, int, int], attend: Callable[..., Any] | None = None
-) -> list[int]:
+def count_compilations(context: RankContext, paths: Sequence[Paths], shape: tuple[int, int, int]) -> list[int]:
     """How many graphs FlexAttention has been compiled to after each of packs of different lengths, with gradients."""
     import torch._dynamo.utils as dynamo
 
