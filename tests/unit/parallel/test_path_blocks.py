@@ -53,12 +53,14 @@ def test_each_query_sees_its_path_and_blocks_leave_nothing_out(window: int | Non
 
 @pytest.mark.parametrize(
     "options",
-    [AttentionOptions(), AttentionOptions(window=100, sinks=True)],
-    ids=["plain", "window-sinks"],
+    [AttentionOptions(), AttentionOptions(window=100), AttentionOptions(window=100, sinks=True)],
+    ids=["plain", "window", "window-sinks"],
 )
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)], ids=["eager", "compiled"])
 def test_outputs(options: AttentionOptions, compiled: bool) -> None:
     """Four heads on two of keys and values; gradients run on CUDA alone."""
+    if compiled and options.sinks:
+        pytest.skip("for CPUs it is not compiled with the sums of exponentials, which sinks need")
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(sum(PATHS[1]), heads, 16, generator=generator) for heads in (4, 2, 2))
     sinks = torch.randn(4, generator=generator) if options.sinks else None
