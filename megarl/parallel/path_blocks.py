@@ -98,12 +98,10 @@ def plan_blocks(
         count += len(new)
         last[path], positions[path] = count - 1, np.arange(len(path))
     num_blocks = -(-total // BLOCK)
-    own, before, triangles = (np.zeros((len(sequences), num_blocks), np.float32) for _ in range(3))
+    own, before = (np.zeros((len(sequences), num_blocks), np.float32) for _ in range(2))
     for i, (path, length) in enumerate(zip(sequences, lengths, strict=True)):
         for counts, tokens in ((own, path[len(path) - length :]), (before, path[: len(path) - length])):
             counts[i] = np.bincount(tokens // BLOCK, minlength=num_blocks)
-    triangles = np.diag((own * (own + 1) / 2).sum(0))
-    return PathBlocks(
-        *(torch.from_numpy(each).to(device) for each in (number, last, positions)),
-        own.T @ before + np.tril(own.T @ own, -1) + triangles,
-    )
+    seen = own.T @ before + np.tril(own.T @ own, -1) + np.diag((own * (own + 1) / 2).sum(0))
+    tensors = (torch.from_numpy(each).to(device) for each in (number, last, positions))
+    return PathBlocks(*tensors, seen=seen)
