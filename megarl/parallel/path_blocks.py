@@ -103,5 +103,5 @@ def plan_blocks(
         for counts, tokens in ((own, path[len(path) - length :]), (before, path[: len(path) - length])):
             counts[i] = np.bincount(tokens // BLOCK, minlength=num_blocks)
     seen = own.T @ before + np.tril(own.T @ own, -1) + np.diag((own * (own + 1) / 2).sum(0))
-    tensors = (torch.from_numpy(each).to(device) for each in (number, last, positions))
-    return PathBlocks(*tensors, seen=seen)
+    on_device = [torch.from_numpy(each).to(device) for each in (number, last, positions)]
+    return PathBlocks(on_device[0], on_device[1], on_device[2], seen)
