@@ -9,12 +9,15 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from megarl.types import Row
 
 
 def count_shared(a: Row, b: Row) -> int:
-    """Count the tokens at the beginning of two rows that they have in common."""
-    count = min(a.num_tokens, b.num_tokens)
+    """Count the tokens at the beginning of two rows that they have in common, in the same places of the same tree."""
+    # From the first fork that only one of them has, equal tokens follow others.
+    count = min(a.num_tokens, b.num_tokens, *(fork.start for fork in {*a.forks} ^ {*b.forks}))
     differ = a.token_ids[:count] != b.token_ids[:count]
     if a.routed_experts is not None and b.routed_experts is not None:
         differ |= (a.routed_experts[:count] != b.routed_experts[:count]).any((1, 2))
@@ -69,5 +72,11 @@ def held_prefixes(rows: Sequence[Row]) -> list[tuple[int, int]]:
 
 
 def _token_order(rows: Sequence[Row]) -> list[int]:
-    # As bytes, integers that begin with their highest byte are ordered as they are.
-    return sorted(range(len(rows)), key=lambda i: rows[i].token_ids.astype(">u4").tobytes())
+    # As bytes, integers that begin with their highest byte are ordered as they are. After each token stands which one
+    # it follows, if that is not the one before.
+    keys = [np.zeros((row.num_tokens, 2), ">u4") for row in rows]
+    for key, row in zip(keys, rows, strict=True):
+        key[:, 0] = row.token_ids
+        for start, after in row.forks:
+            key[start, 1] = after + 2
+    return sorted(range(len(rows)), key=[key.tobytes() for key in keys].__getitem__)

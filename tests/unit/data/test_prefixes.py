@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.prefixes import count_shared, family_order, held_prefixes
+from megarl.data.prefixes import count_shared, counted_once, family_order, held_prefixes
 from megarl.types import Row
+from megarl.types.forks import Fork
 
 
 def make_row(*tokens: int, experts: list[int] | None = None) -> Row:
@@ -30,6 +31,15 @@ def test_tokens_and_their_recorded_experts_are_shared() -> None:
     assert count_shared(routed, make_row(1, 2, 4, experts=[7, 8, 9])) == 2
     # The router chooses of one, and what was recorded of the other.
     assert count_shared(routed, make_row(1, 2, 3)) == 0
+
+
+def test_equal_tokens_that_follow_others_are_not_shared() -> None:
+    """In the first row the fourth token follows the third, in the second the second one; later forks do not matter."""
+    row, forked = make_row(1, 2, 3, 4, 5), replace(make_row(1, 2, 3, 4, 5), forks=(Fork(3, 1),))
+    assert count_shared(row, forked) == count_shared(forked, row) == 3
+    assert count_shared(forked, replace(make_row(1, 2, 3, 4, 5, 6), forks=(Fork(3, 1), Fork(5, 0)))) == 5
+    assert count_shared(forked, replace(forked, forks=(Fork(3, 0),))) == 3
+    assert [row.num_uncounted for row in counted_once([row, forked, row])] == [0, 3, 5]
 
 
 def test_families_come_in_the_order_of_their_first_rows() -> None:
