@@ -92,10 +92,10 @@ def samples_of(run: SmallRun) -> list[Sample]:
 
 
 def recorded_rows(run: SmallRun, step: int) -> list[dict[str, Any]]:
-    """A step's record without the seconds that environments took."""
+    """A step's record without the seconds that environments took, and how many of their hosts died."""
     rows: list[dict[str, Any]] = pq.read_table(record_path(run.paths.records, step)).to_pylist()
     for row in rows:
-        row["episode"] = row["episode"] and {**json.loads(row["episode"]), "seconds": None}
+        row["episode"] = row["episode"] and json.loads(row["episode"]) | {"seconds": None, "num_restarts": None}
     return rows
 
 
