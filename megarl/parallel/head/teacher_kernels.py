@@ -97,18 +97,19 @@ def log_ratio_to_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
 
 
 def _of_reverse(log_p: Tensor, log_q: Tensor, mean: Tensor, beta: float) -> Tensor:
-    return (log_p - log_q).sub_(mean[:, None]).mul_(log_p.exp())
+    return log_q.neg_().add_(log_p).sub_(mean[:, None]).mul_(log_p.exp())
 
 
 def _of_forward(log_p: Tensor, log_q: Tensor, mean: Tensor, beta: float) -> Tensor:
-    return log_p.exp().sub_(log_q.exp())
+    return log_p.exp().sub_(log_q.exp_())
 
 
 def _of_jsd(log_p: Tensor, log_q: Tensor, mean: Tensor, beta: float) -> Tensor:
     return log_ratio_to_mixture(log_p, log_q, beta).sub_(mean[:, None]).mul_(log_p.exp()).mul_(1 - beta)
 
 
-# ([n, V] log p, [n, V] log q, [n] mean, β) → [n, V] gradient of the divergence by the student's z.
+# ([n, V] log p, [n, V] log q, [n] mean, β) → [n, V] gradient of the divergence by the student's z; log q may be
+# overwritten.
 SLOPES: Mapping[Divergence, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = MappingProxyType(
     {Divergence.REVERSE: _of_reverse, Divergence.FORWARD: _of_forward, Divergence.JSD: _of_jsd}
 )
@@ -136,7 +137,7 @@ class TorchTeacherKernels:
             torch.mul(others[rows], teacher_inverse_temperature[rows, None], out=u)
             peak, teacher_peak = z.amax(1, keepdim=True), u.amax(1, keepdim=True)
             out[7, rows], out[8, rows] = peak[:, 0], teacher_peak[:, 0]
-            out[9, rows] = u.masked_fill(z < peak, -torch.inf).amax(1)
+            out[9, rows] = f.copy_(u).masked_fill_(z < peak, -torch.inf).amax(1)
             # As for the entropy, differences of shifted logits are small numbers.
             torch.exp(z.sub_(peak), out=e)
             torch.exp(u.sub_(teacher_peak), out=f)
@@ -184,11 +185,11 @@ class TorchTeacherKernels:
         term: DivergenceTerm,
     ) -> None:
         slope, weight = SLOPES[term.divergence], term.weight * inverse_temperature
-        z_block, q_block, g_block = workspaces(logits, lse.dtype, count=3)
-        for rows in blocks(logits, len(z_block)):
+        p_block, q_block, g_block = workspaces(logits, lse.dtype, count=3)
+        for rows in blocks(logits, len(p_block)):
             n = rows.stop - rows.start
-            scratch, log_q, g = z_block[:n], q_block[:n], g_block[:n]
-            log_p = logits[rows] * inverse_temperature[rows, None] - term.lse[rows, None]
+            log_p, log_q, g = p_block[:n], q_block[:n], g_block[:n]
+            torch.mul(logits[rows], inverse_temperature[rows, None], out=log_p).sub_(term.lse[rows, None])
             torch.mul(term.others[rows], term.inverse_temperature[rows, None], out=log_q)
             log_q.sub_(term.teacher_lse[rows, None])
             pull = slope(log_p, log_q, term.mean[rows], term.beta).mul_(weight[rows, None])
@@ -200,7 +201,7 @@ class TorchTeacherKernels:
                 grad_logprobs=grad_logprobs[rows],
                 a=a[rows],
                 b=None if b is None else b[rows],
-                log_p=scratch,
+                log_p=log_p,
                 out=g,
             )
             logits[rows] = g.add_(pull)
