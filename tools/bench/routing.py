@@ -121,7 +121,7 @@ def measure(group: EngineGroup, router: Router, seed: int) -> Measured:
     draw = random.Random(seed)
     lengths = MIX.lengths(seed)
     prompts = [[draw.randrange(10, 60) for _ in range(MIX.prompt_tokens)] for _ in lengths]
-    start = time.time()
+    start, cpu_start = time.time(), time.process_time()
     pairs = [(prompt, length) for prompt, its_lengths in zip(prompts, lengths, strict=True) for length in its_lengths]
     tasks = [loop.spawn(sample(group, prompt, length)) for prompt, length in pairs]
 
@@ -131,8 +131,9 @@ def measure(group: EngineGroup, router: Router, seed: int) -> Measured:
     work = loop.spawn(every())
     loop.wait(group.attend(work, timeout_s=TIMEOUT_S))
     assert work.done(), "an engine died"
-    end = time.time()
-    spans = [span for each in group.work().values() for span in each.busy]
+    end, driver_s = time.time(), time.process_time() - cpu_start
+    work_of = list(group.work().values())
+    spans = [span for each in work_of for span in each.busy]
     busy_s = sum(max(0.0, min(stop, end) - max(begin, start)) for begin, stop in spans)
     tokens = [task.result() for task in tasks]
     sharing = Sharing(
@@ -140,6 +141,10 @@ def measure(group: EngineGroup, router: Router, seed: int) -> Measured:
         idle=1 - busy_s / (len(group.processes) * (end - start)),
         num_tokens=sum(map(len, tokens)),
         num_moved=group.num_moved,
+        num_steps=sum(each.num_steps for each in work_of),
+        num_sequences=sum(each.num_sequences for each in work_of),
+        prompt_tokens=sum(each.prompt_tokens for each in work_of),
+        driver_s=driver_s,
     )
     return Measured(sharing=sharing, tokens=tokens)
 
@@ -196,12 +201,14 @@ def row_of(what: str, num_engines: int, mix: Mix, steps: Mapping[str, Sequence[S
         f"{mean_of(after, 'step_s') / mean_of(before, 'step_s'):.2f}",
         *(f"{mean_of(steps_, 'idle'):.1%}" for steps_ in (before, after)),
         f"{mean_of(after, 'num_moved'):.1f}",
+        *(f"{mean_of(steps_, 'num_steps'):.0f}" for steps_ in (before, after)),
+        *(f"{mean_of(steps_, 'driver_s'):.2f}" for steps_ in (before, after)),
     )
 
 
 HEADER = (
     *("steps", "engines", "prompts", "σ", "tokens/sample", "s in turns", "s by load", "ratio"),
-    *("idle in turns", "idle by load", "moved"),
+    *("idle in turns", "idle by load", "moved", "steps in turns", "steps by load", "driver s", "driver s by load"),
 )
 
 

@@ -41,12 +41,20 @@ class Mix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """How engines shared samples: the seconds until all were finished, and what share of it an engine was idle."""
+    """How engines shared samples: the seconds until all were finished, and what share of it an engine was idle.
+
+    num_steps: how many steps the engines took in all, with `num_sequences` in them added up, and `prompt_tokens` in
+    those that computed prompts. driver_s: the driver's CPU seconds, which the engines' cores may have to give.
+    """
 
     step_s: float
     idle: float
     num_tokens: int
     num_moved: int
+    num_steps: int
+    num_sequences: int
+    prompt_tokens: int
+    driver_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +75,9 @@ class _Engine:
     now: float = 0.0
     busy_s: float = 0.0
     reported_at: float = 0.0
+    num_steps: int = 0
+    num_sequences: int = 0
+    prompt_tokens: int = 0
     samples: dict[int, _Sample] = field(default_factory=dict)
 
     def step(self) -> list[int]:
@@ -75,6 +86,8 @@ class _Engine:
         prompt_tokens = sum(len(each.request.token_ids) for each in batch.values() if not each.written)
         took = self.cost.base_s + self.cost.sequence_s * len(batch) + self.cost.prompt_token_s * prompt_tokens
         self.now, self.busy_s = self.now + took, self.busy_s + took
+        self.num_steps, self.num_sequences = self.num_steps + 1, self.num_sequences + len(batch)
+        self.prompt_tokens += prompt_tokens
         for each in batch.values():
             each.written += 1
         return [key for key, each in batch.items() if each.written == each.length]
@@ -99,6 +112,7 @@ class SimulatedEngines:
         start, self._num_moved = max(engine.now for engine in self._engines), 0
         for engine in self._engines:
             engine.now, engine.busy_s, engine.reported_at = start, 0.0, start
+            engine.num_steps = engine.num_sequences = engine.prompt_tokens = 0
         lengths = mix.lengths(seed)
         for prompt, its_lengths in enumerate(lengths):
             for length in its_lengths:
@@ -115,8 +129,15 @@ class SimulatedEngines:
             self._advance()
         end = max(engine.now for engine in self._engines)
         idle = 1 - sum(engine.busy_s for engine in self._engines) / (len(self._engines) * (end - start))
-        num_tokens = sum(map(sum, lengths))
-        return Sharing(step_s=end - start, idle=idle, num_tokens=num_tokens, num_moved=self._num_moved)
+        return Sharing(
+            step_s=end - start,
+            idle=idle,
+            num_tokens=sum(map(sum, lengths)),
+            num_moved=self._num_moved,
+            num_steps=sum(engine.num_steps for engine in self._engines),
+            num_sequences=sum(engine.num_sequences for engine in self._engines),
+            prompt_tokens=sum(engine.prompt_tokens for engine in self._engines),
+        )
 
     def _advance(self) -> None:
         """Let a sample arrive or an engine take a step, whichever comes first."""
