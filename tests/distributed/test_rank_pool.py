@@ -39,6 +39,13 @@ def hang_on_rank_1(context: RankContext) -> None:
         time.sleep(600)
 
 
+def compute_on_rank_1(context: RankContext, seconds: float) -> None:
+    if context.rank == 1:
+        start = time.process_time()
+        while time.process_time() - start < seconds:
+            pass
+
+
 def end_on_rank_1(context: RankContext) -> None:
     if context.rank == 1:
         os._exit(7)
@@ -100,6 +107,13 @@ def test_a_hanging_rank_is_ended(pool: RankPool) -> None:
     with pytest.raises(RankError, match="rank 1: did not answer in time"):
         pool.run(hang_on_rank_1, timeout_s=0.5)
     assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_rank_that_still_computes_has_not_hung(pool: RankPool) -> None:
+    pool.run(add, 0, right=0)
+    assert pool.run(compute_on_rank_1, 0.6, timeout_s=0.5) == [None, None]
+    with pytest.raises(RankError, match="rank 1: did not answer in time"):
+        pool.run(compute_on_rank_1, 600.0, timeout_s=0.2)
 
 
 HANGING_SESSION = """

@@ -4,6 +4,7 @@ A rank's imports take seconds. So a session shares its pools, and on CPU their r
 done the imports (`rank_imports.py`). Nothing heavy is imported here: the environment is set before torch is imported.
 """
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -18,12 +19,16 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import psutil
+
 from megarl.host.device.platform import apply_environment, platform
 
 # What the other ranks get to finish once one has failed: usually they wait for it in a collective.
 GRACE_S = 1.0
 # What the first call may take longer: imports, on a machine that does other things too.
 START_S = 90.0
+# A rank that computed for this share of its time does not hang, but waits for other work: it gets its time again.
+COMPUTES, MAX_TIMES = 0.02, 3
 
 
 # What the server of the forks imports.
@@ -76,7 +81,8 @@ class RankPool:
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """`function(context, *args, **kwargs)` on every rank; results by rank. A failure ends the processes.
 
-        The function must be importable by name, and arguments and results picklable.
+        The function must be importable by name, and arguments and results picklable. Ranks that still compute when
+        their time is over get it again, at most twice.
         """
         payload = pickle.dumps((function, args, kwargs))
         timeout_s = timeout_s or self.timeout_s
@@ -86,7 +92,7 @@ class RankPool:
                 timeout_s += START_S
             for connection in self._connections:
                 connection.send_bytes(payload)
-            replies = self._collect(time.monotonic() + timeout_s)
+            replies = self._collect(timeout_s)
         except BaseException:
             self.kill()
             raise
@@ -129,12 +135,18 @@ class RankPool:
             process.start()
             theirs.close()
 
-    def _collect(self, deadline: float) -> dict[int, _Reply]:
+    def _collect(self, timeout_s: float) -> dict[int, _Reply]:
         replies: dict[int, _Reply] = {}
+        deadline, times, computed_s = time.monotonic() + timeout_s, 1, self._computed_s()
         while len(replies) < self.world_size:
             pending = {c: rank for rank, c in enumerate(self._connections) if rank not in replies}
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
+                before_s, computed_s = computed_s, self._computed_s()
+                computes = any(computed_s[rank] - before_s[rank] > COMPUTES * timeout_s for rank in pending.values())
+                if computes and times < MAX_TIMES and not any(reply.error for reply in replies.values()):
+                    deadline, times = time.monotonic() + timeout_s, times + 1
+                    continue
                 replies |= {rank: _Reply(error="did not answer in time; it was ended") for rank in pending.values()}
             for connection in ready:
                 assert isinstance(connection, Connection)
@@ -143,6 +155,18 @@ class RankPool:
                 if replies[rank].error:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         return replies
+
+    def _computed_s(self) -> list[float]:
+        """Seconds of CPU that each rank has used with the processes that it started; 0: it has ended."""
+        computed_s = [0.0] * self.world_size
+        for rank, pid in enumerate(self.pids):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                for each in (process, *process.children(recursive=True)):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        times = each.cpu_times()
+                        computed_s[rank] += times.user + times.system + times.children_user + times.children_system
+        return computed_s
 
     def _receive(self, rank: int) -> _Reply:
         try:
