@@ -2,6 +2,7 @@
 that writes.
 """
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ from megarl.data.demonstrations import SftDataset
 from megarl.data.sampler import PromptSampler
 from megarl.recipes.tasks.generate import TaskFiles
 from megarl.record.metrics import RunPaths, read_metrics
+from megarl.rollout.replay import read_record, record_path
+from megarl.types import Message
 from tests.e2e.support import RUN_FILE, SFT_FILE, SMALL, tied_head
 from tests.helpers.checkpoints import load_hf, make_checkpoint
 from tests.helpers.served import KEY, serving
@@ -26,6 +29,14 @@ pytestmark = pytest.mark.long
 RL = (
     *("trainer.total_steps=2", "trainer.prompts_per_step=4", "rollout.num_samples=2", "validation.every_steps=2"),
     *("rollout.max_response_tokens=16", "validation.max_prompts=8", "logging.rollout_every_steps=1"),
+)
+TOP_K = 6
+# What a teacher reads in place of the question, the column that this takes, and the settings that say so.
+HINT = ("Hint: {hint}\n{question}", "gold_solution", ("use.algo=self_distill", "algo.distill.exclude_answer=false"))
+DEMONSTRATION = (
+    "{question}\nFor example:\n{hint}\nNow answer.",
+    "target",
+    (*HINT[2], "algo.cpo.hint.source=demonstration", "algo.cpo.hint.place=user_turn"),
 )
 
 
@@ -143,3 +154,68 @@ def test_a_run_with_a_teacher_that_follows_is_killed_and_ends_as_if_it_were_not(
     assert [step for step in found if "distill/teacher_distance" in found[step]] == [1, 2, 3]
     distances = [found[step]["distill/teacher_distance"] for step in (1, 2, 3)]
     assert 0 < distances[0] < distances[1] < distances[2]
+
+
+def divergences(log_p: torch.Tensor, log_q: torch.Tensor, top_k: int | None) -> dict[str, torch.Tensor]:
+    """Values of each token [N]. top_k: all but so many tokens, the teacher's likeliest, are one outcome; None: none."""
+    same = log_p.argmax(-1) == log_q.argmax(-1)
+    found = {"agreement": same.double()}
+    if top_k is not None:
+        ids = log_q.topk(top_k).indices
+        found["mass_in_top_k"] = log_q.gather(1, ids).exp().sum(-1)
+        log_p, log_q = (
+            torch.cat([top, torch.log1p(-top.exp().sum(-1, keepdim=True))], -1)
+            for top in (each.gather(1, ids) for each in (log_p, log_q))
+        )
+    p, q = log_p.exp(), log_q.exp()
+    found |= {"reverse_kl": (p * (log_p - log_q)).sum(-1), "forward_kl": (q * (log_q - log_p)).sum(-1)}
+    return found | {"teacher_entropy": -(q * log_q).sum(-1)}
+
+
+@pytest.mark.parametrize(
+    ("reads", "top_k"),
+    [
+        pytest.param(None, TOP_K, id="model"),
+        pytest.param(HINT, TOP_K, id="hint"),
+        pytest.param(DEMONSTRATION, None, id="demonstration"),
+    ],
+)
+def test_the_first_step_logs_the_divergence_of_transformers(
+    reads: tuple[str, str, tuple[str, ...]] | None,
+    top_k: int | None,
+    model: Path,
+    sums: TaskFiles,
+    tmp_path: Path,
+) -> None:
+    """A teacher, or the policy itself with a hint, reads the policy's samples."""
+    teacher = make_checkpoint(tmp_path / "teacher", tied=True, seed=5) if reads is None else model
+    template, column, settings = reads or ("{question}", "", ("use.algo=opd_exact",))
+    settings += tuple(f"algo.distill.{k}={v}" for k, v in {"mode": "topk", "top_k": TOP_K}.items() if top_k)
+    settings += (f"algo.cpo.hint.template={json.dumps(template.removesuffix('{question}'))}",) if reads else ()
+    settings += () if reads else (f"teacher.model_path={teacher}",)
+    completed(
+        "train",
+        str(RUN_FILE),
+        *(*SMALL, *RL, f"run.dir={tmp_path}", "run.name=run", f"model.path={model}", "rollout.record=true"),
+        *(f"data.train=[{sums.train}]", f"data.val=[{sums.val}]", *settings),
+    )
+    rollout = read_record(record_path(RunPaths(tmp_path / "run").records, 1))
+    tokenizer, values = load_tokenizer(model), dict[str, list[torch.Tensor]]()
+    policy, other = (load_hf(path, torch.float64) for path in (model, teacher))
+    for sample in rollout.samples:
+        prompt = rollout.prompts[sample.uid]
+        hint = prompt.target if column == "target" else prompt.extra_info.get(column, "")
+        question = template.replace("{question}", prompt.messages[-1].content).replace("{hint}", hint)
+        chat = [Message(role="user", content=question).as_dict()]
+        asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        answer, logs = sample.response_token_ids.tolist(), []
+        for reader, ids in ((policy, sample.prompt_token_ids.tolist()), (other, asked)):
+            with torch.no_grad():
+                logs.append(reader(torch.tensor([[*ids, *answer]])).logits[0, len(ids) - 1 : -1].log_softmax(-1))
+        for name, each in divergences(*logs, top_k).items():
+            values.setdefault(name, []).append(each)
+    found = metrics_of(tmp_path / "run")[1]
+    for name, each in values.items():
+        assert found[f"distill/{name}"] == pytest.approx(float(torch.cat(each).mean()), rel=1e-5), name
+    assert found["distill/loss"] == pytest.approx(float(torch.cat(values["reverse_kl"]).mean()), rel=1e-5)
+    assert found["mismatch/abs_mean"] < 1e-4
