@@ -154,10 +154,10 @@ class ActorConfig(RecomputeConfig):
     # Whether rows of a micro-batch that begin alike pass through the layers once for what they have in common; null:
     # where it has been run, that is, without Transformer Engine and without context parallelism.
     share_prefixes: bool | None = None
-    # What computes the attention of rows that share prefixes. gathered: kernels for rows, with each row's queries and
-    # the gathered keys of its path; flex: torch's FlexAttention, one kernel over all rows of a micro-batch, on CUDA and
-    # not for latents, capped scores or heads of less than 16. null: flex where it can and layers are not Transformer
-    # Engine's.
+    # The kernel that computes attention over rows that share prefixes. gathered: kernels for rows, with each row's
+    # queries and the gathered keys of its path; flex: torch's FlexAttention, one kernel over all rows of a micro-batch,
+    # on CUDA and not for latents, capped scores or heads of less than 16. null: flex where it can and layers are not
+    # Transformer Engine's.
     prefix_attention: Literal["gathered", "flex"] | None = None
 
     def check(self, key: str) -> None:
