@@ -137,7 +137,7 @@ def test_a_run_with_a_teacher_that_follows_is_killed_and_ends_as_if_it_were_not(
     inputs = make_inputs(tmp_path)
     settings = (
         *("trainer.total_steps=3", "placement.offload=true", "algo.distill.teacher=hint", "algo.distill.mode=exact"),
-        "algo.distill.teacher_update_rate=0.3",
+        *("algo.distill.teacher_update_rate=0.3", "actor.optimizer.warmup_steps=0"),
     )
     reference, run = (SmallRun(inputs=inputs, name=name, settings=settings) for name in ("whole", "killed"))
     assert reference.start().wait() == 0
