@@ -58,7 +58,10 @@ def checked(
 def test_attention_that_is_not_batch_invariant_is_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of megarl, which Transformer Engine's replaces where it can."""
     config = from_dict(Config, {**LENGTHS, "model": {"path": str(models / "policy")}, "run": {"batch_invariant": True}})
-    with pytest.raises(ConfigError, match=r"run\.batch_invariant: got true, but with actor\.layout\.cp=1 Tr"):
+    with pytest.raises(
+        ConfigError,
+        match=r"run\.batch_invariant: got true, but with actor\.layout\.cp=1 and actor\.prefix_attention=null Tr",
+    ):
         open_model(config)
     engine = backend.cuda_backend(transformer_engine=True)
     monkeypatch.setitem(backend.BACKENDS, platform().name, engine)
