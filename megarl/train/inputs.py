@@ -108,9 +108,9 @@ def open_model(config: Config, *, for_sft: bool = False) -> ModelSpec:
     own = chosen == "flex" or any(packs_attention(spec.attention_of(layer), cp=cp) for layer in layers)
     if config.run.batch_invariant and own:
         raise ConfigError(
-            f"run.batch_invariant: got true, but with actor.layout.cp={cp} and actor.prefix_attention={chosen or 'null'}"
-            " Transformer Engine does not compute this model's attention, and the results of megarl's own depend on the "
-            "rows beside; set it to false"
+            f"run.batch_invariant: got true, but with actor.layout.cp={cp} and actor.prefix_attention="
+            f"{chosen or 'null'} Transformer Engine does not compute this model's attention, and the results of "
+            "megarl's own depend on the rows beside; set it to false"
         )
     if chosen == "flex" and (obstacle := flex_obstacle(spec)) is not None:
         raise ConfigError(
