@@ -2,7 +2,7 @@
 
 import asyncio
 import importlib
-import importlib.util
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
@@ -13,6 +13,8 @@ from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.environments.calls import THREADS
 from megarl.errors import ConfigError
 from megarl.host.child_environment import child_environment
+from megarl.host.reading import require_file
+from megarl.host.user_code import run_file
 from megarl.registry import Registry, unknown_name
 from megarl.texts.masking import masked
 from megarl.types import Message, Prompt
@@ -198,18 +200,23 @@ class Maker:
 
 
 def load_object(spec: str, key: str) -> Any:
-    """Load a class or function by MODULE:NAME or FILE.py:NAME; ConfigError, which names `key`, if there is none."""
+    """Load a class or function by MODULE:NAME or FILE.py:NAME; ConfigError, which names `key`, if there is none.
+
+    A file is executed at most once per process.
+    """
     where, _, name = spec.rpartition(":")
     try:
         if where.endswith(".py"):
-            module_spec = importlib.util.spec_from_file_location(Path(where).stem, where)
-            assert module_spec is not None
-            assert module_spec.loader is not None
-            module = importlib.util.module_from_spec(module_spec)
-            module_spec.loader.exec_module(module)
+            path, module_name = Path(where), f"megarl_environment_{Path(where).stem}"
+            require_file(path, "a Python file with an environment", remedy="set its path", error=ConfigError)
+            module = sys.modules.get(module_name)
+            if module is None or module.__file__ != str(path.absolute()):
+                module = run_file(path, module_name)
         else:
             module = importlib.import_module(where)
-    except Exception as error:
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise ConfigError(f"{key}: {where} does not load: {type(error).__name__}: {error}") from error
     if not hasattr(module, name):
         public = ", ".join(sorted(each for each in vars(module) if not each.startswith("_")))

@@ -18,6 +18,7 @@ import pytest
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.environments import Action, Environment, Reply, open_environments
 from megarl.environments import host as hosts
+from megarl.environments.base import load_object
 from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TriesRequest, TurnRequest
 from megarl.errors import ConfigError
 from megarl.recipes.tiny_model import make_byte_tokenizer
@@ -405,6 +406,39 @@ def test_a_wrong_entry_is_refused_at_the_start(entry: Mapping[str, Any], message
     config = EnvironmentConfig(entries={"mine": EnvironmentEntry(**entry)})
     with pytest.raises(ConfigError, match=message):
         open_environments(config, ["mine"])
+
+
+def test_a_file_may_define_dataclasses_and_is_run_once(tmp_path: Path) -> None:
+    """With annotations that are strings, dataclasses look their module up by name."""
+    file, log = tmp_path / "game.py", tmp_path / "log"
+    file.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        f"with open({str(log)!r}, 'a') as log:\n"
+        "    log.write('run ')\n"
+        "@dataclass\n"
+        "class State:\n"
+        "    turn: int = 1\n"
+    )
+    assert load_object(f"{file}:State", "environment.entries.mine.type")().turn == 1
+    assert load_object(f"{file}:dataclass", "environment.entries.mine.type")
+    assert log.read_text() == "run "
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("raise SystemExit(3)", r"entries.mine.type: .*mine.py:1: SystemExit"),
+        ("x = (\n", r"entries.mine.type: .*mine.py:1: .*never closed"),
+        (None, r"entries.mine.type: .*mine.py: no such file, expected a Python file with an environment"),
+    ],
+)
+def test_a_file_that_does_not_load_is_named_with_its_key(source: str | None, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    if source is not None:
+        file.write_text(source)
+    with pytest.raises(ConfigError, match=message):
+        load_object(f"{file}:Game", "environment.entries.mine.type")
 
 
 class Slow(Echo):
