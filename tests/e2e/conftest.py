@@ -40,7 +40,8 @@ def _process_id(_: object) -> int:
     return os.getpid()
 
 
-@pytest.fixture(scope="package")
+# Of a file, not of the package: files of tests that open a cluster of their own may come next in the same process.
+@pytest.fixture(scope="module")
 def cluster(model: Path, engine_process: RankPool) -> Iterator[Cluster]:
     """A live cluster whose engine was started on `model`."""
     with Cluster(small_config(model)) as cluster:

@@ -52,7 +52,10 @@ def test_a_model_directory(tmp_path: Path, data: list[TaskFiles]) -> None:
     # Six prompts of each source, each with a greedy answer and four sampled ones.
     assert len(answers) == 2 * 6 * (1 + NUM_SAMPLES)
     check_table(table, answers)
-    assert [line.split()[1] for line in stdout.splitlines()[-4:-2]] == ["megarl/countdown", "megarl/sums"]
+    # On a slow machine, lines that say how long it works come between.
+    words = [line.split() for line in stdout.splitlines()]
+    sources = [each[1] for each in words if len(each) > 1 and each[1].startswith("megarl/")]
+    assert sources[-2:] == ["megarl/countdown", "megarl/sums"]
     assert f"eval {len(answers)}/{len(answers)}" in stdout
     assert "tok/s" in stdout
     assert (out / "config.yaml").is_file()

@@ -127,7 +127,7 @@ def on_cluster(cluster: Cluster) -> Iterator[Callable[[list[str]], int]]:
         signal.signal(signum, handler)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, sums: TaskFiles, model: Path, cluster: Cluster) -> Runs:
     """`sft` on the cluster that is there, then `rl` on its export, as a user starts it."""
     runs = Runs(tmp_path_factory.mktemp("runs"), sums)
