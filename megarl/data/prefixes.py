@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from megarl.types import Row
+from megarl.types.arrays import ordering_key
 
 
 def count_shared(a: Row, b: Row) -> int:
@@ -72,11 +73,10 @@ def held_prefixes(rows: Sequence[Row]) -> list[tuple[int, int]]:
 
 
 def _token_order(rows: Sequence[Row]) -> list[int]:
-    # As bytes, integers that begin with their highest byte are ordered as they are. After each token stands which one
-    # it follows, if that is not the one before.
-    keys = [np.zeros((row.num_tokens, 2), ">u4") for row in rows]
+    # After each token stands which one it follows, if that is not the one before.
+    keys = [np.zeros((row.num_tokens, 2), np.uint32) for row in rows]
     for key, row in zip(keys, rows, strict=True):
         key[:, 0] = row.token_ids
         for start, after in row.forks:
             key[start, 1] = after + 2
-    return sorted(range(len(rows)), key=[key.tobytes() for key in keys].__getitem__)
+    return sorted(range(len(rows)), key=[ordering_key(key) for key in keys].__getitem__)

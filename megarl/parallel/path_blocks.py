@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megarl.types.arrays import ordering_key
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -90,9 +92,8 @@ def plan_blocks(
     total = int(lengths.sum())
     number, last, positions = np.full(total, -1, np.int32), np.zeros(total, np.int32), np.zeros(total, np.int32)
     count = 0
-    # In this order a sequence adds its end to the tree. As bytes, integers that begin with their highest byte are
-    # ordered as they are.
-    for path in sorted(sequences, key=lambda each: each.astype(">u4").tobytes()):
+    # In this order a sequence adds its end to the tree.
+    for path in sorted(sequences, key=ordering_key):
         new = path[number[path] < 0]
         number[new] = np.arange(count, count + len(new))
         count += len(new)

@@ -24,6 +24,16 @@ def joined(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArr
     return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
 
 
+def ordering_key(numbers: npt.NDArray[Any]) -> bytes:
+    """Return bytes that are ordered as sequences of integers from 0 to 2³² − 1 are, by the first that differs.
+
+    >>> ordering_key(np.array([1, 255])) < ordering_key(np.array([1, 256])) < ordering_key(np.array([1, 256, 0]))
+    True
+    """
+    # The highest byte comes first.
+    return numbers.astype(">u4").tobytes()
+
+
 def with_unrouted(experts: ExpertArray | None, num_more: int) -> ExpertArray | None:
     """Append tokens whose experts nobody recorded (-1) to experts by token; None, for no records at all, stays None.
 
