@@ -4,13 +4,13 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
@@ -55,6 +55,7 @@ def open_ray(
     try:
         _start(
             environment,
+            settings.start_timeout_s,
             address="local",
             # Logical CPUs only decide placement: ranks and engines may share a core.
             num_cpus=settings.num_cpus or max(os.cpu_count() or 1, math.ceil(num_cpus)),
@@ -68,12 +69,14 @@ def open_ray(
         raise WorkerError(f"Ray did not start ({type(error).__name__}: {error}); {explain(error, temp_dir)}") from error
 
 
-def _start(environment: Mapping[str, str], **settings: object) -> None:
+def _start(environment: Mapping[str, str], timeout_s: float, **settings: object) -> None:
     """Start Ray; again where its processes were too slow for limits of Ray's that nobody can set."""
+    deadline = time.monotonic() + timeout_s
     for left in reversed(range(TRIES)):
         others = set(psutil.Process().children(recursive=True))
         try:
-            return _connect(environment, **settings)
+            with _time_to_register(deadline):
+                return _connect(environment, **settings)
         except Exception as error:
             started = [each for each in psutil.Process().children(recursive=True) if each not in others]
             for process in started:
@@ -82,6 +85,33 @@ def _start(environment: Mapping[str, str], **settings: object) -> None:
             psutil.wait_procs(started, timeout=END_S)
             if not left or not TIMED_OUT.search(str(error)):
                 raise
+
+
+@contextmanager
+def _time_to_register(deadline: float) -> Iterator[None]:
+    """Let Ray wait for its node until a deadline, while the node runs: its own 30 s are too few on a busy machine."""
+    get_node = services.get_node
+
+    def runs() -> bool:
+        with suppress(psutil.NoSuchProcess):
+            children = psutil.Process().children()
+            return any(each.name() == "raylet" and each.status() != psutil.STATUS_ZOMBIE for each in children)
+        return False
+
+    def registered(*where: object) -> object:
+        while True:
+            try:
+                return get_node(*where)
+            except RuntimeError:
+                if time.monotonic() > deadline or not runs():
+                    raise
+                time.sleep(POLL_S)
+
+    services.get_node = registered
+    try:
+        yield
+    finally:
+        services.get_node = get_node
 
 
 def _join(address: str, settings: ClusterConfig, environment: Mapping[str, str]) -> None:

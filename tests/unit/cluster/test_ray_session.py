@@ -5,12 +5,14 @@ import os
 import signal
 import socket
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import ray
+from ray._private import services
 
 from megarl.cluster import ray_session
 from megarl.cluster.cluster import Cluster
@@ -124,6 +126,38 @@ def test_a_ray_that_came_up_too_slowly_is_started_again(tmp_path: Path, monkeypa
     assert [psutil.pid_exists(child.pid) for child in children] == [True, False, False]
     children[0].kill()
     children[0].wait()
+
+
+@pytest.mark.parametrize(
+    ("runs", "start_timeout_s", "times"),
+    [(True, 60.0, 3), (False, 60.0, 1), (True, 1e-9, 1)],
+    ids=["up", "ended", "late"],
+)
+def test_a_node_that_runs_has_time_to_register(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: bool, start_timeout_s: float, times: int
+) -> None:
+    (tmp_path / "raylet").symlink_to("/bin/sleep")
+    asked: list[str] = []
+
+    def get_node(address: str, _: str) -> None:
+        asked.append(address)
+        if len(asked) < 3:
+            raise RuntimeError("node not found")
+
+    def init(**_: Any) -> None:
+        node = subprocess.Popen([tmp_path / "raylet", "300"])
+        if not runs:
+            node.kill()
+        with suppress(RuntimeError):
+            services.get_node("here", "")
+        node.kill()
+        node.wait()
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    monkeypatch.setattr(ray, "init", init)
+    open_ray(ClusterConfig(start_timeout_s=start_timeout_s), num_cpus=2.0, temp_dir=tmp_path, environment={})
+    assert asked == ["here"] * times
+    assert services.get_node is get_node
 
 
 def test_a_cluster_whose_ray_does_not_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
