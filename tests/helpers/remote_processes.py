@@ -206,7 +206,7 @@ def ask(group: EngineGroup, requests: Sequence[GenerationRequest]) -> dict[int, 
 
 
 def attend_until(
-    group: EngineGroup, until: Callable[[], bool], *, timeout_s: float = 30.0, doing: Doing = generating
+    group: EngineGroup, until: Callable[[], bool], *, timeout_s: float = 120.0, doing: Doing = generating
 ) -> None:
     """Wait as a supervisor does which replaces nothing but hosts."""
 

@@ -31,7 +31,7 @@ LAYOUT = LayoutConfig(tp=2, dp=2)
 
 def test_answers_come_in_the_order_of_the_calls(processes: list[Process[Worker]]) -> None:
     pending = calls(processes, ("answer", 0.4), ("answer", 0.0), ("answer", 0.2))
-    assert wait_all(pending, timeout_s=30.0, doing="waiting") == [0, 1, 2]
+    assert wait_all(pending, timeout_s=120.0, doing="waiting") == [0, 1, 2]
 
 
 def test_processes_have_the_priority_of_any_other(processes: list[Process[Worker]]) -> None:
@@ -54,7 +54,7 @@ def test_a_wait_for_engines_says_which_are_still_starting(
     """Compiling a model for the first time takes minutes, in which nothing else is printed."""
     pending = calls(start_run("engine 0", "engine 1"), ("answer", 0.0), ("answer", 2.5))
     results([pending[0]])
-    assert wait_started(pending, timeout_s=30.0, doing="starting the engines", every_s=1.0) == [0, 1]
+    assert wait_started(pending, timeout_s=120.0, doing="starting the engines", every_s=1.0) == [0, 1]
     first = capsys.readouterr().err.splitlines()[0]
     assert re.match(r"starting the engines: 1 of 2 after [12] s; engine 1 is ", first)
 
@@ -64,13 +64,13 @@ def test_megarls_own_error_is_raised_as_it_is(processes: list[Process[Worker]]) 
         processes, ("fail", RuntimeError("gloo"), 0.0), ("fail", NonFiniteError("step 3: loss is nan"), 0.2)
     )
     with pytest.raises(NonFiniteError, match=r"^step 3: loss is nan$"):
-        wait_all(pending, timeout_s=30.0, doing="updating")
+        wait_all(pending, timeout_s=120.0, doing="updating")
 
 
 def test_other_errors_name_the_process(processes: list[Process[Worker]]) -> None:
     pending = calls(processes, ("answer", 0.0), ("fail", KeyError("lm_head"), 0.0))
     with pytest.raises(WorkerError, match="loading: trainer rank 1 failed with KeyError: 'lm_head'; see RUN/logs"):
-        wait_all(pending, timeout_s=30.0, doing="loading")
+        wait_all(pending, timeout_s=120.0, doing="loading")
 
 
 def rows(count: int) -> list[Row]:
@@ -144,7 +144,7 @@ ANSWERS = {0: [0, 0], 1: [1, 1], 2: [0, 2], 3: [1, 3], 4: [0, 4]}
 
 def loaded(processes: list[Process[Worker]]) -> RoleWorkers:
     """Ranks that host an actor and a critic."""
-    workers = RoleWorkers([RankGroup(layout=LAYOUT, processes=processes)], timeout_s=30.0)
+    workers = RoleWorkers([RankGroup(layout=LAYOUT, processes=processes)], timeout_s=120.0)
     workers.load(LoadRequest(roles=(ACTOR, CRITIC), seed=0))
     return workers
 
@@ -179,7 +179,7 @@ def test_written_elements_and_checksums_add_up(processes: list[Process[Worker]])
 
 
 def test_requests_are_dealt_out_and_told_of_as_they_finish(processes: list[Process[Worker]]) -> None:
-    group = EngineGroup(processes[:3], timeout_s=30.0)
+    group = EngineGroup(processes[:3], timeout_s=120.0)
     found = collected(group, [request(seed) for seed in range(7)])
     assert found == {seed: [seed, seed % 3] for seed in range(7)}
     # An engine takes its requests from the last to the first; none waits for another engine.

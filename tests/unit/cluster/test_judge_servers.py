@@ -58,7 +58,7 @@ def test_a_server_that_dies_is_started_again_but_not_for_ever(monkeypatch: pytes
     monkeypatch.setattr(judge_servers, "server_command", lambda _, __, port: [sys.executable, "-c", SERVER, str(port)])
     actor = JudgeServerActor()
     try:
-        url = actor.start(JudgeServerConfig(model="m"), api_key="k", timeout_s=30).removesuffix("/v1")
+        url = actor.start(JudgeServerConfig(model="m"), api_key="k", timeout_s=120).removesuffix("/v1")
         assert url.startswith("http://127.0.0.1:")
         assert not judge_servers._is_healthy(url, "another")
         assert actor.lost_workers() == []
@@ -67,7 +67,7 @@ def test_a_server_that_dies_is_started_again_but_not_for_ever(monkeypatch: pytes
         assert worker.is_running()
         assert actor.lost_workers() == []
         assert psutil.wait_procs([worker], timeout=10)[1] == []
-        wait_until(lambda: judge_servers._is_healthy(url, "k"), "a restarted server", timeout_s=30)
+        wait_until(lambda: judge_servers._is_healthy(url, "k"), "a restarted server", timeout_s=120)
         assert actor.lost_workers() == []
         kill(actor)
         assert actor.lost_workers() == [0]
@@ -91,7 +91,7 @@ def test_nobody_else_gets_the_port_before_a_server_listens_nor_after_it_has_died
     monkeypatch.setattr(judge_servers, "server_command", command)
     actor = JudgeServerActor()
     try:
-        port = urlsplit(actor.start(JudgeServerConfig(model="m"), api_key="k", timeout_s=30)).port or 0
+        port = urlsplit(actor.start(JudgeServerConfig(model="m"), api_key="k", timeout_s=120)).port or 0
         kill(actor)
         assert (before, ways_to_take(port)) == ([[]], [])
         # Clients learn at once that nobody is there, and turn to other replicas.
