@@ -14,6 +14,7 @@ from ray._private import ray_constants, services
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
+from megarl.cluster.ending import is_alive
 from megarl.cluster.object_store import LEAST_MIB
 from megarl.cluster.ray_failures import TIMED_OUT, explain, known_remedy
 from megarl.config.schema import ClusterConfig
@@ -94,8 +95,7 @@ def _time_to_register(deadline: float) -> Iterator[None]:
 
     def runs() -> bool:
         with suppress(psutil.NoSuchProcess):
-            children = psutil.Process().children()
-            return any(each.name() == "raylet" and each.status() != psutil.STATUS_ZOMBIE for each in children)
+            return any(each.name() == "raylet" and is_alive(each) for each in psutil.Process().children())
         return False
 
     def registered(*where: object) -> object:
