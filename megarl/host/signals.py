@@ -4,7 +4,9 @@ Outside training steps, each of them ends the process at once with exit code 128
 SIGTERM or SIGUSR1 requests a stop at the end of the current step; SIGINT, or a second signal, ends the process at once.
 """
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,16 +29,28 @@ def leave_on_signals() -> list[int]:
     """Make SIGINT, SIGTERM and SIGUSR1 end the process at once, by SystemExit, so that clean-up code runs.
 
     The signal's number is appended to the returned list. Look there and not at the exit code, which Ray may replace if
-    the signal arrives during one of its calls.
+    the signal arrives during one of its calls. A signal that arrives in a finalizer, or in another callback whose
+    exceptions Python drops, is sent again.
     """
     received: list[int] = []
+    report = sys.unraisablehook
 
     def leave(signum: int, _: FrameType | None) -> NoReturn:
         # Another signal must not interrupt the clean-up that this one starts.
         for each in _LEAVING:
             signal.signal(each, signal.SIG_IGN)
         received.append(signum)
-        raise SystemExit(128 + signum)
+        leaving = SystemExit(128 + signum)
+
+        def send_again(dropped: "sys.UnraisableHookArgs") -> None:
+            if dropped.exc_value is not leaving:
+                return report(dropped)
+            signal.signal(signum, leave)
+            # By then the callback has returned, or else its exception is dropped and sent again too.
+            threading.Timer(0.05, os.kill, (os.getpid(), signum)).start()
+
+        sys.unraisablehook = send_again
+        raise leaving
 
     for each in _LEAVING:
         signal.signal(each, leave)

@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 
 import pytest
@@ -14,8 +17,10 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 @pytest.fixture(autouse=True)
 def _handlers_of_a_command() -> Iterator[None]:
     before = {each: signal.getsignal(each) for each in HANDLED}
+    report = sys.unraisablehook
     leave_on_signals()
     yield
+    sys.unraisablehook = report
     for each, handler in before.items():
         signal.signal(each, handler)
 
@@ -31,6 +36,51 @@ def test_outside_of_training_a_signal_ends_the_process(signum: int) -> None:
     assert raised.value.code == 128 + signum
     # The clean-up that follows is not interrupted.
     assert all(signal.getsignal(each) is signal.SIG_IGN for each in HANDLED)
+
+
+# Python only prints what is raised in these, and goes on.
+DROPS = {
+    "finalizer": """
+class Late:
+    def __del__(self):
+        os.kill(os.getpid(), signum)
+for _ in range(2):
+    Late()
+""",
+    "weak reference": """
+class Target: pass
+target = Target()
+reference = weakref.ref(target, lambda _: os.kill(os.getpid(), signum))
+del target
+""",
+    "garbage collection": """
+gc.callbacks.append(lambda phase, _: phase == "start" and os.kill(os.getpid(), signum))
+gc.collect()
+gc.callbacks.clear()
+""",
+    "ctypes callback": """
+compare = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(lambda *_: os.kill(os.getpid(), signum))
+ctypes.CDLL(None).qsort((ctypes.c_int * 2)(2, 1), 2, 4, compare)
+""",
+}
+
+
+@pytest.mark.parametrize("signum", HANDLED)
+@pytest.mark.parametrize("place", DROPS)
+def test_a_signal_whose_exception_python_drops_still_ends_the_process(place: str, signum: int) -> None:
+    program = f"""
+import ctypes, gc, os, signal, time, weakref
+from megarl.host.signals import leave_on_signals
+signum = {int(signum)}
+leave_on_signals()
+try:
+{textwrap.indent(DROPS[place], "    ")}
+    time.sleep(600)
+finally:
+    print("cleaned up")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signum, "cleaned up\n", "")
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGUSR1])
