@@ -1,4 +1,4 @@
-"""Signals in this very process: what they set, and what they raise."""
+"""Signals: what they set and raise in this process, and that a new process loses none of them."""
 
 import os
 import signal
