@@ -17,7 +17,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 from megarl.errors import (
     ConfigError,
@@ -39,6 +39,29 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_STOPPED = 85
 _STDOUT = 1
+
+
+class RunOutcome(NamedTuple):
+    """How a run ended: its state, the exit code by the module's table, and the message if it failed."""
+
+    state: Literal["finished", "stopped", "failed"]
+    exit_code: int
+    error: str | None = None
+
+
+def outcome_of(error: BaseException | None) -> RunOutcome:
+    """Return how a run ended that this error ended, or none."""
+    match error:
+        case None:
+            return RunOutcome("finished", 0)
+        case RunStopped():
+            return RunOutcome("stopped", EXIT_STOPPED)
+        case KeyboardInterrupt():
+            return RunOutcome("stopped", 128 + signal.SIGINT)
+        case SystemExit():
+            return RunOutcome("stopped", error.code if isinstance(error.code, int) else EXIT_FAILED)
+        case _:
+            return RunOutcome("failed", EXIT_FAILED, masked_text(str(error)))
 
 
 @contextlib.contextmanager

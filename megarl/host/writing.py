@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megarl.errors import StorageError
 from megarl.host.streams import print_lines
+from megarl.texts.masking import masked_text
 
 _MIB = 2**20
 # The remedy for each error of a storage.
@@ -116,14 +117,20 @@ def put_directory(new: Path, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def dispensable(what: str) -> Iterator[None]:
-    """Within this context, a run writes something that it can do without: a StorageError becomes a warning, once."""
+def dispensable(what: str, *others: type[Exception], done: str = "written") -> Iterator[None]:
+    """Within this context, a run does what it can do without: what fails becomes a warning, once, and the next call of
+    the same kind tries again.
+
+    others: further errors than StorageError, such as those of a library or a service. done: for the warning.
+    """
+    errors: tuple[type[Exception], ...] = (StorageError, *others)
     try:
         yield
-    except StorageError as error:
+    except errors as error:
         if what not in _warned:
             _warned.add(what)
-            print_lines(f"warning: {what} cannot be written, and the run goes on without: {error}")
+            reason = masked_text(" ".join(str(error).split())) or type(error).__name__
+            print_lines(f"warning: {what} cannot be {done}, and the run goes on without: {reason}")
 
 
 def storage_cause(failure: BaseException | None) -> OSError | None:

@@ -15,12 +15,12 @@ from tqdm import tqdm
 from megarl.config.load import read_saved
 from megarl.errors import DataError
 from megarl.host.directory_lock import BEAT_S, LOST_S, has_died
+from megarl.host.exit_codes import outcome_of
 from megarl.host.reading import reading
 from megarl.host.streams import print_lines
 from megarl.host.writing import dispensable, replacing
 from megarl.launch.restarts import AttemptLog
 from megarl.record.metrics import RunPaths, read_metrics
-from megarl.texts.masking import masked_text
 
 # Steps whose mean duration predicts the rest.
 ETA_STEPS = 10
@@ -86,12 +86,11 @@ class Heartbeat:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         self._ended.set()
         self._thread.join()
-        state = "finished" if kind is None else _STATES.get(kind.__name__, "failed")
-        text = masked_text(str(error)) if state == "failed" else None
-        self._write(replace(self._status, state=state, written=time.time(), error=text))
+        outcome = outcome_of(error)
+        self._write(replace(self._status, state=outcome.state, written=time.time(), error=outcome.error))
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_S):
@@ -104,9 +103,6 @@ class Heartbeat:
             return
         with dispensable(self._path.name), replacing(self._path) as partial:
             partial.write_text(json.dumps(asdict(status)), encoding="utf-8")
-
-
-_STATES = {"RunStopped": "stopped", "SystemExit": "stopped", "KeyboardInterrupt": "stopped"}
 
 
 def read_status(root: Path) -> RunStatus:

@@ -15,6 +15,7 @@ from megarl.config.schema import RunConfig
 from megarl.config.setting import check_values
 from megarl.errors import DataError
 from megarl.host.directory_lock import PLACE
+from megarl.host.exit_codes import RunOutcome, outcome_of
 from megarl.host.writing import dispensable, writing
 from megarl.record.json_lines import append_lines, open_lines, read_lines
 from megarl.texts.unicode import readable, visible
@@ -105,7 +106,7 @@ class MetricsSink(Protocol):
 
     def write(self, record: MetricsRecord) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, outcome: RunOutcome) -> None: ...
 
 
 class JsonlSink:
@@ -117,7 +118,7 @@ class JsonlSink:
     def write(self, record: MetricsRecord) -> None:
         append_lines(self._file, [asdict(record)])
 
-    def close(self) -> None:
+    def close(self, _outcome: RunOutcome | None = None) -> None:
         self._file.close()
 
 
@@ -139,7 +140,7 @@ class TensorBoardSink:
                 self._writer.add_scalar(visible(name), value, record.step, walltime=record.time_s)
             self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, _outcome: RunOutcome | None = None) -> None:
         with self._writing():
             self._writer.close()
         threading.excepthook = self._report
@@ -181,9 +182,9 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         for sink in self._sinks:
             sink.write(record)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         for sink in self._sinks:
-            sink.close()
+            sink.close(outcome_of(error))
 
 
 def read_metrics(path: Path) -> list[MetricsRecord]:

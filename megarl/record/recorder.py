@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,7 +37,7 @@ from megarl.record.plugins import write_plugins
 from megarl.record.problems import ProblemRecord, append_problems, pick_problems
 from megarl.record.rollouts import RolloutRecord, write_rollouts
 from megarl.record.timeline import append_timeline, idle_metrics, step_intervals
-from megarl.record.trackers import open_trackers, require_trackers
+from megarl.record.trackers import TrackedRun, open_trackers, require_trackers
 from megarl.record.turns import turns_of
 from megarl.rewards.judge import Trouble
 from megarl.texts.unicode import plain
@@ -142,7 +143,20 @@ class RunRecorder:
                     f"{given} lies in {self.paths.root}, which --overwrite removes; choose another run.name"
                 )
         # The logs are those of the jobs that run here, the present one among them.
-        for entry in set(self.paths.root.iterdir()) - {self.paths.logs, self.paths.lock}:
+        entries = sorted(set(root.iterdir()) - {root / self.paths.logs.name, root / self.paths.lock.name})
+        for entry in entries:
+            if entry.is_symlink() and entry.is_dir():
+                raise ConfigError(
+                    f"{entry} is a link to {entry.resolve()}, and --overwrite removes nothing elsewhere; remove the "
+                    "link, empty that directory if you do not need it, or choose another run.name"
+                )
+        for directory in (root, *(Path(each) for entry in entries for each, _, _ in os.walk(entry))):
+            if not os.access(directory, os.W_OK | os.X_OK):
+                raise ConfigError(
+                    f"{directory}: --overwrite may not remove what is there; let this user write there, or choose "
+                    "another run.name"
+                )
+        for entry in entries:
             if entry.is_dir():
                 shutil.rmtree(entry)
             else:
@@ -168,8 +182,14 @@ class RunRecorder:
         if self._config.logging.tensorboard:
             purge_step = None if self._resumed_step is None else self._resumed_step + 1
             sinks.append(TensorBoardSink(self.paths.tensorboard, purge_step=purge_step))
-        config, root = self._config, self.paths.root
-        sinks += open_trackers(config.logging, name=config.run.name, root=root, settings=masked_settings(config))
+        run_of = partial(
+            TrackedRun,
+            name=self._config.run.name,
+            root=self.paths.root,
+            settings=masked_settings(self._config),
+            resumed_step=self._resumed_step,
+        )
+        sinks += open_trackers(self._config.logging, lambda project: run_of(project=project))
         return MetricsLogger(sinks, before=self.require_owned)
 
     def timeline(
@@ -300,6 +320,6 @@ def resident_memory(pids: Mapping[str, int]) -> dict[str, float]:
     memory = {}
     for name, pid in {"driver": os.getpid(), **pids}.items():
         # A process that ends meanwhile is reported by the call that needs it.
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):
             memory[f"memory/rss_gib/{name.replace(' ', '_')}"] = psutil.Process(pid).memory_info().rss / 2**30
     return memory

@@ -1,26 +1,40 @@
 """Send metrics to experiment trackers; their packages are optional, and imported only for a project that is set."""
 
+import queue
 import re
+import threading
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megarl.config.optional import import_optional
 from megarl.config.schema import LoggingConfig
+from megarl.host.exit_codes import RunOutcome
+from megarl.host.streams import print_lines
+from megarl.host.writing import dispensable
 from megarl.record.metrics import MetricsRecord
 from megarl.texts.unicode import visible
+
+# Between two tries of what a tracker has not taken; after so many tries, a record is left out.
+RETRY_S, TRIES = 30.0, 120
+# The end of a run waits so long for its trackers.
+CLOSE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """A run as trackers see it. root: its directory. settings: its configuration as nested mappings."""
+    """A run as trackers see it. root: its directory. settings: its configuration as nested mappings. resumed_step: the
+    step after which it continues, so that later steps that a tracker already has are repeated; None at its start.
+    """
 
     project: str
     name: str
     root: Path
     settings: Mapping[str, Any]
+    resumed_step: int | None
 
     def id(self, tracker: str) -> str:
         """Return the id of the run at a tracker, drawn once and kept in its directory: a resumed run is the same."""
@@ -31,35 +45,89 @@ class TrackedRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrackerSink:
-    """A run at a tracker: what logs the metrics of a step, and what ends it."""
+class OpenedRun:
+    """A run that a tracker has opened: what logs metrics of a step at a Unix time, and what ends the run."""
 
-    log: Callable[..., Any]
-    finish: Callable[[], Any]
+    log: Callable[[dict[str, float], int, float], Any]
+    finish: Callable[[RunOutcome], Any]
+
+
+class TrackerSink:
+    """A tracker that a thread of its own tells: the trainer never waits for a service, and no error of one ends a run.
+
+    A record that the tracker does not take is sent again every RETRY_S, and once more at the end. name: for messages.
+    """
+
+    def __init__(self, name: str, open_run: Callable[[], OpenedRun]) -> None:
+        self._name, self._open = name, open_run
+        self._queue: queue.SimpleQueue[MetricsRecord | RunOutcome] = queue.SimpleQueue()
+        self._ending, self._is_ended = threading.Event(), False
+        self._num_written = self._num_sent = 0
+        self._thread = threading.Thread(target=self._deliver, name=name, daemon=True)
+        self._thread.start()
 
     def write(self, record: MetricsRecord) -> None:
-        # Data and users' functions name some.
-        self.log({visible(name): value for name, value in record.metrics.items()}, step=record.step)
+        self._num_written += 1
+        self._queue.put(record)
 
-    def close(self) -> None:
-        self.finish()
+    def close(self, outcome: RunOutcome) -> None:
+        self._queue.put(outcome)
+        self._ending.set()
+        self._thread.join(CLOSE_S)
+        if not self._is_ended:
+            print_lines(
+                f"warning: {self._name} has not confirmed {self._num_written - self._num_sent} records and the end of "
+                "the run; metrics.jsonl has them all"
+            )
+
+    def _deliver(self) -> None:
+        """Open the run, and send what was written until the outcome, or a failure after the end, has ended it."""
+        run: OpenedRun | None = None
+        item: MetricsRecord | RunOutcome | None = None
+        tries = 0
+        while True:
+            is_last, is_done, tries = self._ending.is_set(), False, tries + 1
+            with dispensable(f"metrics of {self._name}", Exception):
+                run = run or self._open()
+                if isinstance(item, MetricsRecord):
+                    # Data and users' functions name some.
+                    run.log({visible(name): value for name, value in item.metrics.items()}, item.step, item.time_s)
+                    self._num_sent += 1
+                elif item is not None:
+                    run.finish(item)
+                    self._is_ended = True
+                    return
+                is_done = True
+            if is_done or (tries == TRIES and run is not None):
+                item, tries = self._queue.get(), 0
+            elif is_last:
+                return
+            else:
+                self._ending.wait(RETRY_S)
 
 
-def _wandb(package: Any, run: TrackedRun) -> TrackerSink:
+def _wandb(package: Any, run: TrackedRun) -> OpenedRun:
     """Open a Weights & Biases run, which keeps the first record of a step: those of repeated steps are ignored."""
     opened = package.init(
         project=run.project, name=run.name, dir=str(run.root), config=run.settings, id=run.id("wandb"), resume="allow"
     )
-    return TrackerSink(log=opened.log, finish=opened.finish)
+    if run.resumed_step is not None:
+        opened.summary["resumed_step"] = run.resumed_step
+    return OpenedRun(
+        log=lambda metrics, step, time_s: opened.log({**metrics, "_timestamp": time_s}, step=step),
+        finish=lambda outcome: opened.finish(exit_code=outcome.exit_code),
+    )
 
 
-def _trackio(package: Any, run: TrackedRun) -> TrackerSink:
-    """Open a run of trackio, which knows it by its name."""
+def _trackio(package: Any, run: TrackedRun) -> OpenedRun:
+    """Open a run of trackio, which knows it by its name, and neither times of records nor how a run ended."""
     opened = package.init(project=run.project, name=run.name, config=run.settings, resume="allow", embed=False)
-    return TrackerSink(log=opened.log, finish=package.finish)
+    return OpenedRun(
+        log=lambda metrics, step, _time_s: opened.log(metrics, step=step), finish=lambda _outcome: package.finish()
+    )
 
 
-def _swanlab(package: Any, run: TrackedRun) -> TrackerSink:
+def _swanlab(package: Any, run: TrackedRun) -> OpenedRun:
     """Open a run of SwanLab. Only its server continues runs: a resumed run that is tracked on disk is a new one."""
     opened = package.init(
         project=run.project,
@@ -69,10 +137,14 @@ def _swanlab(package: Any, run: TrackedRun) -> TrackerSink:
         id=run.id("swanlab")[:21],
         resume="allow",
     )
-    return TrackerSink(log=opened.log, finish=package.finish)
+    states = {"finished": "success", "stopped": "aborted", "failed": "crashed"}
+    return OpenedRun(
+        log=lambda metrics, step, _time_s: opened.log(metrics, step=step),
+        finish=lambda outcome: opened.finish(state=states[outcome.state], error=outcome.error),
+    )
 
 
-def _mlflow(package: Any, run: TrackedRun) -> TrackerSink:
+def _mlflow(package: Any, run: TrackedRun) -> OpenedRun:
     """Open a run of MLflow; its server draws the id, and a resumed run names it. The settings become its artifact."""
     package.set_experiment(run.project)
     path = run.root / "mlflow_id.txt"
@@ -80,13 +152,17 @@ def _mlflow(package: Any, run: TrackedRun) -> TrackerSink:
     if not path.exists():
         path.write_text(opened.info.run_id, encoding="utf-8")
         package.log_dict(dict(run.settings), "config.json")
+    if run.resumed_step is not None:
+        package.set_tag("resumed_step", str(run.resumed_step))
 
-    def log(metrics: Mapping[str, float], step: int) -> None:
+    def log(metrics: Mapping[str, float], step: int, time_s: float) -> None:
         # MLflow refuses names with other characters, such as the @ of pass@k, and those that are no plain path.
         names = {name: re.sub(r"[^/\w.\- :]|\.\.", "_", name.replace("@", "_at_")) for name in metrics}
-        package.log_metrics({names[name]: value for name, value in metrics.items()}, step=step)
+        named = {names[name]: value for name, value in metrics.items()}
+        package.log_metrics(named, step=step, timestamp=int(time_s * 1000))
 
-    return TrackerSink(log=log, finish=package.end_run)
+    states = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+    return OpenedRun(log=log, finish=lambda outcome: package.end_run(status=states[outcome.state]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +171,7 @@ class Tracker:
 
     setting: str
     package: str
-    open: Callable[[Any, TrackedRun], TrackerSink]
+    open: Callable[[Any, TrackedRun], OpenedRun]
 
 
 TRACKERS = (
@@ -115,11 +191,12 @@ def require_trackers(cfg: LoggingConfig) -> dict[Tracker, Any]:
     }
 
 
-def open_trackers(cfg: LoggingConfig, *, name: str, root: Path, settings: Mapping[str, Any]) -> list[TrackerSink]:
-    """Open the run at every tracker that is set. Raises ConfigError as `require_trackers` does."""
+def open_trackers(cfg: LoggingConfig, run_of: Callable[[str], TrackedRun]) -> list[TrackerSink]:
+    """Open the run at every tracker that is set. Raises ConfigError as `require_trackers` does.
+
+    run_of: returns the run in a project.
+    """
     return [
-        tracker.open(
-            package, TrackedRun(project=getattr(cfg, tracker.setting), name=name, root=root, settings=settings)
-        )
+        TrackerSink(tracker.package, partial(tracker.open, package, run_of(getattr(cfg, tracker.setting))))
         for tracker, package in require_trackers(cfg).items()
     ]

@@ -85,7 +85,7 @@ def train_supervised(
 
 def _reported(recorder: RunRecorder) -> RunRecorder:
     """Write the report of a finished run, and say where it and the model are."""
-    with doing("writing the report"), dispensable("the report"), writing(recorder.paths.report_html):
+    with doing("writing the report"), dispensable("the report", Exception), writing(recorder.paths.report_html):
         write_report(recorder.paths.root)
         print_lines(f"report: {recorder.paths.report_html}")
     if (model := exported(recorder.paths)) is not None:

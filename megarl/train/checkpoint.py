@@ -17,7 +17,7 @@ from megarl.config.schema import CheckpointConfig, Config, role_settings
 from megarl.errors import DataError, RunStopped
 from megarl.host.signals import StopRequest
 from megarl.host.streams import print_lines
-from megarl.host.writing import fsync, writing
+from megarl.host.writing import dispensable, fsync, writing
 from megarl.train.manifest import MARKER, Manifest, damage_of
 from megarl.types import AlgoState, EntropyState
 from megarl.types.messages import Role
@@ -89,8 +89,11 @@ def complete_steps(root: Path) -> list[int]:
 
 
 def torn_steps(root: Path) -> list[int]:
-    """List the steps whose checkpoint was never completed, or has been removed in part, in ascending order."""
-    return sorted(step for step, path in _step_dirs(root) if not (path / MARKER).exists())
+    """List the steps whose checkpoint was never completed, or has been removed in part, in ascending order.
+
+    Links are none: what they lead to may be on storage that is not mounted now.
+    """
+    return sorted(step for step, path in _step_dirs(root) if not path.is_symlink() and not (path / MARKER).exists())
 
 
 def _step_dirs(root: Path) -> list[tuple[int, Path]]:
@@ -147,9 +150,12 @@ def last_checkpoint(root: Path, resume: Resume = "newest") -> Checkpoint | None:
 
 
 def forget_after(root: Path, step: int) -> None:
-    """Make the checkpoints after a step, which a run is to continue from, incomplete; the run removes them later."""
-    for later in (each for each in complete_steps(root) if each > step):
-        (checkpoint_dir(root, later) / MARKER).unlink()
+    """Make the checkpoints after a step, which a run is to continue from, incomplete; the run removes them later.
+
+    Only the link is removed to one that lies elsewhere.
+    """
+    for later in (checkpoint_dir(root, each) for each in complete_steps(root) if each > step):
+        (later if later.is_symlink() else later / MARKER).unlink()
 
 
 def steps_to_keep(scores: Mapping[int, float | None], *, keep_last: int, keep_best: int) -> set[int]:
@@ -202,11 +208,11 @@ class CheckpointManager:
         self._finish(wait=True)
         self._require_owned()
         path = checkpoint_dir(self._root, step)
-        remove_checkpoint(path)
         # A run that was killed, or met a full disk, left these: this one needs the space.
-        for begun in torn_steps(self._root):
-            remove_checkpoint(checkpoint_dir(self._root, begun))
+        for begun in (checkpoint_dir(self._root, each) for each in torn_steps(self._root) if each != step):
+            _tidy_up(begun)
         with writing(path):
+            remove_checkpoint(path)
             path.mkdir(parents=True)
             (path / STATE_FILE).write_text(replace(state(path), portable=portable).to_json(), encoding="utf-8")
         self._workers.start_checkpoint(path, portable=portable)
@@ -222,8 +228,8 @@ class CheckpointManager:
         self._writing = None
         scores = {step: _score(checkpoint_dir(self._root, step)) for step in complete_steps(self._root)}
         kept = steps_to_keep(scores, keep_last=self._config.keep_last, keep_best=self._config.keep_best)
-        for superfluous in sorted(scores.keys() - kept):
-            remove_checkpoint(checkpoint_dir(self._root, superfluous))
+        for superfluous in (checkpoint_dir(self._root, step) for step in sorted(scores.keys() - kept)):
+            _tidy_up(superfluous)
         free = shutil.disk_usage(self._root).free
         if free < num_bytes:
             print_lines(
@@ -231,6 +237,12 @@ class CheckpointManager:
                 "are free: the next one will not fit; free space there before it is due, or lower checkpoint.keep_last "
                 "and checkpoint.keep_best",
             )
+
+
+def _tidy_up(path: Path) -> None:
+    """Remove a checkpoint that is not needed; if that fails, the next checkpoint tries it again."""
+    with dispensable(str(path), OSError, done="removed"):
+        remove_checkpoint(path)
 
 
 def _score(path: Path) -> float | None:
@@ -255,7 +267,12 @@ def mark_complete(path: Path) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint, its marker first, so that an interrupted removal leaves nothing that looks complete."""
+    """Remove a checkpoint, its marker first, so that an interrupted removal leaves nothing that looks complete; of one
+    that lies elsewhere, remove the link alone.
+    """
+    if path.is_symlink():
+        path.unlink()
+        return
     (path / MARKER).unlink(missing_ok=True)
     if path.exists():
         shutil.rmtree(path)

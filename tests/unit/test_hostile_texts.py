@@ -28,7 +28,7 @@ from megarl.record.rollouts import read_rollouts, write_rollouts
 from megarl.record.text_table import align
 from megarl.record.timeline import Interval, append_timeline
 from megarl.record.trace import write_trace
-from megarl.record.trackers import TrackerSink
+from megarl.record.trackers import OpenedRun, TrackerSink
 from megarl.report import write_report
 from megarl.report.hint_page import HintedAnswer, HintedExample, HintedToken, HintReport, Table, to_html, to_text
 from megarl.texts.unicode import readable, visible
@@ -137,7 +137,8 @@ def test_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_metrics(tmp_path: Path) -> None:
     seen: dict[str, float] = {}
-    tracker = TrackerSink(log=lambda metrics, step: seen.update(metrics), finish=lambda: None)
+    opened = OpenedRun(log=lambda metrics, step, time_s: seen.update(metrics), finish=lambda outcome: None)
+    tracker = TrackerSink("tracker", lambda: opened)
     with MetricsLogger([JsonlSink(tmp_path / "metrics.jsonl"), tracker]) as logger:
         for batch in BATCHES:
             logger.log(1, {f"x/{text}": 0.5 for text in batch})

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.errors import DataError
+from megarl.host.exit_codes import RunOutcome
 from megarl.record.metrics import (
     JsonlSink,
     MetricsLogger,
@@ -43,17 +44,17 @@ ROLLOUT = RolloutRecord(
 
 
 class ListSink:
-    """Keeps records and whether it was closed."""
+    """Keeps records, and how the run ended."""
 
     def __init__(self) -> None:
         self.records: list[MetricsRecord] = []
-        self.is_closed = False
+        self.outcome: RunOutcome | None = None
 
     def write(self, record: MetricsRecord) -> None:
         self.records.append(record)
 
-    def close(self) -> None:
-        self.is_closed = True
+    def close(self, outcome: RunOutcome) -> None:
+        self.outcome = outcome
 
 
 def test_logger_writes_the_documented_line_format(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_logger_closes_its_sinks_when_the_run_fails() -> None:
     sink = ListSink()
     with pytest.raises(KeyError), MetricsLogger([sink]):
         raise KeyError("boom")
-    assert sink.is_closed
+    assert sink.outcome == ("failed", 1, "'boom'")
 
 
 def test_torn_last_line_is_left_out_and_does_not_spoil_a_resumed_run(tmp_path: Path) -> None:

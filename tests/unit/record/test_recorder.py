@@ -133,3 +133,19 @@ def test_responses_that_ended_at_the_limit_or_repeated_themselves_are_counted() 
     ]
     metrics = batch_metrics(replace(rollout, samples=tuple(repeated)))
     assert (metrics["response_length/clip_ratio"], metrics["response_length/repetition_ratio"]) == (0.5, 0.25)
+
+
+def test_overwriting_removes_nothing_that_lies_elsewhere_and_looks_before_it_removes(tmp_path: Path) -> None:
+    root, scratch = finished_run(tmp_path), tmp_path / "scratch"
+    (scratch / "step_000001").mkdir(parents=True)
+    (root / "checkpoints").symlink_to(scratch)
+    (root / "export").mkdir()
+    before = sorted(root.iterdir())
+    with pytest.raises(ConfigError, match=r"checkpoints is a link to .*scratch, and --overwrite removes nothing else"):
+        RunRecorder(config(tmp_path), overwrite=True)
+    assert sorted(root.iterdir()) == before
+    (root / "checkpoints").unlink()
+    (root / "notes").symlink_to(tmp_path / "scratch" / "nowhere")
+    RunRecorder(config(tmp_path), overwrite=True)
+    assert not (root / "export").exists()
+    assert (scratch / "step_000001").is_dir()

@@ -5,10 +5,12 @@ import os
 import sqlite3
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -16,27 +18,36 @@ from megarl.config import Config
 from megarl.config.mixture import RemoteConfig
 from megarl.config.rewards import RewardsConfig
 from megarl.config.schema import LoggingConfig, RunConfig
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, DataError, RunStopped
+from megarl.host import writing
+from megarl.host.exit_codes import outcome_of
+from megarl.record import trackers
+from megarl.record.metrics import read_metrics
 from megarl.record.recorder import RunRecorder
 
 
 class FakeRun:
-    """Records what a sink asks of wandb."""
+    """Records what a sink asks of wandb; `outage` calls of `log` fail before one is taken."""
 
     def __init__(self) -> None:
         self.arguments: dict[str, Any] = {}
         self.logged: list[tuple[int, dict[str, float]]] = []
-        self.is_finished = False
+        self.exit_code: int | None = None
+        self.outage = 0
+        self.summary: dict[str, int] = {}
 
     def init(self, **arguments: Any) -> "FakeRun":
         self.arguments = arguments
         return self
 
     def log(self, metrics: dict[str, float], *, step: int) -> None:
+        if self.outage:
+            self.outage -= 1
+            raise ConnectionError("503: the server's pool is\nexhausted")
         self.logged.append((step, metrics))
 
-    def finish(self) -> None:
-        self.is_finished = True
+    def finish(self, exit_code: int) -> None:
+        self.exit_code = exit_code
 
 
 def config(tmp_path: Path, project: str | None) -> Config:
@@ -55,22 +66,23 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRun:
 def test_metrics_reach_the_project(tmp_path: Path, fake: FakeRun) -> None:
     with RunRecorder(config(tmp_path, "p")).metrics() as log:
         log.log(3, {"actor/loss": 0.5})
-        assert not fake.is_finished
+    time_s = json.loads((tmp_path / "r" / "metrics.jsonl").read_text())["time_s"]
     arguments = fake.arguments
     assert (arguments["project"], arguments["name"], arguments["dir"]) == ("p", "r", str(tmp_path / "r"))
     assert arguments["config"]["logging"]["wandb_project"] == "p"
-    assert fake.logged == [(3, {"actor/loss": 0.5})]
+    assert fake.logged == [(3, {"actor/loss": 0.5, "_timestamp": time_s})]
+    assert fake.exit_code == 0
 
 
 def test_secrets_stay_here(tmp_path: Path, fake: FakeRun) -> None:
     remote = RemoteConfig(urls=("https://user:s3cret@host/score?token=s3cret",))
     settings = replace(config(tmp_path, "p"), rewards=RewardsConfig(remote=remote))
     with RunRecorder(settings).metrics():
-        assert fake.arguments["config"]["rewards"]["remote"]["urls"] == (
-            "https://***masked***@host/score?token=***masked***",
-        )
+        pass
+    assert fake.arguments["config"]["rewards"]["remote"]["urls"] == (
+        "https://***masked***@host/score?token=***masked***",
+    )
     assert "s3cret" not in str(fake.arguments)
-    assert fake.is_finished
 
 
 def test_a_resumed_run_continues_the_same_one(tmp_path: Path, fake: FakeRun) -> None:
@@ -85,6 +97,7 @@ def test_a_resumed_run_continues_the_same_one(tmp_path: Path, fake: FakeRun) -> 
     first = run_id()
     assert first
     assert run_id(resumed_step=3) == first
+    assert fake.summary == {"resumed_step": 3}
     assert run_id(overwrite=True) != first
 
 
@@ -97,6 +110,90 @@ def test_without_the_package_nothing_is_touched(tmp_path: Path, monkeypatch: pyt
     ):
         RunRecorder(config(tmp_path, "p"), overwrite=True)
     assert (tmp_path / "r" / "config.yaml").is_file()
+
+
+def test_an_outage_ends_no_run_and_loses_no_record(
+    tmp_path: Path, fake: FakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trackers, "RETRY_S", 0.01)
+    monkeypatch.setattr(writing, "_warned", set())
+    fake.outage = 3
+    with RunRecorder(config(tmp_path, "p")).metrics() as log:
+        for step in range(1, 6):
+            log.log(step, {"actor/loss": 0.5})
+        # Until the service is back: after the run's end, there is one more try only.
+        for _ in range(3000):
+            if not fake.outage:
+                break
+            threading.Event().wait(0.01)
+    assert [step for step, _ in fake.logged] == [1, 2, 3, 4, 5]
+    assert fake.exit_code == 0
+    # One warning for three failures.
+    assert capsys.readouterr().out.splitlines() == [
+        "warning: metrics of wandb cannot be written, and the run goes on without: 503: the server's pool is exhausted"
+    ]
+
+
+@pytest.mark.parametrize("call", ["init", "log", "finish"])
+@pytest.mark.parametrize("fault", ["fails", "hangs"])
+def test_a_service_that_never_answers_does_not_keep_a_run(
+    call: str,
+    fault: str,
+    tmp_path: Path,
+    fake: FakeRun,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(trackers, "RETRY_S", 0.01)
+    monkeypatch.setattr(trackers, "CLOSE_S", 0.2)
+    released = threading.Event()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        if fault == "hangs":
+            released.wait(60)
+        raise TimeoutError
+
+    monkeypatch.setattr(sys.modules["wandb"] if call == "init" else fake, call, refuse)
+    with RunRecorder(config(tmp_path, "p")).metrics() as log:
+        log.log(1, {"actor/loss": 0.5})
+        log.log(2, {"actor/loss": 0.5})
+    released.set()
+    left = 0 if call == "finish" else 2
+    assert f"warning: wandb has not confirmed {left} records and the end of the run;" in capsys.readouterr().out
+    assert [record.step for record in read_metrics(tmp_path / "r" / "metrics.jsonl")] == [1, 2]
+
+
+# What ends a run → the state that status files have, and wandb's, MLflow's and SwanLab's words for it.
+ENDS: list[tuple[BaseException | None, str, int, str, str]] = [
+    (None, "finished", 0, "FINISHED", "success"),
+    (RuntimeError("boom"), "failed", 1, "FAILED", "crashed"),
+    (DataError("row 3"), "failed", 1, "FAILED", "crashed"),
+    (RunStopped("by SIGTERM"), "stopped", 85, "KILLED", "aborted"),
+    (SystemExit(143), "stopped", 143, "KILLED", "aborted"),
+    (KeyboardInterrupt(), "stopped", 130, "KILLED", "aborted"),
+]
+
+
+@pytest.mark.parametrize(("error", "state", "exit_code", "mlflow", "swanlab"), ENDS)
+def test_every_tracker_hears_how_the_run_ended(
+    error: BaseException | None, state: str, exit_code: int, mlflow: str, swanlab: str, tmp_path: Path
+) -> None:
+    run = trackers.TrackedRun(project="p", name="r", root=tmp_path, settings={}, resumed_step=4)
+    outcome = outcome_of(error)
+    assert (outcome.state, outcome.exit_code) == (state, exit_code)
+    packages = {tracker.package: MagicMock() for tracker in trackers.TRACKERS}
+    packages["mlflow"].start_run.return_value.info.run_id = "drawn"
+    for tracker in trackers.TRACKERS:
+        opened = tracker.open(packages[tracker.package], run)
+        opened.log({"val/pass@8": 0.5}, 7, 1700000000.25)
+        opened.finish(outcome)
+    packages["wandb"].init.return_value.finish.assert_called_once_with(exit_code=exit_code)
+    message = str(error) if state == "failed" else None
+    packages["swanlab"].init.return_value.finish.assert_called_once_with(state=swanlab, error=message)
+    packages["mlflow"].end_run.assert_called_once_with(status=mlflow)
+    packages["mlflow"].set_tag.assert_called_once_with("resumed_step", "4")
+    packages["mlflow"].log_metrics.assert_called_once_with({"val/pass_at_8": 0.5}, step=7, timestamp=1700000000250)
+    packages["trackio"].finish.assert_called_once_with()
 
 
 # Two sessions of one run: its start, and its continuation after step 1.
@@ -113,6 +210,7 @@ for step, resumed in ((1, None), (2, 1)):
         log.log(step, {"actor/loss": 0.5 * step, "val/pass@8": 1.0})
 import mlflow
 (run,) = mlflow.search_runs(experiment_names=["p"], output_format="list")
+print(run.info.status, run.data.tags["resumed_step"])
 for name in ("actor/loss", "val/pass_at_8"):
     print([(m.step, m.value) for m in mlflow.MlflowClient().get_metric_history(run.info.run_id, name)])
 """
@@ -138,6 +236,7 @@ def test_real_trackers_offline_have_what_was_logged(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SESSIONS, str(runs)]
     printed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert printed.returncode == 0, printed.stderr
+    assert "FINISHED 1" in printed.stdout.splitlines()
     assert "[(1, 0.5), (2, 1.0)]" in printed.stdout.splitlines()
     assert "[(1, 1.0), (2, 1.0)]" in printed.stdout.splitlines()
     with sqlite3.connect(tmp_path / "trackio" / "p.db") as trackio:

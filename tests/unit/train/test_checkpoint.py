@@ -1,5 +1,6 @@
 """Markers, retention and the driver's state; the ranks' part is played by a fake that writes a file."""
 
+import errno
 import signal
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from megarl.train.checkpoint import (
     RunState,
     checkpoint_dir,
     complete_steps,
+    forget_after,
     last_checkpoint,
     mark_complete,
     read_checkpoint,
@@ -269,3 +271,49 @@ def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, CheckpointConfig(), FakeRanks())
     after_step(manager, 100, stop=StopRequest(signum=signal.SIGTERM))
     assert complete_steps(tmp_path) == [100]
+
+
+def moved_away(path: Path, archive: Path) -> Path:
+    """Move a checkpoint into an archive, and leave a link in its place."""
+    archive.mkdir(exist_ok=True)
+    path.rename(archive / path.name)
+    path.symlink_to(archive / path.name)
+    return archive / path.name
+
+
+def test_what_was_moved_to_an_archive_stays_whole(tmp_path: Path) -> None:
+    """Rotation, a resume before it, and the repetition of its step remove the link, and nothing behind it."""
+    root = tmp_path / "checkpoints"
+    rotated, later, repeated = (moved_away(write(root, step), tmp_path / "archive") for step in (1, 2, 3))
+    unmounted = checkpoint_dir(root, 9)
+    unmounted.symlink_to(tmp_path / "nowhere")
+    forget_after(root, 1)
+    assert complete_steps(root) == [1]
+    checkpoint_dir(root, 3).symlink_to(repeated)
+    manager = CheckpointManager(root, CheckpointConfig(every_steps=1, keep_last=1), FakeRanks())  # type: ignore[arg-type]
+    manager.after_step(3, total=9, stop=StopRequest(), state=lambda _: STATE)
+    manager.after_step(4, total=4, stop=StopRequest(), state=lambda _: STATE)
+    assert complete_steps(root) == [4]
+    assert unmounted.is_symlink()
+    assert all((path / MARKER).is_file() for path in (rotated, later, repeated))
+
+
+def test_a_removal_that_fails_ends_no_run_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = write(tmp_path, 1)
+
+    def busy(path: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy", str(path / ".nfs0001"))
+
+    manager = CheckpointManager(tmp_path, CheckpointConfig(every_steps=1, keep_last=1), FakeRanks())  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", busy)
+        manager.after_step(2, total=9, stop=StopRequest(), state=lambda _: STATE)
+        manager.after_step(3, total=9, stop=StopRequest(), state=lambda _: STATE)
+    assert complete_steps(tmp_path) == [3]
+    printed = capsys.readouterr().out
+    assert f"warning: {first} cannot be removed, and the run goes on without: [Errno 16]" in printed
+    manager.after_step(4, total=9, stop=StopRequest(), state=lambda _: STATE)
+    manager.after_step(5, total=5, stop=StopRequest(), state=lambda _: STATE)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000005"]

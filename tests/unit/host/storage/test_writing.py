@@ -22,6 +22,7 @@ from megarl.launch.status import Heartbeat
 from megarl.record.json_lines import append_lines, open_lines, read_lines
 from megarl.record.metrics import JsonlSink, MetricsLogger
 from megarl.record.rollouts import RolloutRecord, write_rollouts
+from megarl.rewards.llm.cache import AnswerCache
 
 LIMIT = 4096
 
@@ -207,3 +208,21 @@ def test_a_writer_that_names_nothing_ends_in_one_line_too(capsys: pytest.Capture
     said = capsys.readouterr().err
     assert said.startswith(f"error: {Path.cwd()}: {os.strerror(code)}; ")
     assert said.count("\n") == 1
+
+
+def test_a_cache_on_a_full_storage_saves_nothing_and_ends_nothing(
+    tmp_path: Path, full: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6 * LIMIT, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    path = tmp_path / "cache.sqlite"
+    cache = AnswerCache(path)
+    keys = [cache.key(number) for number in range(20)]
+    for key in keys:
+        cache.put(key, "x" * 1000)
+    answers = [cache.get(key) for key in keys]
+    assert answers[0] == "x" * 1000
+    assert answers[-1] is None
+    path.write_bytes(b"not a database" * 400)
+    assert cache.get(keys[-1]) is None
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"warning: the cache {path} cannot be used, and the run goes on without: ")
