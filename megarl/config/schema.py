@@ -192,7 +192,7 @@ class LoggingConfig:
 class CheckpointConfig:
     """Configure the checkpoints in RUN/checkpoints, from which `--resume` continues; the run always ends with one."""
 
-    # Steps between checkpoints; 0: only at the end, and when SIGTERM or SIGUSR1 stops the run.
+    # Steps between checkpoints; 0: only at the end, and when a signal stops the run.
     every_steps: int = setting(0, AT_LEAST_0)
     async_save: bool = True  # Write checkpoints while training continues.
     # Write every checkpoint so that a run can be continued from it under any layout; the one after the last step always

@@ -5,8 +5,8 @@
 | 0 | done |
 | 1 | the run failed; for doctor: a run cannot start here; for convert verify: the checkpoints differ |
 | 2 | bad input; nothing was started |
-| 85 | SIGTERM or SIGUSR1 stopped the run during training, after a checkpoint of its last step; `--resume` continues |
-| 128 + n | ended at once by signal n: by SIGINT; by SIGTERM or SIGUSR1 before or after training, or when sent twice |
+| 85 | SIGTERM, SIGHUP or SIGUSR1 stopped the run in training, after a checkpoint of the step; `--resume` continues |
+| 128 + n | ended at once by signal n: by SIGINT; by others before or after training, or if sent again after 2 s |
 | 141 | the reader of the output has closed it, as `head` does |
 """
 

@@ -1,21 +1,27 @@
-"""Decide what SIGINT, SIGTERM and SIGUSR1 do to a command.
+"""Decide what SIGINT, SIGTERM, SIGHUP and SIGUSR1 do to a command.
 
 Outside training steps, each of them ends the process at once with exit code 128 + n. During training steps, the first
-SIGTERM or SIGUSR1 requests a stop at the end of the current step; SIGINT, or a second signal, ends the process at once.
+SIGTERM, SIGHUP or SIGUSR1 requests a stop at the end of the current step; SIGINT, or a second signal, ends the process
+at once. A second one within two seconds counts as the first: `timeout` and `make`, for example, both pass a signal on.
+Under `nohup`, SIGHUP stays ignored.
 """
 
 import os
 import signal
+import stat
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
-_LEAVING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_STOPPING = (signal.SIGTERM, signal.SIGUSR1)
+_LEAVING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+# Signals that come so soon after the first one are the same request.
+_SAME_REQUEST_S = 2.0
 
 
 @dataclass(slots=True)
@@ -26,7 +32,7 @@ class StopRequest:
 
 
 def leave_on_signals() -> list[int]:
-    """Make SIGINT, SIGTERM and SIGUSR1 end the process at once, by SystemExit, so that clean-up code runs.
+    """Make SIGINT, SIGTERM, SIGHUP and SIGUSR1 end the process at once, by SystemExit, so that clean-up code runs.
 
     The signal's number is appended to the returned list. Look there and not at the exit code, which Ray may replace if
     the signal arrives during one of its calls. A signal that arrives in a finalizer, or in another callback whose
@@ -40,6 +46,7 @@ def leave_on_signals() -> list[int]:
         for each in _LEAVING:
             signal.signal(each, signal.SIG_IGN)
         received.append(signum)
+        _leave_terminal(signum)
         leaving = SystemExit(128 + signum)
 
         def send_again(dropped: "sys.UnraisableHookArgs") -> None:
@@ -53,8 +60,17 @@ def leave_on_signals() -> list[int]:
         raise leaving
 
     for each in _LEAVING:
-        signal.signal(each, leave)
+        if each is not signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN:
+            signal.signal(each, leave)
     return received
+
+
+def _leave_terminal(signum: int) -> None:
+    """After SIGHUP, drop the output to a terminal that is gone, or to a reader that ends with it, as `tee` does."""
+    if signum == signal.SIGHUP:
+        for descriptor in (1, 2):
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 @contextmanager
@@ -83,24 +99,29 @@ def last_stop_signal() -> signal.Signals | None:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """In this context, record the first SIGTERM or SIGUSR1 in the yielded request, so that training stops after its
-    step.
-
-    The first signal also restores the previous handlers, so that a second one ends the process.
+    """In this context, record the first SIGTERM, SIGHUP or SIGUSR1 in the yielded request, so that training stops
+    after its step. A later signal restores the previous handlers and is sent again, so that it ends the process.
     """
     global _last
     request = _last = StopRequest()
+    first_s = 0.0
 
     def restore() -> None:
         for each, handler in previous.items():
             signal.signal(each, handler)
 
     def note(signum: int, _: FrameType | None) -> None:
-        request.signum = signal.Signals(signum)
-        restore()
+        nonlocal first_s
+        if request.signum is None:
+            request.signum, first_s = signal.Signals(signum), time.monotonic()
+            _leave_terminal(signum)
+        elif time.monotonic() - first_s >= _SAME_REQUEST_S:
+            restore()
+            signal.raise_signal(signum)
 
-    previous = {each: signal.getsignal(each) for each in _STOPPING}
-    for each in _STOPPING:
+    handlers = {each: signal.getsignal(each) for each in _STOPPING}
+    previous = {each: handler for each, handler in handlers.items() if handler is not signal.SIG_IGN}
+    for each in previous:
         signal.signal(each, note)
     try:
         yield request

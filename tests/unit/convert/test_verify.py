@@ -25,7 +25,9 @@ GATE = "model.layers.2.mlp.gate_proj.weight"
 def handlers_stay(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Commands set signal handlers, and wait for slow disks."""
     monkeypatch.setattr(engine, "fsync", lambda path: None)
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {
+        signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    }
     yield
     for signum, handler in handlers.items():
         signal.signal(signum, handler)

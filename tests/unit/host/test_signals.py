@@ -1,6 +1,8 @@
 """Signals: what they set and raise in this process, and that a new process loses none of them."""
 
+import contextlib
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -9,9 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from megarl.host import signals
 from megarl.host.signals import last_stop_signal, leave_on_signals, stop_on_signals
 
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @pytest.fixture(autouse=True)
@@ -80,12 +83,17 @@ finally:
     print("cleaned up")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (128 + signum, "cleaned up\n", "")
+    # After a hang-up, nobody reads.
+    printed = "" if signum == signal.SIGHUP else "cleaned up\n"
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signum, printed, "")
 
 
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 @pytest.mark.parametrize("second", HANDLED)
-def test_in_training_the_first_signal_is_a_request_and_the_second_ends(first: int, second: int) -> None:
+def test_in_training_the_first_signal_is_a_request_and_the_second_ends(
+    first: int, second: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signals, "_SAME_REQUEST_S", 0.0)
     with stop_on_signals() as stop:
         assert stop.signum is None
         send(first)
@@ -93,6 +101,48 @@ def test_in_training_the_first_signal_is_a_request_and_the_second_ends(first: in
         with pytest.raises(SystemExit) as raised:
             send(second)
     assert raised.value.code == 128 + second
+
+
+def test_a_signal_that_two_programs_pass_on_is_one_request() -> None:
+    with stop_on_signals() as stop:
+        for signum in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            send(signum)
+    assert stop.signum == signal.SIGTERM
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_under_nohup_a_hang_up_is_ignored(is_training: bool) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    leave_on_signals()
+    with stop_on_signals() if is_training else contextlib.nullcontext() as stop:
+        send(signal.SIGHUP)
+    assert stop is None or stop.signum is None
+
+
+# A command whose terminal, and the reader of a pipe that ends with it, are gone before it says more.
+HUNG_UP = """
+import signal, sys
+from megarl.host.signals import leave_on_signals, stop_on_signals
+leave_on_signals()
+with stop_on_signals() as stop:
+    print("ready", flush=True)
+    while stop.signum is None:
+        signal.sigtimedwait([], 0.1)
+    print("to nobody", flush=True)
+    print("to nobody", file=sys.stderr, flush=True)
+raise SystemExit(85)
+"""
+
+
+@pytest.mark.parametrize("output", ["terminal", "pipe"])
+def test_a_command_goes_on_without_its_terminal(output: str) -> None:
+    reader, writer = pty.openpty() if output == "terminal" else os.pipe()
+    with subprocess.Popen([sys.executable, "-c", HUNG_UP], stdout=writer, stderr=writer, start_new_session=True) as run:
+        os.close(writer)
+        assert os.read(reader, 100).startswith(b"ready")
+        os.close(reader)
+        run.send_signal(signal.SIGHUP)
+        assert run.wait(60) == 85
 
 
 def test_interrupt_is_never_a_request() -> None:

@@ -201,7 +201,9 @@ def test_mean_curve_has_the_steps_of_all() -> None:
 @pytest.fixture
 def keep_handlers() -> Iterator[None]:
     """Signal handlers are the test session's again afterwards."""
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {
+        signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    }
     yield
     for signum, handler in handlers.items():
         signal.signal(signum, handler)

@@ -309,7 +309,9 @@ def test_a_cluster_without_room_ends_the_study(study_of: Callable[..., Study], m
 @pytest.fixture
 def run_queue(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
     """The tool; returns the exit code. Signal handlers are the test session's again afterwards."""
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {
+        signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    }
 
     def run(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["run_queue.py", *arguments])

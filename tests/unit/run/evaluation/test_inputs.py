@@ -221,7 +221,9 @@ def nothing_may_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pytest.fail("a cluster was started")
 
     monkeypatch.setattr("megarl.cluster.cluster.Cluster", refuse)
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {
+        signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    }
     yield
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
