@@ -66,9 +66,15 @@ def turn_tree(batch: ScoredBatch, *, paths: bool) -> TurnTree:
     """
     mask, has_numbers = batch.loss_mask, TURN in batch.quantities
     of_token = torch.where(mask, batch.quantities[TURN].long(), -1) if has_numbers else turn_numbers(mask)
-    num_turns = int(of_token.max().item()) + 1 if of_token.numel() else 0
+    placed = of_token
+    if has_numbers:
+        # A turn without a loss token stands between others all the same. Elsewhere there may be anything, and padding
+        # has 0 for all numbers.
+        number, before = batch.quantities[TURN], batch.quantities[AFTER]
+        placed = torch.where(mask | ((before < number) & (number < mask.shape[1])), number, -1.0).long()
+    num_turns = int(placed.max().item()) + 1 if placed.numel() else 0
     own = torch.arange(num_turns, device=mask.device).expand(len(mask), num_turns)
-    index = torch.where(mask, of_token, num_turns)
+    index = torch.where(placed < 0, num_turns, placed)
 
     def of_turns(tokens: Tensor, otherwise: Tensor) -> Tensor:
         wide = torch.nn.functional.pad(otherwise, (0, 1))
@@ -77,7 +83,7 @@ def turn_tree(batch: ScoredBatch, *, paths: bool) -> TurnTree:
     after, first_try = own - 1, own
     if paths and has_numbers:
         after, first_try = (of_turns(batch.quantities[name], own - 1 + i) for i, name in enumerate((AFTER, FIRST_TRY)))
-    reached = of_turns(mask, torch.zeros_like(own)) > 0
+    reached = of_turns(placed >= 0, torch.zeros_like(own)) > 0
     return TurnTree(of_token=of_token, reached=reached, after=after, first_try=first_try)
 
 
@@ -120,6 +126,10 @@ def token_after(tree: TurnTree) -> Tensor:
     places = torch.where(mask, torch.arange(mask.shape[1], device=mask.device), -1)
     index = torch.where(mask, of_token, num_turns)
     ends = torch.full((len(mask), num_turns + 1), -1, device=mask.device).scatter_reduce(1, index, places, "amax")
+    for turn in range(1, num_turns):
+        # A turn without loss tokens hands on what it follows. The last column is no turn's.
+        own, before = ends[:, turn], tree.after[:, turn, None]
+        ends[:, turn] = torch.where(own < 0, ends.gather(1, before.where(before >= 0, num_turns))[:, 0], own)
     before = torch.nn.functional.pad(places, (1, 0), value=-1)[:, :-1].cummax(-1).values if places.numel() else places
     is_within = (before >= 0) & (of_token.gather(1, before.clamp(min=0)) == of_token)
     # The last column of `ends`, which −1 chooses, is not a turn's.

@@ -230,3 +230,27 @@ def test_it_is_biased_along_paths_where_a_search_compares_tries(cfg: AdvantageCo
 def test_gae_along_paths_gives_judges_verdicts_to_the_last_path_alone() -> None:
     got, expected = gradients(all_tries_go_on, gae("path"), size=1, judges=True)
     assert (got - expected).abs().max() > 0.05
+
+
+@pytest.mark.parametrize(("name", "credit"), [("turn_returns", "path"), ("tree_returns", "written"), ("gae", "path")])
+@pytest.mark.parametrize("turn", range(4))
+def test_a_turn_without_loss_tokens_keeps_its_place(make_scored: MakeScored, name: str, credit: str, turn: int) -> None:
+    """The others get what they get beside one that is trained, and earns nothing."""
+    numbers = {
+        TURN: torch.tensor([[0.0, 1, 2, 3, 0]]),
+        AFTER: torch.tensor([[-1.0, 0, 0, 2, 0]]),
+        FIRST_TRY: torch.tensor([[0.0, 1, 1, 3, 0]]),
+    }
+    earned = torch.tensor([[1.0, 2.0, 4.0, 8.0, 9.0]])
+    earned[0, turn] = 0.0
+    quantities = {TURN_REWARDS: earned, "values": torch.zeros(1, 5), **numbers}
+    options = {"whiten": False} if name == "gae" else {}
+    cfg = AdvantageConfig(estimator=name, credit=credit, gamma=1.0, **options)  # type: ignore[arg-type]
+    found = []
+    for mask in ([[1, 1, 1, 1, 0]], [[i != turn and i < 4 for i in range(5)]]):
+        loss_mask = torch.tensor(mask, dtype=torch.bool)
+        batch = make_scored(["q"], [float(earned[0, :4].sum())], loss_mask, **quantities)
+        found.append(ADVANTAGE_ESTIMATORS.get(name)(batch, cfg).advantages[0])
+    others = [i for i in range(4) if i != turn]
+    assert found[1][others].tolist() == found[0][others].tolist()
+    assert not found[1][[turn, 4]].any()
