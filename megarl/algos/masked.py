@@ -23,6 +23,21 @@ def kept(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, values.new_zeros(()))
 
 
+def require_per_token(values: object, mask: Tensor, what: str) -> None:
+    """Raise ValueError unless `values`, which a user's function returned, is a tensor with an element for each of
+    `mask`'s: other shapes may be broadcast without a word.
+
+    >>> require_per_token(tensor([1.0]), tensor([[True, False]]), "the loss")
+    Traceback (most recent call last):
+    ValueError: the loss has shape (1,), expected (1, 2), one for each token; return it before any sum
+    """
+    got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"type {type(values).__name__}"
+    if not isinstance(values, Tensor) or values.shape != mask.shape:
+        raise ValueError(
+            f"{what} has {got}, expected {tuple(mask.shape)}, one for each token; return it before any sum"
+        )
+
+
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum `values` where `mask` is set; values elsewhere, even NaN, have no effect.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from megarl.algos.aggregation import count_rows
 from megarl.algos.composed import ComposedAlgorithm
 from megarl.algos.corrections import CORRECTION
-from megarl.algos.masked import kept, masked_sum
+from megarl.algos.masked import kept, masked_sum, require_per_token
 from megarl.algos.policy_losses import MAX_LOG_RATIO, POLICY_LOSSES
 from megarl.algos.sft import SftAlgorithm, weighted
 from megarl.config.algo import PolicyLossConfig
@@ -51,9 +51,9 @@ class ImportanceSampling:
 class OwnObjective:
     """An objective made of a function of the user, which returns the loss of each token; the loss is their mean.
 
-    function: must be picklable, and see only its arguments. reads: the quantities of rows that it needs. token_local:
-    whether each token's loss depends on that token alone, which saves memory. entropy_needs_grad: whether gradients
-    flow through the entropy.
+    function: must be picklable, and see only its arguments; it is not called for a batch without rows. reads: the
+    quantities of rows that it needs. token_local: whether each token's loss depends on that token alone, which saves
+    memory. entropy_needs_grad: whether gradients flow through the entropy.
     """
 
     function: TokenLoss
@@ -61,17 +61,16 @@ class OwnObjective:
     token_local: bool = False
     entropy_needs_grad: bool = False
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reads", self.reads | {CORRECTION})
+
     def denominators(self, rows: Sequence[Row]) -> Denominators:
         return {"tokens": float(max(count_rows(rows).num_tokens, 1))}
 
     def loss(self, rows: RowBatch, out: PolicyOutputs, state: AlgoState) -> LossSums:
-        per_token = self.function(rows, out)
-        if per_token.shape != rows.loss_mask.shape:
-            raise ValueError(
-                f"the loss has shape {tuple(per_token.shape)}, expected {tuple(rows.loss_mask.shape)}, one for each "
-                "token; return it before any sum"
-            )
-        return LossSums(objective={"tokens": masked_sum(per_token, rows.loss_mask)})
+        per_token = self.function(rows, out) if rows.labels else out.logprobs
+        require_per_token(per_token, rows.loss_mask, "the loss")
+        return LossSums(objective={"tokens": masked_sum(weighted(per_token, rows), rows.loss_mask)})
 
 
 OBJECTIVES: Mapping[str, Callable[[], Any]] = {

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from megarl.algos.masked import kept, row_means
+from megarl.algos.masked import kept, require_per_token, row_means
 from megarl.config.algo import PolicyLossConfig
 from megarl.registry import FunctionRegistry, require_fields, require_known
 
@@ -111,6 +111,7 @@ def policy_loss(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     [[-1.0, -1.2]]
     """
     terms = POLICY_LOSSES.get(cfg.name).compute(x, cfg)
+    require_per_token(terms.loss, x.loss_mask, f"the loss of algo.policy_loss.name={cfg.name}")
     return terms if x.correction is None else replace(terms, loss=terms.loss * x.correction.detach())
 
 

@@ -22,7 +22,7 @@ from megarl.errors import ConfigError, RunError
 from megarl.record.activity import LiveStatus, doing
 from megarl.rollout.source import Group, begin, collect
 from megarl.rollout.vllm_source import VllmSource
-from megarl.run.session_inputs import PromptLike, open_session_inputs, require_computable
+from megarl.run.session_inputs import PromptLike, open_session_inputs, require_computable, weighted_rows
 from megarl.run.session_parts import open_parts
 from megarl.train.export import export_adapters, export_model
 from megarl.train.passes import CountedObjective, RoleUpdater
@@ -194,8 +194,7 @@ class Session:
         """
         chosen, updater = self._objective(objective, self._role(role)), self._updater(role)
         if weights is not None:
-            pairs = zip(rows, weights, strict=True)
-            rows = [row.with_quantities(correction=np.asarray(values, np.float32)) for row, values in pairs]
+            rows = weighted_rows(rows, weights, chosen)
         self.inputs.check_rows(rows)
         if PAIRS in (own := chosen.denominators(rows)):
             self.inputs.check_pairs(rows)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from megarl.algos.build import algorithm_of
+from megarl.algos.corrections import CORRECTION
 from megarl.cluster.roles import reference_role, roles_of
 from megarl.config.check import check_session
 from megarl.config.schema import Config
@@ -28,6 +29,7 @@ from megarl.types import (
     Algorithm,
     AlgoState,
     Denominators,
+    FloatArray,
     Message,
     PolicyOutputs,
     Prompt,
@@ -178,6 +180,17 @@ def open_session_inputs(config: Config, *, with_engines: bool, with_reference: b
         roles=roles,
         prompts=prompts,
     )
+
+
+def weighted_rows(rows: Sequence[Row], weights: Sequence[FloatArray], objective: CountedObjective) -> list[Row]:
+    """Return rows with a factor of each token's loss; ConfigError if the objective would not read them."""
+    if CORRECTION not in objective.reads:
+        raise ConfigError(
+            f"weights: got some for {type(objective).__name__}, which reads {sorted(objective.reads)}; leave them out, "
+            f"or let its loss read the quantity {CORRECTION!r} and name it in `reads`"
+        )
+    pairs = zip(rows, weights, strict=True)
+    return [row.with_quantities(**{CORRECTION: np.asarray(values, np.float32)}) for row, values in pairs]
 
 
 def require_computable(

@@ -1,6 +1,7 @@
 """Define the tensors that algorithms read and return: rows padded to [B, T], model outputs for them, and advantages."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -158,10 +159,14 @@ def row_batch(rows: Sequence[Row], *, device: torch.device) -> RowBatch:
     >>> row_batch([row([1, 0]), row([1])], device=torch.device("cpu")).loss_mask.tolist()
     [[True, False], [True, False]]
     """
+    loss_mask = pad_rows([r.loss_mask for r in rows], dtype=torch.bool).to(device)
+    quantities = {name: values.to(device) for name, values in RowQuantities(rows).items()}
+    # A loss looks quantities up by name, whether or not its rank has rows.
+    nothing = torch.zeros(loss_mask.shape, device=device)
     return RowBatch(
         labels=tuple(r.label for r in rows),
-        loss_mask=pad_rows([r.loss_mask for r in rows], dtype=torch.bool).to(device),
-        quantities={name: values.to(device) for name, values in RowQuantities(rows).items()},
+        loss_mask=loss_mask,
+        quantities=quantities if rows else defaultdict(lambda: nothing),
     )
 
 

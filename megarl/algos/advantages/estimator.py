@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from megarl.algos.masked import kept
+from megarl.algos.masked import kept, require_per_token
 from megarl.algos.token_rewards import KL_PENALTY, TURN_REWARDS
 from megarl.config.algo import AdvantageConfig, AlgoConfig
 from megarl.errors import DataError
@@ -73,6 +73,7 @@ class Estimator:
             per_row = estimate if self.normalise is not None else estimate.to(dtype)
             estimate = Estimate(advantages=torch.where(batch.loss_mask, per_row[:, None], 0.0))
         advantages = estimate.advantages
+        require_per_token(advantages, batch.loss_mask, f"the estimate of algo.advantage.estimator={cfg.estimator}")
         if flip is not None and flip.stage == "before_whiten":
             advantages = flip.apply(advantages)
         if self.normalise is not None:

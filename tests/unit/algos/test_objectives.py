@@ -8,14 +8,25 @@ import torch
 
 from megarl.algos.build import build_algorithm
 from megarl.algos.objectives import ImportanceSampling, OwnObjective, objective_by_name
+from megarl.algos.preference import PreferenceObjective
 from megarl.algos.sft import SftAlgorithm
+from megarl.algos.value_loss import ValueLoss
 from megarl.config.algo import AlgoConfig
+from megarl.config.schema import TrainPreferenceConfig
 from megarl.errors import ConfigError
-from megarl.types import AlgoState, PolicyOutputs, Row, RowBatch
+from megarl.run.session_inputs import weighted_rows
+from megarl.types import AlgoState, PolicyOutputs, Row, RowBatch, row_batch
 
 LOGPROBS = torch.tensor([[-1.0, -2.0, math.nan]], requires_grad=True)
 OUT = PolicyOutputs(logprobs=LOGPROBS, entropy=None)
 TOKENS = {"tokens": 2.0}
+ROW = Row(
+    uid="a",
+    sample_index=0,
+    token_ids=np.arange(4, dtype=np.int32),
+    num_prompt_tokens=1,
+    loss_mask=np.array([True, True, False]),
+)
 
 
 def batch(**quantities: list[float]) -> RowBatch:
@@ -54,19 +65,53 @@ def test_importance_sampling() -> None:
 
 
 def test_a_function_of_the_user() -> None:
-    row = Row(
-        uid="a",
-        sample_index=0,
-        token_ids=np.arange(4, dtype=np.int32),
-        num_prompt_tokens=1,
-        loss_mask=np.array([True, True, False]),
-    )
     own = OwnObjective(function=lambda rows, out: out.logprobs.square())
-    assert own.denominators([row, row]) == {"tokens": 4.0}
+    assert own.denominators([ROW, ROW]) == {"tokens": 4.0}
     # (1 + 4) / 2.
     assert own.loss(batch(), OUT, AlgoState()).total(TOKENS).item() == 2.5
-    with pytest.raises(ValueError, match=r"the loss has shape \(\), expected \(1, 3\), one for each token; return it"):
-        OwnObjective(function=lambda rows, out: out.logprobs.sum()).loss(batch(), OUT, AlgoState())
+    for function, got in (
+        (lambda rows, out: out.logprobs.sum(), r"shape \(\)"),
+        (lambda rows, out: out.logprobs.mean(1, keepdim=True), r"shape \(1, 1\)"),
+        (lambda rows, out: out.logprobs[0], r"shape \(3,\)"),
+        (lambda rows, out: 1.0, "type float"),
+    ):
+        with pytest.raises(ValueError, match=rf"the loss has {got}, expected \(1, 3\), one for each token; return it"):
+            OwnObjective(function=function).loss(batch(), OUT, AlgoState())
+
+
+def test_weights_and_empty_batches_of_a_function_of_the_user() -> None:
+    """A rank without rows has nothing to look up, or to reduce."""
+    own = OwnObjective(
+        function=lambda rows, out: out.logprobs.square() * rows.quantities["advantages"].amax(1)[:, None]
+    )
+    assert "correction" in own.reads
+    given = batch(advantages=[2.0, 1.0, 0.0], correction=[3.0, 0.5, math.nan])
+    # 2 · (3 · 1 + 0.5 · 4) / 2.
+    assert own.loss(given, OUT, AlgoState()).total(TOKENS).item() == 5.0
+    out = PolicyOutputs(logprobs=torch.zeros(0, 0, requires_grad=True), entropy=None)
+    for objective in (own, ImportanceSampling()):
+        total = objective.loss(row_batch([], device=torch.device("cpu")), out, AlgoState()).total(TOKENS)
+        assert total.item() == 0
+        assert torch.autograd.grad(total, out.logprobs)[0].shape == (0, 0)
+    assert row_batch([], device=torch.device("cpu")).quantities["advantages"].shape == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "reads_weights"), [("own", True), ("cross_entropy", True), ("critic", False), ("pairs", False)]
+)
+def test_weights_reach_an_objective_or_are_refused(name: str, reads_weights: bool) -> None:
+    objectives = {
+        "own": OwnObjective(function=lambda rows, out: out.logprobs),
+        "cross_entropy": SftAlgorithm(),
+        "critic": ValueLoss(),
+        "pairs": PreferenceObjective(cfg=TrainPreferenceConfig()),
+    }
+    if reads_weights:
+        found = weighted_rows([ROW], [np.array([3.0, 2.0, 1.0])], objectives[name])
+        assert found[0].only(objectives[name].reads).quantities["correction"].tolist() == [3.0, 2.0, 1.0]
+    else:
+        with pytest.raises(ConfigError, match=r"weights: got some for \w+, which reads .*; leave them out, or let"):
+            weighted_rows([ROW], [np.ones(3)], objectives[name])
 
 
 def test_names() -> None:

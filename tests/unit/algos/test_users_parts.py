@@ -1,5 +1,6 @@
 """Parts that a user registers beside megarl's own: each acts where the configuration names it, as it declares."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -8,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algos.advantages import ADVANTAGE_ESTIMATORS, compute_advantages
+from megarl.algos.advantages import ADVANTAGE_ESTIMATORS, Estimate, compute_advantages
 from megarl.algos.aggregation import AGGREGATIONS
 from megarl.algos.build import build_algorithm
 from megarl.algos.corrections import CORRECTIONS, CorrectionInputs, LogRatios, compute_correction
 from megarl.algos.filters import GROUP_FILTERS, ScoredGroup, check_filter, kept_rows
 from megarl.algos.kl import KL_ESTIMATORS
-from megarl.algos.policy_losses import POLICY_LOSSES, PolicyLossInputs, PolicyLossTerms
+from megarl.algos.policy_losses import POLICY_LOSSES, PolicyLossInputs, PolicyLossTerms, policy_loss
 from megarl.algos.shaping import ADVANTAGE_SHAPERS, ShapingInputs
 from megarl.config.algo import AdvantageConfig, AlgoConfig, CorrectionConfig, FilterConfig, KLConfig, PolicyLossConfig
 from megarl.errors import ConfigError
@@ -162,6 +163,27 @@ def test_a_loss_gets_what_it_declares_to_read() -> None:
     cfg = AlgoConfig(policy_loss=PolicyLossConfig(name="own"), correction=CorrectionConfig(name="rollout_ratio"))
     with pytest.raises(ConfigError, match=r"algo\.correction\.name: got 'rollout_ratio' .* has no ratio that could be"):
         build_algorithm(cfg, max_response_tokens=2)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 1), (1, 2, 3)])
+def test_users_parts_return_a_number_for_each_token(shape: tuple[int, ...]) -> None:
+    """Other shapes would be broadcast."""
+
+    @POLICY_LOSSES.register("own")
+    def own(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
+        return PolicyLossTerms(loss=torch.zeros(shape), diagnostics={})
+
+    @ADVANTAGE_ESTIMATORS.register("own")
+    def estimate(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
+        return Estimate(advantages=torch.zeros(shape))
+
+    zeros = torch.zeros(2, 3)
+    x = PolicyLossInputs(logprobs=zeros, old_logprobs=zeros, advantages=zeros, loss_mask=zeros == 0)
+    got = rf"=own has shape {re.escape(str(shape))}, expected \(2, .\), one for each token"
+    with pytest.raises(ValueError, match=rf"the loss of algo\.policy_loss\.name{got}"):
+        policy_loss(x, PolicyLossConfig(name="own"))
+    with pytest.raises(ValueError, match=rf"the estimate of algo\.advantage\.estimator{got}"):
+        ADVANTAGE_ESTIMATORS.get("own")(batch(), AdvantageConfig(estimator="own"))
 
 
 def test_a_loss_with_a_ratio_per_row_needs_an_aggregation_over_rows() -> None:
