@@ -130,6 +130,7 @@ class LoadedRole:
         token_local: bool = False,
         paired: bool = False,
         top_k: int | None = None,
+        common: int | None = None,
         teaching: Teaching | None = None,
     ) -> HeadRequest:
         """Build a request to the model's head from these arguments and the role's settings."""
@@ -141,6 +142,7 @@ class LoadedRole:
             token_local=token_local,
             paired=paired,
             top_k=top_k,
+            common=common,
             teaching=teaching,
         )
 

@@ -118,7 +118,9 @@ class RankWorker:
         from megarl.parallel.passes import forward_rows
 
         loaded = self._role(request.role, Part.PARAMS)
-        head = loaded.head_request(temperature=request.temperature, paired=request.paired, top_k=request.top_k)
+        head = loaded.head_request(
+            temperature=request.temperature, paired=request.paired, top_k=request.top_k, common=request.common
+        )
         with contextlib.nullcontext() if loaded.spec.has_memory else without_adapters(loaded.chunks):
             result = forward_rows(loaded.chunks, rows, micro_batches, head, role=request.role, step=request.step)
         return result if self.layout.reports else None

@@ -256,7 +256,7 @@ def open_train_inputs(config: Config) -> TrainInputs:
         hint_survey=survey,
         conversations=conversations,
         teachers=teachers,
-        common_tokens=common_tokens(spec, roles, teachers),
+        common_tokens=common_tokens(config, spec, roles, teachers),
     )
 
 

@@ -71,10 +71,11 @@ class RolePasses:
         temperature: float = 1.0,
         dims: Dims | None = None,
         top_k: int | None = None,
+        common: int | None = None,
     ) -> None:
-        """Make the passes of a role. top_k: also find so many of the likeliest tokens at each place."""
+        """Make the passes of a role. top_k, common: as in `ForwardRequest`."""
         self._workers, self._role, self._temperature, self._dims = workers, role, temperature, dims
-        self._top_k = top_k
+        self._top_k, self._common = top_k, common
 
     @property
     def spec(self) -> RoleSpec:
@@ -114,7 +115,12 @@ class RolePasses:
 
     def _forward(self, rows: Sequence[Row], step: int, *, paired: bool) -> dict[str, list[FloatArray]]:
         request = ForwardRequest(
-            role=self._role.role, temperature=self._temperature, step=step, paired=paired, top_k=self._top_k
+            role=self._role.role,
+            temperature=self._temperature,
+            step=step,
+            paired=paired,
+            top_k=self._top_k,
+            common=self._common,
         )
         # Do not send the quantities of earlier passes along.
         sent = self._sent(rows, frozenset())

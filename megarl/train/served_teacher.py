@@ -4,6 +4,7 @@ answers of its own.
 
 import asyncio
 import itertools
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,8 @@ Choice: TypeAlias = Mapping[str, Any]
 
 # Requests under way at each server, which batches them, and times that a failed one is sent again.
 _AT_ONCE, _RETRIES = 16, 3
+# How many of the likeliest tokens vLLM tells by default.
+_TOLD = 20
 
 
 class TeacherServers:
@@ -71,19 +74,29 @@ class TeacherServers:
 class ServedTeacher:
     """A teacher that others serve: it takes no memory of the run's devices, and reads whole rows as prompts, each path
     of one that forks.
+
+    Its log-probs are normalised anew without the tokens that the policy lacks, as far as it says how likely they are.
     """
 
     phase = residency.Phase(name="score teacher", needs=frozenset())
     room = sys.maxsize
 
-    def __init__(self, cfg: TeacherConfig, *, key: str, top_k: int | None) -> None:
-        """Open the client; ConfigError as in `TeacherServers`. top_k: also ask for so many of the likeliest tokens."""
+    def __init__(
+        self, cfg: TeacherConfig, *, key: str, top_k: int | None, common: int | None = None, num_rows: int = sys.maxsize
+    ) -> None:
+        """Open the client; ConfigError as in `TeacherServers`.
+
+        top_k: also ask for so many of the likeliest tokens. common: ids below this are the policy's tokens; None: all
+        of both are, as far as is known. num_rows: how many rows the policy's embedding has.
+        """
         remedy = (
             "check that they serve the model with log-probs of prompts (vllm serve MODEL --max-logprobs K, K >= "
             "algo.distill.top_k)"
         )
         self._servers = TeacherServers(cfg, "servers", key=key, remedy=remedy)
-        self._top_k = top_k
+        self._top_k, self._common = top_k, num_rows if common is None else common
+        # The tokens that the policy lacks are looked for among these.
+        self._num_told = top_k or (0 if common is None else _TOLD)
 
     def forward(self, rows: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
         """Return log-probs of the rows' tokens under the loss mask and, if they are wanted, the likeliest tokens.
@@ -113,7 +126,7 @@ class ServedTeacher:
             "prompt": row.token_ids.tolist(),
             "max_tokens": 1,
             "temperature": 1.0,
-            "prompt_logprobs": self._top_k or 0,
+            "prompt_logprobs": self._num_told,
         }
         return await self._servers.complete(body, lambda choice: self._read(row, choice), f"row {row.label}")
 
@@ -129,12 +142,13 @@ class ServedTeacher:
         top = np.full((len(places), width), -np.inf, np.float32)
         for t, place in enumerate(places.tolist()):
             at = {int(id): entry for id, entry in (given[place] or {}).items()}
-            logprobs[t] = at[int(row.token_ids[place])]["logprob"]
+            lacking = sum(math.exp(entry["logprob"]) for id, entry in at.items() if id >= self._common)
+            kept = math.log(max(1 - lacking, sys.float_info.epsilon))
+            logprobs[t] = at[int(row.token_ids[place])]["logprob"] - kept
             # Beside the likeliest tokens, the row's own is there, whatever its rank.
-            likely = sorted((entry["rank"], id, entry["logprob"]) for id, entry in at.items())
-            for k, (rank, id, logprob) in enumerate(likely[:width]):
-                if rank <= width:
-                    ids[t, k], top[t, k] = id, logprob
+            likely = sorted((entry["rank"], id, entry["logprob"]) for id, entry in at.items() if entry["rank"] <= width)
+            for k, (_, id, logprob) in enumerate(each for each in likely[:width] if each[1] < self._common):
+                ids[t, k], top[t, k] = id, logprob - kept
         return {"logprobs": logprobs, "top_ids": ids, "top_logprobs": top}
 
 

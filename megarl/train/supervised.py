@@ -82,7 +82,13 @@ class SupervisedTrainer:
         self.passes: PassesByRole = {
             task.role.role: self.updater,
             **{
-                role.role: RolePasses(cluster.workers, role, dims=read_model_spec(role.model.path).dims, top_k=top_k)
+                role.role: RolePasses(
+                    cluster.workers,
+                    role,
+                    dims=read_model_spec(role.model.path).dims,
+                    top_k=top_k,
+                    common=None if task.teaching is None else task.teaching.common,
+                )
                 for role in task.frozen
             },
         }

@@ -100,7 +100,7 @@ def open_sft_inputs(config: Config) -> SupervisedInputs[SftDataset]:
     check_role_models(config, roles, tokenizer)
     warnings = [*answers.warnings(), *vocabulary.warnings, *(text for each in teachers for text in each.warnings)]
     checked = _checked(config, "sft", check_sft, _read_both(config.sft, read), _lost_rows, warnings)
-    return replace(checked, common_tokens=common_tokens(spec, roles, teachers))
+    return replace(checked, common_tokens=common_tokens(config, spec, roles, teachers))
 
 
 def open_train_reward_inputs(config: Config) -> SupervisedInputs[PreferenceDataset]:

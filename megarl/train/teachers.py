@@ -1,6 +1,7 @@
 """Check at the start of a run that every sample has a teacher, and how much of the vocabulary all of them share."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.config.check_distill import teacher_of, teachers_of
@@ -9,7 +10,7 @@ from megarl.data.answers import Answers
 from megarl.data.prompts import PromptDataset
 from megarl.data.teacher_tokens import TeacherTokens, compare_tokens
 from megarl.types.messages import Role, RoleSpec, Teaching
-from megarl.weights.families import ModelSpec, read_model_spec
+from megarl.weights.families import ModelSpec, read_hf_config, read_model_spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,11 +51,17 @@ def require_teachers(config: Config, data: PromptDataset) -> None:
             teacher_of(config, prompt.data_source, prompt.environment)
 
 
-def common_tokens(spec: ModelSpec, roles: Sequence[RoleSpec], teachers: Sequence[TeacherTokens]) -> int | None:
+def common_tokens(
+    config: Config, spec: ModelSpec, roles: Sequence[RoleSpec], teachers: Sequence[TeacherTokens]
+) -> int | None:
     """Return how many tokens from the first on policy and teachers share, by their tokenizers and embeddings; None: all
-    of them.
+    of them. There may be no more than a tokenizer of a teacher behind servers.
     """
     sizes = [read_model_spec(role.model.path).dims.vocab for role in roles if role.role.kind is Role.TEACHER]
+    for path in (each.model_path for each in teachers_of(config).values() if each.servers and each.model_path):
+        if (Path(path) / "config.json").is_file():
+            described = read_hf_config(Path(path), "teacher.model_path")
+            sizes.append(described.get("text_config", described).get("vocab_size", spec.dims.vocab))
     cuts = [each.common for each in teachers if each.common is not None]
     if all(size == spec.dims.vocab for size in sizes) and not cuts:
         return None

@@ -55,10 +55,11 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
     scheduler, source = _open_source(config, supervisor, live)
     if config.rollout.source == "vllm" and config.algo.demonstrations.source == "teacher":
         source = _taught(inputs, live)
-    temperature, top_k, passes = config.rollout.temperature, config.algo.distill.asked_top_k, {}
+    temperature, passes = config.rollout.temperature, {}
+    of_teachers = {"top_k": config.algo.distill.asked_top_k, "common": inputs.common_tokens}
     for role in inputs.roles:
-        dims, asked = read_model_spec(role.model.path).dims, top_k if role.role.kind is Role.TEACHER else None
-        passes[role.role] = RolePasses(workers, role, temperature=temperature, dims=dims, top_k=asked)
+        dims, asked = read_model_spec(role.model.path).dims, of_teachers if role.role.kind is Role.TEACHER else {}
+        passes[role.role] = RolePasses(workers, role, temperature=temperature, dims=dims, **asked)
     completions = partial(_completions, inputs, cluster, VllmSource(supervisor), memory)
     rewards, validation_rewards = _reward_managers(inputs, passes, memory, completions)
     rollouts = Rollouts(
@@ -185,7 +186,9 @@ def _teachers(inputs: TrainInputs, cluster: Cluster, passes: Mapping[Role, RoleP
     config, dims = inputs.config, inputs.spec.dims
     temperature, top_k = config.rollout.temperature, config.algo.distill.asked_top_k
     teachers: dict[Role, Passes] = {
-        Role(key): ServedTeacher(each, key=key, top_k=top_k) if each.servers else passes[Role(key)]
+        Role(key): ServedTeacher(each, key=key, top_k=top_k, common=inputs.common_tokens, num_rows=dims.vocab)
+        if each.servers
+        else passes[Role(key)]
         for key, each in teachers_of(config).items()
     }
     if config.algo.distill.teacher == "hint" and not teachers:

@@ -85,13 +85,18 @@ def test_vocabularies_of_other_sizes_and_splits(rank_pool: GetPool, regime: str)
     cases = [
         TaughtCase(
             problem=taught_problem(
-                vocab_size=size, teacher_vocab=teacher_vocab, common=common, divergence=list(Divergence)[i % 3]
+                vocab_size=size,
+                teacher_vocab=teacher_vocab,
+                common=common,
+                divergence=list(Divergence)[i % 3],
+                top_k=top_k,
             ),
             rows_per_rank=rows,
             teacher_rows=teacher_rows,
             regime=regime,
         )
         for i, (size, teacher_vocab, common, rows, teacher_rows) in enumerate(SPLITS)
+        for top_k in (None, 3)
     ]
     assert_taught(rank_pool(2), cases)
 

@@ -26,7 +26,7 @@ class TaughtProblem:
     """A student's problem, and a teacher: its hidden states [N, H'], weight [V', H'], and how it is compared.
 
     The loss is `token_loss` and Σ g_D·sin(divergence). common: as in `TeacherLogits`. top_k: only the teacher's
-    likeliest k tokens are known; where `gap` is set, every other row has one less.
+    likeliest k tokens are known, of those in common; where `gap` is set, every other row has one less.
     """
 
     student: HeadProblem
@@ -51,7 +51,7 @@ class TaughtProblem:
         """The teacher's k likeliest log-probs and ids."""
         assert self.top_k is not None
         u = self.teacher_hidden.double() @ self.teacher_weight.double().t() / TEACHER_TEMPERATURE
-        logprobs, ids = u.log_softmax(-1).topk(self.top_k)
+        logprobs, ids = u[:, : self.common].log_softmax(-1).topk(self.top_k)
         if self.gap:
             logprobs[::2, -1], ids[::2, -1] = -torch.inf, -1
         return logprobs, ids
@@ -110,7 +110,7 @@ def dense_taught(problem: TaughtProblem) -> TaughtResult:
     teacher_mass = u.softmax(-1)[:, :common].sum(-1)
     if problem.top_k is not None:
         _, ids = problem.top()
-        chosen = torch.zeros_like(z, dtype=torch.bool)
+        chosen = torch.zeros_like(log_p, dtype=torch.bool)
         for row, known in zip(chosen, ids.tolist(), strict=True):
             row[[v for v in known if v >= 0]] = True
         student_mass = (log_p.exp() * chosen).sum(-1).detach()
@@ -186,7 +186,7 @@ class TaughtCase:
         )
         if problem.top_k is not None:
             logprobs, ids = problem.top()
-            teacher = TopLogits(logprobs=logprobs, ids=ids)
+            teacher = TopLogits(logprobs=logprobs, ids=ids, common=problem.common)
         return vocab_parallel_divergence(
             hidden,
             weight,

@@ -56,11 +56,13 @@ class TeacherLogits:
 class TopLogits:
     """A teacher that gives its likeliest tokens: logprobs [N, K] in nats, and ids [N, K], each once, then −1.
 
-    All other tokens are compared as one outcome. Every rank has all N rows.
+    All other tokens are compared as one outcome. Every rank has all N rows. common: as in `TeacherLogits`; log-probs
+    are normalised over these tokens.
     """
 
     logprobs: torch.Tensor
     ids: torch.Tensor
+    common: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +143,14 @@ def _teacher(
         if given.ids.shape != given.logprobs.shape or given.ids.ndim != 2 or len(given.ids) != count:
             shapes = f"{tuple(given.logprobs.shape)} and ids {tuple(given.ids.shape)}"
             raise ValueError(f"the teacher's log-probs have shape {shapes}, expected ({count}, K) like the labels")
-        return TopTeacher(logprobs=given.logprobs, ids=given.ids, divergence=divergence, beta=beta)
+        return TopTeacher(
+            logprobs=given.logprobs,
+            ids=given.ids,
+            divergence=divergence,
+            beta=beta,
+            columns=shard.first(given.common).size,
+            cut=given.common is not None,
+        )
     if given.shard.start != shard.start:
         raise ValueError(
             f"the teacher's rows of the output weight start at token {given.shard.start}, the student's at "
@@ -164,7 +173,7 @@ def _teacher(
             f"tell how many both have in common"
         )
     if given.common is not None:
-        columns = max(0, min(shard.size, given.common - shard.start))
+        columns = shard.first(given.common).size
         if columns > given.shard.size:
             raise ValueError(
                 f"{given.common} tokens are in common, but this rank's {given.shard.size} of the teacher's from "

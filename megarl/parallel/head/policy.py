@@ -33,7 +33,8 @@ class HeadRequest:
     temperature: one for all rows. entropy_needs_grad: whether the entropy is differentiated. token_local: whether the
     loss is a sum over tokens, each term depending only on its token. paired: the second half of the rows repeats the
     responses of the first half after other prompts; also compute the KLs between both. states_only: answer the hidden
-    states that predict labels instead. top_k: also answer the likeliest tokens. teaching: also compare with a teacher.
+    states that predict labels instead. top_k: also answer the likeliest tokens. common: answer distributions over so
+    many first tokens of the vocabulary; None: over all. teaching: also compare with a teacher.
     """
 
     temperature: float
@@ -44,6 +45,7 @@ class HeadRequest:
     paired: bool = False
     states_only: bool = False
     top_k: int | None = None
+    common: int | None = None
     teaching: Teaching | None = None
 
     def options(self) -> HeadOptions:
@@ -132,8 +134,9 @@ class PolicyHead:
             row_counts=counts,
         )
         if request.teaching is None:
+            shard = self.shard.first(request.common)
             return vocab_parallel_logprobs(
-                own, self.weight, pack.labels, shard=self.shard, options=options, nucleus=pack.nucleus
+                own, self.weight, pack.labels, shard=shard, options=options, nucleus=pack.nucleus
             )
         return vocab_parallel_divergence(
             own,
@@ -152,8 +155,9 @@ class PolicyHead:
     ) -> TopTokens:
         """Find the likeliest tokens in place of each label."""
         hidden, options = RowOwners(group=self.shard.group, counts=counts).gather(own), self._options(request)
+        shard = self.shard.first(request.common)
         plain, top = vocab_parallel_top_logprobs(
-            hidden, self.weight, pack.labels, shard=self.shard, top_k=top_k, options=options
+            hidden, self.weight, pack.labels, shard=shard, top_k=top_k, options=options
         )
         return TopTokens(logprobs=plain.logprobs, entropy=plain.entropy, top_ids=top.ids, top_logprobs=top.logprobs)
 
@@ -164,11 +168,7 @@ class PolicyHead:
             assert not len(pack.labels), "rows lack the teacher's likeliest tokens"
             nothing = torch.zeros(0, 1, device=pack.labels.device)
             return TopLogits(logprobs=nothing, ids=nothing.long())
-        ids, logprobs = pack.likely_ids.long(), pack.likely_logprobs
-        if teaching.common is not None:
-            is_known = ids < teaching.common
-            ids, logprobs = ids.where(is_known, -1), logprobs.where(is_known, -torch.inf)
-        return TopLogits(logprobs=logprobs, ids=ids)
+        return TopLogits(logprobs=pack.likely_logprobs, ids=pack.likely_ids.long(), common=teaching.common)
 
     def _options(self, request: HeadRequest) -> HeadOptions:
         temperature = request.temperature * self.logits_divisor

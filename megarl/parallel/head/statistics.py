@@ -38,6 +38,10 @@ class VocabShard:
     start: int
     size: int
 
+    def first(self, count: int | None) -> "VocabShard":
+        """Return what this rank holds of the first `count` tokens of the vocabulary; None: of all."""
+        return self if count is None else replace(self, size=max(0, min(self.size, count - self.start)))
+
 
 def vocab_shard(group: dist.ProcessGroup, padded_rows_per_rank: int, vocab_size: int) -> VocabShard:
     """Return this rank's vocabulary shard when the padded vocabulary is split evenly over `group`."""

@@ -32,8 +32,9 @@ class TeacherComparison(NamedTuple):
     """Values of each token, [n] in nats: the student's own, then those beside the teacher.
 
     lse and nucleus_lse: as in `RowStatistics`. divergence: the one that is optimized; its gradient subtracts `mean`.
-    agreement: 1 where both find the same token likeliest. student_lse, teacher_lse: over the tokens that are compared.
-    student_mass, teacher_mass: how much of each distribution these tokens have.
+    agreement: 1 where both find the same token likeliest. student_lse, teacher_lse: over the tokens that are compared
+    one by one. student_mass, teacher_mass: how much of each distribution these tokens have. common_lse: the student's
+    over the tokens that both have.
     """
 
     logprobs: Tensor
@@ -50,6 +51,7 @@ class TeacherComparison(NamedTuple):
     teacher_lse: Tensor
     student_mass: Tensor
     teacher_mass: Tensor
+    common_lse: Tensor
 
 
 class Teacher(Protocol):
@@ -196,6 +198,7 @@ class WholeTeacher:
             teacher_lse=teacher_lse,
             student_mass=(student_lse - found.lse).exp(),
             teacher_mass=(teacher_lse - torch.logaddexp(teacher_lse, outside)).exp(),
+            common_lse=student_lse,
         )
 
     def write_gradient(

@@ -21,17 +21,20 @@ from megarl.parallel.head.teachers import TeacherComparison
 class TopTeacher:
     """A teacher of which only the likeliest tokens are known; all others are one outcome.
 
-    logprobs: [N, K], in nats. ids: [N, K], each id once, −1 where the teacher gave fewer.
+    logprobs: [N, K], in nats. ids: [N, K], each id once, −1 where the teacher gave fewer. columns, cut: as in
+    `WholeTeacher`; log-probs are normalised over the tokens that are compared.
     """
 
     logprobs: Tensor
     ids: Tensor
     divergence: Divergence
     beta: float
+    columns: int
+    cut: bool
 
     @property
     def num_statistics(self) -> int:
-        return 1 + self.ids.shape[1]
+        return 1 + self.ids.shape[1] + self.cut
 
     @property
     def reads_logits_twice(self) -> bool:
@@ -44,22 +47,25 @@ class TopTeacher:
         return None
 
     def write_statistics(self, x: HeadInputs, rows: slice, logits: Tensor, scratch: Any, out: Tensor) -> None:
-        own = x.num_statistics
+        own, end = x.num_statistics, x.num_statistics + 1 + self.ids.shape[1]
         write_chunk_statistics(x, rows, logits, out[:own])
-        out[own], out[own + 1 :] = -torch.inf, 0.0
-        if x.shard.size:
-            z = x.at_ids(self.ids[rows], rows, logits)[1]
-            out[own] = logits.amax(1).to(out.dtype) * x.inverse_temperature[rows]
-            out[own + 1 :] = z.masked_fill(z == -torch.inf, 0.0).t()
+        out[own], out[own + 1 : end], out[end:] = -torch.inf, 0.0, -torch.inf
+        if self.columns:
+            z, compared = x.at_ids(self.ids[rows], rows, logits)[1], logits[:, : self.columns]
+            out[own] = compared.amax(1).to(out.dtype) * x.inverse_temperature[rows]
+            out[own + 1 : end] = z.masked_fill(z == -torch.inf, 0.0).t()
+            if self.cut:
+                out[end] = (compared.to(out.dtype) * x.inverse_temperature[rows, None]).logsumexp(1)
 
     def compare(
         self, x: HeadInputs, rows: slice, logits: Tensor | None, scratch: Any, parts: Tensor
     ) -> TeacherComparison:
-        own = x.num_statistics
+        own, end = x.num_statistics, x.num_statistics + 1 + self.ids.shape[1]
         found = combine(parts[:, :own], None if x.nucleus is None else x.nucleus[rows])
+        common_lse = parts[:, end].logsumexp(0) if self.cut else found.lse
         missing = self.ids[rows] < 0
-        z = parts[:, own + 1 :].sum(0).t().masked_fill(missing, -torch.inf)
-        log_p, log_q = with_rest(z - found.lse[:, None]), self._teacher(rows, parts.dtype)
+        z = parts[:, own + 1 : end].sum(0).t().masked_fill(missing, -torch.inf)
+        log_p, log_q = with_rest(z - common_lse[:, None]), self._teacher(rows, parts.dtype)
         reverse_kl, forward_kl = _mean_ratio(log_p, log_p - log_q), _mean_ratio(log_q, log_q - log_p)
         value = mean = reverse_kl if self.divergence is Divergence.REVERSE else forward_kl
         if self.divergence is Divergence.JSD:
@@ -81,8 +87,9 @@ class TopTeacher:
             agreement=(likeliest >= parts[:, own].amax(0)).to(mean.dtype),
             student_lse=student_lse,
             teacher_lse=teacher_lse,
-            student_mass=(student_lse - found.lse).exp().clamp(max=1),
+            student_mass=(student_lse - common_lse).exp().clamp(max=1),
             teacher_mass=teacher_lse.exp().clamp(max=1),
+            common_lse=common_lse,
         )
 
     def write_gradient(
@@ -104,17 +111,22 @@ class TopTeacher:
         columns, z = x.at_ids(self.ids[rows], rows, logits)
         owned = z > -torch.inf
         # The student's outcomes at other ranks' tokens are not read, but those of this rank and the rest.
-        log_p = torch.cat([z - lse[:, None], log_rest(found.student_lse - lse)[:, None]], 1)
+        common_lse, width = found.common_lse, self.columns
+        log_p = torch.cat([z - common_lse[:, None], log_rest(found.student_lse - common_lse)[:, None]], 1)
         slope = SLOPES[self.divergence](log_p, self._teacher(rows, lse.dtype), found.mean, self.beta)
-        # Of all tokens of the rest alike: ∂D/∂z_v ÷ p_v.
-        of_rest = slope[:, -1] * torch.exp(-log_p[:, -1])
-        log_p, slope = log_p[:, :-1], slope[:, :-1] * weight[:, None]
+        # Of all tokens of the rest alike: ∂D/∂z_v ÷ p_v, with p over the whole vocabulary.
+        of_rest = slope[:, -1] * torch.exp(lse - common_lse - log_p[:, -1])
+        log_p, slope = z - lse[:, None], slope[:, :-1] * weight[:, None]
         pulled = log_p.exp() * (a[:, None] if b is None else a[:, None] + b[:, None] * log_p)
         at_ids = slope - pulled + grad_logprobs[:, None] * (columns == labels[:, None])
         at_ids = (at_ids * inverse_temperature[:, None]).where(owned, 0.0)
-        x.kernels.write_gradient(
-            logits, inverse_temperature, labels, lse=lse, grad_logprobs=grad_logprobs, a=a - weight * of_rest, b=b
-        )
+        for part, first, by_mass in ((slice(width), 0, a - weight * of_rest), (slice(width, None), width, a)):
+            if (z_part := logits[:, part]).shape[1]:
+                here = (labels - first).clamp(min=-1)
+                here = here.where(here < z_part.shape[1], -1)
+                x.kernels.write_gradient(
+                    z_part, inverse_temperature, here, lse=lse, grad_logprobs=grad_logprobs, a=by_mass, b=b
+                )
         # Written whole instead of added, because what stands there may be far larger.
         logits.scatter_reduce_(1, columns, (~owned).to(logits.dtype), "prod")
         logits.scatter_add_(1, columns, at_ids.to(logits.dtype))

@@ -57,9 +57,13 @@ def test_what_students_have_beside(kind: Divergence) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("vocab_size", "teacher_vocab", "common"), [(11, 15, 11), (11, 8, 8), (11, 11, 6)])
 def test_vocabularies_with_a_common_part(kind: Divergence, vocab_size: int, teacher_vocab: int, common: int) -> None:
-    problem = taught_problem(vocab_size=vocab_size, teacher_vocab=teacher_vocab, common=common, divergence=kind)
-    for regime in REGIMES:
-        assert_taught(TaughtCase(problem=problem, regime=regime))
+    """Of the whole distribution, of its likeliest tokens, and of all of these, which are the whole one."""
+    for top_k in (None, 3, common):
+        problem = taught_problem(
+            vocab_size=vocab_size, teacher_vocab=teacher_vocab, common=common, divergence=kind, top_k=top_k
+        )
+        for regime in REGIMES:
+            assert_taught(TaughtCase(problem=problem, regime=regime))
 
 
 @pytest.mark.parametrize("regime", REGIMES)

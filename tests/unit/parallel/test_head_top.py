@@ -6,11 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megarl.parallel.head.logprobs import vocab_parallel_top_logprobs
+from megarl.config.models import HeadConfig
+from megarl.parallel.head.logprobs import TokenLogprobs, vocab_parallel_top_logprobs
+from megarl.parallel.head.policy import HeadRequest, TopTokens
 from megarl.parallel.head.statistics import MAX_ID, VocabShard, top_of_chunk, vocab_shard
 from tests.helpers.compare import assert_within
 from tests.helpers.head import HeadProblem, dense_head, head_problem
 from tests.helpers.head_ranks import ONE_RANK, HeadCase, TopResult, top_result
+from tests.unit.parallel.test_multipliers import DIVISOR, pack_of, policy_head
 
 PADDED_ROWS = 16
 
@@ -73,6 +76,24 @@ def test_bfloat16_logits_have_float32_log_probs() -> None:
     # Logits that are equal in bfloat16 may come in any order.
     assert_within("top log-probs", got.logprobs, log_p.topk(3).values, atol=1e-5)
     assert_within("log-probs of the ids", got.logprobs, log_p.gather(1, got.ids), atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("common", [3, 11, 14])
+@pytest.mark.parametrize("top_k", [None, 2])
+def test_a_distribution_over_the_first_tokens(top_k: int | None, common: int) -> None:
+    """A teacher's, over those that the student has, too."""
+    problem = head_problem()
+    problem = replace(problem, labels=problem.labels % common)
+    request = HeadRequest(temperature=0.7, settings=HeadConfig(), top_k=top_k, common=common)
+    head = policy_head(problem, problem.padded_weight(PADDED_ROWS))
+    out = head(problem.hidden[:, None], pack_of(problem), request, None)  # type: ignore[arg-type]
+    assert isinstance(out, TokenLogprobs if top_k is None else TopTokens)
+    log_p = (problem.hidden @ problem.weight[:common].t() / DIVISOR / 0.7).log_softmax(-1)
+    assert_within("log-probs", out.logprobs, log_p.gather(1, problem.labels[:, None])[:, 0], atol=1e-12)
+    assert_within("entropy", out.entropy, -(log_p.exp() * log_p).sum(-1), atol=1e-12)
+    if isinstance(out, TopTokens):
+        assert_within("likeliest", out.top_logprobs, log_p.topk(2).values, atol=1e-12)
 
 
 def test_no_graph() -> None:

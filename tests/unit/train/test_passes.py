@@ -97,10 +97,10 @@ def updater_of(
 def test_a_forward_pass_takes_rows_without_quantities() -> None:
     workers = FakeWorkers()
     rows = [make_row("a", 7, advantages=1.0), make_row("b", 9, advantages=2.0)]
-    got = RolePasses(workers, role_of(), temperature=0.5).forward(rows, step=3)
+    got = RolePasses(workers, role_of(), temperature=0.5, common=11).forward(rows, step=3)
     assert [values.tolist() for values in got["logprobs"]] == [[7.0] * 3, [9.0] * 3]
     ((sent, _, request),) = workers.forwarded
-    assert request == ForwardRequest(role=Role.ACTOR, temperature=0.5, step=3, paired=False)
+    assert request == ForwardRequest(role=Role.ACTOR, temperature=0.5, step=3, paired=False, common=11)
     assert [row.quantities for row in sent] == [{}, {}]
     assert [row.label for row in sent] == ["a/0", "b/0"]
     assert set(rows[0].quantities) == {"advantages"}

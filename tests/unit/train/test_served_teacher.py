@@ -30,9 +30,11 @@ GIVEN: list[Any] = [
 ]
 
 
-def asked(server: RewardServer, *, top_k: int | None, **settings: Any) -> ServedTeacher:
+def asked(
+    server: RewardServer, *, top_k: int | None, common: int | None = None, num_rows: int = 10, **settings: Any
+) -> ServedTeacher:
     cfg = TeacherConfig(model_path="t", servers=(server.url.replace("/get_reward", "/v1"),), **settings)
-    return ServedTeacher(cfg, key="teacher", top_k=top_k)
+    return ServedTeacher(cfg, key="teacher", top_k=top_k, common=common, num_rows=num_rows)
 
 
 def test_a_row_is_a_prompt_whose_log_probs_are_read_by_place() -> None:
@@ -44,6 +46,23 @@ def test_a_row_is_a_prompt_whose_log_probs_are_read_by_place() -> None:
     np.testing.assert_array_equal(found["logprobs"][0], np.array([-4.0, 0.0, -0.25], np.float32))
     np.testing.assert_array_equal(found["top_ids"][1], [[9, 2], [-1, -1], [5, 1]])
     np.testing.assert_array_equal(found["top_logprobs"][1][[0, 2]], np.array([[-0.5, -1.5], [-0.25, -2.0]], np.float32))
+
+
+@pytest.mark.parametrize(
+    ("top_k", "common", "num_rows", "asked_for"), [(2, None, 9, 2), (2, 9, 10, 2), (None, 9, 10, 20)]
+)
+def test_what_the_policy_lacks_is_left_out(
+    top_k: int | None, common: int | None, num_rows: int, asked_for: int
+) -> None:
+    """Token 9, which the policy has not, has e^−0.5 of the first label's distribution; the others share the rest."""
+    with RewardServer(lambda body: reply(choices=[{"text": "", "prompt_logprobs": GIVEN}])) as server:
+        found = asked(server, top_k=top_k, common=common, num_rows=num_rows).forward([ROW], step=1)
+    assert server.requests[0]["prompt_logprobs"] == asked_for
+    rest = np.log(1 - np.exp(-0.5))
+    np.testing.assert_allclose(found["logprobs"][0], [-4.0 - rest, 0.0, -0.25], rtol=1e-6)
+    if top_k:
+        np.testing.assert_array_equal(found["top_ids"][0], [[2, -1], [-1, -1], [5, 1]])
+        np.testing.assert_allclose(found["top_logprobs"][0][0], [-1.5 - rest, -np.inf], rtol=1e-6)
 
 
 def test_each_path_of_a_row_that_forks_is_a_prompt() -> None:
