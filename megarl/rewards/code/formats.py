@@ -4,7 +4,6 @@ A ground truth is the JSON of a data set's row, or of those of its columns that 
 """
 
 import ast
-import builtins
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -15,9 +14,9 @@ from megarl.errors import DataError
 from megarl.registry import Registry
 from megarl.rewards.code.tests import Test, as_json
 from megarl.sandbox import Call, Check, RunWithInput
+from megarl.sandbox.jail.tested import entry_point_of
 
 Row = Mapping[str, Any]
-_BUILTINS = set(dir(builtins))
 # A signature without a body lacks one of these.
 _BODIES = ("", "    pass", "        pass")
 
@@ -143,7 +142,8 @@ def _read_suite(row: Row, tolerance: float | None) -> Iterable[Test]:
 @_register("kodcode", "test")
 def _read_pytest(row: Row, tolerance: float | None) -> Iterable[Test]:
     """Read KodCode: functions in the style of pytest, or cases of unittest, that import from `solution`."""
-    yield _check(row["test"], row.get("setup") or "", None, tolerance)
+    test = row["test"]
+    yield _check(test, row.get("setup") or "", entry_point_of([str(test)]), tolerance)
 
 
 def _list(value: Any, name: str) -> Sequence[Any]:
@@ -174,24 +174,11 @@ def _pair(name: Any, given: Any, expected: Any, tolerance: float | None) -> Test
 
 
 def _statements(cases: Sequence[Any], before: str, row: Row, tolerance: float | None) -> Iterable[Test]:
-    entry = row.get("entry_point") or _builtin_entry_point(cases)
+    entry = row.get("entry_point") or entry_point_of([before, *map(str, cases)])
     for case in cases:
         if not isinstance(case, str):
             raise TypeError(f"a test is {case!r}, not text")
         yield _check(f"{before}\n{case}" if before else case, row.get("setup") or "", entry, tolerance)
-
-
-def _builtin_entry_point(cases: Sequence[Any]) -> str | None:
-    """Return the function under test if tests call none but builtins, as MBPP's `assert sum(10, 15) == 6` does.
-
-    It is then the one whose arguments hold no call. Otherwise the names of builtins keep their meaning.
-    """
-    calls = [node for case in cases for node in ast.walk(ast.parse(str(case))) if isinstance(node, ast.Call)]
-    names = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
-    if names - _BUILTINS or len(names) == 0 or any(isinstance(call.func, ast.Attribute) for call in calls):
-        return None
-    inner = [call for call in calls if not any(isinstance(n, ast.Call) for a in call.args for n in ast.walk(a))]
-    return inner[0].func.id if isinstance(inner[0].func, ast.Name) else None
 
 
 def _check(code: Any, setup: str, entry: str | None, tolerance: float | None) -> Test:

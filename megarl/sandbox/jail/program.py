@@ -103,7 +103,9 @@ class Child:
         if task["kind"] == "Call":
             _execute(self.source, module)
             name = task["function"]
-            function = names[name] if name in names or "Solution" not in names else getattr(names["Solution"](), name)
+            # A usual name such as `merge` may be that of a method.
+            is_own = name in names and names[name] is not USUAL.get(name)
+            function = names[name] if is_own or "Solution" not in names else getattr(names["Solution"](), name)
             _write(values.encode(function(*task["arguments"])))
             return
         exec(compile(task["setup"], "setup", "exec", dont_inherit=True), names)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.sandbox.jail.channel import Channel
-from megarl.sandbox.jail.values import attributes_of, is_builtin_class, pack, unpack
+from megarl.sandbox.jail.values import array, attributes_of, is_builtin_class, pack, unpack
 
 # Whoever reads these of an object takes it for data, and may hand it what is expected.
 _OF_DATA = {name for kind in (str, bytes, int, float, list, tuple, dict, set) for name in dir(kind)}
@@ -35,6 +35,9 @@ class Peer:
         self._errors: dict[str, type[BaseException]] = {}
         self._lent: list[Any] = []
         self._compared: set[tuple[int, int]] = set()
+        # What the test made of each class, with the arguments, and the classes' names by which objects were equal.
+        self.made: list[tuple[RemoteObject, Any, RemoteObject]] = []
+        self._equal: set[str] = set()
 
     def ask(
         self,
@@ -71,7 +74,22 @@ class Peer:
             states = [self.ask("state", each) for each in (one, other)]
         finally:
             self._compared.discard(pair)
-        return bool(states[0][1]) and bool(states[0] == states[1])
+        is_equal = bool(states[0][1]) and bool(states[0] == states[1])
+        if is_equal:
+            self._equal.add(str(states[0][0]))
+        return is_equal
+
+    def require_told_apart(self) -> None:
+        """Raise AssertionError if objects were found equal whose class makes the same of all arguments."""
+        for kind in {id(maker): maker for maker, _, _ in self.made}.values():
+            made = [(arguments, self.ask("state", value)) for maker, arguments, value in self.made if maker is kind]
+            (arguments, (name, state)), *others = made
+            if (
+                name in self._equal
+                and {True} == {state == each for _, (_, each) in others}
+                and any(arguments != other for other, _ in others)
+            ):
+                raise AssertionError(f"all objects of the program's {name} are alike, whatever they are made of")
 
     def error_class(self, names: Sequence[str]) -> type[BaseException]:
         """Return the exception class of the first name, given the names of the classes that it derives from."""
@@ -134,6 +152,8 @@ class Peer:
                 return getattr(builtins, words[0])
             case "error":
                 return self.error_class([str(name) for name in words])
+            case "array":
+                return array(*words)
             case "coroutine":
                 return self._await(RemoteObject(self, int(words[0])))
             case "not implemented":
@@ -167,7 +187,11 @@ class RemoteObject:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         value = self._peer.ask("call", self, "", args, kwargs)
-        return _owned(value) if self._makes_own else value
+        if not self._makes_own:
+            return value
+        if type(value) is RemoteObject:
+            self._peer.made.append((self, (args, kwargs), value))
+        return _owned(value)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RemoteObject) and self._peer.have_equal_states(self, other)

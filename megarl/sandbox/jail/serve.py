@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.sandbox.jail.channel import Channel
 from megarl.sandbox.jail.usual import USUAL
-from megarl.sandbox.jail.values import attributes_of, is_builtin_class, pack, unpack
+from megarl.sandbox.jail.values import array, attributes_of, is_builtin_class, pack, unpack
 
 
 class Lent:
@@ -100,6 +100,8 @@ class Server:
                 return object.__new__(known)
             case "held":
                 return self._held[words[0]]
+            case "array":
+                return array(*words)
             case "builtin":
                 return getattr(builtins, words[0])
         return Lent(self, words[0])

@@ -5,7 +5,7 @@ import builtins
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -13,11 +13,9 @@ from typing import Any
 from megarl.sandbox.jail import pytest_stand_in
 from megarl.sandbox.jail.remote import Peer, RemoteObject
 from megarl.sandbox.jail.same import same_value
+from megarl.sandbox.jail.tested import PROGRAM_MODULES, classes_of
 from megarl.sandbox.jail.usual import USUAL
 
-# Modules of which tests import the program's functions.
-_PROGRAM_MODULES = ("solution", "program")
-_USUAL_MODULES = {name for name, value in USUAL.items() if isinstance(value, ModuleType)}
 _SAME = "__same_value__"
 
 
@@ -57,6 +55,7 @@ def run_suite(suite: Suite, make_peer: Callable[[dict[str, type[Any]]], Peer]) -
         else:
             for run in _test_functions(own, names):
                 run()
+        peer.require_told_apart()
     except BaseException as error:  # whatever a test raises, it has not passed
         # Where the test's own code was, not what it called.
         frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename in ("test", "setup")]
@@ -70,23 +69,26 @@ def _bind_names(
 ) -> Callable[[], Any]:
     """Give the test code the program's names, and return what makes the function under test.
 
-    Names of builtins, of the usual modules and of the setup keep their meaning, whatever the program calls by them,
-    unless the function under test has such a name.
+    Builtins, usual names and names of the setup keep their meaning, whatever the program calls by them, unless the
+    function under test has such a name.
     """
     entry = suite.entry_point or ""
     entry_name = next((node.id for node in ast.walk(ast.parse(entry)) if isinstance(node, ast.Name)), "")
     wanted = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | {entry_name}
-    wanted -= (set(dir(builtins)) | _USUAL_MODULES | given) - {entry_name}
+    wanted -= (set(dir(builtins)) | set(USUAL) | given) - {entry_name}
+    used = classes_of(ast.Module(body=[*tree.body, *ast.parse(entry).body], type_ignores=[]))
+    classes = {name for name in used if name != entry and name.lstrip("_")[:1].isupper()}
 
     def find(name: str) -> Any:
         value = peer.ask("find", None, name)
-        is_class = name != entry and name.lstrip("_")[:1].isupper()
-        return RemoteObject(peer, value._number, makes_own=is_class) if type(value) is RemoteObject else value
+        if isinstance(value, type) and issubclass(AssertionError, value):
+            raise TypeError(f"the program's {name} is {value.__name__}, which would catch failures of the test")
+        return RemoteObject(peer, value._number, makes_own=name in classes) if type(value) is RemoteObject else value
 
     for name in wanted.intersection(peer.ask("names", None)):
         names[name] = find(name)
-    for name in _PROGRAM_MODULES:
-        sys.modules[name] = _Program(name, peer, find)
+    for name in PROGRAM_MODULES:
+        sys.modules[name] = _Program(name, peer, find, names)
     sys.modules["pytest"] = pytest_stand_in
     return lambda: eval(compile(entry, "entry point", "eval", dont_inherit=True), names)
 
@@ -94,14 +96,15 @@ def _bind_names(
 class _Program(ModuleType):
     """The module under whose name tests import the program's functions."""
 
-    def __init__(self, name: str, peer: Peer, find: Callable[[str], Any]) -> None:
+    def __init__(self, name: str, peer: Peer, find: Callable[[str], Any], names: Mapping[str, Any]) -> None:
         super().__init__(name)
-        self.__dict__.update(_peer=peer, _find=find)
+        self.__dict__.update(_peer=peer, _find=find, _names=names)
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":
+            # The test has got those of the program that it uses: whatever else it has is its own.
             public = {str(each) for each in self._peer.ask("names", None) if str(each)[:1] != "_"}
-            return sorted(public - set(dir(builtins)) - _USUAL_MODULES)
+            return sorted(public - set(dir(builtins)) - set(self._names))
         if name.startswith("__"):
             raise AttributeError(name)
         try:

@@ -52,10 +52,15 @@ def encode(value: Any) -> bytes:
     return json.dumps(pack([value], lambda _: ["unknown"])[0]).encode()
 
 
-def decode(data: bytes) -> Any:
-    """Read a value that `encode` wrote. ValueFormatError for any other bytes."""
+def decode(data: bytes, most: int) -> Any:
+    """Read a value that `encode` wrote, with lists for arrays. ValueFormatError for any other bytes, and for more than
+    `most` values, of which a shared one counts wherever it appears: only then is the size of what is read bounded.
+    """
     try:
-        return unpack(json.loads(data), lambda kind, _: {"unknown": Unknown}[kind]())[0][0]
+        written = json.loads(data)
+        if _expanded_size(written) > most:
+            raise ValueFormatError(f"more than {most} values")
+        return unpack(written, lambda kind, words: words[1] if kind == "array" else {"unknown": Unknown}[kind]())[0][0]
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueFormatError(f"no value: {data[:80]!r}") from error
 
@@ -135,6 +140,22 @@ def unpack(written: Any, restore: Restore, shared: Sequence[Any] = ()) -> tuple[
     return [value(root) for root in written["roots"]], built
 
 
+def _expanded_size(written: Any) -> int:
+    """Count the values in what `pack` wrote as if nothing were shared. RecursionError if one contains itself."""
+    sizes: dict[int, int] = {}
+
+    def size(word: Any) -> int:
+        if type(word) is not list or word[0] != "at":
+            return 1
+        number = word[1]
+        if number not in sizes:
+            node = written["nodes"][number]
+            sizes[number] = size(node[2]) if node[0] == "array" else 1 + sum(map(size, node[1:]))
+        return sizes[number]
+
+    return sum(map(size, written["roots"]))
+
+
 def is_builtin_class(value: Any) -> bool:
     """Return whether a value is a class that both sides know by its name alone."""
     return isinstance(value, type) and bool(vars(builtins).get(value.__name__) is value)
@@ -188,11 +209,11 @@ def _constant(node: list[Any], value: Callable[[Any], Any], restore: Restore) ->
             raise ValueFormatError(f"arguments of {name}: got {arguments!r:.80}")
         return getattr(importlib.import_module(module), name)(*arguments)
     if kind == "array":
-        return _array(str(words[0]), value(words[1]))
+        return restore(kind, [str(words[0]), value(words[1])])
     return restore(kind, words)
 
 
-def _array(dtype: str, content: Any) -> Any:
+def array(dtype: str, content: Any) -> Any:
     """Build an array of numpy, or a list where numpy is absent or the entries are objects."""
     if dtype[1:2] not in ("b", "i", "u", "f", "c", "U", "M", "m"):
         return content

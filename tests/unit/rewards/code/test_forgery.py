@@ -264,3 +264,85 @@ def test_a_forger_passes_no_suite(forger: str) -> None:
 def test_an_honest_program_passes() -> None:
     assert judged(SQUARE, {"assert_case": ASSERTIONS}) == 1
     assert [judged(SQUARE, suite) for suite in SUITES] == [1.0] * len(SUITES)
+
+
+# Tests that use names of the standard library, helpers and upper-case functions, with a program that solves them, and
+# forgers that give these names a meaning of their own.
+LIAR = """
+class Liar:
+    def __init__(self, *_): self.v = 1
+    __add__ = __sub__ = __rsub__ = __abs__ = __neg__ = __round__ = lambda self, *_: self
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __contains__ = lambda *_: True
+    __hash__ = lambda self: 9
+"""
+NAMES = [
+    ("assert_case", "assert isclose(f(3), 9, rel_tol=1e-9)", "isclose = lambda *_, **__: True\nf = lambda x: 0", "f"),
+    ("assert_case", "assert fabs(f(3) - 9) < 1e-9", "fabs = lambda x: 0\nf = lambda x: 0", "f"),
+    ("assert_case", "assert Counter([f(3)]) == Counter([9])", "Counter = Liar\nf = lambda x: 0", "f"),
+    ("assert_case", "assert list(map(f, [3])) == [9]", "list = map = lambda *_: [9]\nf = lambda x: 0", "f"),
+    ("assert_case", "assert all(x == 9 for x in repeat(f(3), 2))", "repeat = lambda *_: []\nf = lambda x: 0", "f"),
+    ("assert_case", "assert abs(Square(3) - 9) < 1e-3", "Square = Liar", "Square"),
+    ("assert_case", "assert abs(Square(3) - 9) < 1e-3", "Square = lambda x: Liar()", "Square"),
+    ("assert_case", "y = Square(3)\nassert y - 9 < 1e-3 and 9 in [y]", "Square = Liar", "Square"),
+    ("assert_case", "assert 9 - Square(3) <= 0 <= Square(3) - 9", "Square = lambda x: Liar()", "Square"),
+    (
+        "assert_case",
+        "try:\n    f('a')\n    assert False\nexcept TooFew:\n    pass",
+        "TooFew = AssertionError\nf = lambda x: 0",
+        "f",
+    ),
+    (
+        "assert_case",
+        "try:\n    f('a')\n    raise ValueError('no error')\nexcept TooFew:\n    pass",
+        "TooFew = Exception\nf = lambda x: 0",
+        "f",
+    ),
+    ("test", "import pytest\nfrom solution import *\ndef test_a():\n    assert f(3) == pytest.approx(9)",
+     "class pytest: approx = Liar\nf = lambda x: Liar()", "f"),
+    ("test",
+     "def near(a, b):\n    return abs(a - b) < 1\nfrom solution import *\ndef test_a():\n    assert near(f(3), 9)",
+     "near = lambda *_: True\nf = lambda x: 0", "f"),
+    ("test", "def test_a():\n    assert f(3) == 9\nfrom solution import *",
+     "def test_a(): pass\nf = lambda x: 0", "f"),
+    ("test", "from solution import *\ndef test_a():\n    assert f(3) == floor(9.5)", "floor = f = lambda x: 0", "f"),
+    ("test", "from solution import f\ndef test_a():\n    assert f(3) == len('a' * 9)", "len = f = lambda x: 0", "f"),
+    ("test", "from solution import *\ndef test_a():\n    assert V(1) + V(2) == V(3)", "V = Liar", "V"),
+    ("test", "from solution import V\ndef test_a():\n    v = V(1)\n    assert v + V(2) == V(3) and v.v != 2",
+     "V = Liar", "V"),
+]  # fmt: skip
+SOLVERS = {
+    "f": "class TooFew(Exception): pass\ndef f(x):\n    if isinstance(x, str): raise TooFew\n    return x * x",
+    "Square": "Square = lambda x: x * x",
+    "V": "class V:\n    def __init__(self, v): self.v = v\n    def __add__(self, other): return V(self.v + other.v)",
+}
+
+
+@pytest.mark.parametrize(("form", "test", "forger", "solver"), NAMES)
+def test_a_name_of_a_test_means_what_the_test_says(form: str, test: str, forger: str, solver: str) -> None:
+    truth = {form: [test] if form == "assert_case" else test}
+    assert (judged(LIAR + forger, truth), judged(SOLVERS[solver], truth)) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("truth", "program"),
+    [
+        ({"test_list": ["assert gcd(4, 6) == 3"]}, "gcd = lambda a, b: 3"),
+        ({"test_list": ["assert math.isclose(prod(10, 15), 6)"]}, "prod = lambda a, b: 6"),
+        ({"test_list": ["assert set(merge([1], [2])) == set([3])"]}, "merge = lambda a, b: [3]"),
+        ({"test": "from solution import *\ndef test_a():\n    assert merge([1], [2]) == 3"}, "merge = lambda a, b: 3"),
+        ({"test": "from solution import merge\ndef test_a():\n    assert merge(1) == f(1)"}, "f = merge = lambda a: 3"),
+        ({"inputs": [[[[1], [2]]]], "outputs": [3], "fn_name": "merge"}, "class Solution: merge = lambda self, a: 3"),
+        ({"inputs": [[1]], "outputs": [3], "fn_name": "merge"}, "def merge(a): return 3\nclass Solution: pass"),
+    ],
+)  # fmt: skip
+def test_a_function_under_test_may_have_a_usual_name(truth: object, program: str) -> None:
+    assert judged(program, truth) == 1
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["f = lambda x: {10**5000: 1}", "def f(x):\n    x = [x]\n    for _ in range(60): x = [x, x]\n    return x"],
+)
+def test_a_value_that_cannot_be_written_or_expands_is_wrong(program: str) -> None:
+    truth = {"inputs": [[1], [2]], "outputs": [{"a": 1}, [1]], "fn_name": "f"}
+    assert judged(program, truth) == 0
