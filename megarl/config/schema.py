@@ -192,8 +192,11 @@ class LoggingConfig:
 class CheckpointConfig:
     """Configure the checkpoints in RUN/checkpoints, from which `--resume` continues; the run always ends with one."""
 
-    # Steps between checkpoints; 0: only at the end, and when a signal stops the run.
+    # Steps between checkpoints; 0: only by time, at the end, and when a signal stops the run.
     every_steps: int = setting(0, AT_LEAST_0)
+    # Minutes since the last checkpoint, or the start, after which the end of a step writes one, if the storage has room
+    # for it; with keep_best, the end of a step with a validation; 0: never by time.
+    every_minutes: float = setting(30.0, AT_LEAST_0)
     async_save: bool = True  # Write checkpoints while training continues.
     # Write every checkpoint so that a run can be continued from it under any layout; the one after the last step always
     # is. Others allow only another dp, but need no communication and less host memory; see docs/resume.md.

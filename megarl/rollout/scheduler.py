@@ -82,6 +82,10 @@ class Scheduler:
         """Take a finished ticket into the current step; it keeps its place in the pipeline until `release`."""
         self._taken.add(number)
 
+    def put_back(self) -> None:
+        """Give up what the current step took: a signal stops it while it waits for samples."""
+        self._taken.clear()
+
     def remove(self, number: int) -> None:
         """Remove a ticket whose group does not train; its place is free at once."""
         del self.pipeline[number]

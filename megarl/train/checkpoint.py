@@ -7,7 +7,8 @@ marker is never read, and removed later. RUN must lie on storage that all hosts 
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
@@ -20,13 +21,15 @@ from megarl.host.streams import print_lines
 from megarl.host.writing import dispensable, fsync, writing
 from megarl.train.manifest import MARKER, Manifest, damage_of
 from megarl.types import AlgoState, EntropyState
-from megarl.types.messages import Role
+from megarl.types.messages import Role, RoleSpec
 from megarl.weights.dist_index import require_plain_data
 
 if TYPE_CHECKING:
     from megarl.cluster.workers import RoleWorkers
 
 STATE_FILE = "state.json"
+# Weights of 2 bytes per parameter, and 12 of the optimizer.
+_CHECKPOINT_TO_MODEL = 7
 
 # The commands that write checkpoints, and a user's own loop.
 Command: TypeAlias = Literal["train", "sft", "train-reward", "train-preference", "session"]
@@ -169,7 +172,9 @@ def steps_to_keep(scores: Mapping[int, float | None], *, keep_last: int, keep_be
 class CheckpointManager:
     """A writer of a run's checkpoints, one at a time; it removes those that the configuration does not keep.
 
+    roles: those of the run; the size of the first checkpoint is estimated from the files of trained models.
     require_owned: called before anything is written; raises an error if the run is no longer that of this process.
+    clock: returns seconds from any start.
     """
 
     def __init__(
@@ -177,24 +182,42 @@ class CheckpointManager:
         root: Path,
         config: CheckpointConfig,
         workers: "RoleWorkers",
+        roles: Sequence[RoleSpec] = (),
         require_owned: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._root, self._config, self._workers, self._require_owned = root, config, workers, require_owned
         self._writing: Path | None = None
+        self._is_short = False
+        self._clock, self._last_s = clock, clock()
+        trained = (Path(role.model.path) for role in roles if role.trainable)
+        files = (file for model in trained for file in model.glob("*.safetensors"))
+        self._num_bytes = _CHECKPOINT_TO_MODEL * sum(file.stat().st_size for file in files)
 
-    def after_step(self, step: int, *, total: int, stop: StopRequest, state: Callable[[Path], RunState]) -> None:
+    def after_step(
+        self,
+        step: int,
+        *,
+        total: int,
+        stop: StopRequest,
+        state: Callable[[Path], RunState],
+        is_validated: bool = False,
+    ) -> None:
         """Finish the checkpoint that is being written if all ranks are done, and start a new one if it is due.
 
-        state: returns the driver's state; it may write further files to the checkpoint's directory.
+        state: returns the driver's state; it may write further files to the checkpoint's directory. is_validated:
+        whether it has a score.
 
         Raises:
             RunStopped: a signal asked for it, and the checkpoint of this step is complete.
         """
-        self._finish(wait=False)
         # Read the signal once: one that arrives later is handled after the next step.
         signum, every = stop.signum, self._config.every_steps
+        self._finish(wait=signum is not None)
         last = step == total or signum is not None
-        if last or (every and step % every == 0):
+        due = last or (every and step % every == 0) or self._is_due_by_time(is_validated=is_validated)
+        # A signal within the next step finds it complete.
+        if due and not (checkpoint_dir(self._root, step) / MARKER).exists():
             self._start(step, state, portable=self._config.portable or step == total)
             self._finish(wait=last or not self._config.async_save)
         if signum is not None and step < total:
@@ -203,6 +226,19 @@ class CheckpointManager:
                 f"{run}: stopped by {signum.name} after step {step} of {total}; "
                 f"pass --resume to continue (its settings are in {run / 'config.yaml'})"
             )
+
+    def _is_due_by_time(self, *, is_validated: bool) -> bool:
+        every_s = 60 * self._config.every_minutes
+        if not every_s or self._clock() - self._last_s < every_s or (self._config.keep_best and not is_validated):
+            return False
+        free = shutil.disk_usage(self._root.parent).free
+        if free < self._num_bytes and not self._is_short:
+            self._is_short = True
+            print_lines(
+                f"warning: {self._root}: checkpoints by time wait for free space: one takes about "
+                f"{self._num_bytes / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free; free space there"
+            )
+        return free >= self._num_bytes
 
     def _start(self, step: int, state: Callable[[Path], RunState], *, portable: bool) -> None:
         self._finish(wait=True)
@@ -216,7 +252,7 @@ class CheckpointManager:
             path.mkdir(parents=True)
             (path / STATE_FILE).write_text(replace(state(path), portable=portable).to_json(), encoding="utf-8")
         self._workers.start_checkpoint(path, portable=portable)
-        self._writing = path
+        self._writing, self._last_s = path, self._clock()
 
     def _finish(self, *, wait: bool) -> None:
         if self._writing is None or not self._workers.finish_checkpoint(wait=wait):
@@ -224,18 +260,18 @@ class CheckpointManager:
         self._require_owned()
         with writing(self._writing):
             mark_complete(self._writing)
-        num_bytes = sum(file.stat().st_size for file in self._writing.rglob("*") if file.is_file())
+        self._num_bytes = sum(file.stat().st_size for file in self._writing.rglob("*") if file.is_file())
         self._writing = None
         scores = {step: _score(checkpoint_dir(self._root, step)) for step in complete_steps(self._root)}
         kept = steps_to_keep(scores, keep_last=self._config.keep_last, keep_best=self._config.keep_best)
         for superfluous in (checkpoint_dir(self._root, step) for step in sorted(scores.keys() - kept)):
             _tidy_up(superfluous)
         free = shutil.disk_usage(self._root).free
-        if free < num_bytes:
+        if free < self._num_bytes:
             print_lines(
-                f"warning: {self._root}: a checkpoint takes {num_bytes / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB "
-                "are free: the next one will not fit; free space there before it is due, or lower checkpoint.keep_last "
-                "and checkpoint.keep_best",
+                f"warning: {self._root}: a checkpoint takes {self._num_bytes / 2**20:,.0f} MiB, and "
+                f"{free / 2**20:,.0f} MiB are free: the next one will not fit; free space there before it is due, or "
+                "lower checkpoint.keep_last and checkpoint.keep_best",
             )
 
 

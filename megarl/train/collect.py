@@ -22,6 +22,7 @@ from megarl.data.ends import AnswerEnds
 from megarl.data.prompts import PromptDataset
 from megarl.errors import RunError
 from megarl.host import loop
+from megarl.host.signals import last_stop_signal
 from megarl.record.episodes import episode_metrics
 from megarl.record.metrics import Timers
 from megarl.rewards.judge import Trouble, tally_metrics
@@ -36,6 +37,14 @@ from megarl.types import FinishReason, Prompt, Reward, RolloutBatch
 
 # The samples of the pipeline in a checkpoint's directory.
 SAMPLES_FILE = "rollouts.parquet"
+
+
+class SamplingStopped(Exception):  # noqa: N818 - a signal asked for it
+    """A signal asked for a stop while a step waited for samples; all that is in the pipeline is as before the wait."""
+
+
+# Between two looks for a signal while a step waits.
+_LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +92,17 @@ class Rollouts:
             self._start(self.scheduler.admissible(self.config.trainer.total_steps - version), version, sampled=[])
 
     def take(self, step: int) -> Collected:
-        """Take a step's groups, judged and filtered, by ticket; fewer, or none, if the filter removes too many."""
-        num_prompts, sampled, kept, tallies = self.config.trainer.prompts_per_step, [], [], []
+        """Take a step's groups, judged and filtered, by ticket; fewer, or none, if the filter removes too many.
+
+        Raises SamplingStopped if a signal asks for a stop before the first groups are judged. There is no checkpoint
+        of step 0: the first step goes on.
+        """
+        num_prompts, kept, tallies = self.config.trainer.prompts_per_step, [], []
+        sampled: list[JudgedGroup] = []
         troubles: list[Trouble] = []
         count = num_prompts
         while count:
-            taken = self._take_done(count)
+            taken = self._take_done(count, may_stop=step > 1 and not sampled)
             with self.timers("reward"):
                 if self.scheduler.staleness:
                     # Samples of later groups that finish meanwhile are handed to the judges, too.
@@ -137,9 +151,12 @@ class Rollouts:
                 self._wait(all_sampled(self.groups.values()))
 
     def save(self, directory: Path) -> dict[str, Any]:
-        """Write the samples of the pipeline, finished or not, to a checkpoint's directory; return the other state."""
+        """Write the samples of the pipeline to a checkpoint's directory, and return the other state.
+
+        Those that are not finished go on later only in a run that is ahead, which resumes within samples anyway.
+        """
         if self.groups:
-            unfinished = self.source.parts(self.groups.values())
+            unfinished = self.source.parts(self.groups.values()) if self.scheduler.staleness else []
             finished = [sample for group in self.groups.values() for sample in group.samples.values()]
             prompts = {group.prompt.uid: group.prompt for group in self.groups.values()}
             batch = RolloutBatch(prompts=prompts, samples=(*finished, *unfinished))
@@ -148,7 +165,7 @@ class Rollouts:
         return {"scheduler": self.scheduler.state_dict(), "tickets": tickets}
 
     def restore(self, state: Mapping[str, Any], directory: Path, *, step: int, goes_on: bool) -> None:
-        """Go on with the pipeline that `save` saved after a step; a synchronous run and an old checkpoint have none.
+        """Go on with the pipeline that `save` saved after a step or within the next one, if there was any.
 
         If the schedule has changed, or the engines sample in another way than before (`goes_on` false), the prompts of
         the pipeline are sampled anew, before all others.
@@ -164,7 +181,7 @@ class Rollouts:
             return
         # Which groups are done is learnt from their samples.
         scheduler.load_state_dict({**saved, "done": []})
-        groups = self._groups(tickets, None)
+        groups = self._groups(tickets, None if scheduler.staleness else self.rewards.begin())
         by_uid = {group.prompt.uid: group for group in groups}
         for sample in read_record(directory / SAMPLES_FILE).samples:
             by_uid[sample.uid].parts[sample.sample_index] = sample
@@ -241,27 +258,28 @@ class Rollouts:
             may_move=True,
         )
 
-    def _take_done(self, count: int) -> list[Group]:
-        """Wait for `count` finished groups that the step may take, and take them."""
+    def _take_done(self, count: int, *, may_stop: bool) -> list[Group]:
+        """Wait for `count` finished groups that the step may take, and take them. may_stop: see `take`."""
         numbers: list[int] = []
         with self.timers("gen"):
             if self.scheduler.staleness:
                 # There may be samples to go on with, and no new ones.
                 self.enter(residency.GENERATE)
             while len(numbers) < count:
-                self._wait(self._takeable())
-                number = self.scheduler.takeable()
-                assert number is not None, "the wait ended"
+                self._wait(self._takeable(may_stop=may_stop))
+                if (number := self.scheduler.takeable()) is None:
+                    self.scheduler.put_back()
+                    raise SamplingStopped
                 self.scheduler.take(number)
                 numbers.append(number)
         return [self.groups.pop(number) for number in sorted(numbers)]
 
-    async def _takeable(self) -> None:
-        """Wait until there is a group that the step may take."""
-        while self.scheduler.takeable() is None:
+    async def _takeable(self, *, may_stop: bool) -> None:
+        """Wait until there is a group that the step may take, or a signal asks for a stop."""
+        while self.scheduler.takeable() is None and not (may_stop and last_stop_signal()):
             tickets = self.scheduler.waiting()[: self.scheduler.window]
             sampling = [task for number in tickets if (task := self.groups[number].sampling) is not None]
-            await asyncio.wait(sampling, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(sampling, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
 
     def _wait(self, work: Coroutine[object, object, None]) -> None:
         def doing() -> str:

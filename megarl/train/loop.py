@@ -23,7 +23,7 @@ from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import DIVERGENCE, TRAINER_LOGPROBS, RunRecorder, batch_metrics, resident_memory
 from megarl.seeds import batch_seed
 from megarl.train.checkpoint import Checkpoint, CheckpointManager, RunState
-from megarl.train.collect import Collected, Rollouts
+from megarl.train.collect import Collected, Rollouts, SamplingStopped
 from megarl.train.export import export_role
 from megarl.train.forward import ForwardStage, needed_quantities, with_advantages
 from megarl.train.gate import MismatchGate, engine_metrics, trainer_logprobs
@@ -128,16 +128,23 @@ class Trainer:
             gc.freeze()
             for step in range(start + 1, total + 1):
                 with self.profiler.around(step), doing(f"step {step}"):
-                    with self.timers("step"):
-                        result = self.step(step)
+                    try:
+                        with self.timers("step"):
+                            result = self.step(step)
+                    except SamplingStopped:
+                        state = partial(self._run_state, step - 1, None)
+                        self.checkpoints.after_step(step - 1, total=total, stop=stop, state=state)
                     self._log(step, result, log, progress)
                     if step == 1 and result.collected.cut_frac >= MANY_CUT:
                         limit, names = config.rollout.max_response_tokens, inputs.answers.ends.names
                         progress.note(cut_warning(result.collected.cut_frac, limit, names))
                 due = step % config.validation.every_steps == 0 or step == total
-                state = partial(self._run_state, step, self._validate(step, log, progress) if due else None)
+                score = self._validate(step, log, progress) if due else None
+                state = partial(self._run_state, step, score)
                 with self.timers("save_checkpoint"):  # logged with the next step
-                    self.checkpoints.after_step(step, total=total, stop=stop, state=state)
+                    self.checkpoints.after_step(
+                        step, total=total, stop=stop, state=state, is_validated=score is not None
+                    )
         paths = {Role.ACTOR: self.recorder.paths.export, Role.CRITIC: self.recorder.paths.export_critic}
         for role in (role for role in inputs.roles if role.trainable and total):
             self.memory.enter(residency.exporting(role.role, role.memory))

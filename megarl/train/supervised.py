@@ -94,7 +94,7 @@ class SupervisedTrainer:
         }
         self.sampler = PromptSampler(task.num_examples, task.batch_size, config.run.seed, config.data.shuffle)
         self.checkpoints = CheckpointManager(
-            recorder.paths.checkpoints, config.checkpoint, cluster.workers, recorder.require_owned
+            recorder.paths.checkpoints, config.checkpoint, cluster.workers, [task.role], recorder.require_owned
         )
 
     def fit(self, checkpoint: Checkpoint | None = None) -> None:
@@ -126,7 +126,9 @@ class SupervisedTrainer:
                     self._train_step(step, log, progress)
                 score = self._validate(step, log, progress)
                 state = partial(self._run_state, step, score)
-                self.checkpoints.after_step(step, total=task.total_steps, stop=stop, state=state)
+                self.checkpoints.after_step(
+                    step, total=task.total_steps, stop=stop, state=state, is_validated=score is not None
+                )
         self.recorder.require_owned()
         export_role(self.cluster.workers, task.role, self.recorder.paths.export)
 

@@ -95,7 +95,9 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         updates=_update_stage(inputs, cluster, memory, timers),
         supervisor=supervisor,
         validator=_open_validator(inputs, live, validation_rewards, recorder, forward),
-        checkpoints=CheckpointManager(paths.checkpoints, config.checkpoint, workers, recorder.require_owned),
+        checkpoints=CheckpointManager(
+            paths.checkpoints, config.checkpoint, workers, inputs.roles, recorder.require_owned
+        ),
         profiler=StepProfiler(workers, config.logging.profile_steps, paths.profile),
         meter=PerformanceMeter(config, inputs.spec.dims),
         timers=timers,

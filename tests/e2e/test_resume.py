@@ -13,7 +13,10 @@ import pytest
 
 from megarl.host.exit_codes import EXIT_STOPPED
 from megarl.host.janitor import RUN_ID_VARIABLE, RunScope
+from megarl.launch.status import read_status
+from megarl.rollout.replay import read_record
 from megarl.train.checkpoint import complete_steps, last_checkpoint
+from megarl.train.collect import SAMPLES_FILE
 from tests.helpers.talk import talk_settings
 from tests.helpers.waiting import wait_until
 from tools.bench.kill_resume import SmallRun, differences, make_inputs
@@ -142,6 +145,34 @@ def test_a_supervised_run_stopped_within_an_epoch_equals_an_uninterrupted_one(in
             else:
                 process.send_signal(signum)
                 assert process.wait() == EXIT_STOPPED
+    assert finish(run) == 0
+    assert differences(run, reference) == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_run_stopped_while_it_samples_equals_an_uninterrupted_one(inputs: Path) -> None:
+    """The step does not go on to its end, and its finished samples are not sampled again: bit for bit."""
+    rows = ("trainer.prompts_per_step=32", "rollout.num_samples=16", "algo.kl.horizon=1000", "checkpoint.every_steps=0")
+    settings = ("trainer.total_steps=5", *rows)
+    reference = SmallRun(inputs=inputs, name="sampled", settings=settings)
+    assert finish(reference) == 0
+    run = SmallRun(inputs=inputs, name="sampling", settings=settings)
+    with started(run) as process:
+        wait_for_step(run, 1, process)
+        wait_until(
+            lambda: (read_status(run.paths.root).phase or "").startswith("generating: "),
+            "samples of step 2",
+            timeout_s=START_TIMEOUT_S,
+            process=process,
+        )
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == EXIT_STOPPED
+    stopped = last_checkpoint(run.paths.checkpoints)
+    assert stopped is not None
+    assert stopped.state.step == run.last_step() == 1
+    saved = read_record(stopped.path / SAMPLES_FILE).samples
+    assert 0 < len(saved) < 512
     assert finish(run) == 0
     assert differences(run, reference) == []
 

@@ -4,6 +4,7 @@ import errno
 import signal
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,8 +77,8 @@ def after_step(
     stop: StopRequest | None = None,
     score: float | None = None,
 ) -> None:
-    state = replace(STATE, step=step, score=score)
-    manager.after_step(step, total=total, stop=stop or StopRequest(), state=lambda path: state)
+    state, stop = replace(STATE, step=step, score=score), stop or StopRequest()
+    manager.after_step(step, total=total, stop=stop, state=lambda path: state, is_validated=score is not None)
 
 
 def test_state_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -186,6 +187,53 @@ def test_every_second_step_and_the_end(tmp_path: Path) -> None:
     for step in range(1, 6):
         after_step(manager, step, total=5)
     assert complete_steps(tmp_path) == [2, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        # A step takes 4 minutes, and the ninth is the last one that was asked for.
+        ({}, [8]),
+        ({"every_minutes": 12}, [3, 6, 9]),
+        ({"every_minutes": 12, "every_steps": 4}, [3, 4, 7, 8]),
+        # Every second step has a validation.
+        ({"every_minutes": 12, "keep_best": 1}, [4, 8]),
+        ({"every_minutes": 0}, []),
+    ],
+)
+def test_by_time(settings: dict[str, Any], steps: list[int], tmp_path: Path) -> None:
+    now = 0.0
+    config = CheckpointConfig(**{"keep_last": 9, **settings})
+    manager = CheckpointManager(tmp_path / "c", config, FakeRanks(), clock=lambda: now)  # type: ignore[arg-type]
+    for step in range(1, 10):
+        now += 240
+        after_step(manager, step, score=None if step % 2 else 0.5)
+    after_step(manager, 10)
+    assert [step for step in complete_steps(tmp_path / "c") if step < 10] == steps
+
+
+def test_a_checkpoint_by_time_needs_room_and_a_signal_does_not_write_one_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "a.safetensors").write_bytes(bytes(1000))
+    free, role = SimpleNamespace(free=6999), SimpleNamespace(trainable=True, model=SimpleNamespace(path=str(model)))
+    ranks = FakeRanks()
+    config = CheckpointConfig(every_minutes=1)
+    manager = CheckpointManager(tmp_path / "c", config, ranks, [role], clock=lambda: now)  # type: ignore[arg-type]
+    monkeypatch.setattr("megarl.train.checkpoint.shutil.disk_usage", lambda _: free)
+    for now in (60.0, 120.0):
+        after_step(manager, int(now))
+    assert complete_steps(tmp_path / "c") == []
+    assert capsys.readouterr().out.count("checkpoints by time wait for free space") == 1
+    free.free = 7000
+    after_step(manager, 2)
+    with pytest.raises(RunStopped, match="after step 2 of 100"):
+        after_step(manager, 2, stop=StopRequest(signum=signal.SIGUSR1))
+    assert complete_steps(tmp_path / "c") == [2]
+    assert len(ranks.portable) == 1
 
 
 def test_zero_means_only_at_the_end(tmp_path: Path) -> None:

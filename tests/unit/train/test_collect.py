@@ -8,6 +8,7 @@ import asyncio
 import json
 import math
 import random
+import signal
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -32,7 +33,7 @@ from megarl.record.metrics import Timers
 from megarl.rewards.judge import Judged, Tally, Trouble
 from megarl.rollout.scheduler import Scheduler
 from megarl.rollout.source import Doing, Group, RolloutSource, SamplingPlan, generating
-from megarl.train.collect import Collected, Rollouts
+from megarl.train.collect import Collected, Rollouts, SamplingStopped
 from megarl.train.groups import refill_count
 from megarl.train.loop import cut_warning
 from megarl.train.prompt_queue import PromptQueue
@@ -630,6 +631,39 @@ def test_a_checkpoint_keeps_the_pipeline(tmp_path: Path) -> None:
     assert resumed.scheduler.pipeline == rollouts.scheduler.pipeline
     for step, prompts in ((2, [2, 3]), (3, [4, 5]), (4, [6, 7])):
         assert prompts_of(collect(resumed, step)) == prompts
+
+
+def test_a_signal_within_a_step_keeps_the_samples_that_are_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The resumed run samples only the rest, and every step trains on what it would have trained on."""
+    world, again = World([MIXED] * 12), World([MIXED] * 12)
+    rollouts = world.collector(FilterConfig(), 2)
+    collect(rollouts, 1)
+    admit(rollouts, 1)
+
+    def answer_first() -> None:
+        """Finish one group of the step, then the signal comes."""
+        for _, answer in world.pending[0][:2]:
+            answer.set_result(None)
+        monkeypatch.setattr("megarl.train.collect.last_stop_signal", lambda: signal.SIGTERM)
+
+    monkeypatch.setattr(world, "answer", answer_first)
+    with pytest.raises(SamplingStopped):
+        rollouts.take(2)
+    monkeypatch.undo()
+    queue, state = json.loads(json.dumps([rollouts.queue.state_dict(), rollouts.save(tmp_path)]))
+    resumed = again.collector(FilterConfig(), 2)
+    resumed.queue.load_state_dict(queue)
+    resumed.restore(state, tmp_path, step=1, goes_on=True)
+    loop.wait(turns())
+    assert {sample.uid for sample in again.begun} == {"q:2"}
+    assert [prompts_of(collect(resumed, step)) for step in (2, 3)] == [[2, 3], [4, 5]]
+
+
+def test_the_first_step_goes_on_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.train.collect.last_stop_signal", lambda: signal.SIGTERM)
+    assert prompts_of(collect(World([MIXED] * 4).collector(FilterConfig(), 2), 1)) == [0, 1]
 
 
 @pytest.mark.parametrize(("schedule", "goes_on"), [(ScheduleConfig(), True), (AHEAD, False)])
