@@ -254,7 +254,7 @@ class VllmEngine:
 
                 self._stepper.adapters = LoRARequest(ADAPTERS_NAME, ADAPTERS_ID, lora_path=ADAPTERS_NAME)
             # Cached keys and values were computed with the old weights, also those of unfinished requests.
-            if not self.llm.reset_prefix_cache(reset_running_requests=busy):
+            if not self.llm.reset_prefix_cache(reset_running_requests=busy, reset_connector=True):
                 raise WeightSyncError("vLLM did not reset its prefix cache after a sync")
             if busy and version != self._version:
                 self._stepper.work.recomputed_tokens += max(self.llm.collective_rpc("reseed"))

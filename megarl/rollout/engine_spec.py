@@ -149,6 +149,8 @@ def engine_arguments(spec: EngineSpec) -> dict[str, object]:
         "speculative_config": drafts,
         # vLLM's CPU kernels for float8 need matrix instructions that few CPUs have, and no float32.
         "quantization": rounding_of(spec) or config.quantization,
+        # Some models would replicate queries by default, and a weight sync would not send all of these heads.
+        "dcp_q_replicate": False if "decode_context_parallel_size" in config.vllm else None,
         "kv_cache_dtype": config.kv_cache_dtype,
     }
     if (node := spec.node) is not None:

@@ -197,6 +197,16 @@ def test_what_loads_are_derived_from_is_there() -> None:
         assert "kv_cache_size_tokens" in (VLLM / file).read_text(encoding="utf-8")
 
 
+def test_a_sync_drops_what_connectors_keep_of_old_weights() -> None:
+    """With kv_offloading_size, blocks of keys and values outlive vLLM's own cache in host memory."""
+    engine = next(path for path in Path("megarl/rollout").glob("engine.py"))
+    (reset,) = (call for call in calls(tree_of(engine)) if ast.unparse(call.func) == "self.llm.reset_prefix_cache")
+    assert {"reset_connector": "True"}.items() <= {k.arg: ast.unparse(k.value) for k in reset.keywords}.items()
+    files = ("offloading_connector.py", "simple_cpu_offload_connector.py")
+    for file in (VLLM / "distributed/kv_transfer/kv_connector/v1" / name for name in files):
+        assert "reset_cache" in {node.name for node in ast.walk(tree_of(file)) if isinstance(node, ast.FunctionDef)}
+
+
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_engine_arguments_are_those_of_vllm(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.rollout import engine_spec
