@@ -206,6 +206,8 @@ class CheckpointConfig:
     keep_best: int = setting(0, AT_LEAST_0)
     # Metric by which keep_best compares checkpoints: its mean over data sources, higher is better.
     best_metric: Literal["val/test_score", "val/test_score_greedy"] = "val/test_score"
+    # Settings whose files may have changed since the checkpoint that a run continues from, such as data.train.
+    accept_changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from megarl.data.sampler import train_files
 from megarl.errors import ConfigError
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.writing import dispensable, replacing
+from megarl.record.inputs import RunInputs
 from megarl.record.json_lines import truncate_lines
 from megarl.record.metrics import (
     JsonlSink,
@@ -90,6 +91,7 @@ class RunRecorder:
     removed, because the steps are repeated.
 
     lock: the ownership of the directory, which is required before each write; None where nobody else can write there.
+    inputs: the files that the run computes from, which its checkpoints list.
     """
 
     def __init__(
@@ -97,10 +99,12 @@ class RunRecorder:
         config: Config,
         *,
         lock: DirectoryLock | None = None,
+        inputs: RunInputs | None = None,
         overwrite: bool = False,
         resumed_step: int | None = None,
     ) -> None:
         self._config, self._lock, self._resumed_step = config, lock, resumed_step
+        self.inputs = inputs or RunInputs({})
         require_trackers(config.logging)  # before anything is removed or started
         self.paths = RunPaths.of(config.run)
         if resumed_step is not None:

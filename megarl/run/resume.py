@@ -9,6 +9,7 @@ from megarl.config.schema import Config, role_settings
 from megarl.config.setting import differences
 from megarl.errors import ConfigError
 from megarl.host.reading import RESTORE, read_object
+from megarl.record.inputs import RunInputs
 from megarl.record.metrics import RunPaths
 from megarl.record.plugins import require_same_plugins
 from megarl.train.checkpoint import (
@@ -115,10 +116,12 @@ def changed_settings(old: Config, new: Config) -> list[str]:
     return [f"{key}: {before} → {after}" for key, before, after in differences(masked_config(old), masked_config(new))]
 
 
-def find_checkpoint(config: Config, command: Command, resume: Resume = "newest") -> Checkpoint | None:
+def find_checkpoint(
+    config: Config, command: Command, resume: Resume = "newest", files: RunInputs | None = None
+) -> Checkpoint | None:
     """Return the run directory's last complete checkpoint; None if the run has to start from scratch.
 
-    resume: what is wanted if that one is damaged; see `Resume`.
+    resume: what is wanted if that one is damaged; see `Resume`. files: what the run computes from; None: look.
 
     Raises:
         ConfigError: the checkpoint cannot be continued with this configuration, or the run ended without one.
@@ -146,11 +149,20 @@ def find_checkpoint(config: Config, command: Command, resume: Resume = "newest")
             f"{checkpoint.path} has done"
         )
     allowed = tuple(f"{key}{end}" for key in CONTINUABLE for end in (":", "."))
+    changed, moved, _ = (files or RunInputs.of(config, command)).changes_since(checkpoint.state.inputs)
+    allowed += tuple(f"{key}:" for key in moved)
     refused = [change for change in changed_settings(checkpoint.state.config, config) if not change.startswith(allowed)]
     if refused:
         raise ConfigError(
             f"{checkpoint.path}: cannot be continued with other settings: {'; '.join(refused)}; "
             f"restore them, or choose another run.name"
+        )
+    compared = {key: names for key, names in changed.items() if not f"{key}:".startswith(allowed)}
+    if unaccepted := {key: names for key, names in compared.items() if key not in config.checkpoint.accept_changed}:
+        told = "; ".join(f"{key}: {', '.join(names)}" for key, names in unaccepted.items())
+        raise ConfigError(
+            f"{checkpoint.path}: files that the run computes from have changed since it began: {told}; restore them, "
+            f"choose another run.name, or accept it with checkpoint.accept_changed=[{','.join(unaccepted)}]"
         )
     return checkpoint
 
@@ -173,12 +185,15 @@ def _require_readable_layout(checkpoint: Checkpoint, config: Config) -> None:
             )
 
 
-def resume_notes(checkpoint: Checkpoint, config: Config) -> list[str]:
+def resume_notes(checkpoint: Checkpoint, config: Config, files: RunInputs) -> list[str]:
     """List what a user should know about a resumed run: where it starts, and what has changed."""
     notes = [f"continuing after step {checkpoint.state.step} from {checkpoint.path}"]
     later = [step for step in torn_steps(checkpoint.path.parent) if step > checkpoint.state.step]
     notes += [f"{checkpoint_dir(checkpoint.path.parent, step)}: was not completed, and is not used" for step in later]
     notes += [f"changed since the checkpoint: {change}" for change in changed_settings(checkpoint.state.config, config)]
+    changed, _, untold = files.changes_since(checkpoint.state.inputs)
+    notes += [f"changed since the checkpoint: {key}: {', '.join(names)}" for key, names in changed.items()]
+    notes += [f"written anew since the checkpoint, perhaps the same: {name}" for name in untold]
     if len(checkpoint.same_layout(config)) < len(Role):
         notes.append("another layout: random number generators are seeded anew")
     return notes

@@ -16,6 +16,7 @@ from megarl.host.writing import dispensable, writing
 from megarl.launch.status import Heartbeat
 from megarl.plan.build import derive_run
 from megarl.record.activity import current_activity, doing
+from megarl.record.inputs import RunInputs
 from megarl.record.metrics import RunPaths
 from megarl.record.recorder import RunRecorder
 from megarl.report import write_report
@@ -37,8 +38,9 @@ def train(config: Config, *, overwrite: bool = False, resume: Resume | None = No
             inputs = open_train_inputs(with_models_of_run(config) if resume else config)
         config = inputs.config
         derived = derive_run(config, inputs.roles, inputs.algorithm.requires())
-        checkpoint = find_checkpoint(config, "train", resume) if resume else None
-        with _recorded(config, lock, checkpoint, overwrite=overwrite or resume is not None) as recorder:
+        files = RunInputs.of(config, "train")
+        checkpoint = find_checkpoint(config, "train", resume, files) if resume else None
+        with _recorded(config, lock, checkpoint, files, overwrite=overwrite or resume is not None) as recorder:
             for warning in inputs.warnings:
                 print_lines(f"warning: {warning}")
             with _heartbeat(recorder, lock, "train"), starting(logs := recorder.paths.logs):
@@ -66,8 +68,9 @@ def train_supervised(
             opened = SUPERVISED[command](with_models_of_run(config) if resume else config)
         inputs, task, config = opened.inputs, opened.task, opened.inputs.config
         derived = left_open(config, [object_store(config, command)])
-        checkpoint = find_checkpoint(config, command, resume) if resume else None
-        with _recorded(config, lock, checkpoint, overwrite=overwrite or resume is not None) as recorder:
+        files = RunInputs.of(config, command)
+        checkpoint = find_checkpoint(config, command, resume, files) if resume else None
+        with _recorded(config, lock, checkpoint, files, overwrite=overwrite or resume is not None) as recorder:
             for line in (*inputs.notes, *(f"warning: {warning}" for warning in inputs.warnings)):
                 print_lines(line)
             with _heartbeat(recorder, lock, command), starting(logs := recorder.paths.logs):
@@ -99,17 +102,18 @@ def _heartbeat(recorder: RunRecorder, lock: DirectoryLock, command: str) -> Hear
 
 @contextlib.contextmanager
 def _recorded(
-    config: Config, lock: DirectoryLock, checkpoint: Checkpoint | None, *, overwrite: bool
+    config: Config, lock: DirectoryLock, checkpoint: Checkpoint | None, files: RunInputs, *, overwrite: bool
 ) -> Iterator[RunRecorder]:
     """Open the run's recorder; within this context, what is written is shared as `run.share` says."""
+    files.hash_in_background()
     with shared_with(config.run.share, lock.directory):
         if checkpoint is None:
-            yield RunRecorder(config, lock=lock, overwrite=overwrite)
+            yield RunRecorder(config, lock=lock, inputs=files, overwrite=overwrite)
             return
-        for note in resume_notes(checkpoint, config):
+        for note in resume_notes(checkpoint, config, files):
             print_lines(note)
         forget_after(checkpoint.path.parent, checkpoint.state.step)
-        yield RunRecorder(config, lock=lock, resumed_step=checkpoint.state.step)
+        yield RunRecorder(config, lock=lock, inputs=files, resumed_step=checkpoint.state.step)
 
 
 @contextlib.contextmanager

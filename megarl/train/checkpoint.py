@@ -9,7 +9,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
@@ -43,7 +43,8 @@ class RunState:
 
     score: the validation score of this step, if it has one. num_optimizer_steps: steps taken by the actor.
     num_critic_steps: steps taken by the critic. gate_passed: whether engine and trainer were compared before the first
-    update. portable: whether optimizer states can be read under any layout.
+    update. portable: whether optimizer states can be read under any layout. inputs: the files that the run computes
+    from, as `megarl.record.inputs` recognises them.
     """
 
     command: Command
@@ -57,6 +58,7 @@ class RunState:
     score: float | None
     config: Config
     portable: bool = True
+    inputs: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps({**asdict(self), "config": masked_settings(self.config)}, indent=1)

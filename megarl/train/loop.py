@@ -239,4 +239,5 @@ class Trainer:
             source=self.rollouts.save(directory),
             score=score,
             config=self.inputs.config,
+            inputs=self.recorder.inputs.to_json(),
         )

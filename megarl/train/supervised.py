@@ -142,6 +142,7 @@ class SupervisedTrainer:
             source={},
             score=score,
             config=self.config,
+            inputs=self.recorder.inputs.to_json(),
         )
 
     def _train_step(self, step: int, log: MetricsLogger, progress: Progress) -> None:

@@ -14,6 +14,7 @@ from megarl.config.lora import LoraConfig
 from megarl.config.plugins import use_plugins
 from megarl.config.schema import ActorConfig, LayoutConfig
 from megarl.errors import ConfigError, DataError
+from megarl.record.inputs import RunInputs
 from megarl.record.metrics import JsonlSink, MetricsRecord, read_metrics
 from megarl.record.recorder import RunRecorder, write_settings
 from megarl.run.resume import (
@@ -66,7 +67,7 @@ def test_the_same_configuration_continues(tmp_path: Path) -> None:
     checkpoint = find_checkpoint(config(tmp_path), "train")
     assert checkpoint is not None
     assert checkpoint.path == path
-    assert resume_notes(checkpoint, config(tmp_path)) == [f"continuing after step 4 from {path}"]
+    assert resume_notes(checkpoint, config(tmp_path), RunInputs({})) == [f"continuing after step 4 from {path}"]
 
 
 def test_a_layout_that_cannot_read_the_checkpoint_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -176,7 +177,7 @@ def test_a_change_of_where_and_how_it_computes_is_noted(tmp_path: Path) -> None:
     changed = config(tmp_path, actor={"layout": {"tp": 2}, "optimizer": {"lr": 0.5}}, trainer={"total_steps": 200})
     checkpoint = find_checkpoint(changed, "train")
     assert checkpoint is not None
-    assert resume_notes(checkpoint, changed) == [
+    assert resume_notes(checkpoint, changed, RunInputs({})) == [
         f"continuing after step 4 from {path}",
         "changed since the checkpoint: actor.layout.tp: 1 → 2",
         "changed since the checkpoint: actor.optimizer.lr: 1e-06 → 0.5",
@@ -192,7 +193,7 @@ def test_layouts_and_schedules_of_the_critic_may_change_and_its_objective_may_no
     changed = config(tmp_path, **ppo, critic=critic, reference={"layout": {"dp": 2}})
     checkpoint = find_checkpoint(changed, "train")
     assert checkpoint is not None
-    notes = resume_notes(checkpoint, changed)
+    notes = resume_notes(checkpoint, changed, RunInputs({}))
     assert "changed since the checkpoint: critic.optimizer.lr: 1e-05 → 0.5" in notes
     assert any(note.startswith("changed since the checkpoint: critic.layout: None → LayoutConfig(") for note in notes)
     assert notes[-1] == "another layout: random number generators are seeded anew"
@@ -229,12 +230,14 @@ def test_a_run_with_defaults_of_earlier_versions_continues_with_what_is_derived_
     save(config(tmp_path, **defaults))
     checkpoint = find_checkpoint(config(tmp_path), "train")
     assert checkpoint is not None
-    assert "changed since the checkpoint: sync.host_group: gloo → None" in resume_notes(checkpoint, config(tmp_path))
+    assert "changed since the checkpoint: sync.host_group: gloo → None" in resume_notes(
+        checkpoint, config(tmp_path), RunInputs({})
+    )
     # What is null stays null, whatever a run derives: it changes nothing when the run goes on elsewhere.
     save(config(tmp_path), step=5)
     checkpoint = find_checkpoint(config(tmp_path), "train")
     assert checkpoint is not None
-    assert not [note for note in resume_notes(checkpoint, config(tmp_path)) if "host_group" in note]
+    assert not [note for note in resume_notes(checkpoint, config(tmp_path), RunInputs({})) if "host_group" in note]
 
 
 def test_every_continuable_key_exists(tmp_path: Path) -> None:
@@ -257,7 +260,7 @@ def test_a_run_without_a_critic_continues_although_its_checkpoint_has_settings_o
     save(config(tmp_path, **unread))
     checkpoint = find_checkpoint(config(tmp_path), "train")
     assert checkpoint is not None
-    assert len(resume_notes(checkpoint, config(tmp_path))) == 1
+    assert len(resume_notes(checkpoint, config(tmp_path), RunInputs({}))) == 1
     with_critic = {"algo": {"advantage": {"estimator": "gae"}}}
     save(config(tmp_path, **with_critic, **unread), step=5)
     assert "critic.optimizer.weight_decay: 0.0 → 0.01" in message(config(tmp_path, **with_critic))

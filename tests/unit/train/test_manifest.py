@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megarl.errors import ConfigError, DataError
 from megarl.host.directory_lock import DirectoryLock
+from megarl.record.inputs import RunInputs
 from megarl.record.metrics import JsonlSink, MetricsRecord, RunPaths, read_metrics
 from megarl.run import start
 from megarl.run.resume import find_checkpoint, resume_notes
@@ -164,7 +165,10 @@ def test_what_came_after_the_whole_one_is_forgotten_and_written_anew(tmp_path: P
         for step in (2, 4, 6):
             (paths.root / directory / f"step_{step:06d}.parquet").touch()
     found = find_checkpoint(config(tmp_path), "train", "newest-whole")
-    with DirectoryLock(paths.root, "train") as lock, start._recorded(config(tmp_path), lock, found, overwrite=True):
+    with (
+        DirectoryLock(paths.root, "train") as lock,
+        start._recorded(config(tmp_path), lock, found, RunInputs({}), overwrite=True),
+    ):
         pass
     assert [record.step for record in read_metrics(paths.metrics)] == [1, 2, 3, 4]
     for directory in ("rollouts", "records", "validation"):
@@ -173,7 +177,7 @@ def test_what_came_after_the_whole_one_is_forgotten_and_written_anew(tmp_path: P
     plainly = find_checkpoint(config(tmp_path), "train")
     assert plainly is not None
     assert plainly.path == older
-    assert resume_notes(plainly, config(tmp_path))[1] == f"{newest}: was not completed, and is not used"
+    assert resume_notes(plainly, config(tmp_path), RunInputs({}))[1] == f"{newest}: was not completed, and is not used"
     manager = CheckpointManager(
         paths.checkpoints, config(tmp_path, checkpoint={"every_steps": 1}).checkpoint, FakeRanks()
     )  # type: ignore[arg-type]
