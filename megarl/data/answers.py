@@ -9,14 +9,13 @@ from megarl.config.schema import Config
 from megarl.data.chat import render_row
 from megarl.data.ends import ANSWER, answer_ends, answer_form, declared_ends
 from megarl.data.pieces import encode, encode_pieces
+from megarl.data.thoughts import after_prompt
 from megarl.errors import DataError
 from megarl.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Chat templates of reasoning models may already open the thinking block in the prompt.
-THINK_OPENING = "<think>\n"
 # Answers as policies often begin them.
 _PROBES = ("The answer is 1.", "1", "So")
 
@@ -94,10 +93,11 @@ class Answers:
     def demonstration(self, messages: Sequence[Message], target: str, *, where: str = "demonstration") -> list[int]:
         """Encode `target` as the policy would have written it after the prompt of `messages`, its end included.
 
-        A leading think tag is dropped if the template's prompt already ends with it.
+        A thought that the template's prompt already opens is not opened again (`after_prompt`).
 
         Raises:
-            DataError: the template refuses the chat; or `target` has no text, or an end anywhere but at its end.
+            DataError: the template refuses the chat; `target` has no text, or an end anywhere but at its end; or it
+                thinks though the template's prompt has closed the thought.
         """
         answer = Message(role="assistant", content=self._without_end(target))
         (opening,) = render_row(self._tokenizer, [messages], where)
@@ -150,9 +150,16 @@ class Answers:
         """Return the text that the policy writes after the prompt `opening`; DataError if there is none."""
         if not content.strip() or self.ends.tails[0].strip() in content:
             raise self._target_error(content, where)
-        if content.startswith(THINK_OPENING) and opening.endswith(THINK_OPENING):
-            return content.removeprefix(THINK_OPENING)
-        return content
+        text = after_prompt(content, opening)
+        if text is None:
+            raise DataError(
+                f"{where}: the answer is {content[:80]!r}, but the chat template's prompt ends with {opening[-20:]!r}, "
+                "a thought that is closed already; remove the thought from the answer, or let the template open one, "
+                "with an argument in data.chat_template such as enable_thinking=true"
+            )
+        if not text.strip():
+            raise self._target_error(content, where)
+        return text
 
     def _last(self, text: str, opening: str, closed: str) -> str:
         """Return the last answer with its end, as the template has it in the chat `closed` if it repeats the answer."""

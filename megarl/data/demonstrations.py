@@ -55,7 +55,7 @@ class SftDataset:
         for i, row in enumerate(files):
             where = files.where(i)
             record = parse_demonstration(row, where, form, settings)
-            self.spelled.look(record.messages, where)
+            self.spelled.look(record.messages, where, whole=settings.train_on == "every_token")
             # Token ids and loss mask of each row that the chat becomes.
             if settings.train_on == "every_token":
                 (text,) = render_row(tokenizer, [record.messages], where, add_generation_prompt=False)

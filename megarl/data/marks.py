@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megarl.data.ends import answer_form
+from megarl.data.roles import RoleCheck
 from megarl.types import Message
 
 if TYPE_CHECKING:
@@ -30,10 +31,15 @@ class SpelledMarks:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         form = answer_form(tokenizer)
         self._marks = marks_of(tokenizer, form.before + form.tail + form.rest + form.next_tail)
+        self._roles = RoleCheck(tokenizer)
         self.num_rows, self._first = 0, ""
 
-    def look(self, messages: Sequence[Message], where: str) -> None:
-        """Look through the texts of a row; an answer may end with a mark, as its author may have written its end."""
+    def look(self, messages: Sequence[Message], where: str, *, whole: bool = False) -> None:
+        """Look through the texts of a row; an answer may end with a mark, as its author may have written its end.
+
+        Raises DataError if the chat template does not write all of them; for `whole` see `RoleCheck.require`.
+        """
+        self._roles.require(messages, where, whole=whole)
         for number, message in enumerate(messages):
             for found in self._marks.finditer(message.content):
                 if message.role != "assistant" or found.end() < len(message.content):

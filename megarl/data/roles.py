@@ -1,0 +1,77 @@
+"""Check that the chat template writes the text of every turn of a data set."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megarl.data.chat import TemplateRefusal, render_chats
+from megarl.data.thoughts import begins_thought, opens_twice
+from megarl.errors import DataError
+from megarl.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+class RoleCheck:
+    """The check of the sequences of roles of a data set. Each is rendered once, with texts that no template changes."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._tokenizer = tokenizer
+        self._known = set[tuple[object, ...]]()
+
+    def require(self, messages: Sequence[Message], where: str, *, whole: bool) -> None:
+        """Raise DataError if the chat template leaves out a turn's text, or opens an answer's thought a second time.
+
+        whole: the last answer, too, is written by the template, and not encoded after its prompt.
+        """
+        spoken = messages if whole or messages[-1].role != "assistant" else messages[:-1]
+        # Blank texts cannot be lost; a template may treat thoughts apart, and adds them to answers alone.
+        shape = (
+            whole,
+            *((m.role, not m.content or m.content.isspace(), whole and begins_thought(m.content)) for m in spoken),
+        )
+        if shape in self._known:
+            return
+        probes = [_probe(i, message) for i, message in enumerate(spoken)]
+        opened = spoken[-1].role != "assistant"
+        chats = [probes]
+        if whole and begins_thought(spoken[-1].content):
+            thought = replace(probes[-1], content=f"<think>\nZq thought\n</think>\n\n{probes[-1].content}")
+            chats.append([*probes[:-1], thought])
+        try:
+            texts = render_chats(self._tokenizer, chats, add_generation_prompt=opened)
+        except TemplateRefusal:  # What it says of the chat itself names the row.
+            return
+        for i, message in enumerate(probes):
+            # Some templates write everything in small or capital letters.
+            if message.content.lower() not in texts[0].lower():
+                written = [role for role in _ROLES if role != message.role and self._writes(probes, i, role)]
+                raise DataError(
+                    f"{where}: turn {i}: the chat template leaves out the text of the role {message.role!r} in "
+                    f"{[m.role for m in messages]!s:.200}, so that the model would never read it; rename the role, "
+                    f"such as to {' or '.join(map(repr, written)) or 'one that the template writes'}, or give the "
+                    "model a template that writes it"
+                )
+        if opens_twice(texts[-1]):
+            raise DataError(
+                f"{where}: turn {len(spoken) - 1}: the chat template opens a thought before the answer, which opens "
+                "one, too; remove the thought's opening from the answer, or give the model another template"
+            )
+        self._known.add(shape)
+
+    def _writes(self, chat: Sequence[Message], turn: int, role: str) -> bool:
+        """Return whether the template would write a turn of a chat under another role."""
+        renamed = [*chat[:turn], replace(chat[turn], role=role), *chat[turn + 1 :]]
+        try:
+            (text,) = render_chats(self._tokenizer, [renamed], add_generation_prompt=chat[-1].role != "assistant")
+        except TemplateRefusal:
+            return False
+        return chat[turn].content.lower() in text.lower()
+
+
+def _probe(turn: int, message: Message) -> Message:
+    """Return a turn whose text no template changes; a blank one stays blank."""
+    return replace(message, content=f"Zq{turn} turn" if message.content.strip() else message.content)

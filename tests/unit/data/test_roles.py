@@ -1,0 +1,183 @@
+"""Every turn of a data set reaches the model: sequences of roles under templates in the manner of published ones."""
+
+from itertools import product
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from megarl.data.answers import Answers
+from megarl.data.chat import render_chats
+from megarl.data.marks import SpelledMarks
+from megarl.data.roles import RoleCheck
+from megarl.errors import DataError
+from megarl.types import Message
+
+REFUSAL = "{{ raise_exception('roles must alternate') }}"
+
+
+def looped(body: str, prompt: str) -> str:
+    return f"{{% for m in messages %}}{body}{{% endfor %}}{{% if add_generation_prompt %}}{prompt}{{% endif %}}"
+
+
+def by_role(turns: dict[str, str], prompt: str, otherwise: str = "") -> str:
+    cases = "".join(f"{{% if m.role == '{role}' %}}{text}{{% endif %}}" for role, text in turns.items())
+    other = f"{{% if m.role not in {list(turns)} %}}{otherwise}{{% endif %}}" if otherwise else ""
+    return looped(cases + other, prompt)
+
+
+IM = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+UNTHOUGHT = "<|im_start|>assistant\n{{ m.content.split('</think>')[-1].strip() }}<|im_end|>\n"
+IM_PROMPT = "<|im_start|>assistant\n"
+# A template, and the roles whose turns it writes; a turn of another role is left out or refused.
+TEMPLATES = {
+    "chatml": (looped(IM, IM_PROMPT), None),
+    "chatml of three roles": (by_role(dict.fromkeys(("system", "user", "assistant"), IM), IM_PROMPT), "sua"),
+    "llama 2": (
+        "{%- set ns = namespace(system='') -%}{%- for m in messages -%}{%- if m.role == 'system' -%}"
+        "{%- set ns.system = '<<SYS>>\n' + m.content + '\n<</SYS>>\n\n' -%}{%- elif m.role == 'user' -%}"
+        "[INST] {{ ns.system + m.content }} [/INST]{%- set ns.system = '' -%}{%- elif m.role == 'assistant' -%}"
+        " {{ m.content.strip() }} <|im_end|>{%- endif -%}{%- endfor -%}",
+        "sua",
+    ),
+    "llama 3": (looped("<|start|>{{ m.role }}<|end|>\n\n{{ m.content | trim }}<|im_end|>", "<|start|>assistant"), None),
+    "gemma": (
+        by_role(
+            {
+                "user": "<start>user\n{{ m.content | trim }}<|im_end|>\n",
+                "assistant": "<start>model\n{{ m.content | trim }}<|im_end|>\n",
+            },
+            "<start>model\n",
+            REFUSAL,
+        ),
+        "ua",
+    ),
+    "mistral": (
+        by_role({"user": "[INST] {{ m.content }}[/INST]", "assistant": " {{ m.content }}<|im_end|>"}, ""),
+        "ua",
+    ),
+    "qwen 3": (
+        by_role(
+            {"system": IM, "user": IM, "assistant": UNTHOUGHT, "tool": IM.replace("{{ m.role }}", "user")}, IM_PROMPT
+        ),
+        "suat",
+    ),
+    "deepseek r1": (
+        by_role(
+            {"system": "{{ m.content }}", "user": "<|User|>{{ m.content }}", "assistant": UNTHOUGHT},
+            "<|Assistant|><think>\n",
+        ),
+        "sua",
+    ),
+    "an empty thought": (by_role({"user": IM, "assistant": UNTHOUGHT}, IM_PROMPT + "<think>\n\n</think>\n\n"), "ua"),
+    "phi": (looped("<|{{ m.role }}|>\n{{ m.content }}<|im_end|>\n", "<|assistant|>\n"), None),
+    "glm": (
+        by_role(
+            {
+                "system": "<|system|>\n{{ m.content }}",
+                "user": "<|user|>\n{{ m.content }}",
+                "assistant": "<|assistant|>\n{{ m.content }}<|im_end|>",
+                "observation": "<|observation|>\n{{ m.content }}",
+            },
+            "<|assistant|>\n",
+        ),
+        "suao",
+    ),
+    "gpt-oss": (
+        by_role(
+            {
+                "developer": "<|start|>developer\n{{ m.content }}<|end|>",
+                "user": "<|start|>user\n{{ m.content }}<|end|>",
+                "assistant": "<|start|>assistant\n{{ m.content }}<|im_end|>",
+            },
+            "<|start|>assistant\n",
+        ),
+        "dua",
+    ),
+    "the first system turn alone": (
+        "{%- if messages[0].role == 'system' -%}{{ messages[0].content }}{%- endif -%}"
+        + by_role({"user": IM, "assistant": IM}, IM_PROMPT),
+        "sua",
+    ),
+}
+OTHERS = ("developer", "function", "observation", "ipython", "moderator", "context", "tool", "system")
+BEFORE, BETWEEN = ("{}", "user"), ("user", "assistant", "{}", "user")
+
+
+def chat(roles: tuple[str, ...], content: str = "Some words.") -> list[Message]:
+    return [Message(role=role, content=f"{content} {i}") for i, role in enumerate(roles)]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_turn_is_written_or_its_row_is_refused(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template, written = TEMPLATES[name]
+    looks = SpelledMarks(tokenizer)
+    for form, role, answered in product((BEFORE, BETWEEN), OTHERS, (False, True)):
+        roles = tuple(each.format(role) for each in form)
+        turns = chat((*roles, "assistant") if answered else roles)
+        try:
+            (text,) = render_chats(tokenizer, [turns[: len(roles)]])
+        except DataError:
+            continue
+        if all(turn.content in text for turn in turns[: len(roles)]):
+            looks.look(turns, "a.jsonl row 3")
+            assert written is None or role[0] in written
+        else:
+            place = form.index("{}")
+            with pytest.raises(
+                DataError, match=rf"^a\.jsonl row 3: turn {place}: .* leaves out .* '{role}' .*; rename"
+            ):
+                looks.look(turns, "a.jsonl row 3")
+
+
+def test_a_sequence_of_roles_is_rendered_once(tokenizer: PreTrainedTokenizerBase) -> None:
+    check = RoleCheck(tokenizer)
+    check.require(chat(("user", "assistant")), "row 0", whole=True)
+    tokenizer.chat_template = "nothing"
+    check.require(chat(("user", "assistant"), "Others."), "row 1", whole=True)
+    with pytest.raises(DataError, match=r"^row 2: turn 0: "):
+        check.require(chat(("user",)), "row 2", whole=True)
+
+
+def test_blank_turns_and_thoughts_of_earlier_answers_may_be_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = by_role({"user": IM, "assistant": UNTHOUGHT}, IM_PROMPT)
+    turns = [Message(role="system", content=" "), *chat(("user", "assistant", "user", "assistant"))]
+    turns[2] = Message(role="assistant", content="<think>Zq</think>so")
+    SpelledMarks(tokenizer).look(turns, "row 0", whole=True)
+
+
+def test_whole_chats_open_a_thought_once(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = by_role({"user": IM, "assistant": IM.replace("\n{{", "\n<think>\n{{")}, IM_PROMPT)
+    looks, thought = SpelledMarks(tokenizer), Message(role="assistant", content="<think>a</think>b")
+    looks.look(chat(("user", "assistant")), "row 0", whole=True)
+    with pytest.raises(DataError, match=r"^row 1: turn 1: the chat template opens a thought before the answer"):
+        looks.look([*chat(("user",)), thought], "row 1", whole=True)
+
+
+ANSWERS = {
+    "<think>\n1+2=3\n</think>\n\n3": "1+2=3\n</think>\n\n3",
+    "<think>1+2=3</think>3": "1+2=3</think>3",
+    "<think> 1+2=3</think> 3": "1+2=3</think> 3",
+    "\n<think>\n1+2=3\n</think>\n\n3": "1+2=3\n</think>\n\n3",
+    "<Think>1+2=3</Think>3": "1+2=3</Think>3",
+    "1+2=3\n</think>\n\n3": "1+2=3\n</think>\n\n3",
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("ending", ["<think>\n", "<think>", "</think>", "<think>\n\n</think>\n\n"])
+def test_a_thought_is_opened_and_closed_once(ending: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = looped(IM, IM_PROMPT + ending)
+    question = chat(("user",))
+    if "</think>" in ending:
+        with pytest.raises(DataError, match=r"^row 4: the answer is .* a thought that is closed already; remove"):
+            Answers(tokenizer).demonstration(question, answer, where="row 4")
+        return
+    text = tokenizer.decode(Answers(tokenizer).demonstration(question, answer, where="row 4"))
+    assert text.removesuffix("<|im_end|>").lstrip(" \n" if ending == "<think>" else "") == ANSWERS[answer]
+
+
+@pytest.mark.parametrize("ending", ["</think>", "<think>\n\n</think>\n\n"])
+def test_an_empty_thought_is_not_written_a_second_time(ending: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = looped(IM, IM_PROMPT + ending)
+    ids = Answers(tokenizer).demonstration(chat(("user",)), "<think>\n\n</think>\n\nIn <think> tags.")
+    assert tokenizer.decode(ids) == "In <think> tags.<|im_end|>"
