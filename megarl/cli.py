@@ -65,6 +65,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--command", type=int, dest="which", metavar="N", help="which of a script's commands that start training"
     )
     peer.add_argument("--out", type=Path, metavar="RUN.yaml", help="run file to write; default: print it")
+    peer.add_argument("--run-script", action="store_true", help="without a sandbox, run the script with stubs outside")
     peer.set_defaults(run=_convert_config)
     add_slurm(commands, parse, tuple(TRAININGS))
     _add_serve_reward(commands)
@@ -273,7 +274,7 @@ def _plan_async(arguments: argparse.Namespace) -> None:
 def _convert_config(arguments: argparse.Namespace) -> None:
     from megarl.migrate.convert_config import convert_config
 
-    convert_config(arguments.file, arguments.out, arguments.given, arguments.which)
+    convert_config(arguments.file, arguments.out, arguments.given, arguments.which, run_anyway=arguments.run_script)
 
 
 def _serve_reward(arguments: argparse.Namespace) -> None:

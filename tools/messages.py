@@ -22,7 +22,7 @@ ERRORS = {
     "WorkerError",
 }
 # Other errors of settings name their key and explain themselves. Files are read with an error of the caller's choice.
-EXPLAINED = ("migrate/convert_config.py", "migrate/peer_", "migrate/shell/", "host/", "sandbox/process.py")
+EXPLAINED = ("migrate/convert_config.py", "migrate/peer_", "migrate/launch_script.py", "host/", "sandbox/process.py")
 # Functions that return warnings under other names.
 WARNERS = re.compile("warn|^_lost_rows$|^_dropped_pairs$")
 # Stands for what varies in a message.

@@ -73,14 +73,16 @@ class Converted:
     assumed: tuple[str, ...] = ()
 
 
-def convert_config(path: Path, out: Path | None, given: Sequence[str] = (), command: int | None = None) -> None:
+def convert_config(
+    path: Path, out: Path | None, given: Sequence[str], command: int | None, *, run_anyway: bool
+) -> None:
     """Convert a script or YAML file, and write the run file to `out`, or print it.
 
-    given, command: see `read_peer_file`. The standard error also lists what the file does not tell.
+    given, command, run_anyway: see `read_peer_file`. The standard error also lists what the file does not tell.
     """
     if out is not None and out.exists():
         raise ConfigError(f"--out: {out} exists; choose another name or delete it")
-    peer = read_peer_file(path, given, command)
+    peer = read_peer_file(path, given, command, run_anyway=run_anyway)
     converted = convert(peer)
     for written, why in peer.unreadable.items():
         print_lines(f"{path}: not known, so not in the run file: {written} ({why})", file=sys.stderr)

@@ -22,14 +22,18 @@ The first command reads a script with `python3 -m verl.trainer.main_ppo a.b=c â€
 openrlhf.cli.train_ppo_ray --flag value â€¦` or LUFFY's `main_mix_ppo`, or a YAML file, and writes a run file. An unknown
 key in a run file or on the command line is answered from the same tables.
 
-The script is followed, not run, as bash would follow it in the directory where it is called, without arguments and with
-none of its variables set before:
+Bash (4.4 or newer) runs the script, without arguments and with none of its variables set before, in a sandbox where a
+stub stands for every program. Where the machine offers no such sandbox (user namespaces), `--run-script` runs it in an
+empty environment without one: what it redirects into files is then written.
 
 - `megarl convert-config train.sh SMOKE=1 big` stands for `SMOKE=1 bash train.sh big`. `--command 2` takes the second of
   several commands that start training. Files that the script sources are read.
 - The converter does not guess what only the machine knows: the output of a command (`$(nproc)`), a file, a variable of
-  Slurm, or a variable without a default that the script never sets. Options that depend on these are left out. If a
-  condition is not known, both branches are followed, and an option on which they agree is carried over.
+  Slurm, or a variable without a default that the script never sets. Options that depend on these are left out: the
+  script runs for both outcomes of such a condition, and an option on which all runs agree is carried over.
+- Values are read by Hydra's grammar: `on` and `0123` are texts. Options that `~` removes, that Hydra refuses or takes
+  for a sweep are left to you. An option on a line of its own, cut off by a comment or a missing backslash, is named.
+- Scripts of slime and vime are not supported.
 - The run file's comments and the terminal list every option that is left out, with line and reason.
 
 The defaults of verl 0.6 and 0.9, OpenRLHF before 0.11, and LUFFY are written out. Values are converted:

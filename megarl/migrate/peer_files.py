@@ -9,7 +9,8 @@ from typing import Any
 from megarl.config.load import read_yaml
 from megarl.errors import ConfigError
 from megarl.migrate.aliases import ALIASES, leaves
-from megarl.migrate.peer_scripts import Open, ScriptOptions, option_name, option_value, read_script
+from megarl.migrate.hydra_values import option_value
+from megarl.migrate.peer_scripts import Open, ScriptOptions, option_name, read_script
 
 _INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?([A-Za-z_]\w*(?:\.\w+)+)(?:,([^${}]*))?\}")
 
@@ -29,11 +30,13 @@ class PeerOptions:
     assumed: tuple[str, ...] = ()
 
 
-def read_peer_file(path: Path, given: Sequence[str] = (), command: int | None = None) -> PeerOptions:
+def read_peer_file(
+    path: Path, given: Sequence[str] = (), command: int | None = None, *, run_anyway: bool = False
+) -> PeerOptions:
     """Read the options from a YAML file, or from the command in a shell script that starts training.
 
     given: what a script is run with: variables of the environment as NAME=VALUE, and arguments. command: which of
-    several commands that start training, from 1.
+    several commands that start training, from 1. run_anyway: run a script also where there is no sandbox for it.
     """
     if path.suffix in (".yaml", ".yml"):
         if given or command:
@@ -42,12 +45,12 @@ def read_peer_file(path: Path, given: Sequence[str] = (), command: int | None = 
         is_verl = any(section in tree for section in ("actor_rollout_ref", "algorithm", "trainer"))
         framework = "verl" if is_verl else "OpenRLHF"
         found = {
-            option_name(name, framework): option_value(value) if isinstance(value, str) else value
+            option_name(name, framework): _number(value) if isinstance(value, str) else value
             for name, value in leaves("", tree)
         }
         script = ScriptOptions(framework=framework, options=found)
     else:
-        script = read_script(path, given, command)
+        script = read_script(path, given, command, run_anyway=run_anyway)
     framework = script.framework
     if framework == "verl" and any(name in ALIASES and ALIASES[name].framework == "LUFFY" for name in script.options):
         framework = "LUFFY"
@@ -65,6 +68,11 @@ def read_peer_file(path: Path, given: Sequence[str] = (), command: int | None = 
         undecided=frozenset(undecided),
         assumed=script.assumed,
     )
+
+
+def _number(text: str) -> str | float:
+    """Read 1e-6 as a number, as OmegaConf does in YAML files."""
+    return float(text) if re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", text) else text
 
 
 def _resolve(value: Any, options: Mapping[str, Any]) -> Any:

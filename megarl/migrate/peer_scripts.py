@@ -1,21 +1,18 @@
 """Read the options of a training run from the command that a shell script starts it with.
 
-The script is followed, not run (`megarl.migrate.shell`). The conversion lists what only running it would tell.
+Bash runs the script with stubs for all programs (`launch_script`). The conversion lists what only a real run tells.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import yaml
+from typing import Any
 
 from megarl.errors import ConfigError
 from megarl.migrate.aliases import RENAMED, RENAMED_AS_HERE
-
-if TYPE_CHECKING:
-    from megarl.migrate.shell.worlds import Followed, World
+from megarl.migrate.hydra_values import option_value
+from megarl.migrate.launch_script import Followed, World, follow
 
 # By the word that starts a run, its framework; the first that matches counts.
 _LAUNCHERS: Mapping[str, str] = {
@@ -23,6 +20,12 @@ _LAUNCHERS: Mapping[str, str] = {
     r"(\S*[./])?main_mix_ppo(\.py)?": "LUFFY",
     r"(\S*[./])?main_(?!mix|eval|generation)\w+(\.py)?": "verl",
 }
+# slime, and vime, which took its options over, start this file with these options.
+_SLIME = (re.compile(r"(\S*/)?train(_async)?\.py"), ("--hf-checkpoint", "--rollout-batch-size", "--actor-num-nodes"))
+# Hydra's arguments: `name=value`, `+name=value`, `++name=value`, and `~name`, which takes the option out.
+_OVERRIDE = re.compile(r"(~|\+{0,2})(?P<name>[\w$./-]+)(?:@[\w$.-]*)?(?:=(?P<value>.*))?", re.ASCII | re.DOTALL)
+# What an option is that runs as a command.
+_ORPHAN = re.compile(r"--?[A-Za-z].*|[+~]{0,2}[A-Za-z_]\w*(\.\w+)+(=.*)?", re.DOTALL)
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
@@ -53,18 +56,34 @@ def option_name(name: str, framework: str) -> str:
     return RENAMED.get(plain) or RENAMED_AS_HERE.get(plain) or plain
 
 
-def _overrides(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield name and texts of Hydra arguments `name=value`. For others, such as `--config-name=X`, the name is the
-    argument.
+def _overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of Hydra's arguments, `Open` where Hydra gives the option no value. Flags of Hydra's own,
+    such as `--config-name=X`, are named with it.
     """
-    for argument in arguments:
-        is_flag = argument.startswith("--")
-        name, equals, text = (argument.lstrip("-") if is_flag else argument).partition("=")
-        yield (f"hydra.{name}" if is_flag else name), [text] if equals else []
+    for index, argument in enumerate(arguments):
+        if argument.startswith("-"):
+            name, _, text = argument.lstrip("-").partition("=")
+            yield f"hydra.{name}", text or True
+        elif not (index and re.fullmatch("-(cn|cp|cd)|--config-(name|path|dir)", arguments[index - 1])):
+            yield _override(argument)
 
 
-def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield name and texts of arguments `--name value ...`."""
+def _override(argument: str) -> tuple[str, Any]:
+    match = _OVERRIDE.fullmatch(argument)
+    if match and match[1] == "~":
+        return match["name"], Open("(removed)", "~ takes the option out, so the framework decides")
+    if match is None or match["value"] is None:
+        return argument, Open(
+            "(no value)", "Hydra refuses it, and starts no training: it is not of the form name=value"
+        )
+    try:
+        return match["name"], option_value(match["value"])
+    except ConfigError as error:
+        return match["name"], Open(match["value"], str(error))
+
+
+def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of arguments `--name value ...`."""
     name: str | None = None
     texts: list[str] = []
     for argument in (*arguments, "--"):
@@ -72,22 +91,23 @@ def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
             texts.append(argument)
             continue
         if name:
-            yield name, texts
+            values = [flag_value(text) for text in texts]
+            yield name, values[0] if len(values) == 1 else values or True
         name, equals, text = argument[2:].partition("=")
         texts = [text] if equals else []
 
 
-def option_value(text: str) -> Any:
-    """Parse a value as YAML, or keep it as text if it is not YAML. `None` and `1e-6` mean what they mean in Python."""
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-    if value == "None":
-        return None
-    if isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", value):
-        return float(value)
-    return value
+def flag_value(text: str) -> Any:
+    """Read the value of a flag as Python reads it: a number, true, false, None, or else text."""
+    words = {"true": True, "false": False, "none": None, "null": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _launcher(words: Sequence[str]) -> tuple[int, str] | None:
@@ -99,102 +119,118 @@ def _launcher(words: Sequence[str]) -> tuple[int, str] | None:
     return None
 
 
-def read_script(path: Path, given: Sequence[str], command: int | None) -> ScriptOptions:
+def read_script(path: Path, given: Sequence[str], command: int | None, *, run_anyway: bool = False) -> ScriptOptions:
     """Return the options of the command in a script that starts training; raise ConfigError if there is none.
 
     given: variables of the environment as NAME=VALUE, and arguments of the script. command: which of several, from 1.
+    run_anyway: also where there is no sandbox for it.
     """
-    from megarl.migrate.shell.worlds import follow
-
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; give a shell script or a YAML file of verl, OpenRLHF or LUFFY")
     variables = {match[1]: match[2] for each in given if (match := _VARIABLE.fullmatch(each))}
     arguments = [each for each in given if not _VARIABLE.fullmatch(each)]
-    followed = follow(path, lambda words: _launcher(words) is not None, variables=variables, arguments=arguments)
+    followed = follow(path, variables=variables, arguments=arguments, run_anyway=run_anyway)
+    runs = [_Run(world=world, commands=_trainings(world)) for world in followed.worlds]
     # A world that fails before training is none of a run.
-    worlds = [world for world in followed.worlds if world.commands or not world.status]
-    sites = _sites(worlds, followed.holes.show)
+    runs = [run for run in runs if run.commands or not run.world.status]
+    sites = _sites(runs)
     if not sites:
         raise ConfigError(_nothing(path, followed, given))
     if command is None and len(sites) > 1:
-        lines = "; ".join(f"{number}: line {site[0]}" for number, site in enumerate(sites, 1))
+        lines = "; ".join(f"{number}: line {site[1]}" for number, site in enumerate(sites, 1))
         raise ConfigError(f"{path}: {len(sites)} commands start training ({lines}); choose one with --command NUMBER")
     if command is not None and not 1 <= command <= len(sites):
         raise ConfigError(f"--command={command}: {path} has {len(sites)} commands that start training")
-    site = sites[(command or 1) - 1]
-    return _merged(worlds, site, followed, given)
+    return _merged(runs, sites[(command or 1) - 1], followed, given)
 
 
-def _sites(worlds: Sequence["World"], show: Callable[[str], str]) -> list[tuple[int, int]]:
-    """Return the commands of all worlds, each as its line and its number among those of that line, without repeats."""
-    sites: dict[tuple[int, int], None] = {}
-    for world in worlds:
-        seen: dict[tuple[str, ...], None] = {}
-        for index, command in enumerate(world.commands):
-            words = tuple(show(word) for word, _ in command.words)
-            if words not in seen:
-                number = sum(each.line == command.line for each in world.commands[:index])
-                sites[command.line, number] = None
-            seen[words] = None
-    return sorted(sites)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """A run of the script, and the commands in it that start training, each with its place and its words."""
+
+    world: World
+    commands: Sequence[tuple["_Site", tuple[str, ...]]]
 
 
-def _merged(
-    worlds: Sequence["World"], site: tuple[int, int], followed: "Followed", given: Sequence[str]
-) -> ScriptOptions:
-    """Return the options on which all worlds agree; the others are `Open`."""
-    line, number = site
+# The file and the line of a command, and its number among those of that line.
+_Site = tuple[str, int, int]
+
+
+def _trainings(world: World) -> list[tuple[_Site, tuple[str, ...]]]:
+    """Return the commands of a run that start training; the same command again counts once."""
+    found: dict[tuple[str, ...], _Site] = {}
+    for command in world.commands:
+        if _launcher(command.words) and command.words not in found:
+            number = sum(site[:2] == (command.file, command.line) for site in found.values())
+            found[command.words] = (command.file, command.line, number)
+    return [(site, words) for words, site in found.items()]
+
+
+def _sites(runs: Sequence[_Run]) -> list[_Site]:
+    return sorted({site for run in runs for site, _ in run.commands}, key=lambda site: site[1:])
+
+
+def _merged(runs: Sequence[_Run], site: _Site, followed: Followed, given: Sequence[str]) -> ScriptOptions:
+    """Return the options on which all runs agree; the others are `Open`."""
     found: list[tuple[World, dict[str, Any]]] = []
-    framework, unreadable = "", {}
-    for world in worlds:
-        commands = [command for command in world.commands if command.line == line]
-        if len(commands) <= number:
+    framework, unreadable = "", dict[str, str]()
+    for run in runs:
+        words = dict(run.commands).get(site)
+        if words is None:
             continue
-        words = [word for word, _ in commands[number].words]
         start, framework = _launcher(words) or (0, "")
         options = dict[str, Any]()
-        for name, texts in (_flags if framework == "OpenRLHF" else _overrides)(words[start:]):
-            holes = followed.holes.within(" ".join(texts))
-            shown = [followed.holes.show(text) for text in texts]
-            if named := followed.holes.within(name):
-                unreadable[followed.holes.show(name)] = f"{named[0].why}; it may set any option"
-            elif holes:
-                options[option_name(name, framework)] = Open(" ".join(shown), holes[0].why)
+        for name, value in (_flags if framework == "OpenRLHF" else _overrides)(words[start:]):
+            unknown = followed.unknown_in(name) if run.world.is_first else []
+            if unknown:
+                unreadable[followed.show(name)] = f"{unknown[0]} is not known; it may set any option"
             else:
-                values = [option_value(text) for text in texts]
-                options[option_name(name, framework)] = values[0] if len(values) == 1 else values or True
-        found.append((world, options))
+                options[option_name(name, framework)] = value
+        found.append((run.world, options))
     merged = dict[str, Any]()
-    for name in dict.fromkeys(name for _, options in found for name in options):
+    for name in dict.fromkeys(name for world, options in found if world.is_first for name in options):
         values = [(world, options.get(name, _NOT_GIVEN)) for world, options in found]
         first = values[0][1]
-        if all(value == first and type(value) is type(first) for _, value in values):
+        if all(repr(value) == repr(first) for _, value in values):
             merged[name] = first
         else:
-            merged[name] = Open(" or ".join(dict.fromkeys(_shown(value) for _, value in values)), _depends(values))
-    starts = [(world, any(world is each for each, _ in found)) for world in worlds]
+            merged[name] = _open(values, followed)
     assumed = [_circumstances(followed, given), *followed.assumptions]
-    if not all(value for _, value in starts):
-        assumed.append(f"The training starts at all: {_depends(starts)}.")
-    return ScriptOptions(framework=framework, options=merged, unreadable=unreadable, assumed=tuple(assumed))
+    without = [run.world for run in runs if site not in dict(run.commands)]
+    if without:
+        starts = [(world, True) for world, _ in found] + [(world, False) for world in without]
+        assumed.append(f"The training starts at all: {_open(starts, followed).why}.")
+    orphans = {
+        " ".join(
+            command.words
+        ): f"line {command.line} runs it as a command of its own, so the training does not get it; "
+        "the line before ends in no backslash, or is a comment"
+        for command in followed.worlds[0].commands
+        if _ORPHAN.fullmatch(command.words[0])
+    }
+    return ScriptOptions(
+        framework=framework, options=merged, unreadable={**unreadable, **orphans}, assumed=tuple(assumed)
+    )
 
 
 _NOT_GIVEN = Open("(not given)", "")
 
 
+def _open(values: Sequence[tuple[World, Any]], followed: Followed) -> Open:
+    """Return the option whose value differs between runs, with what it depends on."""
+    texts = {world.decisions: _shown(value) for world, value in values if world.is_first}
+    unknown = [name for text in texts.values() for name in followed.unknown_in(text)]
+    # Each run turns one more decision than another one.
+    turned = [at[-1] for at, text in texts.items() if at and text != texts.get(at[:-1], text)]
+    depends = dict.fromkeys([*(followed.places[key] for key in turned), *unknown])
+    why = f"it depends on {'; '.join(depends) or 'what is not known'}, which only the machine decides"
+    # A program that prints nothing is tried, too, and says nothing.
+    shown = dict.fromkeys(followed.show(text) for text in texts.values() if text)
+    return Open(" or ".join(shown), why)
+
+
 def _shown(value: Any) -> str:
     return value.text if isinstance(value, Open) else str(value)
-
-
-def _depends(values: Sequence[tuple["World", Any]]) -> str:
-    """Name the conditions on which a value depends."""
-    conditions = dict.fromkeys(condition for world, _ in values for condition, _ in world.decisions)
-
-    def having(condition: str, outcome: bool) -> set[str]:
-        return {_shown(value) for world, value in values if (condition, outcome) in world.decisions}
-
-    named = [each for each in conditions if having(each, True) != having(each, False)]
-    return f"it depends on {'; '.join(named or conditions)}, which only the machine decides"
 
 
 def _circumstances(followed: "Followed", given: Sequence[str]) -> str:
@@ -210,6 +246,8 @@ def _circumstances(followed: "Followed", given: Sequence[str]) -> str:
 
 def _nothing(path: Path, followed: "Followed", given: Sequence[str]) -> str:
     """Say why no command starts training."""
+    if any(_is_slime(command.words) for command in followed.worlds[0].commands):
+        return f"{path}: starts slime or vime, which is not read; give a script of verl, OpenRLHF or LUFFY"
     ended = next((world.ended for world in followed.worlds if world.ended), "")
     if ended:
         return (
@@ -223,3 +261,8 @@ def _nothing(path: Path, followed: "Followed", given: Sequence[str]) -> str:
         f"{path}: no command that starts training, such as python3 -m verl.trainer.main_ppo or "
         f"python3 -m openrlhf.cli.train_ppo_ray; {remedy}"
     )
+
+
+def _is_slime(words: Sequence[str]) -> bool:
+    pattern, options = _SLIME
+    return any(pattern.fullmatch(word) for word in words) and any(option in words for option in options)

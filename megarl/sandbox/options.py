@@ -49,8 +49,11 @@ class SandboxOptions:
     """Set the options that apply to all programs of a sandbox.
 
     `import_paths`: directories of packages that programs may import, read-only, besides the standard library.
+    `executables`: files that programs may execute, and then also write anywhere in their own file system, which is in
+    memory; only namespaces allow it.
     """
 
     isolation: Isolation = Isolation.AUTO
     limits: Limits = field(default_factory=Limits)
     import_paths: tuple[str, ...] = ()
+    executables: tuple[str, ...] = ()

@@ -235,9 +235,10 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             "bounds": {
                 **limits,
                 "output_bytes": self.options.limits.output_bytes,
+                "may_execute": bool(self.options.executables),
             },
             "isolation": tier.value,
-            "paths": python_paths(import_paths),
+            "paths": python_paths(import_paths) + [os.path.realpath(path) for path in self.options.executables],
             "import_paths": import_paths,
             "scratch": self._scratch,
         }

@@ -41,10 +41,14 @@ sendmsg 46 211, sendmmsg 307 269
 """
 
 
-def numbers(column: int, *, one_process: bool) -> list[int]:
+_EXECUTING = "execve 59 221"
+
+
+def numbers(column: int, *, one_process: bool, may_execute: bool = False) -> list[int]:
     """Return the numbers of the allowed calls; column 0 is x86_64, column 1 aarch64.
 
-    one_process: without namespaces, a program must not start processes nor reach others.
+    one_process: without namespaces, a program must not start processes nor reach others, and so execute nothing.
     """
-    rows = [row.split() for row in f"{_ALWAYS},{'' if one_process else _WITH_OTHERS}".split(",") if row.strip()]
+    lists = (_ALWAYS, "" if one_process else _WITH_OTHERS, _EXECUTING if may_execute and not one_process else "")
+    rows = [row.split() for row in ",".join(lists).split(",") if row.strip()]
     return [int(row[1 + column]) for row in rows if row[1 + column] != "-"]

@@ -82,7 +82,7 @@ def _enter_namespaces(bounds: Bounds, launcher: int) -> Scratch:
     # Programs may not look into this process, nor interrupt it.
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    build_root(bounds.paths)
+    build_root(bounds.paths, bounds.files_mib if bounds.may_execute else 0)
     with step("scratch tmpfs"):
         return MountedScratch(mib=bounds.files_mib, files=bounds.files)
 

@@ -18,7 +18,9 @@ _STACK_MIB = 64
 class Bounds:
     """The limits of `megarl.sandbox.options.Limits` as they arrive on this side, and what isolates programs.
 
-    paths: files and directories that programs may read. user: whom they run as under Landlock; None: whoever this is.
+    paths: files and directories that programs may read. may_execute: whether they may also execute those, and write
+    anywhere else in their own file system; only with namespaces. user: whom they run as under Landlock; None: whoever
+    this is.
     """
 
     cpu_s: int
@@ -30,6 +32,7 @@ class Bounds:
     output_bytes: int
     isolation: Isolation
     paths: Sequence[str]
+    may_execute: bool = False
     user: int | None = None
 
 
@@ -72,7 +75,7 @@ def give_up_rights(bounds: Bounds, scratch: str, keeper: int) -> None:
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     if bounds.isolation is Isolation.LANDLOCK:
         landlock.restrict_files(bounds.paths, scratch)
-    syscalls.allow_only_listed_calls(one_process=bounds.isolation is Isolation.LANDLOCK)
+    syscalls.allow_only_listed_calls(one_process=bounds.isolation is Isolation.LANDLOCK, may_execute=bounds.may_execute)
 
 
 def _limit(kind: int, soft: int, hard: int | None = None) -> None:

@@ -11,8 +11,10 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 SAFE = kernel.MS_NOSUID | kernel.MS_NODEV
 
 
-def build_root(paths: Sequence[str]) -> None:
+def build_root(paths: Sequence[str], writable_mib: int = 0) -> None:
     """Make a tree of `paths` the root of this mount namespace, and detach the old root.
+
+    writable_mib: how much programs may write outside of these paths and of /tmp.
 
     There is no /proc in it: through /proc/self/exe programs could change the interpreter's file where it lies on the
     host, and a container that masks parts of its own /proc may not mount another.
@@ -21,11 +23,15 @@ def build_root(paths: Sequence[str]) -> None:
         kernel.mount("none", "/", "none", kernel.MS_REC | kernel.MS_PRIVATE)
     with step("tmpfs"):
         # The directory is hidden only until this becomes the root, and only in this namespace.
-        kernel.mount("tmpfs", "/tmp", "tmpfs", SAFE, "size=1m,mode=755")
+        mode = "1777" if writable_mib else "755"
+        kernel.mount("tmpfs", "/tmp", "tmpfs", SAFE, f"size={writable_mib or 1}m,mode={mode}")
         os.mkdir(f"/tmp{_OLD}")
     with step("pivot_root"):
         kernel.pivot_root("/tmp", f"/tmp{_OLD}")
         os.chdir("/")
+    if writable_mib:
+        # Directories that lead to the paths are as writable as the root.
+        os.umask(0)
     with step("read-only binds"):
         for path in paths:
             _show(path, kernel.MS_RDONLY | SAFE)
@@ -35,7 +41,8 @@ def build_root(paths: Sequence[str]) -> None:
         kernel.unmount(_OLD)
         os.rmdir(_OLD)
         os.mkdir("/tmp")
-        kernel.restrict_mounts("/", kernel.MS_RDONLY)
+        if not writable_mib:
+            kernel.restrict_mounts("/", kernel.MS_RDONLY)
 
 
 def _show(path: str, flags: int) -> None:

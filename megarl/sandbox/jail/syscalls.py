@@ -54,10 +54,10 @@ class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
-def allow_only_listed_calls(*, one_process: bool) -> None:
+def allow_only_listed_calls(*, one_process: bool, may_execute: bool = False) -> None:
     """Install the filter for this process and its children. The process must have set no_new_privs before."""
     column, arch = AUDIT_ARCH[os.uname().machine]
-    code = _head(column, arch, os.getpid(), one_process) + _listed(column, one_process)
+    code = _head(column, arch, os.getpid(), one_process) + _listed(column, one_process, may_execute)
     program = _Program(length=len(code) // 8, instructions=code)
     kernel.prctl(kernel.PR_SET_SECCOMP, _MODE_FILTER, ctypes.addressof(program))
 
@@ -97,10 +97,12 @@ def _head(column: int, arch: int, own: int, one_process: bool) -> bytes:
 
 
 @functools.cache
-def _listed(column: int, one_process: bool) -> bytes:
+def _listed(column: int, one_process: bool, may_execute: bool) -> bytes:
     """Return the part of the filter that allows the calls of the list."""
     code = [
-        step for number in calls.numbers(column, one_process=one_process) for step in _answer_if(_EQUAL, number, _ALLOW)
+        step
+        for number in calls.numbers(column, one_process=one_process, may_execute=may_execute)
+        for step in _answer_if(_EQUAL, number, _ALLOW)
     ]
     code += _answer_if(_AT_LEAST, _NEWER, _ERRNO | _ENOSYS)
     return b"".join([*code, _step(_RETURN, _ERRNO | _EPERM)])
