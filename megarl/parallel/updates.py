@@ -32,6 +32,9 @@ from megarl.parallel.teacher import TeacherBeside
 from megarl.types import FloatArray, ModelOutputs, PolicyOutputs, RowBatch, Rows, ValueOutputs, row_batch
 from megarl.types.messages import AccumulateRequest, Role, StepRequest, UpdateResult
 
+# How many weights of each tensor `watched_weights` copies.
+NUM_WATCHED = 256
+
 # Token outputs of a head → the rows an objective sees.
 _ROW_OUTPUTS: dict[type, Callable[..., ModelOutputs]] = {
     TokenLogprobs: PolicyOutputs,
@@ -71,7 +74,7 @@ class _Losses:
                 self.divergences.update(to_rows(complete["divergence"], rows, indices))
         batch = row_batch([rows[i] for i in indices], device=self.device)
         parts = request.objective.loss(batch, _ROW_OUTPUTS[type(out)](**complete), request.state)
-        loss = parts.total(request.denominators)
+        loss = _differentiable(parts.total(request.denominators), request.role)
         if not torch.isfinite(loss):
             cause = _explain(batch, request.role)
             raise NonFiniteError(f"step {request.step}: loss of the {request.role} is {loss.item()}; {cause}")
@@ -188,17 +191,17 @@ def _loss_gradients(
     differentiated = [values.detach().requires_grad_() for values in outputs]
     logprobs, entropy, *divergence = map(pack.scatter, differentiated)
     out = PolicyOutputs(logprobs=logprobs, entropy=entropy, divergence=divergence[0] if divergence else None)
-    loss = request.objective.loss(batch, out, request.state).total(request.denominators)
+    loss = _differentiable(request.objective.loss(batch, out, request.state).total(request.denominators), request.role)
     found: list[torch.Tensor | None] = list(torch.autograd.grad(loss, differentiated, allow_unused=True))
     if not request.objective.entropy_needs_grad:
         found[1] = None
     return tuple(found)
 
 
-def optimizer_step(loaded: LoadedRole, request: StepRequest) -> float:
+def optimizer_step(loaded: LoadedRole, request: StepRequest) -> UpdateResult:
     """Sum the gradients over replicas unless that is done, scale and clip them, and take an optimizer step.
 
-    Return the gradient norm before clipping.
+    The metrics are the gradient norm before clipping and the learning rate.
     """
     assert loaded.optimizer is not None
     # It writes where the last update's weights may still be arriving.
@@ -217,7 +220,9 @@ def optimizer_step(loaded: LoadedRole, request: StepRequest) -> float:
     for optimizer in getattr(loaded.optimizer, "chained_optimizers", [loaded.optimizer]):
         optimizer.config.clip_grad = clip
     loaded.gradients = Gradients.NONE
+    before = watched_weights(loaded) if request.watches else None
     _, grad_norm, _ = loaded.optimizer.step()
+    moved = None if before is None else watched_weights(loaded) != before
     for chunk in loaded.ddp:
         chunk.start_gathering()
     norm = float(grad_norm)
@@ -226,7 +231,38 @@ def optimizer_step(loaded: LoadedRole, request: StepRequest) -> float:
             f"step {request.step}: gradient norm of the {request.role} is {norm}; the weights of this process are "
             f"spoiled: restart from the last checkpoint with a lower learning rate"
         )
-    return norm
+    return UpdateResult(
+        metrics={f"{request.role}/grad_norm": norm, f"{request.role}/lr": request.lr},
+        before={},
+        num_watched=0 if moved is None else len(moved),
+        num_moved=0 if moved is None else int(moved.sum()),
+    )
+
+
+def watched_weights(loaded: LoadedRole) -> torch.Tensor:
+    """Copy some of the float32 weights that this rank's optimizer updates, from all over each tensor.
+
+    None are looked at whose float32 form only Transformer Engine's Adam, or the host, has.
+    """
+    assert loaded.optimizer is not None
+    tensors = [
+        weight.detach().view(-1)
+        for group in loaded.optimizer.param_groups
+        for weight in group["params"]
+        if weight.dtype is torch.float32 and weight.numel() and not loaded.spec.settings.optimizer.is_precision_aware
+    ]
+    found = [each[:: max(1, len(each) // NUM_WATCHED)][:NUM_WATCHED] for each in tensors]
+    return torch.cat(found) if found else torch.zeros(0)
+
+
+def _differentiable(loss: torch.Tensor, role: Role) -> torch.Tensor:
+    """Return a loss; raise ValueError if no gradient flows from it."""
+    if not loss.requires_grad:
+        raise ValueError(
+            f"the loss of the {role} has no path to a trained parameter; compute it from the model's outputs, without "
+            "detach() or item(), and leave some parameters to train"
+        )
+    return loss
 
 
 def _explain(batch: RowBatch, role: Role) -> str:

@@ -144,18 +144,21 @@ class RankWorker:
 
     def apply(self, request: StepRequest) -> dict[str, float]:
         """Take an optimizer step with the accumulated gradients, and return its metrics. Averages follow the actor."""
+        return dict(self._apply(request).metrics)
+
+    def _apply(self, request: StepRequest) -> UpdateResult:
         from megarl.parallel.updates import optimizer_step
 
         loaded = self._role(request.role, *Part)
-        norm = optimizer_step(loaded, request)
-        metrics = {f"{request.role}/grad_norm": norm, f"{request.role}/lr": request.lr}
+        result = optimizer_step(loaded, request)
+        metrics = dict(result.metrics)
         for role, other in self.roles.items():
             if other.average is not None and request.role is Role.ACTOR:
                 self._role(role, Part.PARAMS)
                 loaded.settle()
                 other.average.follow(loaded.chunks)
                 metrics["distill/teacher_distance"] = other.average.distance(loaded.chunks)
-        return metrics
+        return replace(result, metrics=metrics)
 
     def discard(self, role: Role) -> None:
         """Forget the gradients that were accumulated since the role's last optimizer step."""
@@ -166,8 +169,11 @@ class RankWorker:
     def update(self, rows: Rows, micro_batches: Sequence[Sequence[int]], request: UpdateRequest) -> UpdateResult | None:
         """Take one optimizer step. `micro_batches` are this data-parallel replica's share of the mini-batch."""
         result = self.accumulate(rows, micro_batches, request, is_last=True)
-        own = self.apply(request.optimizer_step)
-        return None if result is None else replace(result, metrics={**result.metrics, **own})
+        own = self._apply(request.optimizer_step)
+        if result is None:
+            return None
+        metrics = {**result.metrics, **own.metrics}
+        return replace(own, metrics=metrics, before=result.before, divergences=result.divergences)
 
     def store_weights(self, files: Sequence[str], *, with_checksums: bool, role: Role = Role.ACTOR) -> StoreResult:
         """Write the slices of Hugging Face tensors that this rank owns into preallocated safetensors files."""

@@ -18,19 +18,16 @@ from megarl.texts.unicode import visible
 ETA_WINDOW_STEPS = 10
 # Log files get a line per step, but not more often than this.
 PLAIN_INTERVAL_S = 2.0
-# So many first steps in which all samples have the same reward make a user look for a mistake.
-NUM_FLAT_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressValues:
     """The values that the progress line shows for a step; those that are None are left out.
 
-    reward_range: the highest reward minus the lowest, which is not shown. reverse_kl: of the policy from a teacher.
+    reverse_kl: of the policy from a teacher.
     """
 
     reward: float | None = None
-    reward_range: float | None = None
     reverse_kl: float | None = None
     loss: float | None = None
     accuracy: float | None = None
@@ -41,13 +38,8 @@ class ProgressValues:
     @classmethod
     def of(cls, metrics: Mapping[str, float], *, is_judged: bool = True) -> "ProgressValues":
         """Return what the metrics of a step with rollouts say. is_judged: whether anything gives samples rewards."""
-        reward = (
-            {name: metrics.get(f"critic/rule_score/{name}") for name in ("mean", "max", "min")} if is_judged else {}
-        )
-        highest, lowest = reward.get("max"), reward.get("min")
         return cls(
-            reward=reward.get("mean"),
-            reward_range=None if highest is None or lowest is None else highest - lowest,
+            reward=metrics.get("critic/rule_score/mean") if is_judged else None,
             reverse_kl=metrics.get("distill/reverse_kl"),
             response_length=metrics.get("response_length/mean"),
             mismatch=metrics.get("mismatch/abs_mean"),
@@ -102,8 +94,6 @@ class Progress(AbstractContextManager["Progress"]):
         # Marks (step, time), one more than durations.
         self._marks: deque[tuple[int, float]] = deque([(initial, clock())], maxlen=ETA_WINDOW_STEPS + 1)
         self._last_line_s = -PLAIN_INTERVAL_S
-        # Steps so far that all had one reward; None once rewards have differed.
-        self._num_flat: int | None = 0
         self._bar: tqdm[None] | None = None
         if self._stream.isatty():
             name = visible(description).replace("{", "{{").replace("}", "}}")
@@ -133,18 +123,6 @@ class Progress(AbstractContextManager["Progress"]):
         else:
             self._bar.n = step
             self._bar.set_description_str("  ".join(parts))
-        self._warn_of_flat_rewards(values)
-
-    def _warn_of_flat_rewards(self, values: ProgressValues) -> None:
-        """Say once that the first steps had nothing to learn from, because every sample got the same reward."""
-        if self._num_flat is None or values.reward_range is None:
-            return
-        self._num_flat = self._num_flat + 1 if values.reward_range == 0 else None
-        if self._num_flat == NUM_FLAT_STEPS:
-            self.note(
-                f"warning: all samples of the first {NUM_FLAT_STEPS} steps got the reward {values.reward:g}, from "
-                "which most algorithms learn nothing; `megarl report RUN` shows what samples say and what was expected"
-            )
 
     def note(self, text: str) -> None:
         """Print a line of its own; a live bar moves below it."""

@@ -32,8 +32,9 @@ from megarl.rollout.replay import read_record, write_record
 from megarl.rollout.scheduler import Scheduler
 from megarl.rollout.source import Group, RolloutSource, SamplingPlan, abandon, all_sampled, rollout_of
 from megarl.train.groups import JudgedGroup, all_heard, filter_groups, judge_groups, refill_count
+from megarl.train.outcome import StepOutcome
 from megarl.train.prompt_queue import PromptQueue
-from megarl.types import FinishReason, Prompt, Reward, RolloutBatch
+from megarl.types import Prompt, Reward, RolloutBatch
 
 # The samples of the pipeline in a checkpoint's directory.
 SAMPLES_FILE = "rollouts.parquet"
@@ -51,15 +52,15 @@ _LOOK_S = 1.0
 class Collected:
     """The samples of complete groups with their rewards, in the same order, and metrics of the collection.
 
-    A group lacks only those samples that nobody could judge. Two counts include removed groups: troubles, all
-    samples of which judges report troubles; cut_frac, the share of responses that were cut.
+    A group lacks only those samples that nobody could judge. troubles, outcome: those of all samples, also of
+    removed groups.
     """
 
     rollout: RolloutBatch
     rewards: Sequence[Reward]
     troubles: Sequence[Trouble] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
-    cut_frac: float = 0.0
+    outcome: StepOutcome = field(default_factory=StepOutcome)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,8 +116,12 @@ class Rollouts:
             kept += stay
             for number in {each.group.number for each in groups} - {each.group.number for each in stay}:
                 self.scheduler.remove(number)
+            outcome = StepOutcome.of(sampled, troubles)
+            # Nothing is wrong with the prompts.
+            if outcome.all_failed:
+                break
             count = self._refill(step, num_kept=len(kept), sampled=sampled, num_refills=len(tallies) - 1)
-        self._require_groups(sampled, kept)
+        self._require_groups(sampled, kept, outcome)
         surplus = [each.group for each in kept[num_prompts:]]
         self.queue.give_back([group.index for group in surplus])
         for group in surplus:
@@ -136,9 +141,7 @@ class Rollouts:
             | tally_metrics(tallies)
             | episode_metrics(sample for each in sampled for sample in each.group.samples.values())
             | {"filter/num_refills": float(len(tallies) - 1)},
-            cut_frac=statistics.fmean(
-                s.finish_reason is FinishReason.LENGTH for each in sampled for s in each.group.samples.values()
-            ),
+            outcome=outcome,
         )
 
     def settle(self) -> None:
@@ -315,7 +318,9 @@ class Rollouts:
             self._start(admissible, step - 1, sampled=sampled)
         return min(count, len(self.groups))
 
-    def _require_groups(self, sampled: Sequence[JudgedGroup], kept: Sequence[JudgedGroup]) -> None:
+    def _require_groups(
+        self, sampled: Sequence[JudgedGroup], kept: Sequence[JudgedGroup], outcome: StepOutcome
+    ) -> None:
         """Raise RunError if the latest `algo.filter.max_skipped_steps` steps, this one included, kept no group."""
         if kept:
             self.skipped.clear()
@@ -324,12 +329,20 @@ class Rollouts:
         means = [statistics.fmean(filter_scores(group.rewards, cfg)) for group in sampled if group.is_judged]
         spread = f", whose means of {cfg.by!r} are {min(means):g} to {max(means):g}" if means else ""
         unjudged = len(sampled) - len(means)
-        self.skipped.append(f"{len(means)} judged groups{spread}, {unjudged} that could not be judged")
+        failed = (
+            f" ({outcome.num_failed} samples failed, the first of them: {outcome.cause})" if outcome.failures else ""
+        )
+        self.skipped.append(f"{len(means)} judged groups{spread}, {unjudged} that could not be judged{failed}")
         if len(self.skipped) >= cfg.max_skipped_steps:
             bounds = f"mean_score={cfg.mean_score and list(cfg.mean_score)}, uniform_scores={list(cfg.uniform_scores)}"
             bounds += f", names={list(cfg.names)}" if cfg.names else ""
+            remedy = (
+                "Take prompts that can be judged and are neither too easy nor too hard, more samples "
+                "(rollout.num_samples), other bounds or a larger max_skipped_steps"
+            )
+            if not means:
+                remedy = "Mend what keeps samples from being judged; no filter removed them"
             raise RunError(
                 f"{len(self.skipped)} steps in a row had no group to train on. algo.filter (by={cfg.by}, {bounds}) saw "
-                f"in the last of them {self.skipped[-1]}. Take prompts that can be judged and are neither too "
-                "easy nor too hard, more samples (rollout.num_samples), other bounds or a larger max_skipped_steps"
+                f"in the last of them {self.skipped[-1]}. {remedy}"
             )

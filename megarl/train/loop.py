@@ -28,24 +28,13 @@ from megarl.train.export import export_role
 from megarl.train.forward import ForwardStage, needed_quantities, with_advantages
 from megarl.train.gate import MismatchGate, engine_metrics, trainer_logprobs
 from megarl.train.inputs import TrainInputs
+from megarl.train.outcome import FirstSteps, all_failed_error, cut_warning
 from megarl.train.passes import BatchUpdate
 from megarl.train.rows import training_rows
 from megarl.train.update import UpdateStage
 from megarl.train.validate import Validator
 from megarl.types import AlgoState, FinishReason, Row, scored_batch
 from megarl.types.messages import LoadRequest, Role
-
-# If so large a share of the first responses is cut, engines probably do not know how the model ends an answer.
-MANY_CUT = 0.95
-
-
-def cut_warning(cut_frac: float, limit: int, ends: Sequence[str]) -> str:
-    """Return a warning about the first responses, nearly all of which were cut at the limit, before any of the ends."""
-    return (
-        f"warning: {cut_frac:.0%} of the responses of step 1 were cut at rollout.max_response_tokens={limit}, before "
-        f"any of the ends {', '.join(map(repr, ends))}; raise the limit or, if the model ends answers in another way, "
-        "set rollout.stop_token_ids or rollout.stop to its end"
-    )
 
 
 def _with_outputs(rows: Sequence[Row], computed: Sequence[Row], learned: BatchUpdate | None) -> list[Row]:
@@ -93,6 +82,7 @@ class Trainer:
     meter: PerformanceMeter
     timers: Timers
     state: AlgoState
+    first_steps: FirstSteps
 
     def fit(self, checkpoint: Checkpoint | None = None) -> None:
         """Train up to step `trainer.total_steps`, validate, and export the trained models; 0 steps only validate.
@@ -135,9 +125,6 @@ class Trainer:
                         state = partial(self._run_state, step - 1, None)
                         self.checkpoints.after_step(step - 1, total=total, stop=stop, state=state)
                     self._log(step, result, log, progress)
-                    if step == 1 and result.collected.cut_frac >= MANY_CUT:
-                        limit, names = config.rollout.max_response_tokens, inputs.answers.ends.names
-                        progress.note(cut_warning(result.collected.cut_frac, limit, names))
                 due = step % config.validation.every_steps == 0 or step == total
                 score = self._validate(step, log, progress) if due else None
                 state = partial(self._run_state, step, score)
@@ -159,6 +146,9 @@ class Trainer:
         replayed = inputs.spec.dims if config.actor.moe.replay_routing else None
         self.rollouts.admit(version=step - 1)
         collected = self.rollouts.take(step)
+        if self.first_steps.nothing_heard(collected.outcome):
+            self.recorder.problems(step, collected.troubles)
+            raise all_failed_error(step, collected.outcome)
         stale_at = step if config.rollout.schedule.staleness else None
         training = training_rows(collected, config.algo, stale_at=stale_at, replayed=replayed)
         rows, metrics = training.rows, {"filter/skipped_updates": 1.0}
@@ -199,6 +189,17 @@ class Trainer:
         self.recorder.sample_rollouts(step, collected.rollout, collected.rewards, rows, self.inputs.tokenizer)
         is_judged = self.inputs.config.rewards.manager != "none"
         progress.update(step, ProgressValues.of(metrics, is_judged=is_judged))
+        has_advantage = any(metrics.get(f"critic/advantages/{end}", 0) for end in ("max", "min"))
+        for warning in self.first_steps.warnings(
+            step,
+            collected.outcome,
+            teaches=not is_judged or has_advantage or self.inputs.config.algo.distill.is_dense,
+            read=lambda sample: self.rollouts.rewards.decode(sample.last_turn_ids.tolist()),
+            of_cut=lambda frac: cut_warning(
+                frac, self.inputs.config.rollout.max_response_tokens, self.inputs.answers.ends.names
+            ),
+        ):
+            progress.note(warning)
 
     def _validate(self, step: int, log: MetricsLogger, progress: Progress) -> float | None:
         """Validate if there is data for it, and return the score that `checkpoint.keep_best` compares."""
@@ -218,6 +219,7 @@ class Trainer:
         self.cluster.workers.load_checkpoint(checkpoint.path, same_layout=checkpoint.same_layout(config))
         self.rollouts.queue.load_state_dict(state.sampler)
         self.state = state.algo
+        self.first_steps = FirstSteps(total_steps=0, num_flat=None, is_heard=True)
         for role, count in ((Role.ACTOR, state.num_optimizer_steps), (Role.CRITIC, state.num_critic_steps)):
             if role in self.updates.updaters:
                 self.updates.updaters[role].num_optimizer_steps = count

@@ -12,6 +12,7 @@ from megarl.data.packing import imbalance_metrics, plan_micro_batches
 from megarl.data.prefixes import count_shared, counted_once, family_order
 from megarl.parallel.backend import shares_prefixes
 from megarl.record.performance import forward_flops
+from megarl.train.watch import WeightWatch
 from megarl.types import PAIRS, AlgoState, Denominators, FloatArray, Objective, Row, TokenQuantity
 from megarl.types.messages import (
     AccumulateRequest,
@@ -222,10 +223,14 @@ class RoleUpdater(RolePasses):
     ) -> None:
         super().__init__(workers, role, temperature=temperature, dims=dims)
         self._objective, self._total_steps, self._teaching = objective, total_steps, teaching
+        self._watch = WeightWatch(role.role)
         self.num_optimizer_steps = 0
 
     def update(self, rows: Sequence[Row], state: AlgoState, *, step: int, with_outputs: bool = True) -> UpdateResult:
-        """Take one optimizer step on these rows; the result's `before`, for `with_outputs`, is in row order."""
+        """Take one optimizer step on these rows; the result's `before`, for `with_outputs`, is in row order.
+
+        Raises RunError if the first updates have something to learn, and move nothing.
+        """
         optimizer = self._role.settings.optimizer
         request = UpdateRequest(
             role=self._role.role,
@@ -237,9 +242,13 @@ class RoleUpdater(RolePasses):
             lr=learning_rate(optimizer, self.num_optimizer_steps, self._total_steps),
             with_outputs=with_outputs,
             teaching=self._teaching,
+            watches=not self._watch.is_done,
         )
+        result = self._learn(self._workers.update, rows, request)
         self.num_optimizer_steps += 1
-        return self._learn(self._workers.update, rows, request)
+        is_last, warms_up = self.num_optimizer_steps >= self._total_steps, request.lr < optimizer.lr
+        self._watch.look(rows, result, step=step, is_last=is_last, warms_up=warms_up)
+        return result
 
     def accumulate(
         self,

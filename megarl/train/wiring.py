@@ -30,6 +30,7 @@ from megarl.train.gate import MismatchGate
 from megarl.train.inputs import TrainInputs, max_reward_tokens, open_sampler
 from megarl.train.loop import Trainer
 from megarl.train.model_judge import ModelJudge, ModelRewards
+from megarl.train.outcome import FirstSteps
 from megarl.train.passes import CountedObjective, Passes, RolePasses, RoleUpdater
 from megarl.train.policy_judge import PolicyCompletions
 from megarl.train.prompt_queue import PromptQueue
@@ -55,11 +56,7 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
     scheduler, source = _open_source(config, supervisor, live)
     if config.rollout.source == "vllm" and config.algo.demonstrations.source == "teacher":
         source = _taught(inputs, live)
-    temperature, passes = config.rollout.temperature, {}
-    of_teachers = {"top_k": config.algo.distill.asked_top_k, "common": inputs.common_tokens}
-    for role in inputs.roles:
-        dims, asked = read_model_spec(role.model.path).dims, of_teachers if role.role.kind is Role.TEACHER else {}
-        passes[role.role] = RolePasses(workers, role, temperature=temperature, dims=dims, **asked)
+    passes = _passes(inputs, cluster)
     completions = partial(_completions, inputs, cluster, VllmSource(supervisor), memory)
     rewards, validation_rewards = _reward_managers(inputs, passes, memory, completions)
     rollouts = Rollouts(
@@ -101,6 +98,7 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         profiler=StepProfiler(workers, config.logging.profile_steps, paths.profile),
         meter=PerformanceMeter(config, inputs.spec.dims),
         timers=timers,
+        first_steps=FirstSteps(total_steps=config.trainer.total_steps),
     )
 
 
@@ -181,6 +179,18 @@ def _taught(inputs: TrainInputs, live: RolloutSource) -> TaughtSource:
         writer_of=lambda prompt: writers[teacher_of(config, prompt.data_source, prompt.environment)],
         ends=ends,
     )
+
+
+def _passes(inputs: TrainInputs, cluster: Cluster) -> dict[Role, RolePasses]:
+    """Return the forward passes of each role of a run."""
+    config, passes = inputs.config, {}
+    of_teachers = {"top_k": config.algo.distill.asked_top_k, "common": inputs.common_tokens}
+    for role in inputs.roles:
+        dims, asked = read_model_spec(role.model.path).dims, of_teachers if role.role.kind is Role.TEACHER else {}
+        passes[role.role] = RolePasses(
+            cluster.workers, role, temperature=config.rollout.temperature, dims=dims, **asked
+        )
+    return passes
 
 
 def _teachers(inputs: TrainInputs, cluster: Cluster, passes: Mapping[Role, RolePasses]) -> dict[Role, Passes]:

@@ -232,6 +232,7 @@ class StepRequest:
     """A request for one optimizer step of a role, with the gradients that were accumulated for it.
 
     scale: a factor of the gradients before they are clipped. betas, clip: None for those of the role's settings.
+    watches: look whether the step moves weights.
     """
 
     role: Role = Role.ACTOR
@@ -240,6 +241,7 @@ class StepRequest:
     scale: float = 1.0
     betas: tuple[float, float] | None = None
     clip: float | None = None
+    watches: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,23 +249,27 @@ class UpdateRequest(AccumulateRequest):
     """A request to accumulate the gradient on a mini-batch, and to take an optimizer step at once."""
 
     lr: float
+    watches: bool = False
 
     @property
     def optimizer_step(self) -> StepRequest:
         """Return the second half of the request."""
-        return StepRequest(role=self.role, step=self.step, lr=self.lr)
+        return StepRequest(role=self.role, step=self.step, lr=self.lr, watches=self.watches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
     """The metrics of the rows of one request over all ranks, and the model's outputs from before the optimizer step.
     before: a policy's log-probs or a critic's values, by index of the row, if they were asked for. divergences: those
-    of each token from a teacher in the loss, likewise.
+    of each token from a teacher in the loss, likewise. num_watched, num_moved: how many weights were looked at, and how
+    many of them the optimizer step changed.
     """
 
     metrics: Mapping[str, float]
     before: Mapping[int, FloatArray]
     divergences: Mapping[int, FloatArray] = field(default_factory=dict)
+    num_watched: int = 0
+    num_moved: int = 0
 
     @classmethod
     def merged(cls, results: Sequence["UpdateResult | None"]) -> "UpdateResult":
@@ -273,4 +279,6 @@ class UpdateResult:
             metrics=reported[0].metrics,
             before={i: a for r in reported for i, a in r.before.items()},
             divergences={i: a for r in reported for i, a in r.divergences.items()},
+            num_watched=sum(r.num_watched for r in reported),
+            num_moved=sum(r.num_moved for r in reported),
         )

@@ -79,7 +79,8 @@ def run_adapters(context: RankContext, case: AdapterCase) -> AdapterOutcome:
     shards = [named for chunk in loaded.chunks for named in named_shards(chunk, of_adapters=True)]
     gradients = rank_slices([(name, p.main_grad) for name, _, p in shards], loaded.adapters, worker.layout)
     found = [(part.tensor, part.index, part.view.clone()) for part in gradients]
-    norm = optimizer_step(loaded, case.request.optimizer_step)
+    step = case.request.optimizer_step
+    norm = optimizer_step(loaded, step).metrics[f"{step.role}/grad_norm"]
     if case.save:
         Path(case.save).mkdir(parents=True, exist_ok=True)
         worker.save_checkpoint(case.save, portable=True)

@@ -58,6 +58,7 @@ from megarl.train.forward import ForwardStage
 from megarl.train.gate import MismatchGate
 from megarl.train.groups import JudgedGroup, filter_groups
 from megarl.train.loop import Trainer
+from megarl.train.outcome import FirstSteps
 from megarl.train.passes import RolePasses, RoleUpdater
 from megarl.train.update import UpdateStage
 from megarl.types import FinishReason, Prompt, Reward, RolloutBatch, Row, Sample, prompt_segment, version_spans
@@ -231,6 +232,7 @@ def open_trainer(config: Config, lengths: Sequence[int], ranks: Sequence[Process
         profiler=cast(Any, None),
         meter=PerformanceMeter(config, spec.dims),
         timers=timers,
+        first_steps=FirstSteps(total_steps=1000),
     )
 
 

@@ -1,9 +1,6 @@
 """Progress on a terminal and in a log file."""
 
 import io
-from collections.abc import Sequence
-
-import pytest
 
 from megarl.record.progress import Progress, ProgressValues, format_values
 
@@ -100,31 +97,10 @@ def test_plain_lines_are_at_least_two_seconds_apart_except_the_last() -> None:
     assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["1/6", "4/6", "6/6"]
 
 
-@pytest.mark.parametrize(
-    ("ranges", "step"),
-    [
-        ((0.0, 0.0, 0.0, 0.0), 3),
-        ((0.0, 0.0, 1.0, 0.0, 0.0, 0.0), None),
-        ((1.0, 0.0, 0.0, 0.0), None),
-        ((None, None, None), None),
-    ],
-    ids=["from the start", "a difference in time", "later on", "not known"],
-)
-def test_rewards_without_any_difference_are_a_warning_once(ranges: Sequence[float | None], step: int | None) -> None:
-    stream = io.StringIO()
-    with Progress(total=9, description="train", stream=stream, clock=Clock()) as progress:
-        for i, reward_range in enumerate(ranges, start=1):
-            before = stream.getvalue()
-            progress.update(i, ProgressValues(reward=0.0, reward_range=reward_range))
-            told = stream.getvalue().removeprefix(before)
-            assert ("warning: all samples of the first 3 steps got the reward 0, " in told) == (i == step)
-
-
-def test_the_range_of_rewards_is_that_of_the_metrics() -> None:
-    metrics = {"critic/rule_score/mean": 0.25, "critic/rule_score/max": 1.0, "critic/rule_score/min": -0.5}
-    assert ProgressValues.of(metrics).reward_range == 1.5
-    assert ProgressValues.of({}).reward_range is None
-    # Pure distillation has no rewards, of which nobody has to be warned.
+def test_without_rewards_none_is_shown() -> None:
+    metrics = {"critic/rule_score/mean": 0.25}
+    assert ProgressValues.of(metrics).reward == 0.25
+    # Pure distillation has no rewards.
     taught = ProgressValues.of(metrics | {"distill/reverse_kl": 0.0312}, is_judged=False)
-    assert (taught.reward, taught.reward_range) == (None, None)
+    assert taught.reward is None
     assert format_values(taught) == "reverse KL 0.0312"

@@ -35,7 +35,7 @@ from megarl.rollout.scheduler import Scheduler
 from megarl.rollout.source import Doing, Group, RolloutSource, SamplingPlan, generating
 from megarl.train.collect import Collected, Rollouts, SamplingStopped
 from megarl.train.groups import refill_count
-from megarl.train.loop import cut_warning
+from megarl.train.outcome import cut_warning
 from megarl.train.prompt_queue import PromptQueue
 from megarl.train.rows import training_rows
 from megarl.types import DROPPED, FinishReason, Prompt, Reward, Sample, prompt_segment, scored_batch
@@ -298,9 +298,9 @@ def test_engines_stop_at_every_end_and_responses_that_were_cut_are_counted() -> 
     collector = world.collector(FilterConfig(mean_score=(0.0, 1.0)), 4)
     collected = collect(collector, 1)
     assert prompts_of(collected) == [2]
-    assert collected.cut_frac == 0.75
+    assert collected.outcome.cut_frac == 0.75
     assert world.plans[-1].sampling.stop_token_ids == (0, 3, 9)
-    assert cut_warning(collected.cut_frac, 64, ("<|im_end|>", "<|endoftext|>")) == (
+    assert cut_warning(collected.outcome.cut_frac, 64, ("<|im_end|>", "<|endoftext|>")) == (
         "warning: 75% of the responses of step 1 were cut at rollout.max_response_tokens=64, before any of the ends "
         "'<|im_end|>', '<|endoftext|>'; raise the limit or, if the model ends answers in another way, set "
         "rollout.stop_token_ids or rollout.stop to its end"
@@ -329,7 +329,8 @@ def test_a_run_whose_samples_nobody_judges_ends_and_says_so() -> None:
     collector = world.collector(FilterConfig(max_skipped_steps=2), 2)
     assert prompts_of(collect(collector, 1)) == []
     with pytest.raises(
-        RunError, match=r"^2 steps in a row .* 0 judged groups, 2 that .* Take prompts that can be judged"
+        RunError,
+        match=r"^2 steps in a row .* 0 judged groups, 2 that could not be judged \(1 samples .*\)\. Mend what keeps",
     ):
         collect(collector, 2)
 

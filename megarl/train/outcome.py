@@ -1,0 +1,141 @@
+"""Look at what the first steps come to, so that nothing is taken for learning: conversations that all failed, answers
+that were all cut, and groups without differences. `megarl.train.watch` has updates that move no weight.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megarl.errors import RunError
+from megarl.rewards.judge import Trouble
+from megarl.train.groups import JudgedGroup
+from megarl.types import FinishReason, Prompt, Reward, Sample
+
+# If so large a share of the first responses is cut, engines probably do not know how the model ends an answer.
+MANY_CUT = 0.95
+# So many steps without anything to learn from are no accident.
+NUM_FIRST_STEPS = 3
+# Outcomes of samples that nobody could judge, whatever the policy wrote.
+FAILURES = ("failed", "timed_out", "crashed", "unanswered")
+_MAX_CHARS = 160
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """The sum of what the samples of a step came to, those of removed groups among them.
+
+    failures: the troubles for which samples could not be judged. num_failed: how many samples they are about. is_flat:
+    whether all samples of each judged group got the same reward; False: none was judged. example: one sample of these.
+    """
+
+    num_samples: int = 0
+    cut_frac: float = 0.0
+    failures: Sequence[Trouble] = ()
+    num_failed: int = 0
+    is_flat: bool = False
+    example: tuple[Prompt, Sample, Reward] | None = None
+
+    @classmethod
+    def of(cls, groups: Sequence[JudgedGroup], troubles: Sequence[Trouble]) -> "StepOutcome":
+        """Return the outcome of judged groups, about whose samples judges told these troubles."""
+        samples = [sample for each in groups for sample in each.group.samples.values()]
+        failures = [each for each in troubles if each.outcome in FAILURES]
+        judged = [each for each in groups if each.is_judged and each.rewards]
+        pairs = ((each.group.prompt, *pair) for each in judged for pair in zip(each.samples, each.rewards, strict=True))
+        return cls(
+            num_samples=len(samples),
+            cut_frac=statistics.fmean(sample.finish_reason is FinishReason.LENGTH for sample in samples),
+            failures=failures,
+            num_failed=len({each.item.label for each in failures}),
+            is_flat=bool(judged) and all(len({reward.score for reward in each.rewards}) == 1 for each in judged),
+            example=next(pairs, None),
+        )
+
+    @property
+    def all_failed(self) -> bool:
+        """Return whether every sample failed, so that the step says nothing about the policy."""
+        return self.num_failed == self.num_samples > 0 and (self.is_flat or self.example is None)
+
+    @property
+    def cause(self) -> str:
+        """Return the first failure in words."""
+        first = self.failures[0]
+        return f"{first.judge or 'the judge'} {first.outcome}, {_line(first.reason)}"
+
+
+@dataclass(slots=True, kw_only=True)
+class FirstSteps:
+    """The sum of what the first steps of a run came to so far.
+
+    num_flat: the steps so far without differences; None once there were some. is_heard: whether some sample was judged.
+    """
+
+    total_steps: int
+    num_flat: int | None = 0
+    is_heard: bool = False
+
+    def nothing_heard(self, outcome: StepOutcome) -> bool:
+        """Return whether all samples of a step failed, and all those before it."""
+        self.is_heard = self.is_heard or not outcome.all_failed
+        return not self.is_heard
+
+    def warnings(
+        self,
+        step: int,
+        outcome: StepOutcome,
+        *,
+        teaches: bool,
+        read: Callable[[Sample], str],
+        of_cut: Callable[[float], str],
+    ) -> list[str]:
+        """Return what to warn of after a step.
+
+        teaches: whether the step had something to learn from all the same. read: returns the text of a response.
+        of_cut: returns the warning about a share of responses that were cut.
+        """
+        found = []
+        if step == 1 and outcome.cut_frac >= MANY_CUT:
+            found.append(of_cut(outcome.cut_frac))
+        if self.num_flat is not None:
+            self.num_flat = self.num_flat + 1 if outcome.is_flat and not teaches else None
+            if self.num_flat == min(NUM_FIRST_STEPS, self.total_steps):
+                found.append(flat_warning(outcome, self.num_flat, read))
+        return found
+
+
+def all_failed_error(step: int, outcome: StepOutcome) -> RunError:
+    """Return the error to end a run with of which nothing was heard but failures."""
+    return RunError(
+        f"step {step}: all {outcome.num_samples} samples failed, the first of them: {outcome.cause}; mend what fails, "
+        "and start again (RUN/reward_problems.jsonl has more of them)"
+    )
+
+
+def cut_warning(cut_frac: float, limit: int, ends: Sequence[str]) -> str:
+    """Return a warning about the first responses, nearly all of which were cut at the limit, before any of the ends."""
+    return (
+        f"warning: {cut_frac:.0%} of the responses of step 1 were cut at rollout.max_response_tokens={limit}, before "
+        f"any of the ends {', '.join(map(repr, ends))}; raise the limit or, if the model ends answers in another way, "
+        "set rollout.stop_token_ids or rollout.stop to its end"
+    )
+
+
+def flat_warning(outcome: StepOutcome, num_steps: int, read: Callable[[Sample], str]) -> str:
+    """Return a warning about steps in which no group had a difference, with a sample of the latest."""
+    assert outcome.example is not None, "a flat group has samples"
+    prompt, sample, reward = outcome.example
+    question = prompt.messages[-1].content if prompt.messages else prompt.uid
+    troubles = (each for each in outcome.failures if each.item.sample is sample)
+    why = next((f", {each.outcome}: {_line(each.reason)}" for each in troubles), "")
+    return (
+        f"warning: in each group of the first {num_steps} steps all samples got the same reward, from which most "
+        f"algorithms learn nothing; for example, to {_line(question)!r} the answer was {_line(read(sample))!r}, "
+        f"expected {_line(prompt.ground_truth)!r}, judged {'right' if reward.correct else 'wrong'} with the reward "
+        f"{reward.score:g}{why}; `megarl report RUN` shows more"
+    )
+
+
+def _line(text: str) -> str:
+    """Return a text as one short line, without its middle if it is long."""
+    line = " ".join(text.split())
+    return line if len(line) <= _MAX_CHARS else f"{line[: _MAX_CHARS // 2]} … {line[-_MAX_CHARS // 2 :]}"
