@@ -86,7 +86,7 @@ class PolicyCompletions:
         for sample in collect(self._source, groups, timeout_s=self._timeout_s).samples:
             tokens = len(sample.prompt_token_ids) + sample.num_response_tokens
             text = self._decode(sample.response_token_ids.tolist())
-            asked[sample.uid].set_result(JudgeCompletion(text=text, tokens=tokens))
+            asked[sample.uid].set_result(JudgeCompletion(text=text, finish_reason=sample.finish_reason, tokens=tokens))
 
     def close(self) -> None:
         """Do nothing: the engines belong to the run."""

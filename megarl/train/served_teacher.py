@@ -18,7 +18,8 @@ from megarl.config.generation import Sampling
 from megarl.config.teacher import TeacherConfig
 from megarl.errors import ConfigError, RunError
 from megarl.rewards.background import BackgroundLoop
-from megarl.types import FloatArray, Prompt, Row
+from megarl.rewards.llm.completions import is_whole
+from megarl.types import FinishReason, FloatArray, Prompt, Row
 from megarl.types.rows import paths_of
 
 T = TypeVar("T")
@@ -169,7 +170,8 @@ class TeacherWriter:
     async def write(self, prompt: Prompt, *, max_tokens: int, seed: int) -> tuple[int, ...]:
         """Return the tokens of an answer; RunError if no server has one.
 
-        One that the limit cut has no end, nor one that is cut before a token that the policy does not know.
+        One that the limit cut has no end, nor one that is cut before a token that the policy does not know. One that a
+        filter withheld, or the server gave up, has no tokens.
         """
         body = {
             "prompt": list(prompt.token_ids),
@@ -186,8 +188,10 @@ class TeacherWriter:
 
     def _read(self, choice: Choice) -> tuple[int, ...]:
         ids: list[int] = choice["token_ids"]
-        if choice["finish_reason"] == "stop":
+        if is_whole(choice["finish_reason"]):
             # Whichever end it was, the policy learns its own.
             ids = [*ids[:-1], *self._end_ids]
+        elif choice["finish_reason"] != FinishReason.LENGTH:
+            ids = []
         known = sys.maxsize if self._num_common is None else self._num_common
         return tuple(itertools.takewhile(lambda id: id < known, ids))

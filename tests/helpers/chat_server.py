@@ -10,10 +10,16 @@ TOKENS_PER_REQUEST = 7
 
 
 class ChatServer(RewardServer):
-    """`write` gets the last message of a request and its seed; an integer from it is the status of a failure."""
+    """`write` gets the last message of a request and its seed; an integer from it is the status of a failure.
 
-    def __init__(self, write: Callable[[str, int], str | int], **slowness: float) -> None:
+    finish_reason: how the answers end.
+    """
+
+    def __init__(
+        self, write: Callable[[str, int], str | int], finish_reason: str | None = "stop", **slowness: float
+    ) -> None:
         super().__init__(self._answer, **slowness)
+        self.finish_reason = finish_reason
         self.write, self.ids = write, itertools.count()
         self.listing = {"object": "list", "data": [{"id": "tiny", "object": "model", "created": 0, "owned_by": "us"}]}
 
@@ -36,6 +42,6 @@ class ChatServer(RewardServer):
             object="chat.completion",
             created=0,
             model=body["model"],
-            choices=[{"index": 0, "message": message, "finish_reason": "stop"}],
+            choices=[{"index": 0, "message": message, "finish_reason": self.finish_reason}],
             usage={"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": TOKENS_PER_REQUEST},
         )

@@ -15,6 +15,7 @@ from megarl.rewards.llm.cache import AnswerCache
 from megarl.rewards.llm.completions import JudgeCompletion, Request
 from megarl.texts.masking import masked_text
 from megarl.texts.unicode import readable
+from megarl.types import FinishReason
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -103,10 +104,16 @@ class EndpointCompletions:
                 )
             tokens = reply.usage.total_tokens if reply.usage is not None else 0
             self._num_tokens += tokens
-            text = readable((reply.choices[0].message.content if reply.choices else None) or "")
-            if self._cache is not None:
-                self._cache.put(key, text)
-            return JudgeCompletion(text=text, tokens=tokens, seconds=time.monotonic() - began)
+            choice = reply.choices[0] if reply.choices else None
+            completion = JudgeCompletion(
+                text=readable((choice and choice.message.content) or ""),
+                finish_reason=choice.finish_reason if choice else FinishReason.ABORT,
+                tokens=tokens,
+                seconds=time.monotonic() - began,
+            )
+            if self._cache is not None and not completion.unread:
+                self._cache.put(key, completion.text or "")
+            return completion
 
     def _spend(self) -> None:
         """Count a request; raise RunError if the budget has none left."""

@@ -124,7 +124,8 @@ class LlmJudge:
                     f"rewards.judges.{self.section}.endpoint: refuses requests, as in {completion.reason}; "
                     "correct its urls, model or api_key_env, and --resume"
                 )
-            verdicts = {} if completion.text is None else self.reader.read(completion.text, call.asked.keys)
+            may_read = completion.text is not None and not completion.unread
+            verdicts = self.reader.read(completion.text or "", call.asked.keys) if may_read else {}
             is_unread = completion.text is not None and len(verdicts) < len(call.asked.keys)
             num_read += bool(verdicts)
             num_unread += is_unread
@@ -138,7 +139,8 @@ class LlmJudge:
                 else:
                     each.text = completion.text[-MAX_TEXT_CHARS:]
                     if is_unread:
-                        each.outcome, each.reason = "unread", "no verdict was found in what the judge wrote"
+                        each.outcome = "unread"
+                        each.reason = completion.unread or "no verdict was found in what the judge wrote"
         if num_unread and not num_read and len({item.prompt.uid for item in heard}) > 1:
             raise RunError(
                 f"rewards.judges.{self.section}: no verdict was found in any of {num_unread} answers, the last: "

@@ -195,6 +195,32 @@ def test_what_was_answered_once_is_not_asked_again(tmp_path: Path) -> None:
             assert counted(judged(judge, ("p", "abc")), "requests") == 2.0
 
 
+@pytest.mark.parametrize("reason", ["length", "content_filter", "insufficient_system_resource", "abort"])
+@pytest.mark.parametrize("text", ["Score: 1", "Score: 2\nbut wait", ""])
+def test_a_cut_verdict_is_unread_and_not_kept(tmp_path: Path, reason: str, text: str) -> None:
+    """10 is cut to 1; a whole answer that follows is read, and kept."""
+    cache = str(tmp_path / "answers.sqlite")
+    with ChatServer(lambda *_: text, finish_reason=reason) as server, judge_of(server, cache=cache) as judge:
+        for _ in range(2):
+            result = judged(judge, ("p", "abc"))
+            assert (scores(result), counted(result, "requests"), counted(result, "unread_frac")) == ([None], 1.0, 1.0)
+            (trouble,) = result.troubles
+            assert trouble.outcome == "unread"
+            assert f"finish_reason {reason}" in trouble.reason
+        with pytest.raises(RunError, match=r"no verdict was found in any of 2 answers"):
+            judged(judge, ("p", "abc"), ("q", "abc"))
+        server.write, server.finish_reason = lambda *_: "Score: 10", "stop"
+        for asked in (1.0, 0.0):
+            result = judged(judge, ("p", "abc"))
+            assert (scores(result), counted(result, "requests")) == ([10.0], asked)
+
+
+@pytest.mark.parametrize("reason", [None, "stop", "STOP", "eos_token", "end_turn"])
+def test_servers_name_a_whole_answer_in_their_own_words(reason: str | None) -> None:
+    with ChatServer(lambda *_: "Score: 3", finish_reason=reason) as server, judge_of(server) as judge:
+        assert scores(judged(judge, ("p", "abc"))) == [3.0]
+
+
 @pytest.mark.parametrize(
     ("budget", "spent"), [({"requests": 3}, "3 are spent, of 3"), ({"tokens": 8}, "tokens: 14 are")]
 )

@@ -25,7 +25,8 @@ TOKENIZER = make_byte_tokenizer()
 class Source:
     """Engines that write what `write` says about the text of a prompt."""
 
-    def __init__(self, write: Callable[[str], str]) -> None:
+    def __init__(self, write: Callable[[str], str], ends: FinishReason = FinishReason.STOP) -> None:
+        self.ends = ends
         self.write, self.plans, self.batches = write, list[SamplingPlan](), list[list[str]]()
 
         self.asked: list[asyncio.Future[None]] = []
@@ -45,7 +46,7 @@ class Source:
             sample_index=0,
             seed=0,
             segments=(prompt_segment(group.prompt.token_ids), policy_segment(ids)),
-            finish_reason=FinishReason.STOP,
+            finish_reason=self.ends,
         )
         await group.finish(sample)
 
@@ -101,6 +102,18 @@ def test_a_question_that_is_too_long_is_not_asked() -> None:
     assert fits.result(0).text == "yes"
     assert too_long.result(0).text is None
     assert f"sampling.max_tokens=64, more than the engine's {limit}" in too_long.result(0).reason
+
+
+@pytest.mark.parametrize("ends", [FinishReason.LENGTH, FinishReason.REPETITION])
+def test_a_cut_verdict_is_unread(ends: FinishReason) -> None:
+    judge = LlmJudge(
+        from_dict(JudgeConfig, {"use_policy": True}), policy(Source(lambda _: "Score: 1", ends)), name="self"
+    )
+    judging = judge.begin()
+    judging.add(item("p", "good", ""))
+    judged = judge.finish([judging])
+    assert judged.rewards[0].dropped
+    assert [trouble.outcome for trouble in judged.troubles] == ["unread"]
 
 
 @pytest.mark.parametrize("mode", ["pointwise", "pairwise"])
