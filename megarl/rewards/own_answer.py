@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from megarl.errors import DataError
 from megarl.rewards.scorers import FORMATS, accepted_answers
 from megarl.rewards.sources import SourceSpec, score
+from megarl.rewards.truths import truths_of
 from megarl.types import Prompt
 
 SHOWN = 3
@@ -53,7 +54,10 @@ def check_own_answers(prompts: Sequence[tuple[Prompt, SourceSpec]], max_unscorab
         empty = spec.scorer.removeprefix("format/") not in FORMATS and is_empty(prompt.ground_truth)
         truth, extra = prompt.ground_truth, prompt.extra_info
         if empty or (
-            state is not None and not score(prompt.data_source, state(truth), truth, extra, source=spec).correct
+            state is not None
+            and not score(
+                prompt.data_source, state(truths_of(spec.scorer, truth)[0]), truth, extra, source=spec
+            ).correct
         ):
             failed[prompt.data_source].append(f"{prompt.uid}: {prompt.ground_truth[:60]!r}")
     for source, found in failed.items():

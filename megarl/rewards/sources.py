@@ -9,6 +9,7 @@ from megarl.errors import ConfigError
 from megarl.registry import unknown_name
 from megarl.rewards.answers import Mode
 from megarl.rewards.scorers import FORMATS, PARSE_FAILED, SCORERS
+from megarl.rewards.truths import truths_of
 from megarl.types import Reward
 
 
@@ -118,7 +119,9 @@ def score(
     """
     spec = source_spec(data_source) if source is None else source
     scorer: Callable[..., Reward] = SCORERS.get(spec.variant)
-    reward = scorer(response, ground_truth, extra_info, **(arguments or {}))
+    truths = truths_of(spec.scorer, ground_truth)
+    rewards = [scorer(response, truth, extra_info, **(arguments or {})) for truth in truths]
+    reward = max(rewards, key=lambda each: (each.score, -each.details.get(PARSE_FAILED, 0.0)))
     failed = reward.details.get(PARSE_FAILED, 0.0) == 1.0
     well_formed = spec.format is not None and FORMATS.get(spec.format)(response)
     details = {**reward.details, **({} if spec.format is None else {"format": float(well_formed)})}

@@ -1,0 +1,40 @@
+"""Ground truths of every type: a right answer is right by every scorer of answers, or the row is refused."""
+
+import pytest
+
+from megarl.errors import DataError
+from megarl.rewards import score
+from megarl.rewards.own_answer import STATED
+
+SCORERS = ("math", "math/last_number", "strict", "math_verify", "answer_line", "openai/gsm8k", "megarl/sums", "luffy/1")
+TRUTHS = {
+    '["72"]': "72",
+    '["5", "72"]': "72",
+    "[72]": "72",
+    '{"value": "72"}': "72",
+    '{"value": 72}': "72",
+    "72.0": "72",
+}
+DECIMALS = {"0.10000000149011612": "0.1", "1e-05": "0.00001", "2.700000047683716": "2.7", "[0.5]": "0.5"}
+
+
+@pytest.mark.parametrize(
+    ("scorer", "truth", "answer"),
+    # Sums have whole numbers.
+    [(s, *each) for s in SCORERS for each in (TRUTHS | (DECIMALS if s != "megarl/sums" else {})).items()],
+)
+def test_a_right_answer_is_right_whatever_type_the_truth_has(scorer: str, truth: str, answer: str) -> None:
+    assert score(scorer, STATED[scorer](answer), truth, {}).correct
+    assert not score(scorer, STATED[scorer]("73"), truth, {}).correct
+
+
+@pytest.mark.parametrize("scorer", [*SCORERS, "letters"])
+@pytest.mark.parametrize("truth", ["72\x00", '{"a": 1, "b": 2}', "[null]"])
+def test_a_truth_that_is_no_answer_is_refused(scorer: str, truth: str) -> None:
+    with pytest.raises(DataError, match="ground truth"):
+        score(scorer, "", truth, {})
+
+
+def test_an_interval_is_no_list_of_accepted_answers() -> None:
+    assert score("math", r"\boxed{[1, 2]}", "[1, 2]", {}).correct
+    assert not score("math", r"\boxed{1}", "[1, 2]", {}).correct
