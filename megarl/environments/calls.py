@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 import ctypes
+import errno
 import functools
 import threading
 import time
@@ -41,6 +42,22 @@ def describe(error: BaseException) -> str:
     """Say what was raised, as `ValueError: no such city`, or `StopIteration` if there is no more to it."""
     text = message_of(error)
     return text if isinstance(error, EscapedError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
+def causes_of(error: BaseException) -> list[BaseException]:
+    """Return an error, then those that caused it, one after the other."""
+    found = [error]
+    while (cause := found[-1].__cause__) is not None and cause not in found:
+        found.append(cause)
+    return found
+
+
+def is_exhaustion(error: BaseException) -> bool:
+    """Return whether an error says that this process has no files or memory left."""
+    return any(
+        isinstance(each, MemoryError) or getattr(each, "errno", None) in (errno.EMFILE, errno.ENOMEM)
+        for each in causes_of(error)
+    )
 
 
 async def attempt(work: Callable[[], Awaitable[T]], timeout_s: float) -> T:

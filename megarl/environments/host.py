@@ -14,8 +14,9 @@ from megarl.data.answers import response_decoder
 from megarl.data.chat import load_tokenizer
 from megarl.data.turns import TurnGlue
 from megarl.environments.base import MOST_REPLY_CHARS, Action, Environment, Reply, open_environments
-from megarl.environments.calls import THREADS, LateError, attempt, describe, late_calls
+from megarl.environments.calls import THREADS, LateError, attempt, causes_of, describe, is_exhaustion, late_calls
 from megarl.host.streams import print_lines
+from megarl.host.user_code import place_of
 from megarl.texts.unicode import readable
 from megarl.types import ChatPart, Message, Prompt
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 MOST_DETAILS_CHARS, MOST_REASON_CHARS = 100_000, 2000
 # The number of calls that never returned with which a host is replaced: each keeps a thread, and often a connection.
 MOST_LATE_CALLS = 500
+# So many failures in a row with which it is replaced if it has no files or memory left, whichever conversation asks.
+MOST_EXHAUSTED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +150,7 @@ class EpisodeHost:
         tokenizer = tokenizer or load_tokenizer(spec.model_path, arguments=spec.chat_template)
         self._glue, self._decode = TurnGlue(tokenizer), response_decoder(tokenizer)
         self._live: dict[int, _Conversation] = {}
+        self._num_exhausted = 0
 
     async def start(self, key: int, request: StartRequest) -> HostReply:
         """Begin a conversation under a key of the caller's."""
@@ -256,14 +260,21 @@ class EpisodeHost:
     async def _limited(self, call: Callable[[], Awaitable[HostReply]], *, left_s: float = 1e9) -> HostReply:
         """Await a call within the time limits; an exception or a late answer becomes a failure."""
         began, limit_s = time.monotonic(), min(self._config.reply_timeout_s, max(0.0, left_s))
+        is_exhausted = False
         try:
             reply = await attempt(call, limit_s)
         except LateError:
             which = "reply" if limit_s == self._config.reply_timeout_s else "episode"
             reply = HostReply(failure="timed_out", reason=f"no reply within environment.{which}_timeout_s")
         except Exception as error:
-            reply = _raised(error)
+            reply, is_exhausted = _raised(error), is_exhaustion(error)
+        self._num_exhausted = self._num_exhausted + 1 if is_exhausted else self._num_exhausted * bool(reply.failure)
         worn_out = ""
+        if self._num_exhausted >= MOST_EXHAUSTED:
+            worn_out = (
+                f"all of its last {self._num_exhausted} requests failed, the latest with {reply.reason}; close what "
+                "environments open, or raise `ulimit -n` or the memory"
+            )
         if (late := late_calls()).total() >= MOST_LATE_CALLS:
             names = ", ".join(f"{name} {count} times" for name, count in late.most_common(3))
             worn_out = f"{late.total()} calls never returned: {names}; give what they wait for a time limit of its own"
@@ -294,7 +305,11 @@ def _plain_value(value: Any) -> Any:
 
 
 def _raised(error: BaseException) -> HostReply:
-    return HostReply(failure="raised", reason=readable(describe(error)[:MOST_REASON_CHARS]).splitlines()[0])
+    """Return the failure of what raised an error: what, the error behind it, and the line of the user's file."""
+    chain = causes_of(error)
+    said = dict.fromkeys(readable(describe(each)[:MOST_REASON_CHARS]).splitlines()[0] for each in (error, chain[-1]))
+    place = next(filter(None, map(place_of, chain)), "")
+    return HostReply(failure="raised", reason=", from ".join(said) + (f" ({place})" if place else ""))
 
 
 def _short(messages: Sequence[Message]) -> Sequence[Message]:

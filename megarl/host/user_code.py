@@ -1,6 +1,7 @@
 """Run the Python files of users, and name the line of a file that an error comes from."""
 
 import sys
+import sysconfig
 import traceback
 from pathlib import Path
 from types import ModuleType
@@ -40,6 +41,17 @@ def mistake(path: Path, error: BaseException) -> ConfigError:
     if type(error).__module__.startswith("megarl."):  # it says itself what to do
         return ConfigError(f"{where}: {error}")
     return ConfigError(f"{where}: {type(error).__name__}: {reason_of(error)}; {FIX}")
+
+
+def place_of(error: BaseException) -> str:
+    """Return the last line of a user's file that an error passed through, as FILE:LINE; empty if it passed only through
+    megarl, the standard library and installed packages.
+    """
+    others = (str(Path(__file__).parents[1]), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return next(
+        (f"{each.filename}:{each.lineno}" for each in frames if not each.filename.startswith(("<", *others))), ""
+    )
 
 
 def line_of(error: BaseException, path: Path) -> int:

@@ -624,7 +624,10 @@ LATE = "no reply within environment.reply_timeout_s"
 def test_what_goes_wrong_in_an_agent_costs_the_sample(agent: Callable[..., Any], failure: str, reason: str) -> None:
     settings = {"reply_timeout_s": 1.5} if failure == "timed_out" else {}
     talk = lead(agent, "3", **settings)
-    assert (talk.last.failure, talk.last.reason) == (failure, reason)
+    # Where the agent's own code raised it, its file and line are there.
+    told, num_places = re.subn(rf" \({re.escape(__file__)}:\d+\)$", "", talk.last.reason)
+    assert (talk.last.failure, told) == (failure, reason)
+    assert num_places == (agent in (raises, raises_later, leaves))
 
 
 def test_an_agent_whose_conversation_ends_is_stopped() -> None:

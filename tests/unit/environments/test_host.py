@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import errno
 import math
+import re
 import textwrap
 import threading
 import time
@@ -295,12 +297,66 @@ def test_an_opening_must_leave_the_prompt_within_its_limit(limit: int, failure: 
 )
 def test_what_goes_wrong_in_an_environment_is_a_reply(word: str, failure: str, reason: str) -> None:
     _, reply = replies(turn(word), reply_timeout_s=1.0)
-    assert (reply.failure, reply.reason) == (failure, reason)
+    # Where the environment itself raised it, its file and line are there.
+    place = f" ({__file__}:" if word in ("raise", "exit") else ""
+    assert (reply.failure, re.sub(r"\d+\)$", "", reply.reason) if place else reply.reason) == (failure, reason + place)
 
 
 def test_half_a_character_is_no_failure() -> None:
     _, reply = replies(turn("half"))
     assert TOKENIZER.decode(reply.token_ids) == "\n<|im_start|>tool\n\ufffd<|im_end|>\n<|im_start|>assistant\n"
+
+
+class Drained(Environment):
+    """Fails as in a process that has nothing left, except for prompts whose truth is `fine`."""
+
+    async def start(self, prompt: Prompt) -> Sequence[Message]:
+        if prompt.ground_truth == "raise":
+            raise LookupError("no such game")
+        if prompt.ground_truth == "memory":
+            raise MemoryError
+        if prompt.ground_truth == "files":
+            try:
+                raise OSError(errno.EMFILE, "Too many open files")
+            except OSError as error:
+                raise ConnectionError("no connection") from error
+        return ()
+
+
+@pytest.mark.parametrize(
+    ("truths", "is_worn_out"),
+    [
+        (["files"] * 4, True),
+        (["memory"] * 4, True),
+        (["files"] * 3, False),
+        # It has some left.
+        (["files", "files", "fine", "files", "files", "fine"], False),
+        # That is the environment's own affair.
+        (["raise"] * 6, False),
+    ],
+    ids=str,
+)
+def test_a_host_that_has_nothing_left_is_worn_out(truths: Sequence[str], is_worn_out: bool) -> None:
+    entries = {"drained": EnvironmentEntry(type=f"{HERE}Drained")}
+    config = EnvironmentConfig(entries=entries)
+    drained = EpisodeHost(
+        HostSpec(model_path="", chat_template={}, names=("drained",), config=config), tokenizer=TOKENIZER
+    )
+
+    async def ask() -> list[HostReply]:
+        made = [
+            Prompt(uid="a", token_ids=(5,), data_source="s", ground_truth=truth, environment="drained")
+            for truth in truths
+        ]
+        return [await drained.start(key, StartRequest(prompt=each)) for key, each in enumerate(made)]
+
+    told = asyncio.run(ask())
+    assert bool(told[-1].worn_out) == is_worn_out
+    assert not any(reply.worn_out for reply in told[:-1])
+    if truths[0] == "files":
+        assert told[0].reason.startswith(
+            f"ConnectionError: no connection, from OSError: [Errno 24] Too many open files ({__file__}:"
+        )
 
 
 def test_a_host_whose_calls_hang_says_that_it_is_worn_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +391,7 @@ def test_details_that_cannot_be_sent_cost_the_sample(details: Mapping[Any, Any],
 
 def test_an_environment_that_cannot_start_fails_its_sample() -> None:
     reply = run(host().start(1, StartRequest(prompt=prompt(ground_truth="raise"))))
-    assert (reply.failure, reply.reason) == ("raised", "LookupError: no such game")
+    assert (reply.failure, reply.reason) == ("raised", f"LookupError: no such game ({__file__}:50)")
 
 
 def test_a_conversation_over_its_time_fails() -> None:
