@@ -20,7 +20,7 @@ from megarl.errors import ConfigError
 from megarl.host.streams import print_lines
 from megarl.migrate.aliases import DEFAULTS, SAME, Alias, find_alias
 from megarl.migrate.peer_files import PeerOptions, read_peer_file
-from megarl.migrate.rules import UNSET
+from megarl.migrate.rules import UNSET, elsewhere
 from megarl.texts.masking import masked_text
 from megarl.texts.unicode import visible
 
@@ -125,6 +125,8 @@ def convert(peer: PeerOptions) -> Converted:
                 converted.lost[given] = "its value, or that of an option it depends on, is not of the expected kind"
                 continue
             converted.settings.update(settings)
+            if not settings and name in peer.options and found[1].rule is not elsewhere:
+                converted.needless[given] = f"{found[1].key}: not set by this value with the other options"
             if settings and found[1].note and name in peer.options:
                 shown = ", ".join(f"{key}={ours}" for key, ours in settings.items())
                 converted.differs[given] = f"{shown} ({found[1].note})"

@@ -220,7 +220,7 @@ def _followed(path: Path, answer: Mapping[str, Any], used: list[str], unset: lis
             if kind == "run":
                 holes.setdefault(str(2000 + int(line) % 500), f"$({words[0]})")
     holes.setdefault("2000", "$(<file)")
-    assumptions = [f"There is no {each}, as on this machine." for each in absent]
+    assumptions = [f"There is no {shown(each, holes)}, as on this machine." for each in absent]
     cases = [{(event[2], *event[4:]) for event in world["events"] if event[0] == "case"} for world in worlds[:2]]
 
     assumptions += [

@@ -8,6 +8,7 @@ something outside the script (`flips`), or the numbers that stand for what is no
 import json
 import os
 import re
+import select
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from typing import Any
 
 # The numbers for unset variables and for outputs; options in which they have a part come out differently by each.
 _NUMBERS = {"first": (1000, 2000), "second": (3, 5)}
+# How long what runs in the background may take beyond the script.
+_BACKGROUND_S = 1.0
 _ERROR = re.compile(
     r"(?:line \d+|bash): (?P<what>.+): (?P<why>No such file or directory|unbound variable)$", re.MULTILINE
 )
@@ -110,6 +113,8 @@ class Recorder:
         }
         if self.request["may_write"]:
             os.makedirs(self.request["directory"], exist_ok=True)
+        # Whatever the script leaves in the background holds the one end.
+        alive, held = os.pipe()
         with open(os.path.join(events, "stderr"), "wb+") as errors:
             process = subprocess.Popen(
                 [self.request["bash"], self.script, *self.request["arguments"]],
@@ -119,15 +124,19 @@ class Recorder:
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 start_new_session=True,
+                pass_fds=(held,),
             )
+            os.close(held)
             try:
                 status = process.wait(max(self.ends - time.monotonic(), 0.1))
+                select.select([alive], [], [], _BACKGROUND_S)
             except subprocess.TimeoutExpired:
                 raise TimeoutError(f"it runs for more than {self.request['seconds']} s") from None
             finally:
                 with suppress(OSError):
                     os.killpg(process.pid, 9)
                 process.wait()
+                os.close(alive)
             errors.seek(0)
             told = errors.read(1 << 16).decode(errors="replace")
         told_events = self._events(events)

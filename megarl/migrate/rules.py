@@ -50,6 +50,12 @@ def if_set(value: Any, options: Options, *, option: str) -> Any:
     return value if options.get(option) else UNSET
 
 
+@RULES.register("with_tp")
+def with_tp(value: Any, options: Options, *, tp: str) -> Any:
+    """Return a switch of tensor parallelism, `UNSET` where the option `tp` asks for none."""
+    return bool(value) if (options.get(tp) or 1) > 1 else UNSET
+
+
 @RULES.register("value_of")
 def value_of(value: Any, options: Options, *, option: str, default: Any) -> Any:
     """Return the value of another option if this one, a switch, is on."""

@@ -14,6 +14,7 @@ from megarl.errors import ConfigError
 from megarl.migrate.aliases import ALIASES, DEFAULTS
 from megarl.migrate.convert_config import Converted, convert, to_run_file, translated
 from megarl.migrate.peer_files import PeerOptions, read_peer_file
+from megarl.migrate.peer_scripts import option_name
 from tests.unit.migrate.test_aliases import keys_of
 
 ROOT = Path(__file__).parents[3]
@@ -90,6 +91,9 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "algo.advantage.estimator": "gae",
         "algo.advantage.lam": 0.95,
         "actor.layout.tp": 2,
+        # verl's Megatron shards activations unless told not to.
+        "actor.layout.sequence_parallel": True,
+        "critic.layout.sequence_parallel": True,
         "actor.layout.pp": 2,
         "actor.layout.dp": 4,
         # The critic's own layout on the same 16 devices.
@@ -280,6 +284,18 @@ def test_adapters(framework: str, options: dict[str, Any], expected: dict[str, A
     found = {key: value for key, value in converted.settings.items() if key.startswith("actor.lora.")}
     assert found == {f"actor.lora.{key}": value for key, value in expected.items()}
     assert not [given for given in converted.lost if "lora" in given or "target_modules" in given]
+
+
+def test_no_given_option_is_dropped_without_a_word() -> None:
+    names = {"train.max_tokens_per_gpu": 16384, "algo.advantage.is_correction_type": "icepop", "made.up": 3}
+    plain = {option_name(name, "OpenRLHF"): value for name, value in names.items()}
+    lost = convert(PeerOptions(framework="OpenRLHF", options=plain, unreadable={}))
+    assert "not set by this value" in lost.needless["train_max_tokens_per_gpu=16384"]
+    assert "made.up=3" in lost.lost
+    switches = {"train.dynamic_batch_enable": True, "algo.advantage.is_correction_enable": True}
+    plain |= {option_name(name, "OpenRLHF"): value for name, value in switches.items()}
+    settings = convert(PeerOptions(framework="OpenRLHF", options=plain, unreadable={})).settings
+    assert (settings["actor.micro_batch_tokens"], settings["algo.correction.name"]) == (16384, "icepop")
 
 
 def test_adapters_of_some_modules_alone_are_lost() -> None:
