@@ -20,6 +20,8 @@ SUPERVISED = {
 
 # Below this many standard errors a change of the validation score is called no clear change.
 CLEAR_CHANGE_STD_ERRORS = 2.0
+# A report says so if this share of all responses was cut.
+MANY_CUT = 0.95
 # Steps at either end whose mean reward is quoted when a run has no validation.
 REWARD_EDGE_STEPS = 5
 
@@ -128,6 +130,8 @@ def headline(run: Run) -> Headline:
     is_partial = isinstance(total, int) and run.last_step < total
     steps = f"{run.last_step} of {total} steps" if is_partial else f"{run.last_step} steps"
     duration = f"{steps} in {format_duration(run.elapsed_s)}"
+    if (cut := run.get("response_length/clip_ratio").values) and sum(cut) / len(cut) >= MANY_CUT:
+        duration += f"; {sum(cut) / len(cut):.0%} of the responses were cut at rollout.max_response_tokens"
     change = validation_change(run, SAMPLED)
     for metric, sentence in SUPERVISED.items():
         if series := run.get(metric):

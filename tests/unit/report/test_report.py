@@ -383,6 +383,19 @@ def test_headline_without_validation_is_the_reward(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("shares", "said"), [((1.0, 0.96), "98%"), ((1.0, 0.5), None)])
+def test_a_report_says_that_nearly_all_responses_were_cut(
+    tmp_path: Path, shares: tuple[float, ...], said: str | None
+) -> None:
+    (tmp_path / "config.yaml").write_text("run: {seed: 0}\n")
+    with MetricsLogger([JsonlSink(tmp_path / "metrics.jsonl")]) as logger:
+        for step, share in enumerate(shares, start=1):
+            logger.log(step, {"critic/score/mean": 0.0, "response_length/clip_ratio": share})
+    told = headline(load_runs([tmp_path])[0]).details[0]
+    assert ("were cut" in told) == (said is not None)
+    assert f"{said or ''} of the responses were cut at rollout.max_response_tokens" in told or said is None
+
+
 def test_report_of_a_reward_models_training(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "judge")
     paths.root.mkdir()
