@@ -46,11 +46,12 @@ class _Session:
     _client: "asyncio.Future[Client] | None" = None
     _over: asyncio.Event = field(default_factory=asyncio.Event)
     _task: "asyncio.Task[None] | None" = None
+    _check: "asyncio.Task[None] | None" = None
+    _listed: "asyncio.Future[Client] | None" = None
 
     async def use(self, request: "Callable[[Client], Awaitable[T]]") -> T:
         """Make a request. Raises ConfigError if the server cannot be reached, and else what the request raises."""
         from mcp import MCPError
-        from mcp_types import CONNECTION_CLOSED
 
         if self._client is None:
             self._client, self._over = asyncio.get_running_loop().create_future(), asyncio.Event()
@@ -71,10 +72,30 @@ class _Session:
             ) from error
         try:
             return await request(client)
-        except MCPError as error:
-            if error.code == CONNECTION_CLOSED:
-                self.end(opened)
+        except BaseException as error:
+            if isinstance(error, MCPError):
+                if _is_over(error):
+                    self.end(opened)
+            elif self._check is None or self._check.done():
+                # Nobody has answered: in time, or in a way that can be read.
+                self._check = asyncio.create_task(self._end_unless_alive(opened, client))
             raise
+
+    async def _end_unless_alive(self, opened: "asyncio.Future[Client]", client: "Client") -> None:
+        """End the session if its server does not list its tools either."""
+        try:
+            await attempt(client.list_tools, self.timeout_s)
+        except Exception as error:
+            if _is_over(error):
+                self.end(opened)
+
+    @property
+    def is_listed(self) -> bool:
+        """Return whether the tools have been listed in this session, as far as it has not ended."""
+        return self._listed is not None and self._listed is self._client
+
+    def note_listed(self) -> None:
+        self._listed = self._client
 
     def end(self, opened: "asyncio.Future[Client] | None" = None) -> None:
         """End the session; with `opened` only if it is still this one."""
@@ -105,9 +126,19 @@ class _Session:
                 client.set_exception(error)
 
 
-# Sessions that all samples of an event loop share, and the schemas of tools that were listed.
+def _is_over(error: Exception) -> bool:
+    """Return whether a session has ended: the server refuses it, in whatever words, or has said nothing."""
+    from mcp import MCPError
+    from mcp_types import CONNECTION_CLOSED
+
+    return not isinstance(error, MCPError) or error.code == CONNECTION_CLOSED or "session" in str(error).lower()
+
+
+# Sessions that all samples of an event loop share; the schemas of tools that were listed, and the names of those that
+# only read.
 _SHARED: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Server, _Session]]" = WeakKeyDictionary()
 _SCHEMAS: dict[_Server, Sequence[Mapping[str, Any]]] = {}
+_READ_ONLY: dict[_Server, set[str]] = {}
 
 
 @ENVIRONMENTS.register("mcp")
@@ -182,11 +213,10 @@ class McpEnvironment(ToolEnvironment):
             self._session = sessions.setdefault(self._server, _Session(self._server, self._start_timeout_s))
         else:
             self._session = _Session(self._server, self._start_timeout_s)
-        if self._server in _SCHEMAS:
-            # The first call is not to wait for the server.
-            await self._session.use(lambda client: asyncio.sleep(0))
-        else:
+        # A server may have other tools than in an earlier session.
+        if not self._session.is_listed:
             await self._list(self._session)
+        self._side_by_side |= _READ_ONLY[self._server]
         names = [schema["function"]["name"] for schema in self._chosen()]
         self._functions = {name: partial(self._call, name) for name in names}
         return ()
@@ -214,15 +244,18 @@ class McpEnvironment(ToolEnvironment):
     async def _list_all(self, session: _Session) -> None:
         from mcp import Client
 
-        schemas, cursor = list[Mapping[str, Any]](), None
+        schemas, read_only, cursor = list[Mapping[str, Any]](), set[str](), None
         while True:
             page = await session.use(partial(Client.list_tools, cursor=cursor))
             for tool in page.tools:
+                if tool.annotations is not None and tool.annotations.read_only_hint:
+                    read_only.add(tool.name)
                 described = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
                 schemas.append({"type": "function", "function": described})
             if not (cursor := page.next_cursor):
                 break
-        _SCHEMAS[self._server] = schemas
+        session.note_listed()
+        _SCHEMAS[self._server], _READ_ONLY[self._server] = schemas, read_only
 
     def _chosen(self) -> Sequence[Mapping[str, Any]]:
         found = {schema["function"]["name"]: schema for schema in _SCHEMAS[self._server]}

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import inspect
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ class ToolEnvironment(Environment):
         self,
         *,
         tools: Sequence[str | Callable[..., Any]] = (),
+        side_by_side: Sequence[str] = (),
         parser: str = "hermes",
         patterns: Mapping[str, str] | None = None,
         in_prompt: bool = True,
@@ -43,11 +45,13 @@ class ToolEnvironment(Environment):
         """Make the environment of one sample.
 
         tools: functions, or their names as MODULE:FUNCTION or FILE.py:FUNCTION; async ones are awaited, others run in a
-        thread. parser: how calls are written, `hermes`, `llama` or `python`. patterns: instead of a parser, for each
-        tool a regular expression that a whole turn matches. in_prompt: whether the chat template tells the policy of
+        thread. side_by_side: names of tools whose calls in one turn need not wait for one another, as all others do.
+        parser: how calls are written, `hermes`, `llama` or `python`. patterns: instead of a parser, for each tool a
+        regular expression that a whole turn matches. in_prompt: whether the chat template tells the policy of
         the tools. timeout_s: of a call. max_result_chars: longer results are cut in the middle.
         """
         self._functions = {f.__name__: f for f in (load_object(t, KEY) if isinstance(t, str) else t for t in tools)}
+        self._side_by_side = set(side_by_side)
         self._parse = PARSERS.get(parser) if patterns is None else pattern_parser(patterns)
         for name in patterns or {}:
             if name not in self._functions:
@@ -79,7 +83,12 @@ class ToolEnvironment(Environment):
         if len(calls) > MOST_CALLS:
             said = f"error: this turn has {len(calls)} calls, expected at most {MOST_CALLS}; none of them was made"
             return Reply(messages=(Message(role="tool", content=said),), details={"tool_errors": len(calls)})
-        results = await asyncio.gather(*(self._run(call) for call in calls))
+        results = list[tuple[str, bool]]()
+        for is_free, group in itertools.groupby(calls, lambda call: call.name in self._side_by_side):
+            if is_free:
+                results += await asyncio.gather(*map(self._run, group))
+            else:
+                results += [await self._run(call) for call in group]
         # Together they stay well below what a reply may have.
         most = MOST_REPLY_CHARS // (2 * len(calls))
         messages = tuple(Message(role="tool", content=_cut(result, most)) for result, _ in results)

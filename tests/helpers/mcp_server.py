@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sys
 
 from mcp.server.mcpserver import MCPServer
@@ -34,6 +35,13 @@ async def doze(seconds: float) -> str:
 def whoami() -> str:
     """Say the process and the variable NAME."""
     return f"{os.getpid()} {os.environ.get('NAME')}"
+
+
+@server.tool()
+def freeze() -> str:
+    """Stop, and answer nothing any more."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return "awake"
 
 
 @server.tool()

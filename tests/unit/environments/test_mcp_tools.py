@@ -13,10 +13,12 @@ from typing import Any
 
 import psutil
 import pytest
+from mcp import MCPError
+from mcp_types import ListToolsResult, Tool, ToolAnnotations
 
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.environments import Action, Environment, Reply, open_environments, tools_of
-from megarl.environments.mcp_tools import McpEnvironment
+from megarl.environments.mcp_tools import _SHARED, McpEnvironment, _Session
 from megarl.errors import ConfigError
 from megarl.types import Prompt
 from tests.helpers.waiting import wait_until
@@ -60,7 +62,7 @@ def test_the_policy_is_told_of_the_tools() -> None:
     }
     config = EnvironmentConfig(entries=entries)
     names = [tool["function"]["name"] for tool in tools_of(config, "all")]
-    assert names == ["add", "note", "doze", "whoami", "die"]
+    assert names == ["add", "note", "doze", "whoami", "freeze", "die"]
     (schema,) = tools_of(config, "one")
     assert schema["type"] == "function"
     assert schema["function"]["description"] == "Add two numbers."
@@ -84,7 +86,7 @@ def test_calls_are_answered_side_by_side_and_errors_told() -> None:
         assert (sums.num_calls, sums.details) == (3, {"tool_errors": 0})
         assert text(error).startswith("error: Error executing tool add: 2 validation errors")
         assert error.details == {"tool_errors": 1}
-        assert text(unknown) == "error: there is no tool 'ad'; there are: add, note, doze, whoami, die"
+        assert text(unknown) == "error: there is no tool 'ad'; there are: add, note, doze, whoami, freeze, die"
         assert text(late) == "error: doze took longer than 5 s"
         assert last.done
 
@@ -119,11 +121,78 @@ def test_samples_share_a_session_or_have_their_own() -> None:
 def test_a_server_that_died_is_started_again() -> None:
     async def talk(environments: Sequence[McpEnvironment]) -> None:
         (tools,) = environments
-        died, after = await say(tools, call("die") + call("doze", seconds=60), call("note", text="new"))
-        assert text(died) == "|".join(["error: MCPError: Connection closed"] * 2)
+        died, after = await say(tools, call("die") + call("add", a=1, b=2), call("note", text="new"))
+        assert text(died) == "error: MCPError: Connection closed|3"
         assert text(after) == "new"
 
     together(talk, McpEnvironment(server=SERVER, start_timeout_s=START_S))
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "over"),
+    [
+        (-32600, "Session terminated", True),
+        (-32600, "Session not found", True),
+        (-32000, "Bad Request: No valid session ID provided", True),
+        (-32000, "Connection closed", True),
+        (-32602, "Invalid params", False),
+        (-32601, "Method not found", False),
+        (-32603, "Server returned an error response", False),
+    ],
+)
+def test_a_session_ends_by_any_refusal_that_names_it(code: int, said: str, over: bool) -> None:
+    seen: list[str] = []
+
+    async def refuse(client: object) -> None:
+        seen.append("asked")
+        raise MCPError(code, said)
+
+    async def run() -> None:
+        environment = McpEnvironment(server=SERVER, start_timeout_s=START_S)
+        await environment.start(PROMPT)
+        session = environment._session
+        assert session is not None
+        assert session.is_listed
+        with pytest.raises(MCPError, match=said):
+            await session.use(refuse)
+        assert session.is_listed == (not over)
+        session.end()
+
+    asyncio.run(run())
+    assert seen == ["asked"]
+
+
+def test_tools_are_listed_again_after_a_session_has_ended_and_readers_run_side_by_side(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def page(*tools: tuple[str, bool]) -> ListToolsResult:
+        return ListToolsResult(
+            tools=[
+                Tool(name=name, input_schema={"type": "object"}, annotations=ToolAnnotations(read_only_hint=reads))
+                for name, reads in tools
+            ]
+        )
+
+    pages = [page(("look", True), ("set", False)), page(("glance", True))]
+
+    async def use(request: object) -> ListToolsResult:
+        return pages.pop(0)
+
+    async def run() -> None:
+        environment = McpEnvironment(server=["listed-again"])
+        first = asyncio.get_running_loop().create_future()
+        session = _Session(environment._server, START_S, _client=first)
+        monkeypatch.setattr(_Session, "use", lambda self, request: use(request))
+        _SHARED.setdefault(asyncio.get_running_loop(), {})[environment._server] = session
+        await environment.start(PROMPT)
+        await environment.start(PROMPT)
+        assert (list(environment._functions), environment._side_by_side) == (["look", "set"], {"look"})
+        session.end()
+        session._client = asyncio.get_running_loop().create_future()
+        await environment.start(PROMPT)
+        assert list(environment._functions) == ["glance"]
+
+    asyncio.run(run())
 
 
 def test_a_conversation_goes_on_where_the_session_is_shared() -> None:

@@ -55,12 +55,37 @@ def results(environment: ToolEnvironment, text: str) -> list[str]:
 
 
 def test_calls_of_a_turn_are_answered_in_order_and_together() -> None:
-    tools = ToolEnvironment(tools=[add, doze, nap])
+    tools = ToolEnvironment(tools=[add, doze, nap], side_by_side=["doze", "nap"])
     began = time.monotonic()
     text = "let me see" + call("nap", '{"seconds": 2.0}') + call("doze", '{"seconds": 2.0}')
     assert results(tools, text + call("add", '{"a": 1, "b": 2}')) == ["awake", "awake", "3"]
     assert time.monotonic() - began < 4.0
     assert reply(tools, call("add", '{"a": 1, "b": 2}')).num_calls == 1
+
+
+def test_calls_of_a_turn_wait_for_one_another_unless_their_tools_say_otherwise() -> None:
+    seen: list[str] = []
+
+    async def write(text: str) -> str:
+        await asyncio.sleep(0.02)
+        seen.append(text)
+        return text
+
+    def read() -> str:
+        return "".join(seen)
+
+    async def both(text: str) -> str:
+        seen.append(f"({text}")
+        await asyncio.sleep(0.02)
+        seen.append(f"{text})")
+        return text
+
+    tools = ToolEnvironment(tools=[write, read, both], side_by_side=["both"], in_prompt=False)
+    turn = [call("write", '{"text": "a"}'), call("read", "{}"), call("write", '{"text": "b"}'), call("read", "{}")]
+    assert results(tools, "".join(turn)) == ["a", "a", "b", "ab"]
+    seen.clear()
+    turn = [call("both", '{"text": "x"}'), call("both", '{"text": "y"}'), call("read", "{}")]
+    assert results(tools, "".join(turn))[-1] in ("(x(yx)y)", "(x(yy)x)")
 
 
 def test_a_turn_without_a_call_and_a_cut_turn_end_the_conversation() -> None:
