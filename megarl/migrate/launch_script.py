@@ -214,12 +214,12 @@ def _followed(path: Path, answer: Mapping[str, Any], used: list[str], unset: lis
     first = worlds[0]
     if found := re.search(r"line (\d+): (syntax error.*|unexpected EOF.*)", first["stderr"]):
         raise ConfigError(f"{path}: line {found[1]}: {found[2]}; bash -n {path} checks its syntax")
-    holes = {str(1000 + number): f"${name}" for number, name in enumerate(unset)}
+    holes = {str(41000 + number): f"${name}" for number, name in enumerate(unset)}
     for world in worlds:
         for kind, _, line, _, *words in world["events"]:
             if kind == "run":
-                holes.setdefault(str(2000 + int(line) % 500), f"$({words[0]})")
-    holes.setdefault("2000", "$(<file)")
+                holes.setdefault(str(70000 + int(line)), f"$({words[0]})")
+    holes.setdefault("70000", "$(<file)")
     assumptions = [f"There is no {shown(each, holes)}, as on this machine." for each in absent]
     cases = [{(event[2], *event[4:]) for event in world["events"] if event[0] == "case"} for world in worlds[:2]]
 

@@ -181,14 +181,14 @@ def _merged(runs: Sequence[_Run], site: _Site, followed: Followed, given: Sequen
         start, framework = _launcher(words) or (0, "")
         options = dict[str, Any]()
         for name, value in (_flags if framework == "OpenRLHF" else _overrides)(words[start:]):
-            unknown = followed.unknown_in(name) if run.world.is_first else []
-            if unknown:
-                unreadable[followed.show(name)] = f"{unknown[0]} is not known; it may set any option"
-            else:
-                options[option_name(name, framework)] = value
+            options[option_name(name, framework)] = value
         found.append((run.world, options))
     merged = dict[str, Any]()
+    others = {name for world, options in found if not world.is_first for name in options}
     for name in dict.fromkeys(name for world, options in found if world.is_first for name in options):
+        if name not in others and (unknown := followed.unknown_in(name)):
+            unreadable[followed.show(name)] = f"{unknown[0]} is not known; it may set any option"
+            continue
         values = [(world, options.get(name, _NOT_GIVEN)) for world, options in found]
         first = values[0][1]
         if all(repr(value) == repr(first) for _, value in values):

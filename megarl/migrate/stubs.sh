@@ -28,7 +28,7 @@ _m_run() {
             return
         }
     fi
-    printf '%s\n' "$((_M_BASE + line % 500))"
+    printf '%s\n' "$((_M_BASE + line))"
     _m_decide "$key" 0
 }
 # STATUS SOURCE LINE TEXT VALUE...: a condition, as it came out.

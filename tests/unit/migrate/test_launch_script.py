@@ -90,6 +90,12 @@ def test_ways_to_start(command: str, tmp_path: Path) -> None:
     assert _read(tmp_path, f"{command} trainer.x=1 > /logs/log 2>&1").options == {"trainer.x": 1}
 
 
+def test_a_name_that_is_not_known_may_be_any(tmp_path: Path) -> None:
+    peer = _read(tmp_path, f"{_START} trainer.$(hostname)=1 trainer.aime2024=2\n")
+    assert peer.options == {"trainer.aime2024": 2}
+    assert "may set any option" in peer.unreadable["trainer.$(hostname)"]
+
+
 def test_files_beside_the_script_are_read(tmp_path: Path) -> None:
     (tmp_path / "model.sh").write_text('ARGS=(trainer.x=4)\nHERE="${BASH_SOURCE[0]}"\n')
     (tmp_path / "inner.sh").write_text(f"{_START} trainer.a=${{A}} trainer.b=${{B:-unset}} $@\n")
