@@ -141,11 +141,10 @@ class BridgeSync:
 
     def _open(self, settings: SyncConfig, beside: Mapping[int, int], segments: Path) -> None:
         first, hosts = self._ranks[0], self._hosts()
-        address = LOOPBACK if len(set(hosts)) == 1 else first.location.address
-        (port,) = self._wait([first.call(RankWorker.offer_meeting, address)])
+        host = LOOPBACK if len(set(hosts)) == 1 else first.location.address
+        (address,) = self._wait([first.call(RankWorker.offer_meeting, host)])
         self._meeting = Meeting(
             address=address,
-            port=port,
             rank=0,
             size=len(hosts),
             timeout_s=self._timeout_s,

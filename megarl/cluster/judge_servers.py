@@ -126,6 +126,7 @@ def server_command(cfg: JudgeServerConfig, address: str, port: int) -> Sequence[
         "host": address,
         "port": port,
         "tensor-parallel-size": cfg.tp,
+        "worker-extension-cls": "megarl.rollout.judge_process.JudgeWorker",
         **_DEFAULTS[platform().name],
         **cfg.args,
     }

@@ -7,6 +7,7 @@ from megarl.config.schema import Config
 from megarl.host.device.platform import apply_environment, platform
 from megarl.host.fork_server import ForkServers
 from megarl.host.janitor import open_caretaker
+from megarl.host.peers import fresh_secret
 from megarl.host.ray_environment import RAY_ENVIRONMENT
 from megarl.host.sharing import umask_variable
 
@@ -22,7 +23,7 @@ class Prelude:
     def __init__(self, config: Config, *, with_trainer: bool = True, with_engine: bool = True) -> None:
         # On several hosts, every one has its own environment, set where Ray was started.
         own = apply_environment() if config.cluster.address is None else {}
-        self.environment = {**own, "PYTHONWARNINGS": "ignore", **umask_variable(config.run.share)}
+        self.environment = {**own, "PYTHONWARNINGS": "ignore", **umask_variable(config.run.share), **fresh_secret()}
         os.environ.update({k: v for k, v in RAY_ENVIRONMENT.items() if k not in os.environ})
         self.caretaker = open_caretaker()
         if config.cluster.address is None:

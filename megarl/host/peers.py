@@ -1,43 +1,152 @@
-"""Find out who holds the other ends of this process's connections within its host.
+"""Connect the ranks of a group, each with each, by sockets whose other end no other user can be.
 
-Gloo takes whoever connects first, and numbers its connections one by one, for the peer that it waits for. Processes of
-a group pickle objects for each other, so a foreign peer could run code. The kernel knows whose a socket is.
+On one host they are Unix sockets in a directory that only this user can enter. Between hosts both ends of a TCP
+connection prove that they know the run's secret, before anything else is read. Who proves nothing is turned away, and
+the ranks go on waiting for each other.
 """
 
+import contextlib
+import hmac
+import logging
 import os
-from pathlib import Path
+import secrets
+import selectors
+import socket
+import tempfile
+import time
+from typing import TYPE_CHECKING
 
 from megarl.errors import WorkerError
+from megarl.host.listeners import LOOPBACK
 
-_ESTABLISHED = "01"
-# An IPv6 socket may be connected to one of IPv4, in whose table this beginning of its addresses is missing.
-_MAPPED = "0000000000000000FFFF0000"
-# The columns of /proc/net/tcp after the number of the line.
-_LOCAL, _REMOTE, _STATE, _UID, _INODE = 1, 2, 3, 7, 9
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+SECRET_VARIABLE = "MEGARL_GROUP_SECRET"
+# Who connects sends its rank, a nonce and a proof, and gets a proof back.
+_RANK_BYTES, _NONCE_BYTES, _PROOF_BYTES = 4, 16, 32
+_HELLO_BYTES = _RANK_BYTES + _NONCE_BYTES + _PROOF_BYTES
+# How many connections may wait to be proven; beyond it, those that have waited longest are turned away.
+_MOST_WAITING = 256
+
+log = logging.getLogger(__name__)
 
 
-def check_peers() -> None:
-    """Raise WorkerError if a process of another user of this host holds the other end of one of this one's TCP
-    connections; nothing is known of ends on other hosts.
+def fresh_secret() -> dict[str, str]:
+    """Return a variable by which the processes of one run know each other."""
+    return {SECRET_VARIABLE: secrets.token_hex(32)}
+
+
+def connect_peers(store: "dist.Store", rank: int, size: int, timeout_s: float) -> dict[int, socket.socket]:
+    """Return a socket to each other rank of a group, by rank. All ranks must call this together, with a store that has
+    none of their keys.
+
+    Raises WorkerError if this rank has not reached all others after `timeout_s`.
     """
-    rows = [
-        line.replace(_MAPPED, "").split()
-        for family in ("tcp", "tcp6")
-        for line in Path(f"/proc/net/{family}").read_text(encoding="ascii").splitlines()[1:]
-    ]
-    rows = [row for row in rows if row[_STATE] == _ESTABLISHED]
-    inodes = set[str]()
-    for entry in Path("/proc/self/fd").iterdir():
+    deadline, peers, answers = time.monotonic() + timeout_s, dict[int, socket.socket](), dict[int, bytes]()
+    with contextlib.ExitStack() as stack:
+        door = _Door(stack, rank, size)
+        store.set(str(rank), door.place)
         try:
-            inodes.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
-        except FileNotFoundError:
-            continue
-    owners = {(row[_LOCAL], row[_REMOTE]): int(row[_UID]) for row in rows}
-    for row in rows:
-        uid = owners.get((row[_REMOTE], row[_LOCAL]), os.geteuid())
-        if row[_INODE] in inodes and uid != os.geteuid():
+            for other in range(rank):
+                place = store.get(str(other)).decode()
+                peers[other] = _connect(place, deadline)
+                head = rank.to_bytes(_RANK_BYTES, "big") + secrets.token_bytes(_NONCE_BYTES)
+                peers[other].sendall(head + _proof("asks", place, other, head))
+                answers[other] = _proof("answers", place, other, head)
+            peers |= door.accept(deadline)
+            for other, answer in answers.items():
+                if not hmac.compare_digest(peers[other].recv(_PROOF_BYTES), answer):
+                    raise PermissionError(f"what answers in the place of rank {other} is not of this run")
+        except OSError as error:
+            for peer in peers.values():
+                peer.close()
             raise WorkerError(
-                f"user {uid} of this host has connected to port {int(row[_LOCAL].rpartition(':')[2], 16)} of process "
-                f"{os.getpid()}, where only other ranks of this run should; start the run again on a node that you "
-                f"share with nobody"
-            )
+                f"rank {rank} of {size} did not reach every other rank within {timeout_s:g} s ({error}); look for the "
+                f"first failure in the other ranks' logs"
+            ) from error
+    return peers
+
+
+def _connect(place: str, deadline: float) -> socket.socket:
+    address, *port = place.split()[:2]
+    peer = socket.socket(socket.AF_INET if port else socket.AF_UNIX)
+    peer.settimeout(max(0.01, deadline - time.monotonic()))
+    peer.connect((address, int(port[0])) if port else place)
+    return peer
+
+
+def _proof(what: str, place: str, rank: int, head: bytes) -> bytes:
+    """Return what only a process of this run can know: that it asks for, or answers as, the rank at a place."""
+    secret = os.environ.get(SECRET_VARIABLE, "").encode()
+    return hmac.digest(secret, f"{what}\0{place}\0{rank}\0".encode() + head, "sha256")
+
+
+class _Door:
+    """Where a rank listens for those above it. `place` is where they find it."""
+
+    def __init__(self, stack: contextlib.ExitStack, rank: int, size: int) -> None:
+        self._rank, self._size, self._num_strangers = rank, size, 0
+        # What callers have sent that have not proven anything yet.
+        self._hellos = dict[socket.socket, bytes]()
+        self._peers = dict[int, socket.socket]()
+        if (address := os.environ.get("MEGARL_HOST_ADDRESS", LOOPBACK)) == LOOPBACK:
+            # Nobody else can enter this directory.
+            self.place = stack.enter_context(tempfile.TemporaryDirectory(prefix="megarl-")) + "/s"
+            self._socket = stack.enter_context(socket.socket(socket.AF_UNIX))
+            self._socket.bind(self.place)
+        else:
+            self._socket = stack.enter_context(socket.create_server((address, 0)))
+            self.place = f"{address} {self._socket.getsockname()[1]} {secrets.token_hex(_NONCE_BYTES)}"
+        self._socket.listen(socket.SOMAXCONN)
+        self._socket.setblocking(False)
+        self._selector = stack.enter_context(selectors.DefaultSelector())
+        self._selector.register(self._socket, selectors.EVENT_READ)
+
+    def accept(self, deadline: float) -> dict[int, socket.socket]:
+        """Accept the ranks above this one, and nobody else, in whatever order and company they come."""
+        while left := self._size - 1 - self._rank - len(self._peers):
+            ready = {key.fileobj for key, _ in self._selector.select(max(0.0, deadline - time.monotonic()))}
+            if not ready:
+                raise TimeoutError(f"{left} of the ranks above it have not come")
+            for caller in self._hellos.keys() & ready:
+                self._hear(caller)
+            if self._socket in ready:
+                with contextlib.suppress(BlockingIOError, ConnectionError):
+                    caller, _ = self._socket.accept()
+                    self._hellos[caller] = b""
+                    self._selector.register(caller, selectors.EVENT_READ)
+            for caller in list(self._hellos)[:-_MOST_WAITING]:
+                self._turn_away(caller)
+        for caller in list(self._hellos):
+            self._turn_away(caller)
+        if self._num_strangers:
+            log.warning("rank %d closed %d connections that did not come from its run", self._rank, self._num_strangers)
+        return self._peers
+
+    def _hear(self, caller: socket.socket) -> None:
+        """Read what a caller has sent; it is a rank, a stranger, or has more to say."""
+        hello = self._hellos[caller]
+        with contextlib.suppress(ConnectionError):
+            hello += caller.recv(_HELLO_BYTES - len(hello))
+        if len(self._hellos[caller]) < len(hello) < _HELLO_BYTES:
+            self._hellos[caller] = hello
+            return
+        head, proof = hello[:-_PROOF_BYTES], hello[-_PROOF_BYTES:]
+        rank = int.from_bytes(head[:_RANK_BYTES], "big")
+        expected = self._rank < rank < self._size and rank not in self._peers
+        if not (expected and hmac.compare_digest(proof, _proof("asks", self.place, self._rank, head))):
+            self._turn_away(caller)
+            return
+        caller.sendall(_proof("answers", self.place, self._rank, head))
+        self._forget(caller)
+        self._peers[rank] = caller
+
+    def _turn_away(self, stranger: socket.socket) -> None:
+        self._num_strangers += 1
+        self._forget(stranger)
+        stranger.close()
+
+    def _forget(self, caller: socket.socket) -> None:
+        self._selector.unregister(caller)
+        del self._hellos[caller]

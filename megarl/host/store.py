@@ -12,6 +12,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megarl.host.listeners import LOOPBACK
+
 
 def open_store(address: str) -> dist.TCPStore:
     """Start a TCPStore server on a free port of one address; it stops when the returned object is freed.
@@ -31,8 +33,22 @@ def create_store_file() -> str:
     return f"file://{path}"
 
 
+def offer_store(host: str) -> tuple[dist.TCPStore | None, str]:
+    """Open a store for processes that reach this one at an address of this host: a file if that is the loopback.
+
+    Returns:
+        The server, which must be kept, if there is one, and the store's address for `connect_store`.
+    """
+    if host == LOOPBACK:
+        return None, create_store_file()
+    server = open_store(host)
+    return server, f"tcp://{host}:{server.port}"
+
+
 def connect_store(address: str, *, world_size: int, timeout_s: float) -> dist.Store:
-    """Return one of `world_size` processes' access to the store at `file://PATH` or `tcp://HOST:PORT`."""
+    """Return one of `world_size` processes' access to the store at `file://PATH` or `tcp://HOST:PORT`; -1: of any
+    number.
+    """
     scheme, _, place = address.partition("://")
     store: dist.Store
     if scheme == "file":

@@ -5,10 +5,7 @@ are thread-local. A second call in the same process does nothing.
 """
 
 import contextlib
-import functools
-import os
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -91,7 +88,6 @@ def install() -> None:
     plain_adam.install()
     _replace_dispatch()
     _replace_shard_collectives()
-    _replace_gloo_threads()
 
     _CudaMeansCpu().__enter__()
     run_backward = torch.autograd._engine_run_backward
@@ -193,31 +189,3 @@ def _replace_shard_collectives() -> None:
         return gloo_shards.reduce_scatter(output, input_, group)
 
     buffers.dist_all_gather_func, buffers.dist_reduce_scatter_func = all_gather, reduce_scatter
-
-
-def _replace_gloo_threads() -> None:
-    """Give each of torch's gloo groups one thread instead of three.
-
-    Two of them work, and each notes the name of the operation that it has finished in a string of the group's, which no
-    lock guards. Coalesced operations have names that the heap holds: two that end at once free it twice, and the
-    process aborts. The third serves the group's connections and wakes a hundred times a second, also when nothing is
-    sent: the groups of a process share it, as they share a device.
-    """
-    gloo: Any = dist.ProcessGroupGloo
-    make = gloo.__init__
-
-    @functools.cache
-    def devices(names: str, _process: int) -> list[Any]:
-        # As torch chooses them.
-        return [gloo.create_device(interface=name) for name in names.split(",") if name] or [
-            gloo.create_default_device()
-        ]
-
-    def make_with_one_thread(self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        options = gloo._Options()
-        # A fork has no threads of its parent.
-        options._devices = devices(os.environ.get("GLOO_SOCKET_IFNAME", ""), os.getpid())
-        options._threads, options._timeout = 1, timeout
-        make(self, store, rank, size, options)
-
-    gloo.__init__ = make_with_one_thread

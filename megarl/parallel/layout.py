@@ -8,8 +8,8 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megarl.config.schema import LayoutConfig
+from megarl.host.device.gloo import close_gloo
 from megarl.host.device.platform import platform
-from megarl.host.peers import check_peers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +45,8 @@ def initialize_layout(config: LayoutConfig, *, rank: int, store: dist.Store, tim
     """Join torch's default process group, create Megatron's groups in it, and return this rank's `Layout`.
 
     store: where the ranks find each other.
-
-    Raises:
-        WorkerError: a process of another user of this host has taken the place of one.
     """
+    close_gloo()
     dist.init_process_group(
         platform().backend,
         store=store,
@@ -65,7 +63,6 @@ def initialize_layout(config: LayoutConfig, *, rank: int, store: dist.Store, tim
         expert_tensor_parallel_size=config.etp,
         distributed_timeout_minutes=timeout_s / 60,
     )
-    check_peers()
     return Layout(
         config=config,
         rank=rank,

@@ -54,14 +54,11 @@ class RankWorker:
     def offer_rendezvous(self) -> str:
         """Return the address of a new store, in which the ranks of this one's layout can find each other."""
         from megarl.host.listeners import LOOPBACK
-        from megarl.host.store import create_store_file, open_store
+        from megarl.host.store import offer_store
 
         # Other hosts reach this one at MEGARL_HOST_ADDRESS; where it is not set, there is only one host.
-        address = os.environ.get("MEGARL_HOST_ADDRESS", LOOPBACK)
-        if address == LOOPBACK:
-            return create_store_file()
-        self.rendezvous = open_store(address)
-        return f"tcp://{address}:{self.rendezvous.port}"
+        self.rendezvous, address = offer_store(os.environ.get("MEGARL_HOST_ADDRESS", LOOPBACK))
+        return address
 
     def join(self, layout: LayoutConfig, rendezvous: str, timeout_s: float) -> int:
         """Join the process groups of a parallel layout, and return this process's id."""
@@ -202,13 +199,15 @@ class RankWorker:
         store_slices(slices, {name.removeprefix(PREFIX): tensor for name, tensor in target.items()})
         return StoreResult(num_elements=count_elements(slices), checksums={})
 
-    def offer_meeting(self, address: str) -> int:
-        """Open the key-value store by which trainer ranks and engine workers set up a weight sync; return its port."""
-        from megarl.host.store import open_store
+    def offer_meeting(self, host: str) -> str:
+        """Open the store by which trainer ranks and engine workers set up a weight sync, and return its address.
 
-        self.meeting_store = open_store(address)
-        port: int = self.meeting_store.port
-        return port
+        host: the address at which all of them reach this process.
+        """
+        from megarl.host.store import offer_store
+
+        self.meeting_store, address = offer_store(host)
+        return address
 
     def held_weights(self) -> "dict[str, Boxes]":
         """Return the boxes (rectangular parts) that this rank holds of each of the actor's tensors that are sent."""

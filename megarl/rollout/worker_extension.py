@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from megarl.errors import WeightSyncError
+from megarl.host.device.gloo import close_gloo
 from megarl.rollout.cpu_patches import repack_cpu_weights
 from megarl.rollout.engine import ADAPTERS_ID, NUM_BEFORE, SEED
 from megarl.seeds import span_seed
@@ -30,6 +31,8 @@ from megarl.sync.wire.routed import RoutedReceiver
 from megarl.sync.wire.wires import Share
 from megarl.weights.adapter_files import PREFIX
 
+# This process makes its groups later.
+close_gloo()
 # Parameters that vLLM's models write themselves, without a loader of which a reload knows: it must leave them in place.
 WRITTEN_IN_PLACE = frozenset({"sinks"})
 meta.SKIP_LOAD_TENSORS.update(WRITTEN_IN_PLACE)

@@ -80,7 +80,7 @@ def _sync(
     shares = shares_of(
         plan,
         SyncConfig(),
-        Meeting(address="127.0.0.1", port=store.port, rank=0, size=1, timeout_s=60.0, secret=b"the run's"),
+        Meeting(address=f"tcp://127.0.0.1:{store.port}", rank=0, size=1, timeout_s=60.0, secret=b"the run's"),
         hosts=["here"] * (1 + len(needs)),
         num_ranks=1,
         beside={},

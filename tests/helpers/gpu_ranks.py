@@ -223,7 +223,7 @@ def exchange_on_device(
     shares = shares_of(
         plan,
         SyncConfig(cuda_ipc=wire == "CUDA IPC"),
-        Meeting(address="127.0.0.1", port=store.port, rank=0, size=2, timeout_s=120.0, secret=b"the run's"),
+        Meeting(address=f"tcp://127.0.0.1:{store.port}", rank=0, size=2, timeout_s=120.0, secret=b"the run's"),
         hosts=("here", "here"),
         num_ranks=1,
         beside={1: 0},

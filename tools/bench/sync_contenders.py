@@ -178,8 +178,7 @@ def _ends(rank: Rank, plan: Plan, name: str, wire: str) -> tuple[Share, RoutedSe
         replace(plan, messages=tuple(message for message in plan.messages if not message.local)),
         SyncConfig(),
         Meeting(
-            address="127.0.0.1",
-            port=port,
+            address=f"tcp://127.0.0.1:{port}",
             rank=0,
             size=2 * NUM_RANKS,
             timeout_s=TIMEOUT_S,

@@ -13,6 +13,9 @@ def gloo_group(store: "dist.Store", rank: int, size: int, timeout: timedelta) ->
     """Make a gloo process group beside torch's default one. All members must call it together."""
     import torch.distributed as dist
 
+    from megarl.host.device.gloo import close_gloo
+
+    close_gloo()
     # torch's stubs do not say that it is one.
     return cast("dist.ProcessGroup", dist.ProcessGroupGloo(store, rank, size, timeout))
 

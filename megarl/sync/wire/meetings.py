@@ -1,4 +1,4 @@
-"""Let the processes of a weight sync find each other through a TCPStore on the first trainer rank's host."""
+"""Let the processes of a weight sync find each other through a store on the first trainer rank's host."""
 
 import threading
 import time
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megarl.errors import WeightSyncError
 from megarl.host.device.groups import abort_group, gloo_group
 from megarl.host.device.platform import platform
+from megarl.host.store import connect_store
 from megarl.sync.wire.signed_store import SignedStore
 
 # How often a wait checks whether the transfer was given up.
@@ -23,21 +24,20 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """The settings for a rendezvous: the TCPStore's address, this process's rank among `size`, and the timeout.
+    """The settings for a rendezvous: the store's address, this process's rank among `size`, and the timeout.
 
     secret: what the processes know each other's messages by, in a store that other users may reach.
     """
 
     address: str
-    port: int
     rank: int
     size: int
     timeout_s: float
     secret: bytes = field(repr=False)
 
     def connect(self) -> SignedStore:
-        """Return a client of the rendezvous's TCPStore."""
-        return SignedStore(self._client(), self.secret)
+        """Return a client of the rendezvous's store."""
+        return SignedStore(self._client(), self.secret, self.address)
 
     def join(self, device: torch.device | None) -> dist.ProcessGroup:
         """Make a process group of the first `size` processes, over the links of their devices (NCCL) or the network
@@ -50,8 +50,9 @@ class Meeting:
             return gloo_group(store, self.rank, self.size, timeout)
         return platform().new_group(store, self.rank, self.size, timeout, device)
 
-    def _client(self) -> dist.TCPStore:
-        return dist.TCPStore(self.address, self.port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
+    def _client(self) -> dist.Store:
+        # How many clients there will be is not known.
+        return connect_store(self.address, world_size=-1, timeout_s=self.timeout_s)
 
 
 class DeathWatch:

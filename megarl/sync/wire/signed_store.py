@@ -1,10 +1,11 @@
-"""Exchange messages through a TCPStore that asks no one for a password, between processes that share a secret.
+"""Exchange messages through a store that asks no one for a password, between processes that share a secret.
 
 A value carries a code (HMAC) of the secret. A signal has no value; its code is in its key, so that only who knows the
 secret knows where to write. Waiting for a signal so takes no more round trips than without a code.
 """
 
 import hmac
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -14,16 +15,18 @@ from megarl.errors import WeightSyncError
 _CODE_CHARS = 64
 # How long a value that is known to be there may take.
 _READ_S = 30.0
+# Between two looks for a value in a file.
+_LOOK_S = 0.002
 
 
 class SignedStore:
-    """A client of a TCPStore that believes only processes with the same secret.
+    """A client of the store at an address, which believes only processes with the same secret.
 
-    Any user who reaches the store's port may still delete or overwrite values, which makes readers fail.
+    Any user who reaches the port of a TCPStore may still delete or overwrite values, which makes readers fail.
     """
 
-    def __init__(self, store: dist.TCPStore, secret: bytes) -> None:
-        self._store, self._secret = store, secret
+    def __init__(self, store: dist.Store, secret: bytes, address: str) -> None:
+        self._store, self._secret, self._address = store, secret, address
 
     def set(self, key: str, value: str = "") -> None:
         """Write a value under a key."""
@@ -31,6 +34,12 @@ class SignedStore:
 
     def get(self, key: str, timeout_s: float) -> str | None:
         """Wait until a key is set; return its value, None after `timeout_s`; WeightSyncError if it is forged."""
+        deadline = time.monotonic() + timeout_s
+        # torch looks into a file once a second.
+        while isinstance(self._store, dist.FileStore) and not self._store.check([key]):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_LOOK_S)
         self._store.set_timeout(timedelta(seconds=timeout_s))
         try:
             text = self._store.get(key).decode(errors="replace")
@@ -39,7 +48,7 @@ class SignedStore:
         code, value = text[:_CODE_CHARS], text[_CODE_CHARS:]
         if not hmac.compare_digest(code.encode(), self._code(key, value).encode()):
             raise WeightSyncError(
-                f"the message {key!r} in the weight sync's store at {self._store.host}:{self._store.port} is not from "
+                f"the message {key!r} in the weight sync's store at {self._address} is not from "
                 f"this run: somebody else writes there; start the run again, where nobody else reaches this address"
             )
         return value

@@ -13,7 +13,7 @@ from megarl.cluster import bridge
 from megarl.cluster.bridge import BridgeSync
 from megarl.config.generation import SyncConfig
 from megarl.errors import NonFiniteError, WeightSyncError
-from megarl.host.store import open_store
+from megarl.host.store import offer_store
 from megarl.rollout.engine import Received
 from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.ends import BridgeReceiver, BridgeSender, holding_of
@@ -44,9 +44,9 @@ class Rank:
     def held_weights(self) -> dict[str, Boxes]:
         return holding_of(self.slices, {"a": SHAPE})
 
-    def offer_meeting(self, address: str) -> int:
-        self.store = open_store(address)
-        return self.store.port
+    def offer_meeting(self, host: str) -> str:
+        self.store, address = offer_store(host)
+        return address
 
     def open_bridge(self, share: Share) -> None:
         self.meeting = share.meeting

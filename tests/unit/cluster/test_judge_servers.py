@@ -39,6 +39,7 @@ def test_flags_of_a_server() -> None:
         *(sys.executable, "-m", "megarl.rollout.judge_process"),
         *("--middleware", "megarl.cluster.judge_key.RequireKey"),
         *("--model", "m", "--host", "10.0.0.1", "--port", "81", "--tensor-parallel-size", "2"),
+        *("--worker-extension-cls", "megarl.rollout.judge_process.JudgeWorker"),
         *("--kv-cache-memory-bytes", str(64 << 20), "--block-size", "16", "--max-model-len", "512"),
         "--trust-remote-code",
     ]

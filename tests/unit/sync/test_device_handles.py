@@ -78,7 +78,7 @@ def test_anything_else_is_no_handle(text: str, monkeypatch: pytest.MonkeyPatch) 
     """Even from a process of the run, as one of another version."""
     monkeypatch.setattr(cuda_ipc, "rebuild_cuda_tensor", lambda *_: pytest.fail("it was opened"))
     server = open_store("127.0.0.1")
-    store = SignedStore(server, b"the run's")
+    store = SignedStore(server, b"the run's", "here")
     store.set("a", text)
     with pytest.raises(WeightSyncError, match=r"cannot open the device memory a: .*same versions"):
         DeviceSegments(store, torch.device("cuda", 0), 5.0).open(Path("a"), 96)

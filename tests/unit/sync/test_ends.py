@@ -103,7 +103,7 @@ def open_ends(
     plan: Plan, wire: str, path: Path, *, timeout_s: float = 30.0, **settings: Any
 ) -> tuple[list[Any], list[Any]]:
     store, route = open_store("127.0.0.1"), ROUTES[wire]
-    meeting = Meeting(address="127.0.0.1", port=store.port, rank=0, size=1, timeout_s=timeout_s, secret=b"the run's")
+    meeting = Meeting(address=f"tcp://127.0.0.1:{store.port}", rank=0, size=1, timeout_s=timeout_s, secret=b"the run's")
     shares = shares_of(
         plan,
         replace(route.settings, **settings),

@@ -31,7 +31,7 @@ def share_of(rank: int, messages: list[Parcel], port: int, *, size: int = 3, **o
         messages=tuple(messages),
         specs={},
         needs={},
-        meeting=Meeting(address="127.0.0.1", port=port, rank=rank, size=size, timeout_s=300.0, secret=b"the run's"),
+        meeting=Meeting(address=f"tcp://127.0.0.1:{port}", rank=rank, size=size, timeout_s=300.0, secret=b"the run's"),
         **{"segments": "", **options},
     )
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import WeightSyncError
-from megarl.host.store import open_store
+from megarl.host.store import connect_store, open_store
 from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.cuda_ipc import DeviceSegments
 from megarl.sync.wire.meetings import Meeting, give_up
@@ -44,15 +44,15 @@ class Attack:
         return os.mkdir, (str(self.file),)
 
 
-def client(meeting: Meeting) -> dist.TCPStore:
+def client(meeting: Meeting) -> dist.Store:
     """Of who does not know the secret."""
-    return dist.TCPStore(meeting.address, meeting.port, is_master=False)
+    return connect_store(meeting.address, world_size=-1, timeout_s=30.0)
 
 
 @pytest.fixture
 def meeting() -> Iterator[Meeting]:
     store = open_store("127.0.0.1")
-    yield Meeting(address="127.0.0.1", port=store.port, rank=1, size=2, timeout_s=5.0, secret=b"the run's")
+    yield Meeting(address=f"tcp://127.0.0.1:{store.port}", rank=1, size=2, timeout_s=5.0, secret=b"the run's")
     # Nobody else keeps the server.
     del store
 
@@ -67,7 +67,7 @@ def test_what_another_user_writes_into_the_store_is_not_acted_upon(meeting: Meet
     code = tmp_path / "ran"
     attack = base64.b64encode(pickle.dumps(Attack(code))).decode()
     written = ["segment", attack, "7/given up", ""]
-    done = as_nobody(WRITE, meeting.port, *written, imports=["torch.distributed"])
+    done = as_nobody(WRITE, int(meeting.address.rpartition(":")[2]), *written, imports=["torch.distributed"])
     assert done.returncode == 0, done.stderr
     with pytest.raises(WeightSyncError, match=NOT_OURS):
         DeviceSegments(meeting.connect(), CPU, 5.0).open(Path("segment"), 8)

@@ -40,7 +40,7 @@ def send_two(path: Path, device: Device) -> None:
     """Two messages from rank 0 to worker 1, whose segments have 8 and 16 bytes."""
     store = open_store("127.0.0.1")
     messages = tuple(Parcel(turn, turn, 0, 1, False, (), 8 * (turn + 1)) for turn in (0, 1))
-    meeting = Meeting(address="127.0.0.1", port=store.port, rank=0, size=2, timeout_s=30.0, secret=b"the run's")
+    meeting = Meeting(address=f"tcp://127.0.0.1:{store.port}", rank=0, size=2, timeout_s=30.0, secret=b"the run's")
     share = Share(messages=messages, specs={}, needs={}, segments=str(path / "segment"), meeting=meeting)
     cpu = torch.device("cpu")
     sender, receiver = SHARED_MEMORY.sender(share, cpu), SHARED_MEMORY.receiver(share, cpu)

@@ -31,7 +31,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Processes look whether a sync was given up only after a minute of waiting."""
 
     def client(meeting: Meeting) -> CountingStore:
-        return CountingStore(meeting.address, meeting.port, is_master=False, timeout=timedelta(seconds=30))
+        port = int(meeting.address.rpartition(":")[2])
+        return CountingStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
 
     monkeypatch.setattr(Meeting, "_client", client)
     monkeypatch.setattr(meetings, "POLL_S", 60.0)

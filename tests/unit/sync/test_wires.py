@@ -86,7 +86,7 @@ def make_shares(
         {sink: {"a": (both,)} for sink in (2, 3)},
         neighbours={sink: [rank] for sink, rank in beside.items()},
     )
-    meeting = Meeting(address="127.0.0.1", port=1, rank=0, size=1, timeout_s=1.0, secret=b"")
+    meeting = Meeting(address="tcp://127.0.0.1:1", rank=0, size=1, timeout_s=1.0, secret=b"")
     return shares_of(plan, settings, meeting, hosts=hosts, num_ranks=2, beside=beside, segments=Path("segment"))
 
 
