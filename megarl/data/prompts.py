@@ -157,6 +157,8 @@ class PromptDataset:
             demonstration_probs=(*probs, UNKNOWN_PROB)[: len(demonstration)] if probs else (),
             target=parse_target(row, where) if self._with_targets and row.get("target") else "",
             environment=self._environment_of(row, where),
+            label=None if isinstance(record.label, str) else record.label,
+            is_text=[row.get(self._settings.prompt_key)] == [message.content for message in record.messages],
         )
 
 

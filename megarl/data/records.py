@@ -75,11 +75,15 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRecord:
-    """One parsed prompt row; `ground_truth` may be empty if a reward model judges responses (style "model")."""
+    """One parsed prompt row; `ground_truth` may be empty if a reward model judges responses (style "model").
+
+    label: the ground truth as the row has it.
+    """
 
     messages: tuple[Message, ...]
     data_source: str
     ground_truth: str
+    label: object
     extra_info: Mapping[str, Any]
 
 
@@ -124,9 +128,10 @@ def parse_prompt(row: Mapping[str, Any], where: str, form: DataConfig | None = N
         label, place = row.get(form.label_key), form.label_key
     if label is None:
         raise DataError(f"{where}: {place} is missing, expected a ground truth; see data.label_key")
+    text = label
     if not isinstance(label, str):
         try:
-            label = json.dumps(_without_nulls(label), ensure_ascii=False, allow_nan=False)
+            text = json.dumps(_without_nulls(label), ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise DataError(f"{where}: {place} is {label!r:.200}, expected text or what JSON can hold") from error
     source = row.get(form.source_key) or extra_info.get(form.source_key) or form.default_source
@@ -140,7 +145,8 @@ def parse_prompt(row: Mapping[str, Any], where: str, form: DataConfig | None = N
     return PromptRecord(
         messages=messages,
         data_source=_string({form.source_key: source}, form.source_key, where),
-        ground_truth=label,
+        ground_truth=text,
+        label=label,
         extra_info=extra_info,
     )
 

@@ -12,7 +12,7 @@ class Question:
     """A response to judge, with its prompt, ground truth and further data. Each is a key of its own.
 
     messages: the chat that the prompt was made of, if it is known. group: the same for all responses to one prompt.
-    response_ids: the response's tokens, if a function asks for them.
+    response_ids: the response's tokens, if a function asks for them. label, is_text: those of the prompt.
     """
 
     data_source: str
@@ -23,6 +23,8 @@ class Question:
     messages: Sequence[Message] = ()
     group: str = ""
     response_ids: tuple[int, ...] = ()
+    label: object = None
+    is_text: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

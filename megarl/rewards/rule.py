@@ -224,6 +224,8 @@ class RuleSession:
             messages=item.prompt.messages,
             group=item.prompt.uid,
             response_ids=ids,
+            label=item.prompt.label,
+            is_text=item.prompt.is_text,
         )
         self.items.append(item)
         self.ask(question, label=f"sample {item.label}")

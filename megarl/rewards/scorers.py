@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import string
+import unicodedata
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -98,18 +99,46 @@ def accepted_answers(ground_truth: str) -> list[str]:
 def score_short_answer(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
     """Score 1 if the last `<answer>…</answer>` equals one of the accepted answers, as Search-R1 compares them, else 0.
 
-    Case, punctuation, articles (a, an, the) and repeated spaces do not count, but signs and points of numbers do.
+    Case, punctuation, articles (a, an, the), repeated spaces and Unicode's forms of a character do not count, but signs
+    and points of numbers do, and whatever else a letter alone would be left without.
     `ground_truth` is one answer, or JSON: a list of answers, or {"target": such a list}.
     """
     accepted = accepted_answers(ground_truth)
 
-    def normalised(text: str) -> str:
-        plain = _PUNCTUATION.sub(lambda mark: "" if mark[1] else mark[0], _THOUSANDS.sub("", text.lower()))
+    answers = LAST_ANSWER.findall(response)
+    correct = bool(answers) and any(_same_words(answers[-1], answer) for answer in accepted)
+    return reward_of(correct, parse_failed=not answers)
+
+
+def _same_words(answer: str, accepted: str) -> bool:
+    """Compare answers without case, punctuation and articles or, where these leave at most a letter, with them."""
+
+    def words(text: str) -> str:
+        plain = _PUNCTUATION.sub(lambda mark: "" if mark[1] else mark[0], _THOUSANDS.sub("", text))
         return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", plain).split())
 
-    answers = LAST_ANSWER.findall(response)
-    correct = bool(answers) and normalised(answers[-1]) in {normalised(answer) for answer in accepted}
-    return reward_of(correct, parse_failed=not answers)
+    left, right = _one_form(answer), _one_form(accepted)
+    if re.fullmatch(r"[^\W\d]?", words(right)):
+        # C++, C# and C differ, as do the grade A and no answer at all.
+        left, right = (text.strip(" .,;:!?\"'()*") or text.strip() for text in (left, right))
+        return left == right
+    return words(left) == words(right)
+
+
+def _one_form(text: str) -> str:
+    """Return a text in lower case and Unicode's composed form, with ASCII digits and without full-width characters."""
+    if text.isascii():
+        return text.lower()
+    forms = (
+        str(unicodedata.decimal(c))
+        if c.isdecimal()
+        else c
+        # These mean something else in line: 10², ½.
+        if unicodedata.decomposition(c).startswith(("<super>", "<sub>", "<fraction>"))
+        else unicodedata.normalize("NFKC", c)
+        for c in text
+    )
+    return unicodedata.normalize("NFC", "".join(forms).lower())
 
 
 @SCORERS.register("megarl/sums", "megarl/calculator")

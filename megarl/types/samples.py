@@ -75,8 +75,8 @@ class Prompt:
     messages: the chat from which `token_ids` were made, for judges with a chat template of their own.
     demonstration_ids: an answer with which samples can start; it ends in the end token unless it was cut; empty: none.
     demonstration_probs: the demonstrator's probability of each of these tokens, -1 where unknown; empty: all unknown.
-    target: the text of the data's own answer, where hints are made of it; empty: none.
-    environment: the name of the environment that replies to answers; empty: the first answer ends a sample.
+    target: the text of the data's own answer, where hints are made of it; empty: none. environment: the environment
+    that replies to answers; empty: the first answer ends a sample. label: a truth that is no text. is_text: no chat.
     """
 
     uid: str
@@ -89,6 +89,8 @@ class Prompt:
     demonstration_probs: tuple[float, ...] = ()
     target: str = ""
     environment: str = ""
+    label: object = None
+    is_text: bool = False
 
 
 class VersionSpan(NamedTuple):
@@ -113,8 +115,7 @@ def token_versions(spans: Sequence[VersionSpan]) -> IntArray:
     >>> token_versions(version_spans([3, 3, 4])).tolist()
     [3, 3, 4]
     """
-    versions, counts = np.array(spans, dtype=np.int64).reshape(-1, 2).T
-    return np.repeat(versions, counts)
+    return np.repeat(*np.array(spans, dtype=np.int64).reshape(-1, 2).T)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,8 +318,7 @@ class RolloutBatch:
     samples: tuple[Sample, ...]
 
     def __post_init__(self) -> None:
-        unknown = {s.uid for s in self.samples} - self.prompts.keys()
-        if unknown:
+        if unknown := {s.uid for s in self.samples} - self.prompts.keys():
             raise ValueError(f"rollout batch: samples of unknown prompts {sorted(unknown)[:3]}")
 
 

@@ -76,19 +76,23 @@ def signature_of(function: RewardFunction, path: Path, extra: Mapping[str, Any])
 
 def _trl(rows: Sequence[Question]) -> dict[str, Any]:
     """Build TRL's arguments: chats as lists of messages, or texts if a chat is unknown, and the columns of the data."""
-    are_chats = all(row.messages for row in rows)
+    are_chats = all(row.messages and not row.is_text for row in rows)
     names = {name for row in rows for name in row.extra_info}
     return {
-        "prompts": [[m.as_dict() for m in row.messages] if are_chats else row.prompt for row in rows],
+        "prompts": [[m.as_dict() for m in row.messages] if are_chats else _text(row) for row in rows],
         "completions": [
             [{"role": "assistant", "content": row.response}] if are_chats else row.response for row in rows
         ],
         IDS: [list(row.response_ids) for row in rows],
         "trainer_state": None,
         "data_source": [row.data_source for row in rows],
-        **{name: [row.ground_truth for row in rows] for name in _TRUTHS},
+        **{name: [row.ground_truth if row.label is None else row.label for row in rows] for name in _TRUTHS},
         **{name: [row.extra_info.get(name) for row in rows] for name in sorted(names)},
     }
+
+
+def _text(row: Question) -> str:
+    return row.messages[0].content if row.is_text else row.prompt
 
 
 def _rewards_of_trl(result: Any, num_rows: int) -> list[Reward | None]:

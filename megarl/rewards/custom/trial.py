@@ -31,6 +31,8 @@ def try_functions(functions: CustomFunctions, prompts: Iterable[Prompt]) -> None
                         extra_info=prompt.extra_info,
                         messages=prompt.messages,
                         group=prompt.uid,
+                        label=prompt.label,
+                        is_text=prompt.is_text,
                     )
                 )
             pending.append(judging)

@@ -1,10 +1,15 @@
 """Ground truths of every type: a right answer is right by every scorer of answers, or the row is refused."""
 
+from dataclasses import replace
+
 import pytest
 
 from megarl.errors import DataError
 from megarl.rewards import score
+from megarl.rewards.custom.signatures import TRL
 from megarl.rewards.own_answer import STATED
+from megarl.rewards.question import Question
+from megarl.types import Message
 
 SCORERS = ("math", "math/last_number", "strict", "math_verify", "answer_line", "openai/gsm8k", "megarl/sums", "luffy/1")
 TRUTHS = {
@@ -38,3 +43,34 @@ def test_a_truth_that_is_no_answer_is_refused(scorer: str, truth: str) -> None:
 def test_an_interval_is_no_list_of_accepted_answers() -> None:
     assert score("math", r"\boxed{[1, 2]}", "[1, 2]", {}).correct
     assert not score("math", r"\boxed{1}", "[1, 2]", {}).correct
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "correct"),
+    [
+        ("Cafe\u0301", "Caf\u00e9", True),
+        ("\uff12\uff14", "24", True),
+        ("\u0662\u0664", "24", True),
+        ("10\u00b2", "102", False),
+        *((a, t, a == t) for a in ("C++", "C#", "C") for t in ("C++", "C#", "C")),
+        ("A", "A", True),
+        ("the", "A", False),
+        ("", "A", False),
+        ("C.", "C", True),
+        ("$", "-", False),
+        ("-", "-", True),
+        ("The Who", "The Who", True),
+        ("beatles", "The Beatles", True),
+    ],
+)
+def test_short_answers_keep_what_distinguishes_them(answer: str, truth: str, correct: bool) -> None:
+    assert score("short_answer", f"<answer>{answer}</answer>", truth, {}).correct == correct
+
+
+def test_functions_for_trl_get_texts_and_typed_columns() -> None:
+    message = Message(role="user", content="1+1?")
+    row = Question(data_source="", prompt="<user>1+1?", response="2", ground_truth="2", messages=(message,))
+    typed = TRL.arguments([replace(row, label=2, is_text=True)])
+    assert (typed["prompts"], typed["completions"], typed["answer"]) == (["1+1?"], ["2"], [2])
+    chat = TRL.arguments([row])
+    assert (chat["completions"], chat["answer"]) == ([[{"role": "assistant", "content": "2"}]], ["2"])
