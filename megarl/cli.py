@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from megarl.config.paths import expand_arguments
 from megarl.convert.cli import add_convert
 from megarl.errors import ConfigError, UnknownKeyError
 from megarl.host.exit_codes import exit_on_errors
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         atexit.register(gc.freeze)
     with exit_on_errors():
         try:
-            arguments.run(arguments)
+            arguments.run(expand_arguments(arguments))
         except UnknownKeyError as error:
             from megarl.migrate.aliases import answered
 
@@ -61,9 +62,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     peer = commands.add_parser("convert-config", help="write a run file from that of verl, OpenRLHF or LUFFY")
     peer.add_argument("file", type=Path, help="a shell script that starts training, or a YAML file")
     peer.add_argument("given", nargs="*", metavar="NAME=VALUE", help="what a script is run with: variables, arguments")
-    peer.add_argument(
-        "--command", type=int, dest="which", metavar="N", help="which of a script's commands that start training"
-    )
+    peer.add_argument("--command", type=int, dest="which", metavar="N", help="which of a script's training commands")
     peer.add_argument("--out", type=Path, metavar="RUN.yaml", help="run file to write; default: print it")
     peer.add_argument("--run-script", action="store_true", help="without a sandbox, run the script with stubs outside")
     peer.set_defaults(run=_convert_config)

@@ -8,11 +8,11 @@ A run file may build on other files, and then needs only the settings that diffe
     for_algo: {ppo*: {critic: {freeze: true}}}  # only if the algorithm file has such a name
 
 Names are looked up in the configs root (the parent of the run file's directory), and then among the files that come
-with megarl. Paths, here and anywhere in a configuration, are relative to the current working directory; a run file that
-is not there, such as configs/run/sums-rl.yaml, is also looked for among those files. Settings are merged in this order,
-and later ones win: the files that `use` names, one per group such as `model`; the run files, base first, each followed
-by its `for_algo` settings; the overrides. A run file's `use` replaces that of its base. Mappings merge key by key; any
-other value, including a list, is replaced.
+with megarl. Paths, here and anywhere in a configuration, are relative to the current working directory, with `~` and
+variables as in a shell; a run file that is not there, such as configs/run/sums-rl.yaml, is also looked for among those
+files. Settings are merged in this order, and later ones win: the files that `use` names, one per group such as `model`;
+the run files, base first, each followed by its `for_algo` settings; the overrides. A run file's `use` replaces that of
+its base. Mappings merge key by key; any other value, including a list, is replaced.
 """
 
 import os

@@ -8,6 +8,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from megarl.config.paths import expanded
 from megarl.config.suggest import suggest_keys
 from megarl.errors import ConfigError, UnknownKeyError
 from megarl.texts.masking import masked
@@ -32,7 +33,7 @@ def from_dict(cls: type[T], mapping: Mapping[str, object], path: str = "") -> T:
 
     `path` is the dotted key of `mapping` itself, for messages. Numbers may be written 1e-6 or 1e6. An int field accepts
     a float with an integral value, and a float field accepts an int. Neither accepts a bool, NaN or infinity. No text
-    may hold what UTF-8 cannot.
+    may hold what UTF-8 cannot. Paths are read as `expanded` reads them.
     """
     if found := find_surrogate(mapping, path):
         raise ConfigError(f"{found}; complete or remove it")
@@ -153,7 +154,7 @@ def _parse_literal(hint: Any, value: object, path: str) -> object:
 def _parse_exact(hint: Any, value: object, path: str) -> object:
     if type(value) is not hint:
         raise _WrongTypeError
-    return value
+    return expanded(value, path) if isinstance(value, str) else value
 
 
 def parse_bool(value: object) -> bool:

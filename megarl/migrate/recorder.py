@@ -129,7 +129,9 @@ class Recorder:
             os.close(held)
             try:
                 status = process.wait(max(self.ends - time.monotonic(), 0.1))
-                select.select([alive], [], [], _BACKGROUND_S)
+                still = select.poll()
+                still.register(alive, select.POLLIN)
+                still.poll(1000 * _BACKGROUND_S)
             except subprocess.TimeoutExpired:
                 raise TimeoutError(f"it runs for more than {self.request['seconds']} s") from None
             finally:

@@ -26,7 +26,7 @@ ALGOS_MAY_IMPORT = (
 DEVICE_FILES = ("host/device/*.py", "parallel/cpu_shim.py")
 # Rooms, and modules outside of one, from the top: what stands here may import its own floor and those below.
 FLOORS = (
-    ("cli",),
+    ("__main__", "cli"),
     ("recipes", "migrate", "forecast"),
     ("run", "convert"),
     ("train", "plan"),

@@ -73,8 +73,11 @@ class Output:
             written.append(self._tail.decode("utf-8", "replace")[-MAX_OUTPUT_CHARS:])
 
     def _drain(self) -> None:
+        # Not `select`, which refuses the descriptors above 1023 that a busy process opens.
+        written = select.poll()
+        written.register(self._read, select.POLLIN)
         while True:
-            select.select([self._read], [], [])
+            written.poll()
             self._take()
 
     def _take(self) -> None:

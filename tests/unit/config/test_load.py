@@ -356,7 +356,7 @@ def test_dump_loads_back_to_an_equal_config(configs: Path) -> None:
         ),
         algo=AlgoConfig(policy_loss=PolicyLossConfig(dual_clip=None), aggregation_horizon_tokens=64),
         actor=ActorConfig(optimizer=OptimizerConfig(lr=1e-6, betas=(0.9, 0.999), eps=1e-30)),
-        rollout=RolloutConfig(replay_dir="~/records"),
+        rollout=RolloutConfig(replay_dir="~records"),
     )
     assert load_config(write(configs, "run/dumped.yaml", dump(config))) == config
 
