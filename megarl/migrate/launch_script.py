@@ -151,7 +151,7 @@ def _bash() -> str:
     told = "(none)"
     if bash:
         command = [bash, "--norc", "-c", 'echo "${BASH_VERSINFO[0]}.${BASH_VERSINFO[1]}"']
-        told = subprocess.run(command, env={}, capture_output=True, text=True, check=False).stdout.strip()
+        told = subprocess.run(command, env={}, capture_output=True, encoding="utf-8", check=False).stdout.strip()
         if [int(part) for part in told.split(".")] >= [4, 4]:
             return str(Path(bash).resolve())
     raise ConfigError(f"bash reads launch scripts, and got {told}, expected 4.4 or newer on PATH; install it")
@@ -204,7 +204,7 @@ def _record_here(source: str, request: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-I", "-c", source]
         done = subprocess.run(
-            command, input=request, env={"TMPDIR": folder}, capture_output=True, text=True, check=True
+            command, input=request, env={"TMPDIR": folder}, capture_output=True, encoding="utf-8", check=True
         )
     return json.loads(done.stdout)
 

@@ -98,9 +98,13 @@ def test_nothing_is_written_once_the_run_is_another_ones(tmp_path: Path, monkeyp
     recorder = RunRecorder(config(tmp_path), lock=lock)
     paths = recorder.paths
     log = recorder.metrics()
-    manager = CheckpointManager(paths.checkpoints, config(tmp_path).checkpoint, FakeRanks(), recorder.require_owned)  # type: ignore[arg-type]
+    manager = CheckpointManager(
+        paths.checkpoints, config(tmp_path).checkpoint, FakeRanks(), require_owned=recorder.require_owned
+    )  # type: ignore[arg-type]
     settings = replace(config(tmp_path).checkpoint, every_steps=1)
-    asynchronous = CheckpointManager(paths.checkpoints, settings, FakeRanks(is_written=False), recorder.require_owned)  # type: ignore[arg-type]
+    asynchronous = CheckpointManager(
+        paths.checkpoints, settings, FakeRanks(is_written=False), require_owned=recorder.require_owned
+    )  # type: ignore[arg-type]
     after_step(asynchronous, 1)
     with Heartbeat(paths.status, "train", lambda: None, is_owned=lock.is_owned):
         read_claims(paths.lock)[0].file.unlink()
