@@ -19,11 +19,18 @@ _WRAPPER = re.compile(
     r"|\\(?:text)?color(?:box)?\s*\{[^{}]*\}|\\(?:[,;:! ]|q?quad\b)|[*${}\"`“”\u200b-\u200f\u2060\ufeff]|(?<!~)~(?!~)"
 )
 _BEFORE = (
-    r"[\s(\['.:>]*(?:(?:the|final|correct|right|best|my)\s+)*(?:(?:answer|option|choice)\s*(?:is\b|:|=)?\s*:?\s*\W?)?"
+    r"[\s(\['.:>]*(?:(?:so|thus|hence|therefore|definitely|clearly|surely)\b,?\s*)*(?:i\s+(?:would\s+|will\s+)?"
+    r"(?:choose|chose|pick|select|say)\s+|(?:it|that)(?:\s+is|\s+must\s+be|'s)\s+)?(?:(?:the|final|correct|right|best|my)\s+)*(?:(?:answer|option|choice)\s*(?:is\b|:|=)?\s*:?\s*\W?)?"
+)
+# The article, with a word for a quantity or several words: "A lot of them", "A red car"; "A photon" is a choice and its
+# text.
+_ARTICLE = (
+    r"A\s+(?:(?:lot|few|little|bit|couple|number|pair|handful|dozen|great|good|single)\b"
+    r"|(?!is\b|because\b|since\b|as\b|and\b|or\b|not\b|but\b)[a-z]+\s+[a-z])"
 )
 # But not the words "a" and "I". After the letter, what closes it: B), B. or B: stand before the text of the choice.
 _STATED = re.compile(
-    rf"(?i:{_BEFORE})[\s(\[]*(?!a\s+\w|I\s+[a-z])([A-Za-z])(?![\w'^])\s*(\)\s*[.:]?|[.:\]](?=\s|$)|)\s*"
+    rf"(?i:{_BEFORE})[\s(\[]*(?!a\s+\w|I\s+[a-z]|{_ARTICLE})([A-Za-z])(?![\w'^])\s*(\)\s*[.:]?|[.:\]](?=\s|$)|)\s*"
 )
 _LONE = r"(?<![\w'])(?:[B-HJ-Z]|A(?!\s+[a-z])|I(?!\s+[a-z])|[b-hj-z])(?![\w'])"
 # Nothing but letters of choices, and what joins them.

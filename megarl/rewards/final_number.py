@@ -8,8 +8,8 @@ from typing import Any
 from megarl.errors import DataError
 from megarl.rewards.answers.numbers import Number
 from megarl.rewards.answers.spelling import canonical
+from megarl.rewards.answers.statement import plain_answer
 from megarl.rewards.answers.units import parse_quantity
-from megarl.rewards.answers.words import is_counted
 from megarl.rewards.scorers import SCORERS, reward_of
 from megarl.types import Reward
 
@@ -19,7 +19,6 @@ _MARK = "####"
 _AROUND = re.compile(r"\*{2,3}|__|`|<\|?/?[a-zA-Z_]+\|?>")
 _ABOUT = re.compile(r"[\s*_`$=]*~(?!~)")
 _NAMED = re.compile(r"^[a-zA-Z]\s*=\s*(?=[^=]*$)")
-_NUMBER_AND_WORDS = re.compile(r"([^a-zA-Z]*\d[^a-zA-Z(]*?)\s+(\(?[a-zA-Z].*)")
 
 
 def normalise_number(text: str) -> str:
@@ -34,9 +33,7 @@ def parse_stated(line: str) -> Number | None:
     if _ABOUT.match(line):
         return None
     text = _NAMED.sub("", canonical(_AROUND.sub(" ", line)))
-    quantity = parse_quantity(re.sub(r"^-\s+", "-", text))
-    if quantity is None and (match := _NUMBER_AND_WORDS.fullmatch(text)) and is_counted(match[2]):
-        quantity = parse_quantity(match[1])
+    quantity = parse_quantity(_NAMED.sub("", plain_answer(re.sub(r"^-\s+", "-", text))))
     return quantity[0] if quantity else None
 
 

@@ -46,6 +46,8 @@ def add_up(context: RankContext, address: str) -> Seen:
         sums += numbers.unique().tolist()
     connections = [each for each in psutil.Process().net_connections("tcp") if each.fd not in before]
     threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    # Until the other has looked, too.
+    groups[1].barrier().wait()
     return Seen(sums, threads.count("gloo_tcp_loop"), [each.status for each in connections])
 
 

@@ -7,11 +7,13 @@ from fractions import Fraction
 from functools import partial
 
 from megarl.rewards.answers import bound, notation, structure
+from megarl.rewards.answers.guard import COMPUTATION, refusal
 from megarl.rewards.answers.numbers import REL_TOLERANCE, Number, are_close, parse_number
 from megarl.rewards.answers.options import MAX_ANSWER_CHARS, AnswerOptions, Equality
 from megarl.rewards.answers.spelling import canonical, compact, normalise
+from megarl.rewards.answers.statement import plain_answer
 from megarl.rewards.answers.units import PERCENT, parse_quantity, split_unit
-from megarl.rewards.answers.words import DENYING
+from megarl.rewards.answers.words import DENYING, same_words
 
 MAX_ITEMS = 64
 MAX_NESTING = 8
@@ -21,37 +23,17 @@ Compare = Callable[[str, str], Equality]
 Rule = Callable[[str, str, Compare, AnswerOptions], Equality | None]
 
 _NAME = re.compile(
+    r"\s*(?:\\overline\s*\{\s*[A-Z]{1,3}\s*\}|m?\s*\\(?:angle|triangle)\s*[A-Z]{1,3}|[|\[]\s*[A-Z]{2,}\s*[|\]])\s*|"
     r"\s*\\?[a-zA-Z]+\s*(?:_\s*\{?\w+\}?)?'*\s*(?:\([\w\s,]*\))?\s*|\s*[^\W\d_][^\W\d_ ]*(?:\s+[^\W\d_]+)*\s*"
 )
+_ORDINAL = re.compile(r"^(\d+)th$")
 _LETTER = re.compile(r"\\?[a-zA-Z]|\\[a-zA-Z]+")
 _NUMBER_IS_MISSING = re.compile(r"(?<!\\)[a-zA-Z]")
 _EQUALS = r"=|\\approx(?![a-zA-Z])|\\equiv(?![a-zA-Z])"
-_WORDS = re.compile(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*")
-# Words whose case does not matter, unlike that of commands, products of two variables, and units such as mHz.
-_CASELESS = re.compile(
-    r"(?<![\\a-zA-Z])(?:[A-Z]?[a-z]{2,}|[A-Z]{4,}|YES|DNE|[nN][oO]|[aApP][mM])(?![a-zA-Z])|[^\W\d_a-zA-Z]{2,}"
-)
 _OR = r"(?<![a-zA-Z\\])(?:or|或|или)(?![a-zA-Z])|\\lor(?![a-zA-Z])|,(?=[^,]*[<>])"
 _NAME_OF_VALUE = re.compile(r"^\\?[a-zA-Z]{1,2}\s*=(?=[^=]+$)")
 _NUMBER_IN_BRACKETS = re.compile(r"^\(\s*(-?[\d.,]+)\s*\)$")
 _NAMED_SET = r"\mathbb"
-_CHOICE = re.compile(r"\(?([A-Z])\)?[.:)]?")
-# As algebra reads it, `1 B` is B.
-_NUMBER_AND_LETTER = re.compile(r"[\d.]+\s*[A-Z]|[A-Z]\s*[\d.]+")
-# Words that are not taken for products of their letters, as are others of up to three.
-_SHORT_WORDS = frozenset({"yes", "no"})
-_SAME_WORDS = {
-    "no solution": r"\emptyset",
-    "no solutions": r"\emptyset",
-    "no real solution": r"\emptyset",
-    "no real solutions": r"\emptyset",
-    "empty set": r"\emptyset",
-    "all real numbers": r"\mathbb{R}",
-    "all reals": r"\mathbb{R}",
-    "无解": r"\emptyset",
-    "dne": "does not exist",
-    "undefined": "does not exist",
-}
 
 
 def same_string(answer: str, gold: str) -> bool:
@@ -59,7 +41,7 @@ def same_string(answer: str, gold: str) -> bool:
 
     This suits answers with only one way to write them. `(073)`, `73.0` and `73` are equal.
     """
-    plain = [_NAME_OF_VALUE.sub("", canonical(text)).strip() for text in (answer, gold)]
+    plain = [_NAME_OF_VALUE.sub("", plain_answer(canonical(text))).strip() for text in (answer, gold)]
     plain = [_NUMBER_IN_BRACKETS.sub(r"\1", text) for text in plain]
     a, g = (split_unit(text) for text in plain)
     x, y = (parse_quantity(text) for text in plain)
@@ -82,7 +64,8 @@ def compare_answers(answer: str, gold: str, options: AnswerOptions) -> Equality:
         return Equality.UNPARSED
     if options.textual:
         return _compare(normalise(answer), normalise(gold) if options.normalise_gold else gold, options, TEXTUAL_RULES)
-    return _compare(canonical(answer), canonical(gold), options, RULES)
+    answer, gold = (_ORDINAL.sub(r"\1", plain_answer(canonical(text))) for text in (answer, gold))
+    return _compare(answer, gold, options, RULES)
 
 
 def _compare(answer: str, gold: str, options: AnswerOptions, rules: Sequence[Rule], depth: int = 0) -> Equality:
@@ -106,24 +89,6 @@ def same_text(answer: str, gold: str, compare: Compare, options: AnswerOptions) 
     if compact(answer) == compact(gold):
         return Equality.EQUAL
     return None if structure.is_balanced(answer) and structure.is_balanced(gold) else Equality.UNPARSED
-
-
-def same_words(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
-    """Compare words (neither numbers nor products of variables) and letters of choices, ignoring case."""
-    letters = [_CHOICE.fullmatch(text) for text in (answer, gold)]
-    if letters[0] and letters[1]:
-        return Equality.of(letters[0][1] == letters[1][1])
-    if any(letters) and any(_NUMBER_AND_LETTER.fullmatch(text) for text in (answer, gold)):
-        return Equality.DIFFERENT
-    a, g = (_CASELESS.sub(lambda word: word[0].casefold(), " ".join(text.split())) for text in (answer, gold))
-    a, g = _SAME_WORDS.get(a, a), _SAME_WORDS.get(g, g)
-    is_text = [
-        text in _SHORT_WORDS or (_WORDS.fullmatch(text) is not None and (len(text) > 3 or not text.isascii()))
-        for text in (a, g)
-    ]
-    if a == g and (any(is_text) or len(a) > 2):
-        return Equality.EQUAL
-    return Equality.DIFFERENT if any(is_text) and not any(re.search("[=<>,;]", text) for text in (a, g)) else None
 
 
 def same_quantity(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
@@ -201,9 +166,15 @@ def same_intervals(answer: str, gold: str, compare: Compare, options: AnswerOpti
 
     Inequalities may be joined by "or".
     """
+    from megarl.rewards.answers.symbolic import solve_linear
+
     names, unions = set(), []
     for text in (answer, gold):
-        found = [structure.as_interval(part) for part in structure.split_top(text, _OR)]
+        found = [
+            structure.as_interval(part)
+            or (structure.as_interval(solve_linear(part) or "") if re.search(structure.RELATION, part) else None)
+            for part in structure.split_top(text, _OR)
+        ]
         pairs = [pair for pair in found if pair is not None]
         variables = {name for name, _ in pairs}
         if len(pairs) == len(found) and len(variables) == 1:
@@ -213,7 +184,10 @@ def same_intervals(answer: str, gold: str, compare: Compare, options: AnswerOpti
             unions.append(text)
     if not names:
         return None
-    return Equality.DIFFERENT if len(names) > 1 else compare(unions[0], unions[1])
+    groups = [structure.parse_group(union) for union in unions]
+    # Bare numbers are no bounds.
+    is_list = {group.opening for group in groups if group is not None} >= {"", "("}
+    return Equality.DIFFERENT if len(names) > 1 or is_list else compare(unions[0], unions[1])
 
 
 def same_union(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
@@ -238,7 +212,12 @@ def same_group(answer: str, gold: str, compare: Compare, options: AnswerOptions)
         group, other = (a, gold) if a is not None else (g, answer)
         if group is None or _NAMED_SET in other:
             return None
-        return compare(group.items[0], other) if len(group.items) == 1 else Equality.DIFFERENT
+        is_single = len(group.items) == 1 and group.items[0] != r"\emptyset"
+        return compare(group.items[0], other) if is_single else Equality.DIFFERENT
+    # A set of one tuple is the tuple.
+    single = next((each for each in (a, g) if len(each.items) == 1 and each.items[0].startswith("(")), None)
+    if single is not None and len(a.items) != len(g.items):
+        return compare(single.items[0], gold if single is a else answer)
     if len(a.items) != len(g.items):
         return Equality.DIFFERENT
     if a.ordered and g.ordered:
@@ -261,6 +240,8 @@ def same_equation(answer: str, gold: str, compare: Compare, options: AnswerOptio
     from megarl.rewards.answers.symbolic import compare_symbolic, sign_of_factor
 
     a, g = structure.split_top(answer, _EQUALS), structure.split_top(gold, _EQUALS)
+    if len(a) == len(g) == 2 and {a[0], g[0]} == {"y", "f(x)"}:
+        a, g = ["y", a[1]], ["y", g[1]]
     groups = [structure.parse_group(text) for text in (answer, gold)]
     is_list = any(group is not None and not group.opening for group in groups)
     if (len(a) == 1 and len(g) == 1) or is_list:
@@ -282,7 +263,9 @@ def same_equation(answer: str, gold: str, compare: Compare, options: AnswerOptio
         parts = parts[::-1]
     if any(DENYING & set(part.lower().split()) for part in parts):
         return Equality.DIFFERENT
-    if not all(_NAME.fullmatch(part) or compare(part, parts[-1]) is Equality.EQUAL for part in parts[:-1]):
+    # What asks for a computation only names its value.
+    named = [part for part in parts[:-1] if not _NAME.fullmatch(part) and refusal(part) != COMPUTATION]
+    if not all(compare(part, parts[-1]) is Equality.EQUAL for part in named):
         return Equality.DIFFERENT
     return compare(parts[-1], value)
 

@@ -3,6 +3,7 @@
 import re
 
 from megarl.rewards.answers.options import AnswerOptions
+from megarl.rewards.answers.statement import last_number
 
 # The answer stands at the end, so the search is limited to it, which keeps it fast for any text.
 SEARCH_CHARS = 4096
@@ -19,19 +20,6 @@ _BETWEEN_BOXES = re.compile(
 )
 MAX_BOXES = 16
 _NUMBER = re.compile(r"-?\d*\.?\d+")
-_LAST_NUMBER = re.compile(r"(?:(?<!\d)\.)?\d(?:[\d.,']*\d)?")
-_GROUPED_NUMBER = re.compile(r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d*)(?:\.\d+)?")
-# Before or after the last number, these make it a part of another one, or one of two answers: 2^42, 41 or 42, 42½.
-_PART_OF_NUMBER = re.compile(
-    r"[\w.,'^_/*·×÷√)}]$|[\^_/*·×÷√]\s*$|\d\s*(?:[-–−+]|\\[a-z]+\b)?\s*$|\d\D{0,9}\b(?:or|to|through|and)\s*$"
-    r"|\}\s*\{\s*$|\\(?:times|cdot|sqrt|frac|pm|neq|not)\b\W*$|[±≠~<>≤≥]\s*$|\b(?:or|not|nor|than|minus|plus|times|negative)\s+$|n't\s+$",
-    re.IGNORECASE,
-)
-_NUMBER_GOES_ON = re.compile(
-    r"\s*(?:[½⅓⅔¼-¾⅐-⅞²³⁰-⁹!^_/·×÷√?]|\*(?!\*)|(?:and\s+a\s+)?(?:half|third|quarter)\b"
-    r"|(?:hundred|thousand|dozen|[mbtr]+illion)(?:s|ths?)?\b|halves|(?:ten|hundred|thousand)ths?\b|(?:plus|minus|times|squared|cubed|or)\b|\\(?:times|cdot|frac|sqrt|pi)\b)"
-    r"|[a-zA-Z](?![a-zA-Z])|[eE][-+]?\d"
-)
 
 
 def extract_answer(response: str, options: AnswerOptions) -> str | None:
@@ -50,22 +38,9 @@ def extract_answer(response: str, options: AnswerOptions) -> str | None:
     if options.last_math and (formulas := _MATH.findall(response[-SEARCH_CHARS:])):
         return _first_line("".join(formulas[-1]))
     if not options.textual:
-        return _last_number(response[-SEARCH_CHARS:]) if options.last_number else None
+        return last_number(response[-SEARCH_CHARS:]) if options.last_number else None
     numbers = _NUMBER.findall(response.replace(",", "")) if options.last_number else []
     return numbers[-1] if numbers else None
-
-
-def _last_number(text: str) -> str | None:
-    """Return the last number of a text with its sign, None if it is a part of something else."""
-    numbers = list(_LAST_NUMBER.finditer(text))
-    if not numbers or not _GROUPED_NUMBER.fullmatch(numbers[-1][0]):
-        return None
-    before, after = text[: numbers[-1].start()], text[numbers[-1].end() :]
-    sign = re.search(r"(?<![\d)}\]])(?<![\d)}\]]\s)(?<!\b[a-zA-Z])(?<!\b[a-zA-Z]\s)[-−]\s?\$?$", before)
-    before = re.sub(r"\\?[$€£]\s*$", "", before[: sign.start()] if sign else before)[-40:]
-    if _PART_OF_NUMBER.search(before.removesuffix("**")) or _NUMBER_GOES_ON.match(after.removeprefix("**")):
-        return None
-    return f"{'-' if sign else ''}{numbers[-1][0]}"
 
 
 def last_boxed(response: str, options: AnswerOptions) -> str | None:

@@ -7,6 +7,7 @@ MAX_EXPONENT = 10_000
 MAX_FACTORIAL = 1_000
 MAX_DIGITS = 50
 MAX_DEPTH = 20
+COMPUTATION = "asks for a computation"
 
 # Commands that leave the computation to the scorer: repeating the question is no answer to it.
 _WORK = re.compile(
@@ -20,7 +21,7 @@ _CHAINED_POWER = re.compile(r"\^\s*(?:[\d.]+|[a-zA-Z])\s*\^")
 # Algebra would drop the base of 2516_8, the prime of f'(x), the dots of 7… and the T of a transposed matrix, subtract
 # within a date, and sort the letters of an angle.
 _DROPPED = re.compile(
-    r"\d\s*_|['\"]|\d\s*\$\s*\d|(?<!\d)\d{4}-\d\d-\d\d(?!\d)|\\(?:angle|triangle|[lc]?dots|phantom|models)(?![a-zA-Z])|\^\s*(?:\{\s*T\s*\}|T(?![a-zA-Z]))"
+    r"\d\s*_|['\"?]|\d\s*\$\s*\d|(?<!\d)\d{4}-\d\d-\d\d(?!\d)|\\(?:angle|triangle|[lc]?dots|phantom|models)(?![a-zA-Z])|\^\s*(?:\{\s*T\s*\}|T(?![a-zA-Z]))"
 )
 # A number after a factor, with nothing but spaces between, which the parser would multiply. Nobody knows
 # what `20 22` or `x 2` mean. A mixed fraction is one number here, as `spelling.canonical` writes it.
@@ -49,7 +50,7 @@ def refusal(text: str) -> str | None:
         return "has a sign that algebra would drop"
     if numbers_side_by_side(text):
         return "has a number beside another factor"
-    return "asks for a computation" if _WORK.search(text) else costly(text)
+    return COMPUTATION if _WORK.search(text) else costly(text)
 
 
 def numbers_side_by_side(text: str) -> bool:

@@ -20,12 +20,11 @@ _BASE_OF_WORD: Mapping[str, int] = {word: base for base, word in enumerate(_BASE
 _DIGITS = r"-?[\dA-F]*\d[\dA-F]*(?:\.[\dA-F]+)?"
 _IN_BASE = re.compile(rf"(\()?\s*({_DIGITS})\s*(?(1)\))\s*_\s*\{{?\s*({'|'.join(_BASE_OF_WORD)}|\d{{1,2}})\s*\}}?")
 _TUPLE_OF_NAMES = re.compile(r"(\((?:\s*\\?[a-zA-Z]\w*\s*,)+\s*\\?[a-zA-Z]\w*\s*\))\s*=\s*(\(.*\))")
+_POINT = re.compile(r"[A-Z]\s*(\([^()]*,.*\))")
 _ASSIGNMENT = re.compile(r"(\\?[a-zA-Z]\w*)\s*=\s*([^=]+)")
-_RELATION = r"<|>|\\leq(?![a-zA-Z])|\\geq(?![a-zA-Z])"
 _CLOSING_WORDS = re.compile(r".*[\d)}\]]\s+([^\W\d_]+(?:[\s'-]+[^\W\d_]+)*)")
 _RATIO = r":|(?<![a-zA-Z\\])to(?![a-zA-Z])"
 _TIME = re.compile(r"(\d{1,2})(?::(\d\d))?(?::(\d\d))?(?:\s*([ap])\.?\s?m\.?)?", re.IGNORECASE)
-_TURNED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
 
 
 def same_base(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
@@ -42,10 +41,14 @@ def same_base(answer: str, gold: str, compare: Compare, options: AnswerOptions) 
 
 
 def same_named_tuple(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
-    """Compare `(p,q)=(3,2)` with another order of the same names, with `p=3, q=2`, or with `(3,2)`.
+    """Compare `(p,q)=(3,2)` with another order of the same names, with `p=3, q=2`, or with `(3,2)`, and `P(3,2)` with
+    `(3,2)`.
 
     `y=2, x=3` equals `(3,2)`, and not `(2,3)`: where names are neighbours in the alphabet, they are in its order.
     """
+    points = [_POINT.fullmatch(text) for text in (answer, gold)]
+    if any(points) and any(text[0] == "(" for text in (answer, gold)):
+        return compare(*(match[1] if match else text for match, text in zip(points, (answer, gold), strict=True)))
     tuples = [_TUPLE_OF_NAMES.fullmatch(text) for text in (answer, gold)]
     values = [_values_by_name(text) for text in (answer, gold)]
     if not any(tuples):
@@ -90,19 +93,19 @@ def same_inequality(answer: str, gold: str, compare: Compare, options: AnswerOpt
     # It imports sympy, which only judging needs.
     from megarl.rewards.answers.symbolic import sign_of_factor
 
-    sides = [structure.split_top(text, _RELATION) for text in (answer, gold)]
-    signs = [re.findall(_RELATION, text) for text in (answer, gold)]
+    sides = [structure.split_top(text, structure.RELATION) for text in (answer, gold)]
+    signs = [re.findall(structure.RELATION, text) for text in (answer, gold)]
     if any(len(parts) != 2 or not all(parts) or len(found) != 1 for parts, found in zip(sides, signs, strict=True)):
         return None
     factor = sign_of_factor(*(f"{left}-({right})" for left, right in sides))
     if factor is None:
         return Equality.DIFFERENT
-    return Equality.of((signs[0][0] if factor > 0 else _TURNED[signs[0][0]]) == signs[1][0])
+    return Equality.of((signs[0][0] if factor > 0 else structure.TURNED[signs[0][0]]) == signs[1][0])
 
 
 def same_angle(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
     r"""Compare degrees with an angle written with π: `30^\circ` equals `\pi/6`."""
-    a, g = split_unit(answer), split_unit(gold)
+    a, g = (each._replace(unit="") if each.unit == "radian" else each for each in map(split_unit, (answer, gold)))
     is_list = any(structure.parse_group(text) is not None for text in (answer, gold))
     if is_list or {a.unit, g.unit} != {"degree", ""} or r"\pi" not in answer + gold:
         return None
@@ -123,7 +126,7 @@ def same_closing_words(answer: str, gold: str, compare: Compare, options: Answer
 
 def same_time(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
     """Compare times of day if one is with am or pm: `7 p.m.` equals `7:00 PM` and `19:00`, and not `7:00`."""
-    times = [_TIME.fullmatch(text) for text in (answer, gold)]
+    times = [_TIME.fullmatch(text.rpartition("=")[2].strip()) for text in (answer, gold)]
     if not any(time is not None and time[4] for time in times):
         return None
     seconds = []

@@ -35,7 +35,7 @@ _REPEATING = re.compile(
     r"|(\d*)\\dot\s*\{?\s*(\d)\}?(?:(\d*)\\dot\s*\{?\s*(\d)\}?)?|(\d*?)(?P<digit>\d)(?P=digit){2,}\s*\\ldots)(?!\s*[\d.(])"
 )
 _PLAIN = re.compile(rf"({_DECIMAL})")
-_SCIENTIFIC = re.compile(rf"({_DECIMAL})(?:[eE]([+-]?\d+)|\s*(?:\\cdot|x)\s*{_POWER})|{_POWER}")
+_SCIENTIFIC = re.compile(rf"({_DECIMAL})(?:(?:e|\s*E\s*)([+-]?\d+)|\s*(?:\\cdot|x)\s*{_POWER})|{_POWER}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 from megarl.rewards.answers.numbers import join_digits
 from megarl.rewards.answers.units import UNIT_OF_LETTER
@@ -31,15 +32,20 @@ _UNICODE: Mapping[int, str] = str.maketrans(
         "∞": r"\infty ",
         "±": r"\pm ",
         "∓": r"\mp ",
-        "≤": r"\leq ",
-        "≥": r"\geq ",
+        **dict.fromkeys("≤⩽≦≲", r"\leq "),
+        **dict.fromkeys("≥⩾≧≳", r"\geq "),
+        **dict.fromkeys("⇒⟹", r"\Rightarrow "),
+        "∴": r"\therefore ",
+        "∨": r"\lor ",
+        "∖": r"\setminus ",
+        "º": r"^{\circ}",
         "≠": r"\neq ",
         "≈": r"\approx ",
         "∪": r"\cup ",
         "∩": r"\cap ",
         "∈": r"\in ",
         "∅": r"\emptyset ",
-        "ℝ": r"\mathbb{R}",
+        **{sign: rf"\mathbb{{{letter}}}" for sign, letter in zip("ℝℤℕℚℂ", "RZNQC", strict=True)},
         "θ": r"\theta ",
         "α": r"\alpha ",
         "β": r"\beta ",
@@ -86,7 +92,38 @@ _UPRIGHT_UNIT = re.compile(
 _FRACTIONS = ((r"\\frac\s*([^\s{\\])", r"\\frac{\1}"), (r"(\\frac\{[^{}]*\})\s*([^\s{\\])", r"\1{\2}"))
 
 
-def _compiled(*rows: tuple[str, str]) -> tuple[tuple[re.Pattern[str], str], ...]:
+Replacement: TypeAlias = str | Callable[[re.Match[str]], str]
+
+
+# `\hat{i}`, `\mathbf{j}`, `\hat{\imath}`, `\vec k`.
+_UNIT_VECTOR = (
+    r"\\(?:hat|vec|mathbf|boldsymbol|bm)\s*\{?\s*(?:\\(?:hat|mathbf|boldsymbol|mathrm|bm)\s*\{?\s*)?(?:\\([ij])math|([ijk]))"
+    r"(?![a-zA-Z])\s*\}{0,2}"
+)
+
+
+def _components(vector: re.Match[str]) -> str:
+    found: dict[str, str] = {}
+    for sign, factor, *names in re.findall(rf"([+-]?)([^+\-=]*?){_UNIT_VECTOR}", vector[1]):
+        name = "".join(names)
+        if name in found:
+            return vector[0]
+        found[name] = f"{sign.strip('+')}{factor.strip() or '1'}"
+    return f"({', '.join(found.get(name, '0') for name in ('ijk' if 'k' in found else 'ij'))})"
+
+
+def _lines(system: re.Match[str]) -> str:
+    return ", ".join(line.strip() for line in re.split(r"\\\\", system[2].replace("&", "")) if line.strip())
+
+
+def _ends_of_interval(interval: re.Match[str]) -> str:
+    opening, inside, closing = interval.groups()
+    if (opening, closing) in (("[", "]"), ("]", "[")) and opening == "[":
+        return interval[0]
+    return f"{'(' if opening == ']' else '['}{inside}{')' if closing == '[' else ']'}"
+
+
+def _compiled(*rows: tuple[str, Replacement]) -> tuple[tuple[re.Pattern[str], Replacement], ...]:
     return tuple((re.compile(pattern), replacement) for pattern, replacement in rows)
 
 
@@ -101,6 +138,16 @@ _DELIMITERS = _compiled(
     # Spelled thus, these are marks of thousands wherever they stand; a comma alone may separate elements.
     (r"(?<=\d)(?:,\s*\\!\s*|\{,\})(?=\d{3}(?!\d))", ""),
     (r"\\\$", "$"),
+    # What prints a number of an equation, or says that a proof ends.
+    (r"\\tag\*?\s*\{[^{} ]{0,8}\}|\\label\s*\{[^{}]*\}|\\(?:blacksquare|checkmark|qed|square)(?![a-zA-Z])", " "),
+    (r"\{:\}|\\colon(?![a-zA-Z])", ":"),
+    (r"\\(?:mathbf|mathds|Bbb|bf)\s*\{?\s*([RZNQC])(?![a-zA-Z])\s*\}?", r"\\mathbb{\1}"),
+    # A sum of unit vectors, as a tuple.
+    (rf"^\s*(?:[^=]*=\s*)?((?:\s*[+-]?[^+\-=]*?{_UNIT_VECTOR})+)\s*$", _components),
+    # The lines of a system of equations.
+    (r"\\begin\s*\{(cases|aligned|align\*?|gathered|split)\}(.*?)\\end\s*\{\1\}", _lines),
+    # Open ends of intervals, as they are written in French.
+    (r"([\[\]])([^\[\]()]*[,;][^\[\]()]*)([\[\]])", _ends_of_interval),
     (r"(?<!\\)\\[()\[\]]", " "),
     (r"\$(?!\s*-?[\d.]+(?:[,\d. ]|\\%|\s*(?:thousand|million|billion))*$)", " "),
     (r"(?<!\\)\\[,;:!> ]|~|\\space(?![a-zA-Z])", " "),
@@ -121,15 +168,25 @@ _SYMBOLS = _compiled(
     (r"\\[dt]?binom\s*(\d)\s*(\d)", r"\\binom{\1}{\2}"),
     (r"\\log\s*_\s*(?:\{\s*e\s*\}|e)(?![a-zA-Z])", r"\\ln "),
     (r"\\%", "%"),
-    (r"\^\s*(?:\{\s*\\(?:circ|degree)\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])|\\circ(?![a-zA-Z])", " degree "),
+    (
+        r"\^\s*(?:\{\s*(?:\\(?:circ|degree)|o)\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])|\\circ(?![a-zA-Z])",
+        " degree ",
+    ),
     (r"\\(?:times|ast|cdotp|bullet)(?![a-zA-Z])", r"\\cdot "),
     (r"\*\*", "^"),
     (r"\*", r"\\cdot "),
-    (r"\\(?:le|leqslant)(?![a-zA-Z])|<=", r"\\leq "),
-    (r"\\(?:ge|geqslant)(?![a-zA-Z])|>=", r"\\geq "),
+    (r"\\(?:le|leqslant|leqq)(?![a-zA-Z])|<=", r"\\leq "),
+    (r"\\(?:ge|geqslant|geqq)(?![a-zA-Z])|>=", r"\\geq "),
     (r"\\ne(?![a-zA-Z])|!=", r"\\neq "),
     (r"\\lt(?![a-zA-Z])", "<"),
     (r"\\gt(?![a-zA-Z])", ">"),
+    (r"\\backslash(?![a-zA-Z])", r"\\setminus "),
+    (r"(?<=\\mathbb\{R\})\s*-\s*(?=\\\{)", r" \\setminus "),
+    (r"all real(?: number)?s except\s+(?:for\s+)?(\S+)\s*$", r"\\mathbb{R} \\setminus \\{\1\\}"),
+    (r"(?<![a-zA-Z])(?:the\s+)?square\s+root\s+of\s+(\d+|[a-z](?![a-z]))", r"\\sqrt{\1}"),
+    # Between equations and bounds, these are words.
+    (r"(?<=\d)\s*\\(?:lor|vee)(?=\s*\\?[a-zA-Z\d])", " or "),
+    (r"(?<=\d)\s*(?:\\(?:land|wedge)|\\&)(?=\s*-?[a-zA-Z\d])", " and "),
     (r"\\lbrace(?![a-zA-Z])", r"\\{"),
     (r"\\rbrace(?![a-zA-Z])", r"\\}"),
     (r"\\langle(?![a-zA-Z])", "("),
@@ -181,7 +238,7 @@ def canonical(text: str) -> str:
     r"""Return an answer in one spelling of many equivalent ones, without changing its mathematics.
 
     Unicode signs become LaTeX; delimiters, sizes and text wrappers are removed: `$\dfrac12\,\text{cm}$` →
-    `\frac{1}{2} cm`, `x × ２` → `x \cdot 2`, `90°` → `90 degree`, `15th` → `15`. Commas separate several
+    `\frac{1}{2} cm`, `x × ２` → `x \cdot 2`, `90°` → `90 degree`, `1^{st}` → `1th`. Commas separate several
     equations. Numbers written in several parts become one: see `numbers.join_digits`.
     """
     text = _INVISIBLE.sub(" ", text).translate(_UNICODE).strip()
@@ -205,7 +262,7 @@ def canonical(text: str) -> str:
     while re.fullmatch(r"\{[^{}]*\}", text):
         text = text[1:-1].strip()
     text = re.sub(r"\s+", " ", join_digits(text)).strip()
-    return ordinal[1] if (ordinal := _ORDINAL.fullmatch(text)) else text
+    return f"{ordinal[1]}th" if (ordinal := _ORDINAL.fullmatch(text)) else text
 
 
 def _spelled_fraction(sign: re.Match[str]) -> str:

@@ -4,9 +4,15 @@ import re
 from dataclasses import dataclass
 
 _OPENING, _CLOSING = "([{", ")]}"
-_MATRIX = re.compile(r"\\begin\s*\{([pb]?matrix|array)\}(?:\s*\{[lcr|\s]*\})?(.*)\\end\s*\{\1\}", re.DOTALL)
+_MATRIX = re.compile(r"\\begin\s*\{([pb]?matrix|smallmatrix|array)\}(?:\s*\{[lcr|\s]*\})?(.*)\\end\s*\{\1\}", re.DOTALL)
 _NAME = r"(?:\\?[a-zA-Z]+(?:_\{?\w+\}?)?)"
-_RELATION = r"(<|>|\\leq|\\geq)"
+RELATION = r"<|>|\\leq(?![a-zA-Z])|\\geq(?![a-zA-Z])"
+_RELATION = rf"({RELATION})"
+TURNED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
+_ALL_BUT = re.compile(rf"({_NAME})\s*\\neq(?![a-zA-Z])\s*([^=<>,]+)")
+_OF_REALS = re.compile(rf"^({_NAME})\s*\\in\s*\\mathbb\{{R\}}\s*,\s*(?=\1(?![a-zA-Z]))")
+_AND = r"(?<![a-zA-Z\\])and(?![a-zA-Z])|\\land(?![a-zA-Z])|\\wedge(?![a-zA-Z])"
+_RAY = re.compile(r"([(\[])(.*),(.*)([)\]])")
 _ONE_SIDED = re.compile(rf"({_NAME})\s*{_RELATION}\s*([^<>=]+)")
 _ONE_SIDED_BACK = re.compile(rf"([^<>=]+?)\s*{_RELATION}\s*({_NAME})")
 _TWO_SIDED = re.compile(rf"([^<>=]+?)\s*{_RELATION}\s*({_NAME})\s*{_RELATION}\s*([^<>=]+)")
@@ -83,11 +89,15 @@ def parse_group(text: str) -> ItemGroup | None:
 
 def parse_matrix(text: str) -> tuple[tuple[str, ...], ...] | None:
     """Parse a matrix in round or square brackets into rows; return None for other texts, also for a determinant."""
+    outer = parse_group(text) if text.startswith("[") else None
+    if outer is not None and all(item.startswith("[") for item in outer.items):
+        rows = [parse_group(item) for item in outer.items]
+        return tuple(row.items if row else (item[1:-1],) for row, item in zip(rows, outer.items, strict=True))
     match = _MATRIX.fullmatch(text.strip().removeprefix("(").removeprefix("[").removesuffix(")").removesuffix("]"))
     if match is None:
         return None
-    rows = [row.strip() for row in re.split(r"\\\\(?:\[[^\]]*\])?|\\cr\b", match[2]) if row.strip()]
-    return tuple(tuple(cell.strip() for cell in split_top(row.replace(r"\hline", ""), "&")) for row in rows)
+    lines = [row.strip() for row in re.split(r"\\\\(?:\[[^\]]*\])?|\\cr\b", match[2]) if row.strip()]
+    return tuple(tuple(cell.strip() for cell in split_top(row.replace(r"\hline", ""), "&")) for row in lines)
 
 
 def as_column(text: str) -> tuple[tuple[str, ...], ...] | None:
@@ -114,9 +124,15 @@ def as_interval(text: str) -> tuple[str, str] | None:
 
     Returns None for other texts.
     """
+    text = _OF_REALS.sub("", text)
+    if len(parts := split_top(text, _AND)) == 2:
+        found = [as_interval(part) for part in parts]
+        return _intersection(found[0], found[1]) if found[0] and found[1] else None
+    if match := _ALL_BUT.fullmatch(text):
+        return match[1], rf"\mathbb{{R}} \setminus \{{{match[2].strip()}\}}"
     if match := _SET_BUILDER.fullmatch(text):
-        found = as_interval(match[2])
-        return found if found is not None and found[0] == match[1] else None
+        members = as_interval(match[2])
+        return members if members is not None and members[0] == match[1] else None
     if match := _MEMBER.fullmatch(text):
         return match[1], match[2]
     if match := _TWO_SIDED.fullmatch(text):
@@ -131,13 +147,25 @@ def as_interval(text: str) -> tuple[str, str] | None:
         name, relation, bound = match.groups()
     elif match := _ONE_SIDED_BACK.fullmatch(text):
         bound, back, name = match.groups()
-        relation = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}[back]
+        relation = TURNED[back]
     else:
         return None
     closed = relation.startswith("\\")
     if relation in (">", r"\geq"):
         return name, f"{'[' if closed else '('}{bound},{_INFINITY})"
     return name, f"(-{_INFINITY},{bound}{']' if closed else ')'}"
+
+
+def _intersection(a: tuple[str, str], g: tuple[str, str]) -> tuple[str, str] | None:
+    """Return what two rays in opposite directions have in common; None for other intervals."""
+    rays = [_RAY.fullmatch(interval) for _, interval in (a, g)]
+    ends = [(ray[2].lstrip("-"), ray[3]) for ray in rays if ray]
+    if a[0] != g[0] or sorted(end.count(_INFINITY) for end in ends) != [1, 1]:
+        return None
+    low, high = rays if ends[0][1] == _INFINITY else rays[::-1]
+    if low is None or high is None or low[3] != _INFINITY or high[2] != f"-{_INFINITY}":
+        return None
+    return a[0], f"{low[1]}{low[2]},{high[3]}{high[4]}"
 
 
 def _closes_at_end(text: str) -> bool:

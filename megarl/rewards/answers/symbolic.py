@@ -1,5 +1,6 @@
 """Compare answers by computer algebra: latex2sympy2_extended parses LaTeX, math-verify and sympy compare formulas."""
 
+import itertools
 import math
 import re
 from functools import lru_cache
@@ -10,6 +11,7 @@ from latex2sympy2_extended import NormalizationConfig, latex2sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from math_verify.grader import sympy_expr_eq
 
+from megarl.rewards.answers import structure
 from megarl.rewards.answers.guard import refusal
 from megarl.rewards.answers.numbers import REL_TOLERANCE, parse_number
 from megarl.rewards.answers.options import Equality
@@ -148,6 +150,29 @@ def sign_of_factor(answer: str, gold: str) -> int | None:
             ratio = x / y
             return int(sympy.sign(ratio)) if ratio.is_real and agree_at_points(a, ratio * g) else None
     return None
+
+
+def solve_linear(text: str) -> str | None:
+    r"""Solve an inequality, or a chain of two, for the one variable in which it is linear: `2x \leq 12` →
+    `x \leq 6`. Return None for other texts.
+    """
+    parts = re.split(rf"({structure.RELATION})", text)
+    terms, signs = [parse_latex(part) for part in parts[::2]], parts[1::2]
+    names = {name for term in terms if isinstance(term, sympy.Expr) for name in term.free_symbols}
+    if len(terms) not in (2, 3) or not all(isinstance(term, sympy.Expr) for term in terms) or len(names) != 1:
+        return None
+    terms = [terms[0] - terms[1], sympy.S.Zero] if len(terms) == 2 else terms
+    place = len(terms) - 2
+    if any(term.free_symbols for term in terms[:place] + terms[place + 1 :]):
+        return None
+    [name] = names
+    offset, *others = (_with_exact_decimals(terms[place]).subs(name, value) for value in (0, 1))
+    factor = others[0] - offset
+    if not factor.is_real or factor.is_zero is not False or not agree_at_points(terms[place], factor * name + offset):
+        return None
+    signs = signs if factor.is_positive else [structure.TURNED[sign] for sign in signs]
+    solved = [sympy.latex(name if index == place else (term - offset) / factor) for index, term in enumerate(terms)]
+    return " ".join(itertools.chain(*itertools.zip_longest(solved, signs, fillvalue="")))
 
 
 def _with_exact_decimals(expression: sympy.Expr) -> sympy.Expr:

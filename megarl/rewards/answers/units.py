@@ -37,13 +37,15 @@ _SPELLINGS: Mapping[str, str] = {
         "year": ("year", "yr", "年", "год", "лет", "año", "an", "jahr"),
         "l": ("l", "liter", "litre", "升", "л"),
         "ml": ("ml", "milliliter", "millilitre", "毫升", "мл"),
-        "cm^2": ("cm^2", "cm2", "sq cm", "square centimeter", "square centimetre", "平方厘米"),
-        "m^2": ("m^2", "m2", "sq m", "square meter", "square metre", "平方米"),
-        "cm^3": ("cm^3", "cm3", "cubic centimeter", "cubic centimetre", "cc", "立方厘米"),
-        "m^3": ("m^3", "m3", "cubic meter", "cubic metre", "立方米"),
-        "km/h": ("km/h", "kmh", "kph", "kilometers per hour", "千米/时"),
-        "mph": ("mph", "miles per hour", "mile per hour", "miles/hour"),
-        "m/s": ("m/s", "m s^-1", "meters per second", "metres per second", "米/秒"),
+        "cm^2": ("平方厘米",),
+        "m^2": ("平方米",),
+        "cm^3": ("cc", "立方厘米"),
+        "m^3": ("立方米",),
+        "km h^-1": ("kmh", "kph", "千米/时"),
+        "mile h^-1": ("mph",),
+        "m s^-1": ("米/秒",),
+        "°C": ("degree c", "degree celsius", "celsius"),
+        "°F": ("degree f", "degree fahrenheit", "fahrenheit"),
     }.items()
     for spelling in spellings
 }
@@ -75,19 +77,7 @@ _COUNTED: Mapping[str, str] = {
     "oz": "ounce",
     "candies": "candy",
     "vertices": "vertex",
-    "square unit": "square unit",
-    "square units": "square unit",
-    "sq unit": "square unit",
-    "sq units": "square unit",
-    "cubic unit": "cubic unit",
-    "cubic units": "cubic unit",
-    "square inches": "inch^2",
-    "square feet": "foot^2",
-    "square miles": "mile^2",
-    "square yards": "yard^2",
-    "cubic inches": "inch^3",
-    "cubic feet": "foot^3",
-    "cubic yards": "yard^3",
+    "yd": "yard",
 }
 # Units of one letter, which are variables unless they stand upright, or after a space and a number.
 UNIT_OF_LETTER: Mapping[str, str] = {
@@ -104,11 +94,16 @@ UNIT_OF_LETTER: Mapping[str, str] = {
     "A": "ampere",
     "K": "kelvin",
 }
-_PHYSICAL = re.compile(
-    r"(?:[numkMGT]?(?:m|g|s|eV|Hz|N|J|W|V|A|K|Pa|mol|pc|L|erg|dyn|cm|mm|km|min|h|hr|ohm|rad|Wh|Ah|Nm)"
-    r"(?:\s*\^\s*\{?\s*-?\d\s*\}?)?(?:[\s/]+|$))+"
+_PHYSICAL = re.compile("[numkMGT]?(?:m|g|s|eV|Hz|N|J|W|V|A|K|Pa|mol|pc|L|erg|dyn|cm|mm|km|min|h|hr|ohm|rad|Wh|Ah|Nm)")
+# One factor of a compound unit: square feet, ft^2, m2, s^{-1}, / hour, per second squared.
+_FACTOR = re.compile(
+    r"\s*(?P<per>/|(?:per|an?)\b)?\s*(?:(?P<before>square|sq|cubic|cu)\b\.?\s*)?(?P<name>[^\W\d_]+|%)\.?"
+    r"(?:\s*\^\s*(?:\{\s*(?P<braced>-?\d)\s*\}|(?P<power>-?\d))|(?P<digit>[23])(?!\d)|\s+(?P<after>squared|cubed)\b)?"
+    r"(?:\s*\\cdot)?\s*"
 )
-_SCALES: Mapping[str, int] = {
+_POWER_WORDS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
+MAX_FACTORS = 6
+SCALES: Mapping[str, int] = {
     "dozen": 12,
     "hundred": 100,
     "thousand": 10**3,
@@ -118,14 +113,16 @@ _SCALES: Mapping[str, int] = {
 }
 MEASURES = frozenset(_SPELLINGS.values())
 _STANDARD = frozenset({*_SPELLINGS.values(), *_COUNTED.values()})
-_NOT_UNITS = frozenset({"and", "or", "to", "mod", "in", "i", "e", "x", "y", "z", "n", "k", "if", "no", "minus"})
+_NOT_UNITS = frozenset({"in", "an"})
 # The degrees of sin 60° belong to the angle.
 _ANGLE_OF_FUNCTION = re.compile(
     r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])(?:\s*\^\s*(?:\{[^{}]*\}|\d))?\s*\(?-?[\d.]+$"
 )
-_CURRENCY = re.compile(r"^(-?)\s*([$€£¥₹])\s*")
-_TRAILING = re.compile(
-    r"^(?P<body>.*?(?:[\d.})]|\\pi))\s*(?P<unit>%|[$€£¥₹¢]|[^\W\d_][^\d=,;<>\\()|+]*(?:\^\s*\{?\s*-?\d\s*\}?)?|cm[23]|m[23])$"
+_CURRENCY = re.compile(r"^(-?)\s*(?:US\s*(?=\$))?([$€£¥₹]|(?:USD|EUR|GBP)(?=\s*\d))\s*")
+_BEFORE_UNIT = re.compile(r"(?:[\d.})]|\\pi)(?=\s*(?:[%$€£¥₹¢]|[^\W\d_]))")
+_UNIT_TEXT = re.compile(r"(?:[^\d=,;<>\\()|+{}^_]|\^\s*(?:\{\s*-?\d\s*\}|-?\d)|\\cdot|(?<=[a-z])[23](?!\d))+")
+_UNIT_FRACTION = re.compile(
+    r"\s*\\frac\s*\{( ?[a-zA-Z]{2,}|(?: [a-zA-Z] ))\s*\}\s*\{\s*([a-zA-Z][^{}]*(?:\{-?\d\}\s*)?)\}$"
 )
 
 
@@ -142,48 +139,78 @@ def split_unit(text: str) -> Quantity:
     Letters directly after a number may be a variable: `5x` has no unit, `5 m` has one.
     """
     if (match := _CURRENCY.match(text)) and parse_number(text[match.end() :]):
-        return Quantity(match[1] + text[match.end() :].strip(), match[2])
-    match = _TRAILING.match(text)
-    if match is None:
-        return Quantity(text, "")
-    body, words = match["body"].strip(), match["unit"].strip()
-    unit = _unit(words)
-    if unit == "degree" and _ANGLE_OF_FUNCTION.search(body):
-        return Quantity(text, "")
-    is_spaced = text[len(match["body"]) : match.start("unit")] != ""
-    first = re.split(r"[\s/.^*{}-]+", words.lower())[0]
-    scale, _, rest = unit.partition(" ")
+        return Quantity(match[1] + text[match.end() :].strip(), _base(match[2]))
+    text = _UNIT_FRACTION.sub(r" \1/\2", text)
+    for match in list(_BEFORE_UNIT.finditer(text))[-MAX_FACTORS:]:
+        body, words = text[: match.end()], text[match.end() :]
+        if _UNIT_TEXT.fullmatch(words) and (unit := _trailing_unit(body, words)):
+            return Quantity(body.strip(), unit)
+    return Quantity(text, "")
+
+
+def _trailing_unit(body: str, words: str) -> str:
+    """Return the unit that words after a body are, in its standard spelling, "" if they are none."""
+    is_spaced, words = words[0].isspace(), words.strip()
     is_number = parse_number(body) is not None
-    if scale in _SCALES and is_number:
-        is_unit = not rest or _is_known(_unit(rest))
-    elif words.isascii() and words not in "%$":
-        is_known = first not in _NOT_UNITS and (
-            _is_known(unit) or (is_spaced and _PHYSICAL.fullmatch(words) is not None)
-        )
-        # A single letter may be a variable.
-        is_unit = is_known and (len(words) > 1 or (is_spaced and is_number))
-    else:
-        is_unit = _is_known(unit)
-    return Quantity(body, unit) if unit and is_unit else Quantity(text, "")
+    scale, _, rest = words.casefold().partition(" ")
+    scale = scale if scale in SCALES else scale.removesuffix("s")
+    if scale in SCALES and is_number:
+        unit = unit_of(rest) if rest else ""
+        return f"{scale} {unit}".strip() if unit or not rest else ""
+    unit = unit_of(words)
+    if unit == "degree" and _ANGLE_OF_FUNCTION.search(body):
+        return ""
+    if not words.isascii() or words in "%$":
+        return unit
+    # A single letter may be a variable, and symbols of physics products of variables.
+    if words.casefold() in _NOT_UNITS or (len(words) == 1 and not (is_spaced and is_number)):
+        return ""
+    return unit if is_spaced or is_known(unit) else ""
 
 
-def _unit(words: str) -> str:
-    """Return the standard spelling of a unit (`meters` → `m`); from an unknown word, only a plural s is removed.
+def unit_of(words: str) -> str:
+    """Return the standard spelling of a unit or a product of units (`meters` → `m`, `miles per hour` → `mile h^-1`), ""
+    for other words.
 
     Symbols of physics keep their case: mW is not MW.
     """
-    words = re.sub(r"\s*\^\s*\{?\s*(-?\d)\s*\}?", r"^\1", words.strip().strip("."))
-    words = " ".join(words.split())
-    words = UNIT_OF_LETTER.get(words, words)
-    folded = words.casefold()
+    words = " ".join(words.split()).strip(".")
+    powers: dict[str, int] = {}
+    sign, end = 1, 0
+    if known := _base(words):
+        return known
+    for _ in range(MAX_FACTORS):
+        match = _FACTOR.match(words, end)
+        unit = _base(match["name"]) if match else ""
+        if match is None or not unit or (match["per"] and end == 0):
+            return ""
+        # A word, unless something shows that it is an inch.
+        if match["name"] == "in" and not (match["per"] or match["before"] or match["power"] or match["braced"]):
+            return ""
+        sign = -1 if match["per"] else sign
+        power = int(match["braced"] or match["power"] or match["digit"] or 1)
+        power *= _POWER_WORDS.get(match["before"], 1) * _POWER_WORDS.get(match["after"], 1)
+        # The units of a spelling such as mph are multiplied in.
+        for factor in unit.split():
+            name, _, own = factor.partition("^")
+            powers[name] = powers.get(name, 0) + sign * power * int(own or 1)
+        end = match.end()
+        if end == len(words):
+            ordered = sorted(powers.items(), key=lambda item: (-item[1], item[0]))
+            return " ".join(name if power == 1 else f"{name}^{power}" for name, power in ordered if power)
+    return ""
+
+
+def _base(word: str) -> str:
+    word = UNIT_OF_LETTER.get(word, word)
+    folded = word.casefold().replace("degrees ", "degree ")
     known = _SPELLINGS.get(folded) or _SPELLINGS.get(folded.removesuffix("s")) or _COUNTED.get(folded)
-    return known or (words if _PHYSICAL.fullmatch(words) else folded.removesuffix("s"))
+    return known or (word if _PHYSICAL.fullmatch(word) else "")
 
 
-def _is_known(unit: str) -> bool:
-    """Return whether a unit or its parts, as in `mile per hour`, are in the lists."""
-    parts = re.split(r"\s*(?:/|\bper\b|\ba\b)\s*", re.sub(r"\^-?\d", "", unit))
-    return unit in _STANDARD or all(_unit(part) in _STANDARD for part in parts)
+def is_known(unit: str) -> bool:
+    """Return whether all factors of a unit are in the lists, so that none is a bare symbol of physics."""
+    return all(factor.partition("^")[0] in _STANDARD or factor in _STANDARD for factor in unit.split())
 
 
 def parse_quantity(text: str) -> tuple[Number, str] | None:
@@ -193,7 +220,7 @@ def parse_quantity(text: str) -> tuple[Number, str] | None:
     if number is None:
         return None
     scale, _, rest = unit.partition(" ")
-    if scale not in _SCALES:
+    if scale not in SCALES:
         return number, unit
-    scaled = Number(value=number.value * _SCALES[scale], rounded=number.rounded, scientific=number.scientific)
-    return scaled, _unit(rest)
+    scaled = Number(value=number.value * SCALES[scale], rounded=number.rounded, scientific=number.scientific)
+    return scaled, rest

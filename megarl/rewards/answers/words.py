@@ -3,15 +3,17 @@
 import re
 from collections.abc import Mapping
 
-from megarl.rewards.answers.units import MEASURES, split_unit
+from megarl.rewards.answers.options import Equality
+from megarl.rewards.answers.units import MEASURES, unit_of
 
 # Words with a meaning: after a number or the letter of a choice they make another answer, several, or none.
 _MEANINGS: Mapping[str, str] = {
     "deny": "both isnt arent wasnt doesnt dont wont cant "
     "not no nor never neither none nothing cannot can't wrong incorrect false bad invalid untrue mistaken "
     "isn't aren't wasn't doesn't don't won't unless except excluded excluding eliminated maybe perhaps possibly "
-    "probably versus vs either instead rather unlikely impossible rejected unsure uncertain guess",
-    "join": "and or but then than plus minus times over with without if as also else to by from for on at",
+    "probably versus vs either instead rather unlikely impossible rejected unsure uncertain guess doubt",
+    "join": "and or but then plus minus times over without if as also else",
+    "link": "to by from for on at with than",
     "state": "is are was were be been has have had does do did can could would should may might will must equals makes "
     "gives leaves becomes remains",
     "change": "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
@@ -20,38 +22,104 @@ _MEANINGS: Mapping[str, str] = {
     "thirds quarter quarters fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths "
     "tenth tenths hundredth hundredths thousandth thousandths ones twos threes fours fives tens twice thrice double "
     "doubled doubles triple tripled squared cubed pair pairs less negative multiplied divided added subtracted "
-    "increased decreased approximately about around almost nearly roughly so something pi yes always sometimes",
+    "increased decreased approximately about around almost nearly roughly so something pi yes always sometimes "
+    "too most least maximum minimum up under short enough only",
     # After a noun these say nothing new: 18 dollars each, 18 years old, 18 miles per hour, 18 apples in total.
     "go on": "per a an each every of in the all her his their total altogether overall old left away ago long tall "
-    "high wide deep remaining apart together more",
+    "high wide deep remaining apart together more remain remains",
     # Two of these may make one amount: 18 pounds and 5 ounces.
     "measure": "pound ounce gallon quart pint yard acre month decade dime nickel penny",
 }
 _WORDS = {meaning: frozenset(words.split()) for meaning, words in _MEANINGS.items()}
 DENYING = _WORDS["deny"]
-CHANGING = DENYING | _WORDS["join"] | _WORDS["state"] | _WORDS["change"]
+CHANGING = DENYING | _WORDS["join"] | _WORDS["link"] | _WORDS["state"] | _WORDS["change"]
+_STATES = frozenset({"is", "are", "was", "were", "can", "will", "could"})
 _PLURAL = re.compile(r"[a-z]{2,}(?<![sui])s")
+_COMPARISON = re.compile(r"[a-z]{2,}er")
 _MORE = re.compile(r"(.*?)\s+and\s+\d+\s+([a-z]+)")
+# Words that need no noun: `12 more than Bob`, `12 times as many`, `12 of them`, `12 is the answer`.
+_NO_NOUN = re.compile(
+    r"(?:more|fewer|less|[a-z]{2,}er)(?:\s+than(?P<other>(?:\s+[a-z']+)+))?|times(?:\s+as\s+[a-z]+)?"
+    r"|of\s+(?:the|them|these|those|his|her|their|all)\b(?P<rest>[a-z\s]*)"
+    r"|(?:is|was)\s+(?:(?:the|our|my|final|right|correct)\s+)*(?:answer|result|total|right|correct)"
+)
 
 
-def is_counted(words: str) -> bool:
-    """Return whether words after a number only name what it counts: adjectives and a plural noun or known unit, then
-    words such as `each` or `per week`, or another counted thing, as in `apples and 2 pears`.
+def counted_unit(words: str) -> str | None:
+    """Return the unit with which words begin that only name what the number before them counts, "" without a known unit
+    and None for words that say anything else.
 
-    Words that change the number or deny it, as `dozen`, `and a half` and `is wrong`, do not.
+    They are adjectives and a plural noun or known unit, then words such as `each`, `per week` or `for her friends`, or
+    another counted thing, as in `apples and 2 pears`; or a comparison, as `more than Bob`. Words that change the number
+    or deny it, as `dozen`, `and a half` and `is wrong`, are not among them.
     """
     text = re.sub(r"[.,;:]+$", "", words.strip().casefold())
     if len(text) > 2 and text[0] == "(" and text[-1] == ")":
         text = text[1:-1]
     if (more := _MORE.fullmatch(text)) and _noun(more[2]):
-        units = [split_unit(f"1 {thing}").unit for thing in ((more[1].split() or [""])[-1], more[2])]
-        return is_counted(more[1]) and not any(unit in MEASURES or unit in _WORDS["measure"] for unit in units)
+        units = [unit_of(thing) for thing in ((more[1].split() or [""])[-1], more[2])]
+        return None if any(u in MEASURES or u in _WORDS["measure"] for u in units) else counted_unit(more[1])
+    if match := _NO_NOUN.fullmatch(text):
+        others = set(((match["other"] or "") + (match["rest"] or "")).split())
+        return None if others & CHANGING else ""
     found = text.split()
-    if not found or any(word in CHANGING or not re.fullmatch("[a-z]+", word) for word in found):
-        return False
-    noun = next((index for index, word in enumerate(found) if _noun(word)), None)
-    return noun is not None and all(word in _WORDS["go on"] or _noun(word) for word in found[noun + 1 :])
+    if not found or not all(re.fullmatch("[a-z]+(?:'s)?", word) for word in found):
+        return None
+    known = next((end for end in range(min(len(found), 5), 0, -1) if unit_of(" ".join(found[:end]))), 0)
+    noun = known or next((index for index, word in enumerate(found, 1) if _noun(word)), 0)
+    rest = found[noun:]
+    stated = set(rest[:1]) & _STATES if noun and len(rest) > 1 else set()
+    allowed = _WORDS["link"] | stated
+    linked = next((index for index, word in enumerate(rest) if word in (*allowed, "in", "of")), len(rest))
+    if (not known and set(found[:noun]) & CHANGING) or any(word in CHANGING - allowed for word in rest):
+        return None
+    # Up to a word that links the rest, all must be known.
+    if any(not (word in _WORDS["go on"] or _noun(word) or _COMPARISON.fullmatch(word)) for word in rest[:linked]):
+        return None
+    return " ".join(found[:known]) if noun or linked == len(rest) or rest[linked] in ("in", "of") else None
 
 
 def _noun(word: str) -> bool:
-    return word not in CHANGING and (_PLURAL.fullmatch(word) is not None or split_unit(f"1 {word}").unit != "")
+    return word not in CHANGING and (_PLURAL.fullmatch(word) is not None or unit_of(word) != "")
+
+
+_ONLY_WORDS = re.compile(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*")
+# Words whose case does not matter, unlike that of commands, products of two variables, and units such as mHz.
+_CASELESS = re.compile(
+    r"(?<![\\a-zA-Z])(?:[A-Z]?[a-z]{2,}|[A-Z]{4,}|YES|DNE|[nN][oO]|[aApP][mM])(?![a-zA-Z])|[^\W\d_a-zA-Z]{2,}"
+)
+_CHOICE = re.compile(r"\(?([A-Z])\)?[.:)]?")
+# As algebra reads it, `1 B` is B.
+_NUMBER_AND_LETTER = re.compile(r"[\d.]+\s*[A-Z]|[A-Z]\s*[\d.]+")
+# Words that are not taken for products of their letters, as are others of up to three.
+_SHORT_WORDS = frozenset({"yes", "no"})
+_SAME_WORDS = {
+    re.compile(words): same
+    for words, same in (
+        (
+            r"(?:there (?:is|are) )?no (?:real )?(?:solutions?|roots?)(?: exists?)?|(?:the )?empty set|无解",
+            r"\emptyset",
+        ),
+        (r"(?:the set of )?(?:all|any|every) (?:the )?reals?(?: numbers?)?(?: x)?", r"\mathbb{R}"),
+        (r"dne|undefined|(?:the |it |this )?(?:limit |value )?does not exist", "does not exist"),
+        (r"infinite|(?:positive )?\\infty", r"\infty"),
+    )
+}
+
+
+def same_words(answer: str, gold: str, _compare: object, _options: object) -> Equality | None:
+    """Compare words (neither numbers nor products of variables) and letters of choices, ignoring case."""
+    letters = [_CHOICE.fullmatch(text) for text in (answer, gold)]
+    if letters[0] and letters[1]:
+        return Equality.of(letters[0][1] == letters[1][1])
+    if any(letters) and any(_NUMBER_AND_LETTER.fullmatch(text) for text in (answer, gold)):
+        return Equality.DIFFERENT
+    a, g = (_CASELESS.sub(lambda word: word[0].casefold(), " ".join(text.split())) for text in (answer, gold))
+    a, g = (next((same for words, same in _SAME_WORDS.items() if words.fullmatch(text)), text) for text in (a, g))
+    is_text = [
+        text in _SHORT_WORDS or (_ONLY_WORDS.fullmatch(text) is not None and (len(text) > 3 or not text.isascii()))
+        for text in (a, g)
+    ]
+    if a == g and (any(is_text) or len(a) > 2):
+        return Equality.EQUAL
+    return Equality.DIFFERENT if any(is_text) and not any(re.search("[=<>,;]", text) for text in (a, g)) else None

@@ -1,0 +1,247 @@
+"""Tell what a sentence says of its number: that it is the answer, or that it is none, a bound, a part of another
+number or the argument of a function.
+"""
+
+import re
+
+from megarl.rewards.answers.numbers import join_digits
+from megarl.rewards.answers.numerals import spelled_number
+from megarl.rewards.answers.units import unit_of
+from megarl.rewards.answers.words import DENYING, counted_unit
+
+_FRACTION = r"\\[dt]?frac\s*\{\s*\d+\s*\}\s*\{\s*\d+\s*\}|\d+\s*/\s*\d+(?![\d/])"
+_LAST_NUMBER = re.compile(rf"{_FRACTION}|(?:(?<!\d)\.)?\d(?:[\d.,']*\d)?")
+_GROUPED_NUMBER = re.compile(rf"{_FRACTION}|(?:[1-9]\d{{0,2}}(?:,\d{{3}})+|\d*)(?:\.\d+)?")
+_SIGN = re.compile(r"(?<![\d)}\]])(?<![\d)}\]]\s)(?<!\b[a-zA-Z])(?<!\b[a-zA-Z]\s)[-−]\s?\$?$")
+CONTEXT_CHARS = 120
+# Before or after a number, these make it a part of another one, or one of two answers: 2^42, 41 or 42, 42½, 42nd.
+_PART_OF_NUMBER = re.compile(
+    r"[\w.,'^_/*·×÷√)}]$|[\^_/*·×÷√]\s*$|\d\s*(?:[-–−+]|\\[a-z]+\b)?\s*$|\d\D{0,9}\b(?:or|to|through|and)\s*$"
+    r"|\}\s*\{\s*$|\\(?:times|cdot|sqrt|frac|pm|neq|not)\b\W*$|[±≠~<>≤≥⩽⩾≦≧]\s*$"
+    r"|[\^_]\s*\{\s*$|\\(?!text|math|boxed|fbox|frame|sim|approx|equiv|\w*[Rr]ightarrow|implies|to\b|l?eq?\b|geq?\b)[a-zA-Z]+\s*(?:\[[^\]]*\])?\{[^{}]*$|[a-zA-Z]\(\s*$|\|-?$",
+    re.IGNORECASE,
+)
+_NUMBER_GOES_ON = re.compile(
+    r"\s*(?:[½⅓⅔¼-¾⅐-⅞²³⁰-⁹!^_/·×÷√?]|\*(?!\*)|\+|%\s*\d|(?:and\s+a\s+)?(?:half|third|quarter)\b"
+    r"|(?:hundred|thousand|dozen|[mbtr]+illion)(?:s|ths?)?\b|halves|(?:ten|hundred|thousand)ths?\b"
+    r"|(?:plus|minus|times|squared|cubed|or|factorial|choose)\b"
+    r"|\\(?:times|cdot|frac|sqrt|pi)\b)"
+    r"|[a-zA-Z](?![a-zA-Z])|[eE][-+]?\d"
+)
+_ORDINAL = re.compile(r"\s?-?\s?\^?\s?\{?(?:\\text\s*\{\s*)?(?:st|nd|rd|th|fold|ish)\b")
+# What may stand between a number and the words that it belongs to.
+_BESIDE = r"(?:\s|[$€£({\[\\*:]|\b(?:the|an?|exactly|value|number|even|about)\b)*$"
+_ENDS_BOUND = (
+    r"(?:less|more|greater|fewer|larger|smaller|bigger|higher|lower|other|different)\s+(?:than|from)(?:\s+or\s+equal\s+to)?"
+    r"|or\s+equal\s+to|at\s+(?:most|least)|no\s+(?:more|less|fewer)\s+than"
+    r""
+    r"|(?<!add )(?<!adds )(?<!come )(?<!comes )(?<!sum )(?<!sums )(?<!round )(?<!rounds )(?<!rounded )up\s+to"
+    r"|below|above|under|over|beyond|past|exceed(?:s|ing)?|within|between|anything\s+but|all\s+but"
+    r"|(?:\b(?:not|never|nor|or|no|minus|negative|plus|times|than|without|except|excluding|unlike|instead\s+of))"
+    r"|n't|\b(?:could|may|might)\s+(?:also\s+)?be|almost|nearly|not\s+equal\s+to"
+)
+_ENDS_FUNCTION = (
+    r"(?:(?:root|half|third|quarter|fifth|tenth|percent|per\s?cent|%|square|cube|multiple|factor|divisor|power|logarithm"
+    r"|log|ln|sine|cosine|tangent|reciprocal|inverse|opposite|out|one|some|each|\d)\s+of|(?:to\s+the\s+power\s+of)"
+    r"|\b(?:twice|double|triple|thrice|sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|mod|modulo)(?:[_^]\S+)?"
+    r"|\b(?:divisible|divided|multiplied)\s+by)"
+)
+_ENDS_LABEL = (
+    r"\b(?:step|problem|question|equation|eq|figure|fig|table|page|section|chapter|example|theorem|lemma|line|exercise"
+    r"|option|choice)s?\.?"
+)
+_BEFORE = re.compile(rf"(?:\b(?:{_ENDS_BOUND})|{_ENDS_FUNCTION}|(?P<label>{_ENDS_LABEL})){_BESIDE}", re.IGNORECASE)
+_LABELLED = re.compile(r":[\s*$]*$")
+_ROUNDED = re.compile(r"\b(?:about|around|approximately|roughly|some)\s+\W*$", re.IGNORECASE)
+# In the clause of a number: a verb that is denied, with no other verb up to the number; or doubt.
+_FINITE = r"(?:is|are|was|were|equals?|has|have|gives?|leaves?|makes?|gets?|totals?)\b(?!\s+(?:not|never)\b|n't)"
+_DENIED = re.compile(
+    rf"(?:\b(?:is|are|was|were|do|does|did|can|could|will|would|should|must|has|have|had|be)\s+(?:not|never)\b|n't\b"
+    rf"|\bcannot\b|\b(?:it|that|this|they)\s+never\b|\bneither\b|\bexcept\b)(?:(?!\b{_FINITE}).)*$"
+    r"|\b(?:not|n't|never|cannot)\s+(?:think|believe|agree|mean|say|know)\b|\b(?:doubt|wrong|incorrect(?:ly)?|false(?:ly)?"
+    r"|mistake(?:n(?:ly)?)?|impossible|maybe|perhaps|possibly|suppose|assum(?:e|ing)|unsure|not\s+sure|might\s+think)\b",
+    re.IGNORECASE,
+)
+_CLAUSE = re.compile(
+    r"[.;!?](?:\s|$)|\n|[:,=]|⇒|∴|→|\\(?:implies|Rightarrow|therefore)\b|\b(?:so|thus|hence|therefore|then|because|since)\b",
+    re.IGNORECASE,
+)
+_FALSE = r"(?:wrong|incorrect|false|mistaken|invalid|impossible|untrue|unlikely)"
+_VERDICT = (
+    rf"\b(?:(?:is|are|was|were|be|seems?|looks?)\s+(?:\w+\s+){{0,2}}{_FALSE}|(?<!/){_FALSE}(?!\s*\w)"
+    r"|(?:not|n't)\s+(?:be\s+)?(?:quite\s+)?(?:right|correct|true|possible|it|exact|the\s+(?:answer|solution|result|value|case)|work|enough)"
+    r"|(?:is|are|was|were|be|seems?)\s+too\s+(?:small|large|big|many|few|much|little|high|low|short|long)|an?\s+(?:under|over)estimate)\b"
+)
+# After a number: a verb in the singular that is denied right behind it (`15 do not have pets` counts), a verdict in its
+# sentence or in the next one about it.
+_AFTER = re.compile(
+    r"[\s)$\\*}\]]*(?:(?:is|was|would|will|can|could|does|should|must|may|might|seems)\b\s*(?:be\s+)?)?"
+    r"(?:\w+ly\s+)?(?:not\b|never\b|cannot\b|(?:is|was|does|ca|could|wo|would|should)n't\b|fails\b)"
+    rf"|(?:[^.!?\n]|\.\d)*{_VERDICT}"
+    rf"|[^.!?\n]*[.!?]\s+(?:no|wait|but|however|actually|that|this|which|it)\b[^.!?\n]*{_VERDICT}"
+    r"|[^.!?\n]{0,20}\bat\s+(?:most|least)\b|\s+and\s+(?:up|over|above)\b",
+    re.IGNORECASE,
+)
+_NOT_ANOTHER = re.compile(
+    r"(?:,\s+(?:and\s+|but\s+)?not|\s+(?:instead\s+of|rather\s+than))\s+(?:[^\s\d]{1,3}\s*)?[\d.,/]+\W*$"
+)
+
+
+def last_number(text: str) -> str | None:
+    """Return the last number of a text with its sign, None unless the text states it as a value of its own."""
+    text = _NOT_ANOTHER.sub("", text)
+    numbers = list(_LAST_NUMBER.finditer(text))
+    if not numbers or not _GROUPED_NUMBER.fullmatch(numbers[-1][0]):
+        return None
+    number, before, after = numbers[-1][0], text[: numbers[-1].start()], text[numbers[-1].end() :]
+    sign = _SIGN.search(before)
+    before = before[: sign.start()] if sign else before
+    plain = re.sub(r"\\?[$€£]\s*$", "", before)[-40:]
+    # A computed one, as in `7 - 1 = 6th place`, is a value.
+    if _ORDINAL.match(after) and not plain.rstrip().endswith("="):
+        return None
+    if _PART_OF_NUMBER.search(plain.removesuffix("**")) or _NUMBER_GOES_ON.match(after.removeprefix("**")):
+        return None
+    is_rounded = "." in number or "/" in number
+    if changes_before(before, is_rounded=is_rounded) or _AFTER.match(after[:CONTEXT_CHARS].replace("’", "'")):
+        return None
+    return f"{'-' if sign else ''}{number}"
+
+
+def changes_before(text: str, *, is_rounded: bool = False, labels: bool = True) -> bool:
+    """Return whether words before a number deny it, doubt it, or make it a bound, an argument or a mere label.
+
+    is_rounded: the number may be about the value. labels: `line 5` labels a line.
+    """
+    text = text[-CONTEXT_CHARS:].replace("’", "'")
+    clause = text[max((match.end() for match in _CLAUSE.finditer(text)), default=0) :]
+    if not is_rounded and _ROUNDED.search(text):
+        return True
+    match = _BEFORE.search(text)
+    is_label = match is not None and match["label"] is not None
+    return (match is not None and not (is_label and (not labels or _LABELLED.search(text)))) or bool(
+        _DENIED.search(clause)
+    )
+
+
+# Words and signs that announce an answer, in an answer of its own.
+_ANNOUNCED = re.compile(
+    r"(?:(?:so|thus|hence|therefore|then|and|finally)\b,?\s*)*(?:(?:it|that|this|ans|(?:the|my|our)?\s*"
+    r"(?:(?:final|correct|right|only)\s+)?(?:answer|result|solutions?|value))\s*(?:(?:is|are|was|be|equals)\b\s*:?|[:=])\s*)",
+    re.IGNORECASE,
+)
+_HEAD = re.compile(
+    r"(?:(?:[A-Za-z][a-z']+|I|(?<=of )[a-zA-Z]+|[a-zA-Z](?=\s+(?:is|are|equals|has)\b))[,:]?\s+)*"
+    r"[A-Za-z][a-z']+[,:]?\s+"
+    r"(?=[-+$€£\d\\\[{]|\((?=[-\d\\]|\w\s*[,)])|[a-zA-Z](?![a-zA-Z]))"
+)
+_ANNOUNCING = frozenset(
+    [
+        "is",
+        "are",
+        "was",
+        "were",
+        "equals",
+        "has",
+        "have",
+        "had",
+        "get",
+        "gets",
+        "takes",
+        "took",
+        "costs",
+        "earns",
+        "pays",
+        "needs",
+        "makes",
+        "made",
+        "answer",
+        "total",
+        "sum",
+        "result",
+        "therefore",
+        "thus",
+        "hence",
+        "so",
+        "there",
+        "he",
+        "she",
+        "it",
+        "they",
+        "we",
+        "i",
+        "you",
+        "both",
+        "the",
+        "all",
+        "approximately",
+        "about",
+        "ans",
+    ]
+)
+_STATES = frozenset(["is", "are", "was", "were"])
+_ARROW = re.compile(r"^(?:.*[=<>].*)?\\(?:Long)?(?:[Rr]ightarrow|implies|therefore)(?![a-zA-Z])\s*(?=\S)")
+_ABOUT = re.compile(r"^\\approx\s*(?=-?\d*\.\d)")
+_AND_PART = re.compile(r"(-?\d+) and ([a-z].*)")
+# A letter that stands for any integer.
+_FOR_INTEGERS = re.compile(
+    r"(?<=[^\s,(])[\s,(]*(?:(?:where|with|and|for)\s+)?(?:(?:all|any|every|some|each)\s+)?(?:integers?\s+([a-zA-Z])"
+    r"|([a-zA-Z])\s+(?:is\s+)?(?:an|any)\s+integer|([a-zA-Z])\s*\\in\s*(?:\\mathbb\s*\{?\s*Z\s*\}?|Z))\s*\)?$"
+)
+_VALUE_AND_WORDS = re.compile(
+    r"(?P<value>(?:(?:[a-zA-Z]+|\\[a-z]+)\s*=)?\s*-?[$€£]?\s*(?:\d[\d.,/ ]*)?"
+    r"(?:\\frac\s*\{\d+\}\s*\{\d+\})?(?<=[\d}.])\s?%?)"
+    r"(?:\s*(?P<words>(?!(?:st|nd|rd|th)\b)[a-zA-Z][a-zA-Z\s'.-]*(?:\d+ [a-z]+)?))?(?P<repeat>\s*\((?P<said>[^()]*)\))?"
+    r"(?P<clause>,\s*(?:as|which|since|because|so|for)\b[^\d]*)?[.\s]*"
+)
+
+
+def plain_answer(text: str) -> str:
+    """Return an answer in canonical spelling without the words around it: `The answer is 12 (twelve)` → `12`.
+
+    Numbers in words become digits. Words stay that say more than which number it is, and units do.
+    """
+    if "\\" in text:
+        text = _FOR_INTEGERS.sub(_for_integers, _ARROW.sub("", _ABOUT.sub("", text)))
+    if not re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{2}", text):
+        return text
+    if match := _ANNOUNCED.match(text):
+        text = text[match.end() :].lstrip()
+    if (head := _HEAD.match(text)) and _announces(head[0], text[head.end() :]):
+        text = text[head.end() :]
+    if (whole := _AND_PART.match(text)) and (part := spelled_number(whole[2])) and part[0].startswith("\\frac"):
+        return join_digits(f"{whole[1]} {part[0]}{part[1]}")
+    number = spelled_number(text)
+    return (_without_words("".join(number)) if number else None) or _without_words(text) or text
+
+
+def _for_integers(words: re.Match[str]) -> str:
+    return rf", {words[1] or words[2] or words[3]} \in \mathbb{{Z}}"
+
+
+def _announces(head: str, rest: str) -> bool:
+    words = re.findall("[a-z']+", head.casefold())
+    announcing = {*words} & _ANNOUNCING and len(words) > len(_STATES & {*words})
+    if not (announcing or head.rstrip().endswith(":")) or DENYING - {"both"} & {*words}:
+        return False
+    is_rounded = "." in rest or "/" in rest or "frac" in rest
+    return not changes_before(head, is_rounded=is_rounded, labels=rest[0].isdigit())
+
+
+def _without_words(text: str) -> str | None:
+    """Return a number with its unit and without other words, None if there are none, or they change it."""
+    match = _VALUE_AND_WORDS.fullmatch(text)
+    if match is None or not re.search(r"\d", match["value"]):
+        return None
+    value, words = match["value"].strip(), match["words"]
+    if match["repeat"] and counted_unit(match["said"]) is None:
+        digits, rest = spelled_number(match["said"].strip()) or (match["said"].strip(), "")
+        if rest.strip() or digits != re.sub("^.*=|[$€£, ]", "", value):
+            return None
+    if match["clause"] and DENYING & set(match["clause"].split()):
+        return None
+    # The spelling of a unit, and the space before it, have a meaning.
+    if not words or unit_of(words):
+        return text[: match.end("words") if words else match.end("value")].strip()
+    unit = counted_unit(words)
+    return None if unit is None else f"{value} {unit}".strip()
