@@ -131,7 +131,12 @@ class DataConfig:
     label_key: str | None = None
     source_key: str = "data_source"  # Column with the data source, which decides how responses are judged.
     default_source: str | None = None  # Data source of rows that name none; null: such rows are an error.
-    system_prompt: str | None = None  # Text of a system turn put before prompts that have none; null: none.
+    # Text of a system turn put before chats that have none, also those of supervised training; null: none. A row's
+    # column system has precedence.
+    system_prompt: str | None = None
+    # Let the policy continue the assistant's turn with which a prompt ends; false: such a prompt is an error. Scorers
+    # read only what the policy writes.
+    prefill: bool = False
     shuffle: bool = True  # Shuffle the prompts anew in each epoch, with an order derived from run.seed.
 
     def check(self, key: str) -> None:

@@ -100,9 +100,12 @@ class Answers:
                 thinks though the template's prompt has closed the thought.
         """
         answer = Message(role="assistant", content=self._without_end(target))
-        (opening,) = render_row(self._tokenizer, [messages], where)
-        closed = self._closed([*messages, answer], where)
-        text = self._last(self._text(answer.content, opening, where), opening, closed)
+        (opening,) = render_row(self._tokenizer, [messages], where, prefill=True)
+        text = self._text(answer.content, opening, where)
+        if messages[-1].role == "assistant":
+            text += self.ends.tails[0]
+        else:
+            text = self._last(text, opening, self._closed([*messages, answer], where))
         ids = encode_pieces(self._tokenizer, [opening, text])[1]
         self._require_one_end(ids, target, where)
         return ids

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,7 @@ def encode_chats(
     chats: Sequence[Sequence[Message]],
     *,
     add_generation_prompt: bool = True,
+    prefill: bool = False,
     tools: Sequence[Mapping[str, Any]] = (),
     places: Sequence[str] = (),
 ) -> list[list[int]]:
@@ -75,10 +77,18 @@ def encode_chats(
 
     Args:
         add_generation_prompt: end each chat with the start of an assistant turn, as in a prompt for generation.
+        prefill: leave the last turn of a chat open, without such a start, if it is the assistant's.
         tools: schemas of functions in OpenAI's form, for the template to write. ConfigError if it never reads any.
         places: where each chat comes from, for the TemplateRefusal of one that the template does not render.
     """
-    texts = render_chats(tokenizer, chats, add_generation_prompt=add_generation_prompt, tools=tools, places=places)
+    texts = render_chats(
+        tokenizer,
+        chats,
+        add_generation_prompt=add_generation_prompt,
+        prefill=prefill,
+        tools=tools,
+        places=places,
+    )
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     return ids
 
@@ -99,10 +109,11 @@ def render_row(
     where: str,
     *,
     add_generation_prompt: bool = True,
+    prefill: bool = False,
 ) -> list[str]:
     """Render chats of one row, whose name is `where`; TemplateRefusal if the template refuses one of them."""
     places = [where] * len(chats)
-    return render_chats(tokenizer, chats, add_generation_prompt=add_generation_prompt, places=places)
+    return render_chats(tokenizer, chats, add_generation_prompt=add_generation_prompt, prefill=prefill, places=places)
 
 
 def token_texts(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int]) -> list[str]:
@@ -125,6 +136,7 @@ def render_chats(
     chats: Sequence[Sequence[Message]],
     *,
     add_generation_prompt: bool = True,
+    prefill: bool = False,
     tools: Sequence[Mapping[str, Any]] = (),
     places: Sequence[str] = (),
 ) -> list[str]:
@@ -136,10 +148,15 @@ def render_chats(
         )
 
     def rendered(part: Sequence[Sequence[Message]]) -> list[str]:
-        conversations = [[message.as_dict() for message in chat] for chat in part]
-        texts: list[str] = tokenizer.apply_chat_template(
-            conversations, tokenize=False, add_generation_prompt=add_generation_prompt, tools=list(tools) or None
-        )
+        texts: list[str] = []
+        for is_open, group in groupby(part, key=lambda chat: prefill and chat[-1].role == "assistant"):
+            texts += tokenizer.apply_chat_template(
+                [[message.as_dict() for message in chat] for chat in group],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt and not is_open,
+                continue_final_message=is_open,
+                tools=list(tools) or None,
+            )
         return texts
 
     try:

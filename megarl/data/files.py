@@ -8,7 +8,7 @@ import json
 import mmap
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megarl.data.written import read_structure
 from megarl.errors import DataError
 from megarl.host.reading import damage, reading, reason_of, require_file
 from megarl.texts.unicode import find_surrogate
 
+# Columns that change what the model is to read, or how, and what to do with them.
+UNREAD_COLUMNS: Mapping[str, str] = {
+    **dict.fromkeys(("tools", "functions"), "write the tools into a system turn instead"),
+    **dict.fromkeys(
+        ("image", "images", "video", "videos", "audio", "audios"),
+        "models are trained on texts alone; leave the row out",
+    ),
+    **dict.fromkeys(("chat_template_kwargs", "enable_thinking"), "set data.chat_template, for all rows, instead"),
+}
 READ_ROWS = 1024  # rows that iteration turns into dictionaries at a time
 REPAIR = "correct or remove the row"
 
@@ -158,7 +168,8 @@ def columns_of(path: Path) -> Sequence[str]:
 
 
 class RowFiles:
-    """The rows of several files, presented as one sequence.
+    """The rows of several files, presented as one sequence. Iteration raises DataError for a row that has a value in
+    one of `UNREAD_COLUMNS`, unless `columns` names it.
 
     Raises:
         DataError: a file is missing, is damaged or lacks a column of `required`, or there are no rows at all.
@@ -167,8 +178,9 @@ class RowFiles:
     def __init__(self, paths: Sequence[str | Path], *, columns: Sequence[str], required: Sequence[str] = ()) -> None:
         self.paths = tuple(Path(path) for path in paths)
         self._files: list[ParquetFile | JsonlFile] = []
+        self._unread = UNREAD_COLUMNS.keys() - set(columns)
         for path in self.paths:
-            file = _open(path, columns)
+            file = _open(path, (*columns, *sorted(self._unread)))
             if missing := [name for name in required if name not in file.present]:
                 raise DataError(
                     f"{path}: column {missing[0]!r} is missing; there are: {', '.join(sorted(file.present))}"
@@ -187,8 +199,11 @@ class RowFiles:
         return self._files[which][row]
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        for file in self._files:
-            yield from file
+        for index, row in enumerate(chain.from_iterable(self._files)):
+            for name in self._unread & row.keys():
+                if read_structure(row[name], f"{self.where(index)}: {name}") not in (None, "", [], {}):
+                    raise DataError(f"{self.where(index)}: {name} is not read here; {UNREAD_COLUMNS[name]}")
+            yield row
 
     def counts(self, indices: Sequence[int]) -> list[int]:
         """Return how many of the given row indices, which must be in ascending order, lie in each file."""

@@ -207,7 +207,7 @@ class HintPlacer:
             return None
         try:
             tools = self._tools_of(prompt.environment) if prompt.environment else ()
-            with_marker, whole = render_chats(self._tokenizer, [marked, hinted], tools=tools)
+            with_marker, whole = render_chats(self._tokenizer, [marked, hinted], prefill=True, tools=tools)
         except TemplateRefusal:
             return None
         before, *rest = with_marker.split(_MARKER)

@@ -34,13 +34,18 @@ class SpelledMarks:
         self._roles = RoleCheck(tokenizer)
         self.num_rows, self._first = 0, ""
 
-    def look(self, messages: Sequence[Message], where: str, *, whole: bool = False) -> None:
+    def look(
+        self, messages: Sequence[Message], where: str, *, rejected: Sequence[Message] = (), whole: bool = False
+    ) -> None:
         """Look through the texts of a row; an answer may end with a mark, as its author may have written its end.
+
+        rejected: the same chat with another answer.
 
         Raises DataError if the chat template does not write all of them; for `whole` see `RoleCheck.require`.
         """
-        self._roles.require(messages, where, whole=whole)
-        for number, message in enumerate(messages):
+        for chat in (messages, rejected) if rejected else (messages,):
+            self._roles.require(chat, where, whole=whole)
+        for number, message in enumerate((*messages, *rejected[-1:])):
             for found in self._marks.finditer(message.content):
                 if message.role != "assistant" or found.end() < len(message.content):
                     self.num_rows += 1

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import numpy as np
 
 from megarl.algos.preference import MARGIN
+from megarl.config.schema import DataConfig
 from megarl.data.answers import Answers
-from megarl.data.chat import encode_chats, long_prompt_error
+from megarl.data.chat import encode_chats, long_prompt_error, require_system_turn
 from megarl.data.files import READ_ROWS, RowFiles
 from megarl.data.marks import SpelledMarks
 from megarl.data.records import PREFERENCE_COLUMNS, PREFERENCE_SIDES, PreferenceRecord, parse_preference
@@ -39,13 +40,14 @@ class PreferenceDataset:
         *,
         max_tokens: int,
         on_long: OnLong,
+        form: DataConfig | None = None,
         vocabulary: Vocabulary = EVERY_TOKEN,
     ) -> None:
         self._sides: dict[str, list[array[int]]] = {side: [] for side in PREFERENCE_SIDES}
         self._margins = array("d")
         self.num_dropped = 0
         self.spelled = SpelledMarks(tokenizer)
-        for chunk in _chunks(paths):
+        for chunk in _chunks(paths, tokenizer, form):
             encoded = [
                 encode_chats(
                     tokenizer,
@@ -56,7 +58,7 @@ class PreferenceDataset:
                 for side in PREFERENCE_SIDES
             ]
             for (where, record), *chats in zip(chunk, *encoded, strict=True):
-                self.spelled.look([*record.chosen, *record.rejected[-1:]], where)
+                self.spelled.look(record.chosen, where, rejected=record.rejected, whole=True)
                 longest, side = max((len(ids), side) for ids, side in zip(chats, PREFERENCE_SIDES, strict=True))
                 if longest > max_tokens:
                     if on_long == "error":
@@ -111,6 +113,7 @@ class ResponsePairDataset:
         max_prompt_tokens: int,
         max_response_tokens: int,
         on_long: OnLong,
+        form: DataConfig | None = None,
         answers: Answers | None = None,
         vocabulary: Vocabulary = EVERY_TOKEN,
     ) -> None:
@@ -119,12 +122,12 @@ class ResponsePairDataset:
         self._sides: dict[str, list[array[int]]] = {side: [] for side in PREFERENCE_SIDES}
         self.num_dropped = 0
         self.spelled = SpelledMarks(tokenizer)
-        for chunk in _chunks(paths):
+        for chunk in _chunks(paths, tokenizer, form):
             prompts = encode_chats(
                 tokenizer, [record.chosen[:-1] for _, record in chunk], places=[where for where, _ in chunk]
             )
             for (where, record), prompt in zip(chunk, prompts, strict=True):
-                self.spelled.look([*record.chosen, *record.rejected[-1:]], where)
+                self.spelled.look(record.chosen, where, rejected=record.rejected)
                 responses = {}
                 for side in PREFERENCE_SIDES:
                     *question, answer = getattr(record, side)
@@ -183,9 +186,13 @@ def mismatched_rows(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _chunks(paths: Sequence[str | Path]) -> Iterator[list[tuple[str, PreferenceRecord]]]:
+def _chunks(
+    paths: Sequence[str | Path], tokenizer: "PreTrainedTokenizerBase", form: DataConfig | None
+) -> Iterator[list[tuple[str, PreferenceRecord]]]:
     """Read and check all rows, then yield them with the places they come from, some at a time."""
+    form = form or DataConfig()
+    require_system_turn(tokenizer, form.system_prompt)
     files = RowFiles(paths, columns=PREFERENCE_COLUMNS, required=PREFERENCE_SIDES)
-    records = [(files.where(i), parse_preference(row, files.where(i))) for i, row in enumerate(files)]
+    records = [(files.where(i), parse_preference(row, files.where(i), form)) for i, row in enumerate(files)]
     for start in range(0, len(records), READ_ROWS):
         yield records[start : start + READ_ROWS]

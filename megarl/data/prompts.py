@@ -92,8 +92,8 @@ class PromptDataset:
             prompts = list[list[int]]()
             for name, pairs in groupby(zip(names, chunk, strict=True), key=lambda each: each[0]):
                 part, tools = [each for _, each in pairs], tools_of(name) if name else ()
-                places = [self._files.where(i) for i, *_ in part]
-                prompts += encode_chats(tokenizer, [record.messages for *_, record in part], tools=tools, places=places)
+                places, chats = [self._files.where(i) for i, *_ in part], [record.messages for *_, record in part]
+                prompts += encode_chats(tokenizer, chats, prefill=True, tools=tools, places=places)
             for (index, row, record), ids in zip(chunk, prompts, strict=True):
                 if len(ids) <= settings.max_prompt_tokens:
                     where, spoken = self._files.where(index), record.messages

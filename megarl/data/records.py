@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.config.schema import DataConfig, SftConfig
+from megarl.data.roles import require_question
 from megarl.data.written import read_structure, read_turns, require_text
 from megarl.errors import DataError
 from megarl.host.writing import replacing
@@ -43,11 +44,9 @@ SHAREGPT_ROLES = {
 }
 # A turn may hold these besides its text. They would be lost: chats are rendered from roles and texts.
 UNREAD_TURN_KEYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-# Schemas of functions, by OpenAI's names of today and of before.
-TOOL_COLUMNS = ("tools", "functions")
 _MAX_MARGIN = 3.4e38  # of numbers of 32 bits
 PREFERENCE_SIDES = ("chosen", "rejected")
-PREFERENCE_COLUMNS = (*PREFERENCE_SIDES, "prompt", "messages", "margin")
+PREFERENCE_COLUMNS = (*PREFERENCE_SIDES, "prompt", "messages", "system", "margin")
 
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 SCHEMA = pa.schema(
@@ -107,7 +106,7 @@ class PreferenceRecord:
 def prompt_columns(form: DataConfig) -> tuple[str, ...]:
     """Return the columns that `parse_prompt` reads, whose names `form` can set."""
     label = "reward_model" if form.label_key is None else form.label_key
-    return (form.prompt_key, form.source_key, label, "extra_info")
+    return (form.prompt_key, form.source_key, label, "extra_info", "system")
 
 
 def parse_prompt(row: Mapping[str, Any], where: str, form: DataConfig | None = None) -> PromptRecord:
@@ -140,15 +139,30 @@ def parse_prompt(row: Mapping[str, Any], where: str, form: DataConfig | None = N
             f"{where}: {form.source_key} is missing; name the column in data.source_key, or set data.default_source"
         )
     messages = _messages(row, form.prompt_key, where, text_role="user")
-    if form.system_prompt is not None and messages[0].role != "system":
-        messages = (Message(role="system", content=form.system_prompt), *messages)
+    if not form.prefill:
+        require_question(messages, form.prompt_key, where)
     return PromptRecord(
-        messages=messages,
+        messages=_with_system(row, messages, where, form),
         data_source=_string({form.source_key: source}, form.source_key, where),
         ground_truth=text,
         label=label,
         extra_info=extra_info,
     )
+
+
+def _with_system(
+    row: Mapping[str, Any], messages: tuple[Message, ...], where: str, form: DataConfig
+) -> tuple[Message, ...]:
+    """Put a system turn before a chat that has none: the text of the row's column `system`, or of the settings."""
+    given = _string(row, "system", where) if row.get("system") else None
+    if messages[0].role != "system":
+        text = form.system_prompt if given is None else given
+        return messages if text is None else (Message(role="system", content=text), *messages)
+    if given is not None and given.strip() != messages[0].content.strip():
+        raise DataError(
+            f"{where}: system: got {given!r:.60}, but the chat begins with {messages[0].content!r:.60}; remove one"
+        )
+    return messages
 
 
 def _without_nulls(value: Any) -> Any:
@@ -162,7 +176,7 @@ def demonstration_columns(form: DataConfig, settings: SftConfig) -> tuple[str, .
     """Return the columns that `parse_demonstration` reads, whose names `form` and `settings` can set."""
     chats = CHAT_COLUMNS if settings.chat_key is None else (settings.chat_key,)
     answers = ANSWER_COLUMNS if settings.answer_key is None else (settings.answer_key,)
-    return (*chats, form.prompt_key, *answers, "system", *TOOL_COLUMNS)
+    return (*chats, form.prompt_key, *answers, "system")
 
 
 def parse_demonstration(
@@ -176,15 +190,15 @@ def parse_demonstration(
     the column `system`, or else if `form.system_prompt` is set. `form` and `settings` may name other columns.
     """
     form, settings = form or DataConfig(), settings or SftConfig()
-    if tools := [name for name in TOOL_COLUMNS if read_structure(row.get(name), f"{where}: {name}")]:
-        raise DataError(f"{where}: {tools[0]} is not read here; write the tools into a system turn instead")
     answers = ANSWER_COLUMNS if settings.answer_key is None else (settings.answer_key,)
     answer = next((name for name in answers if row.get(name)), None)
     if row.get(form.prompt_key) and answer is not None:
         target = _messages(row, answer, where, text_role="assistant")
         if len(target) != 1 or target[0].role != "assistant" or not target[0].content:
             raise DataError(f"{where}: {answer} has roles {[m.role for m in target]}, expected one assistant turn")
-        messages = (*_messages(row, form.prompt_key, where, text_role="user"), *target)
+        prompt = _messages(row, form.prompt_key, where, text_role="user")
+        require_question(prompt, form.prompt_key, where)
+        messages = (*prompt, *target)
         trained: tuple[int, ...] = (len(messages) - 1,)
     else:
         chats = CHAT_COLUMNS if settings.chat_key is None else (settings.chat_key,)
@@ -196,10 +210,8 @@ def parse_demonstration(
                 "data.prompt_key and sft.answer_key name other columns"
             )
         messages, trained = _parse_chat(row, name, where)
-    system = row.get("system") or form.system_prompt
-    if system is not None and messages[0].role != "system":
-        system = _string({"system": system}, "system", where)
-        messages, trained = (Message(role="system", content=system), *messages), tuple(i + 1 for i in trained)
+    num_turns, messages = len(messages), _with_system(row, messages, where, form)
+    trained = tuple(i + len(messages) - num_turns for i in trained)
     if not trained or 0 in trained:
         raise DataError(
             f"{where}: the row has roles {[m.role for m in messages]}, expected an answer of the assistant to train "
@@ -230,8 +242,8 @@ def _parse_chat(row: Mapping[str, Any], name: str, where: str) -> tuple[tuple[Me
     )
 
 
-def parse_preference(row: Mapping[str, Any], where: str) -> PreferenceRecord:
-    """Parse a preference row; DataError names `where` and what is wrong."""
+def parse_preference(row: Mapping[str, Any], where: str, form: DataConfig | None = None) -> PreferenceRecord:
+    """Parse a preference row; DataError names `where` and what is wrong. `form` may give a chat a system turn."""
     sides = {side: _messages(row, side, where, text_role="assistant") for side in PREFERENCE_SIDES}
     questions = (name for name in ("prompt", "messages") if row.get(name))
     prompt = next((_messages(row, name, where, text_role="user") for name in questions), ())
@@ -247,6 +259,8 @@ def parse_preference(row: Mapping[str, Any], where: str) -> PreferenceRecord:
                 f"{where}: {side} answers {[m.as_dict() for m in openings[side]]!s:.200}, expected the same prompt in "
                 "chosen, rejected and prompt, in at least one of these"
             )
+    require_question(opening, "the prompt", where)
+    opening = _with_system(row, opening, where, form or DataConfig())
     if sides["chosen"][-1] == sides["rejected"][-1]:
         raise DataError(f"{where}: chosen and rejected are the same answer, expected two; remove the row")
     margin = row.get("margin")
@@ -319,8 +333,7 @@ def _messages(row: Mapping[str, Any], name: str, where: str, *, text_role: str =
 
 def _mapping(row: Mapping[str, Any], name: str, where: str, *, required: bool) -> Mapping[str, Any]:
     value = row.get(name)
-    if isinstance(value, str):
-        value = read_structure(value, f"{where}: {name}")
+    value = read_structure(value, f"{where}: {name}") if isinstance(value, str) else value
     if value is None and not required:
         return {}
     if not isinstance(value, Mapping):

@@ -15,6 +15,15 @@ if TYPE_CHECKING:
 _ROLES = ("system", "user", "assistant", "tool")
 
 
+def require_question(messages: Sequence[Message], name: str, where: str) -> None:
+    """Raise DataError for a prompt, from the column `name`, that ends with the assistant's turn, often its solution."""
+    if messages and messages[-1].role == "assistant":
+        raise DataError(
+            f"{where}: {name} ends with the assistant's turn {messages[-1].content!r:.60}, expected a turn that the "
+            "assistant answers; leave the turn out, or let train and eval continue it with data.prefill=true"
+        )
+
+
 class RoleCheck:
     """The check of the sequences of roles of a data set. Each is rendered once, with texts that no template changes."""
 

@@ -82,7 +82,7 @@ class TurnGlue:
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the tokens of a chat up to where the assistant speaks first; `tools` as in `encode_chats`."""
-        return encode_chats(self._tokenizer, [messages], tools=tools, places=["the opening"])[0]
+        return encode_chats(self._tokenizer, [messages], prefill=True, tools=tools, places=["the opening"])[0]
 
     def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Return the text of a chat up to where the assistant speaks next."""

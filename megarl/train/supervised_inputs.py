@@ -112,7 +112,12 @@ def open_train_reward_inputs(config: Config) -> SupervisedInputs[PreferenceDatas
     vocabulary = Vocabulary.of(tokenizer, read_model_spec(config.model.path).dims.vocab)
     settings, max_tokens = config.train_reward, max_row_tokens(config)
     read = partial(
-        PreferenceDataset, tokenizer=tokenizer, max_tokens=max_tokens, on_long=settings.on_long, vocabulary=vocabulary
+        PreferenceDataset,
+        tokenizer=tokenizer,
+        max_tokens=max_tokens,
+        on_long=settings.on_long,
+        form=config.data,
+        vocabulary=vocabulary,
     )
     sets, warnings = _read_both(settings, read), vocabulary.warnings
     return _checked(config, "train_reward", check_train_reward, sets, _dropped_pairs, warnings)
@@ -135,6 +140,7 @@ def open_train_preference_inputs(config: Config) -> SupervisedInputs[ResponsePai
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=config.rollout.max_response_tokens,
         on_long=settings.on_long,
+        form=config.data,
         answers=answers,
         vocabulary=vocabulary,
     )

@@ -123,7 +123,7 @@ def test_a_text_that_is_no_object_is_refused() -> None:
 def test_demonstrations_and_preferences_written_as_text() -> None:
     chat = [*TURNS, {"role": "assistant", "content": "2"}]
     shared = [{"from": "human", "value": "1+1=?"}, {"from": "gpt", "value": "2"}]
-    assert parse_demonstration({"messages": json.dumps(chat), "tools": " [] "}, "x").trained == (2,)
+    assert parse_demonstration({"messages": json.dumps(chat)}, "x").trained == (2,)
     assert parse_demonstration({"conversations": str(shared)}, "x").messages[1] == Message(
         role="assistant", content="2"
     )
@@ -134,8 +134,6 @@ def test_demonstrations_and_preferences_written_as_text() -> None:
     other = json.dumps([*TURNS, {"role": "assistant", "content": "3"}])
     pair = parse_preference({"chosen": json.dumps(chat), "rejected": other}, "x")
     assert (pair.chosen[-1].content, pair.rejected[-1].content, pair.chosen[:-1]) == ("2", "3", MESSAGES)
-    with pytest.raises(DataError, match=r"^x: tools is not read here"):
-        parse_demonstration({"messages": json.dumps(chat), "tools": '[{"type": "function"}]'}, "x")
 
 
 def test_arrow_types_of_turns(tmp_path: Path) -> None:
@@ -198,8 +196,6 @@ def test_what_turns_and_rows_hold_besides_text_is_not_lost() -> None:
             prompt_of(turns)
         with pytest.raises(DataError, match=rf"^x: chosen\[1\]: {key} is not read here"):
             parse_preference({"chosen": turns, "rejected": turns}, "x")
-    with pytest.raises(DataError, match=r"^x: functions is not read here"):
-        parse_demonstration({"messages": [TURNS[1], answer], "functions": [{"name": "add"}]}, "x")
 
 
 @pytest.mark.parametrize("speaker", [["human"], {}, 3])

@@ -1,0 +1,159 @@
+"""Columns besides the turns mean the same to every command, and prompts end where the assistant speaks."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from megarl.config.algo import DemonstrationConfig
+from megarl.config.schema import DataConfig, SftConfig
+from megarl.data.demonstrations import SftDataset
+from megarl.data.files import RowFiles
+from megarl.data.preferences import PreferenceDataset, ResponsePairDataset
+from megarl.data.prompts import PromptDataset
+from megarl.errors import DataError
+
+# The first sequence of tokens that a command reads from a file.
+Reader = Callable[[Path, PreTrainedTokenizerBase, DataConfig], list[int]]
+
+
+def read_prompt(path: Path, tokenizer: PreTrainedTokenizerBase, form: DataConfig) -> list[int]:
+    return list(PromptDataset([path], tokenizer, form)[0].token_ids)
+
+
+def read_chat(path: Path, tokenizer: PreTrainedTokenizerBase, form: DataConfig) -> list[int]:
+    data = SftDataset([path], tokenizer, max_prompt_tokens=400, max_response_tokens=99, form=form)
+    return list(data[0].token_ids)
+
+
+def read_responses(path: Path, tokenizer: PreTrainedTokenizerBase, form: DataConfig) -> list[int]:
+    data = ResponsePairDataset(
+        [path], tokenizer, max_prompt_tokens=400, max_response_tokens=99, on_long="error", form=form
+    )
+    return list(data.rows([0])[0].token_ids)
+
+
+def read_pair(path: Path, tokenizer: PreTrainedTokenizerBase, form: DataConfig) -> list[int]:
+    data = PreferenceDataset([path], tokenizer, max_tokens=500, on_long="error", form=form)
+    return list(data.rows([0])[0].token_ids)
+
+
+PAIR = {"chosen": "2", "rejected": "3"}
+READERS: dict[str, tuple[Reader, dict[str, Any]]] = {
+    "train": (read_prompt, {"data_source": "s", "reward_model": {"ground_truth": "2"}}),
+    "sft": (read_chat, {"target": "2"}),
+    "train-preference": (read_responses, PAIR),
+    "train-reward": (read_pair, PAIR),
+}
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+REFUSED = {
+    "tools": TOOLS,
+    "functions": json.dumps(TOOLS),
+    "images": ["a.png"],
+    "image": {"path": "a.png"},
+    "videos": ["a.mp4"],
+    "audio": "a.wav",
+    "chat_template_kwargs": {"enable_thinking": False},
+    "enable_thinking": False,
+}
+SYSTEM_TURN = "<|im_start|>system\nBe brief.<|im_end|>\n"
+
+
+def written(path: Path, row: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(row) + "\n")
+    return path
+
+
+@pytest.fixture(params=READERS)
+def command(request: pytest.FixtureRequest) -> tuple[Reader, dict[str, Any]]:
+    return READERS[request.param]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_columns_that_nobody_reads_are_refused(
+    name: str, command: tuple[Reader, dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    (read, row), form = command, DataConfig()
+    path = tmp_path / "x.jsonl"
+    for empty in (None, "", [], {}, " [] "):
+        read(written(path, {**row, "prompt": "1+1", name: empty}), tokenizer, form)
+    with pytest.raises(DataError, match=rf"x\.jsonl row 0: {name} is not read here; "):
+        read(written(path, {**row, "prompt": "1+1", name: REFUSED[name]}), tokenizer, form)
+
+
+def test_a_column_that_a_setting_names_is_read(tmp_path: Path) -> None:
+    path = written(tmp_path / "x.jsonl", {"image": "a picture in words"})
+    assert list(RowFiles([path], columns=("image",))) == [{"image": "a picture in words"}]
+
+
+def test_system_turns_of_columns_and_settings(
+    command: tuple[Reader, dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    read, row = command
+    path, row = tmp_path / "x.jsonl", {**row, "prompt": "1+1"}
+
+    def text(row: dict[str, Any], form: DataConfig | None = None) -> str:
+        return str(tokenizer.decode(read(written(path, row), tokenizer, form or DataConfig())))
+
+    plain, system = text(row), {"role": "system", "content": "Be brief."}
+    assert "system" not in plain
+    assert text({**row, "system": "Be brief."}, DataConfig(system_prompt="Be long.")) == SYSTEM_TURN + plain
+    assert text(row, DataConfig(system_prompt="Be brief.")) == SYSTEM_TURN + plain
+    turns = [system, {"role": "user", "content": "1+1"}]
+    assert text({**row, "prompt": turns, "system": "Be brief."}) == SYSTEM_TURN + plain
+    with pytest.raises(
+        DataError, match=r"row 0: system is 'Be long\.', but the chat begins with the system turn 'Be b"
+    ):
+        text({**row, "prompt": turns, "system": "Be long."})
+
+
+def test_prompts_do_not_end_with_an_answer(
+    command: tuple[Reader, dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    read, row = command
+    chat = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "It is 2"}]
+    path = written(tmp_path / "x.jsonl", {**row, "prompt": chat})
+    with pytest.raises(DataError, match=r"row 0: .* ends with the assistant's turn 'It is 2', .*data\.prefill=true"):
+        read(path, tokenizer, DataConfig())
+
+
+def test_a_prefill_is_continued(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    row = READERS["train"][1] | {
+        "prompt": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "1 + 1 ="}],
+        "target": [{"role": "assistant", "content": " 2"}],
+    }
+    plain = {**row, "prompt": "1+1"}
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in (plain, row, plain)))
+    data = PromptDataset([path], tokenizer, DataConfig(prefill=True), demonstrations=DemonstrationConfig())
+    opening = "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
+    texts = [tokenizer.decode(list(data[i].token_ids)) for i in range(3)]
+    assert texts == [opening, opening + "1 + 1 =", opening]
+    assert tokenizer.decode(list(data[1].demonstration_ids)) == " 2<|im_end|>"
+
+
+def test_whole_chats_are_looked_through(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """Every command refuses a turn that its template leaves out, also one before the first of several answers."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    turns = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "1+1"}]
+    for read, row in READERS.values():
+        path = written(tmp_path / "x.jsonl", {**row, "prompt": turns})
+        with pytest.raises(DataError, match=r"row 0: turn 0: .* leaves out the text of the role 'developer'"):
+            read(path, tokenizer, DataConfig())
+    answer = {"role": "assistant", "content": "2"}
+    path = written(tmp_path / "x.jsonl", {"messages": [turns[1], answer, *turns, answer]})
+    for train_on in ("all", "each", "last", "every_token"):
+        with pytest.raises(DataError, match=r"row 0: turn 2: .* leaves out the text of the role 'developer'"):
+            SftDataset(
+                [path],
+                tokenizer,
+                max_prompt_tokens=400,
+                max_response_tokens=99,
+                settings=SftConfig(train_on=train_on),
+            )
