@@ -104,9 +104,7 @@ def test_system_turns_of_columns_and_settings(
     assert text(row, DataConfig(system_prompt="Be brief.")) == SYSTEM_TURN + plain
     turns = [system, {"role": "user", "content": "1+1"}]
     assert text({**row, "prompt": turns, "system": "Be brief."}) == SYSTEM_TURN + plain
-    with pytest.raises(
-        DataError, match=r"row 0: system is 'Be long\.', but the chat begins with the system turn 'Be b"
-    ):
+    with pytest.raises(DataError, match=r"row 0: system: got 'Be long\.', but the chat begins with 'Be b"):
         text({**row, "prompt": turns, "system": "Be long."})
 
 
