@@ -14,7 +14,7 @@ from megarl.train.checkpoint import STATE_FILE, read_checkpoint
 from megarl.types.messages import Role
 from megarl.weights.dist_index import METADATA, read_index
 from megarl.weights.families import ModelSpec, read_model_spec
-from megarl.weights.safetensors_map import TensorSpec, model_files, not_expected, read_weight_map
+from megarl.weights.safetensors_map import TensorSpec, model_files, not_expected, read_weight_map, require_equal_copies
 from megarl.weights.tables import Partition
 
 # The value of vocab_multiple for opening: it only sets the vocabulary padding, which is read from the checkpoint.
@@ -72,6 +72,7 @@ def _open_hf(path: Path) -> OpenModel:
     spec = read_model_spec(path, "MODEL", quantized=(MXFP4,))
     architectures = spec.hf_config.get("architectures", ())
     scalar_head = any(name in spec.family.value_architectures for name in architectures)
+    require_equal_copies(path, {} if scalar_head else spec.copies())
     reader = (Mxfp4Reader if spec.hf_config.get("quantization_config") else SafetensorsReader)(path)
     compare_specs(path, reader.found, spec.expected_tensors(scalar_head=scalar_head), ignored=spec.ignored_tensors())
     # Tensors that the family ignores are left out.

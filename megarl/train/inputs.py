@@ -116,7 +116,7 @@ def open_model(config: Config, *, for_sft: bool = False) -> ModelSpec:
         raise ConfigError(
             f"actor.prefix_attention: got flex for a model with {obstacle}; set actor.prefix_attention=null"
         )
-    check_tensors(spec.path, spec.expected_tensors(), ignored=spec.ignored_tensors())
+    check_tensors(spec.path, spec.expected_tensors(), ignored=spec.ignored_tensors(), copies=spec.copies())
     if config.actor.lora is not None and config.actor.lora.path is not None:
         read_adapters(spec, config.actor.lora)
     return spec
@@ -144,7 +144,7 @@ def check_role_models(config: Config, roles: Sequence[RoleSpec], tokenizer: "Pre
             if VALUE_HEAD not in read:
                 _require_trained_head(spec, role, key)
         else:
-            check_tensors(spec.path, spec.expected_tensors(), ignored=ignored)
+            check_tensors(spec.path, spec.expected_tensors(), ignored=ignored, copies=spec.copies())
         # A reward model may have another tokenizer: it reads conversations.
         if key != "model.path" and role.role is not Role.REWARD:
             # The tokens of teachers are compared on their own.

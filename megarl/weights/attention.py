@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.errors import ConfigError
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +47,14 @@ def read_local_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
     layers, pattern = range(config["num_hidden_layers"]), config.get("sliding_window_pattern")
     first = config.get("max_window_layers", 0)
     types = config.get("layer_types") or [
-        _FULL if layer < first or (pattern and (layer + 1) % pattern == 0) else _SLIDING for layer in layers
+        FULL if layer < first or (pattern and (layer + 1) % pattern == 0) else SLIDING for layer in layers
     ]
-    if len(types) != len(layers) or not {*types} <= {_FULL, _SLIDING}:
+    if len(types) != len(layers) or not {*types} <= {FULL, SLIDING}:
         raise ConfigError(
-            f"config.json: layer_types: got {types}, expected {_FULL} or {_SLIDING} for each of {len(layers)} layers; "
+            f"config.json: layer_types: got {types}, expected {FULL} or {SLIDING} for each of {len(layers)} layers; "
             "copy the model's config.json again"
         )
-    return tuple(kind == _SLIDING for kind in types)
+    return tuple(kind == SLIDING for kind in types)
 
 
 def read_rotary_fraction(config: Mapping[str, Any]) -> float:

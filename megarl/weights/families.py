@@ -26,6 +26,7 @@ from megarl.weights.rope import (
     split_rope,
 )
 from megarl.weights.tables import FAMILIES, OUTPUT_HEAD, REFUSED, VALUE_HEAD, Family, Layers, WeightRule
+from megarl.weights.twins import check_twins
 
 __all__ = ["Dims", "Experts", "ModelSpec", "PlacedRule", "find_family", "read_hf_config", "read_model_spec"]
 
@@ -115,9 +116,13 @@ class ModelSpec:
         """Return the names of tensors that are allowed in a checkpoint of this model but not trained; those that end in
         a dot are how names begin.
         """
-        copies = [tensor.name for rule in self.family.weights if self.is_copy(rule) for tensor in rule.tensors]
         names = [name.format(layer=layer) for name in self.family.ignored for layer in range(self.dims.num_layers)]
-        return (*copies, *names, *self._extra_prediction_tensors(), *self.family.untrained)
+        return (*self.copies(), *names, *self._extra_prediction_tensors(), *self.family.untrained)
+
+    def copies(self) -> dict[str, str]:
+        """Return the name of each tensor that a checkpoint may contain although it copies another → that one's."""
+        copied = [rule for rule in self.family.weights if self.is_copy(rule)]
+        return {tensor.name: rule.tied_to for rule in copied for tensor in rule.tensors if rule.tied_to is not None}
 
     def _extra_prediction_tensors(self) -> Iterator[str]:
         """Yield the tensor names of multi-token-prediction layers. These follow the last layer, and megarl does not
@@ -180,9 +185,13 @@ def find_family(architectures: object) -> Family:
     """Return the family of a config's `architectures`. Raise ConfigError if none of them is known."""
     names = tuple(architectures) if isinstance(architectures, list | tuple) else ()
     families = FAMILIES.entries().values()
-    for family in families:
-        if any(name in (*family.architectures, *family.value_architectures) for name in names):
-            return family
+    found = [each for each in families if {*names} & {*each.architectures, *each.value_architectures}]
+    if len(found) > 1:
+        raise ConfigError(
+            f"config.json: architectures: got {list(names)}, of {len(found)} families; keep the one of the weights"
+        )
+    if found:
+        return found[0]
     for name in names:
         if name in REFUSED:
             raise ConfigError(f"model architecture {list(names)} is not supported: {REFUSED[name]}")
@@ -210,6 +219,7 @@ def read_model_spec(path: str | Path, key: str = "model.path", *, quantized: Col
     file, config = directory / "config.json", read_hf_config(directory, key)
     family = find_family(config.get("architectures"))
     try:
+        check_twins(file, family, config)
         if family.section is not None:
             # What both have, such as whether embeddings are tied, the larger model says.
             config = {**config[family.section], **config}

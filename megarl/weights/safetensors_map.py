@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -164,6 +165,11 @@ def model_files(directory: Path) -> list[Path]:
     """List the safetensors files of a model directory. Raise ConfigError, naming the file, if one is missing."""
     weight_map = read_weight_map(directory)
     names = [SINGLE_NAME] if weight_map is None else sorted(set(weight_map.values()))
+    if SINGLE_NAME not in names and os.path.lexists(directory / SINGLE_NAME):
+        raise ConfigError(
+            f"{directory}: has {SINGLE_NAME} beside the files of {INDEX_NAME}, and each program reads others; remove "
+            "the old ones"
+        )
     files = [directory / name for name in names]
     for file in files:
         if not os.path.lexists(file):
@@ -188,15 +194,14 @@ def check_tensors(
     *,
     ignored: Sequence[str] = (),
     optional: Sequence[str] = (),
+    copies: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Raise ConfigError, naming some differences, unless a checkpoint has tensors of the expected names and shapes.
 
     ignored: tensors that may be present, with any shape (see `not_expected`). optional: expected tensors that may be
-    missing.
+    missing. copies: see `require_equal_copies`.
     """
-    found: dict[str, TensorSpec] = {}
-    for file in model_files(directory):
-        found |= read_specs(file)
+    found = require_equal_copies(directory, copies)
     missing = sorted(expected.keys() - found.keys() - set(optional))
     unknown = not_expected(found, expected, ignored)
     if missing or unknown:
@@ -207,6 +212,32 @@ def check_tensors(
     for name, shape in expected.items():
         if name in found and found[name].shape != tuple(shape):
             raise ConfigError(f"{directory}: {name} has shape {found[name].shape}, config.json implies {tuple(shape)}")
+
+
+def require_equal_copies(directory: Path, copies: Mapping[str, str]) -> dict[str, TensorSpec]:
+    """Return the shapes and dtypes of a model's tensors. Raise ConfigError if two of one name differ, or a copy from
+    the tensor that it copies, since each program would read another one.
+
+    copies: the names of tensors that embeddings tie to others, with the names of these.
+    """
+    files, homes, found = model_files(directory), dict[str, Path](), dict[str, TensorSpec]()
+    for file in files:
+        for name, spec in read_specs(file).items():
+            if name in homes and not torch.equal(map_tensors(homes[name])[name], map_tensors(file)[name]):
+                raise ConfigError(
+                    f"{directory}: tensor {name} is in {homes[name].name} and in {file.name}, and they differ; "
+                    f"{MODEL_REMEDY}"
+                )
+            homes[name], found[name] = file, spec
+    for name, source in copies.items():
+        both = [map_tensors(homes[each])[each] for each in (name, source) if each in homes]
+        if len(both) > 1 and not torch.equal(*both):
+            raise ConfigError(
+                f"{directory}: config.json says that {name} is {source} (tie_word_embeddings), but the files have one "
+                f"that differs, which some programs would use; if the model was trained with it, set "
+                f"tie_word_embeddings to false in config.json, else remove the tensor"
+            )
+    return found
 
 
 def not_expected(found: Iterable[str], expected: Iterable[str], ignored: Sequence[str]) -> list[str]:

@@ -977,6 +977,50 @@ def test_tensors_that_nothing_reads(tmp_path: Path) -> None:
     assert read_model_spec(write_config(tmp_path, QWEN2_5_0_5B)).ignored_tensors() == ("lm_head.weight",)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e6}
+
+
+@pytest.mark.parametrize(
+    ("config", "equal", "differing"),
+    [
+        (QWEN3_0_6B, {"rope_scaling": PLAIN_ROPE, "rope_parameters": PLAIN_ROPE}, {"rope_scaling": YARN}),
+        (QWEN3_0_6B, {"rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2.0}},
+         {"rope_scaling": {"type": "yarn", "rope_type": "linear", "factor": 2.0}}),
+        (QWEN3_0_6B, {"rope_theta": 1e6, "rope_parameters": PLAIN_ROPE}, {"rope_theta": 5e5}),
+        (QWEN3_0_6B, {"dtype": "bfloat16", "torch_dtype": "bfloat16"}, {"torch_dtype": "float32"}),
+        (MIXTRAL_8X7B, {"num_experts": 8}, {"num_experts": 4}),
+        (MIXTRAL_8X7B, {"experts_per_token": 2}, {"experts_per_token": 1}),
+        (PUBLISHED["gemma2"],
+         {"layer_types": ["sliding_attention", "full_attention"] * 21, "sliding_window_pattern": 2},
+         {"sliding_window_pattern": 3}),
+        (QWEN3_NEXT_80B, {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12,
+                          "full_attention_interval": 4}, {"full_attention_interval": 2}),
+    ],
+)  # fmt: skip
+def test_keys_that_say_the_same_are_compared(
+    config: dict[str, Any], equal: dict[str, Any], differing: dict[str, Any], tmp_path: Path
+) -> None:
+    for missing in ({}, *({key: None} for key in equal if key != "full_attention_interval")):
+        read_model_spec(write_config(tmp_path, config | equal | missing))
+    with pytest.raises(ConfigError, match="trainer and engines would read different ones"):
+        read_model_spec(write_config(tmp_path, config | equal | differing))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_beside_tied_embeddings_must_be_equal(tied: bool, tmp_path: Path) -> None:
+    small = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 8, "tie_word_embeddings": tied}
+    spec = read_model_spec(write_config(tmp_path, LLAMA_3_1_8B | small))
+    tensors = {name: torch.zeros(shape) for name, shape in spec.expected_tensors().items()}
+    for head in (torch.zeros(8, 64), torch.ones(8, 64)):
+        save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+        if tied and head.any():
+            with pytest.raises(ConfigError, match=r"set tie_word_embeddings to false in config\.json, else remove"):
+                check_tensors(tmp_path, spec.expected_tensors(), ignored=spec.ignored_tensors(), copies=spec.copies())
+        else:
+            check_tensors(tmp_path, spec.expected_tensors(), ignored=spec.ignored_tensors(), copies=spec.copies())
+
+
 def test_a_family_of_a_user() -> None:
     own = replace(FAMILIES.get("llama"), name="own", architectures=("OwnForCausalLM",))
     with noting() as noted:

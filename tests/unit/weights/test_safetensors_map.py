@@ -19,6 +19,7 @@ from megarl.weights.safetensors_map import (
     model_files,
     plan_files,
     read_specs,
+    write_tensors,
 )
 
 TENSORS = {
@@ -157,6 +158,20 @@ def test_model_of_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     check_tensors(tmp_path, {"a": (2,), "b": (2,), "c": (1,)})
     files[1].unlink()
     with pytest.raises(ConfigError, match=r"model-00002-of-00002\.safetensors does not exist"):
+        model_files(tmp_path)
+
+
+def test_tensors_that_are_there_twice_must_be_equal(tmp_path: Path) -> None:
+    for name, value in (("a", 0.0), ("b", 0.0), ("c", 1.0)):
+        write_tensors(tmp_path / f"{name}.safetensors", {"w": torch.full((2,), value), name: torch.ones(1)})
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "a.safetensors", "b": "b.safetensors"}}))
+    check_tensors(tmp_path, {"w": (2,), "a": (1,), "b": (1,)})
+    index.write_text(json.dumps({"weight_map": {"w": "a.safetensors", "c": "c.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"tensor w is in a\.safetensors and in c\.safetensors, and they differ"):
+        check_tensors(tmp_path, {"w": (2,), "a": (1,), "c": (1,)})
+    create_model_files(tmp_path, floats(w=2))
+    with pytest.raises(ConfigError, match=r"has model\.safetensors beside the files of model\.safetensors\.index"):
         model_files(tmp_path)
 
 
