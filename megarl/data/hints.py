@@ -84,17 +84,17 @@ def hint_text(prompt: Prompt, cfg: HintConfig) -> str | None:
 def hinted_messages(messages: Sequence[Message], hint: str, cfg: HintConfig) -> tuple[Message, ...]:
     """Write a hint into a chat at the place `cfg.place`; the result is empty if the chat has no such place."""
     if cfg.place == "system":
-        written = cfg.template.replace("{hint}", hint)
+        written = cfg.text.replace("{hint}", hint)
         if messages and messages[0].role == "system":
             return (replace(messages[0], content=messages[0].content + written), *messages[1:])
-        return (Message(role="system", content=written), *messages)
+        return (Message(role="system", content=hint if cfg.template is None else written), *messages)
     last = max((i for i, message in enumerate(messages) if message.role == "user"), default=None)
     if last is None:
         return ()
     form = {
-        "before_question": cfg.template + "{question}",
-        "after_question": "{question}" + cfg.template,
-        "user_turn": cfg.template,
+        "before_question": cfg.text + "{question}",
+        "after_question": "{question}" + cfg.text,
+        "user_turn": cfg.text,
     }[cfg.place]
     parts = {"{question}": messages[last].content, "{hint}": hint}
     # In one pass, so that what looks like a place in a question or a hint is none.

@@ -7,6 +7,14 @@ from typing import Literal
 from megarl.config.setting import ANY_NUMBER, AT_LEAST_0, AT_LEAST_1, FRACTION, PROBABILITY, Range, section, setting
 from megarl.errors import ConfigError
 
+# Place → the template of hints that have no other.
+_TEMPLATES = {
+    "before_question": "{hint}\n\n",
+    "after_question": "\n\n{hint}",
+    "system": "\n\n{hint}",
+    "user_turn": "{hint}\n\n{question}",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintConfig:
@@ -21,19 +29,26 @@ class HintConfig:
     # text; system: at the end of the system turn, or in one of its own; user_turn: the template is the whole of the
     # last user turn, with {question} in it.
     place: Literal["before_question", "after_question", "system", "user_turn"] = "before_question"
-    # Text to write, with the blanks and line feeds that separate it; the hint replaces {hint} in it.
-    template: str = "{hint}"
+    # Text to write, with the blanks and line feeds that separate it; the hint replaces {hint} in it. null: the hint,
+    # and a blank line between it and the other text.
+    template: str | None = None
     # Maximum length of the hint; a longer one is cut at its end. It is also cut where prompt, hint and the longest
     # response would not fit into a micro-batch or the model's context.
     max_tokens: int = setting(2048, AT_LEAST_1)
     # Prompt without a hint. error: the run does not start; skip_row: its rows keep their advantage.
     on_missing: Literal["error", "skip_row"] = "skip_row"
 
+    @property
+    def text(self) -> str:
+        """Return the template, or that of the place if none is set."""
+        return _TEMPLATES[self.place] if self.template is None else self.template
+
     def check(self, key: str) -> None:
         """Raise ConfigError if the template does not fit its place in the prompt, or if hints have two sources."""
         blanks = {"{hint}", "{question}"}
         expected = blanks if self.place == "user_turn" else {"{hint}"}
-        if {blank for blank in blanks if blank in self.template} != expected or self.template.count("{hint}") != 1:
+        text = self.text
+        if {blank for blank in blanks if blank in text} != expected or text.count("{hint}") != 1:
             raise ConfigError(
                 f"{key}.template: got {self.template!r} for {key}.place={self.place}, expected text with {{hint}} in "
                 f"it once and {{question}} {'also' if self.place == 'user_turn' else 'not at all'}; these places are "

@@ -94,7 +94,7 @@ def inspect_hints(request: InspectRequest) -> HintReport:
     report = HintReport(
         title=f"Hints of {config.run.name}",
         details=f"{', '.join(train_files(config.data.train))}; algo.cpo.hint: place {config.algo.cpo.hint.place}, "
-        f"template {config.algo.cpo.hint.template!r}",
+        f"template {config.algo.cpo.hint.text!r}",
         tables=(_coverage(survey),),
         examples=tuple(
             HintedExample(title=f"{prompt.uid}, {len(found.token_ids)} tokens", before=before, hint=hint, after=after)

@@ -202,7 +202,7 @@ def test_the_tokens_are_those_of_the_whole_text() -> None:
     merged = tokenizer.convert_tokens_to_ids("ĊĊ")
     found = placed(tokenizer, asked(tokenizer, "\nWhy?", hint="\nBecause."))
     assert found.token_ids.tolist() == encode_chats(tokenizer, [chat("Hint: \nBecause.\n\nWhy?")])[0]
-    found = placed(tokenizer, asked(tokenizer, "Why?", hint="\nBecause."), HintConfig())
+    found = placed(tokenizer, asked(tokenizer, "Why?", hint="\nBecause."), HintConfig(template="{hint}"))
     assert merged in found.token_ids
     assert found.token_ids.tolist() == encode_chats(tokenizer, [chat("\nBecause.Why?")])[0]
 
@@ -210,6 +210,11 @@ def test_the_tokens_are_those_of_the_whole_text() -> None:
 @pytest.mark.parametrize(
     ("place", "template", "expected"),
     [
+        # Without a template, a blank line is between the hint and the other text.
+        ("before_question", None, ("system:Add.", "1", "2", "1+2=3\n\n1+2=?")),
+        ("after_question", None, ("system:Add.", "1", "2", "1+2=?\n\n1+2=3")),
+        ("system", None, ("system:Add.\n\n1+2=3", "1", "2", "1+2=?")),
+        ("user_turn", None, ("system:Add.", "1", "2", "1+2=3\n\n1+2=?")),
         ("before_question", "Hint: {hint}\n", ("system:Add.", "1", "2", "Hint: 1+2=3\n1+2=?")),
         ("after_question", "\n{hint}!", ("system:Add.", "1", "2", "1+2=?\n1+2=3!")),
         ("system", " {hint}", ("system:Add. 1+2=3", "1", "2", "1+2=?")),
@@ -217,7 +222,9 @@ def test_the_tokens_are_those_of_the_whole_text() -> None:
     ],
 )
 @pytest.mark.parametrize("make", TOKENIZERS)
-def test_the_last_user_turn_or_the_system_turn(make: Any, place: Any, template: str, expected: Sequence[str]) -> None:
+def test_the_last_user_turn_or_the_system_turn(
+    make: Any, place: Any, template: str | None, expected: Sequence[str]
+) -> None:
     tokenizer, cfg = make(), HintConfig(place=place, template=template)
     found = placed(tokenizer, asked(tokenizer, "system:Add.", "1", "2", "1+2=?"), cfg)
     assert found.token_ids.tolist() == encode_chats(tokenizer, [chat(*expected)])[0]

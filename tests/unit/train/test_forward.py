@@ -145,7 +145,10 @@ def writer(
     exclude_answer: bool = False,
 ) -> HintWriter:
     return HintWriter(
-        tokenizer, hint or HintConfig(), exclude_answer=exclude_answer, max_prompt_tokens=max_prompt_tokens
+        tokenizer,
+        hint or HintConfig(template="{hint}"),
+        exclude_answer=exclude_answer,
+        max_prompt_tokens=max_prompt_tokens,
     )
 
 

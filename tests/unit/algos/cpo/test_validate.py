@@ -60,7 +60,10 @@ def check(cfg: CpoConfig) -> None:
         ({"method": "mi", "hint": HintConfig(template="Hint")}, r"algo.cpo.hint.template: got 'Hint'"),
         ({"method": "mi", "hint": HintConfig(template="{hint} {hint}")}, r"expected text with {hint} in it once"),
         ({"method": "mi", "hint": HintConfig(template="{question}{hint}")}, r"and {question} not at all"),
-        ({"method": "mi", "hint": HintConfig(place="user_turn")}, r"place=user_turn, .* and {question} also"),
+        (
+            {"method": "mi", "hint": HintConfig(place="user_turn", template="{hint}")},
+            r"place=user_turn, .* and {question} also",
+        ),
         ({"method": "mi", "hint": HintConfig(field="answer", source="answer")}, r"algo.cpo.hint.source: got 'answer'"),
         ({"method": "mi", "difficulty": "four_way"}, r"algo.cpo.difficulty: unknown difficulty 'four_way'"),
         ({"method": "mi", "mi_estimator": "mine"}, r"algo.cpo.mi_estimator: unknown mutual-information estimator"),
