@@ -13,6 +13,7 @@ from megarl.convert.models import OpenModel, open_model
 from megarl.convert.plan import row_ranges
 from megarl.convert.workers import WorkerPool
 from megarl.record.progress import Progress, ProgressValues
+from megarl.weights.safetensors_map import same_bytes, untrained_tensors
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _MIB = 1 << 20
@@ -64,6 +65,12 @@ def verify(first: Path, second: Path, *, model: Path | None, num_workers: int) -
         for name in sorted(ours.keys() & theirs.keys())
         if ours[name] != theirs[name]
     ]
+    # Those that conversion carries through are few, and compared here.
+    carried, kept = untrained_tensors(a.spec), untrained_tensors(b.spec)
+    problems += [f"missing: {name} is not in {b.path}" for name in sorted(carried.keys() - kept.keys())]
+    problems += [f"unexpected: {name} is not in {a.path}" for name in sorted(kept.keys() - carried.keys())]
+    both = sorted(carried.keys() & kept.keys())
+    problems += [f"{name}: differs" for name in both if not same_bytes(carried[name], kept[name])]
     # Only tensors that both have, in the same shape and data type, are compared.
     parts = [
         ComparedRows(tensor=name, row=row, num_rows=num_rows, num_bytes=num_rows * (spec.num_bytes // spec.shape[0]))
@@ -83,7 +90,8 @@ def verify(first: Path, second: Path, *, model: Path | None, num_workers: int) -
                 findings.append(finding)
             progress.update(-(-total // _MIB) if num_done == total else num_done // _MIB, ProgressValues())
     problems += _describe(findings)
-    return Verification(num_tensors=len({part.tensor for part in parts}), num_bytes=total, problems=tuple(problems))
+    num_tensors = len({part.tensor for part in parts}) + len(both)
+    return Verification(num_tensors=num_tensors, num_bytes=total, problems=tuple(problems))
 
 
 def _compare(a: OpenModel, b: OpenModel, part: ComparedRows) -> BlockComparison:

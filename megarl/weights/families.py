@@ -117,7 +117,13 @@ class ModelSpec:
         a dot are how names begin.
         """
         names = [name.format(layer=layer) for name in self.family.ignored for layer in range(self.dims.num_layers)]
-        return (*self.copies(), *names, *self._extra_prediction_tensors(), *self.family.untrained)
+        return (*self.copies(), *names, *self.untrained())
+
+    def untrained(self) -> tuple[str, ...]:
+        """Return the names of tensors that exports have as the model's files do; those that end in a dot are how names
+        begin.
+        """
+        return (*self._extra_prediction_tensors(), *self.family.untrained)
 
     def copies(self) -> dict[str, str]:
         """Return the name of each tensor that a checkpoint may contain although it copies another → that one's."""

@@ -223,7 +223,7 @@ def require_equal_copies(directory: Path, copies: Mapping[str, str]) -> dict[str
     files, homes, found = model_files(directory), dict[str, Path](), dict[str, TensorSpec]()
     for file in files:
         for name, spec in read_specs(file).items():
-            if name in homes and not torch.equal(map_tensors(homes[name])[name], map_tensors(file)[name]):
+            if name in homes and not same_bytes(map_tensors(homes[name])[name], map_tensors(file)[name]):
                 raise ConfigError(
                     f"{directory}: tensor {name} is in {homes[name].name} and in {file.name}, and they differ; "
                     f"{MODEL_REMEDY}"
@@ -231,13 +231,19 @@ def require_equal_copies(directory: Path, copies: Mapping[str, str]) -> dict[str
             homes[name], found[name] = file, spec
     for name, source in copies.items():
         both = [map_tensors(homes[each])[each] for each in (name, source) if each in homes]
-        if len(both) > 1 and not torch.equal(*both):
+        if len(both) > 1 and not same_bytes(*both):
             raise ConfigError(
                 f"{directory}: config.json says that {name} is {source} (tie_word_embeddings), but the files have one "
                 f"that differs, which some programs would use; if the model was trained with it, set "
                 f"tie_word_embeddings to false in config.json, else remove the tensor"
             )
     return found
+
+
+def same_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same type, shape and bytes."""
+    alike = tensor.dtype == other.dtype and tensor.shape == other.shape
+    return alike and torch.equal(tensor.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
 def not_expected(found: Iterable[str], expected: Iterable[str], ignored: Sequence[str]) -> list[str]:
@@ -252,14 +258,16 @@ def untrained_tensors(spec: ModelSpec) -> dict[str, torch.Tensor]:
 
     A torch_dist checkpoint has them in a file of their own.
     """
-    if not spec.family.untrained:
+    names = spec.untrained()
+    if not names:
         return {}
     apart = spec.path / UNTRAINED_NAME
     if not apart.is_file() and (spec.path / ".metadata").is_file():
         # A checkpoint of a model that had none.
         return {}
     found = map_model([apart] if apart.is_file() else model_files(spec.path))
-    return {name: tensor for name, tensor in found.items() if name.startswith(spec.family.untrained)}
+    beginnings = tuple(name for name in names if name.endswith("."))
+    return {name: tensor for name, tensor in found.items() if name in names or name.startswith(beginnings)}
 
 
 def plan_files(specs: Mapping[str, TensorSpec], max_bytes: int = MAX_FILE_BYTES) -> dict[str, dict[str, TensorSpec]]:

@@ -15,7 +15,10 @@ from safetensors.torch import load_file, save_file
 from megarl.cli import main
 from megarl.convert import engine
 from megarl.convert import plan as plan_module
-from tests.helpers.hf_models import make_model
+from megarl.convert.commands import hf_to_mcore, mcore_to_hf
+from megarl.convert.engine import ConvertSettings
+from megarl.convert.verify import verify
+from tests.helpers.hf_models import make_model, read_tensors
 
 REPOSITORY = Path(__file__).parents[3]
 GATE = "model.layers.2.mlp.gate_proj.weight"
@@ -185,3 +188,37 @@ def test_scripts_know_their_arguments(name: str) -> None:
     command = [sys.executable, str(REPOSITORY / "tools" / f"{name}.py"), "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout
     assert "--workers N" in shown
+
+
+def test_layers_that_predict_further_tokens_are_carried_through_and_compared(tmp_path: Path) -> None:
+    """Those that config.json names, byte for byte; one that is missing, or changed, is a difference."""
+    source = make_model(tmp_path / "hf", "deepseek_v3", tied=False)
+    config = json.loads((source / "config.json").read_text())
+    config["num_nextn_predict_layers"] = config["num_mtp_layers"] = 1
+    (source / "config.json").write_text(json.dumps(config))
+    last = config["num_hidden_layers"]
+    tensors = read_tensors(source)
+    further = {
+        name.replace(f".{last - 1}.", f".{last}."): tensor + 1
+        for name, tensor in tensors.items()
+        if name.startswith(f"model.layers.{last - 1}.")
+    }
+    further[f"model.layers.{last}.eh_proj.weight"] = torch.rand(4, 6)
+    save_file({**tensors, **further}, source / "model.safetensors")
+    hf_to_mcore(source, ConvertSettings(out=tmp_path / "dist", num_workers=1, overwrite=False))
+    mcore_to_hf(tmp_path / "dist", ConvertSettings(out=tmp_path / "back", num_workers=1, overwrite=False))
+    back = read_tensors(tmp_path / "back")
+    assert back.keys() == {*tensors, *further}
+    for other in (tmp_path / "dist", tmp_path / "back"):
+        verified = verify(source, other, model=None, num_workers=1)
+        assert (verified.problems, verified.num_tensors) == ((), len(back))
+    carried = tmp_path / "back" / "model-untrained.safetensors"
+    name, other_name = sorted(further)[:2]
+    save_file({**further, name: further[name] + 1}, carried)
+    assert verify(source, tmp_path / "back", model=None, num_workers=1).problems == (f"{name}: differs",)
+    save_file({key: value for key, value in further.items() if key != other_name}, carried)
+    index = tmp_path / "back" / "model.safetensors.index.json"
+    weight_map = {key: file for key, file in json.loads(index.read_text())["weight_map"].items() if key != other_name}
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    missing = f"missing: {other_name} is not in {tmp_path / 'back'}"
+    assert verify(source, tmp_path / "back", model=None, num_workers=1).problems == (missing,)
