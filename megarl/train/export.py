@@ -29,8 +29,11 @@ from megarl.weights.tables import Family
 if TYPE_CHECKING:
     from megarl.cluster.workers import RoleWorkers
 
-# Everything a model directory holds besides weights: configuration, tokenizer, templates.
-_COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model")
+# Everything a model directory holds besides weights: configuration, tokenizer, templates, code, licences.
+_COMPANIONS = (
+    *("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "additional_chat_templates/*.jinja"),
+    *("LICEN[CS]E*", "NOTICE*", "USE_POLICY*"),
+)
 _WEIGHT_FILES = ("*.index.json",)
 
 
@@ -95,8 +98,10 @@ def copy_companions(source: Path, target: Path, *, skipped: Sequence[str] = _WEI
     """Copy a model directory's files that are not weights, such as tokenizer files, except those like `skipped`."""
     unwanted = {file for pattern in skipped for file in source.glob(pattern)}
     for file in sorted({file for pattern in _COMPANIONS for file in source.glob(pattern)} - unwanted):
+        copy = target / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
         # Not with its mode: who may read the copy is the run's to say.
-        shutil.copyfile(file, target / file.name)
+        shutil.copyfile(file, copy)
 
 
 def name_end_of_answers(directory: Path) -> None:

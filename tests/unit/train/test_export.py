@@ -8,7 +8,7 @@ import pytest
 from megarl.data.ends import declared_ends
 from megarl.errors import WeightSyncError
 from megarl.recipes.tiny_model import make_byte_tokenizer
-from megarl.train.export import check_complete, name_end_of_answers
+from megarl.train.export import check_complete, copy_companions, name_end_of_answers
 
 NUM_ELEMENTS = {"a": 6, "b": 4}
 
@@ -49,3 +49,19 @@ def test_an_export_names_the_end_that_was_trained(
     file = tmp_path / "generation_config.json"
     assert (json.loads(file.read_text()) if file.is_file() else None) == expected
     assert 2 in declared_ends(tmp_path)
+
+
+def test_all_that_a_model_needs_goes_along(tmp_path: Path) -> None:
+    source, target = tmp_path / "model", tmp_path / "export"
+    along = (
+        *("config.json", "chat_template.jinja", "merges.txt", "tokenizer.model", "qwen.tiktoken", "modeling_own.py"),
+        *("LICENSE", "LICENCE.md", "NOTICE", "USE_POLICY.md", "preprocessor_config.json"),
+        "additional_chat_templates/tool_use.jinja",
+    )
+    left = ("model.safetensors", "model.safetensors.index.json", "README.md", "original/params.json")
+    for name in (*along, *left):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(name)
+    target.mkdir()
+    copy_companions(source, target)
+    assert {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()} == set(along)
