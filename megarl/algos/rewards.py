@@ -11,6 +11,7 @@ from torch import Tensor
 from megarl.algos.advantages import Estimate, Flip, compute_advantages
 from megarl.algos.advantages.critic import last_values
 from megarl.algos.masked import summary
+from megarl.algos.mixed_groups import demonstration_mask
 from megarl.algos.token_rewards import KL_PENALTY, TURN_REWARDS, sequence_rewards
 from megarl.config.algo import AdvantageConfig, RewardConfig, RewardMaskConfig
 from megarl.seeds import uniform
@@ -31,14 +32,16 @@ class ShapedRewards:
 def shape_rewards(batch: ScoredBatch, cfg: RewardConfig, *, max_response_tokens: int) -> ShapedRewards:
     """Shape the scorer's rewards in this order: add the overlong penalty, change truncated rows, clamp to `clip`.
 
-    Metrics: critic/rule_score/* (before shaping); reward/{overlong_penalty_mean,truncated_frac,clipped_frac}.
+    Metrics: critic/rule_score/* (before shaping, of the samples that begin with no demonstration, if there are any);
+    reward/{overlong_penalty_mean,truncated_frac,clipped_frac}.
 
     >>> cfg = RewardConfig(clip=(0.0, 1.0))
     >>> shape_rewards(step("a", [3.0]), cfg, max_response_tokens=8).rewards.tolist()
     [1.0]
     """
     rewards = batch.rewards
-    metrics = summary("critic/rule_score", rewards)
+    own = ~demonstration_mask(batch).any(dim=-1)
+    metrics = summary("critic/rule_score", rewards[own] if own.any() else rewards)
     num_rows = max(len(rewards), 1)
     if cfg.overlong_buffer_tokens is not None:
         penalty = overlong_penalty(

@@ -245,3 +245,16 @@ def test_nothing_to_shape(make_scored: MakeScored) -> None:
     assert float32.rewards.dtype == torch.float32
     empty = make_scored([], [], torch.zeros(0, 0, dtype=torch.bool))
     assert shape_rewards(empty, RewardConfig(overlong_buffer_tokens=1), max_response_tokens=9).rewards.shape == (0,)
+
+
+@pytest.mark.parametrize(("demonstrated", "mean"), [([1.0, 0.0, 0.0], 0.25), ([1.0, 1.0, 1.0], 0.5)])
+def test_the_score_of_the_policy_leaves_demonstrations_out(
+    demonstrated: list[float], mean: float, make_scored: MakeScored
+) -> None:
+    """Unless there is nothing else: (0.5 + 0) / 2 of the others, (1 + 0.5 + 0) / 3 of all."""
+    mask = torch.ones(3, 2, dtype=torch.bool)
+    demonstration = torch.tensor([[each, 0.0] for each in demonstrated])
+    batch = make_scored(["q"] * 3, [1.0, 0.5, 0.0], mask, demonstration=demonstration)
+    shaped = shape_rewards(batch, RewardConfig(), max_response_tokens=8)
+    assert shaped.metrics["critic/rule_score/mean"] == mean
+    assert shaped.rewards.tolist() == [1.0, 0.5, 0.0]
