@@ -1,7 +1,7 @@
 """Read what a ground truth stands for: the answers that a scorer accepts, in whichever type a file holds them."""
 
+import ast
 import json
-import math
 import re
 from contextlib import suppress
 from decimal import Decimal
@@ -33,10 +33,17 @@ def truths_of(scorer: str, ground_truth: str) -> list[str]:
     if ground_truth.startswith(("[", "{")):
         with suppress(ValueError, RecursionError):
             found = json.loads(ground_truth)
+        # As Python writes a list of texts.
+        if isinstance(found, str) and "'" in found:
+            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                literal = ast.literal_eval(found)
+                found = literal if isinstance(literal, list | dict) else found
     if isinstance(found, dict):
         if len(found) != 1 or not found.keys() & set(_FIELDS):
             raise DataError(f"ground truth {ground_truth[:60]!r}: expected an answer, or one of {', '.join(_FIELDS)}")
         (found,) = found.values()
+        if found is None:
+            raise DataError(f"ground truth {ground_truth[:60]!r}: got null, expected an answer")
     # Of numbers, two or more are an interval or a vector.
     if isinstance(found, list) and found and (len(found) == 1 or all(isinstance(each, str) for each in found)):
         if not all(isinstance(each, str | int | float) for each in found):
@@ -56,7 +63,8 @@ def _written(answer: str) -> list[str]:
     if "e" in answer:
         return [format(Decimal(answer), "f")] if abs(Decimal(answer).adjusted()) < 400 else [answer]
     number = float(answer)
-    # More digits than a number of 32 bits has come from such a number.
-    if len(answer) > 12 and math.isfinite(number) and abs(number) < 1e38 and repr(float(np.float32(number))) == answer:
-        answer = format(Decimal(str(np.float32(number))), "f")
+    # More digits than a number of 16 or 32 bits has come from such a number.
+    for short, most in ((np.float16, 6e4), (np.float32, 1e38)):
+        if len(answer) > 12 and abs(number) < most and repr(float(short(number))) == answer:
+            answer = format(Decimal(str(short(number))), "f")
     return [answer, answer[:-2]] if answer.endswith(".0") else [answer]

@@ -34,10 +34,20 @@ def test_a_right_answer_is_right_whatever_type_the_truth_has(scorer: str, truth:
 
 
 @pytest.mark.parametrize("scorer", [*SCORERS, "letters"])
-@pytest.mark.parametrize("truth", ["72\x00", '{"a": 1, "b": 2}', "[null]"])
+@pytest.mark.parametrize("truth", ["72\x00", '{"a": 1, "b": 2}', "[null]", '{"value": null}'])
 def test_a_truth_that_is_no_answer_is_refused(scorer: str, truth: str) -> None:
     with pytest.raises(DataError, match="ground truth"):
         score(scorer, "", truth, {})
+
+
+@pytest.mark.parametrize("truth", ["0.0999755859375", "['0.1']", '{"value": 0.0999755859375}', "{'answer': '0.1'}"])
+def test_half_precision_and_pythons_notation(truth: str) -> None:
+    assert score("math", r"\boxed{0.1}", truth, {}).correct
+    assert not score("math", r"\boxed{0.2}", truth, {}).correct
+
+
+def test_a_set_of_texts_in_quotes_is_a_text() -> None:
+    assert score("strict", r"\boxed{{'x','y'}}", "{'x','y'}", {}).correct
 
 
 def test_an_interval_is_no_list_of_accepted_answers() -> None:
