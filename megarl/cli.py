@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from megarl.config.paths import expand_arguments
 from megarl.convert.cli import add_convert
 from megarl.errors import ConfigError, UnknownKeyError
 from megarl.host.exit_codes import exit_on_errors
+from megarl.host.paths import expand_arguments
 from megarl.host.streams import name_anything, print_lines, write_anything
 from megarl.launch.cli import add_slurm
 from megarl.record.activity import shown

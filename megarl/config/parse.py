@@ -8,9 +8,9 @@ from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from megarl.config.paths import expanded
 from megarl.config.suggest import suggest_keys
 from megarl.errors import ConfigError, UnknownKeyError
+from megarl.host.paths import expanded
 from megarl.texts.masking import masked
 from megarl.texts.unicode import find_surrogate
 

@@ -9,8 +9,8 @@ import pytest
 
 from megarl.cli import main
 from megarl.config.load import load_config
-from megarl.config.paths import expanded
 from megarl.errors import ConfigError
+from megarl.host.paths import expanded
 
 HOME = {"HOME": "/home/me", "DATA": "/data", "USER": "me"}
 
@@ -75,7 +75,7 @@ def test_as_a_module() -> None:
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("usage: megarl")
     program = f"import runpy, sys; sys.path.insert(0, {str(root)!r}); runpy.run_module('megarl', run_name='__main__')"
-    bare = [os.path.realpath(sys.executable), "-I", "-S", "-c", program]
+    bare = [os.path.realpath(sys.executable), "-I", "-S", "-c", program, "status", "nothing"]
     done = subprocess.run(bare, capture_output=True, text=True, check=False, env={"PATH": ""})
     assert done.returncode == 1
     assert "cannot run megarl: No module named" in done.stderr
