@@ -34,7 +34,6 @@ _BESIDE = r"(?:\s|[$€£({\[\\*:]|\b(?:the|an?|exactly|value|number|even|about)
 _ENDS_BOUND = (
     r"(?:less|more|greater|fewer|larger|smaller|bigger|higher|lower|other|different)\s+(?:than|from)(?:\s+or\s+equal\s+to)?"
     r"|or\s+equal\s+to|at\s+(?:most|least)|no\s+(?:more|less|fewer)\s+than"
-    r""
     r"|(?<!add )(?<!adds )(?<!come )(?<!comes )(?<!sum )(?<!sums )(?<!round )(?<!rounds )(?<!rounded )up\s+to"
     r"|below|above|under|over|beyond|past|exceed(?:s|ing)?|within|between|anything\s+but|all\s+but"
     r"|(?:\b(?:not|never|nor|or|no|minus|negative|plus|times|than|without|except|excluding|unlike|instead\s+of))"
