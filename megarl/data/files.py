@@ -56,6 +56,7 @@ class ParquetFile:
                 raise
         # Anything else is read in half the time without this.
         self._maps = "strict" if "map<" in str(table.schema) else None
+        self._narrow = {each.name: each.type for each in table.schema if _is_narrow(each.type)}
         self._batches = [batch for batch in table.to_batches() if batch.num_rows]
         self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
 
@@ -87,10 +88,10 @@ class ParquetFile:
                     what = f"{name} has a text that is not UTF-8 ({error.reason} at byte {error.start})"
                     raise DataError(f"{self._path} row {row}: {what}; {REPAIR}") from error
 
-    def _rows(self, batch: pa.RecordBatch, first: int) -> list[Mapping[str, Any]]:
+    def _rows(self, batch: pa.RecordBatch, first: int) -> Sequence[Mapping[str, Any]]:
         """Return a batch's rows, of which `first` is the number of the first one; maps become dictionaries."""
         try:
-            rows: list[Mapping[str, Any]] = batch.to_pylist(maps_as_pydicts=self._maps)
+            rows: list[dict[str, Any]] = batch.to_pylist(maps_as_pydicts=self._maps)
         # Python has no value for a map with one key twice, a time in nanoseconds, a year after 9999 or such.
         except (KeyError, ValueError, OverflowError) as error:
             for i, name in product(range(batch.num_rows), batch.schema.names):
@@ -101,7 +102,31 @@ class ParquetFile:
                     what = "a map with one key twice" if twice else f"a value that cannot be read: {reason_of(failure)}"
                     raise DataError(f"{self._path} row {first + i}: {name} has {what}; {REPAIR}") from error
             raise
+        for name, kind in self._narrow.items():
+            for row in rows:
+                row[name] = _shortest(row[name], kind)
         return rows
+
+
+def _is_narrow(kind: pa.DataType) -> bool:
+    """Return whether a type holds numbers of 16 or 32 bits with a point, at any depth."""
+    inner = [kind.field(i).type for i in range(kind.num_fields)]
+    return pa.types.is_float16(kind) or pa.types.is_float32(kind) or any(map(_is_narrow, inner))
+
+
+def _shortest(value: Any, kind: pa.DataType) -> Any:
+    """Return a value with each narrow number as the shortest decimal that is stored as it: 0.1, and not 0.0999755859375
+    or 0.10000000149011612.
+    """
+    if value is None or not _is_narrow(kind):
+        return value
+    if pa.types.is_float16(kind) or pa.types.is_float32(kind):
+        return float(str((np.float16 if pa.types.is_float16(kind) else np.float32)(value)))
+    if pa.types.is_struct(kind):
+        return {name: _shortest(each, kind.field(name).type) for name, each in value.items()}
+    if isinstance(value, Mapping):
+        return {name: _shortest(each, kind.item_type) for name, each in value.items()}
+    return [_shortest(each, kind.value_type) for each in value] if isinstance(value, list) else value
 
 
 class JsonlFile:

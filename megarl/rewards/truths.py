@@ -23,7 +23,7 @@ def truths_of(scorer: str, ground_truth: str) -> list[str]:
     """Return the answers that a scorer accepts for a ground truth; DataError if it stands for none.
 
     >>> truths_of("math", '["72"]'), truths_of("strict", "72.0"), truths_of("math", "0.10000000149011612")
-    (['72'], ['72.0', '72'], ['0.1'])
+    (['72'], ['72.0', '72'], ['0.10000000149011612', '0.1'])
     """
     if not _OF_ANSWERS.fullmatch(scorer):
         return [ground_truth]
@@ -63,8 +63,7 @@ def _written(answer: str) -> list[str]:
     if "e" in answer:
         return [format(Decimal(answer), "f")] if abs(Decimal(answer).adjusted()) < 400 else [answer]
     number = float(answer)
-    # More digits than a number of 16 or 32 bits has come from such a number.
-    for short, most in ((np.float16, 6e4), (np.float32, 1e38)):
-        if len(answer) > 12 and abs(number) < most and repr(float(short(number))) == answer:
-            answer = format(Decimal(str(short(number))), "f")
+    # So many digits may have come from a number of 32 bits, or be meant.
+    if len(answer) > 12 and abs(number) < 1e38 and repr(float(np.float32(number))) == answer:
+        return [answer, format(Decimal(str(np.float32(number))), "f")]
     return [answer, answer[:-2]] if answer.endswith(".0") else [answer]

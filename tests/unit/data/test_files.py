@@ -2,7 +2,9 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -141,3 +143,25 @@ def test_a_directory_is_no_file(name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir()
     with pytest.raises(DataError, match=rf"^{tmp_path / name}: is a directory, .*; name the files themselves$"):
         RowFiles([tmp_path / name], columns=("prompt",))
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored_as"), [(pa.float16(), np.float16), (pa.float32(), np.float32), (pa.float64(), np.float64)]
+)
+def test_numbers_are_read_as_the_decimals_that_were_written(kind: pa.DataType, stored_as: Any, tmp_path: Path) -> None:
+    """At any depth, whatever the width in which a file stores them."""
+    values = [0.1, 2.75, None, 2.0**-12]
+    stored = [None if value is None else stored_as(value) for value in values]
+    nested = pa.struct([("ground_truth", pa.list_(kind)), ("other", pa.string())])
+    rows = {
+        "label": pa.array(stored, kind),
+        "reward_model": pa.array([{"ground_truth": [value], "other": "0.10000000149"} for value in stored], nested),
+        "map": pa.array([[("a", value)] for value in stored], pa.map_(pa.string(), kind)),
+    }
+    pq.write_table(pa.table(rows), tmp_path / "a.parquet")
+    read = [dict(row) for row in RowFiles([tmp_path / "a.parquet"], columns=list(rows))]
+    assert [row["label"] for row in read] == [0.1, 2.75, None, pytest.approx(2.0**-12, rel=1e-3)]
+    assert [row["reward_model"]["ground_truth"] for row in read] == [[row["label"]] for row in read]
+    assert [row["map"] for row in read] == [{"a": row["label"]} for row in read]
+    # What they stand for is the same to the bit.
+    assert stored_as(read[3]["label"]) == 2.0**-12

@@ -1,6 +1,7 @@
 """Ground truths of every type: a right answer is right by every scorer of answers, or the row is refused."""
 
 from dataclasses import replace
+from decimal import Decimal
 
 import pytest
 
@@ -40,8 +41,16 @@ def test_a_truth_that_is_no_answer_is_refused(scorer: str, truth: str) -> None:
         score(scorer, "", truth, {})
 
 
-@pytest.mark.parametrize("truth", ["0.0999755859375", "['0.1']", '{"value": 0.0999755859375}', "{'answer': '0.1'}"])
-def test_half_precision_and_pythons_notation(truth: str) -> None:
+@pytest.mark.parametrize("scorer", [scorer for scorer in SCORERS if scorer != "megarl/sums"])
+@pytest.mark.parametrize("power", range(8, 20))
+def test_an_exact_decimal_is_right_as_it_stands(scorer: str, power: int) -> None:
+    """2⁻ⁿ, which numbers of 16 and 32 bits hold too."""
+    truth = format(Decimal(2) ** -power, "f")
+    assert score(scorer, STATED[scorer](truth), truth, {}).correct
+
+
+@pytest.mark.parametrize("truth", ["['0.1']", "{'answer': '0.1'}"])
+def test_pythons_notation(truth: str) -> None:
     assert score("math", r"\boxed{0.1}", truth, {}).correct
     assert not score("math", r"\boxed{0.2}", truth, {}).correct
 
