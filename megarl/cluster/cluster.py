@@ -252,9 +252,9 @@ class Cluster:
         if self._closed:
             return
         self._closed = True
-        loop.abandon()
         with doing("ending the processes"):
             try:
+                loop.abandon()
                 if ray.is_initialized():
                     if not failed:
                         judges = itertools.chain(*self._judge_servers.values())

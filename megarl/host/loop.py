@@ -1,11 +1,13 @@
-"""Turn the event loop of a command's main thread. It stands still, except while something is waited for.
+"""Turn the event loop of a command. It stands still, except while something is waited for.
 
 Whatever a command does meanwhile (samples under way, streams that are read) is a task of this loop. Only one wait is
-under way at a time, so code between two waits sees nothing change.
+under way at a time, so code between two waits sees nothing change. In a notebook, whose cells run inside a loop of its
+own, a thread turns this one.
 """
 
 import asyncio
 import functools
+import threading
 from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
@@ -23,7 +25,7 @@ _failed = asyncio.Event()
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the loop of this process's main thread."""
+    """Return the loop of this process."""
     loop = asyncio.new_event_loop()
     # A command that ends early leaves tasks behind, of which nobody needs to hear.
     loop.set_exception_handler(lambda loop, context: None)
@@ -43,9 +45,26 @@ def wait(work: Awaitable[T]) -> T:
     If several fail, the death of a process explains the others.
     """
     assert not event_loop().is_running(), "waits are not nested"
-    waiting = event_loop().create_task(_first_of(work))
+    return _turn(_first_of(work))
+
+
+def _turn(work: Coroutine[Any, Any, T]) -> T:
+    """Turn the loop until `work` is done: in this thread, or in one of its own if a loop runs here already."""
+    waiting = event_loop().create_task(work)
+    done = asyncio.wait({waiting})
     try:
-        return event_loop().run_until_complete(waiting)
+        if asyncio._get_running_loop() is None:
+            event_loop().run_until_complete(done)
+        else:
+            turning = threading.Thread(target=event_loop().run_until_complete, args=(done,), daemon=True)
+            turning.start()
+            try:
+                turning.join()
+            except BaseException:
+                event_loop().call_soon_threadsafe(waiting.cancel)
+                turning.join()
+                raise
+        return waiting.result()
     finally:
         # A wait that Ctrl-C ended would otherwise go on in the next one, and take its errors away.
         waiting.cancel()
@@ -77,6 +96,6 @@ def abandon() -> None:
     for task in tasks:
         task.cancel()
     if tasks:
-        event_loop().run_until_complete(asyncio.wait(tasks, timeout=ENDING_S))
+        _turn(asyncio.wait(tasks, timeout=ENDING_S))
     _failures.clear()
     _failed.clear()

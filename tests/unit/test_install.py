@@ -58,7 +58,16 @@ def pins(environment: dict[str, str]) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "name",
-    ["cpu.txt", "conformance.txt", "newest.txt", "kernels.txt", "browser.txt", "cuda.txt", "cuda-source.txt"],
+    [
+        "cpu.txt",
+        "conformance.txt",
+        "newest.txt",
+        "kernels.txt",
+        "browser.txt",
+        "notebook.txt",
+        "cuda.txt",
+        "cuda-source.txt",
+    ],
 )
 def test_every_line_of_a_lock_pins_one_version_of_another_package(name: str) -> None:
     lock = read_requirements(name)

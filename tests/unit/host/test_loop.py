@@ -76,3 +76,24 @@ def test_abandoned_tasks_end_and_their_errors_are_forgotten() -> None:
     loop.abandon()
     assert task.cancelled()
     assert loop.wait(turn()) == "turned"
+
+
+def test_waits_work_inside_another_loop() -> None:
+    """As in the cells of a notebook; tasks still stand still between waits."""
+    done: list[str] = []
+
+    async def work() -> None:
+        done.append(await turn())
+
+    async def cell() -> None:
+        task = loop.spawn(work())
+        await asyncio.sleep(0)
+        assert done == []
+        loop.wait(task)
+        loop.spawn(forever())
+        with pytest.raises(ValueError, match="a sample"):
+            loop.wait(fail(ValueError("a sample")))
+        loop.abandon()
+
+    asyncio.run(cell())
+    assert done == ["turned"]

@@ -2,8 +2,6 @@
 
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,11 +13,11 @@ from megarl.record.metrics import RunPaths
 from megarl.record.rollouts import write_rollouts
 from megarl.report import rollouts, write_report
 from megarl.texts.unicode import readable
+from tests.helpers.beside import install_beside
 from tests.helpers.hostile_texts import escaped, hostile_texts
 from tests.helpers.recorded_run import evil, forked, talk, write_recorded_run, write_validation
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
-REQUIREMENTS = Path(__file__).parents[3] / "requirements" / "browser.txt"
 
 
 @pytest.fixture(scope="module")
@@ -28,20 +26,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     executable = shutil.which("chromium")
     if executable is None:
         pytest.fail("found no chromium, expected Debian's; run apt-get install -y chromium")
-    site = tmp_path_factory.mktemp("site")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "--target",
-        str(site),
-    ]
-    subprocess.run([*command, "-r", str(REQUIREMENTS)], check=True)
+    site = install_beside("browser.txt", tmp_path_factory.mktemp("site"))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(site))
         from playwright.sync_api import sync_playwright
