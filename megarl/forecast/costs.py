@@ -34,6 +34,7 @@ from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import Config, LayoutConfig
 from megarl.plan.memory import DTYPE_BYTES, gradient_bytes
 from megarl.plan.run_plan import DevicePlan, EnginePlan, ShardPlan
+from megarl.plan.sizes import micro_batches_at_full_length
 from megarl.record.performance import FORWARD_AND_BACKWARD, attended, forward_flops
 from megarl.weights.families import Dims
 
@@ -87,14 +88,18 @@ def step_cost(
     devices: list[DevicePlan],
     engine: EnginePlan,
     *,
-    micro_batches: int,
     num_forward_passes: int,
     hardware: Hardware,
 ) -> StepCost:
     """Estimate a step. num_forward_passes: passes over all rows before the update."""
     layout = config.actor.layout
     train = train_parts(
-        config, dims, shards, micro_batches=micro_batches, num_forward_passes=num_forward_passes, hardware=hardware
+        config,
+        dims,
+        shards,
+        micro_batches=micro_batches_at_full_length(config, config.actor),
+        num_forward_passes=num_forward_passes,
+        hardware=hardware,
     )
     if config.placement.offload:
         train["offload"] = 2 * max(each.offloaded for each in devices) / hardware.host

@@ -20,10 +20,10 @@ from megarl.config.schema import Config, LayoutConfig
 from megarl.errors import ConfigError
 from megarl.forecast.costs import Hardware, StepCost, step_cost
 from megarl.host.device.platform import platform
-from megarl.plan.build import engine_bytes, micro_batches_at_full_length, plan_engine, plan_shards
 from megarl.plan.derive import ENGINE_SHARE, FILL, share_beside
 from megarl.plan.devices import most_bytes, plan_devices
 from megarl.plan.run_plan import DevicePlan, EnginePlan
+from megarl.plan.sizes import engine_bytes, plan_engine, plan_shards
 from megarl.weights.families import ModelSpec, read_model_spec
 
 PUBLISHED = PACKAGED / "model" / "hf"
@@ -292,7 +292,7 @@ def _with_engines(
     algorithm = algorithm_of(config)
     needed, roles = algorithm.requires(), roles_of(config, algorithm)
     shards = plan_shards(config, roles, {role.role: search.spec for role in roles}, needed)
-    layouts, micro_batches = by_layout(roles), micro_batches_at_full_length(config, config.actor)
+    layouts = by_layout(roles)
     peak, _ = most_bytes(plan_devices(config, layouts, shards, None))
     trainers.append(peak)
     if peak > limit:
@@ -326,7 +326,6 @@ def _with_engines(
             shards,
             devices,
             engine,
-            micro_batches=micro_batches,
             num_forward_passes=len(needed),
             hardware=search.hardware,
         )

@@ -6,13 +6,13 @@ If model and data are present, the plan also has the warnings that the run would
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import asdict, replace
-from functools import cache, partial
+from contextlib import nullcontext
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from megarl.algos.build import algorithm_of
-from megarl.cluster.placement import NodeGroup, Seat, plan_placement, with_judge_servers, workers_per_node
-from megarl.cluster.roles import by_layout, model_key, roles_of
+from megarl.cluster.placement import NodeGroup, Seat, plan_placement, with_judge_servers
+from megarl.cluster.roles import by_layout, model_key
 from megarl.cluster.sync_plan import bridge_links, bridge_plan, gloo_warning, sent_spec
 from megarl.config.batches import (
     batch_counts,
@@ -21,17 +21,12 @@ from megarl.config.batches import (
     max_row_tokens,
     num_actor_steps,
 )
-from megarl.config.check import check_train
-from megarl.config.check_model import check_model
-from megarl.config.derived import Derived, filled
-from megarl.config.load import packaged
+from megarl.config.derived import Derived
 from megarl.config.lora import sent_alone
-from megarl.config.schema import ActorConfig, Config, LayoutConfig
-from megarl.data.packing import plan_micro_batches
-from megarl.host.device.platform import PLATFORMS, platform
-from megarl.plan import memory as bytes_of
+from megarl.config.schema import Config, LayoutConfig
+from megarl.host.device.platform import assuming, platform
 from megarl.plan.derive import derive, smallest_device
-from megarl.plan.devices import checkpoint_host_bytes, plan_devices, plan_shard
+from megarl.plan.devices import checkpoint_host_bytes, plan_devices
 from megarl.plan.memory import DTYPE_BYTES
 from megarl.plan.run_plan import (
     DevicePlan,
@@ -44,45 +39,35 @@ from megarl.plan.run_plan import (
     ShardPlan,
     StepPlan,
 )
+from megarl.plan.sizes import SizedRun, micro_batches_at_full_length, most_micro_batches, plan_shards, size_run
 from megarl.record.performance import forward_flops, peak_of
 from megarl.sync.plan.build import Plan, plan_statistics
-from megarl.sync.plan.engine_shards import engine_needs, stage_range
 from megarl.sync.wire.shares import most_staging
-from megarl.train.forward import SOURCES, Variant, forms_read
+from megarl.train.forward import Variant, forms_read
 from megarl.train.inputs import missing_files, open_train_inputs, setting_warnings
 from megarl.types import TokenQuantity
 from megarl.types.messages import Head, Role, RoleSpec
-from megarl.weights.adapters import adapter_spec
-from megarl.weights.boxes import num_elements
-from megarl.weights.families import Dims, ModelSpec, read_model_spec
-from megarl.weights.hub import with_local_models
+from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.shards import groups_of
 
 
 def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool = True) -> RunPlan:
     """Check a configuration as a run would, and make the plan that a dry run shows. Raises ConfigError.
 
-    device_bytes: memory of one device; without it the KV cache has no size in the plan if vLLM chooses it. with_data:
-    whether to read data that are there.
+    device_bytes: memory of a GPU, on which the run is then planned, whatever this machine is; without it the KV cache
+    has no size in the plan if vLLM chooses it. with_data: whether to read data that are there.
     """
-    check_train(config)
-    config = with_local_models(config, weights=False)
-    needed, roles = (algorithm := algorithm_of(config)).requires(), roles_of(config, algorithm)
-    specs: dict[Role, ModelSpec] = {}
-    for role in roles:
-        path, published = role.model.path, role.model.config_path
-        # As long as the model itself is not there, its published config.json is enough.
-        if published is not None and not (Path(path) / "config.json").is_file():
-            path = packaged(published)
-        spec = specs[role.role] = read_model_spec(path, model_key(config, role))
-        check_model(config, spec.hf_config, role.role, biased_experts=spec.family.linear_biases)
-    actor, layouts, shards = specs[Role.ACTOR], by_layout(roles), plan_shards(config, roles, specs, needed)
-    config = filled(config, derived := derive(config, layouts, shards, device_bytes, experts=actor.dims.experts))
-    engine = plan_engine(config, actor.dims, engine_bytes(config, actor, config.rollout.engine.pp), device_bytes)
-    counts, bridge, missing = batch_counts(config), bridge_plan(config, actor), missing_files(config, roles)
+    with nullcontext() if device_bytes is None else assuming("cuda"):
+        return _plan(size_run(config, device_bytes), device_bytes, with_data=with_data)
+
+
+def _plan(run: SizedRun, device_bytes: int | None, *, with_data: bool) -> RunPlan:
+    config, roles, specs, shards, engine = run.config, run.roles, run.specs, run.shards, run.engine
+    actor, layouts, counts = specs[Role.ACTOR], by_layout(roles), batch_counts(config)
+    bridge, missing = bridge_plan(config, actor), missing_files(config, roles)
     devices = plan_devices(config, layouts, shards, engine, (staged := most_staging(bridge, config.sync)).device)
     inputs = None if missing or not with_data else open_train_inputs(config)
-    read = forms_read(config, roles, needed)
+    read = forms_read(config, roles, run.needed)
     return RunPlan(
         run=str(Path(config.run.dir) / config.run.name),
         roles=tuple(role_plan(role, specs[role.role]) for role in roles),
@@ -111,10 +96,10 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
         engine=engine,
         sync_bytes=_model_parameters(sent_spec(config, actor), Head.LM) * DTYPE_BYTES[config.model.dtype],
         bridge=plan_statistics(bridge),
-        links=bridge_links(config, bridge, platform() if device_bytes is None else PLATFORMS["cuda"]()),
+        links=bridge_links(config, bridge, platform()),
         staging=staged,
         device_bytes=device_bytes,
-        derived=derived,
+        derived=run.derived,
         warnings=(*(setting_warnings(config) if inputs is None else inputs.warnings), *_costs(config, engine, bridge)),
         missing=tuple(missing),
         hints=dict(inputs.hint_survey.total) if inputs is not None and inputs.hint_survey is not None else {},
@@ -143,28 +128,6 @@ def _costs(config: Config, engine: EnginePlan, bridge: Plan) -> Iterator[str]:
             f"{engine.full_rows} rows of full length ({max_path_tokens(config):,} tokens), and vLLM drops what does "
             "not fit and computes it again; lower it, or give engines more memory (tp, pp, kv_cache_dtype, placement)"
         )
-
-
-def plan_shards(
-    config: Config, roles: Sequence[RoleSpec], specs: Mapping[Role, ModelSpec], needed: Collection[TokenQuantity]
-) -> list[ShardPlan]:
-    """Plan what every role holds on each rank of each of its pipeline stages."""
-    shards = []
-    for role in roles:
-        num_micro_batches = micro_batches_at_full_length(config, role.settings) if role.trainable else 0
-        shards += [
-            plan_shard(
-                role,
-                specs[role.role],
-                stage,
-                num_micro_batches=num_micro_batches,
-                computes_pair_kl=any(
-                    SOURCES[s].role is role.role.kind and SOURCES[s].variant is Variant.PAIR for s in needed
-                ),
-            )
-            for stage in range(role.layout.pp)
-        ]
-    return shards
 
 
 def _model_parameters(spec: ModelSpec, head: Head) -> int:
@@ -256,81 +219,8 @@ def _forward(config: Config, role: RoleSpec, spec: ModelSpec, variants: Abstract
         role=role.role.value,
         rows=dict.fromkeys(lengths, num_rows),
         max_row_tokens=lengths,
-        micro_batches=_most_micro_batches(packed, num_rows, role.layout.dp, role.settings.micro_batch_tokens),
+        micro_batches=most_micro_batches(packed, num_rows, role.layout.dp, role.settings.micro_batch_tokens),
         tokens=num_rows * sum(lengths.values()),
         flops=flops,
         seconds_at_peak=None if peak is None else flops / (peak * 1e12 * role.layout.world_size),
-    )
-
-
-def micro_batches_at_full_length(config: Config, settings: ActorConfig) -> int:
-    """Return one replica's micro-batches in an optimizer step if all rows have the maximum length."""
-    layout, rows = settings.layout, batch_counts(config).rows_per_optimizer_step
-    multiple, longest = layout.pp if layout.virtual_pp > 1 else 1, max_row_tokens(config)
-    if config.algo.distill.teacher == "hint" and config.algo.distill.mode == "exact":
-        # Micro-batches have room for rows as their teacher reads them.
-        longest = min(longest + config.algo.cpo.hint.max_tokens, settings.micro_batch_tokens)
-    return _most_micro_batches((longest,), rows, layout.dp, settings.micro_batch_tokens, multiple)
-
-
-# A search over layouts asks for the same few again and again.
-@cache
-def _most_micro_batches(
-    lengths: tuple[int, ...], times: int, dp: int, micro_batch_tokens: int, multiple: int = 1
-) -> int:
-    """Return the number of micro-batches that one replica has of rows of these lengths, `times` of each."""
-    plan = plan_micro_batches(lengths * times, dp, micro_batch_tokens, multiple=multiple)
-    return max(len(batches) for batches in plan)
-
-
-def engine_bytes(config: Config, spec: ModelSpec, num_stages: int) -> int:
-    """Count the bytes of weights in the pipeline stage of an engine that has most, on all its devices together.
-
-    Adapters that are kept apart from the weights are counted at the rank that vLLM makes room for.
-    """
-    dtype_bytes, rounded = DTYPE_BYTES[config.model.dtype], set[str]()
-    stages, lora = engine_needs(spec, 1, stages=num_stages), sent_alone(config.actor.lora)
-    if lora is not None:
-        slots = adapter_spec(spec, replace(lora, rank=lora.engine_rank, expert_rank=lora.engine_rank))
-        rooms = engine_needs(slots, 1, stages=num_stages)
-        stages = [{**stage, **room} for stage, room in zip(stages, rooms, strict=True)]
-    if config.rollout.engine.quantization is not None:
-        # Routers stay as they are.
-        in_layers = (each for each in spec.rules() if each.layer is not None and not each.rule.is_router)
-        rounded = {each.name(t.name) for each in in_layers for t in each.rule.tensors if len(t.shape) > 1}
-    return max(
-        sum(sum(map(num_elements, boxes)) * (1 if name in rounded else dtype_bytes) for name, boxes in stage.items())
-        for stage in stages
-    )
-
-
-def plan_engine(config: Config, dims: Dims, stage_bytes: int, device_bytes: int | None) -> EnginePlan:
-    """Plan what an engine holds on each of its devices. stage_bytes: what `engine_bytes` counts."""
-    dtype_bytes, engine = DTYPE_BYTES[config.model.dtype], config.rollout.engine
-    weights = -(-stage_bytes // engine.tp)
-    kv_cache = None if engine.kv_cache_mib is None else engine.kv_cache_mib << 20
-    if kv_cache is None and device_bytes is not None and engine.gpu_memory_utilization is not None:
-        kv_cache = max(0, int(engine.gpu_memory_utilization * device_bytes) - weights)
-    row_tokens = max_path_tokens(config)
-    per_token = max(
-        bytes_of.kv_bytes_per_token(
-            dims,
-            tp=engine.tp,
-            layers=stage_range(dims.num_layers, stage, engine.pp),
-            row_tokens=row_tokens,
-            dtype_bytes=1 if engine.kv_cache_dtype else dtype_bytes,
-        )
-        for stage in range(engine.pp)
-    )
-    return EnginePlan(
-        num_engines=engine.num_engines,
-        tp=engine.tp,
-        pp=engine.pp,
-        nodes_per_engine=engine.num_workers // workers_per_node(config),
-        shares_devices=config.placement.mode == "colocated",
-        weights=weights,
-        kv_cache=kv_cache,
-        kv_bytes_per_token=per_token,
-        full_rows=None if kv_cache is None else kv_cache // per_token // row_tokens,
-        max_num_seqs=engine.max_num_seqs,
     )

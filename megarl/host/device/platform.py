@@ -300,18 +300,33 @@ class CudaPlatform(Platform):
 PLATFORMS: dict[str, type[Platform]] = {"cpu": CpuPlatform, "cuda": CudaPlatform}
 
 
+# The name of the platform within `assuming`.
+_assumed: str | None = None
+
+
+@contextlib.contextmanager
+def assuming(name: str) -> Iterator[None]:
+    """Let settings be checked and derived as on a machine of that platform; nothing may be computed in this context."""
+    global _assumed
+    before, _assumed = _assumed, name
+    platform.cache_clear()
+    try:
+        yield
+    finally:
+        _assumed = before
+        platform.cache_clear()
+
+
 @functools.cache
 def platform() -> Platform:
-    """Return this process's platform: MEGARL_DEVICE if set, else CUDA if there are a driver and a CUDA build of
-    torch.
-    """
+    """Return this process's platform: that of `assuming`, MEGARL_DEVICE, or CUDA with a driver and a build of torch."""
     try:
         is_cpu_torch = importlib.metadata.version("torch").endswith("+cpu")
     except importlib.metadata.PackageNotFoundError:
         # `megarl doctor` reports a missing torch.
         is_cpu_torch = False
     detected = "cuda" if Path("/dev/nvidiactl").exists() and not is_cpu_torch else "cpu"
-    name = os.environ.get("MEGARL_DEVICE", detected)
+    name = _assumed or os.environ.get("MEGARL_DEVICE", detected)
     if name not in PLATFORMS:
         raise ConfigError(f"MEGARL_DEVICE: got {name!r}, expected one of {sorted(PLATFORMS)}")
     return PLATFORMS[name]()

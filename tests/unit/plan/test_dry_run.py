@@ -119,7 +119,9 @@ def test_a_small_plan_by_hand(tmp_path: Path) -> None:
     assert list(phases) == ["generate", "score reference", "score actor", "update actor", "sync"]
     assert phases["update actor"].total == 14 * count + first.activations + 60_000
     assert phases["score actor"].total == phases["score reference"].total == 14 * count + 2 * 24 * 68 + 60_000
-    assert phases["generate"].total == phases["sync"].total == 14 * count + 60_000
+    assert phases["generate"].total == 14 * count + 60_000
+    # GPUs send messages from their own memory.
+    assert phases["sync"].total == 14 * count + 60_000 + plan.staging.device > phases["generate"].total
 
 
 def test_roles_on_the_base_of_adapters_by_hand(tmp_path: Path) -> None:
@@ -270,6 +272,19 @@ def test_what_is_derived_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     asked = plan_run(replace(config, sync=replace(config.sync, host_group="gloo")))
     assert "derived    sync.host_group" not in to_text(asked)
     assert [warning for warning in asked.warnings if warning.startswith("sync.host_group: got gloo, which sends")]
+
+
+def test_a_named_gpu_means_the_defaults_of_cuda(tmp_path: Path) -> None:
+    """NCCL between hosts, adapters that are sent alone, messages in the devices' memory; and only for that plan."""
+    config = small_config(tmp_path)
+    adapted = replace(config, actor=replace(config.actor, lora=LoraConfig(rank=8)))
+    plan = plan_run(adapted, device_bytes=80 << 30)
+    assert "derived    sync.host_group=device: between hosts, NCCL uses" in to_text(plan)
+    assert plan.links is not None
+    assert plan.links.ways.grouped
+    assert plan.staging.device > 0 == plan.staging.host
+    with pytest.raises(ConfigError, match=r"actor\.lora\.sync: got auto with model\.dtype=bfloat16 on cpu"):
+        plan_run(adapted)
 
 
 @pytest.mark.parametrize(

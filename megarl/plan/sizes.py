@@ -1,0 +1,179 @@
+"""Size what the ranks and engines of a run hold, from its configuration and config.json."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from megarl.algos.build import algorithm_of
+from megarl.cluster.placement import workers_per_node
+from megarl.cluster.roles import by_layout, model_key, roles_of
+from megarl.config.batches import (
+    batch_counts,
+    max_path_tokens,
+    max_row_tokens,
+)
+from megarl.config.check import check_train
+from megarl.config.check_model import check_model
+from megarl.config.derived import Derived, filled
+from megarl.config.load import packaged
+from megarl.config.lora import sent_alone
+from megarl.config.schema import ActorConfig, Config
+from megarl.data.packing import plan_micro_batches
+from megarl.plan import memory as bytes_of
+from megarl.plan.derive import derive
+from megarl.plan.devices import plan_shard
+from megarl.plan.memory import DTYPE_BYTES
+from megarl.plan.run_plan import (
+    EnginePlan,
+    ShardPlan,
+)
+from megarl.sync.plan.engine_shards import engine_needs, stage_range
+from megarl.train.forward import SOURCES, Variant
+from megarl.types import TokenQuantity
+from megarl.types.messages import Role, RoleSpec
+from megarl.weights.adapters import adapter_spec
+from megarl.weights.boxes import num_elements
+from megarl.weights.families import Dims, ModelSpec, read_model_spec
+from megarl.weights.hub import with_local_models
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizedRun:
+    """A checked run: its settings, with what is derived for null ones, its models, shards and engines.
+
+    needed: what is computed before updates.
+    """
+
+    config: Config
+    roles: tuple[RoleSpec, ...]
+    specs: Mapping[Role, ModelSpec]
+    needed: Collection[TokenQuantity]
+    shards: list[ShardPlan]
+    engine: EnginePlan
+    derived: tuple[Derived, ...]
+
+
+def size_run(config: Config, device_bytes: int | None) -> SizedRun:
+    """Check a configuration as a run would, and plan what ranks and engines hold, by config.json alone.
+
+    Raises ConfigError. device_bytes: as for `plan_run`.
+    """
+    check_train(config)
+    config = with_local_models(config, weights=False)
+    needed, roles = (algorithm := algorithm_of(config)).requires(), roles_of(config, algorithm)
+    specs: dict[Role, ModelSpec] = {}
+    for role in roles:
+        path, published = role.model.path, role.model.config_path
+        # As long as the model itself is not there, its published config.json is enough.
+        if published is not None and not (Path(path) / "config.json").is_file():
+            path = packaged(published)
+        spec = specs[role.role] = read_model_spec(path, model_key(config, role))
+        check_model(config, spec.hf_config, role.role, biased_experts=spec.family.linear_biases)
+    actor, shards = specs[Role.ACTOR], plan_shards(config, roles, specs, needed)
+    derived = derive(config, by_layout(roles), shards, device_bytes, experts=actor.dims.experts)
+    config = filled(config, derived)
+    return SizedRun(
+        config=config,
+        roles=tuple(roles),
+        specs=specs,
+        needed=needed,
+        shards=shards,
+        engine=plan_engine(config, actor.dims, engine_bytes(config, actor, config.rollout.engine.pp), device_bytes),
+        derived=derived,
+    )
+
+
+def plan_shards(
+    config: Config, roles: Sequence[RoleSpec], specs: Mapping[Role, ModelSpec], needed: Collection[TokenQuantity]
+) -> list[ShardPlan]:
+    """Plan what every role holds on each rank of each of its pipeline stages."""
+    shards = []
+    for role in roles:
+        num_micro_batches = micro_batches_at_full_length(config, role.settings) if role.trainable else 0
+        shards += [
+            plan_shard(
+                role,
+                specs[role.role],
+                stage,
+                num_micro_batches=num_micro_batches,
+                computes_pair_kl=any(
+                    SOURCES[s].role is role.role.kind and SOURCES[s].variant is Variant.PAIR for s in needed
+                ),
+            )
+            for stage in range(role.layout.pp)
+        ]
+    return shards
+
+
+def micro_batches_at_full_length(config: Config, settings: ActorConfig) -> int:
+    """Return one replica's micro-batches in an optimizer step if all rows have the maximum length."""
+    layout, rows = settings.layout, batch_counts(config).rows_per_optimizer_step
+    multiple, longest = layout.pp if layout.virtual_pp > 1 else 1, max_row_tokens(config)
+    if config.algo.distill.teacher == "hint" and config.algo.distill.mode == "exact":
+        # Micro-batches have room for rows as their teacher reads them.
+        longest = min(longest + config.algo.cpo.hint.max_tokens, settings.micro_batch_tokens)
+    return most_micro_batches((longest,), rows, layout.dp, settings.micro_batch_tokens, multiple)
+
+
+# A search over layouts asks for the same few again and again.
+@cache
+def most_micro_batches(
+    lengths: tuple[int, ...], times: int, dp: int, micro_batch_tokens: int, multiple: int = 1
+) -> int:
+    """Return the number of micro-batches that one replica has of rows of these lengths, `times` of each."""
+    plan = plan_micro_batches(lengths * times, dp, micro_batch_tokens, multiple=multiple)
+    return max(len(batches) for batches in plan)
+
+
+def engine_bytes(config: Config, spec: ModelSpec, num_stages: int) -> int:
+    """Count the bytes of weights in the pipeline stage of an engine that has most, on all its devices together.
+
+    Adapters that are kept apart from the weights are counted at the rank that vLLM makes room for.
+    """
+    dtype_bytes, rounded = DTYPE_BYTES[config.model.dtype], set[str]()
+    stages, lora = engine_needs(spec, 1, stages=num_stages), sent_alone(config.actor.lora)
+    if lora is not None:
+        slots = adapter_spec(spec, replace(lora, rank=lora.engine_rank, expert_rank=lora.engine_rank))
+        rooms = engine_needs(slots, 1, stages=num_stages)
+        stages = [{**stage, **room} for stage, room in zip(stages, rooms, strict=True)]
+    if config.rollout.engine.quantization is not None:
+        # Routers stay as they are.
+        in_layers = (each for each in spec.rules() if each.layer is not None and not each.rule.is_router)
+        rounded = {each.name(t.name) for each in in_layers for t in each.rule.tensors if len(t.shape) > 1}
+    return max(
+        sum(sum(map(num_elements, boxes)) * (1 if name in rounded else dtype_bytes) for name, boxes in stage.items())
+        for stage in stages
+    )
+
+
+def plan_engine(config: Config, dims: Dims, stage_bytes: int, device_bytes: int | None) -> EnginePlan:
+    """Plan what an engine holds on each of its devices. stage_bytes: what `engine_bytes` counts."""
+    dtype_bytes, engine = DTYPE_BYTES[config.model.dtype], config.rollout.engine
+    weights = -(-stage_bytes // engine.tp)
+    kv_cache = None if engine.kv_cache_mib is None else engine.kv_cache_mib << 20
+    if kv_cache is None and device_bytes is not None and engine.gpu_memory_utilization is not None:
+        kv_cache = max(0, int(engine.gpu_memory_utilization * device_bytes) - weights)
+    row_tokens = max_path_tokens(config)
+    per_token = max(
+        bytes_of.kv_bytes_per_token(
+            dims,
+            tp=engine.tp,
+            layers=stage_range(dims.num_layers, stage, engine.pp),
+            row_tokens=row_tokens,
+            dtype_bytes=1 if engine.kv_cache_dtype else dtype_bytes,
+        )
+        for stage in range(engine.pp)
+    )
+    return EnginePlan(
+        num_engines=engine.num_engines,
+        tp=engine.tp,
+        pp=engine.pp,
+        nodes_per_engine=engine.num_workers // workers_per_node(config),
+        shares_devices=config.placement.mode == "colocated",
+        weights=weights,
+        kv_cache=kv_cache,
+        kv_bytes_per_token=per_token,
+        full_rows=None if kv_cache is None else kv_cache // per_token // row_tokens,
+        max_num_seqs=engine.max_num_seqs,
+    )

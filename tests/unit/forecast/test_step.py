@@ -1,0 +1,22 @@
+"""The forecast of a run file is that of `megarl plan` for the same settings."""
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config import load_config
+from megarl.errors import ConfigError
+from megarl.forecast.search import find_layouts
+from megarl.forecast.step import planned_step
+from tests.unit.forecast.test_plan_layouts import run_file, search_for
+
+
+def test_a_run_file_and_the_search_have_one_model_of_time(tmp_path: Path) -> None:
+    for choice in find_layouts(search_for("qwen3-1.7b", 4), most=2):
+        assert planned_step(load_config(run_file(tmp_path, choice))) == choice.cost
+
+
+def test_what_a_run_would_refuse_has_no_forecast(tmp_path: Path) -> None:
+    (choice,) = find_layouts(search_for("qwen3-1.7b", 4), most=1)
+    with pytest.raises(ConfigError, match=r"actor\.layout"):
+        planned_step(load_config(run_file(tmp_path, choice), ["actor.layout.dp=3"]))
