@@ -22,6 +22,7 @@ from megarl.rewards.own_answer import check_own_answers, spread_rows
 from megarl.rewards.remote import RemoteJudge
 from megarl.rewards.routes import check_sources, route_of, summands_of
 from megarl.rewards.rule import RuleJudge, Rules
+from megarl.rewards.scorers import SCORERS
 from megarl.rewards.sources import score
 from megarl.rewards.zero import NoJudge
 from megarl.types import Prompt
@@ -114,6 +115,8 @@ def check_ground_truths(rewards: RewardsConfig, data: PromptDataset) -> None:
         if spec is None:
             continue
         try:
+            if not isinstance(prompt.label, str):
+                SCORERS.get(spec.variant).truths(prompt.ground_truth, prompt.label)
             score(prompt.data_source, "", prompt.ground_truth, prompt.extra_info, source=spec)
         except DataError as error:
             raise DataError(f"prompt {prompt.uid}: {error}") from error

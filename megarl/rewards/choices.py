@@ -10,7 +10,7 @@ from megarl.errors import DataError
 from megarl.rewards.answers import MODES, AnswerOptions, Equality, extract_answer, normalise
 from megarl.rewards.answers.words import CHANGING, DENYING
 from megarl.rewards.mathematics import ANSWER_LINE, ANSWER_LINE_CHARS, reward_of_answer
-from megarl.rewards.scorers import SCORERS, Scorer
+from megarl.rewards.scorers import IN_BOX, SCORERS, Scorer
 from megarl.types import Reward
 
 _LETTER = re.compile(r"[A-Za-z]")
@@ -103,4 +103,4 @@ def score_letters(response: str, ground_truth: str, extra_info: Mapping[str, Any
 
 for _mode, _options in MODES.items():
     _scorer: Scorer = partial(score_letters, options=_options)
-    SCORERS.register("letters" if _mode == "fix" else f"letters@{_mode}")(_scorer)
+    SCORERS.register("letters" if _mode == "fix" else f"letters@{_mode}", **IN_BOX)(_scorer)

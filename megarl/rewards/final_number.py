@@ -10,7 +10,7 @@ from megarl.rewards.answers.numbers import Number
 from megarl.rewards.answers.spelling import canonical
 from megarl.rewards.answers.statement import plain_answer
 from megarl.rewards.answers.units import parse_quantity
-from megarl.rewards.scorers import SCORERS, reward_of
+from megarl.rewards.scorers import AFTER_MARK, SCORERS, reward_of
 from megarl.types import Reward
 
 SEARCH_CHARS = 300  # the answer stands at the end; a bounded search stays quick on any text
@@ -37,7 +37,7 @@ def parse_stated(line: str) -> Number | None:
     return quantity[0] if quantity else None
 
 
-@SCORERS.register("openai/gsm8k")
+@SCORERS.register("openai/gsm8k", **AFTER_MARK)
 def score_gsm8k(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
     """Score 1 if the line after the last `####` in the last 300 characters is a number with the value of the ground
     truth, else 0.
@@ -46,7 +46,7 @@ def score_gsm8k(response: str, ground_truth: str, extra_info: Mapping[str, Any])
     Raises DataError for a ground truth that is no number.
     """
     plain = normalise_number(ground_truth)
-    if not re.fullmatch(r"-?[0-9]+(?:\.[0-9]+)?", plain):
+    if not re.fullmatch(r"-?[0-9]+(?:\.[0-9]+)?(?:e[+-][0-9]+)?", plain):
         raise DataError(f"ground truth {ground_truth[:60]!r}: expected a number; score other answers as scorer=math")
     stated = [part.strip() for part in response[-SEARCH_CHARS:].split(_MARK)[1:]]
     line = next((part.partition("\n")[0] for part in reversed(stated) if part.strip("#")), "")

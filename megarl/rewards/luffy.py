@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from megarl.rewards.answers import MODES, last_boxed
 from megarl.rewards.mathematics import compare_either, gold_answer, reward_of_answer, score_math_verify
-from megarl.rewards.scorers import SCORERS, Scorer, reward_of
+from megarl.rewards.scorers import IN_BOX, SCORERS, Scorer, reward_of
 from megarl.types import Reward
 
 _THINK_END = "</think>"
@@ -47,4 +47,4 @@ def score_luffy(response: str, ground_truth: str, extra_info: Mapping[str, Any],
 
 for _number, _version in LUFFY_VERSIONS.items():
     _scorer: Scorer = partial(score_luffy, version=_version)
-    SCORERS.register(f"luffy/{_number}")(_scorer)
+    SCORERS.register(f"luffy/{_number}", **IN_BOX)(_scorer)

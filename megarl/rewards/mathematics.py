@@ -22,7 +22,8 @@ from megarl.rewards.answers import (
 from megarl.rewards.answers.guard import costly, refusal
 from megarl.rewards.answers.spelling import canonical
 from megarl.rewards.answers.structure import is_balanced
-from megarl.rewards.scorers import SCORERS, Scorer, reward_of
+from megarl.rewards.scorers import IN_BOX, SCORERS, Scorer, reward_of
+from megarl.rewards.truths import any_mathematics
 from megarl.types import Reward
 
 # math-verify warns that nothing limits its time, but here the caller does.
@@ -155,8 +156,8 @@ for _mode, _options in MODES.items():
     _suffix = "" if _mode == "fix" else f"@{_mode}"
     for _name, _compare in (("math", compare_with_second_opinion), ("strict", compare_strings)):
         _scorer: Scorer = partial(score_answer, compare=_compare, options=_options)
-        SCORERS.register(f"{_name}{_suffix}")(_scorer)
+        SCORERS.register(f"{_name}{_suffix}", **IN_BOX)(_scorer)
 _scorer = partial(score_answer, compare=compare_with_second_opinion, options=_LAST_NUMBER)
-SCORERS.register("math/last_number")(_scorer)
-SCORERS.register("answer_line")(score_answer_line)
-SCORERS.register("math_verify")(score_math_verify)
+SCORERS.register("math/last_number", **IN_BOX)(_scorer)
+SCORERS.register("answer_line", truths=any_mathematics, states="Answer: {}".format)(score_answer_line)
+SCORERS.register("math_verify", **IN_BOX)(score_math_verify)

@@ -2,30 +2,17 @@
 that nobody can answer."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from megarl.errors import DataError
-from megarl.rewards.scorers import FORMATS, accepted_answers
+from megarl.rewards.scorers import FORMATS, SCORERS
 from megarl.rewards.sources import SourceSpec, score
-from megarl.rewards.truths import truths_of
+from megarl.rewards.truths import without_stop
 from megarl.types import Prompt
 
 SHOWN = 3
 # Empty fields of tables become one of these as text.
 _EMPTY = frozenset({"", "none", "null", "nan", "n/a", "boxed", "[]", '"target":[]'})
-
-
-_in_box = r"</think>\boxed{{{}}}".format
-# How a response states a ground truth, by scorer. Others want more than an answer, such as a program.
-STATED: Mapping[str, Callable[[str], str]] = {
-    **dict.fromkeys(("math", "math/last_number", "strict", "letters", "math_verify"), _in_box),
-    **dict.fromkeys((f"luffy/{version}" for version in range(5)), _in_box),
-    "answer_line": "Answer: {}".format,
-    "short_answer": lambda ground_truth: f"<answer>{accepted_answers(ground_truth)[0]}</answer>",
-    "openai/gsm8k": "#### {}".format,
-    "megarl/sums": "#### {}".format,
-    "megarl/calculator": "#### {}".format,
-}
 
 
 def is_empty(ground_truth: str) -> bool:
@@ -49,16 +36,9 @@ def check_own_answers(prompts: Sequence[tuple[Prompt, SourceSpec]], max_unscorab
     judged: Counter[str] = Counter()
     failed: defaultdict[str, list[str]] = defaultdict(list)
     for prompt, spec in prompts:
-        state = STATED.get(spec.scorer)
         judged[prompt.data_source] += 1
         empty = spec.scorer.removeprefix("format/") not in FORMATS and is_empty(prompt.ground_truth)
-        truth, extra = prompt.ground_truth, prompt.extra_info
-        if empty or (
-            state is not None
-            and not score(
-                prompt.data_source, state(truths_of(spec.scorer, truth)[0]), truth, extra, source=spec
-            ).correct
-        ):
+        if empty or not _is_right(prompt, spec):
             failed[prompt.data_source].append(f"{prompt.uid}: {prompt.ground_truth[:60]!r}")
     for source, found in failed.items():
         share = len(found) / judged[source]
@@ -74,4 +54,15 @@ def check_own_answers(prompts: Sequence[tuple[Prompt, SourceSpec]], max_unscorab
     examples = [text for found in failed.values() for text in found][:SHOWN]
     return f"warning: ground truths: {total} of {len(prompts)} ({total / len(prompts):.2%}) cannot be scored" + "".join(
         f"\n  {text}" for text in examples
+    )
+
+
+def _is_right(prompt: Prompt, spec: SourceSpec) -> bool:
+    """Return whether every answer that a ground truth stands for is right, and the text of one as it is in the file."""
+    scorer, truth = SCORERS.get(spec.variant), prompt.ground_truth
+    answers = scorer.truths(truth, prompt.label)
+    plain = [] if truth.startswith(("[", "{")) else [without_stop(truth)]
+    return scorer.states is None or all(
+        score(prompt.data_source, scorer.states(answer), truth, prompt.extra_info, source=spec).correct
+        for answer in dict.fromkeys([*plain, *answers])
     )

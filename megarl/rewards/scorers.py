@@ -1,16 +1,15 @@
 """Register scorers by name, and define those for simple forms of answers, as `<answer>…</answer>`."""
 
-import contextlib
-import json
 import re
 import string
 import unicodedata
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from megarl.errors import DataError
-from megarl.registry import Registry
+from megarl.registry import FunctionRegistry, Registry
+from megarl.rewards.truths import TruthReader, any_answer, any_mathematics, as_it_stands
 from megarl.types import Reward
 
 # The key of `Reward.details` that is 1 if no answer could be parsed, which is counted separately from wrong answers.
@@ -26,7 +25,28 @@ class Scorer(Protocol):
     def __call__(self, response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward: ...
 
 
-SCORERS: Registry[Scorer] = Registry("data source", key="data_source")
+@dataclass(frozen=True, slots=True)
+class RegisteredScorer:
+    """A scorer, and what its registration declares: how it reads ground truths, and how a response states an answer.
+
+    states: None if it wants more than an answer, such as a program.
+    """
+
+    scorer: Callable[..., Reward]
+    _: KW_ONLY
+    truths: TruthReader = as_it_stands
+    states: Callable[[str], str] | None = None
+
+    def __call__(self, response: str, ground_truth: str, extra_info: Mapping[str, Any], **arguments: Any) -> Reward:
+        return self.scorer(response, ground_truth, extra_info, **arguments)
+
+
+SCORERS: FunctionRegistry[Scorer, RegisteredScorer] = FunctionRegistry(
+    "data source", key="data_source", entry=RegisteredScorer
+)
+# How scorers of mathematics and choices are registered.
+IN_BOX: Mapping[str, Any] = {"truths": any_mathematics, "states": r"</think>\boxed{{{}}}".format}
+AFTER_MARK: Mapping[str, Any] = {"truths": any_mathematics, "states": "#### {}".format}
 FormatCheck = Callable[[str], bool]
 FORMATS: Registry[FormatCheck] = Registry("response format", key="format")
 
@@ -36,8 +56,20 @@ _ANSWER = ("<answer>", "</answer>")
 _MARK = "#### "
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _MARKS = re.escape(string.punctuation)
-# Not within a number, before it, or a percent sign after it: -5, 3.5 and 1/2 are not 5, 35 and 12.
-_PUNCTUATION = re.compile(rf"(?<=\d)[{_MARKS}]+(?=\d)|(?<![^\s(])[-.<>]+(?=[\d.])|(?<=\d)%|([{_MARKS}])")
+# Not within a number, before it, or a percent sign after it: -5, 3.5 and 1/2 are not 5, 35 and 12. Nor what belongs to
+# a name: C++, C#, AB-, O'.
+_PUNCTUATION = re.compile(
+    rf"(?<=\d)[{_MARKS}]+(?=\d)|(?<![^\s(])[-.<>]+(?=[\d.])|(?<=\d)%|(?<=[^\W_])(?:[+#]+|-+(?!\S)|(?<=\b[^\W\d_])['*](?!\w))"
+    rf"|([{_MARKS}])"
+)
+_QUOTED = re.compile(r"(?<!\w)(['\"*_`]+)(?=\S)(.+?)(?<=\S)\1(?!\w)", re.DOTALL)
+# Before a word; a capital A is one only at the start, unlike that of `Vitamin A`.
+_ARTICLE = re.compile(r"(?:\b(?:(?i:an|the)|a)|^A)\s+(?!(?i:an?|the)$)")
+# Forms of Unicode's categories: dashes, quotation marks, other punctuation, and invisible characters.
+_INVISIBLE = "\u200b"
+_FORMS = {"Pd": "-", "Pi": "'", "Pf": "'", "Cf": _INVISIBLE, **dict.fromkeys(("Po", "Ps", "Pe", "Pc"), ",")}
+# They part what they stand between in numbers.
+_IN_NUMBER = re.compile(rf"(?<=[\d.]){_INVISIBLE}+(?=[\d.])")
 LAST_ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 
 
@@ -82,66 +114,50 @@ for _name in FORMATS:
     SCORERS.register(f"format/{_name}")(_scorer)
 
 
-def accepted_answers(ground_truth: str) -> list[str]:
-    """Return the answers that a ground truth of `short_answer` accepts; raise DataError if it has none."""
-    accepted: Any = ground_truth
-    if ground_truth[:1] in ("[", "{"):
-        with contextlib.suppress(ValueError):
-            accepted = json.loads(ground_truth)
-    accepted = accepted.get("target") if isinstance(accepted, dict) else accepted
-    accepted = accepted if isinstance(accepted, list) else [accepted]
-    if not accepted or not all(isinstance(answer, str | int | float) for answer in accepted):
-        raise DataError(f"ground truth is {ground_truth!r:.120}, expected an answer, or JSON with a list of answers")
-    return [str(answer) for answer in accepted]
-
-
-@SCORERS.register("short_answer")
+@SCORERS.register("short_answer", truths=any_answer, states="<answer>{}</answer>".format)
 def score_short_answer(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
-    """Score 1 if the last `<answer>…</answer>` equals one of the accepted answers, as Search-R1 compares them, else 0.
+    """Score 1 if the last `<answer>…</answer>` equals the ground truth, as Search-R1 compares them, else 0.
 
     Case, punctuation, articles (a, an, the), repeated spaces and Unicode's forms of a character do not count, but signs
-    and points of numbers do, and whatever else a letter alone would be left without.
-    `ground_truth` is one answer, or JSON: a list of answers, or {"target": such a list}.
+    and points of numbers do, and signs that belong to a name.
     """
-    accepted = accepted_answers(ground_truth)
-
     answers = LAST_ANSWER.findall(response)
-    correct = bool(answers) and any(_same_words(answers[-1], answer) for answer in accepted)
-    return reward_of(correct, parse_failed=not answers)
+    return reward_of(bool(answers) and _same_words(answers[-1], ground_truth), parse_failed=not answers)
 
 
 def _same_words(answer: str, accepted: str) -> bool:
-    """Compare answers without case, punctuation and articles or, where these leave at most a letter, with them."""
-
-    def words(text: str) -> str:
-        plain = _PUNCTUATION.sub(lambda mark: "" if mark[1] else mark[0], _THOUSANDS.sub("", text))
-        return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", plain).split())
-
-    left, right = _one_form(answer), _one_form(accepted)
-    if re.fullmatch(r"[^\W\d]?", words(right)):
-        # C++, C# and C differ, as do the grade A and no answer at all.
-        left, right = (text.strip(" .,;:!?\"'()*") or text.strip() for text in (left, right))
+    """Compare answers without case and punctuation, with articles or without; as they stand if nothing else is left."""
+    left, right = (_QUOTED.sub(r"\2", _one_form(text)).strip() for text in (answer, accepted))
+    plain = [
+        " ".join(_PUNCTUATION.sub(lambda mark: "" if mark[1] else mark[0], _THOUSANDS.sub("", text)).split())
+        for text in (left, right)
+    ]
+    if not plain[1]:
         return left == right
-    return words(left) == words(right)
+    return any(a.casefold() == b.casefold() for a, b in (plain, [_ARTICLE.sub("", text) for text in plain]))
 
 
 def _one_form(text: str) -> str:
-    """Return a text in lower case and Unicode's composed form, with ASCII digits and without full-width characters."""
+    """Return a text in Unicode's composed form, with ASCII digits, dashes and quotation marks, and without full-width
+    and invisible characters.
+    """
     if text.isascii():
-        return text.lower()
-    forms = (
-        str(unicodedata.decimal(c))
-        if c.isdecimal()
-        else c
-        # These mean something else in line: 10², ½.
-        if unicodedata.decomposition(c).startswith(("<super>", "<sub>", "<fraction>"))
-        else unicodedata.normalize("NFKC", c)
-        for c in text
-    )
-    return unicodedata.normalize("NFC", "".join(forms).lower())
+        return text
+    text = _IN_NUMBER.sub(" ", "".join(map(_form_of, text.replace("\u2212", "-"))))
+    return unicodedata.normalize("NFC", text.replace(_INVISIBLE, ""))
 
 
-@SCORERS.register("megarl/sums", "megarl/calculator")
+def _form_of(character: str) -> str:
+    # Some mean something else in line: 10², ½.
+    if character.isascii() or unicodedata.decomposition(character).startswith(("<super>", "<sub>", "<fraction>")):
+        return character
+    if character.isdecimal():
+        return str(unicodedata.decimal(character))
+    form = unicodedata.normalize("NFKC", character)
+    return form if form.isascii() or len(form) > 1 else _FORMS.get(unicodedata.category(form), form)
+
+
+@SCORERS.register("megarl/sums", "megarl/calculator", **AFTER_MARK)
 def score_sums(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
     """Score 1 if the response ends in `#### ` and the ground truth, and has `####` nowhere else; otherwise 0."""
     before, mark, number = response.rpartition(_MARK)

@@ -1,7 +1,7 @@
 """Define how each data source is rewarded: which scorer judges it, and the rewards of correct and wrong answers."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +9,6 @@ from megarl.errors import ConfigError
 from megarl.registry import unknown_name
 from megarl.rewards.answers import Mode
 from megarl.rewards.scorers import FORMATS, PARSE_FAILED, SCORERS
-from megarl.rewards.truths import truths_of
 from megarl.types import Reward
 
 
@@ -118,9 +117,8 @@ def score(
     ConfigError for an unknown `data_source`, and DataError for a malformed ground truth.
     """
     spec = source_spec(data_source) if source is None else source
-    scorer: Callable[..., Reward] = SCORERS.get(spec.variant)
-    truths = truths_of(spec.scorer, ground_truth)
-    rewards = [scorer(response, truth, extra_info, **(arguments or {})) for truth in truths]
+    scorer = SCORERS.get(spec.variant)
+    rewards = [scorer(response, truth, extra_info, **(arguments or {})) for truth in scorer.truths(ground_truth)]
     reward = max(rewards, key=lambda each: (each.score, -each.details.get(PARSE_FAILED, 0.0)))
     failed = reward.details.get(PARSE_FAILED, 0.0) == 1.0
     well_formed = spec.format is not None and FORMATS.get(spec.format)(response)

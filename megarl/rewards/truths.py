@@ -3,65 +3,113 @@
 import ast
 import json
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from decimal import Decimal
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from megarl.errors import DataError
 
-# Scorers whose ground truths are answers. Others read structures of their own, such as tests of a program.
-_OF_ANSWERS = re.compile(
-    r"math(?:/last_number|_verify)?|strict|letters|answer_line|luffy/\d|openai/gsm8k|megarl/(?:sums|calculator)"
-)
 _FLOAT = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]\d\d+)?")
+# A full stop that ends a sentence, and spaces.
+_END = re.compile(r"(?<![.\s])\.?\s*$")
 _FIELDS = ("value", "target", "answer", "ground_truth")
 
 
-def truths_of(scorer: str, ground_truth: str) -> list[str]:
-    """Return the answers that a scorer accepts for a ground truth; DataError if it stands for none.
+class TruthReader(Protocol):
+    """A function that returns the texts that a scorer compares responses with; any one of them is right.
 
-    >>> truths_of("math", '["72"]'), truths_of("strict", "72.0"), truths_of("math", "0.10000000149011612")
-    (['72'], ['72.0', '72'], ['0.10000000149011612', '0.1'])
+    label: the ground truth in the type that the data has, None if only its text is known. Raises DataError if a ground
+    truth stands for no answer.
     """
-    if not _OF_ANSWERS.fullmatch(scorer):
-        return [ground_truth]
+
+    def __call__(self, ground_truth: str, label: object = None, /) -> Sequence[str]: ...
+
+
+def as_it_stands(ground_truth: str, label: object = None) -> Sequence[str]:
+    """Return the text of a ground truth, for scorers that read a structure of their own, such as tests of a program."""
+    return [ground_truth]
+
+
+def any_answer(ground_truth: str, label: object = None) -> Sequence[str]:
+    """Return each answer of a list, in JSON or Python's notation, or the one answer in another ground truth.
+
+    >>> any_answer('["a", 5]'), any_answer("72.0"), any_answer('{"target": ["a", "b"]}')
+    (['a', '5'], ['72.0', '72'], ['a', 'b'])
+    """
+    found = _structure(ground_truth)
+    # Search-R1 has other fields beside it.
+    found = found["target"] if isinstance(found, dict) and "target" in found else _value(found, ground_truth)
+    if isinstance(found, list) and not found:
+        raise _unread(ground_truth, "an answer, or a list of accepted answers")
+    return _each(found if isinstance(found, list) else [found], ground_truth)
+
+
+def any_mathematics(ground_truth: str, label: object = None) -> Sequence[str]:
+    """Return the answers as `any_answer` does, but the text `[1, 2]` is an interval or a vector.
+
+    A list of several numbers may be meant as that, or as alternatives, so that it is refused.
+    """
+    found = _value(_structure(ground_truth), ground_truth)
+    if not isinstance(found, list):
+        return _each([found], ground_truth)
+    if len(found) == 1 or not all(isinstance(each, int | float | list) for each in found):
+        return _each(found, ground_truth)
+    if isinstance(label, list | dict) and not any(isinstance(each, list) for each in found):
+        texts = json.dumps([str(each) for each in found])
+        raise _unread(ground_truth, f"texts if any one of them is right, such as {texts}, or one text for all")
+    return [ground_truth if ground_truth.startswith("[") else json.dumps(found)]
+
+
+def without_stop(text: str) -> str:
+    """Return a text without spaces around it, and without the full stop that ends it."""
+    return _END.sub("", text).lstrip()
+
+
+def _structure(ground_truth: str) -> Any:
+    """Return the list or object that a text writes in JSON or Python's notation, the text itself if it writes none."""
     if "\0" in ground_truth:
         raise DataError(f"ground truth {ground_truth[:60]!r}: got a NUL character, expected text; remove it")
     found: Any = ground_truth
     if ground_truth.startswith(("[", "{")):
         with suppress(ValueError, RecursionError):
-            found = json.loads(ground_truth)
-        # As Python writes a list of texts.
-        if isinstance(found, str) and "'" in found:
+            return json.loads(ground_truth)
+        if "'" in ground_truth:
             with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-                literal = ast.literal_eval(found)
-                found = literal if isinstance(literal, list | dict) else found
-    if isinstance(found, dict):
-        if len(found) != 1 or not found.keys() & set(_FIELDS):
-            raise DataError(f"ground truth {ground_truth[:60]!r}: expected an answer, or one of {', '.join(_FIELDS)}")
-        (found,) = found.values()
-        if found is None:
-            raise DataError(f"ground truth {ground_truth[:60]!r}: got null, expected an answer")
-    # Of numbers, two or more are an interval or a vector.
-    if isinstance(found, list) and found and (len(found) == 1 or all(isinstance(each, str) for each in found)):
-        if not all(isinstance(each, str | int | float) for each in found):
-            raise DataError(f"ground truth {ground_truth[:60]!r}: expected a list of accepted answers")
-        return [answer for each in found for answer in _written(each if isinstance(each, str) else json.dumps(each))]
-    if isinstance(found, list):
-        found = ground_truth if ground_truth.startswith("[") else json.dumps(found)
-    return _written(found if isinstance(found, str) else json.dumps(found))
+                found = ast.literal_eval(ground_truth)
+    return found if isinstance(found, list | dict) else ground_truth
+
+
+def _value(found: Any, ground_truth: str) -> Any:
+    if not isinstance(found, dict):
+        return found
+    if len(found) != 1 or not found.keys() & set(_FIELDS):
+        raise _unread(ground_truth, f"an answer, or one of {', '.join(_FIELDS)}")
+    (value,) = found.values()
+    return value
+
+
+def _each(found: Sequence[Any], ground_truth: str) -> list[str]:
+    if not all(isinstance(each, str | int | float) for each in found):
+        raise _unread(ground_truth, "an answer, or a list of accepted answers")
+    return [text for each in found for text in _written(each if isinstance(each, str) else json.dumps(each))]
+
+
+def _unread(ground_truth: str, expected: str) -> DataError:
+    return DataError(f"ground truth {ground_truth[:60]!r}: expected {expected}; correct the data")
 
 
 def _written(answer: str) -> list[str]:
     """Return the ways to write an answer: numbers without the digits that only their type has, `true` as `True` too."""
+    answer = without_stop(answer) or answer
     if answer in ("true", "false"):
         return [answer, answer.capitalize()]
     if not _FLOAT.fullmatch(answer):
         return [answer]
     if "e" in answer:
-        return [format(Decimal(answer), "f")] if abs(Decimal(answer).adjusted()) < 400 else [answer]
+        return [answer, format(Decimal(answer), "f")] if abs(Decimal(answer).adjusted()) < 400 else [answer]
     number = float(answer)
     # So many digits may have come from a number of 32 bits, or be meant.
     if len(answer) > 12 and abs(number) < 1e38 and repr(float(np.float32(number))) == answer:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rewards import SCORERS
+from megarl.rewards.scorers import SCORERS, RegisteredScorer
 from megarl.types import Reward
 from tools.bench.real_answers import (
     are_truly_equal,
@@ -57,7 +57,7 @@ def test_good_scorers_pass(root: Path) -> None:
 
 
 def test_a_scorer_that_accepts_everything_fails(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SCORERS._entries, "anything", lambda *_: Reward(score=1.0, correct=True))
+    monkeypatch.setitem(SCORERS._entries, "anything", RegisteredScorer(lambda *_: Reward(score=1.0, correct=True)))
     result = shuffled("svamp", "anything", read_sets(root)["svamp"], 2)
     # Of six pairs the two of 1.0 and 1.0 do not count.
     assert failures([result]) == ["svamp, other gold, anything: 4 accepted, 0 expected"]
@@ -65,7 +65,7 @@ def test_a_scorer_that_accepts_everything_fails(root: Path, monkeypatch: pytest.
 
 
 def test_a_scorer_that_accepts_mutations_fails(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SCORERS._entries, "anything", lambda *_: Reward(score=1.0, correct=True))
+    monkeypatch.setitem(SCORERS._entries, "anything", RegisteredScorer(lambda *_: Reward(score=1.0, correct=True)))
     # Two digits, the sign and a factor of 1.0 and of 1.5.
     found = mutated("svamp", "anything", read_sets(root)["svamp"])
     assert failures([found]) == ["svamp, mutation, anything: 8 accepted, 0 expected"]
