@@ -204,19 +204,31 @@ class Answers:
 
 
 def response_decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[Sequence[int]], str]:
-    """Return a function that decodes response ids to the text that scorers read: without special tokens, and without
-    the token that ends an answer, even if the tokenizer does not call it special.
+    """Return a function that decodes response ids to the text that scorers and environments read.
+
+    It has no marks of a chat's turns, no unnamed special token at its end, where engines stopped, and not the token
+    that ends an answer, even if the tokenizer does not call it special. Other special tokens are words of the policy,
+    such as those around thoughts, answers and calls of tools.
     """
     from transformers import PreTrainedTokenizerFast
 
     is_plain = getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode
+    form = answer_form(tokenizer)
+    special = {id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    named = {getattr(tokenizer, name) for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
+    # Templates write thoughts of their own, and describe them; the mark with a slash has a partner without.
+    closed = {mark.replace("/", "", 1) for mark in special.values() if "/" in mark}
+    spans = {mark for mark in special.values() if mark.replace("/", "", 1) in closed} - named
+    written = form.before + form.tail + form.rest + form.next_tail
+    lone = {id for id, mark in special.items() if mark not in spans}
+    dropped = {id for id in lone if special[id] in named or special[id] in written} | {form.end_id}
 
     def decode(ids: Sequence[int]) -> str:
+        end = len(ids) - (bool(ids) and ids[-1] in lone)
+        kept = [token for token in ids[:end] if token not in dropped]
         if is_plain:  # The same text, while other threads go on.
-            return str(tokenizer.backend_tokenizer.decode_batch([ids], skip_special_tokens=True)[0])
-        return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+            return str(tokenizer.backend_tokenizer.decode_batch([kept], skip_special_tokens=False)[0])
+        return str(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    end = answer_form(tokenizer).end_id
-    if end is None or end in tokenizer.all_special_ids:
-        return decode
-    return lambda ids: decode([token for token in ids if token != end])
+    return decode

@@ -198,8 +198,9 @@ class VllmEngine:
                 logprobs=min(r.sampling.top_k, vocab_size) if r.with_nucleus else 0,
                 # Otherwise vLLM makes an object for each of these numbers.
                 flat_logprobs=True,
-                # vLLM looks for stop strings in the text.
+                # vLLM looks for stop strings in the text, of which special tokens may be part.
                 detokenize=bool(r.sampling.stop),
+                skip_special_tokens=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 extra_args={SEED: r.seed, NUM_BEFORE: r.num_before},
                 routed_experts_prompt_start=r.num_routed,

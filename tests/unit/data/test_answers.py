@@ -195,3 +195,22 @@ def test_a_conversation_goes_on_after_the_end_of_a_last_answer() -> None:
     assert following == ids_of(tokenizer, f"<|im_start|>user\n{QUESTION.content}<|end|><|im_start|>assistant\n")
     assert glue.between([QUESTION], last_token=last) == following
     assert glue.between([QUESTION], last_token=40) == [end, *following]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spans", [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|box|>", "<|end_of_box|>")])
+def test_special_tokens_that_the_policy_writes_are_words(kind: str, spans: tuple[str, str]) -> None:
+    """Whatever a template says of thoughts. Its own marks are no words, nor are the tokens at which engines stop."""
+    first, last = spans
+    thinks = "<s>{% if not add_generation_prompt %}" + first + last + "{% endif %}"
+    tokenizer = make_tokenizer(kind, (thinks if "/" in last else "") + PHI)
+    marks = [AddedToken(mark, special=True, normalized=False) for mark in (*spans, "<|eom|>")]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    decode, text = response_decoder(tokenizer), f"{first}1{last}2{last}3"
+    said = decode(ids_of(tokenizer, text))
+    assert "".join(said.split()) == text
+    ends = [ids_of(tokenizer, end)[-1] for end in ("<|end|>", "<|user|>", "<|eom|>")]
+    assert [decode([*ids_of(tokenizer, text), end]) for end in ends] == [said] * 3
+    # A thought that was cut after its end, and one that begins a turn of its own.
+    assert decode(ids_of(tokenizer, f"1{last}")).endswith(last) is ("/" in last)
+    assert "".join(decode(ids_of(tokenizer, f"1<|end|><|assistant|>{text}")).split()) == f"1{text}"

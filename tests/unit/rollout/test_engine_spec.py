@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from megarl.config import Config, from_dict
+from megarl.config.generation import Sampling
 from megarl.host.device.platform import platform
-from megarl.rollout.engine import VllmEngine
+from megarl.rollout.engine import GenerationRequest, VllmEngine
 from megarl.rollout.engine_spec import engine_arguments, engine_spec
 from tests.helpers.small_model import write_config
 from tests.unit.plan.test_experts import EXPERTS
@@ -191,3 +193,21 @@ def test_engines_capture_routing_where_it_is_replayed_from_them() -> None:
     assert "enable_return_routed_experts" in {field.name for field in fields(EngineArgs)}
     assert "routed_experts" in {field.name for field in fields(CompletionOutput)}
     assert SamplingParams(routed_experts_prompt_start=3).routed_experts_prompt_start == 3
+
+
+def test_engines_stop_at_texts_that_are_special_tokens() -> None:
+    """By default, vLLM looks for stop strings in a text without special tokens."""
+    from tokenizers import AddedToken
+    from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
+
+    from megarl.recipes.tiny_model import make_byte_tokenizer
+
+    tokenizer = make_byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("[END]", special=True)])
+    sampling = Sampling(temperature=1.0, stop=("[END]",))
+    request = GenerationRequest(token_ids=(1,), seed=0, sampling=sampling, max_tokens=9)
+    engine = SimpleNamespace(llm=SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 300)))
+    _, (params,) = VllmEngine._inputs(cast(VllmEngine, engine), [request])
+    asked = SimpleNamespace(request_id="0", prompt_token_ids=[1], sampling_params=params)
+    written = tokenizer("1+1[END]", add_special_tokens=False)["input_ids"]
+    assert FastIncrementalDetokenizer(tokenizer, asked).update(written, False) == "[END]"
