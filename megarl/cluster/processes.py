@@ -14,6 +14,7 @@ from megarl.cluster.stacks import describe
 from megarl.errors import EngineDiedError, WorkerError
 from megarl.host import loop
 from megarl.host.stage import read_stage
+from megarl.host.user_code import place_in
 from megarl.record import activity
 
 # A future of whatever type: no other one stands for all of them, since futures take results, too.
@@ -219,9 +220,11 @@ async def explained(
     if reports := [death.report(doing) for death in deaths]:
         return next((report for report in reports if not isinstance(report, EngineDiedError)), reports[0])
     causes = [getattr(failure, "cause", failure) for _, failure in failures]
+    # A pickled exception has no traceback, Ray's text of it has.
+    place = place_in(str(error))
     if own := [cause for cause in causes if type(cause).__module__.startswith("megarl")]:
         return own[0]
-    what = f"{process.name} failed with {type(causes[0]).__name__}: {causes[0]}"
+    what = f"{process.name} failed{place and f' at {place}'} with {type(causes[0]).__name__}: {causes[0]}"
     busy = [others[each] for each in others if each in silent]
     return WorkerError(f"{doing}: {what}{_described(busy)}; see RUN/logs")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megarl.errors import ConfigError
 from megarl.host.reading import reason_of, require_file
-from megarl.host.user_code import mistake, run_file
+from megarl.host.user_code import mistake, note_user_file, run_file
 from megarl.registry import Registration, RegistrationError, noting
 
 KEY = "algo.plugins"
@@ -140,6 +140,7 @@ def _import(plugin: Plugin) -> None:
             f"{here.path}: has the SHA-256 {here.sha256}, but the driver's {plugin.path} has {plugin.sha256}; install "
             f"the same {plugin.name} on all hosts"
         )
+    note_user_file(Path(plugin.path))
     try:
         loaded = sys.modules.get(plugin.name)
         if loaded is not None and any(each.name == plugin.name for each in _registered):

@@ -15,6 +15,7 @@ import os
 import select
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
@@ -30,8 +31,10 @@ from megarl.errors import (
     WeightSyncError,
     WorkerError,
 )
+from megarl.host.reading import reason_of
 from megarl.host.signals import leave_on_signals
 from megarl.host.streams import print_lines
+from megarl.host.user_code import FIX, place_of
 from megarl.host.writing import problem, storage_cause
 from megarl.texts.masking import masked_text
 
@@ -77,15 +80,19 @@ def exit_on_errors() -> Iterator[None]:
         _fail(error, EXIT_BAD_INPUT)
     except (MismatchError, NonFiniteError, RunError, StorageError, WeightSyncError, WorkerError) as error:
         _fail(error, EXIT_FAILED)
-    except OSError as error:
-        # Most writers name the file themselves.
-        if (cause := storage_cause(error)) is None:
-            raise
-        path = Path(os.fsdecode(cause.filename or "."))
-        _fail(StorageError(f"{path.absolute()}: {problem(cause, path)}"), EXIT_FAILED)
     except RunStopped as stopped:
         print_lines(stopped, file=sys.stderr)
         raise SystemExit(EXIT_STOPPED) from None
+    except Exception as error:
+        # Most writers name the file themselves.
+        if isinstance(error, OSError) and (cause := storage_cause(error)) is not None:
+            path = Path(os.fsdecode(cause.filename or "."))
+            _fail(StorageError(f"{path.absolute()}: {problem(cause, path)}"), EXIT_FAILED)
+        # What a user's code raised in this process.
+        if not (place := place_of(error)):
+            raise
+        traceback.print_exception(error)
+        _fail(RunError(f"{place}: {type(error).__name__}: {reason_of(error)}; {FIX}"), EXIT_FAILED)
     finally:
         # The reader of the output (such as `head`) may be gone, even if no print has failed yet.
         poll = select.poll()

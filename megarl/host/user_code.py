@@ -1,8 +1,10 @@
 """Run the Python files of users, and name the line of a file that an error comes from."""
 
+import re
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -10,6 +12,12 @@ from megarl.errors import ConfigError
 from megarl.host.reading import damage, reason_of
 
 FIX = "correct it"
+# A frame, as Python writes it into tracebacks and stacks.
+_FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
+# Where the files of others lie: megarl, the standard library, installed packages and programs.
+_OTHERS = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib", "scripts")))
+# Files that this process runs for users, wherever they lie.
+_users: set[str] = set()
 
 
 def run_file(path: Path, module_name: str, source: bytes | None = None) -> ModuleType:
@@ -17,6 +25,7 @@ def run_file(path: Path, module_name: str, source: bytes | None = None) -> Modul
 
     source: what the file holds; None: read it.
     """
+    note_user_file(path)
     file = str(path.absolute())
     module = ModuleType(module_name)
     module.__file__ = file
@@ -29,6 +38,11 @@ def run_file(path: Path, module_name: str, source: bytes | None = None) -> Modul
         del sys.modules[module_name]
         raise mistake(path, error) from error
     return module
+
+
+def note_user_file(path: Path) -> None:
+    """From now on, name this file in messages about what users' code raises, even if it lies among packages."""
+    _users.add(str(path.absolute()))
 
 
 def mistake(path: Path, error: BaseException) -> ConfigError:
@@ -47,11 +61,17 @@ def place_of(error: BaseException) -> str:
     """Return the last line of a user's file that an error passed through, as FILE:LINE; empty if it passed only through
     megarl, the standard library and installed packages.
     """
-    others = (str(Path(__file__).parents[1]), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
-    frames = reversed(traceback.extract_tb(error.__traceback__))
-    return next(
-        (f"{each.filename}:{each.lineno}" for each in frames if not each.filename.startswith(("<", *others))), ""
-    )
+    return _last_place((each.filename, each.lineno or 1) for each in traceback.extract_tb(error.__traceback__))
+
+
+def place_in(text: str) -> str:
+    """Return as `place_of` the last line of a user's file in a traceback that another process has written."""
+    return _last_place((file, int(line)) for file, line in _FRAME.findall(text))
+
+
+def _last_place(frames: Iterable[tuple[str, int]]) -> str:
+    own = [f"{file}:{line}" for file, line in frames if file in _users or not file.startswith(("<", *_OTHERS))]
+    return own[-1] if own else ""
 
 
 def line_of(error: BaseException, path: Path) -> int:

@@ -90,7 +90,7 @@ def test_the_settings_are_right_but_for_the_mistake(
 ) -> None:
     """Otherwise the tests below would prove nothing: without a mistake the cluster is reached."""
 
-    class ReachedError(Exception):
+    class ReachedError(BaseException):
         pass
 
     def reached(*_: object, **__: object) -> None:

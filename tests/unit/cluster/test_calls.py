@@ -1,5 +1,6 @@
 """Calls to groups of remote processes: order, merging, and which failure is reported."""
 
+import inspect
 import os
 import re
 import threading
@@ -67,9 +68,14 @@ def test_megarls_own_error_is_raised_as_it_is(processes: list[Process[Worker]]) 
         wait_all(pending, timeout_s=120.0, doing="updating")
 
 
-def test_other_errors_name_the_process(processes: list[Process[Worker]]) -> None:
+def test_other_errors_name_the_process_and_the_line_of_code_that_is_not_megarls(
+    processes: list[Process[Worker]],
+) -> None:
     pending = calls(processes, ("answer", 0.0), ("fail", KeyError("lm_head"), 0.0))
-    with pytest.raises(WorkerError, match="loading: trainer rank 1 failed with KeyError: 'lm_head'; see RUN/logs"):
+    lines, start = inspect.getsourcelines(Worker.fail)
+    line = start + next(i for i, text in enumerate(lines) if "raise" in text)
+    said = f"loading: trainer rank 1 failed at {inspect.getfile(Worker)}:{line} with KeyError: 'lm_head'; see RUN/logs"
+    with pytest.raises(WorkerError, match=re.escape(said)):
         wait_all(pending, timeout_s=120.0, doing="loading")
 
 
