@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from megarl.data.thoughts import after_prompt, has_thought
 from megarl.data.tokenizer_files import parse_template, read_tokenizer
 from megarl.errors import ConfigError, DataError
 from megarl.types import Message
@@ -150,13 +151,23 @@ def render_chats(
     def rendered(part: Sequence[Sequence[Message]]) -> list[str]:
         texts: list[str] = []
         for is_open, group in groupby(part, key=lambda chat: prefill and chat[-1].role == "assistant"):
-            texts += tokenizer.apply_chat_template(
-                [[message.as_dict() for message in chat] for chat in group],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt and not is_open,
-                continue_final_message=is_open,
-                tools=list(tools) or None,
-            )
+            chats = list(group)
+            found = written(chats, opened=add_generation_prompt and not is_open, continued=is_open)
+            if is_open:
+                prompts = written([chat[:-1] or chat for chat in chats], opened=True)
+                answers = [chat[-1].content for chat in chats]
+                found = [_continued(*each) for each in zip(prompts, answers, found, strict=True)]
+            texts += found
+        return texts
+
+    def written(part: Sequence[Sequence[Message]], *, opened: bool, continued: bool = False) -> list[str]:
+        texts: list[str] = tokenizer.apply_chat_template(
+            [[message.as_dict() for message in chat] for chat in part],
+            tokenize=False,
+            add_generation_prompt=opened,
+            continue_final_message=continued,
+            tools=list(tools) or None,
+        )
         return texts
 
     try:
@@ -169,6 +180,22 @@ def render_chats(
             except _TEMPLATE_ERRORS as error:
                 raise TemplateRefusal(where, chat, error) from error
         raise
+
+
+def _continued(prompt: str, answer: str, whole: str) -> str:
+    """Return a prompt with the beginning of its answer as the policy would write it: with its spaces, which many
+    templates strip, and without a thought of the template's own.
+
+    whole: both, as the template writes them, up to the end of the answer.
+    """
+    text, before = after_prompt(answer, prompt), whole.rstrip().removesuffix(answer.strip())
+    if text is None:
+        raise TemplateError(
+            f"its prompt ends with {prompt[-20:]!r}, a thought that is closed, and the last turn thinks"
+        )
+    inserted = before.removeprefix(prompt) if answer.strip() and before.startswith(prompt) else ""
+    kept = "" if has_thought(inserted) else inserted.removesuffix(answer[: -len(answer.lstrip())])
+    return prompt + kept + text
 
 
 def require_system_turn(

@@ -5,6 +5,7 @@ import re
 # The names that reasoning models give their thoughts.
 _NAME = r"(?:[a-z]+:)?(?:think(?:ing)?|thoughts?|reasoning)"
 _BEGINNING = re.compile(rf"\s*<({_NAME})>", re.IGNORECASE)
+_MARK = re.compile(rf"</?{_NAME}>", re.IGNORECASE)
 _TWICE = re.compile(rf"<({_NAME})>\s*<\1>", re.IGNORECASE)
 _OPENED = re.compile(rf"<({_NAME})>(\s*)\Z", re.IGNORECASE)
 _CLOSED = re.compile(rf"</({_NAME})>\s*\Z", re.IGNORECASE)
@@ -13,6 +14,11 @@ _CLOSED = re.compile(rf"</({_NAME})>\s*\Z", re.IGNORECASE)
 def begins_thought(text: str) -> bool:
     """Return whether a text begins with the opening of a thought."""
     return _BEGINNING.match(text) is not None
+
+
+def has_thought(text: str) -> bool:
+    """Return whether a text opens or closes a thought anywhere."""
+    return _MARK.search(text) is not None
 
 
 def opens_twice(text: str) -> bool:

@@ -15,9 +15,11 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.data.answers import Answers, response_decoder
 from megarl.data.chat import (
+    TemplateRefusal,
     encode_chats,
     load_tokenizer,
     long_prompt_error,
+    render_chats,
     token_texts,
 )
 from megarl.data.records import Message
@@ -189,3 +191,23 @@ def test_texts_of_tokens_join_to_the_whole() -> None:
     assert token_texts(tokenizer, ids[:6])[:4] == ["a", " ", "", "é"]
     assert "".join(token_texts(tokenizer, ids[:6])) == "a é\ufffd"
     assert token_texts(tokenizer, []) == []
+
+
+@pytest.mark.parametrize("written", ["{{ m.content }}", "{{ m.content | trim }}"], ids=["as it is", "stripped"])
+@pytest.mark.parametrize("thought", ["", "<think>\n"], ids=["plain", "opened"])
+@pytest.mark.parametrize("inserted", ["", "<think>\n\n</think>\n\n"], ids=["plain", "inserted"])
+def test_a_prefill_is_continued_as_the_policy_would_have_begun(written: str, thought: str, inserted: str) -> None:
+    """Whether the template strips answers, opens a thought, or writes an empty one before a last answer."""
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.last and m.role == 'assistant' %}"
+        f"{{{{ {inserted!r} }}}}{{% endif %}}{written}<|im_end|>\n{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}<|im_start|>assistant\n{{{{ {thought!r} }}}}{{% endif %}}"
+    )
+    opening = "<|im_start|>user\n1+1=?<|im_end|>\n<|im_start|>assistant\n"
+    for text in ("x = ", " x", "Step 1.\n\n", "\n", "", "1+1", "<think>\nSo "):
+        chat = [*QUESTION, Message(role="assistant", content=text)]
+        assert render_chats(tokenizer, [chat], prefill=True) == [opening + thought + text.removeprefix(thought)]
+    tokenizer.chat_template += "{% if add_generation_prompt %}<think></think>{% endif %}"
+    with pytest.raises(TemplateRefusal, match=r"ends with .*</think>', a thought that is closed, and the last turn th"):
+        render_chats(tokenizer, [[*QUESTION, Message(role="assistant", content="<think>x")]], prefill=True)
