@@ -35,6 +35,11 @@ class Turn:
         """Return whether the policy only read this part, so that it does not train on it."""
         return self.author == SegmentSource.ENVIRONMENT
 
+    @property
+    def is_given(self) -> bool:
+        """Return whether a demonstration has this part, so that the policy trains on it but did not sample it."""
+        return self.author == SegmentSource.DEMONSTRATION
+
 
 TURNS_TYPE = pa.list_(
     pa.struct(
@@ -51,8 +56,8 @@ TURNS_TYPE = pa.list_(
 
 
 def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> tuple[Turn, ...]:
-    """Split the response of a conversation into turns, each written by one author; () without a conversation."""
-    if sample.episode is None:
+    """Split a response into turns, each written by one author; () if the policy wrote all and nobody replied."""
+    if sample.episode is None and all(each.source is SegmentSource.POLICY for each in sample.segments[1:]):
         return ()
     turns: list[Turn] = []
     forks = {fork.start: fork.after for fork in sample.forks}

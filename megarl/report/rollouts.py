@@ -73,6 +73,7 @@ class _Writer:
             "right": int(row.correct),
             "reward": _short(row.reward),
             "length": row.num_response_tokens,
+            "demonstrated": sum(turn.num_tokens for turn in row.turns if turn.is_given),
             **sample_values(row, tokens),
         }
         for name, value in values.items():

@@ -79,7 +79,8 @@ function column(sample, run, part, kind) {
   const { text, tokens } = part, word = columns.right[sample] ? "right" : "wrong";
   const facts = factsOf(sample), turns = turnsOf(text, tokens), branches = branchesOf(turns);
   if (branches.length > 1) facts.push(`${branches.length} branches`);
-  if (text.turns) facts.push(`${text.calls} tool call${text.calls === 1 ? "" : "s"}`);
+  const isTalk = text.turns && (!columns.demonstrated[sample] || turns.some((turn) => turn.author === "environment"));
+  if (isTalk) facts.push(`${text.calls} tool call${text.calls === 1 ? "" : "s"}`);
   facts.push(`finish: ${text.finish}`);
   for (const name of ["advantage", "logprob", "mismatch", "signal", "divergence"]) {
     const value = columns[name][sample];
@@ -139,7 +140,7 @@ function turnsOf(text, tokens) {
 
 function nameOfTurn(turn) {
   if (turn.author === "environment") return "environment: read, not trained on";
-  return turn.author === "policy" ? `policy, turn ${turn.number}` : turn.author;
+  return turn.author === "policy" ? `policy, turn ${turn.number}` : `${turn.author}: trained on, not sampled`;
 }
 
 // A turn, or only the tokens up to `end` of it. `marks` are elements by the token before which they stand.

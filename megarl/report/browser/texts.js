@@ -105,6 +105,8 @@ function runName(run) {
 }
 
 function factsOf(sample) {
-  const { reward, step, length } = columns;
-  return [`reward ${number(reward[sample])}`, `step ${step[sample]}`, `${length[sample]} tokens`];
+  const { reward, step, length, demonstrated } = columns, given = demonstrated[sample];
+  const mark = given === length[sample] ? "demonstration" : `${given} of them demonstrated`;
+  const facts = [`reward ${number(reward[sample])}`, `step ${step[sample]}`, `${length[sample]} tokens`];
+  return given ? [...facts, mark] : facts;
 }

@@ -47,7 +47,14 @@ def test_turns_say_who_wrote_what() -> None:
         Turn(author="environment", text="é", num_tokens=2),
         Turn(author="policy", text="d", num_tokens=1),
     )
-    assert turns_of(replace(SAMPLE, episode=None), TOKENIZER) == ()
+    policy = (prompt_segment([5]), policy_segment(ids("b")))
+    assert turns_of(replace(SAMPLE, episode=None, segments=policy), TOKENIZER) == ()
+    # Without a conversation, a demonstration is told from what the policy sampled all the same.
+    begun = (policy[0], demonstration_segment(ids("ab")), policy[1])
+    assert [(turn.author, turn.text) for turn in turns_of(replace(SAMPLE, episode=None, segments=begun), TOKENIZER)] == [
+        ("demonstration", "ab"),
+        ("policy", "b"),
+    ]
 
 
 def test_a_turn_that_begins_a_branch_names_its_parent() -> None:

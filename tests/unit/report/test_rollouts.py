@@ -123,6 +123,7 @@ def test_the_index_has_a_row_for_every_sample(tmp_path: Path) -> None:
         "right": [1, 1, 0, 1, 1],
         "reward": [1.0, -0.25, 1.0, 1.0, 1.0],
         "length": [1, 1, 1, 6, 6],
+        "demonstrated": [0, 1, 0, 0, 0],
         "logprob": [None, -0.75, None, None, None],
         "advantage": [None, 1.0, None, None, None],
         "signal": [None, -0.25, None, None, None],
