@@ -233,17 +233,13 @@ def _read_experts(family: Family, config: Mapping[str, Any]) -> Experts | None:
         return None
     # Transformers 5 writes the second name in place of the first; DeepSeek uses the third.
     key = next((key for key in ("num_experts", "num_local_experts") if key in config), "n_routed_experts")
-    # In Qwen3-MoE every n-th layer has experts, with exceptions; in DeepSeek all but the first, which others list.
-    without, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
-    kinds = enumerate(config.get("mlp_layer_types") or ["sparse"] * config["num_hidden_layers"])
-    layers = [layer for layer, kind in kinds if kind == "sparse" and layer >= config.get("first_k_dense_replace", 0)]
     normalized = config["norm_topk_prob"] if family.normalizes_experts is None else family.normalizes_experts
     return Experts(
         num=config[key],
         per_token=config["num_experts_per_tok"],
         ffn=config[family.expert_ffn_key],
         normalized=normalized,
-        layers=tuple(each for each in layers if each not in without and (each + 1) % every == 0),
+        layers=read_expert_layers(config),
         shared_ffn=config.get("shared_expert_intermediate_size")
         or (config.get("n_shared_experts") or 0) * config[family.expert_ffn_key],
         gates_shared=family.gates_shared_expert,
@@ -251,6 +247,16 @@ def _read_experts(family: Family, config: Mapping[str, Any]) -> Experts | None:
         if family.group_rating is None
         else _read_routing(family, family.group_rating, config, config[key]),
     )
+
+
+def read_expert_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Read which layers have experts: in Qwen3-MoE every n-th, with exceptions; in DeepSeek all but the first, which
+    others list.
+    """
+    without, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
+    kinds = enumerate(config.get("mlp_layer_types") or ["sparse"] * config["num_hidden_layers"])
+    layers = [layer for layer, kind in kinds if kind == "sparse" and layer >= config.get("first_k_dense_replace", 0)]
+    return tuple(each for each in layers if each not in without and (each + 1) % every == 0)
 
 
 def _read_routing(family: Family, group_rating: int, config: Mapping[str, Any], num_experts: int) -> Routing:

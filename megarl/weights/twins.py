@@ -6,6 +6,7 @@ from typing import Any
 
 from megarl.errors import ConfigError
 from megarl.weights.attention import FULL, SLIDING
+from megarl.weights.dims import read_expert_layers
 from megarl.weights.rules import Family
 
 # Names of one number. Transformers maps most to each other (`attribute_map`), published files have the others.
@@ -107,3 +108,11 @@ def _pairs_of_layers(family: Family, config: Mapping[str, Any]) -> _Pairs:
         if (number := config.get(name)) is not None:
             for layer, kind in enumerate(config.get(key) or ()):
                 yield f"{key}[{layer}]", kind, f"{name}={number}", kind_of(layer + 1, number)
+    # Engines of DeepSeek's kind read it, besides first_k_dense_replace; trainers do not.
+    if family.expert_ffn_key and (freq := config.get("moe_layer_freq")) is not None:
+        whole = {**family.defaults, **config}
+        layers, first = range(whole["num_hidden_layers"]), whole.get("first_k_dense_replace", 0)
+        stated = freq if isinstance(freq, list) else [freq > 0 and n >= first and n % freq == 0 for n in layers]
+        with_experts = [layer for layer, has in enumerate(stated) if has]
+        name = f"layers with experts by moe_layer_freq={freq}"
+        yield name, with_experts, "the file's other keys", [*read_expert_layers(whole)]

@@ -996,6 +996,9 @@ PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e6}
          {"sliding_window_pattern": 3}),
         (QWEN3_NEXT_80B, {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12,
                           "full_attention_interval": 4}, {"full_attention_interval": 2}),
+        (DEEPSEEK_V3, {"moe_layer_freq": 1}, {"moe_layer_freq": 2}),
+        (DEEPSEEK_V3, {"moe_layer_freq": [0] * 3 + [1] * 58}, {"moe_layer_freq": [0] * 4 + [1] * 57}),
+        (QWEN3_30B_A3B, {"moe_layer_freq": 1}, {"decoder_sparse_step": 2}),
     ],
 )  # fmt: skip
 def test_keys_that_say_the_same_are_compared(
