@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megarl.config.schema import Config
 from megarl.data.chat import render_row
-from megarl.data.ends import ANSWER, answer_ends, answer_form, declared_ends
+from megarl.data.ends import ANSWER, answer_ends, answer_form, declared_ends, ends_in
 from megarl.data.pieces import encode, encode_pieces
 from megarl.data.thoughts import after_prompt
 from megarl.errors import DataError
@@ -28,21 +28,33 @@ class Answers:
         tokenizer: "PreTrainedTokenizerBase",
         *,
         declared: Sequence[int] = (),
+        further: Sequence[int] = (),
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
     ) -> None:
-        """Decide how answers end; for the arguments and errors see `answer_ends`."""
+        """Decide how answers end; for the arguments and errors see `answer_ends`.
+
+        further: the ends that config.json names, besides those that engines read.
+        """
         self._tokenizer, self._form = tokenizer, answer_form(tokenizer)
         self._lead = self._form.lead or ""
-        self.ends = answer_ends(tokenizer, self._form, declared=declared, stop=stop, stop_token_ids=stop_token_ids)
-        # The ends that the model's files beside the template name.
+        self.ends = answer_ends(
+            tokenizer, self._form, declared=(*declared, *further), stop=stop, stop_token_ids=stop_token_ids
+        )
+        # The ends that engines read in the model's files beside the template.
         self._named = {tokenizer.eos_token_id, *declared}
 
     @classmethod
     def of(cls, config: Config, tokenizer: "PreTrainedTokenizerBase") -> "Answers":
         """Return the encoder of a run's policy."""
-        rollout, declared = config.rollout, declared_ends(Path(config.model.path))
-        return cls(tokenizer, declared=declared, stop=rollout.stop, stop_token_ids=rollout.stop_token_ids)
+        rollout, model = config.rollout, Path(config.model.path)
+        return cls(
+            tokenizer,
+            declared=declared_ends(model),
+            further=ends_in(model / "config.json"),
+            stop=rollout.stop,
+            stop_token_ids=rollout.stop_token_ids,
+        )
 
     @property
     def ending(self) -> list[int] | None:

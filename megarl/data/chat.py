@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from megarl.data.thoughts import after_prompt, has_thought
-from megarl.data.tokenizer_files import parse_template, read_tokenizer
+from megarl.data.tokenizer_files import check_copies, parse_template, read_tokenizer
 from megarl.errors import ConfigError, DataError
 from megarl.types import Message
 
@@ -51,6 +51,7 @@ def load_tokenizer(
         raise ConfigError(f"{key}: the tokenizer in {path} has no chat template; add chat_template.jinja")
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"{key}: the tokenizer in {path} has no eos_token; set it in tokenizer_config.json")
+    check_copies(Path(path))
     template, read = parse_template(tokenizer, Path(path))
     if arguments:
         free = sorted(read - tokenizer.special_tokens_map.keys())

@@ -115,17 +115,22 @@ def declared_ends(directory: Path) -> tuple[int, ...]:
 
     Raises ConfigError if the file is damaged, or has something other than numbers of tokens there.
     """
-    for file in (directory / "generation_config.json", directory / "config.json"):
-        if file.is_file():
-            found = read_object(file, remedy=MODEL_REMEDY, error=ConfigError).get("eos_token_id")
-            ends = found if isinstance(found, list) else [] if found is None else [found]
-            if not all(type(end) is int and 0 <= end < _MAX_TOKEN_ID for end in ends):
-                raise ConfigError(
-                    f"{file}: eos_token_id is {found!r:.80}, expected the number of a token, or a list of numbers; "
-                    f"correct it, or {MODEL_REMEDY}"
-                )
-            return tuple(ends)
-    return ()
+    file = directory / "generation_config.json"
+    return ends_in(file if file.is_file() else directory / "config.json")
+
+
+def ends_in(file: Path) -> tuple[int, ...]:
+    """Return the tokens that end a response by a file, if there is one. For errors see `declared_ends`."""
+    if not file.is_file():
+        return ()
+    found = read_object(file, remedy=MODEL_REMEDY, error=ConfigError).get("eos_token_id")
+    ends = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(end) is int and 0 <= end < _MAX_TOKEN_ID for end in ends):
+        raise ConfigError(
+            f"{file}: eos_token_id is {found!r:.80}, expected the number of a token, or a list of numbers; "
+            f"correct it, or {MODEL_REMEDY}"
+        )
+    return tuple(ends)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,9 +169,18 @@ def answer_ends(
 
     declared: see `declared_ends`. stop, stop_token_ids: the settings of `rollout`.
 
-    Raises ConfigError if the template ends answers with a text that is no token, unless `stop` has it.
+    Raises ConfigError if the template ends answers with a text that is no token, unless `stop` has it, or a token that
+    is declared an end stands for a piece of text.
     """
     eos: int = tokenizer.eos_token_id
+    marks = {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids}
+    # Some configurations name tokens that their tokenizer lacks, which is harmless.
+    if texts := [token for token in declared if token not in marks and token < len(tokenizer)]:
+        raise ConfigError(
+            f"model.path: eos_token_id in generation_config.json or config.json is {texts[0]}, which stands for the "
+            f"text {tokenizer.decode(texts[:1])!r} in this tokenizer, so that engines would cut answers there; "
+            f"correct it: the tokenizer's end is {eos}, {tokenizer.eos_token!r}"
+        )
     known = tuple(dict.fromkeys([eos, *declared]))
     shown = (*known, *stop_token_ids, *(() if form.end_id is None else (form.end_id,)))
     name = {token: tokenizer.convert_ids_to_tokens(token) or f"token {token}" for token in shown}

@@ -48,6 +48,36 @@ def read_tokenizer(path: str | Path, key: str) -> "PreTrainedTokenizerBase":
         raise ConfigError(f"{key}: the tokenizer in {path} does not load: {reason}; {MODEL_REMEDY}") from error
 
 
+def check_copies(directory: Path) -> None:
+    """Raise ConfigError if files of a tokenizer's directory have different chat templates of one name, or eos tokens:
+    which of them a program reads depends on the program and its version.
+    """
+    file, others = directory / "tokenizer_config.json", directory / "special_tokens_map.json"
+    config = read_object(file, remedy=MODEL_REMEDY, error=ConfigError)
+    inside = config.get("chat_template")
+    named = {each["name"]: each["template"] for each in inside} if isinstance(inside, list) else {"default": inside}
+    paths = {"default": directory / "chat_template.jinja"}
+    paths |= {path.stem: path for path in directory.glob("additional_chat_templates/*.jinja")}
+    for name, path in paths.items():
+        # By lines: Jinja writes line feeds alone, and none for one at the end.
+        if (
+            isinstance(own := named.get(name), str)
+            and path.is_file()
+            and own.splitlines() != path.read_text("utf-8").splitlines()
+        ):
+            raise ConfigError(
+                f"{file}: its chat template differs from that in {path.relative_to(directory)}, and programs read "
+                "different ones; remove the one that the model was not trained with"
+            )
+    special = read_object(others, remedy=MODEL_REMEDY, error=ConfigError) if others.is_file() else {}
+    ends = [end.get("content") if isinstance(end := each.get("eos_token"), dict) else end for each in (config, special)]
+    if None not in ends and ends[0] != ends[1]:
+        raise ConfigError(
+            f"{file}: eos_token: got {ends[0]!r}, but {others.name} says {ends[1]!r}, and programs read different "
+            "ones; correct the one that is wrong"
+        )
+
+
 def parse_template(tokenizer: "PreTrainedTokenizerBase", directory: Path) -> tuple[str, frozenset[str]]:
     """Return the template that renders chats, and the variables that it reads; ConfigError for invalid Jinja."""
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])

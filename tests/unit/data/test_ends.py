@@ -231,23 +231,30 @@ def test_an_end_beyond_the_vocabulary_is_kept() -> None:
     ("files", "expected"),
     [
         ({}, ()),
-        ({"config.json": {"eos_token_id": 5}}, (5,)),
-        ({"config.json": {"eos_token_id": 5}, "generation_config.json": {"eos_token_id": [6, 7]}}, (6, 7)),
-        ({"config.json": {"eos_token_id": 5}, "generation_config.json": {"eos_token_id": 6}}, (6,)),
-        ({"config.json": {"eos_token_id": 5}, "generation_config.json": {}}, ()),
+        # The tokenizer has fewer than 1,000 tokens.
+        ({"config.json": {"eos_token_id": 1005}}, (1005,)),
+        ({"config.json": {"eos_token_id": 1006}, "generation_config.json": {"eos_token_id": [1006, 0]}}, (1006, 0)),
+        ({"config.json": {"eos_token_id": 1005}, "generation_config.json": {"eos_token_id": 1006}}, (1006, 1005)),
+        ({"config.json": {"eos_token_id": 1005}, "generation_config.json": {}}, (1005,)),
         ({"config.json": {"eos_token_id": None}}, ()),
     ],
 )
-def test_declared_ends_are_those_that_vllm_reads(
+def test_engines_stop_at_the_ends_of_both_files(
     files: dict[str, dict[str, object]], expected: tuple[int, ...], tmp_path: Path
 ) -> None:
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
-    assert declared_ends(tmp_path) == expected
     (tmp_path / "tokenizer_config.json").touch()
     rollout = RolloutConfig(stop_token_ids=(9,))
     answers = Answers.of(Config(model=ModelConfig(path=str(tmp_path)), rollout=rollout), make_byte_tokenizer())
     assert answers.ends.stop_token_ids == (2, *expected, 9)
+
+
+def test_an_end_that_is_a_piece_of_text_is_refused() -> None:
+    """A configuration's end is that of another tokenizer: engines would stop at each such piece, without a word."""
+    (hash_sign,) = make_byte_tokenizer()("#", add_special_tokens=False)["input_ids"]
+    with pytest.raises(ConfigError, match=r"eos_token_id .* is \d+, which stands for the text '#' in this tokenizer"):
+        ends_of(CHATML, declared=(2, hash_sign))
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

@@ -51,7 +51,9 @@ def test_turns_say_who_wrote_what() -> None:
     assert turns_of(replace(SAMPLE, episode=None, segments=policy), TOKENIZER) == ()
     # Without a conversation, a demonstration is told from what the policy sampled all the same.
     begun = (policy[0], demonstration_segment(ids("ab")), policy[1])
-    assert [(turn.author, turn.text) for turn in turns_of(replace(SAMPLE, episode=None, segments=begun), TOKENIZER)] == [
+    assert [
+        (turn.author, turn.text) for turn in turns_of(replace(SAMPLE, episode=None, segments=begun), TOKENIZER)
+    ] == [
         ("demonstration", "ab"),
         ("policy", "b"),
     ]
