@@ -21,6 +21,10 @@ class BuildWithFiles(build_py):
         if not self.editable_mode:
             for name in ("configs", "slurm"):
                 shutil.copytree(ROOT / name, Path(self.build_lib) / "megarl" / name, dirs_exist_ok=True)
+            # Where the files in configs/ and `megarl init` say that it is.
+            docs = Path(self.build_lib) / "megarl" / "docs"
+            docs.mkdir(exist_ok=True)
+            shutil.copy(ROOT / "docs" / "config.schema.json", docs)
 
 
 setup(

@@ -123,9 +123,10 @@ def _add_init(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     command.add_argument("--val", nargs="*", metavar="FILE", help="validation prompts")
     command.add_argument("--algo", metavar="NAME", help="a file of configs/algo")
     command.add_argument("--gpus", type=int, metavar="N", help="number of GPUs of 80 GiB; 0: CPU")
-    command.add_argument("--prompt-key", metavar="COLUMN", help="column with the prompt; default: prompt")
-    command.add_argument("--label-key", metavar="COLUMN", help="column with the right answer; default: as verl has it")
+    command.add_argument("--prompt-key", metavar="COLUMN", help="column with the prompt; default: one of usual name")
+    command.add_argument("--label-key", metavar="COLUMN", help="column with the right answer; default likewise")
     command.add_argument("--reward", metavar="FILE.py:NAME", help="a reward function of yours")
+    command.add_argument("--data-source", metavar="NAME", help="of rows that name none, such as openai/gsm8k")
     command.set_defaults(run=_init)
 
 
@@ -239,7 +240,7 @@ def _explain(arguments: argparse.Namespace) -> None:
 def _init(arguments: argparse.Namespace) -> None:
     from megarl.plan.init import ask_missing, dry_run, init_run
 
-    options = ("model", "train", "val", "algo", "gpus", "prompt_key", "label_key", "reward")
+    options = ("model", "train", "val", "algo", "gpus", "prompt_key", "label_key", "reward", "data_source")
     request = ask_missing(arguments.directory, {name: getattr(arguments, name) for name in options})
     file = init_run(request)
     print_lines(f"wrote {file}; next: {dry_run(file, request.gpus)}")

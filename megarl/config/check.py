@@ -12,7 +12,6 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TypeAlias
 
-from megarl.config.batches import batch_counts, num_actor_steps
 from megarl.config.check_distill import check_distill, check_distill_of_sft
 from megarl.config.check_engines import (
     check_drafts,
@@ -37,7 +36,6 @@ from megarl.config.plugins import use_plugins
 from megarl.config.schema import (
     CheckpointConfig,
     Config,
-    OptimizerConfig,
     RewardModelConfig,
     role_settings,
 )
@@ -206,8 +204,8 @@ def check_role_layouts(config: Config) -> None:
             )
 
 
-def check_train_outlasts_warmup(config: Config) -> None:
-    """Raise ConfigError if actor or critic would have no optimizer step after its warm-up; total_steps=0 is allowed."""
+def check_actor_trains(config: Config) -> None:
+    """Raise ConfigError if the critic alone is trained in all steps; total_steps=0 is allowed."""
     trainer, critic = config.trainer, config.critic
     if not trainer.total_steps:
         return
@@ -216,16 +214,13 @@ def check_train_outlasts_warmup(config: Config) -> None:
             f"critic.warmup_steps: got {critic.warmup_steps}, expected <= trainer.total_steps={trainer.total_steps}, "
             "or the actor never trains; shorten it or lengthen the run"
         )
-    per_step = batch_counts(config).optimizer_steps_per_step
-    _require_warmup_below(config.actor.optimizer, num_actor_steps(config, has_critic=True) * per_step, "actor")
-    _require_warmup_below(critic.optimizer, trainer.total_steps * per_step, "critic")
 
 
 # --- supervised training
 
 
 def check_supervised(config: Config, name: str) -> None:
-    """Raise ConfigError unless a supervised run has steps after its warm-up, and scores for the best checkpoints.
+    """Raise ConfigError unless a supervised run that keeps the best checkpoints has scores for them.
 
     name: the section of the command, such as `sft`.
     """
@@ -233,9 +228,6 @@ def check_supervised(config: Config, name: str) -> None:
     if config.checkpoint.keep_best:
         every_key = f"{name}.val_every_steps"
         _require_validated_checkpoints(config.checkpoint, f"{name}.val", run.val, every_key, run.val_every_steps)
-    # With a length in epochs, the number of steps is known, and checked, once the data is open.
-    if run.total_epochs is None:
-        _require_warmup_below(config.actor.optimizer, run.total_steps, "actor")
 
 
 def check_no_reward_model(config: Config) -> None:
@@ -244,14 +236,6 @@ def check_no_reward_model(config: Config) -> None:
         raise ConfigError(
             "reward_model: is for runs that are judged by a reward model; train-reward trains model.path with the "
             "settings of actor: set those, and leave reward_model out"
-        )
-
-
-def _require_warmup_below(optimizer: OptimizerConfig, num_steps: int, role: str) -> None:
-    if optimizer.warmup_steps >= num_steps:
-        raise ConfigError(
-            f"{role}.optimizer.warmup_steps: got {optimizer.warmup_steps}, expected < {num_steps}, the run's optimizer "
-            "steps, or the learning rate never arrives; shorten the warm-up or lengthen the run"
         )
 
 
@@ -294,7 +278,7 @@ check_train = CommandCheck(
         check_distill,
         check_written,
         check_replayed_routing,
-        check_train_outlasts_warmup,
+        check_actor_trains,
         check_quantization,
         check_schedule,
         check_lora_sync,

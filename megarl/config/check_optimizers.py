@@ -2,6 +2,8 @@
 
 import itertools
 
+from megarl.config.batches import batch_counts, num_actor_steps
+from megarl.config.optimizer import OptimizerConfig
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 
@@ -23,3 +25,24 @@ def check_optimizers(config: Config) -> None:
             "actor.optimizer.offload_fraction: cannot be saved before its first step, which critic.warmup_steps="
             f"{config.critic.warmup_steps} delays; set one of them to 0"
         )
+
+
+def warmup_warnings(config: Config) -> list[str]:
+    """Return a warning for each optimizer whose warm-up is shortened, since the run of RL ends before it."""
+    if not (total := config.trainer.total_steps):
+        return []
+    per_step = batch_counts(config).optimizer_steps_per_step
+    return [
+        *warmup_warning(config.actor.optimizer, num_actor_steps(config, has_critic=True) * per_step, "actor"),
+        *warmup_warning(config.critic.optimizer, total * per_step, "critic"),
+    ]
+
+
+def warmup_warning(optimizer: OptimizerConfig, num_steps: int, role: str) -> list[str]:
+    """Return a warning if a warm-up is longer than the optimizer's `num_steps`; see `learning_rate`."""
+    if optimizer.warmup_steps <= num_steps:
+        return []
+    return [
+        f"{role}.optimizer.warmup_steps: got {optimizer.warmup_steps}, and the run has {num_steps} optimizer steps; "
+        "its learning rate rises until the last one"
+    ]

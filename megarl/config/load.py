@@ -44,6 +44,8 @@ Tree: TypeAlias = dict[str, Any]
 _PACKAGE = Path(__file__).resolve().parents[1]
 # The files that come with megarl: within an installed package, beside the package in the source tree.
 PACKAGED = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"
+# The schema of run files, which editors read, likewise.
+SCHEMA = PACKAGED.parent / "docs" / "config.schema.json"
 
 
 def load_config(run_file: Path, overrides: Sequence[str] = ()) -> Config:

@@ -64,10 +64,15 @@ def _refuse_unknown_keys(cls: type, mapping: object, path: str, known: Iterator[
             _refuse_unknown_keys(hints[key], value, _join(path, key), known)
 
 
+_SPACE = "YAML asks for a space after the colon, as in dp: 2"
+
+
 def _advice(key: str, path: str, siblings: Sequence[str], known: Sequence[str]) -> str:
     """Return the end of an error message about an unknown key: the most similar keys, or all keys of the section."""
     if "." in key:
         return "dotted keys belong to overrides on the command line; in a file, nest one mapping in the other"
+    if ":" in key:
+        return _SPACE
     found = suggest_keys(key, path, known)
     if found:
         return f"did you mean {' or '.join(repr(dotted) for dotted in found[:_MAX_SUGGESTIONS])}?"
@@ -83,7 +88,8 @@ def _convert(hint: Any, value: object, path: str) -> object:
         return _parse(hint, value, path)
     except _WrongTypeError:
         got = "null" if value is None else f"{masked(value, path)!r} ({type(value).__name__})"
-        raise ConfigError(f"{path or 'configuration'}: got {got}, expected {describe_type(hint)}") from None
+        advice = f"; {_SPACE}" if isinstance(value, str) and is_dataclass(hint) and ":" in value else ""
+        raise ConfigError(f"{path or 'configuration'}: got {got}, expected {describe_type(hint)}{advice}") from None
 
 
 def _parse(hint: Any, value: object, path: str) -> object:

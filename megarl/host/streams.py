@@ -12,6 +12,9 @@ _VARIABLE = "PYTHONIOENCODING"
 # Handlers by which a character that the encoding lacks, or half of one from a file's name, ends the process.
 _STRICT = ("", "strict", "surrogateescape")
 _LENIENT = "backslashreplace"
+# How a line begins that warns, and the warnings of this process so far, which the report of a run repeats.
+WARNING = "warning: "
+warnings: list[str] = []
 
 
 def name_anything() -> None:
@@ -47,4 +50,12 @@ def print_lines(*lines: object, file: TextIO | None = None) -> None:
 
     Texts of models, tools, files and other processes can thus neither steer a terminal nor forge a line of a log.
     """
-    print("\n".join(visible(str(line)) for line in lines), file=file, flush=True)
+    print("\n".join(map(shown, lines)), file=file, flush=True)
+
+
+def shown(line: object) -> str:
+    """Return a line with everything hidden in it shown, and keep it if it warns."""
+    text = visible(str(line))
+    if text.startswith(WARNING):
+        warnings.append(text.removeprefix(WARNING))
+    return text

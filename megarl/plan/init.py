@@ -4,18 +4,20 @@ import itertools
 import math
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megarl.config.load import PACKAGED, load_config
+from megarl.config.load import PACKAGED, SCHEMA, load_config
 from megarl.data.files import columns_of
 from megarl.errors import ConfigError, DataError
 from megarl.host.device.accelerators import nvidia_devices
 from megarl.host.streams import print_lines
+from megarl.host.writing import replacing
 from megarl.plan.build import plan_run
 from megarl.plan.derive import FILL
 from megarl.texts.unicode import visible
@@ -23,7 +25,11 @@ from megarl.weights.families import read_model_spec
 from megarl.weights.hub import local_model
 
 GPUS_PER_NODE, GPU_BYTES = 8, 80 << 30
+# Names by which data sets call the columns of prompts and of right answers, if not as verl does.
+PROMPT_NAMES = ("question", "problem", "messages", "instruction", "query", "input")
+LABEL_NAMES = ("answer", "ground_truth", "solution", "label", "target", "final_answer")
 _TEMPLATE = """\
+# yaml-language-server: $schema={schema}
 # Written by `megarl init`. What the run does and needs: `{dry_run}`.
 # What a key means: `megarl train --explain KEY`. Every key may also be given on the command line, as key=value.
 use: {{algo: {algo}}}        # a file of configs/algo; the run may change any of its settings
@@ -65,8 +71,9 @@ placement:             # engines use the trainer's devices, and each leaves them
 class InitRequest:
     """The answers from which a first run file is written.
 
-    gpus: 0 for a run on CPU cores. prompt_key, label_key: columns of the prompts, if they are not verl's. reward:
-    `FILE.py:NAME` of a function of one's own, which then also judges rows that name no data source.
+    gpus: 0 for a run on CPU cores. prompt_key, label_key: columns of the prompts; None: those with a usual name.
+    reward: `FILE.py:NAME` of a function of one's own, which then also judges rows that name no data source.
+    data_source: that of rows that name none.
     """
 
     directory: Path
@@ -78,6 +85,7 @@ class InitRequest:
     prompt_key: str | None = None
     label_key: str | None = None
     reward: str | None = None
+    data_source: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,12 +142,19 @@ def _about_data(train: Sequence[str]) -> dict[str, _Question]:
 
     questions = {}
     if "prompt" not in columns:
-        questions["prompt_key"] = _Question(text=f"column with the prompt ({there})", default=columns[0], read=column)
+        default = _named(columns, PROMPT_NAMES) or columns[0]
+        questions["prompt_key"] = _Question(text=f"column with the prompt ({there})", default=default, read=column)
     if "reward_model" not in columns:
-        text = f"column with the right answer ({there})"
-        questions["label_key"] = _Question(text=text, default=columns[-1], read=column)
+        default, text = _named(columns, LABEL_NAMES) or columns[-1], f"column with the right answer ({there})"
+        questions["label_key"] = _Question(text=text, default=default, read=column)
     text = "reward function of yours, FILE.py:NAME (none: -)"
     return {**questions, "reward": _Question(text=text, default="-", read=_function)}
+
+
+def _named(columns: Sequence[str], names: Sequence[str]) -> str | None:
+    """Return the one column that has one of these names; None if several have, or none."""
+    found = [name for name in names if name in columns]
+    return found[0] if len(found) == 1 else None
 
 
 def _model(text: str) -> str:
@@ -186,35 +201,48 @@ def dry_run(file: Path, gpus: int) -> str:
 def init_run(request: InitRequest) -> Path:
     """Write DIR/run.yaml with comments, after the checks of `--dry-run`; return its path.
 
-    The layout is the one with the fewest devices per replica whose plan fits into 80 GiB per GPU. Raises ConfigError if
-    the file exists, if none fits, or for what the checks refuse; DataError, and the file stays, for data that cannot be
-    read or judged as they are.
+    The layout is the one with the fewest devices per replica whose plan fits into 80 GiB per GPU. Nothing is written if
+    this raises: ConfigError if the file exists, if no layout fits, or for what the checks refuse; DataError, which
+    names the options that may help, for data that cannot be read or judged.
     """
     file = request.directory / "run.yaml"
     if file.exists():
         raise ConfigError(f"{file} exists; name another directory, or remove it")
     _algorithm(request.algo)
     positions = read_model_spec(local_model(request.model, "--model", weights=False), "--model").max_positions
-    needs_source = bool(request.reward) and "data_source" not in columns_of(Path(request.train[0]))
+    columns = columns_of(train) if (train := Path(request.train[0])).is_file() else ("prompt", "reward_model")
+    request = replace(
+        request,
+        prompt_key=request.prompt_key or (None if "prompt" in columns else _named(columns, PROMPT_NAMES)),
+        label_key=request.label_key or (None if "reward_model" in columns else _named(columns, LABEL_NAMES)),
+    )
+    if request.reward and request.data_source is None and "data_source" not in columns:
+        request = replace(request, data_source=request.directory.resolve().name)
+    with tempfile.TemporaryDirectory() as scratch:
+        text = _first_that_fits(request, Path(scratch) / "run.yaml", positions)
     request.directory.mkdir(parents=True, exist_ok=True)
+    with replacing(file) as written:
+        written.write_text(text, encoding="utf-8")
+    return file
+
+
+def _first_that_fits(request: InitRequest, draft: Path, positions: int) -> str:
+    """Return the run file with the first layout that fits; `draft` is written over."""
     refusals: list[ConfigError] = []
     # The sizes with fewer devices per replica first, tp before pp.
     sizes = itertools.product((1, 2, 4, 8), repeat=2) if request.gpus else [(1, 1)]
     fitting = [(tp, pp) for tp, pp in sizes if request.gpus % (tp * pp) == 0]
     for tp, pp in sorted(fitting, key=lambda each: (math.prod(each), each[1])):
-        file.write_text(
-            _text(request, file, tp=tp, pp=pp, positions=positions, needs_source=needs_source), encoding="utf-8"
-        )
+        draft.write_text(text := _text(request, tp=tp, pp=pp, positions=positions), encoding="utf-8")
         try:
-            plan = plan_run(load_config(file), device_bytes=GPU_BYTES if request.gpus else None, with_data=False)
+            plan = plan_run(load_config(draft), device_bytes=GPU_BYTES if request.gpus else None, with_data=False)
         except ConfigError as error:
             refusals.append(error)
             continue
         peak = max(phase.total for device in plan.devices for phase in device.phases.values())
         if not request.gpus or peak <= FILL * GPU_BYTES:
-            _check_data(file)
-            return file
-    file.unlink()
+            _check_data(draft, request)
+            return text
     if refusals:
         raise refusals[0]
     raise ConfigError(
@@ -223,13 +251,16 @@ def init_run(request: InitRequest) -> Path:
     )
 
 
-def _check_data(file: Path) -> None:
+def _check_data(draft: Path, request: InitRequest) -> None:
     try:
-        plan_run(load_config(file))
+        plan_run(load_config(draft))
     except (ConfigError, DataError) as error:
+        given = {"--prompt-key": request.prompt_key, "--label-key": request.label_key}
+        read = "".join(f" {option} {column}" for option, column in given.items() if column)
         raise DataError(
-            f"{error}. {file} is written all the same: correct the data, or say in it how to read and judge them "
-            "(data.prompt_key, data.label_key, data.default_source, rewards.sources, rewards.custom.path)"
+            f"{error}. Nothing was written{f' (with{read})' if read else ''}; say how to read and judge the data with "
+            f"--prompt-key and --label-key (columns: {', '.join(columns_of(Path(request.train[0])))}), --data-source "
+            "or --reward, or correct them"
         ) from error
 
 
@@ -238,7 +269,7 @@ def _scalar(text: object) -> str:
     return yaml.safe_dump([str(text)], default_flow_style=True, width=math.inf, allow_unicode=True).strip()[1:-1]
 
 
-def _text(request: InitRequest, file: Path, *, tp: int, pp: int, positions: int, needs_source: bool) -> str:
+def _text(request: InitRequest, *, tp: int, pp: int, positions: int) -> str:
     gpus = request.gpus
     # A quarter of a short context for the question.
     prompt = min(1024, positions // 4)
@@ -253,10 +284,11 @@ def _text(request: InitRequest, file: Path, *, tp: int, pp: int, positions: int,
     name = _scalar(request.directory.resolve().name)
     keys = {"prompt_key": request.prompt_key, "label_key": request.label_key}
     columns = "".join(f"  {key}: {_scalar(column)}\n" for key, column in keys.items() if column)
-    if needs_source:
-        columns += f"  default_source: {name}   # of rows that name none; metrics of rewards have this name\n"
+    if request.data_source:
+        columns += f"  default_source: {_scalar(request.data_source)}   # of rows that name none\n"
     body = _TEMPLATE.format(
-        dry_run=visible(dry_run(file, gpus)),
+        schema=SCHEMA,
+        dry_run=visible(dry_run(request.directory / "run.yaml", gpus)),
         algo=_scalar(request.algo),
         name=name,
         runs=_scalar(request.directory / "runs"),

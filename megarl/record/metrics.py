@@ -16,6 +16,7 @@ from megarl.config.setting import check_values
 from megarl.errors import DataError
 from megarl.host.directory_lock import PLACE
 from megarl.host.exit_codes import RunOutcome, outcome_of
+from megarl.host.streams import warnings
 from megarl.host.writing import dispensable, writing
 from megarl.record.json_lines import append_lines, open_lines, read_lines
 from megarl.texts.unicode import readable, visible
@@ -36,6 +37,8 @@ class RunPaths:
         # The present activity of the driver; see `megarl.launch.status`.
         self.status = root / "status.json"
         self.metrics = root / "metrics.jsonl"
+        # The warnings that the driver printed.
+        self.warnings = root / "warnings.jsonl"
         # When which side of the run worked at what; see `megarl.record.timeline`.
         self.timeline = root / "timeline.jsonl"
         # The same for ui.perfetto.dev, written by `megarl trace`.
@@ -117,6 +120,22 @@ class JsonlSink:
 
     def write(self, record: MetricsRecord) -> None:
         append_lines(self._file, [asdict(record)])
+
+    def close(self, _outcome: RunOutcome | None = None) -> None:
+        self._file.close()
+
+
+class WarningsSink:
+    """A file with the warnings that this process has printed, one JSON object each, under the step of a record."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._num_written = open_lines(path), 0
+
+    def write(self, record: MetricsRecord) -> None:
+        new = warnings[self._num_written :]
+        self._num_written += len(new)
+        if new:
+            append_lines(self._file, [{"step": record.step, "text": text} for text in new])
 
     def close(self, _outcome: RunOutcome | None = None) -> None:
         self._file.close()

@@ -10,7 +10,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from megarl.host.streams import print_lines
+from megarl.host.streams import print_lines, shown
 from megarl.record.activity import printed
 from megarl.texts.unicode import visible
 
@@ -49,7 +49,7 @@ class ProgressValues:
 
 def write_line(text: str) -> None:
     """Print a line above the live progress bar, if there is one."""
-    tqdm.write(visible(text), file=sys.stdout)
+    tqdm.write(shown(text), file=sys.stdout)
     sys.stdout.flush()
     printed()
 
@@ -129,7 +129,7 @@ class Progress(AbstractContextManager["Progress"]):
         if self._bar is None:
             print_lines(text, file=self._stream)
         else:
-            tqdm.write(visible(text), file=self._stream)
+            tqdm.write(shown(text), file=self._stream)
         printed()
 
     def __exit__(self, *_: object) -> None:

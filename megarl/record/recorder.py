@@ -31,6 +31,7 @@ from megarl.record.metrics import (
     RunPaths,
     Stage,
     TensorBoardSink,
+    WarningsSink,
     step_of,
     summarize,
 )
@@ -108,7 +109,7 @@ class RunRecorder:
         require_trackers(config.logging)  # before anything is removed or started
         self.paths = RunPaths.of(config.run)
         if resumed_step is not None:
-            for lines in (self.paths.metrics, self.paths.timeline, self.paths.problems):
+            for lines in (self.paths.metrics, self.paths.timeline, self.paths.problems, self.paths.warnings):
                 truncate_lines(lines, resumed_step)
             recorded = (*self.paths.recorded_rollouts(), *self.paths.recorded_validations())
             for path in (*recorded, *self.paths.records.glob("step_*.parquet")):
@@ -126,7 +127,7 @@ class RunRecorder:
             raise ConfigError(f"run.dir: cannot make {self.paths.root}: {error.strerror}; choose another") from error
         if resumed_step is None:
             # Of a run that ended before its first metrics.
-            for lines in (self.paths.timeline, self.paths.problems):
+            for lines in (self.paths.timeline, self.paths.problems, self.paths.warnings):
                 lines.unlink(missing_ok=True)
         write_settings(self.paths.root, config)
 
@@ -182,7 +183,7 @@ class RunRecorder:
 
     def metrics(self) -> MetricsLogger:
         """Open the files and services that the configuration wants metrics written to."""
-        sinks: list[MetricsSink] = [JsonlSink(self.paths.metrics)]
+        sinks: list[MetricsSink] = [JsonlSink(self.paths.metrics), WarningsSink(self.paths.warnings)]
         if self._config.logging.tensorboard:
             purge_step = None if self._resumed_step is None else self._resumed_step + 1
             sinks.append(TensorBoardSink(self.paths.tensorboard, purge_step=purge_step))

@@ -37,7 +37,7 @@ def smooth(values: Sequence[float]) -> npt.NDArray[np.float64]:
 
 def _plot_smoothed(ax: Axes, series: Series, color: str, label: str = "_nolegend_") -> None:
     """Plot every step faintly and the moving mean on top; a lone step becomes a dot."""
-    ax.plot(series.steps, series.values, color=color, alpha=0.35, linewidth=0.9)
+    ax.plot(series.steps, series.values, color=color, alpha=0.35, linewidth=0.9, label=f"_{label.lstrip('_')}")
     marker = "o" if len(series.steps) == 1 else ""
     ax.plot(series.steps, smooth(series.values), color=color, marker=marker, label=label)
 
@@ -75,7 +75,7 @@ def _draw_score(ax: Axes, run: Run, source: str | None, color: str, label: str) 
     labels = []
     sampled, greedy = validation_curve(run, SAMPLED, source), validation_curve(run, GREEDY, source)
     if sampled:
-        _plot_estimates(ax, sampled, color, "-", label)
+        _plot_estimates(ax, sampled, color, "-", label or "_sampled")
         labels.append(EndLabel(sampled[-1].score, "sampled", color))
         if all(point.std_error is not None for point in sampled):
             scores = np.array([point.score for point in sampled])
@@ -83,14 +83,14 @@ def _draw_score(ax: Axes, run: Run, source: str | None, color: str, label: str) 
             steps = [point.step for point in sampled]
             ax.fill_between(steps, scores - errors, scores + errors, color=color, alpha=0.18, linewidth=0)
     if greedy:
-        _plot_estimates(ax, greedy, color, "--", "" if sampled else label)
+        _plot_estimates(ax, greedy, color, "--", f"_{label} greedy" if sampled else label or "_greedy")
         labels.append(EndLabel(greedy[-1].score, "greedy", color))
     return labels
 
 
 def _plot_estimates(ax: Axes, points: Sequence[MeanScore], color: str, style: str, label: str) -> None:
     steps, scores = [point.step for point in points], [point.score for point in points]
-    ax.plot(steps, scores, style, color=color, marker="o", markersize=3.5, label=label or "_nolegend_")
+    ax.plot(steps, scores, style, color=color, marker="o", markersize=3.5, label=label)
 
 
 def draw_spread(ax: Axes, runs: Sequence[Run], *, prefix: str) -> None:
@@ -157,7 +157,7 @@ def draw_with_held_out(ax: Axes, runs: Sequence[Run], *, metric: str, top: float
     """Draw a training metric of the first run, and the same on held-out data as dots."""
     _plot_smoothed(ax, runs[0].get(metric), color_of(0))
     if held_out := runs[0].get(f"val/{metric}"):
-        ax.plot(held_out.steps, held_out.values, "o", color=color_of(1), markersize=3.5)
+        ax.plot(held_out.steps, held_out.values, "o", color=color_of(1), markersize=3.5, label="_held out")
         label_ends(ax, [EndLabel(held_out.values[-1], "held out", color_of(1))])
     if top is not None:
         ax.set_ylim(0, top)
@@ -189,6 +189,9 @@ def _stack(
     # A step fills the interval around its number; the last value is repeated as the right edge.
     edges = [step - 0.5 for step in steps] + [steps[-1] + 0.5]
     heights = [np.append(values, values[-1]) for values in columns.values()]
+    for name, values in columns.items():
+        # Not seen, but told under the pointer.
+        ax.plot(steps, values, linestyle="none", label=f"_{name.partition('  ')[0]}")
     ax.stackplot(edges, *heights, colors=colors, labels=list(columns), step="post", linewidth=0, alpha=0.9)
     ax.set_ylim(bottom=0)
     handles, texts = ax.get_legend_handles_labels()

@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from megarl.report.panels import PANELS, Panel
 from megarl.report.run import Run
-from megarl.report.style import figure_style, save_png, to_svg
+from megarl.report.style import figure_style, hover_strips, save_png, to_svg
 from megarl.report.summary import headline
 from megarl.report.timeline import draw_timeline, timeline_inches, timeline_windows
 
@@ -29,8 +29,10 @@ def panel_svg(panel: Panel, runs: Sequence[Run]) -> str:
     """Draw a panel as inline SVG, with ids of its own because several figures share a page."""
     with figure_style(panel.name):
         figure = Figure(figsize=PANEL_SIZE_INCHES, layout="constrained")
-        _draw(panel, figure.add_subplot(), runs)
-        return to_svg(figure, panel.title)
+        ax = figure.add_subplot()
+        _draw(panel, ax, runs)
+        svg = to_svg(figure, panel.title)
+        return svg.replace("</svg>", f"{hover_strips(ax, panel.over)}</svg>")
 
 
 def write_png(runs: Sequence[Run], path: Path) -> None:

@@ -148,6 +148,14 @@ PANELS = (
         draw=partial(draw_spread, prefix="response_length"),
     ),
     Panel(
+        name="cut",
+        title="Cut responses",
+        unit="share of responses",
+        caption="Cut at rollout.max_response_tokens, before their end.",
+        needs="response_length/clip_ratio",
+        draw=partial(draw_line, metric="response_length/clip_ratio"),
+    ),
+    Panel(
         name="turns",
         title="Turns of a conversation",
         unit="turns of the policy",

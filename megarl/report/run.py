@@ -10,6 +10,7 @@ from typing import Any
 from megarl.config.load import read_saved
 from megarl.errors import DataError
 from megarl.host.reading import RESTORE, read_object
+from megarl.record.json_lines import read_lines
 from megarl.record.metrics import MetricsRecord, RunPaths, read_metrics
 from megarl.record.problems import ProblemRecord, read_problems
 from megarl.record.rollouts import RolloutRecord, read_rollouts
@@ -34,7 +35,8 @@ class Run:
     """The contents of a run directory, read back for a report.
 
     elapsed_s: seconds from the first to the last metrics line, pauses included. timeline: when trainer and engines
-    worked; empty for runs that do not record it. problems: samples that could not be judged or read.
+    worked; empty for runs that do not record it. problems: samples that could not be judged or read. warnings: what the
+    run warned of, each once.
     """
 
     label: str
@@ -47,6 +49,7 @@ class Run:
     last_rollouts: tuple[RolloutRecord, ...]
     timeline: tuple[Interval, ...] = ()
     problems: tuple[ProblemRecord, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def get(self, name: str) -> Series:
         return self.series.get(name, Series())
@@ -100,7 +103,14 @@ def _load_run(run_dir: Path, label: str) -> Run:
         last_rollouts=tuple(read_rollouts(rollouts[-1])) if len(rollouts) > 1 else (),
         timeline=tuple(read_timeline(paths.timeline)) if paths.timeline.is_file() else (),
         problems=tuple(read_problems(paths.problems)),
+        warnings=tuple(dict.fromkeys(_read_warnings(paths.warnings))),
     )
+
+
+def _read_warnings(path: Path) -> list[str]:
+    if not os.path.lexists(path):
+        return []
+    return read_lines(path, lambda row: str(row["text"]), expected="an object of step and text")
 
 
 def build_series(records: Iterable[MetricsRecord]) -> dict[str, Series]:

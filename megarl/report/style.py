@@ -1,13 +1,16 @@
 """Style the figures: a colour-blind safe palette, and the same figure as PNG or as theme-following SVG."""
 
 import io
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import matplotlib
+import numpy as np
+from markupsafe import escape
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, NullFormatter
@@ -54,6 +57,8 @@ _RC_PARAMS = {
 
 # Least distance between direct labels, as a share of the axes' height.
 LABEL_GAP_FRAC = 0.085
+# Strips of a figure that show values under the pointer: about as many as one can point at.
+MAX_STRIPS = 200
 
 
 class EndLabel(NamedTuple):
@@ -118,6 +123,42 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
         placed[index] = min(placed[index], ceiling)
         ceiling = placed[index] - gap
     return placed
+
+
+def hover_strips(ax: Axes, over: str) -> str:
+    """Return SVG elements that show the values of an axes' lines under the pointer, for the figure's last SVG.
+
+    One strip stands over each of the x values, or over `MAX_STRIPS` of them; browsers show its title. Call it after the
+    figure was saved, when the axes have their final place.
+    """
+    names = {text.get_color(): text.get_text() for text in ax.texts}
+    points: dict[float, dict[str, float]] = {}
+    for line in ax.get_lines():
+        label = str(line.get_label()).strip("_ ")
+        if line.get_transform() == ax.transData:
+            name = names.get(line.get_color(), "") if label in ("", "nolegend") or label.startswith("child") else label
+            for x, y in zip(np.asarray(line.get_xdata(), float), np.asarray(line.get_ydata(), float), strict=True):
+                # Of a line and its moving mean, the former is drawn first.
+                points.setdefault(float(x), {}).setdefault(name, float(y))
+    every = sorted(points)
+    kept = every[:: -(-len(every) // MAX_STRIPS) or 1]
+    if not kept:
+        return ""
+    figure, box = ax.get_figure(), ax.get_window_extent()
+    assert figure is not None
+    scale = 72 / figure.dpi
+    places = [float(ax.transData.transform((x, ax.get_ylim()[0]))[0]) for x in kept]
+    bounds = [box.x0, *((a + b) / 2 for a, b in itertools.pairwise(places)), box.x1]
+    top, height = (figure.bbox.height - box.y1) * scale, box.height * scale
+    return "".join(
+        f'<rect class="step" x="{left * scale:.1f}" y="{top:.1f}" width="{(right - left) * scale:.1f}" '
+        f'height="{height:.1f}"><title>{escape(_words(over, x, points[x]))}</title></rect>'
+        for x, (left, right) in zip(kept, itertools.pairwise(bounds), strict=True)
+    )
+
+
+def _words(over: str, x: float, values: Mapping[str, float]) -> str:
+    return "\n".join([f"{over} {x:g}", *(f"{name}: {y:.4g}" if name else f"{y:.4g}" for name, y in values.items())])
 
 
 def save_png(figure: Figure, path: Path) -> None:

@@ -36,10 +36,16 @@ class MeanScore:
 
     @property
     def std_error(self) -> float | None:
-        """Return sqrt(p (1 - p) / n); None if n is unknown or the score is no share in [0, 1]."""
+        """Return sqrt(p (1 - p) / n); None if n is unknown or the score is outside [0, 1].
+
+        For scores of 0 and 1, p is Laplace's estimate (n · score + 1) / (n + 2), since few prompts prove neither.
+        """
         if not self.num_prompts or not 0.0 <= self.score <= 1.0:
             return None
-        return math.sqrt(self.score * (1.0 - self.score) / self.num_prompts)
+        n, share = self.num_prompts, self.score
+        if share in (0.0, 1.0):
+            share = (n * share + 1) / (n + 2)
+        return math.sqrt(share * (1.0 - share) / n)
 
     def __str__(self) -> str:
         return f"{self.score:.3f}" if self.std_error is None else f"{self.score:.3f} ± {self.std_error:.3f}"

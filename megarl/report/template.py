@@ -29,6 +29,8 @@ figure svg { display: block; width: 100%; height: auto; }
 figure svg * { stroke-linejoin: round; stroke-linecap: butt; }
 figure svg text { font-family: system-ui, "Segoe UI", "DejaVu Sans", sans-serif !important; }
 figcaption { margin-top: 6px; }
+.step { fill: transparent; }
+.step:hover { fill: var(--ink); fill-opacity: 0.12; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 14px; }
 th, td { padding: 5px 18px 5px 0; text-align: left; vertical-align: top; }
@@ -92,6 +94,10 @@ PAGE = """\
 <li><b>{{ elapsed }}</b><span>wall time, first to last record</span></li>
 </ul>
 </header>
+{% if run.warnings %}
+<h2>Warnings</h2>
+<ul>{% for warning in run.warnings %}<li>{{ warning }}</li>{% endfor %}</ul>
+{% endif %}
 {% if comparison %}
 <h2>Runs compared</h2>
 {{ score_table(comparison, "run", false) }}

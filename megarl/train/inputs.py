@@ -13,6 +13,7 @@ from megarl.cluster.roles import model_key, roles_of
 from megarl.config.batches import max_row_terms, max_row_tokens
 from megarl.config.check import check_train
 from megarl.config.check_model import check_model
+from megarl.config.check_optimizers import warmup_warnings
 from megarl.config.schema import Config, role_settings
 from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer, require_system_turn
@@ -184,7 +185,8 @@ def _require_trained_head(spec: ModelSpec, role: RoleSpec, key: str) -> None:
 def setting_warnings(config: Config) -> list[str]:
     """List settings that are allowed but probably a mistake, without reading any file."""
     critic = config.critic
-    return reward_warnings(config.algo, critic_frozen=critic.freeze, critic_warmup_steps=critic.warmup_steps)
+    rewards = reward_warnings(config.algo, critic_frozen=critic.freeze, critic_warmup_steps=critic.warmup_steps)
+    return [*warmup_warnings(config), *rewards]
 
 
 def missing_files(config: Config, roles: Sequence[RoleSpec]) -> list[str]:

@@ -328,10 +328,11 @@ class RoleUpdater(RolePasses):
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """Compute the learning rate of optimizer step `step` (0-based) of `total_steps`.
 
-    Linear warm-up to `lr` over `warmup_steps`; then constant; over the last `decay_frac` of the run the rate falls,
-    linearly or along a half cosine, to `lr · min_lr_frac`.
+    Linear warm-up to `lr` over `warmup_steps`, at most over the whole run; then constant; over the last `decay_frac` of
+    the run the rate falls, linearly or along a half cosine, to `lr · min_lr_frac`.
     """
-    warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+    warmup_steps = min(config.warmup_steps, total_steps)
+    warmup = min(1.0, (step + 1) / warmup_steps) if warmup_steps > 0 else 1.0
     if config.schedule == "constant":
         return config.lr * warmup
     decay_steps = max(1.0, config.decay_frac * total_steps)

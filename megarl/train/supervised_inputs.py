@@ -9,6 +9,7 @@ from megarl.algos.preference import BATCH_KL, preference_objective
 from megarl.cluster.roles import reference_role, reward_role, teacher_roles
 from megarl.config.batches import max_row_tokens
 from megarl.config.check import check_sft, check_train_preference, check_train_reward
+from megarl.config.check_optimizers import warmup_warning
 from megarl.config.schema import Config, SftConfig, TrainPreferenceConfig, TrainRewardConfig
 from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer
@@ -177,7 +178,7 @@ def _checked(
     settings, notes = in_steps(getattr(config, section), len(train))
     config = replace(config, **{section: settings})
     check(config)
-    warnings = list(of_model)
+    warnings = [*of_model, *warmup_warning(config.actor.optimizer, getattr(config, section).total_steps, "actor")]
     for key, data in ((f"{section}.train", train), (f"{section}.val", val)):
         if data is not None:
             warnings += [*lost(key, data), *data.spelled.warnings(key)]

@@ -37,6 +37,15 @@ def test_absent_keys_keep_their_defaults() -> None:
             "unknown key 'actor.optimiser'; did you mean 'actor.optimizer'?",
         ),
         (
+            {"actor": {"layout": {"dp:1": None}}},
+            "unknown key 'actor.layout.dp:1'; YAML asks for a space after the colon, as in dp: 2",
+        ),
+        (
+            {"actor": {"layout": "dp:1 tp:2"}},
+            "actor.layout: got 'dp:1 tp:2' (str), expected a mapping; YAML asks for a space after the "
+            "colon, as in dp: 2",
+        ),
+        (
             {"rolout": {}},
             "unknown key 'rolout'; did you mean 'rollout'?",
         ),

@@ -1,6 +1,7 @@
 """`megarl init` writes a run file that passes the checks of a dry run, with the smallest replicas that fit."""
 
 import io
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,6 @@ import pytest
 
 from megarl.config.load import PACKAGED, load_config
 from megarl.errors import ConfigError, DataError
-from megarl.plan.build import plan_run
 from megarl.plan.init import InitRequest, ask_missing, init_run
 from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 
@@ -51,7 +51,7 @@ def test_any_path_is_one_value(tmp_path: Path) -> None:
     config = load_config(init_run(replace(request(directory, model="qwen3-0.6b", gpus=0), train=train)))
     assert (config.run.dir, config.run.seed) == (str(directory / "runs"), 0)
     assert list(config.data.train) == train
-    assert "train '" in (directory / "run.yaml").read_text().split("\n")[0]
+    assert "train '" in (directory / "run.yaml").read_text().split("\n")[1]
 
 
 def test_lengths_fit_the_models_context(tmp_path: Path) -> None:
@@ -68,12 +68,26 @@ def own_data(tmp_path: Path) -> InitRequest:
     return replace(asked, train=[str(tmp_path / "t.jsonl")])
 
 
-def test_data_that_need_settings_leave_a_file_to_set_them_in(own_data: InitRequest) -> None:
-    with pytest.raises(DataError, match=r"column 'prompt' is missing; .*run\.yaml is written all the same"):
+def test_usual_columns_are_found_and_a_refusal_writes_nothing(own_data: InitRequest) -> None:
+    own_data = replace(own_data, directory=own_data.directory / "new" / "run")
+    with pytest.raises(
+        DataError, match=r"unknown data source 'mine'.*Nothing was written \(with --prompt-key question"
+    ):
         init_run(own_data)
-    named = ["data.prompt_key=question", "data.label_key=answer"]
-    with pytest.raises(ConfigError, match="unknown data source 'mine'"):
-        plan_run(load_config(own_data.directory / "run.yaml", named))
+    assert not own_data.directory.parent.exists()
+    Path(own_data.train[0]).write_text('{"question": "1+1=?", "answer": "2"}\n' * 16)
+    file = init_run(replace(own_data, data_source="openai/gsm8k"))
+    config = load_config(file)
+    assert (config.data.prompt_key, config.data.label_key) == ("question", "answer")
+    assert config.data.default_source == "openai/gsm8k"
+    schema = re.match(r"# yaml-language-server: \$schema=(.+)\n", file.read_text())
+    assert schema is not None
+    assert "properties" in json.loads(Path(schema[1]).read_text())
+    Path(own_data.train[0]).write_text('{"left": "1+1=?", "right": "2"}\n' * 16)
+    with pytest.raises(
+        DataError, match=r"column 'prompt' is missing.*--prompt-key and --label-key \(columns: left, right\)"
+    ):
+        init_run(replace(own_data, directory=own_data.directory / "other"))
 
 
 def test_a_reward_function_of_ones_own(own_data: InitRequest, tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ import yaml
 
 from megarl.config.schema import Config, RunConfig
 from megarl.errors import DataError
+from megarl.host import streams
 from megarl.record.episodes import FAILURES
-from megarl.record.metrics import JsonlSink, MetricsLogger, MetricsRecord, RunPaths
+from megarl.record.metrics import JsonlSink, MetricsLogger, MetricsRecord, RunPaths, WarningsSink
 from megarl.record.recorder import RunRecorder
 from megarl.record.rollouts import RolloutRecord, write_rollouts
 from megarl.report import ReportPaths, write_report
@@ -568,3 +569,39 @@ def test_direct_labels_move_apart_and_stay_inside() -> None:
 def test_visible_text_keeps_newlines_and_escapes_comparisons() -> None:
     assert str(visible_text("1 < 2\n\tand 3 > 2")) == "1 &lt; 2\n\tand 3 &gt; 2"
     assert str(visible_text("<think>\x00\x7f")) == '<span class="token">&lt;think&gt;</span>␀␡'
+
+
+def test_values_stand_under_the_pointer(report: ReportPaths) -> None:
+    """A strip for each step of a curve, left to right; where a curve has held-out scores, both are told."""
+    page = report.html.read_text(encoding="utf-8")
+    figures = re.findall(r"<svg role.*?</svg>", page, re.DOTALL)
+    validation = next(figure for figure in figures if 'aria-label="Validation score"' in figure)
+    strips = re.findall(r'<rect class="step" x="([\d.]+)"[^>]*><title>([^<]*)</title>', validation)
+    assert [title for _, title in strips] == [
+        f"step {step}\nsampled: {score:.4g}\ngreedy: {GREEDY_SCORES[step]:.4g}"
+        for step, score in SAMPLED_SCORES.items()
+    ]
+    assert [float(x) for x, _ in strips] == sorted(float(x) for x, _ in strips)
+    reward = next(figure for figure in figures if 'aria-label="Training reward"' in figure)
+    assert len(re.findall('<rect class="step"', reward)) == NUM_STEPS
+
+
+def test_warnings_of_a_run_are_repeated_once(tmp_path: Path) -> None:
+    paths = RunPaths(write_run(tmp_path / "run"))
+    streams.print_lines("warning: of an earlier run <b>")
+    with MetricsLogger([WarningsSink(paths.warnings)]) as log:
+        streams.print_lines("no warning: this line", "warning: <b>cut</b>")
+        log.log(1, {})
+        streams.print_lines("warning: <b>cut</b>")
+        log.log(2, {})
+    page = write_report(paths.root).html.read_text(encoding="utf-8")
+    assert page.count("<li>&lt;b&gt;cut&lt;/b&gt;</li>") == 1
+    assert "no warning" not in page
+
+
+@pytest.mark.parametrize(
+    ("score", "expected"), [(0.0, "0.000 ± 0.024"), (1.0, "1.000 ± 0.024"), (0.5, "0.500 ± 0.079")]
+)
+def test_few_prompts_prove_no_certainty(score: float, expected: str) -> None:
+    # By hand: √(1/42 · 41/42 / 40) = 0.0241; √(0.25 / 40) = 0.0791.
+    assert str(MeanScore(step=1, score=score, num_prompts=40)) == expected

@@ -19,7 +19,8 @@ def rates(total_steps: int, **config: Any) -> list[float]:
         ({}, [8, 8, 8, 8]),
         # Step 0 is already trained on: warm-up starts above 0 and ends at step 3.
         ({"warmup_steps": 4}, [2, 4, 6, 8]),
-        ({"warmup_steps": 8}, [1, 2, 3, 4]),
+        # A warm-up that is longer than the run ends with it.
+        ({"warmup_steps": 8}, [2, 4, 6, 8]),
         # Down to a quarter of the run's rate at its end, which is the step after the last one.
         ({"schedule": "linear"}, [8, 6, 4, 2]),
         ({"schedule": "linear", "decay_frac": 0.5}, [8, 8, 8, 4]),
