@@ -1,6 +1,6 @@
 """Check that the chat template writes the text of every turn of a data set."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ROLES = ("system", "user", "assistant", "tool")
+_BLANK = " "  # Precedes the role of a turn without text.
 
 
 def require_question(messages: Sequence[Message], name: str, where: str) -> None:
@@ -25,11 +26,13 @@ def require_question(messages: Sequence[Message], name: str, where: str) -> None
 
 
 class RoleCheck:
-    """The check of the sequences of roles of a data set. Each is rendered once, with texts that no template changes."""
+    """The check of the sequences of roles of a data set. One is rendered, with texts that no template changes, if a
+    turn of it stands where no turn of the sequences rendered before stood (`_places`).
+    """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
-        self._known = set[tuple[object, ...]]()
+        self._known, self._places = set[object](), set[object]()
 
     def require(self, messages: Sequence[Message], where: str, *, whole: bool) -> None:
         """Raise DataError if the chat template leaves out a turn's text, or opens an answer's thought a second time.
@@ -37,17 +40,21 @@ class RoleCheck:
         whole: the last answer, too, is written by the template, and not encoded after its prompt.
         """
         spoken = messages if whole or messages[-1].role != "assistant" else messages[:-1]
-        # Blank texts cannot be lost; a template may treat thoughts apart, and adds them to answers alone.
-        shape = (
-            whole,
-            *((m.role, not m.content or m.content.isspace(), whole and begins_thought(m.content)) for m in spoken),
-        )
-        if shape in self._known:
+        if not spoken:
+            return
+        # Blank texts cannot be lost. A template may treat thoughts apart, and adds them to answers alone.
+        kinds = tuple([m.role if m.content and not m.content.isspace() else _BLANK + m.role for m in spoken])
+        ending = (whole, whole and begins_thought(spoken[-1].content))
+        if (kinds, ending) in self._known:
+            return
+        places = {(*place, ending) for place in _places(kinds)}
+        if places <= self._places:
+            self._known.add((kinds, ending))
             return
         probes = [_probe(i, message) for i, message in enumerate(spoken)]
         opened = spoken[-1].role != "assistant"
         chats = [probes]
-        if whole and begins_thought(spoken[-1].content):
+        if ending[1]:
             thought = replace(probes[-1], content=f"<think>\nZq thought\n</think>\n\n{probes[-1].content}")
             chats.append([*probes[:-1], thought])
         try:
@@ -69,7 +76,8 @@ class RoleCheck:
                 f"{where}: turn {len(spoken) - 1}: the chat template opens a thought before the answer, which opens "
                 "one, too; remove the thought's opening from the answer, or give the model another template"
             )
-        self._known.add(shape)
+        self._known.add((kinds, ending))
+        self._places |= places
 
     def _writes(self, chat: Sequence[Message], turn: int, role: str) -> bool:
         """Return whether the template would write a turn of a chat under another role."""
@@ -79,6 +87,16 @@ class RoleCheck:
         except TemplateRefusal:
             return False
         return chat[turn].content.lower() in text.lower()
+
+
+def _places(kinds: Sequence[str]) -> Iterator[tuple[object, ...]]:
+    """Yield what a template may decide by whether it writes a turn: its role, those next to it and of the last turn,
+    and whether it is the first or the last turn of its role, as templates that take one system turn have it.
+    """
+    first, last = {kind: i for i, kind in reversed([*enumerate(kinds)])}, {kind: i for i, kind in enumerate(kinds)}
+    around = zip(("", *kinds), kinds, (*kinds[1:], ""), strict=False)
+    for i, (before, kind, after) in enumerate(around):
+        yield before, kind, after, kinds[-1], first[kind] == i, last[kind] == i
 
 
 def _probe(turn: int, message: Message) -> Message:

@@ -1,6 +1,7 @@
 """Every turn of a data set reaches the model: sequences of roles under templates in the manner of published ones."""
 
 from itertools import product
+from random import Random
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -54,6 +55,13 @@ TEMPLATES = {
     "mistral": (
         by_role({"user": "[INST] {{ m.content }}[/INST]", "assistant": " {{ m.content }}<|im_end|>"}, ""),
         "ua",
+    ),
+    "mistral, system turns before the last question": (
+        "{%- set ns = namespace(system='') -%}{%- for m in messages -%}{%- if m.role == 'system' -%}"
+        "{%- set ns.system = m.content + '\n\n' -%}{%- elif m.role == 'user' -%}"
+        "[INST] {{ ns.system if loop.last }}{{ m.content }}[/INST]{%- elif m.role == 'assistant' -%}"
+        " {{ m.content }}<|im_end|>{%- endif -%}{%- endfor -%}",
+        "sua",
     ),
     "qwen 3": (
         by_role(
@@ -127,6 +135,35 @@ def test_a_turn_is_written_or_its_row_is_refused(name: str, tokenizer: PreTraine
                 DataError, match=rf"^a\.jsonl row 3: turn {place}: .* leaves out .* '{role}' .*; rename"
             ):
                 looks.look(turns, "a.jsonl row 3")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_sequences_before_do_not_change_what_is_refused(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = TEMPLATES[name][0]
+
+    def refuses(check: RoleCheck, roles: tuple[str, ...]) -> bool:
+        try:
+            check.require(chat(roles), "row 0", whole=True)
+        except DataError:
+            return True
+        return False
+
+    sequences = [each for n in range(1, 5) for each in product(("system", "user", "assistant", "tool"), repeat=n)]
+    check = RoleCheck(tokenizer)
+    for roles in sequences:
+        assert refuses(check, roles) == refuses(RoleCheck(tokenizer), roles)
+
+
+def test_many_sequences_of_roles_need_few_renderings(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered, draw = list[object](), Random(0)
+    monkeypatch.setattr("megarl.data.roles.render_chats", lambda *a, **k: rendered.append(a) or render_chats(*a, **k))
+    check = RoleCheck(tokenizer)
+    for _ in range(1000):
+        roles = draw.choices(("user", "assistant", "tool"), k=draw.randint(4, 12))
+        check.require(chat((*draw.choice(((), ("system",))), *roles)), "row 0", whole=True)
+    assert 10 < len(rendered) < 200
 
 
 def test_a_sequence_of_roles_is_rendered_once(tokenizer: PreTrainedTokenizerBase) -> None:
