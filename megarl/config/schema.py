@@ -129,6 +129,8 @@ class DataConfig:
     prompt_key: str = "prompt"
     # Column with the ground truth, as `label`; null: reward_model.ground_truth, as verl writes it.
     label_key: str | None = None
+    # Column with an answer as the policy is to write it: a demonstration, a text or one assistant turn.
+    target_key: str = "target"
     source_key: str = "data_source"  # Column with the data source, which decides how responses are judged.
     default_source: str | None = None  # Data source of rows that name none; null: such rows are an error.
     # Text of a system turn put before chats that have none, also those of supervised training; null: none. A row's

@@ -24,7 +24,7 @@ class SftConfig:
     on_long: Literal["error", "drop", "cut"] = "error"
     # Column with the chat, a list of {role, content} or {from, value}; null: messages or conversations.
     chat_key: str | None = None
-    # Column with the answer to data.prompt_key; null: target, response or completion.
+    # Column with the answer to data.prompt_key; null: data.target_key, response or completion.
     answer_key: str | None = None
     batch_size: int = setting(32, AT_LEAST_1)  # Rows per optimizer step.
     total_steps: int = setting(1000, AT_LEAST_1)  # Number of optimizer steps.

@@ -109,7 +109,7 @@ class Answers:
 
         Raises:
             DataError: the template refuses the chat; `target` has no text, or an end anywhere but at its end; or it
-                thinks though the template's prompt has closed the thought.
+                thinks though the template's prompt has closed the thought, or not though it has opened one.
         """
         answer = Message(role="assistant", content=self._without_end(target))
         (opening,) = render_row(self._tokenizer, [messages], where, prefill=True)
@@ -165,13 +165,7 @@ class Answers:
         """Return the text that the policy writes after the prompt `opening`; DataError if there is none."""
         if not content.strip() or self.ends.tails[0].strip() in content:
             raise self._target_error(content, where)
-        text = after_prompt(content, opening)
-        if text is None:
-            raise DataError(
-                f"{where}: the answer is {content[:80]!r}, but the chat template's prompt ends with {opening[-20:]!r}, "
-                "a thought that is closed already; remove the thought from the answer, or let the template open one, "
-                "with an argument in data.chat_template such as enable_thinking=true"
-            )
+        text = after_prompt(content, opening, where)
         if not text.strip():
             raise self._target_error(content, where)
         return text

@@ -46,7 +46,7 @@ class ParquetFile:
         self._path = path
         with reading(path, "a Parquet file"), pq.ParquetFile(path, page_checksum_verification=True) as file:
             self.present: Sequence[str] = file.schema_arrow.names
-            table = file.read(columns=[name for name in columns if name in self.present])
+            table = file.read(columns=[name for name in dict.fromkeys(columns) if name in self.present])
             # Damage that no checksum shows, such as text that is not UTF-8, before a row meets it.
             try:
                 table.validate(full=True)

@@ -156,7 +156,8 @@ class HintPlacer:
         if missing is Missing.NO_TEXT:
             keys = _KEYS[cfg.source] if cfg.field is None else (cfg.field,)
             chosen = f"source={cfg.source}" if cfg.field is None else f"field={cfg.field}"
-            places = " or ".join(f"extra_info.{key}" for key in keys) or "the column target"
+            named = [f"extra_info.{key}" for key in keys] or ["the column data.target_key"]
+            places = " or ".join([*named, *([] if cfg.field is None else [f"the column {cfg.field}"])])
             return f"expected text in {places} (algo.cpo.hint.{chosen})"
         if missing is Missing.NO_PLACE:
             turn = "system turn" if cfg.place == "system" else "user turn"

@@ -10,23 +10,18 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from megarl.config.algo import DemonstrationConfig
+from megarl.config.algo import CpoConfig, DemonstrationConfig
 from megarl.config.environments import EnvironmentConfig
 from megarl.config.schema import DataConfig
 from megarl.data.answers import Answers
 from megarl.data.chat import encode_chats, long_prompt_error, require_system_turn
 from megarl.data.files import READ_ROWS, RowFiles
 from megarl.data.marks import SpelledMarks
-from megarl.data.records import (
-    TARGET_COLUMNS,
-    parse_prompt,
-    parse_target,
-    parse_target_probs,
-    prompt_columns,
-)
+from megarl.data.messages import read_answer
+from megarl.data.records import TARGET_PROBS, PromptRecord, parse_prompt, parse_target_probs, prompt_columns
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
-from megarl.types import Message, Prompt
+from megarl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,7 +46,8 @@ class PromptDataset:
     comes with the demonstrator's probabilities. environment: names the column with a row's environment, or one for all
     rows. tools_of: returns the schemas of an environment's tools, which the chat template writes into the prompts.
     answers: encodes demonstrations; None: as the tokenizer alone says. vocabulary: DataError for tokens of prompts and
-    demonstrations without a row in the model's embedding. with_targets: prompts carry the text of their targets, too.
+    demonstrations without a row in the model's embedding. cpo: prompts carry the texts of which hints are made; a field
+    that it names and `extra_info` lacks is the column of that name.
     `spelled`: rows whose texts spell special tokens. `by_roles`: of each sequence of roles that prompts have, the first
     prompt.
     """
@@ -67,12 +63,14 @@ class PromptDataset:
         tools_of: ToolsOf = no_tools,
         answers: Answers | None = None,
         vocabulary: Vocabulary = EVERY_TOKEN,
-        with_targets: bool = False,
+        cpo: CpoConfig | None = None,
     ) -> None:
-        self._with_targets = with_targets
+        cpo = cpo or CpoConfig()
+        self._with_targets = cpo.hint.source == "demonstration"
+        self._fields = [name for name in (cpo.hint.field, cpo.difficulty_field) if name is not None]
         self._settings, self._environment = settings, environment or EnvironmentConfig()
-        targets = TARGET_COLUMNS if demonstrations or with_targets else ()
-        columns = (*prompt_columns(self._settings), self._environment.key, *targets)
+        targets = (settings.target_key, TARGET_PROBS) if demonstrations or self._with_targets else ()
+        columns = (*prompt_columns(self._settings), self._environment.key, *targets, *self._fields)
         required = (self._settings.prompt_key, self._settings.label_key or "reward_model")
         self._files = RowFiles(paths, columns=columns, required=required)
         require_system_turn(tokenizer, self._settings.system_prompt)
@@ -98,15 +96,15 @@ class PromptDataset:
                 if len(ids) <= settings.max_prompt_tokens:
                     where, spoken = self._files.where(index), record.messages
                     vocabulary.require(ids, where)
-                    if demonstrations is not None and row.get("target"):
-                        spoken = (*spoken, Message(role="assistant", content=parse_target(row, where)))
+                    if demonstrations is not None and row.get(settings.target_key):
+                        spoken = (*spoken, read_answer(row, settings.target_key, where))
                     self.spelled.look(spoken, where)
                     self.by_roles.setdefault(tuple(message.role for message in record.messages), len(self._kept))
                     self._tokens.append(array("i", ids))
                     self._kept.append(index)
                     if demonstrations is not None and encoder is not None:
-                        target, has_probs = _demonstration(encoder, row, record.messages, demonstrations, where)
-                        vocabulary.require(target, f"{where}: target")
+                        target, has_probs = self._demonstration(encoder, row, record, demonstrations, where)
+                        vocabulary.require(target, f"{where}: {settings.target_key}")
                         self._demonstrations.append(array("i", target))
                         self.num_target_probs += has_probs
                 elif settings.on_long_prompt == "error":
@@ -116,6 +114,29 @@ class PromptDataset:
         # Number of usable prompts of each file, in the order of `paths`.
         self.num_prompts_by_file = self._files.counts(self._kept)
         self._require_usable(demonstrations)
+
+    def _demonstration(
+        self, answers: Answers, row: Mapping[str, Any], record: PromptRecord, cfg: DemonstrationConfig, where: str
+    ) -> tuple[list[int], bool]:
+        """Encode a row's target as the policy would have written it; also return whether the row has `target_probs`.
+
+        A target of more than `cfg.max_tokens` tokens besides its end token is cut and has no end token, or is not used
+        at all (`cfg.on_long`). For a row without a target, no tokens are returned. DataError names the row (`where`).
+        """
+        if not row.get(self._settings.target_key):
+            return [], False
+        target = read_answer(row, self._settings.target_key, where)
+        ids = answers.demonstration(record.messages, target.content, where=where)
+        probs = parse_target_probs(row, where)
+        # There must be one probability per token of the target, and there may be one more for the end token.
+        if probs and len(probs) not in (len(ids) - 1, len(ids)):
+            raise DataError(
+                f"{where}: target_probs has {len(probs)} entries, expected {len(ids) - 1}, one per token of the "
+                f"target, or {len(ids)} with the end token; compute them with this model's tokenizer"
+            )
+        if len(ids) > cfg.max_tokens + 1:
+            ids = ids[: cfg.max_tokens] if cfg.on_long == "cut" else []
+        return ids, bool(probs)
 
     def _require_usable(self, demonstrations: DemonstrationConfig | None) -> None:
         """Raise DataError if no prompt is left, or no demonstration where they are requested."""
@@ -127,7 +148,8 @@ class PromptDataset:
         if demonstrations is not None and not any(self._demonstrations):
             raise DataError(
                 f"none of the {len(self)} prompts has a usable target, but algo.demonstrations.strategy asks for "
-                f"demonstrations; add the column target, raise algo.demonstrations.max_tokens, or set strategy=none"
+                f"demonstrations; add the column {self._settings.target_key}, raise algo.demonstrations.max_tokens, or "
+                "set strategy=none"
             )
 
     def _environment_of(self, row: Mapping[str, Any], where: str) -> str:
@@ -146,40 +168,19 @@ class PromptDataset:
         record = parse_prompt(row, where, self._settings)
         demonstration = self._demonstrations[index] if self._demonstrations else ()
         probs = parse_target_probs(row, where) if self._demonstrations else ()
+        fields = {name: row[name] for name in self._fields if row.get(name) is not None}
+        has_target = self._with_targets and row.get(self._settings.target_key)
         return Prompt(
             uid=f"{record.data_source}:{place}",
             token_ids=tuple(self._tokens[index]),
             data_source=record.data_source,
             ground_truth=record.ground_truth,
-            extra_info=record.extra_info,
+            extra_info={**fields, **record.extra_info} if fields else record.extra_info,
             messages=record.messages,
             demonstration_ids=tuple(demonstration),
             demonstration_probs=(*probs, UNKNOWN_PROB)[: len(demonstration)] if probs else (),
-            target=parse_target(row, where) if self._with_targets and row.get("target") else "",
+            target=read_answer(row, self._settings.target_key, where).content if has_target else "",
             environment=self._environment_of(row, where),
             label=None if isinstance(record.label, str) else record.label,
             is_text=[row.get(self._settings.prompt_key)] == [message.content for message in record.messages],
         )
-
-
-def _demonstration(
-    answers: Answers, row: Mapping[str, Any], messages: Sequence[Message], cfg: DemonstrationConfig, where: str
-) -> tuple[list[int], bool]:
-    """Encode a row's target as the policy would have written it; also return whether the row has `target_probs`.
-
-    A target of more than `cfg.max_tokens` tokens besides its end token is cut and has no end token, or is not used at
-    all (`cfg.on_long`). For a row without a target, no tokens are returned. DataError names the row (`where`).
-    """
-    if not row.get("target"):
-        return [], False
-    ids = answers.demonstration(messages, parse_target(row, where), where=where)
-    probs = parse_target_probs(row, where)
-    # There must be one probability per token of the target, and there may be one more for the end token.
-    if probs and len(probs) not in (len(ids) - 1, len(ids)):
-        raise DataError(
-            f"{where}: target_probs has {len(probs)} entries, expected {len(ids) - 1}, one per token of the target, "
-            f"or {len(ids)} with the end token; compute them with this model's tokenizer"
-        )
-    if len(ids) > cfg.max_tokens + 1:
-        ids = ids[: cfg.max_tokens] if cfg.on_long == "cut" else []
-    return ids, bool(probs)

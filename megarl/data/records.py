@@ -1,6 +1,6 @@
 """Parse rows of prompt files, in the Parquet/JSON-lines schemas that verl, LUFFY and OpenRLHF use.
 
-`prompt` and `target`: lists of {role, content}, the prompt also a text; `target_probs`: optional list of the
+`prompt` and `target`: lists of {role, content}, or texts; `target_probs`: optional list of the
 probabilities that the author of the target gave its tokens, -1 where unknown; `data_source`: string, at the top level
 or in `extra_info`; `ability`: not read; `reward_model`: {style, ground_truth}; `extra_info`: any object. The
 section `data` of a configuration can name other columns.
@@ -22,28 +22,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.config.schema import DataConfig, SftConfig
+from megarl.data.messages import as_openai_turn, read_answer, read_messages, text_of
 from megarl.data.roles import require_question
-from megarl.data.written import read_structure, read_turns, require_text
+from megarl.data.written import read_structure, read_turns
 from megarl.errors import DataError
 from megarl.host.writing import replacing
 from megarl.types import Message
 
-TARGET_COLUMNS = ("target", "target_probs")
-# An answer to `prompt`, by the names that LUFFY, verl and TRL give it.
-ANSWER_COLUMNS = ("target", "response", "completion")
+TARGET_PROBS = "target_probs"
+# An answer to `prompt` besides `target`, by the names that verl and TRL give it.
+_ANSWER_COLUMNS = ("response", "completion")
 # A chat, by the names that OpenAI and ShareGPT give it.
 CHAT_COLUMNS = ("messages", "conversations")
-# ShareGPT's names of speakers.
-SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "tool": "tool",
-}
-# A turn may hold these besides its text. They would be lost: chats are rendered from roles and texts.
-UNREAD_TURN_KEYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 _MAX_MARGIN = 3.4e38  # of numbers of 32 bits
 PREFERENCE_SIDES = ("chosen", "rejected")
 PREFERENCE_COLUMNS = (*PREFERENCE_SIDES, "prompt", "messages", "system", "margin")
@@ -119,7 +109,7 @@ def parse_prompt(row: Mapping[str, Any], where: str, form: DataConfig | None = N
     extra_info = _mapping(row, "extra_info", where, required=False)
     if form.label_key is None:
         reward_model = _mapping(row, "reward_model", where, required=True)
-        style = _string({"style": "rule", **reward_model}, "style", f"{where}: reward_model")
+        style = text_of({"style": "rule", **reward_model}, "style", f"{where}: reward_model")
         label, place = reward_model.get("ground_truth"), "reward_model: ground_truth"
         if style == "model" and label is None:
             label = ""
@@ -138,12 +128,12 @@ def parse_prompt(row: Mapping[str, Any], where: str, form: DataConfig | None = N
         raise DataError(
             f"{where}: {form.source_key} is missing; name the column in data.source_key, or set data.default_source"
         )
-    messages = _messages(row, form.prompt_key, where, text_role="user")
+    messages = read_messages(row, form.prompt_key, where, text_role="user")
     if not form.prefill:
         require_question(messages, form.prompt_key, where)
     return PromptRecord(
         messages=_with_system(row, messages, where, form),
-        data_source=_string({form.source_key: source}, form.source_key, where),
+        data_source=text_of({form.source_key: source}, form.source_key, where),
         ground_truth=text,
         label=label,
         extra_info=extra_info,
@@ -154,7 +144,7 @@ def _with_system(
     row: Mapping[str, Any], messages: tuple[Message, ...], where: str, form: DataConfig
 ) -> tuple[Message, ...]:
     """Put a system turn before a chat that has none: the text of the row's column `system`, or of the settings."""
-    given = _string(row, "system", where) if row.get("system") else None
+    given = text_of(row, "system", where) if row.get("system") else None
     if messages[0].role != "system":
         text = form.system_prompt if given is None else given
         return messages if text is None else (Message(role="system", content=text), *messages)
@@ -175,8 +165,11 @@ def _without_nulls(value: Any) -> Any:
 def demonstration_columns(form: DataConfig, settings: SftConfig) -> tuple[str, ...]:
     """Return the columns that `parse_demonstration` reads, whose names `form` and `settings` can set."""
     chats = CHAT_COLUMNS if settings.chat_key is None else (settings.chat_key,)
-    answers = ANSWER_COLUMNS if settings.answer_key is None else (settings.answer_key,)
-    return (*chats, form.prompt_key, *answers, "system")
+    return (*chats, form.prompt_key, *_answer_columns(form, settings), "system")
+
+
+def _answer_columns(form: DataConfig, settings: SftConfig) -> tuple[str, ...]:
+    return (form.target_key, *_ANSWER_COLUMNS) if settings.answer_key is None else (settings.answer_key,)
 
 
 def parse_demonstration(
@@ -185,20 +178,19 @@ def parse_demonstration(
     """Parse a row of supervised training; DataError names the row (`where`) and what is wrong.
 
     A row is a chat, in OpenAI's form (`messages` of {role, content}) or ShareGPT's (`conversations` of {from, value}),
-    or a prompt with one answer, in one of `ANSWER_COLUMNS`. In a chat, all turns of the assistant are imitated except
-    those with `train: false` or `weight: 0`. A system turn is put before a chat that has none if the row has a text in
-    the column `system`, or else if `form.system_prompt` is set. `form` and `settings` may name other columns.
+    or a prompt with one answer, in `target`, `response` or `completion`. In a chat, all turns of the assistant are
+    imitated except those with `train: false` or `weight: 0`. A system turn is put before a chat that has none if the
+    row has a text in the column `system`, or else if `form.system_prompt` is set. `form` and `settings` may name other
+    columns.
     """
     form, settings = form or DataConfig(), settings or SftConfig()
-    answers = ANSWER_COLUMNS if settings.answer_key is None else (settings.answer_key,)
+    answers = _answer_columns(form, settings)
     answer = next((name for name in answers if row.get(name)), None)
     if row.get(form.prompt_key) and answer is not None:
-        target = _messages(row, answer, where, text_role="assistant")
-        if len(target) != 1 or target[0].role != "assistant" or not target[0].content:
-            raise DataError(f"{where}: {answer} has roles {[m.role for m in target]}, expected one assistant turn")
-        prompt = _messages(row, form.prompt_key, where, text_role="user")
+        target = read_answer(row, answer, where)
+        prompt = read_messages(row, form.prompt_key, where, text_role="user")
         require_question(prompt, form.prompt_key, where)
-        messages = (*prompt, *target)
+        messages = (*prompt, target)
         trained: tuple[int, ...] = (len(messages) - 1,)
     else:
         chats = CHAT_COLUMNS if settings.chat_key is None else (settings.chat_key,)
@@ -225,16 +217,13 @@ def _parse_chat(row: Mapping[str, Any], name: str, where: str) -> tuple[tuple[Me
     chat, turns = read_turns(row[name], f"{where}: {name}"), list[Any]()
     for i, turn in enumerate(chat if isinstance(chat, list | tuple) else ()):
         place = f"{where}: {name}[{i}]"
-        if isinstance(turn, Mapping) and turn.get("from") is not None:
-            if not isinstance(turn["from"], str) or turn["from"] not in SHAREGPT_ROLES:
-                raise DataError(f"{place}: from is {turn['from']!r}, expected one of {sorted(SHAREGPT_ROLES)}")
-            turn = {**turn, "role": SHAREGPT_ROLES[turn["from"]], "content": turn.get("value")}
         if isinstance(turn, Mapping):
+            turn = as_openai_turn(turn, place)
             for key, allowed in (("train", (True, False)), ("weight", (0, 1))):
                 if turn.get(key) is not None and turn[key] not in allowed:
                     raise DataError(f"{place}: {key} is {turn[key]!r}, expected {allowed[0]} or {allowed[1]}")
         turns.append(turn)
-    messages = _messages({name: turns or chat}, name, where)
+    messages = read_messages({name: turns or chat}, name, where)
     return messages, tuple(
         i
         for i, (message, turn) in enumerate(zip(messages, turns, strict=True))
@@ -244,9 +233,9 @@ def _parse_chat(row: Mapping[str, Any], name: str, where: str) -> tuple[tuple[Me
 
 def parse_preference(row: Mapping[str, Any], where: str, form: DataConfig | None = None) -> PreferenceRecord:
     """Parse a preference row; DataError names `where` and what is wrong. `form` may give a chat a system turn."""
-    sides = {side: _messages(row, side, where, text_role="assistant") for side in PREFERENCE_SIDES}
+    sides = {side: read_messages(row, side, where, text_role="assistant") for side in PREFERENCE_SIDES}
     questions = (name for name in ("prompt", "messages") if row.get(name))
-    prompt = next((_messages(row, name, where, text_role="user") for name in questions), ())
+    prompt = next((read_messages(row, name, where, text_role="user") for name in questions), ())
     openings = {side: turns[:-1] for side, turns in sides.items()}
     opening = prompt or openings["chosen"]
     for side, turns in sides.items():
@@ -273,14 +262,6 @@ def parse_preference(row: Mapping[str, Any], where: str, form: DataConfig | None
     )
 
 
-def parse_target(row: Mapping[str, Any], where: str) -> str:
-    """Read the text of `target`, one assistant turn; DataError names `where` and what is wrong."""
-    target = _messages(row, "target", where)
-    if len(target) != 1 or target[0].role != "assistant" or not target[0].content:
-        raise DataError(f"{where}: target has roles {[m.role for m in target]}, expected one assistant turn")
-    return target[0].content
-
-
 def parse_target_probs(row: Mapping[str, Any], where: str) -> tuple[float, ...]:
     """Read `target_probs`, in (0, 1] or -1; empty if the row has none. DataError names `where` and what is wrong."""
     value = read_structure(row.get("target_probs"), f"{where}: target_probs")
@@ -300,37 +281,6 @@ def write_parquet(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), file)
 
 
-def _messages(row: Mapping[str, Any], name: str, where: str, *, text_role: str = "") -> tuple[Message, ...]:
-    """Read a list of turns from column `name`. With `text_role`, a plain text becomes one turn with that role."""
-    value = row.get(name)
-    if isinstance(value, str):
-        value = read_turns(value, f"{where}: {name}")
-    if text_role and isinstance(value, str):
-        require_text(value, f"{where}: {name}")
-        return (Message(role=text_role, content=value),)
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
-        got = "an empty list" if isinstance(value, list) else type(value).__name__
-        raise DataError(f"{where}: {name} is {got}, expected a list of {{role, content}}")
-    messages = []
-    for i, item in enumerate(value):
-        place = f"{where}: {name}[{i}]"
-        if not isinstance(item, Mapping):
-            raise DataError(f"{place} is {type(item).__name__}, expected {{role, content}}")
-        if unread := [key for key in UNREAD_TURN_KEYS if item.get(key)]:
-            raise DataError(
-                f"{place}: {unread[0]} is not read here; write it into the turn's text, in the form in which the "
-                "model is to write it"
-            )
-        message = Message(role=_string(item, "role", place), content=_string(item, "content", place))
-        known = SHAREGPT_ROLES.get(message.role.strip().lower(), message.role)
-        if known != message.role or not known:
-            raise DataError(f"{place}: role is {message.role!r}, expected {known or 'assistant, user or another name'}")
-        if message.content.startswith("["):
-            require_text(message.content, f"{place}: content")
-        messages.append(message)
-    return tuple(messages)
-
-
 def _mapping(row: Mapping[str, Any], name: str, where: str, *, required: bool) -> Mapping[str, Any]:
     value = row.get(name)
     value = read_structure(value, f"{where}: {name}") if isinstance(value, str) else value
@@ -341,10 +291,3 @@ def _mapping(row: Mapping[str, Any], name: str, where: str, *, required: bool) -
         raise DataError(f"{where}: {name} is {got}, expected an object, or JSON of one")
     # Parquet gives every row all fields of a struct, as nulls where a row had none.
     return {key: item for key, item in value.items() if item is not None}
-
-
-def _string(row: Mapping[str, Any], name: str, where: str) -> str:
-    value = row.get(name)
-    if not isinstance(value, str):
-        raise DataError(f"{where}: {name} is {'missing' if value is None else f'{value!r:.200}'}, expected a string")
-    return value

@@ -304,7 +304,7 @@ def _open_prompts(
         tools_of=partial(tools_of, config.environment),
         answers=answers,
         vocabulary=vocabulary,
-        with_targets=config.algo.cpo.hint.source == "demonstration",
+        cpo=config.algo.cpo,
     )
 
 

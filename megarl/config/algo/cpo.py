@@ -21,9 +21,10 @@ class HintConfig:
     """Configure CPO's hint: a text, such as the solution, that is added to the prompt for one more forward pass."""
 
     # solution: the hint is extra_info.gold_solution (or solution); answer: it is the ground-truth answer;
-    # demonstration: it is the text of the column target, a whole response.
+    # demonstration: it is the text of the column data.target_key, a whole response.
     source: Literal["solution", "answer", "demonstration"] = "solution"
-    # Field of extra_info whose text is the hint, such as answer in verl's GSM8K files; null: by source.
+    # Field of extra_info, or else column, whose text is the hint, such as answer in verl's GSM8K files; null: by
+    # source.
     field: str | None = None
     # Where the hint is written. before_question, after_question: in the last user turn, directly before or after its
     # text; system: at the end of the system turn, or in one of its own; user_turn: the template is the whole of the
@@ -82,8 +83,8 @@ class CpoConfig:
     # How a group's difficulty is judged: by its number of correct samples, or by the variance of its rewards; see
     # docs/algorithms.md.
     difficulty: Literal["three_way", "five_way", "variance", "variance_signed", "data"] = "three_way"
-    # With difficulty=data: the field of extra_info that holds it, a number of which the sign counts (−1: hard, 0:
-    # medium, 1: easy).
+    # With difficulty=data: the field of extra_info, or else the column, that holds it, a number of which the sign
+    # counts (−1: hard, 0: medium, 1: easy).
     difficulty_field: str | None = None
     # old: take entropies from the forward pass before the update; current: take them from the update's own
     # forward pass.

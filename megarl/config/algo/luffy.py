@@ -32,7 +32,8 @@ class DemonstrationConfig:
 
     # none | random | linear | linear_max | reverse_linear | fixed | linear_variance; see docs/algorithms.md.
     strategy: str = "none"
-    # Who writes demonstrations. data: the column target; teacher: the prompt's teacher, when the prompt is sampled.
+    # Who writes demonstrations. data: the column data.target_key; teacher: the prompt's teacher, when the prompt is
+    # sampled.
     source: Literal["data", "teacher"] = "data"
     # Number of samples of a group, counted from the first, that start with a prefix of the demonstration; -1:
     # all.

@@ -80,12 +80,7 @@ def inspect_hints(request: InspectRequest) -> HintReport:
     path = local_model(named, key, weights=request.model is not None)
     config = replace(config, model=replace(config.model, path=path))
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
-    prompts = PromptDataset(
-        train_files(config.data.train),
-        tokenizer,
-        config.data,
-        with_targets=config.algo.cpo.hint.source == "demonstration",
-    )
+    prompts = PromptDataset(train_files(config.data.train), tokenizer, config.data, cpo=config.algo.cpo)
     positions = int(read_hf_config(Path(config.model.path)).get("max_position_embeddings", sys.maxsize))
     placer = open_hints(config, tokenizer, positions).placer
     survey = survey_hints(placer, (prompts[i] for i in range(len(prompts))))
@@ -152,8 +147,8 @@ def _with_signal(
         samples = _sample(model, config, encoder.ends.stop_token_ids, prompts)
     else:
         samples = [
-            _as_sample(prompt, encoder.demonstration(prompt.messages, hint_text(prompt, placer.cfg) or ""), 0)
-            for prompt in prompts
+            _as_sample(prompt, encoder.demonstration(prompt.messages, hint, where=f"prompt {prompt.uid}: hint"), 0)
+            for prompt, hint in ((prompt, hint_text(prompt, placer.cfg) or "") for prompt in prompts)
         ]
     sources = {prompt.data_source for prompt in prompts}
     with closing(open_rewards(without_training(config.rewards, sources), sources, tokenizer)) as rewards:

@@ -153,7 +153,7 @@ def test_text_of_a_demonstration(tokenizer: PreTrainedTokenizerBase) -> None:
     assert hint_text(replace(prompt(solution="1+2"), target="1+2=3\n3"), cfg) == "1+2=3\n3"
     assert hint_text(prompt(solution="1+2"), cfg) is None
     bare = asked(tokenizer, "1+2=?", uid="sums:7")
-    missing = r"expected text in the column target \(algo\.cpo\.hint\.source=demonstration\)"
+    missing = r"expected text in the column data\.target_key \(algo\.cpo\.hint\.source=demonstration\)"
     with pytest.raises(DataError, match=missing):
         placed(tokenizer, bare, replace(cfg, on_missing="error"))
 
@@ -519,7 +519,7 @@ def test_a_file_without_a_single_hint(tokenizer: PreTrainedTokenizerBase) -> Non
         "(algo.cpo.hint.source=solution); set algo.cpo.hint.field to a field with text, of which there are: answer, "
         "question, or set algo.cpo.method=none"
     )
-    assert "expected text in extra_info.reason (algo.cpo.hint.field=reason); " in error(
+    assert "expected text in extra_info.reason or the column reason (algo.cpo.hint.field=reason); " in error(
         gsm8k, HintConfig(field="reason")
     )
     assert "the chat has no user turn in which" in error(asked(tokenizer, "system:Add."))

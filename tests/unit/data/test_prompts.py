@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from megarl.config.algo import CpoConfig, DemonstrationConfig, HintConfig
 from megarl.config.schema import DataConfig
+from megarl.data.hints import hint_text
 from megarl.data.prompts import PromptDataset
 from megarl.errors import DataError
+from megarl.train.rows import stated_difficulty
 
 # <|im_start|>user\n … <|im_end|>\n<|im_start|>assistant\n around a question of one token per character.
 NUM_TEMPLATE_TOKENS = 8
+DEMONSTRATED = CpoConfig(hint=HintConfig(source="demonstration"))
 
 
 def row(question: str, **changes: Any) -> dict[str, Any]:
@@ -48,10 +52,33 @@ def test_the_text_of_a_target_is_read_where_hints_are_made_of_it(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     path = write(tmp_path / "a.jsonl", [row("1", target=[{"role": "assistant", "content": "1=1"}]), row("22")])
-    data = PromptDataset([path], tokenizer, DataConfig(max_prompt_tokens=100), with_targets=True)
+    data = PromptDataset([path], tokenizer, DataConfig(max_prompt_tokens=100), cpo=DEMONSTRATED)
     assert [data[i].target for i in range(2)] == ["1=1", ""]
     assert data[0].demonstration_ids == ()
     assert PromptDataset([path], tokenizer, DataConfig(max_prompt_tokens=100))[0].target == ""
+
+
+def test_columns_of_demonstrations_and_hints_are_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    rows = [
+        row("1", worked="1=1", why="one", ease=-1, extra_info={}),
+        row(
+            "22",
+            worked=[{"role": "assistant", "content": "2=2"}],
+            why="two",
+            ease=1,
+            extra_info={"why": "2", "ease": 0},
+        ),
+    ]
+    path, form = write(tmp_path / "a.jsonl", rows), DataConfig(max_prompt_tokens=100, target_key="worked")
+    data = PromptDataset([path], tokenizer, form, demonstrations=DemonstrationConfig(), cpo=DEMONSTRATED)
+    assert [data[i].target for i in range(2)] == ["1=1", "2=2"]
+    assert [tokenizer.decode(data[i].demonstration_ids) for i in range(2)] == ["1=1<|im_end|>", "2=2<|im_end|>"]
+    cpo = CpoConfig(difficulty="data", difficulty_field="ease", hint=HintConfig(field="why"))
+    data = PromptDataset([path], tokenizer, form, cpo=cpo)
+    assert [hint_text(data[i], cpo.hint) for i in range(2)] == ["one", "2"]
+    assert [stated_difficulty(data[i], cpo.difficulty_field) for i in range(2)] == [-1, 0]
+    with pytest.raises(DataError, match=r"none of the 2 prompts .* add the column target, "):
+        PromptDataset([path], tokenizer, DataConfig(max_prompt_tokens=99), demonstrations=DemonstrationConfig())
 
 
 def test_long_prompts_are_an_error_or_dropped(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

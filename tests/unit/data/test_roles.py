@@ -213,6 +213,22 @@ def test_a_thought_is_opened_and_closed_once(ending: str, answer: str, tokenizer
     assert text.removesuffix("<|im_end|>").lstrip(" \n" if ending == "<think>" else "") == ANSWERS[answer]
 
 
+@pytest.mark.parametrize("name", ["<think>\n", "<think>", "<reasoning>", "<seed:think>\n"])
+def test_an_answer_goes_on_with_the_thought_that_the_prompt_opens(
+    name: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    tokenizer.chat_template = looped(IM, IM_PROMPT + name)
+    question, closing = chat(("user",)), name.strip().replace("<", "</")
+    for answer in (f"{closing}\n\n3", f"\n{closing}3", f"1+2=3{closing}3"):
+        assert tokenizer.decode(Answers(tokenizer).demonstration(question, answer)).startswith(answer)
+    for answer in ("3", "<thoughts>1+2</thoughts>3", "In <think> tags: 3"):
+        said = rf"^row 5: the answer is .* ends with .*{name.strip()}.*; begin it with {closing} or .* or let "
+        with pytest.raises(DataError, match=said):
+            Answers(tokenizer).demonstration(question, answer, where="row 5")
+        with pytest.raises(DataError, match=r"^row 5: turn 1: the answer is .*, so that "):
+            Answers(tokenizer).turns([*question, Message(role="assistant", content=answer)], [1], where="row 5")
+
+
 @pytest.mark.parametrize("ending", ["</think>", "<think>\n\n</think>\n\n"])
 def test_an_empty_thought_is_not_written_a_second_time(ending: str, tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.chat_template = looped(IM, IM_PROMPT + ending)

@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.data.files import RowFiles
+from megarl.data.messages import read_answer
 from megarl.data.records import (
     PREFERENCE_COLUMNS,
     parse_demonstration,
     parse_preference,
     parse_prompt,
-    parse_target,
     parse_target_probs,
 )
 from megarl.errors import DataError
@@ -129,7 +129,7 @@ def test_demonstrations_and_preferences_written_as_text() -> None:
     )
     row = {"prompt": json.dumps(TURNS), "response": json.dumps(chat[2:])}
     assert parse_demonstration(row, "x").messages == tuple(Message(**turn) for turn in chat)
-    assert parse_target({"target": json.dumps(chat[2:])}, "x") == "2"
+    assert read_answer({"target": json.dumps(chat[2:])}, "target", "x").content == "2"
     assert parse_target_probs({"target_probs": "[0.5, -1]"}, "x") == (0.5, -1.0)
     other = json.dumps([*TURNS, {"role": "assistant", "content": "3"}])
     pair = parse_preference({"chosen": json.dumps(chat), "rejected": other}, "x")
@@ -177,14 +177,29 @@ def test_turns_as_the_text_of_a_turn_are_refused() -> None:
         assert prompt_of([{"role": "user", "content": text}])[0].content == text
 
 
-@pytest.mark.parametrize(
-    ("role", "expected"),
-    [("User", "user"), ("human", "user"), ("ASSISTANT ", "assistant"), ("gpt", "assistant"), ("", "assistant, user")],
-)
-def test_another_spelling_of_a_role_is_refused(role: str, expected: str) -> None:
+ROLES = {
+    "User": "write 'user'",
+    "USER": "write 'user'",
+    "Human": "write 'user'",
+    "prompter": "write 'user'",
+    "ASSISTANT ": "write 'assistant'",
+    "gpt": "write 'assistant'",
+    "model": "write 'assistant'",
+    "ai": "write 'assistant'",
+    "System": "write 'system'",
+    "": "rename it to that of these which speaks there",
+}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_another_spelling_of_a_role_is_refused_with_the_one_that_is_meant(role: str) -> None:
     """ChatML's templates would write it as a speaker that the model has never seen."""
-    with pytest.raises(DataError, match=rf"^x row 0: prompt\[0\]: role is '{role}', expected {expected}"):
+    said = rf" is '{role}', expected one of \['assistant', 'system', 'tool', 'user'\]; {ROLES[role]}$"
+    with pytest.raises(DataError, match=r"^x row 0: prompt\[0\]: role" + said):
         prompt_of([{"role": role, "content": "?"}])
+    if role != "gpt":
+        with pytest.raises(DataError, match=r"^x: conversations\[0\]: from" + said):
+            parse_demonstration({"conversations": [{"from": role, "value": "?"}]}, "x")
     assert prompt_of([{"role": "critic", "content": "?"}])[0].role == "critic"
 
 

@@ -1,0 +1,87 @@
+"""Read chats as lists of turns, each with a speaker and a text."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.data.written import read_turns, require_text
+from megarl.errors import DataError
+from megarl.types import Message
+
+# ShareGPT's names of speakers.
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+# Other programs' names of speakers, by which turns are not read, as answers could not be told from other turns.
+_MEANT = SHAREGPT_ROLES | {"prompter": "user", **dict.fromkeys(("ai", "bot", "chatgpt", "model"), "assistant")}
+# A turn may hold these besides its text. They would be lost: chats are rendered from roles and texts.
+UNREAD_TURN_KEYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+
+
+def read_messages(row: Mapping[str, Any], name: str, where: str, *, text_role: str = "") -> tuple[Message, ...]:
+    """Read a list of turns from column `name`. With `text_role`, a plain text becomes one turn with that role.
+
+    Raises DataError, which names `where`, for anything else.
+    """
+    value = row.get(name)
+    if isinstance(value, str):
+        value = read_turns(value, f"{where}: {name}")
+    if text_role and isinstance(value, str):
+        require_text(value, f"{where}: {name}")
+        return (Message(role=text_role, content=value),)
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
+        got = "an empty list" if isinstance(value, list) else type(value).__name__
+        raise DataError(f"{where}: {name} is {got}, expected a list of {{role, content}}")
+    messages = []
+    for i, item in enumerate(value):
+        place = f"{where}: {name}[{i}]"
+        if not isinstance(item, Mapping):
+            raise DataError(f"{place} is {type(item).__name__}, expected {{role, content}}")
+        if unread := [key for key in UNREAD_TURN_KEYS if item.get(key)]:
+            raise DataError(
+                f"{place}: {unread[0]} is not read here; write it into the turn's text, in the form in which the "
+                "model is to write it"
+            )
+        message = Message(role=text_of(item, "role", place), content=text_of(item, "content", place))
+        role = message.role.strip().lower()
+        if not role or _MEANT.get(role, message.role) != message.role:
+            raise _role_error(message.role, f"{place}: role")
+        if message.content.startswith("["):
+            require_text(message.content, f"{place}: content")
+        messages.append(message)
+    return tuple(messages)
+
+
+def read_answer(row: Mapping[str, Any], name: str, where: str) -> Message:
+    """Read an answer from column `name`, a text or one turn of the assistant; DataError names `where` otherwise."""
+    turns = read_messages(row, name, where, text_role="assistant")
+    if len(turns) != 1 or turns[0].role != "assistant" or not turns[0].content:
+        raise DataError(f"{where}: {name} has roles {[m.role for m in turns]}, expected one assistant turn")
+    return turns[0]
+
+
+def as_openai_turn(turn: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    """Return a turn in OpenAI's form, also of one in ShareGPT's; DataError for a speaker that it does not have."""
+    if turn.get("from") is None:
+        return turn
+    if not isinstance(turn["from"], str) or turn["from"] not in SHAREGPT_ROLES:
+        raise _role_error(turn["from"], f"{place}: from")
+    return {**turn, "role": SHAREGPT_ROLES[turn["from"]], "content": turn.get("value")}
+
+
+def text_of(row: Mapping[str, Any], name: str, where: str) -> str:
+    """Return a column's text; DataError names `where` if it has none."""
+    value = row.get(name)
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {name} is {'missing' if value is None else f'{value!r:.200}'}, expected a string")
+    return value
+
+
+def _role_error(role: object, place: str) -> DataError:
+    meant = _MEANT.get(str(role).strip().lower())
+    remedy = f"write {meant!r}" if meant else "rename it to that of these which speaks there"
+    return DataError(f"{place} is {role!r:.60}, expected one of {sorted(set(_MEANT.values()))}; {remedy}")
