@@ -2,8 +2,6 @@
 
 import re
 
-from megarl.errors import DataError
-
 # The names that reasoning models give their thoughts.
 _NAME = r"(?:[a-z]+:)?(?:think(?:ing)?|thoughts?|reasoning)"
 _BEGINNING = re.compile(rf"\s*<({_NAME})>", re.IGNORECASE)
@@ -28,23 +26,23 @@ def opens_twice(text: str) -> bool:
     return _TWICE.search(text) is not None
 
 
-def after_prompt(answer: str, prompt: str, where: str) -> str:
+def unended_thought(answer: str, prompt: str) -> str:
+    """Return the name of the thought that a prompt opens, if the answer neither begins with a thought nor ends it."""
+    opened = _OPENED.search(prompt[-200:])
+    name = opened[1] if opened else ""
+    has_end = re.search(rf"\A\s*<{re.escape(name)}>|</{re.escape(name)}>", answer, re.IGNORECASE)
+    return "" if has_end else name
+
+
+def after_prompt(answer: str, prompt: str) -> str | None:
     """Return what of an answer follows a prompt, so that a thought is opened and closed only once.
 
-    Raises DataError, which names `where`, if the answer would think after the prompt has closed the thought, or has
-    none to go on with one that the prompt has opened.
+    None if the answer would think after the prompt has closed the thought.
     """
-    problem = f"{where}: the answer is {answer[:80]!r}, but the chat template's prompt ends with {prompt[-20:]!r}"
     # Templates end prompts with at most an empty thought.
     end = prompt[-200:]
     if opened := _OPENED.search(end):
         found = re.match(rf"\s*<{re.escape(opened[1])}>", answer, re.IGNORECASE)
-        if found is None and not re.search(rf"</{re.escape(opened[1])}>", answer, re.IGNORECASE):
-            raise DataError(
-                f"{problem}, so that the answer would be trained as a thought that never ends; begin it with "
-                f"</{opened[1]}> or with a thought that ends, or let the template open none, with an argument in "
-                "data.chat_template such as enable_thinking=false"
-            )
         if found is None:
             return answer
         rest, spaces = answer[found.end() :], opened[2]
@@ -55,10 +53,5 @@ def after_prompt(answer: str, prompt: str, where: str) -> str:
         rest = answer[empty.end() :] if empty else answer
         marks = re.search(rf"<(/?){name}>", rest, re.IGNORECASE)
         thinks = marks is not None and (marks[1] or not rest[: marks.start()].strip())
-        if thinks:
-            raise DataError(
-                f"{problem}, a thought that is closed already; remove the thought from the answer, or let the template "
-                "open one, with an argument in data.chat_template such as enable_thinking=true"
-            )
-        return rest
+        return None if thinks else rest
     return answer
