@@ -21,7 +21,7 @@ from megarl.data.messages import read_answer
 from megarl.data.records import TARGET_PROBS, PromptRecord, parse_prompt, parse_target_probs, prompt_columns
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
-from megarl.types import Prompt
+from megarl.types import Message, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,15 +65,15 @@ class PromptDataset:
         vocabulary: Vocabulary = EVERY_TOKEN,
         cpo: CpoConfig | None = None,
     ) -> None:
-        cpo = cpo or CpoConfig()
-        self._with_targets = cpo.hint.source == "demonstration"
-        self._fields = [name for name in (cpo.hint.field, cpo.difficulty_field) if name is not None]
+        self._with_targets = cpo is not None and cpo.hint.source == "demonstration"
+        self._fields = [name for name in (cpo.hint.field, cpo.difficulty_field) if name] if cpo else []
         self._settings, self._environment = settings, environment or EnvironmentConfig()
-        targets = (settings.target_key, TARGET_PROBS) if demonstrations or self._with_targets else ()
-        columns = (*prompt_columns(self._settings), self._environment.key, *targets, *self._fields)
-        required = (self._settings.prompt_key, self._settings.label_key or "reward_model")
+        columns = [*prompt_columns(settings), self._environment.key, *self._fields]
+        if demonstrations or self._with_targets:
+            columns += [settings.target_key, TARGET_PROBS]
+        required = (settings.prompt_key, settings.label_key or "reward_model")
         self._files = RowFiles(paths, columns=columns, required=required)
-        require_system_turn(tokenizer, self._settings.system_prompt)
+        require_system_turn(tokenizer, settings.system_prompt)
         self._tokens: list[array[int]] = []
         # One entry per prompt, if demonstrations are requested; a prompt without a target has an empty one.
         self._demonstrations: list[array[int]] = []
@@ -94,11 +94,9 @@ class PromptDataset:
                 prompts += encode_chats(tokenizer, chats, prefill=True, tools=tools, places=places)
             for (index, row, record), ids in zip(chunk, prompts, strict=True):
                 if len(ids) <= settings.max_prompt_tokens:
-                    where, spoken = self._files.where(index), record.messages
+                    where = self._files.where(index)
                     vocabulary.require(ids, where)
-                    if demonstrations is not None and row.get(settings.target_key):
-                        spoken = (*spoken, read_answer(row, settings.target_key, where))
-                    self.spelled.look(spoken, where)
+                    self.spelled.look((*record.messages, *(self._target(row, where) if demonstrations else ())), where)
                     self.by_roles.setdefault(tuple(message.role for message in record.messages), len(self._kept))
                     self._tokens.append(array("i", ids))
                     self._kept.append(index)
@@ -115,6 +113,11 @@ class PromptDataset:
         self.num_prompts_by_file = self._files.counts(self._kept)
         self._require_usable(demonstrations)
 
+    def _target(self, row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
+        """Return a row's answer, as a turn; without one there is none."""
+        key = self._settings.target_key
+        return (read_answer(row, key, where),) if row.get(key) else ()
+
     def _demonstration(
         self, answers: Answers, row: Mapping[str, Any], record: PromptRecord, cfg: DemonstrationConfig, where: str
     ) -> tuple[list[int], bool]:
@@ -123,10 +126,10 @@ class PromptDataset:
         A target of more than `cfg.max_tokens` tokens besides its end token is cut and has no end token, or is not used
         at all (`cfg.on_long`). For a row without a target, no tokens are returned. DataError names the row (`where`).
         """
-        if not row.get(self._settings.target_key):
+        target = self._target(row, where)
+        if not target:
             return [], False
-        target = read_answer(row, self._settings.target_key, where)
-        ids = answers.demonstration(record.messages, target.content, where=where)
+        ids = answers.demonstration(record.messages, target[0].content, where=where)
         probs = parse_target_probs(row, where)
         # There must be one probability per token of the target, and there may be one more for the end token.
         if probs and len(probs) not in (len(ids) - 1, len(ids)):
@@ -169,7 +172,7 @@ class PromptDataset:
         demonstration = self._demonstrations[index] if self._demonstrations else ()
         probs = parse_target_probs(row, where) if self._demonstrations else ()
         fields = {name: row[name] for name in self._fields if row.get(name) is not None}
-        has_target = self._with_targets and row.get(self._settings.target_key)
+        target = self._target(row, where) if self._with_targets else ()
         return Prompt(
             uid=f"{record.data_source}:{place}",
             token_ids=tuple(self._tokens[index]),
@@ -179,7 +182,7 @@ class PromptDataset:
             messages=record.messages,
             demonstration_ids=tuple(demonstration),
             demonstration_probs=(*probs, UNKNOWN_PROB)[: len(demonstration)] if probs else (),
-            target=read_answer(row, self._settings.target_key, where).content if has_target else "",
+            target=target[0].content if target else "",
             environment=self._environment_of(row, where),
             label=None if isinstance(record.label, str) else record.label,
             is_text=[row.get(self._settings.prompt_key)] == [message.content for message in record.messages],
