@@ -2,6 +2,7 @@
 
 import re
 
+from megarl.rewards.answers.grammar import is_supposed
 from megarl.rewards.answers.options import AnswerOptions
 from megarl.rewards.answers.statement import last_number
 
@@ -18,7 +19,7 @@ _BETWEEN_BOXES = re.compile(
     r"(?:[\s$,;&~]|\\[()\[\],;: \\]|\\(?:q?quad|lor|land|vee|wedge)(?![a-zA-Z])|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])"
     r"|\\text\s*\{[\s,]*(?:and|or)?[\s,]*\}|(?<![a-zA-Z\\])[a-zA-Z]\s*=)*"
 )
-MAX_BOXES = 16
+MAX_BOXES = MAX_STATEMENTS = 16
 _NUMBER = re.compile(r"-?\d*\.?\d+")
 
 
@@ -32,8 +33,10 @@ def extract_answer(response: str, options: AnswerOptions) -> str | None:
     found, answer = _boxed(response, options)
     if found:
         return answer
-    if ends := [match.end() for match in (_STATED_REF if options.textual else _STATED).finditer(response)]:
-        text = response[ends[-1] :]
+    stated = list((_STATED_REF if options.textual else _STATED).finditer(response))[-MAX_STATEMENTS:]
+    kept = [each.end() for each in stated if options.textual or not is_supposed(response[: each.start()])]
+    if kept:
+        text = response[kept[-1] :]
         return _first_line(text if options.textual else _SENTENCE_END.split(text.lstrip(), maxsplit=1)[0])
     if options.last_math and (formulas := _MATH.findall(response[-SEARCH_CHARS:])):
         return _first_line("".join(formulas[-1]))

@@ -4,6 +4,7 @@ number or the argument of a function.
 
 import re
 
+from megarl.rewards.answers.grammar import CLAUSE, CONTEXT_CHARS, DENIED, is_stated
 from megarl.rewards.answers.numbers import join_digits
 from megarl.rewards.answers.numerals import spelled_number
 from megarl.rewards.answers.units import unit_of
@@ -13,18 +14,17 @@ _FRACTION = r"\\[dt]?frac\s*\{\s*\d+\s*\}\s*\{\s*\d+\s*\}|\d+\s*/\s*\d+(?![\d/])
 _LAST_NUMBER = re.compile(rf"{_FRACTION}|(?:(?<!\d)\.)?\d(?:[\d.,']*\d)?")
 _GROUPED_NUMBER = re.compile(rf"{_FRACTION}|(?:[1-9]\d{{0,2}}(?:,\d{{3}})+|\d*)(?:\.\d+)?")
 _SIGN = re.compile(r"(?<![\d)}\]])(?<![\d)}\]]\s)(?<!\b[a-zA-Z])(?<!\b[a-zA-Z]\s)[-−]\s?\$?$")
-CONTEXT_CHARS = 120
 # Before or after a number, these make it a part of another one, or one of two answers: 2^42, 41 or 42, 42½, 42nd.
 _PART_OF_NUMBER = re.compile(
-    r"[\w.,'^_/*·×÷√)}]$|[\^_/*·×÷√]\s*$|\d\s*(?:[-–−+]|\\[a-z]+\b)?\s*$|\d\D{0,9}\b(?:or|to|through|and)\s*$"
+    r"[\w.,'^_/*·×÷√)}]$|[\^_/*·×÷√]\s*$|\d\s*(?:[-–−+,]|\\[a-z]+\b)?\s*$|\d\D{0,9}\b(?:or|to|through|and)\s*$"
     r"|\}\s*\{\s*$|\\(?:times|cdot|sqrt|frac|pm|neq|not)\b\W*$|[±≠~<>≤≥⩽⩾≦≧]\s*$"
-    r"|[\^_]\s*\{\s*$|\\(?!text|math|boxed|fbox|frame|sim|approx|equiv|\w*[Rr]ightarrow|implies|to\b|l?eq?\b|geq?\b)[a-zA-Z]+\s*(?:\[[^\]]*\])?\{[^{}]*$|[a-zA-Z]\(\s*$|\|-?$",
+    r"|[\^_]\s*\{\s*$|\\(?!text|math|bold|boxed|fbox|frame|sim|approx|equiv|\w*[Rr]ightarrow|implies|to\b|l?eq?\b|geq?\b)[a-zA-Z]+\s*(?:\[[^\]]*\])?\{[^{}]*$|[a-zA-Z]\(\s*$|\|-?$",
     re.IGNORECASE,
 )
 _NUMBER_GOES_ON = re.compile(
-    r"\s*(?:[½⅓⅔¼-¾⅐-⅞²³⁰-⁹!^_/·×÷√?]|\*(?!\*)|\+|%\s*\d|(?:and\s+a\s+)?(?:half|third|quarter)\b"
+    r"\s*(?:[½⅓⅔¼-¾⅐-⅞²³⁰-⁹!^_·×÷√π?]|/(?!\s*[a-zA-Z]{2})|\*(?!\*)|\+|%\s*\d|(?:and\s+a\s+)?(?:half|third|quarter)\b"
     r"|(?:hundred|thousand|dozen|[mbtr]+illion)(?:s|ths?)?\b|halves|(?:ten|hundred|thousand)ths?\b"
-    r"|(?:plus|minus|times|squared|cubed|or|factorial|choose)\b"
+    r"|(?:plus|minus|times(?=\s*(?:[-\d$(\\]|the\b|itself\b|[a-z]\b(?<!a)))|squared|cubed|or|factorial|choose)\b"
     r"|\\(?:times|cdot|frac|sqrt|pi)\b)"
     r"|[a-zA-Z](?![a-zA-Z])|[eE][-+]?\d"
 )
@@ -37,7 +37,7 @@ _ENDS_BOUND = (
     r"|(?<!add )(?<!adds )(?<!come )(?<!comes )(?<!sum )(?<!sums )(?<!round )(?<!rounds )(?<!rounded )up\s+to"
     r"|below|above|under|over|beyond|past|exceed(?:s|ing)?|within|between|anything\s+but|all\s+but"
     r"|(?:\b(?:not|never|nor|or|no|minus|negative|plus|times|than|without|except|excluding|unlike|instead\s+of))"
-    r"|n't|\b(?:could|may|might)\s+(?:also\s+)?be|almost|nearly|not\s+equal\s+to"
+    r"|n't|\b(?:could|may|might)\s+(?:also\s+)?(?:be|equal|have)|almost|nearly|not\s+equal\s+to"
 )
 _ENDS_FUNCTION = (
     r"(?:(?:root|half|third|quarter|fifth|tenth|percent|per\s?cent|%|square|cube|multiple|factor|divisor|power|logarithm"
@@ -51,20 +51,7 @@ _ENDS_LABEL = (
 )
 _BEFORE = re.compile(rf"(?:\b(?:{_ENDS_BOUND})|{_ENDS_FUNCTION}|(?P<label>{_ENDS_LABEL})){_BESIDE}", re.IGNORECASE)
 _LABELLED = re.compile(r":[\s*$]*$")
-_ROUNDED = re.compile(r"\b(?:about|around|approximately|roughly|some)\s+\W*$", re.IGNORECASE)
-# In the clause of a number: a verb that is denied, with no other verb up to the number; or doubt.
-_FINITE = r"(?:is|are|was|were|equals?|has|have|gives?|leaves?|makes?|gets?|totals?)\b(?!\s+(?:not|never)\b|n't)"
-_DENIED = re.compile(
-    rf"(?:\b(?:is|are|was|were|do|does|did|can|could|will|would|should|must|has|have|had|be)\s+(?:not|never)\b|n't\b"
-    rf"|\bcannot\b|\b(?:it|that|this|they)\s+never\b|\bneither\b|\bexcept\b)(?:(?!\b{_FINITE}).)*$"
-    r"|\b(?:not|n't|never|cannot)\s+(?:think|believe|agree|mean|say|know)\b|\b(?:doubt|wrong|incorrect(?:ly)?|false(?:ly)?"
-    r"|mistake(?:n(?:ly)?)?|impossible|maybe|perhaps|possibly|suppose|assum(?:e|ing)|unsure|not\s+sure|might\s+think)\b",
-    re.IGNORECASE,
-)
-_CLAUSE = re.compile(
-    r"[.;!?](?:\s|$)|\n|[:,=]|⇒|∴|→|\\(?:implies|Rightarrow|therefore)\b|\b(?:so|thus|hence|therefore|then|because|since)\b",
-    re.IGNORECASE,
-)
+_ROUNDED = re.compile(r"\b(?:about|around|approx(?:imately|\.)?|roughly|some|circa|ca\.)\s+\W*$", re.IGNORECASE)
 _FALSE = r"(?:wrong|incorrect|false|mistaken|invalid|impossible|untrue|unlikely)"
 _VERDICT = (
     rf"\b(?:(?:is|are|was|were|be|seems?|looks?)\s+(?:\w+\s+){{0,2}}{_FALSE}|(?<!/){_FALSE}(?!\s*\w)"
@@ -86,6 +73,9 @@ _NOT_ANOTHER = re.compile(
 )
 
 
+_EMPHASIS = re.compile(r"(?<![\w)}\]])(\*{1,3}|_{1,2})$")
+
+
 def last_number(text: str) -> str | None:
     """Return the last number of a text with its sign, None unless the text states it as a value of its own."""
     text = _NOT_ANOTHER.sub("", text)
@@ -95,14 +85,21 @@ def last_number(text: str) -> str | None:
     number, before, after = numbers[-1][0], text[: numbers[-1].start()], text[numbers[-1].end() :]
     sign = _SIGN.search(before)
     before = before[: sign.start()] if sign else before
+    if (mark := _EMPHASIS.search(before)) and after.startswith(mark[1]):
+        before, after = before[: mark.start()], after.removeprefix(mark[1])
     plain = re.sub(r"\\?[$€£]\s*$", "", before)[-40:]
+    # It numbers an item.
+    if after[:1] == ")" and before.count("(") <= before.count(")"):
+        return None
     # A computed one, as in `7 - 1 = 6th place`, is a value.
     if _ORDINAL.match(after) and not plain.rstrip().endswith("="):
         return None
-    if _PART_OF_NUMBER.search(plain.removesuffix("**")) or _NUMBER_GOES_ON.match(after.removeprefix("**")):
+    if _PART_OF_NUMBER.search(plain) or _NUMBER_GOES_ON.match(after.removeprefix("**")):
         return None
     is_rounded = "." in number or "/" in number
     if changes_before(before, is_rounded=is_rounded) or _AFTER.match(after[:CONTEXT_CHARS].replace("’", "'")):
+        return None
+    if not is_stated(before, number, after[:CONTEXT_CHARS]):
         return None
     return f"{'-' if sign else ''}{number}"
 
@@ -113,13 +110,13 @@ def changes_before(text: str, *, is_rounded: bool = False, labels: bool = True) 
     is_rounded: the number may be about the value. labels: `line 5` labels a line.
     """
     text = text[-CONTEXT_CHARS:].replace("’", "'")
-    clause = text[max((match.end() for match in _CLAUSE.finditer(text)), default=0) :]
+    clause = text[max((match.end() for match in CLAUSE.finditer(text)), default=0) :]
     if not is_rounded and _ROUNDED.search(text):
         return True
     match = _BEFORE.search(text)
     is_label = match is not None and match["label"] is not None
     return (match is not None and not (is_label and (not labels or _LABELLED.search(text)))) or bool(
-        _DENIED.search(clause)
+        DENIED.search(clause)
     )
 
 
@@ -134,50 +131,11 @@ _HEAD = re.compile(
     r"[A-Za-z][a-z']+[,:]?\s+"
     r"(?=[-+$€£\d\\\[{]|\((?=[-\d\\]|\w\s*[,)])|[a-zA-Z](?![a-zA-Z]))"
 )
-_ANNOUNCING = frozenset(
-    [
-        "is",
-        "are",
-        "was",
-        "were",
-        "equals",
-        "has",
-        "have",
-        "had",
-        "get",
-        "gets",
-        "takes",
-        "took",
-        "costs",
-        "earns",
-        "pays",
-        "needs",
-        "makes",
-        "made",
-        "answer",
-        "total",
-        "sum",
-        "result",
-        "therefore",
-        "thus",
-        "hence",
-        "so",
-        "there",
-        "he",
-        "she",
-        "it",
-        "they",
-        "we",
-        "i",
-        "you",
-        "both",
-        "the",
-        "all",
-        "approximately",
-        "about",
-        "ans",
-    ]
+_ANNOUNCING_WORDS = (
+    "is are was were equals has have had get gets takes took costs earns pays needs makes made answer total "
+    "sum result therefore thus hence so there he she it they we i you both the all approximately about ans"
 )
+_ANNOUNCING = frozenset(_ANNOUNCING_WORDS.split())
 _STATES = frozenset(["is", "are", "was", "were"])
 _ARROW = re.compile(r"^(?:.*[=<>].*)?\\(?:Long)?(?:[Rr]ightarrow|implies|therefore)(?![a-zA-Z])\s*(?=\S)")
 _ABOUT = re.compile(r"^\\approx\s*(?=-?\d*\.\d)")

@@ -56,7 +56,7 @@ def counted_unit(words: str) -> str | None:
     text = re.sub(r"[.,;:]+$", "", words.strip().casefold())
     if len(text) > 2 and text[0] == "(" and text[-1] == ")":
         text = text[1:-1]
-    if (more := _MORE.fullmatch(text)) and _noun(more[2]):
+    if (more := _MORE.fullmatch(text)) and is_noun(more[2]):
         units = [unit_of(thing) for thing in ((more[1].split() or [""])[-1], more[2])]
         return None if any(u in MEASURES or u in _WORDS["measure"] for u in units) else counted_unit(more[1])
     if match := _NO_NOUN.fullmatch(text):
@@ -66,7 +66,7 @@ def counted_unit(words: str) -> str | None:
     if not found or not all(re.fullmatch("[a-z]+(?:'s)?", word) for word in found):
         return None
     known = next((end for end in range(min(len(found), 5), 0, -1) if unit_of(" ".join(found[:end]))), 0)
-    noun = known or next((index for index, word in enumerate(found, 1) if _noun(word)), 0)
+    noun = known or next((index for index, word in enumerate(found, 1) if is_noun(word)), 0)
     rest = found[noun:]
     stated = set(rest[:1]) & _STATES if noun and len(rest) > 1 else set()
     allowed = _WORDS["link"] | stated
@@ -74,12 +74,13 @@ def counted_unit(words: str) -> str | None:
     if (not known and set(found[:noun]) & CHANGING) or any(word in CHANGING - allowed for word in rest):
         return None
     # Up to a word that links the rest, all must be known.
-    if any(not (word in _WORDS["go on"] or _noun(word) or _COMPARISON.fullmatch(word)) for word in rest[:linked]):
+    if any(not (word in _WORDS["go on"] or is_noun(word) or _COMPARISON.fullmatch(word)) for word in rest[:linked]):
         return None
     return " ".join(found[:known]) if noun or linked == len(rest) or rest[linked] in ("in", "of") else None
 
 
-def _noun(word: str) -> bool:
+def is_noun(word: str) -> bool:
+    """Return whether a word may be a noun in the plural, or is a unit."""
     return word not in CHANGING and (_PLURAL.fullmatch(word) is not None or unit_of(word) != "")
 
 
