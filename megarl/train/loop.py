@@ -33,6 +33,7 @@ from megarl.train.passes import BatchUpdate
 from megarl.train.rows import training_rows
 from megarl.train.update import UpdateStage
 from megarl.train.validate import Validator
+from megarl.train.watch import tells_something
 from megarl.types import AlgoState, FinishReason, Row, scored_batch
 from megarl.types.messages import LoadRequest, Role
 
@@ -189,11 +190,13 @@ class Trainer:
         self.recorder.sample_rollouts(step, collected.rollout, collected.rewards, rows, self.inputs.tokenizer)
         is_judged = self.inputs.config.rewards.manager != "none"
         progress.update(step, ProgressValues.of(metrics, is_judged=is_judged))
+        has_teacher = self.inputs.config.algo.distill.teacher != "none"
         has_advantage = any(metrics.get(f"critic/advantages/{end}", 0) for end in ("max", "min"))
         for warning in self.first_steps.warnings(
             step,
             collected.outcome,
-            teaches=not is_judged or has_advantage or self.inputs.config.algo.distill.is_dense,
+            teaches=has_advantage or tells_something(metrics) or not (is_judged or has_teacher),
+            is_judged=is_judged,
             read=lambda sample: self.rollouts.rewards.decode(sample.last_turn_ids.tolist()),
             of_cut=lambda frac: cut_warning(
                 frac, self.inputs.config.rollout.max_response_tokens, self.inputs.answers.ends.names

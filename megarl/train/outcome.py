@@ -85,13 +85,14 @@ class FirstSteps:
         outcome: StepOutcome,
         *,
         teaches: bool,
+        is_judged: bool = True,
         read: Callable[[Sample], str],
         of_cut: Callable[[float], str],
     ) -> list[str]:
         """Return what to warn of after a step.
 
-        teaches: whether the step had something to learn from all the same. read: returns the text of a response.
-        of_cut: returns the warning about a share of responses that were cut.
+        teaches: whether the step had something to learn from all the same. is_judged: whether rewards mean something.
+        read: returns the text of a response. of_cut: returns the warning about a share of responses that were cut.
         """
         found = []
         if step == 1 and outcome.cut_frac >= MANY_CUT:
@@ -99,7 +100,9 @@ class FirstSteps:
         if self.num_flat is not None:
             self.num_flat = self.num_flat + 1 if outcome.is_flat and not teaches else None
             if self.num_flat == min(NUM_FIRST_STEPS, self.total_steps):
-                found.append(flat_warning(outcome, self.num_flat, read))
+                found.append(
+                    flat_warning(outcome, self.num_flat, read) if is_judged else untaught_warning(self.num_flat)
+                )
         return found
 
 
@@ -132,6 +135,14 @@ def flat_warning(outcome: StepOutcome, num_steps: int, read: Callable[[Sample], 
         f"algorithms learn nothing; for example, to {_line(question)!r} the answer was {_line(read(sample))!r}, "
         f"expected {_line(prompt.ground_truth)!r}, judged {'right' if reward.correct else 'wrong'} with the reward "
         f"{reward.score:g}{why}; `megarl report RUN` shows more"
+    )
+
+
+def untaught_warning(num_steps: int) -> str:
+    """Return a warning about steps without rewards in which the teacher agreed with the policy."""
+    return (
+        f"warning: in the first {num_steps} steps the teacher gave all tokens the probabilities that the policy gave "
+        "them, from which nothing is learned; name another teacher (teacher.model_path), or prompts with hints"
     )
 
 

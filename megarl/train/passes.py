@@ -220,10 +220,12 @@ class RoleUpdater(RolePasses):
         temperature: float = 1.0,
         dims: Dims | None = None,
         teaching: Teaching | None = None,
+        is_taught: bool = False,
     ) -> None:
+        """Make the updates of a role. is_taught: as in `WeightWatch`."""
         super().__init__(workers, role, temperature=temperature, dims=dims)
         self._objective, self._total_steps, self._teaching = objective, total_steps, teaching
-        self._watch = WeightWatch(role.role)
+        self._watch = WeightWatch(role.role, is_taught=is_taught)
         self.num_optimizer_steps = 0
 
     def update(self, rows: Sequence[Row], state: AlgoState, *, step: int, with_outputs: bool = True) -> UpdateResult:

@@ -77,6 +77,7 @@ class SupervisedTrainer:
             total_steps=task.total_steps,
             dims=dims,
             teaching=task.teaching,
+            is_taught=task.teaching is not None,
         )
         top_k = config.algo.distill.asked_top_k if task.teaching is not None else None
         self.passes: PassesByRole = {

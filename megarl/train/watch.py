@@ -1,6 +1,6 @@
 """Watch the first updates of a role, so that none which moves no weight is taken for learning."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,16 +13,28 @@ from megarl.types.messages import Role, UpdateResult
 MOST_IDLE = 3
 # An optimizer step that changes a smaller share of the weights is lost in their rounding.
 FEWEST_MOVED = 0.01
+# A teacher that is nearer to the policy, in nats per token, tells it nothing. Rounding was 1e-8, and an optimizer that
+# divides by the size of gradients makes steps of it: after a few, policy and teacher differ.
+LEAST_DIVERGENCE = 1e-6
+MOST_UNTAUGHT = 2
+
+
+def tells_something(metrics: Mapping[str, float]) -> bool:
+    """Return whether there is a teacher whose distribution is not the policy's own."""
+    found = [metrics.get(f"distill/{name}", 0.0) for name in ("reverse_kl", "forward_kl")]
+    return max(map(abs, found)) >= LEAST_DIVERGENCE
 
 
 @dataclass(slots=True)
 class WeightWatch:
     """Whether the updates of a trained role have moved its weights; nothing is looked at once one has.
 
-    idle: the updates so far that had a reason to, and did not.
+    is_taught: whether the role learns from a teacher's distribution alone. idle: the updates so far that had a reason
+    to move weights, and did not, or that were told nothing.
     """
 
     role: Role
+    is_taught: bool = False
     is_done: bool = False
     idle: list[str] = field(default_factory=list)
 
@@ -40,6 +52,15 @@ class WeightWatch:
             )
         given = [row.quantities["advantages"] for row in rows if "advantages" in row.quantities]
         has_advantage = any(np.any(values[row.loss_mask]) for values, row in zip(given, rows, strict=False))
+        if self.is_taught and not tells_something(result.metrics):
+            self.idle.append("")
+            if is_last or len(self.idle) == MOST_UNTAUGHT:
+                raise RunError(
+                    f"step {step}: the teacher gives all tokens of {len(self.idle)} updates the probabilities that the "
+                    "policy gives them, and nothing else teaches it; name another teacher (teacher.model_path), or "
+                    "another policy (model.path)"
+                )
+            return
         if given and self.role is Role.ACTOR and not has_advantage and not result.metrics.get("distill/loss"):
             return
         moved = result.num_moved / result.num_watched if result.num_watched else 1.0
@@ -57,7 +78,8 @@ class WeightWatch:
             )
         else:
             self.is_done = True
-        if self.idle and (is_last or len(self.idle) == MOST_IDLE):
+            return
+        if is_last or len(self.idle) == MOST_IDLE:
             raise RunError(
                 f"step {step}: {len(self.idle)} updates of the {self.role} had something to learn and moved nothing; "
                 f"{self.idle[-1]}"

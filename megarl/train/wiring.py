@@ -267,6 +267,10 @@ def _update_stage(inputs: TrainInputs, cluster: Cluster, memory: residency.Memor
         Role.CRITIC: config.trainer.total_steps,
     }
     teaching = teaching_of(config, inputs.roles, inputs.common_tokens)
+    algo = config.algo
+    has_others = algo.advantage.estimator != "none" or algo.demonstrations.strategy != "none" or algo.plugins
+    # The prompts of the first steps may have no hints.
+    is_taught = algo.distill.teacher == "model" and not has_others
     updaters = {
         role.role: RoleUpdater(
             cluster.workers,
@@ -276,6 +280,7 @@ def _update_stage(inputs: TrainInputs, cluster: Cluster, memory: residency.Memor
             temperature=config.rollout.temperature,
             dims=read_model_spec(role.model.path).dims,
             teaching=teaching if role.role is Role.ACTOR else None,
+            is_taught=is_taught and role.role is Role.ACTOR,
         )
         for role in inputs.roles
         if role.trainable

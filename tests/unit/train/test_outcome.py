@@ -158,6 +158,54 @@ def test_updates_that_move_nothing(
                 watch.look([row(advantage)], result(role, norm, moved), step=last, is_last=last == 1, warms_up=False)
 
 
+def test_the_last_update_moves_weights_after_an_idle_one() -> None:
+    watch = WeightWatch(Role.ACTOR)
+    watch.look([row(1.0)], result(Role.ACTOR, 0.0, 0), step=1, is_last=False, warms_up=False)
+    watch.look([row(1.0)], result(Role.ACTOR, 0.5, 900), step=2, is_last=True, warms_up=False)
+
+
+def taught(reverse: float, forward: float = 0.0) -> UpdateResult:
+    # The gradients of a teacher that is the policy are the rounding's, and an optimizer makes steps of them.
+    found = result(Role.ACTOR, 1e-6, 900)
+    return replace(found, metrics=found.metrics | {"distill/reverse_kl": reverse, "distill/forward_kl": forward})
+
+
+@pytest.mark.parametrize("advantage", [0.0, None], ids=["train", "sft"])
+@pytest.mark.parametrize(
+    ("given", "others", "error"),
+    [
+        ([(0.0,), (7e-9, 9e-9)], False, True),
+        ([(-3e-8,), (0.0,)], False, True),
+        ([(0.0,), (2e-3,)], False, False),
+        ([(0.0, 1e-3), (0.0, 1e-3)], False, False),
+        # Rewards or demonstrations teach, too.
+        ([(0.0,), (0.0,)], True, False),
+    ],
+    ids=str,
+)
+def test_a_teacher_that_is_the_policy(advantage: float | None, given: Any, others: bool, error: bool) -> None:
+    watch = WeightWatch(Role.ACTOR, is_taught=not others)
+    first, second = (taught(*values) for values in given)
+    watch.look([row(advantage)], first, step=1, is_last=False, warms_up=False)
+    if error:
+        with pytest.raises(RunError, match=r"^step 2: the teacher gives all tokens of 2 updates the probabilities"):
+            watch.look([row(advantage)], second, step=2, is_last=False, warms_up=False)
+        with pytest.raises(RunError, match=r"^step 1: .* all tokens of 1 updates"):
+            WeightWatch(Role.ACTOR, is_taught=True).look([row(advantage)], first, step=1, is_last=True, warms_up=False)
+    else:
+        watch.look([row(advantage)], second, step=2, is_last=True, warms_up=False)
+
+
+def test_a_teacher_without_rewards_that_agrees_with_the_policy() -> None:
+    first = FirstSteps(total_steps=9)
+    texts = [
+        first.warnings(step, outcome_of(FLAT), teaches=False, is_judged=False, read=str, of_cut=str)
+        for step in range(1, 6)
+    ]
+    assert [len(each) for each in texts] == [0, 0, 1, 0, 0]
+    assert texts[2][0].startswith("warning: in the first 3 steps the teacher gave all tokens the probabilities that")
+
+
 def test_nothing_is_looked_at_once_weights_have_moved() -> None:
     watch = WeightWatch(Role.ACTOR)
     watch.look([row(1.0)], result(Role.ACTOR, 0.5, 900), step=1, is_last=False, warms_up=False)
