@@ -103,7 +103,8 @@ class SourceResult:
     error over prompts, sd / √num_prompts; None for a single prompt. pass_at: k → pass@k, mean over prompts. maj:
     accuracy of the majority of a prompt's answers (maj@n), see `majority_correct`. greedy: accuracy of greedy answers,
     None without any. reward, response_tokens, truncated_frac: means over sampled answers. turns, tool_calls: means over
-    sampled conversations, of the policy's turns and of the tools called; None without any.
+    sampled conversations, of the policy's turns and of the tools called; None without any. num_unjudged: how many
+    answers nobody could judge, which all others leave out.
     """
 
     data: str
@@ -120,6 +121,7 @@ class SourceResult:
     truncated_frac: float
     turns: float | None = None
     tool_calls: float | None = None
+    num_unjudged: int = 0
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -147,18 +149,24 @@ def majority_correct(answers: Sequence[JudgedAnswer]) -> float:
     return _mean([_mean([float(c) for c in group]) for group in votes.values() if len(group) == most] or [0.0])
 
 
-def results_by_source(answers: Sequence[JudgedAnswer], ks: Sequence[int]) -> list[SourceResult]:
-    """Compute a result for each data source of each file, sorted by name.
+def results_by_source(
+    answers: Sequence[JudgedAnswer], ks: Sequence[int], unjudged: Mapping[tuple[str, str], int] | None = None
+) -> list[SourceResult]:
+    """Compute a result for each data source of each file that has sampled answers, sorted by name.
 
     Answers that could not be judged may be missing; pass@k of a prompt with fewer than k answers uses all that it has.
+    unjudged: by file and data source, how many they are.
     """
     by_source: dict[tuple[str, str], list[JudgedAnswer]] = defaultdict(list)
     for answer in answers:
         by_source[answer.data, answer.data_source].append(answer)
-    return [_result(data, source, by_source[data, source], ks) for data, source in sorted(by_source)]
+    sampled = sorted({(answer.data, answer.data_source) for answer in answers if not answer.greedy})
+    return [_result(*each, by_source[each], ks, (unjudged or {}).get(each, 0)) for each in sampled]
 
 
-def _result(data: str, source: str, answers: Sequence[JudgedAnswer], ks: Sequence[int]) -> SourceResult:
+def _result(
+    data: str, source: str, answers: Sequence[JudgedAnswer], ks: Sequence[int], num_unjudged: int
+) -> SourceResult:
     sampled = [answer for answer in answers if not answer.greedy]
     by_prompt: dict[str, list[JudgedAnswer]] = defaultdict(list)
     for answer in sampled:
@@ -182,6 +190,7 @@ def _result(data: str, source: str, answers: Sequence[JudgedAnswer], ks: Sequenc
         truncated_frac=_mean([float(answer.finish_reason == FinishReason.LENGTH) for answer in sampled]),
         turns=_mean([1.0 + sum(turn.is_read for turn in answer.turns) for answer in talks]) if talks else None,
         tool_calls=_mean([float(answer.num_calls) for answer in talks]) if talks else None,
+        num_unjudged=num_unjudged,
     )
 
 

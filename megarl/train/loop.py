@@ -149,7 +149,8 @@ class Trainer:
         collected = self.rollouts.take(step)
         if self.first_steps.nothing_heard(collected.outcome):
             self.recorder.problems(step, collected.troubles)
-            raise all_failed_error(step, collected.outcome)
+            outcome, more = collected.outcome, " (RUN/reward_problems.jsonl has more of them)"
+            raise all_failed_error(f"step {step}", outcome.num_samples, outcome.failures, more)
         stale_at = step if config.rollout.schedule.staleness else None
         training = training_rows(collected, config.algo, stale_at=stale_at, replayed=replayed)
         rows, metrics = training.rows, {"filter/skipped_updates": 1.0}

@@ -59,8 +59,7 @@ class StepOutcome:
     @property
     def cause(self) -> str:
         """Return the first failure in words."""
-        first = self.failures[0]
-        return f"{first.judge or 'the judge'} {first.outcome}, {_line(first.reason)}"
+        return _cause(self.failures)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,11 +105,11 @@ class FirstSteps:
         return found
 
 
-def all_failed_error(step: int, outcome: StepOutcome) -> RunError:
-    """Return the error to end a run with of which nothing was heard but failures."""
+def all_failed_error(place: str, num_samples: int, failures: Sequence[Trouble], more: str = "") -> RunError:
+    """Return the error to end with where nothing was heard of so many samples but failures; `more` tells of others."""
     return RunError(
-        f"step {step}: all {outcome.num_samples} samples failed, the first of them: {outcome.cause}; mend what fails, "
-        "and start again (RUN/reward_problems.jsonl has more of them)"
+        f"{place}: all {num_samples} samples failed, the first of them: {_cause(failures)}; mend what fails, and start "
+        f"again{more}"
     )
 
 
@@ -144,6 +143,11 @@ def untaught_warning(num_steps: int) -> str:
         f"warning: in the first {num_steps} steps the teacher gave all tokens the probabilities that the policy gave "
         "them, from which nothing is learned; name another teacher (teacher.model_path), or prompts with hints"
     )
+
+
+def _cause(failures: Sequence[Trouble]) -> str:
+    first = next(iter(failures), None)
+    return f"{first.judge or 'the judge'} {first.outcome}, {_line(first.reason)}" if first else "nobody judged it"
 
 
 def _line(text: str) -> str:

@@ -13,6 +13,7 @@ from megarl.record.answers import JudgedAnswer, SourceResult, results_by_source,
 from megarl.rewards.judge import Trouble
 from megarl.rewards.manager import RewardManager
 from megarl.rollout.source import Group, RolloutSource, SamplingPlan, begin, collect
+from megarl.train.outcome import FAILURES, all_failed_error
 from megarl.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -63,6 +64,11 @@ class Validator:
             _, greedy_answers, more = self._answers(prompts, step, greedy=True)
             answers, troubles = [*answers, *greedy_answers], [*troubles, *more]
         write_answers(self.answers(step), answers)
+        total = count * (settings.num_samples + settings.greedy)
+        if step == 0 and not answers:
+            raise all_failed_error(
+                "validation at step 0", total, [each for each in troubles if each.outcome in FAILURES]
+            )
         results = results_by_source(answers, settings.pass_at)
         metrics = {name: value for result in results for name, value in validation_metrics(result).items()}
         if self.compare is not None:
@@ -73,10 +79,13 @@ class Validator:
         if settings.greedy:
             greedy = (result.greedy for result in results if result.greedy is not None)
             summary += f" (greedy {', '.join(f'{score:.3f}' for score in greedy)})"
+        unjudged = (
+            f", but {total - len(answers)} of {total} answers could not be judged" if len(answers) < total else ""
+        )
         return Validation(
             metrics=metrics,
             score=sum(scores) / len(scores) if scores else None,
-            summary=f"validation on {count} prompts: {summary}",
+            summary=f"validation on {count} prompts: {summary}{unjudged}",
             troubles=troubles,
         )
 

@@ -17,6 +17,7 @@ TABLE, SAMPLES = "table.parquet", "samples.parquet"
 def results_lines(results: Sequence[SourceResult]) -> list[str]:
     """Return a table with a row per data source of each file."""
     first, with_turns = results[0], any(result.turns is not None for result in results)
+    with_unjudged = any(result.num_unjudged for result in results)
     header = (
         "data",
         "source",
@@ -28,6 +29,7 @@ def results_lines(results: Sequence[SourceResult]) -> list[str]:
         "tokens",
         "truncated",
         *(("turns", "calls") if with_turns else ()),
+        *(("unjudged",) if with_unjudged else ()),
     )
     rows: list[tuple[str, ...]] = [header]
     for result in results:
@@ -44,6 +46,7 @@ def results_lines(results: Sequence[SourceResult]) -> list[str]:
                 f"{result.response_tokens:.1f}",
                 f"{result.truncated_frac:.1%}",
                 *(("" if n is None else f"{n:.2f}" for n in (result.turns, result.tool_calls)) if with_turns else ()),
+                *((str(result.num_unjudged),) if with_unjudged else ()),
             )
         )
     return align(rows, left=(0, 1))

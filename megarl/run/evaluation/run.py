@@ -3,7 +3,7 @@
 import os
 import shutil
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -25,6 +25,7 @@ from megarl.record.answers import JudgedAnswer, results_by_source
 from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import write_settings
 from megarl.rewards.build import open_rewards
+from megarl.rewards.judge import Judged, Trouble
 from megarl.rewards.manager import Judging, RewardManager
 from megarl.rewards.routes import without_training
 from megarl.rollout.source import Group, SamplingPlan, begin, collect
@@ -32,8 +33,9 @@ from megarl.rollout.vllm_source import VllmSource
 from megarl.run.evaluation.inputs import EvalInputs, EvalRequest, open_eval_inputs
 from megarl.run.evaluation.output import results_lines, write_results
 from megarl.run.start import starting
+from megarl.train.outcome import FAILURES, all_failed_error
 from megarl.train.wiring import open_supervisor
-from megarl.types import Prompt, Reward, RolloutBatch
+from megarl.types import Prompt, RolloutBatch
 from megarl.types.messages import LoadRequest
 
 if TYPE_CHECKING:
@@ -73,12 +75,17 @@ def evaluate(request: EvalRequest) -> None:
                     Cluster(config, roles=roles, with_trainer=with_trainer, log_dir=logs, derived=derived) as cluster,
                     closing(_serving_engines(inputs, cluster)) as supervisor,
                 ):
-                    answers = list(_answers(inputs, cluster, supervisor))
-            results = results_by_source(answers, inputs.ks)
-            print_lines(*results_lines(results))
+                    unjudged: dict[tuple[str, str], list[Trouble | None]] = defaultdict(list)
+                    answers = list(_answers(inputs, cluster, supervisor, unjudged))
+            results = results_by_source(answers, inputs.ks, {key: len(each) for key, each in unjudged.items()})
             lock.require()
-            for path in write_results(inputs.out, results, answers):
-                print_lines(f"wrote {path}")
+            if results:
+                print_lines(*results_lines(results))
+                for path in write_results(inputs.out, results, answers):
+                    print_lines(f"wrote {path}")
+            for key in unjudged.keys() - {(result.data, result.data_source) for result in results}:
+                failures = [each for each in unjudged[key] if each is not None]
+                raise all_failed_error(" ".join(key), len(unjudged[key]), failures)
 
 
 @contextmanager
@@ -131,14 +138,22 @@ def _serving_engines(inputs: EvalInputs, cluster: "Cluster") -> EngineSupervisor
     return supervisor
 
 
-def _answers(inputs: EvalInputs, cluster: "Cluster", supervisor: EngineSupervisor) -> Iterator[JudgedAnswer]:
-    """Yield judged answers, greedy ones first; the progress line counts answers."""
+def _answers(
+    inputs: EvalInputs,
+    cluster: "Cluster",
+    supervisor: EngineSupervisor,
+    unjudged: dict[tuple[str, str], list[Trouble | None]],
+) -> Iterator[JudgedAnswer]:
+    """Yield judged answers, greedy ones first; the progress line counts answers.
+
+    unjudged: gets, by file and data source, why each of the other answers was not judged, if that is known.
+    """
     config, sources = inputs.config, inputs.data.data_sources
     rewards_config = without_training(config.rewards, sources)
     prompts = [inputs.data[i] for i in range(len(inputs.data))]
     labels = {prompt.uid: label for prompt, label in zip(prompts, inputs.labels, strict=True)}
     total = len(prompts) * (1 + config.rollout.num_samples)
-    num_done, num_tokens, num_dropped, began = 0, 0, 0, time.monotonic()
+    num_done, num_tokens, began = 0, 0, time.monotonic()
     with (
         closing(open_rewards(rewards_config, sources, inputs.tokenizer)) as rewards,
         Progress(total=total, description="eval") as progress,
@@ -147,10 +162,11 @@ def _answers(inputs: EvalInputs, cluster: "Cluster", supervisor: EngineSuperviso
         source = VllmSource(supervisor, hosts, config.environment)
         for greedy, batch, judged in _batches(config, prompts, source, rewards):
             supervisor.replace_lost()
-            for sample, reward in zip(batch.samples, judged, strict=True):
+            troubles = {id(each.item.sample): each for each in reversed(judged.troubles) if each.outcome in FAILURES}
+            for sample, reward in zip(batch.samples, judged.rewards, strict=True):
                 prompt = batch.prompts[sample.uid]
                 if reward.dropped:
-                    num_dropped += 1
+                    unjudged[labels[sample.uid], prompt.data_source].append(troubles.get(id(sample)))
                     continue
                 num_tokens += sample.num_response_tokens
                 yield JudgedAnswer.of(
@@ -158,14 +174,14 @@ def _answers(inputs: EvalInputs, cluster: "Cluster", supervisor: EngineSuperviso
                 )
             num_done += len(batch.samples)
             progress.update(num_done, ProgressValues(tokens_per_s=num_tokens / (time.monotonic() - began)))
-        if num_dropped:
-            progress.note(f"{num_dropped} answers that nobody could judge are left out")
+        if unjudged:
+            progress.note(f"{sum(map(len, unjudged.values()))} answers that nobody could judge are left out")
 
 
 def _batches(
     config: Config, prompts: Sequence[Prompt], source: VllmSource, rewards: RewardManager
-) -> Iterator[tuple[bool, RolloutBatch, Sequence[Reward]]]:
-    """Yield batches of whole groups: whether a batch is greedy, its samples, and their rewards.
+) -> Iterator[tuple[bool, RolloutBatch, Judged]]:
+    """Yield batches of whole groups: whether a batch is greedy, its samples, and their verdicts.
 
     While one batch is collected, the next one is already with the engines, so that they are never idle.
     """
@@ -188,9 +204,9 @@ def _batches(
 
 def _collected(
     source: VllmSource, rewards: RewardManager, groups: Sequence[Group], judging: Judging, config: Config
-) -> tuple[bool, RolloutBatch, Sequence[Reward]]:
+) -> tuple[bool, RolloutBatch, Judged]:
     rollout = collect(source, groups, timeout_s=config.rollout.timeout_s)
-    return groups[0].plan.sampling.temperature == 0.0, rollout, rewards.finish([judging], rollout.samples).rewards
+    return groups[0].plan.sampling.temperature == 0.0, rollout, rewards.finish([judging], rollout.samples)
 
 
 def _plan(config: Config, *, greedy: bool) -> SamplingPlan:

@@ -71,7 +71,8 @@ def test_what_a_step_came_to(scores: Sequence[Sequence[float | str]], failed: bo
 
 
 def test_the_error_has_count_and_first_cause() -> None:
-    error = all_failed_error(1, outcome_of([["failed"] * 4] * 4))
+    outcome = outcome_of([["failed"] * 4] * 4)
+    error = all_failed_error("step 1", outcome.num_samples, outcome.failures)
     assert str(error).startswith(
         "step 1: all 16 samples failed, the first of them: environment failed, boom (agent.py:6); mend what fails"
     )

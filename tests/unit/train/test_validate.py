@@ -8,6 +8,7 @@ import pytest
 
 from megarl.config.generation import Sampling, ValidationConfig
 from megarl.config.schema import Config
+from megarl.errors import RunError
 from megarl.host import loop
 from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.record.answers import read_answers
@@ -74,15 +75,12 @@ class World(RolloutSource):
         )
 
 
-def test_the_score_is_accuracy_and_not_the_mean_reward(tmp_path: Path) -> None:
-    world = World()
-    config = Config(
-        validation=ValidationConfig(
-            num_samples=4, pass_at=(1, 2), temperature=0.6, top_p=0.95, top_k=20, max_response_tokens=99
-        )
+def validator_of(world: World, tmp_path: Path) -> Validator:
+    settings = ValidationConfig(
+        num_samples=4, pass_at=(1, 2), temperature=0.6, top_p=0.95, top_k=20, max_response_tokens=99
     )
-    validator = Validator(
-        config=config,
+    return Validator(
+        config=Config(validation=settings),
         data=world,  # type: ignore[arg-type]
         tokenizer=TOKENIZER,
         stop_token_ids=(2, 0),
@@ -91,7 +89,12 @@ def test_the_score_is_accuracy_and_not_the_mean_reward(tmp_path: Path) -> None:
         answers=lambda step: tmp_path / f"{step}.parquet",
         enter=lambda phase: None,
     )
-    result = validator.validate(3)
+
+
+def test_the_score_is_accuracy_and_not_the_mean_reward(tmp_path: Path) -> None:
+    world = World()
+    result = validator_of(world, tmp_path).validate(3)
+    assert result.summary.endswith("(greedy 1.000), but 1 of 15 answers could not be judged")
     # Shares of 1/4, 3/3 and 0 are right. pass@2 of one right in four: 1 − C(3,2)/C(4,2) = 1/2.
     assert result.metrics == pytest.approx(
         {
@@ -117,3 +120,22 @@ def test_the_score_is_accuracy_and_not_the_mean_reward(tmp_path: Path) -> None:
     written = read_answers(tmp_path / "3.parquet")
     assert len(written) == 11 + 3
     assert sum(answer.correct for answer in written if answer.greedy) == 3
+
+
+class Silent(World):
+    """Nobody can judge any answer."""
+
+    def is_right(self, uid: str, sample_index: int, plan: SamplingPlan) -> bool | None:
+        return None
+
+
+def test_a_validation_of_which_nothing_is_heard(tmp_path: Path) -> None:
+    validator = validator_of(Silent(), tmp_path)
+    with pytest.raises(
+        RunError, match=r"^validation at step 0: all 15 samples failed, the first of them: nobody judged"
+    ):
+        validator.validate(0)
+    # Later, there is work to lose.
+    result = validator.validate(3)
+    assert (result.score, dict(result.metrics)) == (None, {})
+    assert "15 of 15 answers could not be judged" in result.summary

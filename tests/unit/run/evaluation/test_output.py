@@ -34,6 +34,16 @@ def test_table() -> None:
     ]
 
 
+def test_answers_that_nobody_could_judge_are_counted() -> None:
+    judged = answers("sums", "a", [True, False], greedy=False) + answers("chess", "b", [True], greedy=True)[:1]
+    assert [answer.greedy for answer in judged if answer.data_source == "chess"] == [True]
+    # Of chess, no sampled answer was judged.
+    found = results_by_source(judged, (1,), {("val.parquet", "sums"): 3, ("val.parquet", "chess"): 4})
+    header, row = (line.split() for line in results_lines(found))
+    assert header[-1] == "unjudged"
+    assert (row[1], row[-1]) == ("sums", "3")
+
+
 def test_files(tmp_path: Path) -> None:
     judged = answers("sums", "a", [True, False], greedy=False)
     results = results_by_source(judged, (1, 2))
@@ -57,6 +67,7 @@ def test_files(tmp_path: Path) -> None:
         # No sample is a conversation.
         "turns": None,
         "tool_calls": None,
+        "num_unjudged": 0,
     }
     rows = pq.read_table(samples).to_pylist()
     assert [(r["uid"], r["greedy"], r["sample_index"], r["correct"]) for r in rows] == [
