@@ -31,10 +31,11 @@ names it in its first line: `# yaml-language-server: $schema=../../docs/config.s
 A run file in `configs/run/`, or anywhere else, names a model and an algorithm and sets what differs from them. A name
 such as `qwen3-8b` is looked up in `../model/`, seen from the run file's directory, and then among the files that come
 with megarl. Settings below `for_algo: {{NAME: …}}` hold only for algorithm files of that name, in which `*` stands for
-anything. `key=value` on the command line overrides the run file. Unknown keys, wrong types and values out of range
-are errors, which `megarl train CONFIG --dry-run` reports without starting anything. Paths are relative to the working
-directory. The suffixes `_tokens`, `_s`, `_mib`, `_gib`, `_nats` and `_frac` give a key's unit; keys that start with
-`num_` are counts.
+anything. `key=value` on the command line overrides the run file. Unknown keys, wrong types and values out of range are
+errors, which `megarl train CONFIG --dry-run` reports without starting anything. Paths are relative to the working
+directory. Values are those of YAML 1.2: `1e-6` is a number, `010` and dates are texts. No other setting is inserted
+into one, as `${{run.seed}}` would say to Hydra. The suffixes `_tokens`, `_s`, `_mib`, `_gib`, `_nats` and `_frac` give
+a key's unit; keys that start with `num_` are counts.
 """
 _JSON_TYPES: Mapping[Any, str] = {bool: "boolean", int: "integer", float: "number", str: "string", NoneType: "null"}
 

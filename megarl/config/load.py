@@ -16,6 +16,7 @@ its base. Mappings merge key by key; any other value, including a list, is repla
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from fnmatch import filter as filter_names
@@ -139,6 +140,9 @@ def _parse_overrides(overrides: Sequence[str]) -> Tree:
             value = _parse_yaml(text.encode())
         except ValueError as error:
             raise ConfigError(f"override of {dotted}: not valid YAML: {error}; quote the value") from error
+        node = yaml.compose(text, Loader=_Loader)
+        if "#" in text and (left := text[node.end_mark.index if node else 0 :].strip()):
+            raise ConfigError(f"override of {dotted}: YAML takes {masked_text(left)!r} for a comment; quote the value")
         change = reduce(lambda nested, key: {key: nested}, reversed(keys), value)
         if masked(change) != change:
             raise ConfigError(
@@ -247,7 +251,7 @@ def _parse_yaml(text: bytes) -> Any:
         if len(text) > _SMALL:
             _require_shallow(text)
         tree = yaml.load(text, Loader=_UniqueKeyLoader)
-    # PyYAML raises ValueError for text that looks like a date or number but is invalid, such as 2024-13-01.
+    # PyYAML raises ValueError for text that looks like a number but is none, such as 0x_.
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(" ".join(str(error).split()).replace('in "<byte string>",', "at")) from error
     _require_finite(tree)
@@ -275,12 +279,21 @@ def _require_finite(tree: Any) -> None:
         waiting += [(child, depth + 1) for child in children]
 
 
+# YAML 1.1 reads 010 as 8, 1:30 as 90 and 2026-01-01 as a date.
+_NUMBERS_NO_LONGER = re.compile(r"[-+]?0[\d_]+|[-+]?\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?|\d{4}-\d\d?-\d\d?([Tt\s].*)?")
 # libyaml's parser is faster; a PyYAML built without it lacks this one.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _UniqueKeyLoader(_Loader):
-    """A YAML loader that refuses duplicate keys, of which PyYAML would silently keep the last."""
+    """A YAML loader that refuses duplicate keys, of which PyYAML would silently keep the last.
+
+    Numbers and dates of YAML 1.1 alone stay texts.
+    """
+
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
+        is_text = kind is yaml.ScalarNode and implicit[0] and _NUMBERS_NO_LONGER.fullmatch(value)
+        return str(yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG if is_text else super().resolve(kind, value, implicit))
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()

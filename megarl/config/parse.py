@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 # YAML 1.1 reads 1e-6 and 1.5e6 (no point, or no sign after the e) as strings.
 _EXPONENT_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+# As OmegaConf inserts other settings and variables, in a name or path.
+_INTERPOLATION = re.compile(r"\S*\$\{(?:[A-Za-z_][\w.]*:[^{}]*|\.*\w*(?:\.\w+)+)\}\S*")
 _MAX_SUGGESTIONS = 3
 _TRUE, _FALSE = frozenset({"true", "yes", "1"}), frozenset({"false", "no", "0"})
 
@@ -148,7 +150,11 @@ def _parse_json(hint: Any, value: object, path: str) -> object:
         return _parse_mapping(Mapping[str, Any], value, path)
     if not isinstance(value, str | int | float | NoneType) or (isinstance(value, float) and not math.isfinite(value)):
         raise _WrongTypeError
-    return value
+    if not isinstance(value, str):
+        return value
+    _refuse_interpolation(value, path)
+    is_number = _EXPONENT_NUMBER.fullmatch(value) and math.isfinite(float(value))
+    return float(value) if is_number else value
 
 
 def _parse_literal(hint: Any, value: object, path: str) -> object:
@@ -160,7 +166,19 @@ def _parse_literal(hint: Any, value: object, path: str) -> object:
 def _parse_exact(hint: Any, value: object, path: str) -> object:
     if type(value) is not hint:
         raise _WrongTypeError
-    return expanded(value, path) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    _refuse_interpolation(value, path)
+    return expanded(value, path)
+
+
+def _refuse_interpolation(text: str, path: str) -> None:
+    """Raise ConfigError for a text that expects another setting, or a variable, to be inserted as OmegaConf does."""
+    if _INTERPOLATION.fullmatch(text):
+        raise ConfigError(
+            f"{path}: got {masked(text, path)!r}, but nothing is inserted here; write the value, let the shell insert "
+            "it into an override, or write $NAME in a path for a variable"
+        )
 
 
 def parse_bool(value: object) -> bool:

@@ -223,6 +223,27 @@ def test_override_that_is_not_yaml(configs: Path) -> None:
     assert got.startswith("override of data.train: not valid YAML: ")
 
 
+@pytest.mark.parametrize("value", ["Use # signs", "#", "'a' # b", "[a] #b"])
+def test_override_of_which_yaml_would_drop_a_part(configs: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"^override of data\.system_prompt: YAML takes '#.*' for a comment; quote"):
+        load_config(configs / "run/common.yaml", [f"data.system_prompt={value}"])
+    config = load_config(configs / "run/common.yaml", ["data.system_prompt='Use # signs'", "run.name=a#b"])
+    assert (config.data.system_prompt, config.run.name) == ("Use # signs", "a#b")
+
+
+@pytest.mark.parametrize("text", ["010", "-010", "007_1", "1:30", "1:02:03.5", "2026-01-31", "2026-01-31T10:00:00Z"])
+def test_numbers_and_dates_of_yaml_11_alone_are_texts(configs: Path, text: str) -> None:
+    """As YAML 1.2 has it. PyYAML reads 8, -8, 57, 90, 3723.5 and dates."""
+    run_file = configs / "run/common.yaml"
+    with pytest.raises(ConfigError, match=rf"^run\.seed: got '{text}' \(str\), expected int"):
+        load_config(run_file, [f"run.seed={text}"])
+    write(configs, "run/own.yaml", f"run: {{name: {text}}}\n")
+    for config in (load_config(run_file, [f"run.name={text}"]), load_config(configs / "run/own.yaml")):
+        assert config.run.name == text
+        assert from_dict(Config, yaml.safe_load(dump(config))) == config
+    assert [load_config(run_file, [f"run.seed={n}"]).run.seed for n in ("0", "-0", "0x10", "1_000")] == [0, 0, 16, 1000]
+
+
 def test_override_with_an_unknown_key(configs: Path) -> None:
     assert message(configs / "run/common.yaml", "actor.optimizer.learning_rate=1e-5").startswith(
         "unknown key 'actor.optimizer.learning_rate'; actor.optimizer has: lr, betas, "
@@ -326,7 +347,7 @@ def test_duplicate_keys(configs: Path, text: str, line: int) -> None:
     assert f"at line {line}, column " in got
 
 
-@pytest.mark.parametrize("text", ["run: [1\n", "run: {seed: 2024-13-01}\n", "run: \tx: 1\n", "a: *missing\n"])
+@pytest.mark.parametrize("text", ["run: [1\n", "run: {seed: 0x_}\n", "run: \tx: 1\n", "a: *missing\n"])
 def test_text_that_is_not_yaml(configs: Path, text: str) -> None:
     run_file = write(configs, "run/broken.yaml", text)
     assert message(run_file).startswith(f"{run_file}: not valid YAML: ")

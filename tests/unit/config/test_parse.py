@@ -244,3 +244,28 @@ def test_boolean_fields_take_their_texts() -> None:
 def test_settings_are_texts_that_utf8_can_hold(mapping: dict[str, Any], found: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{found}, .*complete or remove it$"):
         from_dict(Config, mapping)
+
+
+INSERTED = ("exp-${run.seed}", "${oc.env:USER}", "runs/${oc.env:USER,x}/a", "${now:%Y-%m-%d}", "${..seed}")
+
+
+@pytest.mark.parametrize("text", INSERTED)
+@pytest.mark.parametrize("where", ["text", "any"])
+def test_nothing_is_inserted_as_omegaconf_would(text: str, where: str) -> None:
+    tree: dict[str, Any] = {"run": {"name": text}}
+    if where == "any":
+        tree = {"data": {"chat_template": {"name": text}}}
+    with pytest.raises(ConfigError, match=r"name: got '.*', but nothing is inserted here; write the value"):
+        from_dict(Config, tree)
+
+
+def test_texts_in_which_braces_mean_something_else() -> None:
+    for text in ("Write ${user.name} in full", "costs ${x}^2$", "$\\frac{a.b}{c}$", "{now:x}"):
+        assert from_dict(Config, {"data": {"system_prompt": text}}).data.system_prompt == text
+
+
+@pytest.mark.parametrize(("written", "read"), [("1e-6", 1e-6), ("2E3", 2000.0), ("1e999", "1e999"), ("e5", "e5")])
+def test_numbers_with_an_exponent_are_numbers_at_any_depth(written: str, read: object) -> None:
+    """YAML 1.1 reads them as texts, which a template or a user's function would get."""
+    tree = {"data": {"chat_template": {"a": written, "b": {"c": [written]}}}}
+    assert from_dict(Config, tree).data.chat_template == {"a": read, "b": {"c": [read]}}
