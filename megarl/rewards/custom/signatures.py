@@ -138,7 +138,7 @@ def _rewards_of_verl(result: Any, num_rows: int) -> list[Reward | None]:
     silent = tuple(str(key) for key, value in values.items() if value is None)
     if "score" not in numbers or "acc" in notes:
         raise BadResultError(
-            f"returned {str(result)[:120]}, expected a finite number, or a mapping with 'score', a finite number, and, "
+            f"returned {result!r:.120}, expected a finite number, or a mapping with 'score', a finite number, and, "
             "if there is 'acc', a number or a boolean for it"
         )
     score = numbers.pop("score")

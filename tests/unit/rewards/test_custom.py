@@ -227,7 +227,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
 FAILURES = [
     (SIGNATURE + "    helper = {}\n    return helper['x']\n", "reward.py:3: KeyError: 'x'"),
     (SIGNATURE + "    import json\n    return json.loads('{')\n", "reward.py:3: JSONDecodeError"),
-    (SIGNATURE + "    return 'good'\n", "reward.py:1: returned good, expected a finite number"),
+    (SIGNATURE + "    return 'good'\n", "reward.py:1: returned 'good', expected a finite number"),
     (SIGNATURE + "    return float('nan')\n", "reward.py:1: returned nan, expected a finite number"),
     (SIGNATURE + "    return None\n", "reward.py:1: returned None, expected a finite number"),
     (SIGNATURE + "    return {'acc': 1}\n", "a mapping with 'score', a finite number"),
