@@ -11,6 +11,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.remotes import Location
+from megarl.host.clock import awake_s
 from megarl.host.janitor import RUN_ID_VARIABLE
 
 # How long to wait for killed processes to be gone, and for a host to begin with it.
@@ -41,8 +42,8 @@ def end_run_processes(pids: Sequence[int]) -> None:
             if process.environ().get(RUN_ID_VARIABLE) == run_id:
                 process.kill()
                 mine.append(process)
-    deadline = time.monotonic() + END_TIMEOUT_S
-    while any(map(is_alive, mine)) and time.monotonic() < deadline:
+    deadline = awake_s() + END_TIMEOUT_S
+    while any(map(is_alive, mine)) and awake_s() < deadline:
         time.sleep(0.05)
 
 

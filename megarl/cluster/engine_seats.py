@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -18,6 +17,7 @@ from megarl.cluster.reservation import Reservation
 from megarl.cluster.stacks import describe
 from megarl.config.schema import Config
 from megarl.host import loop
+from megarl.host.clock import awake_s
 from megarl.host.streams import print_lines
 from megarl.rollout.engine import VllmEngine
 from megarl.rollout.engine_spec import engine_spec
@@ -45,14 +45,14 @@ def wait_started(
 
     Every `every_s` seconds, it says on stderr which engines are still starting, and what they do.
     """
-    began = time.monotonic()
+    began = awake_s()
 
     async def tell() -> None:
         while True:
             await asyncio.sleep(every_s)
             ready = ray.wait([call.ref for call in starting], num_returns=len(starting), timeout=0)[0]
             slow = {call.process.name: call.process.location for call in starting if call.ref not in ready}
-            count = f"{len(ready)} of {len(starting)} after {time.monotonic() - began:.0f} s"
+            count = f"{len(ready)} of {len(starting)} after {awake_s() - began:.0f} s"
             doings = describe(dict(itertools.islice(slow.items(), NUM_TOLD)))
             print_lines(f"{doing}: {count}; {doings}", file=sys.stderr)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +12,7 @@ from megarl.cluster.episodes import EpisodeHosts
 from megarl.cluster.processes import Vigil, explained, is_replaceable, living_results, wait_all
 from megarl.cluster.remotes import PendingCall, Process, R, Remote, Stream
 from megarl.host import loop
+from megarl.host.clock import awake_s
 from megarl.record import activity
 from megarl.rollout.engine import Completion, EngineReply, GenerationRequest, VllmEngine
 from megarl.rollout.routing import InTurns, RequestMove, Router
@@ -189,7 +189,7 @@ class EngineGroup:
 
     def _take(self, part: Mapping[int, Completion]) -> None:
         if part:
-            self._heard_at = time.monotonic()
+            self._heard_at = awake_s()
         for key, completion in part.items():
             # Otherwise the request was finished before its engine died, or was given up.
             if (each := self._open.pop(key, None)) is None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import time
 from collections.abc import AsyncIterator, Awaitable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +16,7 @@ from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequ
 from megarl.errors import EngineDiedError
 from megarl.host import loop
 from megarl.host.child_environment import limit_environment
+from megarl.host.clock import awake_s
 from megarl.record import activity
 from megarl.rollout.conversations import HostLostError, Talk
 
@@ -187,7 +187,7 @@ class EpisodeHosts:
 
     def _take(self, process: Process[Remote], part: Mapping[int, HostReply]) -> None:
         """Pass replies on, and end a host that is worn out. Raises WorkerError if it may not be replaced."""
-        self.heard_at = time.monotonic()
+        self.heard_at = awake_s()
         for key, reply in part.items():
             if (talk := self._open.get(key)) is not None and not talk.reply.done():
                 talk.reply.set_result(reply)

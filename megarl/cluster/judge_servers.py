@@ -16,6 +16,7 @@ from megarl.cluster.judge_key import KEY_VARIABLE, RequireKey
 from megarl.config.judges import JudgeServerConfig
 from megarl.errors import WorkerError
 from megarl.host.child_environment import child_environment
+from megarl.host.clock import awake_s
 from megarl.host.device.platform import platform
 from megarl.host.listeners import LOOPBACK
 from megarl.host.ports import hold_port
@@ -62,9 +63,9 @@ class JudgeServerActor(RunActor):
         self._command, self._environment = server_command(cfg, address, port), {**passed, KEY_VARIABLE: api_key}
         self._serve()
         assert self._server is not None
-        url, deadline = f"http://{address}:{port}", time.monotonic() + timeout_s
+        url, deadline = f"http://{address}:{port}", awake_s() + timeout_s
         while not _is_healthy(url, api_key):
-            if self._server.poll() is not None or time.monotonic() > deadline:
+            if self._server.poll() is not None or awake_s() > deadline:
                 ended = "does not answer" if self._server.poll() is None else f"ended with {self._server.returncode}"
                 self.close()
                 raise WorkerError(f"rewards.judge_servers: the server of {cfg.model} {ended}; see RUN/logs for why")

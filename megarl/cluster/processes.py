@@ -1,7 +1,6 @@
 """Wait for remote calls, while watching whether every process of the run is still alive."""
 
 import asyncio
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -13,6 +12,7 @@ from megarl.cluster.remotes import A_co, PendingCall, Process, R, Remote, Roster
 from megarl.cluster.stacks import describe
 from megarl.errors import EngineDiedError, WorkerError
 from megarl.host import loop
+from megarl.host.clock import awake_s
 from megarl.host.stage import read_stage
 from megarl.host.user_code import place_in
 from megarl.record import activity
@@ -104,7 +104,7 @@ class _Watch:
 
         Waits may each be shorter than that: their common clock is the roster's.
         """
-        now = time.monotonic()
+        now = awake_s()
         due = [roster for roster in self._rosters if now >= roster.next_look]
         for roster in due:
             roster.next_look = now + WATCH_S
@@ -121,7 +121,7 @@ class _Watch:
             asked = {process for process, _ in roster.asked.values()}
             for name, process in roster.living.items():
                 if process not in asked and (process not in busy or roster.watched.get(name) is process):
-                    roster.asked[process.ask(Remote.lost_workers).answer()] = (process, time.monotonic())
+                    roster.asked[process.ask(Remote.lost_workers).answer()] = (process, awake_s())
 
     def deaths(self) -> Iterator[_Death]:
         """Yield a `_Death` for each death that the answers received so far reveal, and for each watched process that
@@ -132,7 +132,7 @@ class _Watch:
                 if (death := _answered_death(roster.asked.pop(answer)[0], answer)) is not None:
                     yield death
             for answer, (process, since) in list(roster.asked.items()):
-                silent_s = time.monotonic() - since
+                silent_s = awake_s() - since
                 if roster.watched.get(process.name) is process and silent_s > roster.silence_s:
                     del roster.asked[answer], roster.watched[process.name]
                     what = f"{process.name} hangs: no sign of life for {silent_s:.0f} s{_described([process])}"
@@ -144,7 +144,7 @@ class Vigil:
     """Waits with a limit of silence, during which all processes of the run are watched.
 
     busy: returns the processes that owe something. timeout_s: how long all of them may be silent. heard_at: returns
-    when they were last heard of (`time.monotonic`), if not through `first_of`. doing: says for messages what the wait
+    when they were last heard of (`awake_s`), if not through `first_of`. doing: says for messages what the wait
     is for.
     """
 
@@ -158,7 +158,7 @@ class Vigil:
         watched: Sequence[Process[Remote]] = (),
     ) -> None:
         self._busy, self._timeout_s, self._doing, self._heard_at = busy, timeout_s, doing, heard_at
-        self._watch, self._began = _Watch([*busy(), *watched]), time.monotonic()
+        self._watch, self._began = _Watch([*busy(), *watched]), awake_s()
 
     async def first_of(self, awaited: Iterable[Waited]) -> set[Waited]:
         """Return those that are done, as soon as there are any. Raises WorkerError after too long a silence, or if a
@@ -184,7 +184,7 @@ class Vigil:
                 return done
 
     def _left_s(self) -> float:
-        return max(self._began, self._heard_at()) + self._timeout_s - time.monotonic()
+        return max(self._began, self._heard_at()) + self._timeout_s - awake_s()
 
     def stage(self) -> str:
         """Say what the wait is for, and how far the first process has come that it waits for, if that is known."""

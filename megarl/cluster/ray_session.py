@@ -19,6 +19,7 @@ from megarl.cluster.object_store import LEAST_MIB
 from megarl.cluster.ray_failures import TIMED_OUT, explain, known_remedy
 from megarl.config.schema import ClusterConfig
 from megarl.errors import WorkerError
+from megarl.host.clock import awake_s
 from megarl.host.listeners import LOOPBACK
 from megarl.host.ray_environment import fresh_token
 from megarl.host.signals import keep_handlers
@@ -72,7 +73,7 @@ def open_ray(
 
 def _start(environment: Mapping[str, str], timeout_s: float, **settings: object) -> None:
     """Start Ray; again where its processes were too slow for limits of Ray's that nobody can set."""
-    deadline = time.monotonic() + timeout_s
+    deadline = awake_s() + timeout_s
     for left in reversed(range(TRIES)):
         others = set(psutil.Process().children(recursive=True))
         try:
@@ -103,7 +104,7 @@ def _time_to_register(deadline: float) -> Iterator[None]:
             try:
                 return get_node(*where)
             except RuntimeError:
-                if time.monotonic() > deadline or not runs():
+                if awake_s() > deadline or not runs():
                     raise
                 time.sleep(POLL_S)
 
@@ -115,7 +116,7 @@ def _time_to_register(deadline: float) -> Iterator[None]:
 
 
 def _join(address: str, settings: ClusterConfig, environment: Mapping[str, str]) -> None:
-    deadline = time.monotonic() + settings.start_timeout_s
+    deadline = awake_s() + settings.start_timeout_s
     try:
         _wait_for_port(address, deadline)
         _connect(environment, address=address)
@@ -131,7 +132,7 @@ def _join(address: str, settings: ClusterConfig, environment: Mapping[str, str])
             "RAY_AUTH_MODE=token and a token (`ray get-auth-token --generate`), and export the same here"
         )
     while missing := set(settings.hosts) - {n["NodeManagerHostname"] for n in ray.nodes() if n["Alive"]}:
-        if time.monotonic() > deadline:
+        if awake_s() > deadline:
             raise WorkerError(
                 f"{', '.join(sorted(missing))} of {len(settings.hosts)} hosts did not join Ray at {address} within "
                 f"{settings.start_timeout_s:g} s; look into the logs of these hosts, or raise cluster.start_timeout_s"
@@ -147,7 +148,7 @@ def _wait_for_port(address: str, deadline: float) -> None:
             socket.create_connection((host, int(port)), timeout=1.0).close()
             return
         except OSError:
-            if time.monotonic() > deadline:
+            if awake_s() > deadline:
                 raise
             time.sleep(POLL_S)
 

@@ -157,7 +157,7 @@ class Roster:
     living: processes that are not known to be dead. lost: dead processes that are to be replaced. num_restarts: the
     number of replacements so far, including those still to come for `lost`. watched: processes that answer questions
     while they work, and count as hung if they do not for `silence_s` seconds. asked: questions that have no answer yet,
-    with the process and the time (`time.monotonic`) of the question. next_look: when a wait should look for deaths
+    with the process and the time (`awake_s`) of the question. next_look: when a wait should look for deaths
     again.
     """
 

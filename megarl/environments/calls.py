@@ -6,13 +6,12 @@ import ctypes
 import errno
 import functools
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any, TypeVar
 
+from megarl.host.clock import awake_s, finished
 from megarl.texts.masking import masked_text
 
 T = TypeVar("T")
@@ -71,8 +70,7 @@ async def attempt(work: Callable[[], Awaitable[T]], timeout_s: float) -> T:
         raise late
     task = asyncio.ensure_future(contained(work()))
     try:
-        await asyncio.wait([task], timeout=timeout_s)
-        if not task.done():
+        if not await finished([task], timeout_s):
             raise late
         return task.result()
     finally:
@@ -159,7 +157,7 @@ class CallThreads(ThreadPoolExecutor):
         with self._guard:
             if call not in self._running:
                 return
-            call.late_at = time.monotonic()
+            call.late_at = awake_s()
             self._late.add(call)
             self._running.discard(call)
         self._start_waiting()
@@ -186,7 +184,7 @@ class CallThreads(ThreadPoolExecutor):
         for call in list(self._late):
             if not call.thread.is_alive():
                 self._late.discard(call)
-            elif time.monotonic() - call.late_at > GRACE_S:
+            elif awake_s() - call.late_at > GRACE_S:
                 # Ask it to end.
                 ident = ctypes.c_ulong(call.thread.ident or 0)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
@@ -215,21 +213,21 @@ def late_calls() -> Counter[str]:
 async def in_thread(function: Callable[..., T], *arguments: Any, timeout_s: float | None = None) -> T:
     """Call a function in a thread of `THREADS`. Raises LateError `timeout_s` seconds after the call has begun."""
     loop = asyncio.get_running_loop()
-
-    def begin() -> None:
-        with suppress(RuntimeError):
-            limit.reschedule(None if timeout_s is None else loop.time() + timeout_s)
+    begun = asyncio.Event()
 
     @functools.wraps(function)
     def work() -> T:
-        loop.call_soon_threadsafe(begin)
+        loop.call_soon_threadsafe(begun.set)
         return function(*arguments)
 
+    call = loop.run_in_executor(THREADS, functools.partial(contextvars.copy_context().run, work))
+    beginning: asyncio.Future[Any] = asyncio.ensure_future(begun.wait())
     try:
-        async with asyncio.timeout(None) as limit:
-            return await loop.run_in_executor(THREADS, functools.partial(contextvars.copy_context().run, work))
-    except TimeoutError:
-        # The function may raise one of its own.
-        if limit.expired():
-            raise LateError(f"took longer than {timeout_s:g} s") from None
-        raise
+        if timeout_s is not None:
+            await asyncio.wait([beginning, call], return_when=asyncio.FIRST_COMPLETED)
+            if not await finished([call], timeout_s):
+                raise LateError(f"took longer than {timeout_s:g} s")
+        return await call
+    finally:
+        beginning.cancel()
+        call.cancel()

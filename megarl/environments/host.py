@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.turns import TurnGlue
 from megarl.environments.base import MOST_REPLY_CHARS, Action, Environment, Reply, open_environments
 from megarl.environments.calls import THREADS, LateError, attempt, causes_of, describe, is_exhaustion, late_calls
+from megarl.host.clock import awake_s
 from megarl.host.streams import print_lines
 from megarl.host.user_code import place_of
 from megarl.texts.unicode import readable
@@ -154,7 +154,7 @@ class EpisodeHost:
 
     async def start(self, key: int, request: StartRequest) -> HostReply:
         """Begin a conversation under a key of the caller's."""
-        began = time.monotonic()
+        began = awake_s()
 
         async def begin() -> HostReply:
             # For what users hand to asyncio.to_thread, which may never return.
@@ -215,7 +215,7 @@ class EpisodeHost:
                 **self._next_turn(environment),
             )
 
-        return await self._limited(reply, left_s=self._config.episode_timeout_s - (time.monotonic() - live.began))
+        return await self._limited(reply, left_s=self._config.episode_timeout_s - (awake_s() - live.began))
 
     def _next_turn(self, environment: Environment) -> dict[str, Any]:
         """Return what an environment says of the policy's next turn, as fields of a reply."""
@@ -259,7 +259,7 @@ class EpisodeHost:
 
     async def _limited(self, call: Callable[[], Awaitable[HostReply]], *, left_s: float = 1e9) -> HostReply:
         """Await a call within the time limits; an exception or a late answer becomes a failure."""
-        began, limit_s = time.monotonic(), min(self._config.reply_timeout_s, max(0.0, left_s))
+        began, limit_s = awake_s(), min(self._config.reply_timeout_s, max(0.0, left_s))
         is_exhausted = False
         try:
             reply = await attempt(call, limit_s)
@@ -278,7 +278,7 @@ class EpisodeHost:
         if (late := late_calls()).total() >= MOST_LATE_CALLS:
             names = ", ".join(f"{name} {count} times" for name, count in late.most_common(3))
             worn_out = f"{late.total()} calls never returned: {names}; give what they wait for a time limit of its own"
-        return replace(reply, seconds=time.monotonic() - began, worn_out=worn_out)
+        return replace(reply, seconds=awake_s() - began, worn_out=worn_out)
 
 
 def sendable(reply: HostReply) -> HostReply:

@@ -14,6 +14,7 @@ from megarl.environments.base import ENVIRONMENTS, Action
 from megarl.environments.calls import AGENT_THREADS, LateError, attempt
 from megarl.environments.tools import KEY, ToolEnvironment, ToolError
 from megarl.errors import ConfigError
+from megarl.host.clock import finished
 from megarl.texts.masking import masked_text, require_no_secrets
 from megarl.types import Message, Prompt
 
@@ -58,7 +59,9 @@ class _Session:
             self._task = asyncio.create_task(self._hold(self._client, self._over))
         opened = self._client
         try:
-            client = await asyncio.wait_for(asyncio.shield(opened), self.timeout_s)
+            if not await finished([opened], self.timeout_s):
+                raise TimeoutError
+            client = opened.result()
         except Exception as error:
             self.end(opened)
             cause: BaseException = error

@@ -18,6 +18,8 @@ from starlette.requests import ClientDisconnect, Request
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from megarl.host.clock import awake_s
+
 # Time for a request's head, for its body, and between the requests of a client that has shown no key.
 HEAD_S, BODY_S = 10.0, 60.0
 # Bounds of a request's head, and of what comes between the parts of its body.
@@ -70,7 +72,7 @@ class BoundedServer(uvicorn.Server):
         self.server_state = _Connections(max_strangers)
 
     async def _close_overdue(self) -> None:
-        now = asyncio.get_running_loop().time()
+        now = awake_s()
         for connection in list(self.server_state.connections):
             assert isinstance(connection, _Connection), "the server was configured so"
             if connection.deadline < now:
@@ -247,7 +249,7 @@ class _Connection(HttpToolsProtocol):
             self.deadline = math.inf
 
     def _wait(self, seconds: float) -> None:
-        self.deadline = self.loop.time() + seconds
+        self.deadline = awake_s() + seconds
 
     def _wait_for_next(self) -> None:
         """Wait for the next request, and before it until the client has taken its answer."""

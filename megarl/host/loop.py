@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
 from megarl.errors import WorkerError
+from megarl.host.clock import AwakeLoop
 
 T = TypeVar("T")
 
@@ -26,7 +27,7 @@ _failed = asyncio.Event()
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
     """Return the loop of this process."""
-    loop = asyncio.new_event_loop()
+    loop = AwakeLoop()
     # A command that ends early leaves tasks behind, of which nobody needs to hear.
     loop.set_exception_handler(lambda loop, context: None)
     return loop

@@ -13,10 +13,10 @@ import secrets
 import selectors
 import socket
 import tempfile
-import time
 from typing import TYPE_CHECKING
 
 from megarl.errors import WorkerError
+from megarl.host.clock import awake_s
 from megarl.host.listeners import LOOPBACK
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def connect_peers(store: "dist.Store", rank: int, size: int, timeout_s: float) -
 
     Raises WorkerError if this rank has not reached all others after `timeout_s`.
     """
-    deadline, peers, answers = time.monotonic() + timeout_s, dict[int, socket.socket](), dict[int, bytes]()
+    deadline, peers, answers = awake_s() + timeout_s, dict[int, socket.socket](), dict[int, bytes]()
     with contextlib.ExitStack() as stack:
         door = _Door(stack, rank, size)
         store.set(str(rank), door.place)
@@ -71,7 +71,7 @@ def connect_peers(store: "dist.Store", rank: int, size: int, timeout_s: float) -
 def _connect(place: str, deadline: float) -> socket.socket:
     address, *port = place.split()[:2]
     peer = socket.socket(socket.AF_INET if port else socket.AF_UNIX)
-    peer.settimeout(max(0.01, deadline - time.monotonic()))
+    peer.settimeout(max(0.01, deadline - awake_s()))
     peer.connect((address, int(port[0])) if port else place)
     return peer
 
@@ -106,7 +106,7 @@ class _Door:
     def accept(self, deadline: float) -> dict[int, socket.socket]:
         """Accept the ranks above this one, and nobody else, in whatever order and company they come."""
         while left := self._size - 1 - self._rank - len(self._peers):
-            ready = {key.fileobj for key, _ in self._selector.select(max(0.0, deadline - time.monotonic()))}
+            ready = {key.fileobj for key, _ in self._selector.select(max(0.0, deadline - awake_s()))}
             if not ready:
                 raise TimeoutError(f"{left} of the ranks above it have not come")
             for caller in self._hellos.keys() & ready:

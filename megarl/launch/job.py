@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from megarl.errors import ConfigError
+from megarl.host.clock import awake_s
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.exit_codes import EXIT_BAD_INPUT, EXIT_STOPPED
 from megarl.host.janitor import HOSTED_RUN_VARIABLE, RunScope, clean_up
@@ -191,16 +192,16 @@ def _wait(
     `logs` maps each host to the log file that Slurm opens when it starts the host's task.
     """
     lost_at: float | None = None
-    look_at: float | None = time.monotonic() + SIGN_OF_LIFE_S
+    look_at: float | None = awake_s() + SIGN_OF_LIFE_S
     while (code := driver.poll()) is None:
-        if look_at is not None and time.monotonic() > look_at:
+        if look_at is not None and awake_s() > look_at:
             look_at = None
             if silent := [host for host, log in logs.items() if not log.exists()]:
                 say(f"no sign of life from {', '.join(silent)} so far")
         if lost_at is None and hosts.poll() is not None:
-            lost_at = time.monotonic()
+            lost_at = awake_s()
             say(f"srun ended with exit code {hosts.returncode}: the run has lost a host")
-        if lost_at is not None and time.monotonic() > lost_at + patience_s:
+        if lost_at is not None and awake_s() > lost_at + patience_s:
             say("the driver did not notice; it is ended")
             driver.kill()
             driver.wait()
@@ -213,8 +214,8 @@ def _stop_hosts(hosts: subprocess.Popen[bytes], job_id: int) -> None:
 
     Signalling srun itself would leave the tasks no time to clean up.
     """
-    deadline = time.monotonic() + CLEAN_UP_S
-    while hosts.poll() is None and time.monotonic() < deadline:
+    deadline = awake_s() + CLEAN_UP_S
+    while hosts.poll() is None and awake_s() < deadline:
         # Signal repeatedly, because a step that is just starting ignores signals.
         subprocess.run(["scancel", "--signal=TERM", str(job_id)], check=False, capture_output=True)
         time.sleep(1.0)

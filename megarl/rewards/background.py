@@ -6,6 +6,8 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from megarl.host.clock import AwakeLoop
+
 T = TypeVar("T")
 _CLOSE_S = 5.0
 
@@ -15,7 +17,7 @@ class BackgroundLoop:
 
     def __init__(self, name: str) -> None:
         """Start the thread; `name` is for debuggers."""
-        self._loop = asyncio.new_event_loop()
+        self._loop = AwakeLoop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 

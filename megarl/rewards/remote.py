@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -14,6 +13,7 @@ import httpx
 
 from megarl.config.mixture import RemoteConfig
 from megarl.errors import DataError, RunError
+from megarl.host.clock import awake_s
 from megarl.rewards.background import BackgroundLoop
 from megarl.rewards.judge import FinishedSample, Judged, Tally, Trouble, mean_of
 from megarl.rewards.service_key import read_service_key
@@ -84,7 +84,7 @@ class RemoteJudge:
         return self._loop.start(self._ask(body, len(rows), first, failed))
 
     async def _ask(self, body: bytes, num_rows: int, first: int, failed: Counter[str]) -> _Answer:
-        began, failures = time.monotonic(), list[str]()
+        began, failures = awake_s(), list[str]()
         start = first % len(self.urls)
         turns = [*self.urls[start:], *self.urls[:start]]
         for attempt in range(self.cfg.retries + 1):
@@ -105,12 +105,12 @@ class RemoteJudge:
                 except (BadReplyError, ValueError) as error:
                     reason = str(error)
                 else:
-                    return _Answer(reply=reply, seconds=time.monotonic() - began, failures=failures)
+                    return _Answer(reply=reply, seconds=awake_s() - began, failures=failures)
                 failed[url] += 1
                 failures.append(masked_text(f"{url}: {reason}"))
             if num_refusals == len(turns):
-                return _Answer(reply=None, seconds=time.monotonic() - began, failures=failures, is_refused=True)
-        return _Answer(reply=None, seconds=time.monotonic() - began, failures=failures)
+                return _Answer(reply=None, seconds=awake_s() - began, failures=failures, is_refused=True)
+        return _Answer(reply=None, seconds=awake_s() - began, failures=failures)
 
     async def _post(self, url: str, body: bytes) -> Any:
         """Send a request, and return the JSON of a successful answer."""

@@ -52,6 +52,22 @@ PRINTS = (
     "launch/submit.py",
     "run/evaluation/inspect_hints.py",
 )
+# Time limits are of the clock of host/clock.py. Here it is shown how long something took, a process ends on its own, or
+# there is the standard library only.
+OTHER_CLOCKS = (
+    "host/clock.py",
+    "sandbox/jail/*.py",
+    "migrate/recorder.py",
+    "host/janitor.py",
+    "host/signals.py",
+    "host/directory_lock.py",
+    "convert/*.py",
+    "record/*.py",
+    "rollout/stepping.py",
+    "run/*",
+    "train/checkpoint.py",
+    "sync/wire/flags.py",
+)
 # Of each room, those that it must do without on any floor.
 APART = {
     "config": ("parallel",),
@@ -135,6 +151,16 @@ def rooms_apart(source: Source) -> list[str]:
     return [name for name in imported_names(source) if _is_within(name, forbidden)]
 
 
+def limits_have_one_clock(source: Source) -> list[str]:
+    if any(fnmatch(source.path.as_posix(), pattern) for pattern in OTHER_CLOCKS):
+        return []
+    return [
+        f"time.{node.attr}"
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("monotonic", "monotonic_ns")
+    ]
+
+
 def nothing_imports_upward(source: Source) -> list[str]:
     own = FLOOR_OF.get(source.path.parts[0].removesuffix(".py"))
     if own is None:
@@ -168,6 +194,7 @@ RULES: list[Callable[[Source], list[str]]] = [
     rooms_apart,
     nothing_imports_upward,
     core_knows_no_shell,
+    limits_have_one_clock,
     prints_texts_by_one_function,
 ]
 
@@ -241,6 +268,7 @@ def test_package_follows_the_rule(rule: Callable[[Source], list[str]]) -> None:
         (core_knows_no_shell, "run/x.py", "def f():\n    from megarl import recipes", ["megarl.recipes"]),
         (core_knows_no_shell, "config/x.py", "import megarl.migrate.aliases", ["megarl.migrate.aliases"]),
         (core_knows_no_shell, "forecast/x.py", "import megarl.recipes.tasks, megarl.plan", []),
+        (limits_have_one_clock, "cluster/x.py", "import time\nend = time.monotonic() + 1", ["time.monotonic"]),
         (nothing_imports_upward, "attic/x.py", "import math", ["no floor for attic"]),
     ],
 )

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config.judges import JudgeConfig
 from megarl.errors import ConfigError, RunError
+from megarl.host.clock import awake_s
 from megarl.rewards.background import BackgroundLoop
 from megarl.rewards.llm.cache import AnswerCache
 from megarl.rewards.llm.completions import JudgeCompletion, Request
@@ -78,7 +78,7 @@ class EndpointCompletions:
     async def _complete(self, request: Request) -> JudgeCompletion:
         sampling = self._cfg.sampling
         async with self._slots:
-            began = time.monotonic()
+            began = awake_s()
             try:
                 model = await self._model_name()
             except _UnansweredError as error:
@@ -100,7 +100,7 @@ class EndpointCompletions:
                 reply = await self._first_answer(lambda client: client.chat.completions.create(**body))
             except _UnansweredError as error:
                 return JudgeCompletion(
-                    text=None, reason=str(error), is_refused=error.is_refused, seconds=time.monotonic() - began
+                    text=None, reason=str(error), is_refused=error.is_refused, seconds=awake_s() - began
                 )
             tokens = reply.usage.total_tokens if reply.usage is not None else 0
             self._num_tokens += tokens
@@ -109,7 +109,7 @@ class EndpointCompletions:
                 text=readable((choice and choice.message.content) or ""),
                 finish_reason=choice.finish_reason if choice else FinishReason.ABORT,
                 tokens=tokens,
-                seconds=time.monotonic() - began,
+                seconds=awake_s() - began,
             )
             if self._cache is not None and not completion.unread:
                 self._cache.put(key, completion.text or "")

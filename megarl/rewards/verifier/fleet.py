@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 
 from megarl.errors import WorkerError
 from megarl.host.child_environment import child_environment
+from megarl.host.clock import awake_s
 from megarl.rewards.verifier.messages import WorkerChannel, write_message
 from megarl.rewards.verifier.types import JobResult, VerifierOptions
 
@@ -116,7 +116,7 @@ class Fleet:
             with theirs, suppress(ConnectionError):
                 # The end of a server is noticed when its connection is read.
                 socket.send_fds(self._control, [b"F"], [theirs.fileno()])
-            expires = time.monotonic() + self._options.start_limit_s
+            expires = awake_s() + self._options.start_limit_s
             worker = Worker(channel=WorkerChannel(ours), expires=expires)
             self.workers.append(worker)
             self._selector.register(ours, _READ, lambda events, worker=worker: self._handle(worker, events))

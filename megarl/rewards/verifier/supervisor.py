@@ -3,13 +3,13 @@
 import os
 import selectors
 import threading
-import time
 from collections import deque
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import replace
 
 from megarl.errors import WorkerError
+from megarl.host.clock import awake_s
 from megarl.rewards.verifier.fleet import Fleet, PendingJob, Worker
 from megarl.rewards.verifier.messages import ERRORS, STARTED, WorkerReply
 from megarl.rewards.verifier.types import JobResult, VerifierOptions, VerifierStatistics
@@ -62,7 +62,7 @@ class Supervisor:
                     self._dispatch()
                     # Wait until the next deadline of a job or of a worker's start.
                     expires = [w.expires for w in self._fleet.workers if w.job is not None or w.pidfd is None]
-                    wait_s = max(0.0, min(expires) - time.monotonic()) if expires else None
+                    wait_s = max(0.0, min(expires) - awake_s()) if expires else None
                     # Messages that have arrived are read before deadlines are checked.
                     for key, events in selector.select(wait_s):
                         key.data(events)
@@ -98,7 +98,7 @@ class Supervisor:
                     limit_s = job.deadline_s
                     if job.function not in worker.functions:
                         limit_s = self._options.start_limit_s
-                    worker.job, worker.since = job, time.monotonic()
+                    worker.job, worker.since = job, awake_s()
                     worker.expires = worker.since + limit_s
                     worker.channel.send(job.message)
                     self._fleet.flush(worker)
@@ -116,7 +116,7 @@ class Supervisor:
                     raise ValueError("the worker process spoke out of turn")
                 if is_start:
                     worker.functions.add(worker.job.function)
-                    worker.since = time.monotonic()
+                    worker.since = awake_s()
                     worker.expires = worker.since + worker.job.deadline_s
                     continue
                 reply = WorkerReply.decode(message)
@@ -125,18 +125,18 @@ class Supervisor:
                     with suppress(InvalidStateError):
                         job.future.set_exception(ERRORS[reply.error](reply.reason))
                     continue
-                seconds = time.monotonic() - worker.since
+                seconds = awake_s() - worker.since
                 result = JobResult(reward=reply.reward, outcome=reply.outcome, seconds=seconds, reason=reply.reason)
                 # An interruption can leave a library's globals inconsistent, and later jobs might be judged wrongly.
                 is_sound = reply.outcome not in ("timed_out", "crashed") and not reply.is_last
                 self._finish(worker, result, keep=is_sound and reply.resident_mib <= self._options.recycle_mib)
         except (EOFError, ValueError) as error:
-            seconds = time.monotonic() - worker.since
+            seconds = awake_s() - worker.since
             self._finish(worker, JobResult(reward=None, outcome="crashed", seconds=seconds, reason=str(error)))
 
     def _expire(self) -> None:
         """Kill the workers whose start or whose job has exceeded its deadline."""
-        now = time.monotonic()
+        now = awake_s()
         for worker in [w for w in self._fleet.workers if w.pidfd is None and w.expires <= now]:
             self._fleet.give_up(worker)
         for worker in [w for w in self._fleet.workers if w.job is not None and w.expires <= now]:
@@ -144,7 +144,7 @@ class Supervisor:
             self._read(worker)
             if worker.job is not None and worker.expires <= now:
                 reason = f"killed after {now - worker.since:.1f} s"
-                seconds = time.monotonic() - worker.since
+                seconds = awake_s() - worker.since
                 self._finish(worker, JobResult(reward=None, outcome="timed_out", seconds=seconds, reason=reason))
 
     def _finish(self, worker: Worker, result: JobResult, *, keep: bool = False) -> None:

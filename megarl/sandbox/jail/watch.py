@@ -10,6 +10,8 @@ _CHUNK = 1 << 16
 _WATCH_S = 0.05
 # Time for a program that closed its pipes to end.
 _END_S = 1.0
+# How much of the time between two looks counts.
+_MOST_GAP_S = 2.0
 
 
 class OutputStream:
@@ -62,7 +64,7 @@ def watch(
 
     The child is not ended here.
     """
-    deadline = time.monotonic() + wall_s
+    left, looked = wall_s, time.monotonic()
     end = os.pidfd_open(child)
     poll = select.poll()
     open_streams = {stream.fd: stream for stream in streams}
@@ -70,8 +72,11 @@ def watch(
         poll.register(fd, select.POLLIN)
     next_look = 0.0
     try:
-        while (left := deadline - time.monotonic()) > 0:
+        while left > 0:
             ready = {fd for fd, _ in poll.poll(1000 * min(left, _WATCH_S))}
+            now = time.monotonic()
+            # In longer gaps this process, and the program with it, was stopped.
+            left, looked = left - min(now - looked, _MOST_GAP_S), now
             for fd in ready - {end}:
                 if not open_streams[fd].read():
                     poll.unregister(fd)
@@ -80,10 +85,10 @@ def watch(
             if end in ready or is_done():
                 return None
             # Programs that write much and in small pieces shall not wait for looks.
-            if time.monotonic() >= next_look:
+            if now >= next_look:
                 if over := excess():
                     return over
-                next_look = time.monotonic() + _WATCH_S
+                next_look = now + _WATCH_S
         return "wall_time"
     finally:
         os.close(end)

@@ -1,7 +1,6 @@
 """Let the processes of a weight sync find each other through a store on the first trainer rank's host."""
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import WeightSyncError
+from megarl.host.clock import awake_s
 from megarl.host.device.groups import abort_group, gloo_group
 from megarl.host.device.platform import platform
 from megarl.host.store import connect_store
@@ -102,8 +102,8 @@ def unless_given_up(
     Raises:
         WeightSyncError: the weight sync `transfer` was given up, because a process has died.
     """
-    deadline = time.monotonic() + timeout_s
-    while (left_s := deadline - time.monotonic()) > 0:
+    deadline = awake_s() + timeout_s
+    while (left_s := deadline - awake_s()) > 0:
         if answer := wait(min(POLL_S, left_s)):
             return answer
         if store.is_set(f"{transfer}/given up"):

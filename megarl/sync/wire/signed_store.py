@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megarl.errors import WeightSyncError
+from megarl.host.clock import awake_s
 
 _CODE_CHARS = 64
 # How long a value that is known to be there may take.
@@ -34,10 +35,10 @@ class SignedStore:
 
     def get(self, key: str, timeout_s: float) -> str | None:
         """Wait until a key is set; return its value, None after `timeout_s`; WeightSyncError if it is forged."""
-        deadline = time.monotonic() + timeout_s
+        deadline = awake_s() + timeout_s
         # torch looks into a file once a second.
         while isinstance(self._store, dist.FileStore) and not self._store.check([key]):
-            if time.monotonic() > deadline:
+            if awake_s() > deadline:
                 return None
             time.sleep(_LOOK_S)
         self._store.set_timeout(timedelta(seconds=timeout_s))
