@@ -23,6 +23,8 @@ from megarl.types import Message, Prompt
 KEY = "environment.entries.*.arguments"
 # The chat's URL is its secret; clients want some key all the same.
 API_KEY = "megarl"
+# What is kept of a program's output, from its end: of this, the last line counts.
+MOST_OUTPUT_BYTES, MOST_ERROR_BYTES = 1 << 20, 1 << 14
 
 
 @ENVIRONMENTS.register("agent")
@@ -143,7 +145,8 @@ async def _run_program(
     """Run an agent's program with these environment variables and those of its chat; return the JSON object in the
     last line that it writes, if there is one.
 
-    Raises RuntimeError with the last line of its errors if it fails. Whatever it started in its session ends with it.
+    Raises RuntimeError with the last line of its errors if it fails, or if the last line that it writes is too long.
+    Whatever it started in its session ends with it.
     """
     row: dict[str, Any] = {"uid": prompt.uid, "messages": [message.as_dict() for message in prompt.messages]}
     row |= {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info}
@@ -156,17 +159,35 @@ async def _run_program(
         pass_fds=[chat_server().held.fileno()],
         start_new_session=True,
     )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
     try:
-        out, errors = await process.communicate(json.dumps(row, default=str).encode())
+        process.stdin.write(json.dumps(row, default=str).encode())
+        process.stdin.close()
+        reading = (_end_of(process.stdout, MOST_OUTPUT_BYTES), _end_of(process.stderr, MOST_ERROR_BYTES))
+        out, errors = await asyncio.gather(*reading)
+        await process.wait()
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
     if process.returncode:
-        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
-        raise RuntimeError(f"the agent's program ended with {process.returncode}: {last}")
-    last = out.decode(errors="replace").strip().rpartition("\n")[2]
+        said = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        raise RuntimeError(f"the agent's program ended with {process.returncode}: {said}")
+    before, _, last = out.strip().rpartition(b"\n")
+    if len(out) == MOST_OUTPUT_BYTES and not before:
+        raise RuntimeError(f"the last line of the agent's program has over {MOST_OUTPUT_BYTES} bytes; shorten it")
     with contextlib.suppress(ValueError):
-        found = json.loads(last)
+        found = json.loads(last.decode(errors="replace"))
         return found if isinstance(found, dict) else None
     return None
+
+
+async def _end_of(stream: asyncio.StreamReader, most: int) -> bytes:
+    """Read a stream to its end, and return its last bytes."""
+    tail = bytearray()
+    while part := await stream.read(1 << 16):
+        tail += part
+        del tail[:-most]
+    return bytes(tail)

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +26,7 @@ import yaml
 
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.environments import open_environments
+from megarl.environments.agent import _run_program
 from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TriesRequest, TurnRequest
 from megarl.errors import ConfigError
 from megarl.recipes.tiny_model import make_byte_tokenizer
@@ -338,6 +340,39 @@ def test_verifiers_calls_its_tool_and_goes_on() -> None:
         "<|im_start|>assistant\n3<|im_end|>\n<|im_start|>user\nAre you sure, 1?<|im_end|>\n"
         "<|im_start|>assistant\n3.<|im_end|>"
     )
+
+
+CHATTER = """
+import sys
+for stream in (sys.stdout, sys.stderr):
+    for _ in range(16 << 10):
+        stream.write("é" * 1023 + "\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "outcome"),
+    [
+        ("print('{\"reward\": 0.5}')", {"reward": 0.5}),
+        ("sys.exit('no luck')", "the agent's program ended with 1: no luck"),
+        ("print('9' * (1 << 20))", "the last line of the agent's program has over 1048576 bytes; shorten it"),
+    ],
+)
+def test_of_all_that_a_program_writes_only_the_end_is_kept(last: str, outcome: object) -> None:
+    """32 MiB on each stream."""
+    prompt = Prompt(uid="a", token_ids=(1,), data_source="d", ground_truth="1")
+    tracemalloc.start()
+    try:
+        returned: object = asyncio.run(
+            _run_program([sys.executable, "-c", CHATTER + last], prompt, "http://127.0.0.1", os.environ)
+        )
+    except RuntimeError as error:
+        returned = str(error)
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert returned == outcome
+    assert peak < 8 << 20
 
 
 def test_a_program_that_fails_costs_the_sample(tmp_path: Path) -> None:
