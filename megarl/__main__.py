@@ -1,7 +1,11 @@
 """Run the `megarl` command: `python -m megarl`."""
 
+import os
 import sys
 
+if sys.path[0] == os.getcwd():
+    # As in `search_here_last`, but before anything else is imported.
+    sys.path.append(sys.path.pop(0))
 try:
     from megarl.cli import main
 

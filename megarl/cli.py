@@ -16,6 +16,7 @@ from megarl.errors import ConfigError, UnknownKeyError
 from megarl.host.exit_codes import exit_on_errors
 from megarl.host.paths import expand_arguments
 from megarl.host.streams import name_anything, print_lines, write_anything
+from megarl.host.user_code import search_here_last
 from megarl.launch.cli import add_slurm
 from megarl.record.activity import shown
 from megarl.run.doctor import add_doctor
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command given on the command line, and exit with the code that its error has."""
     if argv is None:
         name_anything()
+        search_here_last()
     write_anything()
     arguments = parse(argv)
     if argv is None and getattr(arguments, "dry_run", False):
@@ -53,11 +55,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse a command line; a wrong one ends the process with exit code 2."""
     parser = argparse.ArgumentParser(prog="megarl", description="Reinforcement learning for language models.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    _add_init(commands)
-    _add_trainings(commands)
-    add_evaluation(commands)
-    _add_plan(commands)
-    _add_plan_async(commands)
+    for add in (_add_init, _add_trainings, add_evaluation, _add_plan, _add_plan_async):
+        add(commands)
     add_convert(commands)
     peer = commands.add_parser("convert-config", help="write a run file from that of verl, OpenRLHF or LUFFY")
     peer.add_argument("file", type=Path, help="a shell script that starts training, or a YAML file")

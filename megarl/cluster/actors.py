@@ -20,6 +20,7 @@ from megarl.host.device.platform import platform
 from megarl.host.sharing import adopt_umask
 from megarl.host.stage import process_files
 from megarl.host.streams import print_lines, write_anything
+from megarl.host.user_code import search_here_last
 from megarl.parallel.worker import RankWorker
 from megarl.rollout.engine import EngineNodeWorkers, EngineReply, VllmEngine
 from megarl.rollout.engine_spec import EngineNode, EngineSpec
@@ -46,6 +47,7 @@ class RunActor:
 
     def __init__(self) -> None:
         write_anything()
+        search_here_last()
         adopt_umask()
         write_stacks_on_signal()
 

@@ -15,7 +15,7 @@ from megarl.cluster.ending import END_TIMEOUT_S, end_run_processes
 from megarl.cluster.judge_key import KEY_VARIABLE, RequireKey
 from megarl.config.judges import JudgeServerConfig
 from megarl.errors import WorkerError
-from megarl.host.child_environment import child_environment
+from megarl.host.child_environment import SAFE_PATH, child_environment
 from megarl.host.clock import awake_s
 from megarl.host.device.platform import platform
 from megarl.host.listeners import LOOPBACK
@@ -60,7 +60,10 @@ class JudgeServerActor(RunActor):
         port = self._held.getsockname()[1]
         # The key is not on the command line, which every user of the host can read.
         passed = child_environment(cfg.pass_env, key="rewards.judge_servers.NAME.pass_env")
-        self._command, self._environment = server_command(cfg, address, port), {**passed, KEY_VARIABLE: api_key}
+        self._command, self._environment = (
+            server_command(cfg, address, port),
+            {**passed, **SAFE_PATH, KEY_VARIABLE: api_key},
+        )
         self._serve()
         assert self._server is not None
         url, deadline = f"http://{address}:{port}", awake_s() + timeout_s

@@ -4,6 +4,7 @@ import os
 from typing import Self
 
 from megarl.config.schema import Config
+from megarl.host.child_environment import SAFE_PATH
 from megarl.host.device.platform import apply_environment, platform
 from megarl.host.fork_server import ForkServers
 from megarl.host.janitor import open_caretaker
@@ -23,7 +24,13 @@ class Prelude:
     def __init__(self, config: Config, *, with_trainer: bool = True, with_engine: bool = True) -> None:
         # On several hosts, every one has its own environment, set where Ray was started.
         own = apply_environment() if config.cluster.address is None else {}
-        self.environment = {**own, "PYTHONWARNINGS": "ignore", **umask_variable(config.run.share), **fresh_secret()}
+        self.environment = {
+            **own,
+            "PYTHONWARNINGS": "ignore",
+            **SAFE_PATH,
+            **umask_variable(config.run.share),
+            **fresh_secret(),
+        }
         os.environ.update({k: v for k, v in RAY_ENVIRONMENT.items() if k not in os.environ})
         self.caretaker = open_caretaker()
         if config.cluster.address is None:

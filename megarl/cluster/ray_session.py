@@ -153,6 +153,14 @@ def _wait_for_port(address: str, deadline: float) -> None:
             time.sleep(POLL_S)
 
 
+class _JobConfig(ray.job_config.JobConfig):
+    """Keeps Ray from letting its workers look for modules first where the driver stands; see `search_here_last`."""
+
+    def _runtime_env_has_working_dir(self) -> bool:
+        return True
+
+
 def _connect(environment: Mapping[str, str], **settings: object) -> None:
+    of_run = {"runtime_env": {"env_vars": dict(environment)}, "job_config": _JobConfig()}
     with keep_handlers():
-        ray.init(log_to_driver=False, logging_level="error", runtime_env={"env_vars": dict(environment)}, **settings)
+        ray.init(log_to_driver=False, logging_level="error", **of_run, **settings)

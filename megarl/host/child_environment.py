@@ -36,6 +36,8 @@ ALLOWED = (
     *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE", "HF_ENDPOINT"),
     *("TRANSFORMERS_CACHE", "TRANSFORMERS_OFFLINE", "MEGARL_RUN_ID", "MEGARL_DEVICE", "MEGARL_UMASK"),
 )
+# Python then looks for modules neither in the current directory nor in that of its script.
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 # A pattern must not let these through, as in VLLM_API_KEY.
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH")
 
@@ -52,7 +54,11 @@ def child_environment(pass_env: Collection[str], *, key: str) -> dict[str, str]:
         name: value
         for name, value in os.environ.items()
         if name in (*pass_env, *ALLOWED)
-        or (not _SECRET.search(name) and any(fnmatchcase(name, pattern) for pattern in patterns))
+        or (
+            name not in SAFE_PATH
+            and not _SECRET.search(name)
+            and any(fnmatchcase(name, pattern) for pattern in patterns)
+        )
     }
 
 

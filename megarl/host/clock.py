@@ -1,7 +1,7 @@
 """Measure time for time limits: a clock that stands still while this process is stopped.
 
 SIGSTOP, a scheduler that suspends jobs in turn (gang scheduling) and a debugger stop a process, but no other clock.
-What others have done meanwhile has not been heard yet, and what was stopped along with it has done nothing.
+This process could hear of nobody meanwhile, and those that were stopped along with it have done nothing.
 """
 
 import asyncio

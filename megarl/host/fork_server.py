@@ -204,5 +204,6 @@ def serve_forks(listener: int) -> None:
     os.environ.clear()
     os.environ.update(request.environment)
     sys.argv[:] = request.argv
-    sys.path[0] = os.path.dirname(request.argv[0])
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(request.argv[0])
     runpy.run_path(request.argv[0], run_name="__main__")

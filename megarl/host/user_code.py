@@ -1,5 +1,6 @@
-"""Run the Python files of users, and name the line of a file that an error comes from."""
+"""Find and run the Python files of users, and name the line of a file that an error comes from."""
 
+import os
 import re
 import sys
 import sysconfig
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from megarl.errors import ConfigError
+from megarl.host.child_environment import SAFE_PATH
 from megarl.host.reading import damage, reason_of
 
 FIX = "correct it"
@@ -18,6 +20,17 @@ _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 _OTHERS = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib", "scripts")))
 # Files that this process runs for users, wherever they lie.
 _users: set[str] = set()
+
+
+def search_here_last() -> None:
+    """Let this process, and Python processes that it starts, look for modules in the current directory last of all.
+
+    Modules that users name are found there, but a `secrets.py` takes the place of none. `child_environment` does not
+    hand this on to users' programs, whose own directories come first.
+    """
+    os.environ.update(SAFE_PATH)
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
 
 
 def run_file(path: Path, module_name: str, source: bytes | None = None) -> ModuleType:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from megarl.errors import WorkerError
-from megarl.host.child_environment import child_environment
+from megarl.host.child_environment import SAFE_PATH, child_environment
 from megarl.host.clock import awake_s
 from megarl.rewards.verifier.messages import WorkerChannel, write_message
 from megarl.rewards.verifier.types import JobResult, VerifierOptions
@@ -84,6 +84,7 @@ class Fleet:
         environment = {
             **child_environment(self._options.pass_env, key="rewards.custom.pass_env"),
             **single,
+            **SAFE_PATH,
             "CUDA_VISIBLE_DEVICES": "",
             # Sets then have the same order in every process, and with it the results of computer algebra.
             "PYTHONHASHSEED": "0",
