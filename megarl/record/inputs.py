@@ -31,12 +31,13 @@ FREE = (
     *("environment.entries.*.type", "environment.entries.*.arguments*", "data.chat_template*"),
     *("rewards.custom.arguments*", "rewards.custom.functions.*.arguments*", "rewards.judge_servers.*.args*"),
 )
-# Sections that one command alone reads; the others have no owner.
+# Sections that some commands alone read.
 _READ_BY = {
-    **dict.fromkeys(("data.train", "data.val", "rollout", "rewards", "environment"), "train"),
-    "sft": "sft",
-    "train_reward": "train-reward",
-    "train_preference": "train-preference",
+    "data.train": ("train", "session"),
+    **dict.fromkeys(("data.val", "rollout", "rewards", "environment"), ("train",)),
+    "sft": ("sft",),
+    "train_reward": ("train-reward",),
+    "train_preference": ("train-preference",),
 }
 # The files of a model's, an adapter's or a recording's directory that are read.
 _SUFFIXES = {
@@ -94,8 +95,10 @@ class RunInputs:
         """Look at the files that the settings of a command name; one that cannot be read is left to its reader."""
         stock: Stock = {}
         for key, text in _texts(config):
-            owner = next((owner for section, owner in _READ_BY.items() if f"{key}.".startswith(f"{section}.")), command)
-            if owner != command:
+            readers = next(
+                (own for section, own in _READ_BY.items() if f"{key}.".startswith(f"{section}.")), (command,)
+            )
+            if command not in readers:
                 continue
             is_free = _is_in(key, FREE)
             if is_free or _is_in(key, FILES):

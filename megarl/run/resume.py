@@ -1,6 +1,6 @@
 """Find the checkpoint and the models that `--resume` continues with, and check that the configuration still fits."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from megarl.algos.advantages import estimator_of
@@ -158,13 +158,20 @@ def find_checkpoint(
             f"restore them, or choose another run.name"
         )
     compared = {key: names for key, names in changed.items() if not f"{key}:".startswith(allowed)}
-    if unaccepted := {key: names for key, names in compared.items() if key not in config.checkpoint.accept_changed}:
+    require_same_files(checkpoint, config, compared, remedy="choose another run.name")
+    return checkpoint
+
+
+def require_same_files(
+    checkpoint: Checkpoint, config: Config, changed: Mapping[str, Sequence[str]], *, remedy: str
+) -> None:
+    """Raise ConfigError for files that have changed, by setting, unless the configuration accepts it."""
+    if unaccepted := {key: names for key, names in changed.items() if key not in config.checkpoint.accept_changed}:
         told = "; ".join(f"{key}: {', '.join(names)}" for key, names in unaccepted.items())
         raise ConfigError(
             f"{checkpoint.path}: files that the run computes from have changed since it began: {told}; restore them, "
-            f"choose another run.name, or accept it with checkpoint.accept_changed=[{','.join(unaccepted)}]"
+            f"{remedy}, or accept it with checkpoint.accept_changed=[{','.join(unaccepted)}]"
         )
-    return checkpoint
 
 
 def _require_readable_layout(checkpoint: Checkpoint, config: Config) -> None:

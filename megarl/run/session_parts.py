@@ -15,7 +15,9 @@ from megarl.errors import ConfigError, WorkerError
 from megarl.host.writing import writing
 from megarl.plan.build import derive_run
 from megarl.record.activity import doing
+from megarl.record.inputs import RunInputs
 from megarl.record.metrics import RunPaths
+from megarl.run.resume import require_same_files
 from megarl.run.session_inputs import SessionInputs
 from megarl.train.checkpoint import STATE_FILE, RunState, mark_complete, read_checkpoint
 from megarl.train.inputs import open_sampler
@@ -34,7 +36,7 @@ ANSWER_S = 30.0
 class SessionParts:
     """The live parts of a session. supervisor: None without engines. queue: None without prompts of the run.
 
-    lost: why the session cannot go on; empty while it can.
+    files: those that it computes from. lost: why the session cannot go on; empty while it can.
     """
 
     inputs: SessionInputs
@@ -43,6 +45,7 @@ class SessionParts:
     passes: dict[Role, RolePasses]
     supervisor: EngineSupervisor | None
     queue: PromptQueue | None
+    files: RunInputs
     lost: str = ""
 
     def save(self, directory: Path, *, num_draws: int, algo: AlgoState) -> None:
@@ -60,6 +63,7 @@ class SessionParts:
             source={},
             score=None,
             config=self.inputs.config,
+            inputs=self.files.to_json(),
         )
         self.memory.enter(residency.checkpointing(self.inputs.roles))
         with doing("saving"), writing(directory):
@@ -79,6 +83,11 @@ class SessionParts:
                 f"load: {directory} was saved {'without' if saved is None else 'with'} adapters, and actor.lora is "
                 f"{'not ' if ours is None else ''}set here; open the session with the same"
             )
+        if not weights_only:
+            # A run computes from further files.
+            saved_files = {key: each for key, each in state.inputs.items() if key in self.files.stock}
+            changed, _, _ = self.files.changes_since(saved_files)
+            require_same_files(checkpoint, self.inputs.config, changed, remedy="pass weights_only=True")
         same = checkpoint.same_layout(self.inputs.config)
         self.memory.enter(residency.checkpointing(self.inputs.roles))
         with doing("loading"):
@@ -106,6 +115,8 @@ def open_parts(stack: contextlib.ExitStack, inputs: SessionInputs, *, with_engin
     """Start a cluster, which ends with `stack`, and load the models."""
     config, roles = inputs.config, inputs.roles
     derived = left_open(config, [object_store(config)])
+    files = RunInputs.of(config, "session")
+    files.hash_in_background()
     if with_engines:
         derived = derive_run(config, roles, inputs.algorithm.requires())
     logs = RunPaths.of(config.run).logs
@@ -134,6 +145,7 @@ def open_parts(stack: contextlib.ExitStack, inputs: SessionInputs, *, with_engin
         passes=passes,
         supervisor=open_supervisor(config, cluster, memory, cluster.weight_sync) if with_engines else None,
         queue=None if inputs.prompts is None else PromptQueue(open_sampler(config, inputs.prompts)),
+        files=files,
     )
     if (supervisor := parts.supervisor) is not None:
         # After a failure, ranks may not answer; the end of the cluster removes what they share.
