@@ -35,7 +35,9 @@ def score_countdown(
     """
     try:
         truth = json.loads(ground_truth)
-        numbers, target = sorted(int(n) for n in truth["numbers"]), Fraction(truth["target"])
+        numbers, target = sorted(map(Fraction, truth["numbers"])), Fraction(truth["target"])
+        if any(number.denominator > 1 for number in numbers):
+            raise ValueError
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise DataError(
             f'countdown ground truth is {ground_truth!r}, expected JSON like {{"numbers": [4, 5, 9], "target": 8}}'
@@ -46,10 +48,10 @@ def score_countdown(
     return Reward(score=score, correct=correct, details={PARSE_FAILED: float(not answers)})
 
 
-SCORERS.register("megarl/countdown")(score_countdown)
+SCORERS.register("megarl/countdown", after_thoughts=True)(score_countdown)
 
 
-def _reaches(text: str, numbers: list[int], target: Fraction) -> bool:
+def _reaches(text: str, numbers: list[Fraction], target: Fraction) -> bool:
     text = text.strip().translate(_ASCII)
     if len(text) > MAX_EXPRESSION_CHARS or not _CHARACTERS.fullmatch(text):
         return False

@@ -159,5 +159,7 @@ for _mode, _options in MODES.items():
         SCORERS.register(f"{_name}{_suffix}", **IN_BOX)(_scorer)
 _scorer = partial(score_answer, compare=compare_with_second_opinion, options=_LAST_NUMBER)
 SCORERS.register("math/last_number", **IN_BOX)(_scorer)
-SCORERS.register("answer_line", truths=any_mathematics, states="Answer: {}".format)(score_answer_line)
+SCORERS.register("answer_line", truths=any_mathematics, states="Answer: {}".format, after_thoughts=True)(
+    score_answer_line
+)
 SCORERS.register("math_verify", **IN_BOX)(score_math_verify)

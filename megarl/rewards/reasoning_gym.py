@@ -10,7 +10,7 @@ from megarl.rewards.scorers import LAST_ANSWER, PARSE_FAILED, SCORERS
 from megarl.types import Reward
 
 
-@SCORERS.register("reasoning_gym")
+@SCORERS.register("reasoning_gym", after_thoughts=True)
 def score_reasoning_gym(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
     """Score the last `<answer>…</answer>` from 0 to 1 as the problem's dataset does; 1 is correct.
 

@@ -29,16 +29,19 @@ class Scorer(Protocol):
 class RegisteredScorer:
     """A scorer, and what its registration declares: how it reads ground truths, and how a response states an answer.
 
-    states: None if it wants more than an answer, such as a program.
+    states: None if it wants more than an answer, such as a program. after_thoughts: whether it is given only what
+    follows the last `</think>`, if there is one.
     """
 
     scorer: Callable[..., Reward]
     _: KW_ONLY
     truths: TruthReader = as_it_stands
     states: Callable[[str], str] | None = None
+    after_thoughts: bool = False
 
     def __call__(self, response: str, ground_truth: str, extra_info: Mapping[str, Any], **arguments: Any) -> Reward:
-        return self.scorer(response, ground_truth, extra_info, **arguments)
+        read = response.rpartition("</think>")[2] if self.after_thoughts else response
+        return self.scorer(read, ground_truth, extra_info, **arguments)
 
 
 SCORERS: FunctionRegistry[Scorer, RegisteredScorer] = FunctionRegistry(
@@ -46,7 +49,7 @@ SCORERS: FunctionRegistry[Scorer, RegisteredScorer] = FunctionRegistry(
 )
 # How scorers of mathematics and choices are registered.
 IN_BOX: Mapping[str, Any] = {"truths": any_mathematics, "states": r"</think>\boxed{{{}}}".format}
-AFTER_MARK: Mapping[str, Any] = {"truths": any_mathematics, "states": "#### {}".format}
+AFTER_MARK: Mapping[str, Any] = {"truths": any_mathematics, "states": "#### {}".format, "after_thoughts": True}
 FormatCheck = Callable[[str], bool]
 FORMATS: Registry[FormatCheck] = Registry("response format", key="format")
 
@@ -114,7 +117,7 @@ for _name in FORMATS:
     SCORERS.register(f"format/{_name}")(_scorer)
 
 
-@SCORERS.register("short_answer", truths=any_answer, states="<answer>{}</answer>".format)
+@SCORERS.register("short_answer", truths=any_answer, states="<answer>{}</answer>".format, after_thoughts=True)
 def score_short_answer(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
     """Score 1 if the last `<answer>…</answer>` equals the ground truth, as Search-R1 compares them, else 0.
 

@@ -245,7 +245,11 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         self._control, theirs = socket.socketpair()
         with theirs:
             self._launcher = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-X", "utf8", "-c", _BOOT, _ROOT, str(theirs.fileno()), json.dumps(setup)],
+                # Programs may print numbers of any length; their time is limited.
+                [
+                    *(sys.executable, "-I", "-S", "-X", "utf8", "-X", "int_max_str_digits=0"),
+                    *("-c", _BOOT, _ROOT, str(theirs.fileno()), json.dumps(setup)),
+                ],
                 env={},
                 cwd="/",
                 stdin=subprocess.DEVNULL,

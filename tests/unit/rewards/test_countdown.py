@@ -93,7 +93,9 @@ def test_long_or_deep_expressions_are_wrong() -> None:
     assert score_countdown(f"<answer>{'(' * 100}3{')' * 100}</answer>", truth([3], 3), {}).correct
 
 
-@pytest.mark.parametrize("text", ["", "8", "{}", '{"numbers": 3, "target": 4}', '{"numbers": [1], "target": "x"}'])
+@pytest.mark.parametrize(
+    "text", ["", "8", "{}", *(f'{{"numbers": {n}, "target": 4}}' for n in ("3", "[4.5]", '["x"]')), '{"numbers": [1]}']
+)
 def test_bad_ground_truth(text: str) -> None:
     with pytest.raises(DataError, match=r"countdown ground truth is .*, expected JSON like"):
         score_countdown("<answer>1</answer>", text, {})

@@ -315,3 +315,21 @@ def test_countdown_of_tinyzero() -> None:
     truth = '{"numbers": [44, 19, 35], "target": 98}'
     assert score("countdown", "<answer>44 + 19 + 35</answer>", truth, {}).correct
     assert not score("countdown", "<answer>44 + 19</answer>", truth, {}).correct
+
+
+@pytest.mark.parametrize("name", [name for name in SCORERS if SCORERS.get(name).states and "@" not in name])
+def test_an_answer_within_thoughts_is_none(name: str) -> None:
+    stated = SCORERS.get(name).states("C" if name == "letters" else "72").replace("</think>", "")  # type: ignore[misc]
+    truth = "C" if name == "letters" else "72"
+    for gap in ("", "\n"):
+        drafted = gap.join(("<think>", stated, "</think>", ""))
+        assert score(name, drafted + "I do not know.", truth, {}).correct is False
+        assert score(name, drafted + stated, truth, {}).correct is True
+
+
+def test_an_expression_within_thoughts_is_no_answer() -> None:
+    truth, answer = '{"numbers": [8, 9], "target": 72}', "<answer>8 * 9</answer>"
+    found = [
+        score("countdown", text, truth, {}).correct for text in (f"{answer}</think>", f"8</think>{answer}", answer)
+    ]
+    assert found == [False, True, True]

@@ -204,6 +204,12 @@ def test_right_passes_and_wrong_does_not(truth: Any, right: str, wrong: str) -> 
     assert judged(wrong, truth) == 0.0
 
 
+def test_numbers_of_any_length_are_read_and_printed() -> None:
+    """Python refuses to convert more than 4,300 digits, unless it is told otherwise."""
+    truth = {"inputs": ["9" * 5000 + "\n"], "outputs": ["1" + "0" * 5000 + "\n"]}
+    assert judged("print(int(input()) + 1)", truth) == 1.0
+
+
 def test_a_tolerance_applies_to_assertions() -> None:
     response = "```python\ndef third(x):\n    return [x / 3]\n```"
     truth = json.dumps({"assert_case": ["assert third(1) == [0.3333]"]})
