@@ -111,6 +111,10 @@ def merge(
             "mcore-to-hf or dequantize first"
         )
     adapters = read_peft(adapter, base.spec)
+    named = str(adapters.options.get("base_model_name_or_path") or model.name).rstrip("/").rpartition("/")[2]
+    # The hub's cache has the name in the directory models--OWNER--NAME.
+    if named not in {part.rpartition("--")[2] for part in model.resolve().parts}:
+        print_lines(f"warning: the adapters were trained on {named}, by {ADAPTER_CONFIG}; is that {model}?")
     reader, scalar_head = MergedReader(model, base.spec, adapters), base.scalar_head or VALUE_HEAD in adapters.replaced
     names = base.spec.expected_tensors(scalar_head=scalar_head)
     reader.specs = {name: reader.specs[name] for name in names}

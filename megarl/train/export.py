@@ -11,11 +11,12 @@ from megarl.data.ends import answer_form, declared_ends
 from megarl.data.tokenizer_files import read_tokenizer
 from megarl.errors import WeightSyncError
 from megarl.host.reading import read_object
+from megarl.host.streams import print_lines
 from megarl.host.writing import put_directory, writing
 from megarl.record.metrics import RunPaths
 from megarl.types.messages import Head, RoleSpec
 from megarl.weights.adapter_files import create_adapter_files
-from megarl.weights.adapters import adapter_spec
+from megarl.weights.adapters import adapter_spec, lost_in_peft
 from megarl.weights.families import read_hf_config, read_model_spec
 from megarl.weights.safetensors_map import (
     TensorSpec,
@@ -92,6 +93,11 @@ def export_adapters(workers: "RoleWorkers", role: RoleSpec, directory: Path) -> 
         shapes = adapter_spec(spec, role.settings.lora).expected_tensors(scalar_head=scalar)
         check_complete({name: math.prod(shape) for name, shape in shapes.items()}, written.num_elements)
         put_directory(partial, directory)
+    if (lost := lost_in_peft(spec, role.settings.lora.targets)) is not None:
+        print_lines(
+            f"warning: {directory}: peft leaves out the adapters of {lost} in {spec.family.name} models; merge them "
+            f"with `megarl convert merge {spec.path} --adapter {directory} --out DIR`, or set lora.export=merged"
+        )
 
 
 def copy_companions(source: Path, target: Path, *, skipped: Sequence[str] = _WEIGHT_FILES) -> None:

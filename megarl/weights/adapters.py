@@ -90,6 +90,14 @@ def adapter_rules(rules: Collection[WeightRule], targets: Collection[Target]) ->
             yield replace(rule, names=names, partition=partition, tensors=tuple(tensors))
 
 
+def lost_in_peft(spec: ModelSpec, targets: Collection[Target]) -> Target | None:
+    """Return the target whose adapters PEFT would leave out of the model, most often without a word, or None."""
+    lost = spec.family.lost_in_peft
+    kinds = {Layers.ALL, *(kind for layer in range(spec.dims.num_layers) for kind in spec.dims.kinds_of(layer))}
+    present = (rule for rule in spec.family.weights if spec.has(rule) and rule.layers in kinds)
+    return lost if lost in targets and any(target_of(rule) == lost for rule in present) else None
+
+
 def peft_config(spec: ModelSpec, config: LoraConfig, *, scalar_head: bool = False) -> dict[str, Any]:
     """Return the adapter_config.json that PEFT needs for a model's adapters, and a scalar head if it has one.
 
@@ -110,11 +118,24 @@ def peft_config(spec: ModelSpec, config: LoraConfig, *, scalar_head: bool = Fals
         "lora_alpha": config.alpha * default / config.rank,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted({name.rpartition(".")[2] for name in ranks}),
+        "target_modules": _target_modules(spec, low),
         "modules_to_save": [VALUE_HEAD.removesuffix(".weight")] if scalar_head else None,
         "rank_pattern": patterns,
         "alpha_pattern": {pattern: config.alpha * rank / config.rank for pattern, rank in patterns.items()},
     }
+
+
+def _target_modules(spec: ModelSpec, low: Collection[HFTensor]) -> list[str] | str:
+    """Return PEFT's names of the layers with adapters: how they end or, where others end so too, a pattern of names."""
+    places = {tensor.name.removesuffix(".lora_A.weight").partition("{layer}.")[2] for tensor in low}
+    ends = {place.rpartition(".")[2] for place in places}
+    linear = (rule for rule in spec.family.weights if spec.has(rule) and target_of(rule) is not None)
+    others = {each.name.partition("{layer}.")[2] for rule in linear for each in matrices_of(rule)} - places
+    if ends.isdisjoint(other.rpartition(".")[2] for other in others):
+        return sorted(ends)
+    # PEFT looks for experts without their numbers too, as transformers keeps all experts of a layer in one tensor.
+    patterns = (re.escape(place).replace(r"\.\{expert\}", r"(\.\d+)?") for place in sorted(places))
+    return rf".*\.layers\.\d+\.({'|'.join(patterns)})"
 
 
 def adapter_spec(spec: ModelSpec, config: LoraConfig) -> ModelSpec:

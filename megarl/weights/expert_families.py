@@ -25,6 +25,7 @@ _LATENT_NORM_EPS = 1e-6
 
 _DEEPSEEK_V3 = Family(
     name="deepseek_v3",
+    lost_in_peft="mlp",
     architectures=("DeepseekV3ForCausalLM",),
     weights=LATENT_DECODER + ROUTER_BIAS,
     qk_layernorm=True,
@@ -53,6 +54,7 @@ _DEEPSEEK_V3 = Family(
 for _family in (
     Family(
         name="granitemoe",
+        lost_in_peft="experts",
         ends_on_every_stage=True,
         architectures=("GraniteMoeForCausalLM",),
         weights=DECODER
@@ -66,6 +68,7 @@ for _family in (
     ),
     Family(
         name="qwen3_moe",
+        lost_in_peft="mlp",
         ends_on_every_stage=True,
         architectures=("Qwen3MoeForCausalLM",),
         weights=DECODER + DENSE_MLP + expert_mlps("mlp", "gate_proj", "up_proj", "down_proj") + QK_NORM,
@@ -83,6 +86,7 @@ for _family in (
     ),
     Family(
         name="qwen2_moe",
+        lost_in_peft="experts",
         ends_on_every_stage=True,
         architectures=("Qwen2MoeForCausalLM",),
         weights=DECODER
@@ -148,6 +152,7 @@ for _family in (
     ),
     Family(
         name="deepseek_v2",
+        lost_in_peft="mlp",
         architectures=("DeepseekV2ForCausalLM",),
         weights=LATENT_DECODER,
         qk_layernorm=True,
@@ -187,6 +192,7 @@ for _family in (
     ),
     Family(
         name="glm4_moe",
+        lost_in_peft="mlp",
         architectures=("Glm4MoeForCausalLM",),
         weights=DECODER
         + DENSE_MLP
@@ -216,6 +222,7 @@ for _family in (
     ),
     Family(
         name="gpt_oss",
+        lost_in_peft="experts",
         ends_on_every_stage=True,
         architectures=("GptOssForCausalLM",),
         weights=DECODER + QKV_BIAS + OUTPUT_BIAS + SINKS + BIASED_EXPERTS,

@@ -26,6 +26,7 @@ _HYBRID_DEFAULTS = {
 register_family(
     Family(
         name="qwen3_next",
+        lost_in_peft="mlp",
         architectures=("Qwen3NextForCausalLM",),
         weights=BY_HEAD_DECODER
         + DENSE_MLP
@@ -67,6 +68,7 @@ _QWEN3_5_MOE = register_family(
     replace(
         _QWEN3_5_DENSE,
         name="qwen3_5_moe_text",
+        lost_in_peft="experts",
         architectures=("Qwen3_5MoeForCausalLM",),
         weights=_MOE_DECODER + expert_mlps("mlp", "gate_proj", "up_proj", "down_proj"),
         # Every layer has experts.

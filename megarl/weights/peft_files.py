@@ -1,7 +1,7 @@
 """Read directories of adapters that PEFT wrote, or a trainer that writes as it does, and check that they fit a base."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from megarl.errors import ConfigError
 from megarl.host.reading import read_object, reading
 from megarl.weights.adapters import adapter_spec
 from megarl.weights.families import ModelSpec
-from megarl.weights.safetensors_map import map_tensors
+from megarl.weights.safetensors_map import map_tensors, same_bytes
 from megarl.weights.tables import OUTPUT_HEAD
 
 # What PEFT calls its files, and puts before the names of tensors.
@@ -84,6 +84,7 @@ def _checked(path: Path, options: Mapping[str, Any], base: ModelSpec) -> PeftAda
     tensors = {_plain(name): tensor for name, tensor in map_tensors(path / ADAPTER_FILE).items()}
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     replaced: dict[str, torch.Tensor] = {}
+    tied: set[str] = set()
     for name, tensor in tensors.items():
         if (found := _TENSOR.fullmatch(name)) is None:
             replaced[name.replace(".base_layer.", ".")] = tensor
@@ -91,9 +92,14 @@ def _checked(path: Path, options: Mapping[str, Any], base: ModelSpec) -> PeftAda
             # An embedding [tokens, width] is added to as A.T · B.T.
             letter = {"A": "B", "B": "A"}[found["letter"]] if found["kind"] else found["letter"]
             pairs.setdefault(found["module"], {})[letter] = tensor.T if found["kind"] else tensor
+    for head, embedding in base.copies().items():
+        # Trained as one (`ensure_weight_tying`), and saved twice.
+        if {head, embedding} <= replaced.keys() and same_bytes(replaced[head], replaced[embedding]):
+            tied.add(head)
+            del replaced[head]
     updates = {f"{module}.weight": _update(path, options, module, pair) for module, pair in pairs.items()}
     adapters = PeftAdapters(path=path, options=options, updates=updates, replaced=replaced, tensors=tensors)
-    _check_base(adapters, base)
+    _check_base(adapters, base, tied)
     return adapters
 
 
@@ -149,8 +155,11 @@ def _update(path: Path, options: Mapping[str, Any], module: str, pair: Mapping[s
     return LowRankUpdate(a=a, b=b, scale=alpha / rank**0.5 if options.get("use_rslora") else alpha / rank)
 
 
-def _check_base(adapters: PeftAdapters, base: ModelSpec) -> None:
-    """Raise ConfigError unless the adapters are for tensors that a base has, and for all that they say they are for."""
+def _check_base(adapters: PeftAdapters, base: ModelSpec, tied: Collection[str]) -> None:
+    """Raise ConfigError unless the adapters are for tensors that a base has, and for all that they say they are for.
+
+    tied: heads that the adapters change as they change the embedding.
+    """
     path, options = adapters.path, adapters.options
     # Linear layers may be parts of tensors.
     low = adapter_spec(base, LoraConfig(rank=1, expert_rank=1)).expected_tensors()
@@ -160,7 +169,9 @@ def _check_base(adapters: PeftAdapters, base: ModelSpec) -> None:
         if ".lora_B." in name
     }
     shapes |= base.expected_tensors() | base.expected_tensors(scalar_head=True)
-    remedy = f"name the base that they were trained on, {options.get('base_model_name_or_path')!r}"
+    named = str(options.get("base_model_name_or_path"))
+    is_same = Path(named).is_dir() and Path(named).samefile(base.path)
+    remedy = _MERGE_ELSEWHERE if is_same else f"name the base that they were trained on, {named!r}"
     found: dict[str, tuple[int, ...]] = {
         name: (update.b.shape[0], update.a.shape[1]) for name, update in adapters.updates.items()
     }
@@ -172,6 +183,13 @@ def _check_base(adapters: PeftAdapters, base: ModelSpec) -> None:
             f"{path}: has adapters or tensors of {unknown[:_NAMED]} ({len(unknown)} in all), which {base.path} lacks; "
             f"{remedy}"
         )
+    for head, embedding in base.copies().items():
+        if embedding in found and not (options.get("ensure_weight_tying") or head in tied):
+            raise ConfigError(
+                f"{path}: changes {embedding}, which {base.path} ties to {head} (tie_word_embeddings), but the head "
+                f"was left as it was in training (ensure_weight_tying is not set); {_MERGE_ELSEWHERE}, with "
+                "tie_word_embeddings=false in its config.json"
+            )
     for name, shape in found.items():
         if shape != shapes[name]:
             raise ConfigError(f"{path}: {name}: has shape {shape}, that of {base.path} has {shapes[name]}; {remedy}")

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from megarl.config.lora import Target
+
 
 class Partition(StrEnum):
     """The way in which Megatron splits a parameter over tensor-parallel ranks."""
@@ -123,6 +125,7 @@ class Family:
     `untrained`: how names of further tensors begin, which exports have as they were read, such as a vision tower's.
     `section`: the key of config.json that holds the settings of the language model, if it is part of a larger model.
     `expert_ffn_key`: the key of config.json that holds the width of an expert, for families with experts.
+    `lost_in_peft`: the layers whose adapters PEFT leaves out: it takes experts for one tensor, or others for experts.
     `normalizes_experts`: whether a token's routing weights are normalised to sum 1; None: `norm_topk_prob` says.
     `group_rating`: how many best experts' scores make up the score of a group of experts, for families with groups.
     `biased_routers`: routing scores are sigmoids, with a bias that is used only to choose experts; else softmax.
@@ -158,6 +161,7 @@ class Family:
     untrained: tuple[str, ...] = ()
     section: str | None = None
     expert_ffn_key: str | None = None
+    lost_in_peft: Target | None = None
     normalizes_experts: bool | None = None
     group_rating: int | None = None
     biased_routers: bool = False

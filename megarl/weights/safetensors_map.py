@@ -209,6 +209,7 @@ def check_tensors(
             f"{directory}: tensors do not match the family table: missing {missing[:3]} ({len(missing)}), "
             f"unknown {unknown[:3]} ({len(unknown)}); use an unmodified checkpoint of this architecture"
         )
+    require_floats(directory, {name: found[name] for name in expected if name in found})
     for name, shape in expected.items():
         if name in found and found[name].shape != tuple(shape):
             raise ConfigError(f"{directory}: {name} has shape {found[name].shape}, config.json implies {tuple(shape)}")
@@ -224,9 +225,14 @@ def require_equal_copies(directory: Path, copies: Mapping[str, str]) -> dict[str
     for file in files:
         for name, spec in read_specs(file).items():
             if name in homes and not same_bytes(map_tensors(homes[name])[name], map_tensors(file)[name]):
+                named = (read_weight_map(directory) or {}).get(name)
                 raise ConfigError(
                     f"{directory}: tensor {name} is in {homes[name].name} and in {file.name}, and they differ; "
-                    f"{MODEL_REMEDY}"
+                    + (
+                        f"{INDEX_NAME} names {named}, but programs read others: remove it from the other file"
+                        if named
+                        else MODEL_REMEDY
+                    )
                 )
             homes[name], found[name] = file, spec
     for name, source in copies.items():
@@ -238,6 +244,16 @@ def require_equal_copies(directory: Path, copies: Mapping[str, str]) -> dict[str
                 f"tie_word_embeddings to false in config.json, else remove the tensor"
             )
     return found
+
+
+def require_floats(directory: Path, specs: Mapping[str, TensorSpec]) -> None:
+    """Raise ConfigError if weights are stored as integers: those stand for others, by scales that nothing reads."""
+    if packed := [name for name, spec in specs.items() if not spec.dtype.is_floating_point]:
+        kind = str(specs[packed[0]].dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"{directory}: {packed[0]} is stored as {kind} ({len(packed)} such tensors), as in quantised models, but "
+            "config.json names no quantization_config; use the model's weights in bfloat16"
+        )
 
 
 def same_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -23,7 +23,8 @@ _OLD_ROPE_TYPES = {"su": "longrope", "mrope": "default"}
 # What engines read of the language model's section of a larger model's file, and never above it.
 _OF_SECTION = (
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size "
-    "max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters layer_types sliding_window"
+    "max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters layer_types sliding_window "
+    "tie_word_embeddings"
 )
 _THETA = 10000.0
 

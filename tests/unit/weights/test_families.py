@@ -707,9 +707,14 @@ def test_mistral_small_as_published(tmp_path: Path) -> None:
 
 
 def test_the_larger_model_says_whether_embeddings_are_tied(tmp_path: Path) -> None:
-    spec = read_model_spec(write_config(tmp_path, QWEN3_5_9B | {"tie_word_embeddings": True}))
+    section = {key: value for key, value in QWEN3_5_9B["text_config"].items() if key != "tie_word_embeddings"}
+    whole = QWEN3_5_9B | {"tie_word_embeddings": True, "text_config": section}
+    spec = read_model_spec(write_config(tmp_path, whole))
     assert spec.dims.tied
     assert "lm_head.weight" not in spec.expected_tensors()
+    # Engines read the section.
+    with pytest.raises(ConfigError, match=r"text_config\.tie_word_embeddings: got False, but tie_word_embeddings says"):
+        read_model_spec(write_config(tmp_path, whole | {"text_config": section | {"tie_word_embeddings": False}}))
 
 
 def test_deepseek_v3_as_published(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.config.lora import LoraConfig
+from megarl.config.lora import LoraConfig, Target
 from megarl.errors import ConfigError
-from megarl.weights.adapter_files import read_adapters
+from megarl.weights.adapter_files import create_adapter_files, read_adapters
+from megarl.weights.adapters import lost_in_peft
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.peft_files import read_peft
 from tests.helpers.hf_models import VOCAB_SIZE, make_model
@@ -185,6 +186,52 @@ def test_a_tied_head(tmp_path: Path, write: Write) -> None:
     path = write(add=low_rank(f"{PREFIX}lm_head", (VOCAB_SIZE, 48), 4))
     with pytest.raises(ConfigError, match=r"lm_head\.weight is also the embedding there"):
         read_peft(path, tied)
+
+
+@pytest.mark.parametrize(
+    ("embedding", "head", "options", "is_read"),
+    [
+        # PEFT trains the embedding alone, beside a head that stays as it was, unless it is told to train them as one.
+        (1.0, None, {}, False),
+        (1.0, 2.0, {}, False),
+        (1.0, 1.0, {"ensure_weight_tying": True}, True),
+        (1.0, None, {"ensure_weight_tying": True}, True),
+    ],
+)
+def test_an_embedding_that_the_base_ties_to_the_head(
+    embedding: float, head: float | None, options: dict[str, Any], is_read: bool, tmp_path: Path, write: Write
+) -> None:
+    tied = read_model_spec(make_model(tmp_path / "tied", "qwen2", tied=True, num_hidden_layers=2))
+    values = {"model.embed_tokens": embedding, "lm_head": head}
+    add = {f"{PREFIX}{name}.weight": torch.full((VOCAB_SIZE, 48), x) for name, x in values.items() if x is not None}
+    path = write(add=add, modules_to_save=["embed_tokens", "lm_head"], **options)
+    if is_read:
+        assert read_peft(path, tied).replaced.keys() == {"model.embed_tokens.weight"}
+    else:
+        with pytest.raises(ConfigError, match=r"embedding there|the head was left as it was in training"):
+            read_peft(path, tied)
+
+
+def test_an_embedding_with_adapters_that_the_base_ties_to_the_head(tmp_path: Path, write: Write) -> None:
+    tied = read_model_spec(make_model(tmp_path / "tied", "qwen2", tied=True, num_hidden_layers=2))
+    module = f"{PREFIX}model.embed_tokens.lora_embedding"
+    path = write(add={f"{module}_A": torch.ones(4, VOCAB_SIZE), f"{module}_B": torch.ones(48, 4)})
+    with pytest.raises(ConfigError, match=r"changes model\.embed_tokens\.weight, which .* ties to lm_head\.weight"):
+        read_peft(path, tied)
+
+
+@pytest.mark.parametrize("target", ["attention", "mlp", "experts"])
+def test_what_a_run_exports_is_read_again(target: Target, tmp_path: Path) -> None:
+    """Dense layers, and experts of other layers, have modules of the same names: the file tells which have adapters."""
+    sizes = {"num_hidden_layers": 2, "mlp_only_layers": [0], "num_experts": 4, "moe_intermediate_size": 8}
+    spec = read_model_spec(make_model(tmp_path / "moe", "qwen3_moe", tied=False, **sizes))
+    config = LoraConfig(rank=2, expert_rank=1, targets=(target,), path=str(tmp_path / "adapters"))
+    create_adapter_files(tmp_path / "adapters", spec, config, "float32")
+    found = read_adapters(spec, config)
+    # A and B of four projections in both layers, of three in one, or of three in each of four experts of one layer.
+    assert len(found) == {"attention": 16, "mlp": 6, "experts": 24}[target]
+    # PEFT takes the names of the dense layers' modules for those of experts.
+    assert lost_in_peft(spec, ("attention", target)) == ("mlp" if target == "mlp" else None)
 
 
 def test_files_that_are_not_there(base: ModelSpec, write: Write) -> None:

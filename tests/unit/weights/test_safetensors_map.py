@@ -170,9 +170,21 @@ def test_tensors_that_are_there_twice_must_be_equal(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"w": "a.safetensors", "c": "c.safetensors"}}))
     with pytest.raises(ConfigError, match=r"tensor w is in a\.safetensors and in c\.safetensors, and they differ"):
         check_tensors(tmp_path, {"w": (2,), "a": (1,), "c": (1,)})
+    # The index says which of the two is meant; not every program heeds it.
+    with pytest.raises(ConfigError, match=r"index\.json names a\.safetensors, .*: remove it from the other file"):
+        check_tensors(tmp_path, {"w": (2,), "a": (1,), "c": (1,)})
     create_model_files(tmp_path, floats(w=2))
     with pytest.raises(ConfigError, match=r"has model\.safetensors beside the files of model\.safetensors\.index"):
         model_files(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
+def test_weights_of_integers_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Files of quantised models may have tensors of the expected shapes, which stand for other numbers."""
+    write_tensors(tmp_path / "model.safetensors", {"w": torch.ones(2), "v": torch.ones(2, dtype=dtype)})
+    check_tensors(tmp_path, {"w": (2,)}, ignored=("v",))
+    with pytest.raises(ConfigError, match=r"v is stored as u?int\d+ \(1 such tensors\), as in quantised models"):
+        check_tensors(tmp_path, {"w": (2,), "v": (2,)})
 
 
 def test_check_names_the_differences(tmp_path: Path) -> None:
