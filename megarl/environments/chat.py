@@ -6,6 +6,7 @@ and not tokenised again.
 
 import asyncio
 import contextlib
+import itertools
 import json
 import secrets
 import time
@@ -19,9 +20,17 @@ from megarl.environments.parsers import Parser
 from megarl.texts.unicode import readable
 from megarl.types import Message
 
-# Fields of a request that ask for what a policy in training cannot have, with the values that do not. Every other field
-# that is not read, such as temperature, is ignored: the run's settings decide how turns are sampled.
+# Fields of a request, vLLM's among them, that ask for what a policy in training cannot have, with the values that do
+# not. Every other field that is not read, such as temperature, is ignored: the run's settings decide how turns are
+# sampled.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        ("functions", "structured_outputs", "stop_token_ids", "bad_words", "chat_template_kwargs"), ({}, [])
+    ),
+    **dict.fromkeys((f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")), ({}, [], "")),
+    **dict.fromkeys(("continue_final_message", "ignore_eos", "echo"), (False,)),
+    **dict.fromkeys(("function_call", "chat_template"), ("none", "")),
+    "min_tokens": (0,),
     "logprobs": (False,),
     "top_logprobs": (0,),
     "stop": ([], ""),
@@ -182,6 +191,7 @@ class Chat:
         messages, tools = body.get("messages"), body.get("tools") or []
         if not isinstance(messages, list) or not messages:
             raise RequestError("messages is missing or empty, expected the whole conversation so far")
+        messages = _in_order_of_calls(messages)
         said = [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
             raise RequestError(f"tools is {str(tools)[:80]}, expected a list of objects")
@@ -236,6 +246,30 @@ def _refuse_fields(body: Mapping[str, Any]) -> None:
     for name in ("n", "max_tokens", "max_completion_tokens"):
         if (limit := body.get(name)) is not None and (not isinstance(limit, int) or limit < 1):
             raise RequestError(f"{name} is {limit!r}, expected a whole number of at least 1")
+
+
+def _in_order_of_calls(messages: Sequence[Any]) -> list[Any]:
+    """Return messages with the results of each turn's calls in the order of its calls, by which templates tell them
+    apart. Raises RequestError for results that belong to no call, and for calls of which only some have one.
+    """
+    ordered, ids = list[Any](), list[Any]()
+    for is_result, group in itertools.groupby(messages, lambda message: _field(message, "role") == "tool"):
+        run = list(group)
+        named = [_field(message, "tool_call_id") for message in run]
+        if is_result and ids and all(named):
+            if sorted(map(str, named)) != sorted(map(str, ids)):
+                raise RequestError(
+                    f"messages[{len(ordered)}] has results of the calls {named}, expected one of each call before it, "
+                    f"{ids}"
+                )
+            run.sort(key=lambda message: ids.index(message["tool_call_id"]))
+        ordered += run
+        ids = [_field(call, "id") for call in _field(run[-1], "tool_calls") or ()]
+    return ordered
+
+
+def _field(message: Any, name: str) -> Any:
+    return message.get(name) if isinstance(message, Mapping) else None
 
 
 def _read_message(message: Any, place: str) -> _Said:

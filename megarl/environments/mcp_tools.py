@@ -20,6 +20,7 @@ from megarl.types import Message, Prompt
 
 if TYPE_CHECKING:
     from mcp import Client
+    from mcp_types import ContentBlock
 
 T = TypeVar("T")
 
@@ -269,7 +270,22 @@ class McpEnvironment(ToolEnvironment):
     async def _call(self, name: str, /, **arguments: Any) -> str:
         assert self._session is not None, "the conversation has started"
         result = await self._session.use(lambda client: client.call_tool(name, arguments))
-        texts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
+        texts = [_text_of(part) for part in result.content]
+        if result.structured_content is not None and not any(
+            part.type == "text" and part.text for part in result.content
+        ):
+            texts.append(json.dumps(result.structured_content))
         if result.is_error:
             raise ToolError("error: " + "\n".join(texts))
-        return "\n".join(texts) if texts else json.dumps(result.structured_content)
+        return "\n".join(texts)
+
+
+def _text_of(part: "ContentBlock") -> str:
+    """Return what the policy can read of a part of a result: its text, or what it is and where."""
+    if part.type == "text":
+        return part.text
+    resource = part.resource if part.type == "resource" else part
+    if text := getattr(resource, "text", ""):
+        return str(text)
+    said = (part.type, getattr(resource, "mime_type", None), getattr(resource, "uri", None))
+    return f"[{' '.join(str(each) for each in said if each)}]"

@@ -6,6 +6,7 @@ import signal
 import sys
 
 from mcp.server.mcpserver import MCPServer
+from mcp_types import CallToolResult, EmbeddedResource, ImageContent, ResourceLink, TextContent, TextResourceContents
 
 server = MCPServer("tests", log_level="CRITICAL")
 notes: list[str] = []
@@ -48,6 +49,25 @@ def freeze() -> str:
 def die() -> str:
     """End the server."""
     os._exit(1)
+
+
+@server.tool()
+def parts(kind: str) -> CallToolResult:
+    """Return what is not text alone."""
+    image = ImageContent(type="image", data="AAAA", mime_type="image/png")
+    file = EmbeddedResource(
+        type="resource", resource=TextResourceContents(uri="file:///a.txt", mime_type="text/plain", text="inside")
+    )
+    link = ResourceLink(type="resource_link", name="b", uri="file:///b.bin", mime_type="application/x-b")
+    limited = {"code": "RATE_LIMITED", "retry_after": 30}
+    results = {
+        "contents": CallToolResult(content=[TextContent(type="text", text="see"), file, link, image]),
+        "structured": CallToolResult(content=[], structured_content=limited),
+        "failed": CallToolResult(content=[], structured_content=limited, is_error=True),
+        "shown": CallToolResult(content=[image], structured_content=limited),
+        "empty": CallToolResult(content=[]),
+    }
+    return results[kind]
 
 
 if __name__ == "__main__":

@@ -283,6 +283,42 @@ def test_a_program_gets_the_keys_that_are_passed_on_and_no_others(
     assert talk.last.details == {"names": ["SEARCH_API_KEY"]}, talk.last
 
 
+@pytest.mark.parametrize(
+    ("answered", "read"),
+    [
+        ([0, 1], ("zero", "one")),
+        # OpenAI's API tells results apart by their ids, templates by their places.
+        ([1, 0], ("zero", "one")),
+        ([1], None),
+        ([0, 0], None),
+        ([0, 1, 2], None),
+    ],
+    ids=str,
+)
+def test_results_are_read_in_the_order_of_the_calls(answered: list[int], read: tuple[str, str] | None) -> None:
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
+        async with client(base_url, api_key) as there:
+            first = await ask(there, QUESTION, tools=[ADD])
+            said = first.choices[0].message
+            ids = [*(each.id for each in said.tool_calls), "call_of_nobody"]
+            texts = ("zero", "one", "two")
+            results = [{"role": "tool", "tool_call_id": ids[i], "content": texts[i]} for i in answered]
+            messages = [*QUESTION, said.model_dump(exclude_none=True), *results]
+            if read is None:
+                with pytest.raises(
+                    openai.BadRequestError, match=r"messages\[2\] has results of the calls .*, expected one of"
+                ):
+                    await ask(there, messages, tools=[ADD])
+            else:
+                await ask(there, messages, tools=[ADD])
+
+    talk = lead(agent, CALL * 2, "3")
+    assert talk.last.failure == "", talk.last
+    if read is not None:
+        assert all(f"<|im_start|>tool\n{each}<|im_end|>" in talk.text for each in read)
+        assert talk.text.index(read[0]) < talk.text.index(read[1])
+
+
 def test_an_agent_may_forbid_calls() -> None:
     """The policy reads the tools all the same; its call is the text of the answer, and the chat goes on after it."""
 
@@ -422,6 +458,11 @@ def test_the_first_request_is_the_prompt_and_has_its_limit() -> None:
         ({"stop": ["\n"]}, r"stop is .*; set rollout.stop"),
         ({"response_format": {"type": "json_object"}}, "response_format is"),
         ({"tool_choice": "required", "tools": [ADD]}, "tool_choice is 'required'"),
+        ({"functions": [ADD["function"]]}, "functions is"),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "chat_template_kwargs is"),
+        ({"extra_body": {"guided_json": {"type": "object"}}}, "guided_json is"),
+        ({"extra_body": {"structured_outputs": {"regex": "a+"}}}, "structured_outputs is"),
+        ({"extra_body": {"stop_token_ids": [7]}}, "stop_token_ids is"),
         ({"max_tokens": 0}, "max_tokens is 0, expected a whole number of at least 1"),
         ({"messages": []}, "messages is missing or empty"),
         ({"messages": [{"role": "critic", "content": "hm"}]}, r"messages\[0\] is .*a role among system"),

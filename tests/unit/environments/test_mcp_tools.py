@@ -62,7 +62,7 @@ def test_the_policy_is_told_of_the_tools() -> None:
     }
     config = EnvironmentConfig(entries=entries)
     names = [tool["function"]["name"] for tool in tools_of(config, "all")]
-    assert names == ["add", "note", "doze", "whoami", "freeze", "die"]
+    assert names == ["add", "note", "doze", "whoami", "freeze", "die", "parts"]
     (schema,) = tools_of(config, "one")
     assert schema["type"] == "function"
     assert schema["function"]["description"] == "Add two numbers."
@@ -86,11 +86,29 @@ def test_calls_are_answered_side_by_side_and_errors_told() -> None:
         assert (sums.num_calls, sums.details) == (3, {"tool_errors": 0})
         assert text(error).startswith("error: Error executing tool add: 2 validation errors")
         assert error.details == {"tool_errors": 1}
-        assert text(unknown) == "error: there is no tool 'ad'; there are: add, note, doze, whoami, freeze, die"
+        assert text(unknown) == "error: there is no tool 'ad'; there are: add, note, doze, whoami, freeze, die, parts"
         assert text(late) == "error: doze took longer than 5 s"
         assert last.done
 
     together(talk, McpEnvironment(server=SERVER, start_timeout_s=START_S, timeout_s=5))
+
+
+def test_whatever_a_result_is_made_of_is_read() -> None:
+    async def talk(environments: Sequence[McpEnvironment]) -> None:
+        (tools,) = environments
+        kinds = ("contents", "structured", "failed", "shown", "empty")
+        found = {kind: (await say(tools, call("parts", kind=kind)))[0] for kind in kinds}
+        told = '{"code": "RATE_LIMITED", "retry_after": 30}'
+        assert {kind: text(reply) for kind, reply in found.items()} == {
+            "contents": "see\ninside\n[resource_link application/x-b file:///b.bin]\n[image image/png]",
+            "structured": told,
+            "failed": f"error: {told}",
+            "shown": f"[image image/png]\n{told}",
+            "empty": "",
+        }
+        assert [reply.details["tool_errors"] for reply in found.values()] == [0, 0, 1, 0, 0]
+
+    together(talk, McpEnvironment(server=SERVER, start_timeout_s=START_S))
 
 
 def test_samples_share_a_session_or_have_their_own() -> None:
