@@ -13,6 +13,7 @@ PAGE = ROOT / "docs" / "messages.md"
 ERRORS = {
     "DataError",
     "EngineDiedError",
+    "LostError",
     "MismatchError",
     "NonFiniteError",
     "RunError",
@@ -22,7 +23,13 @@ ERRORS = {
     "WorkerError",
 }
 # Other errors of settings name their key and explain themselves. Files are read with an error of the caller's choice.
-EXPLAINED = ("migrate/convert_config.py", "migrate/peer_", "migrate/launch_script.py", "host/", "sandbox/process.py")
+EXPLAINED = (
+    "migrate/convert_config.py",
+    "migrate/peer_",
+    "migrate/launch_script.py",
+    "host/",
+    "megarl_sandbox/process.py",
+)
 # Functions that return warnings under other names.
 WARNERS = re.compile("warn|^_lost_rows$|^_dropped_pairs$")
 # Stands for what varies in a message.
@@ -74,7 +81,7 @@ class MessageCollector(ast.NodeVisitor):
 
     def __init__(self, place: str, tree: ast.Module) -> None:
         self.place, self.found = place, list[FoundMessage]()
-        self.errors = ERRORS | ({"ConfigError", "error"} if place.startswith(EXPLAINED) else set())
+        self.errors = ERRORS | ({"ConfigError", "OptionError", "error"} if place.startswith(EXPLAINED) else set())
         self.names: dict[str, list[ast.expr]] = {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -116,9 +123,10 @@ class MessageCollector(ast.NodeVisitor):
 
 @cache
 def sources() -> dict[str, str]:
-    """Return the text of each module, by its path below the package."""
-    root = ROOT / "megarl"
-    return {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in sorted(root.rglob("*.py"))}
+    """Return the text of each module, by its path below megarl, or else below the repository."""
+    paths = [path for package in ("megarl", "megarl_sandbox") for path in sorted((ROOT / package).rglob("*.py"))]
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+    return {place.removeprefix("megarl/"): text for place, text in texts.items()}
 
 
 @cache

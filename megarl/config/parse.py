@@ -13,6 +13,7 @@ from megarl.errors import ConfigError, UnknownKeyError
 from megarl.host.paths import expanded
 from megarl.texts.masking import masked
 from megarl.texts.unicode import find_surrogate
+from megarl_sandbox.errors import OptionError
 
 T = TypeVar("T")
 
@@ -108,7 +109,11 @@ def _parse_section(hint: Any, value: object, path: str) -> object:
         if field.name not in value and field.default is MISSING and field.default_factory is MISSING:
             keys = f"{f'{path} has' if path else 'there are'}: {', '.join(hints)}"
             raise ConfigError(f"{_join(path, field.name)}: is missing; {keys}")
-    return hint(**{key: _convert(hints[key], item, _join(path, key)) for key, item in value.items()})
+    settings = {key: _convert(hints[key], item, _join(path, key)) for key, item in value.items()}
+    try:
+        return hint(**settings)
+    except OptionError as error:  # its key begins with the section's own
+        raise ConfigError(f"{path.rpartition('.')[0]}.{error}") from error
 
 
 def _parse_union(hint: Any, value: object, path: str) -> object:

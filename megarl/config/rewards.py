@@ -8,7 +8,7 @@ from megarl.config.judges import JudgeConfig, JudgeServerConfig, check_fallback
 from megarl.config.mixture import HybridConfig, HybridPartConfig, RemoteConfig
 from megarl.config.setting import ANY_NUMBER, AT_LEAST_1, BELOW_1, FRACTION, POSITIVE, PYTHON_FILE, section, setting
 from megarl.errors import ConfigError
-from megarl.sandbox.options import Limits
+from megarl_sandbox.options import Limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

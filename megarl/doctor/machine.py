@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.doctor.finding import Finding, Severity
-from megarl.errors import ConfigError, WorkerError
 from megarl.host.device.accelerators import FP8_RECIPES, Device, torch_build
 from megarl.host.device.platform import Platform
 from megarl.host.janitor import SHM_DIR, RunScope
 from megarl.host.temp_dir import ADVICE, TempChoice, choose_temp_root
-from megarl.sandbox import Isolation, Sandbox
+from megarl_sandbox import Isolation, LostError, OptionError, Sandbox
 
 GIB = 2**30
 # A run of the tiny model (two trainer ranks, one engine) holds 3.4 GiB.
@@ -206,7 +205,7 @@ def check_sandbox() -> Finding:
                 found="Landlock (the weaker of two kinds: programs see which files exist, and start no processes)",
                 advice=f"for namespaces: {'; '.join(sandbox.refusals)}",
             )
-    except (ConfigError, WorkerError) as error:
+    except (OptionError, LostError) as error:
         return Finding(
             subject="code sandbox",
             found="programs cannot be shut in, so rewards from tests of programs refuse to run",

@@ -16,8 +16,9 @@ from megarl.errors import DataError
 from megarl.host.janitor import SHM_DIR
 from megarl.host.listeners import Listener, listeners
 from megarl.host.reading import reading
-from megarl.host.temp_dir import PREFIX, candidates, loose_place
+from megarl.host.temp_dir import PREFIX
 from megarl.texts.masking import masked
+from megarl_sandbox.places import candidates, loose_place
 
 _OTHERS_READ = stat.S_IRGRP | stat.S_IROTH | stat.S_IXGRP | stat.S_IXOTH
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH

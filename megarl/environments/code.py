@@ -13,9 +13,10 @@ from megarl.environments.calls import CallThreads
 from megarl.environments.parsers import parse_python
 from megarl.environments.tools import KEY, ToolEnvironment, ToolError
 from megarl.errors import ConfigError
-from megarl.sandbox import Cell, Check, Ending, Isolation, Limits, Outcome, Program, SandboxOptions, shared_sandbox
-from megarl.sandbox.process import MARGIN_S
+from megarl.host.programs import open_program, settings_of
 from megarl.types import Message, Prompt
+from megarl_sandbox import Cell, Check, Ending, Isolation, Limits, Outcome, Program, SandboxOptions
+from megarl_sandbox.process import MARGIN_S
 
 T = TypeVar("T")
 # CPU time that all calls of a sample may use together.
@@ -34,18 +35,16 @@ def _options(
     """Return the options of the sandbox. Raises ConfigError if they are wrong, or if this machine runs no programs."""
     if isolation not in tuple(Isolation):
         raise ConfigError(f"{KEY}.isolation: got {isolation!r}, expected one of {', '.join(Isolation)}")
-    options = SandboxOptions(
-        isolation=Isolation(isolation),
-        limits=Limits(**{"cpu_s": CPU_S, "wall_s": timeout_s, **(limits or {})}),
-        import_paths=tuple(import_paths),
-    )
+    with settings_of(KEY):
+        chosen = Limits(**{"cpu_s": CPU_S, "wall_s": timeout_s, **(limits or {})})
+    options = SandboxOptions(isolation=Isolation(isolation), limits=chosen, import_paths=tuple(import_paths))
     _try_out(options)
     return options
 
 
 @functools.cache
 def _try_out(options: SandboxOptions) -> None:
-    with shared_sandbox(options).program(""):
+    with open_program("", options):
         pass
 
 
@@ -83,7 +82,7 @@ class PythonEnvironment(ToolEnvironment):
         """Make the environment of one sample.
 
         tools: further tools. setup: code that an interpreter runs first. timeout_s: of a call. limits: fields of
-        `megarl.sandbox.Limits`. import_paths: directories of packages to import besides the standard library.
+        `megarl_sandbox.Limits`. import_paths: directories of packages to import besides the standard library.
         isolation: as `rewards.code.isolation`. arguments: those of `ToolEnvironment`.
         """
         # The sandbox keeps the limit of time, but may be late itself.
@@ -123,7 +122,7 @@ class PythonEnvironment(ToolEnvironment):
 
     def _run_cell(self, code: str) -> str:
         if self._program is None:
-            self._program = shared_sandbox(self._options).program(self._setup)
+            self._program = open_program(self._setup, self._options)
         outcome = self._program.run(Cell(code=code))
         said = (outcome.stdout + outcome.stderr).decode(errors="replace").rstrip("\n")
         if outcome.succeeded and outcome.ending is Ending.WAITS:
@@ -143,7 +142,7 @@ class RepairEnvironment(Environment):
     """An environment that tests programs. While a test fails the policy reads why, and may write another program.
 
     The last block of a turn that is fenced as Python, or else the whole turn, is the program. A row's ground truth is
-    the test code, such as assertions about the program's functions (see `megarl.sandbox.Check`); the policy reads the
+    the test code, such as assertions about the program's functions (see `megarl_sandbox.Check`); the policy reads the
     text of the assertion that failed. The reward is 1 for a program that passes, which ends the conversation.
     """
 
@@ -175,7 +174,7 @@ class RepairEnvironment(Environment):
 
     def _failure_of(self, source: str) -> str:
         """Run the test, and return in one line why a program fails; nothing if it passes."""
-        with shared_sandbox(self._options).program(source) as program:
+        with open_program(source, self._options) as program:
             outcome = program.run(Check(test=self._test))
         if outcome.succeeded and (verdict := json.loads(outcome.answer))["passed"]:
             return ""

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from megarl.errors import ConfigError
 from megarl.host.writing import problem
+from megarl_sandbox.places import candidates, loose_place
 
 SOCKET_BYTES = 107
 # Ray puts this below its directory; a process id has up to seven digits.
@@ -32,7 +33,6 @@ _RUN = f"/{PREFIX}12345678/{RAY_DIRECTORY}"
 MOST_BYTES = SOCKET_BYTES - len(_RAY) - len(_RUN)
 # Ray's logs and the files of its sessions; without any room it does not start, and says so after 47 s.
 SMALLEST_MIB = 64
-USUAL = (Path("/tmp"), Path("/var/tmp"))
 ADVICE = f"set TMPDIR to a local directory whose path has at most {MOST_BYTES} bytes, with {SMALLEST_MIB} MiB free"
 
 
@@ -42,12 +42,6 @@ class TempChoice:
 
     root: Path | None
     problems: tuple[str, ...]
-
-
-def candidates() -> tuple[Path, ...]:
-    """Return the directories that a run's temporary directory may lie in, the preferred one first."""
-    given = [Path(os.path.abspath(os.environ["TMPDIR"]))] if os.environ.get("TMPDIR") else []
-    return tuple(dict.fromkeys([*given, *USUAL]))
 
 
 def choose_temp_root() -> TempChoice:
@@ -90,19 +84,6 @@ def unsuited(root: Path) -> str | None:
         return problem(error, root) if root.is_dir() else "no such directory"
     if (free := shutil.disk_usage(root).free) < SMALLEST_MIB << 20:
         return f"{free / 2**20:.0f} MiB are free, {SMALLEST_MIB} are needed"
-    return None
-
-
-def loose_place(root: Path) -> Path | None:
-    """Find a directory, `root` or one above it, whose entries another user can rename; None if there is none."""
-    # Whoever has this one administers the machine, under whatever number a container shows it.
-    trusted = {os.geteuid(), os.stat("/").st_uid}
-    for place in dict.fromkeys(above for path in (root, root.resolve()) for above in (path, *path.parents)):
-        with contextlib.suppress(OSError):
-            found = place.stat()
-            shared = stat.S_IMODE(found.st_mode) & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
-            if shared or not {found.st_uid, place.lstat().st_uid} <= trusted:
-                return place
     return None
 
 

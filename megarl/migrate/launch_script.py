@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError
-from megarl.sandbox import Isolation, Limits, RunWithInput, Sandbox, SandboxOptions
+from megarl.host.programs import settings_of
+from megarl_sandbox import Isolation, Limits, RunWithInput, Sandbox, SandboxOptions
 
 SECONDS = 60
 MAX_RUNS = 400
@@ -182,7 +183,7 @@ def _record(request: Mapping[str, Any], path: Path, *, run_anyway: bool) -> dict
     )
     options = SandboxOptions(isolation=Isolation.NAMESPACES, limits=limits, executables=(str(request["bash"]),))
     try:
-        with Sandbox(options) as sandbox, sandbox.program(source) as program:
+        with settings_of("sandbox"), Sandbox(options) as sandbox, sandbox.program(source) as program:
             outcome = program.run(RunWithInput(text=json.dumps({**request, "may_write": True})))
     except ConfigError as error:
         if run_anyway:

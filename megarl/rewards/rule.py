@@ -14,8 +14,8 @@ from megarl.rewards.question import Question, Verdict
 from megarl.rewards.scorers import PARSE_FAILED, SCORERS
 from megarl.rewards.sources import SOURCES, SourceSpec, judge_by_source, source_spec
 from megarl.rewards.verifier import JobResult, VerifierJob, VerifierOptions, VerifierPool
-from megarl.sandbox import Isolation, SandboxOptions
 from megarl.types import DROPPED, Reward
+from megarl_sandbox import Isolation, SandboxOptions
 
 # The detail of a scorer's reward that holds what the user's functions add to it.
 _CUSTOM_SCORE = "custom/score"

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 from megarl.record.text_table import align
-from megarl.sandbox import Isolation, RunWithInput, Sandbox, SandboxOptions
+from megarl_sandbox import Isolation, RunWithInput, Sandbox, SandboxOptions
 
 _SOURCE = "print(input())"
 

@@ -13,8 +13,8 @@ from typing import Any
 from megarl.errors import DataError
 from megarl.registry import Registry
 from megarl.rewards.code.tests import Test, as_json
-from megarl.sandbox import Call, Check, RunWithInput
-from megarl.sandbox.jail.tested import entry_point_of
+from megarl_sandbox import Call, Check, RunWithInput
+from megarl_sandbox.jail.tested import entry_point_of
 
 Row = Mapping[str, Any]
 # A signature without a body lacks one of these.

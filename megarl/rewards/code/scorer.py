@@ -9,11 +9,12 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
+from megarl.host.programs import open_program
 from megarl.rewards.code.formats import TEST_FORMATS, parse_tests
 from megarl.rewards.code.tests import Test
 from megarl.rewards.scorers import PARSE_FAILED, SCORERS
-from megarl.sandbox import Ending, SandboxOptions, shared_sandbox
 from megarl.types import Reward
+from megarl_sandbox import Ending, SandboxOptions
 
 # The name of this scorer, which reads tests of any form; `code/FORM` reads those of one form.
 CODE = "code"
@@ -111,7 +112,7 @@ for _form in TEST_FORMATS:
 def run_tests(code: str, tests: Sequence[Test], options: CodeOptions) -> list[TestVerdict]:
     """Run a program on all tests in one sandbox, and return the outcome of each test."""
     verdicts: list[TestVerdict] = []
-    with shared_sandbox(options.sandbox).program(code) as program:
+    with open_program(code, options.sandbox) as program:
         for test in tests:
             outcome = program.run(test.task)
             if outcome.ending is not Ending.EXITED:

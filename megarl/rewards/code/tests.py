@@ -5,9 +5,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.sandbox import Check, Outcome, ProgramTask, RunWithInput
-from megarl.sandbox.jail.same import is_close, same_value
-from megarl.sandbox.jail.values import decode
+from megarl_sandbox import Check, Outcome, ProgramTask, RunWithInput
+from megarl_sandbox.jail.same import is_close, same_value
+from megarl_sandbox.jail.values import decode
 
 # Integers are compared exactly, because a tolerance would accept 1000001 for 1000000.
 _INEXACT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")

@@ -13,7 +13,7 @@ from megarl.environments.calls import attempt, in_thread
 from megarl.host import clock, loop
 from megarl.host.clock import awake_s
 from megarl.rewards.background import BackgroundLoop
-from megarl.sandbox.jail.watch import watch
+from megarl_sandbox.jail.watch import watch
 
 LIMIT_S, STOP_S = 60.0, 3600.0
 Stop = Callable[[], None]

@@ -15,6 +15,7 @@ from megarl.errors import ConfigError
 from megarl.host import temp_dir
 from megarl.host.janitor import RunScope, clean_up, scopes_of
 from megarl.host.temp_dir import MOST_BYTES, choose_temp_root, make_temp_dir, temp_root, unsuited
+from megarl_sandbox import places
 from tests.helpers.second_user import UID, as_nobody, needs_second_user
 
 
@@ -23,7 +24,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a short path, the only usual one; pytest's own paths are long."""
     path = Path("/tmp") / f"t{os.getpid()}"
     path.mkdir()
-    monkeypatch.setattr(temp_dir, "USUAL", (path,))
+    monkeypatch.setattr(places, "USUAL", (path,))
     yield path
     path.rmdir()
 
@@ -80,7 +81,7 @@ def test_too_little_room(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_directory_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(temp_dir, "USUAL", (Path("/nowhere"),))
+    monkeypatch.setattr(places, "USUAL", (Path("/nowhere"),))
     monkeypatch.delenv("TMPDIR", raising=False)
     with pytest.raises(ConfigError, match=r"suits Ray: /nowhere: no such directory; set TMPDIR to a local directory"):
         temp_root()

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megarl.sandbox import Isolation, Sandbox, SandboxOptions
+from megarl_sandbox import Isolation, Sandbox, SandboxOptions
 from tests.helpers.sandboxes import BRIEF, LIMITS
 
 

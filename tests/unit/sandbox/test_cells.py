@@ -8,7 +8,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from megarl.sandbox import Cell, Ending, Isolation, Limits, Outcome, Program, RunWithInput, Sandbox, SandboxOptions
+from megarl_sandbox import Cell, Ending, Isolation, Limits, Outcome, Program, RunWithInput, Sandbox, SandboxOptions
 from tests.helpers.sandboxes import BRIEF, LIMITS, run_contained
 from tests.helpers.waiting import wait_until
 

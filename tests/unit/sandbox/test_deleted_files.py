@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megarl.sandbox import Cell, Ending, Isolation, Outcome, RunWithInput, Sandbox, SandboxOptions
+from megarl_sandbox import Cell, Ending, Isolation, Outcome, RunWithInput, Sandbox, SandboxOptions
 from tests.helpers.sandboxes import LIMITS
 from tests.unit.sandbox.test_tiers import USER, printed, run_there
 
@@ -194,8 +194,8 @@ print(sys.stdin.read())
 # Root in a container, which may not look at the processes of others, and an ordinary user without namespaces.
 CONTAINER = """
 import os, sys
-from megarl.sandbox import *
-from megarl.sandbox.jail import kernel
+from megarl_sandbox import *
+from megarl_sandbox.jail import kernel
 if "again" not in sys.argv:
     kernel.prctl(kernel.PR_CAPBSET_DROP, 19)
     os.execv(sys.executable, [sys.executable, "-c", os.environ["MEGARL_TEST_SOURCE"], "again"])

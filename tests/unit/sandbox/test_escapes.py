@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.sandbox import Ending, RunWithInput, Sandbox
+from megarl_sandbox import Ending, RunWithInput, Sandbox
 from tests.helpers.sandboxes import BRIEF, LIMITS, printed, run_contained
 
 MIB = 2**20

@@ -19,7 +19,7 @@ FILES = tuple(f"tests/unit/sandbox/test_{name}.py" for name in ("escapes", "life
 WAY = """
 import os, stat, sys
 from pathlib import Path
-from megarl.sandbox.jail import kernel
+from megarl_sandbox.jail import kernel
 base, user, *needed = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
 kernel.unshare(kernel.CLONE_NEWNS)
 kernel.mount("none", "/", "none", kernel.MS_REC | kernel.MS_PRIVATE)

@@ -13,10 +13,9 @@ import pytest
 
 from megarl.doctor.finding import Severity
 from megarl.doctor.machine import check_sandbox
-from megarl.errors import ConfigError
-from megarl.sandbox import Ending, Isolation, Limits, RunWithInput, Sandbox, SandboxOptions, process, wire
-from megarl.sandbox.jail import kernel, namespaces
-from megarl.sandbox.process import REMEDIES
+from megarl_sandbox import Ending, Isolation, Limits, OptionError, RunWithInput, Sandbox, SandboxOptions, process, wire
+from megarl_sandbox.jail import kernel, namespaces
+from megarl_sandbox.process import REMEDIES
 from tests.helpers.sandboxes import BRIEF
 from tests.helpers.waiting import wait_until
 
@@ -75,7 +74,7 @@ def test_a_launcher_that_died_is_started_again() -> None:
 
 def test_a_caller_that_is_killed_leaves_nothing() -> None:
     caller_source = f"""
-from megarl.sandbox import Limits, RunWithInput, Sandbox, SandboxOptions
+from megarl_sandbox import Limits, RunWithInput, Sandbox, SandboxOptions
 with Sandbox(SandboxOptions(limits=Limits(wall_s=300))).program({SLEEPER!r}) as program:
     print(program.keeper, flush=True)
     program.run(RunWithInput(text=""))
@@ -96,8 +95,8 @@ with Sandbox(SandboxOptions(limits=Limits(wall_s=300))).program({SLEEPER!r}) as 
 # if the second argument is 0.
 CONFINED = """
 import os, sys
-from megarl.sandbox import *
-from megarl.sandbox.jail import kernel, namespaces
+from megarl_sandbox import *
+from megarl_sandbox.jail import kernel, namespaces
 user, group = os.getuid(), os.getgid()
 kernel.unshare(kernel.CLONE_NEWUSER)
 def write(path, text):
@@ -155,10 +154,10 @@ with Sandbox(limits_only) as sandbox, sandbox.program("print(5)") as program:
 """
     refusal, otherwise = run_confined(4321, 0, refuse).stdout.splitlines()
     assert refusal.startswith(
-        "ConfigError rewards.code.isolation=namespaces: this machine isolates no programs: it refuses namespaces at "
+        "OptionError isolation=namespaces: this machine isolates no programs: it refuses namespaces at "
         "the step 'user namespace' (unshare: No space left on device); allow user namespaces: sysctl user.max_user_n"
     )
-    last = "or set rewards.code.isolation=limits_only, which protects neither files nor the network from programs"
+    last = "or set isolation=limits_only, which protects neither files nor the network from programs"
     assert refusal.endswith(last)
     assert otherwise == "b'5\\n'"
 
@@ -173,7 +172,7 @@ def test_what_an_interpreter_cannot_live_with_is_no_failure_of_programs() -> Non
     options = SandboxOptions(limits=Limits(output_mib=1e-6))
     with (
         Sandbox(options) as sandbox,
-        pytest.raises(ConfigError, match="the sandbox cannot run a program that does nothing here"),
+        pytest.raises(OptionError, match="the sandbox cannot run a program that does nothing here"),
     ):
         sandbox.program("print(1)")
 
@@ -198,13 +197,16 @@ except OSError as error:
 
 def test_packages_in_the_place_of_scratch_files() -> None:
     options = SandboxOptions(import_paths=("/tmp/packages",))
-    with Sandbox(options) as sandbox, pytest.raises(ConfigError, match="need /tmp/packages, but their own files take"):
+    with (
+        Sandbox(options) as sandbox,
+        pytest.raises(OptionError, match="need /tmp/packages, but their own files take"),
+    ):
         sandbox.program("")
 
 
 @pytest.mark.parametrize("name", ["cpu_s", "wall_s", "memory_mib", "processes", "files_mib", "files", "output_mib"])
 def test_limits_are_positive(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"limits.{name}: got 0, expected more than 0"):
+    with pytest.raises(OptionError, match=f"limits.{name}: got 0, expected more than 0"):
         Limits(**{name: 0})
 
 

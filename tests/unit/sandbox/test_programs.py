@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from megarl.sandbox import Call, Ending, Outcome, RunWithInput, Sandbox
-from megarl.sandbox.jail.values import decode
+from megarl_sandbox import Call, Ending, Outcome, RunWithInput, Sandbox
+from megarl_sandbox.jail.values import decode
 from tests.helpers.sandboxes import printed, run_contained
 
 

@@ -21,9 +21,9 @@ import pytest
 from megarl.doctor.finding import Severity
 from megarl.doctor.machine import check_sandbox
 from megarl.host.temp_dir import make_temp_dir
-from megarl.sandbox import Check, Ending, Isolation, RunWithInput, Sandbox, SandboxOptions, process
-from megarl.sandbox.jail import calls
-from megarl.sandbox.jail.scratch import delete_tree
+from megarl_sandbox import Check, Ending, Isolation, RunWithInput, Sandbox, SandboxOptions, process
+from megarl_sandbox.jail import calls
+from megarl_sandbox.jail.scratch import delete_tree
 from tests.helpers.sandboxes import BRIEF, LIMITS
 from tests.helpers.second_user import as_nobody, needs_second_user
 from tests.helpers.waiting import wait_until
@@ -42,8 +42,8 @@ def refused(function, *arguments, **options):
 # An ordinary user, in a new user namespace.
 USER = """
 import ctypes, os, sys
-from megarl.sandbox import *
-from megarl.sandbox.jail import kernel
+from megarl_sandbox import *
+from megarl_sandbox.jail import kernel
 def write(path, text):
     with open(path, "w") as file:
         file.write(text)
@@ -72,7 +72,7 @@ kernel.restrict_mounts("/proc/sys", kernel.MS_RDONLY)
 NO_NAMESPACES = 'write("/proc/sys/user/max_user_namespaces", "0")\n'
 # A filter of system calls for which the kernel has no Landlock: 444 is landlock_create_ruleset, 38 "no such call".
 NO_LANDLOCK = """
-from megarl.sandbox.jail import syscalls
+from megarl_sandbox.jail import syscalls
 steps = [syscalls._step(0x20, 0), *syscalls._answer_if(0x15, 444, 0x50026), syscalls._step(0x06, 0x7FFF0000)]
 code = syscalls._Program(length=len(steps), instructions=b"".join(steps))
 kernel.prctl(38, 1)
@@ -157,7 +157,7 @@ except ValueError as error:
     print(type(error).__name__, error)
 """
     (refusal,) = run_there(USER + NO_NAMESPACES + NO_LANDLOCK + refuse)
-    assert refusal.startswith("ConfigError rewards.code.isolation=auto: this machine isolates no programs: it refuses ")
+    assert refusal.startswith("OptionError isolation=auto: this machine isolates no programs: it refuses ")
     assert "namespaces at the step 'user namespace' (unshare: No space left on device); allow user " in refusal
     assert "it refuses landlock at the step 'landlock' (system call 444: Function not implemented); run on " in refusal
     assert refusal.endswith("which protects neither files nor the network from programs")

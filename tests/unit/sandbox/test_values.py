@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.sandbox.jail.values import Unknown, ValueFormatError, decode, encode, pack, unpack
+from megarl_sandbox.jail.values import Unknown, ValueFormatError, decode, encode, pack, unpack
 
 
 def back_from(value: object) -> Any:

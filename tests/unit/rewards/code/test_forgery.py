@@ -8,7 +8,7 @@ import json
 import pytest
 
 from megarl.rewards.code import CodeOptions, Credit, score_code
-from megarl.sandbox import Limits, SandboxOptions
+from megarl_sandbox import Limits, SandboxOptions
 
 OPTIONS = CodeOptions(sandbox=SandboxOptions(limits=Limits(cpu_s=2, wall_s=5)), credit=Credit.FRACTION)
 

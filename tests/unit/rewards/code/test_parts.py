@@ -14,9 +14,9 @@ from megarl.errors import ConfigError, DataError
 from megarl.rewards.code.formats import parse_tests
 from megarl.rewards.code.scorer import extract_code
 from megarl.rewards.code.tests import as_json, same_output
-from megarl.sandbox import Call, Check, Ending, Outcome, RunWithInput
-from megarl.sandbox.jail.same import same_value
-from megarl.sandbox.jail.values import encode
+from megarl_sandbox import Call, Check, Ending, Outcome, RunWithInput
+from megarl_sandbox.jail.same import same_value
+from megarl_sandbox.jail.values import encode
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megarl.rewards.code import CodeOptions, Credit, score_code
-from megarl.sandbox import Limits, SandboxOptions
+from megarl_sandbox import Limits, SandboxOptions
 
 # Nothing here waits; a busy machine may take seconds to start pytest.
 OPTIONS = CodeOptions(sandbox=SandboxOptions(limits=Limits(cpu_s=5, wall_s=60)), credit=Credit.FRACTION)

@@ -9,8 +9,8 @@ import pytest
 from megarl.errors import ConfigError, DataError
 from megarl.rewards import score
 from megarl.rewards.code import CodeOptions, Credit, score_code
-from megarl.sandbox import Limits, SandboxOptions
 from megarl.types import Reward
+from megarl_sandbox import Limits, SandboxOptions
 
 SUMS = json.dumps({"inputs": ["1 2", "3 4", "5 6", "7 8"], "outputs": ["3", "7", "11", "15"]})
 SANDBOX = SandboxOptions(limits=Limits(cpu_s=1, output_mib=0.125))

@@ -4,8 +4,8 @@ import atexit
 import os
 import threading
 
-from megarl.sandbox.options import SandboxOptions
-from megarl.sandbox.process import Sandbox
+from megarl_sandbox.options import SandboxOptions
+from megarl_sandbox.process import Sandbox
 
 _LOCK = threading.Lock()
 _SANDBOXES: dict[tuple[int, SandboxOptions], Sandbox] = {}

@@ -13,22 +13,21 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import megarl
-from megarl.errors import ConfigError, WorkerError
-from megarl.host.temp_dir import candidates, loose_place
-from megarl.sandbox import wire
-from megarl.sandbox.jail.landlock import is_readable_by_all
-from megarl.sandbox.jail.scratch import delete_tree
-from megarl.sandbox.options import Isolation, SandboxOptions
-from megarl.sandbox.python_files import python_paths
-from megarl.sandbox.task import Check, Ending, Outcome, ProgramTask
+from megarl_sandbox import wire
+from megarl_sandbox.errors import LostError, OptionError
+from megarl_sandbox.jail.landlock import is_readable_by_all
+from megarl_sandbox.jail.scratch import delete_tree
+from megarl_sandbox.options import Isolation, SandboxOptions
+from megarl_sandbox.places import candidates, loose_place
+from megarl_sandbox.python_files import python_paths
+from megarl_sandbox.task import Check, Ending, Outcome, ProgramTask
 
 # Time allowed beyond a program's own limits, since a busy machine may be late.
 MARGIN_S = 30.0
 _DEAD = "the sandbox's launcher died or hung; its error is in this process's log"
-_ROOT = str(Path(megarl.__file__).parents[1])
+_ROOT = str(Path(__file__).parents[1])
 _BOOT = (
-    "import sys; sys.path.insert(0, sys.argv.pop(1)); from megarl.sandbox.jail.launch import main; "
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); from megarl_sandbox.jail.launch import main; "
     "sys.path.pop(0); main()"
 )
 
@@ -75,7 +74,7 @@ _TIERS: Mapping[Isolation, Sequence[Isolation]] = {
 }
 
 
-class RefusedError(ConfigError):
+class RefusedError(OptionError):
     """The error of a machine that refuses one step of the isolation."""
 
 
@@ -166,7 +165,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         self._control: socket.socket | None = None
 
     def program(self, source: str) -> Program:
-        """Return a context that holds the program in its sandbox; ConfigError if this machine does not allow one."""
+        """Return a context that holds the program in its sandbox; OptionError if this machine does not allow one."""
         with self._lock:
             if self._launcher is None or self._launcher.poll() is not None:
                 self._stop()
@@ -191,7 +190,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
                 socket.send_fds(self._control, [b"p"], [theirs.fileno()])
             except ConnectionError as error:
                 ours.close()
-                raise WorkerError(_DEAD) from error
+                raise LostError(_DEAD) from error
         return ours
 
     def _shut_in(self, connection: socket.socket, source: str) -> Program:
@@ -200,8 +199,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             return Program(connection, replace(self.options, isolation=self.tier), self._scratch, source)
         except (ConnectionError, TimeoutError) as error:
             connection.close()
-            raise WorkerError(_DEAD) from error
-        except ConfigError:
+            raise LostError(_DEAD) from error
+        except OptionError:
             connection.close()
             raise
 
@@ -217,9 +216,9 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             except RefusedError as error:
                 refusals.append(str(error))
         self.tier = None
-        raise ConfigError(
-            f"rewards.code.isolation={self.options.isolation.value}: this machine isolates no programs: "
-            f"{'; '.join(refusals)}; or set rewards.code.isolation=limits_only, which protects neither files nor the "
+        raise OptionError(
+            f"isolation={self.options.isolation.value}: this machine isolates no programs: "
+            f"{'; '.join(refusals)}; or set isolation=limits_only, which protects neither files nor the "
             "network from programs"
         )
 
@@ -261,14 +260,14 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         try:
             with self._shut_in(self._ask(), "") as program:
                 outcome = program.run(Check(test=_TRIAL))
-        except ConfigError:
+        except OptionError:
             self._stop()
             raise
         if not outcome.succeeded:
             self._stop()
             last = outcome.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-            raise ConfigError(
-                "the sandbox cannot run a program that does nothing here: it ended with "
+            raise OptionError(
+                "isolation: the sandbox cannot run a program that does nothing here: it ended with "
                 f"{outcome.ending.value}, {last!r}; run on Linux 5.14 or newer, and raise the limits if they are lower "
                 "than an interpreter needs"
             )

@@ -19,14 +19,14 @@ from functools import partial
 from types import ModuleType
 from typing import Any, NoReturn
 
-from megarl.sandbox import wire
-from megarl.sandbox.jail import values
-from megarl.sandbox.jail.channel import Channel
-from megarl.sandbox.jail.remote import Peer
-from megarl.sandbox.jail.rights import MIB, Bounds, give_up_rights
-from megarl.sandbox.jail.serve import Server
-from megarl.sandbox.jail.testing import Suite, run_suite
-from megarl.sandbox.jail.usual import USUAL
+from megarl_sandbox import wire
+from megarl_sandbox.jail import values
+from megarl_sandbox.jail.channel import Channel
+from megarl_sandbox.jail.remote import Peer
+from megarl_sandbox.jail.rights import MIB, Bounds, give_up_rights
+from megarl_sandbox.jail.serve import Server
+from megarl_sandbox.jail.testing import Suite, run_suite
+from megarl_sandbox.jail.usual import USUAL
 
 # Descriptors after input, output and errors. Cells come through the one after the answer; a program that is tested has
 # a reader and a writer in place of an answer.

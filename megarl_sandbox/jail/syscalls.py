@@ -13,7 +13,7 @@ import os
 import struct
 from collections.abc import Iterator
 
-from megarl.sandbox.jail import calls, kernel
+from megarl_sandbox.jail import calls, kernel
 
 # The machines whose calls have known numbers: column in `calls.py`, and the kernel's name of the machine.
 AUDIT_ARCH = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}

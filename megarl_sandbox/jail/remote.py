@@ -10,8 +10,8 @@ import builtins
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megarl.sandbox.jail.channel import Channel
-from megarl.sandbox.jail.values import array, attributes_of, is_builtin_class, pack, unpack
+from megarl_sandbox.jail.channel import Channel
+from megarl_sandbox.jail.values import array, attributes_of, is_builtin_class, pack, unpack
 
 # Whoever reads these of an object takes it for data, and may hand it what is expected.
 _OF_DATA = {name for kind in (str, bytes, int, float, list, tuple, dict, set) for name in dir(kind)}

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeAlias
 
-from megarl.sandbox.jail import kernel
-from megarl.sandbox.jail.processes import ProcessFamily, Sizes
-from megarl.sandbox.jail.root import SAFE
+from megarl_sandbox.jail import kernel
+from megarl_sandbox.jail.processes import ProcessFamily, Sizes
+from megarl_sandbox.jail.root import SAFE
 
 
 class MountedScratch:

@@ -9,9 +9,9 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from megarl.sandbox.jail.channel import Channel
-from megarl.sandbox.jail.usual import USUAL
-from megarl.sandbox.jail.values import array, attributes_of, is_builtin_class, pack, unpack
+from megarl_sandbox.jail.channel import Channel
+from megarl_sandbox.jail.usual import USUAL
+from megarl_sandbox.jail.values import array, attributes_of, is_builtin_class, pack, unpack
 
 
 class Lent:

@@ -6,9 +6,9 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.sandbox.jail import kernel, landlock, syscalls
-from megarl.sandbox.jail.namespaces import PROGRAM_ID, become
-from megarl.sandbox.options import Isolation
+from megarl_sandbox.jail import kernel, landlock, syscalls
+from megarl_sandbox.jail.namespaces import PROGRAM_ID, become
+from megarl_sandbox.options import Isolation
 
 MIB = 2**20
 _STACK_MIB = 64
@@ -16,7 +16,7 @@ _STACK_MIB = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The limits of `megarl.sandbox.options.Limits` as they arrive on this side, and what isolates programs.
+    """The limits of `megarl_sandbox.options.Limits` as they arrive on this side, and what isolates programs.
 
     paths: files and directories that programs may read. may_execute: whether they may also execute those, and write
     anywhere else in their own file system; only with namespaces. user: whom they run as under Landlock; None: whoever

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
-from megarl.errors import ConfigError
+from megarl_sandbox.errors import OptionError
 
 MIB = 2**20
 
@@ -36,7 +36,7 @@ class Limits:
     def __post_init__(self) -> None:
         for entry in fields(self):
             if not getattr(self, entry.name) > 0:
-                raise ConfigError(f"limits.{entry.name}: got {getattr(self, entry.name)}, expected more than 0")
+                raise OptionError(f"limits.{entry.name}: got {getattr(self, entry.name)}, expected more than 0")
 
     @property
     def output_bytes(self) -> int:

@@ -11,13 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from megarl.sandbox import wire
-from megarl.sandbox.jail.channel import Channel
-from megarl.sandbox.jail.processes import ProcessFamily
-from megarl.sandbox.jail.program import PROGRAM_ENDED, Child
-from megarl.sandbox.jail.rights import MIB, Bounds
-from megarl.sandbox.jail.scratch import Scratch
-from megarl.sandbox.jail.watch import OutputStream, has_ended, watch
+from megarl_sandbox import wire
+from megarl_sandbox.jail.channel import Channel
+from megarl_sandbox.jail.processes import ProcessFamily
+from megarl_sandbox.jail.program import PROGRAM_ENDED, Child
+from megarl_sandbox.jail.rights import MIB, Bounds
+from megarl_sandbox.jail.scratch import Scratch
+from megarl_sandbox.jail.watch import OutputStream, has_ended, watch
 
 _STDERR_KEPT = 4096
 

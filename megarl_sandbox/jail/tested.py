@@ -4,7 +4,7 @@ import ast
 import builtins
 from collections.abc import Iterator, Sequence
 
-from megarl.sandbox.jail.usual import USUAL
+from megarl_sandbox.jail.usual import USUAL
 
 # Modules of which tests import the program's functions.
 PROGRAM_MODULES = ("solution", "program")

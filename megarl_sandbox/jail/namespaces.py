@@ -2,8 +2,8 @@
 
 import os
 
-from megarl.sandbox.jail import kernel
-from megarl.sandbox.jail.kernel import StepError, step
+from megarl_sandbox.jail import kernel
+from megarl_sandbox.jail.kernel import StepError, step
 
 # The user that programs are inside. Any but 0, so that no file they run gives them capabilities.
 PROGRAM_ID = 1000

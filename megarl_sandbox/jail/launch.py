@@ -9,22 +9,22 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from megarl.sandbox import wire
-from megarl.sandbox.jail import kernel, landlock, syscalls
-from megarl.sandbox.jail.kernel import StepError, step
-from megarl.sandbox.jail.namespaces import NOBODY, enter_namespaces
-from megarl.sandbox.jail.processes import ProcessFamily
-from megarl.sandbox.jail.rights import Bounds
-from megarl.sandbox.jail.root import build_root
-from megarl.sandbox.jail.scratch import DirectoryScratch, MountedScratch, Scratch
-from megarl.sandbox.jail.tasks import Tasks
-from megarl.sandbox.options import Isolation
+from megarl_sandbox import wire
+from megarl_sandbox.jail import kernel, landlock, syscalls
+from megarl_sandbox.jail.kernel import StepError, step
+from megarl_sandbox.jail.namespaces import NOBODY, enter_namespaces
+from megarl_sandbox.jail.processes import ProcessFamily
+from megarl_sandbox.jail.rights import Bounds
+from megarl_sandbox.jail.root import build_root
+from megarl_sandbox.jail.scratch import DirectoryScratch, MountedScratch, Scratch
+from megarl_sandbox.jail.tasks import Tasks
+from megarl_sandbox.options import Isolation
 
 
 def main() -> None:
     """Serve requests for programs until the outer side closes the connection.
 
-    Arguments: a connected socket's descriptor, and what `megarl.sandbox.process` says of all programs, as JSON.
+    Arguments: a connected socket's descriptor, and what `megarl_sandbox.process` says of all programs, as JSON.
     """
     control = socket.socket(fileno=int(sys.argv[1]))
     # If memory runs out, the kernel is to end programs before a trainer.

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from megarl.sandbox.jail import pytest_stand_in
-from megarl.sandbox.jail.remote import Peer, RemoteObject
-from megarl.sandbox.jail.same import same_value
-from megarl.sandbox.jail.tested import PROGRAM_MODULES, classes_of
-from megarl.sandbox.jail.usual import USUAL
+from megarl_sandbox.jail import pytest_stand_in
+from megarl_sandbox.jail.remote import Peer, RemoteObject
+from megarl_sandbox.jail.same import same_value
+from megarl_sandbox.jail.tested import PROGRAM_MODULES, classes_of
+from megarl_sandbox.jail.usual import USUAL
 
 _SAME = "__same_value__"
 

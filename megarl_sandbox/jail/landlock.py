@@ -8,7 +8,7 @@ import os
 import struct
 from collections.abc import Sequence
 
-from megarl.sandbox.jail import kernel
+from megarl_sandbox.jail import kernel
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _VERSION = 1

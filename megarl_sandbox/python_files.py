@@ -5,7 +5,7 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 
-from megarl.errors import ConfigError
+from megarl_sandbox.errors import OptionError
 
 _SYSTEM_PREFIX = "/usr"
 # Library directories of systems that have none per architecture.
@@ -13,7 +13,7 @@ _PLAIN = ["/lib64", "/usr/lib64", "/usr/lib"]
 
 
 def python_paths(import_paths: Sequence[str]) -> list[str]:
-    """List the files and directories to show to programs, without nested ones; ConfigError if one lies in /tmp."""
+    """List the files and directories to show to programs, without nested ones; OptionError if one lies in /tmp."""
     multiarch = sysconfig.get_config_var("MULTIARCH") or ""
     libraries = ["/lib64", "/usr/lib64", f"/lib/{multiarch}", f"/usr/lib/{multiarch}"] if multiarch else _PLAIN
     wanted = {
@@ -33,8 +33,8 @@ def python_paths(import_paths: Sequence[str]) -> list[str]:
         if not any(path.startswith(f"{above}/") for above in shown):
             shown.append(path)
     if hidden := [path for path in shown if path.startswith("/tmp/")]:
-        raise ConfigError(
-            f"programs in the sandbox need {hidden[0]}, but their own files take the place of /tmp; keep Python and "
-            "rewards.code.import_paths elsewhere"
+        raise OptionError(
+            f"import_paths: programs in the sandbox need {hidden[0]}, but their own files take the place of /tmp; keep "
+            "Python and these packages elsewhere"
         )
     return shown

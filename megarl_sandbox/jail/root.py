@@ -3,8 +3,8 @@
 import os
 from collections.abc import Sequence
 
-from megarl.sandbox.jail import kernel
-from megarl.sandbox.jail.kernel import step
+from megarl_sandbox.jail import kernel
+from megarl_sandbox.jail.kernel import step
 
 _OLD = "/old"
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
