@@ -1,13 +1,16 @@
 """Encode answers as a policy writes them, with the end at which engines stop, and decode them for scorers."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jinja2 import TemplateError
+
 from megarl.config.schema import Config
 from megarl.data.chat import render_row
-from megarl.data.ends import ANSWER, answer_ends, answer_form, declared_ends, ends_in
+from megarl.data.ends import ANSWER, QUESTION, answer_ends, answer_form, declared_ends, ends_in
 from megarl.data.pieces import encode, encode_pieces
 from megarl.data.thoughts import after_prompt, unended_thought
 from megarl.errors import DataError
@@ -79,6 +82,18 @@ class Answers:
                 "whole chats; answers are trained as they stand in the data, without it; write it into them if the "
                 "model is to write it, or let the template's prompt end with it (for Qwen3: "
                 "data.chat_template.enable_thinking=false)"
+            )
+        dated = set[str]()
+        if "strftime_now" in str(self._tokenizer.chat_template):
+            with suppress(TemplateError):  # of a template that wants other chats
+                dated = {
+                    str(self._tokenizer.apply_chat_template([QUESTION.as_dict()], tokenize=False, strftime_now=now))
+                    for now in (lambda _: "Zq4", lambda _: "Zq5")
+                }
+        if len(dated) > 1:
+            yield (
+                "model.path: the chat template writes the day's date into prompts, so that a run that is resumed, or "
+                "evaluated, on another day has others; set it, for Llama in data.chat_template.date_string"
             )
         show, (end, *_) = self._tokenizer.convert_ids_to_tokens, self.ends.token_ids
         if self._form.end_id is not None and end not in self._named:

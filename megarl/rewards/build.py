@@ -22,8 +22,8 @@ from megarl.rewards.own_answer import check_own_answers, spread_rows
 from megarl.rewards.remote import RemoteJudge
 from megarl.rewards.routes import check_sources, route_of, summands_of
 from megarl.rewards.rule import RuleJudge, Rules
-from megarl.rewards.scorers import SCORERS
-from megarl.rewards.sources import score
+from megarl.rewards.scorers import FORMATS, SCORERS
+from megarl.rewards.sources import SourceSpec, score
 from megarl.rewards.zero import NoJudge
 from megarl.types import Prompt
 
@@ -98,9 +98,22 @@ def open_judge(rewards: RewardsConfig, key: str, completions: CompletionsOf | No
     return LlmJudge(cfg, completions(key, cfg), name=name, section=key)
 
 
-def check_ground_truths(rewards: RewardsConfig, data: PromptDataset) -> None:
-    """Judge an empty answer to every prompt, and ground truths against themselves, so that unknown data sources and
-    ground truths that no answer matches fail at the start. Warns of the share of those that cannot be scored.
+def _check_format(spec: SourceSpec, prompt: Prompt, text: str) -> None:
+    """Raise ConfigError if a format wants a response to open the thought that its prompt has opened, or the reverse."""
+    form = spec.format or spec.scorer.partition("format/")[2]
+    plain = form.removesuffix("/opened")
+    opened, taken = text.rstrip().endswith("<think>"), form != plain
+    if f"{plain}/opened" in FORMATS and opened != taken and (opened or "<think>" not in text):
+        raise ConfigError(
+            f"data source {prompt.data_source}: the format is {form!r}, but prompt {prompt.uid} ends with "
+            f"{text[-20:]!r}, after which no response has it; take {plain if taken else f'{plain}/opened'!r}"
+        )
+
+
+def check_ground_truths(rewards: RewardsConfig, data: PromptDataset, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Judge an empty answer to every prompt, and ground truths against themselves, so that unknown data sources, ground
+    truths that no answer matches and formats that no answer can have fail at the start. Warns of the share of those
+    that cannot be scored.
     """
     check_sources(rewards, data.data_sources)
     rules = Rules(rewards)
@@ -109,11 +122,13 @@ def check_ground_truths(rewards: RewardsConfig, data: PromptDataset) -> None:
     firsts: dict[str, Prompt] = {}
     for index in range(len(data)):
         prompt = data[index]
-        firsts.setdefault(prompt.data_source, prompt)
+        is_first = firsts.setdefault(prompt.data_source, prompt) is prompt
         # A custom function checks ground truths only when it judges.
         spec = rules.spec(prompt.data_source) if rules.knows(prompt.data_source) else None
         if spec is None:
             continue
+        if is_first:
+            _check_format(spec, prompt, str(tokenizer.decode(prompt.token_ids)))
         try:
             if not isinstance(prompt.label, str):
                 SCORERS.get(spec.variant).truths(prompt.ground_truth, prompt.label)

@@ -239,7 +239,7 @@ def open_train_inputs(config: Config) -> TrainInputs:
     for data in (train, val):
         if data is not None:
             require_teachers(config, data)
-            check_ground_truths(config.rewards, data)
+            check_ground_truths(config.rewards, data, tokenizer)
             if conversations is not None:
                 conversations.check(data[i] for i in data.by_roles.values())
     filters = config.algo.filter

@@ -127,7 +127,7 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
     )
     check_replies(config.environment, data.environments, tokenizer)
     vocabulary.require_all("MODEL", [f"environment {name}" for name in sorted(data.environments)])
-    check_ground_truths(config.rewards, data)
+    check_ground_truths(config.rewards, data, tokenizer)
     labelled = zip(path_labels(request.data), data.num_prompts_by_file, strict=True)
     return EvalInputs(
         config=config,

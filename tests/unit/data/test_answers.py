@@ -214,3 +214,13 @@ def test_special_tokens_that_the_policy_writes_are_words(kind: str, spans: tuple
     # A thought that was cut after its end, and one that begins a turn of its own.
     assert decode(ids_of(tokenizer, f"1{last}")).endswith(last) is ("/" in last)
     assert "".join(decode(ids_of(tokenizer, f"1<|end|><|assistant|>{text}")).split()) == f"1{text}"
+
+
+def test_a_date_in_prompts_is_said() -> None:
+    """As in Llama 3.2: unless its argument is set, the template asks for the day's date."""
+    tokenizer = make_byte_tokenizer()
+    plain = str(tokenizer.chat_template)
+    named = "{% set day = day or strftime_now('%d %b %Y') %}{{ day }}" + plain
+    for template, warned in ((named, True), ("{% set day = '1 Jan 2026' %}" + named, False), (plain, False)):
+        tokenizer.chat_template = template
+        assert any("writes the day's date into prompts" in each for each in Answers(tokenizer).warnings()) is warned

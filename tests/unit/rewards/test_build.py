@@ -1,7 +1,9 @@
 """From the section `rewards` to judges: who is asked about what, and what is refused before a run starts."""
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +11,11 @@ import pytest
 from megarl.config.judges import JudgeConfig
 from megarl.config.load import from_dict
 from megarl.config.rewards import RewardsConfig
+from megarl.config.schema import DataConfig
+from megarl.data.prompts import PromptDataset
 from megarl.errors import ConfigError
 from megarl.recipes.tiny_model import make_byte_tokenizer
-from megarl.rewards.build import open_rewards
+from megarl.rewards.build import check_ground_truths, open_rewards
 from megarl.rewards.hybrid import Summand
 from megarl.rewards.judge import Judged, JudgeSession
 from megarl.rewards.llm import Completions, EndpointCompletions, LlmJudge
@@ -131,3 +135,21 @@ def test_unknown_sources_are_refused_where_the_rule_is_asked() -> None:
             check_sources(rewards, ["chess"])
     with pytest.raises(ConfigError, match=r"correct=1.0, wrong=2.0.*expected finite numbers with correct > wrong"):
         check_sources(section(sources={"gpqa": {"wrong": 2}}), [])
+
+
+@pytest.mark.parametrize("name", ["format/think", "format/think_boxed"])
+@pytest.mark.parametrize("opened", [False, True])
+def test_formats_agree_with_what_the_prompt_opens(name: str, opened: bool, tmp_path: Path) -> None:
+    tokenizer = make_byte_tokenizer()
+    if opened:
+        tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    path = tmp_path / "x.jsonl"
+    right, wrong = (name, f"{name}/opened")[:: -1 if opened else 1]
+    for source in (right, wrong):
+        path.write_text(json.dumps({"prompt": "?", "data_source": source, "reward_model": {"ground_truth": "1"}}))
+        data = PromptDataset([path], tokenizer, DataConfig())
+        if source == right:
+            check_ground_truths(RewardsConfig(), data, tokenizer)
+        else:
+            with pytest.raises(ConfigError, match=rf"after which no response has it; take '{right[7:]}'$"):
+                check_ground_truths(RewardsConfig(), data, tokenizer)
