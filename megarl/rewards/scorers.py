@@ -5,7 +5,7 @@ import string
 import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 from megarl.registry import FunctionRegistry, Registry
@@ -130,14 +130,16 @@ def score_short_answer(response: str, ground_truth: str, extra_info: Mapping[str
 
 def _same_words(answer: str, accepted: str) -> bool:
     """Compare answers without case and punctuation, with articles or without; as they stand if nothing else is left."""
-    left, right = (_QUOTED.sub(r"\2", _one_form(text)).strip() for text in (answer, accepted))
-    plain = [
-        " ".join(_PUNCTUATION.sub(lambda mark: "" if mark[1] else mark[0], _THOUSANDS.sub("", text)).split())
-        for text in (left, right)
-    ]
-    if not plain[1]:
-        return left == right
-    return any(a.casefold() == b.casefold() for a, b in (plain, [_ARTICLE.sub("", text) for text in plain]))
+    left, right = _forms_of(answer), _forms_of(accepted)
+    return any(a == b for a, b in zip(left[1:], right[1:], strict=True)) if right[1] else left[0] == right[0]
+
+
+@lru_cache(maxsize=4096)
+def _forms_of(text: str) -> tuple[str, str, str]:
+    """Return a text without quotation marks around words, without punctuation and case, and without articles too."""
+    text = _QUOTED.sub(r"\2", _one_form(text)).strip()
+    plain = " ".join(_PUNCTUATION.sub(lambda mark: "" if mark[1] else mark[0], _THOUSANDS.sub("", text)).split())
+    return text, plain.casefold(), _ARTICLE.sub("", plain).casefold()
 
 
 def _one_form(text: str) -> str:

@@ -43,6 +43,8 @@ def same_string(answer: str, gold: str) -> bool:
     """
     plain = [_NAME_OF_VALUE.sub("", plain_answer(canonical(text))).strip() for text in (answer, gold)]
     plain = [_NUMBER_IN_BRACKETS.sub(r"\1", text) for text in plain]
+    if plain[0] == plain[1] and plain[0][:1].isalnum():
+        return True
     a, g = (split_unit(text) for text in plain)
     x, y = (parse_quantity(text) for text in plain)
     if x is not None and y is not None:

@@ -97,17 +97,19 @@ _SPELLED = re.compile(r"([a-zA-Z-]+)\s*\(\s*$")
 
 def is_stated(before: str, number: str, after: str) -> bool:
     """Return whether a number is stated as an answer by the word or sign that governs it, and by what follows it."""
-    if (words := _SPELLED.search(before)) and spelled_number(words[1]) == (number, ""):
+    if (words := at_end(_SPELLED, before, 40)) and spelled_number(words[1]) == (number, ""):
         before = before[: words.start()]
     head, word = _governor(before[-CONTEXT_CHARS:])
     if _is_trial(before) or _CONTRAST.match(after):
         return False
     begins = word in _SIGNS or word in _WORDS["conclude"] or not word[-1].isalpha()
-    is_quantity = _CURRENCY.search(before) is not None or _counts(after, begins=begins)
+    is_quantity = at_end(_CURRENCY, before, 10) is not None or _counts(after, begins=begins)
     if word == "=":
-        name = _NAMED.search(head)
+        name = at_end(_NAMED, head, 20)
         return is_quantity or name is None or not _FOR_NAME.search(head[: name.start()])
-    if word in _WORDS["state"] or word in _WORDS["sign"] or _COMES_TO.search(head) or (begins and _ALONE.match(after)):
+    if word in _WORDS["state"] or word in _WORDS["sign"] or (begins and _ALONE.match(after)):
+        return True
+    if _COMES_TO.search(head):
         return True
     if word == "of":
         return _TOTAL_OF.search(head) is not None
@@ -128,6 +130,16 @@ def _governor(head: str) -> tuple[str, str]:
         head = head.removesuffix(" an") if word == "additional" else head
 
 
+def at_end(pattern: re.Pattern[str], text: str, num_chars: int) -> re.Match[str] | None:
+    """Search for a pattern that ends with a text, and is not longer than `num_chars`, which is faster than anywhere."""
+    return pattern.search(text, max(0, len(text) - num_chars))
+
+
+def follows_equals(text: str) -> bool:
+    """Return whether a text ends with an equals sign, after which a clause begins."""
+    return text[-20:].rstrip(_AROUND).endswith("=")
+
+
 def is_supposed(text: str) -> bool:
     """Return whether what a text goes on to state is a condition, a trial, others' word or denied."""
     return _is_trial(text) or DENIED.search(_clause(text)) is not None
@@ -135,7 +147,9 @@ def is_supposed(text: str) -> bool:
 
 def _is_trial(text: str) -> bool:
     sentence = re.split(r"[.!?]\s|\n", text[-4 * CONTEXT_CHARS :])[-1]
-    return _SUPPOSED.search(_clause(sentence)) is not None or _UNREAL.match(sentence) is not None
+    if _UNREAL.match(sentence):
+        return True
+    return not follows_equals(text) and _SUPPOSED.search(_clause(sentence)) is not None
 
 
 def _clause(text: str) -> str:

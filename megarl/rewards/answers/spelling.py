@@ -2,7 +2,8 @@
 
 import re
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import TypeAlias
 
 from megarl.rewards.answers.numbers import join_digits
@@ -67,6 +68,8 @@ _UNICODE: Mapping[int, str] = str.maketrans(
     }
 )
 _SUPERSCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+# A number that only one spelling has.
+_PLAIN = re.compile(r"-?[1-9]\d*(?:\.\d+)?", re.ASCII)
 # They print nothing, but part what they stand between.
 _INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u202a-\u202e\u2060\ufeff]")
 _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
@@ -123,15 +126,29 @@ def _ends_of_interval(interval: re.Match[str]) -> str:
     return f"{'(' if opening == ']' else '['}{inside}{')' if closing == '[' else ']'}"
 
 
+def _of_commands(pattern: str) -> bool:
+    r"""Return whether a pattern matches only texts with a backslash: each of its alternatives begins with one."""
+    pattern = pattern.replace(r"\\", "\0")
+    while (without := _GROUP.sub("", pattern)) != pattern:
+        pattern = without
+    return all(re.match(r"\0(?![?*])", alternative) for alternative in pattern.split("|"))
+
+
+def _marked(*rows: tuple[str, Replacement]) -> tuple[tuple[re.Pattern[str], Replacement, bool], ...]:
+    return tuple((re.compile(pattern), replacement, _of_commands(pattern)) for pattern, replacement in rows)
+
+
 def _compiled(*rows: tuple[str, Replacement]) -> tuple[tuple[re.Pattern[str], Replacement], ...]:
     return tuple((re.compile(pattern), replacement) for pattern, replacement in rows)
 
 
+# In a pattern: a set of characters, or a group without others in it.
+_GROUP = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]|(?<!\\)\((?:\\.|[^()\[\\])*\)")
 # These separate the equations of a text.
 _BETWEEN_EQUATIONS = re.compile(r"\\q?quad(?![a-zA-Z])|\\\\(?!\[)")
 _ORDINAL = re.compile(r"(\d+)\s*(?:\^\s*\{?\s*)?(?:st|nd|rd|th)\s*\}?")
 # Patterns and their replacements; the order is part of the definition of both spellings.
-_DELIMITERS = _compiled(
+_DELIMITERS = _marked(
     (r"\.{3,}", r"\\ldots "),
     # Struck out in Markdown.
     (r"~~", r"\\sout "),
@@ -162,7 +179,7 @@ _DELIMITERS = _compiled(
     (rf"\\(?:{_SIZES})(?![a-zA-Z])", ""),
     (_COLOURS, ""),
 )
-_SYMBOLS = _compiled(
+_SYMBOLS = _marked(
     (r"\{,\}", ","),
     (r"\\(?:[dtcs]|nice)frac", r"\\frac"),
     (r"\\[dt]?binom\s*(\d)\s*(\d)", r"\\binom{\1}{\2}"),
@@ -234,6 +251,7 @@ _AFTER_NAME = _compiled(
 )
 
 
+@lru_cache(maxsize=4096)
 def canonical(text: str) -> str:
     r"""Return an answer in one spelling of many equivalent ones, without changing its mathematics.
 
@@ -241,28 +259,38 @@ def canonical(text: str) -> str:
     `\frac{1}{2} cm`, `x × ２` → `x \cdot 2`, `90°` → `90 degree`, `1^{st}` → `1th`. Commas separate several
     equations. Numbers written in several parts become one: see `numbers.join_digits`.
     """
-    text = _INVISIBLE.sub(" ", text).translate(_UNICODE).strip()
+    if _PLAIN.fullmatch(text):
+        return text
+    if not text.isascii():
+        text = _INVISIBLE.sub(" ", text).translate(_UNICODE)
+    text = text.strip()
     while emphasised := _EMPHASIS.fullmatch(text):
         text = emphasised[2]
-    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda match: f"^{{{match[0].translate(_SUPERSCRIPT)}}}", text)
-    text = re.sub("[₀-₉]+", lambda match: f"_{{{unicodedata.normalize('NFKC', match[0])}}}", text)
-    text = _VULGAR_FRACTION.sub(_spelled_fraction, text)
-    text = unicodedata.normalize("NFKC", text.translate(_UNICODE)).translate(_UNICODE)
-    text = "".join(str(unicodedata.decimal(c)) if c.isdecimal() else c for c in text)
+    if not text.isascii():
+        text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda match: f"^{{{match[0].translate(_SUPERSCRIPT)}}}", text)
+        text = re.sub("[₀-₉]+", lambda match: f"_{{{unicodedata.normalize('NFKC', match[0])}}}", text)
+        text = _VULGAR_FRACTION.sub(_spelled_fraction, text)
+        text = unicodedata.normalize("NFKC", text.translate(_UNICODE)).translate(_UNICODE)
+        text = "".join(str(unicodedata.decimal(c)) if c.isdecimal() else c for c in text)
     if text.count("=") > 1 and r"\begin" not in text:
         text = _BETWEEN_EQUATIONS.sub(", ", text)
-    for pattern, replacement in _DELIMITERS:
-        text = pattern.sub(replacement, text)
+    text = _rewritten(text, _DELIMITERS)
     text = _UPRIGHT_UNIT.sub(lambda match: f" {UNIT_OF_LETTER[match[1]]} ", text)
     # Innermost first: `\text{ cm}` → ` cm `.
     while (unwrapped := _UNWRAPPED.sub(r" \1 ", text)) != text:
         text = unwrapped
-    for pattern, replacement in _SYMBOLS:
-        text = pattern.sub(replacement, text)
+    text = _rewritten(text, _SYMBOLS)
     while re.fullmatch(r"\{[^{}]*\}", text):
         text = text[1:-1].strip()
     text = re.sub(r"\s+", " ", join_digits(text)).strip()
     return f"{ordinal[1]}th" if (ordinal := _ORDINAL.fullmatch(text)) else text
+
+
+def _rewritten(text: str, rows: Sequence[tuple[re.Pattern[str], Replacement, bool]]) -> str:
+    for pattern, replacement, is_command in rows:
+        if not is_command or "\\" in text:
+            text = pattern.sub(replacement, text)
+    return text
 
 
 def _spelled_fraction(sign: re.Match[str]) -> str:

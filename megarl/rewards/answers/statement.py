@@ -4,7 +4,7 @@ number or the argument of a function.
 
 import re
 
-from megarl.rewards.answers.grammar import CLAUSE, CONTEXT_CHARS, DENIED, is_stated
+from megarl.rewards.answers.grammar import CLAUSE, CONTEXT_CHARS, DENIED, at_end, follows_equals, is_stated
 from megarl.rewards.answers.numbers import join_digits
 from megarl.rewards.answers.numerals import spelled_number
 from megarl.rewards.answers.units import unit_of
@@ -78,14 +78,19 @@ _EMPHASIS = re.compile(r"(?<![\w)}\]])(\*{1,3}|_{1,2})$")
 
 def last_number(text: str) -> str | None:
     """Return the last number of a text with its sign, None unless the text states it as a value of its own."""
-    text = _NOT_ANOTHER.sub("", text)
-    numbers = list(_LAST_NUMBER.finditer(text))
+    if another := at_end(_NOT_ANOTHER, text, CONTEXT_CHARS):
+        text = text[: another.start()]
+    begin = max(0, len(text) - 5 * CONTEXT_CHARS)
+    numbers = list(_LAST_NUMBER.finditer(text, begin))
+    if begin and not (numbers and numbers[-1].start() > begin + CONTEXT_CHARS):
+        numbers = list(_LAST_NUMBER.finditer(text))
     if not numbers or not _GROUPED_NUMBER.fullmatch(numbers[-1][0]):
         return None
-    number, before, after = numbers[-1][0], text[: numbers[-1].start()], text[numbers[-1].end() :]
-    sign = _SIGN.search(before)
+    start, end = numbers[-1].span()
+    number, before, after = numbers[-1][0], text[max(0, start - 4 * CONTEXT_CHARS) : start], text[end:]
+    sign = at_end(_SIGN, before, 10)
     before = before[: sign.start()] if sign else before
-    if (mark := _EMPHASIS.search(before)) and after.startswith(mark[1]):
+    if (mark := at_end(_EMPHASIS, before, 4)) and after.startswith(mark[1]):
         before, after = before[: mark.start()], after.removeprefix(mark[1])
     plain = re.sub(r"\\?[$€£]\s*$", "", before)[-40:]
     # It numbers an item.
@@ -109,11 +114,13 @@ def changes_before(text: str, *, is_rounded: bool = False, labels: bool = True) 
 
     is_rounded: the number may be about the value. labels: `line 5` labels a line.
     """
+    if follows_equals(text):
+        return False
     text = text[-CONTEXT_CHARS:].replace("’", "'")
     clause = text[max((match.end() for match in CLAUSE.finditer(text)), default=0) :]
-    if not is_rounded and _ROUNDED.search(text):
+    if not is_rounded and at_end(_ROUNDED, text, 30):
         return True
-    match = _BEFORE.search(text)
+    match = at_end(_BEFORE, text, 80)
     is_label = match is not None and match["label"] is not None
     return (match is not None and not (is_label and (not labels or _LABELLED.search(text)))) or bool(
         DENIED.search(clause)
