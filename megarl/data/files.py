@@ -7,6 +7,7 @@ every line is kept. A row becomes a dictionary when it is read.
 import json
 import mmap
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, product
 from pathlib import Path
@@ -31,6 +32,7 @@ UNREAD_COLUMNS: Mapping[str, str] = {
     **dict.fromkeys(("chat_template_kwargs", "enable_thinking"), "set data.chat_template, for all rows, instead"),
 }
 READ_ROWS = 1024  # rows that iteration turns into dictionaries at a time
+_SEARCHED_ROWS = 64  # of a column that no row may have, at a time: it may hold films
 REPAIR = "correct or remove the row"
 
 # How JSON may write half of a character: an escape without that of the other half, or the bytes that would encode it.
@@ -39,13 +41,25 @@ _ESCAPED_HALF = re.compile(rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|[c-fC-F](?
 _ENCODED_HALF = re.compile(rb"\xed[\xa0-\xbf]")
 
 
-class ParquetFile:
-    """A Parquet file of which only some columns are read; `present` names all columns that the file has."""
+def _require_empty(value: Any, name: str, where: str) -> None:
+    """Raise DataError, which names the row (`where`), for a value of a column of `UNREAD_COLUMNS`."""
+    if read_structure(value, f"{where}: {name}") not in (None, "", [], {}):
+        raise DataError(f"{where}: {name} is not read here; {UNREAD_COLUMNS[name]}")
 
-    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+
+class ParquetFile:
+    """A Parquet file of which only some columns are read; `present` names all columns that the file has.
+
+    DataError for a row with a value in a column of `unread`.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str], unread: Sequence[str] = ()) -> None:
         self._path = path
         with reading(path, "a Parquet file"), pq.ParquetFile(path, page_checksum_verification=True) as file:
             self.present: Sequence[str] = file.schema_arrow.names
+            for name in unread:
+                if name in self.present:
+                    self._search(name)
             table = file.read(columns=[name for name in dict.fromkeys(columns) if name in self.present])
             # Damage that no checksum shows, such as text that is not UTF-8, before a row meets it.
             try:
@@ -77,6 +91,25 @@ class ParquetFile:
                 rows = self._rows(batch.slice(start, READ_ROWS), first)
                 first += len(rows)
                 yield from rows
+
+    def _search(self, name: str) -> None:
+        """Raise DataError that names the first row with a value in a column, of which little is read."""
+        start = 0
+        with pq.ParquetFile(self._path, page_checksum_verification=True, memory_map=True) as file:
+            groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+            sizes = Counter[str]()
+            for group, i in product(groups, range(file.metadata.num_columns)):
+                part = group.column(i)
+                if part.path_in_schema.split(".")[0] == name:
+                    sizes[part.path_in_schema] += part.total_uncompressed_size
+            # Any part of a structure shows whether there is one; but Arrow reads maps as a whole.
+            is_map = pa.types.is_map(file.schema_arrow.field(name).type)
+            parts = [name] if is_map or not sizes else [min(sizes, key=lambda part: sizes[part])]
+            for batch in file.iter_batches(_SEARCHED_ROWS, columns=parts):
+                column = batch.column(0)
+                for i, value in enumerate(column if column.null_count < len(column) else ()):
+                    _require_empty(value.as_py(), name, f"{self._path} row {start + i}")
+                start += len(column)
 
     def _locate_damaged_text(self, table: pa.Table) -> None:
         """Raise DataError that names the row and the column of a text that is not UTF-8, if there is one."""
@@ -130,10 +163,13 @@ def _shortest(value: Any, kind: pa.DataType) -> Any:
 
 
 class JsonlFile:
-    """The JSON objects of a file's lines, some keys only (`present`: the first row's); empty lines are no rows."""
+    """The JSON objects of a file's lines, some keys only (`present`: the first row's); empty lines are no rows.
 
-    def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        self._path = path
+    Iteration raises DataError for a row with a value of a key of `unread`.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str], unread: Sequence[str] = ()) -> None:
+        self._path, self._unread = path, frozenset(unread)
         offset, starts = 0, []
         with reading(path, "JSON lines"), path.open("rb") as file:
             for line in file:
@@ -145,7 +181,7 @@ class JsonlFile:
         self._starts = np.asarray(starts, dtype=np.int64)
         self._columns: frozenset[str] | None = None
         self.present: Sequence[str] = list(self[0]) if starts else columns
-        self._columns = frozenset(columns)
+        self._columns = frozenset(columns) | self._unread
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -172,19 +208,23 @@ class JsonlFile:
         return row
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        return (self[index] for index in range(len(self)))
+        for index in range(len(self)):
+            row = self[index]
+            for name in self._unread & row.keys():
+                _require_empty(row[name], name, f"{self._path} row {index}")
+            yield row
 
 
 READERS: Mapping[str, type[ParquetFile] | type[JsonlFile]] = {".parquet": ParquetFile, ".jsonl": JsonlFile}
 
 
-def _open(path: Path, columns: Sequence[str]) -> ParquetFile | JsonlFile:
+def _open(path: Path, columns: Sequence[str], unread: Sequence[str] = ()) -> ParquetFile | JsonlFile:
     remedy = "name the files themselves" if path.is_dir() else "check data.train, data.val and sft.train"
     if path.suffix in READERS or path.is_dir():
         require_file(path, "Parquet or JSON lines", remedy=remedy)
     else:
         raise DataError(f"{path}: got file type {path.suffix!r}, expected one of: {', '.join(sorted(READERS))}")
-    return READERS[path.suffix](path, columns)
+    return READERS[path.suffix](path, columns, unread)
 
 
 def columns_of(path: Path) -> Sequence[str]:
@@ -193,19 +233,18 @@ def columns_of(path: Path) -> Sequence[str]:
 
 
 class RowFiles:
-    """The rows of several files, presented as one sequence. Iteration raises DataError for a row that has a value in
-    one of `UNREAD_COLUMNS`, unless `columns` names it.
+    """The rows of several files, presented as one sequence.
 
     Raises:
-        DataError: a file is missing, is damaged or lacks a column of `required`, or there are no rows at all.
+        DataError: a file is missing, is damaged or lacks a column of `required`, or there are no rows at all. A row has
+            a value in one of `UNREAD_COLUMNS` that `columns` does not name; JSON lines are read in iteration.
     """
 
     def __init__(self, paths: Sequence[str | Path], *, columns: Sequence[str], required: Sequence[str] = ()) -> None:
         self.paths = tuple(Path(path) for path in paths)
         self._files: list[ParquetFile | JsonlFile] = []
-        self._unread = UNREAD_COLUMNS.keys() - set(columns)
         for path in self.paths:
-            file = _open(path, (*columns, *sorted(self._unread)))
+            file = _open(path, columns, [name for name in UNREAD_COLUMNS if name not in columns])
             if missing := [name for name in required if name not in file.present]:
                 raise DataError(
                     f"{path}: column {missing[0]!r} is missing; there are: {', '.join(sorted(file.present))}"
@@ -224,11 +263,7 @@ class RowFiles:
         return self._files[which][row]
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        for index, row in enumerate(chain.from_iterable(self._files)):
-            for name in self._unread & row.keys():
-                if read_structure(row[name], f"{self.where(index)}: {name}") not in (None, "", [], {}):
-                    raise DataError(f"{self.where(index)}: {name} is not read here; {UNREAD_COLUMNS[name]}")
-            yield row
+        return chain.from_iterable(self._files)
 
     def counts(self, indices: Sequence[int]) -> list[int]:
         """Return how many of the given row indices, which must be in ascending order, lie in each file."""

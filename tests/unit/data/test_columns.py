@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
@@ -82,6 +84,48 @@ def test_columns_that_nobody_reads_are_refused(
         read(written(path, {**row, "prompt": "1+1", name: empty}), tokenizer, form)
     with pytest.raises(DataError, match=rf"x\.jsonl row 0: {name} is not read here; "):
         read(written(path, {**row, "prompt": "1+1", name: REFUSED[name]}), tokenizer, form)
+
+
+IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+# By what a column of Parquet holds: its type, what counts as nothing, and a value.
+KINDS: dict[str, tuple[pa.DataType, list[Any], Any]] = {
+    "images": (pa.list_(IMAGE), [None, []], [{"bytes": b"\x89PNG", "path": None}]),
+    "an image": (IMAGE, [None], {"bytes": None, "path": "a.png"}),
+    "bytes": (pa.list_(pa.binary()), [None, []], [b"\xff"]),
+    "names": (pa.string(), [None, "", " [] ", "{}"], "a.png"),
+    "a map": (pa.map_(pa.string(), pa.string()), [None, []], [("a", "b")]),
+    "maps": (pa.list_(pa.struct([("of", pa.map_(pa.string(), pa.string()))])), [None, []], [{"of": [("a", "b")]}]),
+    "a switch": (pa.bool_(), [None], False),
+    "nothing": (pa.null(), [None], None),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unread_columns_of_any_type_are_found_in_parquet(kind: str, tmp_path: Path) -> None:
+    type_, empty, value = KINDS[kind]
+    path, values = tmp_path / "x.parquet", [empty[i % len(empty)] for i in range(200)]
+    for number in (-1, 137):
+        if number >= 0:
+            values[number] = value
+        pq.write_table(pa.table({"prompt": ["q"] * 200, "images": pa.array(values, type_)}), path, row_group_size=90)
+        if number < 0 or value is None:
+            assert list(RowFiles([path], columns=("prompt",))) == [{"prompt": "q"}] * 200
+        else:
+            with pytest.raises(DataError, match=r"x\.parquet row 137: images is not read here; "):
+                RowFiles([path], columns=("prompt",))
+
+
+def test_images_are_not_read_before_they_are_refused(tmp_path: Path) -> None:
+    path, images = tmp_path / "x.parquet", [[{"bytes": bytes([i]) * 100_000, "path": None}] for i in range(100)]
+    pq.write_table(pa.table({"prompt": ["q"] * 100, "images": pa.array(images, pa.list_(IMAGE))}), path)
+    before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.system_memory_pool())
+    pa.set_memory_pool(pool)
+    try:
+        with pytest.raises(DataError, match=r"row 0: images is not read here; "):
+            RowFiles([path], columns=("prompt",))
+    finally:
+        pa.set_memory_pool(before)
+    assert 0 < pool.max_memory() < 1_000_000
 
 
 def test_a_column_that_a_setting_names_is_read(tmp_path: Path) -> None:
