@@ -93,7 +93,7 @@ class ParquetFile:
                 yield from rows
 
     def _search(self, name: str) -> None:
-        """Raise DataError that names the first row with a value in a column, of which little is read."""
+        """Raise DataError, which names the row, for the first value in a column, of which little is read."""
         start = 0
         with pq.ParquetFile(self._path, page_checksum_verification=True, memory_map=True) as file:
             groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
