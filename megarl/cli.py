@@ -9,10 +9,12 @@ import gc
 import os
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from megarl.convert.cli import add_convert
 from megarl.errors import ConfigError, UnknownKeyError
+from megarl.forecast.cli import add_plans
 from megarl.host.exit_codes import exit_on_errors
 from megarl.host.paths import expand_arguments
 from megarl.host.streams import name_anything, print_lines, write_anything
@@ -55,7 +57,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse a command line; a wrong one ends the process with exit code 2."""
     parser = argparse.ArgumentParser(prog="megarl", description="Reinforcement learning for language models.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (_add_init, _add_trainings, add_evaluation, _add_plan, _add_plan_async):
+    for add in (_add_init, _add_trainings, add_evaluation, add_plans):
         add(commands)
     add_convert(commands)
     peer = commands.add_parser("convert-config", help="write a run file from that of verl, OpenRLHF or LUFFY")
@@ -110,7 +112,8 @@ def _add_trainings(commands: "argparse._SubParsersAction[argparse.ArgumentParser
         command.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
         if name == "train":
             command.set_defaults(run=_train)
-            command.add_argument("--device-gib", type=float, help="with --dry-run: memory of one device")
+            command.add_argument("--device-gib", type=float, help="with --dry-run: memory of one GPU")
+            command.add_argument("--calibration", type=Path, metavar="FILE", help="with --dry-run: as of megarl plan")
             command.add_argument("--profile-steps", metavar="FIRST:LAST", help="write profiler traces of these steps")
 
 
@@ -146,29 +149,6 @@ def _add_views(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     trace.set_defaults(run=_trace)
 
 
-def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser("plan", help="rank the layouts of a model that fit a number of GPUs, by a cost model")
-    command.add_argument("overrides", nargs="*", help="settings such as rollout.max_response_tokens=8192")
-    command.add_argument("--model", required=True, metavar="MODEL", help="a directory with config.json, or qwen3-32b")
-    command.add_argument("--gpus", type=int, required=True, metavar="N", help="number of GPUs")
-    command.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="of one node; default: 8")
-    command.add_argument("--device-gib", type=float, default=80.0, help="memory of one GPU; default: 80")
-    command.add_argument("--most", type=int, default=5, metavar="N", help="layouts to print; default: 5")
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=_plan)
-
-
-def _add_plan_async(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser("plan-async", help="simulate a run with asynchronous rollouts, and recommend a split")
-    command.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run, whose costs count")
-    command.add_argument("--devices", type=int, metavar="N", help="devices to split; default: as many as the run has")
-    command.add_argument(
-        "--staleness", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="to compare in flight"
-    )
-    command.add_argument("--window-frac", type=float, default=0.0, help="rollout.schedule.window_frac in flight")
-    command.set_defaults(run=_plan_async)
-
-
 def _add_serve_reward(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser("serve-reward", help="answer reward requests of runs over HTTP, by rule")
     command.add_argument("overrides", nargs="*", help="settings such as rewards.verifier.workers=8")
@@ -196,12 +176,14 @@ def _train(arguments: argparse.Namespace) -> None:
         overrides.append(f"logging.profile_steps=[{first}, {last}]")
     config = load_config(arguments.config, overrides)
     if arguments.dry_run:
+        from megarl.forecast.calibrate import planned_seconds
         from megarl.plan.render import print_plan
 
-        print_plan(config, device_gib=arguments.device_gib, as_json=arguments.json)
+        forecast = partial(planned_seconds, calibration=arguments.calibration)
+        print_plan(config, device_gib=arguments.device_gib, as_json=arguments.json, forecast=forecast)
         return
-    if arguments.json or arguments.device_gib is not None:
-        raise ConfigError("--json and --device-gib: go with --dry-run; add it, or remove them")
+    if arguments.json or arguments.device_gib is not None or arguments.calibration is not None:
+        raise ConfigError("--json, --device-gib and --calibration: go with --dry-run; add it, or remove them")
     with shown():
         from megarl.run.start import train
 
@@ -243,31 +225,6 @@ def _init(arguments: argparse.Namespace) -> None:
     request = ask_missing(arguments.directory, {name: getattr(arguments, name) for name in options})
     file = init_run(request)
     print_lines(f"wrote {file}; next: {dry_run(file, request.gpus)}")
-
-
-def _plan(arguments: argparse.Namespace) -> None:
-    from megarl.forecast.plan_layouts import print_layouts
-    from megarl.forecast.search import new_search
-
-    search = new_search(
-        arguments.model,
-        gpus=arguments.gpus,
-        per_node=arguments.gpus_per_node,
-        device_gib=arguments.device_gib,
-        overrides=arguments.overrides,
-    )
-    print_layouts(search, most=arguments.most, as_json=arguments.json)
-
-
-def _plan_async(arguments: argparse.Namespace) -> None:
-    from megarl.forecast.plan_async import print_async_plan
-
-    print_async_plan(
-        arguments.run_dir,
-        num_devices=arguments.devices,
-        staleness=arguments.staleness,
-        window_frac=arguments.window_frac,
-    )
 
 
 def _convert_config(arguments: argparse.Namespace) -> None:

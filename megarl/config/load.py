@@ -17,7 +17,7 @@ its base. Mappings merge key by key; any other value, including a list, is repla
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from fnmatch import filter as filter_names
 from fnmatch import fnmatch
@@ -57,6 +57,16 @@ def load_config(run_file: Path, overrides: Sequence[str] = ()) -> Config:
 def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
     """Return a copy of a configuration with overrides of the form `dotted.key=value`; `use` is not allowed."""
     return from_dict(Config, merge(asdict(config), _parse_overrides(overrides)))
+
+
+def overridden(overrides: Sequence[str]) -> frozenset[str]:
+    """Return the dotted keys of the settings that overrides give, those within mappings too."""
+
+    def leaves(tree: Tree, above: str) -> Iterator[str]:
+        for name, value in tree.items():
+            yield from leaves(value, f"{above}{name}.") if isinstance(value, dict) else (f"{above}{name}",)
+
+    return frozenset(leaves(_parse_overrides(overrides), ""))
 
 
 def saved_config(saved: Mapping[str, Any]) -> Config:

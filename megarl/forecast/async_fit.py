@@ -25,7 +25,7 @@ Array = npt.NDArray[np.float64]
 NUM_SKIPPED, LEAST_STEPS = 1, 2
 # In these the trainer waits for engines, or they wait for each other; all else of a step is the trainer's own work.
 _NOT_TRAINING = ("timing_s/gen", "timing_s/settle", "timing_s/sync")
-_COUNTERS = ("perf/engine_steps", "perf/engine_sequences", "perf/engine_busy_s")
+COUNTERS = ("perf/engine_steps", "perf/engine_sequences", "perf/engine_busy_s")
 _ALWAYS = ("timing_s/step", "timing_s/gen", "timing_s/sync", "timing_s/update_actor", "perf/tokens_per_s")
 _LENGTHS = ("response_length/mean", "response_length/max", "prompt_length/mean")
 
@@ -59,13 +59,11 @@ class MeasuredRun:
         )
 
 
-def measure(run_dir: Path) -> MeasuredRun:
-    """Fit costs to a run's steps. Raises DataError if RUN is no run, or has too few steps or no rollouts."""
-    paths = RunPaths(run_dir)
+def recorded_steps(paths: RunPaths) -> tuple[Config, list[Mapping[str, float]]]:
+    """Read a run's settings, and the metrics of its steps but for the first ones. Raises DataError if there are few."""
     records = read_metrics(paths.metrics)
     if not paths.config.is_file():
-        raise DataError(f"{run_dir} is not a run directory: expected a config.yaml beside metrics.jsonl")
-    config = saved_config(read_yaml(paths.config))
+        raise DataError(f"{paths.root} is not a run directory: expected a config.yaml beside metrics.jsonl")
     by_step: dict[int, Mapping[str, float]] = {
         record.step: record.metrics for record in records if all(name in record.metrics for name in _ALWAYS + _LENGTHS)
     }
@@ -75,20 +73,27 @@ def measure(run_dir: Path) -> MeasuredRun:
             f"{paths.metrics}: got {len(by_step)} steps of training with times and lengths, expected at least "
             f"{NUM_SKIPPED + LEAST_STEPS}; wait until the run has made them, or name another run"
         )
+    return saved_config(read_yaml(paths.config)), steps
+
+
+def measure(run_dir: Path) -> MeasuredRun:
+    """Fit costs to a run's steps. Raises DataError if RUN is no run, or has too few steps or no rollouts."""
+    paths = RunPaths(run_dir)
+    config, steps = recorded_steps(paths)
     workload = Workload(
         prompts_per_step=config.trainer.prompts_per_step,
         num_samples=config.rollout.num_samples,
         groups=_recorded_groups(paths),
     )
-    tokens = _column(steps, "timing_s/step") * _column(steps, "perf/tokens_per_s")
-    trained_s = _column(steps, "timing_s/step") - sum(_column(steps, name) for name in _NOT_TRAINING)
-    old_logprobs_s = _column(steps, "timing_s/old_log_prob")
+    tokens = column(steps, "timing_s/step") * column(steps, "perf/tokens_per_s")
+    trained_s = column(steps, "timing_s/step") - sum(column(steps, name) for name in _NOT_TRAINING)
+    old_logprobs_s = column(steps, "timing_s/old_log_prob")
     # With one optimizer step, only corrections by weights need old log-probs: runs without one do not have that pass.
     is_extra = batch_counts(config).optimizer_steps_per_step == 1
     trained_s -= old_logprobs_s * is_extra
     train_step_s, train_token_s = fit_non_negative(np.stack([np.ones_like(tokens), tokens], axis=1), trained_s)
     num_trainers = config.actor.layout.world_size
-    updates_s = float(np.median(_column(steps, "timing_s/update_actor") / tokens)) * num_trainers
+    updates_s = float(np.median(column(steps, "timing_s/update_actor") / tokens)) * num_trainers
     # Device-seconds of a forward pass over a token.
     forward_s = updates_s / config.trainer.num_epochs / FORWARD_AND_BACKWARD
     # Not fitted: what a run recomputes grows with all that it decodes, so that a fit cannot tell them apart.
@@ -109,13 +114,13 @@ def measure(run_dir: Path) -> MeasuredRun:
         train_step_s=train_step_s,
         train_token_s=train_token_s * num_trainers,
         old_logprobs_token_s=old_logprobs_token_s if is_extra else 0.0,
-        sync_s=float(np.median(_column(steps, "timing_s/sync"))),
+        sync_s=float(np.median(column(steps, "timing_s/sync"))),
     )
     return MeasuredRun(
         config=config,
         costs=costs,
         workload=workload,
-        step_s=float(np.mean(_column(steps, "timing_s/step")[len(steps) // 2 :])),
+        step_s=float(np.mean(column(steps, "timing_s/step")[len(steps) // 2 :])),
         has_old_logprobs=is_extra and float(np.median(old_logprobs_s)) > 0,
         notes=tuple(notes),
     )
@@ -146,23 +151,23 @@ def _decode_costs(
     steps: Sequence[Mapping[str, float]], config: Config, recompute_s: float
 ) -> tuple[float, float, list[str]]:
     """Return the seconds of a decode step, those of each sequence in it, and notes on what was estimated."""
-    if all(name in step for step in steps for name in _COUNTERS):
-        counts, seqs, busy = (_column(steps, name) for name in _COUNTERS)
-        decoding = busy - recompute_s * _column(steps, "perf/recomputed_tokens")
+    if all(name in step for step in steps for name in COUNTERS):
+        counts, seqs, busy = (column(steps, name) for name in COUNTERS)
+        decoding = busy - recompute_s * column(steps, "perf/recomputed_tokens")
         a, c = fit_non_negative(np.stack([counts, seqs], axis=1), decoding)
         notes: list[str] = []
     else:
         if config.rollout.schedule.staleness > 0:
             raise DataError(
-                f"metrics of {config.run.name}: got no {', '.join(_COUNTERS)}, expected them of a run with "
+                f"metrics of {config.run.name}: got no {', '.join(COUNTERS)}, expected them of a run with "
                 f"rollout.schedule.staleness={config.rollout.schedule.staleness}, whose timing_s/gen says only how "
                 "long the trainer waited; name a run that recorded them, or one with staleness 0"
             )
         # All sequences begin together: as many decode steps as the longest has tokens, and a share of all tokens each.
-        longest, means, prompts = (_column(steps, name) for name in ("response_length/max", *_LENGTHS[::2]))
-        rows = _column(steps, "timing_s/step") * _column(steps, "perf/tokens_per_s") / (means + prompts)
+        longest, means, prompts = (column(steps, name) for name in ("response_length/max", *_LENGTHS[::2]))
+        rows = column(steps, "timing_s/step") * column(steps, "perf/tokens_per_s") / (means + prompts)
         share = rows * means / config.rollout.engine.num_engines
-        a, c = fit_non_negative(np.stack([longest, share], axis=1), _column(steps, "timing_s/gen"))
+        a, c = fit_non_negative(np.stack([longest, share], axis=1), column(steps, "timing_s/gen"))
         notes = ["decoding: estimated from timing_s/gen and lengths, as the run did not count its engines' steps"]
     if a + c <= 0:
         raise DataError(
@@ -172,7 +177,8 @@ def _decode_costs(
     return a, c, notes
 
 
-def _column(steps: Sequence[Mapping[str, float]], name: str) -> Array:
+def column(steps: Sequence[Mapping[str, float]], name: str) -> Array:
+    """Return a metric of all steps, 0 where a step does not have it."""
     return np.array([step.get(name, 0.0) for step in steps])
 
 

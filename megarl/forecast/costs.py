@@ -1,11 +1,15 @@
-"""Estimate how long a step takes on nodes of H100: generate, train, move weights. Never compared with an H100.
+"""Estimate how long a step takes on nodes of H100: generate, train, move weights. The one model of time of all plans.
 
-All rows have full length, and nothing overlaps. n: tokens of all rows; F: FLOPs of a forward pass over them; m: micro-
-batches of a replica per optimizer step; b = 2 bytes; h: hidden size; L: layers; g: devices that train.
+n: tokens of all rows, whose responses have the share `mean_share` of their limit on average; F: FLOPs of a forward pass
+over them; m: micro-batches of a replica per optimizer step; b = 2 bytes; h: hidden size; L: layers; g: devices that
+train.
 
-    compute     (E·(3 + r) + s)·F·imbalance / (g · FLOP/s)      E epochs, r: share of a forward pass that backward
+    compute     (E·(3 + r) + s)·F·imbalance / (g · FLOP/s · t/(t + half_tokens))
+                                                                E epochs, r: share of a forward pass that backward
                                                                 computes again, s forward passes,
                                                                 imbalance: layers of the longest stage · pp / L
+                                                                t: tokens of a micro-batch that a matrix of an expert
+                                                                (without experts, of a rank) multiplies
     tp, cp, ep  c passes over a rank's n·b/(dp·cp) · L/pp bytes, c = E·(2 + r) + s, each moving
                 tp: (4·h + g)·(tp − 1)/tp (two all-reduces; g: query, key and value sizes, which are gathered if tp
                 exceeds the key-value heads); cp: 2·(key and value sizes)·(cp − 1)/tp;
@@ -14,27 +18,33 @@ batches of a replica per optimizer step; b = 2 bytes; h: hidden size; L: layers;
     dp          per optimizer step 4·P reduced and b·P gathered, each times (D − 1)/D
     offload     what the host keeps of the trainer, there and back
 
-    decoding    max over a step of (weights that its c sequences read + their keys and values at half length) / HBM and
-                2·(active parameters)·c / FLOP/s, each over the engine's tp devices; and 2·L all-reduces of c·h. With
-                p stages, sequences take p turns of c/p, each of which reads every stage and crosses p − 1 networks
+    decoding    decode_s, and the larger of (weights that its k sequences read + their keys and values) / HBM and
+                2·(active parameters)·k / FLOP/s, each over the engine's tp devices; and 2·L all-reduces of k·h. With
+                p stages, sequences take p turns of k/p, each of which reads every stage and crosses p − 1 networks
     prefill     F of one prompt per group
-    generate    prefill + response tokens · (rows of an engine / c, rounded up) · decoding;
-                c: max_num_seqs, or what the KV cache holds
-    sync        what a worker receives from other nodes over the network, or from its own over NVLink
+    generate    prefill and the decode steps: with c sequences as long as more wait, c: max_num_seqs, or what the KV
+                cache holds; then with ever fewer (`lengths`). Engines that never drain always have c
+    sync        what a worker receives from other nodes over the network, or from its own over NVLink; and stage_s for
+                each GB of the largest pipeline stage
+    fixed       step_s where trainer and engines take turns
 
 Links within a node are NVLink, those between nodes the network: of a group that spans nodes, the share of its members
-on other nodes. Shares of peaks in `Hardware` are guesses by experience with other machines, not measurements.
+on other nodes. The four constants of `Constants` are fitted to published runs on H100s by tools/fit_forecast.py, or to
+a run of yours (`--calibration`); docs/forecast.md has predicted beside published.
 """
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import cache
 
 from megarl.config.batches import batch_counts, max_path_tokens, max_row_tokens
+from megarl.config.lora import sent_alone
 from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import Config, LayoutConfig
+from megarl.forecast.lengths import alive
 from megarl.plan.memory import DTYPE_BYTES, gradient_bytes
 from megarl.plan.run_plan import DevicePlan, EnginePlan, ShardPlan
-from megarl.plan.sizes import micro_batches_at_full_length
 from megarl.record.performance import FORWARD_AND_BACKWARD, attended, forward_flops
 from megarl.weights.families import Dims
 
@@ -42,10 +52,11 @@ from megarl.weights.families import Dims
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """Rates of a device per second: an H100 SXM of eight in a node, with 400 Gb/s to other nodes. Bytes are those of
-    one direction; `latency_s` is that of an all-reduce.
+    one direction; `latency_s` is that of an all-reduce. Rates are the shares of specified ones that large
+    transfers and large matrix products reach.
     """
 
-    flops: float = 0.4 * 989e12
+    flops: float = 0.5 * 989e12
     hbm: float = 0.7 * 3.35e12
     nvlink: float = 0.7 * 450e9
     network: float = 0.8 * 50e9
@@ -61,6 +72,27 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """Numbers that no specification has: the first four are fitted, the others are a run's own (`calibrate`).
+
+    step_s: the fixed cost of a step in which trainer and engines take turns: waking, sleeping, rewards, data. decode_s:
+    what a decode step takes beside reading and computing. half_tokens: tokens of a micro-batch with which an expert's
+    matrices reach half of `Hardware.flops`. stage_s: seconds of a sync per GB of a pipeline stage's
+    weights, which are gathered and converted. mean_share: the mean
+    response as a share of its limit. generate, train, sync: factors of the phases.
+    """
+
+    step_s: float = 55.3
+    decode_s: float = 0.0109
+    half_tokens: float = 1430.0
+    stage_s: float = 0.0378
+    mean_share: float = 0.5
+    generate: float = 1.0
+    train: float = 1.0
+    sync: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
     """Seconds of a step. train_parts, generate_parts: what they consist of. overlaps: whether engines generate while
     the trainer works.
@@ -69,6 +101,7 @@ class StepCost:
     generate_parts: dict[str, float]
     train_parts: dict[str, float]
     sync: float
+    fixed: float
     overlaps: bool
     generate: float = field(init=False)
     train: float = field(init=False)
@@ -78,7 +111,13 @@ class StepCost:
         generate, train = sum(self.generate_parts.values()), sum(self.train_parts.values())
         object.__setattr__(self, "generate", generate)
         object.__setattr__(self, "train", train)
-        object.__setattr__(self, "total", (max(generate, train) if self.overlaps else generate + train) + self.sync)
+        both = max(generate, train) if self.overlaps else generate + train
+        object.__setattr__(self, "total", both + self.sync + self.fixed)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The phases and the step."""
+        return {name: getattr(self, name) for name in ("generate", "train", "sync", "fixed", "total")}
 
 
 def step_cost(
@@ -90,16 +129,12 @@ def step_cost(
     *,
     num_forward_passes: int,
     hardware: Hardware,
+    constants: Constants,
 ) -> StepCost:
     """Estimate a step. num_forward_passes: passes over all rows before the update."""
     layout = config.actor.layout
     train = train_parts(
-        config,
-        dims,
-        shards,
-        micro_batches=micro_batches_at_full_length(config, config.actor),
-        num_forward_passes=num_forward_passes,
-        hardware=hardware,
+        config, dims, shards, num_forward_passes=num_forward_passes, hardware=hardware, constants=constants
     )
     if config.placement.offload:
         train["offload"] = 2 * max(each.offloaded for each in devices) / hardware.host
@@ -107,12 +142,26 @@ def step_cost(
     span = max(layout.tp * layout.cp, layout.ep * layout.etp)
     num_nodes = layout.pp * math.ceil(span / hardware.per_node) if layout.stage_size >= hardware.per_node else 1
     far = 1.0 if config.placement.mode == "split" else 1 - 1 / num_nodes
+    # Adapters that are kept apart are all that is sent.
+    adapters = sent_alone(config.actor.lora) is not None
+    trained, held = (sum(getattr(s, f"num_{kind}parameters") for s in shards) for kind in ("trained_", ""))
+    sent = engine.weights * (trained / held if adapters else 1)
+    stage = sent * engine.tp * engine.pp / layout.pp
+    generate = generate_parts(config, dims, engine, hardware=hardware, constants=constants)
+    overlaps = config.rollout.schedule.staleness > 0
     return StepCost(
-        generate_parts=generate_parts(config, dims, engine, hardware=hardware),
-        train_parts=train,
-        sync=max(far * engine.weights / hardware.network, (1 - far) * engine.weights / hardware.nvlink),
-        overlaps=config.rollout.schedule.staleness > 0,
+        generate_parts={name: constants.generate * seconds for name, seconds in generate.items()},
+        train_parts={name: constants.train * seconds for name, seconds in train.items()},
+        sync=constants.sync * sync_seconds(sent, stage, far=far, hardware=hardware, constants=constants),
+        fixed=0.0 if overlaps else constants.step_s,
+        overlaps=overlaps,
     )
+
+
+def sync_seconds(received: float, stage: float, *, far: float, hardware: Hardware, constants: Constants) -> float:
+    """Estimate a sync from the bytes that a worker receives, the share `far` from other nodes, and those of a stage."""
+    moved = max(far * received / hardware.network, (1 - far) * received / hardware.nvlink)
+    return moved + constants.stage_s * stage / 1e9
 
 
 def train_parts(
@@ -120,29 +169,34 @@ def train_parts(
     dims: Dims,
     shards: list[ShardPlan],
     *,
-    micro_batches: int,
     num_forward_passes: int,
     hardware: Hardware,
+    constants: Constants,
 ) -> dict[str, float]:
     """Estimate the seconds that parts of the training of a step take."""
-    layout, counts, row = config.actor.layout, batch_counts(config), max_row_tokens(config)
+    layout, counts, limit = config.actor.layout, batch_counts(config), config.rollout.max_response_tokens
+    row = max_row_tokens(config) - round((1 - constants.mean_share) * limit)
     mine = [shard for shard in shards if shard.role == "actor"]
     chunk = max(shard.num_layers for shard in mine) / layout.virtual_pp
     recomputed = recomputed_share(config.actor, dims, num_tokens=row, chunk_layers=chunk)
     dtype_bytes = DTYPE_BYTES[config.model.dtype]
     epochs, rows = config.trainer.num_epochs, counts.rows_per_step
-    flops = rows * forward_flops(dims, num_tokens=row, num_head_tokens=config.rollout.max_response_tokens)
+    flops = rows * forward_flops(dims, num_tokens=row, num_head_tokens=round(constants.mean_share * limit))
     imbalance = max(shard.num_layers for shard in mine) * layout.pp / dims.num_layers
     passes = epochs * (FORWARD_AND_BACKWARD + recomputed) + num_forward_passes
     # Numbers that a rank exchanges per hidden element of its tokens, in all passes and layers of its stage.
-    moved = (epochs * (2 + recomputed) + num_forward_passes) * rows * row * dtype_bytes / (layout.dp * layout.cp)
+    moved: float = (epochs * (2 + recomputed) + num_forward_passes) * rows * row * dtype_bytes / (layout.dp * layout.cp)
     moved *= dims.num_layers / layout.pp
     tp, cp, ep = layout.tp, layout.cp, layout.ep * layout.etp
     per_token = dims.experts.per_token if dims.experts else 0
     keys = dims.latent.kv_latent if dims.latent else 2 * dims.dim("kv")
     gathered = dims.dim("q") + keys if tp > dims.num_kv_heads else 0
+    packed = min(row * counts.rows_per_optimizer_step / layout.dp, config.actor.micro_batch_tokens) / cp
+    seen = packed / tp * ep * per_token / dims.experts.num if dims.experts else packed
+    reached = seen / (seen + constants.half_tokens)
+    micro_batches = max(1.0, row * counts.rows_per_optimizer_step / layout.dp / config.actor.micro_batch_tokens)
     parts = {
-        "compute": passes * flops * imbalance / (layout.world_size * hardware.flops),
+        "compute": passes * flops * imbalance / (layout.world_size * hardware.flops * reached),
         "tp": hardware.seconds(moved * (4 * dims.hidden + gathered) * (tp - 1) / tp, tp),
         "cp": hardware.seconds(moved * keys * (cp - 1) / min(tp, dims.num_kv_heads), cp, tp),
         "ep": hardware.seconds(2 * moved * dims.hidden * per_token * (ep - 1) / ep / tp, ep),
@@ -184,23 +238,48 @@ def recomputed_share(recompute: RecomputeConfig, dims: Dims, *, num_tokens: int,
     return flops / forward_flops(dims, num_tokens=num_tokens, num_head_tokens=0)
 
 
-def bubble(layout: LayoutConfig, micro_batches: int) -> float:
+def bubble(layout: LayoutConfig, micro_batches: float) -> float:
     """Return the time in which pipeline stages idle, as a share of that in which they work: (pp − 1)/m."""
     return (layout.pp - 1) / micro_batches
 
 
-def generate_parts(config: Config, dims: Dims, engine: EnginePlan, *, hardware: Hardware) -> dict[str, float]:
+def generate_parts(
+    config: Config, dims: Dims, engine: EnginePlan, *, hardware: Hardware, constants: Constants
+) -> dict[str, float]:
     """Estimate the seconds that parts of the generation of a step take on each engine, of which all do the same."""
-    settings, response = config.rollout.engine, config.rollout.max_response_tokens
-    rows = math.ceil(batch_counts(config).rows_per_step / settings.num_engines)
-    row, prompt = max_path_tokens(config), max_path_tokens(config) - response
-    at_once = min(settings.max_num_seqs, rows, (engine.kv_cache or 0) // engine.kv_bytes_per_token // row)
-    if at_once == 0:
+    settings, limit, schedule = config.rollout.engine, config.rollout.max_response_tokens, config.rollout.schedule
+    rows = batch_counts(config).rows_per_step / settings.num_engines
+    prompt = max_path_tokens(config) - limit
+    cached, mean = (engine.kv_cache or 0) // engine.kv_bytes_per_token, constants.mean_share * limit
+    if cached < prompt + limit:
         return {"KV cache": math.inf}
-    tp, turns = settings.tp, settings.pp
-    flops = forward_flops(dims, num_tokens=1, num_head_tokens=1)
-    attended, reduces = (row + prompt) / 2, 2 * dims.num_layers
-    states = at_once * dims.hidden * DTYPE_BYTES[config.model.dtype]
+    drains = schedule.on_update == "finish" or schedule.staleness == 0
+    under_way = rows if drains else rows * (schedule.staleness + 1)
+    at_once = min(settings.max_num_seqs, max(1.0, under_way), cached / (prompt + mean))
+    # Decode steps with all sequences, each half way through its response, then with those that are longer than x.
+    steps = [(max(0.0, rows - at_once * drains) * mean / at_once, at_once, prompt + mean / 2)]
+    shares = alive(constants.mean_share) if drains else ()
+    for i, share in enumerate(shares):
+        any_left = 1 - (1 - share) ** at_once
+        attended = prompt + (i + 0.5) / len(shares) * limit
+        steps.append((any_left * limit / len(shares), max(1.0, at_once * share), attended))
+    parts = defaultdict[str, float](float)
+    for count, running, attended in steps:
+        for name, seconds in _decode_step(config, dims, engine, running, attended, hardware).items():
+            parts[name] += count * seconds
+        parts["decode steps"] += count * constants.decode_s
+    prefilled = rows / config.rollout.num_samples * forward_flops(dims, num_tokens=prompt, num_head_tokens=0)
+    prefill = prefilled / settings.num_workers / hardware.flops
+    return {"prefill": prefill, **{name: seconds for name, seconds in parts.items() if seconds}}
+
+
+def _decode_step(
+    config: Config, dims: Dims, engine: EnginePlan, running: float, attended: float, hardware: Hardware
+) -> dict[str, float]:
+    """Estimate the parts of a decode step of so many sequences, which attend to so many tokens each."""
+    tp, turns = config.rollout.engine.tp, config.rollout.engine.pp
+    reduces = 2 * dims.num_layers
+    states: float = running * dims.hidden * DTYPE_BYTES[config.model.dtype]
     reduced = reduces / turns * 2 * states * (tp - 1) / tp
     exchanged = {
         "all-reduces": reduces * (tp > 1) * hardware.latency_s + hardware.seconds(reduced, tp),
@@ -208,25 +287,24 @@ def generate_parts(config: Config, dims: Dims, engine: EnginePlan, *, hardware: 
     }
     # Every stage is read in every turn, by the sequences whose turn it is.
     reading = {
-        "reading weights": turns * engine.weights * read_share(dims, math.ceil(at_once / turns)) / hardware.hbm,
-        "reading keys and values": at_once * attended * engine.kv_bytes_per_token / hardware.hbm,
+        "reading weights": turns * engine.weights * read_share(dims, max(1.0, running / turns)) / hardware.hbm,
+        "reading keys and values": running * attended * engine.kv_bytes_per_token / hardware.hbm,
     }
-    compute = at_once * flops / settings.num_workers / hardware.flops
-    step = ({"compute": compute} if compute > sum(reading.values()) else reading) | exchanged
-    steps = response * math.ceil(rows / at_once)
-    prompts = math.ceil(rows / config.rollout.num_samples)
-    prefilled = prompts * forward_flops(dims, num_tokens=prompt, num_head_tokens=0)
-    prefill = prefilled / settings.num_workers / hardware.flops
-    return {"prefill": prefill, **{name: steps * seconds for name, seconds in step.items() if seconds}}
+    compute = running * _token_flops(dims) / config.rollout.engine.num_workers / hardware.flops
+    return ({"compute": compute} if compute > sum(reading.values()) else reading) | exchanged
 
 
-def read_share(dims: Dims, num_sequences: int) -> float:
+@cache
+def _token_flops(dims: Dims) -> int:
+    return forward_flops(dims, num_tokens=1, num_head_tokens=1)
+
+
+def read_share(dims: Dims, num_sequences: float) -> float:
     """Return the share of an engine's weights that a decode step reads; experts that no sequence goes to are not."""
     if dims.experts is None:
         return 1.0
     of_experts = 3 * dims.hidden * dims.experts.ffn * dims.experts.num * len(dims.experts.layers)
-    flops = forward_flops(dims, num_tokens=1, num_head_tokens=1)
     used = 3 * dims.hidden * dims.experts.ffn * dims.experts.per_token * len(dims.experts.layers)
-    others = flops / 2 - used
+    others = _token_flops(dims) / 2 - used
     share = 1 - (1 - dims.experts.per_token / dims.experts.num) ** num_sequences
     return (others + share * of_experts) / (others + of_experts)

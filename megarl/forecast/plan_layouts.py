@@ -7,7 +7,8 @@ from dataclasses import asdict, fields
 from megarl.config.batches import batch_counts, max_row_tokens
 from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import LayoutConfig
-from megarl.forecast.search import LayoutChoice, LayoutSearch, find_layouts
+from megarl.forecast.layout_search import LayoutSearch
+from megarl.forecast.search import LayoutChoice, find_layouts
 from megarl.host.streams import print_lines
 from megarl.record.text_table import align
 
@@ -50,15 +51,15 @@ def to_lines(search: LayoutSearch, choices: Sequence[LayoutChoice]) -> Iterator[
         f"step       {counts.rows_per_step:,} rows of {row:,} tokens, {counts.rows_per_optimizer_step:,} per optimizer "
         "step; other rows: trainer.prompts_per_step=…, rollout.max_response_tokens=…"
     )
-    yield "seconds    by a cost model of H100 nodes that was never compared with one: a ranking, not a promise"
+    yield "seconds    forecast for H100 nodes; docs/forecast.md says how far published runs are from it"
     yield ""
     head = ("trainer", "recompute", "placement", "engines", "GiB", "in", "host GiB", "rows/engine")
     yield from align(
         [
-            (*head, "generate s", "train s", "sync s", "step s", "most of generate, of train"),
+            (*head, "generate s", "train s", "sync s", "fixed s", "step s", "most of generate, of train"),
             *(_cells(search, choice) for choice in choices),
         ],
-        left=(0, 1, 2, 3, 5, 12),
+        left=(0, 1, 2, 3, 5, 13),
     )
     yield ""
     yield "GiB: on the fullest GPU, by the estimate of --dry-run; in: which phase; host GiB: per node, offloaded"
@@ -139,6 +140,7 @@ def _cells(search: LayoutSearch, choice: LayoutChoice) -> tuple[str, ...]:
         f"{choice.num_sequences}",
         *(f"{seconds:.1f}" for seconds in (cost.generate, cost.train)),
         f"{cost.sync:.2f}",
+        f"{cost.fixed:.0f}" if cost.fixed else "",
         f"{cost.total:.1f}",
         ", ".join(max(parts, key=parts.__getitem__) for parts in (cost.generate_parts, cost.train_parts)),
     )

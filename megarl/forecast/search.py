@@ -2,33 +2,27 @@
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from megarl.algos.build import algorithm_of
 from megarl.cluster.roles import by_layout, roles_of
-from megarl.config.batches import batch_counts, max_path_tokens, max_row_tokens
+from megarl.config.batches import batch_counts, max_row_tokens
 from megarl.config.check import check_train
 from megarl.config.check_model import check_expert_width, check_experts, check_model, check_stages, check_tp
-from megarl.config.generation import NodesConfig, PlacementConfig
-from megarl.config.load import PACKAGED, with_overrides
-from megarl.config.parse import from_dict
+from megarl.config.generation import NodesConfig
 from megarl.config.recompute import RecomputeConfig, RecomputedModule
 from megarl.config.schema import Config, LayoutConfig
 from megarl.errors import ConfigError
-from megarl.forecast.costs import Hardware, StepCost, step_cost
-from megarl.host.device.platform import platform
+from megarl.forecast.costs import StepCost, step_cost
+from megarl.forecast.layout_search import MOST_STAGES, SIZES, LayoutSearch
+from megarl.host.device.platform import assuming, platform
 from megarl.plan.derive import ENGINE_SHARE, FILL, share_beside
 from megarl.plan.devices import most_bytes, plan_devices
 from megarl.plan.run_plan import DevicePlan, EnginePlan
-from megarl.plan.sizes import engine_bytes, plan_engine, plan_shards
-from megarl.weights.families import ModelSpec, read_model_spec
+from megarl.plan.sizes import plan_engine, plan_shards
 
-PUBLISHED = PACKAGED / "model" / "hf"
-# A step of rows in proportion to the GPUs, but at least so many prompts; a quarter of them per optimizer step.
-_PROMPTS_PER_GPU, _LEAST_PROMPTS, _MINI_BATCHES = 8, 256, 4
 # Rows up to so many tokens are not split over context-parallel ranks.
 _SHORT_ROW = 16384
 # Parts of layers that backward may compute again, if the model has them.
@@ -39,7 +33,6 @@ _PARTS: tuple[tuple[RecomputedModule, ...], ...] = (
     ("moe",),
     ("moe", "mla_up_proj"),
 )
-_SIZES, _MOST_STAGES = (1, 2, 4, 8, 16, 32, 64), 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,82 +53,6 @@ class LayoutChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutSearch:
-    """The question to the search: a model on `gpus` devices with `device_bytes` each, `per_node` to a node.
-
-    base: all settings that the search does not choose. num_stages: an engine's, one on each of its nodes. stage_bytes:
-    what `engine_bytes` counts.
-    """
-
-    base: Config
-    spec: ModelSpec
-    num_stages: int
-    stage_bytes: int
-    gpus: int
-    per_node: int
-    device_bytes: int
-    hardware: Hardware
-
-
-def new_search(
-    model: str, *, gpus: int, per_node: int, device_gib: float, overrides: Sequence[str] = ()
-) -> LayoutSearch:
-    """Describe a search. model: a directory with a config.json, or a name or hub id of which a config.json comes with
-    megarl.
-    """
-    if gpus < 1 or per_node < 1 or (gpus > per_node and gpus % per_node) or device_gib <= 0:
-        raise ConfigError(
-            f"--gpus {gpus} --gpus-per-node {per_node} --device-gib {device_gib:g}: expected at least one GPU, whole "
-            "nodes if there are several, and some memory; change one of them"
-        )
-    directory = Path(model)
-    if not (directory / "config.json").is_file():
-        directory = PUBLISHED / directory.name.lower()
-    if not (directory / "config.json").is_file():
-        known = ", ".join(sorted(path.name for path in PUBLISHED.iterdir()))
-        raise ConfigError(f"--model: got {model!r}, expected a directory with a config.json, or one of {known}")
-    prompts = max(_LEAST_PROMPTS, _PROMPTS_PER_GPU * gpus)
-    tree = {
-        "model": {"path": model, "config_path": str(directory), "dtype": "bfloat16"},
-        "data": {"train": ["train.parquet"], "max_prompt_tokens": 1024, "on_long_prompt": "drop"},
-        "rollout": {"num_samples": 8, "max_response_tokens": 4096},
-        "trainer": {"total_steps": 1, "prompts_per_step": prompts, "mini_batch_prompts": prompts // _MINI_BATCHES},
-        "actor": {"micro_batch_tokens": 16384},
-    }
-    spec, base = read_model_spec(directory, "--model"), with_overrides(from_dict(Config, tree), overrides)
-    device_bytes = int(device_gib * 2**30)
-    num_stages, stage_bytes = _engine_stages(base, spec, gpus=gpus, per_node=per_node, device_bytes=device_bytes)
-    return LayoutSearch(
-        base=base,
-        spec=spec,
-        num_stages=num_stages,
-        stage_bytes=stage_bytes,
-        gpus=gpus,
-        per_node=per_node,
-        device_bytes=device_bytes,
-        hardware=Hardware(per_node=per_node),
-    )
-
-
-def _engine_stages(base: Config, spec: ModelSpec, *, gpus: int, per_node: int, device_bytes: int) -> tuple[int, int]:
-    """Choose the number of an engine's stages, one per node, and count the largest one's bytes.
-
-    They are the fewest that leave room for a row, or, if none does, the most that the GPUs allow.
-    """
-    counts = [n for n in _SIZES if n == 1 or (per_node in _SIZES and gpus % (n * per_node) == 0)]
-    for num_stages in (n for n in counts if n <= min(spec.dims.num_layers, _MOST_STAGES)):
-        settings = replace(
-            base.rollout.engine, tp=min(gpus, per_node), pp=num_stages, gpu_memory_utilization=ENGINE_SHARE
-        )
-        config = replace(base, rollout=replace(base.rollout, engine=settings))
-        stage_bytes = engine_bytes(base, spec, num_stages)
-        engine = plan_engine(config, spec.dims, stage_bytes, device_bytes)
-        if (engine.kv_cache or 0) >= engine.kv_bytes_per_token * max_path_tokens(base):
-            break
-    return num_stages, stage_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
     """Where trainer and engines run: devices that train, devices of engines, and whether these are the same."""
 
@@ -151,22 +68,27 @@ def find_layouts(search: LayoutSearch, *, most: int) -> list[LayoutChoice]:
     Raises:
         ConfigError: nothing fits; it says what takes too much.
     """
-    found, trainers = list[LayoutChoice](), list[int]()
+    found, trainers, refusals = list[LayoutChoice](), list[int](), list[ConfigError]()
     limit = FILL * search.device_bytes
-    for place in _places(search):
-        for layout in _layouts(search, place.trainers):
-            fitting = _fitting(search, place, layout, limit, trainers)
-            if fitting:
-                found.append(min(fitting, key=lambda choice: choice.cost.total))
-    best = list(itertools.islice(_sound(search, sorted(found, key=lambda choice: choice.cost.total)), most))
+    with assuming("cuda"):
+        for place in _places(search):
+            for layout in _layouts(search, place.trainers):
+                fitting = _fitting(search, place, layout, limit, trainers)
+                if fitting:
+                    found.append(min(fitting, key=lambda choice: choice.cost.total))
+        ranked = sorted(found, key=lambda choice: choice.cost.total)
+        best = list(itertools.islice(_sound(search, ranked, refusals), most))
     if best:
         return best
+    if refusals:
+        raise refusals[0]
     weights = search.stage_bytes / max(_engine_sizes(search, search.gpus))
     trainer = f"{min(trainers) / 2**30:.1f} GiB" if trainers else "a number that divides the model"
+    asked = f" with {', '.join(sorted(search.given))} as given" if search.given else ""
     raise ConfigError(
-        f"--gpus {search.gpus}: no layout of {search.base.model.path} fits {limit / 2**30:.1f} GiB, {FILL:.0%} of a "
-        f"GPU; the trainer needs at least {trainer} per GPU, and an engine {weights / 2**30:.1f} GiB for its weights; "
-        "give more GPUs, GPUs with more memory (--device-gib), or more of them per node (--gpus-per-node)"
+        f"--gpus {search.gpus}: no layout of {search.base.model.path}{asked} fits {limit / 2**30:.1f} GiB, {FILL:.0%} "
+        f"of a GPU; the trainer needs at least {trainer} per GPU, and an engine {weights / 2**30:.1f} GiB for its "
+        "weights; give more GPUs, GPUs with more memory (--device-gib), or more of them per node (--gpus-per-node)"
     )
 
 
@@ -182,6 +104,9 @@ def _fitting(
         config = _with_trainer(search, place, layout, RecomputeConfig(**recompute))
         return list(_with_engines(search, config, place, limit, trainers))
 
+    own = {each.name: getattr(search.base.actor, each.name) for each in fields(RecomputeConfig)}
+    if any(f"actor.{name}" in search.given for name in own):
+        return choices(**own)
     if found := choices():
         return found
     found = choices(recompute="full")
@@ -202,18 +127,23 @@ def _fitting(
 def _engine_sizes(search: LayoutSearch, gpus: int) -> list[int]:
     """Return over how many devices a stage of an engine may be split; if it has several, over all of a node."""
     node = min(search.per_node, gpus)
+    if "rollout.engine.tp" in search.given:
+        return [search.base.rollout.engine.tp]
     if search.num_stages > 1:
         return [node] if gpus % (node * search.num_stages) == 0 else []
-    return [size for size in _SIZES if node % size == 0]
+    return [size for size in SIZES if node % size == 0]
 
 
-def _sound(search: LayoutSearch, choices: Iterable[LayoutChoice]) -> Iterator[LayoutChoice]:
-    """Yield the choices that a run would accept."""
+def _sound(
+    search: LayoutSearch, choices: Iterable[LayoutChoice], refusals: list[ConfigError]
+) -> Iterator[LayoutChoice]:
+    """Yield the choices that a run would accept; append why it would refuse the others to `refusals`."""
     for choice in choices:
         try:
             check_train(choice.config)
             check_model(choice.config, search.spec.hf_config)
-        except ConfigError:
+        except ConfigError as error:
+            refusals.append(error)
             continue
         yield choice
 
@@ -221,20 +151,26 @@ def _sound(search: LayoutSearch, choices: Iterable[LayoutChoice]) -> Iterator[La
 def _places(search: LayoutSearch) -> Iterator[_Place]:
     for offload in (True, False):
         yield _Place(trainers=search.gpus, engines=search.gpus, colocated=True, offload=offload)
-    # Trainer and engines have whole nodes of their own, an eighth or more of all.
+    # Trainer and engines have whole nodes of their own, a multiple of an eighth of all unless nodes are given.
     num_nodes = search.gpus // search.per_node
-    for eighths in (2, 4, 6):
-        if num_nodes * eighths % 8 == 0 and num_nodes > 1:
-            engines = search.gpus * eighths // 8
-            yield _Place(trainers=search.gpus - engines, engines=engines, colocated=False)
+    eighths = [num_nodes * part // 8 for part in (2, 4, 6) if num_nodes * part % 8 == 0]
+    given = any(key.startswith(("placement.trainer", "placement.engines")) for key in search.given)
+    for engine_nodes in range(1, num_nodes) if given else eighths if num_nodes > 1 else ():
+        engines = engine_nodes * search.per_node
+        yield _Place(trainers=search.gpus - engines, engines=engines, colocated=False)
 
 
 def _layouts(search: LayoutSearch, gpus: int) -> Iterator[LayoutConfig]:
     """Yield the layouts of so many ranks that divide the model, with tensor-parallel groups within a node."""
-    num_layers, experts = search.spec.dims.num_layers, search.spec.dims.experts
-    context = _SIZES if max_row_tokens(search.base) > _SHORT_ROW else (1,)
-    for tp, pp, cp, ep in itertools.product(_SIZES, _SIZES, context, _SIZES if experts else (1,)):
-        if tp > search.per_node or pp > min(num_layers, _MOST_STAGES) or gpus % (tp * pp * cp):
+    num_layers, experts, given = search.spec.dims.num_layers, search.spec.dims.experts, search.base.actor.layout
+    context = SIZES if max_row_tokens(search.base) > _SHORT_ROW else (1,)
+    axes = {"tp": SIZES, "pp": SIZES, "cp": context, "ep": SIZES if experts else (1,)}
+    sizes = (
+        search.chosen("actor.layout", **{axis: sizes}).get(axis, (getattr(given, axis),))
+        for axis, sizes in axes.items()
+    )
+    for tp, pp, cp, ep in itertools.product(*sizes):
+        if tp > search.per_node or pp > min(num_layers, MOST_STAGES) or gpus % (tp * pp * cp):
             continue
         first = last = None
         if num_layers % pp:
@@ -242,7 +178,8 @@ def _layouts(search: LayoutSearch, gpus: int) -> Iterator[LayoutConfig]:
             first, last = -(-rest // 2), rest // 2
             if last < 1:
                 continue
-        layout = LayoutConfig(
+        chosen = search.chosen(
+            "actor.layout",
             tp=tp,
             pp=pp,
             cp=cp,
@@ -252,6 +189,7 @@ def _layouts(search: LayoutSearch, gpus: int) -> Iterator[LayoutConfig]:
             first_stage_layers=first,
             last_stage_layers=last,
         )
+        layout = replace(given, **chosen)
         try:
             layout.check("actor.layout")
             check_tp(layout, search.spec.hf_config, "actor")
@@ -259,7 +197,7 @@ def _layouts(search: LayoutSearch, gpus: int) -> Iterator[LayoutConfig]:
             check_experts(layout, search.spec.hf_config, "actor")
         except ConfigError:
             continue
-        if layout.dp <= batch_counts(search.base).rows_per_optimizer_step:
+        if layout.world_size == gpus and layout.dp <= batch_counts(search.base).rows_per_optimizer_step:
             yield layout
 
 
@@ -271,11 +209,16 @@ def _with_trainer(search: LayoutSearch, place: _Place, layout: LayoutConfig, rec
         return NodesConfig(num_nodes=max(1, gpus // search.per_node), devices_per_node=min(gpus, search.per_node))
 
     if place.colocated:
-        placement = PlacementConfig(mode="colocated", offload=place.offload, trainer=nodes(place.trainers))
+        placement = replace(base.placement, mode="colocated", offload=place.offload, trainer=nodes(place.trainers))
     else:
-        placement = PlacementConfig(mode="split", trainer=nodes(place.trainers), engines=nodes(place.engines))
-        schedule = replace(base.rollout.schedule, staleness=1, on_update="finish", window_frac=0.0)
-        correction = replace(base.algo.correction, name="rollout_ratio")
+        placement = replace(
+            base.placement, mode="split", offload=False, trainer=nodes(place.trainers), engines=nodes(place.engines)
+        )
+        chosen = search.chosen("rollout.schedule", staleness=1, on_update="finish", window_frac=0.0)
+        schedule = replace(base.rollout.schedule, **chosen)
+        # Only samples of earlier weights need a correction.
+        name = search.chosen("algo.correction", name="rollout_ratio") if schedule.staleness else {}
+        correction = replace(base.algo.correction, **name)
         base = replace(
             base, rollout=replace(base.rollout, schedule=schedule), algo=replace(base.algo, correction=correction)
         )
@@ -289,6 +232,8 @@ def _with_engines(
     search: LayoutSearch, config: Config, place: _Place, limit: float, trainers: list[int]
 ) -> Iterator[LayoutChoice]:
     """Yield the choices that fit with this trainer; append what the trainer takes to `trainers`."""
+    if not search.obeys(replace(config, rollout=search.base.rollout)):
+        return
     algorithm = algorithm_of(config)
     needed, roles = algorithm.requires(), roles_of(config, algorithm)
     shards = plan_shards(config, roles, {role.role: search.spec for role in roles}, needed)
@@ -307,9 +252,11 @@ def _with_engines(
             num_engines=place.engines // (tp * search.num_stages),
             tp=tp,
             pp=search.num_stages,
-            gpu_memory_utilization=utilization,
+            **search.chosen("rollout.engine", gpu_memory_utilization=utilization),
         )
         chosen = replace(config, rollout=replace(config.rollout, engine=engine_config))
+        if not search.obeys(chosen) or engine_config.num_engines * engine_config.num_workers != place.engines:
+            continue
         try:
             check_expert_width(chosen, search.spec.hf_config, platform().expert_width_multiple)
         except ConfigError:
@@ -328,6 +275,7 @@ def _with_engines(
             engine,
             num_forward_passes=len(needed),
             hardware=search.hardware,
+            constants=search.constants,
         )
         yield LayoutChoice(
             config=chosen,

@@ -2,7 +2,7 @@
 
 from megarl.cluster.roles import by_layout
 from megarl.config.schema import Config
-from megarl.forecast.costs import Hardware, StepCost, step_cost
+from megarl.forecast.costs import Constants, Hardware, StepCost, step_cost
 from megarl.host.device.platform import assuming
 from megarl.plan.devices import plan_devices
 from megarl.plan.sizes import size_run
@@ -12,7 +12,7 @@ from megarl.types.messages import Role
 DEVICE_BYTES = 80 << 30
 
 
-def planned_step(config: Config, *, device_bytes: int = DEVICE_BYTES, hardware: Hardware | None = None) -> StepCost:
+def planned_step(config: Config, *, device_bytes: int = DEVICE_BYTES, constants: Constants | None = None) -> StepCost:
     """Forecast a step on GPUs with so much memory, whatever this machine is. Raises ConfigError as a run would."""
     with assuming("cuda"):
         run = size_run(config, device_bytes)
@@ -24,5 +24,6 @@ def planned_step(config: Config, *, device_bytes: int = DEVICE_BYTES, hardware: 
             devices,
             run.engine,
             num_forward_passes=len(run.needed),
-            hardware=hardware or Hardware(),
+            hardware=Hardware(),
+            constants=constants or Constants(),
         )

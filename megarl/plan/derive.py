@@ -15,6 +15,9 @@ from megarl.weights.dims import Experts
 
 # Share of a device's memory that a plan may fill: it leaves out what libraries take.
 FILL = 0.9
+# An H100 of 80 GiB reports 79.1. Of these, the CUDA context of a process and NCCL's buffers take so many bytes; an
+# engine keeps as many while it sleeps.
+REPORTED, PROCESS_BYTES = 79.1 / 80, int(1.8 * 2**30)
 # Share that an engine takes where nothing else is.
 ENGINE_SHARE = 0.85
 
@@ -71,6 +74,14 @@ def engine_share(
             value = max(0.05, share_beside(most, device_bytes))
             reason = f"the trainer, which stays, takes {most / 2**30:.2f} of {device_bytes / 2**30:.2f} GiB ({phase})"
     return Derived(key="rollout.engine.gpu_memory_utilization", value=value, reason=reason)
+
+
+def usable_bytes(device_bytes: int, *, shared: bool) -> int:
+    """Return what a device has for a plan's bytes beside its processes' own; shared: an engine is there too.
+
+    Never less than `FILL`.
+    """
+    return max(int(FILL * device_bytes), int(REPORTED * device_bytes) - (1 + shared) * PROCESS_BYTES)
 
 
 def share_beside(num_bytes: int, device_bytes: int) -> float:

@@ -2,30 +2,40 @@
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 
 from megarl.config.derived import Derived
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 from megarl.host.streams import print_lines
 from megarl.plan.build import plan_run
-from megarl.plan.derive import smallest_device
+from megarl.plan.derive import smallest_device, usable_bytes
 from megarl.plan.run_plan import RolePlan, RunPlan, ShardPlan
 from megarl.texts.unicode import visible
 
 GIB = 2**30
 
 
-def print_plan(config: Config, *, device_gib: float | None, as_json: bool) -> None:
+def print_plan(
+    config: Config,
+    *,
+    device_gib: float | None,
+    as_json: bool,
+    forecast: Callable[[Config, int], dict[str, float]],
+) -> None:
     """Plan a training run and print the plan, without starting anything.
 
+    forecast: returns the seconds of a step by phase, for devices with so many bytes.
     device_gib: the memory of a device, in GiB, by which the plan judges whether the run fits; by default that of the
     smallest device of this machine, if it has any.
     """
     if device_gib is not None and device_gib <= 0:
         raise ConfigError(f"--device-gib: got {device_gib}, expected > 0")
-    plan = plan_run(config, device_bytes=smallest_device() if device_gib is None else int(device_gib * GIB))
+    device_bytes = smallest_device() if device_gib is None else int(device_gib * GIB)
+    plan = plan_run(config, device_bytes=device_bytes)
+    if device_bytes is not None:
+        plan = replace(plan, seconds=forecast(config, device_bytes))
     if as_json:
         print(to_json(plan))
     else:
@@ -193,6 +203,9 @@ def _engine_lines(plan: RunPlan) -> Iterator[str]:
             )
         seconds, bound = plan.links.seconds, plan.links.bound_seconds
         yield f"sync time  estimate {seconds:.2g} s, of which the busiest link takes {bound:.2g} s"
+    if plan.seconds:
+        phases = ", ".join(f"{name} {seconds:,.3g}" for name, seconds in plan.seconds.items() if name != "total")
+        yield f"step time  forecast {plan.seconds['total']:,.0f} s: {phases} (how sure: docs/forecast.md)"
 
 
 def shard_lines(shards: Sequence[ShardPlan]) -> Iterator[str]:
@@ -219,6 +232,7 @@ def _memory_lines(plan: RunPlan) -> Iterator[str]:
             parts = f"trainer {_gib(phase.trainer)} + pass {_gib(phase.activations)} + engine {_gib(phase.engine)}"
             verdict = ""
             if plan.device_bytes is not None:
-                fits = "fits" if phase.total <= plan.device_bytes else "DOES NOT FIT"
-                verdict = f", {fits} {_gib(plan.device_bytes)}"
+                usable = usable_bytes(plan.device_bytes, shared=plan.engine.shares_devices)
+                fits = "fits" if phase.total <= usable else "DOES NOT FIT"
+                verdict = f", {fits} {_gib(usable)} of {_gib(plan.device_bytes)}"
             yield f"  {name:<{width}}  {_gib(phase.total)} = {parts}{verdict}"

@@ -175,7 +175,7 @@ class RunPlan:
     for messages of a weight sync. derived: what the run uses for settings that are null. warnings: what it would warn
     about. missing: models and data that are absent, so that nothing can be said about the data. hints: how many prompts
     there are, how many have a hint (`placed`), how many hints are cut, and how many are missing, by reason; empty
-    without hints or data.
+    without hints or data. seconds: the forecast of a step by phase; empty on a CPU.
     """
 
     run: str
@@ -195,3 +195,4 @@ class RunPlan:
     warnings: tuple[str, ...]
     missing: tuple[str, ...]
     hints: dict[str, int]
+    seconds: dict[str, float] = field(default_factory=dict)

@@ -1,21 +1,24 @@
 """`megarl plan`: what fits, in which order, by hand; and the table of docs/slurm.md, which follows from it."""
 
+import functools
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megarl.cli import main
 from megarl.config import from_dict, load_config
 from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import Config, LayoutConfig
 from megarl.errors import ConfigError
-from megarl.forecast.costs import Hardware, bubble, generate_parts, read_share, recomputed_share, train_parts
+from megarl.forecast.costs import Constants, Hardware, bubble, generate_parts, read_share, recomputed_share, train_parts
+from megarl.forecast.layout_search import LayoutSearch, new_search
 from megarl.forecast.plan_layouts import host_bytes, layout_text, settings_of
-from megarl.forecast.search import LayoutChoice, LayoutSearch, find_layouts, new_search
+from megarl.forecast.search import LayoutChoice, find_layouts
 from megarl.plan.build import plan_run
 from megarl.plan.run_plan import EnginePlan
 from megarl.weights.families import read_model_spec
@@ -75,7 +78,10 @@ def run_file(directory: Path, choice: LayoutChoice) -> Path:
 def check_dry_run(directory: Path, choice: LayoutChoice) -> None:
     """A run file with these settings has the same memory in a dry run."""
     plan = plan_run(load_config(run_file(directory, choice)), device_bytes=80 * GIB)
-    assert plan.devices == choice.devices
+    # Messages of a sync are staged too, where a plan of them says how large they are.
+    for found, expected in zip(plan.devices, choice.devices, strict=True):
+        staged = replace(expected.phases["sync"], activations=plan.staging.device)
+        assert found == replace(expected, phases=expected.phases | {"sync": staged})
     peaks = [phase.total for device in plan.devices for phase in device.phases.values()]
     assert max(peaks) == choice.peak <= 80 * GIB
 
@@ -120,6 +126,8 @@ def test_a_pipeline_idles_while_it_fills_and_empties() -> None:
 
 
 UNIT = Hardware(flops=1.0, hbm=1.0, nvlink=1.0, network=1.0, host=1.0, latency_s=0.0)
+# Nothing but work, and all responses as long as they may be.
+PLAIN = Constants(step_s=0.0, decode_s=0.0, half_tokens=0.0, stage_s=0.0, mean_share=1.0)
 
 
 def small_config(directory: Path, *, layout: dict[str, int]) -> Config:
@@ -151,7 +159,7 @@ def test_training_by_hand(tmp_path: Path) -> None:
     config = small_config(tmp_path, layout={"tp": 2, "pp": 2})
     dims = read_model_spec(tmp_path).dims
     shards = list(plan_run(config).shards)
-    parts = train_parts(config, dims, shards, micro_batches=8, num_forward_passes=1, hardware=UNIT)
+    parts = train_parts(config, dims, shards, num_forward_passes=1, hardware=UNIT, constants=PLAIN)
     # Forward, backward of twice as much, and one further pass, on four devices.
     compute = 4 * 32 * ROW_FLOPS / 4
     # Forward, backward and a further pass: 32 · 12 tokens of 8 bfloat16 through 2 layers, four halves of them each
@@ -165,7 +173,7 @@ def test_ranks_that_share_key_value_heads_gather_all_heads(tmp_path: Path) -> No
     config = small_config(tmp_path, layout={"tp": 4})
     dims = read_model_spec(tmp_path).dims
     shards = list(plan_run(config).shards)
-    parts = train_parts(config, dims, shards, micro_batches=8, num_forward_passes=1, hardware=UNIT)
+    parts = train_parts(config, dims, shards, num_forward_passes=1, hardware=UNIT, constants=PLAIN)
     assert parts["tp"] == 3 * 32 * 12 * 2 * 4 * (4 * 8 + 8 + 2 * 4) * 3 / 4
 
 
@@ -201,7 +209,7 @@ def test_gradients_of_replicas_by_hand(tmp_path: Path) -> None:
     config = small_config(tmp_path, layout={"dp": 4})
     dims = read_model_spec(tmp_path).dims
     shards = list(plan_run(config).shards)
-    parts = train_parts(config, dims, shards, micro_batches=8, num_forward_passes=0, hardware=UNIT)
+    parts = train_parts(config, dims, shards, num_forward_passes=0, hardware=UNIT, constants=PLAIN)
     # 4 layers of 500, 12 padded rows of 8 in embedding and head, a norm: 4 + 2 bytes of each, three quarters, twice.
     assert parts == {"compute": 3 * 32 * ROW_FLOPS / 4, "dp": 2 * (4 * 500 + 2 * 12 * 8 + 8) * 6 * 3 / 4}
 
@@ -224,13 +232,13 @@ def test_generation_by_hand(cached_rows: int, waves: int, tmp_path: Path) -> Non
     )
     dims = read_model_spec(tmp_path).dims
     hardware = replace(UNIT, flops=1e30, nvlink=1e30)
-    parts = generate_parts(config, dims, engine, hardware=hardware)
+    parts = generate_parts(config, dims, engine, hardware=hardware, constants=PLAIN)
     assert parts["reading weights"] == 8 * waves * 1000
     # On average 8 tokens of each: 4 of the prompt, and half of the response.
     assert parts["reading keys and values"] == 8 * waves * min(4, cached_rows) * 8 * 32
     assert sum(parts.values()) == pytest.approx(parts["reading weights"] + parts["reading keys and values"])
     empty = replace(engine, kv_cache=100)
-    assert generate_parts(config, dims, empty, hardware=hardware) == {"KV cache": float("inf")}
+    assert generate_parts(config, dims, empty, hardware=hardware, constants=PLAIN) == {"KV cache": float("inf")}
 
 
 def test_generation_in_stages_by_hand(tmp_path: Path) -> None:
@@ -251,12 +259,82 @@ def test_generation_in_stages_by_hand(tmp_path: Path) -> None:
         max_num_seqs=4,
     )
     hardware = replace(UNIT, flops=1e30, nvlink=1e30)
-    parts = generate_parts(config, read_model_spec(tmp_path).dims, engine, hardware=hardware)
+    parts = generate_parts(config, read_model_spec(tmp_path).dims, engine, hardware=hardware, constants=PLAIN)
     # 32 rows, 4 at a time, of 8 tokens.
     assert parts["reading weights"] == 8 * 8 * 2 * 500
     assert parts["reading keys and values"] == 8 * 8 * 4 * 8 * 16
     # The hidden states of two sequences, 8 bfloat16 each.
     assert parts["between stages"] == 8 * 8 * 2 * 8 * 2
+
+
+def test_what_engines_and_updates_cost_beside_their_work(tmp_path: Path) -> None:
+    """One sequence of 8 tokens at a time: of each engine's 16, 15 wait; then steps go on while any is left."""
+    config = small_config(tmp_path, layout={"tp": 2, "dp": 2})
+    dims, shards = read_model_spec(tmp_path).dims, list(plan_run(config).shards)
+    engine = replace(plan_run(config).engine, kv_cache=100 * 12 * 32, kv_bytes_per_token=32)
+    one = replace(config.rollout, engine=replace(config.rollout.engine, max_num_seqs=1))
+    free = replace(UNIT, flops=1e30, nvlink=1e30, hbm=1e30)
+    slow = replace(PLAIN, decode_s=1.0)
+    parts = generate_parts(replace(config, rollout=one), dims, engine, hardware=free, constants=slow)
+    assert parts["decode steps"] == pytest.approx(15 * 8 + 8)
+    # Two micro-batches' worth of 24 tokens on a rank: with as many as reach half, products take twice as long.
+    full, half = (
+        train_parts(config, dims, shards, num_forward_passes=0, hardware=UNIT, constants=constants)["compute"]
+        for constants in (PLAIN, replace(PLAIN, half_tokens=24.0))
+    )
+    assert half == pytest.approx(2 * full)
+    # On average 8 tokens of the response are 4: of the work on 12 tokens, that on 8 is left.
+    short = train_parts(
+        config, dims, shards, num_forward_passes=0, hardware=UNIT, constants=replace(PLAIN, mean_share=0.5)
+    )
+    row = 2 * 8 * 4 * (2 * 8 * 8 + 2 * 8 * 4 + 3 * 8 * 12) + 4 * 2 * 8 * 8**2 + 2 * 4 * 10 * 8
+    assert short["compute"] == 3 * 32 * row / 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus"),
+    [
+        (["placement.mode=split"], 16),
+        (["placement.mode=split", "rollout.schedule.staleness=0"], 16),
+        (["placement.mode=split", "placement.engines.num_nodes=1"], 24),
+        (["placement.offload=false"], 8),
+        (["actor.layout.tp=8"], 8),
+        (["actor.layout.dp=2", "actor.layout.sequence_parallel=false"], 8),
+        (["actor.recompute=full"], 8),
+        (["rollout.engine.tp=8"], 8),
+        (["rollout.engine.num_engines=2", "rollout.engine.gpu_memory_utilization=0.5"], 8),
+        (["rollout.engine={tp: 2, max_num_seqs: 64}"], 8),
+        (["actor.lora.rank=16"], 8),
+    ],
+)
+def test_given_settings_are_kept(overrides: list[str], gpus: int) -> None:
+    """Every printed choice has them, and still as many GPUs as were named."""
+    search = search_for("qwen3-8b", gpus, *overrides)
+    for choice in find_layouts(search, most=3):
+        found = asdict(choice.config)
+        for override in overrides:
+            key, _, text = override.partition("=")
+            value = functools.reduce(lambda tree, name: tree[name], key.split("."), found)
+            wanted = yaml.safe_load(text)
+            assert value == (value | wanted if isinstance(wanted, dict) else wanted)
+        engine, split = choice.config.rollout.engine, choice.config.placement.mode == "split"
+        used = choice.config.actor.layout.world_size + split * engine.num_engines * engine.num_workers
+        assert used == gpus
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("actor.layout.tp=3", r"no layout of qwen3-8b with actor\.layout\.tp as given fits"),
+        ("actor.layout.dp=5", r"no layout of qwen3-8b with actor\.layout\.dp as given fits"),
+        ("rollout.engine.tp=16", r"no layout of qwen3-8b with rollout\.engine\.tp as given fits"),
+        ("placement.mode=split", r"no layout of qwen3-8b with placement\.mode as given fits"),
+        ("trainer.mini_batch_prompts=100", r"trainer\.mini_batch_prompts"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(override: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        find_layouts(search_for("qwen3-8b", 8, override), most=3)
 
 
 def test_engines_span_no_more_nodes_than_they_need() -> None:
@@ -301,7 +379,7 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert (found["gpus"], len(found["choices"])) == (8, 2)
     seconds = found["choices"][0]["seconds"]
-    assert seconds["total"] == pytest.approx(seconds["generate"] + seconds["train"] + seconds["sync"])
+    assert seconds["total"] == pytest.approx(sum(seconds[name] for name in ("generate", "train", "sync", "fixed")))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from megarl.errors import ConfigError, DataError
 from megarl.host.device.platform import PLATFORMS
 from megarl.plan import build, derive
 from megarl.plan.build import plan_run
+from megarl.plan.derive import usable_bytes
 from megarl.plan.render import ranges, to_json, to_text
 from megarl.plan.run_plan import RunPlan
 from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
@@ -274,6 +275,15 @@ def test_what_is_derived_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [warning for warning in asked.warnings if warning.startswith("sync.host_group: got gloo, which sends")]
 
 
+@pytest.mark.parametrize(
+    ("gib", "shared", "usable"),
+    # Of 80 GiB an H100 reports 79.1; context and NCCL's buffers take 1.8 in a process, of trainer and engine.
+    [(80, True, 79.1 - 3.6), (80, False, 79.1 - 1.8), (8, True, 7.2)],
+)
+def test_a_device_has_less_than_its_name_says(gib: int, shared: bool, usable: float) -> None:
+    assert usable_bytes(gib << 30, shared=shared) / GIB == pytest.approx(usable, abs=0.01)
+
+
 def test_a_named_gpu_means_the_defaults_of_cuda(tmp_path: Path) -> None:
     """NCCL between hosts, adapters that are sent alone, messages in the devices' memory; and only for that plan."""
     config = small_config(tmp_path)
@@ -495,7 +505,7 @@ def test_options_of_the_dry_run_need_it(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit) as caught:
         main(["train", str(ROOT / "configs/run/sums-rl.yaml"), "--json"])
     assert caught.value.code == 2
-    assert "--json and --device-gib: go with --dry-run" in capsys.readouterr().err
+    assert "--json, --device-gib and --calibration: go with --dry-run" in capsys.readouterr().err
 
 
 def test_settings_may_follow_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,52 @@
+"""Calibrate the forecast by a run of yours: its own lengths, and factors of its phases, as its metrics have them."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+
+from megarl.config.schema import Config
+from megarl.errors import DataError
+from megarl.forecast.async_fit import COUNTERS, column, recorded_steps
+from megarl.forecast.costs import Constants
+from megarl.forecast.step import DEVICE_BYTES, planned_step
+from megarl.record.metrics import RunPaths
+
+# What a step consists of beside generation and the weights' sync.
+_TRAINED = ("old_log_prob", "ref", "values", "update_critic", "update_actor")
+
+
+def planned_seconds(config: Config, device_bytes: int, *, calibration: Path | None = None) -> dict[str, float]:
+    """Return the seconds of a planned step and its phases, by published runs or by a recorded one."""
+    constants = None if calibration is None else calibrate(calibration)
+    return planned_step(config, device_bytes=device_bytes, constants=constants).seconds
+
+
+def calibrate(recorded: Path, *, device_bytes: int = DEVICE_BYTES) -> Constants:
+    """Return constants with which the forecast of a run's own settings is what its median step took.
+
+    recorded: the run's directory, or its timeline.jsonl or metrics.jsonl. Raises DataError as `recorded_steps`.
+    """
+    config, steps = recorded_steps(RunPaths(recorded if recorded.is_dir() else recorded.parent))
+    lengths = float(np.mean(column(steps, "response_length/mean"))) / config.rollout.max_response_tokens
+    published = Constants(mean_share=min(1.0, lengths))
+    planned = planned_step(config, device_bytes=device_bytes, constants=published)
+    if not 0 < planned.generate < math.inf:
+        raise DataError(
+            f"{recorded}: its engines' KV cache does not hold a row; expected a run that fits; name another"
+        )
+    generate, busy, sync, step = (
+        float(np.median(column(steps, name)))
+        for name in ("timing_s/gen", COUNTERS[-1], "timing_s/sync", "timing_s/step")
+    )
+    train = float(np.median(sum(column(steps, f"timing_s/{phase}") for phase in _TRAINED)))
+    if planned.overlaps:
+        # What it waited for is not what engines worked.
+        generate = busy / config.rollout.engine.num_engines or planned.generate
+    return Constants(
+        mean_share=published.mean_share,
+        step_s=0.0 if planned.overlaps else max(0.0, step - generate - train - sync),
+        generate=generate / planned.generate,
+        train=train / planned.train,
+        sync=sync / planned.sync,
+    )
