@@ -19,6 +19,7 @@ from megarl.data.files import READ_ROWS, RowFiles
 from megarl.data.marks import SpelledMarks
 from megarl.data.messages import read_answer
 from megarl.data.records import TARGET_PROBS, PromptRecord, parse_prompt, parse_target_probs, prompt_columns
+from megarl.data.roles import require_words
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
 from megarl.types import Message, Prompt
@@ -82,7 +83,7 @@ class PromptDataset:
         self.spelled = SpelledMarks(tokenizer)
         encoder = None if demonstrations is None else answers or Answers(tokenizer)
         sources, environments = set[str](), set[str]()
-        rows = ((i, row, parse_prompt(row, self._files.where(i), self._settings)) for i, row in enumerate(self._files))
+        rows = ((i, row, self._checked(row, self._files.where(i))) for i, row in enumerate(self._files))
         while chunk := list(islice(rows, READ_ROWS)):
             sources.update(record.data_source for *_, record in chunk)
             names = [self._environment_of(row, self._files.where(index)) for index, row, _ in chunk]
@@ -154,6 +155,13 @@ class PromptDataset:
                 f"demonstrations; add the column {self._settings.target_key}, raise algo.demonstrations.max_tokens, or "
                 "set strategy=none"
             )
+
+    def _checked(self, row: Mapping[str, Any], where: str) -> PromptRecord:
+        """Parse a row; DataError if it has no question and no environment that writes one."""
+        record = parse_prompt(row, where, self._settings)
+        if not self._environment_of(row, where):
+            require_words(record.messages, where)
+        return record
 
     def _environment_of(self, row: Mapping[str, Any], where: str) -> str:
         """Return the name of a row's environment; empty: it has none."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from megarl.data.chat import TemplateRefusal, render_chats
@@ -22,6 +23,15 @@ def require_question(messages: Sequence[Message], name: str, where: str) -> None
         raise DataError(
             f"{where}: {name} ends with the assistant's turn {messages[-1].content!r:.60}, expected a turn that the "
             "assistant answers; leave the turn out, or let train and eval continue it with data.prefill=true"
+        )
+
+
+def require_words(messages: Sequence[Message], where: str) -> None:
+    """Raise DataError for a chat with nothing but blank turns before the first answer, besides those of the system."""
+    asked = [turn for turn in takewhile(lambda turn: turn.role != "assistant", messages) if turn.role != "system"]
+    if asked and not any(turn.content.strip() for turn in asked):
+        raise DataError(
+            f"{where}: the turns before the answer are blank, expected a question; write it, or remove the row"
         )
 
 

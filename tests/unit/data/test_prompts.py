@@ -8,6 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.algo import CpoConfig, DemonstrationConfig, HintConfig
+from megarl.config.environments import EnvironmentConfig
 from megarl.config.schema import DataConfig
 from megarl.data.hints import hint_text
 from megarl.data.prompts import PromptDataset
@@ -104,3 +105,17 @@ def test_a_bad_row_stops_at_once(tokenizer: PreTrainedTokenizerBase, tmp_path: P
     path = write(tmp_path / "b.jsonl", [{"question": "1+1"}])
     with pytest.raises(DataError, match=r"b\.jsonl: column 'prompt' is missing; there are: question"):
         PromptDataset([path], tokenizer, DataConfig(max_prompt_tokens=100))
+
+
+@pytest.mark.parametrize("blank", ["", " \n"])
+def test_blank_prompts_are_refused_unless_an_environment_writes_them(
+    blank: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    for turns in (blank, row(blank)["prompt"], [system, *row(blank)["prompt"]]):
+        path = write(tmp_path / "a.jsonl", [row("1"), row("", prompt=turns)])
+        with pytest.raises(DataError, match=r"a\.jsonl row 1: the turns before the answer are blank, expected a quest"):
+            PromptDataset([path], tokenizer, DataConfig())
+        assert len(PromptDataset([path], tokenizer, DataConfig(), environment=EnvironmentConfig(default="game"))) == 2
+    path = write(tmp_path / "a.jsonl", [row("", prompt=[*row(blank)["prompt"], *row("1")["prompt"]])])
+    assert len(PromptDataset([path], tokenizer, DataConfig())) == 1
