@@ -34,6 +34,8 @@ TARGET_PROBS = "target_probs"
 _ANSWER_COLUMNS = ("response", "completion")
 # A chat, by the names that OpenAI and ShareGPT give it.
 CHAT_COLUMNS = ("messages", "conversations")
+# Whether a turn of the assistant is imitated, by the names that trainers give it; `masked` is the opposite.
+_SWITCHES = ("train", "training", "trainable", "weight", "loss", "loss_weight", "loss_mask", "step_loss_mask", "masked")
 _MAX_MARGIN = 3.4e38  # of numbers of 32 bits
 PREFERENCE_SIDES = ("chosen", "rejected")
 PREFERENCE_COLUMNS = (*PREFERENCE_SIDES, "prompt", "messages", "system", "margin")
@@ -179,7 +181,7 @@ def parse_demonstration(
 
     A row is a chat, in OpenAI's form (`messages` of {role, content}) or ShareGPT's (`conversations` of {from, value}),
     or a prompt with one answer, in `target`, `response` or `completion`. In a chat, all turns of the assistant are
-    imitated except those with `train: false` or `weight: 0`. A system turn is put before a chat that has none if the
+    imitated except those that one of `_SWITCHES` leaves out. A system turn is put before a chat that has none if the
     row has a text in the column `system`, or else if `form.system_prompt` is set. `form` and `settings` may name other
     columns.
     """
@@ -214,21 +216,18 @@ def parse_demonstration(
 
 def _parse_chat(row: Mapping[str, Any], name: str, where: str) -> tuple[tuple[Message, ...], tuple[int, ...]]:
     """Read a chat in OpenAI's or ShareGPT's form, and the indices of the turns to imitate."""
-    chat, turns = read_turns(row[name], f"{where}: {name}"), list[Any]()
+    chat, turns, left_out = read_turns(row[name], f"{where}: {name}"), list[Any](), list[int]()
     for i, turn in enumerate(chat if isinstance(chat, list | tuple) else ()):
         place = f"{where}: {name}[{i}]"
         if isinstance(turn, Mapping):
             turn = as_openai_turn(turn, place)
-            for key, allowed in (("train", (True, False)), ("weight", (0, 1))):
-                if turn.get(key) is not None and turn[key] not in allowed:
-                    raise DataError(f"{place}: {key} is {turn[key]!r}, expected {allowed[0]} or {allowed[1]}")
+            switches = {key: turn[key] for key in _SWITCHES if turn.get(key) is not None}
+            if wrong := next((key for key, value in switches.items() if value not in (0, 1)), None):
+                raise DataError(f"{place}: {wrong} is {turn[wrong]!r}, expected true or false, or 1 or 0")
+            left_out += [i] * any(bool(value) is (key == "masked") for key, value in switches.items())
         turns.append(turn)
     messages = read_messages({name: turns or chat}, name, where)
-    return messages, tuple(
-        i
-        for i, (message, turn) in enumerate(zip(messages, turns, strict=True))
-        if message.role == "assistant" and turn.get("train") is not False and turn.get("weight") != 0
-    )
+    return messages, tuple(i for i, message in enumerate(messages) if message.role == "assistant" and i not in left_out)
 
 
 def parse_preference(row: Mapping[str, Any], where: str, form: DataConfig | None = None) -> PreferenceRecord:

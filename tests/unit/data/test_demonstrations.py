@@ -115,7 +115,17 @@ def test_parquet_and_sharegpt_say_the_same(tokenizer: PreTrainedTokenizerBase, t
         assert trained_texts(data, tokenizer) == ["2<|im_end|>", "55<|im_end|>"]
 
 
-@pytest.mark.parametrize("mark", [{"train": False}, {"weight": 0}])
+@pytest.mark.parametrize(
+    "mark",
+    [
+        *({name: False} for name in ("train", "training", "trainable", "loss")),
+        *({name: 0} for name in ("train", "weight", "loss", "loss_mask", "step_loss_mask")),
+        {"loss_weight": 0.0},
+        {"masked": True},
+        {"train": True, "weight": 0},
+    ],
+    ids=str,
+)
 def test_a_turn_can_be_left_out(mark: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     chat = [turn | mark if turn["content"] == "2" else turn for turn in CHAT]
     data = open_rows(write(tmp_path / "a.jsonl", [{"messages": chat}]), tokenizer)
@@ -310,8 +320,11 @@ def test_a_tool_turn_is_read_but_not_trained(tokenizer: PreTrainedTokenizerBase,
         ({"prompt": "1+1", "target": [{"role": "user", "content": "2"}]}, r"target has roles \['user'\]"),
         ({"messages": [*CHAT[:2], {"role": "assistant", "content": "2<|im_end|>3"}]}, "turn 2: the target is"),
         ({"messages": "hello"}, r"messages is str, expected a list"),
-        ({"messages": [*CHAT[:2], CHAT[2] | {"weight": 0.5}]}, r"messages\[2\]: weight is 0.5, expected 0 or 1"),
-        ({"messages": [*CHAT[:2], CHAT[2] | {"train": "no"}]}, r"messages\[2\]: train is 'no', expected True or False"),
+        (
+            {"messages": [*CHAT[:2], CHAT[2] | {"weight": 0.5}]},
+            r"messages\[2\]: weight is 0.5, expected true or false, or 1 or 0",
+        ),
+        ({"messages": [*CHAT[:2], CHAT[2] | {"train": "no"}]}, r"messages\[2\]: train is 'no', expected true or false"),
         (
             {"messages": [*CHAT[:2], CHAT[2] | {"tool_calls": [{"name": "add"}]}]},
             r"row 0: messages\[2\]: tool_calls is not read here; write it into the turn's text",
