@@ -21,6 +21,7 @@ from megarl.host.streams import name_anything, print_lines, write_anything
 from megarl.host.user_code import search_here_last
 from megarl.launch.cli import add_slurm
 from megarl.record.activity import shown
+from megarl.run.check_plugin import add_check_plugin
 from megarl.run.doctor import add_doctor
 from megarl.run.evaluation.cli import add_evaluation
 from megarl.run.resume_option import ResumeOption
@@ -69,6 +70,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     peer.set_defaults(run=_convert_config)
     add_slurm(commands, parse, tuple(TRAININGS))
     _add_serve_reward(commands)
+    add_check_plugin(commands)
     add_doctor(commands)
     _add_views(commands)
     quick = commands.add_parser("quickstart", help="teach a small model a task, from data to report")
@@ -289,9 +291,8 @@ def _trace(arguments: argparse.Namespace) -> None:
     from megarl.record.metrics import RunPaths
     from megarl.record.trace import write_trace
 
-    paths = RunPaths(arguments.run_dir)
-    out = arguments.out or paths.trace
-    write_trace(paths.timeline, out)
+    out = arguments.out or RunPaths(arguments.run_dir).trace
+    write_trace(RunPaths(arguments.run_dir).timeline, out)
     print_lines(f"wrote {out}; open it on ui.perfetto.dev")
 
 

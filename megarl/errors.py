@@ -22,6 +22,10 @@ class NonFiniteError(ArithmeticError):
     """A loss, log-prob or gradient became NaN or infinite; the message names the step and the row."""
 
 
+class RehearsalError(ValueError):
+    """Users' code returned something else than it must, or changed what it was given, when it was tried."""
+
+
 class WeightSyncError(RuntimeError):
     """Trainer and engine disagree about the weights that were sent."""
 

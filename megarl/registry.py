@@ -40,7 +40,7 @@ class FunctionRegistry(Generic[F, T]):
         kind: what the entries are, for messages. key: the setting that chooses an entry, for messages. parameters: what
         the functions are called with, by position; (): anything may be registered.
         """
-        self._kind, self._key = kind, key
+        self.kind, self.key = kind, key
         self._entry, self._parameters = entry, tuple(parameters)
         named = inspect.signature(entry).parameters.values()
         self._declarable = [each.name for each in named if each.kind is each.KEYWORD_ONLY]
@@ -50,7 +50,7 @@ class FunctionRegistry(Generic[F, T]):
         """Return a decorator that stores its target and what is declared about it under `name` and `aliases`."""
 
         def add(target: F) -> F:
-            what = f"{self._kind} {name!r}"
+            what = f"{self.kind} {name!r}"
             if self._parameters:
                 _require_parameters(what, target, self._parameters)
             for unknown in (each for each in declared if each not in self._declarable):
@@ -60,7 +60,7 @@ class FunctionRegistry(Generic[F, T]):
                 entry = self._entry(target, **declared)
             except (TypeError, ValueError) as error:
                 raise RegistrationError(f"{what}: {error}") from error
-            registration = Registration(registry=self, names=(name, *aliases), entry=entry)
+            registration = Registration(registry=self, names=(name, *aliases), entry=entry, target=target)
             registration.redo()
             _note(registration)
             return target
@@ -70,7 +70,7 @@ class FunctionRegistry(Generic[F, T]):
     def get(self, name: str) -> T:
         """Return the entry called `name`. Raises ConfigError if there is none."""
         if name not in self._entries:
-            raise unknown_name(self._kind, name, self, key=self._key)
+            raise unknown_name(self.kind, name, self, key=self.key)
         return self._entries[name]
 
     def entries(self) -> dict[str, T]:
@@ -93,17 +93,18 @@ class Registry(FunctionRegistry[T, T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """An entry of a registry, and its names, which can be taken out of the registry and put back."""
+    """An entry of a registry, its names, and what was registered; it can be taken out of the registry and put back."""
 
     registry: FunctionRegistry[Any, Any]
     names: tuple[str, ...]
     entry: Any
+    target: Any
 
     def redo(self) -> None:
         """Put the entry into its registry; raise RegistrationError if one of its names is taken."""
         entries = self.registry._entries
         if taken := [name for name in self.names if name in entries]:
-            kind = self.registry._kind
+            kind = self.registry.kind
             raise RegistrationError(f"{kind} {taken[0]!r} is already registered; choose another name")
         entries.update(dict.fromkeys(self.names, self.entry))
 

@@ -14,6 +14,8 @@ class EnvironmentEntry:
     # A built-in environment, such as tools, or a class of your own as MODULE:CLASS or FILE.py:CLASS.
     type: str
     arguments: Mapping[str, Any] = field(default_factory=dict)  # Keyword arguments of the class.
+    # Play an episode by a script before the run; false: do not, as where an episode has effects.
+    rehearse: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

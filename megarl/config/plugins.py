@@ -54,6 +54,11 @@ def active_plugins() -> tuple[Plugin, ...]:
     return tuple(_active)
 
 
+def registrations() -> list[Registration]:
+    """Return what the plugins have registered that are in force in this process."""
+    return [each for plugin in _active for each in _registered[plugin]]
+
+
 def use_plugins(names: Sequence[str]) -> None:
     """Read the plugins of a configuration, and have their parts in force in this process, and no others.
 

@@ -95,6 +95,8 @@ class RunConfig:
     # group as well; everyone: every user of the host, and of others that see the directory.
     share: Share | None = None
     seed: int = setting(0, AT_LEAST_0)  # Seed that all randomness derives from.
+    # Time limit of the trial of one's own code before a run (docs/dry-run.md); null: no trial.
+    rehearsal_s: float | None = setting(60.0, POSITIVE)
     # Produce the same numbers in every run, resumed or not, by disabling the engines' prefix cache and using
     # the deterministic algorithms of torch and Transformer Engine and, on GPUs, vLLM's batch-invariant kernels.
     deterministic: bool = setting(False, affects=("workers",))

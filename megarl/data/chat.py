@@ -133,6 +133,15 @@ def token_texts(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int]) -> lis
     return texts
 
 
+def require_tools(tokenizer: "PreTrainedTokenizerBase", tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ConfigError if there are tools and the chat template never reads any."""
+    if tools and "tools" not in str(tokenizer.get_chat_template(tools=list(tools))):
+        raise ConfigError(
+            "environment: the chat template writes no tools; name them in data.system_prompt, and set the argument "
+            "in_prompt of the environment to false"
+        )
+
+
 def render_chats(
     tokenizer: "PreTrainedTokenizerBase",
     chats: Sequence[Sequence[Message]],
@@ -143,11 +152,7 @@ def render_chats(
     places: Sequence[str] = (),
 ) -> list[str]:
     """Render chats as text with the chat template. For arguments and errors see `encode_chats`."""
-    if tools and "tools" not in str(tokenizer.get_chat_template(tools=list(tools))):
-        raise ConfigError(
-            "environment: the chat template writes no tools; name them in data.system_prompt, and set the argument "
-            "in_prompt of the environment to false"
-        )
+    require_tools(tokenizer, tools)
 
     def rendered(part: Sequence[Sequence[Message]]) -> list[str]:
         texts: list[str] = []

@@ -149,6 +149,12 @@ def open_environments(cfg: EnvironmentConfig, names: Sequence[str]) -> "dict[str
     return found
 
 
+def is_rehearsed(cfg: EnvironmentConfig, name: str) -> bool:
+    """Return whether an episode is tried before a run: of those that the configuration describes, and allows it."""
+    entry = cfg.entries.get(name)
+    return ":" in name if entry is None else entry.rehearse
+
+
 def tools_of(cfg: EnvironmentConfig, name: str) -> Sequence[Mapping[str, Any]]:
     """Return the schemas of an environment's tools. Raises ConfigError as `open_environments` does."""
     return open_environments(cfg, [name])[name].made_in_time().tools

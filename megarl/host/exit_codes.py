@@ -31,10 +31,9 @@ from megarl.errors import (
     WeightSyncError,
     WorkerError,
 )
-from megarl.host.reading import reason_of
 from megarl.host.signals import leave_on_signals
 from megarl.host.streams import print_lines
-from megarl.host.user_code import FIX, place_of
+from megarl.host.user_code import place_of, told
 from megarl.host.writing import problem, storage_cause
 from megarl.texts.masking import masked_text
 
@@ -92,7 +91,7 @@ def exit_on_errors() -> Iterator[None]:
         if not (place := place_of(error)):
             raise
         traceback.print_exception(error)
-        _fail(RunError(f"{place}: {type(error).__name__}: {reason_of(error)}; {FIX}"), EXIT_FAILED)
+        _fail(RunError(f"{place}: {told(error)}"), EXIT_FAILED)
     finally:
         # The reader of the output (such as `head`) may be gone, even if no print has failed yet.
         poll = select.poll()

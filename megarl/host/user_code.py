@@ -67,7 +67,15 @@ def mistake(path: Path, error: BaseException) -> ConfigError:
     where = f"{path}:{line_of(error, path)}"
     if type(error).__module__.startswith("megarl."):  # it says itself what to do
         return ConfigError(f"{where}: {error}")
-    return ConfigError(f"{where}: {type(error).__name__}: {reason_of(error)}; {FIX}")
+    return ConfigError(f"{where}: {told(error)}")
+
+
+def told(error: BaseException) -> str:
+    """Return what users' code raised, and what to do about it, for a message that has named the place."""
+    # Of a package's name, the first part is what is missing.
+    lacking = error.name if isinstance(error, ModuleNotFoundError) else None
+    remedy = f"install {lacking.partition('.')[0]}, or add its directory to PYTHONPATH" if lacking else FIX
+    return f"{type(error).__name__}: {reason_of(error)}; {remedy}"
 
 
 def place_of(error: BaseException) -> str:
@@ -83,8 +91,13 @@ def place_in(text: str) -> str:
 
 
 def _last_place(frames: Iterable[tuple[str, int]]) -> str:
-    own = [f"{file}:{line}" for file, line in frames if file in _users or not file.startswith(("<", *_OTHERS))]
+    own = [f"{file}:{line}" for file, line in frames if is_users_file(file)]
     return own[-1] if own else ""
+
+
+def is_users_file(file: str) -> bool:
+    """Return whether a file is neither megarl's nor Python's nor that of an installed package nobody has named."""
+    return file in _users or not file.startswith(("<", *_OTHERS))
 
 
 def line_of(error: BaseException, path: Path) -> int:

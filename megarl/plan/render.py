@@ -13,6 +13,7 @@ from megarl.plan.build import plan_run
 from megarl.plan.derive import smallest_device, usable_bytes
 from megarl.plan.run_plan import RolePlan, RunPlan, ShardPlan
 from megarl.texts.unicode import visible
+from megarl.train.rehearsal import rehearse
 
 GIB = 2**30
 
@@ -32,6 +33,7 @@ def print_plan(
     """
     if device_gib is not None and device_gib <= 0:
         raise ConfigError(f"--device-gib: got {device_gib}, expected > 0")
+    rehearse(config, afresh=True)
     device_bytes = smallest_device() if device_gib is None else int(device_gib * GIB)
     plan = plan_run(config, device_bytes=device_bytes)
     if device_bytes is not None:

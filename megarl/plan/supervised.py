@@ -16,6 +16,7 @@ from megarl.plan.devices import plan_shard
 from megarl.plan.render import derived_lines, role_lines, shard_lines
 from megarl.plan.run_plan import RolePlan, ShardPlan
 from megarl.train.checkpoint import Command
+from megarl.train.rehearsal import rehearse
 from megarl.train.supervised_inputs import Examples
 from megarl.train.tasks import SUPERVISED
 from megarl.weights.families import read_model_spec
@@ -47,7 +48,7 @@ class SupervisedPlan:
 
 def print_supervised_plan(command: Command, config: Config, *, as_json: bool) -> None:
     """Plan a supervised run and print the plan as text or JSON, without starting anything."""
-    plan = plan_supervised(command, config)
+    plan = plan_supervised(command, rehearse(config, afresh=True))
     if as_json:
         print(json.dumps(asdict(plan), indent=2))
     else:

@@ -16,7 +16,7 @@ from megarl.config.check_model import check_model
 from megarl.config.check_optimizers import warmup_warnings
 from megarl.config.schema import Config, role_settings
 from megarl.data.answers import Answers
-from megarl.data.chat import load_tokenizer, require_system_turn
+from megarl.data.chat import load_tokenizer, require_system_turn, require_tools
 from megarl.data.hints import HintSurvey, survey_hints
 from megarl.data.prompts import PromptDataset
 from megarl.data.sampler import Sampler, prompt_sampler, train_files
@@ -31,6 +31,7 @@ from megarl.rollout.replay import require_records
 from megarl.train.forward import HINT_QUANTITIES
 from megarl.train.hinted import HintWriter, open_hints
 from megarl.train.model_judge import ConversationEncoder
+from megarl.train.rehearsal import rehearse, rehearse_episodes
 from megarl.train.rows import stated_difficulty
 from megarl.train.teachers import common_tokens, open_teachers, require_teachers
 from megarl.types import Algorithm
@@ -204,7 +205,7 @@ def missing_files(config: Config, roles: Sequence[RoleSpec]) -> list[str]:
 
 def open_train_inputs(config: Config) -> TrainInputs:
     """Check configuration, model and data of a reinforcement-learning run; fetch models from the hub if need be."""
-    check_train(config)
+    check_train(rehearse(config))
     config = with_local_models(config, judges=True)
     spec = open_model(config)
     algorithm = algorithm_of(config, vocab_size=spec.dims.vocab)
@@ -216,9 +217,7 @@ def open_train_inputs(config: Config) -> TrainInputs:
     vocabulary = Vocabulary.of(tokenizer, spec.dims.vocab)
     train = _open_prompts(config, train_files(config.data.train), tokenizer, vocabulary, answers)
     val = _open_prompts(config, config.data.val, tokenizer, vocabulary) if config.data.val else None
-    environments = train.environments | (val.environments if val else frozenset())
-    check_replies(config.environment, environments, tokenizer)
-    _check_askers(config, tokenizer, vocabulary, environments)
+    _check_askers(config, tokenizer, vocabulary, [each for each in (train, val) if each is not None])
     if (epochs := config.trainer.total_epochs) is not None:
         steps = epochs * (len(train) // config.trainer.prompts_per_step)
         config = replace(config, trainer=replace(config.trainer, total_steps=steps, total_epochs=None))
@@ -263,9 +262,16 @@ def open_train_inputs(config: Config) -> TrainInputs:
 
 
 def _check_askers(
-    config: Config, tokenizer: "PreTrainedTokenizerBase", vocabulary: Vocabulary, environments: frozenset[str]
+    config: Config, tokenizer: "PreTrainedTokenizerBase", vocabulary: Vocabulary, data: Sequence[PromptDataset]
 ) -> None:
-    """Raise ConfigError unless the policy can read what environments and judges that ask it write."""
+    """Raise ConfigError unless the policy can read what environments and judges that ask it write, and environments of
+    users pass their trial.
+    """
+    environments = frozenset[str]().union(*(each.environments for each in data))
+    check_replies(config.environment, environments, tokenizer)
+    rows = (each[i] for each in data for i in range(len(each)))
+    for tools in rehearse_episodes(config, rows, environments).values():
+        require_tools(tokenizer, tools)
     asking = [name for name, judge in config.rewards.judges.items() if judge.use_policy]
     for name in asking:
         require_system_turn(tokenizer, config.rewards.judges[name].system, f"rewards.judges.{name}.system")

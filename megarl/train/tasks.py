@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from megarl.config.schema import Config
 from megarl.train.checkpoint import Command
 from megarl.train.preference import train_preference_task
+from megarl.train.rehearsal import rehearse
 from megarl.train.supervised import SupervisedTask, sft_task, train_reward_task
 from megarl.train.supervised_inputs import (
     Data,
@@ -33,7 +34,7 @@ def _opened(
 
 # How each supervised command reads and checks its inputs, and makes its task.
 SUPERVISED: Mapping[Command, Callable[[Config], OpenedTask]] = {
-    "sft": lambda config: _opened(open_sft_inputs(config), sft_task),
-    "train-reward": lambda config: _opened(open_train_reward_inputs(config), train_reward_task),
-    "train-preference": lambda config: _opened(open_train_preference_inputs(config), train_preference_task),
+    "sft": lambda config: _opened(open_sft_inputs(rehearse(config)), sft_task),
+    "train-reward": lambda config: _opened(open_train_reward_inputs(rehearse(config)), train_reward_task),
+    "train-preference": lambda config: _opened(open_train_preference_inputs(rehearse(config)), train_preference_task),
 }

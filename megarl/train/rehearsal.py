@@ -1,0 +1,202 @@
+"""Try the code of users before a run starts, in a process of its own: what it raises, ends or never ends costs nothing.
+
+A trial that has passed is noted in the user's cache directory with the SHA-256 of every file of the user that took
+part, and is not repeated until one of them or a setting that it reads changes. `--dry-run` repeats it every time.
+"""
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import IO
+
+from megarl import __version__
+from megarl.config.schema import Config
+from megarl.environments.base import is_rehearsed
+from megarl.environments.rehearsal import Schemas
+from megarl.errors import ConfigError
+from megarl.host.reading import read_object
+from megarl.host.streams import print_lines
+from megarl.host.user_code import place_in
+from megarl.host.writing import dispensable, replacing
+from megarl.types import Prompt
+
+# To import torch takes long on a busy machine, and is no fault of the user's code.
+START_S = 600.0
+_MOST_PRINTED, _TAIL_CHUNKS = 1_000_000, 16
+_ROOT = str(Path(__file__).parents[2])
+_BOOT = "import sys; sys.path.append(sys.argv.pop(1)); from megarl.train.rehearsed import main; main()"
+REMEDY = "raise run.rehearsal_s, or set it to null for no trial"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """The code to try: the plugins and reward functions of a configuration, and an episode for each prompt.
+
+    every: try all parts that plugins register, by their defaults, not only those that the configuration chooses. file:
+    try the functions and classes of this file as well, or the one called `name`.
+    """
+
+    config: Config
+    prompts: tuple[Prompt, ...] = ()
+    every: bool = False
+    file: str = ""
+    name: str = ""
+
+    @property
+    def is_empty(self) -> bool:
+        algo, rewards = self.config.algo, self.config.rewards
+        return not (algo.plugins or rewards.custom.all_functions() or self.prompts or self.file)
+
+    @property
+    def key(self) -> str:
+        """Return a hash of the settings that the tried code reads."""
+        config, names = self.config, sorted(prompt.environment for prompt in self.prompts)
+        read = [asdict(config.algo), asdict(config.rewards.custom), asdict(config.environment), names]
+        sizes = [config.rollout.num_samples, asdict(config.train_preference)]
+        return sha256(repr((__version__, sys.executable, read, sizes)).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """The results of a trial: a line per part that was tried, mistakes, hashes of the user's files, and the schemas of
+    tools that each environment has shown.
+    """
+
+    tried: Sequence[str]
+    mistakes: Sequence[str]
+    files: dict[str, str]
+    tools: dict[str, Schemas]
+
+
+def rehearse(config: Config, *, afresh: bool = False) -> Config:
+    """Try the plugins of a run and load its reward functions; return the configuration. Raises ConfigError.
+
+    afresh: also if the same files have passed before.
+    """
+    _passed(Trial(config=config), afresh=afresh)
+    return config
+
+
+def rehearse_episodes(
+    config: Config, prompts: Iterable[Prompt], environments: Collection[str], *, afresh: bool = False
+) -> dict[str, Schemas]:
+    """Play an episode with each of the environments that these prompts use, but for those with `rehearse: false`.
+
+    Returns the tools that each has shown. Raises ConfigError.
+    """
+    wanted, firsts = {name for name in environments if is_rehearsed(config.environment, name)}, dict[str, Prompt]()
+    for prompt in prompts if wanted else ():
+        if prompt.environment in wanted:
+            firsts.setdefault(prompt.environment, prompt)
+        if len(firsts) == len(wanted):
+            break
+    # Neither plugins nor rewards take part.
+    own = replace(config, algo=replace(config.algo, plugins=()), rewards=replace(config.rewards, custom=_NO_FUNCTIONS))
+    return _passed(Trial(config=own, prompts=tuple(firsts.values())), afresh=afresh)
+
+
+_NO_FUNCTIONS = Config().rewards.custom
+
+
+def _passed(trial: Trial, *, afresh: bool) -> dict[str, Schemas]:
+    if trial.is_empty or trial.config.run.rehearsal_s is None:
+        return {}
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megarl/rehearsed" / trial.key
+    if not afresh and cache.is_file():
+        noted = read_object(cache)
+        if all(Path(file).is_file() and _hash(Path(file)) == known for file, known in noted["files"].items()):
+            return dict(noted["tools"])
+    found = try_out(trial)
+    if found.mistakes:
+        raise ConfigError(found.mistakes[0])
+    with dispensable("the note of a trial", OSError), replacing(cache) as file:
+        file.write_text(json.dumps({"files": found.files, "tools": found.tools}), encoding="utf-8")
+    return found.tools
+
+
+def _hash(file: Path) -> str:
+    return sha256(file.read_bytes()).hexdigest()
+
+
+def try_out(trial: Trial) -> Findings:
+    """Try users' code in a new process, and end whatever that leaves behind."""
+    with tempfile.TemporaryFile() as told:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _BOOT, _ROOT, str(told.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=[told.fileno()],
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        printed = _Printed(process.stdout)
+        try:
+            with process.stdin as request:
+                pickle.dump((sys.path, trial), request)
+            process.wait(START_S + (trial.config.run.rehearsal_s or START_S))
+        except (subprocess.TimeoutExpired, BrokenPipeError):
+            pass
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            printed.join(1.0)
+        told.seek(0)
+        lines = [json.loads(line) for line in told.read().splitlines()]
+    tried, mistakes = (list(dict.fromkeys(x[kind] for x in lines if kind in x)) for kind in ("about", "mistake"))
+    files = {file: known for each in lines for file, known in each.get("files", {}).items()}
+    tools = {name: schemas for each in lines for name, schemas in each.get("tools", {}).items()}
+    if {"is_done": True} not in lines:
+        mistakes.append(_death(trial, tried[-1] if tried else "the trial of users' code", process.returncode, printed))
+    if printed.num_bytes > _MOST_PRINTED:
+        size, last = f"{printed.num_bytes / 1e6:.1f} MB", printed.text.strip()[-80:]
+        print_lines(
+            f"warning: users' code printed {size} when it was tried, and would in every step; its last: {last!r}"
+        )
+    return Findings(tried=tried, mistakes=mistakes, files=files, tools=tools)
+
+
+class _Printed(threading.Thread):
+    """Reads what a process prints, however much it is, and keeps the end."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        super().__init__(daemon=True)
+        self._stream, self._tail = stream, deque[bytes](maxlen=_TAIL_CHUNKS)
+        self.num_bytes = 0
+        self.start()
+
+    def run(self) -> None:
+        while chunk := os.read(self._stream.fileno(), 1 << 16):
+            self._tail.append(chunk)
+            self.num_bytes += len(chunk)
+
+    @property
+    def text(self) -> str:
+        return b"".join(self._tail).decode(errors="replace")
+
+
+def _death(trial: Trial, about: str, code: int, printed: _Printed) -> str:
+    """Say how a trial's process ended that did not come to its end."""
+    # The stack of a process that dies has the innermost frame first.
+    place = place_in("\n".join(reversed(printed.text.splitlines())))
+    at = f", at {place}" if place else ""
+    if "Timeout (" in printed.text:
+        limit = f"{trial.config.run.rehearsal_s:g} s"
+        return f"{about}: has not returned within run.rehearsal_s={limit}{at}; look into what it waits for, or {REMEDY}"
+    if code < 0:
+        return f"{about}: ended its process by {signal.Signals(-code).name}{at}; correct it"
+    last = printed.text.strip().rpartition("\n")[2]
+    return f"{about}: ended its process with exit code {code}{f' ({last:.200})' if last else ''}; let it return"

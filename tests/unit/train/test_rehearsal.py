@@ -1,0 +1,136 @@
+"""Users' code is tried in a process of its own: what it does there harms nothing, and is named."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.cli import main
+from megarl.config.load import with_overrides
+from megarl.config.schema import Config
+from megarl.errors import ConfigError
+from megarl.train import rehearsal
+from megarl.train.rehearsal import Findings, Trial, rehearse, try_out
+
+HEAD = """from megarl.algos.filters import GROUP_FILTERS
+from megarl.algos.kl import KL_ESTIMATORS
+from megarl.algos.policy_losses import POLICY_LOSSES, PolicyLossTerms
+"""
+# Lines 5 to 28, as each part begins after an empty line.
+PARTS = """
+@GROUP_FILTERS.register("raises")
+def raises(group, cfg):
+    raise ValueError("my own mistake")
+
+@GROUP_FILTERS.register("leaves")
+def leaves(group, cfg):
+    raise SystemExit("bye")
+
+@GROUP_FILTERS.register("lacks")
+def lacks(group, cfg):
+    import surely_missing.part
+
+@GROUP_FILTERS.register("forks")
+def forks(group, cfg):
+    import os
+    os.fork()
+    return True
+
+@GROUP_FILTERS.register("prints")
+def prints(group, cfg):
+    print("x" * 2_000_000)
+    return True
+
+class Echo:
+    async def reply(self, action): ...
+
+def solve(prompt, base_url): ...
+
+def compute_score(data_source, solution_str, ground_truth):
+    return {"scor": 1.0}
+"""
+
+
+def tried(file: Path, *overrides: str) -> Findings:
+    config = with_overrides(Config(), [f"algo.plugins=['{file}']", *overrides])
+    return try_out(Trial(config=config, every=True, file=str(file)))
+
+
+def test_every_part_of_a_file_is_tried_whatever_the_others_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(HEAD + PARTS)
+    found = tried(file)
+    assert [about.rpartition(": ")[2] for about in found.tried] == [
+        "algo.plugins",
+        *(f"filter '{name}'" for name in ("raises", "leaves", "lacks", "forks", "prints")),
+        "environment 'Echo'",
+        "agent 'solve'",
+        "reward function 'compute_score'",
+    ]
+    assert [each.removeprefix(f"{file}:") for each in found.mistakes if "solve" not in each] == [
+        "7: filter 'raises': ValueError: my own mistake; correct it",
+        "11: filter 'leaves': SystemExit: bye; correct it",
+        "15: filter 'lacks': ModuleNotFoundError: No module named 'surely_missing'; install surely_missing, or add its "
+        "directory to PYTHONPATH",
+        "17: filter 'forks': a process that it forked returns as well; end that by os._exit",
+        "29: environment 'Echo': Echo.type: Echo has no start; derive it from megarl.environments.Environment",
+        "33: reward function 'compute_score': returned {'scor': 1.0}, expected a finite number, or a mapping with "
+        "'score', a finite number, and, if there is 'acc', a number or a boolean for it; correct it",
+    ]
+    assert (
+        "users' code printed 4.0 MB when it was tried, and would in every step; its last: 'xxx"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("import time; time.sleep(900)", r"mine\.py:3: reward function 'reward_func': has not returned within run\.re"),
+        ("import os; os._exit(3)", r"mine\.py:3: reward function 'reward_func': ended its process with exit code 3"),
+    ],
+)
+def test_code_that_never_returns_is_named(tmp_path: Path, body: str, message: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"\n\ndef reward_func(queries, prompts, labels):\n    {body}\n")
+    (mistake,) = tried(file, "run.rehearsal_s=2").mistakes
+    assert mistake.startswith(str(tmp_path))
+    with pytest.raises(ConfigError, match=message):
+        raise ConfigError(mistake)
+
+
+def test_what_has_passed_is_tried_again_once_a_file_that_it_imports_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path)
+    helper, file = tmp_path / "helper_of_mine.py", tmp_path / "mine.py"
+    helper.write_text("KEEP = True\n")
+    file.write_text(
+        f"{HEAD}\n@GROUP_FILTERS.register('mine')\ndef mine(group, cfg):\n    import helper_of_mine\n"
+        "    return helper_of_mine.KEEP\n"
+    )
+    config = with_overrides(Config(), [f"algo.plugins=['{file}']", "algo.filter.names=[mine]"])
+    assert rehearse(config) is config
+    monkeypatch.setattr(rehearsal, "try_out", lambda trial: pytest.fail("it was tried again"))
+    rehearse(config)
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path)
+    helper.write_text("KEEP = 'yes'\n")
+    with pytest.raises(ConfigError, match=r"mine\.py:5: filter 'mine': it returned 'yes', expected True to keep a gro"):
+        rehearse(config)
+    rehearse(with_overrides(config, ["run.rehearsal_s=null"]))
+
+
+def test_the_command_says_what_is_well_and_what_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[Any]) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def good(solution_str, ground_truth):\n    return 1.0\n\ndef other(a):\n    return 1\n")
+    main(["check-plugin", f"{file}:good"])
+    assert capsys.readouterr().out == f"{file}:1: reward function 'good': well\n"
+    with pytest.raises(SystemExit) as left:
+        main(["check-plugin", f"{file}:other"])
+    assert left.value.code == 1
+    assert capsys.readouterr().out.startswith(f"mistake: {file}: other is neither registered as a part of")
