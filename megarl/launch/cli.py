@@ -7,18 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megarl.launch.submit import NodesRequest
+    from megarl.launch.submit import Forecast, NodesRequest
 
 # A command line of megarl to its arguments.
 Parse = Callable[[Sequence[str]], argparse.Namespace]
 
 
 def add_slurm(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", parse: Parse, trainings: Sequence[str]
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    parse: Parse,
+    trainings: Sequence[str],
+    forecast: "Forecast",
 ) -> None:
     """Add `megarl slurm` to the commands. Its action `run` takes another megarl command line, which `parse` reads.
 
-    trainings: the names of the commands that train.
+    trainings: the names of the commands that train. forecast: says how long a run takes to stop.
     """
     slurm = commands.add_parser("slurm", help="run on the hosts of a Slurm job")
     actions = slurm.add_subparsers(dest="action", required=True)
@@ -40,7 +43,7 @@ def add_slurm(
     submit.add_argument("--max-restarts", type=int, default=3)
     submit.add_argument("--chain", type=int, default=1, help="jobs in a row, each continuing the one before")
     submit.add_argument("--dry-run", action="store_true", help="print the script and submit nothing")
-    submit.set_defaults(run=_submit)
+    submit.set_defaults(run=functools.partial(_submit, forecast))
 
 
 def _add_nodes(submit: argparse.ArgumentParser, prefix: str, whose: str) -> None:
@@ -72,7 +75,7 @@ def _run(parse: Parse, arguments: argparse.Namespace) -> None:
     raise SystemExit(run_job(argv, parse(argv), max_restarts=arguments.max_restarts))
 
 
-def _submit(arguments: argparse.Namespace) -> None:
+def _submit(forecast: "Forecast", arguments: argparse.Namespace) -> None:
     from megarl.launch.submit import SubmitRequest, submit
 
     submit(
@@ -87,6 +90,7 @@ def _submit(arguments: argparse.Namespace) -> None:
             signal_s=arguments.signal_s,
             max_restarts=arguments.max_restarts,
             num_jobs=arguments.chain,
+            forecast=forecast,
         ),
         dry_run=arguments.dry_run,
     )

@@ -1,17 +1,20 @@
 """Write and submit the job script of a run file, after checking that the run fits the requested nodes."""
 
+import math
 import re
 import shlex
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from megarl.config import load_config
 from megarl.config.check import TRAINING_CHECKS
 from megarl.config.load import PACKAGED
 from megarl.config.schema import Config
-from megarl.errors import ConfigError, WorkerError
+from megarl.errors import ConfigError, DataError, WorkerError
 from megarl.host.streams import print_lines
 from megarl.texts.unicode import visible
 
@@ -40,11 +43,26 @@ class NodesRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StopForecast:
+    """Seconds that a planned step is expected to take, those in which a signal does not cut it short, and those of a
+    checkpoint.
+    """
+
+    step: float
+    uncut: float
+    checkpoint: float
+
+
+Forecast: TypeAlias = Callable[[Config], StopForecast]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitRequest:
     """The options of `megarl slurm submit`: what to run, on which nodes.
 
     engine_nodes: separate nodes for the engines, which makes the job heterogeneous; None: all nodes are equal.
-    num_spares: further nodes, which a restart uses in place of those that were lost.
+    num_spares: further nodes, which a restart uses in place of those that were lost. forecast: says how long `train`
+    takes to stop; None: nobody knows.
     """
 
     command: str
@@ -57,6 +75,7 @@ class SubmitRequest:
     num_jobs: int = 1
     engine_nodes: NodesRequest | None = None
     num_spares: int = 0
+    forecast: Forecast | None = None
 
 
 def submit(request: SubmitRequest, *, dry_run: bool = False) -> list[int]:
@@ -120,18 +139,19 @@ def job_script(request: SubmitRequest) -> str:
         )
     config = load_config(request.config, request.overrides)
     placed = [*request.overrides, *node_overrides(config, request)]
-    TRAINING_CHECKS[request.command](load_config(request.config, placed))
+    TRAINING_CHECKS[request.command](whole := load_config(request.config, placed))
+    _check_signal(request, whole)
     template = TEMPLATES / ("train.sbatch" if request.engine_nodes is None else "train_split.sbatch")
     head, _, text = template.read_text(encoding="utf-8").partition(_AFTER_OPTIONS)
     first, *further = head.split(_NEXT_COMPONENT)
-    whole = {"job-name": config.run.name, "time": request.time_limit, "signal": f"B:USR1@{request.signal_s}"}
+    options = {"job-name": config.run.name, "time": request.time_limit, "signal": f"B:USR1@{request.signal_s}"}
     if request.num_spares:
         # Otherwise Slurm ends a job that has lost a node.
-        options = (*request.nodes.sbatch_options, "--no-kill")
+        of_nodes = (*request.nodes.sbatch_options, "--no-kill")
         asked[0] = replace(
-            request.nodes, num_nodes=request.nodes.num_nodes + request.num_spares, sbatch_options=options
+            request.nodes, num_nodes=request.nodes.num_nodes + request.num_spares, sbatch_options=of_nodes
         )
-    filled = [_fill(first, whole, asked[0])]
+    filled = [_fill(first, options, asked[0])]
     # Slurm gives further components the options of the whole job.
     filled += [_fill(component, {}, nodes) for component, nodes in zip(further, asked[1:], strict=True)]
     text = _NEXT_COMPONENT.join(filled) + _AFTER_OPTIONS + text
@@ -139,6 +159,28 @@ def job_script(request: SubmitRequest) -> str:
     text = text.replace('"${MEGARL_COMMAND:-train}"', request.command)
     arguments = shlex.join([str(request.config), *placed])
     return text.replace('"$@"', arguments)
+
+
+def _check_signal(request: SubmitRequest, config: Config) -> None:
+    """Raise ConfigError if a run is expected to lose its last step at the time limit; print a warning if it may."""
+    if request.forecast is None or request.command != "train" or not request.nodes.gpus_per_node:
+        return
+    try:
+        stop = request.forecast(config)
+    except (ConfigError, DataError) as error:
+        print_lines(f"warning: --signal-s={request.signal_s}: is not checked, as {error}", file=sys.stderr)
+        return
+    least = math.ceil((stop.step + stop.checkpoint) / 60) * 60
+    if request.signal_s >= stop.step + stop.checkpoint:
+        return
+    said = (
+        f"--signal-s: got {request.signal_s}, but a step of this run is expected to take {stop.step:.0f} s, of which a "
+        f"signal cuts only the sampling short, and a checkpoint {stop.checkpoint:.0f} s: what they compute when the "
+        f"limit comes is lost; set --signal-s={least}"
+    )
+    if request.signal_s < stop.uncut + stop.checkpoint:
+        raise ConfigError(said)
+    print_lines(f"warning: {said}", file=sys.stderr)
 
 
 def _fill(component: str, options: Mapping[str, str], nodes: NodesRequest) -> str:

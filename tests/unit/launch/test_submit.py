@@ -1,5 +1,6 @@
 """Scripts that `megarl slurm submit` writes, and what it refuses."""
 
+import contextlib
 import json
 import re
 import shlex
@@ -10,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from megarl.cli import main
 from megarl.errors import ConfigError, WorkerError
-from megarl.launch.submit import NodesRequest, SubmitRequest, job_script, seconds_of, submit
+from megarl.launch.submit import NodesRequest, StopForecast, SubmitRequest, job_script, seconds_of, submit
 
 REPOSITORY = Path(__file__).parents[3]
 SMALL = REPOSITORY / "configs" / "run" / "sums-rl.yaml"
@@ -28,6 +30,34 @@ REQUEST = SubmitRequest(
     max_restarts=5,
 )
 SPLIT = ("placement.mode=split", "placement.offload=false", "rollout.engine.num_engines=2", "rollout.engine.tp=8")
+
+
+@pytest.mark.parametrize(
+    ("signal_s", "refused", "warned"),
+    # A step of 400 s, of which 250 s are sampling, and a checkpoint of 100 s.
+    [(500, False, False), (499, False, True), (250, False, True), (249, True, False)],
+)
+def test_a_signal_after_which_a_step_and_a_checkpoint_do_not_end_is_refused_or_warned_of(
+    signal_s: int, refused: bool, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = StopForecast(step=400.0, uncut=150.0, checkpoint=100.0)
+    request = replace(REQUEST, signal_s=signal_s, forecast=lambda _: stop)
+    said = f"--signal-s: got {signal_s}, but a step of this run is expected to take 400 s"
+    with pytest.raises(ConfigError, match=f"{said}.*set --signal-s=540") if refused else contextlib.nullcontext():
+        job_script(request)
+    assert (f"warning: {said}" in capsys.readouterr().err) == warned
+
+
+def test_the_command_line_asks_the_forecast_and_goes_on_without_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["slurm", "submit", f"--config={REQUEST.config}", "--nodes=4", "--dry-run", "--signal-s=60"]
+    with pytest.raises(SystemExit):
+        main(command)
+    assert "error: --signal-s: got 60, but a step" in capsys.readouterr().err
+    # On a login node without the model's config.json, for example.
+    main([*command, "model.path=/nowhere", "model.config_path=null"])
+    assert "warning: --signal-s=60: is not checked, as model.path" in capsys.readouterr().err
 
 
 def test_a_script_has_the_options_and_quotes_the_arguments() -> None:
