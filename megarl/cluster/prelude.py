@@ -1,10 +1,12 @@
 """Begin what a run's processes need long before its cluster can start: a janitor, and imports of libraries."""
 
 import os
+import sys
 from typing import Self
 
 from megarl.config.schema import Config
-from megarl.host.child_environment import SAFE_PATH
+from megarl.errors import ConfigError
+from megarl.host.child_environment import SAFE_PATH, without_proxy_here
 from megarl.host.device.platform import apply_environment, platform
 from megarl.host.fork_server import ForkServers
 from megarl.host.janitor import open_caretaker
@@ -22,12 +24,19 @@ class Prelude:
     """
 
     def __init__(self, config: Config, *, with_trainer: bool = True, with_engine: bool = True) -> None:
+        if sys.flags.optimize:
+            raise ConfigError(
+                f"PYTHONOPTIMIZE: got {sys.flags.optimize} (or python -O), which takes assertions and docstrings from "
+                "Ray, vLLM and Megatron, and these fail without; unset PYTHONOPTIMIZE"
+            )
+        os.environ.update(here := without_proxy_here())
         # On several hosts, every one has its own environment, set where Ray was started.
         own = apply_environment() if config.cluster.address is None else {}
         self.environment = {
             **own,
             "PYTHONWARNINGS": "ignore",
             **SAFE_PATH,
+            **here,
             **umask_variable(config.run.share),
             **fresh_secret(),
         }

@@ -81,7 +81,7 @@ class EndpointConfig:
     urls: tuple[str, ...] = setting((), URL)
     model: str | None = None  # Name of the model there; null: the first that the endpoint lists.
     api_key_env: str | None = None  # Environment variable that holds the API key; null: none is sent.
-    use_proxy: bool = False  # Whether to go through the proxy that the environment names.
+    use_proxy: bool = True  # Whether HTTP_PROXY, HTTPS_PROXY and NO_PROXY hold, as for agents and MCP servers.
     concurrency: int = setting(64, AT_LEAST_1)  # Largest number of requests under way.
     timeout_s: float = setting(120.0, POSITIVE)  # Time limit of one attempt.
     # Further attempts at each endpoint after no answer or status 408, 409, 429 or 5xx, with growing delays.

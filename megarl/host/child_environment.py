@@ -42,6 +42,16 @@ SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH")
 
 
+def without_proxy_here() -> dict[str, str]:
+    """Return variables by which no client asks a proxy for this host.
+
+    The names are those that every client reads: `127.0.0.0/8`, for example, only some do.
+    """
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    names = [name for name in (*given.split(","), "localhost", "127.0.0.1", "::1") if name.strip()]
+    return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(dict.fromkeys(name.strip() for name in names)))
+
+
 def child_environment(pass_env: Collection[str], *, key: str) -> dict[str, str]:
     """Return the allowed variables of this process, and those that `pass_env` names.
 

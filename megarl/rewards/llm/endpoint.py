@@ -46,7 +46,7 @@ class EndpointCompletions:
         if not api_key:
             raise ConfigError(f"{key}.endpoint.api_key_env: {endpoint.api_key_env} is not set; export the key")
         self._cfg, self._key, self._model = cfg, key, endpoint.model
-        self._http = openai.DefaultAsyncHttpxClient(trust_env=endpoint.use_proxy)
+        self._http = openai.DefaultAsyncHttpxClient(trust_env=endpoint.use_proxy and not urls)
         self._clients: dict[str, AsyncOpenAI] = {
             url: openai.AsyncOpenAI(
                 base_url=url,

@@ -2,10 +2,11 @@
 
 import os
 
+import httpx
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.host.child_environment import child_environment, limit_environment
+from megarl.host.child_environment import child_environment, limit_environment, without_proxy_here
 
 USERS = {
     "HF_TOKEN": "a",
@@ -56,3 +57,25 @@ def test_a_process_can_limit_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     limit_environment(["WANDB_API_KEY"], key="k")
     assert os.environ.keys() & USERS.keys() == {"WANDB_API_KEY"}
     assert os.environ.items() >= NEEDED.items()
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://localhost:1/v1", "http://[::1]:1"])
+@pytest.mark.parametrize("given", [None, "", "127.0.0.0/8", "10.0.0.1, .cluster", "localhost"])
+def test_no_client_asks_a_proxy_for_this_host(given: str | None, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """httpx, on which OpenAI's and MCP's clients build, reads no networks such as 127.0.0.0/8."""
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False) if given is None else monkeypatch.setenv(name, given)
+    kept = [name.strip() for name in (given or "").split(",") if name.strip()]
+    for name, value in without_proxy_here().items():
+        assert value.split(",")[: len(kept)] == kept
+        monkeypatch.setenv(name, value)
+    client = httpx.Client(verify=False)
+    assert client._transport_for_url(httpx.URL(url)) is client._transport
+    assert client._transport_for_url(httpx.URL("http://elsewhere.example")) is not client._transport
+
+
+def test_what_keeps_megarls_processes_from_a_users_files_is_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    assert "PYTHONSAFEPATH" not in child_environment((), key="pass_env")
+    assert child_environment(("PYTHONSAFEPATH",), key="pass_env")["PYTHONSAFEPATH"] == "1"
