@@ -168,7 +168,8 @@ def _check_signal(request: SubmitRequest, config: Config) -> None:
     try:
         stop = request.forecast(config)
     except (ConfigError, DataError) as error:
-        print_lines(f"warning: --signal-s={request.signal_s}: is not checked, as {error}", file=sys.stderr)
+        said = f"warning: --signal-s={request.signal_s}: is not checked, as {error}; make it longer than a step takes"
+        print_lines(said, file=sys.stderr)
         return
     least = math.ceil((stop.step + stop.checkpoint) / 60) * 60
     if request.signal_s >= stop.step + stop.checkpoint:
