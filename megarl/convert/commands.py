@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from megarl.convert.plan import ConversionPlan, plan_dist, plan_hf
 from megarl.convert.readers import DistReader, SafetensorsReader
 from megarl.errors import ConfigError, DataError
 from megarl.host.streams import print_lines
+from megarl.host.writing import free_bytes
 from megarl.record.text_table import align
 from megarl.train.export import copy_companions, exported_config, write_config
 from megarl.weights.safetensors_map import (
@@ -209,9 +209,7 @@ def _plan_table(source: OpenModel, plan: ConversionPlan, settings: ConvertSettin
     rows.append(("all", str(len(tensors)), "", "", _mib(sum(spec.num_bytes for _, spec in tensors))))
     source_bytes = sum(spec.num_bytes for spec in source.reader.specs.values())
     files = f"{len(plan.files)} file{'s' if len(plan.files) > 1 else ''}"
-    # The nearest existing ancestor of the output directory.
-    place = next(each for each in (settings.out, *settings.out.absolute().parents) if each.exists())
-    free = shutil.disk_usage(place).free
+    free = free_bytes(settings.out)
     # Converting a piece needs a buffer, and a second one if its data type changes.
     peak_bytes = max(
         piece.source_bytes + piece.unstack_bytes + (piece.num_bytes if piece.dtype != piece.source_dtype else 0)

@@ -10,7 +10,6 @@ lets everybody write to that.
 
 import contextlib
 import os
-import shutil
 import socket
 import stat
 import tempfile
@@ -20,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from megarl.errors import ConfigError
-from megarl.host.writing import problem
+from megarl.host.writing import free_bytes, problem
 from megarl_sandbox.places import candidates, loose_place
 
 SOCKET_BYTES = 107
@@ -82,7 +81,7 @@ def unsuited(root: Path) -> str | None:
             probe.bind(f"{directory}/socket")
     except OSError as error:
         return problem(error, root) if root.is_dir() else "no such directory"
-    if (free := shutil.disk_usage(root).free) < SMALLEST_MIB << 20:
+    if (free := free_bytes(root)) < SMALLEST_MIB << 20:
         return f"{free / 2**20:.0f} MiB are free, {SMALLEST_MIB} are needed"
     return None
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import math
 import os
 import shutil
 import uuid
@@ -34,6 +35,8 @@ _PATH_REMEDIES: Mapping[int, str] = {
     errno.EEXIST: "choose another run.dir",
     errno.EISDIR: "remove this directory",
 }
+# What storages answer that cannot flush a directory.
+_NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 _warned: set[str] = set()
 
 
@@ -52,10 +55,13 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def fsync(path: Path) -> None:
-    """Flush a file or a directory to disk."""
+    """Flush a file or a directory to disk, as far as its storage can: some, such as CIFS, cannot flush directories."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FSYNC or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 
@@ -147,6 +153,9 @@ def problem(error: OSError, path: Path) -> str:
     has named the path.
     """
     remedies, code = {**_REMEDIES, **_PATH_REMEDIES}, error.errno or 0
+    places = (path, *path.absolute().parents)
+    if astray := next((each for each in places if each.is_symlink() and not each.exists()), None):
+        return f"{astray} is a link to {astray.readlink()}, which is not there; mount that storage, or remove the link"
     remedy = remedies.get(code, "look at the health of this storage")
     # Libraries' own words, as Arrow's, may be long.
     what = os.strerror(code) if code in remedies else str(error)
@@ -155,6 +164,14 @@ def problem(error: OSError, path: Path) -> str:
         if found.f_files > 0 and found.f_favail == 0:
             return f"{what}; {room(path)}, but no further file can be made: remove some there"
     return f"{what}; {room(path)}; {remedy}"
+
+
+def free_bytes(path: Path) -> float:
+    """Return how much space is left on the storage where `path` is, or would be; infinity if it does not say."""
+    try:
+        return shutil.disk_usage(_nearest(path)).free
+    except OSError:
+        return math.inf
 
 
 def room(path: Path) -> str:

@@ -21,7 +21,7 @@ from megarl.data.chat import token_texts
 from megarl.data.sampler import train_files
 from megarl.errors import ConfigError
 from megarl.host.directory_lock import DirectoryLock
-from megarl.host.writing import dispensable, replacing
+from megarl.host.writing import dispensable, problem, replacing
 from megarl.record.inputs import RunInputs
 from megarl.record.json_lines import truncate_lines
 from megarl.record.metrics import (
@@ -124,7 +124,7 @@ class RunRecorder:
         try:
             self.paths.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"run.dir: cannot make {self.paths.root}: {error.strerror}; choose another") from error
+            raise ConfigError(f"run.dir: cannot make {self.paths.root}: {problem(error, self.paths.root)}") from error
         if resumed_step is None:
             # Of a run that ended before its first metrics.
             for lines in (self.paths.timeline, self.paths.problems, self.paths.warnings):

@@ -9,6 +9,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
@@ -18,7 +19,7 @@ from megarl.config.schema import CheckpointConfig, Config, role_settings
 from megarl.errors import DataError, RunStopped
 from megarl.host.signals import StopRequest
 from megarl.host.streams import print_lines
-from megarl.host.writing import dispensable, fsync, writing
+from megarl.host.writing import dispensable, free_bytes, fsync, writing
 from megarl.train.manifest import MARKER, Manifest, damage_of
 from megarl.types import AlgoState, EntropyState
 from megarl.types.messages import Role, RoleSpec
@@ -131,11 +132,20 @@ def last_checkpoint(root: Path, resume: Resume = "newest") -> Checkpoint | None:
     """Read the last complete checkpoint under RUN/checkpoints; return None if there is none.
 
     Raises:
-        DataError: it is damaged; the message says how to go on. With newest-whole: so are all others.
+        DataError: it is damaged, or a link that leads nowhere; the message says how to go on. With newest-whole: so are
+            all others.
     """
     damaged: dict[Path, str] = {}
     whole: Path | None = None
-    for path in (checkpoint_dir(root, step) for step in reversed(complete_steps(root))):
+    steps = complete_steps(root)
+    # What is on storage that is away for now must not be done again.
+    for path in (root.parent, root, *(path for step, path in _step_dirs(root) if not steps or step > steps[-1])):
+        if path.is_symlink() and not path.exists():
+            raise DataError(
+                f"{path}: is a link to {path.readlink()}, which is not there; mount that storage, or remove the link "
+                "to continue without"
+            )
+    for path in (checkpoint_dir(root, step) for step in reversed(steps)):
         if (damage := damage_of(path)) is None:
             whole = path
             break
@@ -233,7 +243,7 @@ class CheckpointManager:
         every_s = 60 * self._config.every_minutes
         if not every_s or self._clock() - self._last_s < every_s or (self._config.keep_best and not is_validated):
             return False
-        free = shutil.disk_usage(self._root.parent).free
+        free = free_bytes(self._root)
         if free < self._num_bytes and not self._is_short:
             self._is_short = True
             print_lines(
@@ -247,8 +257,9 @@ class CheckpointManager:
         self._require_owned()
         path = checkpoint_dir(self._root, step)
         # A run that was killed, or met a full disk, left these: this one needs the space.
-        for begun in (checkpoint_dir(self._root, each) for each in torn_steps(self._root) if each != step):
-            _tidy_up(begun)
+        with self._tidying():
+            for begun in (checkpoint_dir(self._root, each) for each in torn_steps(self._root) if each != step):
+                _tidy_up(begun)
         with writing(path):
             remove_checkpoint(path)
             path.mkdir(parents=True)
@@ -262,19 +273,23 @@ class CheckpointManager:
         self._require_owned()
         with writing(self._writing):
             mark_complete(self._writing)
-        self._num_bytes = sum(file.stat().st_size for file in self._writing.rglob("*") if file.is_file())
-        self._writing = None
-        scores = {step: _score(checkpoint_dir(self._root, step)) for step in complete_steps(self._root)}
-        kept = steps_to_keep(scores, keep_last=self._config.keep_last, keep_best=self._config.keep_best)
-        for superfluous in (checkpoint_dir(self._root, step) for step in sorted(scores.keys() - kept)):
-            _tidy_up(superfluous)
-        free = shutil.disk_usage(self._root).free
-        if free < self._num_bytes:
+        written, self._writing = self._writing, None
+        with self._tidying():
+            self._num_bytes = sum(file.stat().st_size for file in written.rglob("*") if file.is_file())
+            scores = {step: _score(checkpoint_dir(self._root, step)) for step in complete_steps(self._root)}
+            kept = steps_to_keep(scores, keep_last=self._config.keep_last, keep_best=self._config.keep_best)
+            for superfluous in (checkpoint_dir(self._root, step) for step in sorted(scores.keys() - kept)):
+                _tidy_up(superfluous)
+        if (free := free_bytes(self._root)) < self._num_bytes:
             print_lines(
                 f"warning: {self._root}: a checkpoint takes {self._num_bytes / 2**20:,.0f} MiB, and "
                 f"{free / 2**20:,.0f} MiB are free: the next one will not fit; free space there before it is due, or "
                 "lower checkpoint.keep_last and checkpoint.keep_best",
             )
+
+    def _tidying(self) -> AbstractContextManager[None]:
+        """Return a context in which the storage may refuse: the run goes on with its checkpoints as they are."""
+        return dispensable(f"{self._root}: what is no longer needed", OSError, done="removed")
 
 
 def _tidy_up(path: Path) -> None:

@@ -1,7 +1,10 @@
 """Markers, retention and the driver's state; the ranks' part is played by a fake that writes a file."""
 
 import errno
+import os
+import shutil
 import signal
+import stat
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +14,9 @@ import pytest
 
 from megarl.config import Config, from_dict
 from megarl.config.schema import CheckpointConfig, RunConfig
-from megarl.errors import DataError, RunStopped
+from megarl.errors import DataError, RunStopped, StorageError
 from megarl.host.signals import StopRequest
+from megarl.train import checkpoint
 from megarl.train.checkpoint import (
     MARKER,
     Checkpoint,
@@ -365,3 +369,65 @@ def test_a_removal_that_fails_ends_no_run_and_is_tried_again(
     manager.after_step(4, total=9, stop=StopRequest(), state=lambda _: STATE)
     manager.after_step(5, total=5, stop=StopRequest(), state=lambda _: STATE)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000005"]
+
+
+@pytest.mark.parametrize(
+    ("place", "call", "code"),
+    [
+        (os, "fsync", errno.EINVAL),
+        (os, "fsync", errno.ENOTSUP),
+        (shutil, "disk_usage", errno.ESTALE),
+        (shutil, "disk_usage", errno.EACCES),
+        (checkpoint, "complete_steps", errno.EACCES),
+        (checkpoint, "torn_steps", errno.ESTALE),
+    ],
+)
+def test_storage_that_cannot_tidy_up_or_tell_its_space_ends_no_run(
+    place: Any, call: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CIFS and some of FUSE cannot flush directories (fsync(2) has EINVAL for that); others fail for a moment."""
+    done = getattr(place, call)
+
+    def refuse(given: Any) -> Any:
+        if call == "fsync" and not stat.S_ISDIR(os.fstat(given).st_mode):
+            return done(given)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(place, call, refuse)
+    now = [0.0]
+    config = CheckpointConfig(every_minutes=1, keep_last=1)
+    manager = CheckpointManager(tmp_path, config, FakeRanks(), clock=lambda: now[0])  # type: ignore[arg-type]
+    for step in (1, 2):
+        now[0] += 100
+        after_step(manager, step, total=100)
+    monkeypatch.undo()
+    assert complete_steps(tmp_path)[-1] == 2
+
+
+def test_files_that_cannot_be_flushed_are_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    manager = CheckpointManager(tmp_path, CheckpointConfig(every_steps=1), FakeRanks())  # type: ignore[arg-type]
+    with pytest.raises(StorageError, match="step_000001: Input/output error"):
+        after_step(manager, 1, total=100)
+    assert complete_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("link", ["run", "run/checkpoints", "run/checkpoints/step_000004"])
+def test_a_link_to_storage_that_is_away_is_no_reason_to_begin_anew(tmp_path: Path, link: str) -> None:
+    root, place = tmp_path / "run" / "checkpoints", tmp_path / link
+    write(root, 2)
+    if place.exists():
+        place.rename(tmp_path / "away")
+    place.symlink_to(tmp_path / "gone")
+    with pytest.raises(DataError, match=rf"{place}: is a link to {tmp_path}/gone, which is not there; mount that"):
+        last_checkpoint(root)
+    # An older one may well be away.
+    place.unlink()
+    write(root, 6)
+    checkpoint_dir(root, 5).symlink_to(tmp_path / "gone")
+    last = last_checkpoint(root)
+    assert last is not None
+    assert last.state.step == 6
