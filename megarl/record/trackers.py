@@ -3,6 +3,7 @@
 import queue
 import re
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from megarl.texts.unicode import visible
 
 # Between two tries of what a tracker has not taken; after so many tries, a record is left out.
 RETRY_S, TRIES = 30.0, 120
-# The end of a run waits so long for its trackers.
+# The same at the end of a run, which waits so long for its trackers.
+LAST_RETRY_S, LAST_TRIES = 5.0, 3
 CLOSE_S = 60.0
 
 
@@ -55,7 +57,8 @@ class OpenedRun:
 class TrackerSink:
     """A tracker that a thread of its own tells: the trainer never waits for a service, and no error of one ends a run.
 
-    A record that the tracker does not take is sent again every RETRY_S, and once more at the end. name: for messages.
+    A record that the tracker does not take is sent again every RETRY_S, and a few times more at the end. open_run is
+    called again after a part of it has failed. name: for messages.
     """
 
     def __init__(self, name: str, open_run: Callable[[], OpenedRun]) -> None:
@@ -84,9 +87,9 @@ class TrackerSink:
         """Open the run, and send what was written until the outcome, or a failure after the end, has ended it."""
         run: OpenedRun | None = None
         item: MetricsRecord | RunOutcome | None = None
-        tries = 0
+        tries = last_tries = 0
         while True:
-            is_last, is_done, tries = self._ending.is_set(), False, tries + 1
+            is_done, tries, last_tries = False, tries + 1, last_tries + self._ending.is_set()
             with dispensable(f"metrics of {self._name}", Exception):
                 run = run or self._open()
                 if isinstance(item, MetricsRecord):
@@ -100,8 +103,11 @@ class TrackerSink:
                 is_done = True
             if is_done or (tries == TRIES and run is not None):
                 item, tries = self._queue.get(), 0
-            elif is_last:
+                last_tries *= not is_done
+            elif last_tries == LAST_TRIES:
                 return
+            elif last_tries:
+                time.sleep(LAST_RETRY_S)
             else:
                 self._ending.wait(RETRY_S)
 
@@ -145,12 +151,16 @@ def _swanlab(package: Any, run: TrackedRun) -> OpenedRun:
 
 
 def _mlflow(package: Any, run: TrackedRun) -> OpenedRun:
-    """Open a run of MLflow; its server draws the id, and a resumed run names it. The settings become its artifact."""
+    """Open a run of MLflow; its server draws the id, and a resumed run names it. The settings become its artifact, if
+    there is a storage for it.
+    """
     package.set_experiment(run.project)
     path = run.root / "mlflow_id.txt"
-    opened = package.start_run(run_id=path.read_text(encoding="utf-8") if path.exists() else None, run_name=run.name)
-    if not path.exists():
-        path.write_text(opened.info.run_id, encoding="utf-8")
+    run_id = path.read_text(encoding="utf-8") if path.exists() else None
+    # MLflow keeps the run that a thread has started, and refuses to start another.
+    opened = package.active_run() or package.start_run(run_id=run_id, run_name=run.name)
+    path.write_text(opened.info.run_id, encoding="utf-8")
+    with dispensable("settings at mlflow", Exception):
         package.log_dict(dict(run.settings), "config.json")
     if run.resumed_step is not None:
         package.set_tag("resumed_step", str(run.resumed_step))
@@ -162,7 +172,13 @@ def _mlflow(package: Any, run: TrackedRun) -> OpenedRun:
         package.log_metrics(named, step=step, timestamp=int(time_s * 1000))
 
     states = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-    return OpenedRun(log=log, finish=lambda outcome: package.end_run(status=states[outcome.state]))
+
+    def finish(outcome: RunOutcome) -> None:
+        # MLflow forgets the run even if its server does not answer.
+        package.end_run(status=states[outcome.state])
+        package.MlflowClient().set_terminated(opened.info.run_id, states[outcome.state])
+
+    return OpenedRun(log=log, finish=finish)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -22,7 +22,7 @@ from megarl.errors import ConfigError, DataError, RunStopped
 from megarl.host import writing
 from megarl.host.exit_codes import outcome_of
 from megarl.record import trackers
-from megarl.record.metrics import read_metrics
+from megarl.record.metrics import MetricsRecord, read_metrics
 from megarl.record.recorder import RunRecorder
 
 
@@ -182,6 +182,7 @@ def test_every_tracker_hears_how_the_run_ended(
     outcome = outcome_of(error)
     assert (outcome.state, outcome.exit_code) == (state, exit_code)
     packages = {tracker.package: MagicMock() for tracker in trackers.TRACKERS}
+    packages["mlflow"].active_run.return_value = None
     packages["mlflow"].start_run.return_value.info.run_id = "drawn"
     for tracker in trackers.TRACKERS:
         opened = tracker.open(packages[tracker.package], run)
@@ -194,6 +195,68 @@ def test_every_tracker_hears_how_the_run_ended(
     packages["mlflow"].set_tag.assert_called_once_with("resumed_step", "4")
     packages["mlflow"].log_metrics.assert_called_once_with({"val/pass_at_8": 0.5}, step=7, timestamp=1700000000250)
     packages["trackio"].finish.assert_called_once_with()
+
+
+class FakeMlflow:
+    """MLflow's rules for runs: a thread has one at a time, which is forgotten at its end. Call `fails` is refused once,
+    after it has done its work here, as if its answer were lost.
+    """
+
+    def __init__(self, fails: str) -> None:
+        self.fails, self.active, self.status = fails, None, "RUNNING"
+        self.logged: list[int] = []
+        self.tags: dict[str, str] = {}
+
+    def _answer(self, call: str) -> None:
+        if self.fails == call:
+            self.fails = ""
+            raise ConnectionError("503")
+
+    def set_experiment(self, _name: str) -> None:
+        self._answer("set_experiment")
+
+    def active_run(self) -> Any:
+        return self.active
+
+    def start_run(self, *, run_id: str | None, run_name: str) -> Any:
+        if self.active is not None:
+            raise RuntimeError("Run with UUID drawn is already active.")
+        self._answer("start_run")
+        self.active = SimpleNamespace(info=SimpleNamespace(run_id=run_id or "drawn"))
+        return self.active
+
+    def log_dict(self, _settings: object, _name: str) -> None:
+        self._answer("log_dict")
+
+    def set_tag(self, name: str, value: str) -> None:
+        self._answer("set_tag")
+        self.tags[name] = value
+
+    def log_metrics(self, _metrics: object, *, step: int, timestamp: int) -> None:
+        self._answer("log_metrics")
+        self.logged.append(step)
+
+    def end_run(self, status: str) -> None:
+        if self.active is not None:
+            self.active = None
+            self._answer("end_run")
+            self.status = status
+
+    def MlflowClient(self) -> Any:  # noqa: N802
+        return SimpleNamespace(set_terminated=lambda _run_id, status: setattr(self, "status", status))
+
+
+@pytest.mark.parametrize("fails", ["set_experiment", "start_run", "log_dict", "set_tag", "log_metrics", "end_run"])
+def test_one_lost_answer_of_mlflow_loses_nothing(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "RETRY_S", 0.01)
+    monkeypatch.setattr(trackers, "LAST_RETRY_S", 0.01)
+    package = FakeMlflow(fails)
+    run = trackers.TrackedRun(project="p", name="r", root=tmp_path, settings={}, resumed_step=4)
+    sink = trackers.TrackerSink("mlflow", lambda: trackers._mlflow(package, run))
+    for step in (5, 6):
+        sink.write(MetricsRecord(step=step, time_s=1.0, metrics={"actor/loss": 0.5}))
+    sink.close(outcome_of(None))
+    assert (package.logged, package.status, package.tags) == ([5, 6], "FINISHED", {"resumed_step": "4"})
 
 
 # Two sessions of one run: its start, and its continuation after step 1.
