@@ -16,6 +16,8 @@ from megarl.errors import ConfigError
 
 # Below the range that Linux takes its own ports from.
 FIRST_PORT, NUM_PORTS = 20000, 12000
+# How variables begin that Slurm sets in the processes of a job, and those among them that are settings of its commands.
+_OF_JOBS, _OF_USERS = ("SLURM_", "PMI_", "PMIX_"), ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +49,7 @@ class Allocation:
 
     def without_lost(self) -> Self:
         """Return the allocation without the hosts that Slurm holds for down, for failed, or for out of reach."""
-        sinfo = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(self.hosts)}", "--format=%N %T"]
-        shown = subprocess.run(sinfo, capture_output=True, check=False, encoding="utf-8", errors="replace")
+        shown = slurm_says("sinfo", "--noheader", "--Node", f"--nodes={','.join(self.hosts)}", "--format=%N %T")
         # An asterisk marks those that do not answer.
         states = dict(line.split()[:2] for line in shown.stdout.splitlines())
         lost = [h for h in self.hosts if (s := states.get(h, "")).startswith(("down", "fail")) or s.endswith("*")]
@@ -65,8 +66,9 @@ class Allocation:
             job_id = int(environment["SLURM_JOB_ID"])
             for suffix in suffixes:
                 nodes, cpus = (environment[f"SLURM_JOB_{name}{suffix}"] for name in ("NODELIST", "CPUS_PER_NODE"))
-                scontrol = ["scontrol", "show", "hostnames", nodes]
-                listed = subprocess.run(scontrol, capture_output=True, check=True, encoding="utf-8", errors="replace")
+                listed = slurm_says("scontrol", "show", "hostnames", nodes)
+                if listed.returncode:
+                    raise ConfigError(f"cannot list the hosts {nodes} of this job: {listed.stderr.strip()}")
                 # `8(x2),4`: two hosts with eight, and one with four.
                 fewest = min(int(part.partition("(")[0]) for part in cpus.split(","))
                 groups.append(HostGroup(hosts=tuple(listed.stdout.split()), cpus_per_host=fewest))
@@ -80,6 +82,27 @@ class Allocation:
                 f"{error.args[0]} is not set, so this is no Slurm job; submit one with `megarl slurm submit`, or run "
                 f"`megarl train` itself on one host"
             ) from error
+
+
+def slurm_says(*command: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command of Slurm, with `text` as its input. One that is not there fails as in a shell, with code 127.
+
+    It does not see what Slurm has set for the job in which this process runs: a job that is submitted would get that.
+    """
+    kept = {name: value for name, value in os.environ.items() if name in _OF_USERS or not name.startswith(_OF_JOBS)}
+    try:
+        return subprocess.run(
+            command,
+            input=text,
+            env=kept,
+            capture_output=True,
+            check=False,
+            encoding="utf-8",
+            errors="replace",
+        )
+    except OSError as error:
+        missing = f"{command[0]}: {error.strerror}; load Slurm's module, or mount its commands into the container"
+        return subprocess.CompletedProcess(command, 127, "", missing)
 
 
 def free_ports(count: int) -> list[int]:
@@ -97,9 +120,11 @@ def free_ports(count: int) -> list[int]:
 def own_address(hostname: str) -> str:
     """Return the IPv4 address at which other hosts reach this one, which they call `hostname`.
 
-    Some systems resolve a host's own name to a loopback address; in that case, return its first other address.
+    Some systems resolve a host's own name to a loopback address, or not at all; then return its first other address.
     """
-    resolved = socket.gethostbyname(hostname)
+    resolved = "127.0.0.1"
+    with contextlib.suppress(OSError):
+        resolved = socket.gethostbyname(hostname)
     if not ipaddress.ip_address(resolved).is_loopback:
         return resolved
     addresses = [a.address for found in psutil.net_if_addrs().values() for a in found if a.family == socket.AF_INET]

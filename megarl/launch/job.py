@@ -24,7 +24,7 @@ from megarl.host.ray_environment import fresh_token
 from megarl.host.sharing import VARIABLE, shared_with, umask_variable
 from megarl.host.signals import keep_handlers
 from megarl.host.streams import print_lines
-from megarl.launch.allocation import Allocation, free_ports, own_address
+from megarl.launch.allocation import Allocation, free_ports, own_address, slurm_says
 from megarl.launch.command import JobCommand, read_command
 from megarl.launch.restarts import FAILED, FINISHED, STOPPED, AttemptLog
 
@@ -38,6 +38,8 @@ SIGN_OF_LIFE_S = 8.0
 MAX_FRUITLESS = 3
 # Arguments of the user for srun, such as those that start a container; they follow megarl's own, so they win.
 SRUN_ARGS_VARIABLE = "MEGARL_SRUN_ARGS"
+# How variables begin that Slurm sets for a step alone; a job that was submitted from one has those of that one.
+_OF_STEPS = ("SLURM_CPU_BIND", "SLURM_MEM_BIND")
 # How long a job that was put back into the queue waits for Slurm to end it.
 REQUEUE_S = 120.0
 
@@ -97,8 +99,7 @@ def run_job(argv: Sequence[str], arguments: Namespace, *, max_restarts: int) -> 
             say(f"{MAX_FRUITLESS} times in a row the job had to stop before its first step: raise its time limit")
             return code
         say("back into the queue")
-        requeue = ["scontrol", "requeue", str(allocation.job_id)]
-        done = subprocess.run(requeue, capture_output=True, check=False, encoding="utf-8", errors="replace")
+        done = slurm_says("scontrol", "requeue", str(allocation.job_id))
         if done.returncode:
             say(f"scontrol requeue failed: {done.stderr.strip()}; submit the job again, it resumes")
         else:
@@ -115,7 +116,7 @@ def _attempt(command: JobCommand, allocation: Allocation, logs: Path, driver: _D
     head, (port,) = own_address(allocation.hosts[0]), free_ports(1)
     address = f"{head}:{port}"
     # In the environment, which srun hands on, no other user sees it.
-    environment = os.environ | fresh_token()
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(_OF_STEPS)} | fresh_token()
     # Slurm gives tasks, and the files of their output, the umask with which the job was submitted.
     umask = umask_variable(command.share)
     environment |= umask | {"SLURM_UMASK": umask[VARIABLE]}
@@ -217,7 +218,7 @@ def _stop_hosts(hosts: subprocess.Popen[bytes], job_id: int) -> None:
     deadline = awake_s() + CLEAN_UP_S
     while hosts.poll() is None and awake_s() < deadline:
         # Signal repeatedly, because a step that is just starting ignores signals.
-        subprocess.run(["scancel", "--signal=TERM", str(job_id)], check=False, capture_output=True)
+        slurm_says("scancel", "--signal=TERM", str(job_id))
         time.sleep(1.0)
     if hosts.poll() is None:
         say("srun did not end; it is killed")
@@ -229,12 +230,6 @@ def _wants_queue(signals: Sequence[signal.Signals], job_id: int) -> bool:
     """Return whether to requeue the job: after a preemption or near its time limit, but not if a user cancels it."""
     if signal.SIGUSR1 in signals:
         return True
-    shown = subprocess.run(
-        ["scontrol", "-o", "show", "job", str(job_id)],
-        capture_output=True,
-        check=False,
-        encoding="utf-8",
-        errors="replace",
-    )
+    shown = slurm_says("scontrol", "-o", "show", "job", str(job_id))
     times = [word.partition("=")[2] for word in shown.stdout.split() if word.startswith("PreemptTime=")]
     return any(time not in ("None", "Unknown") for time in times)

@@ -3,7 +3,6 @@
 import math
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from megarl.config.load import PACKAGED
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, WorkerError
 from megarl.host.streams import print_lines
+from megarl.launch.allocation import slurm_says
 from megarl.texts.unicode import visible
 
 TEMPLATES = PACKAGED.parent / "slurm"
@@ -98,16 +98,12 @@ def submit(request: SubmitRequest, *, dry_run: bool = False) -> list[int]:
     for _ in range(request.num_jobs):
         # Each continues the last checkpoint of the one before, however that ended.
         after = [f"--dependency=afterany:{jobs[-1]}"] if jobs else []
-        done = subprocess.run(
-            ["sbatch", "--parsable", *after],
-            input=script,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-        )
-        if done.returncode:
-            raise WorkerError(f"sbatch refused the job: {done.stderr.strip()}")
-        jobs.append(int(done.stdout.split(";")[0]))
+        done = slurm_says("sbatch", "--parsable", *after, text=script)
+        # A site may print notes of its own.
+        found = re.findall(r"^(\d+)(?:;.*)?$", done.stdout, re.MULTILINE)
+        if done.returncode or not found:
+            raise WorkerError(f"sbatch refused the job: {done.stderr.strip() or done.stdout.strip()}")
+        jobs.append(int(found[-1]))
         print_lines(f"submitted job {jobs[-1]}")
     return jobs
 

@@ -1,5 +1,6 @@
 """What a job reads from Slurm's environment, and the ports and addresses that follow."""
 
+import signal
 import socket
 import subprocess
 from argparse import Namespace
@@ -10,7 +11,7 @@ import psutil
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.launch import allocation, host
+from megarl.launch import allocation, host, job
 from megarl.launch.allocation import (
     Allocation,
     HostGroup,
@@ -28,7 +29,9 @@ def test_outside_of_a_job_the_remedy_is_said() -> None:
 
 def _scontrol(monkeypatch: pytest.MonkeyPatch, expand: dict[str, str]) -> None:
     """`scontrol show hostnames EXPRESSION`, of this table."""
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: SimpleNamespace(stdout=expand[command[3]]))
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **_: SimpleNamespace(returncode=0, stdout=expand[command[3]])
+    )
 
 
 def test_equal_hosts_are_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,3 +117,32 @@ def test_a_hosts_own_name_may_be_a_loopback_address(monkeypatch: pytest.MonkeyPa
 
 def test_the_way_to_this_host_is_the_loopback() -> None:
     assert address_towards("127.0.0.1", 9) == "127.0.0.1"
+
+
+def test_a_host_that_cannot_look_its_own_name_up_has_an_address_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> str:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    lo, eth = (SimpleNamespace(family=socket.AF_INET, address=a) for a in ("127.0.0.1", "10.0.0.7"))
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": [lo], "eth0": [eth]})
+    assert own_address("laptop") == "10.0.0.7"
+
+
+def test_without_slurms_commands_a_job_says_so_and_goes_on_where_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container, some may be missing."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    given = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_JOB_CPUS_PER_NODE": "8(x2)"}
+    with pytest.raises(
+        ConfigError, match=r"cannot list the hosts a\[1-2\] .*: scontrol: No such file .*; load Slurm's"
+    ):
+        Allocation.from_environment(given)
+    whole = Allocation(job_id=7, groups=(HostGroup(hosts=("a1", "a2"), cpus_per_host=8),))
+    assert whole.without_lost() == whole
+    assert not job._wants_queue([signal.SIGTERM], 7)
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    with pytest.raises(ConfigError, match="of this job: Unable to contact slurm controller"):
+        Allocation.from_environment(given)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -74,7 +75,7 @@ class _Ended:
         return self.returncode
 
     def kill(self) -> None:
-        self.returncode, self.killed_at = -9, time.monotonic()
+        self.returncode, self.killed_at = -9, job.awake_s()
 
     def wait(self) -> None: ...
 
@@ -84,8 +85,10 @@ def test_the_driver_may_speak_until_ray_must_have_told_it_that_a_host_is_lost(
 ) -> None:
     """srun ends at once, as when Slurm knows first that a node has lost power; Ray takes up to 45 s."""
     clock, driver = [0.0], _Ended(None)
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
+    monkeypatch.setattr(job, "awake_s", lambda: clock[0])
+    # Not that of other threads.
+    sleep = SimpleNamespace(sleep=lambda seconds: clock.append(clock.pop() + seconds))
+    monkeypatch.setattr(job, "time", SimpleNamespace(**{**vars(time), **vars(sleep)}))
     started = iter([_Ended(1), driver])
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: next(started))
     monkeypatch.setattr(job, "_stop_hosts", lambda *_: None)
@@ -111,12 +114,15 @@ def test_tasks_of_the_hosts_get_the_umask_of_the_run(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(subprocess, "Popen", popen)
     monkeypatch.setenv("SLURM_UMASK", "0022")
+    # Of the step in which the job was submitted: a mask of a few CPUs of another host.
+    monkeypatch.setenv("SLURM_CPU_BIND_LIST", "0xF")
     allocation = Allocation(job_id=7, groups=[HostGroup(hosts=("localhost",), cpus_per_host=8)])
     for share in (None, "group"):
         command = JobCommand(argv=("train",), directory=tmp_path, cluster=ClusterConfig(), share=share)
         with pytest.raises(InterruptedError):
             job._attempt(command, allocation, tmp_path / "logs", job._Driver(), number=0)
     assert [(env["SLURM_UMASK"], env["MEGARL_UMASK"]) for env in given] == [("077", "077"), ("027", "027")]
+    assert not [name for env in given for name in env if name.startswith("SLURM_CPU_BIND")]
 
 
 @pytest.fixture

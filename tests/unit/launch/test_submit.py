@@ -227,6 +227,46 @@ def test_what_slurm_refuses_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         submit(REQUEST)
 
 
+def test_a_job_that_is_submitted_within_another_has_nothing_of_that_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask of CPUs would bind its ranks to a few; numbers that differ end its srun. Slurm's settings stay."""
+    of_job = {
+        "SLURM_JOB_ID": "9",
+        "SLURM_CPU_BIND": "mask_cpu:0xF",
+        "SLURM_CPUS_PER_TASK": "4",
+        "SLURM_MEM_PER_CPU": "1",
+    }
+    of_job |= {"SLURM_TRES_PER_TASK": "cpu=4", "PMIX_RANK": "0", "PMI_RANK": "0"}
+    of_user = {"SLURM_CONF": "/etc/own.conf", "SLURM_JWT": "token", "SBATCH_ACCOUNT": "me", "MEGARL_VENV": "/v"}
+    for name, value in (of_job | of_user).items():
+        monkeypatch.setenv(name, value)
+    _fake_sbatch(tmp_path, f"env > {tmp_path}/env; cat > /dev/null; echo 7")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert submit(REQUEST) == [7]
+    seen = dict(line.partition("=")[::2] for line in (tmp_path / "env").read_text().splitlines())
+    assert {name: seen.get(name) for name in of_user} == of_user
+    assert not seen.keys() & of_job.keys()
+
+
+@pytest.mark.parametrize("printed", ["7", "7;west", "NOTE: 3 hours are left\n7;west", "sbatch: Note 5\n7\nbye"])
+def test_the_number_of_a_job_is_found_among_notes_of_the_site(
+    printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "printed").write_text(f"{printed}\n")
+    _fake_sbatch(tmp_path, f"cat > /dev/null; cat {tmp_path}/printed")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert submit(REQUEST) == [7]
+
+
+def test_a_login_without_slurm_is_told_what_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        WorkerError, match="sbatch refused the job: sbatch: No such file or directory; load Slurm's module"
+    ):
+        submit(REQUEST)
+
+
 def test_a_job_needs_its_environment_where_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"slurm/env\.sh: no such file in .*; copy it with `cp -r .*/slurm \.`"):
