@@ -142,7 +142,9 @@ def describe_status(root: Path, *, now: float) -> dict[str, Any]:
         seen["step"] = f"{last.step} of {total}"
         if status.state == "running" and len(recent) > 1 and last.step < total:
             step_s = (recent[-1].time_s - recent[0].time_s) / (recent[-1].step - recent[0].step)
-            seen["time left"] = tqdm.format_interval(step_s * (total - last.step))
+            # A clock may have been set back.
+            if step_s > 0:
+                seen["time left"] = tqdm.format_interval(step_s * (total - last.step))
         for name, key in SHOWN_METRICS.items():
             if key in last.metrics:
                 seen[name] = float(f"{last.metrics[key]:.4g}")

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from megarl.errors import DataError
 from megarl.host.reading import RESTORE, instead, reading, reason_of
+from megarl.host.streams import print_lines
 from megarl.host.writing import replacing, writing
 from megarl.texts.unicode import plain
 
@@ -65,14 +66,25 @@ def read_lines(path: Path, parse: Callable[[Any], T], *, expected: str) -> list[
 
 
 def truncate_lines(path: Path, last_step: int) -> None:
-    """Remove the lines whose `step` is after `last_step`; the file, if there is one, is replaced atomically."""
+    """Remove the lines whose `step` is after `last_step`; the file, if there is one, is replaced atomically.
+
+    Lines that have none, as a crash of the machine or a hand may leave them, are removed too, and a warning names them.
+    """
     if not path.exists():
         return
     _drop_torn_line(path)
+    damaged = []
     with replacing(path) as partial, path.open("rb") as lines, partial.open("wb") as file:
-        file.writelines(line for line in lines if int(json.loads(line)["step"]) <= last_step)
+        for number, line in enumerate(lines, start=1):
+            try:
+                if int(json.loads(line)["step"]) <= last_step:
+                    file.write(line)
+            except (ValueError, TypeError, KeyError):
+                damaged += [str(number)] if line.strip() else []
         file.flush()
         os.fsync(file.fileno())
+    if damaged:
+        print_lines(f"warning: {path}: what is no record is removed: line {', '.join(damaged)}")
 
 
 def _drop_torn_line(path: Path) -> None:

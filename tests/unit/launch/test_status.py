@@ -129,3 +129,11 @@ def test_a_run_is_watched_until_it_ends(root: Path, monkeypatch: pytest.MonkeyPa
     last = screen.getvalue()
     assert "finished" in last
     assert any(line.startswith("tokens/s") and "▁▁▁█" in line for line in last.splitlines())
+
+
+def test_no_time_is_left_for_a_clock_that_was_set_back(root: Path) -> None:
+    path = RunPaths(root).metrics
+    steps = [{"step": step, "time_s": 1000.0 - step, "metrics": {"perf/tokens_per_s": 1.0}} for step in (1, 2)]
+    path.write_text("".join(json.dumps(step) + "\n" for step in steps))
+    with heartbeat(root):
+        assert "time left" not in describe_status(root, now=time.time())

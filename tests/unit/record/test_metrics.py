@@ -12,6 +12,7 @@ import pytest
 
 from megarl.errors import DataError
 from megarl.host.exit_codes import RunOutcome
+from megarl.record.json_lines import truncate_lines
 from megarl.record.metrics import (
     JsonlSink,
     MetricsLogger,
@@ -130,6 +131,20 @@ def test_any_other_bad_line_is_named(tmp_path: Path, bad: str) -> None:
     path.write_text(f"{good}\n{bad}\n{good}\n")
     with pytest.raises(DataError, match=r"metrics\.jsonl line 2: got"):
         read_metrics(path)
+
+
+@pytest.mark.parametrize(
+    "bad", [bytes(64), b'{"step": 2, "ti{"step": 3}', b"<<<<<<< HEAD", b'{"a": 1}', b"3", b"\xff\xfe{"]
+)
+def test_a_resumed_run_goes_on_without_damaged_lines(
+    tmp_path: Path, bad: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "time_s": 1.0, "metrics": {}}).encode() for step in (1, 2, 3)]
+    path.write_bytes(b"\n".join([lines[0], bad, *lines[1:], b""]))
+    truncate_lines(path, 2)
+    assert path.read_bytes().splitlines() == lines[:2]
+    assert capsys.readouterr().out == f"warning: {path}: what is no record is removed: line 2\n"
 
 
 def test_missing_metrics_file_is_named(tmp_path: Path) -> None:
