@@ -84,7 +84,7 @@ def truncate_lines(path: Path, last_step: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     if damaged:
-        print_lines(f"warning: {path}: what is no record is removed: line {', '.join(damaged)}")
+        print_lines(f"warning: {path}: got no record in line {', '.join(damaged)}, as a crash may leave; removed it")
 
 
 def _drop_torn_line(path: Path) -> None:

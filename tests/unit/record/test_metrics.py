@@ -144,7 +144,7 @@ def test_a_resumed_run_goes_on_without_damaged_lines(
     path.write_bytes(b"\n".join([lines[0], bad, *lines[1:], b""]))
     truncate_lines(path, 2)
     assert path.read_bytes().splitlines() == lines[:2]
-    assert capsys.readouterr().out == f"warning: {path}: what is no record is removed: line 2\n"
+    assert capsys.readouterr().out == (f"warning: {path}: got no record in line 2, as a crash may leave; removed it\n")
 
 
 def test_missing_metrics_file_is_named(tmp_path: Path) -> None:
