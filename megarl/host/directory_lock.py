@@ -37,6 +37,8 @@ CONFIRM_S = 10.0
 LOOK_S = 0.5
 _MAX_TRIES = 100
 _DIGITS = 6
+# What a storage answers for a file that another process has removed; NFS may know it by its old handle only.
+_GONE = (errno.ENOENT, errno.ESTALE)
 # Errors of a rename by which it says that another process was faster.
 _TAKEN = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ESTALE)
 
@@ -140,7 +142,9 @@ def read_claims(place: Path) -> list[Claim]:
     for file in place.glob(f"{'[0-9]' * _DIGITS}/*.json"):
         try:
             owner = Owner(**json.loads(file.read_text(encoding="utf-8")))
-        except FileNotFoundError:
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
             continue
         except (ValueError, TypeError):
             owner = None
@@ -210,7 +214,7 @@ class DirectoryLock:
             os.utime(self._file)
         except OSError as error:
             # Other errors of a shared storage may pass.
-            self._is_lost = error.errno in (errno.ENOENT, errno.ESTALE)
+            self._is_lost = error.errno in _GONE
         return not self._is_lost
 
     def require(self) -> None:

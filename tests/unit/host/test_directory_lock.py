@@ -357,6 +357,24 @@ def test_another_error_is_not_hidden_by_the_loss(tmp_path: Path) -> None:
     lock.__exit__(WorkerError, WorkerError("a rank died"), None)
 
 
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.ESTALE])
+def test_a_claim_that_its_owner_gives_back_meanwhile_is_none(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over NFS, a file that is listed and then removed on another host may be known by its old handle only."""
+    with DirectoryLock(tmp_path, "sft"):
+        [claim] = read_claims(tmp_path / "lock")
+        read = Path.read_text
+
+        def read_text(path: Path, encoding: str) -> str:
+            if path == claim.file:
+                raise OSError(code, os.strerror(code))
+            return read(path, encoding)
+
+        monkeypatch.setattr(Path, "read_text", read_text)
+        assert read_claims(tmp_path / "lock") == []
+
+
 def test_errors_of_storage_that_may_pass_are_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: Path) -> None:
         raise OSError(errno.EIO, "Input/output error")
