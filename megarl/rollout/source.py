@@ -10,6 +10,7 @@ import numpy as np
 from megarl.config.generation import Sampling
 from megarl.errors import NonFiniteError
 from megarl.host import loop
+from megarl.host.signals import last_stop_signal
 from megarl.rollout.prefixes import Prefix
 from megarl.types import Prompt, RolloutBatch, Sample
 
@@ -17,8 +18,15 @@ if TYPE_CHECKING:
     from megarl.rewards.manager import Judging
     from megarl.rollout.engine import Completion
 
+# Between two looks for a signal while something waits for samples.
+LOOK_S = 1.0
+
 # Says in messages what a wait is for.
 Doing: TypeAlias = Callable[[], str]
+
+
+class SamplingStopped(Exception):  # noqa: N818 - a signal asked for it
+    """A signal asked for a stop during a wait for samples; all that is in the pipeline is as before the wait."""
 
 
 def generating() -> str:
@@ -134,22 +142,30 @@ def abandon(groups: Iterable[Group]) -> None:
             group.sampling.cancel()
 
 
-async def all_sampled(groups: Iterable[Group]) -> None:
-    """Wait until groups have all of their samples."""
-    if tasks := [group.sampling for group in groups if group.sampling is not None]:
-        await asyncio.wait(tasks)
+async def all_sampled(groups: Iterable[Group], *, may_stop: bool = False) -> None:
+    """Wait until groups have all of their samples, or with `may_stop` until a signal asks for a stop."""
+    tasks = {group.sampling for group in groups if group.sampling is not None}
+    while tasks and not (may_stop and last_stop_signal()):
+        _, tasks = await asyncio.wait(tasks, timeout=LOOK_S if may_stop else None)
 
 
-def collect(source: RolloutSource, groups: Sequence[Group], *, timeout_s: float) -> RolloutBatch:
-    """Wait until groups have all of their samples, and return them."""
+def collect(
+    source: RolloutSource, groups: Sequence[Group], *, timeout_s: float, may_stop: bool = False
+) -> RolloutBatch:
+    """Wait until groups have all of their samples, and return them.
+
+    Raises SamplingStopped, with `may_stop`, if a signal asks for a stop before.
+    """
     total = sum(group.plan.num_samples for group in groups)
 
     try:
         source.wait(
-            loop.spawn(all_sampled(groups)),
+            loop.spawn(all_sampled(groups, may_stop=may_stop)),
             timeout_s=timeout_s,
             doing=lambda: f"generating: {sum(len(group.samples) for group in groups)} of {total} samples finished",
         )
+        if may_stop and last_stop_signal() and not all(group.is_done for group in groups):
+            raise SamplingStopped
     finally:
         abandon(groups)
     return rollout_of(groups)

@@ -30,7 +30,16 @@ from megarl.rewards.manager import Judging, RewardManager
 from megarl.rollout.prefixes import plan_prefixes
 from megarl.rollout.replay import read_record, write_record
 from megarl.rollout.scheduler import Scheduler
-from megarl.rollout.source import Group, RolloutSource, SamplingPlan, abandon, all_sampled, rollout_of
+from megarl.rollout.source import (
+    LOOK_S,
+    Group,
+    RolloutSource,
+    SamplingPlan,
+    SamplingStopped,
+    abandon,
+    all_sampled,
+    rollout_of,
+)
 from megarl.train.groups import JudgedGroup, all_heard, filter_groups, judge_groups, refill_count
 from megarl.train.outcome import StepOutcome
 from megarl.train.prompt_queue import PromptQueue
@@ -38,14 +47,6 @@ from megarl.types import Prompt, Reward, RolloutBatch
 
 # The samples of the pipeline in a checkpoint's directory.
 SAMPLES_FILE = "rollouts.parquet"
-
-
-class SamplingStopped(Exception):  # noqa: N818 - a signal asked for it
-    """A signal asked for a stop while a step waited for samples; all that is in the pipeline is as before the wait."""
-
-
-# Between two looks for a signal while a step waits.
-_LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,7 +283,7 @@ class Rollouts:
         while self.scheduler.takeable() is None and not (may_stop and last_stop_signal()):
             tickets = self.scheduler.waiting()[: self.scheduler.window]
             sampling = [task for number in tickets if (task := self.groups[number].sampling) is not None]
-            await asyncio.wait(sampling, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(sampling, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
 
     def _wait(self, work: Coroutine[object, object, None]) -> None:
         def doing() -> str:

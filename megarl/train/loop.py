@@ -21,9 +21,10 @@ from megarl.record.metrics import MetricsLogger, Timers
 from megarl.record.performance import PerformanceMeter, StepProfiler, token_times
 from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import DIVERGENCE, TRAINER_LOGPROBS, RunRecorder, batch_metrics, resident_memory
+from megarl.rollout.source import SamplingStopped
 from megarl.seeds import batch_seed
 from megarl.train.checkpoint import Checkpoint, CheckpointManager, RunState
-from megarl.train.collect import Collected, Rollouts, SamplingStopped
+from megarl.train.collect import Collected, Rollouts
 from megarl.train.export import export_role
 from megarl.train.forward import ForwardStage, needed_quantities, with_advantages
 from megarl.train.gate import MismatchGate, engine_metrics, trainer_logprobs
@@ -99,6 +100,10 @@ class Trainer:
         self.cluster.workers.load(LoadRequest.of(config.run, inputs.roles, suspends_nccl=suspends))
         self.memory.add(residency.built_parts(inputs.roles))
         start = self._restore(checkpoint) if checkpoint else 0
+
+        def is_due(step: int) -> bool:
+            return step % config.validation.every_steps == 0 or step == total
+
         with (
             closing(self.rollouts),
             self.recorder.metrics() as log,
@@ -112,7 +117,9 @@ class Trainer:
             if checkpoint:
                 source, goes_on = checkpoint.state.source, self.gate.passed
                 self.rollouts.restore(source, checkpoint.path, step=start, goes_on=goes_on)
-            if start == 0 and (config.validation.before_train or total == 0):
+            # A signal may have kept the validation of the checkpoint's step.
+            is_kept = start > 0 and is_due(start) and not self.recorder.paths.validation(start).exists()
+            if is_kept or (start == 0 and (config.validation.before_train or total == 0)):
                 self._validate(0, log, progress)
             # A collection would look at each of the objects of imported modules, at a time that it chooses.
             gc.collect()
@@ -126,8 +133,7 @@ class Trainer:
                         state = partial(self._run_state, step - 1, None)
                         self.checkpoints.after_step(step - 1, total=total, stop=stop, state=state)
                     self._log(step, result, log, progress)
-                due = step % config.validation.every_steps == 0 or step == total
-                score = self._validate(step, log, progress) if due else None
+                score = self._validate(step, log, progress) if is_due(step) else None
                 state = partial(self._run_state, step, score)
                 with self.timers("save_checkpoint"):  # logged with the next step
                     self.checkpoints.after_step(
@@ -206,11 +212,17 @@ class Trainer:
             progress.note(warning)
 
     def _validate(self, step: int, log: MetricsLogger, progress: Progress) -> float | None:
-        """Validate if there is data for it, and return the score that `checkpoint.keep_best` compares."""
+        """Validate if there is data for it, and return the score that `checkpoint.keep_best` compares.
+
+        After a signal a checkpoint is due at once, so the resumed run does it, and there is no score.
+        """
         if self.validator is None:
             return None
-        with self.timers("testing"):
-            result = self.validator.validate(step)
+        try:
+            with self.timers("testing"):
+                result = self.validator.validate(step)
+        except SamplingStopped:
+            return None
         self.recorder.problems(step, result.troubles, phase="validation")
         self.recorder.timeline(step, self.timers.stages(), {})
         log.log(step, {**result.metrics} | self.timers.pop())

@@ -120,12 +120,14 @@ class SupervisedTrainer:
             Progress(total=task.total_steps, initial=start, description=run.name) as progress,
             stop_on_signals() as stop,
         ):
-            if start == 0:
-                self._validate(0, log, progress)
+            # A signal may have kept the validation of the checkpoint's step.
+            if checkpoint is None or checkpoint.state.score is None:
+                self._validate(start, log, progress)
             for step in range(start + 1, task.total_steps + 1):
                 with doing(f"step {step}"):
                     self._train_step(step, log, progress)
-                score = self._validate(step, log, progress)
+                is_stopping = stop.signum is not None and step < task.total_steps
+                score = None if is_stopping else self._validate(step, log, progress)
                 state = partial(self._run_state, step, score)
                 self.checkpoints.after_step(
                     step, total=task.total_steps, stop=stop, state=state, is_validated=score is not None

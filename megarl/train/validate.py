@@ -54,7 +54,8 @@ class Validator:
     def validate(self, step: int) -> Validation:
         """Answer the prompts and estimate accuracy, over the answers that could be judged.
 
-        Metrics by data source are those of `validation_metrics`. All answers are written to the step's file.
+        Metrics by data source are those of `validation_metrics`. All answers are written to the step's file. Raises
+        SamplingStopped if a signal asks for a stop before the last step.
         """
         settings = self.config.validation
         count = min(len(self.data), settings.max_prompts or len(self.data))
@@ -112,7 +113,9 @@ class Validator:
         judging = self.rewards.begin()
         groups = [Group(prompt=prompt, plan=plan, judging=judging) for prompt in prompts]
         begin(self.source, groups)
-        batch = collect(self.source, groups, timeout_s=rollout.timeout_s)
+        # The last step ends the run, whatever a signal asks for.
+        may_stop = 0 < step < self.config.trainer.total_steps
+        batch = collect(self.source, groups, timeout_s=rollout.timeout_s, may_stop=may_stop)
         judged = self.rewards.finish([judging], batch.samples)
         answers = [
             JudgedAnswer.of(batch.prompts[sample.uid], sample, reward, greedy=greedy, tokenizer=self.tokenizer)

@@ -32,8 +32,8 @@ from megarl.host import loop
 from megarl.record.metrics import Timers
 from megarl.rewards.judge import Judged, Tally, Trouble
 from megarl.rollout.scheduler import Scheduler
-from megarl.rollout.source import Doing, Group, RolloutSource, SamplingPlan, generating
-from megarl.train.collect import Collected, Rollouts, SamplingStopped
+from megarl.rollout.source import Doing, Group, RolloutSource, SamplingPlan, SamplingStopped, generating
+from megarl.train.collect import Collected, Rollouts
 from megarl.train.groups import refill_count
 from megarl.train.outcome import cut_warning
 from megarl.train.prompt_queue import PromptQueue

@@ -1,6 +1,7 @@
 """The loop of supervised training on ranks that are played by a fake: epochs, validation, and continuing."""
 
 import json
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from megarl.cluster.cluster import Cluster
 from megarl.config import load_config
 from megarl.config.schema import Config
+from megarl.errors import RunStopped
 from megarl.record.metrics import read_metrics
 from megarl.record.recorder import RunRecorder
 from megarl.run.resume import find_checkpoint
@@ -32,8 +34,8 @@ class KilledError(Exception):
 class FakeRanks:
     """A model of one number, which every step moves by the learning rate, the rows and their order."""
 
-    def __init__(self, dies_in_step: int | None = None) -> None:
-        self.weight, self.dies_in_step = 1 / 3, dies_in_step
+    def __init__(self, dies_in_step: int | None = None, signal_in_step: int | None = None) -> None:
+        self.weight, self.dies_in_step, self.signal_in_step = 1 / 3, dies_in_step, signal_in_step
         self.seen: list[str] = []
 
     def load(self, request: LoadRequest) -> None:
@@ -42,6 +44,8 @@ class FakeRanks:
     def update(self, rows: Sequence[Row], plan: MicroBatchPlan, request: UpdateRequest) -> UpdateResult:
         if request.step == self.dies_in_step:
             raise KilledError
+        if request.step == self.signal_in_step:
+            signal.raise_signal(signal.SIGUSR1)
         for row in rows:
             self.weight = self.weight * 0.9 + request.lr * np.cos(self.weight + row.token_ids.sum())
         self.seen += [row.uid for row in rows]
@@ -96,7 +100,7 @@ def train(config: Config, ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch, *ov
     cluster = cast(Cluster, SimpleNamespace(workers=ranks, pids={}))
     try:
         SupervisedTrainer(opened.task, config, cluster, recorder).fit(checkpoint)
-    except KilledError:
+    except (KilledError, RunStopped):
         return []
     return [
         (record.step, {name: record.metrics[name] for name in sorted(record.metrics) if not name.startswith(MEASURED)})
@@ -131,3 +135,14 @@ def test_more_epochs_can_be_added(config: Config, monkeypatch: pytest.MonkeyPatc
     train(config, whole, monkeypatch, "run.name=four", more)
     assert first.seen + second.seen == whole.seen
     assert len(whole.seen) == 40
+
+
+def test_a_signal_is_followed_by_the_checkpoint_and_the_resumed_run_validates(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train(config, FakeRanks(), monkeypatch, "run.name=unhurried")
+    # A validation is due after the second step.
+    assert train(config, FakeRanks(signal_in_step=2), monkeypatch, "run.name=hurried") == []
+    records = read_metrics(Path(config.run.dir) / "hurried" / "metrics.jsonl")
+    assert [record.step for record in records] == [0, 1, 2]
+    assert train(config, FakeRanks(), monkeypatch, "run.name=hurried") == expected
