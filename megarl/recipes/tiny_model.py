@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from megarl.errors import ConfigError
+from megarl.host.sharing import obey_umask
 
 PAD = "<|endoftext|>"
 TURN_START = "<|im_start|>"
@@ -101,6 +102,7 @@ def make_tiny_model(path: str | Path, config: TinyModelConfig, *, seed: int) -> 
         model = Qwen3ForCausalLM(hf_config)
     model.to(getattr(torch, config.dtype)).save_pretrained(path)
     tokenizer.save_pretrained(path)
+    obey_umask(Path(path))
     return sum(p.numel() for p in model.parameters())
 
 

@@ -1,6 +1,7 @@
 """The tiny model directory: what others load from it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,17 @@ def test_files(model_dir: Path) -> None:
     assert config["tie_word_embeddings"] is True
     assert config["rope_parameters"]["rope_theta"] == 10000.0
     assert "lm_head.weight" not in load_file(model_dir / "model.safetensors")
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_others_may_read_what_the_umask_lets_them(mask: int, tmp_path: Path) -> None:
+    previous = os.umask(mask)
+    try:
+        make_tiny_model(tmp_path / "model", TinyModelConfig(hidden_size=8, num_layers=1, ffn_size=8), seed=0)
+        assert os.umask(mask) == mask
+    finally:
+        os.umask(previous)
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "model").iterdir()} == {0o666 & ~mask}
 
 
 def test_answers_before_the_last_question_lose_their_thoughts() -> None:
