@@ -115,6 +115,8 @@ def merge(
     # The hub's cache has the name in the directory models--OWNER--NAME.
     if named not in {part.rpartition("--")[2] for part in model.resolve().parts}:
         print_lines(f"warning: the adapters were trained on {named}, by {ADAPTER_CONFIG}; is that {model}?")
+    if not adapters.replaced and not any(update.b.any() for update in adapters.updates.values()):
+        print_lines(f"warning: {adapter}: every B is 0, so that they change nothing; name trained ones")
     reader, scalar_head = MergedReader(model, base.spec, adapters), base.scalar_head or VALUE_HEAD in adapters.replaced
     names = base.spec.expected_tensors(scalar_head=scalar_head)
     reader.specs = {name: reader.specs[name] for name in names}

@@ -18,6 +18,7 @@ from megarl.types.messages import Head, RoleSpec
 from megarl.weights.adapter_files import create_adapter_files
 from megarl.weights.adapters import adapter_spec, lost_in_peft
 from megarl.weights.families import read_hf_config, read_model_spec
+from megarl.weights.hub import SMALL_FILES
 from megarl.weights.safetensors_map import (
     TensorSpec,
     create_model_files,
@@ -30,11 +31,6 @@ from megarl.weights.tables import Family
 if TYPE_CHECKING:
     from megarl.cluster.workers import RoleWorkers
 
-# Everything a model directory holds besides weights: configuration, tokenizer, templates, code, licences.
-_COMPANIONS = (
-    *("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "additional_chat_templates/*.jinja"),
-    *("LICEN[CS]E*", "NOTICE*", "USE_POLICY*"),
-)
 _WEIGHT_FILES = ("*.index.json",)
 
 
@@ -103,7 +99,7 @@ def export_adapters(workers: "RoleWorkers", role: RoleSpec, directory: Path) -> 
 def copy_companions(source: Path, target: Path, *, skipped: Sequence[str] = _WEIGHT_FILES) -> None:
     """Copy a model directory's files that are not weights, such as tokenizer files, except those like `skipped`."""
     unwanted = {file for pattern in skipped for file in source.glob(pattern)}
-    for file in sorted({file for pattern in _COMPANIONS for file in source.glob(pattern)} - unwanted):
+    for file in sorted({file for pattern in SMALL_FILES for file in source.glob(pattern)} - unwanted):
         copy = target / file.relative_to(source)
         copy.parent.mkdir(exist_ok=True)
         # Not with its mode: who may read the copy is the run's to say.

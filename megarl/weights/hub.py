@@ -16,10 +16,13 @@ _ID = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?")
 # How the hub's cache names the directory of a commit.
 _CACHED = re.compile(r".*/models--(?P<id>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?")
 _WEIGHTS = "*.safetensors"
-# A model's directory has these besides weights: config, generation settings, tokenizer and chat template.
-_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
-# Other formats of the same weights lie in folders.
-_IGNORED = "*/*"
+# A model's directory has these besides weights: configuration, tokenizer, templates, code, licences.
+SMALL_FILES = (
+    *("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "additional_chat_templates/*.jinja"),
+    *("LICEN[CS]E*", "NOTICE*", "USE_POLICY*"),
+)
+# Other formats of the same weights lie in folders, as further templates do.
+_IGNORED = [f"*/*{end}" for end in (".safetensors", ".json", ".txt", ".model", ".tiktoken", ".py")]
 
 
 def with_local_models(config: "Config", *, weights: bool = True, judges: bool = False) -> "Config":
@@ -98,10 +101,10 @@ def local_model(name: str, key: str, *, weights: bool = True) -> str:
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
-    patterns = [*_SMALL_FILES, _WEIGHTS] if weights else list(_SMALL_FILES)
+    patterns = [*SMALL_FILES, _WEIGHTS] if weights else list(SMALL_FILES)
     try:
         return snapshot_download(
-            named["id"], revision=named["revision"], allow_patterns=patterns, ignore_patterns=[_IGNORED]
+            named["id"], revision=named["revision"], allow_patterns=patterns, ignore_patterns=_IGNORED
         )
     # Which errors stand for a lost connection depends on the version of the hub's client.
     except Exception as error:

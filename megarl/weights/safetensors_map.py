@@ -70,7 +70,10 @@ def locate_tensors(path: Path) -> dict[str, tuple[TensorSpec, int]]:
         header.pop("__metadata__", None)
         for name, entry in header.items():
             if entry["dtype"] not in _DTYPES:
-                raise ConfigError(f"{path}: tensor {name} has type {entry['dtype']}, expected one of {sorted(_DTYPES)}")
+                raise ConfigError(
+                    f"{path}: tensor {name} has type {entry['dtype']}, expected one of {sorted(_DTYPES)}; use "
+                    "weights that are not quantised"
+                )
             first, last = (8 + length + offset for offset in entry["data_offsets"])
             if last > size:
                 raise ConfigError(f"{path}: tensor {name} ends at byte {last} of {size}; {MODEL_REMEDY}")

@@ -26,8 +26,16 @@ FILES = {
     "README.md": b"read me",
     "pytorch_model.bin": b"the same weights",
     "original/model.safetensors": b"and again",
+    "original/params.json": b"{}",
+    # Without these, tools would be written by another template, and exports would lack their licence.
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
+    "qwen.tiktoken": b"ranks",
+    "LICENSE": b"free",
 }
-SMALL = {"config.json", "tokenizer.json", "chat_template.jinja"}
+SMALL = {
+    *("config.json", "tokenizer.json", "chat_template.jinja", "qwen.tiktoken", "LICENSE"),
+    "additional_chat_templates/tool_use.jinja",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +109,14 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     server.server_close()
 
 
+def files_in(path: Path) -> set[str]:
+    return {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+
+
 def test_a_hub_id_becomes_a_directory_with_what_a_run_reads(hub: Hub) -> None:
     path = Path(local_model("org/tiny", "model.path"))
     assert path.name == COMMIT
-    assert {str(file.relative_to(path)) for file in path.rglob("*")} == SMALL | {"model.safetensors"}
+    assert files_in(path) == SMALL | {"model.safetensors"}
     assert (path / "model.safetensors").read_bytes() == b"weights"
     assert hub.asked == SMALL | {"model.safetensors"}
     assert local_model(str(path), "model.path") == str(path)
@@ -112,7 +124,7 @@ def test_a_hub_id_becomes_a_directory_with_what_a_run_reads(hub: Hub) -> None:
 
 def test_without_weights_none_are_downloaded(hub: Hub) -> None:
     path = Path(local_model("org/tiny", "model.path", weights=False))
-    assert {file.name for file in path.iterdir()} == hub.asked == SMALL
+    assert files_in(path) == hub.asked == SMALL
     # A run that follows completes the same directory.
     assert local_model("org/tiny", "model.path") == str(path)
     assert (path / "model.safetensors").is_file()
