@@ -178,6 +178,31 @@ def test_a_run_stopped_while_it_samples_equals_an_uninterrupted_one(inputs: Path
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_run_stopped_while_it_validates_equals_an_uninterrupted_one(inputs: Path) -> None:
+    """The checkpoint does not wait for the validation, which the resumed run does in its place: bit for bit."""
+    settings = (
+        *(
+            "trainer.total_steps=3",
+            "validation.every_steps=2",
+            "validation.num_samples=512",
+            "checkpoint.every_steps=0",
+        ),
+    )
+    reference = SmallRun(inputs=inputs, name="validated", settings=settings)
+    assert finish(reference) == 0
+    assert [record.step for record in reference.records()] == [0, 1, 2, 2, 3, 3]
+    run = SmallRun(inputs=inputs, name="validating", settings=settings)
+    with started(run) as process:
+        wait_for_step(run, 2, process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == EXIT_STOPPED
+    assert [record.step for record in run.records()] == [0, 1, 2]
+    assert finish(run) == 0
+    assert differences(run, reference) == []
+
+
+@pytest.mark.long
 def test_a_second_signal_ends_the_run_at_once(inputs: Path) -> None:
     # The horizon of the KL controller grows with the rows of a step.
     rows = ("trainer.prompts_per_step=32", "rollout.num_samples=16", "algo.kl.horizon=1000")
