@@ -28,6 +28,8 @@ DUMP_S, HOST_S = 0.5, 10.0
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 _PACKAGE = Path(__file__).parents[1]
 _COLLECTIVES = "distributed_c10d.py"
+# Waits stand there, whoever waits.
+_WAITS = "host/clock.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,7 @@ class Activity:
             # The path within the package, since other hosts may have it installed elsewhere.
             module = frame["file"].rpartition("/megarl/")[2]
             # A checkout may also be called megarl and contain other packages, so check that the module exists.
-            if module and module != frame["file"] and (_PACKAGE / module).is_file():
+            if module not in ("", _WAITS, frame["file"]) and (_PACKAGE / module).is_file():
                 at = f"megarl/{module}:{frame['line']}"
                 break
         if collective is not None:

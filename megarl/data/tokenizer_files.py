@@ -63,7 +63,7 @@ def check_copies(directory: Path) -> None:
         if (
             isinstance(own := named.get(name), str)
             and path.is_file()
-            and own.splitlines() != path.read_text("utf-8").splitlines()
+            and own.splitlines() != path.read_text(encoding="utf-8").splitlines()
         ):
             raise ConfigError(
                 f"{file}: its chat template differs from that in {path.relative_to(directory)}, and programs read "
