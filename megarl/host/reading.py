@@ -68,6 +68,8 @@ def require_file(path: Path, expected: str, *, remedy: str = COPY_AGAIN, error: 
         found = "no such file" if isinstance(failure, FileNotFoundError) else failure.strerror
         if path.is_symlink():
             found = f"is a link to {path.readlink()}, where there is {found}"
+        elif not path.is_absolute() and Path(".").is_dir():
+            found = f"{found} in {Path.cwd()}"
         raise error(f"{path}: {found}, expected {expected}; {remedy}") from failure
     if not stat.S_ISREG(mode):
         kind = next((name for is_kind, name in _TYPES if is_kind(mode)), "no file")

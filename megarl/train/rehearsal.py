@@ -1,7 +1,8 @@
 """Try the code of users before a run starts, in a process of its own: what it raises, ends or never ends costs nothing.
 
 A trial that has passed is noted in the user's cache directory with the SHA-256 of every file of the user that took
-part, and is not repeated until one of them or a setting that it reads changes. `--dry-run` repeats it every time.
+part, and is not repeated until one of them or a setting that it reads changes. `--dry-run` repeats all
+but episodes every time.
 """
 
 import contextlib

@@ -265,7 +265,7 @@ def main() -> None:
     import megarl.algos.rehearsal  # noqa: F401 - so that its import does not count
 
     # What users' code prints may be caught.
-    errors = os.fdopen(os.dup(sys.stderr.fileno()), "w")
+    errors = os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8")
     faulthandler.enable(errors)
     if trial.config.run.rehearsal_s is not None:
         faulthandler.dump_traceback_later(trial.config.run.rehearsal_s, exit=True, file=errors)
