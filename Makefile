@@ -74,7 +74,7 @@ test-conformance: python ## Compare formulas with verl, OpenRLHF and TRL, instal
 check: install ## Lint, format check, types, shell scripts, containers, import rules
 	"$(VENV)/bin/ruff" check .
 	"$(VENV)/bin/ruff" format --check .
-	"$(VENV)/bin/mypy" megarl megarl_sandbox tools
+	"$(VENV)/bin/mypy" megarl megarl_answers megarl_sandbox tools
 	"$(VENV)/bin/shellcheck" .ci/run slurm/*.sh slurm/*.sbatch containers/*.sh
 	"$(VENV)/bin/shellcheck" --external-sources tests/gpu/*.sh
 	"$(VENV)/bin/hadolint" containers/Dockerfile

@@ -33,7 +33,9 @@ setup(
     description="Reinforcement-learning post-training of language models on Megatron-Core, vLLM and Ray",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=["megarl", "megarl.*", "megarl_sandbox", "megarl_sandbox.*"]),
+    packages=find_packages(
+        include=["megarl", "megarl.*", "megarl_answers", "megarl_answers.*", "megarl_sandbox", "megarl_sandbox.*"]
+    ),
     # So an editable installation puts the checkout on the import path. Else it would add a finder, which is asked after
     # all paths, and for what runs in the directory above a checkout named megarl, that would not be a package.
     package_dir={"": "."},

@@ -31,8 +31,8 @@ from megarl.recipes.tasks.generate import (
     generate_preferences,
 )
 from megarl.rewards import score
-from megarl.rewards.answers.extract import last_boxed
-from megarl.rewards.answers.options import AnswerOptions
+from megarl_answers.extract import last_boxed
+from megarl_answers.options import AnswerOptions
 
 
 def parse_mix(text: str) -> LevelMix:

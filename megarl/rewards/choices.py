@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 from megarl.errors import DataError
-from megarl.rewards.answers import MODES, AnswerOptions, Equality, extract_answer, normalise
-from megarl.rewards.answers.words import CHANGING, DENYING
 from megarl.rewards.mathematics import ANSWER_LINE, ANSWER_LINE_CHARS, reward_of_answer
 from megarl.rewards.scorers import IN_BOX, SCORERS, Scorer
 from megarl.types import Reward
+from megarl_answers import MODES, AnswerOptions, Equality, extract_answer, normalise
+from megarl_answers.words import CHANGING, DENYING
 
 _LETTER = re.compile(r"[A-Za-z]")
 _WRAPPER = re.compile(

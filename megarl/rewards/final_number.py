@@ -6,12 +6,12 @@ from fractions import Fraction
 from typing import Any
 
 from megarl.errors import DataError
-from megarl.rewards.answers.numbers import Number
-from megarl.rewards.answers.spelling import canonical
-from megarl.rewards.answers.statement import plain_answer
-from megarl.rewards.answers.units import parse_quantity
 from megarl.rewards.scorers import AFTER_MARK, SCORERS, reward_of
 from megarl.types import Reward
+from megarl_answers.numbers import Number
+from megarl_answers.spelling import canonical
+from megarl_answers.statement import plain_answer
+from megarl_answers.units import parse_quantity
 
 SEARCH_CHARS = 300  # the answer stands at the end; a bounded search stays quick on any text
 _MARK = "####"

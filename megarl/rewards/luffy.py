@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from megarl.rewards.answers import MODES, last_boxed
 from megarl.rewards.mathematics import compare_either, gold_answer, reward_of_answer, score_math_verify
 from megarl.rewards.scorers import IN_BOX, SCORERS, Scorer, reward_of
 from megarl.types import Reward
+from megarl_answers import MODES, last_boxed
 
 _THINK_END = "</think>"
 

@@ -8,7 +8,10 @@ from functools import lru_cache, partial
 from typing import Any
 
 from megarl.errors import DataError
-from megarl.rewards.answers import (
+from megarl.rewards.scorers import IN_BOX, SCORERS, Scorer, reward_of
+from megarl.rewards.truths import any_mathematics
+from megarl.types import Reward
+from megarl_answers import (
     MAX_ANSWER_CHARS,
     MODES,
     AnswerOptions,
@@ -19,12 +22,9 @@ from megarl.rewards.answers import (
     last_boxed,
     same_string,
 )
-from megarl.rewards.answers.guard import costly, refusal
-from megarl.rewards.answers.spelling import canonical
-from megarl.rewards.answers.structure import is_balanced
-from megarl.rewards.scorers import IN_BOX, SCORERS, Scorer, reward_of
-from megarl.rewards.truths import any_mathematics
-from megarl.types import Reward
+from megarl_answers.guard import costly, refusal
+from megarl_answers.spelling import canonical
+from megarl_answers.structure import is_balanced
 
 # math-verify warns that nothing limits its time, but here the caller does.
 logging.getLogger("math_verify").setLevel(logging.ERROR)

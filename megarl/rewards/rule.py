@@ -93,7 +93,7 @@ class RuleJudge:
             soft_limit_s=cfg.verifier.soft_limit_s,
             deadline_s=cfg.verifier.hard_limit_s,
             memory_limit_mib=cfg.verifier.memory_mib,
-            preload=("megarl.rewards", "megarl.rewards.answers.symbolic", "math_verify"),
+            preload=("megarl.rewards", "megarl_answers.symbolic", "math_verify"),
         )
         self._texts = VerifierPool(options)
         self._programs: VerifierPool | None = None

@@ -7,9 +7,9 @@ from typing import Any
 
 from megarl.errors import ConfigError
 from megarl.registry import unknown_name
-from megarl.rewards.answers import Mode
 from megarl.rewards.scorers import FORMATS, PARSE_FAILED, SCORERS
 from megarl.types import Reward
+from megarl_answers import Mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # Packages of the same distribution that stand alone, and what each imports besides the standard library: the modules of
 # programs, and the arrays of those that bring numpy.
-ALONE = {"megarl_sandbox": ("<computed>", "numpy")}
+ALONE = {
+    "megarl_answers": ("latex2sympy2_extended", "math_verify", "sympy"),
+    "megarl_sandbox": ("<computed>", "numpy"),
+}
 ALGOS_MAY_IMPORT = (
     "torch",
     "numpy",

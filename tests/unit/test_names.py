@@ -20,7 +20,7 @@ def repeated_classes(files: dict[str, str]) -> dict[str, list[str]]:
 def test_no_public_class_name_is_used_twice() -> None:
     files = {
         str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-        for directory in ("megarl", "megarl_sandbox", "tools")
+        for directory in ("megarl", "megarl_answers", "megarl_sandbox", "tools")
         for path in sorted((ROOT / directory).rglob("*.py"))
     }
     assert len(files) > 100

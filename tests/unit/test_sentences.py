@@ -9,7 +9,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
-MODULES = [path for package in ("megarl", "megarl_sandbox", "tools") for path in sorted((ROOT / package).rglob("*.py"))]
+MODULES = [
+    path
+    for package in ("megarl", "megarl_answers", "megarl_sandbox", "tools")
+    for path in sorted((ROOT / package).rglob("*.py"))
+]
 SENTENCE = re.compile(r"\S.*?(?:[.!?](?=\s|\Z)|\Z)", re.DOTALL)
 LATE = re.compile(r"[*\[(]*(?:Of (?!course\b)[^,;:]*,|What\b.*[.]\Z)", re.DOTALL)
 # These begin a part of their own within a paragraph.

@@ -24,7 +24,7 @@ from latex2sympy2_extended.math_normalization import extract_boxed_content
 
 from megarl.record.text_table import align
 from megarl.rewards import score, source_spec
-from megarl.rewards.answers.numbers import REL_TOLERANCE
+from megarl_answers.numbers import REL_TOLERANCE
 
 WORKED_GATE = 0.995
 LIMIT_S = 20.0

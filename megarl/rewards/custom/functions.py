@@ -124,7 +124,7 @@ class CustomFunctions:
                 memory_limit_mib=self.cfg.memory_mib,
                 # A function may keep a model or tables in memory.
                 recycle_mib=self.cfg.memory_mib,
-                preload=("megarl.rewards", "megarl.rewards.answers.symbolic"),
+                preload=("megarl.rewards", "megarl_answers.symbolic"),
                 pass_env=self.cfg.pass_env,
             )
         )

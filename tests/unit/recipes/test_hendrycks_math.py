@@ -21,8 +21,8 @@ from megarl.data.prompts import PromptDataset
 from megarl.errors import DataError
 from megarl.recipes.hendrycks_math import TRAIN_SOURCE, convert_math
 from megarl.rewards import score
-from megarl.rewards.answers.extract import last_boxed
-from megarl.rewards.answers.options import AnswerOptions
+from megarl_answers.extract import last_boxed
+from megarl_answers.options import AnswerOptions
 
 TOOL = Path(__file__).parents[3] / "tools" / "prepare_data.py"
 # As MATH writes them: a box with braces in it, one without braces, and a level that nobody knows.

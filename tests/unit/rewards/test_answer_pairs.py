@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megarl.rewards import score
-from megarl.rewards.answers import MODES, Equality, compare_answers
+from megarl_answers import MODES, Equality, compare_answers
 
 TABLE = Path(__file__).with_name("answer_pairs.tsv")
 VERDICTS = {"=": Equality.EQUAL, "!": Equality.DIFFERENT, "?": Equality.UNPARSED}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rewards.answers import (
+from megarl_answers import (
     MAX_ANSWER_CHARS,
     MODES,
     AnswerOptions,
@@ -17,9 +17,9 @@ from megarl.rewards.answers import (
     normalise,
     same_string,
 )
-from megarl.rewards.answers.guard import costly, refusal
-from megarl.rewards.answers.numbers import parse_number
-from megarl.rewards.answers.units import split_unit
+from megarl_answers.guard import costly, refusal
+from megarl_answers.numbers import parse_number
+from megarl_answers.units import split_unit
 
 FIX, DOC, REF = MODES["fix"], MODES["doc"], MODES["ref"]
 

@@ -4,11 +4,11 @@ number or the argument of a function.
 
 import re
 
-from megarl.rewards.answers.grammar import CLAUSE, CONTEXT_CHARS, DENIED, at_end, follows_equals, is_stated
-from megarl.rewards.answers.numbers import join_digits
-from megarl.rewards.answers.numerals import spelled_number
-from megarl.rewards.answers.units import unit_of
-from megarl.rewards.answers.words import DENYING, counted_unit
+from megarl_answers.grammar import CLAUSE, CONTEXT_CHARS, DENIED, at_end, follows_equals, is_stated
+from megarl_answers.numbers import join_digits
+from megarl_answers.numerals import spelled_number
+from megarl_answers.units import unit_of
+from megarl_answers.words import DENYING, counted_unit
 
 _FRACTION = r"\\[dt]?frac\s*\{\s*\d+\s*\}\s*\{\s*\d+\s*\}|\d+\s*/\s*\d+(?![\d/])"
 _LAST_NUMBER = re.compile(rf"{_FRACTION}|(?:(?<!\d)\.)?\d(?:[\d.,']*\d)?")

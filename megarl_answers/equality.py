@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
 
-from megarl.rewards.answers import bound, notation, structure
-from megarl.rewards.answers.guard import COMPUTATION, refusal
-from megarl.rewards.answers.numbers import REL_TOLERANCE, Number, are_close, parse_number
-from megarl.rewards.answers.options import MAX_ANSWER_CHARS, AnswerOptions, Equality
-from megarl.rewards.answers.spelling import canonical, compact, normalise
-from megarl.rewards.answers.statement import plain_answer
-from megarl.rewards.answers.units import PERCENT, parse_quantity, split_unit
-from megarl.rewards.answers.words import DENYING, same_words
+from megarl_answers import bound, notation, structure
+from megarl_answers.guard import COMPUTATION, refusal
+from megarl_answers.numbers import REL_TOLERANCE, Number, are_close, parse_number
+from megarl_answers.options import MAX_ANSWER_CHARS, AnswerOptions, Equality
+from megarl_answers.spelling import canonical, compact, normalise
+from megarl_answers.statement import plain_answer
+from megarl_answers.units import PERCENT, parse_quantity, split_unit
+from megarl_answers.words import DENYING, same_words
 
 MAX_ITEMS = 64
 MAX_NESTING = 8
@@ -73,7 +73,7 @@ def compare_answers(answer: str, gold: str, options: AnswerOptions) -> Equality:
 def _compare(answer: str, gold: str, options: AnswerOptions, rules: Sequence[Rule], depth: int = 0) -> Equality:
     """Return the result of the first rule that applies to two texts, or of symbolic comparison if none does."""
     # Here and below: it imports sympy, which only judging needs.
-    from megarl.rewards.answers.symbolic import compare_symbolic
+    from megarl_answers.symbolic import compare_symbolic
 
     if depth > MAX_NESTING:
         return Equality.UNPARSED
@@ -168,7 +168,7 @@ def same_intervals(answer: str, gold: str, compare: Compare, options: AnswerOpti
 
     Inequalities may be joined by "or".
     """
-    from megarl.rewards.answers.symbolic import solve_linear
+    from megarl_answers.symbolic import solve_linear
 
     names, unions = set(), []
     for text in (answer, gold):
@@ -194,7 +194,7 @@ def same_intervals(answer: str, gold: str, compare: Compare, options: AnswerOpti
 
 def same_union(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
     """Compare unions set by set, in any order; if that fails, compare them symbolically, as their sets may overlap."""
-    from megarl.rewards.answers.symbolic import compare_symbolic
+    from megarl_answers.symbolic import compare_symbolic
 
     a, g = (structure.split_top(text, r"\\cup(?![a-zA-Z])") for text in (answer, gold))
     is_union = [len(parts) > 1 and all(parts) for parts in (a, g)]
@@ -239,7 +239,7 @@ def same_equation(answer: str, gold: str, compare: Compare, options: AnswerOptio
     A solved equation such as `x=2` equals no equation that leaves the solving to the reader, such as `2x=4`. In a
     chain, every part must be a name or equal the last part.
     """
-    from megarl.rewards.answers.symbolic import compare_symbolic, sign_of_factor
+    from megarl_answers.symbolic import compare_symbolic, sign_of_factor
 
     a, g = structure.split_top(answer, _EQUALS), structure.split_top(gold, _EQUALS)
     if len(a) == len(g) == 2 and {a[0], g[0]} == {"y", "f(x)"}:

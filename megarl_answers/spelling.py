@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TypeAlias
 
-from megarl.rewards.answers.numbers import join_digits
-from megarl.rewards.answers.units import UNIT_OF_LETTER
+from megarl_answers.numbers import join_digits
+from megarl_answers.units import UNIT_OF_LETTER
 
 _UNICODE: Mapping[int, str] = str.maketrans(
     {

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Mapping
 
-from megarl.rewards.answers.options import Equality
-from megarl.rewards.answers.units import MEASURES, unit_of
+from megarl_answers.options import Equality
+from megarl_answers.units import MEASURES, unit_of
 
 # Words with a meaning: after a number or the letter of a choice they make another answer, several, or none.
 _MEANINGS: Mapping[str, str] = {

@@ -11,10 +11,10 @@ from latex2sympy2_extended import NormalizationConfig, latex2sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from math_verify.grader import sympy_expr_eq
 
-from megarl.rewards.answers import structure
-from megarl.rewards.answers.guard import refusal
-from megarl.rewards.answers.numbers import REL_TOLERANCE, parse_number
-from megarl.rewards.answers.options import Equality
+from megarl_answers import structure
+from megarl_answers.guard import refusal
+from megarl_answers.numbers import REL_TOLERANCE, parse_number
+from megarl_answers.options import Equality
 
 _READ_AS_WRITTEN = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False

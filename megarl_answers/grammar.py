@@ -5,8 +5,8 @@ follows it.
 import re
 from collections.abc import Mapping
 
-from megarl.rewards.answers.numerals import spelled_number
-from megarl.rewards.answers.words import CHANGING, is_noun
+from megarl_answers.numerals import spelled_number
+from megarl_answers.words import CHANGING, is_noun
 
 CONTEXT_CHARS = 120
 # In the clause of a number: a verb that is denied, with no other verb up to the number; or doubt.

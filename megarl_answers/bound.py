@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from megarl.rewards.answers.options import AnswerOptions, Equality
+from megarl_answers.options import AnswerOptions, Equality
 
 _LETTER = r"(?P<letter>(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z]))"
 _UPPER = r"(?:\s*\^\s*(?:\{[^{}]*\}|\\[a-zA-Z]+|\w))?"

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-from megarl.rewards.answers.units import SCALES
+from megarl_answers.units import SCALES
 
 MAX_WORDS = 20
 _SMALL: Mapping[str, int] = {

@@ -2,9 +2,9 @@
 
 import re
 
-from megarl.rewards.answers.grammar import is_supposed
-from megarl.rewards.answers.options import AnswerOptions
-from megarl.rewards.answers.statement import last_number
+from megarl_answers.grammar import is_supposed
+from megarl_answers.options import AnswerOptions
+from megarl_answers.statement import last_number
 
 # The answer stands at the end, so the search is limited to it, which keeps it fast for any text.
 SEARCH_CHARS = 4096

@@ -7,11 +7,11 @@ import re
 import string
 from collections.abc import Callable, Mapping
 
-from megarl.rewards.answers import structure
-from megarl.rewards.answers.guard import numbers_side_by_side
-from megarl.rewards.answers.options import AnswerOptions, Equality
-from megarl.rewards.answers.units import split_unit
-from megarl.rewards.answers.words import CHANGING
+from megarl_answers import structure
+from megarl_answers.guard import numbers_side_by_side
+from megarl_answers.options import AnswerOptions, Equality
+from megarl_answers.units import split_unit
+from megarl_answers.words import CHANGING
 
 Compare = Callable[[str, str], Equality]
 
@@ -91,7 +91,7 @@ def _in_order(values: Mapping[str, str] | None, other: str) -> str | None:
 def same_inequality(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
     """Compare inequalities in several variables: a number may multiply both sides, a negative one turns the sign."""
     # It imports sympy, which only judging needs.
-    from megarl.rewards.answers.symbolic import sign_of_factor
+    from megarl_answers.symbolic import sign_of_factor
 
     sides = [structure.split_top(text, structure.RELATION) for text in (answer, gold)]
     signs = [re.findall(structure.RELATION, text) for text in (answer, gold)]

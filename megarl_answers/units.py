@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from megarl.rewards.answers.numbers import Number, parse_number
+from megarl_answers.numbers import Number, parse_number
 
 PERCENT = "%"
 

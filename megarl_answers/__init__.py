@@ -1,9 +1,9 @@
 """Find answers to mathematical questions in free text, unify their spelling, and decide whether two are equal."""
 
-from megarl.rewards.answers.equality import compare_answers, same_string
-from megarl.rewards.answers.extract import extract_answer, last_boxed
-from megarl.rewards.answers.options import MAX_ANSWER_CHARS, MODES, AnswerOptions, Equality, Mode
-from megarl.rewards.answers.spelling import is_equiv, normalise
+from megarl_answers.equality import compare_answers, same_string
+from megarl_answers.extract import extract_answer, last_boxed
+from megarl_answers.options import MAX_ANSWER_CHARS, MODES, AnswerOptions, Equality, Mode
+from megarl_answers.spelling import is_equiv, normalise
 
 __all__ = [
     "MAX_ANSWER_CHARS",
