@@ -198,9 +198,9 @@ def missing_files(config: Config, roles: Sequence[RoleSpec]) -> list[str]:
         for key, path in models.items()
         if not (path / "config.json").is_file() or not any(path.glob("*.safetensors"))
     ]
-    for key, files in (("data.train", train_files(config.data.train)), ("data.val", config.data.val)):
-        missing += [f"{file} ({key})" for file in files if not Path(file).is_file()]
-    return missing
+    own = [each.path for each in config.rewards.custom.all_functions().values()]
+    read = {"data.train": train_files(config.data.train), "data.val": config.data.val, "rewards.custom": own}
+    return missing + [f"{file} ({key})" for key, files in read.items() for file in files if not Path(file).is_file()]
 
 
 def open_train_inputs(config: Config) -> TrainInputs:
@@ -210,11 +210,10 @@ def open_train_inputs(config: Config) -> TrainInputs:
     spec = open_model(config)
     algorithm = algorithm_of(config, vocab_size=spec.dims.vocab)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
-    answers = Answers.of(config, tokenizer)
+    answers, vocabulary = Answers.of(config, tokenizer), Vocabulary.of(tokenizer, spec.dims.vocab)
     roles = roles_of(config, algorithm)
     check_role_models(config, roles, tokenizer)
     teachers = open_teachers(config, tokenizer, answers)
-    vocabulary = Vocabulary.of(tokenizer, spec.dims.vocab)
     train = _open_prompts(config, train_files(config.data.train), tokenizer, vocabulary, answers)
     val = _open_prompts(config, config.data.val, tokenizer, vocabulary) if config.data.val else None
     _check_askers(config, tokenizer, vocabulary, [each for each in (train, val) if each is not None])

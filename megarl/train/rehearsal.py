@@ -83,9 +83,13 @@ class Findings:
 def rehearse(config: Config, *, afresh: bool = False) -> Config:
     """Try the plugins of a run and load its reward functions; return the configuration. Raises ConfigError.
 
-    afresh: also if the same files have passed before.
+    afresh: also if the same files have passed before, but reward functions only if their files are here: a plan may be
+    made on another machine.
     """
-    _passed(Trial(config=config), afresh=afresh)
+    custom = config.rewards.custom
+    if afresh and not all(Path(each.path).is_file() for each in custom.all_functions().values()):
+        custom = _NO_FUNCTIONS
+    _passed(Trial(config=replace(config, rewards=replace(config.rewards, custom=custom))), afresh=afresh)
     return config
 
 
