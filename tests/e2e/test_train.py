@@ -235,6 +235,7 @@ def test_files_of_a_run(runs: Runs) -> None:
         "status.json",
         "timeline.jsonl",
         "reward_problems.jsonl",
+        "warnings.jsonl",
         "report",
     }
     # Whatever the umask is, no other user reads what a run wrote.
