@@ -11,9 +11,9 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 from megarl.config.suggest import suggest_keys
 from megarl.errors import ConfigError, UnknownKeyError
 from megarl.host.paths import expanded
+from megarl.host.programs import settings_of
 from megarl.texts.masking import masked
 from megarl.texts.unicode import find_surrogate
-from megarl_sandbox.errors import OptionError
 
 T = TypeVar("T")
 
@@ -110,10 +110,8 @@ def _parse_section(hint: Any, value: object, path: str) -> object:
             keys = f"{f'{path} has' if path else 'there are'}: {', '.join(hints)}"
             raise ConfigError(f"{_join(path, field.name)}: is missing; {keys}")
     settings = {key: _convert(hints[key], item, _join(path, key)) for key, item in value.items()}
-    try:
+    with settings_of(path.rpartition(".")[0]):  # an option's name begins with the section's own
         return hint(**settings)
-    except OptionError as error:  # its key begins with the section's own
-        raise ConfigError(f"{path.rpartition('.')[0]}.{error}") from error
 
 
 def _parse_union(hint: Any, value: object, path: str) -> object:

@@ -8,11 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.recipes.tasks import TASKS
-from megarl.recipes.tasks.generate import GenerateConfig, generate
-from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from tests.e2e.support import REPOSITORY
-from tests.e2e.test_tutorials import BLOCK
+from tests.e2e.test_tutorials import BLOCK, after_first_run
 from tests.helpers.beside import install_beside
 
 PAGE = REPOSITORY / "docs" / "tutorials" / "own-loop.md"
@@ -36,9 +33,7 @@ def cell(source: str) -> dict[str, object]:
 
 @pytest.mark.timeout(300)
 def test_the_tutorials_loop_runs_in_a_notebook(tmp_path: Path) -> None:
-    root = tmp_path / "runs" / "sums-seed0"
-    generate(TASKS.get("sums"), root / "data", GenerateConfig(seed=0, num_sft=64, num_train=256, num_val=16))
-    make_tiny_model(root / "sft" / "export", TinyModelConfig(), seed=0)
+    after_first_run(tmp_path)
     blocks = {title: text for _, title, text in BLOCK.findall(PAGE.read_text(encoding="utf-8"))}
     (tmp_path / "reward.py").write_text(blocks["reward.py"], encoding="utf-8")
     cells = [cell("import megarl, megarl.errors"), cell(FAILS), cell(blocks["own_loop.py"])]

@@ -35,14 +35,17 @@ def training(commands: str) -> list[str]:
     return [line for line in lines if re.match(starts, line)]
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory as the first run leaves it, but that its model has learned nothing."""
-    directory = tmp_path_factory.mktemp("start")
+def after_first_run(directory: Path) -> Path:
+    """Make a directory as the first run leaves it, but that its model has learned nothing; return it."""
     root = directory / "runs" / "sums-seed0"
     generate(TASKS.get("sums"), root / "data", GenerateConfig(seed=0, num_sft=64, num_train=256, num_val=16))
     make_tiny_model(root / "sft" / "export", TinyModelConfig(), seed=0)
     return directory
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return after_first_run(tmp_path_factory.mktemp("start"))
 
 
 def follow(page: Path, start: Path, directory: Path, *, whole: bool) -> None:
