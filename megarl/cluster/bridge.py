@@ -17,13 +17,14 @@ from megarl.parallel.worker import RankWorker
 from megarl.rollout.engine import Received, VllmEngine
 from megarl.sync.plan.assign import Holding
 from megarl.sync.plan.build import build_plan
-from megarl.sync.wire.casts import SCALED, scale_of
-from megarl.sync.wire.meetings import Meeting, give_up
-from megarl.sync.wire.shares import shares_of
+from megarl.sync.transport.casts import SCALED, scale_of
+from megarl.sync.transport.process_plans import process_plans_of
+from megarl.sync.transport.rendezvous import Rendezvous, give_up
 from megarl.weights.safetensors_map import TensorSpec
 
 _DOING = "syncing weights"
-# The metric that counts the bytes that all engine workers receive in a sync, except from neighbours that share memory.
+# The metric that counts the bytes that all engine workers receive in a sync, except from neighbours that process_plan
+# memory.
 WIRE_BYTES = "sync/wire_bytes"
 # Scales are counted as float32.
 _SCALE_BYTES = 4
@@ -61,7 +62,7 @@ class BridgeSync:
                 f"weight table does not fit the model"
             )
         held = self._wait([p.call(RankWorker.held_weights) for p in ranks])
-        sinks = range(len(ranks), len(ranks) + len(engines) * self._num_workers)
+        receivers = range(len(ranks), len(ranks) + len(engines) * self._num_workers)
         beside = {
             self._sink(engine, worker): rank
             for engine, its_ranks in enumerate(shares)
@@ -70,8 +71,8 @@ class BridgeSync:
         self.plan = build_plan(
             specs,
             dict(enumerate(held)),
-            {sink: needs[i % self._num_workers] for i, sink in enumerate(sinks)},
-            neighbours={sink: [rank] for sink, rank in beside.items()},
+            {receiver: needs[i % self._num_workers] for i, receiver in enumerate(receivers)},
+            neighbours={receiver: [rank] for receiver, rank in beside.items()},
             hosts=dict(enumerate(self._hosts())),
         )
         if warning := gloo_warning(self.plan, settings, platform()):
@@ -103,7 +104,7 @@ class BridgeSync:
         try:
             wait_all([*sends, *receives], timeout_s=self._timeout_s, doing=_DOING)
         except EngineDiedError:
-            give_up(self._meeting, self._transfer)
+            give_up(self._rendezvous, self._transfer)
             raise
         self._since_full = since_full
         received = [worker for engine in results(receives) for worker in engine]
@@ -119,9 +120,9 @@ class BridgeSync:
 
     def _compare(self, sent: Sequence[Mapping[int, Mapping[str, int]]], received: Sequence[Received]) -> None:
         """Raise WeightSyncError if, for any engine worker, the checksums of sent and received tensors differ."""
-        for sink, worker in zip(self.plan.needs, received, strict=True):
-            names = [name for name, boxes in self.plan.needs[sink].items() if boxes]
-            parts = [sums.get(sink, {}) for sums in sent]
+        for receiver, worker in zip(self.plan.needs, received, strict=True):
+            names = [name for name, boxes in self.plan.needs[receiver].items() if boxes]
+            parts = [sums.get(receiver, {}) for sums in sent]
             sums = {name: sum(part.get(name, 0) for part in parts) % (1 << 64) for name in names}
             wrong = [name for name in sorted(names) if sums[name] != worker.checksums.get(name)]
             if wrong:
@@ -142,18 +143,18 @@ class BridgeSync:
     def _open(self, settings: SyncConfig, beside: Mapping[int, int], segments: Path) -> None:
         first, hosts = self._ranks[0], self._hosts()
         host = LOOPBACK if len(set(hosts)) == 1 else first.location.address
-        (address,) = self._wait([first.call(RankWorker.offer_meeting, host)])
-        self._meeting = Meeting(
+        (address,) = self._wait([first.call(RankWorker.offer_sync_rendezvous, host)])
+        self._rendezvous = Rendezvous(
             address=address,
             rank=0,
             size=len(hosts),
             timeout_s=self._timeout_s,
             secret=secrets.token_bytes(_SECRET_BYTES),
         )
-        shares = shares_of(
+        shares = process_plans_of(
             self.plan,
             settings,
-            self._meeting,
+            self._rendezvous,
             hosts=hosts,
             num_ranks=len(self._ranks),
             beside=beside,
@@ -161,8 +162,8 @@ class BridgeSync:
         )
         opens = [p.call(RankWorker.open_bridge, shares[rank]) for rank, p in enumerate(self._ranks)]
         for engine, process in enumerate(self._engines):
-            sinks = [self._sink(engine, worker) for worker in range(self._num_workers)]
-            opens.append(process.call(VllmEngine.open_bridge, [shares[sink] for sink in sinks]))
+            receivers = [self._sink(engine, worker) for worker in range(self._num_workers)]
+            opens.append(process.call(VllmEngine.open_bridge, [shares[receiver] for receiver in receivers]))
         self._wait(opens)
 
     def _wait(self, calls: Sequence[PendingCall[R]]) -> list[R]:

@@ -36,7 +36,7 @@ from megarl.parallel.worker import RankWorker
 from megarl.record.activity import doing
 from megarl.rollout.routing import router_of
 from megarl.sync.plan.engine_shards import engine_needs
-from megarl.sync.wire.casts import wire_specs
+from megarl.sync.transport.casts import sent_specs
 from megarl.types.messages import RoleSpec
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import TensorSpec, weight_specs
@@ -230,7 +230,7 @@ class Cluster:
         return BridgeSync(
             self.workers.groups[0].processes,
             self.engines.processes,
-            wire_specs(model, specs, self._config.sync.dtype),
+            sent_specs(model, specs, self._config.sync.dtype),
             engine_needs(model, engine.tp, stages=engine.pp, expert_parallel=engine.expert_parallel),
             self._config.sync,
             shares=self._seats.shares,

@@ -15,10 +15,10 @@ from megarl.host.device.platform import Platform
 from megarl.sync.plan.assign import Holding
 from megarl.sync.plan.build import Plan, build_plan
 from megarl.sync.plan.engine_shards import engine_needs
-from megarl.sync.plan.links import LinkStatistics, Medium, Ways, link_statistics
+from megarl.sync.plan.links import LinkSettings, LinkStatistics, Medium, link_statistics
 from megarl.sync.plan.neighbours import best_neighbours, overlaps
-from megarl.sync.wire.casts import wire_specs
-from megarl.sync.wire.shares import ways_of
+from megarl.sync.transport.casts import sent_specs
+from megarl.sync.transport.process_plans import link_settings_of
 from megarl.weights.adapters import adapter_spec
 from megarl.weights.boxes import Box, joined
 from megarl.weights.families import ModelSpec
@@ -80,7 +80,7 @@ def ends_of(config: Config, spec: ModelSpec) -> Ends:
     """Compute which slices of the weights the trainer's ranks hold, and which slices the engine workers need."""
     engine, sent = config.rollout.engine, sent_spec(config, spec)
     return Ends(
-        specs=wire_specs(sent, weight_specs(sent, config.model.dtype, by_expert=True), config.sync.dtype),
+        specs=sent_specs(sent, weight_specs(sent, config.model.dtype, by_expert=True), config.sync.dtype),
         held=rank_holdings(sent, config.actor.layout, vocab_multiple=config.model.vocab_multiple),
         needs=engine_needs(sent, engine.tp, stages=engine.pp, expert_parallel=engine.expert_parallel),
     )
@@ -129,7 +129,7 @@ def gloo_warning(plan: Plan, settings: SyncConfig, here: Platform) -> str | None
     """Return what a sync by gloo between hosts with CUDA costs, if the settings ask for that; None if they do not."""
     if settings.host_group != "gloo" or settings.delta or here.backend != "nccl":
         return None
-    links = link_statistics(plan, Ways(grouped=False, nearby=False), hosts=plan.hosts, beside={})
+    links = link_statistics(plan, LinkSettings(grouped=False, nearby=False), hosts=plan.hosts, beside={})
     tcp = next(load for load in links.loads if load.medium is Medium.NETWORK)
     if not tcp.num_bytes:
         return None
@@ -143,6 +143,6 @@ def bridge_links(config: Config, plan: Plan, here: Platform) -> LinkStatistics |
     """Estimate the time of a weight sync over what would carry its messages on a platform; None on CPUs."""
     if here.backend != "nccl":
         return None
-    beside = {sink: min(sources) for sink, sources in plan.neighbours.items()}
-    ways = ways_of(plan, config.sync, here, hosts=plan.hosts, beside=beside)
-    return link_statistics(plan, ways, hosts=plan.hosts, beside=beside)
+    beside = {receiver: min(sources) for receiver, sources in plan.neighbours.items()}
+    link_settings = link_settings_of(plan, config.sync, here, hosts=plan.hosts, beside=beside)
+    return link_statistics(plan, link_settings, hosts=plan.hosts, beside=beside)

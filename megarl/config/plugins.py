@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.config.moved import MovedModules
 from megarl.errors import ConfigError
 from megarl.host.reading import reason_of, require_file
 from megarl.host.user_code import mistake, note_user_file, run_file
 from megarl.registry import Registration, RegistrationError, noting
 
 KEY = "algo.plugins"
+sys.meta_path.append(MovedModules())
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 

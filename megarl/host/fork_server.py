@@ -98,7 +98,7 @@ class ForkServers:
             address.unlink(missing_ok=True)
 
 
-class _Nursery:
+class _ForkServer:
     """The server's side: its listening socket, and the client that waits for each child."""
 
     def __init__(self, listener: socket.socket) -> None:
@@ -193,7 +193,7 @@ def serve_forks(listener: int) -> None:
     # Collections in a child would copy the pages that it shares with the others.
     gc.collect()
     gc.freeze()
-    if (request := _Nursery(socket.socket(fileno=listener)).serve()) is None:
+    if (request := _ForkServer(socket.socket(fileno=listener)).serve()) is None:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server:

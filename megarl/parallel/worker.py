@@ -31,7 +31,7 @@ from megarl.types.messages import (
 
 if TYPE_CHECKING:
     from megarl.parallel.roles import LoadedRole
-    from megarl.sync.wire.wires import Share
+    from megarl.sync.transport.transports import ProcessPlan
     from megarl.weights.boxes import Boxes
 
 
@@ -199,28 +199,28 @@ class RankWorker:
         store_slices(slices, {name.removeprefix(PREFIX): tensor for name, tensor in target.items()})
         return StoreResult(num_elements=count_elements(slices), checksums={})
 
-    def offer_meeting(self, host: str) -> str:
+    def offer_sync_rendezvous(self, host: str) -> str:
         """Open the store by which trainer ranks and engine workers set up a weight sync, and return its address.
 
         host: the address at which all of them reach this process.
         """
         from megarl.host.store import offer_store
 
-        self.meeting_store, address = offer_store(host)
+        self.rendezvous_store, address = offer_store(host)
         return address
 
     def held_weights(self) -> "dict[str, Boxes]":
         """Return the boxes (rectangular parts) that this rank holds of each of the actor's tensors that are sent."""
-        from megarl.sync.wire.ends import holding_of
+        from megarl.sync.transport.ends import holding_of
 
         spec, slices, _ = self._role(Role.ACTOR, Part.PARAMS).sent()
         return holding_of(slices, spec.expected_tensors(by_expert=True))
 
-    def open_bridge(self, share: "Share") -> None:
+    def open_bridge(self, share: "ProcessPlan") -> None:
         """Join the weight sync from trainer to engines as a sending rank."""
         from megarl.host.device.platform import platform
-        from megarl.sync.wire.ends import BridgeSender
-        from megarl.sync.wire.routed import RoutedSender
+        from megarl.sync.transport.ends import BridgeSender
+        from megarl.sync.transport.routed import RoutedSender
 
         self.bridge_wire = RoutedSender(share, platform().device())
         self.bridge = BridgeSender(share, self.bridge_wire)

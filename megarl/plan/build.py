@@ -42,7 +42,7 @@ from megarl.plan.run_plan import (
 from megarl.plan.sizes import SizedRun, micro_batches_at_full_length, most_micro_batches, plan_shards, size_run
 from megarl.record.performance import forward_flops, peak_of
 from megarl.sync.plan.build import Plan, plan_statistics
-from megarl.sync.wire.shares import most_staging
+from megarl.sync.transport.process_plans import most_staging
 from megarl.train.forward import Variant, forms_read
 from megarl.train.inputs import missing_files, open_train_inputs, setting_warnings
 from megarl.types import TokenQuantity

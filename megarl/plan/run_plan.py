@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from megarl.config.derived import Derived
 from megarl.sync.plan.build import PlanStatistics
 from megarl.sync.plan.links import LinkStatistics
-from megarl.sync.wire.wires import Staging
+from megarl.sync.transport.transports import Staging
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

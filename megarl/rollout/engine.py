@@ -37,7 +37,7 @@ from megarl.weights.families import read_model_spec
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams, TokensPrompt
 
-    from megarl.sync.wire.wires import Share
+    from megarl.sync.transport.transports import ProcessPlan
 
 # By vLLM's name, why a request has ended that it finished; `Stepper` has repeated those that ended with an error.
 FINISH_REASONS = {
@@ -225,7 +225,7 @@ class VllmEngine:
             for o, s in zip(outputs, sequences, strict=True)
         ]
 
-    def open_bridge(self, shares: "Sequence[Share]") -> None:
+    def open_bridge(self, shares: "Sequence[ProcessPlan]") -> None:
         """Make every worker join the weight sync as a receiver; `shares` has each worker's part of the plan."""
         # Pickled, because vLLM only passes plain types between its processes.
         self.llm.collective_rpc("open_bridge", kwargs={"shares": [pickle.dumps(share) for share in shares]})

@@ -26,9 +26,9 @@ from megarl.host.device.gloo import close_gloo
 from megarl.rollout.cpu_patches import repack_cpu_weights
 from megarl.rollout.engine import ADAPTERS_ID, NUM_BEFORE, SEED
 from megarl.seeds import span_seed
-from megarl.sync.wire.ends import BridgeReceiver
-from megarl.sync.wire.routed import RoutedReceiver
-from megarl.sync.wire.wires import Share
+from megarl.sync.transport.ends import BridgeReceiver
+from megarl.sync.transport.routed import RoutedReceiver
+from megarl.sync.transport.transports import ProcessPlan
 from megarl.weights.adapter_files import PREFIX
 
 # This process makes its groups later.
@@ -49,9 +49,9 @@ class WeightReceiver:
     def open_bridge(self, shares: Sequence[bytes]) -> None:
         """Join the weight sync from the trainer's ranks; this worker's part of the plan is one of `shares`."""
         worker: Any = self
-        share: Share = pickle.loads(shares[worker.rank])
-        self.bridge_wire = RoutedReceiver(share, worker.device)
-        self.bridge = BridgeReceiver(share, self.bridge_wire, worker.device)
+        process_plan: ProcessPlan = pickle.loads(shares[worker.rank])
+        self.bridge_wire = RoutedReceiver(process_plan, worker.device)
+        self.bridge = BridgeReceiver(process_plan, self.bridge_wire, worker.device)
 
     def load_bridge(
         self, transfer: int, with_checksums: bool, scales: Mapping[str, float]

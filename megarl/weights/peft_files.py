@@ -34,7 +34,7 @@ _VARIANTS: Mapping[str, str] = {
         ("use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config"), "A and B are used otherwise"
     ),
 }
-# Ways to begin that leave the base's weights as they are; others take the adapter's first product out of them.
+# LinkSettings to begin that leave the base's weights as they are; others take the adapter's first product out of them.
 _BEGINNINGS = (None, True, False, "", "gaussian", "eva", "orthogonal")
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<letter>[AB])(?(kind)(\.default)?|\.weight)")
 # What data parallelism, compilation and FSDP put before the names of the modules that they wrap.

@@ -73,13 +73,13 @@ def run(_: RankContext, model: str, settings: Sequence[str], export: str) -> Rep
         minimum = [
             sum(widths[name] * count for name, count in lacking)
             for lacking in (
-                _lacking(plan.needs[sink], boxes[rank], shapes)
-                for sink, rank in zip(sorted(plan.needs), near, strict=True)
+                _lacking(plan.needs[receiver], boxes[rank], shapes)
+                for receiver, rank in zip(sorted(plan.needs), near, strict=True)
             )
         ]
         sync.close()
         assert not list(Path("/dev/shm").glob(f"megarl-{cluster.scope.run_id}-bridge-*"))
-        planned = [plan.received_bytes(sink) for sink in sorted(plan.needs)]
+        planned = [plan.received_bytes(receiver) for receiver in sorted(plan.needs)]
         return Report(engine=engine, trainer=trainer, minimum=minimum, planned=planned, measured=measured)
 
 

@@ -15,10 +15,10 @@ from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
 from megarl.rollout.engine_spec import EngineSpec
 from megarl.sync.plan.build import build_plan
 from megarl.sync.plan.engine_shards import engine_needs
-from megarl.sync.wire.ends import BridgeSender, holding_of
-from megarl.sync.wire.meetings import Meeting
-from megarl.sync.wire.routed import RoutedSender
-from megarl.sync.wire.shares import shares_of
+from megarl.sync.transport.ends import BridgeSender, holding_of
+from megarl.sync.transport.process_plans import process_plans_of
+from megarl.sync.transport.rendezvous import Rendezvous
+from megarl.sync.transport.routed import RoutedSender
 from megarl.types import FloatArray
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.safetensors_map import map_model, weight_specs
@@ -77,10 +77,10 @@ def _sync(
     held = holding_of(slices, {name: each.shape for name, each in specs.items()})
     plan = build_plan(specs, {0: held}, dict(enumerate(needs, start=1)))
     store = open_store("127.0.0.1")
-    shares = shares_of(
+    shares = process_plans_of(
         plan,
         SyncConfig(),
-        Meeting(address=f"tcp://127.0.0.1:{store.port}", rank=0, size=1, timeout_s=60.0, secret=b"the run's"),
+        Rendezvous(address=f"tcp://127.0.0.1:{store.port}", rank=0, size=1, timeout_s=60.0, secret=b"the run's"),
         hosts=["here"] * (1 + len(needs)),
         num_ranks=1,
         beside={},

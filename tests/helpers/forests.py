@@ -82,7 +82,7 @@ def random_tree(seed: int, *, max_depth: int = 6, max_leaves: int = 64, max_toke
     return rows
 
 
-def shares_of(rows: Sequence[Row], dp: int) -> list[list[list[int]]]:
+def process_plans_of(rows: Sequence[Row], dp: int) -> list[list[list[int]]]:
     """Two micro-batches for each data-parallel rank, of rows by turns, so that most branches meet others."""
     return [[list(range(2 * rank + half, len(rows), 2 * dp)) for half in range(2)] for rank in range(dp)]
 
@@ -111,7 +111,7 @@ def forest_errors(
             temperature=1.0,
             lr=0.0,
         )
-        plan = [[list(range(len(tree)))]] if whole else shares_of(tree, actor.layout.dp)
+        plan = [[list(range(len(tree)))]] if whole else process_plans_of(tree, actor.layout.dp)
         result = worker.update(tree, plan[worker.layout.dp_group.rank()], request)
         loss, expected = _reference(hf, tree)
         error = _gradient_error(loaded, worker.layout, expected)

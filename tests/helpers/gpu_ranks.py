@@ -22,11 +22,11 @@ from megarl.parallel.backend import BACKENDS, cuda_backend
 from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
 from megarl.rollout.engine_spec import EngineSpec
 from megarl.sync.plan.build import build_plan
-from megarl.sync.wire.ends import BridgeReceiver, BridgeSender
-from megarl.sync.wire.meetings import Meeting
-from megarl.sync.wire.routed import RoutedReceiver, RoutedSender
-from megarl.sync.wire.shares import shares_of
-from megarl.sync.wire.wires import Share
+from megarl.sync.transport.ends import BridgeReceiver, BridgeSender
+from megarl.sync.transport.process_plans import process_plans_of
+from megarl.sync.transport.rendezvous import Rendezvous
+from megarl.sync.transport.routed import RoutedReceiver, RoutedSender
+from megarl.sync.transport.transports import ProcessPlan
 from megarl.types import FloatArray, Row
 from megarl.types.messages import ForwardRequest, LoadRequest, Part, Role, RoleSpec
 from megarl.weights.boxes import full_box
@@ -220,10 +220,10 @@ def exchange_on_device(
     specs = {name: TensorSpec(shape=tuple(value.shape), dtype=value.dtype) for name, value in values.items()}
     boxes = {name: (full_box(spec.shape),) for name, spec in specs.items()}
     plan = build_plan(specs, {0: boxes}, {1: boxes}, neighbours={1: [0]}, bucket_bytes=1 << 16)
-    shares = shares_of(
+    shares = process_plans_of(
         plan,
         SyncConfig(cuda_ipc=wire == "CUDA IPC"),
-        Meeting(address=f"tcp://127.0.0.1:{store.port}", rank=0, size=2, timeout_s=120.0, secret=b"the run's"),
+        Rendezvous(address=f"tcp://127.0.0.1:{store.port}", rank=0, size=2, timeout_s=120.0, secret=b"the run's"),
         hosts=("here", "here"),
         num_ranks=1,
         beside={1: 0},
@@ -264,7 +264,7 @@ def exchange_beside_expandable_segments(
     return received, kinds[True], kinds[False]
 
 
-def _receive_on_device(share: Share) -> list[dict[str, torch.Tensor]]:
+def _receive_on_device(share: ProcessPlan) -> list[dict[str, torch.Tensor]]:
     """Both transfers, on the host: in the process that has the other end."""
     device = platform().device()
     receiver = BridgeReceiver(share, RoutedReceiver(share, device), device)

@@ -27,8 +27,8 @@ from tests.helpers.rank_pool import RankContext
 
 # A rank that waits for a dead one gives up well before the pool does.
 COLLECTIVE_TIMEOUT_S = 30.0
-# Each meeting of the ranks needs a file of its own; all ranks count alike.
-_meetings = itertools.count()
+# Each rendezvous of the ranks needs a file of its own; all ranks count alike.
+_rendezvous_settings = itertools.count()
 
 
 def join_layout(context: RankContext, config: LayoutConfig) -> RankWorker:
@@ -38,7 +38,7 @@ def join_layout(context: RankContext, config: LayoutConfig) -> RankWorker:
     # A model that lingers in a reference cycle keeps its groups, and they their threads.
     gc.collect()
     worker.close()
-    worker.join(config, f"file://{context.directory}/meeting-{next(_meetings)}", COLLECTIVE_TIMEOUT_S)
+    worker.join(config, f"file://{context.directory}/rendezvous-{next(_rendezvous_settings)}", COLLECTIVE_TIMEOUT_S)
     return worker
 
 

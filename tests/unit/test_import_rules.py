@@ -72,7 +72,7 @@ OTHER_CLOCKS = (
     "rollout/stepping.py",
     "run/*",
     "train/checkpoint.py",
-    "sync/wire/flags.py",
+    "sync/transport/flags.py",
 )
 # Of each room, those that it must do without on any floor.
 APART = {

@@ -230,8 +230,8 @@ def rank_main(rank: int, run: DistillRun) -> None:
 
     torch.set_num_threads(1)
     platform().activate()
-    meeting = f"file://{run.directory}/meeting"
-    dist.init_process_group(platform().backend, init_method=meeting, rank=rank, world_size=run.world_size)
+    rendezvous = f"file://{run.directory}/rendezvous"
+    dist.init_process_group(platform().backend, init_method=rendezvous, rank=rank, world_size=run.world_size)
     group: Any = dist.group.WORLD
     device, dtype, memory = platform().device(), getattr(torch, run.dtype), PEAK_MEMORY[run.device]()
 

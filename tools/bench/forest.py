@@ -143,7 +143,7 @@ class OneRank:
 class ForestTrainer:
     """A policy in this process that is updated with and without sharing."""
 
-    def __init__(self, model: Path, meeting: str, micro_batch_tokens: int) -> None:
+    def __init__(self, model: Path, rendezvous: str, micro_batch_tokens: int) -> None:
         apply_environment()
         import torch
 
@@ -156,7 +156,7 @@ class ForestTrainer:
         # Threads that wait for one another would count.
         torch.set_num_threads(1)
         settings = ActorConfig(optimizer=OptimizerConfig(distributed=False), micro_batch_tokens=micro_batch_tokens)
-        worker.join(settings.layout, f"file://{meeting}", 60.0)
+        worker.join(settings.layout, f"file://{rendezvous}", 60.0)
         self.role = RoleSpec(role=Role.ACTOR, model=ModelConfig(path=str(model), dtype="float32"), settings=settings)
         worker.load(LoadRequest(roles=(self.role,), seed=0))
         self.loaded = worker.roles[Role.ACTOR]
@@ -258,7 +258,7 @@ def main() -> None:
             from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 
             make_tiny_model(path, TinyModelConfig(max_positions=8192), seed=0)
-        trainer = ForestTrainer(path, f"{directory}/meeting", options.micro_batch_tokens)
+        trainer = ForestTrainer(path, f"{directory}/rendezvous", options.micro_batch_tokens)
         results = [
             trainer.measure(shape, sharing, scale=options.scale, repeats=options.repeats)
             for shape in options.shapes

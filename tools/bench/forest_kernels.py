@@ -56,7 +56,7 @@ def tree(shape: str, sharing: int, vocab: int, tokens: int) -> list[Row]:
 class KernelBench:
     """A policy in this process, built once for each of the ways."""
 
-    def __init__(self, model: Path, meeting: str, tokens: int) -> None:
+    def __init__(self, model: Path, rendezvous: str, tokens: int) -> None:
         apply_environment()
         from megarl.config.schema import ActorConfig, ModelConfig, OptimizerConfig
         from megarl.parallel.worker import RankWorker
@@ -64,7 +64,7 @@ class KernelBench:
         self.worker = RankWorker(0)
         self.worker.prepare()
         actor = ActorConfig(optimizer=OptimizerConfig(distributed=False), micro_batch_tokens=tokens)
-        self.worker.join(actor.layout, f"file://{meeting}", 60.0)
+        self.worker.join(actor.layout, f"file://{rendezvous}", 60.0)
         dtype: Literal["float32", "bfloat16"] = "bfloat16" if platform().name == "cuda" else "float32"
         self.role = RoleSpec(role=Role.ACTOR, model=ModelConfig(path=str(model), dtype=dtype), settings=actor)
 
@@ -122,7 +122,7 @@ def main() -> None:
         path = options.model or Path(directory) / "model"
         if options.model is None:
             make_model(path, tiny=options.device == "cpu")
-        bench = KernelBench(path, f"{directory}/meeting", options.tokens)
+        bench = KernelBench(path, f"{directory}/rendezvous", options.tokens)
         for way in ways:
             bench.load(WAYS[way])
             for shape in options.shapes:

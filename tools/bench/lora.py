@@ -148,7 +148,7 @@ def _load(path: str, rank: int) -> None:
 
     torch.set_num_threads(1)
     settings = actor_settings(rank)
-    worker.join(settings.layout, f"file://{tempfile.mkdtemp()}/meeting", 60.0)
+    worker.join(settings.layout, f"file://{tempfile.mkdtemp()}/rendezvous", 60.0)
     spec = RoleSpec(role=Role.ACTOR, model=ModelConfig(path=path, dtype="float32"), settings=settings)
     worker.load(LoadRequest(roles=(spec,), seed=0))
     _process.update(worker=worker, call=_request(read_model_spec(path)))

@@ -75,13 +75,13 @@ def measure(head: str, step: StepSizes, model: Path) -> StepPeak:
     """One head in fresh processes."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory, spawn.Pool(NUM_RANKS) as pool:
-        ranks = [(head, step, str(model), rank, f"{directory}/meeting") for rank in range(NUM_RANKS)]
+        ranks = [(head, step, str(model), rank, f"{directory}/rendezvous") for rank in range(NUM_RANKS)]
         records = pool.starmap_async(_rank, ranks, chunksize=1).get(2 * TIMEOUT_S)
     peak_bytes = max(record.peak_bytes for record in records)
     return replace(records[0], peak_bytes=peak_bytes)
 
 
-def _rank(head: str, step: StepSizes, model: str, rank: int, meeting: str) -> StepPeak:
+def _rank(head: str, step: StepSizes, model: str, rank: int, rendezvous: str) -> StepPeak:
     """A rank's life: load, one small step that makes the optimizer's state, the step that counts."""
     apply_environment()
     from megarl.config.schema import ActorConfig, HeadConfig, LayoutConfig, ModelConfig, OptimizerConfig
@@ -99,7 +99,7 @@ def _rank(head: str, step: StepSizes, model: str, rank: int, meeting: str) -> St
         recompute="full",
         head=HeadConfig(regime="recompute" if whole else head),  # type: ignore[arg-type]
     )
-    worker.join(settings.layout, f"file://{meeting}", TIMEOUT_S)
+    worker.join(settings.layout, f"file://{rendezvous}", TIMEOUT_S)
     spec = RoleSpec(role=Role.ACTOR, model=ModelConfig(path=model, dtype="float32"), settings=settings)
     worker.load(LoadRequest(roles=(spec,), seed=0))
     if whole:

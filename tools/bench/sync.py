@@ -144,7 +144,7 @@ def lacking_bytes(case: str, model_bytes: int) -> int:
 
 
 def gates(measured: Sequence[SyncCost]) -> Iterator[Gate]:
-    """Of one case and size. Of all-gather's bytes a third is possible only where sinks sit well."""
+    """Of one case and size. Of all-gather's bytes a third is possible only where receivers sit well."""
     found = {each.contender: each for each in measured}
     peer, gathered, case = found["megatron-core"], found["all-gather"], measured[0].case
     minimum = lacking_bytes(case, measured[0].model_bytes)
@@ -171,7 +171,7 @@ def gates(measured: Sequence[SyncCost]) -> Iterator[Gate]:
 
 
 def table(measured: Sequence[SyncCost]) -> list[str]:
-    rows = [["case", "model MB", "contender", "wire MB", "messages", "staging MiB", "seconds", "of megatron-core"]]
+    rows = [["case", "model MB", "contender", "transport MB", "messages", "staging MiB", "seconds", "of megatron-core"]]
     for each in measured:
         peer = next(
             other

@@ -2,7 +2,7 @@
 
 Plans are made before the clock starts. All contenders begin with the same shards and end with the same. Sinks keep
 shards, into which what arrives is copied; "full shape" is how an engine gets it (`BridgeReceiver`): in tensors of full
-shape of which the sink copies its part, as a loader does.
+shape of which the receiver copies its part, as a loader does.
 """
 
 import functools
@@ -27,12 +27,12 @@ import torch.distributed as dist
 
 from megarl.config.generation import SyncConfig
 from megarl.host.store import open_store
-from megarl.sync.plan.build import Parcel, Plan, build_plan
-from megarl.sync.wire.ends import BridgeReceiver, BridgeSender
-from megarl.sync.wire.meetings import Meeting
-from megarl.sync.wire.routed import RoutedReceiver, RoutedSender
-from megarl.sync.wire.shares import shares_of
-from megarl.sync.wire.wires import Share, unpack
+from megarl.sync.plan.build import Plan, WeightMessage, build_plan
+from megarl.sync.transport.ends import BridgeReceiver, BridgeSender
+from megarl.sync.transport.process_plans import process_plans_of
+from megarl.sync.transport.rendezvous import Rendezvous
+from megarl.sync.transport.routed import RoutedReceiver, RoutedSender
+from megarl.sync.transport.transports import ProcessPlan, unpack
 from megarl.weights.boxes import Box, Index, slices_of
 from megarl.weights.slices import Slice
 from tools.bench.sync_model import NUM_RANKS, Model, RankLayout, check, make_model, one_each, shards
@@ -90,7 +90,7 @@ class SyncContender:
 
 
 def plan_of(model: Model, bucket_bytes: int | None) -> Plan:
-    """Every rank is a source, and a sink beside it."""
+    """Every rank is a source, and a receiver beside it."""
     ranks = range(NUM_RANKS)
     return build_plan(
         model.specs,
@@ -101,11 +101,11 @@ def plan_of(model: Model, bucket_bytes: int | None) -> Plan:
     )
 
 
-def bridge(wire: str, rank: Rank, *, full_shape: bool = False) -> SyncContender:
-    """megarl's plan, its ends and a wire. Local parts are copied from shard to shard."""
-    plan, label = plan_of(rank.model, rank.job.bucket_bytes), f"{wire}-{full_shape}"
+def bridge(transport: str, rank: Rank, *, full_shape: bool = False) -> SyncContender:
+    """megarl's plan, its ends and a transport. Local parts are copied from shard to shard."""
+    plan, label = plan_of(rank.model, rank.job.bucket_bytes), f"{transport}-{full_shape}"
     held, wanted = rank.model.held(rank.number), rank.model.wanted(rank.number)
-    outgoing, source, incoming, sink = _ends(rank, plan, label, wire)
+    outgoing, source, incoming, receiver = _ends(rank, plan, label, transport)
     sender = BridgeSender(outgoing, source)
     slices = [
         Slice(tensor=name, index=slices_of(held[name]), view=view, owned=True) for name, view in rank.held.items()
@@ -113,11 +113,11 @@ def bridge(wire: str, rank: Rank, *, full_shape: bool = False) -> SyncContender:
     local = [
         (rank.got[part.tensor][slices_of(part.box, wanted[part.tensor])],
          rank.held[part.tensor][slices_of(part.box, held[part.tensor])])
-        for message in plan.of_sink(NUM_RANKS + rank.number) if message.local for part in message.parts
+        for message in plan.of_receiver(NUM_RANKS + rank.number) if message.local for part in message.parts
     ]  # fmt: skip
     loads = loads_of(incoming.messages, rank.got, wanted)
     turns = itertools.count()
-    receiver = BridgeReceiver(incoming, sink, CPU)
+    whole = BridgeReceiver(incoming, receiver, CPU)
 
     def sync() -> None:
         turn = next(turns)
@@ -126,12 +126,12 @@ def bridge(wire: str, rank: Rank, *, full_shape: bool = False) -> SyncContender:
         for target, mine in local:
             target.copy_(mine)
         if full_shape:
-            for name, tensor in receiver.receive(turn):
+            for name, tensor in whole.receive(turn):
                 for target, index in loads[name]:
                     target.copy_(tensor[index])
         else:
-            sink.start(turn)
-            receive(sink, incoming.messages, rank.got, wanted)
+            receiver.start(turn)
+            receive(receiver, incoming.messages, rank.got, wanted)
         sending.join()
 
     received = sum(message.num_bytes for message in incoming.messages)
@@ -139,14 +139,17 @@ def bridge(wire: str, rank: Rank, *, full_shape: bool = False) -> SyncContender:
 
 
 def receive(
-    sink: RoutedReceiver, messages: Sequence[Parcel], got: Mapping[str, torch.Tensor], wanted: Mapping[str, Box]
+    receiver: RoutedReceiver,
+    messages: Sequence[WeightMessage],
+    got: Mapping[str, torch.Tensor],
+    wanted: Mapping[str, Box],
 ) -> None:
     """All messages of a transfer, bucket by bucket, straight into shards."""
     buckets = [list(each) for _, each in itertools.groupby(messages, key=lambda message: message.bucket)]
     for bucket, following in itertools.zip_longest(buckets, buckets[1:], fillvalue=()):
-        sink.expect([*bucket, *following])
+        receiver.expect([*bucket, *following])
         for message in bucket:
-            end = sink.end_of(message)
+            end = receiver.end_of(message)
             targets = (got[p.tensor][slices_of(p.box, wanted[p.tensor])] for p in message.parts)
             for _ in unpack(end.receive(message).data, targets):
                 pass
@@ -154,7 +157,7 @@ def receive(
 
 
 def loads_of(
-    messages: Sequence[Parcel], got: Mapping[str, torch.Tensor], wanted: Mapping[str, Box]
+    messages: Sequence[WeightMessage], got: Mapping[str, torch.Tensor], wanted: Mapping[str, Box]
 ) -> dict[str, list[tuple[torch.Tensor, Index]]]:
     """Tensor → where in shards, and from where in the tensor of full shape, what messages bring of it is copied."""
     loads = defaultdict[str, list[tuple[torch.Tensor, Index]]](list)
@@ -164,7 +167,9 @@ def loads_of(
     return loads
 
 
-def _ends(rank: Rank, plan: Plan, name: str, wire: str) -> tuple[Share, RoutedSender, Share, RoutedReceiver]:
+def _ends(
+    rank: Rank, plan: Plan, name: str, transport: str
+) -> tuple[ProcessPlan, RoutedSender, ProcessPlan, RoutedReceiver]:
     """Both ends of this process, which are members of their own: for gloo each process is a host."""
     job, timeout = rank.job, timedelta(seconds=TIMEOUT_S)
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timeout)
@@ -174,17 +179,17 @@ def _ends(rank: Rank, plan: Plan, name: str, wire: str) -> tuple[Share, RoutedSe
         store.set(f"port of {name}", str(_stores[-1].port))
     port = int(store.get(f"port of {name}"))
 
-    shares = shares_of(
+    shares = process_plans_of(
         replace(plan, messages=tuple(message for message in plan.messages if not message.local)),
         SyncConfig(),
-        Meeting(
+        Rendezvous(
             address=f"tcp://127.0.0.1:{port}",
             rank=0,
             size=2 * NUM_RANKS,
             timeout_s=TIMEOUT_S,
             secret=b"the benchmark's",
         ),
-        hosts=["here" if wire == "shared_memory" else f"host {i % NUM_RANKS}" for i in range(2 * NUM_RANKS)],
+        hosts=["here" if transport == "shared_memory" else f"host {i % NUM_RANKS}" for i in range(2 * NUM_RANKS)],
         num_ranks=NUM_RANKS,
         beside={},
         segments=Path(job.directory) / name,
@@ -193,8 +198,8 @@ def _ends(rank: Rank, plan: Plan, name: str, wire: str) -> tuple[Share, RoutedSe
     with ThreadPoolExecutor(2) as pool:
         # They wait for each other.
         source = pool.submit(RoutedSender, outgoing, CPU)
-        sink = pool.submit(RoutedReceiver, incoming, CPU)
-        return outgoing, source.result(), incoming, sink.result()
+        receiver = pool.submit(RoutedReceiver, incoming, CPU)
+        return outgoing, source.result(), incoming, receiver.result()
 
 
 def megatron(rank: Rank) -> SyncContender:
@@ -206,7 +211,7 @@ def megatron(rank: Rank) -> SyncContender:
     from megatron.core.resharding.planner import build_centralized_reshard_plan
 
     source = _module(rank, rank.held, rank.model.source)
-    target = _module(rank, rank.got, rank.model.sink)
+    target = _module(rank, rank.got, rank.model.receiver)
     plan = build_centralized_reshard_plan(source, target)
     service, counted = GlooCopyService(), list[tuple[int, int]]()
     batch = dist.batch_isend_irecv

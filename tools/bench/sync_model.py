@@ -43,18 +43,18 @@ _PP2 = RankLayout(groups=((0, 1), (2, 3)), stages=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncCase:
-    """From a layout to a layout; `overlapping`: sinks sit where they overlap most with sources, else in order."""
+    """From a layout to a layout; `overlapping`: receivers sit where they overlap most with sources, else in order."""
 
     source: RankLayout
-    sink: RankLayout
+    receiver: RankLayout
     overlapping: bool = False
 
 
 CASES = {
-    "TP4 → 2 × TP2, overlapping": SyncCase(source=_TP4, sink=_TP2, overlapping=True),
-    "TP4 → 2 × TP2, in order": SyncCase(source=_TP4, sink=_TP2),
-    "2 × TP2 → TP4, in order": SyncCase(source=_TP2, sink=_TP4),
-    "PP2 × TP2 → 2 × TP2, in order": SyncCase(source=_PP2, sink=_TP2),
+    "TP4 → 2 × TP2, overlapping": SyncCase(source=_TP4, receiver=_TP2, overlapping=True),
+    "TP4 → 2 × TP2, in order": SyncCase(source=_TP4, receiver=_TP2),
+    "2 × TP2 → TP4, in order": SyncCase(source=_TP2, receiver=_TP4),
+    "PP2 × TP2 → 2 × TP2, in order": SyncCase(source=_PP2, receiver=_TP2),
 }
 
 
@@ -66,7 +66,7 @@ class Model:
     axes: Mapping[str, int]
     layers: Mapping[str, int]
     source: RankLayout
-    sink: RankLayout
+    receiver: RankLayout
 
     @property
     def num_layers(self) -> int:
@@ -80,7 +80,7 @@ class Model:
         return self._boxes(self.source, rank)
 
     def wanted(self, rank: int) -> dict[str, Box]:
-        return self._boxes(self.sink, rank)
+        return self._boxes(self.receiver, rank)
 
     def _boxes(self, layout: RankLayout, rank: int) -> dict[str, Box]:
         group = layout.groups[layout.group_of(rank)]
@@ -108,14 +108,14 @@ def make_model(case: str, width: int, num_layers: int) -> Model:
             specs[name] = TensorSpec(shape=tuple(width * unit for unit in units), dtype=torch.float32)
             axes[name], layers[name] = axis, layer
     chosen = CASES[case]
-    model = Model(specs=specs, axes=axes, layers=layers, source=chosen.source, sink=chosen.sink)
+    model = Model(specs=specs, axes=axes, layers=layers, source=chosen.source, receiver=chosen.receiver)
     if not chosen.overlapping:
         return model
     held, wanted = ({rank: one_each(of(rank)) for rank in range(NUM_RANKS)} for of in (model.held, model.wanted))
     # Sink i of the layout in order goes to the rank that it overlaps most with.
     seats = best_neighbours(overlaps(specs, held, wanted))
-    groups = tuple(tuple(seats[sink] for sink in group) for group in chosen.sink.groups)
-    return Model(specs=specs, axes=axes, layers=layers, source=chosen.source, sink=RankLayout(groups=groups))
+    groups = tuple(tuple(seats[receiver] for receiver in group) for group in chosen.receiver.groups)
+    return Model(specs=specs, axes=axes, layers=layers, source=chosen.source, receiver=RankLayout(groups=groups))
 
 
 def model_sizes(num_bytes: int, num_layers: int) -> int:

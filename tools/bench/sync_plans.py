@@ -25,9 +25,9 @@ from megarl.record.text_table import align
 from megarl.sync.plan.assign import Holding, alike_tensors, replicas_of
 from megarl.sync.plan.build import Plan, build_plan
 from megarl.sync.plan.engine_shards import engine_needs
-from megarl.sync.plan.links import LinkStatistics, Medium, Rates, Ways, link_statistics
+from megarl.sync.plan.links import LinkSettings, LinkStatistics, Medium, Rates, link_statistics
 from megarl.sync.plan.neighbours import best_neighbours, overlaps
-from megarl.sync.wire.shares import most_staging
+from megarl.sync.transport.process_plans import most_staging
 from megarl.weights.boxes import num_elements, pieces
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import TensorSpec, weight_specs
@@ -35,9 +35,9 @@ from megarl.weights.safetensors_map import TensorSpec, weight_specs
 _CONFIGS = Path(__file__).parents[2] / "configs" / "model" / "hf"
 _DEVICES_PER_HOST = 8
 WAYS = {
-    "memory, TCP": Ways(grouped=False, nearby=False, page_locked=False),
-    "page-locked memory, NCCL": Ways(grouped=True, nearby=False),
-    "NCCL": Ways(grouped=True, nearby=True),
+    "memory, TCP": LinkSettings(grouped=False, nearby=False, page_locked=False),
+    "page-locked memory, NCCL": LinkSettings(grouped=True, nearby=False),
+    "NCCL": LinkSettings(grouped=True, nearby=True),
 }
 # In turn, of the bound; and what a rank may stage.
 _MOST_WAITING, _MOST_STAGING = 1.15, 1 << 30
@@ -130,7 +130,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ends:
-    """Sources by rank, sinks counted on from the last; devices are the ranks'."""
+    """Sources by rank, receivers counted on from the last; devices are the ranks'."""
 
     specs: Mapping[str, TensorSpec]
     held: Mapping[int, Holding]
@@ -218,12 +218,12 @@ def _least_seconds(ends: _Ends, beside: Mapping[int, int], hosts: Mapping[int, A
     on = {host: frozenset(rank for rank in ends.held if hosts[rank] == host) for host in hosts.values()}
     sent = {Medium.NVLINK: Counter[frozenset[int]](), Medium.NETWORK: Counter[frozenset[int]]()}
     most = Counter[Medium]()
-    for (_, sinks), by_able in zip(replicas, wanted, strict=True):
-        for sink in sinks:
+    for (_, receivers), by_able in zip(replicas, wanted, strict=True):
+        for receiver in receivers:
             received = Counter[Medium]()
             for able, num_bytes in by_able.items():
-                if beside[sink] not in able:
-                    near = able & on[hosts[sink]]
+                if beside[receiver] not in able:
+                    near = able & on[hosts[receiver]]
                     medium = Medium.NVLINK if near else Medium.NETWORK
                     received[medium] += num_bytes
                     sent[medium][near or able] += num_bytes

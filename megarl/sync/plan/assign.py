@@ -14,7 +14,7 @@ from megarl.weights.safetensors_map import TensorSpec
 _ITEM_BYTES = operator.attrgetter("item_bytes")
 # The parts of tensors that a process holds or needs.
 Holding: TypeAlias = Mapping[str, Boxes]
-# Sink → sources that share its memory.
+# Receiver → sources that share its memory.
 Neighbours: TypeAlias = Mapping[int, Collection[int]]
 # Process → its host; empty: not known, so that all links count as equally fast.
 Hosts: TypeAlias = Mapping[int, Hashable]
@@ -41,7 +41,7 @@ class Block(NamedTuple):
     num_bytes: int
 
 
-class Alike(NamedTuple):
+class TensorGroup(NamedTuple):
     """Tensors of one layer, such as its experts on one rank, for which one plan is enough.
 
     They have the same shape, dtype, holders and receivers. held, needed: box (rectangular part) → processes.
@@ -54,19 +54,20 @@ class Alike(NamedTuple):
 
 
 class Portion(NamedTuple):
-    """Runs of a layer that the same ranks (candidates) could send to a sink, and their size."""
+    """Runs of a layer that the same ranks (candidates) could send to a receiver, and their size."""
 
     candidates: frozenset[int]
     runs: tuple[BoxRun, ...]
     num_bytes: int
 
 
-# From which sources a sink gets a layer, and in which blocks.
+# From which sources a receiver gets a layer, and in which blocks.
 Shares: TypeAlias = Mapping[int, tuple[Block, ...]]
 
 
 class Layer(NamedTuple):
-    """Parts of a layer that every sink receives: wire, from each source over the wire; local, from sources beside it.
+    """Parts of a layer that every receiver receives: transport, from each source over the wire; local, from sources
+    beside it.
 
     Tensors between layers, such as embeddings, make up a layer too. size: bytes of its full tensors. holders: all
     sources that hold some of it.
@@ -74,7 +75,7 @@ class Layer(NamedTuple):
 
     size: int
     holders: frozenset[int]
-    wire: Mapping[int, Shares]
+    transport: Mapping[int, Shares]
     local: Mapping[int, Shares]
 
 
@@ -88,7 +89,7 @@ def replicas_of(holdings: Mapping[int, Holding]) -> list[tuple[Holding, tuple[in
 
 def alike_tensors(
     specs: Mapping[str, TensorSpec], held: Mapping[int, Holding], needed: Mapping[int, Holding]
-) -> Iterator[tuple[str, list[Alike]]]:
+) -> Iterator[tuple[str, list[TensorGroup]]]:
     """Yield each layer's name and its tensors by shape, dtype, holders and receivers, in the order of `specs`."""
     holders, takers = _by_tensor(held), _by_tensor(needed)
     for layer, names in itertools.groupby(specs, layer_of):
@@ -99,7 +100,7 @@ def alike_tensors(
         yield (
             layer,
             [
-                Alike(
+                TensorGroup(
                     tuple(group), specs[group[0]], _places(holders.get(group[0], ())), _places(takers.get(group[0], ()))
                 )
                 for group in groups.values()
@@ -138,11 +139,12 @@ def assign(
     hosts: Hosts,
     block_bytes: int,
 ) -> Iterator[Layer]:
-    """Choose, for every part of a tensor that an engine worker (sink) needs, the trainer rank (source) that sends it.
+    """Choose, for every part of a tensor that an engine worker (receiver) needs, the trainer rank (source) that sends
+    it.
 
-    Among sources that hold it, those are preferred that share the sink's memory, then those that send to it from the
-    same layer anyway, then those of its host; of several, the one with least to send so far. The part of
-    a layer that a sink gets from one source is sent in blocks of at most `block_bytes`, which sinks with the same
+    Among sources that hold it, those are preferred that share the receiver's memory, then those that send to it from
+    the same layer anyway, then those of its host; of several, the one with least to send so far. The part of a layer
+    that a receiver gets from one source is sent in blocks of at most `block_bytes`, which receivers with the same
     mapping in `needed` share.
 
     Raises:
@@ -150,26 +152,26 @@ def assign(
     """
     replicas, load = replicas_of(needed), dict.fromkeys(held, 0)
     for layer, group in alike_tensors(specs, held, dict(enumerate(holding for holding, _ in replicas))):
-        every = _portions(layer, group, [sinks for _, sinks in replicas])
+        every = _portions(layer, group, [receivers for _, receivers in replicas])
         holders = frozenset[int]().union(*(portion.candidates for portions in every for portion in portions))
-        wire, local = dict[int, Shares](), dict[int, Shares]()
-        for portions, (_, sinks) in zip(every, replicas, strict=True):
-            beside = {sink: holders.intersection(neighbours.get(sink, ())) for sink in sinks}
-            # Most sinks get the same portions from a source.
+        transport, local = dict[int, Shares](), dict[int, Shares]()
+        for portions, (_, receivers) in zip(every, replicas, strict=True):
+            beside = {receiver: holders.intersection(neighbours.get(receiver, ())) for receiver in receivers}
+            # Most receivers get the same portions from a source.
             blocks = functools.cache(
                 lambda numbers, of=portions, joins=bool(layer): _blocks(
                     [of[i] for i in numbers], block_bytes, joins=joins
                 )
             )
-            for sink, far, near in _choose(portions, beside, load, hosts, joins=bool(layer)):
-                wire[sink] = {source: blocks(numbers) for source, numbers in far.items()}
+            for receiver, far, near in _choose(portions, beside, load, hosts, joins=bool(layer)):
+                transport[receiver] = {source: blocks(numbers) for source, numbers in far.items()}
                 if near:
-                    local[sink] = {source: blocks(numbers) for source, numbers in near.items()}
-        yield Layer(sum(len(alike.tensors) * alike.spec.num_bytes for alike in group), holders, wire, local)
+                    local[receiver] = {source: blocks(numbers) for source, numbers in near.items()}
+        yield Layer(sum(len(group.tensors) * group.spec.num_bytes for group in group), holders, transport, local)
 
 
-def _portions(layer: str, group: Iterable[Alike], replicas: Sequence[tuple[int, ...]]) -> list[list[Portion]]:
-    """Return what each replica's sinks need of a layer, by the ranks that could send it.
+def _portions(layer: str, group: Iterable[TensorGroup], replicas: Sequence[tuple[int, ...]]) -> list[list[Portion]]:
+    """Return what each replica's receivers need of a layer, by the ranks that could send it.
 
     Outside layers, tensors are apart, so that ranks that hold the same tensors share them evenly.
     """
@@ -180,8 +182,10 @@ def _portions(layer: str, group: Iterable[Alike], replicas: Sequence[tuple[int, 
             for piece in pieces(wanted, boxes):
                 candidates = frozenset(source for holder in piece.holders for source in holders[holder])
                 if not candidates:
-                    sink = replicas[takers[0]][0]
-                    raise WeightSyncError(f"no rank holds {tensors[0]}{piece.box}, which engine worker {sink} needs")
+                    receiver = replicas[takers[0]][0]
+                    raise WeightSyncError(
+                        f"no rank holds {tensors[0]}{piece.box}, which engine worker {receiver} needs"
+                    )
                 run = BoxRun(tensors, piece.box, num_elements(piece.box) * item, item)
                 for taker in takers:
                     found[taker][candidates, "" if layer else tensors[0]].append(run)
@@ -204,10 +208,10 @@ def _choose(
     *,
     joins: bool,
 ) -> Iterator[tuple[int, dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]]:
-    """Yield the sinks of `beside`, and of each which portions it gets (by number) from which sources: over the wire,
-    and from those that share its memory.
+    """Yield the receivers of `beside`, and of each which portions it gets (by number) from which sources: over the
+    wire, and from those that share its memory.
 
-    joins: whether sources that send to a sink anyway are preferred.
+    joins: whether sources that send to a receiver anyway are preferred.
     """
     alone, shared = dict[int, tuple[int, ...]](), list[int]()
     for i, (candidates, _, num_bytes) in enumerate(portions):
@@ -217,7 +221,7 @@ def _choose(
         (source,) = candidates
         alone[source] = (*alone.get(source, ()), i)
         load[source] += num_bytes * sum(source not in sources for sources in beside.values())
-    for sink, sources in beside.items():
+    for receiver, sources in beside.items():
         far, near = alone.copy(), dict[int, tuple[int, ...]]()
         for source in sources.intersection(alone):
             near[source] = far.pop(source)
@@ -227,11 +231,15 @@ def _choose(
                 source, taken = min(at_hand), near
             else:
                 able: Collection[int] = [source for source in far if source in candidates] if joins else ()
-                able = able or [source for source in candidates if hosts and hosts[source] == hosts[sink]] or candidates
+                able = (
+                    able
+                    or [source for source in candidates if hosts and hosts[source] == hosts[receiver]]
+                    or candidates
+                )
                 source, taken = min(able, key=lambda each: (load[each], each)), far
                 load[source] += num_bytes
             taken[source] = (*taken.get(source, ()), i)
-        yield sink, far, near
+        yield receiver, far, near
 
 
 def _blocks(portions: Iterable[Portion], max_bytes: int, *, joins: bool) -> tuple[Block, ...]:

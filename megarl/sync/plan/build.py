@@ -1,6 +1,6 @@
-"""Plan a weight sync: which trainer rank (source) sends which box (part of a tensor) to which engine worker (sink).
+"""Plan a weight sync: which trainer rank (source) sends which box (part of a tensor) to which engine worker (receiver).
 
-The plan is a pure function of what sources hold and sinks need, computed once. Sink i receives only
+The plan is a pure function of what sources hold and receivers need, computed once. Receiver i receives only
 
     R_i = |D_i| − |D_i ∩ S_i|
 
@@ -44,16 +44,18 @@ class Fragment:
     offset: int
 
 
-class Parcel(NamedTuple):
-    """One message from a trainer rank (source) to an engine worker (sink); `turn` numbers the messages of this pair.
+class WeightMessage(NamedTuple):
+    """One message from a trainer rank (source) to an engine worker (receiver); `turn` numbers the messages of this
+    pair.
 
-    bucket: the step of the sync in which it is sent. local: whether source and sink share memory, so no wire is needed.
+    bucket: the step of the sync in which it is sent. local: whether source and receiver share memory, so no transport
+    is needed.
     """
 
     bucket: int
     turn: int
     source: int
-    sink: int
+    receiver: int
     local: bool
     runs: tuple[BoxRun, ...]
     num_bytes: int
@@ -72,41 +74,41 @@ class Parcel(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The plan of a weight sync: all messages, ordered by bucket (step), with `specs` of the full tensors, `needs`, the
-    boxes of each tensor per sink, and `hosts` of the processes, as far as they are known.
+    boxes of each tensor per receiver, and `hosts` of the processes, as far as they are known.
 
-    neighbours: by sink, the sources that share its memory.
+    neighbours: by receiver, the sources that share its memory.
     """
 
     specs: Mapping[str, TensorSpec]
     needs: Mapping[int, Holding]
-    messages: tuple[Parcel, ...]
+    messages: tuple[WeightMessage, ...]
     hosts: Hosts = field(default_factory=dict)
     neighbours: Neighbours = field(default_factory=dict)
 
     @functools.cached_property
-    def _by_end(self) -> tuple[Mapping[int, list[Parcel]], Mapping[int, list[Parcel]]]:
-        sent, received = dict[int, list[Parcel]](), dict[int, list[Parcel]]()
+    def _by_end(self) -> tuple[Mapping[int, list[WeightMessage]], Mapping[int, list[WeightMessage]]]:
+        sent, received = dict[int, list[WeightMessage]](), dict[int, list[WeightMessage]]()
         for message in self.messages:
             sent.setdefault(message.source, []).append(message)
-            received.setdefault(message.sink, []).append(message)
+            received.setdefault(message.receiver, []).append(message)
         return sent, received
 
     @functools.cached_property
     def columns(self) -> dict[str, np.ndarray]:
         """Return the messages as one int64 array per field, without `runs`."""
-        columns = list(zip(*self.messages, strict=True)) or [()] * len(Parcel._fields)
-        named = zip(Parcel._fields, columns, strict=True)
+        columns = list(zip(*self.messages, strict=True)) or [()] * len(WeightMessage._fields)
+        named = zip(WeightMessage._fields, columns, strict=True)
         return {name: np.array(each, dtype=np.int64) for name, each in named if name != "runs"}
 
-    def of_source(self, source: int) -> list[Parcel]:
+    def of_source(self, source: int) -> list[WeightMessage]:
         return self._by_end[0].get(source, [])
 
-    def of_sink(self, sink: int) -> list[Parcel]:
-        return self._by_end[1].get(sink, [])
+    def of_receiver(self, receiver: int) -> list[WeightMessage]:
+        return self._by_end[1].get(receiver, [])
 
-    def received_bytes(self, sink: int, *, local: bool = False) -> int:
-        """Return how many bytes a sink receives: over the wire, or with `local` from ranks that share its memory."""
-        return sum(message.num_bytes for message in self.of_sink(sink) if message.local == local)
+    def received_bytes(self, receiver: int, *, local: bool = False) -> int:
+        """Return how many bytes a receiver gets: over the wire, or with `local` from ranks that share its memory."""
+        return sum(message.num_bytes for message in self.of_receiver(receiver) if message.local == local)
 
     @property
     def wire_bytes(self) -> int:
@@ -123,17 +125,17 @@ def build_plan(
     hosts: Hosts | None = None,
     bucket_bytes: int | None = None,
 ) -> Plan:
-    """Plan a weight sync. Each engine worker (sink) gets the tensors in the order of `specs`, but each starts at
+    """Plan a weight sync. Each engine worker (receiver) gets the tensors in the order of `specs`, but each starts at
     another one.
 
-    bucket_bytes: in one bucket (step), each source sends and each sink receives at most this much to or from other
+    bucket_bytes: in one bucket (step), each source sends and each receiver receives at most this much to or from other
     hosts, as much within its host, and as much locally; a single row of a tensor may be more. Default: 1/16 of all
     tensors, within 1 to 64 MiB; with more than 8 sources 1/3,072, within 16 to 64 MiB. Larger buckets mean fewer
-    messages, but more memory, as each process stages `wires.DEPTH` buckets, and longer waits.
-    hosts: of each process, if known; a source on the host of the sink is preferred.
+    messages, but more memory, as each process stages `transports.DEPTH` buckets, and longer waits.
+    hosts: of each process, if known; a source on the host of the receiver is preferred.
 
     Raises:
-        WeightSyncError: a sink needs something that no source holds.
+        WeightSyncError: a receiver needs something that no source holds.
     """
     are_few = len(held) <= _FEW_SOURCES
     if bucket_bytes is None:
@@ -160,7 +162,7 @@ def build_plan(
             gc.enable()
 
 
-class _Room:
+class _Capacity:
     """The bytes that a process may still send or receive over one kind of link in each bucket that is not empty.
 
     short: for each number of parts of a bucket, the buckets with less room than that, as bits.
@@ -172,22 +174,22 @@ class _Room:
         self.left, self.short = dict[int, int](), [0] * (_PARTS_OF_BUCKET + 1)
 
 
-def _pack(transfers: Iterable[Transfer], bucket_bytes: int, hosts: Hosts) -> Iterator[Parcel]:
-    """Pack transfers into messages, one per bucket (step of the sync) and pair of source and sink.
+def _pack(transfers: Iterable[Transfer], bucket_bytes: int, hosts: Hosts) -> Iterator[WeightMessage]:
+    """Pack transfers into messages, one per bucket (step of the sync) and pair of source and receiver.
 
-    A transfer goes into the first bucket with room at both source and sink, but not before the last bucket of the layer
-    that the sink got two before, because engines hold back a layer until it is complete. Links within a device, within
-    a host and between hosts have room of their own: they work at the same time. Every process handles its buckets in
-    their order, so there is no deadlock.
+    A transfer goes into the first bucket with room at both source and receiver, but not before the last bucket of the
+    layer that the receiver got two before, because engines hold back a layer until it is complete. Links within a
+    device, within a host and between hosts have room of their own: they work at the same time. Every process handles
+    its buckets in their order, so there is no deadlock.
     """
-    rooms = defaultdict[tuple[bool, int, bool, bool], _Room](_Room)
-    # By sink: the layer that it gets, and the last bucket of that, of the one before, and of the one before that.
+    rooms = defaultdict[tuple[bool, int, bool, bool], _Capacity](_Capacity)
+    # By receiver: the layer that it gets, and the last bucket of that, of the one before, and of the one before that.
     at = defaultdict[int, tuple[int, int, int, int]](lambda: (-1, 0, 0, 0))
     packed = dict[tuple[int, int, int, bool], list[Block]]()
-    for source, sink, local, layer, block in transfers:
-        near, size = hosts.get(source) == hosts.get(sink), min(block.num_bytes, bucket_bytes)
-        out, into = rooms[True, source, near, local], rooms[False, sink, near, local]
-        current, last, before, first = at[sink]
+    for source, receiver, local, layer, block in transfers:
+        near, size = hosts.get(source) == hosts.get(receiver), min(block.num_bytes, bucket_bytes)
+        out, into = rooms[True, source, near, local], rooms[False, receiver, near, local]
+        current, last, before, first = at[receiver]
         if layer != current:
             before, first = last, before
         bucket, parts = first, max(1, size * _PARTS_OF_BUCKET // bucket_bytes)
@@ -199,22 +201,22 @@ def _pack(transfers: Iterable[Transfer], bucket_bytes: int, hosts: Hosts) -> Ite
             if size <= min(out.left.get(bucket, bucket_bytes), into.left.get(bucket, bucket_bytes)):
                 break
             bucket += 1
-        at[sink] = layer, max(last, bucket), before, first
+        at[receiver] = layer, max(last, bucket), before, first
         for room in (out, into):
             had = room.left.get(bucket, bucket_bytes)
             has = room.left[bucket] = had - size
             for i in range(has * _PARTS_OF_BUCKET // bucket_bytes, had * _PARTS_OF_BUCKET // bucket_bytes):
                 room.short[i + 1] |= 1 << bucket
-        packed.setdefault((bucket, source, sink, local), []).append(block)
+        packed.setdefault((bucket, source, receiver, local), []).append(block)
     turns = Counter[tuple[int, int]]()
     for key in sorted(packed, key=operator.itemgetter(0)):
-        bucket, source, sink, local = key
+        bucket, source, receiver, local = key
         runs, num_bytes = packed[key][0]
         if others := packed[key][1:]:
             runs = widest_first([*runs, *itertools.chain.from_iterable(block.runs for block in others)])
             num_bytes += sum(block.num_bytes for block in others)
-        yield Parcel(bucket, turns[source, sink], source, sink, local, runs, num_bytes)
-        turns[source, sink] += 1
+        yield WeightMessage(bucket, turns[source, receiver], source, receiver, local, runs, num_bytes)
+        turns[source, receiver] += 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +235,7 @@ def plan_statistics(plan: Plan) -> PlanStatistics:
     """Compute a plan's cost."""
     of = plan.columns
     over_wire = of["local"] == 0
-    sent, received = (np.bincount(of[end], of["num_bytes"] * over_wire) for end in ("source", "sink"))
+    sent, received = (np.bincount(of[end], of["num_bytes"] * over_wire) for end in ("source", "receiver"))
     return PlanStatistics(
         wire_bytes=int(received.sum()),
         local_bytes=int(of["num_bytes"].sum() - received.sum()),

@@ -43,7 +43,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ways:
+class LinkSettings:
     """Choices of what carries the messages of a weight sync.
 
     grouped: messages between hosts go over NCCL, else over gloo. nearby: those within a host go over NCCL too, else
@@ -72,7 +72,7 @@ class LinkLoad:
 class LinkStatistics:
     """The estimated time of a weight sync: of all buckets, one after another, and of the busiest link (`bound`)."""
 
-    ways: Ways
+    link_settings: LinkSettings
     loads: tuple[LinkLoad, ...]
     seconds: float
     bound_seconds: float
@@ -88,7 +88,12 @@ class _Hop(NamedTuple):
 
 
 def _hops(
-    of: Mapping[str, np.ndarray], ways: Ways, num_places: int, hosts: Hosts, beside: Mapping[int, int], rates: Rates
+    of: Mapping[str, np.ndarray],
+    link_settings: LinkSettings,
+    num_places: int,
+    hosts: Hosts,
+    beside: Mapping[int, int],
+    rates: Rates,
 ) -> list[_Hop]:
     """Return the hops of all messages, given by columns; places are numbered as processes."""
     host, target = np.zeros(num_places, dtype=np.int64), np.arange(num_places)
@@ -96,18 +101,18 @@ def _hops(
     for process in range(num_places):
         host[process] = numbers.get(hosts.get(process), 0)
         target[process] = beside.get(process, process)
-    source, device, local = of["source"], target[of["sink"]], of["local"] == 1
-    far = host[source] != host[of["sink"]]
+    source, device, local = of["source"], target[of["receiver"]], of["local"] == 1
+    far = host[source] != host[of["receiver"]]
     near = ~far & ~local
-    grouped = near & ways.nearby | far & ways.grouped
-    # Put by the source, or by the rank beside the sink that passes it on, into what the sink shares.
-    handed = local | grouped & (device != of["sink"])
-    pcie = rates.pcie if ways.page_locked else rates.pageable
-    ends, inside, between = (source, device), (device, device), (host[source], host[of["sink"]])
+    grouped = near & link_settings.nearby | far & link_settings.grouped
+    # Put by the source, or by the rank beside the receiver that passes it on, into what the receiver shares.
+    handed = local | grouped & (device != of["receiver"])
+    pcie = rates.pcie if link_settings.page_locked else rates.pageable
+    ends, inside, between = (source, device), (device, device), (host[source], host[of["receiver"]])
     return [
-        _Hop(Medium.DEVICE, handed & ways.ipc, inside, rates.device),
+        _Hop(Medium.DEVICE, handed & link_settings.ipc, inside, rates.device),
         _Hop(Medium.NVLINK, near & grouped, ends, rates.nvlink),
-        _Hop(Medium.PCIE, handed & (not ways.ipc), inside, pcie),
+        _Hop(Medium.PCIE, handed & (not link_settings.ipc), inside, pcie),
         _Hop(Medium.PCIE, near & ~grouped, ends, pcie),
         _Hop(Medium.PCIE, far & ~grouped, ends, rates.pageable),
         _Hop(Medium.NETWORK, far & grouped, ends, rates.network),
@@ -116,15 +121,15 @@ def _hops(
 
 
 def link_statistics(
-    plan: Plan, ways: Ways, *, hosts: Hosts, beside: Mapping[int, int], rates: Rates | None = None
+    plan: Plan, link_settings: LinkSettings, *, hosts: Hosts, beside: Mapping[int, int], rates: Rates | None = None
 ) -> LinkStatistics:
-    """Estimate the time of a plan whose messages go certain ways.
+    """Estimate the time of a plan whose messages go certain link_settings.
 
-    hosts: of every process. beside: by sink, the source on its device; other sinks have devices of their own.
+    hosts: of every process. beside: by receiver, the source on its device; other receivers have devices of their own.
     """
     of = plan.columns
-    num_places = 1 + int(max(of["source"].max(initial=0), of["sink"].max(initial=0)))
-    hops = _hops(of, ways, num_places, hosts, beside, rates or Rates())
+    num_places = 1 + int(max(of["source"].max(initial=0), of["receiver"].max(initial=0)))
+    hops = _hops(of, link_settings, num_places, hosts, beside, rates or Rates())
     num_buckets = 1 + int(of["bucket"].max(initial=0))
     longest, loads = np.zeros(num_buckets), list[LinkLoad]()
     for medium in Medium:
@@ -142,15 +147,19 @@ def link_statistics(
             LinkLoad(medium=medium, num_bytes=int(sizes[1].sum()), busiest_bytes=int(sizes.max()), seconds=most)
         )
     bound = max(load.seconds for load in loads)
-    return LinkStatistics(ways=ways, loads=tuple(loads), seconds=float(longest.sum()), bound_seconds=bound)
+    return LinkStatistics(
+        link_settings=link_settings, loads=tuple(loads), seconds=float(longest.sum()), bound_seconds=bound
+    )
 
 
-def fastest_ways(plan: Plan, grouped: bool, ipc: bool, *, hosts: Hosts, beside: Mapping[int, int]) -> Ways:
+def fastest_link_settings(
+    plan: Plan, grouped: bool, ipc: bool, *, hosts: Hosts, beside: Mapping[int, int]
+) -> LinkSettings:
     """Choose whether messages within hosts go over NCCL, if those between hosts may, by the estimated time; if it is
     the same, they do, because this takes no memory of the host.
     """
-    group, memory = (Ways(grouped=grouped, nearby=nearby, ipc=ipc) for nearby in (True, False))
+    group, memory = (LinkSettings(grouped=grouped, nearby=nearby, ipc=ipc) for nearby in (True, False))
     if not grouped:
         return memory
-    both = [link_statistics(plan, ways, hosts=hosts, beside=beside) for ways in (group, memory)]
-    return min(both, key=lambda each: each.seconds).ways
+    both = [link_statistics(plan, link_settings, hosts=hosts, beside=beside) for link_settings in (group, memory)]
+    return min(both, key=lambda each: each.seconds).link_settings

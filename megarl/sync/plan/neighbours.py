@@ -22,8 +22,8 @@ def overlaps(specs: Mapping[str, TensorSpec], held: Mapping[int, Holding], neede
                 num_bytes = len(alike.tensors) * num_elements(common) * alike.spec.dtype.itemsize
                 for taker, source in itertools.product(takers, holders):
                     rows[taker][columns[source]] += num_bytes
-    by_sink = {sink: row for row, (_, sinks) in zip(rows, replicas, strict=True) for sink in sinks}
-    return np.array([by_sink[sink] for sink in needed], dtype=np.int64).reshape(len(needed), len(columns))
+    by_receiver = {receiver: row for row, (_, receivers) in zip(rows, replicas, strict=True) for receiver in receivers}
+    return np.array([by_receiver[receiver] for receiver in needed], dtype=np.int64).reshape(len(needed), len(columns))
 
 
 def best_neighbours(shared: np.ndarray) -> list[int]:
@@ -35,7 +35,9 @@ def best_neighbours(shared: np.ndarray) -> list[int]:
         ValueError: there are more workers than ranks.
     """
     if shared.shape[0] > shared.shape[1]:
-        raise ValueError(f"got {shared.shape[0]} sinks and {shared.shape[1]} sources, expected at most as many sinks")
+        raise ValueError(
+            f"got {shared.shape[0]} receivers and {shared.shape[1]} sources, expected at most as many receivers"
+        )
     return assignment(-shared)
 
 

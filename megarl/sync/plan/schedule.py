@@ -3,7 +3,7 @@
 In the model's own order, all workers would first need weights of the first pipeline stage. Its ranks would be the
 bottleneck, while those of other stages would be idle. Each worker therefore starts at another layer, and within a layer
 it takes what a free rank has. This is the scheduling of an input-queued switch: a transfer begins as soon as its source
-and its sink are both free, and ends after a time proportional to its bytes.
+and its receiver are both free, and ends after a time proportional to its bytes.
 """
 
 import bisect
@@ -15,7 +15,8 @@ from typing import TypeAlias
 
 from megarl.sync.plan.assign import Block, Hosts, Layer
 
-# Source, sink, whether they share memory, a number of the layer that the sink gets no other of, and what is sent.
+# Source, receiver, whether they share memory, a number of the layer that the receiver gets no other of, and what is
+# sent.
 Transfer: TypeAlias = tuple[int, int, bool, int, Block]
 # How much longer a byte takes between hosts (400 Gb/s) than within one (NVLink 4, 450 GB/s).
 _BETWEEN_HOSTS = 9
@@ -24,7 +25,9 @@ _SAMPLE = 8
 
 
 class _Stage:
-    """The layers that the same sources hold; left: how many of them sinks still lack, each counted once per sink."""
+    """The layers that the same sources hold; left: how many of them receivers still lack, each counted once per
+    receiver.
+    """
 
     __slots__ = ("holders", "left")
 
@@ -32,11 +35,12 @@ class _Stage:
         self.holders, self.left = holders, 0
 
 
-class _Sink:
-    """The parts that a sink still lacks: the layers of each stage, and of its present one the blocks of each source.
+class _Receiver:
+    """The parts that a receiver still lacks: the layers of each stage, and of its present one the blocks of each
+    source.
 
     near: the sources on its host. totals: the layers from stages on its host, and from others, that it lacked at the
-    beginning. bit: this sink in sets of sinks. needs: the sources that have blocks for it now, as
+    beginning. bit: this receiver in sets of receivers. needs: the sources that have blocks for it now, as
     bits; after: those that come after the last one that sent.
     """
 
@@ -49,139 +53,143 @@ class _Sink:
 
 
 class _Switch:
-    """The state of all transfers. Sets of processes are bits of an integer: a source's is that of its number, a sink's
-    that of its position.
+    """The state of all transfers. Sets of processes are bits of an integer: a source's is that of its number, a
+    receiver's that of its position.
 
-    wanted: the sinks that lack something from each source now; after: those that come after the last one it served.
+    wanted: the receivers that lack something from each source now; after: those that come after the last one it served.
     """
 
-    def __init__(self, layers: Sequence[Layer], sources: Sequence[int], sinks: Sequence[int], hosts: Hosts) -> None:
+    def __init__(self, layers: Sequence[Layer], sources: Sequence[int], receivers: Sequence[int], hosts: Hosts) -> None:
         self.wanted, self.after = dict.fromkeys(sources, 0), dict.fromkeys(sources, -1)
-        self.free_sources, self.free_sinks = sum(1 << source for source in sources), 0
+        self.free_sources, self.free_receivers = sum(1 << source for source in sources), 0
         stages = {layer.holders: _Stage(layer.holders) for layer in layers}
         on = defaultdict[object, list[int]](list)
         for source in sources:
             on[hosts.get(source)].append(source)
         near = {host: frozenset(those) for host, those in on.items()}
         begins = list(itertools.accumulate((layer.size for layer in layers), initial=0))
-        self.sinks = list[_Sink]()
-        for i, number in enumerate(sinks):
-            first = sources[i * len(sources) // len(sinks)]
-            sink = _Sink(number, near.get(hosts.get(number), frozenset()), bit=1 << i, first=first)
-            begin = min(bisect.bisect_right(begins, i * begins[-1] // len(sinks)), len(layers)) - 1
+        self.receivers = list[_Receiver]()
+        for i, number in enumerate(receivers):
+            first = sources[i * len(sources) // len(receivers)]
+            receiver = _Receiver(number, near.get(hosts.get(number), frozenset()), bit=1 << i, first=first)
+            begin = min(bisect.bisect_right(begins, i * begins[-1] // len(receivers)), len(layers)) - 1
             for layer in itertools.chain(layers[begin:], layers[:begin]):
                 stage = stages[layer.holders]
                 stage.left += 1
-                sink.layers.setdefault(stage, deque()).append(layer)
-            sink.num_layers, sink.totals = len(layers), _num_near_and_far(sink)
-            self.sinks.append(sink)
+                receiver.layers.setdefault(stage, deque()).append(layer)
+            receiver.num_layers, receiver.totals = len(layers), _num_near_and_far(receiver)
+            self.receivers.append(receiver)
 
-    def next_layer(self, sink: _Sink) -> Layer:
-        """Choose the stage whose next layer a sink would get soonest.
+    def next_layer(self, receiver: _Receiver) -> Layer:
+        """Choose the stage whose next layer a receiver would get soonest.
 
         Layers of stages on its host come evenly among the others, so that links within and between hosts work at the
-        same time. Then the stage counts for whose sources the fewest sinks wait, as a part of what is left to send, per
-        layer that this sink lacks.
+        same time. Then the stage counts for whose sources the fewest receivers wait, as a part of what is left to send,
+        per layer that this receiver lacks.
         """
         waiting_for = self.wanted.__getitem__
-        near, far = _num_near_and_far(sink)
-        wants_near = near * sink.totals[1] >= far * sink.totals[0]
+        near, far = _num_near_and_far(receiver)
+        wants_near = near * receiver.totals[1] >= far * receiver.totals[0]
 
         def wait(item: tuple[_Stage, deque[Layer]]) -> tuple[bool, float, int]:
             stage, layers = item
-            some = list(itertools.islice(layers[0].wire[sink.number], _SAMPLE))
+            some = list(itertools.islice(layers[0].transport[receiver.number], _SAMPLE))
             waiting = sum(map(int.bit_count, map(waiting_for, some))) / max(1, len(some))
-            return sink.near.isdisjoint(some) is wants_near, waiting / stage.left / len(layers), -len(layers)
+            return receiver.near.isdisjoint(some) is wants_near, waiting / stage.left / len(layers), -len(layers)
 
-        stage, layers = min(sink.layers.items(), key=wait)
+        stage, layers = min(receiver.layers.items(), key=wait)
         layer = layers.popleft()
         stage.left -= 1
-        sink.num_layers -= 1
+        receiver.num_layers -= 1
         if not layers:
-            del sink.layers[stage]
+            del receiver.layers[stage]
         return layer
 
-    def begin_layer(self, sink: _Sink) -> Iterator[Transfer]:
-        """Let a sink that lacks nothing of its layer begin another; yield what it has beside it."""
-        number, bit, wanted = sink.number, sink.bit, self.wanted
-        while sink.layers and not sink.needs:
-            layer = self.next_layer(sink)
+    def begin_layer(self, receiver: _Receiver) -> Iterator[Transfer]:
+        """Let a receiver that lacks nothing of its layer begin another; yield what it has beside it."""
+        number, bit, wanted = receiver.number, receiver.bit, self.wanted
+        while receiver.layers and not receiver.needs:
+            layer = self.next_layer(receiver)
             for source, blocks in layer.local.get(number, {}).items():
-                yield from ((source, number, True, sink.num_layers, block) for block in blocks)
-            sink.shares = dict(layer.wire[number])
-            for source in sink.shares:
+                yield from ((source, number, True, receiver.num_layers, block) for block in blocks)
+            receiver.shares = dict(layer.transport[number])
+            for source in receiver.shares:
                 wanted[source] |= bit
-            sink.needs = sum(map((1).__lshift__, sink.shares))
+            receiver.needs = sum(map((1).__lshift__, receiver.shares))
 
-    def pairs(self, ended: Sequence[tuple[_Sink, int]]) -> Iterator[tuple[int, _Sink]]:
-        """Choose which transfers begin, as (source, sink), after others ended; first sinks with most left."""
-        for sink, _ in sorted(ended, key=lambda each: -each[0].num_layers):
-            if able := sink.needs & self.free_sources:
-                able = able & sink.after or able
-                yield (able & -able).bit_length() - 1, sink
+    def pairs(self, ended: Sequence[tuple[_Receiver, int]]) -> Iterator[tuple[int, _Receiver]]:
+        """Choose which transfers begin, as (source, receiver), after others ended; first receivers with most left."""
+        for receiver, _ in sorted(ended, key=lambda each: -each[0].num_layers):
+            if able := receiver.needs & self.free_sources:
+                able = able & receiver.after or able
+                yield (able & -able).bit_length() - 1, receiver
         for _, source in ended:
-            if self.free_sources >> source & 1 and (able := self.wanted[source] & self.free_sinks):
+            if self.free_sources >> source & 1 and (able := self.wanted[source] & self.free_receivers):
                 able = able & self.after[source] or able
-                yield source, self.sinks[(able & -able).bit_length() - 1]
+                yield source, self.receivers[(able & -able).bit_length() - 1]
 
-    def take(self, source: int, sink: _Sink) -> Block:
-        """Begin the transfer of the next block that a source has for a sink."""
-        bit, blocks = 1 << source, sink.shares[source]
+    def take(self, source: int, receiver: _Receiver) -> Block:
+        """Begin the transfer of the next block that a source has for a receiver."""
+        bit, blocks = 1 << source, receiver.shares[source]
         self.free_sources ^= bit
-        self.free_sinks ^= sink.bit
-        sink.after, self.after[source] = -bit << 1, -sink.bit << 1
+        self.free_receivers ^= receiver.bit
+        receiver.after, self.after[source] = -bit << 1, -receiver.bit << 1
         if len(blocks) > 1:
-            sink.shares[source] = blocks[1:]
+            receiver.shares[source] = blocks[1:]
         else:
-            sink.needs ^= bit
-            self.wanted[source] ^= sink.bit
+            receiver.needs ^= bit
+            self.wanted[source] ^= receiver.bit
         return blocks[0]
 
 
-def _num_near_and_far(sink: _Sink) -> tuple[int, int]:
-    """Count the layers that a sink lacks from stages on its host, and from others."""
-    near = sum(len(each) for each in sink.layers.values() if not sink.near.isdisjoint(each[0].wire[sink.number]))
-    return near, sum(map(len, sink.layers.values())) - near
+def _num_near_and_far(receiver: _Receiver) -> tuple[int, int]:
+    """Count the layers that a receiver lacks from stages on its host, and from others."""
+    near = sum(
+        len(each)
+        for each in receiver.layers.values()
+        if not receiver.near.isdisjoint(each[0].transport[receiver.number])
+    )
+    return near, sum(map(len, receiver.layers.values())) - near
 
 
-def in_order(layers: Iterable[Layer], sinks: Sequence[int]) -> Iterator[Transfer]:
-    """Yield all transfers in the model's order, those of a sink from several sources side by side."""
+def in_order(layers: Iterable[Layer], receivers: Sequence[int]) -> Iterator[Transfer]:
+    """Yield all transfers in the model's order, those of a receiver from several sources side by side."""
     for number, layer in enumerate(layers):
         shares = [
-            (source, sink, local, blocks)
-            for local, by_sink in ((True, layer.local), (False, layer.wire))
-            for sink in sinks
-            for source, blocks in by_sink.get(sink, {}).items()
+            (source, receiver, local, blocks)
+            for local, by_receiver in ((True, layer.local), (False, layer.transport))
+            for receiver in receivers
+            for source, blocks in by_receiver.get(receiver, {}).items()
         ]
         for i in range(max((len(share[3]) for share in shares), default=0)):
             yield from ((*share[:3], number, share[3][i]) for share in shares if i < len(share[3]))
 
 
 def scheduled(
-    layers: Sequence[Layer], sources: Sequence[int], sinks: Sequence[int], *, hosts: Hosts
+    layers: Sequence[Layer], sources: Sequence[int], receivers: Sequence[int], *, hosts: Hosts
 ) -> Iterator[Transfer]:
-    """Yield all transfers by their time if each source sends one at a time and each sink receives one at a time.
+    """Yield all transfers by their time if each source sends one at a time and each receiver receives one at a time.
 
-    Sinks receive whole layers one after another, because engines hold back a layer's weights until it is complete. Sink
-    i of n starts at i/n of the model. Free sinks choose among free sources, and free sources among free sinks, in turn,
-    which soon lets them take turns without conflicts.
+    Sinks receive whole layers one after another, because engines hold back a layer's weights until it is complete.
+    Receiver i of n starts at i/n of the model. Free receivers choose among free sources, and free sources among free
+    receivers, in turn, which soon lets them take turns without conflicts.
     """
-    switch = _Switch(layers, sources, sinks, hosts)
-    # The transfers under way, by the time when they end; at the beginning every sink is through with nothing.
-    ends, times = defaultdict[int, list[tuple[_Sink, int]]](list), [0]
-    ends[0] = [(sink, sources[0]) for sink in switch.sinks]
+    switch = _Switch(layers, sources, receivers, hosts)
+    # The transfers under way, by the time when they end; at the beginning every receiver is through with nothing.
+    ends, times = defaultdict[int, list[tuple[_Receiver, int]]](list), [0]
+    ends[0] = [(receiver, sources[0]) for receiver in switch.receivers]
     while times:
         now = heapq.heappop(times)
         ended = ends.pop(now)
-        for sink, source in ended:
+        for receiver, source in ended:
             switch.free_sources |= 1 << source
-            switch.free_sinks |= sink.bit
-            if not sink.needs:
-                yield from switch.begin_layer(sink)
-        for source, sink in switch.pairs(ended):
-            block = switch.take(source, sink)
-            yield source, sink.number, False, sink.num_layers, block
-            end = now + (block.num_bytes if source in sink.near else block.num_bytes * _BETWEEN_HOSTS)
+            switch.free_receivers |= receiver.bit
+            if not receiver.needs:
+                yield from switch.begin_layer(receiver)
+        for source, receiver in switch.pairs(ended):
+            block = switch.take(source, receiver)
+            yield source, receiver.number, False, receiver.num_layers, block
+            end = now + (block.num_bytes if source in receiver.near else block.num_bytes * _BETWEEN_HOSTS)
             if end not in ends:
                 heapq.heappush(times, end)
-            ends[end].append((sink, source))
+            ends[end].append((receiver, source))

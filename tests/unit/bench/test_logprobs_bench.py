@@ -226,7 +226,7 @@ import os, tempfile, torch, torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from tools.bench.logprobs.counting import count_collectives
 with tempfile.TemporaryDirectory() as directory:
-    dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=0, world_size=1)
     with count_collectives() as count:
         dist.all_reduce(torch.ones(6))
         dist.broadcast(torch.ones(2, dtype=torch.float64), 0)

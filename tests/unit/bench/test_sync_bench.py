@@ -13,11 +13,11 @@ from tools.bench.sync import OURS, PEERS, SyncCost, gates, lacking_bytes
 from tools.bench.sync_contenders import Rank, SyncContender, SyncJob, bridge
 from tools.bench.sync_model import CASES, NUM_RANKS, check, make_model, model_sizes, shards
 
-WIRES = list(itertools.product(("shared_memory", "gloo"), (False, True)))
+TRANSPORTS = list(itertools.product(("shared_memory", "gloo"), (False, True)))
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("wire", "full_shape"), WIRES)
+@pytest.mark.parametrize(("wire", "full_shape"), TRANSPORTS)
 def test_every_rank_gets_its_shards_and_lacks_no_byte_more(
     case: str, wire: str, full_shape: bool, tmp_path: Path
 ) -> None:

@@ -15,12 +15,12 @@ from megarl.config.generation import SyncConfig
 from megarl.errors import NonFiniteError, WeightSyncError
 from megarl.host.store import offer_store
 from megarl.rollout.engine import Received
-from megarl.sync.plan.build import Parcel
-from megarl.sync.wire.ends import BridgeReceiver, BridgeSender, holding_of
-from megarl.sync.wire.meetings import give_up
-from megarl.sync.wire.routed import RoutedReceiver, RoutedSender
-from megarl.sync.wire.shared_memory import SharedMemoryReceiver
-from megarl.sync.wire.wires import Arrival, Share
+from megarl.sync.plan.build import WeightMessage
+from megarl.sync.transport.ends import BridgeReceiver, BridgeSender, holding_of
+from megarl.sync.transport.rendezvous import give_up
+from megarl.sync.transport.routed import RoutedReceiver, RoutedSender
+from megarl.sync.transport.shared_memory import SharedMemoryReceiver
+from megarl.sync.transport.transports import Arrival, ProcessPlan
 from megarl.weights.boxes import Boxes
 from megarl.weights.safetensors_map import TensorSpec
 from megarl.weights.slices import Slice
@@ -44,14 +44,14 @@ class Rank:
     def held_weights(self) -> dict[str, Boxes]:
         return holding_of(self.slices, {"a": SHAPE})
 
-    def offer_meeting(self, host: str) -> str:
+    def offer_sync_rendezvous(self, host: str) -> str:
         self.store, address = offer_store(host)
         return address
 
-    def open_bridge(self, share: Share) -> None:
-        self.meeting = share.meeting
-        self.wire = RoutedSender(share, CPU)
-        self.bridge = BridgeSender(share, self.wire)
+    def open_bridge(self, process_plan: ProcessPlan) -> None:
+        self.rendezvous = process_plan.rendezvous
+        self.transport = RoutedSender(process_plan, CPU)
+        self.bridge = BridgeSender(process_plan, self.transport)
 
     def largest_weights(self) -> dict[str, float]:
         return self.bridge.largest(self.slices)
@@ -60,13 +60,13 @@ class Rank:
         return self.bridge.send(self.slices, transfer, **options)
 
     def close_bridge(self) -> None:
-        self.wire.close()
+        self.transport.close()
 
 
 class Flipping(SharedMemoryReceiver):
     """Changes a bit of every message, behind the length with which differences begin."""
 
-    def receive(self, message: Parcel) -> Arrival:
+    def receive(self, message: WeightMessage) -> Arrival:
         arrival = super().receive(message)
         data = arrival.data.clone()
         data[8] ^= 1
@@ -79,11 +79,14 @@ class Engine:
     def __init__(self, *, flips: bool = False) -> None:
         self.flips, self.received = flips, list[tuple[int, list[torch.Tensor]]]()
 
-    def open_bridge(self, shares: Sequence[Share]) -> None:
-        wires = [RoutedReceiver(share, CPU) for share in shares]
-        for end in wires[1]._ends if self.flips else ():
-            getattr(end, "_wire", end).__class__ = Flipping
-        self.workers = [BridgeReceiver(share, wire, CPU) for share, wire in zip(shares, wires, strict=True)]
+    def open_bridge(self, shares: Sequence[ProcessPlan]) -> None:
+        transports = [RoutedReceiver(process_plan, CPU) for process_plan in shares]
+        for end in transports[1]._ends if self.flips else ():
+            getattr(end, "_transport", end).__class__ = Flipping
+        self.workers = [
+            BridgeReceiver(process_plan, transport, CPU)
+            for process_plan, transport in zip(shares, transports, strict=True)
+        ]
 
     def receive_over_bridge(
         self, transfer: int, *, version: int, with_checksums: bool, scales: Mapping[str, float]
@@ -206,7 +209,7 @@ def test_who_waits_in_a_transfer_that_is_given_up_fails_and_the_next_one_is_good
             waiting = pool.submit(call)
             with pytest.raises(TimeoutError):
                 waiting.result(timeout=1.0)
-            give_up(rank.meeting, transfer)
+            give_up(rank.rendezvous, transfer)
             with pytest.raises(WeightSyncError, match="a process that took part in this sync has died"):
                 waiting.result(timeout=30.0)
     assert sync.push(1, verify=True) == {"sync/wire_bytes": 48}

@@ -12,9 +12,9 @@ from megarl.config.generation import SyncConfig
 from megarl.config.load import from_dict
 from megarl.config.schema import Config, LayoutConfig
 from megarl.host.device.platform import PLATFORMS
-from megarl.sync.plan.build import Parcel, Plan, build_plan
+from megarl.sync.plan.build import Plan, WeightMessage, build_plan
 from megarl.sync.plan.engine_shards import engine_needs
-from megarl.sync.wire.ends import holding_of
+from megarl.sync.transport.ends import holding_of
 from megarl.weights.boxes import contains, num_elements, slices_of
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.safetensors_map import TensorSpec
@@ -86,9 +86,9 @@ def test_engines_of_any_size_get_whole_heads_from_ranks_with_parts_of_groups(eng
     needed = dict(enumerate(engine_needs(spec, engine_tp), start=8))
     specs = {name: TensorSpec(shape=shape, dtype=torch.float32) for name, shape in shapes.items()}
     plan = build_plan(specs, held, needed)
-    for sink, boxes in needed.items():
+    for receiver, boxes in needed.items():
         copies = {name: torch.zeros(shape) for name, shape in shapes.items()}
-        for message in plan.of_sink(sink):
+        for message in plan.of_receiver(receiver):
             for part in message.parts:
                 assert any(contains(box, part.box) for box in held[message.source][part.tensor])
                 copies[part.tensor][slices_of(part.box)] += 1
@@ -134,7 +134,7 @@ def test_an_engine_over_nodes_stays_on_them_and_is_cut_as_the_trainer(tmp_path: 
     assert engine_ranks(config, ends_of(config, spec)) == [(0, 1, 2, 3)]
     plan = bridge_plan(config, spec)
     assert plan.wire_bytes == 0
-    assert sum(plan.received_bytes(sink, local=True) for sink in plan.needs) > 0
+    assert sum(plan.received_bytes(receiver, local=True) for receiver in plan.needs) > 0
     # Without stages in the trainer, each node's first rank lends its device to the worker that has its slices.
     layout = {"layout": {"tp": 2, "dp": 2}}
     config = from_dict(Config, tree | {"actor": layout})
@@ -147,7 +147,9 @@ def test_gloo_between_hosts_with_cuda_has_its_price() -> None:
     counted.
     """
     sizes = {(0, 3): 241 * 10**9, (0, 4): 200 * 10**9, (1, 2): 10 * 10**9, (1, 3): 900 * 10**9}
-    messages = tuple(Parcel(0, 0, source, sink, False, (), size) for (source, sink), size in sizes.items())
+    messages = tuple(
+        WeightMessage(0, 0, source, receiver, False, (), size) for (source, receiver), size in sizes.items()
+    )
     plan = Plan(specs={}, needs={}, messages=messages, hosts={0: "a", 2: "a", 1: "b", 3: "b", 4: "b"})
     asked, cuda = SyncConfig(host_group="gloo"), PLATFORMS["cuda"]()
     assert gloo_warning(plan, asked, cuda) == (

@@ -63,12 +63,12 @@ def make_run(root: Path, *overrides: str, counted: bool = True, staleness: int =
         f"rollout.schedule.staleness={staleness}",
     )
     paths.config.write_text(dump(with_overrides(Config(), [*settings, *overrides])))
-    sink = JsonlSink(paths.metrics)
-    sink.write(MetricsRecord(step=0, time_s=0.0, metrics={"val/test_score/sums": 0.5}))
+    receiver = JsonlSink(paths.metrics)
+    receiver.write(MetricsRecord(step=0, time_s=0.0, metrics={"val/test_score/sums": 0.5}))
     for step in range(1, num_steps + 1):
         metrics = step_metrics(step, counted=counted, staleness=staleness)
-        sink.write(MetricsRecord(step=step, time_s=float(step), metrics=metrics))
-    sink.close()
+        receiver.write(MetricsRecord(step=step, time_s=float(step), metrics=metrics))
+    receiver.close()
     # The first file is of the first half of the run, and does not count.
     for step, lengths in ((1, {"p": [999]}), (5, {"p": [5, 10, 20, 40], "q": [7]})):
         write_rollouts(paths.rollouts(step), [rollout(step, uid, n) for uid, many in lengths.items() for n in many])

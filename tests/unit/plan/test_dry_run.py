@@ -253,7 +253,7 @@ def test_messages_are_staged_on_devices_where_these_send_them(tmp_path: Path, mo
     here = plan_run(config)
     assert here.staging.device == 0 < here.staging.host
     assert [device.phases["sync"].activations for device in here.devices] == [0] * len(here.devices)
-    monkeypatch.setattr("megarl.sync.wire.shares.platform", PLATFORMS["cuda"])
+    monkeypatch.setattr("megarl.sync.transport.process_plans.platform", PLATFORMS["cuda"])
     there = plan_run(replace(config, sync=replace(config.sync, host_group="device")))
     assert there.staging.device > 0
     assert {device.phases["sync"].activations for device in there.devices} == {there.staging.device}

@@ -39,7 +39,7 @@ WORKER = {
 # What an engine worker's process executes of megarl.
 IN_WORKERS = [
     *(PACKAGE / "rollout" / name for name in ("worker_extension.py", "cpu_patches.py")),
-    *sorted((PACKAGE / "sync/wire").glob("*.py")),
+    *sorted((PACKAGE / "sync/transport").glob("*.py")),
 ]
 
 

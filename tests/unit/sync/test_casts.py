@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.errors import NonFiniteError
-from megarl.sync.wire.casts import from_wire, largest_magnitude, scale_of, to_wire, wire_specs
+from megarl.sync.transport.casts import from_transport, largest_magnitude, scale_of, sent_specs, to_transport
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import TensorSpec
 from tests.unit.weights.test_families import DEEPSEEK_V3
@@ -40,7 +40,7 @@ def test_the_scale_is_the_smallest_power_of_two_that_covers(largest: float) -> N
 def test_the_error_is_half_a_unit_of_the_last_of_four_bits(values: list[float]) -> None:
     tensor = torch.tensor(values)
     scale = scale_of(largest_magnitude("w", tensor))
-    restored = from_wire(to_wire(tensor, FP8, scale), scale)
+    restored = from_transport(to_transport(tensor, FP8, scale), scale)
     exact, found = np.asarray(values), restored.double().numpy()
     # Below 2⁻⁶ e4m3 has steps of 2⁻⁹.
     bound = np.maximum(np.abs(exact) * 2.0**-4, scale * 2.0**-10)
@@ -50,7 +50,7 @@ def test_the_error_is_half_a_unit_of_the_last_of_four_bits(values: list[float]) 
 def test_bfloat16_rounds_to_nearest() -> None:
     """1 + 2⁻⁸ lies between 1 and 1 + 2⁻⁷, and goes to the even one."""
     values = torch.tensor([1 + 2**-8, 1 + 3 * 2**-9, -0.0])
-    cast = to_wire(values, torch.bfloat16, None)
+    cast = to_transport(values, torch.bfloat16, None)
     assert cast.tolist() == [1.0, 1 + 2**-7, 0.0]
     assert cast[2].signbit()
 
@@ -64,9 +64,9 @@ def test_no_scale_covers_what_is_not_finite(value: float) -> None:
 def test_which_tensors_are_cast() -> None:
     spec = make_spec(tied=False)
     specs = {n: TensorSpec(shape=s, dtype=torch.float32) for n, s in spec.expected_tensors().items()}
-    assert wire_specs(spec, specs, None) == specs
-    assert {each.dtype for each in wire_specs(spec, specs, "bfloat16").values()} == {torch.bfloat16}
-    scaled = {name for name, each in wire_specs(spec, specs, "float8_e4m3").items() if each.dtype == FP8}
+    assert sent_specs(spec, specs, None) == specs
+    assert {each.dtype for each in sent_specs(spec, specs, "bfloat16").values()} == {torch.bfloat16}
+    scaled = {name for name, each in sent_specs(spec, specs, "float8_e4m3").items() if each.dtype == FP8}
     assert scaled == {name for name in specs if name.endswith("_proj.weight")}
 
 
@@ -76,7 +76,7 @@ def test_what_is_float32_in_every_model_stays(dtype: str, tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3 | small))
     spec = read_model_spec(str(tmp_path))
     specs = {n: TensorSpec(shape=s, dtype=torch.float32) for n, s in spec.expected_tensors().items()}
-    cast = wire_specs(spec, specs, dtype)
+    cast = sent_specs(spec, specs, dtype)
     assert spec.float32_tensors()
     assert {cast[name].dtype for name in spec.float32_tensors()} == {torch.float32}
     expert = cast["model.layers.3.mlp.experts.1.down_proj.weight"]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from megarl.errors import WeightSyncError
-from megarl.sync.wire.delta import BLOCK, Bytes, Span, apply, encode
+from megarl.sync.transport.delta import BLOCK, Bytes, Span, apply, encode
 
 # Float32 bits that comparing values would not tell apart, or keep: zeros of both signs, NaNs with payloads, infinity.
 ODD = [0x00000000, 0x80000000, 0x7FC00000, 0x7FC12345, 0xFFC00001, 0x7F800001, 0x7F800000, 0x00000001, 0x3F800000]
@@ -48,10 +48,10 @@ def test_odd_bits(words: np.ndarray, changes: dict[int, int], split: int) -> Non
 
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 3 * BLOCK), st.sampled_from([1, 2, 4, 8])), min_size=1, max_size=3),
-    share=st.sampled_from([0.0, 1e-4, 0.01, 0.03, 0.2, 0.6, 1.0]),
+    process_plan=st.sampled_from([0.0, 1e-4, 0.01, 0.03, 0.2, 0.6, 1.0]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_share_of_any_type(lengths: list[tuple[int, int]], share: float, seed: int) -> None:
+def test_any_share_of_any_type(lengths: list[tuple[int, int]], process_plan: float, seed: int) -> None:
     """Few changes are listed, many are in a bitmap, and a message of nothing but changes is sent itself."""
     lengths = sorted(lengths, key=lambda each: -each[1])
     rng, spans = np.random.default_rng(seed), spans_of(lengths)
@@ -60,10 +60,10 @@ def test_any_share_of_any_type(lengths: list[tuple[int, int]], share: float, see
     for _, start, end, width in spans:
         words = current[start:end].view(f"u{width}")
         # Blocks differ in how much of them changes.
-        density = share * rng.random(-(-len(words) // BLOCK)).repeat(BLOCK)[: len(words)]
+        density = process_plan * rng.random(-(-len(words) // BLOCK)).repeat(BLOCK)[: len(words)]
         words[rng.random(len(words)) < density] += 1
     assert sent(previous, current, spans).tobytes() == current.tobytes()
-    if share == 1.0 and lengths[0][0]:
+    if process_plan == 1.0 and lengths[0][0]:
         everything = ~previous
         assert encode(previous, everything, spans) is None
 

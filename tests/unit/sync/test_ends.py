@@ -1,4 +1,4 @@
-"""Tensors reach engine workers bit for bit over every wire; processes are threads."""
+"""Tensors reach engine workers bit for bit over every transport; processes are threads."""
 
 import errno
 import math
@@ -17,13 +17,13 @@ from megarl.errors import WeightSyncError
 from megarl.host.store import open_store
 from megarl.sync.plan.build import Plan, build_plan
 from megarl.sync.plan.engine_shards import engine_needs
-from megarl.sync.wire import cuda_ipc, shared_memory
-from megarl.sync.wire.casts import scale_of, wire_specs
-from megarl.sync.wire.ends import BridgeReceiver, BridgeSender, holding_of
-from megarl.sync.wire.meetings import Meeting
-from megarl.sync.wire.routed import RoutedReceiver, RoutedSender
-from megarl.sync.wire.shared_memory import HostMemory
-from megarl.sync.wire.shares import shares_of
+from megarl.sync.transport import cuda_ipc, shared_memory
+from megarl.sync.transport.casts import scale_of, sent_specs
+from megarl.sync.transport.ends import BridgeReceiver, BridgeSender, holding_of
+from megarl.sync.transport.process_plans import process_plans_of
+from megarl.sync.transport.rendezvous import Rendezvous
+from megarl.sync.transport.routed import RoutedReceiver, RoutedSender
+from megarl.sync.transport.shared_memory import HostMemory
 from megarl.weights.boxes import Boxes, box_of, slices_of
 from megarl.weights.safetensors_map import TensorSpec
 from megarl.weights.slices import Slice
@@ -44,26 +44,26 @@ TWO_HOSTS = ["near" if i < TP or i == NUM_RANKS else "far" for i in range(NUM_RA
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """How a run reaches its workers, and the wires that carry this."""
+    """How a run reaches its workers, and the transports that carry this."""
 
     hosts: Sequence[str] = field(default_factory=lambda: TWO_HOSTS)
     settings: SyncConfig = field(default_factory=lambda: SyncConfig(cuda_ipc=False))
     beside: Mapping[int, int] = field(default_factory=dict)
-    wires: frozenset[str]
+    transports: frozenset[str]
 
 
 OVER_DEVICES = SyncConfig(cuda_ipc=False, host_group="device")
 # Over gloo here also what would go over NCCL on GPUs.
 ROUTES = {
-    "one host": Route(hosts=HERE, beside=BESIDE, wires=frozenset({"shared memory"})),
-    "two hosts": Route(beside=BESIDE, wires=frozenset({"shared memory", "gloo"})),
-    "one host, over devices": Route(hosts=HERE, settings=OVER_DEVICES, wires=frozenset({"shared memory", "NCCL"})),
-    "over devices": Route(settings=OVER_DEVICES, wires=frozenset({"shared memory", "NCCL"})),
+    "one host": Route(hosts=HERE, beside=BESIDE, transports=frozenset({"shared memory"})),
+    "two hosts": Route(beside=BESIDE, transports=frozenset({"shared memory", "gloo"})),
+    "one host, over devices": Route(hosts=HERE, settings=OVER_DEVICES, transports=frozenset({"shared memory", "NCCL"})),
+    "over devices": Route(settings=OVER_DEVICES, transports=frozenset({"shared memory", "NCCL"})),
     "passed on": Route(
-        settings=OVER_DEVICES, beside=BESIDE, wires=frozenset({"shared memory", "NCCL, then shared memory"})
+        settings=OVER_DEVICES, beside=BESIDE, transports=frozenset({"shared memory", "NCCL, then shared memory"})
     ),
 }
-wires = pytest.mark.parametrize("wire", ROUTES)
+transports = pytest.mark.parametrize("transport", ROUTES)
 
 
 def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -91,7 +91,7 @@ def make_plan(
     shapes = spec.expected_tensors()
     needs = dict(enumerate(engine_needs(spec, ENGINE_TP), start=NUM_RANKS))
     return build_plan(
-        wire_specs(spec, {name: TensorSpec(shape=s, dtype=torch.float32) for name, s in shapes.items()}, dtype),
+        sent_specs(spec, {name: TensorSpec(shape=s, dtype=torch.float32) for name, s in shapes.items()}, dtype),
         {i: holding_of(slices, shapes) for i, slices in enumerate(ranks)},
         needs,
         neighbours={worker: [rank] for worker, rank in BESIDE.items()},
@@ -100,21 +100,23 @@ def make_plan(
 
 
 def open_ends(
-    plan: Plan, wire: str, path: Path, *, timeout_s: float = 30.0, **settings: Any
+    plan: Plan, transport: str, path: Path, *, timeout_s: float = 30.0, **settings: Any
 ) -> tuple[list[Any], list[Any]]:
-    store, route = open_store("127.0.0.1"), ROUTES[wire]
-    meeting = Meeting(address=f"tcp://127.0.0.1:{store.port}", rank=0, size=1, timeout_s=timeout_s, secret=b"the run's")
-    shares = shares_of(
+    store, route = open_store("127.0.0.1"), ROUTES[transport]
+    rendezvous = Rendezvous(
+        address=f"tcp://127.0.0.1:{store.port}", rank=0, size=1, timeout_s=timeout_s, secret=b"the run's"
+    )
+    shares = process_plans_of(
         plan,
         replace(route.settings, **settings),
-        meeting,
+        rendezvous,
         hosts=route.hosts,
         num_ranks=NUM_RANKS,
         beside=route.beside,
         segments=path / "segment",
     )
     if not settings:
-        assert {name for share in shares for name in share.wires} == route.wires
+        assert {name for process_plan in shares for name in process_plan.transports} == route.transports
 
     def sender(i: int) -> BridgeSender:
         return BridgeSender(shares[i], RoutedSender(shares[i], CPU))
@@ -150,12 +152,12 @@ def bits(tensor: torch.Tensor) -> list[int]:
     return tensor.contiguous().view(torch.int32).flatten().tolist()
 
 
-@wires
+@transports
 @pytest.mark.parametrize("bucket_bytes", [100, 1 << 20], ids=["many buckets", "one bucket"])
-def test_workers_get_what_they_need_and_nothing_else(wire: str, bucket_bytes: int, tmp_path: Path) -> None:
+def test_workers_get_what_they_need_and_nothing_else(transport: str, bucket_bytes: int, tmp_path: Path) -> None:
     ranks, expected = make_slices(), full_tensors()
     plan = make_plan(ranks, bucket_bytes)
-    senders, receivers = open_ends(plan, wire, tmp_path)
+    senders, receivers = open_ends(plan, transport, tmp_path)
     for turn in (1, 2):
         for part in (part for rank in ranks for part in rank if part.tensor == "model.layers.1.mlp.up_proj.weight"):
             part.view.add_(1000.0)
@@ -202,11 +204,11 @@ def test_sections_arrive_and_their_checksums_agree(dtype: str | None, tmp_path: 
             assert_only_needed(restored, exact, needs[name])
 
 
-@wires
-def test_checksums_of_both_sides_agree_and_find_a_flipped_bit(wire: str, tmp_path: Path) -> None:
+@transports
+def test_checksums_of_both_sides_agree_and_find_a_flipped_bit(transport: str, tmp_path: Path) -> None:
     ranks = make_slices()
     plan = make_plan(ranks, 300)
-    senders, receivers = open_ends(plan, wire, tmp_path)
+    senders, receivers = open_ends(plan, transport, tmp_path)
     sent, received = run(senders, receivers, ranks, 1)
     for i, (receiver, tensors) in enumerate(zip(receivers, received, strict=True)):
         expected = merged([sums.get(NUM_RANKS + i, {}) for sums in sent])
@@ -221,12 +223,12 @@ def test_checksums_of_both_sides_agree_and_find_a_flipped_bit(wire: str, tmp_pat
         assert receiver.checksum(name, tensor) != expected[name]
 
 
-@pytest.mark.parametrize("wire", ["one host", "two hosts"])
-def test_differences_give_the_same_bits_and_send_fewer_bytes(wire: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["one host", "two hosts"])
+def test_differences_give_the_same_bits_and_send_fewer_bytes(transport: str, tmp_path: Path) -> None:
     """Also after a full transfer in between, after one that changed nothing, and after one that failed."""
     ranks, expected = make_slices(), full_tensors()
     plan = make_plan(ranks, 20_000)
-    senders, receivers = open_ends(plan, wire, tmp_path, delta=True)
+    senders, receivers = open_ends(plan, transport, tmp_path, delta=True)
     changes = {2: [3], 3: [], 4: [0, 5], 5: [1]}
     for turn in range(1, 6):
         for name, row in ((name, row) for name in expected for row in changes.get(turn, []) if expected[name].ndim > 1):
@@ -328,10 +330,10 @@ def test_neighbours_share_device_memory_and_others_the_hosts(
             mine = torch.from_numpy(covered(tensor.shape, plan.needs[NUM_RANKS + i][name]))
             assert bits(tensor[mine]) == bits(expected[name][mine])
     local = [message for message in plan.messages if message.local]
-    near = {(message.sink, message.bucket) for message in plan.messages if not message.local}
+    near = {(message.receiver, message.bucket) for message in plan.messages if not message.local}
     passed = near if host_group == "device" else set()
-    pairs = {f"segment-{message.source}-{message.sink}" for message in local}
-    pairs |= {f"segment-relayed-{BESIDE[sink]}-{sink}" for sink, _ in passed}
+    pairs = {f"segment-{message.source}-{message.receiver}" for message in local}
+    pairs |= {f"segment-relayed-{BESIDE[receiver]}-{receiver}" for receiver, _ in passed}
     assert {path.name.rpartition("-")[0] for path in Device.segments} == pairs
     files = {path.name.rpartition("-")[0] for path in tmp_path.iterdir()}
     assert all("flags" in name for name in files) == (host_group == "device")

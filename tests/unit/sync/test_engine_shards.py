@@ -22,7 +22,7 @@ from tests.helpers.rank_pool import RankPool
 from tests.helpers.vllm_stages import stage_tensors
 from tests.unit.weights.test_slices import sectioned
 
-# Eight query heads share two key/value heads; vLLM pads 100 words to 128.
+# Eight query heads process_plan two key/value heads; vLLM pads 100 words to 128.
 DIMS = Dims(
     num_layers=1, hidden=6, ffn=8, num_heads=8, num_kv_heads=2, head_dim=4, vocab=100, tied=False, qkv_bias=True
 )
@@ -163,9 +163,9 @@ def test_a_tp2_engine_receives_the_minimum() -> None:
     # Embedding and head: worker 0 needs rows 0 to 63 and has 0 to 31; worker 1 needs 64 to 99 and has 96 to 99.
     assert plan.received_bytes(10) == 2 * (split + 2 * 32 * 6)
     assert plan.received_bytes(11) == 2 * (split + 2 * 32 * 6)
-    needs = [sum(num_elements(box) for boxes in needed[sink].values() for box in boxes) for sink in (10, 11)]
-    for sink, elements in zip((10, 11), needs, strict=True):
-        assert plan.received_bytes(sink) + plan.received_bytes(sink, local=True) == 2 * elements
+    needs = [sum(num_elements(box) for boxes in needed[receiver].values() for box in boxes) for receiver in (10, 11)]
+    for receiver, elements in zip((10, 11), needs, strict=True):
+        assert plan.received_bytes(receiver) + plan.received_bytes(receiver, local=True) == 2 * elements
 
 
 @pytest.mark.parametrize(("size", "num_experts"), [(2, 6), (4, 6), (8, 256), (3, 64)])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.sync.wire.flags import FLAG_BYTES, Flag
-from megarl.sync.wire.shared_memory import HostMemory
+from megarl.sync.transport.flags import FLAG_BYTES, Flag
+from megarl.sync.transport.shared_memory import HostMemory
 
 
 @pytest.fixture

@@ -15,15 +15,15 @@ import torch.distributed as dist
 
 from megarl.errors import WeightSyncError
 from megarl.host.store import connect_store, open_store
-from megarl.sync.plan.build import Parcel
-from megarl.sync.wire.cuda_ipc import DeviceSegments
-from megarl.sync.wire.meetings import Meeting, give_up
-from megarl.sync.wire.shared_memory import HostMemory, SharedMemoryReceiver, SharedMemorySender
-from megarl.sync.wire.wires import Share
+from megarl.sync.plan.build import WeightMessage
+from megarl.sync.transport.cuda_ipc import DeviceSegments
+from megarl.sync.transport.rendezvous import Rendezvous, give_up
+from megarl.sync.transport.shared_memory import HostMemory, SharedMemoryReceiver, SharedMemorySender
+from megarl.sync.transport.transports import ProcessPlan
 from tests.helpers.second_user import UID, as_nobody, needs_second_user
 
 CPU = torch.device("cpu")
-MESSAGE = Parcel(0, 0, 0, 1, False, (), 8)
+MESSAGE = WeightMessage(0, 0, 0, 1, False, (), 8)
 SHM = Path("/dev/shm")
 NOT_OURS = "is not from this run: somebody else writes there"
 WRITE = """
@@ -44,48 +44,48 @@ class Attack:
         return os.mkdir, (str(self.file),)
 
 
-def client(meeting: Meeting) -> dist.Store:
+def client(rendezvous: Rendezvous) -> dist.Store:
     """Of who does not know the secret."""
-    return connect_store(meeting.address, world_size=-1, timeout_s=30.0)
+    return connect_store(rendezvous.address, world_size=-1, timeout_s=30.0)
 
 
 @pytest.fixture
-def meeting() -> Iterator[Meeting]:
+def rendezvous() -> Iterator[Rendezvous]:
     store = open_store("127.0.0.1")
-    yield Meeting(address=f"tcp://127.0.0.1:{store.port}", rank=1, size=2, timeout_s=5.0, secret=b"the run's")
+    yield Rendezvous(address=f"tcp://127.0.0.1:{store.port}", rank=1, size=2, timeout_s=5.0, secret=b"the run's")
     # Nobody else keeps the server.
     del store
 
 
-def share_of(meeting: Meeting, path: Path) -> Share:
-    return Share(messages=(MESSAGE,), specs={}, needs={}, segments=str(path), meeting=meeting)
+def share_of(rendezvous: Rendezvous, path: Path) -> ProcessPlan:
+    return ProcessPlan(messages=(MESSAGE,), specs={}, needs={}, segments=str(path), rendezvous=rendezvous)
 
 
 @needs_second_user
-def test_what_another_user_writes_into_the_store_is_not_acted_upon(meeting: Meeting, tmp_path: Path) -> None:
+def test_what_another_user_writes_into_the_store_is_not_acted_upon(rendezvous: Rendezvous, tmp_path: Path) -> None:
     """A pickle as a handle of device memory, and that the sync was given up."""
     code = tmp_path / "ran"
     attack = base64.b64encode(pickle.dumps(Attack(code))).decode()
     written = ["segment", attack, "7/given up", ""]
-    done = as_nobody(WRITE, int(meeting.address.rpartition(":")[2]), *written, imports=["torch.distributed"])
+    done = as_nobody(WRITE, int(rendezvous.address.rpartition(":")[2]), *written, imports=["torch.distributed"])
     assert done.returncode == 0, done.stderr
     with pytest.raises(WeightSyncError, match=NOT_OURS):
-        DeviceSegments(meeting.connect(), CPU, 5.0).open(Path("segment"), 8)
+        DeviceSegments(rendezvous.connect(), CPU, 5.0).open(Path("segment"), 8)
     assert not code.exists()
-    hasty = replace(meeting, timeout_s=0.5)
+    hasty = replace(rendezvous, timeout_s=0.5)
     SharedMemorySender(share_of(hasty, tmp_path / "segment"), HostMemory())
     receiver = SharedMemoryReceiver(share_of(hasty, tmp_path / "segment"), HostMemory())
     receiver.start(7)
     # Nobody has given up, until one of the run's processes says so.
     with pytest.raises(WeightSyncError, match=r"engine worker 1 was not sent within"):
         receiver.receive(MESSAGE)
-    give_up(meeting, 7)
+    give_up(rendezvous, 7)
     with pytest.raises(WeightSyncError, match="has died"):
         receiver.receive(MESSAGE)
 
 
-def test_a_message_counts_under_its_own_key_and_with_its_own_secret_only(meeting: Meeting) -> None:
-    store, raw = meeting.connect(), client(meeting)
+def test_a_message_counts_under_its_own_key_and_with_its_own_secret_only(rendezvous: Rendezvous) -> None:
+    store, raw = rendezvous.connect(), client(rendezvous)
     store.set("first", "8")
     assert store.get("first", 1.0) == "8"
     raw.set("second", raw.get("first").decode())
@@ -94,15 +94,15 @@ def test_a_message_counts_under_its_own_key_and_with_its_own_secret_only(meeting
         assert not store.is_set(key)
         with pytest.raises(WeightSyncError, match=NOT_OURS):
             store.get(key, 1.0)
-    other = replace(meeting, secret=b"another run's").connect()
+    other = replace(rendezvous, secret=b"another run's").connect()
     store.set("third")
     with pytest.raises(WeightSyncError, match=NOT_OURS):
         other.get("third", 1.0)
     assert store.get("third", 1.0) == ""
 
 
-def test_the_secret_is_not_printed(meeting: Meeting, tmp_path: Path) -> None:
-    assert "the run's" not in repr(share_of(meeting, tmp_path))
+def test_the_secret_is_not_printed(rendezvous: Rendezvous, tmp_path: Path) -> None:
+    assert "the run's" not in repr(share_of(rendezvous, tmp_path))
 
 
 @pytest.fixture
@@ -114,8 +114,8 @@ def segment() -> Iterator[Path]:
 
 
 @needs_second_user
-def test_another_user_can_neither_read_weights_nor_raise_a_flag(meeting: Meeting, segment: Path) -> None:
-    sender = SharedMemorySender(share_of(meeting, segment), HostMemory())
+def test_another_user_can_neither_read_weights_nor_raise_a_flag(rendezvous: Rendezvous, segment: Path) -> None:
+    sender = SharedMemorySender(share_of(rendezvous, segment), HostMemory())
     files = {path.name.removeprefix(segment.name): path for path in SHM.glob(f"{segment.name}-*")}
     assert set(files) == {"-0-1-0", "-flags-0-1"}
     for path in files.values():
@@ -127,11 +127,11 @@ def test_another_user_can_neither_read_weights_nor_raise_a_flag(meeting: Meeting
 
 
 @needs_second_user
-def test_flags_that_another_user_puts_there_are_an_error(meeting: Meeting, segment: Path) -> None:
+def test_flags_that_another_user_puts_there_are_an_error(rendezvous: Rendezvous, segment: Path) -> None:
     path = segment.with_name(f"{segment.name}-flags-0-1")
     plant = "os.fchmod(os.open(sys.argv[1], os.O_RDWR | os.O_CREAT), 0o666); os.truncate(sys.argv[1], 128)"
     assert as_nobody(f"import os, sys; {plant}", path).returncode == 0
-    receiver = SharedMemoryReceiver(share_of(meeting, segment), HostMemory())
+    receiver = SharedMemoryReceiver(share_of(rendezvous, segment), HostMemory())
     receiver.start(7)
     with pytest.raises(WeightSyncError, match=f"cannot use {path}: it belongs to user {UID}"):
         receiver.receive(MESSAGE)

@@ -1,4 +1,4 @@
-"""Sinks sit where they share most memory, against all permutations; overlaps by hand."""
+"""Sinks sit where they process_plan most memory, against all permutations; overlaps by hand."""
 
 import itertools
 
@@ -40,6 +40,6 @@ def test_four_quarters_to_two_engines() -> None:
     assert (best.wire_bytes, in_order.wire_bytes) == (4 * 8, 2 * 8 + 2 * 16)
 
 
-def test_more_sinks_than_sources_cannot_sit() -> None:
-    with pytest.raises(ValueError, match="got 2 sinks and 1 sources"):
+def test_more_receivers_than_sources_have_no_place() -> None:
+    with pytest.raises(ValueError, match="got 2 receivers and 1 sources"):
         best_neighbours(np.zeros((2, 1), dtype=np.int64))

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megarl.host.store import open_store
-from megarl.sync.plan.build import Parcel
-from megarl.sync.wire import shared_memory
-from megarl.sync.wire.meetings import Meeting
-from megarl.sync.wire.shared_memory import SHARED_MEMORY
-from megarl.sync.wire.wires import Share
+from megarl.sync.plan.build import WeightMessage
+from megarl.sync.transport import shared_memory
+from megarl.sync.transport.rendezvous import Rendezvous
+from megarl.sync.transport.shared_memory import SHARED_MEMORY
+from megarl.sync.transport.transports import ProcessPlan
 
 
 class Device:
@@ -39,11 +39,15 @@ class Device:
 def send_two(path: Path, device: Device) -> None:
     """Two messages from rank 0 to worker 1, whose segments have 8 and 16 bytes."""
     store = open_store("127.0.0.1")
-    messages = tuple(Parcel(turn, turn, 0, 1, False, (), 8 * (turn + 1)) for turn in (0, 1))
-    meeting = Meeting(address=f"tcp://127.0.0.1:{store.port}", rank=0, size=2, timeout_s=30.0, secret=b"the run's")
-    share = Share(messages=messages, specs={}, needs={}, segments=str(path / "segment"), meeting=meeting)
+    messages = tuple(WeightMessage(turn, turn, 0, 1, False, (), 8 * (turn + 1)) for turn in (0, 1))
+    rendezvous = Rendezvous(
+        address=f"tcp://127.0.0.1:{store.port}", rank=0, size=2, timeout_s=30.0, secret=b"the run's"
+    )
+    process_plan = ProcessPlan(
+        messages=messages, specs={}, needs={}, segments=str(path / "segment"), rendezvous=rendezvous
+    )
     cpu = torch.device("cpu")
-    sender, receiver = SHARED_MEMORY.sender(share, cpu), SHARED_MEMORY.receiver(share, cpu)
+    sender, receiver = SHARED_MEMORY.sender(process_plan, cpu), SHARED_MEMORY.receiver(process_plan, cpu)
     sender.start(1)
     receiver.start(1)
     for message in messages:

@@ -37,10 +37,10 @@ def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[dict[str, TensorSpec], dict[int, Holding], dict[int, Holding], dict[int, set[int]]]:
-    """Tensors of one or two axes cut in any grid, replicated; sources and sinks of any cells."""
+    """Tensors of one or two axes cut in any grid, replicated; sources and receivers of any cells."""
     shapes = draw(st.lists(st.one_of(st.tuples(SIZES), st.tuples(SIZES, SIZES)), min_size=1, max_size=4))
     specs = {f"t{i}": spec(*shape) for i, shape in enumerate(shapes)}
-    num_replicas, num_sinks = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    num_replicas, num_receivers = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     cells = defaultdict[int, dict[str, set[Box]]](lambda: defaultdict(set))
     for name, each in specs.items():
         for cell in draw(grids(each.shape)):
@@ -50,17 +50,19 @@ def cases(draw: st.DrawFn) -> tuple[dict[str, TensorSpec], dict[int, Holding], d
         source: {name: joined(its) for name, its in by_name.items()} for source, by_name in cells.items()
     }
     needed: dict[int, Holding] = {}
-    for sink in range(num_sinks):
+    for receiver in range(num_receivers):
         names = draw(st.lists(st.sampled_from(sorted(specs)), unique=True))
-        needed[sink] = {name: joined(draw(st.sets(st.sampled_from(draw(grids(specs[name].shape)))))) for name in names}
-    neighbours = {sink: draw(st.sets(st.sampled_from(sorted(held)), max_size=2)) for sink in needed}
+        needed[receiver] = {
+            name: joined(draw(st.sets(st.sampled_from(draw(grids(specs[name].shape)))))) for name in names
+        }
+    neighbours = {receiver: draw(st.sets(st.sampled_from(sorted(held)), max_size=2)) for receiver in needed}
     return specs, held, needed, neighbours
 
 
-def coverage(plan: Plan, sink: int, name: str, *, local: bool | None = None) -> np.ndarray:
-    """How often each element of a tensor reaches a sink."""
+def coverage(plan: Plan, receiver: int, name: str, *, local: bool | None = None) -> np.ndarray:
+    """How often each element of a tensor reaches a receiver."""
     count = np.zeros(plan.specs[name].shape, dtype=np.int64)
-    for message in plan.of_sink(sink):
+    for message in plan.of_receiver(receiver):
         for part in message.parts:
             if part.tensor == name and local in (None, message.local):
                 count[slices_of(part.box)] += 1
@@ -75,20 +77,20 @@ def test_every_needed_element_once_and_no_byte_that_is_at_hand(
     specs, held, needed, neighbours = case
     plan = build_plan(specs, held, needed, neighbours=neighbours, bucket_bytes=bucket_bytes)
     assert plan == build_plan(specs, held, needed, neighbours=neighbours, bucket_bytes=bucket_bytes)
-    for sink, holding in needed.items():
+    for receiver, holding in needed.items():
         lacks = 0
         for name, each in specs.items():
             wanted = covered(each.shape, holding.get(name, ())).astype(np.int64)
-            np.testing.assert_array_equal(coverage(plan, sink, name), wanted)
+            np.testing.assert_array_equal(coverage(plan, receiver, name), wanted)
             # By brute force over elements: needed, and at none of the neighbours.
             at_hand = np.zeros(each.shape, dtype=bool)
-            for source in neighbours[sink]:
+            for source in neighbours[receiver]:
                 at_hand |= covered(each.shape, held[source].get(name, ()))
-            np.testing.assert_array_equal(coverage(plan, sink, name, local=False), wanted * ~at_hand)
+            np.testing.assert_array_equal(coverage(plan, receiver, name, local=False), wanted * ~at_hand)
             lacks += int((wanted * ~at_hand).sum()) * ITEM
-        assert plan.received_bytes(sink) == lacks
+        assert plan.received_bytes(receiver) == lacks
     for message in plan.messages:
-        assert message.local == (message.source in neighbours[message.sink])
+        assert message.local == (message.source in neighbours[message.receiver])
         for part in message.parts:
             assert any(_is_within(part.box, box) for box in held[message.source][part.tensor])
 
@@ -113,12 +115,12 @@ def test_one_bounded_message_per_pair_and_bucket(
 ) -> None:
     specs, held, needed, neighbours = case
     plan = build_plan(specs, held, needed, neighbours=neighbours, bucket_bytes=bucket_bytes)
-    pairs = Counter((m.bucket, m.source, m.sink) for m in plan.messages)
+    pairs = Counter((m.bucket, m.source, m.receiver) for m in plan.messages)
     assert set(pairs.values()) <= {1}
     assert [m.bucket for m in plan.messages] == sorted(m.bucket for m in plan.messages)
     # A row is the least that is sent at a time.
     row = max(num_elements(((0, 1), *((0, n) for n in each.shape[1:]))) for each in specs.values()) * ITEM
-    for end in ("source", "sink"):
+    for end in ("source", "receiver"):
         staged = Counter[tuple[int, int, bool]]()
         for message in plan.messages:
             staged[message.bucket, getattr(message, end), message.local] += message.num_bytes
@@ -131,10 +133,10 @@ def test_one_bounded_message_per_pair_and_bucket(
         assert message.num_bytes == offset
     # Tensors are complete in order.
     order = list(specs)
-    for sink in needed:
-        names = [order.index(part.tensor) for m in plan.of_sink(sink) for part in m.parts]
-        by_bucket = [[order.index(p.tensor) for p in m.parts] for m in plan.of_sink(sink)]
-        assert set(names) == {order.index(name) for name, boxes in needed[sink].items() if boxes}
+    for receiver in needed:
+        names = [order.index(part.tensor) for m in plan.of_receiver(receiver) for part in m.parts]
+        by_bucket = [[order.index(p.tensor) for p in m.parts] for m in plan.of_receiver(receiver)]
+        assert set(names) == {order.index(name) for name, boxes in needed[receiver].items() if boxes}
         assert all(places == sorted(places) for places in by_bucket)
 
 
@@ -142,19 +144,21 @@ def test_one_bounded_message_per_pair_and_bucket(
     st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 4), st.integers(1, 3), st.integers(40, 400)
 )
 def test_replicas_send_equal_shares_within_one_slice(
-    sizes: list[int], num_replicas: int, num_sinks: int, bucket_bytes: int
+    sizes: list[int], num_replicas: int, num_receivers: int, bucket_bytes: int
 ) -> None:
     """Two halves of every tensor at `num_replicas` sources each."""
     specs = {f"t{i}": spec(2 * size) for i, size in enumerate(sizes)}
     halves = [{f"t{i}": (((h * size, h * size + size),),) for i, size in enumerate(sizes)} for h in range(2)]
     held = {half * num_replicas + r: halves[half] for half in range(2) for r in range(num_replicas)}
-    needed = {sink: {name: (((0, each.shape[0]),),) for name, each in specs.items()} for sink in range(num_sinks)}
+    needed = {
+        receiver: {name: (((0, each.shape[0]),),) for name, each in specs.items()} for receiver in range(num_receivers)
+    }
     plan = build_plan(specs, held, needed, bucket_bytes=bucket_bytes)
     for half in range(2):
         loads = [
             sum(m.num_bytes for m in plan.of_source(half * num_replicas + replica)) for replica in range(num_replicas)
         ]
-        assert sum(loads) == num_sinks * sum(sizes) * ITEM
+        assert sum(loads) == num_receivers * sum(sizes) * ITEM
         assert max(loads) - min(loads) <= max(sizes) * ITEM
 
 
@@ -163,7 +167,9 @@ def test_tensors_that_are_alike_are_planned_as_each_alone(
     case: tuple[Mapping[str, TensorSpec], Mapping[int, Holding], Mapping[int, Holding], Mapping[int, set[int]]],
     num_layers: int,
 ) -> None:
-    """Layers one after another, each tensor's in a row: the same boxes go to the same sinks as in a plan of its own."""
+    """Layers one after another, each tensor's in a row: the same boxes go to the same receivers as in a plan of its
+    own.
+    """
     specs, held, needed, neighbours = case
 
     def repeated(holding: Holding) -> Holding:
@@ -179,7 +185,7 @@ def test_tensors_that_are_alike_are_planned_as_each_alone(
 
 def ways(plan: Plan, name: str) -> set[tuple[int, bool, Box]]:
     """To whom which boxes of a tensor go, and whether locally; from whom depends on what else they send."""
-    return {(m.sink, m.local, part.box) for m in plan.messages for part in m.parts if part.tensor == name}
+    return {(m.receiver, m.local, part.box) for m in plan.messages for part in m.parts if part.tensor == name}
 
 
 def test_buckets_of_processes_fill_apart() -> None:
@@ -189,7 +195,7 @@ def test_buckets_of_processes_fill_apart() -> None:
     held = {0: {"t0": whole, "t1": whole}, 1: {"t2": whole, "t3": whole}}
     needed = {2: {"t0": whole, "t1": whole}, 3: {"t2": whole, "t3": whole}}
     plan = build_plan(specs, held, needed, bucket_bytes=40)
-    assert [(m.bucket, m.turn, m.source, m.sink, sorted({p.tensor for p in m.parts})) for m in plan.messages] == [
+    assert [(m.bucket, m.turn, m.source, m.receiver, sorted({p.tensor for p in m.parts})) for m in plan.messages] == [
         (0, 0, 0, 2, ["t0"]),
         (0, 0, 1, 3, ["t2"]),
         (1, 1, 0, 2, ["t1"]),
@@ -197,27 +203,27 @@ def test_buckets_of_processes_fill_apart() -> None:
     ]
 
 
-def order_of(plan: Plan, sink: int) -> list[str]:
+def order_of(plan: Plan, receiver: int) -> list[str]:
     """Tensors as they come, where a bucket has room for one."""
-    return [part.tensor.removeprefix("model.layers.") for m in plan.of_sink(sink) for part in m.parts]
+    return [part.tensor.removeprefix("model.layers.") for m in plan.of_receiver(receiver) for part in m.parts]
 
 
-def test_sinks_begin_at_different_stages() -> None:
-    """Two stages of two layers: the second sink gets the second stage's first, so that both stages always send."""
+def test_receivers_begin_at_different_stages() -> None:
+    """Two stages of two layers: the second receiver gets the second stage's first, so that both stages always send."""
     specs = {f"model.layers.{layer}.{name}": spec(10) for layer in range(4) for name in "ab"}
     whole: Holding = dict.fromkeys(specs, (((0, 10),),))
     names = list(specs)
     held = {0: {name: whole[name] for name in names[:4]}, 1: {name: whole[name] for name in names[4:]}}
     plan = build_plan(specs, held, {2: whole, 3: whole}, bucket_bytes=40)
-    sent = {(m.bucket, m.sink): m.source for m in plan.messages}
+    sent = {(m.bucket, m.receiver): m.source for m in plan.messages}
     assert len(sent) == 16
     assert [sent[bucket, 2] + sent[bucket, 3] for bucket in range(8)] == [1] * 8
     assert (order_of(plan, 2)[0], order_of(plan, 3)[0]) == ("0.a", "2.a")
 
 
-def test_sinks_begin_elsewhere_in_a_layer() -> None:
-    """Each rank has two experts of a layer: while a sink gets two from one rank, the other sink gets those of the
-    other.
+def test_receivers_begin_elsewhere_in_a_layer() -> None:
+    """Each rank has two experts of a layer: while a receiver gets two from one rank, the other receiver gets those of
+    the other.
     """
     specs = {f"model.layers.0.{expert}": spec(10) for expert in range(4)}
     whole: Holding = dict.fromkeys(specs, (((0, 10),),))
@@ -225,27 +231,27 @@ def test_sinks_begin_elsewhere_in_a_layer() -> None:
     held = {0: {name: whole[name] for name in names[:2]}, 1: {name: whole[name] for name in names[2:]}}
     plan = build_plan(specs, held, {2: whole, 3: whole}, bucket_bytes=80)
     for bucket in (0, 1):
-        for end in ("source", "sink"):
+        for end in ("source", "receiver"):
             sizes = Counter[int]()
             for message in plan.messages:
                 sizes[getattr(message, end)] += message.num_bytes * (message.bucket == bucket)
             assert set(sizes.values()) == {80}
 
 
-def test_a_source_on_the_host_of_the_sink_is_preferred() -> None:
+def test_a_source_on_the_host_of_the_receiver_is_preferred() -> None:
     """Every rank has everything, two of them on each of two hosts."""
     specs = {f"model.layers.{i}.a": spec(10) for i in range(4)}
     whole: Holding = dict.fromkeys(specs, (((0, 10),),))
     hosts = {0: "x", 1: "x", 2: "y", 3: "y", 4: "x", 5: "y", 6: "z"}
     plan = build_plan(specs, dict.fromkeys(range(4), whole), dict.fromkeys((4, 5, 6), whole), hosts=hosts)
-    assert {m.source for m in plan.of_sink(4)} <= {0, 1}
-    assert {m.source for m in plan.of_sink(5)} <= {2, 3}
+    assert {m.source for m in plan.of_receiver(4)} <= {0, 1}
+    assert {m.source for m in plan.of_receiver(5)} <= {2, 3}
     assert plan.received_bytes(6) == 4 * 10 * ITEM
 
 
 @given(st.lists(st.lists(SIZES, min_size=1, max_size=4), min_size=1, max_size=5), st.integers(1, 3), st.integers(1, 4))
 def test_a_layer_begins_when_the_one_two_before_is_complete(
-    layers: list[list[int]], num_stages: int, num_sinks: int
+    layers: list[list[int]], num_stages: int, num_receivers: int
 ) -> None:
     specs = {f"model.layers.{i}.{j}": spec(size) for i, sizes in enumerate(layers) for j, size in enumerate(sizes)}
     whole: Holding = {name: (((0, each.shape[0]),),) for name, each in specs.items()}
@@ -253,9 +259,9 @@ def test_a_layer_begins_when_the_one_two_before_is_complete(
         stage: {name: whole[name] for name in specs if int(name.split(".")[2]) % num_stages == stage}
         for stage in range(num_stages)
     }
-    plan = build_plan(specs, held, dict.fromkeys(range(10, 10 + num_sinks), whole), bucket_bytes=1)
-    for sink in range(10, 10 + num_sinks):
-        came = [int(name.split(".")[0]) for name in order_of(plan, sink)]
+    plan = build_plan(specs, held, dict.fromkeys(range(10, 10 + num_receivers), whole), bucket_bytes=1)
+    for receiver in range(10, 10 + num_receivers):
+        came = [int(name.split(".")[0]) for name in order_of(plan, receiver)]
         ends = {layer: i for i, layer in enumerate(came)}
         assert ends.keys() == set(range(len(layers)))
         for i in range(len(came)):
@@ -269,11 +275,13 @@ def test_what_nobody_holds_is_an_error() -> None:
 
 
 def test_a_plan_by_hand() -> None:
-    """Four column blocks of a [4, 8] float32 tensor to two halves; sink 0 sits with source 0, sink 1 with source 3."""
+    """Four column blocks of a [4, 8] float32 tensor to two halves; receiver 0 sits with source 0, receiver 1 with
+    source 3.
+    """
     held = {rank: {"a": (((0, 4), (2 * rank, 2 * rank + 2)),)} for rank in range(4)}
     needed = {0: {"a": (((0, 4), (0, 4)),)}, 1: {"a": (((0, 4), (4, 8)),)}}
     plan = build_plan({"a": spec(4, 8)}, held, needed, neighbours={0: [0], 1: [3]}, bucket_bytes=1000)
-    ways = {(m.source, m.sink, m.local, m.num_bytes) for m in plan.messages}
+    ways = {(m.source, m.receiver, m.local, m.num_bytes) for m in plan.messages}
     assert ways == {(0, 0, True, 32), (1, 0, False, 32), (2, 1, False, 32), (3, 1, True, 32)}
     assert (plan.wire_bytes, plan.received_bytes(0), plan.received_bytes(1, local=True)) == (64, 32, 32)
     numbers = plan_statistics(plan)
@@ -288,12 +296,12 @@ def test_two_sections_of_a_tensor_by_hand() -> None:
     plan = build_plan(
         {"a": spec(8, 3)}, held, {2: {"a": halves[1]}, 3: {"a": (((0, 8), (0, 3)),)}}, neighbours={3: [1]}
     )
-    assert {(m.source, m.sink, m.local, m.num_bytes) for m in plan.messages} == {
+    assert {(m.source, m.receiver, m.local, m.num_bytes) for m in plan.messages} == {
         (1, 2, False, 48),
         (0, 3, False, 48),
         (1, 3, True, 48),
     }
-    assert {part.box for m in plan.of_sink(2) for part in m.parts} == set(halves[1])
+    assert {part.box for m in plan.of_receiver(2) for part in m.parts} == set(halves[1])
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import pytest
 import torch.distributed as dist
 
-from megarl.sync.wire import meetings
-from megarl.sync.wire.flags import Flag
-from megarl.sync.wire.meetings import Meeting
+from megarl.sync.transport import rendezvous
+from megarl.sync.transport.flags import Flag
+from megarl.sync.transport.rendezvous import Rendezvous
 from tests.unit.sync.test_ends import NUM_RANKS, make_plan, make_slices, open_ends, run
 
 
@@ -30,23 +30,23 @@ class CountingStore(dist.TCPStore):
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Processes look whether a sync was given up only after a minute of waiting."""
 
-    def client(meeting: Meeting) -> CountingStore:
-        port = int(meeting.address.rpartition(":")[2])
+    def client(rendezvous: Rendezvous) -> CountingStore:
+        port = int(rendezvous.address.rpartition(":")[2])
         return CountingStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
 
-    monkeypatch.setattr(Meeting, "_client", client)
-    monkeypatch.setattr(meetings, "POLL_S", 60.0)
+    monkeypatch.setattr(Rendezvous, "_client", client)
+    monkeypatch.setattr(rendezvous, "POLL_S", 60.0)
     CountingStore.requests.clear()
     return CountingStore.requests
 
 
 @pytest.mark.parametrize("delta", [False, True])
-@pytest.mark.parametrize("wire", ["one host", "two hosts"])
-def test_messages_take_no_requests(wire: str, delta: bool, counted: Counter[str], tmp_path: Path) -> None:
-    """However many there are; two of each wire at least."""
+@pytest.mark.parametrize("transport", ["one host", "two hosts"])
+def test_messages_take_no_requests(transport: str, delta: bool, counted: Counter[str], tmp_path: Path) -> None:
+    """However many there are; two of each transport at least."""
     ranks = make_slices()
     plan = make_plan(ranks, 200)
-    senders, receivers = open_ends(plan, wire, tmp_path, delta=delta)
+    senders, receivers = open_ends(plan, transport, tmp_path, delta=delta)
     assert len(plan.messages) > 2 * NUM_RANKS
     counted.clear()
     for transfer in (1, 2):
@@ -58,7 +58,7 @@ def test_processes_ask_nothing_between_two_syncs(
     counted: Counter[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """While they send and receive, those between hosts look each 0.02 s whether the sync was given up."""
-    monkeypatch.setattr(meetings, "POLL_S", 0.02)
+    monkeypatch.setattr(rendezvous, "POLL_S", 0.02)
     ranks = make_slices()
     senders, receivers = open_ends(make_plan(ranks, 200), "two hosts", tmp_path)
     run(senders, receivers, ranks, 1)
@@ -68,7 +68,7 @@ def test_processes_ask_nothing_between_two_syncs(
     time.sleep(0.5)
     assert counted == {}
     for end in (*senders, *receivers):
-        end._wire.start(2)
+        end._transport.start(2)
     time.sleep(0.5)
     assert counted["check"] > 0
     run(senders, receivers, ranks, 3)
@@ -88,7 +88,7 @@ def test_what_is_passed_on_has_a_signal_per_bucket(
     plan = make_plan(ranks, 300)
     senders, receivers = open_ends(plan, "passed on", tmp_path)
     passed_on = [message for message in plan.messages if not message.local]
-    bundles = {(message.sink, message.bucket) for message in passed_on}
+    bundles = {(message.receiver, message.bucket) for message in passed_on}
     assert 0 < len(bundles) < len(passed_on) < len(plan.messages)
     counted.clear()
     run(senders, receivers, ranks, 1)

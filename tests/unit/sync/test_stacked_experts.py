@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megarl.sync.plan.build import Parcel, build_plan
+from megarl.sync.plan.build import WeightMessage, build_plan
 from megarl.sync.plan.engine_shards import engine_needs
-from megarl.sync.wire.ends import BridgeSender, holding_of
-from megarl.sync.wire.wires import Share, pack
+from megarl.sync.transport.ends import BridgeSender, holding_of
+from megarl.sync.transport.transports import ProcessPlan, pack
 from megarl.weights.boxes import slices_of
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.safetensors_map import TensorSpec
@@ -31,12 +31,12 @@ def spec(tmp_path: Path) -> ModelSpec:
 
 
 class _Recorder:
-    """A wire that keeps the bytes of each message."""
+    """A transport that keeps the bytes of each message."""
 
     def __init__(self) -> None:
-        self.sent: dict[Parcel, torch.Tensor] = {}
+        self.sent: dict[WeightMessage, torch.Tensor] = {}
 
-    def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
+    def send(self, message: WeightMessage, parts: Iterable[torch.Tensor]) -> None:
         pack(parts, self.sent.setdefault(message, torch.zeros(message.num_bytes, dtype=torch.uint8)))
 
     def start(self, transfer: int) -> None: ...
@@ -84,14 +84,16 @@ def test_every_worker_gets_its_part_of_each_expert(spec: ModelSpec, expert_paral
     sums = [defaultdict[str, int](int) for _ in needs]
     for rank, slices in enumerate(ranks):
         messages = tuple(message for message in plan.messages if message.source == rank)
-        share = Share(messages=messages, specs=specs, needs={}, segments="", meeting=cast(Any, None))
-        wire = _Recorder()
-        for sink, by_name in BridgeSender(share, cast(Any, wire)).send(slices, 1, with_checksums=True).items():
+        process_plan = ProcessPlan(messages=messages, specs=specs, needs={}, segments="", rendezvous=cast(Any, None))
+        transport = _Recorder()
+        for receiver, by_name in (
+            BridgeSender(process_plan, cast(Any, transport)).send(slices, 1, with_checksums=True).items()
+        ):
             for name, value in by_name.items():
-                sums[sink - EP][name] += value
-        for message, data in wire.sent.items():
+                sums[receiver - EP][name] += value
+        for message, data in transport.sent.items():
             for part in message.parts:
-                target = received[message.sink - EP][part.tensor][slices_of(part.box)]
+                target = received[message.receiver - EP][part.tensor][slices_of(part.box)]
                 target.copy_(data[part.offset :][: target.nbytes].view(torch.float32).view(target.shape))
     for each, tensors, sent in zip(needs, received, sums, strict=True):
         for name, (box,) in each.items():

@@ -57,9 +57,9 @@ class BenchRank:
         self.device = platform().device()
         if spec.device == "cuda":
             torch.cuda.set_device(self.device)
-        meeting = f"file://{spec.directory}/meeting"
+        rendezvous = f"file://{spec.directory}/rendezvous"
         dist.init_process_group(
-            platform().backend, init_method=meeting, rank=spec.rank, world_size=spec.world_size, timeout=_TIMEOUT
+            platform().backend, init_method=rendezvous, rank=spec.rank, world_size=spec.world_size, timeout=_TIMEOUT
         )
         assert dist.group.WORLD is not None
         self.group: Any = dist.group.WORLD

@@ -22,7 +22,7 @@ _LARGEST = torch.finfo(SCALED).max
 _WHOLE = (Partition.REPLICATED, Partition.VOCAB)
 
 
-def wire_specs(spec: ModelSpec, specs: Mapping[str, TensorSpec], dtype: str | None) -> dict[str, TensorSpec]:
+def sent_specs(spec: ModelSpec, specs: Mapping[str, TensorSpec], dtype: str | None) -> dict[str, TensorSpec]:
     """Return name → shape and dtype in which each tensor is sent; dtype is `sync.dtype` (None: as it is).
 
     With bfloat16, all tensors are cast except those that are always float32. With float8_e4m3, only the matrices that
@@ -66,7 +66,7 @@ def largest_magnitude(name: str, view: torch.Tensor) -> float:
     return largest
 
 
-def to_wire(view: torch.Tensor, dtype: torch.dtype, scale: float | None) -> torch.Tensor:
+def to_transport(view: torch.Tensor, dtype: torch.dtype, scale: float | None) -> torch.Tensor:
     """Cast weights to the dtype in which they are sent, after dividing them by `scale` if it is given."""
     if scale is not None:
         return view.float().div(scale).to(dtype)
@@ -74,6 +74,6 @@ def to_wire(view: torch.Tensor, dtype: torch.dtype, scale: float | None) -> torc
     return view if view.dtype == dtype else view.to(dtype)
 
 
-def from_wire(tensor: torch.Tensor, scale: float) -> torch.Tensor:
+def from_transport(tensor: torch.Tensor, scale: float) -> torch.Tensor:
     """Convert received float8 weights to float32, multiplied by their scale."""
     return tensor.float().mul_(scale)

@@ -2,7 +2,7 @@
 
 NCCL takes no device twice, so engines that use the trainer's devices cannot join its process group. The group has the
 trainer's ranks only: the rank on an engine worker's device receives that worker's messages from other devices, and
-passes them on to it in memory that both share, those of a bucket as one message.
+passes them on to it in memory that both process_plan, those of a bucket as one message.
 """
 
 import itertools
@@ -13,46 +13,61 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.sync.plan.build import Parcel
-from megarl.sync.wire.point_to_point import Exchange
-from megarl.sync.wire.ring import Ring
-from megarl.sync.wire.wires import Arrival, Link, Members, ReceivingEnd, Share, Staging, Wire, key_of
+from megarl.sync.plan.build import WeightMessage
+from megarl.sync.transport.point_to_point import Exchange
+from megarl.sync.transport.ring import Ring
+from megarl.sync.transport.transports import (
+    Arrival,
+    Link,
+    Members,
+    ProcessPlan,
+    ReceivingEnd,
+    Staging,
+    Transport,
+    key_of,
+)
 
 
 class _Bundle(NamedTuple):
     """All messages for a worker in a bucket that come through the rank beside it, and the one that passes them on."""
 
-    whole: Parcel
-    messages: tuple[Parcel, ...]
+    whole: WeightMessage
+    messages: tuple[WeightMessage, ...]
 
 
-def _bundles(messages: Iterable[Parcel], beside: Mapping[int, int]) -> list[_Bundle]:
+def _bundles(messages: Iterable[WeightMessage], beside: Mapping[int, int]) -> list[_Bundle]:
     """Bundle messages, which are in the plan's order. In the whole they lie as in the ring of whoever receives them."""
-    by_sink = defaultdict[int, list[Parcel]](list)
+    by_receiver = defaultdict[int, list[WeightMessage]](list)
     for message in messages:
-        by_sink[message.sink].append(message)
+        by_receiver[message.receiver].append(message)
     found = list[_Bundle]()
-    for sink, its in by_sink.items():
+    for receiver, its in by_receiver.items():
         buckets = itertools.groupby(its, key=lambda message: message.bucket)
         for turn, ((bucket, some), size) in enumerate(zip(buckets, Ring(its).bucket_bytes, strict=True)):
-            found.append(_Bundle(Parcel(bucket, turn, beside[sink], sink, True, (), size), tuple(some)))
+            found.append(_Bundle(WeightMessage(bucket, turn, beside[receiver], receiver, True, (), size), tuple(some)))
     return found
 
 
-def _onward(share: Share, bundles: Iterable[_Bundle]) -> Share:
-    """Return the share of the wire between a rank and the worker on its device, apart from that of its own messages."""
-    return replace(share, messages=tuple(each.whole for each in bundles), segments=f"{share.segments}-relayed")
+def _onward(process_plan: ProcessPlan, bundles: Iterable[_Bundle]) -> ProcessPlan:
+    """Return the process plan of the transport between a rank and the worker on its device, apart from that of its own
+    messages.
+    """
+    return replace(
+        process_plan, messages=tuple(each.whole for each in bundles), segments=f"{process_plan.segments}-relayed"
+    )
 
 
 class Relay(Exchange):
     """A trainer rank's membership in the group. It sends own messages, and passes those of others on by `onward`."""
 
-    def __init__(self, share: Share, device: torch.device, onward: Wire) -> None:
-        super().__init__(share, device)
-        self._via = share.beside
-        bundles = _bundles(_passed(share.messages, share.meeting.rank), share.beside)
-        self._onward = onward.sender(_onward(share, bundles), device)
-        self._coming = {number: list(each) for number, each in itertools.groupby(share.messages, lambda m: m.bucket)}
+    def __init__(self, process_plan: ProcessPlan, device: torch.device, onward: Transport) -> None:
+        super().__init__(process_plan, device)
+        self._via = process_plan.beside
+        bundles = _bundles(_passed(process_plan.messages, process_plan.rendezvous.rank), process_plan.beside)
+        self._onward = onward.sender(_onward(process_plan, bundles), device)
+        self._coming = {
+            number: list(each) for number, each in itertools.groupby(process_plan.messages, lambda m: m.bucket)
+        }
         self._bundles = defaultdict[int, list[_Bundle]](list)
         for bundle in bundles:
             self._bundles[bundle.whole.bucket].append(bundle)
@@ -98,17 +113,17 @@ class Relay(Exchange):
 class RelayedReceiver(ReceivingEnd):
     """The receiver of the bundles that a `Relay` passes on."""
 
-    def __init__(self, share: Share, device: torch.device, onward: Wire) -> None:
-        bundles = _bundles(share.messages, share.beside)
-        self._end = onward.receiver(_onward(share, bundles), device)
+    def __init__(self, process_plan: ProcessPlan, device: torch.device, onward: Transport) -> None:
+        bundles = _bundles(process_plan.messages, process_plan.beside)
+        self._end = onward.receiver(_onward(process_plan, bundles), device)
         self._bundle_of = {key_of(message): bundle for bundle in bundles for message in bundle.messages}
-        self._places = Ring(share.messages).places
+        self._places = Ring(process_plan.messages).places
         self._whole = Arrival(torch.empty(0), 0)
 
     def start(self, transfer: int) -> None:
         self._end.start(transfer)
 
-    def receive(self, message: Parcel) -> Arrival:
+    def receive(self, message: WeightMessage) -> Arrival:
         """Wait for the bundle of a message if it is the first one of it, and return the message."""
         bundle = self._bundle_of[key_of(message)]
         if key_of(message) == key_of(bundle.messages[0]):
@@ -116,7 +131,7 @@ class RelayedReceiver(ReceivingEnd):
         offset, num_bytes = self._places[key_of(message)].offset, message.num_bytes
         return self._whole._replace(data=self._whole.data[offset : offset + num_bytes], num_bytes=num_bytes)
 
-    def release(self, message: Parcel) -> None:
+    def release(self, message: WeightMessage) -> None:
         """Let the buffer of a bundle be reused, after its last message has been read."""
         bundle = self._bundle_of[key_of(message)]
         if key_of(message) == key_of(bundle.messages[-1]):
@@ -126,30 +141,30 @@ class RelayedReceiver(ReceivingEnd):
         self._end.close()
 
 
-def _passed(messages: Iterable[Parcel], rank: int) -> list[Parcel]:
+def _passed(messages: Iterable[WeightMessage], rank: int) -> list[WeightMessage]:
     return [message for message in messages if message.source != rank]
 
 
-def relayed_to(onward: Wire) -> Wire:
-    """Return the wire over NCCL to the rank on the worker's device, and from there on over `onward`."""
+def relayed_to(onward: Transport) -> Transport:
+    """Return the transport over NCCL to the rank on the worker's device, and from there on over `onward`."""
 
     def fits(link: Link) -> bool:
         on_device = replace(link, same_host=True, same_device=True)
         return link.is_grouped and link.beside_rank and onward.fits(on_device)
 
-    def staging(messages: Sequence[Parcel], process: int) -> Staging:
+    def staging(messages: Sequence[WeightMessage], process: int) -> Staging:
         passed = _passed(messages, process)
-        if any(message.sink == process for message in passed):
+        if any(message.receiver == process for message in passed):
             return Staging()
-        bundles = _bundles(passed, dict.fromkeys((message.sink for message in passed), process))
+        bundles = _bundles(passed, dict.fromkeys((message.receiver for message in passed), process))
         beyond = onward.staging([each.whole for each in bundles], process)
         return Staging(device=sum(Ring(messages).slot_bytes) + beyond.device, host=beyond.host)
 
-    return Wire(
+    return Transport(
         name=f"NCCL, then {onward.name}",
         fits=fits,
-        sender=lambda share, device: Relay(share, device, onward),
-        receiver=lambda share, device: RelayedReceiver(share, device, onward),
+        sender=lambda process_plan, device: Relay(process_plan, device, onward),
+        receiver=lambda process_plan, device: RelayedReceiver(process_plan, device, onward),
         staging=staging,
         members=Members.RANKS,
     )

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from megarl.sync.plan.build import Fragment
-from megarl.sync.wire.casts import SCALED, from_wire, largest_magnitude, to_wire
-from megarl.sync.wire.routed import RoutedReceiver, RoutedSender
-from megarl.sync.wire.wires import Share, key_of, unpack
+from megarl.sync.transport.casts import SCALED, from_transport, largest_magnitude, to_transport
+from megarl.sync.transport.routed import RoutedReceiver, RoutedSender
+from megarl.sync.transport.transports import ProcessPlan, key_of, unpack
 from megarl.weights.boxes import Box, Boxes, box_of, intersection, joined, num_elements, slices_of
 from megarl.weights.merging import Merger
 from megarl.weights.slices import Index, Slice, checksum, flat_views
@@ -32,9 +32,9 @@ def holding_of(slices: Iterable[Slice], shapes: Mapping[str, Sequence[int]]) -> 
 class BridgeSender:
     """The sending end of weight syncs on one trainer rank."""
 
-    def __init__(self, share: Share, wire: RoutedSender) -> None:
-        self._share, self._wire, self._scales = share, wire, dict[str, float]()
-        self._parts = [message.parts for message in share.messages]
+    def __init__(self, process_plan: ProcessPlan, transport: RoutedSender) -> None:
+        self._share, self._transport, self._scales = process_plan, transport, dict[str, float]()
+        self._parts = [message.parts for message in process_plan.messages]
 
     @torch.no_grad()
     def largest(self, slices: Iterable[Slice]) -> dict[str, float]:
@@ -56,7 +56,8 @@ class BridgeSender:
         full: bool = False,
         merger: Merger | None = None,
     ) -> dict[int, dict[str, int]]:
-        """Send this rank's messages of one weight sync. Return checksums of the sent data: sink → tensor → checksum.
+        """Send this rank's messages of one weight sync. Return checksums of the sent data: receiver → tensor →
+        checksum.
 
         with_checksums: whether to compute them; else the result is empty. scales: of tensors sent in float8, the same
         on all ranks. full: send whole messages this time, not differences. merger: adds adapters to what is sent.
@@ -68,22 +69,22 @@ class BridgeSender:
         views = {name: sorted(boxes.items(), key=operator.itemgetter(0)) for name, boxes in found.items()}
         sums = defaultdict[int, dict[str, int]](dict)
         if full:
-            self._wire.forget()
-        self._wire.start(transfer)
+            self._transport.forget()
+        self._transport.start(transfer)
         for message, parts in zip(self._share.messages, self._parts, strict=True):
-            self._wire.send(message, (self._cast(*each, merger) for each in _overlaps(parts, views)))
+            self._transport.send(message, (self._cast(*each, merger) for each in _overlaps(parts, views)))
             if with_checksums:
                 for part, box, view in _overlaps(parts, views):
-                    name, of_sink = part.tensor, sums[message.sink]
+                    name, of_receiver = part.tensor, sums[message.receiver]
                     added = checksum(self._cast(part, box, view, merger), slices_of(box), specs[name].shape)
-                    of_sink[name] = (of_sink.get(name, 0) + added) % (1 << 64)
-        self._wire.flush()
+                    of_receiver[name] = (of_receiver.get(name, 0) + added) % (1 << 64)
+        self._transport.flush()
         return dict(sums)
 
     def _cast(self, part: Fragment, box: Box, view: torch.Tensor, merger: Merger | None) -> torch.Tensor:
         if merger is not None:
             view = merger.merged(part.tensor, box, view)
-        return to_wire(view, self._share.specs[part.tensor].dtype, self._scales.get(part.tensor))
+        return to_transport(view, self._share.specs[part.tensor].dtype, self._scales.get(part.tensor))
 
 
 class _Coming(NamedTuple):
@@ -97,13 +98,13 @@ class _Coming(NamedTuple):
 class BridgeReceiver:
     """The receiving end of weight syncs in one engine worker."""
 
-    def __init__(self, share: Share, wire: RoutedReceiver, device: torch.device) -> None:
-        self._share, self._wire, self._device = share, wire, device
-        self._buckets = [list(each) for _, each in itertools.groupby(share.messages, key=lambda m: m.bucket)]
+    def __init__(self, process_plan: ProcessPlan, transport: RoutedReceiver, device: torch.device) -> None:
+        self._share, self._transport, self._device = process_plan, transport, device
+        self._buckets = [list(each) for _, each in itertools.groupby(process_plan.messages, key=lambda m: m.bucket)]
         # The parts of each message, and the number of elements of each tensor that arrive in all.
         self._coming = {
             key_of(message): [_Coming(p.tensor, slices_of(p.box), num_elements(p.box)) for p in message.parts]
-            for message in share.messages
+            for message in process_plan.messages
         }
         self._num_coming = Counter[str]()
         for part in itertools.chain.from_iterable(self._coming.values()):
@@ -124,12 +125,12 @@ class BridgeReceiver:
                 tensors[part.tensor] = self._allocate(part.tensor, fill)
             return tensors[part.tensor][part.place]
 
-        self._wire.start(transfer)
+        self._transport.start(transfer)
         yield from ((name, self._allocate(name, fill)) for name in self._share.needs if name not in missing)
         for bucket, following in itertools.zip_longest(self._buckets, self._buckets[1:], fillvalue=()):
-            self._wire.expect([*bucket, *following])
+            self._transport.expect([*bucket, *following])
             for message in bucket:
-                end, parts = self._wire.end_of(message), self._coming[key_of(message)]
+                end, parts = self._transport.end_of(message), self._coming[key_of(message)]
                 arrival = end.receive(message)
                 if not message.local:
                     self.wire_bytes += arrival.num_bytes
@@ -151,7 +152,7 @@ class BridgeReceiver:
         if fill is not None:
             restored.fill_(fill)
         for index in map(slices_of, self._share.needs[name]):
-            restored[index] = from_wire(tensor[index], scale)
+            restored[index] = from_transport(tensor[index], scale)
         return restored
 
     def checksum(self, name: str, tensor: torch.Tensor) -> int:

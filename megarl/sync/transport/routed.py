@@ -1,26 +1,28 @@
-"""Open the wires of a share, and route each message of a weight sync to the end of the wire chosen for it."""
+"""Open the transports of a process plan, and route each message of a weight sync to the end of the transport chosen for
+it.
+"""
 
 from collections.abc import Iterable
 
 import torch
 
 from megarl.config.plugins import activate
-from megarl.sync.plan.build import Parcel
-from megarl.sync.wire.table import WIRES
-from megarl.sync.wire.wires import NEVER, ReceivingEnd, Share, key_of
+from megarl.sync.plan.build import WeightMessage
+from megarl.sync.transport.table import TRANSPORTS
+from megarl.sync.transport.transports import NEVER, ProcessPlan, ReceivingEnd, key_of
 
 
 class RoutedSender:
-    """The sending ends of all wires of a trainer rank."""
+    """The sending ends of all transports of a trainer rank."""
 
-    def __init__(self, share: Share, device: torch.device) -> None:
-        activate(share.plugins)
-        ends = {name: WIRES.get(name).sender(share.over(name), device) for name in share.wires}
+    def __init__(self, process_plan: ProcessPlan, device: torch.device) -> None:
+        activate(process_plan.plugins)
+        ends = {name: TRANSPORTS.get(name).sender(process_plan.over(name), device) for name in process_plan.transports}
         self._ends = list(ends.values())
-        self._end_of = {key_of(m): ends[name] for name, messages in share.wires.items() for m in messages}
+        self._end_of = {key_of(m): ends[name] for name, messages in process_plan.transports.items() for m in messages}
 
     def start(self, transfer: int) -> None:
-        """Begin the weight sync number `transfer` on all wires."""
+        """Begin the weight sync number `transfer` on all transports."""
         for end in self._ends:
             end.start(transfer)
 
@@ -29,8 +31,8 @@ class RoutedSender:
         for end in self._ends:
             end.forget()
 
-    def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
-        """Send tensors as one message, after what earlier buckets send on other wires."""
+    def send(self, message: WeightMessage, parts: Iterable[torch.Tensor]) -> None:
+        """Send tensors as one message, after what earlier buckets send on other transports."""
         its_end = self._end_of[key_of(message)]
         for end in self._ends:
             end.post(before=message.bucket)
@@ -55,26 +57,28 @@ class RoutedSender:
 
 
 class RoutedReceiver:
-    """The receiving ends of all wires of an engine worker."""
+    """The receiving ends of all transports of an engine worker."""
 
-    def __init__(self, share: Share, device: torch.device) -> None:
-        activate(share.plugins)
-        ends = {name: WIRES.get(name).receiver(share.over(name), device) for name in share.wires}
+    def __init__(self, process_plan: ProcessPlan, device: torch.device) -> None:
+        activate(process_plan.plugins)
+        ends = {
+            name: TRANSPORTS.get(name).receiver(process_plan.over(name), device) for name in process_plan.transports
+        }
         self._ends = list(ends.values())
-        self._end_of = {key_of(m): ends[name] for name, messages in share.wires.items() for m in messages}
+        self._end_of = {key_of(m): ends[name] for name, messages in process_plan.transports.items() for m in messages}
 
     def start(self, transfer: int) -> None:
-        """Begin the weight sync number `transfer` on all wires."""
+        """Begin the weight sync number `transfer` on all transports."""
         for end in self._ends:
             end.start(transfer)
 
-    def expect(self, messages: Iterable[Parcel]) -> None:
+    def expect(self, messages: Iterable[WeightMessage]) -> None:
         """Announce the next messages to be received, so that their transmission may begin."""
         expected = list(messages)
         for end in self._ends:
             end.expect(message for message in expected if self.end_of(message) is end)
 
-    def end_of(self, message: Parcel) -> ReceivingEnd:
+    def end_of(self, message: WeightMessage) -> ReceivingEnd:
         """Return the end at which a message arrives."""
         return self._end_of[key_of(message)]
 

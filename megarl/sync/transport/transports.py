@@ -1,7 +1,7 @@
-"""Define what a wire is: a way, such as shared memory or a process group, to carry messages of a weight sync.
+"""Define what a transport is: a way, such as shared memory or a process group, to carry messages of a weight sync.
 
-A message consists of tensors laid end to end. At most `DEPTH` messages per (source, sink) pair are in flight, so that
-packing, carrying and unpacking overlap while staging memory stays bounded.
+A message consists of tensors laid end to end. At most `DEPTH` messages per (source, receiver) pair are in flight, so
+that packing, carrying and unpacking overlap while staging memory stays bounded.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,14 +13,14 @@ import torch
 
 from megarl.config.plugins import Plugin
 from megarl.sync.plan.assign import Holding
-from megarl.sync.plan.build import Parcel
-from megarl.sync.wire.meetings import Meeting
+from megarl.sync.plan.build import WeightMessage
+from megarl.sync.transport.rendezvous import Rendezvous
 from megarl.weights.safetensors_map import TensorSpec
 
 DEPTH = 2
 # Comes after every bucket.
 NEVER = 1 << 62
-# Source, sink and turn, which identify a message within its plan.
+# Source, receiver and turn, which identify a message within its plan.
 Key: TypeAlias = tuple[int, int, int]
 
 
@@ -29,9 +29,9 @@ class Link:
     """The connection from a trainer rank to an engine worker, and what the settings ask of such a link.
 
     same_device: whether both use the same device. beside_rank: whether the worker shares its device with some rank.
-    host_group: what carries messages between hosts. cuda_ipc: whether processes may share a device's memory. delta:
-    whether to send differences from the last sync. nearby: whether what carries messages between hosts also carries
-    those within a host, because that is faster than the host's memory.
+    host_group: what carries messages between hosts. cuda_ipc: whether processes may share a device's memory.
+    delta: whether to send differences from the last sync. nearby: whether what carries messages between hosts also
+    carries those within a host, because that is faster than the host's memory.
     """
 
     same_host: bool
@@ -52,31 +52,33 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """One process's share of a sync plan: the messages that it sends or receives, and how to reach other processes.
+class ProcessPlan:
+    """One process's process_plan of a sync plan: the messages that it sends or receives, and how to reach other
+    processes.
 
     messages: in the plan's order. specs: the full tensors. needs: the boxes of each tensor that an engine worker needs.
-    segments: path prefix of shared-memory files. meeting: the rendezvous of all processes; its ranks are their numbers
-    in the plan. wires: by the name of each wire that this process opens, the messages that it sends, receives or passes
-    on over it. beside: by engine worker, the rank that shares its device. plugins: what registers wires of users.
+    segments: path prefix of shared-memory files. rendezvous: the rendezvous of all processes; its ranks are their
+    numbers in the plan. transports: by the name of each transport that this process opens, the messages that it sends,
+    receives or passes on over it. beside: by engine worker, the rank that shares its device. plugins: what registers
+    transports of users.
     """
 
-    messages: tuple[Parcel, ...]
+    messages: tuple[WeightMessage, ...]
     specs: Mapping[str, TensorSpec]
     needs: Holding
     segments: str
-    meeting: Meeting
-    wires: Mapping[str, tuple[Parcel, ...]] = field(default_factory=dict)
+    rendezvous: Rendezvous
+    transports: Mapping[str, tuple[WeightMessage, ...]] = field(default_factory=dict)
     beside: Mapping[int, int] = field(default_factory=dict)
     plugins: tuple[Plugin, ...] = ()
 
-    def over(self, wire: str) -> "Share":
-        """Return the share with only the messages that one wire carries."""
-        return replace(self, messages=self.wires[wire])
+    def over(self, transport: str) -> "ProcessPlan":
+        """Return the process plan with only the messages that one transport carries."""
+        return replace(self, messages=self.transports[transport])
 
 
 class SendingEnd:
-    """The sending end of a wire on a trainer rank. Messages to one receiver must be sent in the plan's order."""
+    """The sending end of a transport on a trainer rank. Messages to one receiver must be sent in the plan's order."""
 
     def start(self, transfer: int) -> None:
         """Begin a weight sync. Its number `transfer` must be new, and the same in all processes."""
@@ -89,9 +91,9 @@ class SendingEnd:
         """Set off what is held back until all messages of a bucket are there, for all buckets up to `before`."""
 
     def pass_on(self) -> None:
-        """Pass on what has arrived for other processes. Called before a message is sent on another wire."""
+        """Pass on what has arrived for other processes. Called before a message is sent on another transport."""
 
-    def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
+    def send(self, message: WeightMessage, parts: Iterable[torch.Tensor]) -> None:
         """Send tensors of any strides, end to end, as one message. They must not change before `flush` returns."""
         raise NotImplementedError
 
@@ -118,20 +120,20 @@ class Arrival(NamedTuple):
 
 
 class ReceivingEnd:
-    """The receiving end of a wire in an engine worker."""
+    """The receiving end of a transport in an engine worker."""
 
     def start(self, transfer: int) -> None:
         """Begin a weight sync. Its number `transfer` must be new, and the same in all processes."""
         raise NotImplementedError
 
-    def expect(self, messages: Iterable[Parcel]) -> None:
+    def expect(self, messages: Iterable[WeightMessage]) -> None:
         """Announce the next messages to be received, so that their transmission may begin."""
 
-    def receive(self, message: Parcel) -> Arrival:
+    def receive(self, message: WeightMessage) -> Arrival:
         """Wait for a message, and return it to be read."""
         raise NotImplementedError
 
-    def release(self, message: Parcel) -> None:
+    def release(self, message: WeightMessage) -> None:
         """Let the buffer of a message be reused, after the message has been read."""
 
     def close(self) -> None:
@@ -147,7 +149,7 @@ class Staging:
 
 
 class Members(Enum):
-    """The processes that open a wire: those that it carries messages between, and perhaps others."""
+    """The processes that open a transport: those that it carries messages between, and perhaps others."""
 
     ENDS = auto()
     RANKS = auto()  # also all trainer ranks, as they pass messages on to the engine workers on their devices
@@ -155,18 +157,18 @@ class Members(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wire:
+class Transport:
     """A way to carry messages over the links that it `fits`.
 
-    sender, receiver: open an end, given the share with the messages of this wire and the device of the process.
-    staging: what an end allocates, given its messages and the number of its process in the plan.
+    sender, receiver: open an end, given the process plan with the messages of this transport and the device of the
+    process. staging: what an end allocates, given its messages and the number of its process in the plan.
     """
 
     name: str
     fits: Callable[[Link], bool]
-    sender: Callable[[Share, torch.device], SendingEnd]
-    receiver: Callable[[Share, torch.device], ReceivingEnd]
-    staging: Callable[[Sequence[Parcel], int], Staging] = lambda messages, process: Staging()
+    sender: Callable[[ProcessPlan, torch.device], SendingEnd]
+    receiver: Callable[[ProcessPlan, torch.device], ReceivingEnd]
+    staging: Callable[[Sequence[WeightMessage], int], Staging] = lambda messages, process: Staging()
     members: Members = Members.ENDS
 
 
@@ -190,9 +192,9 @@ def unpack(
         yield target
 
 
-def key_of(message: Parcel) -> Key:
-    """Return (source, sink, turn) of a message."""
-    return message.source, message.sink, message.turn
+def key_of(message: WeightMessage) -> Key:
+    """Return (source, receiver, turn) of a message."""
+    return message.source, message.receiver, message.turn
 
 
 def _first(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -6,15 +6,15 @@ import operator
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from megarl.sync.plan.build import Parcel
-from megarl.sync.wire.wires import DEPTH, Key, key_of
+from megarl.sync.plan.build import WeightMessage
+from megarl.sync.transport.transports import DEPTH, Key, key_of
 
 # That of torch's allocator.
 _ALIGNMENT = 512
-_BUCKET, _SINK = operator.attrgetter("bucket"), operator.attrgetter("sink")
+_BUCKET, _RECEIVER = operator.attrgetter("bucket"), operator.attrgetter("receiver")
 
 
-class Berth(NamedTuple):
+class BufferPlace(NamedTuple):
     """The place of a message: the number of its bucket among those of the ring, and its offset there in bytes."""
 
     bucket: int
@@ -24,26 +24,26 @@ class Berth(NamedTuple):
 class Ring:
     """The places of messages, which are given in the plan's order. Bucket number i lies in slot i % `DEPTH`.
 
-    Messages of a bucket lie at aligned offsets, those to one sink side by side. bucket_bytes: the length of each
+    Messages of a bucket lie at aligned offsets, those to one receiver side by side. bucket_bytes: the length of each
     bucket; slot_bytes: that of each slot, which is allocated.
     """
 
-    def __init__(self, messages: Iterable[Parcel]) -> None:
-        self._buckets = [sorted(bucket, key=_SINK) for _, bucket in itertools.groupby(messages, key=_BUCKET)]
-        self.bucket_bytes = [sum(map(_room, bucket)) for bucket in self._buckets]
+    def __init__(self, messages: Iterable[WeightMessage]) -> None:
+        self._buckets = [sorted(bucket, key=_RECEIVER) for _, bucket in itertools.groupby(messages, key=_BUCKET)]
+        self.bucket_bytes = [sum(map(_capacity, bucket)) for bucket in self._buckets]
         self.slot_bytes = [max(self.bucket_bytes[slot::DEPTH]) for slot in range(min(DEPTH, len(self._buckets)))]
 
     @functools.cached_property
-    def places(self) -> dict[Key, Berth]:
+    def places(self) -> dict[Key, BufferPlace]:
         """Return the place of every message."""
-        found = dict[Key, Berth]()
+        found = dict[Key, BufferPlace]()
         for number, bucket in enumerate(self._buckets):
             offset = 0
             for message in bucket:
-                found[key_of(message)] = Berth(number, offset)
-                offset += _room(message)
+                found[key_of(message)] = BufferPlace(number, offset)
+                offset += _capacity(message)
         return found
 
 
-def _room(message: Parcel) -> int:
+def _capacity(message: WeightMessage) -> int:
     return -(-message.num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -14,19 +14,19 @@ import torch
 
 from megarl.errors import WeightSyncError
 from megarl.host.device.platform import platform
-from megarl.sync.plan.build import Parcel
-from megarl.sync.wire.meetings import DeathWatch
-from megarl.sync.wire.ring import Ring
-from megarl.sync.wire.wires import (
+from megarl.sync.plan.build import WeightMessage
+from megarl.sync.transport.rendezvous import DeathWatch
+from megarl.sync.transport.ring import Ring
+from megarl.sync.transport.transports import (
     DEPTH,
     Arrival,
     Key,
     Members,
+    ProcessPlan,
     ReceivingEnd,
     SendingEnd,
-    Share,
     Staging,
-    Wire,
+    Transport,
     key_of,
     pack,
 )
@@ -44,22 +44,22 @@ class Exchange(SendingEnd, ReceivingEnd):
     device: whose links carry the messages (NCCL); None: the network (gloo).
     """
 
-    def __init__(self, share: Share, device: torch.device | None) -> None:
-        self._rank = share.meeting.rank
-        # By sink: the member of the group that its messages are sent to, if it is not the sink itself.
+    def __init__(self, process_plan: ProcessPlan, device: torch.device | None) -> None:
+        self._rank = process_plan.rendezvous.rank
+        # By receiver: the member of the group that its messages are sent to, if it is not the receiver itself.
         self._via: Mapping[int, int] = {}
         # Messages are staged in memory that the group can send from: on the devices, or on the host.
         self._device = device or torch.device("cpu")
-        self._num_turns = Counter((message.source, message.sink) for message in share.messages)
-        self._num_arrivals = sum(message.source != self._rank for message in share.messages)
-        self._ring = Ring(share.messages)
+        self._num_turns = Counter((message.source, message.receiver) for message in process_plan.messages)
+        self._num_arrivals = sum(message.source != self._rank for message in process_plan.messages)
+        self._ring = Ring(process_plan.messages)
         self._slots = dict[int, torch.Tensor]()
-        self._staged = list[Parcel]()
+        self._staged = list[WeightMessage]()
         self._under_way = dict[Key, Any]()
         self._transfer = self._num_received = 0
         # torch's stubs do not say what backends can besides sending and receiving.
-        self._group: Any = share.meeting.join(device)
-        self._watch = DeathWatch(share.meeting, self._group)
+        self._group: Any = process_plan.rendezvous.join(device)
+        self._watch = DeathWatch(process_plan.rendezvous, self._group)
 
     def start(self, transfer: int) -> None:
         """Begin the weight sync number `transfer`; pending messages of a failed earlier one are dropped."""
@@ -76,7 +76,7 @@ class Exchange(SendingEnd, ReceivingEnd):
         self._watch.close()
         self._group = None
 
-    def stage(self, message: Parcel) -> torch.Tensor:
+    def stage(self, message: WeightMessage) -> torch.Tensor:
         """Take a message into the next group, and return its buffer. Wait first if the buffer is still in use."""
         reused = self._ring.places[key_of(message)].bucket - DEPTH
         for key in [key for key in self._under_way if self._ring.places[key].bucket <= reused]:
@@ -101,7 +101,7 @@ class Exchange(SendingEnd, ReceivingEnd):
         if self._staged and self._staged[0].bucket < before:
             self.post_staged()
 
-    def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
+    def send(self, message: WeightMessage, parts: Iterable[torch.Tensor]) -> None:
         """Take a message into the group of its bucket."""
         pack(parts, self.stage(message))
 
@@ -111,7 +111,7 @@ class Exchange(SendingEnd, ReceivingEnd):
             self._wait(key)
         self._end()
 
-    def expect(self, messages: Iterable[Parcel]) -> None:
+    def expect(self, messages: Iterable[WeightMessage]) -> None:
         """Post the receives of messages, those of each bucket as one group, unless that has been done before."""
         waiting = [message for message in messages if key_of(message) not in self._under_way]
         for _, bucket in itertools.groupby(waiting, key=lambda message: message.bucket):
@@ -119,7 +119,7 @@ class Exchange(SendingEnd, ReceivingEnd):
                 self.stage(message)
             self.post_staged()
 
-    def receive(self, message: Parcel) -> Arrival:
+    def receive(self, message: WeightMessage) -> Arrival:
         """Wait for a message whose receive has been posted. After the last one, what was returned is all that is left
         of the buffers.
         """
@@ -134,15 +134,15 @@ class Exchange(SendingEnd, ReceivingEnd):
         self._slots.clear()
         self._watch.transfer = None
 
-    def _start(self, message: Parcel) -> Any:
+    def _start(self, message: WeightMessage) -> Any:
         buffers = [self._bytes_of(message)]
         # The tag differs between messages of a pair, also between those of different weight syncs.
-        tag = self._transfer * self._num_turns[message.source, message.sink] + message.turn
+        tag = self._transfer * self._num_turns[message.source, message.receiver] + message.turn
         if message.source == self._rank:
-            return self._group.send(buffers, self._via.get(message.sink, message.sink), tag)
+            return self._group.send(buffers, self._via.get(message.receiver, message.receiver), tag)
         return self._group.recv(buffers, message.source, tag)
 
-    def _bytes_of(self, message: Parcel) -> torch.Tensor:
+    def _bytes_of(self, message: WeightMessage) -> torch.Tensor:
         """Return the buffer of a message: a part of its bucket's slot, which is allocated when it is first used."""
         bucket, offset = self._ring.places[key_of(message)]
         if (slot := bucket % DEPTH) not in self._slots:
@@ -167,7 +167,7 @@ class Exchange(SendingEnd, ReceivingEnd):
             raise WeightSyncError(_DEATH)
 
 
-NCCL = Wire(
+NCCL = Transport(
     name="NCCL",
     # NCCL takes no device twice.
     fits=lambda link: link.is_grouped and not link.beside_rank,
@@ -176,11 +176,11 @@ NCCL = Wire(
     staging=lambda messages, _: Staging(device=sum(Ring(messages).slot_bytes)),
     members=Members.ALL,
 )
-GLOO = Wire(
+GLOO = Transport(
     name="gloo",
     fits=lambda link: link.host_group == "gloo" and not link.same_host,
-    sender=lambda share, _: Exchange(share, None),
-    receiver=lambda share, _: Exchange(share, None),
+    sender=lambda process_plan, _: Exchange(process_plan, None),
+    receiver=lambda process_plan, _: Exchange(process_plan, None),
     staging=lambda messages, _: Staging(host=sum(Ring(messages).slot_bytes)),
     members=Members.ALL,
 )

@@ -12,9 +12,9 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megarl.errors import WeightSyncError
 from megarl.host.device.platform import platform
-from megarl.sync.wire.shared_memory import SharedMemoryReceiver, SharedMemorySender, segment_bytes
-from megarl.sync.wire.signed_store import SignedStore
-from megarl.sync.wire.wires import Share, Staging, Wire
+from megarl.sync.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender, segment_bytes
+from megarl.sync.transport.signed_store import SignedStore
+from megarl.sync.transport.transports import ProcessPlan, Staging, Transport
 
 # CUDA's handles have 64 bytes, to which torch adds a few; those of its expandable segments list files.
 _MOST_HANDLE_BYTES = 1 << 12
@@ -149,14 +149,14 @@ class DeviceSegments:
         platform().synchronize()
 
 
-def _segments(share: Share, device: torch.device) -> DeviceSegments:
-    return DeviceSegments(share.meeting.connect(), device, share.meeting.timeout_s)
+def _segments(process_plan: ProcessPlan, device: torch.device) -> DeviceSegments:
+    return DeviceSegments(process_plan.rendezvous.connect(), device, process_plan.rendezvous.timeout_s)
 
 
-CUDA_IPC = Wire(
+CUDA_IPC = Transport(
     name="CUDA IPC",
     fits=lambda link: link.same_device and link.cuda_ipc,
-    sender=lambda share, device: SharedMemorySender(share, _segments(share, device)),
-    receiver=lambda share, device: SharedMemoryReceiver(share, _segments(share, device)),
+    sender=lambda process_plan, device: SharedMemorySender(process_plan, _segments(process_plan, device)),
+    receiver=lambda process_plan, device: SharedMemoryReceiver(process_plan, _segments(process_plan, device)),
     staging=lambda messages, process: Staging(device=segment_bytes(messages, process)),
 )

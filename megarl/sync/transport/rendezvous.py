@@ -14,7 +14,7 @@ from megarl.host.clock import awake_s
 from megarl.host.device.groups import abort_group, gloo_group
 from megarl.host.device.platform import platform
 from megarl.host.store import connect_store
-from megarl.sync.wire.signed_store import SignedStore
+from megarl.sync.transport.signed_store import SignedStore
 
 # How often a wait checks whether the transfer was given up.
 POLL_S = 0.5
@@ -23,7 +23,7 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """The settings for a rendezvous: the store's address, this process's rank among `size`, and the timeout.
 
     secret: what the processes know each other's messages by, in a store that other users may reach.
@@ -61,10 +61,10 @@ class DeathWatch:
     transfer: the current one; None between two, when there is nothing to ask the store.
     """
 
-    def __init__(self, meeting: Meeting, group: dist.ProcessGroup) -> None:
+    def __init__(self, rendezvous: Rendezvous, group: dist.ProcessGroup) -> None:
         self.transfer: int | None = None
         self.has_aborted = False
-        self._store, self._group, self._closed = meeting.connect(), group, threading.Event()
+        self._store, self._group, self._closed = rendezvous.connect(), group, threading.Event()
         threading.Thread(target=self._look, daemon=True).start()
 
     def close(self) -> None:
@@ -88,9 +88,9 @@ class DeathWatch:
         del self._group
 
 
-def give_up(meeting: Meeting, transfer: int) -> None:
+def give_up(rendezvous: Rendezvous, transfer: int) -> None:
     """Mark the weight sync `transfer` as failed, so that no process waits for one that has died."""
-    replace(meeting, timeout_s=_CONNECT_S).connect().set(f"{transfer}/given up")
+    replace(rendezvous, timeout_s=_CONNECT_S).connect().set(f"{transfer}/given up")
 
 
 def unless_given_up(

@@ -16,11 +16,20 @@ import torch
 from megarl.errors import WeightSyncError
 from megarl.host.device.platform import platform
 from megarl.host.streams import print_lines
-from megarl.sync.plan.build import Parcel
+from megarl.sync.plan.build import WeightMessage
 from megarl.sync.plan.links import Rates
-from megarl.sync.wire.flags import FLAG_BYTES, Flag
-from megarl.sync.wire.meetings import unless_given_up
-from megarl.sync.wire.wires import DEPTH, Arrival, ReceivingEnd, SendingEnd, Share, Staging, Wire, pack
+from megarl.sync.transport.flags import FLAG_BYTES, Flag
+from megarl.sync.transport.rendezvous import unless_given_up
+from megarl.sync.transport.transports import (
+    DEPTH,
+    Arrival,
+    ProcessPlan,
+    ReceivingEnd,
+    SendingEnd,
+    Staging,
+    Transport,
+    pack,
+)
 
 _FLAGS = ("sent", "taken")
 _FOREIGN = "another process has meddled with it: remove it, and start the run again"
@@ -114,12 +123,12 @@ def _warn_of_pageable(reason: str) -> None:
     )
 
 
-# Source, sink and turn % DEPTH.
+# Source, receiver and turn % DEPTH.
 _Slot: TypeAlias = tuple[int, int, int]
 
 
-def slot_bytes(messages: Iterable[Parcel]) -> dict[_Slot, int]:
-    """Return the lengths of segments: `DEPTH` per (source, sink) pair, each as long as its longest message."""
+def slot_bytes(messages: Iterable[WeightMessage]) -> dict[_Slot, int]:
+    """Return the lengths of segments: `DEPTH` per (source, receiver) pair, each as long as its longest message."""
     sizes = defaultdict[_Slot, int](int)
     for message in messages:
         slot = _slot(message)
@@ -127,22 +136,24 @@ def slot_bytes(messages: Iterable[Parcel]) -> dict[_Slot, int]:
     return sizes
 
 
-def segment_bytes(messages: Sequence[Parcel], process: int) -> int:
+def segment_bytes(messages: Sequence[WeightMessage], process: int) -> int:
     """Return the length of all segments that a process creates: those from which its messages are read."""
     return sum(size for (source, _, _), size in slot_bytes(messages).items() if source == process)
 
 
-def _slot(message: Parcel) -> _Slot:
-    return message.source, message.sink, message.turn % DEPTH
+def _slot(message: WeightMessage) -> _Slot:
+    return message.source, message.receiver, message.turn % DEPTH
 
 
 class _Segments:
-    """A process's segments, and its flags: for each (source, sink) pair, what has been sent and what has been taken."""
+    """A process's segments, and its flags: for each (source, receiver) pair, what has been sent and what has been
+    taken.
+    """
 
-    def __init__(self, share: Share, memory: Memory) -> None:
-        self._prefix, self._timeout_s = share.segments, share.meeting.timeout_s
-        self._store = share.meeting.connect()
-        self._sizes = {self._path(*slot): size for slot, size in slot_bytes(share.messages).items()}
+    def __init__(self, process_plan: ProcessPlan, memory: Memory) -> None:
+        self._prefix, self._timeout_s = process_plan.segments, process_plan.rendezvous.timeout_s
+        self._store = process_plan.rendezvous.connect()
+        self._sizes = {self._path(*slot): size for slot, size in slot_bytes(process_plan.messages).items()}
         self._memory = memory
         self._maps = dict[Path, torch.Tensor]()
         self._flags = dict[Path, dict[str, Flag]]()
@@ -155,30 +166,30 @@ class _Segments:
     def _path(self, *name: int | str) -> Path:
         return Path("-".join(map(str, (self._prefix, *name))))
 
-    def _bytes_of(self, message: Parcel) -> torch.Tensor:
+    def _bytes_of(self, message: WeightMessage) -> torch.Tensor:
         path = self._path(*_slot(message))
         if path not in self._maps:
             self._maps[path] = self._memory.open(path, self._sizes[path])
         return self._maps[path][: message.num_bytes]
 
-    def _flag(self, what: str, message: Parcel, *, creates: bool = False) -> Flag:
-        path = self._path("flags", message.source, message.sink)
+    def _flag(self, what: str, message: WeightMessage, *, creates: bool = False) -> Flag:
+        path = self._path("flags", message.source, message.receiver)
         if path not in self._flags:
             get = HostMemory().create if creates else HostMemory().open
             flags = get(path, len(_FLAGS) * FLAG_BYTES).split(FLAG_BYTES)
             self._flags[path] = {name: Flag(part, is_new=creates) for name, part in zip(_FLAGS, flags, strict=True)}
         return self._flags[path][what]
 
-    def _say(self, what: str, message: Parcel) -> None:
+    def _say(self, what: str, message: WeightMessage) -> None:
         self._memory.synchronize()
         self._flag(what, message).hoist(self._transfer, message.turn + 1)
 
-    def _wait(self, what: str, message: Parcel) -> None:
+    def _wait(self, what: str, message: WeightMessage) -> None:
         """Wait until the other process says that a message was `sent` or `taken`."""
         is_hoisted = partial(self._flag(what, message).is_hoisted, self._transfer, message.turn + 1)
         if not unless_given_up(is_hoisted, self._store, self._transfer, self._timeout_s):
             raise WeightSyncError(
-                f"message {message.turn} of trainer rank {message.source} to engine worker {message.sink} was not "
+                f"message {message.turn} of trainer rank {message.source} to engine worker {message.receiver} was not "
                 f"{what} within {self._timeout_s:.0f} s; see what the other process says in RUN/logs"
             )
 
@@ -186,20 +197,20 @@ class _Segments:
 class SharedMemorySender(_Segments, SendingEnd):
     """The sender of messages through shared segments; it creates them, and `close` removes them."""
 
-    def __init__(self, share: Share, memory: Memory) -> None:
-        super().__init__(share, memory)
+    def __init__(self, process_plan: ProcessPlan, memory: Memory) -> None:
+        super().__init__(process_plan, memory)
         for path, size in self._sizes.items():
             self._maps[path] = memory.create(path, size)
-        for message in share.messages:
+        for message in process_plan.messages:
             self._flag("sent", message, creates=True)
-        self._under_way = list[Parcel]()
+        self._under_way = list[WeightMessage]()
 
     def start(self, transfer: int) -> None:
         """Begin the weight sync number `transfer`; pending messages of a failed earlier one are dropped."""
         super().start(transfer)
         self._under_way.clear()
 
-    def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
+    def send(self, message: WeightMessage, parts: Iterable[torch.Tensor]) -> None:
         """Copy tensors into a segment, after its previous message has been read, and signal that they are sent."""
         slot = _slot(message)
         for earlier in [each for each in self._under_way if _slot(each) == slot]:
@@ -219,7 +230,7 @@ class SharedMemorySender(_Segments, SendingEnd):
         for path in (*self._sizes, *self._flags):
             path.unlink(missing_ok=True)
 
-    def _wait_taken(self, message: Parcel) -> None:
+    def _wait_taken(self, message: WeightMessage) -> None:
         self._wait("taken", message)
         self._under_way.remove(message)
 
@@ -227,20 +238,20 @@ class SharedMemorySender(_Segments, SendingEnd):
 class SharedMemoryReceiver(_Segments, ReceivingEnd):
     """The receiver of messages from a `SharedMemorySender`."""
 
-    def receive(self, message: Parcel) -> Arrival:
+    def receive(self, message: WeightMessage) -> Arrival:
         """Wait until a message has been sent, and return its segment for reading."""
         self._wait("sent", message)
         return Arrival(self._bytes_of(message), message.num_bytes, stays=True)
 
-    def release(self, message: Parcel) -> None:
+    def release(self, message: WeightMessage) -> None:
         """Signal to the sender that a message has been read, so that its segment may be reused."""
         self._say("taken", message)
 
 
-SHARED_MEMORY = Wire(
+SHARED_MEMORY = Transport(
     name="shared memory",
     fits=lambda link: link.same_host and not link.is_grouped,
-    sender=lambda share, _: SharedMemorySender(share, PageLockedMemory()),
-    receiver=lambda share, _: SharedMemoryReceiver(share, PageLockedMemory()),
+    sender=lambda process_plan, _: SharedMemorySender(process_plan, PageLockedMemory()),
+    receiver=lambda process_plan, _: SharedMemoryReceiver(process_plan, PageLockedMemory()),
     staging=lambda messages, process: Staging(host=segment_bytes(messages, process)),
 )
