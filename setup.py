@@ -39,7 +39,11 @@ setup(
     # So an editable installation puts the checkout on the import path. Else it would add a finder, which is asked after
     # all paths, and for what runs in the directory above a checkout named megarl, that would not be a package.
     package_dir={"": "."},
-    package_data={"megarl.migrate": ["peers/*", "stubs.sh"], "megarl.report": ["browser/*"]},
+    package_data={
+        "megarl.config": ["metrics.yaml"],
+        "megarl.migrate": ["peers/*", "stubs.sh"],
+        "megarl.report": ["browser/*"],
+    },
     cmdclass={"build_py": BuildWithFiles},
     install_requires=[
         # Two versions are tested; the newer one needs Python 3.12.

@@ -69,6 +69,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     peer.add_argument("--out", type=Path, metavar="RUN.yaml", help="run file to write; default: print it")
     peer.add_argument("--run-script", action="store_true", help="without a sandbox, run the script with stubs outside")
     peer.set_defaults(run=_convert_config)
+    option = commands.add_parser("explain-option", help="say what an option of verl, OpenRLHF, TRL and others is here")
+    option.add_argument("option", help="such as verl:actor.optim.lr")
+    option.set_defaults(run=_explain_option)
+    keys = commands.add_parser("config", help="find settings, files of configs/ and metrics by words of their meaning")
+    keys.add_argument("--search", required=True, metavar="WORDS", help="what names or meanings have to contain")
+    keys.set_defaults(run=_search)
     add_slurm(commands, parse, tuple(TRAININGS), lambda run: import_module("megarl.forecast.step").planned_stop(run))
     for add in (_add_serve_reward, add_check_plugin, add_doctor, _add_views):
         add(commands)
@@ -217,6 +223,18 @@ def _explain(arguments: argparse.Namespace) -> None:
 
     config = load_config(arguments.config, arguments.overrides) if arguments.config else None
     print_lines(*explain(arguments.explain, config).split("\n"))
+
+
+def _search(arguments: argparse.Namespace) -> None:
+    from megarl.config.explain import search
+
+    print_lines(*search(arguments.search))
+
+
+def _explain_option(arguments: argparse.Namespace) -> None:
+    from megarl.migrate.aliases import explain_option
+
+    print_lines(*explain_option(arguments.option))
 
 
 def _init(arguments: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Find the messages that users see in the code, and write docs/messages.md: `python -m tools.messages`."""
+"""Find the messages that users see in the code, and print them: `python -m tools.messages`."""
 
 import ast
 import re
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "messages.md"
 ERRORS = {
     "DataError",
     "EngineDiedError",
@@ -38,7 +37,7 @@ GAP = "\0"
 LEAST = 10
 _HEADER = """# Every message
 
-Written by `python -m tools.messages` from the code. These are the errors and warnings of a run and the advice of
+These are the errors and warnings of a run and the advice of
 `megarl doctor`, by the package that gives them; `…` stands for what varies. Errors of settings are not listed: they
 begin with the name of the setting and end with the remedy. [troubleshooting.md](troubleshooting.md) explains the
 messages whose cause or remedy needs more words.
@@ -148,7 +147,7 @@ def telling(text: str, gap: str) -> int:
 
 
 def render() -> str:
-    """Return the text of docs/messages.md."""
+    """Return the text of the page messages.md of the site."""
     parts = [_HEADER]
     for package, group in groupby(messages(), key=lambda message: message.place.partition("/")[0]):
         rows = [(message.text, message.place.rpartition(":")[0]) for message in group]
@@ -163,4 +162,4 @@ def _code(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render(), encoding="utf-8")
+    print(render())

@@ -1,13 +1,14 @@
-"""Explain configuration keys for `megarl train --explain`, and list them for completion in a shell."""
+"""Explain and find configuration keys, and list them for completion in a shell."""
 
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 from megarl.config.document import Entry, entries
-from megarl.config.load import PACKAGED, masked_config
+from megarl.config.load import PACKAGED, masked_config, read_yaml
 from megarl.config.parse import from_dict
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
@@ -39,6 +40,34 @@ def explain(key: str, config: Config | None = None) -> str:
     width = max([0, *(len(entry.key) for entry in within)])
     lines = [f"{e.key:<{width}}  {textwrap.shorten(e.description, _WIDTH, placeholder=' …')}".rstrip() for e in within]
     return "\n".join([*lines, *(f"{name}.…" for name in sections)])
+
+
+def search(words: str) -> list[str]:
+    """Return a line for every key, file of configs/ and metric in whose name or meaning all of the words occur.
+
+    Raises ConfigError if there are none.
+    """
+    known = [
+        *((entry.key, entry.description) for entry in entries()),
+        *((f"use.{path.parent.name}={path.stem}", _about(path)) for path in sorted(PACKAGED.glob("*/*.yaml"))),
+        *((names, meaning) for _, metrics in metric_sections() for names, meaning in metrics["metrics"].items()),
+    ]
+    asked = words.lower().split()
+    found = [f"{name}  {meaning}" for name, meaning in known if all(w in f"{name} {meaning}".lower() for w in asked)]
+    if not found:
+        raise ConfigError(f"--search: no setting, file of configs/ or metric has {words!r}; try a part of the word")
+    return found
+
+
+def metric_sections() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the title of each group of metrics, with `about` it and its `metrics`: meanings by names."""
+    yield from read_yaml(Path(__file__).with_name("metrics.yaml")).items()
+
+
+def _about(path: Path) -> str:
+    """Return the first comment of a file of configs/ that is for readers, not for their editors."""
+    comments = re.findall(r"^# (?!yaml-language-server)(.*)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return next(iter(comments), "")
 
 
 def complete_key(prefix: str, **_: object) -> list[str]:

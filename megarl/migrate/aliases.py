@@ -12,6 +12,7 @@ The tables are the files `peers/*.yaml`, one for each framework:
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -127,6 +128,30 @@ def find_alias(path: str, value: object = None) -> tuple[str, Alias] | None:
             if fnmatchcase(leaf, pattern):
                 return leaf, alias
     return None
+
+
+def explain_option(option: str) -> list[str]:
+    """Return what another trainer's option is here, a line for each option that ends so; FRAMEWORK: may precede it.
+
+    Raises ConfigError if the tables have none.
+    """
+    framework, _, name = option.rpartition(":")
+    name = name.lstrip("+-").partition("=")[0] if name.startswith("-") else name.lstrip("+")
+    asked = {each: alias for each, alias in ALIASES.items() if framework.lower() in ("", alias.framework.lower())}
+    spelled = (name, name.replace("-", "_"))
+    found = {k: a for k, a in asked.items() if k in spelled or k.endswith(f".{name}") or k.startswith(f"{name}=")}
+    found = found or {
+        pattern: alias
+        for pattern, alias in ABSENT.items()
+        if framework.lower() in ("", alias.framework.lower()) and any(fnmatchcase(each, pattern) for each in spelled)
+    }
+    if not found and name in SAME:
+        return [f"{name}: called so here, too"]
+    if not found:
+        close = get_close_matches(name, asked, n=3)
+        advice = f"did you mean {' or '.join(close)}?" if close else f"name one of {', '.join(_TABLES)} before a colon"
+        raise ConfigError(f"explain-option: no table has {option!r}; {advice}")
+    return [f"{each}: {alias.advice}" for each, alias in found.items()]
 
 
 def answered(error: UnknownKeyError) -> ConfigError:

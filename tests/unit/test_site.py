@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tools.site_hooks import OUTSIDE, slug
+from tools.site_hooks import APPENDED, GENERATED, OUTSIDE, slug
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -30,7 +30,8 @@ def test_every_page_has_its_place_in_the_navigation() -> None:
     sections = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     entries = [entry for section in sections for pages in section.values() for entry in pages]
     places = [place for entry in entries for place in (entry.values() if isinstance(entry, dict) else [entry])]
-    assert sorted(places) == sorted(PAGES)
+    assert sorted(places) == sorted([*PAGES, *GENERATED])
+    assert PAGES.keys() >= APPENDED.keys()
 
 
 @every_page
@@ -68,7 +69,7 @@ def test_the_site_builds_and_fetches_nothing(tmp_path: Path) -> None:
     done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     pages = {path.relative_to(site).with_suffix(".md").as_posix(): path for path in site.rglob("*.html")}
-    assert pages.keys() == PAGES.keys() | {"404.md"}
+    assert pages.keys() == PAGES.keys() | GENERATED.keys() | {"404.md"}
     for page in pages.values():
         fetched = re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"?(https?://[^\" >]*)", page.read_text())
         assert fetched == [], page

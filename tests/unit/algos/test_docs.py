@@ -27,6 +27,7 @@ from megarl.algos.preference import PREFERENCE_LOSSES
 from megarl.algos.prefixes import PREFIX_STRATEGIES
 from megarl.algos.reshape import DEMONSTRATION_RESHAPES, RATIO_RESHAPES
 from megarl.algos.shaping import ADVANTAGE_SHAPERS
+from megarl.config.explain import metric_sections
 from megarl.config.schema import Config
 from megarl.registry import FunctionRegistry
 
@@ -183,7 +184,7 @@ def _is_field(name: str) -> bool:
 # --- metrics
 
 METRIC = re.compile(r"[a-z_]+/[a-z0-9_]+(?:/[a-z0-9_]+)?")
-# Besides algos/, whose metrics are all on the page.
+# Besides algos/, whose metrics are all listed.
 LOGGED_IN = (
     "record/recorder.py",
     "cluster/supervisor.py",
@@ -223,9 +224,8 @@ def _begins_like_a_metric(node: ast.JoinedStr, spaces: set[str]) -> bool:
 
 
 def documented_metrics() -> set[str]:
-    page = ROOT / "docs" / "algorithms" / "metrics.md"
-    cells = [row[0] for table in tables(page) if table.setting == "metric" for row in table.rows]
-    return {name for cell in cells for word in quoted(cell) for name in expanded(word)}
+    cells = [names for _, section in metric_sections() for names in section["metrics"]]
+    return {name for cell in cells for word in re.split(r", (?![^{]*\})", cell) for name in expanded(word)}
 
 
 def expanded(word: str) -> list[str]:
