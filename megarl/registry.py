@@ -61,7 +61,7 @@ class FunctionRegistry(Generic[F, T]):
             except (TypeError, ValueError) as error:
                 raise RegistrationError(f"{what}: {error}") from error
             registration = Registration(registry=self, names=(name, *aliases), entry=entry, target=target)
-            registration.redo()
+            registration.register_again()
             _note(registration)
             return target
 
@@ -100,7 +100,7 @@ class Registration:
     entry: Any
     target: Any
 
-    def redo(self) -> None:
+    def register_again(self) -> None:
         """Put the entry into its registry; raise RegistrationError if one of its names is taken."""
         entries = self.registry._entries
         if taken := [name for name in self.names if name in entries]:

@@ -12,11 +12,11 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from megarl.cluster.actors import RankActor, RunActor
 from megarl.cluster.bridge import BridgeSync
-from megarl.cluster.engine_seats import EngineSeats, create_process, wait_started
+from megarl.cluster.engine_slots import EngineSlots, create_process, wait_started
 from megarl.cluster.engines import EngineGroup
-from megarl.cluster.episodes import EpisodeHosts
+from megarl.cluster.episodes import EnvironmentWorkers
 from megarl.cluster.judge_servers import JudgeServerActor
-from megarl.cluster.placement import PlacementPlan, Seat, plan_placement, with_judge_servers
+from megarl.cluster.placement import PlacementPlan, ProcessSlot, plan_placement, with_judge_servers
 from megarl.cluster.prelude import Prelude
 from megarl.cluster.processes import locate, wait_all
 from megarl.cluster.ray_session import open_ray
@@ -27,7 +27,7 @@ from megarl.cluster.sync_plan import ends_of, engine_ranks, sent_spec
 from megarl.cluster.workers import RankGroup, RoleWorkers
 from megarl.config.derived import Derived, filled
 from megarl.config.schema import Config
-from megarl.environments.host import HostSpec
+from megarl.environments.worker import WorkerSpec
 from megarl.errors import RunStopped
 from megarl.host import loop
 from megarl.host.device.platform import platform
@@ -74,7 +74,7 @@ class Cluster:
         self._config = filled(config, derived)
         self._roles = by_layout(roles or [actor_role(config)]) if with_trainer else {}
         self._prelude = prelude or Prelude(config, with_trainer=with_trainer, with_engine=with_engine)
-        self.scope = self._prelude.caretaker.scope
+        self.scope = self._prelude.janitor.scope
         self.engines = EngineGroup([], timeout_s=0)
         self.workers = RoleWorkers([], timeout_s=0)
         try:
@@ -105,7 +105,7 @@ class Cluster:
         if self._with_judges:
             plan = with_judge_servers(plan, self._config, device)
         with doing("starting Ray"):
-            temp_dir, environment = self._prelude.caretaker.temp_dir, self._prelude.environment
+            temp_dir, environment = self._prelude.janitor.temp_dir, self._prelude.environment
             open_ray(cluster, num_cpus=plan.num_cpus, temp_dir=temp_dir, environment=environment)
         self._create_processes(plan)
         judges = [
@@ -120,11 +120,11 @@ class Cluster:
             for process in processes
         ]
         # Engines take longest: start them first, wait for them last.
-        engines = [self._seats.begin(i, p) for i, p in enumerate(self.engines.processes)]
+        engines = [self._slots.begin(i, p) for i, p in enumerate(self.engines.processes)]
         self.pids = self._join_ranks(plan)
         started = wait_started(engines, timeout_s=cluster.engine_start_timeout_s, doing="starting the engines")
         for i, (process, pids) in enumerate(zip(self.engines.processes, started, strict=True)):
-            self.pids |= self._seats.started(i, process, pids)
+            self.pids |= self._slots.started(i, process, pids)
         urls = iter(wait_all(judges, timeout_s=cluster.start_timeout_s, doing="starting the judges' servers"))
         self.judge_urls = {
             name: tuple(itertools.islice(urls, len(processes))) for name, processes in self._judge_servers.items()
@@ -134,20 +134,20 @@ class Cluster:
         hosts, start_timeout_s = self._config.cluster.hosts, self._config.cluster.start_timeout_s
         environments = self._prelude.runtime_envs()
         reservation = Reservation(plan, hosts=hosts, timeout_s=start_timeout_s, environments=environments)
-        self._seats = EngineSeats(self._config, plan.engines, reservation, self._shared_devices)
-        seats = [plan.ranks, *plan.other_ranks]
+        self._slots = EngineSlots(self._config, plan.engines, reservation, self._shared_devices)
+        slots = [plan.ranks, *plan.other_ranks]
         names = ["trainer", *("+".join(role.role for role in roles) for roles in list(self._roles.values())[1:])]
         ranks = [
-            create_process(f"{name} rank {i}", RankActor, reservation, seat, i)
-            for name, its_seats in zip(names, seats, strict=True)
-            for i, seat in enumerate(its_seats)
+            create_process(f"{name} rank {i}", RankActor, reservation, slot, i)
+            for name, its_slots in zip(names, slots, strict=True)
+            for i, slot in enumerate(its_slots)
         ]
         judges = [
-            create_process(f"{seats[0].group} replica {i}", JudgeServerActor, reservation, seat)
-            for seats in plan.judges.values()
-            for i, seat in enumerate(seats)
+            create_process(f"{slots[0].group} replica {i}", JudgeServerActor, reservation, slot)
+            for slots in plan.judges.values()
+            for i, slot in enumerate(slots)
         ]
-        engines = self._seats.create()
+        engines = self._slots.create()
         every: list[Process[RunActor]] = [*ranks, *judges, *engines]
         found = iter(locate(every, timeout_s=start_timeout_s))
 
@@ -162,21 +162,21 @@ class Cluster:
         ]
         self.workers = RoleWorkers(groups, timeout_s=timeout_s)
         self._judge_servers = {
-            name: list(itertools.islice(its_judges, len(seats))) for name, seats in plan.judges.items()
+            name: list(itertools.islice(its_judges, len(slots))) for name, slots in plan.judges.items()
         }
         self.engines = EngineGroup(located(engines), timeout_s=timeout_s, router=router_of(self._config))
 
-    def _shared_devices(self, seat: Seat) -> list[str]:
+    def _shared_devices(self, slot: ProcessSlot) -> list[str]:
         ranks = self.workers.processes
-        return [device for rank in seat.shares for device in ranks[rank].location.device_ids]
+        return [device for rank in slot.shares for device in ranks[rank].location.device_ids]
 
     def _join_ranks(self, plan: PlacementPlan) -> dict[str, int]:
         """Make the ranks of each layout form their process groups; return the process id of each rank by its name."""
         ranks, timeout_s = self.workers.processes, self._config.cluster.start_timeout_s
-        seats = itertools.chain(plan.ranks, *plan.other_ranks)
+        slots = itertools.chain(plan.ranks, *plan.other_ranks)
         prepared = [
-            p.ask(RankActor.prepare, self._shared_devices(seat), binds=self._config.placement.bind_numa)
-            for p, seat in zip(ranks, seats, strict=True)
+            p.ask(RankActor.prepare, self._shared_devices(slot), binds=self._config.placement.bind_numa)
+            for p, slot in zip(ranks, slots, strict=True)
         ]
         wait_all(prepared, timeout_s=timeout_s, doing="starting the trainer")
         groups = self.workers.groups
@@ -191,32 +191,32 @@ class Cluster:
         return dict(zip((p.name for p in ranks), pids, strict=True))
 
     def restart_engine(self, index: int) -> None:
-        """Start a new engine in place of engine number `index`, which died; see `EngineSeats.restart`."""
+        """Start a new engine in place of engine number `index`, which died; see `EngineSlots.restart`."""
         lost = self.engines.processes[index]
         if self._log_dir is not None:
             # A run that succeeds keeps no other worker logs.
             keep_worker_logs(self.scope, self._log_dir)
-        self.engines.processes[index], pids = self._seats.restart(index, lost)
+        self.engines.processes[index], pids = self._slots.restart(index, lost)
         self.pids |= pids
 
-    def open_hosts(self, environments: Collection[str], config: Config) -> EpisodeHosts | None:
-        """Start the hosts of these environments in place of those of an earlier run; None if there are none to run."""
-        if self.engines.hosts is not None:
-            self.engines.hosts.close()
-            self.engines.hosts = None
+    def open_environment_workers(self, environments: Collection[str], config: Config) -> EnvironmentWorkers | None:
+        """Start workers for these environments in place of those of an earlier run; None if there are none to run."""
+        if self.engines.environment_workers is not None:
+            self.engines.environment_workers.close()
+            self.engines.environment_workers = None
         if environments:
-            spec = HostSpec(
+            spec = WorkerSpec(
                 model_path=config.model.path,
                 chat_template=config.data.chat_template,
                 names=tuple(sorted(environments)),
                 config=config.environment,
                 max_prompt_tokens=config.data.max_prompt_tokens,
             )
-            self.engines.hosts = EpisodeHosts(
+            self.engines.environment_workers = EnvironmentWorkers(
                 spec, timeout_s=config.cluster.start_timeout_s, trouble=self.engines.trouble
             )
-            self.pids |= {process.name: process.location.pid for process in self.engines.hosts.processes}
-        return self.engines.hosts
+            self.pids |= {process.name: process.location.pid for process in self.engines.environment_workers.processes}
+        return self.engines.environment_workers
 
     def weight_sync(self, specs: Mapping[str, TensorSpec] | None = None) -> BridgeSync:
         """Return an open `BridgeSync`, which sends tensors of the actor to the engines. Load the actor first.
@@ -233,7 +233,7 @@ class Cluster:
             sent_specs(model, specs, self._config.sync.dtype),
             engine_needs(model, engine.tp, stages=engine.pp, expert_parallel=engine.expert_parallel),
             self._config.sync,
-            shares=self._seats.shares,
+            shares=self._slots.shares,
             segments=self.scope.new_shm_file("bridge"),
             timeout_s=self._config.rollout.timeout_s,
         )

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from ray.exceptions import RayError
 
 from megarl.cluster.actors import EngineActor
-from megarl.cluster.episodes import EpisodeHosts
-from megarl.cluster.processes import Vigil, explained, is_replaceable, living_results, wait_all
+from megarl.cluster.episodes import EnvironmentWorkers
+from megarl.cluster.processes import Watchdog, explained, is_replaceable, living_results, wait_all
 from megarl.cluster.remotes import PendingCall, Process, R, Remote, Stream
 from megarl.host import loop
 from megarl.host.clock import awake_s
@@ -45,18 +45,18 @@ class EngineGroup:
         """Take the processes of engines. router: decides which engine gets which request; None: `InTurns`."""
         self.processes, self._timeout_s, self.router = list(processes), timeout_s, router or InTurns()
         self.num_moved = 0
-        self.hosts: EpisodeHosts | None = None
+        self.environment_workers: EnvironmentWorkers | None = None
         self.trouble = asyncio.Event()
         # Whether requests of a dead engine are repeated with all that were submitted along with them.
-        self.repeats_hands = False
+        self.repeats_batches = False
         self._ids = itertools.count()
         # Requests that no engine has been given, and whether they are about to be.
         self._outbox: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
         self._is_flushing = self._is_paused = False
         self._moves: set[asyncio.Task[None]] = set()
         self._open: dict[int, _Open] = {}
-        # By engine, its unfinished requests; with `repeats_hands` all since it last had none.
-        self._hands: dict[int, dict[int, _Open]] = {}
+        # By engine, its unfinished requests; with `repeats_batches` all since it last had none.
+        self._batches: dict[int, dict[int, _Open]] = {}
         # By engine, the stream of its replies.
         self._streams: dict[int, Stream[EngineReply]] = {}
         self._heard_at = 0.0
@@ -97,7 +97,7 @@ class EngineGroup:
         self._open |= opened
         for engine in sorted({each.engine for each in opened.values()}):
             mine = {key: each for key, each in opened.items() if each.engine == engine}
-            self._hands.setdefault(engine, {}).update(mine)
+            self._batches.setdefault(engine, {}).update(mine)
             requests = {key: each.request for key, each in mine.items()}
             self.router.sent(engine, requests)
             process = self.processes[engine]
@@ -161,8 +161,8 @@ class EngineGroup:
     async def _take_all(self) -> None:
         while self._moves:
             await asyncio.wait(set(self._moves))
-        hands = {engine: tuple(self._hands.get(engine, ())) for engine in self.living()}
-        moves = [RequestMove(source=i, target=i, keys=keys, goes_on=True) for i, keys in hands.items() if keys]
+        batches = {engine: tuple(self._batches.get(engine, ())) for engine in self.living()}
+        moves = [RequestMove(source=i, target=i, keys=keys, goes_on=True) for i, keys in batches.items() if keys]
         await asyncio.gather(*map(self._carry_out, moves))
         # The samples ask for more.
         for _ in range(2):
@@ -183,7 +183,7 @@ class EngineGroup:
         if self.processes[engine] is not process:
             return
         self._streams.pop(engine, None)
-        if self.living() and not self.repeats_hands and engine in self._hands:
+        if self.living() and not self.repeats_batches and engine in self._batches:
             self.start_again(engine, exactly=False)
         self.trouble.set()
 
@@ -202,11 +202,11 @@ class EngineGroup:
         """Note that an engine has a request no more. num_tokens: its length if it has finished."""
         self.router.ended(key, num_tokens)
         if self.are_idle([engine]):
-            self._hands.pop(engine, None)
+            self._batches.pop(engine, None)
             if self.orphans():
                 self.trouble.set()
-        elif not self.repeats_hands:
-            self._hands[engine].pop(key)
+        elif not self.repeats_batches:
+            self._batches[engine].pop(key)
 
     def _put_back(self, opened: Mapping[int, _Open]) -> None:
         """Let requests be placed again, before those that no engine had yet."""
@@ -218,26 +218,30 @@ class EngineGroup:
         return [i for i, process in enumerate(self.processes) if process.name not in process.roster.lost]
 
     async def attend(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing = generating) -> None:
-        """Wait until `work` is done, or there is `trouble`. timeout_s: how long all engines and hosts may be silent."""
-        watched = [*self.processes, *(self.hosts.processes if self.hosts else ())]
-        vigil = Vigil(
+        """Wait until `work` is done, or there is `trouble`. timeout_s: how long all engines and environment workers may
+        be silent.
+        """
+        watched = [*self.processes, *(self.environment_workers.processes if self.environment_workers else ())]
+        watchdog = Watchdog(
             self._busy,
             timeout_s=timeout_s,
             doing=doing,
-            heard_at=lambda: max(self._heard_at, self.hosts.heard_at if self.hosts is not None else 0.0),
+            heard_at=lambda: max(
+                self._heard_at, self.environment_workers.heard_at if self.environment_workers is not None else 0.0
+            ),
             watched=watched,
         )
         trouble = asyncio.ensure_future(self.trouble.wait())
         try:
             with activity.doing(doing):
-                await vigil.first_of({work, trouble})
+                await watchdog.first_of({work, trouble})
         finally:
             trouble.cancel()
 
     def _busy(self) -> list[Process[Remote]]:
-        """List the engines and hosts that owe something."""
+        """List the engines and environment workers that owe something."""
         engines = {each.engine for each in self._open.values()}
-        hosts = self.hosts.busy() if self.hosts is not None else []
+        hosts = self.environment_workers.busy() if self.environment_workers is not None else []
         return [*(self.processes[i] for i in self.living() if i in engines), *hosts]
 
     def are_idle(self, engines: Sequence[int]) -> bool:
@@ -259,11 +263,11 @@ class EngineGroup:
         exactly: to the engine in its place, with all that were submitted along with them, so that results are bitwise
         equal; those that had finished are dropped when they come again. Otherwise: to all living engines.
         """
-        hand = self._hands.pop(engine)
+        batch = self._batches.pop(engine)
         if exactly:
-            self._start(hand)
+            self._start(batch)
             return
-        left = {key: self._open.pop(key) for key in hand if key in self._open}
+        left = {key: self._open.pop(key) for key in batch if key in self._open}
         for key in left:
             self.router.ended(key)
         self._put_back(left)
@@ -294,7 +298,7 @@ class EngineGroup:
             completion.cancel()
         for key in self._open:
             self.router.ended(key)
-        for container in (self._open, self._hands, self._outbox):
+        for container in (self._open, self._batches, self._outbox):
             container.clear()
 
     def work(self) -> dict[int, EngineWork]:

@@ -12,46 +12,54 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.cluster.actors import RunActor
 from megarl.cluster.processes import explained, is_replaceable, locate, wait_all
 from megarl.cluster.remotes import Process, Remote, Stream
-from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TriesRequest, TurnRequest, sendable
+from megarl.environments.worker import (
+    EnvironmentWorker,
+    EpisodeReply,
+    StartRequest,
+    TriesRequest,
+    TurnRequest,
+    WorkerSpec,
+    sendable,
+)
 from megarl.errors import EngineDiedError
 from megarl.host import loop
 from megarl.host.child_environment import limit_environment
 from megarl.host.clock import awake_s
 from megarl.record import activity
-from megarl.rollout.conversations import HostLostError, Talk
+from megarl.rollout.conversations import Conversation, WorkerLostError
 
-# A host whose event loop does not turn for so long counts as hung: an environment blocks it.
+# A worker whose event loop does not turn for so long counts as hung: an environment blocks it.
 SILENCE_S = 30.0
 DOING = "conversing with environments"
 
 
-class EpisodeHostActor(RunActor):
+class EnvironmentWorkerActor(RunActor):
     """A Ray actor with an event loop, in which it runs the environments of many conversations."""
 
-    async def start(self, spec: HostSpec) -> None:
-        """Load the environments and the tokenizer. Raises ConfigError as `EpisodeHost` does."""
+    async def start(self, spec: WorkerSpec) -> None:
+        """Load the environments and the tokenizer. Raises ConfigError as `EnvironmentWorker` does."""
         # Tools and agents may be functions, which this process calls.
         limit_environment(spec.config.pass_env, key="environment.pass_env")
-        self._host = EpisodeHost(spec)
-        self._replies: asyncio.Queue[tuple[int, HostReply]] = asyncio.Queue()
+        self._worker = EnvironmentWorker(spec)
+        self._replies: asyncio.Queue[tuple[int, EpisodeReply]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def begin(self, requests: Mapping[int, StartRequest]) -> None:
         """Begin conversations, each by a key of the caller's; `serve` yields the replies."""
         for key, request in requests.items():
-            self._spawn(self._reply(key, self._host.start(key, request)))
+            self._spawn(self._reply(key, self._worker.start(key, request)))
 
     async def act(self, requests: Mapping[int, TurnRequest | TriesRequest]) -> None:
         """Take turns of conversations by their keys; `serve` yields the replies."""
         for key, request in requests.items():
-            self._spawn(self._reply(key, self._host.act(key, request)))
+            self._spawn(self._reply(key, self._worker.act(key, request)))
 
     async def end(self, keys: Collection[int]) -> None:
         """End conversations."""
         for key in keys:
-            self._spawn(self._host.close(key))
+            self._spawn(self._worker.close(key))
 
-    async def _reply(self, key: int, reply: Awaitable[HostReply]) -> None:
+    async def _reply(self, key: int, reply: Awaitable[EpisodeReply]) -> None:
         await self._replies.put((key, sendable(await reply)))
 
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
@@ -60,7 +68,7 @@ class EpisodeHostActor(RunActor):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def serve(self) -> AsyncIterator[dict[int, HostReply]]:
+    async def serve(self) -> AsyncIterator[dict[int, EpisodeReply]]:
         """Yield replies by key as they come."""
         while True:
             part = dict([await self._replies.get()])
@@ -71,38 +79,39 @@ class EpisodeHostActor(RunActor):
 
 @dataclass(frozen=True, slots=True)
 class _Outbox:
-    """The requests to one host that are not sent yet, by conversation, and the conversations to end."""
+    """The requests to one worker that are not sent yet, by conversation, and the conversations to end."""
 
     begin: dict[int, StartRequest] = field(default_factory=dict)
     act: dict[int, TurnRequest | TriesRequest] = field(default_factory=dict)
     end: list[int] = field(default_factory=list)
 
-    def send(self, process: Process[EpisodeHostActor]) -> None:
+    def send(self, process: Process[EnvironmentWorkerActor]) -> None:
         """Send them, in one call for each kind."""
         if self.begin:
-            process.ask(EpisodeHostActor.begin, self.begin)
+            process.ask(EnvironmentWorkerActor.begin, self.begin)
         if self.act:
-            process.ask(EpisodeHostActor.act, self.act)
+            process.ask(EnvironmentWorkerActor.act, self.act)
         if self.end:
-            process.ask(EpisodeHostActor.end, self.end)
+            process.ask(EnvironmentWorkerActor.end, self.end)
 
 
-class EpisodeHosts:
-    """The processes (hosts) in which a run's environments live, each with an equal share of the conversations.
+class EnvironmentWorkers:
+    """The processes (workers) in which a run's environments live, each with an equal share of the conversations.
 
-    Requests leave with all others of the same turn of the loop. Replies come in one stream for each host, which a task
-    reads during every wait. trouble: set when a host has died; `mend` then replaces it, and tells its conversations.
+    Requests leave with all others of the same turn of the loop. Replies come in one stream for each worker, which a
+    task reads during every wait. trouble: set when a worker has died; `mend` then replaces it, and tells its
+    conversations.
     """
 
-    def __init__(self, spec: HostSpec, *, timeout_s: float, trouble: asyncio.Event) -> None:
-        """Start the hosts on the driver's host, and wait for them. Raises ConfigError as `EpisodeHost` does."""
+    def __init__(self, spec: WorkerSpec, *, timeout_s: float, trouble: asyncio.Event) -> None:
+        """Start the workers on the driver's host, and wait for them. Raises ConfigError as `EnvironmentWorker` does."""
         self._spec, self._timeout_s, self._trouble = spec, timeout_s, trouble
         self.heard_at = 0.0
         self._keys = itertools.count()
-        self._open: dict[int, Talk] = {}
-        begun = [self._create(f"environment host {i}") for i in range(spec.config.hosts)]
+        self._open: dict[int, Conversation] = {}
+        begun = [self._create(f"environment worker {i}") for i in range(spec.config.hosts)]
         self.processes = locate(begun, timeout_s=timeout_s)
-        # By host, the requests of this turn of the loop, or those that wait for a new host.
+        # By worker, the requests of this turn of the loop, or those that wait for a new worker.
         self._outboxes: dict[int, _Outbox] = {}
         names = [process.name for process in self.processes]
         self.processes[0].roster.allow_restarts(names, spec.config.max_host_restarts)
@@ -110,39 +119,41 @@ class EpisodeHosts:
         for process in self.processes:
             self._listen(process)
 
-    def start(self, request: StartRequest) -> Talk:
+    def start(self, request: StartRequest) -> Conversation:
         key = next(self._keys)
-        talk = self._open[key] = Talk(key=key, host=key % len(self.processes), reply=loop.event_loop().create_future())
-        self._outbox(talk).begin[key] = request
-        return talk
+        conversation = self._open[key] = Conversation(
+            key=key, worker=key % len(self.processes), reply=loop.event_loop().create_future()
+        )
+        self._outbox(conversation).begin[key] = request
+        return conversation
 
-    def act(self, talk: Talk, request: TurnRequest | TriesRequest) -> None:
-        talk.reply = loop.event_loop().create_future()
-        self._outbox(talk).act[talk.key] = request
+    def act(self, conversation: Conversation, request: TurnRequest | TriesRequest) -> None:
+        conversation.reply = loop.event_loop().create_future()
+        self._outbox(conversation).act[conversation.key] = request
 
-    def end(self, talk: Talk) -> None:
-        self._outbox(talk).end.append(talk.key)
-        del self._open[talk.key]
+    def end(self, conversation: Conversation) -> None:
+        self._outbox(conversation).end.append(conversation.key)
+        del self._open[conversation.key]
 
     def busy(self) -> list[Process[Remote]]:
-        """List the hosts that owe a reply."""
-        hosts = {talk.host for talk in self._open.values() if not talk.reply.done()}
-        return [process for i, process in enumerate(self.processes) if i in hosts]
+        """List the workers that owe a reply."""
+        workers = {conversation.worker for conversation in self._open.values() if not conversation.reply.done()}
+        return [process for i, process in enumerate(self.processes) if i in workers]
 
     def mend(self) -> None:
-        """Replace hosts that have died; conversations that they had are lost."""
+        """Replace workers that have died; conversations that they had are lost."""
         roster = self.processes[0].roster
         lost = [i for i, process in enumerate(self.processes) if process.name in roster.lost]
         if not lost:
             return
-        for host in lost:
-            self._outboxes.pop(host, None)
-        for talk in [talk for talk in self._open.values() if talk.host in lost]:
-            del self._open[talk.key]
-            talk.is_lost = True
-            if not talk.reply.done():
-                talk.reply.set_exception(HostLostError())
-        # Meanwhile conversations begin again, and their requests wait for the new hosts.
+        for worker in lost:
+            self._outboxes.pop(worker, None)
+        for conversation in [conversation for conversation in self._open.values() if conversation.worker in lost]:
+            del self._open[conversation.key]
+            conversation.is_lost = True
+            if not conversation.reply.done():
+                conversation.reply.set_exception(WorkerLostError())
+        # Meanwhile conversations begin again, and their requests wait for the new workers.
         located = locate([self._create(self.processes[i].name) for i in lost], timeout_s=self._timeout_s)
         fresh = [replace(process, roster=roster) for process in located]
         self._begin(fresh)
@@ -153,28 +164,28 @@ class EpisodeHosts:
         self._flush()
 
     def close(self) -> None:
-        """End the hosts, and forget all conversations."""
-        for talk in self._open.values():
-            talk.reply.cancel()
+        """End the workers, and forget all conversations."""
+        for conversation in self._open.values():
+            conversation.reply.cancel()
         self._open.clear()
         for process in self.processes:
             process.roster.living.pop(process.name, None)
             ray.kill(process.actor)
         self.processes.clear()
 
-    def _outbox(self, talk: Talk) -> _Outbox:
-        if talk.host not in self._outboxes:
-            self._outboxes[talk.host] = _Outbox()
+    def _outbox(self, conversation: Conversation) -> _Outbox:
+        if conversation.worker not in self._outboxes:
+            self._outboxes[conversation.worker] = _Outbox()
             loop.event_loop().call_soon(self._flush)
-        return self._outboxes[talk.host]
+        return self._outboxes[conversation.worker]
 
     def _flush(self) -> None:
-        for host, process in enumerate(self.processes):
-            if process.name not in process.roster.lost and (outbox := self._outboxes.pop(host, None)) is not None:
+        for worker, process in enumerate(self.processes):
+            if process.name not in process.roster.lost and (outbox := self._outboxes.pop(worker, None)) is not None:
                 outbox.send(process)
 
-    async def _read(self, stream: Stream[dict[int, HostReply]]) -> None:
-        """Take the replies of a host's stream, until the host dies."""
+    async def _read(self, stream: Stream[dict[int, EpisodeReply]]) -> None:
+        """Take the replies of a worker's stream, until the worker dies."""
         try:
             async for part in stream.results():
                 self._take(stream.process, part)
@@ -185,27 +196,27 @@ class EpisodeHosts:
                 raise await explained(stream.process, error, {}, activity.doing_now(DOING)) from None
             self._trouble.set()
 
-    def _take(self, process: Process[Remote], part: Mapping[int, HostReply]) -> None:
-        """Pass replies on, and end a host that is worn out. Raises WorkerError if it may not be replaced."""
+    def _take(self, process: Process[Remote], part: Mapping[int, EpisodeReply]) -> None:
+        """Pass replies on, and end a worker that is worn out. Raises WorkerError if it may not be replaced."""
         self.heard_at = awake_s()
         for key, reply in part.items():
-            if (talk := self._open.get(key)) is not None and not talk.reply.done():
-                talk.reply.set_result(reply)
+            if (conversation := self._open.get(key)) is not None and not conversation.reply.done():
+                conversation.reply.set_result(reply)
         if worn_out := [reply.worn_out for reply in part.values() if reply.worn_out]:
             error = process.roster.report_death(process, f"{process.name} is worn out: {worn_out[-1]}")
             if not isinstance(error, EngineDiedError):
                 raise error
 
-    def _create(self, name: str) -> Process[EpisodeHostActor]:
+    def _create(self, name: str) -> Process[EnvironmentWorkerActor]:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        remote = ray.remote(num_cpus=0, max_concurrency=100_000, scheduling_strategy=here)(EpisodeHostActor)
+        remote = ray.remote(num_cpus=0, max_concurrency=100_000, scheduling_strategy=here)(EnvironmentWorkerActor)
         return Process(name=name, actor=remote.remote())
 
-    def _begin(self, processes: Sequence[Process[EpisodeHostActor]]) -> None:
-        """Start the episode hosts in these processes, and wait for them."""
-        calls = [process.ask(EpisodeHostActor.start, self._spec) for process in processes]
-        wait_all(calls, timeout_s=self._timeout_s, doing="starting the hosts of environments")
+    def _begin(self, processes: Sequence[Process[EnvironmentWorkerActor]]) -> None:
+        """Start the environment workers in these processes, and wait for them."""
+        calls = [process.ask(EnvironmentWorkerActor.start, self._spec) for process in processes]
+        wait_all(calls, timeout_s=self._timeout_s, doing="starting the environment workers")
 
-    def _listen(self, process: Process[EpisodeHostActor]) -> None:
+    def _listen(self, process: Process[EnvironmentWorkerActor]) -> None:
         process.roster.expect_answers(process, within_s=SILENCE_S)
-        loop.spawn(self._read(process.stream(EpisodeHostActor.serve)))
+        loop.spawn(self._read(process.stream(EnvironmentWorkerActor.serve)))

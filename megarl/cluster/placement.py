@@ -27,7 +27,7 @@ class NodeGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class ProcessSlot:
     """The place of one process: a bundle, numbered over all nodes of its group, and a share of the bundle's resources.
 
     shares: trainer ranks whose devices this process uses as well. further: for an engine over several nodes, the places
@@ -39,27 +39,27 @@ class Seat:
     num_cpus: float
     num_gpus: float
     shares: tuple[int, ...] = ()
-    further: tuple["Seat", ...] = ()
+    further: tuple["ProcessSlot", ...] = ()
 
     @property
     def all_shares(self) -> tuple[int, ...]:
         """Return the trainer ranks whose devices an engine uses on all of its nodes, in the order of its workers."""
-        return self.shares + tuple(rank for seat in self.further for rank in seat.shares)
+        return self.shares + tuple(rank for slot in self.further for rank in slot.shares)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementPlan:
-    """A plan that assigns every process of a run to a node group and a place (`Seat`) there.
+    """A plan that assigns every process of a run to a node group and a place (`ProcessSlot`) there.
 
     ranks: places of the ranks in the actor's layout; other_ranks: places of the ranks in each further layout. judges:
     places of the servers of each entry of `rewards.judge_servers`.
     """
 
     groups: Mapping[str, NodeGroup]
-    ranks: tuple[Seat, ...]
-    other_ranks: tuple[tuple[Seat, ...], ...] = ()
-    engines: tuple[Seat, ...] = ()
-    judges: Mapping[str, tuple[Seat, ...]] = field(default_factory=dict)
+    ranks: tuple[ProcessSlot, ...]
+    other_ranks: tuple[tuple[ProcessSlot, ...], ...] = ()
+    engines: tuple[ProcessSlot, ...] = ()
+    judges: Mapping[str, tuple[ProcessSlot, ...]] = field(default_factory=dict)
 
     @property
     def num_cpus(self) -> float:
@@ -113,11 +113,11 @@ def plan_placement(
     groups = {"trainer": NodeGroup(num_nodes=nodes.num_nodes, bundles_per_node=per_node, bundle=device)}
     # The processes of a bundle are a rank of each layout and, possibly, an engine.
     num_cpus = device["CPU"] * cpu_share(len(other_layouts) + 2)
-    seat = Seat(group="trainer", bundle=0, num_cpus=num_cpus, num_gpus=device.get("GPU", 0))
-    guest = replace(seat, num_gpus=0)
+    slot = ProcessSlot(group="trainer", bundle=0, num_cpus=num_cpus, num_gpus=device.get("GPU", 0))
+    guest = replace(slot, num_gpus=0)
     plan = PlacementPlan(
         groups=groups,
-        ranks=tuple(replace(seat, bundle=rank) for rank in range(world_size)),
+        ranks=tuple(replace(slot, bundle=rank) for rank in range(world_size)),
         other_ranks=tuple(
             tuple(replace(guest, bundle=rank, shares=(rank,)) for rank in range(layout.world_size))
             for layout in other_layouts
@@ -143,7 +143,7 @@ def plan_placement(
             bundles_per_node=devices_per_node(nodes, engine.num_engines * engine.num_workers) // here,
             bundle={name: amount * here for name, amount in device.items()},
         )
-        own = replace(seat, group="engines", num_cpus=seat.num_cpus * here, num_gpus=seat.num_gpus * here)
+        own = replace(slot, group="engines", num_cpus=slot.num_cpus * here, num_gpus=slot.num_gpus * here)
         parts = [replace(own, bundle=i) for i in range(engine.num_engines * num_parts)]
     firsts = range(0, len(parts), num_parts)
     return replace(plan, engines=tuple(replace(parts[i], further=tuple(parts[i + 1 : i + num_parts])) for i in firsts))
@@ -151,14 +151,14 @@ def plan_placement(
 
 def with_judge_servers(plan: PlacementPlan, config: Config, device: Mapping[str, float]) -> PlacementPlan:
     """Add devices for the servers of `rewards.judge_servers` to a plan."""
-    groups, judges = dict(plan.groups), dict[str, tuple[Seat, ...]]()
+    groups, judges = dict(plan.groups), dict[str, tuple[ProcessSlot, ...]]()
     for name, server in config.rewards.judge_servers.items():
         group = f"judge server {name}"
         bundle = {resource: amount * server.tp for resource, amount in device.items()}
         per_node = server.replicas // server.num_nodes
         groups[group] = NodeGroup(num_nodes=server.num_nodes, bundles_per_node=per_node, bundle=bundle)
         judges[name] = tuple(
-            Seat(group=group, bundle=i, num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0))
+            ProcessSlot(group=group, bundle=i, num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0))
             for i in range(server.replicas)
         )
     return replace(plan, groups=groups, judges=judges)

@@ -9,7 +9,7 @@ from megarl.errors import ConfigError
 from megarl.host.child_environment import SAFE_PATH, without_proxy_here
 from megarl.host.device.platform import apply_environment, platform
 from megarl.host.fork_server import ForkServers
-from megarl.host.janitor import open_caretaker
+from megarl.host.janitor import open_janitor
 from megarl.host.peers import fresh_secret
 from megarl.host.ray_environment import RAY_ENVIRONMENT
 from megarl.host.sharing import umask_variable
@@ -41,14 +41,14 @@ class Prelude:
             **fresh_secret(),
         }
         os.environ.update({k: v for k, v in RAY_ENVIRONMENT.items() if k not in os.environ})
-        self.caretaker = open_caretaker()
+        self.janitor = open_janitor()
         if config.cluster.address is None:
             # Libraries leave files in the temporary directory; the run's own is removed as a whole.
-            self.environment["TMPDIR"] = str(self.caretaker.temp_dir)
+            self.environment["TMPDIR"] = str(self.janitor.temp_dir)
         kinds = [kind for kind, wanted in {"rank": with_trainer, "engine": with_engine}.items() if wanted]
         self._servers: ForkServers | None = None
-        if config.cluster.address is None and self.caretaker.temp_dir is not None and platform().name == "cpu":
-            self._servers = ForkServers(self.caretaker.temp_dir, "megarl.cluster.preload", kinds, self.environment)
+        if config.cluster.address is None and self.janitor.temp_dir is not None and platform().name == "cpu":
+            self._servers = ForkServers(self.janitor.temp_dir, "megarl.cluster.preload", kinds, self.environment)
         self._is_closed = False
 
     def runtime_envs(self) -> dict[str, dict[str, object]]:
@@ -67,4 +67,4 @@ class Prelude:
             self._is_closed = True
             if self._servers is not None:
                 self._servers.close()
-            self.caretaker.close()
+            self.janitor.close()

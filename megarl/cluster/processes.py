@@ -69,10 +69,10 @@ async def _finished(
 ) -> "list[asyncio.Future[R]]":
     answers = [call.answer() for call in calls]
     pending: dict[Waited, Process[Remote]] = dict(zip(answers, (call.process for call in calls), strict=True))
-    vigil = Vigil(lambda: list(pending.values()), timeout_s=timeout_s, doing=lambda: doing)
-    with activity.doing(vigil.stage):
+    watchdog = Watchdog(lambda: list(pending.values()), timeout_s=timeout_s, doing=lambda: doing)
+    with activity.doing(watchdog.stage):
         while pending:
-            done = await vigil.first_of(pending)
+            done = await watchdog.first_of(pending)
             for answer in [each for each in answers if each in done]:
                 process = pending.pop(answer)
                 error = answer.exception()
@@ -140,7 +140,7 @@ class _Watch:
                     yield _Death(process=process, what=what)
 
 
-class Vigil:
+class Watchdog:
     """Waits with a limit of silence, during which all processes of the run are watched.
 
     busy: returns the processes that owe something. timeout_s: how long all of them may be silent. heard_at: returns

@@ -10,7 +10,7 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megarl.cluster.placement import NodeGroup, PlacementPlan, Seat
+from megarl.cluster.placement import NodeGroup, PlacementPlan, ProcessSlot
 from megarl.errors import ConfigError
 
 
@@ -48,15 +48,15 @@ class Reservation:
         require_devices(plan.groups, addresses, nodes)
         self._nodes = {name: _reserve(name, group, addresses[name], timeout_s) for name, group in plan.groups.items()}
 
-    def options(self, seat: Seat, kind: str = "") -> dict[str, object]:
+    def options(self, slot: ProcessSlot, kind: str = "") -> dict[str, object]:
         """Return the Ray actor options (scheduling strategy, CPUs, GPUs) that put an actor into its place.
 
         kind: of the processes that the actor's is forked from, where there are such.
         """
-        node, bundle = divmod(seat.bundle, self._groups[seat.group].bundles_per_node)
-        placed = self._nodes[seat.group][node]
+        node, bundle = divmod(slot.bundle, self._groups[slot.group].bundles_per_node)
+        placed = self._nodes[slot.group][node]
         strategy = PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=bundle)
-        options = {"scheduling_strategy": strategy, "num_cpus": seat.num_cpus, "num_gpus": seat.num_gpus}
+        options = {"scheduling_strategy": strategy, "num_cpus": slot.num_cpus, "num_gpus": slot.num_gpus}
         environment = {"runtime_env": self._environments[kind]} if kind in self._environments else {}
         return {**options, **environment}
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from megarl.cluster import residency
+from megarl.cluster import offloading
 from megarl.cluster.engines import EngineGroup
 from megarl.errors import EngineDiedError
 from megarl.host import loop
@@ -39,7 +39,7 @@ class EngineSupervisor:
         self,
         engines: EngineGroup,
         restart_engine: Callable[[int], None],
-        ledger: residency.MemoryLedger,
+        ledger: offloading.MemoryLedger,
         open_sync: Callable[[], WeightSync],
         *,
         max_restarts: int,
@@ -55,7 +55,7 @@ class EngineSupervisor:
         self._version, self._num_reported = 0, 0
         # By engine: (start, end) in Unix seconds of the times in which it was at work, as `metrics` found them.
         self.busy: dict[str, list[tuple[float, float]]] = {}
-        engines.repeats_hands = deterministic
+        engines.repeats_batches = deterministic
         # An earlier run on this cluster may have ended early.
         engines.abort()
         self._roster.allow_restarts([process.name for process in engines.processes], max_restarts)
@@ -73,11 +73,11 @@ class EngineSupervisor:
                     # Once an engine has been replaced, nothing tells its predecessor's requests from its own.
                     orphans.update(self._engines.orphans())
                     self.close()
-                    self._ledger.enter(residency.LOAD)
+                    self._ledger.enter(offloading.LOAD)
                     for index, process in enumerate(self._engines.processes):
                         if process.name in self._roster.lost:
                             self._restart_engine(index)
-                self._ledger.enter(residency.SYNC)
+                self._ledger.enter(offloading.SYNC)
                 if self._sync is None:
                     self._sync = self._open_sync()
                 metrics = self._sync.push(version, verify=self._verify)
@@ -86,13 +86,13 @@ class EngineSupervisor:
                 # Engines may now have some, all or none of the new weights: start over and send all of them everything.
                 continue
         if orphans:
-            self._ledger.enter(residency.GENERATE)
+            self._ledger.enter(offloading.GENERATE)
         for engine in sorted(orphans):
             self._engines.start_again(engine, exactly=self._deterministic)
         self._engines.flush()
         return metrics
 
-    def replace_lost(self) -> None:
+    def restart_dead_engines(self) -> None:
         """Start new engines in place of dead ones now, for runs without further syncs; the living ones go on.
 
         With `placement.offload`, engines that generate would have to sleep: then nothing is done unless all are idle.
@@ -113,13 +113,15 @@ class EngineSupervisor:
         return self._engines.generate(request)
 
     def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing = generating) -> None:
-        """Wait for `work`, while engines and hosts that die are replaced, and requests of dead engines begin again."""
+        """Wait for `work`, while engines and environment workers that die are replaced, and requests of dead engines
+        begin again.
+        """
         engines = self._engines
         while not work.done():
             loop.wait(engines.attend(work, timeout_s=timeout_s, doing=doing))
             engines.trouble.clear()
-            if engines.hosts is not None:
-                engines.hosts.mend()
+            if engines.environment_workers is not None:
+                engines.environment_workers.mend()
             living = engines.living()
             # With the memory of ranks and engines shared, no engine may be at work when one starts.
             is_due = engines.are_missed() or (engines.orphans() and (self._deterministic or not living))
@@ -173,4 +175,4 @@ class EngineSupervisor:
         lost engines' unfinished requests again.
         """
         self.push(self._version)
-        self._ledger.enter(residency.GENERATE)
+        self._ledger.enter(offloading.GENERATE)

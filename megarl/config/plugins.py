@@ -84,15 +84,15 @@ def activate(plugins: Sequence[Plugin]) -> None:
         if plugin not in _registered:
             _registered[plugin] = _run(plugin)
         else:
-            _redo(plugin)
+            _register_again(plugin)
         _active.append(plugin)
 
 
-def _redo(plugin: Plugin) -> None:
+def _register_again(plugin: Plugin) -> None:
     done: list[Registration] = []
     try:
         for registration in _registered[plugin]:
-            registration.redo()
+            registration.register_again()
             done.append(registration)
     except RegistrationError as error:
         for registration in done:

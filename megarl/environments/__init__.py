@@ -1,4 +1,4 @@
-"""Reply to the policy's turns: environments, the tools that they run, and the host that runs many of them at once."""
+"""Reply to the policy's turns: environments, the tools that they run, and the worker that runs many of them at once."""
 
 from megarl.environments import code, games, gym, mcp_tools
 from megarl.environments.agent import AgentEnvironment

@@ -1,4 +1,4 @@
-"""Let the policy call the tools of an MCP server, which runs beside the host of environments or anywhere."""
+"""Let the policy call the tools of an MCP server, which runs beside the environment worker or anywhere."""
 
 import asyncio
 import contextlib

@@ -117,7 +117,7 @@ class HostedRun:
         os.environ.pop(RUN_ID_VARIABLE, None)
 
 
-def open_caretaker() -> "Janitor | HostedRun":
+def open_janitor() -> "Janitor | HostedRun":
     """Start a janitor for this process, unless the environment says that the run's hosts have janitors already."""
     run_id = os.environ.get(HOSTED_RUN_VARIABLE)
     return Janitor() if run_id is None else HostedRun(run_id)

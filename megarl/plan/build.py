@@ -11,7 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from megarl.cluster.placement import NodeGroup, Seat, plan_placement, with_judge_servers
+from megarl.cluster.placement import NodeGroup, ProcessSlot, plan_placement, with_judge_servers
 from megarl.cluster.roles import by_layout, model_key
 from megarl.cluster.sync_plan import bridge_links, bridge_plan, gloo_warning, sent_spec
 from megarl.config.batches import (
@@ -168,19 +168,19 @@ def _nodes(
                     offloaded=sum(held[rank] for rank in ranks),
                     checkpoint=checkpoint,
                     portable_checkpoint=portable,
-                    judge_servers={key: found for key, seats in placement.judges.items() if (found := here(seats))},
+                    judge_servers={key: found for key, slots in placement.judges.items() if (found := here(slots))},
                 )
             )
     return tuple(nodes)
 
 
-def _numbers_on(name: str, group: NodeGroup, node: int, seats: Sequence[Seat]) -> tuple[int, ...]:
-    """Return which of the processes with these seats are on a node of the group `name`, or have a part there."""
+def _numbers_on(name: str, group: NodeGroup, node: int, slots: Sequence[ProcessSlot]) -> tuple[int, ...]:
+    """Return which of the processes with these slots are on a node of the group `name`, or have a part there."""
     here, per_node = (name, node), group.bundles_per_node
     return tuple(
         i
-        for i, seat in enumerate(seats)
-        if any((part.group, part.bundle // per_node) == here for part in (seat, *seat.further))
+        for i, slot in enumerate(slots)
+        if any((part.group, part.bundle // per_node) == here for part in (slot, *slot.further))
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
-from megarl.cluster.residency import ENGINE, KV_CACHE, SYNC, WEIGHTS, Resident, forward, step_phases, updating
+from megarl.cluster.offloading import ENGINE, KV_CACHE, SYNC, WEIGHTS, Resident, forward, step_phases, updating
 from megarl.config.schema import Config, LayoutConfig
 from megarl.plan import memory as bytes_of
 from megarl.plan.memory import DTYPE_BYTES

@@ -1,7 +1,7 @@
 """Define how a sample's conversation with an environment grows: what each turn, reply and death makes of the sample.
 
 The driver has the state of every conversation in its sample, so checkpoints hold it, and the death of an engine or of a
-host costs no more than what that process had not sent yet. Hosts only run environments; engines only see single
+worker costs no more than what that process had not sent yet. Workers only run environments; engines only see single
 requests.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megarl.config.environments import EnvironmentConfig
-from megarl.environments.host import HostReply, StartRequest, TriesRequest, TurnRequest
+from megarl.environments.worker import EpisodeReply, StartRequest, TriesRequest, TurnRequest
 from megarl.rollout.source import SamplingPlan
 from megarl.rollout.turns import segment_turns
 from megarl.types import (
@@ -35,30 +35,30 @@ from megarl.types.turns import Tries
 _CUTS = (FinishReason.LENGTH, FinishReason.REPETITION)
 
 
-class HostLostError(Exception):
-    """The host of a conversation died while it owed a reply."""
+class WorkerLostError(Exception):
+    """The worker of a conversation died while it owed a reply."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Talk:
-    """A conversation at a host of environments. reply: the latest that the host owes or gave. is_lost: it has died."""
+class Conversation:
+    """A conversation at a environment worker. reply: the latest that the worker owes or gave. is_lost: it has died."""
 
     key: int
-    host: int
-    reply: "asyncio.Future[HostReply]"
+    worker: int
+    reply: "asyncio.Future[EpisodeReply]"
     is_lost: bool = False
 
 
 class Episodes(Protocol):
-    """The interface of the hosts of environments, as a sample's coroutine calls it."""
+    """The interface of the environment workers, as a sample's coroutine calls it."""
 
-    def start(self, request: StartRequest) -> Talk:
-        """Begin a conversation. Its first reply, as those to its turns, raises HostLostError if the host dies."""
+    def start(self, request: StartRequest) -> Conversation:
+        """Begin a conversation. Its first reply, as those to its turns, raises WorkerLostError if the worker dies."""
 
-    def act(self, talk: Talk, request: TurnRequest | TriesRequest) -> None:
+    def act(self, conversation: Conversation, request: TurnRequest | TriesRequest) -> None:
         """Pass a turn of the policy, or all tries of one, to the environment, which owes a reply."""
 
-    def end(self, talk: Talk) -> None: ...
+    def end(self, conversation: Conversation) -> None: ...
 
 
 def episode_of(sample: Sample) -> Episode:
@@ -118,7 +118,7 @@ def _awaiting(episode: Episode) -> range:
     return episode.tries[-1].turns if episode.tries and last in episode.tries[-1].turns else range(last, last + 1)
 
 
-def started(sample: Sample, reply: HostReply) -> Sample:
+def started(sample: Sample, reply: EpisodeReply) -> Sample:
     """Return the sample after the reply to the start of its conversation."""
     sample = _noted(sample, reply)
     if reply.failure:
@@ -176,7 +176,7 @@ def tried(sample: Sample, parts: Sequence[Sample]) -> Sample:
     return _with(sample, num_turns=number + len(parts), awaits_reply=True, is_cut=False, tries=tries)
 
 
-def replied(sample: Sample, reply: HostReply, plan: SamplingPlan, limits: EnvironmentConfig) -> Sample:
+def replied(sample: Sample, reply: EpisodeReply, plan: SamplingPlan, limits: EnvironmentConfig) -> Sample:
     """Return the sample after the environment's reply to a turn."""
     sample = _noted(sample, reply)
     if reply.failure:
@@ -210,7 +210,7 @@ def _rewarded(sample: Sample, rewards: Mapping[int, float]) -> Sample:
     return replace(sample, segments=tuple(segments))
 
 
-def _following(sample: Sample, reply: HostReply) -> Sample:
+def _following(sample: Sample, reply: EpisodeReply) -> Sample:
     """Return the sample with what the policy reads next after its last token, or on a branch of its own.
 
     A reply that is a whole context follows the longest path of the sample that begins it.
@@ -234,10 +234,10 @@ def _following(sample: Sample, reply: HostReply) -> Sample:
     return replace(sample, segments=segments, forks=forks, routed_experts=experts)
 
 
-def bereft(sample: Sample) -> Sample:
-    """Return the sample after its host died; after the second time it failed, as it may be what kills hosts."""
+def after_worker_died(sample: Sample) -> Sample:
+    """Return the sample after its worker died; after the second time it failed, as it may be what kills workers."""
     if episode_of(sample).num_restarts:
-        reason = "hosts died twice while this conversation's environment worked"
+        reason = "workers died twice while this conversation's environment worked"
         return finished(_with(sample, failure="died", reason=reason), FinishReason.FAILED)
     return _with(sample, num_restarts=1)
 
@@ -297,7 +297,7 @@ def _turns(sample: Sample) -> list[range]:
     return found
 
 
-def _noted(sample: Sample, reply: HostReply) -> Sample:
+def _noted(sample: Sample, reply: EpisodeReply) -> Sample:
     """Return the sample with the time that a reply took; if it is a failure, the sample has ended with it."""
     sample = _with(sample, seconds=episode_of(sample).seconds + reply.seconds)
     if reply.failure:

@@ -10,10 +10,10 @@ import numpy as np
 from megarl.config.environments import EnvironmentConfig
 from megarl.host import loop
 from megarl.rollout.conversations import (
+    Conversation,
     Episodes,
-    HostLostError,
-    Talk,
-    bereft,
+    WorkerLostError,
+    after_worker_died,
     engine_of,
     episode_of,
     finished,
@@ -50,13 +50,13 @@ class VllmSource:
     """A source that samples from vLLM engines. Each sample has a seed of its own, so batching and order do not matter.
 
     A sample with a prefix starts with it. If the prefix ends the sample or fills its limit, nothing is generated.
-    hosts: those of the environments that prompts name; None: every sample is one answer. limits: of conversations.
+    workers: those of the environments that prompts name; None: every sample is one answer. limits: of conversations.
     """
 
     def __init__(
-        self, engines: Engines, hosts: Episodes | None = None, limits: EnvironmentConfig | None = None
+        self, engines: Engines, workers: Episodes | None = None, limits: EnvironmentConfig | None = None
     ) -> None:
-        self._engines, self._hosts, self._limits = engines, hosts, limits or EnvironmentConfig()
+        self._engines, self._workers, self._limits = engines, workers, limits or EnvironmentConfig()
 
     async def sample(self, group: Group) -> None:
         await asyncio.gather(*(loop.spawn(self.sample_one(group, i)) for i in range(group.plan.num_samples)))
@@ -79,21 +79,21 @@ class VllmSource:
 
         After each, `group.parts` has the sample, from which a checkpoint goes on; all else can be found again.
         """
-        assert self._hosts is not None, "hosts were started for prompts with environments"
+        assert self._workers is not None, "workers were started for prompts with environments"
         sample, plan = with_episode(group.prompt, group.parts[i]), group.plan
-        talk: Talk | None = None
+        conversation: Conversation | None = None
         wrote: dict[int, int] = {}
         while sample.finish_reason is FinishReason.ABORT:
             group.parts[i] = sample
             try:
-                if talk is None or talk.is_lost:
-                    talk = self._hosts.start(start_request(group.prompt, sample))
-                    sample = started(sample, reply := await talk.reply)
+                if conversation is None or conversation.is_lost:
+                    conversation = self._workers.start(start_request(group.prompt, sample))
+                    sample = started(sample, reply := await conversation.reply)
                     if reply.is_anew:
                         wrote.clear()
                 elif episode_of(sample).awaits_reply:
-                    self._hosts.act(talk, turn_request(sample))
-                    sample = replied(sample, reply := await talk.reply, plan, self._limits)
+                    self._workers.act(conversation, turn_request(sample))
+                    sample = replied(sample, reply := await conversation.reply, plan, self._limits)
                 elif reply.num_tries > 1 and sample.segments[-1].source in GIVEN:
                     limit = turn_limit(sample, plan, self._limits, reply.max_turn_tokens, reply.num_tries)
                     seeds = [try_seed(sample.seed, number) for number in range(reply.num_tries)]
@@ -113,12 +113,12 @@ class VllmSource:
                         wrote[sample.num_tokens] = completion.engine
                     if sample.finish_reason is not FinishReason.ABORT:
                         sample = turn_ended(sample)
-            except HostLostError:
-                sample = bereft(sample)
+            except WorkerLostError:
+                sample = after_worker_died(sample)
             if episode_of(sample).is_cut and num_left(sample, plan, self._limits.max_tokens) < 1:
                 sample = finished(sample, FinishReason.LENGTH)
-        if talk is not None and not talk.is_lost:
-            self._hosts.end(talk)
+        if conversation is not None and not conversation.is_lost:
+            self._workers.end(conversation)
         return sample
 
     async def _try(self, group: Group, sample: Sample, limit: int, engine: int | None) -> tuple[Sample, int | None]:

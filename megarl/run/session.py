@@ -13,7 +13,7 @@ import numpy as np
 from megarl.algos.composed import ComposedAlgorithm
 from megarl.algos.objectives import ALGORITHM, objective_by_name
 from megarl.algos.value_loss import ValueLoss
-from megarl.cluster import residency
+from megarl.cluster import offloading
 from megarl.cluster.supervisor import EngineSupervisor
 from megarl.config.load import load_config, with_overrides
 from megarl.config.schema import Config
@@ -114,7 +114,7 @@ class Session:
         plan = inputs.sampling_plan(n, max_tokens, draw, changed)
         groups = [Group(prompt=prompt, plan=plan) for prompt in inputs.encoded(prompts, draw=draw)]
         self._num_draws, source = draw, VllmSource(supervisor)
-        self._parts.memory.enter(residency.GENERATE)
+        self._parts.memory.enter(offloading.GENERATE)
         begin(source, groups)
         total = len(groups) * plan.num_samples
         with doing(lambda: f"generating: {sum(len(group.samples) for group in groups)} of {total} samples finished"):
@@ -200,7 +200,7 @@ class Session:
             self.inputs.check_pairs(rows)
         counts = own if denominators is None else denominators
         require_computable(chosen, rows, counts, self.state, is_critic=role == Role.CRITIC)
-        self._parts.memory.enter(residency.accumulating(Role(role), updater.spec.memory))
+        self._parts.memory.enter(offloading.accumulating(Role(role), updater.spec.memory))
         try:
             with doing(f"accumulating gradients of the {role}"):
                 result = updater.accumulate(rows, self.state, chosen, step=self.num_steps + 1, denominators=counts)
@@ -288,7 +288,7 @@ class Session:
     def export(self, path: str | Path) -> None:
         """Write the policy as a Hugging Face model directory; with adapters, these too, as PEFT does, in `adapter`."""
         role = self._updater(Role.ACTOR).spec
-        self._parts.memory.enter(residency.exporting(Role.ACTOR, role.memory))
+        self._parts.memory.enter(offloading.exporting(Role.ACTOR, role.memory))
         with doing("exporting the model"):
             export_model(self._parts.workers, role, Path(path))
             if role.settings.lora is not None:

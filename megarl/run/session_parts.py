@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.algos.value_loss import ValueLoss
-from megarl.cluster import residency
+from megarl.cluster import offloading
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.object_store import object_store
 from megarl.cluster.supervisor import EngineSupervisor
@@ -41,7 +41,7 @@ class SessionParts:
 
     inputs: SessionInputs
     workers: RoleWorkers
-    memory: residency.MemoryLedger
+    memory: offloading.MemoryLedger
     passes: dict[Role, RolePasses]
     supervisor: EngineSupervisor | None
     queue: PromptQueue | None
@@ -65,7 +65,7 @@ class SessionParts:
             config=self.inputs.config,
             inputs=self.files.to_json(),
         )
-        self.memory.enter(residency.checkpointing(self.inputs.roles))
+        self.memory.enter(offloading.checkpointing(self.inputs.roles))
         with doing("saving"), writing(directory):
             directory.mkdir(parents=True)
             (directory / STATE_FILE).write_text(state.to_json(), encoding="utf-8")
@@ -89,7 +89,7 @@ class SessionParts:
             changed, _, _ = self.files.changes_since(saved_files)
             require_same_files(checkpoint, self.inputs.config, changed, remedy="pass weights_only=True")
         same = checkpoint.same_layout(self.inputs.config)
-        self.memory.enter(residency.checkpointing(self.inputs.roles))
+        self.memory.enter(offloading.checkpointing(self.inputs.roles))
         with doing("loading"):
             self.workers.load_checkpoint(checkpoint.path, same_layout=same, weights_only=weights_only)
         if not weights_only:
@@ -122,10 +122,10 @@ def open_parts(stack: contextlib.ExitStack, inputs: SessionInputs, *, with_engin
     logs = RunPaths.of(config.run).logs
     cluster = stack.enter_context(Cluster(config, roles=roles, with_engine=with_engines, log_dir=logs, derived=derived))
     workers, offloads = cluster.workers, config.placement.offload and with_engines
-    memory = residency.MemoryLedger(workers, cluster.engines, enabled=offloads)
-    memory.enter(residency.LOAD)
+    memory = offloading.MemoryLedger(workers, cluster.engines, enabled=offloads)
+    memory.enter(offloading.LOAD)
     workers.load(LoadRequest.of(config.run, roles, suspends_nccl=config.placement.suspend_nccl))
-    memory.add(residency.built_parts(roles))
+    memory.add(offloading.built_parts(roles))
     own: dict[Role, CountedObjective] = {
         Role.ACTOR: inputs.algorithm,
         Role.CRITIC: ValueLoss(clip=config.critic.value_clip),

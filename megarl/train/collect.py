@@ -16,7 +16,7 @@ from typing import Any
 
 from megarl.algos.advantages import estimator_of
 from megarl.algos.filters import filter_scores
-from megarl.cluster import residency
+from megarl.cluster import offloading
 from megarl.config.schema import Config
 from megarl.data.ends import AnswerEnds
 from megarl.data.prompts import PromptDataset
@@ -81,7 +81,7 @@ class Rollouts:
     rewards: RewardManager
     ends: AnswerEnds
     record_file: Callable[[int], Path]
-    enter: Callable[[residency.Phase], None]
+    enter: Callable[[offloading.Phase], None]
     timers: Timers
     # The groups that no step has taken, by the numbers of their tickets.
     groups: dict[int, Group] = field(default_factory=dict, init=False)
@@ -230,7 +230,7 @@ class Rollouts:
 
     def _begin(self, groups: Sequence[Group]) -> None:
         """Begin to sample groups, which no step has taken."""
-        self.enter(residency.GENERATE)
+        self.enter(offloading.GENERATE)
         for group in groups:
             self.groups[group.number] = group
             group.sampling = loop.spawn(self._sample(group))
@@ -268,7 +268,7 @@ class Rollouts:
         with self.timers("gen"):
             if self.scheduler.staleness:
                 # There may be samples to go on with, and no new ones.
-                self.enter(residency.GENERATE)
+                self.enter(offloading.GENERATE)
             while len(numbers) < count:
                 self._wait(self._takeable(may_stop=may_stop))
                 if (number := self.scheduler.takeable()) is None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megarl.algos.corrections import CORRECTIONS
-from megarl.cluster import residency
+from megarl.cluster import offloading
 from megarl.config.batches import batch_counts
 from megarl.config.schema import Config
 from megarl.data.hints import donors, hinted_rows
@@ -143,7 +143,7 @@ class ForwardStage:
     hints: HintWriter | None
     # Whether the teacher reads prompts with hints.
     hinted_teacher: bool = False
-    enter: Callable[[residency.Phase], None]
+    enter: Callable[[offloading.Phase], None]
     timers: Timers
 
     def add_quantities(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megarl.cluster import residency
+from megarl.cluster import offloading
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.supervisor import EngineSupervisor
 from megarl.config.setting import affected
@@ -72,7 +72,7 @@ class Trainer:
     inputs: TrainInputs
     cluster: Cluster
     recorder: RunRecorder
-    memory: residency.MemoryLedger
+    memory: offloading.MemoryLedger
     rollouts: Rollouts
     forward: ForwardStage
     gate: MismatchGate
@@ -95,10 +95,10 @@ class Trainer:
             RunStopped: a signal ended the run early; its checkpoint is complete.
         """
         inputs, config, total = self.inputs, self.inputs.config, self.inputs.config.trainer.total_steps
-        self.memory.enter(residency.LOAD)
+        self.memory.enter(offloading.LOAD)
         suspends = config.placement.suspend_nccl
         self.cluster.workers.load(LoadRequest.of(config.run, inputs.roles, suspends_nccl=suspends))
-        self.memory.add(residency.built_parts(inputs.roles))
+        self.memory.add(offloading.built_parts(inputs.roles))
         start = self._restore(checkpoint) if checkpoint else 0
 
         def is_due(step: int) -> bool:
@@ -111,7 +111,7 @@ class Trainer:
             stop_on_signals() as stop,
         ):
             if config.placement.offload:
-                for line in residency.phase_table(residency.SYNC.needs, residency.step_phases(inputs.roles)):
+                for line in offloading.phase_table(offloading.SYNC.needs, offloading.step_phases(inputs.roles)):
                     progress.note(line)
             self.supervisor.push(start)
             if checkpoint:
@@ -141,7 +141,7 @@ class Trainer:
                     )
         paths = {Role.ACTOR: self.recorder.paths.export, Role.CRITIC: self.recorder.paths.export_critic}
         for role in (role for role in inputs.roles if role.trainable and total):
-            self.memory.enter(residency.exporting(role.role, role.memory))
+            self.memory.enter(offloading.exporting(role.role, role.memory))
             self.recorder.require_owned()
             export_role(self.cluster.workers, role, paths[role.role])
         self.supervisor.close()
@@ -245,7 +245,7 @@ class Trainer:
 
     def _run_state(self, step: int, score: float | None, directory: Path) -> RunState:
         """Return the driver's state for the checkpoint of this step, which is about to be written."""
-        self.memory.enter(residency.checkpointing(self.inputs.roles))
+        self.memory.enter(offloading.checkpointing(self.inputs.roles))
         return RunState(
             command="train",
             step=step,

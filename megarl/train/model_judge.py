@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.cluster.residency import Phase
+from megarl.cluster.offloading import Phase
 from megarl.data.answers import Answers, response_decoder
 from megarl.data.chat import encode_chats
 from megarl.errors import DataError

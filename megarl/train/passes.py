@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from megarl.cluster import residency
+from megarl.cluster import offloading
 from megarl.config.schema import OptimizerConfig
 from megarl.data.packing import imbalance_metrics, plan_micro_batches
 from megarl.data.prefixes import count_shared, counted_once, family_order
@@ -47,7 +47,7 @@ class Passes(Protocol):
     """Forward passes over rows, by a model of the run or by one that others serve."""
 
     @property
-    def phase(self) -> residency.Phase:
+    def phase(self) -> offloading.Phase:
         """Return the phase in which the model computes outputs."""
 
     @property
@@ -83,13 +83,13 @@ class RolePasses:
         return self._role
 
     @property
-    def phase(self) -> residency.Phase:
+    def phase(self) -> offloading.Phase:
         """Return the phase in which this role's model computes outputs."""
-        return residency.forward(self._role.role, self._role.memory)
+        return offloading.forward(self._role.role, self._role.memory)
 
-    def updating(self, roles: Sequence[RoleSpec]) -> residency.Phase:
+    def updating(self, roles: Sequence[RoleSpec]) -> offloading.Phase:
         """Return the phase in which this role is trained. roles: those of the run, some of which compute in it, too."""
-        return residency.updating(self._role.role, self._role.memory, roles)
+        return offloading.updating(self._role.role, self._role.memory, roles)
 
     @property
     def room(self) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from megarl.cluster import residency
+from megarl.cluster import offloading
 from megarl.config.generation import Sampling
 from megarl.config.judges import SamplingConfig
 from megarl.data.answers import response_decoder
@@ -39,7 +39,7 @@ class PolicyCompletions:
         stop_token_ids: tuple[int, ...] = (),
         run_seed: int,
         timeout_s: float,
-        enter: Callable[[residency.Phase], None] = lambda phase: None,
+        enter: Callable[[offloading.Phase], None] = lambda phase: None,
     ) -> None:
         self._source, self._tokenizer, self._sampling = source, tokenizer, sampling
         self._decode = response_decoder(tokenizer)
@@ -80,7 +80,7 @@ class PolicyCompletions:
             max_response_tokens=sampling.max_tokens,
             run_seed=self._run_seed,
         )
-        self._enter(residency.GENERATE)
+        self._enter(offloading.GENERATE)
         groups = [Group(prompt=prompt, plan=plan) for prompt in prompts]
         begin(self._source, groups)
         for sample in collect(self._source, groups, timeout_s=self._timeout_s).samples:

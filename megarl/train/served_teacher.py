@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import httpx
 import numpy as np
 
-from megarl.cluster import residency
+from megarl.cluster import offloading
 from megarl.config.generation import Sampling
 from megarl.config.teacher import TeacherConfig
 from megarl.errors import ConfigError, RunError
@@ -79,7 +79,7 @@ class ServedTeacher:
     Its log-probs are normalised anew without the tokens that the policy lacks, as far as it says how likely they are.
     """
 
-    phase = residency.Phase(name="score teacher", needs=frozenset())
+    phase = offloading.Phase(name="score teacher", needs=frozenset())
     room = sys.maxsize
 
     def __init__(

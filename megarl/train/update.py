@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megarl.cluster import residency
+from megarl.cluster import offloading
 from megarl.config.batches import actor_learns, mini_batch_prompts
 from megarl.config.schema import Config
 from megarl.record.metrics import Timers
@@ -24,7 +24,7 @@ class UpdateStage:
     updaters: Mapping[Role, RoleUpdater]
     roles: Sequence[RoleSpec] = ()
     has_critic: bool
-    enter: Callable[[residency.Phase], None]
+    enter: Callable[[offloading.Phase], None]
     timers: Timers
 
     def num_steps(self, role: Role) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.cluster import residency
+from megarl.cluster import offloading
 from megarl.config.generation import Sampling
 from megarl.config.schema import Config
 from megarl.data.prompts import PromptDataset
@@ -48,7 +48,7 @@ class Validator:
     source: RolloutSource
     rewards: RewardManager
     answers: Callable[[int], Path]
-    enter: Callable[[residency.Phase], None]
+    enter: Callable[[offloading.Phase], None]
     compare: Callable[..., Mapping[str, float]] | None = None
 
     def validate(self, step: int) -> Validation:
@@ -109,7 +109,7 @@ class Validator:
             max_response_tokens=settings.max_response_tokens or rollout.max_response_tokens,
             run_seed=self.config.run.seed,
         )
-        self.enter(residency.GENERATE)
+        self.enter(offloading.GENERATE)
         judging = self.rewards.begin()
         groups = [Group(prompt=prompt, plan=plan, judging=judging) for prompt in prompts]
         begin(self.source, groups)

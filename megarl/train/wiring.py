@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from megarl.algos.value_loss import ValueLoss
-from megarl.cluster import residency
+from megarl.cluster import offloading
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.supervisor import EngineSupervisor, WeightSync
 from megarl.config.batches import batch_counts, num_actor_steps
@@ -49,10 +49,10 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
     cluster.check_serves(config, inputs.roles)
     offload, schedule = config.placement.offload, config.rollout.schedule
     pauses = config.placement.mode == "colocated" and config.rollout.source == "vllm" and schedule.staleness > 0
-    memory = residency.MemoryLedger(workers, cluster.engines, enabled=offload, pauses=pauses)
+    memory = offloading.MemoryLedger(workers, cluster.engines, enabled=offload, pauses=pauses)
     supervisor = open_supervisor(config, cluster, memory, cluster.weight_sync)
     names = inputs.train.environments | (frozenset() if inputs.val is None else inputs.val.environments)
-    live = VllmSource(supervisor, cluster.open_hosts(names, config), config.environment)
+    live = VllmSource(supervisor, cluster.open_environment_workers(names, config), config.environment)
     scheduler, source = _open_source(config, supervisor, live)
     if config.rollout.source == "vllm" and config.algo.demonstrations.source == "teacher":
         source = _taught(inputs, live)
@@ -103,7 +103,7 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
 
 
 def open_supervisor(
-    config: Config, cluster: Cluster, memory: residency.MemoryLedger, open_sync: Callable[[], WeightSync]
+    config: Config, cluster: Cluster, memory: offloading.MemoryLedger, open_sync: Callable[[], WeightSync]
 ) -> EngineSupervisor:
     """Return the supervisor of a cluster's engines. open_sync: returns what brings them their weights."""
     return EngineSupervisor(
@@ -212,7 +212,7 @@ def _teachers(inputs: TrainInputs, cluster: Cluster, passes: Mapping[Role, RoleP
 def _reward_managers(
     inputs: TrainInputs,
     passes: dict[Role, RolePasses],
-    memory: residency.MemoryLedger,
+    memory: offloading.MemoryLedger,
     completions: CompletionsOf,
 ) -> tuple[RewardManager, RewardManager]:
     """Return the reward managers of training and of validation.
@@ -234,7 +234,7 @@ def _completions(
     inputs: TrainInputs,
     cluster: Cluster,
     source: VllmSource,
-    memory: residency.MemoryLedger,
+    memory: offloading.MemoryLedger,
     name: str,
     cfg: JudgeConfig,
 ) -> Completions:
@@ -254,7 +254,9 @@ def _completions(
     )
 
 
-def _update_stage(inputs: TrainInputs, cluster: Cluster, memory: residency.MemoryLedger, timers: Timers) -> UpdateStage:
+def _update_stage(
+    inputs: TrainInputs, cluster: Cluster, memory: offloading.MemoryLedger, timers: Timers
+) -> UpdateStage:
     """Build the update stage, with an updater for every trained role, each with its own objective and schedule."""
     config, per_step = inputs.config, batch_counts(inputs.config).optimizer_steps_per_step
     has_critic = any(role.role is Role.CRITIC for role in inputs.roles)

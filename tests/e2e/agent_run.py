@@ -1,4 +1,4 @@
-"""Run in a process of its own (`RankPool`): one vLLM engine and one host of environments, without Ray."""
+"""Run in a process of its own (`RankPool`): one vLLM engine and one environment worker, without Ray."""
 
 import asyncio
 import threading
@@ -7,9 +7,16 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TriesRequest, TurnRequest
+from megarl.environments.worker import (
+    EnvironmentWorker,
+    EpisodeReply,
+    StartRequest,
+    TriesRequest,
+    TurnRequest,
+    WorkerSpec,
+)
 from megarl.host import loop
-from megarl.rollout.conversations import Talk
+from megarl.rollout.conversations import Conversation
 from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
 from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.source import Doing, SamplingPlan, collect
@@ -36,7 +43,7 @@ class _World:
     """
 
     engine: VllmEngine
-    host: EpisodeHost
+    host: EnvironmentWorker
     host_loop: asyncio.AbstractEventLoop
     returned: list[tuple[tuple[int, ...], int, Completion]] = field(default_factory=list)
     asked: "list[tuple[GenerationRequest, asyncio.Future[Completion]]]" = field(default_factory=list)
@@ -66,29 +73,29 @@ class _World:
     def parts(self) -> "dict[asyncio.Future[Completion], Completion]":
         raise AssertionError("nothing is resumed")
 
-    def start(self, request: StartRequest) -> Talk:
+    def start(self, request: StartRequest) -> Conversation:
         self.num_started += 1
         reply = self._reply(self.host.start(self.num_started, request))
-        return Talk(key=self.num_started, host=0, reply=reply)
+        return Conversation(key=self.num_started, worker=0, reply=reply)
 
-    def act(self, talk: Talk, request: TurnRequest | TriesRequest) -> None:
-        talk.reply = self._reply(self.host.act(talk.key, request))
+    def act(self, conversation: Conversation, request: TurnRequest | TriesRequest) -> None:
+        conversation.reply = self._reply(self.host.act(conversation.key, request))
 
-    def end(self, talk: Talk) -> None:
-        asyncio.run_coroutine_threadsafe(self.host.close(talk.key), self.host_loop)
+    def end(self, conversation: Conversation) -> None:
+        asyncio.run_coroutine_threadsafe(self.host.close(conversation.key), self.host_loop)
 
-    def _reply(self, work: Coroutine[Any, Any, HostReply]) -> "asyncio.Future[HostReply]":
+    def _reply(self, work: Coroutine[Any, Any, EpisodeReply]) -> "asyncio.Future[EpisodeReply]":
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.host_loop), loop=loop.event_loop())
 
 
 def converse(
-    _: RankContext, engine: EngineSpec, host: HostSpec, prompts: Sequence[Prompt], plan: SamplingPlan
+    _: RankContext, engine: EngineSpec, host: WorkerSpec, prompts: Sequence[Prompt], plan: SamplingPlan
 ) -> Outcome:
     """Sample the conversations of prompts."""
     host_loop = asyncio.new_event_loop()
     threading.Thread(target=host_loop.run_forever, daemon=True).start()
     with running(engine) as started:
-        world = _World(engine=started, host=EpisodeHost(host), host_loop=host_loop)
+        world = _World(engine=started, host=EnvironmentWorker(host), host_loop=host_loop)
         source = VllmSource(world, world, host.config)
         rollout = collect(source, begin_groups(source, prompts, plan), timeout_s=200.0)
     return Outcome(samples=rollout.samples, returned=world.returned)

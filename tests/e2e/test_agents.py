@@ -13,7 +13,7 @@ import torch
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.config.generation import Sampling
 from megarl.data.chat import encode_chats, load_tokenizer
-from megarl.environments.host import HostSpec
+from megarl.environments.worker import WorkerSpec
 from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.rollout.engine_spec import engine_spec
 from megarl.rollout.replay import read_record, record_path
@@ -57,7 +57,9 @@ def talk_with(process: RankPool, model: Path, arguments: Mapping[str, Any], num_
         reply_timeout_s=500.0,
     )
     config = small_config(model, "data.max_prompt_tokens=128", "rollout.max_response_tokens=256", "rollout.engine.tp=1")
-    host = HostSpec(model_path=str(model), chat_template={}, names=("mine",), config=environment, max_prompt_tokens=128)
+    host = WorkerSpec(
+        model_path=str(model), chat_template={}, names=("mine",), config=environment, max_prompt_tokens=128
+    )
     prompt = Prompt(
         uid="a",
         token_ids=(5, 6),

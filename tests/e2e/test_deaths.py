@@ -29,7 +29,7 @@ SETTINGS = (
     f"cluster.heartbeat_timeout_s={HEARTBEAT_S}",
     f"rollout.timeout_s={ANSWER_S}",
 )
-HOST = "a host of environments dies"
+HOST = "a environment worker dies"
 # From a death to the line that names it; a machine with two cores is busy then.
 NAMED_S = 2.0
 
@@ -63,8 +63,8 @@ FAILURES = {
     ),
     HOST: Failure(
         signum=signal.SIGKILL,
-        title="ray::EpisodeHostActor",
-        named="environment host 0 died.*restart 1 of",
+        title="ray::EnvironmentWorkerActor",
+        named="environment worker 0 died.*restart 1 of",
         within_s=NAMED_S,
         survived=True,
     ),

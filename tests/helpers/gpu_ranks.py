@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megarl.cluster import residency
+from megarl.cluster import offloading
 from megarl.config.generation import SyncConfig
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.host.device.platform import platform
@@ -142,15 +142,15 @@ def sleep_and_wake(
     """An engine through load, sync (with the weights of `files`) and generate, as a run's ledger leads it."""
     with _engine(spec) as engine:
         recorder, free = Recorder(engine), {"awake": _free_bytes()}
-        ledger = residency.MemoryLedger(recorder, recorder, enabled=True)
+        ledger = offloading.MemoryLedger(recorder, recorder, enabled=True)
         before = engine.prompt_logprobs(sequences)
-        ledger.enter(residency.LOAD)
+        ledger.enter(offloading.LOAD)
         free["load"] = _free_bytes()
-        ledger.add(residency.built_parts([role]))
-        ledger.enter(residency.SYNC)
+        ledger.add(offloading.built_parts([role]))
+        ledger.enter(offloading.SYNC)
         load_files(engine, files, version=1)
         free["sync"] = _free_bytes()
-        ledger.enter(residency.GENERATE)
+        ledger.enter(offloading.GENERATE)
         free["generate"] = _free_bytes()
         after = engine.prompt_logprobs(sequences)
     return SleepTrace(calls=recorder.calls, free=free, before=before, after=after)

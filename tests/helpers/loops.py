@@ -1,4 +1,4 @@
-"""Turn the event loop in tests, whose engines and hosts of environments answer by themselves."""
+"""Turn the event loop in tests, whose engines and environment workers answer by themselves."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -219,7 +219,7 @@ def attend_until(
         while not work.done():
             loop.wait(group.attend(work, timeout_s=timeout_s, doing=doing))
             group.trouble.clear()
-            if group.hosts is not None:
-                group.hosts.mend()
+            if group.environment_workers is not None:
+                group.environment_workers.mend()
     finally:
         work.cancel()

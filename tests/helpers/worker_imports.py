@@ -8,7 +8,7 @@ from megarl.host.fork_server import serve_forks
 def main(argument: str) -> None:
     """Import what they need, and serve forks on the descriptor. Forks of what has imported Ray cannot reach servers."""
     sys.modules["ray"] = None  # type: ignore[assignment]
-    import megarl.environments.host
+    import megarl.environments.worker
     import megarl.parallel.worker
     import megarl.rollout.conversations
     import megarl.rollout.engine  # noqa: F401

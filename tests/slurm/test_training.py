@@ -55,8 +55,8 @@ def two_nodes(lab: SlurmLab, inputs: Path) -> SlurmRun:
     for node in lab.nodes:
         assert len(lab.actors(node, "RankActor")) == 2
         assert len(lab.actors(node, "EngineActor")) == 1
-    # Hosts of environments are with the driver.
-    assert [len(lab.actors(node, "EpisodeHostActor")) for node in lab.nodes] == [2, 0]
+    # Environment workers are with the driver.
+    assert [len(lab.actors(node, "EnvironmentWorkerActor")) for node in lab.nodes] == [2, 0]
     ended = lab.wait(job, timeout_s=JOB_S)
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), run.log()
     assert left_behind(lab) == []

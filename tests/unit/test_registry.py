@@ -101,7 +101,7 @@ def test_registrations_are_noted_and_can_be_taken_back(colours: Registry[int]) -
     (registration,) = noted
     registration.undo()
     assert list(colours) == ["blue", "crimson", "red"]
-    registration.redo()
+    registration.register_again()
     assert colours.get("grass") == 3
     with pytest.raises(RegistrationError, match="already registered"):
-        registration.redo()
+        registration.register_again()

@@ -1,4 +1,4 @@
-"""Measure how many turns a second the hosts of environments manage, with an engine that answers at once:
+"""Measure how many turns a second the environment workers manage, with an engine that answers at once:
 
     python -m tools.bench.episodes --episodes 2000 --turns 5
 
@@ -19,14 +19,14 @@ import psutil
 import ray
 
 from megarl.cluster.engines import EngineGroup
-from megarl.cluster.episodes import EpisodeHosts
+from megarl.cluster.episodes import EnvironmentWorkers
 from megarl.cluster.ray_session import open_ray
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.config.generation import Sampling
 from megarl.config.schema import ClusterConfig
 from megarl.data.chat import encode_chats
 from megarl.environments import Action, Environment, Reply
-from megarl.environments.host import HostSpec
+from megarl.environments.worker import WorkerSpec
 from megarl.host import loop
 from megarl.host.device.platform import apply_environment
 from megarl.host.ray_environment import RAY_ENVIRONMENT
@@ -54,9 +54,9 @@ class Echo(Environment):
 class InstantEngines:
     """Engines that answer each request with the same turn at once, and wait for hosts alone."""
 
-    def __init__(self, hosts: EpisodeHosts) -> None:
+    def __init__(self, hosts: EnvironmentWorkers) -> None:
         self._group = EngineGroup([], timeout_s=TIMEOUT_S)
-        self._group.hosts = hosts
+        self._group.environment_workers = hosts
         ids = make_byte_tokenizer()("I think that the answer is 42.")["input_ids"] + [2]
         self._completion = Completion(
             token_ids=np.asarray(ids),
@@ -103,8 +103,8 @@ def main() -> None:
         open_ray(settings, num_cpus=2, temp_dir=Path(directory), environment={"TMPDIR": directory})
         entry = EnvironmentEntry(type=f"{Path(__file__).resolve()}:Echo", arguments={"turns": options.turns})
         config = EnvironmentConfig(entries={"echo": entry}, max_turns=options.turns + 1, hosts=options.hosts)
-        spec = HostSpec(model_path=directory, chat_template={}, names=("echo",), config=config)
-        hosts = EpisodeHosts(spec, timeout_s=TIMEOUT_S, trouble=asyncio.Event())
+        spec = WorkerSpec(model_path=directory, chat_template={}, names=("echo",), config=config)
+        hosts = EnvironmentWorkers(spec, timeout_s=TIMEOUT_S, trouble=asyncio.Event())
         source = VllmSource(InstantEngines(hosts), hosts, config)
         began = time.monotonic()
         groups = [Group(prompt=prompt, plan=plan) for prompt in prompts]

@@ -44,7 +44,7 @@ RUN_FILES = {
     for command, kind in (("train", "rl"), ("sft", "sft"))
 }
 MEGARL = (sys.executable, "-W", "ignore", "-m", "megarl.cli")
-# A resumed run may measure these differently; hosts of environments may die, or be too slow, in one run alone.
+# A resumed run may measure these differently; environment workers may die, or be too slow, in one run alone.
 MEASURED = ("timing_", "perf/", "memory/", "engine/", "environment/restarts")
 SETTINGS = (
     "use.model=qwen3-tiny",

@@ -149,7 +149,7 @@ def plan_scenario(scenario: Scenario) -> Planned:
     needed = {scenario.size + i: workers[i % scenario.tp] for i in range(scenario.size)}
     ends = _Ends(specs=specs, held=dict(enumerate(holdings)), needed=needed)
     shared = overlaps(ends.specs, ends.held, ends.needed)
-    seats = _seats(shared, scenario.tp)
+    seats = _slots(shared, scenario.tp)
     times.append(time.process_time())
     hosts = {i: device // _DEVICES_PER_HOST for i, device in enumerate([*range(scenario.size), *seats])}
     neighbours = {scenario.size + i: [seat] for i, seat in enumerate(seats)}
@@ -158,7 +158,7 @@ def plan_scenario(scenario: Scenario) -> Planned:
     return _describe(scenario, ends, plan, shared, seats, times)
 
 
-def _seats(shared: np.ndarray, tp: int) -> list[int]:
+def _slots(shared: np.ndarray, tp: int) -> list[int]:
     """Of each worker a device; engines stay on the devices that they have in order."""
     blocks = range(0, len(shared), tp)
     return [

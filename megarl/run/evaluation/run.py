@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.cluster import residency
+from megarl.cluster import offloading
 from megarl.cluster.roles import actor_role
 from megarl.cluster.supervisor import EngineSupervisor, WeightSync
 from megarl.config.schema import Config
@@ -122,19 +122,19 @@ def _serving_engines(inputs: EvalInputs, cluster: "Cluster") -> EngineSupervisor
     The policy of a checkpoint, saved under any parallel layout, is loaded and sent to the engines.
     """
     config, role, checkpoint, version = inputs.config, actor_role(inputs.config), inputs.checkpoint, 0
-    ledger = residency.MemoryLedger(cluster.workers, cluster.engines, enabled=config.placement.offload)
+    ledger = offloading.MemoryLedger(cluster.workers, cluster.engines, enabled=config.placement.offload)
     open_sync: Callable[[], WeightSync] = _OwnWeights
     if checkpoint is not None:
-        ledger.enter(residency.LOAD)
+        ledger.enter(offloading.LOAD)
         cluster.workers.load(LoadRequest.of(config.run, [role]))
-        ledger.add(residency.built_parts([role]))
+        ledger.add(offloading.built_parts([role]))
         cluster.workers.load_checkpoint(checkpoint.path, weights_only=True)
         open_sync, version = cluster.weight_sync, checkpoint.state.step
     supervisor = open_supervisor(config, cluster, ledger, open_sync)
     supervisor.push(version)
     # Its buffers are needed again only if an engine dies.
     supervisor.close()
-    ledger.enter(residency.GENERATE)
+    ledger.enter(offloading.GENERATE)
     return supervisor
 
 
@@ -158,10 +158,10 @@ def _answers(
         closing(open_rewards(rewards_config, sources, inputs.tokenizer)) as rewards,
         Progress(total=total, description="eval") as progress,
     ):
-        hosts = cluster.open_hosts({prompt.environment for prompt in prompts} - {""}, config)
+        hosts = cluster.open_environment_workers({prompt.environment for prompt in prompts} - {""}, config)
         source = VllmSource(supervisor, hosts, config.environment)
         for greedy, batch, judged in _batches(config, prompts, source, rewards):
-            supervisor.replace_lost()
+            supervisor.restart_dead_engines()
             troubles = {id(each.item.sample): each for each in reversed(judged.troubles) if each.outcome in FAILURES}
             for sample, reward in zip(batch.samples, judged.rewards, strict=True):
                 prompt = batch.prompts[sample.uid]

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from megarl.algos.sft import SftAlgorithm
-from megarl.cluster.engine_seats import wait_started
+from megarl.cluster.engine_slots import wait_started
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.processes import wait_all
 from megarl.cluster.remotes import Process, results

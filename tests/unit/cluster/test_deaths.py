@@ -218,7 +218,7 @@ def test_what_others_generate_is_taken_when_an_engine_dies(ray_session: None) ->
     # Engine 1 finishes its last request, and dies at the one before.
     requests = [request(0), request(1), request(2), request(3, max_tokens=0), request(4), request(5)]
     group = EngineGroup(engines, timeout_s=120.0)
-    group.repeats_hands = True
+    group.repeats_batches = True
     found = ask(group, requests)
     attend_until(group, lambda: 5 in found)
     engines[1].ask(Worker.allow_death)
@@ -227,8 +227,8 @@ def test_what_others_generate_is_taken_when_an_engine_dies(ray_session: None) ->
     assert group.living() == [0]
     assert found.keys() == {0, 2, 4, 5}
     # The living engine takes over what is left; the request that kills an engine is not asked of it.
-    group._hands[1] = {key: harmless(each) for key, each in group._open.items()}
-    group._open |= group._hands[1]
+    group._batches[1] = {key: harmless(each) for key, each in group._open.items()}
+    group._open |= group._batches[1]
     group.start_again(1, exactly=False)
     assert group.orphans() == []
     attend_until(group, lambda: len(found) == 6)
@@ -238,7 +238,7 @@ def test_a_repeated_batch_tells_of_what_had_finished_no_more(ray_session: None) 
     engines = start_run("engine 0", "engine 1")
     allow_restarts(engines[1])
     group = EngineGroup(engines, timeout_s=120.0)
-    group.repeats_hands = True
+    group.repeats_batches = True
     # Engine 1 finishes request 5, and dies at 3.
     requests = [request(0), request(1), request(2), request(3, max_tokens=0), request(4), request(5)]
     told = ask(group, requests)
@@ -247,8 +247,8 @@ def test_a_repeated_batch_tells_of_what_had_finished_no_more(ray_session: None) 
     attend_until(group, lambda: group.orphans() == [1])
     group.processes[1] = replace(engines[1], actor=start(1).actor)
     engines[1].roster.enter(group.processes[1])
-    group._hands[1] = {key: harmless(each) for key, each in group._hands[1].items()}
-    assert [each.request.seed for each in group._hands[1].values()] == [1, 3, 5]
+    group._batches[1] = {key: harmless(each) for key, each in group._batches[1].items()}
+    assert [each.request.seed for each in group._batches[1].values()] == [1, 3, 5]
     group.start_again(1, exactly=True)
     attend_until(group, lambda: group.are_idle([0, 1]))
     ray.kill(group.processes[1].actor)

@@ -1,4 +1,4 @@
-"""Hosts of environments as processes: they are dealt conversations, and replaced when they die or hang."""
+"""Environment workers as processes: they are dealt conversations, and replaced when they die or hang."""
 
 import asyncio
 import os
@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.engines import EngineGroup
-from megarl.cluster.episodes import SILENCE_S, EpisodeHosts
+from megarl.cluster.episodes import SILENCE_S, EnvironmentWorkers
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.environments import Action, Environment, Reply
-from megarl.environments import host as environments_host
-from megarl.environments.host import HostReply, HostSpec, StartRequest, TurnRequest
+from megarl.environments import worker as environments_worker
+from megarl.environments.worker import EpisodeReply, StartRequest, TurnRequest, WorkerSpec
 from megarl.errors import ConfigError, WorkerError
 from megarl.host import loop
 from megarl.recipes.tiny_model import make_byte_tokenizer
-from megarl.rollout.conversations import HostLostError, Talk
+from megarl.rollout.conversations import Conversation, WorkerLostError
 from megarl.types import Message, Prompt
 from tests.helpers.remote_processes import attend_until
 
@@ -48,7 +48,7 @@ class Moody(Environment):
         if action.text == "keeps a lock":
             return Reply(messages=(Message(role="user", content="kept"),), details={"lock": threading.Lock()})
         if action.text == "hang":
-            environments_host.MOST_LATE_CALLS = 1
+            environments_worker.MOST_LATE_CALLS = 1
             begun = threading.Event()
 
             def wait() -> None:
@@ -67,10 +67,10 @@ class Moody(Environment):
 class Told:
     """What a test's conversations were told, by their names."""
 
-    hosts: EpisodeHosts
-    replies: dict[str, list[HostReply]] = field(default_factory=dict)
+    hosts: EnvironmentWorkers
+    replies: dict[str, list[EpisodeReply]] = field(default_factory=dict)
     lost: dict[str, bool] = field(default_factory=dict)
-    talks: dict[str, Talk] = field(default_factory=dict)
+    talks: dict[str, Conversation] = field(default_factory=dict)
 
     def start(self, name: str) -> None:
         prompt = Prompt(uid=name, token_ids=(5,), data_source="d", ground_truth="", environment="moody")
@@ -86,7 +86,7 @@ class Told:
         try:
             reply = await self.talks[name].reply
             self.replies.setdefault(name, []).append(reply)
-        except HostLostError:
+        except WorkerLostError:
             self.lost[name] = True
 
     def count(self) -> int:
@@ -97,10 +97,10 @@ class Told:
         return {name: name in self.lost for name, talk in self.talks.items() if talk.is_lost}
 
 
-def spec(model: Path, **settings: int) -> HostSpec:
+def spec(model: Path, **settings: int) -> WorkerSpec:
     entries = {"moody": EnvironmentEntry(type=f"{Path(__file__)}:Moody")}
     config = EnvironmentConfig(entries=entries, **settings)  # type: ignore[arg-type]
-    return HostSpec(model_path=str(model), chat_template={}, names=("moody",), config=config)
+    return WorkerSpec(model_path=str(model), chat_template={}, names=("moody",), config=config)
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +115,9 @@ def group(ray_session: None, model: Path) -> Iterator[EngineGroup]:
     """No engines, and two hosts."""
     engines = EngineGroup([], timeout_s=10.0)
     settings = spec(model, hosts=2, max_host_restarts=4)
-    engines.hosts = EpisodeHosts(settings, timeout_s=240.0, trouble=engines.trouble)
+    engines.environment_workers = EnvironmentWorkers(settings, timeout_s=240.0, trouble=engines.trouble)
     yield engines
-    engines.hosts.close()
+    engines.environment_workers.close()
     loop.abandon()
 
 
@@ -127,8 +127,8 @@ def no_leftover_tasks() -> None:
 
 
 def told_by(group: EngineGroup) -> Told:
-    assert group.hosts is not None
-    return Told(group.hosts)
+    assert group.environment_workers is not None
+    return Told(group.environment_workers)
 
 
 def wait(group: EngineGroup, until: Callable[[], bool]) -> None:
@@ -139,9 +139,9 @@ def test_conversations_are_dealt_to_hosts_and_their_replies_come_in_waits(group:
     told = told_by(group)
     for name in "abcd":
         told.start(name)
-    assert len(group.hosts.busy()) == 2
+    assert len(group.environment_workers.busy()) == 2
     wait(group, lambda: told.count() == 4)
-    assert group.hosts.busy() == []
+    assert group.environment_workers.busy() == []
     for name in "abcd":
         told.act(name, f"I am {name}")
     wait(group, lambda: told.count() == 8)
@@ -163,17 +163,17 @@ def test_environments_and_what_they_start_have_no_keys_of_the_user(group: Engine
 
 @pytest.mark.parametrize("blocks", [False, True], ids=["stopped", "blocked by an environment"])
 def test_a_host_that_hangs_is_replaced(group: EngineGroup, blocks: bool) -> None:
-    assert group.hosts is not None
+    assert group.environment_workers is not None
     told = told_by(group)
     told.start("a")
     wait(group, lambda: told.count() == 1)
-    roster = group.hosts.processes[0].roster
+    roster = group.environment_workers.processes[0].roster
     # Long enough for the other host, which lives, on a busy machine.
     roster.silence_s = 4.0
     if blocks:
         told.act("a", "block")
     else:
-        os.kill(group.hosts.processes[told.talks["a"].host].location.pid, signal.SIGSTOP)
+        os.kill(group.environment_workers.processes[told.talks["a"].worker].location.pid, signal.SIGSTOP)
     wait(group, lambda: "a" in told.gone())
     roster.silence_s = SILENCE_S
     assert told.gone() == {"a": blocks}
@@ -186,18 +186,18 @@ def test_a_conversation_begins_again_while_its_host_is_replaced(group: EngineGro
     async def go_on() -> None:
         try:
             await told.talks["a"].reply
-        except HostLostError:
+        except WorkerLostError:
             told.start("a")
-            if told.talks["a"].host != lost:
+            if told.talks["a"].worker != lost:
                 told.start("a")
 
     told.start("a")
     wait(group, lambda: told.count() == 1)
-    lost = told.talks["a"].host
+    lost = told.talks["a"].worker
     told.act("a", "die")
     loop.spawn(go_on())
     wait(group, lambda: not told.talks["a"].is_lost and told.talks["a"].reply.done())
-    assert told.talks["a"].host == lost
+    assert told.talks["a"].worker == lost
     told.act("a", "I am back")
     wait(group, lambda: told.talks["a"].reply.done())
     assert told.talks["a"].reply.result().reward == 1.0
@@ -218,11 +218,11 @@ def test_a_host_that_dies_is_replaced_and_its_conversations_learn_of_it(
     told.start("a")
     wait(group, lambda: len(told.replies["a"]) == 2 and len(told.replies["b"]) == 2)
     written = capsys.readouterr()
-    assert re.search(r"talking: environment host \d died on .*; restart 4 of 4", written.out + written.err)
+    assert re.search(r"talking: environment worker \d died on .*; restart 4 of 4", written.out + written.err)
     # No restart is left.
     told.act("a", "die")
     began = time.monotonic()
-    with pytest.raises(WorkerError, match=r"talking: environment host \d died"):
+    with pytest.raises(WorkerError, match=r"talking: environment worker \d died"):
         wait(group, lambda: False)
     assert time.monotonic() - began < NAMED_S
 
@@ -232,7 +232,7 @@ def test_a_host_outlives_what_environments_raise_and_find_and_is_replaced_when_i
 ) -> None:
     engines = EngineGroup([], timeout_s=10.0)
     settings = spec(model, hosts=1, max_host_restarts=1)
-    engines.hosts = EpisodeHosts(settings, timeout_s=240.0, trouble=engines.trouble)
+    engines.environment_workers = EnvironmentWorkers(settings, timeout_s=240.0, trouble=engines.trouble)
     told = told_by(engines)
     for name in "ab":
         told.start(name)
@@ -246,17 +246,17 @@ def test_a_host_outlives_what_environments_raise_and_find_and_is_replaced_when_i
     wait(engines, lambda: "b" in told.gone())
     assert told.gone() == {"a": False, "b": False}
     written = capsys.readouterr()
-    why = "environment host 0 is worn out: 1 calls never returned: wait 1 times; give what they wait for a time limit"
+    why = "environment worker 0 is worn out: 1 calls never returned: wait 1 times; give what they wait for a time limit"
     assert f"warning: {why} of its own on " in written.out + written.err
     told.start("c")
     wait(engines, lambda: "c" in told.replies)
     told.act("c", "hang")
     with pytest.raises(WorkerError, match=re.escape(why)):
         wait(engines, lambda: False)
-    engines.hosts.close()
+    engines.environment_workers.close()
 
 
 def test_a_wrong_environment_is_named_when_hosts_start(ray_session: None, model: Path) -> None:
-    wrong = HostSpec(model_path=str(model), chat_template={}, names=("modest",), config=EnvironmentConfig())
+    wrong = WorkerSpec(model_path=str(model), chat_template={}, names=("modest",), config=EnvironmentConfig())
     with pytest.raises(ConfigError, match=r"environment.entries.modest.type: unknown environment 'modest'"):
-        EpisodeHosts(wrong, timeout_s=240.0, trouble=asyncio.Event())
+        EnvironmentWorkers(wrong, timeout_s=240.0, trouble=asyncio.Event())

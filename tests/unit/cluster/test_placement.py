@@ -10,7 +10,7 @@ import ray
 from megarl.cluster.placement import (
     NodeGroup,
     PlacementPlan,
-    Seat,
+    ProcessSlot,
     cpu_share,
     plan_placement,
     with_judge_servers,
@@ -45,11 +45,11 @@ def plan(
 def test_colocated_engines_share_the_devices_of_consecutive_ranks() -> None:
     placed = plan(GPU_DEVICE, dp=8, engine={"num_engines": 2, "tp": 4}, placement={"trainer": {"num_nodes": 2}})
     assert placed.groups == {"trainer": NodeGroup(num_nodes=2, bundles_per_node=4, bundle=GPU_DEVICE)}
-    assert placed.ranks == tuple(Seat(group="trainer", bundle=i, num_cpus=0.5, num_gpus=1.0) for i in range(8))
+    assert placed.ranks == tuple(ProcessSlot(group="trainer", bundle=i, num_cpus=0.5, num_gpus=1.0) for i in range(8))
     # Ray counts a device once, for its rank; the engine is told the ids.
     assert placed.engines == (
-        Seat(group="trainer", bundle=0, num_cpus=0.5, num_gpus=0, shares=(0, 1, 2, 3)),
-        Seat(group="trainer", bundle=4, num_cpus=0.5, num_gpus=0, shares=(4, 5, 6, 7)),
+        ProcessSlot(group="trainer", bundle=0, num_cpus=0.5, num_gpus=0, shares=(0, 1, 2, 3)),
+        ProcessSlot(group="trainer", bundle=4, num_cpus=0.5, num_gpus=0, shares=(4, 5, 6, 7)),
     )
     assert placed.num_cpus == 8
 
@@ -57,7 +57,7 @@ def test_colocated_engines_share_the_devices_of_consecutive_ranks() -> None:
 def test_colocated_engines_take_the_ranks_that_they_are_given() -> None:
     config = from_dict(Config, {"actor": {"layout": {"dp": 4}}, "rollout": {"engine": {"num_engines": 2, "tp": 2}}})
     placed = plan_placement(config, GPU_DEVICE, with_engines=True, engine_ranks=[(0, 2), (1, 3)])
-    assert [(seat.bundle, seat.shares) for seat in placed.engines] == [(0, (0, 2)), (1, (1, 3))]
+    assert [(slot.bundle, slot.shares) for slot in placed.engines] == [(0, (0, 2)), (1, (1, 3))]
 
 
 def test_servers_of_judges_have_devices_of_their_own() -> None:
@@ -68,7 +68,7 @@ def test_servers_of_judges_have_devices_of_their_own() -> None:
     group = NodeGroup(num_nodes=2, bundles_per_node=2, bundle={"CPU": 2.0, "GPU": 2.0})
     assert placed.groups == {**plain.groups, "judge server big": group}
     assert placed.judges == {
-        "big": tuple(Seat(group="judge server big", bundle=i, num_cpus=2.0, num_gpus=2.0) for i in range(4))
+        "big": tuple(ProcessSlot(group="judge server big", bundle=i, num_cpus=2.0, num_gpus=2.0) for i in range(4))
     }
     assert placed.num_cpus == plain.num_cpus + 8
     assert (placed.ranks, placed.engines) == (plain.ranks, plain.engines)
@@ -86,7 +86,7 @@ def test_engines_alone() -> None:
     assert placed == PlacementPlan(
         groups={"engines": NodeGroup(num_nodes=2, bundles_per_node=1, bundle={"CPU": 2.0, "GPU": 2.0})},
         ranks=(),
-        engines=tuple(Seat(group="engines", bundle=i, num_cpus=1.0, num_gpus=2.0) for i in range(2)),
+        engines=tuple(ProcessSlot(group="engines", bundle=i, num_cpus=1.0, num_gpus=2.0) for i in range(2)),
     )
 
 
@@ -101,7 +101,7 @@ def test_split_engines_have_a_bundle_of_tp_devices_each() -> None:
         "trainer": NodeGroup(num_nodes=1, bundles_per_node=2, bundle=GPU_DEVICE),
         "engines": NodeGroup(num_nodes=2, bundles_per_node=2, bundle={"CPU": 2.0, "GPU": 2.0}),
     }
-    assert placed.engines == tuple(Seat(group="engines", bundle=i, num_cpus=1.0, num_gpus=2.0) for i in range(4))
+    assert placed.engines == tuple(ProcessSlot(group="engines", bundle=i, num_cpus=1.0, num_gpus=2.0) for i in range(4))
     assert placed.num_cpus == 2 + 8
 
 
@@ -110,9 +110,9 @@ def test_an_engine_over_several_nodes_has_a_place_on_each() -> None:
     engine = {"num_engines": 2, "tp": 4, "pp": 2}
     placed = plan(GPU_DEVICE, dp=2, engine=engine, placement={"mode": "split", "engines": {"num_nodes": 4}})
     assert placed.groups["engines"] == NodeGroup(num_nodes=4, bundles_per_node=1, bundle={"CPU": 4.0, "GPU": 4.0})
-    parts = [Seat(group="engines", bundle=i, num_cpus=2.0, num_gpus=4.0) for i in range(4)]
+    parts = [ProcessSlot(group="engines", bundle=i, num_cpus=2.0, num_gpus=4.0) for i in range(4)]
     assert placed.engines == (replace(parts[0], further=(parts[1],)), replace(parts[2], further=(parts[3],)))
-    assert {seat.all_shares for seat in placed.engines} == {()}
+    assert {slot.all_shares for slot in placed.engines} == {()}
 
 
 def test_a_colocated_engine_over_several_nodes_shares_all_of_their_devices() -> None:
@@ -120,7 +120,7 @@ def test_a_colocated_engine_over_several_nodes_shares_all_of_their_devices() -> 
     placed = plan(GPU_DEVICE, dp=8, engine=engine, placement={"trainer": {"num_nodes": 4}})
     (first,) = placed.engines
     assert (first.bundle, first.shares) == (0, (0, 1))
-    assert [(seat.bundle, seat.shares) for seat in first.further] == [(2, (2, 3)), (4, (4, 5))]
+    assert [(slot.bundle, slot.shares) for slot in first.further] == [(2, (2, 3)), (4, (4, 5))]
     assert first.all_shares == (0, 1, 2, 3, 4, 5)
 
 
@@ -128,37 +128,37 @@ def test_stages_that_fit_on_a_node_lie_there_together() -> None:
     engine = {"num_engines": 2, "tp": 2, "pp": 2}
     placed = plan(GPU_DEVICE, dp=1, engine=engine, placement={"mode": "split"})
     assert placed.groups["engines"] == NodeGroup(num_nodes=1, bundles_per_node=2, bundle={"CPU": 4.0, "GPU": 4.0})
-    assert [seat.further for seat in placed.engines] == [(), ()]
+    assert [slot.further for slot in placed.engines] == [(), ()]
 
 
 def test_a_two_core_host_has_room_for_two_ranks_and_a_split_engine_of_two() -> None:
     placed = plan(CPU_DEVICE, dp=2, engine={"tp": 2}, placement={"mode": "split"})
     assert placed.num_cpus == 2
-    assert {seat.num_gpus for seat in (*placed.ranks, *placed.engines)} == {0}
+    assert {slot.num_gpus for slot in (*placed.ranks, *placed.engines)} == {0}
 
 
 def test_processes_fit_their_bundles() -> None:
     """Ranks and engines in one bundle must not ask for more than it has."""
     for mode in ("colocated", "split"):
         placed = plan(GPU_DEVICE, dp=4, engine={"num_engines": 2, "tp": 2}, placement={"mode": mode})
-        taken: dict[tuple[str, int], list[Seat]] = {}
-        for seat in (*placed.ranks, *placed.engines):
-            taken.setdefault((seat.group, seat.bundle), []).append(seat)
-        for (group, _), seats in taken.items():
-            assert sum(seat.num_cpus for seat in seats) <= placed.groups[group].bundle["CPU"]
-            assert sum(seat.num_gpus for seat in seats) <= placed.groups[group].bundle["GPU"]
+        taken: dict[tuple[str, int], list[ProcessSlot]] = {}
+        for slot in (*placed.ranks, *placed.engines):
+            taken.setdefault((slot.group, slot.bundle), []).append(slot)
+        for (group, _), slots in taken.items():
+            assert sum(slot.num_cpus for slot in slots) <= placed.groups[group].bundle["CPU"]
+            assert sum(slot.num_gpus for slot in slots) <= placed.groups[group].bundle["GPU"]
 
 
 def test_ranks_of_further_layouts_share_the_devices_of_the_actors() -> None:
     others = [LayoutConfig(tp=2), LayoutConfig(dp=4)]
     placed = plan(GPU_DEVICE, dp=4, engine={"tp": 2}, other_layouts=others)
     # Four processes on the first device: a quarter of its CPUs each.
-    assert placed.ranks[0] == Seat(group="trainer", bundle=0, num_cpus=0.25, num_gpus=1.0)
+    assert placed.ranks[0] == ProcessSlot(group="trainer", bundle=0, num_cpus=0.25, num_gpus=1.0)
     assert placed.other_ranks == tuple(
-        tuple(Seat(group="trainer", bundle=i, num_cpus=0.25, num_gpus=0, shares=(i,)) for i in range(size))
+        tuple(ProcessSlot(group="trainer", bundle=i, num_cpus=0.25, num_gpus=0, shares=(i,)) for i in range(size))
         for size in (2, 4)
     )
-    assert placed.engines == (Seat(group="trainer", bundle=0, num_cpus=0.25, num_gpus=0, shares=(0, 1)),)
+    assert placed.engines == (ProcessSlot(group="trainer", bundle=0, num_cpus=0.25, num_gpus=0, shares=(0, 1)),)
     # Devices are counted once, and the host offers no more CPUs than without them.
     assert placed.num_cpus == plan(GPU_DEVICE, dp=4, engine={"tp": 2}).num_cpus == 4
 

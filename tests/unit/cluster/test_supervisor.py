@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.cluster.offloading import GENERATE, MemoryLedger, Resident
 from megarl.cluster.remotes import Process, Roster
-from megarl.cluster.residency import GENERATE, MemoryLedger, Resident
 from megarl.cluster.supervisor import EngineSupervisor
 from megarl.config.generation import Sampling
 from megarl.errors import EngineDiedError, WorkerError
@@ -45,7 +45,7 @@ class Run:
         self.calls, self.deaths = list[str](), dict[str, Callable[[], Any]]()
         self.roster, self.engines, self.finished_before_death = Roster(), self, dict[int, int]()
         self.open: dict[int, tuple[int, asyncio.Future[Completion], GenerationRequest]] = {}
-        self.trouble, self.hosts, self.num_moved = asyncio.Event(), None, 0
+        self.trouble, self.environment_workers, self.num_moved = asyncio.Event(), None, 0
         self.outbox: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
         self.processes = [Process(name=f"engine {i}", actor=i, roster=self.roster) for i in range(2)]
         for process in self.processes:
@@ -139,7 +139,7 @@ class Run:
                 completed.set_result(completion(r))
             if count is not None:
                 self.die(engine)
-                if self.living() and not self.repeats_hands:
+                if self.living() and not self.repeats_batches:
                     self.start_again(engine, exactly=False)
                 break
         for _ in range(3):
@@ -370,13 +370,13 @@ def test_with_offload_devices_are_empty_when_an_engine_starts() -> None:
 def test_a_lost_engine_is_replaced_on_request_while_the_other_generates() -> None:
     run = Run()
     run.supervisor.push(7)
-    run.supervisor.replace_lost()
+    run.supervisor.restart_dead_engines()
     assert run.calls == [OPEN, PUSH(7)]
     Told(run, 2)
     run.flush()
     run.die(1)
     run.calls.clear()
-    run.supervisor.replace_lost()
+    run.supervisor.restart_dead_engines()
     assert run.calls == [*RESTART_1, PUSH(7), "again [1] on [0, 1]"]
     assert run.living() == [0, 1]
 
@@ -388,10 +388,10 @@ def test_engines_that_generate_are_not_put_to_sleep_for_a_replacement() -> None:
     run.flush()
     run.die(1)
     run.calls.clear()
-    run.supervisor.replace_lost()
+    run.supervisor.restart_dead_engines()
     assert (run.calls, run.living()) == ([], [0])
     # Engine 0 finishes what it has; so does the engine that takes over.
     run.open.clear()
-    run.supervisor.replace_lost()
+    run.supervisor.restart_dead_engines()
     assert "restart 1" in run.calls
     assert run.living() == [0, 1]

@@ -96,7 +96,7 @@ def test_engines_of_any_size_get_whole_heads_from_ranks_with_parts_of_groups(eng
             assert copies[name].numpy().tolist() == covered(shapes[name], its).astype(float).tolist(), name
 
 
-def seats_of(path: Path, layout: dict[str, int], *, num_nodes: int = 1, **engine: int) -> list[tuple[int, ...]]:
+def slots_of(path: Path, layout: dict[str, int], *, num_nodes: int = 1, **engine: int) -> list[tuple[int, ...]]:
     spec = read_model_spec(write_config(path, num_key_value_heads=4))
     tree = {
         "actor": {"layout": layout},
@@ -110,15 +110,15 @@ def seats_of(path: Path, layout: dict[str, int], *, num_nodes: int = 1, **engine
 @pytest.mark.parametrize(("dp", "num_nodes", "nodes"), [(1, 1, [{0, 1, 2, 3}]), (2, 2, [{0, 1, 2, 3}, {4, 5, 6, 7}])])
 def test_workers_sit_where_their_halves_are(dp: int, num_nodes: int, nodes: list[set[int]], tmp_path: Path) -> None:
     """Quarters 0 and 1 are the first half. In order the second engine's first worker would hold nothing it needs."""
-    seats = seats_of(tmp_path, {"tp": 4, "dp": dp}, num_nodes=num_nodes, num_engines=2 * dp, tp=2)
-    assert [{rank for engine in seats[2 * i : 2 * i + 2] for rank in engine} for i in range(num_nodes)] == nodes
-    assert all((first % 4 in (0, 1), second % 4 in (2, 3)) == (True, True) for first, second in seats)
+    slots = slots_of(tmp_path, {"tp": 4, "dp": dp}, num_nodes=num_nodes, num_engines=2 * dp, tp=2)
+    assert [{rank for engine in slots[2 * i : 2 * i + 2] for rank in engine} for i in range(num_nodes)] == nodes
+    assert all((first % 4 in (0, 1), second % 4 in (2, 3)) == (True, True) for first, second in slots)
 
 
 @pytest.mark.parametrize(("layout", "num_engines"), [({"tp": 2, "dp": 2}, 2), ({"tp": 2, "pp": 2}, 2), ({"pp": 2}, 1)])
 def test_workers_sit_in_order_where_nothing_is_better(layout: dict[str, int], num_engines: int, tmp_path: Path) -> None:
-    seats = seats_of(tmp_path, layout, num_engines=num_engines, tp=2)
-    assert seats == [(0, 1), (2, 3)][:num_engines]
+    slots = slots_of(tmp_path, layout, num_engines=num_engines, tp=2)
+    assert slots == [(0, 1), (2, 3)][:num_engines]
 
 
 def test_an_engine_over_nodes_stays_on_them_and_is_cut_as_the_trainer(tmp_path: Path) -> None:

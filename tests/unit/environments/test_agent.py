@@ -27,7 +27,14 @@ import yaml
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.environments import open_environments
 from megarl.environments.agent import _run_program
-from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TriesRequest, TurnRequest
+from megarl.environments.worker import (
+    EnvironmentWorker,
+    EpisodeReply,
+    StartRequest,
+    TriesRequest,
+    TurnRequest,
+    WorkerSpec,
+)
 from megarl.errors import ConfigError
 from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.types import Message, Prompt
@@ -53,7 +60,7 @@ QUESTION = [{"role": "user", "content": "1+2?"}]
 class Talk:
     """What a conversation became: the host's replies, and the tokens of prompt, turns and glue."""
 
-    replies: list[HostReply] = field(default_factory=list)
+    replies: list[EpisodeReply] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
 
     @property
@@ -61,7 +68,7 @@ class Talk:
         return str(TOKENIZER.decode(self.tokens))
 
     @property
-    def last(self) -> HostReply:
+    def last(self) -> EpisodeReply:
         return self.replies[-1]
 
 
@@ -78,14 +85,14 @@ async def converse(
     config = EnvironmentConfig(
         entries={"mine": EnvironmentEntry(type="agent", arguments=arguments)}, **{"reply_timeout_s": 200.0} | limits
     )
-    spec = HostSpec(
+    spec = WorkerSpec(
         model_path="",
         chat_template={},
         names=("mine",),
         config=config,
         max_prompt_tokens=max_prompt_tokens,
     )
-    host = EpisodeHost(spec, TOKENIZER)
+    host = EnvironmentWorker(spec, TOKENIZER)
     row = Prompt(
         uid="a",
         token_ids=(5,),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from megarl.cluster.processes import Vigil
+from megarl.cluster.processes import Watchdog
 from megarl.cluster.remotes import Process
 from megarl.environments.calls import attempt, in_thread
 from megarl.host import clock, loop
@@ -88,7 +88,7 @@ def of_the_driver(stop: Stop) -> int:
 
 def of_processes(stop: Stop) -> int:
     engine = Process(name="engine 0", actor=None)
-    vigil = Vigil(lambda: [engine], timeout_s=LIMIT_S, doing=lambda: "waiting")
+    watchdog = Watchdog(lambda: [engine], timeout_s=LIMIT_S, doing=lambda: "waiting")
 
     async def first() -> int:
         answer = asyncio.get_running_loop().create_future()
@@ -98,7 +98,7 @@ def of_processes(stop: Stop) -> int:
             answer.set_result(await turns())
 
         keep = asyncio.ensure_future(go_on())
-        (done,) = await vigil.first_of([answer])
+        (done,) = await watchdog.first_of([answer])
         await keep
         return int(done.result())
 

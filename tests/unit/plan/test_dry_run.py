@@ -291,7 +291,7 @@ def test_a_named_gpu_means_the_defaults_of_cuda(tmp_path: Path) -> None:
     plan = plan_run(adapted, device_bytes=80 << 30)
     assert "derived    sync.host_group=device: between hosts, NCCL uses" in to_text(plan)
     assert plan.links is not None
-    assert plan.links.ways.grouped
+    assert plan.links.link_settings.grouped
     assert plan.staging.device > 0 == plan.staging.host
     with pytest.raises(ConfigError, match=r"actor\.lora\.sync: got auto with model\.dtype=bfloat16 on cpu"):
         plan_run(adapted)

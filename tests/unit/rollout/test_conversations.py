@@ -9,9 +9,9 @@ import pytest
 
 from megarl.config.environments import EnvironmentConfig
 from megarl.config.generation import Sampling
-from megarl.environments.host import HostReply, StartRequest, TriesRequest, TurnRequest
+from megarl.environments.worker import EpisodeReply, StartRequest, TriesRequest, TurnRequest
 from megarl.host import loop
-from megarl.rollout.conversations import HostLostError, Talk, episode_of
+from megarl.rollout.conversations import Conversation, WorkerLostError, episode_of
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.prefixes import Prefix
 from megarl.rollout.source import Doing, Group, SamplingPlan
@@ -45,9 +45,9 @@ class World:
     started: list[StartRequest] = field(default_factory=list)
     acts: list[TurnRequest | TriesRequest] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
-    talks: list[Talk] = field(default_factory=list)
+    talks: list[Conversation] = field(default_factory=list)
     # The conversations to which a reply is owed, in the order in which it was asked for.
-    owed: list[Talk] = field(default_factory=list)
+    owed: list[Conversation] = field(default_factory=list)
 
     # --- as engines
 
@@ -64,36 +64,36 @@ class World:
 
     # --- as hosts
 
-    def start(self, request: StartRequest) -> Talk:
+    def start(self, request: StartRequest) -> Conversation:
         self.started.append(request)
-        talk = Talk(key=len(self.talks), host=0, reply=loop.event_loop().create_future())
+        talk = Conversation(key=len(self.talks), worker=0, reply=loop.event_loop().create_future())
         self.talks.append(talk)
         self.owed.append(talk)
         return talk
 
-    def act(self, talk: Talk, request: TurnRequest | TriesRequest) -> None:
+    def act(self, talk: Conversation, request: TurnRequest | TriesRequest) -> None:
         self.acts.append(request)
         talk.reply = loop.event_loop().create_future()
         self.owed.append(talk)
 
-    def end(self, talk: Talk) -> None:
+    def end(self, talk: Conversation) -> None:
         self.ended.append(talk.key)
 
     # --- as the test
 
     def reply(self, *token_ids: int, place: int = 0, **rest: object) -> None:
         """Answer what is owed, the oldest first."""
-        self.owed.pop(place).reply.set_result(HostReply(token_ids=token_ids, **rest))  # type: ignore[arg-type]
+        self.owed.pop(place).reply.set_result(EpisodeReply(token_ids=token_ids, **rest))  # type: ignore[arg-type]
         loop.wait(turns())
 
     def lose(self, key: int, *, owes: bool) -> None:
-        """Let the host of a conversation die, as `EpisodeHosts.mend` tells it. owes: whether it owed a reply."""
+        """Let the host of a conversation die, as `EnvironmentWorkers.mend` tells it. owes: whether it owed a reply."""
         talk = self.talks[key]
         talk.is_lost = True
         assert owes is (talk in self.owed)
         if owes:
             self.owed.remove(talk)
-            talk.reply.set_exception(HostLostError())
+            talk.reply.set_exception(WorkerLostError())
         loop.wait(turns())
 
     def speak(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megarl.rollout.conversations import Talk, episode_of
+from megarl.rollout.conversations import Conversation, episode_of
 from megarl.types import FinishReason, Sample, SegmentSource, row_from_sample
 from megarl.types.forks import path_to, require_forks
 from megarl.types.rows import paths_of
@@ -59,7 +59,7 @@ def converse(seed: int) -> tuple[Sample, Collection[Written]]:
     limits = {"max_tokens": rng.choice([15, 40, 200]), "max_turns": rng.choice([3, 8, 20])}
     world, source, group = begin(plan=plan, **limits)
     written, num_tries = set[Written](), 1
-    opened: Talk | None = None
+    opened: Conversation | None = None
     while not group.is_done:
         event, asked = rng.random(), [request for request, _ in world.requests]
         # A checkpoint adds a token to turns under way.

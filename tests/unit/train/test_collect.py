@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algos.advantages import compute_advantages
-from megarl.cluster.residency import Phase
+from megarl.cluster.offloading import Phase
 from megarl.config.algo import AdvantageConfig, AlgoConfig, FilterConfig
 from megarl.config.generation import RolloutConfig, ScheduleConfig
 from megarl.config.schema import Config, TrainerConfig

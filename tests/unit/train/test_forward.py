@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from megarl.algos.build import build_algorithm
-from megarl.cluster.residency import Phase, forward
+from megarl.cluster.offloading import Phase, forward
 from megarl.config.algo import AlgoConfig, CorrectionConfig, HintConfig
 from megarl.config.generation import RolloutConfig, ScheduleConfig
 from megarl.config.schema import Config, TrainerConfig

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from megarl.cluster import residency
-from megarl.cluster.residency import Phase
+from megarl.cluster import offloading
+from megarl.cluster.offloading import Phase
 from megarl.data.answers import Answers
 from megarl.data.chat import encode_chats
 from megarl.errors import DataError
@@ -121,7 +121,7 @@ def test_a_template_that_rewrites_answers_is_applied() -> None:
 class LastTokens:
     """A reward model that says the last token of a row, its place for the score aside."""
 
-    phase = residency.forward(Role.REWARD)
+    phase = offloading.forward(Role.REWARD)
 
     def __init__(self) -> None:
         self.rows: list[Row] = []

@@ -1,4 +1,4 @@
-"""The host of environments: every request has one reply, whatever the environment does."""
+"""The environment worker: every request has one reply, whatever the environment does."""
 
 import asyncio
 import contextlib
@@ -19,9 +19,16 @@ import pytest
 
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.environments import Action, Environment, Reply, open_environments
-from megarl.environments import host as hosts
+from megarl.environments import worker as workers
 from megarl.environments.base import load_object
-from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TriesRequest, TurnRequest
+from megarl.environments.worker import (
+    EnvironmentWorker,
+    EpisodeReply,
+    StartRequest,
+    TriesRequest,
+    TurnRequest,
+    WorkerSpec,
+)
 from megarl.errors import ConfigError
 from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.types import Message, Prompt
@@ -118,7 +125,7 @@ class Search(Echo):
         return Reply(messages=(Message(role="tool", content="go"),), after_turn=after, reward=2.0, rewards=rewards)
 
 
-def host(max_prompt_tokens: int | None = None, **limits: Any) -> EpisodeHost:
+def host(max_prompt_tokens: int | None = None, **limits: Any) -> EnvironmentWorker:
     entries = {
         "echo": EnvironmentEntry(type=f"{HERE}Echo"),
         "opens": EnvironmentEntry(type=f"{HERE}Echo", arguments={"opening": "hi"}),
@@ -127,10 +134,10 @@ def host(max_prompt_tokens: int | None = None, **limits: Any) -> EpisodeHost:
         "steady": EnvironmentEntry(type=f"{HERE}Steady", arguments={"opening": "hi"}),
     }
     config = EnvironmentConfig(entries=entries, **limits)
-    spec = HostSpec(
+    spec = WorkerSpec(
         model_path="", chat_template={}, names=tuple(entries), config=config, max_prompt_tokens=max_prompt_tokens
     )
-    return EpisodeHost(spec, TOKENIZER)
+    return EnvironmentWorker(spec, TOKENIZER)
 
 
 def prompt(environment: str = "echo", ground_truth: str = "") -> Prompt:
@@ -144,14 +151,14 @@ def turn(text: str, number: int = 0, *, is_cut: bool = False) -> TurnRequest:
     return TurnRequest(token_ids=[*ids(text), *([] if is_cut else [END])], turn=number, is_cut=is_cut)
 
 
-def run(coroutine: Coroutine[Any, Any, HostReply]) -> HostReply:
+def run(coroutine: Coroutine[Any, Any, EpisodeReply]) -> EpisodeReply:
     return asyncio.run(coroutine)
 
 
-def replies(*turns: TurnRequest | TriesRequest, environment: str = "echo", **limits: Any) -> list[HostReply]:
+def replies(*turns: TurnRequest | TriesRequest, environment: str = "echo", **limits: Any) -> list[EpisodeReply]:
     """Start a conversation and take these turns."""
 
-    async def talk() -> list[HostReply]:
+    async def talk() -> list[EpisodeReply]:
         there = host(**limits)
         first = await there.start(7, StartRequest(prompt=prompt(environment)))
         return [first, *[await there.act(7, each) for each in turns]]
@@ -195,7 +202,7 @@ def test_a_rendered_history_goes_on_at_another_host_as_it_would_have(monkeypatch
     monkeypatch.setattr(TOKENIZER, "chat_template", WITHOUT_THOUGHTS)
     turns = [turn(text, number) for number, text in enumerate(("a|1", "b|2", "c|3", "d|4", "e|5"))]
 
-    def told(reply: HostReply) -> HostReply:
+    def told(reply: EpisodeReply) -> EpisodeReply:
         return replace(reply, seconds=0.0)
 
     async def talk() -> None:
@@ -209,7 +216,7 @@ def test_a_rendered_history_goes_on_at_another_host_as_it_would_have(monkeypatch
             parts = tuple(reply.part for reply in whole[: num_done + 1] if reply.part is not None)
             request = StartRequest(prompt=prompt("steady"), turns=past, chat=parts)
             other = host(history="rendered")
-            assert told(await other.start(2, request)) == HostReply()
+            assert told(await other.start(2, request)) == EpisodeReply()
             rest = [await other.act(2, each) for each in turns[num_done:]]
             assert [told(reply) for reply in rest] == [told(reply) for reply in whole[num_done + 1 :]]
             assert (await other.start(3, replace(request, chat=()))).is_anew
@@ -339,11 +346,11 @@ class Drained(Environment):
 def test_a_host_that_has_nothing_left_is_worn_out(truths: Sequence[str], is_worn_out: bool) -> None:
     entries = {"drained": EnvironmentEntry(type=f"{HERE}Drained")}
     config = EnvironmentConfig(entries=entries)
-    drained = EpisodeHost(
-        HostSpec(model_path="", chat_template={}, names=("drained",), config=config), tokenizer=TOKENIZER
+    drained = EnvironmentWorker(
+        WorkerSpec(model_path="", chat_template={}, names=("drained",), config=config), tokenizer=TOKENIZER
     )
 
-    async def ask() -> list[HostReply]:
+    async def ask() -> list[EpisodeReply]:
         made = [
             Prompt(uid="a", token_ids=(5,), data_source="s", ground_truth=truth, environment="drained")
             for truth in truths
@@ -360,19 +367,19 @@ def test_a_host_that_has_nothing_left_is_worn_out(truths: Sequence[str], is_worn
 
 
 def test_a_host_whose_calls_hang_says_that_it_is_worn_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "MOST_LATE_CALLS", 2)
-    monkeypatch.setattr(hosts, "late_calls", lambda: Counter(search=3, read=1))
+    monkeypatch.setattr(workers, "MOST_LATE_CALLS", 2)
+    monkeypatch.setattr(workers, "late_calls", lambda: Counter(search=3, read=1))
     (reply,) = replies()
     assert reply.worn_out == (
         "4 calls never returned: search 3 times, read 1 times; give what they wait for a time limit of its own"
     )
-    monkeypatch.setattr(hosts, "MOST_LATE_CALLS", 5)
+    monkeypatch.setattr(workers, "MOST_LATE_CALLS", 5)
     assert replies()[0].worn_out == ""
 
 
 def test_details_are_sent_as_plain_values() -> None:
     details = {"a": np.float32(0.5), "b": np.True_, "c": [1, "\ud83d"], "d": 10**400, "e": {1}, "f": (2, None)}
-    sent = hosts.sendable(HostReply(reward=1.0, details=details))
+    sent = workers.sendable(EpisodeReply(reward=1.0, details=details))
     assert sent.details == {"a": 0.5, "b": True, "c": [1, "\ufffd"], "d": math.inf, "e": "{1}", "f": [2, None]}
     assert (sent.reward, sent.failure) == (1.0, "")
 
@@ -385,17 +392,17 @@ def test_details_are_sent_as_plain_values() -> None:
     ],
 )
 def test_details_that_cannot_be_sent_cost_the_sample(details: Mapping[Any, Any], reason: str) -> None:
-    sent = hosts.sendable(HostReply(reward=1.0, details=details))
+    sent = workers.sendable(EpisodeReply(reward=1.0, details=details))
     assert (sent.failure, sent.reason) == ("raised", reason)
 
 
 def test_an_environment_that_cannot_start_fails_its_sample() -> None:
     reply = run(host().start(1, StartRequest(prompt=prompt(ground_truth="raise"))))
-    assert (reply.failure, reply.reason) == ("raised", f"LookupError: no such game ({__file__}:50)")
+    assert (reply.failure, reply.reason) == ("raised", f"LookupError: no such game ({__file__}:57)")
 
 
 def test_a_conversation_over_its_time_fails() -> None:
-    async def talk() -> HostReply:
+    async def talk() -> EpisodeReply:
         there = host(episode_timeout_s=0.05)
         await there.start(1, StartRequest(prompt=prompt()))
         await asyncio.sleep(0.1)
@@ -406,7 +413,7 @@ def test_a_conversation_over_its_time_fails() -> None:
 
 
 def test_a_conversation_goes_on_only_where_its_environment_can() -> None:
-    async def talk(environment: str) -> tuple[HostReply, HostReply]:
+    async def talk(environment: str) -> tuple[EpisodeReply, EpisodeReply]:
         there = host()
         past = StartRequest(prompt=prompt(environment), turns=([*ids("one"), END], [*ids("two"), END]))
         return await there.start(1, past), await there.act(1, turn("stop", 2))
@@ -455,7 +462,7 @@ def test_rows_name_no_code(tmp_path: Path) -> None:
         ({"type": "no.such.module:Thing"}, r"environment.entries.mine.type: no.such.module does not load"),
         ({"type": f"{HERE}Nothing"}, "has no 'Nothing'; it has: .*Echo"),
         ({"type": f"{HERE}Echo", "arguments": {"open": 1}}, r"entries.mine.arguments: got \{'open': 1\}; .*open"),
-        ({"type": f"{HERE}HostReply"}, "HostReply has no start; derive it from megarl.environments.Environment"),
+        ({"type": f"{HERE}EpisodeReply"}, "EpisodeReply has no start; derive it from megarl.environments.Environment"),
     ],
 )
 def test_a_wrong_entry_is_refused_at_the_start(entry: Mapping[str, Any], message: str) -> None:

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_DETAILS_CHARS, MOST_REASON_CHARS = 100_000, 2000
-# The number of calls that never returned with which a host is replaced: each keeps a thread, and often a connection.
+# The number of calls that never returned with which a worker is replaced: each keeps a thread, and often a connection.
 MOST_LATE_CALLS = 500
 # So many failures in a row with which it is replaced if it has no files or memory left, whichever conversation asks.
 MOST_EXHAUSTED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostSpec:
-    """The settings with which a host of environments starts; `names` are the environments that rows use.
+class WorkerSpec:
+    """The settings with which a environment worker starts; `names` are the environments that rows use.
 
     max_prompt_tokens: a conversation that an environment opens with more tokens fails; None: there is no limit.
     """
@@ -77,8 +77,8 @@ class TriesRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostReply:
-    """The result of a request to a host.
+class EpisodeReply:
+    """The result of a request to a worker.
 
     token_ids: after a turn, what follows it up to the policy's next turn; after a start, the whole prompt if the
     environment added messages to it, else nothing. after_turn: the number of the turn that they follow; None: the last.
@@ -86,8 +86,8 @@ class HostReply:
     turn. num_tries: how many times the policy writes it. rewards: those of turns by their numbers, besides `reward` of
     the last one. is_anew: a conversation that was to go on begins again. part: what was said, where the history is
     rendered, so that the conversation can go on elsewhere. failure: the kind of failure (`raised`, `timed_out`,
-    `died`), in which case the rest says nothing; reason: one line. worn_out: why the host is to be replaced; empty: it
-    is not.
+    `died`), in which case the rest says nothing; reason: one line. worn_out: why the worker is to be replaced; empty:
+    it is not.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -139,12 +139,12 @@ class _Conversation:
             self.hear(part.messages, part.after)
 
 
-class EpisodeHost:
-    """A host of environments; it is used from one event loop. Every request has one reply, whatever the environment
+class EnvironmentWorker:
+    """A environment worker; it is used from one event loop. Every request has one reply, whatever the environment
     raises, returns or never ends, except that code which blocks the loop delays all others.
     """
 
-    def __init__(self, spec: HostSpec, tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
+    def __init__(self, spec: WorkerSpec, tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
         self._config, self._max_prompt_tokens = spec.config, spec.max_prompt_tokens
         self._makers = open_environments(spec.config, spec.names)
         tokenizer = tokenizer or load_tokenizer(spec.model_path, arguments=spec.chat_template)
@@ -152,11 +152,11 @@ class EpisodeHost:
         self._live: dict[int, _Conversation] = {}
         self._num_exhausted = 0
 
-    async def start(self, key: int, request: StartRequest) -> HostReply:
+    async def start(self, key: int, request: StartRequest) -> EpisodeReply:
         """Begin a conversation under a key of the caller's."""
         began = awake_s()
 
-        async def begin() -> HostReply:
+        async def begin() -> EpisodeReply:
             # For what users hand to asyncio.to_thread, which may never return.
             asyncio.get_running_loop().set_default_executor(THREADS)
             environment = self._makers[request.prompt.environment]()
@@ -167,7 +167,7 @@ class EpisodeHost:
                 actions = [Action(text=self._decode(ids), turn=i) for i, ids in enumerate(request.turns)]
                 if await environment.resume(request.prompt, actions):
                     live.recall([ids[-1] for ids in request.turns], [each.text for each in actions], request.chat)
-                    return HostReply(**self._next_turn(environment))
+                    return EpisodeReply(**self._next_turn(environment))
             opening = [self._glue.plain(each) for each in _short(await environment.start(request.prompt))]
             if opening:
                 live.hear(opening if environment.owns_prompt else [*live.chat, *opening], None)
@@ -177,17 +177,17 @@ class EpisodeHost:
                 raise ValueError(f"the opening makes a prompt of {len(ids)} tokens, {most}")
             part = live.part if self._config.history == "rendered" else None
             told = self._next_turn(environment)
-            return HostReply(token_ids=tuple(ids), is_anew=bool(request.turns), part=part, **told)
+            return EpisodeReply(token_ids=tuple(ids), is_anew=bool(request.turns), part=part, **told)
 
         return await self._limited(begin)
 
-    async def act(self, key: int, request: TurnRequest | TriesRequest) -> HostReply:
+    async def act(self, key: int, request: TurnRequest | TriesRequest) -> EpisodeReply:
         """Pass a turn of the policy to its environment, or all tries of a turn."""
         live = self._live[key]
         environment = live.environment
         tries = request.tries if isinstance(request, TriesRequest) else (request,)
 
-        async def reply() -> HostReply:
+        async def reply() -> EpisodeReply:
             actions = []
             for each in tries:
                 action = Action(
@@ -202,7 +202,7 @@ class EpisodeHost:
                 actions.append(action)
             said = await (environment.reply(actions[0]) if len(actions) == 1 else environment.choose(actions))
             rewards = _rewards(live, actions, said)
-            follows = HostReply() if said.done else self._following(live, actions, said)
+            follows = EpisodeReply() if said.done else self._following(live, actions, said)
             if self._config.history == "rendered" and not said.done:
                 follows = replace(follows, part=live.part)
             return replace(
@@ -224,7 +224,7 @@ class EpisodeHost:
             raise ValueError(f"num_tries is {environment.num_tries}, expected 1 to environment.max_turns={most}")
         return {"max_turn_tokens": None if limit is None else int(limit), "num_tries": int(environment.num_tries)}
 
-    def _following(self, live: _Conversation, actions: Sequence[Action], said: Reply) -> HostReply:
+    def _following(self, live: _Conversation, actions: Sequence[Action], said: Reply) -> EpisodeReply:
         """Return the tokens that the policy reads after a turn or its tries, and where they stand."""
         if not said.messages and not said.context:
             raise ValueError("the reply has no messages, and does not end the conversation; set done=True")
@@ -239,15 +239,15 @@ class EpisodeHost:
             raise ValueError(f"after_turn is {after}, expected a turn so far: {sorted(live.turns)}")
         if said.context:
             live.hear(plain, None)
-            return HostReply(token_ids=tuple(glue.opening(plain, tools)), is_context=True, after_turn=after)
+            return EpisodeReply(token_ids=tuple(glue.opening(plain, tools)), is_context=True, after_turn=after)
         assert after is not None, "messages follow a turn"
         last_token, chat = live.turns[after]
         live.hear(plain, after)
         if self._config.history == "rendered":
             read = glue.text(chat[:-1], tools) + chat[-1].content
             if not glue.text(live.chat, tools).startswith(read):
-                return HostReply(token_ids=tuple(glue.opening(live.chat, tools)), is_context=True, after_turn=after)
-        return HostReply(token_ids=tuple(glue.between(messages, last_token=last_token)), after_turn=after)
+                return EpisodeReply(token_ids=tuple(glue.opening(live.chat, tools)), is_context=True, after_turn=after)
+        return EpisodeReply(token_ids=tuple(glue.between(messages, last_token=last_token)), after_turn=after)
 
     async def close(self, key: int) -> None:
         """End a conversation; nothing that its environment does counts any more."""
@@ -257,7 +257,7 @@ class EpisodeHost:
             except Exception as error:
                 print_lines(f"an environment failed to close: {describe(error)}")
 
-    async def _limited(self, call: Callable[[], Awaitable[HostReply]], *, left_s: float = 1e9) -> HostReply:
+    async def _limited(self, call: Callable[[], Awaitable[EpisodeReply]], *, left_s: float = 1e9) -> EpisodeReply:
         """Await a call within the time limits; an exception or a late answer becomes a failure."""
         began, limit_s = awake_s(), min(self._config.reply_timeout_s, max(0.0, left_s))
         is_exhausted = False
@@ -265,7 +265,7 @@ class EpisodeHost:
             reply = await attempt(call, limit_s)
         except LateError:
             which = "reply" if limit_s == self._config.reply_timeout_s else "episode"
-            reply = HostReply(failure="timed_out", reason=f"no reply within environment.{which}_timeout_s")
+            reply = EpisodeReply(failure="timed_out", reason=f"no reply within environment.{which}_timeout_s")
         except Exception as error:
             reply, is_exhausted = _raised(error), is_exhaustion(error)
         self._num_exhausted = self._num_exhausted + 1 if is_exhausted else self._num_exhausted * bool(reply.failure)
@@ -281,7 +281,7 @@ class EpisodeHost:
         return replace(reply, seconds=awake_s() - began, worn_out=worn_out)
 
 
-def sendable(reply: HostReply) -> HostReply:
+def sendable(reply: EpisodeReply) -> EpisodeReply:
     """Return the reply with details that any process can read: numbers, texts, and lists and mappings of them.
 
     Other values are written as text. Details that cannot be, or are megabytes, make the reply a failure.
@@ -304,12 +304,12 @@ def _plain_value(value: Any) -> Any:
     return str(value)
 
 
-def _raised(error: BaseException) -> HostReply:
+def _raised(error: BaseException) -> EpisodeReply:
     """Return the failure of what raised an error: what, the error behind it, and the line of the user's file."""
     chain = causes_of(error)
     said = dict.fromkeys(readable(describe(each)[:MOST_REASON_CHARS]).splitlines()[0] for each in (error, chain[-1]))
     place = next(filter(None, map(place_of, chain)), "")
-    return HostReply(failure="raised", reason=", from ".join(said) + (f" ({place})" if place else ""))
+    return EpisodeReply(failure="raised", reason=", from ".join(said) + (f" ({place})" if place else ""))
 
 
 def _short(messages: Sequence[Message]) -> Sequence[Message]:

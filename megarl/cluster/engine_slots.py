@@ -10,7 +10,7 @@ from typing import TypeVar
 import ray
 
 from megarl.cluster.actors import EngineActor, EngineNodeActor, RunActor
-from megarl.cluster.placement import Seat
+from megarl.cluster.placement import ProcessSlot
 from megarl.cluster.processes import wait_all
 from megarl.cluster.remotes import PendingCall, Process, R
 from megarl.cluster.reservation import Reservation
@@ -30,10 +30,12 @@ NUM_TOLD = 4
 A = TypeVar("A", bound=RunActor)
 
 
-def create_process(name: str, cls: type[A], reservation: Reservation, seat: Seat, *args: object) -> Process[A]:
-    """Create a Ray actor in the place that is reserved for it (`Seat`), and return without waiting for its start."""
+def create_process(name: str, cls: type[A], reservation: Reservation, slot: ProcessSlot, *args: object) -> Process[A]:
+    """Create a Ray actor in the place that is reserved for it (`ProcessSlot`), and return without waiting for its
+    start.
+    """
     remote = ray.remote(concurrency_groups=dict(cls.concurrency_groups))(cls)
-    options = reservation.options(seat, cls.preloaded)
+    options = reservation.options(slot, cls.preloaded)
     return Process(name=name, actor=remote.options(**options).remote(*args))
 
 
@@ -63,18 +65,22 @@ def wait_started(
         telling.cancel()
 
 
-class EngineSeats:
-    """Starts an engine in each place (seat) that is reserved for the run's engines, and another one if it dies."""
+class EngineSlots:
+    """Starts an engine in each place (slot) that is reserved for the run's engines, and another one if it dies."""
 
     def __init__(
-        self, config: Config, seats: Sequence[Seat], reservation: Reservation, devices_of: Callable[[Seat], list[str]]
+        self,
+        config: Config,
+        slots: Sequence[ProcessSlot],
+        reservation: Reservation,
+        devices_of: Callable[[ProcessSlot], list[str]],
     ) -> None:
-        """Keep the seats; engines start with `begin`.
+        """Keep the slots; engines start with `begin`.
 
         devices_of: returns ids of the devices that an engine shares with trainer ranks. It is called when the engine
             starts, by which time the ranks must have started.
         """
-        self._config, self._seats, self._reservation = config, list(seats), reservation
+        self._config, self._slots, self._reservation = config, list(slots), reservation
         self._devices_of = devices_of
         # By engine: the processes on its further nodes, and the ids of all its processes by node.
         self._further: dict[int, list[Process[EngineNodeActor]]] = {}
@@ -83,24 +89,24 @@ class EngineSeats:
     @property
     def shares(self) -> list[tuple[int, ...]]:
         """Return, for each engine, the trainer ranks whose devices it uses."""
-        return [seat.all_shares for seat in self._seats]
+        return [slot.all_shares for slot in self._slots]
 
     def create(self) -> list[Process[EngineActor]]:
         """Create the actors of all engines."""
-        return [self._create(i, f"engine {i}") for i in range(len(self._seats))]
+        return [self._create(i, f"engine {i}") for i in range(len(self._slots))]
 
     def _create(self, index: int, name: str) -> Process[EngineActor]:
-        first, reservation = self._seats[index], self._reservation
+        first, reservation = self._slots[index], self._reservation
         self._further[index] = [
-            create_process(f"{name} node {node}", EngineNodeActor, reservation, seat)
-            for node, seat in enumerate(first.further, start=1)
+            create_process(f"{name} node {node}", EngineNodeActor, reservation, slot)
+            for node, slot in enumerate(first.further, start=1)
         ]
         return create_process(name, EngineActor, reservation, first, self._further[index])
 
     def begin(self, index: int, process: Process[EngineActor]) -> PendingCall[list[list[int]]]:
         """Make an engine start after killing the processes of the one before it, and return the pending remote call."""
-        seats = [self._seats[index], *self._seats[index].further]
-        devices, predecessors = [self._devices_of(seat) for seat in seats], self._pids.get(index, [[]] * len(seats))
+        slots = [self._slots[index], *self._slots[index].further]
+        devices, predecessors = [self._devices_of(slot) for slot in slots], self._pids.get(index, [[]] * len(slots))
         return process.ask(EngineActor.start_all, engine_spec(self._config), devices, predecessors)
 
     def started(self, index: int, process: Process[EngineActor], pids: list[list[int]]) -> dict[str, int]:

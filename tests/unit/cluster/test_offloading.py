@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.cluster.residency import (
+from megarl.cluster.offloading import (
     GENERATE,
     LOAD,
     SYNC,
