@@ -13,13 +13,16 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from megarl.config.schema import RunConfig
 from megarl.config.setting import check_values
-from megarl.errors import DataError
+from megarl.errors import ConfigError, DataError
 from megarl.host.directory_lock import PLACE
 from megarl.host.exit_codes import RunOutcome, outcome_of
 from megarl.host.streams import warnings
 from megarl.host.writing import dispensable, writing
 from megarl.record.json_lines import append_lines, open_lines, read_lines
 from megarl.texts.unicode import readable, visible
+
+# The file that makes a checkpoint complete.
+MARKER = "COMPLETE"
 
 
 class RunPaths:
@@ -66,6 +69,16 @@ class RunPaths:
         """Return the paths of the run with these settings. Raises ConfigError if its name is no name of a directory."""
         check_values(run, (), "run")
         return cls(Path(run.dir) / run.name)
+
+    def hold_a_run(self) -> bool:
+        return self.metrics.exists() or any(self.checkpoints.glob("*"))
+
+    def require_unused(self) -> None:
+        """Raise ConfigError if a run has written metrics or checkpoints here."""
+        if self.hold_a_run():
+            raise ConfigError(
+                f"{self.root} already holds a run; choose another run.name, or pass --resume or --overwrite"
+            )
 
     def rollouts(self, step: int) -> Path:
         return self.root / "rollouts" / f"step_{step:06d}.parquet"
@@ -132,10 +145,10 @@ class WarningsSink:
         self._file, self._num_written = open_lines(path), 0
 
     def write(self, record: MetricsRecord) -> None:
-        new = warnings[self._num_written :]
-        self._num_written += len(new)
-        if new:
-            append_lines(self._file, [{"step": record.step, "text": text} for text in new])
+        if new := warnings[self._num_written :]:
+            with dispensable(self._file.name):
+                append_lines(self._file, [{"step": record.step, "text": text} for text in new])
+                self._num_written += len(new)
 
     def close(self, _outcome: RunOutcome | None = None) -> None:
         self._file.close()

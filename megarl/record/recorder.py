@@ -25,6 +25,7 @@ from megarl.host.writing import dispensable, problem, replacing
 from megarl.record.inputs import RunInputs
 from megarl.record.json_lines import truncate_lines
 from megarl.record.metrics import (
+    MARKER,
     JsonlSink,
     MetricsLogger,
     MetricsSink,
@@ -85,6 +86,13 @@ def write_settings(directory: Path, config: Config) -> None:
     write_plugins(paths)
 
 
+def _leads_to_nothing(entry: Path) -> bool:
+    """Return whether a path is a link to a directory that is empty, or has but checkpoints that a kill left begun."""
+    if not (entry.is_symlink() and entry.is_dir()):
+        return False
+    return all(each.match("step_*") and each.is_dir() and not (each / MARKER).exists() for each in entry.iterdir())
+
+
 class RunRecorder:
     """The object that writes a run's directory run.dir/run.name (RUN): configuration, metrics and sampled rollouts.
 
@@ -115,11 +123,9 @@ class RunRecorder:
             for path in (*recorded, *self.paths.records.glob("step_*.parquet")):
                 if step_of(path) > resumed_step:
                     path.unlink()
-        elif self.paths.metrics.exists() or self.paths.checkpoints.exists():
+        elif self.paths.hold_a_run():
             if not overwrite:
-                raise ConfigError(
-                    f"{self.paths.root} already holds a run; choose another run.name, or pass --resume or --overwrite"
-                )
+                self.paths.require_unused()
             self._remove_earlier_run()
         try:
             self.paths.root.mkdir(parents=True, exist_ok=True)
@@ -148,7 +154,8 @@ class RunRecorder:
                     f"{given} lies in {self.paths.root}, which --overwrite removes; choose another run.name"
                 )
         # The logs are those of the jobs that run here, the present one among them.
-        entries = sorted(set(root.iterdir()) - {root / self.paths.logs.name, root / self.paths.lock.name})
+        kept = {root / self.paths.logs.name, root / self.paths.lock.name}
+        entries = sorted(entry for entry in set(root.iterdir()) - kept if not _leads_to_nothing(entry))
         for entry in entries:
             if entry.is_symlink() and entry.is_dir():
                 raise ConfigError(

@@ -20,7 +20,8 @@ from megarl.errors import DataError, RunStopped
 from megarl.host.signals import StopRequest
 from megarl.host.streams import print_lines
 from megarl.host.writing import dispensable, free_bytes, fsync, writing
-from megarl.train.manifest import MARKER, Manifest, damage_of
+from megarl.record.metrics import MARKER
+from megarl.train.manifest import Manifest, damage_of
 from megarl.types import AlgoState, EntropyState
 from megarl.types.messages import Role, RoleSpec
 from megarl.weights.dist_index import require_plain_data

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-MARKER = "COMPLETE"
+from megarl.record.metrics import MARKER
+
 # How many bytes are read of a checkpoint, and at least of each of its files.
 _TOTAL_BYTES, _FILE_BYTES = 256 << 20, 512 << 10
 _BLOCK_BYTES = 64 << 10

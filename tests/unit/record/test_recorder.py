@@ -13,6 +13,7 @@ from megarl.config.algo import AlgoConfig, DistillConfig
 from megarl.config.schema import Config, DataConfig, ModelConfig, RunConfig, WeightedFile
 from megarl.errors import ConfigError
 from megarl.recipes.tiny_model import make_byte_tokenizer
+from megarl.record.metrics import MARKER
 from megarl.record.recorder import RunRecorder, batch_metrics
 from megarl.record.rollouts import read_rollouts
 from megarl.types import FinishReason, Prompt, Reward, RolloutBatch, Sample, prompt_segment, row_from_sample
@@ -138,6 +139,7 @@ def test_responses_that_ended_at_the_limit_or_repeated_themselves_are_counted() 
 def test_overwriting_removes_nothing_that_lies_elsewhere_and_looks_before_it_removes(tmp_path: Path) -> None:
     root, scratch = finished_run(tmp_path), tmp_path / "scratch"
     (scratch / "step_000001").mkdir(parents=True)
+    (scratch / "step_000001" / MARKER).touch()
     (root / "checkpoints").symlink_to(scratch)
     (root / "export").mkdir()
     before = sorted(root.iterdir())
@@ -149,3 +151,21 @@ def test_overwriting_removes_nothing_that_lies_elsewhere_and_looks_before_it_rem
     RunRecorder(config(tmp_path), overwrite=True)
     assert not (root / "export").exists()
     assert (scratch / "step_000001").is_dir()
+
+
+@pytest.mark.parametrize("left", ["", "step_000001/state.json"], ids=["empty", "a checkpoint that a kill left begun"])
+@pytest.mark.parametrize("has_metrics", [False, True])
+def test_a_linked_directory_with_nothing_to_lose_is_no_hindrance(tmp_path: Path, left: str, has_metrics: bool) -> None:
+    """A user links RUN/checkpoints to a larger disk before the run starts, or a kill ends it before its first one."""
+    root, scratch = tmp_path / "a", tmp_path / "scratch"
+    scratch.mkdir()
+    if left:
+        (scratch / left).parent.mkdir()
+        (scratch / left).touch()
+    root.mkdir()
+    (root / "checkpoints").symlink_to(scratch)
+    if has_metrics:
+        (root / "metrics.jsonl").touch()
+    RunRecorder(config(tmp_path, name="a"), overwrite=bool(left) or has_metrics)
+    assert (root / "checkpoints").resolve() == scratch
+    assert not (root / "metrics.jsonl").exists()

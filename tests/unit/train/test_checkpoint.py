@@ -16,9 +16,9 @@ from megarl.config import Config, from_dict
 from megarl.config.schema import CheckpointConfig, RunConfig
 from megarl.errors import DataError, RunStopped, StorageError
 from megarl.host.signals import StopRequest
+from megarl.record.metrics import MARKER
 from megarl.train import checkpoint
 from megarl.train.checkpoint import (
-    MARKER,
     Checkpoint,
     CheckpointManager,
     RunState,

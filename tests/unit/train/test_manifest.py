@@ -13,12 +13,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megarl.errors import ConfigError, DataError
 from megarl.host.directory_lock import DirectoryLock
 from megarl.record.inputs import RunInputs
-from megarl.record.metrics import JsonlSink, MetricsRecord, RunPaths, read_metrics
+from megarl.record.metrics import MARKER, JsonlSink, MetricsRecord, RunPaths, read_metrics
 from megarl.run import start
 from megarl.run.resume import find_checkpoint, resume_notes
 from megarl.train import manifest
 from megarl.train.checkpoint import (
-    MARKER,
     CheckpointManager,
     checkpoint_dir,
     complete_steps,
