@@ -174,6 +174,7 @@ def _add_serve_reward(commands: "argparse._SubParsersAction[argparse.ArgumentPar
 
 def _train(arguments: argparse.Namespace) -> None:
     from megarl.config import load_config
+    from megarl.run.first_checks import check_settings, check_start
 
     overrides = list(arguments.overrides)
     if (steps := arguments.profile_steps) is not None:
@@ -183,6 +184,7 @@ def _train(arguments: argparse.Namespace) -> None:
         overrides.append(f"logging.profile_steps=[{first}, {last}]")
     config = load_config(arguments.config, overrides)
     if arguments.dry_run:
+        check_settings(config, "train")
         from megarl.forecast.calibrate import planned_seconds
         from megarl.plan.render import print_plan
 
@@ -192,6 +194,7 @@ def _train(arguments: argparse.Namespace) -> None:
     if arguments.json or arguments.device_gib is not None or arguments.calibration is not None:
         raise ConfigError("--json, --device-gib and --calibration: go with --dry-run; add it, or remove them")
     with shown():
+        check_start(config, "train", overwrite=arguments.overwrite, resumes=arguments.resume is not None)
         from megarl.run.start import train
 
         train(config, overwrite=arguments.overwrite, resume=arguments.resume)
@@ -199,9 +202,11 @@ def _train(arguments: argparse.Namespace) -> None:
 
 def _train_supervised(arguments: argparse.Namespace) -> None:
     from megarl.config import load_config
+    from megarl.run.first_checks import check_settings, check_start
 
     config = load_config(arguments.config, arguments.overrides)
     if arguments.dry_run:
+        check_settings(config, arguments.command)
         from megarl.host.device.platform import apply_environment
 
         apply_environment()
@@ -212,6 +217,7 @@ def _train_supervised(arguments: argparse.Namespace) -> None:
     if arguments.json:
         raise ConfigError("--json: goes with --dry-run; add it, or remove this")
     with shown():
+        check_start(config, arguments.command, overwrite=arguments.overwrite, resumes=arguments.resume is not None)
         from megarl.run.start import train_supervised
 
         train_supervised(arguments.command, config, overwrite=arguments.overwrite, resume=arguments.resume)

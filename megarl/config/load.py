@@ -19,6 +19,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from difflib import get_close_matches
 from fnmatch import filter as filter_names
 from fnmatch import fnmatch
 from functools import reduce
@@ -56,7 +57,11 @@ def load_config(run_file: Path, overrides: Sequence[str] = ()) -> Config:
 
 def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
     """Return a copy of a configuration with overrides of the form `dotted.key=value`; `use` is not allowed."""
-    return from_dict(Config, merge(asdict(config), _parse_overrides(overrides)))
+    changes = _parse_overrides(overrides)
+    if use := _take_use(changes, "overrides"):
+        group = next(iter(use))
+        raise ConfigError(f"override 'use.{group}': this command has no run file to use others; give their settings")
+    return from_dict(Config, merge(asdict(config), changes))
 
 
 def overridden(overrides: Sequence[str]) -> frozenset[str]:
@@ -203,7 +208,8 @@ def _used_file(root: Path, group: str, name: str) -> Path:
             return path
     there = sorted({path.stem for place in places for path in place.glob("*.yaml")})
     raise ConfigError(
-        f"use.{group}: no file {name}.yaml in {' or '.join(map(str, places))}; there are: {', '.join(there) or 'none'}"
+        f"use.{group}: no file {name}.yaml in {' or '.join(map(str, places))}; {_nearest(name, there)}"
+        f"there are: {', '.join(there) or 'none'}"
     )
 
 
@@ -217,10 +223,17 @@ def _read_group_file(path: Path) -> Tree:
 def _require_file(path: Path, where: str) -> None:
     if os.path.lexists(path):
         return
-    if not path.parent.is_dir():
-        raise ConfigError(f"{where}no file {path}: the directory {path.parent} does not exist")
-    there = sorted(p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml"))
-    raise ConfigError(f"{where}no file {path}; {path.parent} has: {', '.join(there) or 'no YAML file'}")
+    above = path.parent.absolute()
+    if not above.is_dir():
+        raise ConfigError(f"{where}no file {path}: the directory {above} does not exist; correct the path")
+    there = sorted(p.name for p in above.iterdir() if p.suffix in (".yaml", ".yml"))
+    near = _nearest(path.stem, [Path(name).stem for name in there])
+    raise ConfigError(f"{where}no file {path}; {near}{above} has: {', '.join(there) or 'no YAML file'}")
+
+
+def _nearest(name: str, there: Sequence[str]) -> str:
+    close = get_close_matches(name, there, n=1)
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def packaged(path: str) -> str:
@@ -263,7 +276,10 @@ def _parse_yaml(text: bytes) -> Any:
         tree = yaml.load(text, Loader=_UniqueKeyLoader)
     # PyYAML raises ValueError for text that looks like a number but is none, such as 0x_.
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(" ".join(str(error).split()).replace('in "<byte string>",', "at")) from error
+        reason = " ".join(str(error).split()).replace('in "<byte string>",', "at")
+        if "cannot start any token" in reason and re.search(rb"^ *\t", text, re.MULTILINE):
+            reason += ": YAML indents by spaces, and this is a tab"
+        raise ValueError(reason) from error
     _require_finite(tree)
     return tree
 

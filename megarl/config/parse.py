@@ -91,7 +91,13 @@ def _convert(hint: Any, value: object, path: str) -> object:
         return _parse(hint, value, path)
     except _WrongTypeError:
         got = "null" if value is None else f"{masked(value, path)!r} ({type(value).__name__})"
-        advice = f"; {_SPACE}" if isinstance(value, str) and is_dataclass(hint) and ":" in value else ""
+        advice = ""
+        if isinstance(value, str) and is_dataclass(hint) and ":" in value:
+            advice = f"; {_SPACE}"
+        elif value is None and is_dataclass(hint):
+            advice = "; give its settings, or leave it out"
+        elif isinstance(value, str) and get_origin(hint) is tuple:
+            advice = f"; put it in brackets, as in {path}=[{masked(value, path)}]"
         raise ConfigError(f"{path or 'configuration'}: got {got}, expected {describe_type(hint)}{advice}") from None
 
 

@@ -220,35 +220,56 @@ READERS: Mapping[str, type[ParquetFile] | type[JsonlFile]] = {".parquet": Parque
 
 def _open(path: Path, columns: Sequence[str], unread: Sequence[str] = ()) -> ParquetFile | JsonlFile:
     remedy = "name the files themselves" if path.is_dir() else "check data.train, data.val and sft.train"
-    if path.suffix in READERS or path.is_dir():
+    if path.suffix in (*READERS, "") or path.is_dir():
         require_file(path, "Parquet or JSON lines", remedy=remedy)
-    else:
-        raise DataError(f"{path}: got file type {path.suffix!r}, expected one of: {', '.join(sorted(READERS))}")
+    if path.suffix not in READERS:
+        raise DataError(
+            f"{path}: got file type {path.suffix!r}, expected one of: {', '.join(sorted(READERS))}; convert it, as "
+            "pandas does with to_parquet"
+        )
     return READERS[path.suffix](path, columns, unread)
 
 
-def columns_of(path: Path) -> Sequence[str]:
-    """Return the names of a file's columns, or the keys of its first row. Raises DataError if it cannot be read."""
-    return _open(path, ()).present
+def columns_of(path: Path, of_empty: Sequence[str] = ()) -> Sequence[str]:
+    """Return the names of a file's columns, or the keys of its first row, or `of_empty` if it has neither.
+
+    Raises DataError if the file cannot be read.
+    """
+    return _open(path, of_empty).present
+
+
+# For files whose columns no setting names.
+COLUMN_REMEDY = "give one of them that name"
+
+
+def require_columns(path: Path, present: Sequence[str], required: Sequence[str], remedy: str) -> None:
+    """Raise DataError if a file lacks one of the required columns."""
+    if missing := [name for name in required if name not in present]:
+        raise DataError(f"{path}: column {missing[0]!r} is missing; there are: {', '.join(sorted(present))}; {remedy}")
 
 
 class RowFiles:
     """The rows of several files, presented as one sequence.
 
     Raises:
-        DataError: a file is missing, is damaged or lacks a column of `required`, or there are no rows at all. A row has
-            a value in one of `UNREAD_COLUMNS` that `columns` does not name; JSON lines are read in iteration.
+        DataError: a file is missing, is damaged or lacks a column of `required` (`remedy` says what to do), or there
+            are no rows at all. A row has a value in one of `UNREAD_COLUMNS` that `columns` does not name; JSON lines
+            are read in iteration.
     """
 
-    def __init__(self, paths: Sequence[str | Path], *, columns: Sequence[str], required: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        *,
+        columns: Sequence[str],
+        required: Sequence[str] = (),
+        remedy: str = COLUMN_REMEDY,
+    ) -> None:
         self.paths = tuple(Path(path) for path in paths)
         self._files: list[ParquetFile | JsonlFile] = []
         for path in self.paths:
             file = _open(path, columns, [name for name in UNREAD_COLUMNS if name not in columns])
-            if missing := [name for name in required if name not in file.present]:
-                raise DataError(
-                    f"{path}: column {missing[0]!r} is missing; there are: {', '.join(sorted(file.present))}"
-                )
+            require_columns(path, file.present, required, remedy)
             self._files.append(file)
         self._ends = np.cumsum([len(file) for file in self._files], dtype=np.int64)
         if not len(self):

@@ -18,7 +18,15 @@ from megarl.data.chat import encode_chats, long_prompt_error, require_system_tur
 from megarl.data.files import READ_ROWS, RowFiles
 from megarl.data.marks import SpelledMarks
 from megarl.data.messages import read_answer
-from megarl.data.records import TARGET_PROBS, PromptRecord, parse_prompt, parse_target_probs, prompt_columns
+from megarl.data.records import (
+    NAME_COLUMNS,
+    TARGET_PROBS,
+    PromptRecord,
+    parse_prompt,
+    parse_target_probs,
+    prompt_columns,
+    required_columns,
+)
 from megarl.data.roles import require_words
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
@@ -72,8 +80,7 @@ class PromptDataset:
         columns = [*prompt_columns(settings), self._environment.key, *self._fields]
         if demonstrations or self._with_targets:
             columns += [settings.target_key, TARGET_PROBS]
-        required = (settings.prompt_key, settings.label_key or "reward_model")
-        self._files = RowFiles(paths, columns=columns, required=required)
+        self._files = RowFiles(paths, columns=columns, required=required_columns(settings), remedy=NAME_COLUMNS)
         require_system_turn(tokenizer, settings.system_prompt)
         self._tokens: list[array[int]] = []
         # One entry per prompt, if demonstrations are requested; a prompt without a target has an empty one.

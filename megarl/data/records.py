@@ -101,6 +101,15 @@ def prompt_columns(form: DataConfig) -> tuple[str, ...]:
     return (form.prompt_key, form.source_key, label, "extra_info", "system")
 
 
+# Of files without a required column.
+NAME_COLUMNS = "set data.prompt_key and data.label_key to the columns with prompt and right answer"
+
+
+def required_columns(form: DataConfig) -> tuple[str, ...]:
+    """Return those of `prompt_columns` that every file has."""
+    return form.prompt_key, form.label_key or "reward_model"
+
+
 def parse_prompt(row: Mapping[str, Any], where: str, form: DataConfig | None = None) -> PromptRecord:
     """Parse a prompt row, with the column names in `form`; DataError names the row (`where`) and what is wrong.
 

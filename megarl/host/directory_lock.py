@@ -181,7 +181,10 @@ class DirectoryLock:
         try:
             self._made = [path for path in (self.directory, *self.directory.parents) if not path.exists()]
             if not any(self._claim_after(self._find_left()) for _ in range(_MAX_TRIES)):
-                raise ConfigError(f"{self._place}: nobody owns it, and yet no claim can be made there; remove it")
+                why = "nobody owns it, and yet no claim can be made there; remove it"
+                if not self.directory.is_dir():
+                    why = "no directory can be made there; choose another one (run.dir)"
+                raise ConfigError(f"{self._place}: {why}")
         except OSError as error:
             raise ConfigError(f"{self.directory}: cannot make {self._place}: {problem(error, self._place)}") from error
         self._thread.start()

@@ -65,10 +65,11 @@ def require_file(path: Path, expected: str, *, remedy: str = COPY_AGAIN, error: 
     try:
         mode = path.stat().st_mode
     except OSError as failure:
-        found = "no such file" if isinstance(failure, FileNotFoundError) else failure.strerror
+        is_absent = isinstance(failure, FileNotFoundError)
+        found = "no such file" if is_absent else failure.strerror
         if path.is_symlink():
             found = f"is a link to {path.readlink()}, where there is {found}"
-        elif not path.is_absolute() and Path(".").is_dir():
+        elif is_absent and not path.is_absolute() and Path(".").is_dir():
             found = f"{found} in {Path.cwd()}"
         raise error(f"{path}: {found}, expected {expected}; {remedy}") from failure
     if not stat.S_ISREG(mode):

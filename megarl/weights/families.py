@@ -1,6 +1,5 @@
 """Read a model directory: determine its family (`*_families.py`), its sizes, and other settings that Megatron needs."""
 
-import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,7 @@ import megarl.weights.dense_families
 import megarl.weights.expert_families
 import megarl.weights.hybrid_families  # noqa: F401
 from megarl.errors import ConfigError
-from megarl.host.reading import read_object
+from megarl.host.reading import read_object, require_file
 from megarl.weights.attention import AttentionOptions, read_local_layers, read_rotary_fraction, read_windows
 from megarl.weights.dims import Dims, Experts, read_dims
 from megarl.weights.multipliers import MULTIPLIER_KEYS, Multipliers, read_multipliers
@@ -211,8 +210,13 @@ def find_family(architectures: object) -> Family:
 def read_hf_config(directory: Path, key: str = "model.path") -> dict[str, Any]:
     """Read a model directory's config.json. Errors name `key`, the configuration key that gave the directory."""
     file = directory / "config.json"
-    if not os.path.lexists(file):
-        raise ConfigError(f"{key}: {file} does not exist; give a Hugging Face model directory")
+    if (adapters := directory / "adapter_config.json").is_file() and not file.exists():
+        raise ConfigError(
+            f"{key}: {directory} holds adapters ({adapters.name}) and no model; set {key} to the model that they were "
+            "trained on, and actor.lora.path to this directory"
+        )
+    expected, remedy = "the configuration of a Hugging Face model", f"correct {key}"
+    require_file(file, expected, remedy=remedy, error=lambda text: ConfigError(f"{key}: {text}"))
     return read_object(file, remedy=MODEL_REMEDY, error=ConfigError)
 
 

@@ -37,7 +37,7 @@ def with_local_models(config: "Config", *, weights: bool = True, judges: bool = 
             return name
         return local_model(name, key, weights=weights)
 
-    return _with_models(config, local, judges=judges)
+    return with_models(config, local, judges=judges)
 
 
 def commits_of(config: "Config") -> dict[str, str]:
@@ -49,7 +49,7 @@ def commits_of(config: "Config") -> dict[str, str]:
             commits[f"{key}: {found['id'].replace('--', '/')}"] = found["commit"]
         return path
 
-    _with_models(config, collect, judges=True)
+    with_models(config, collect, judges=True)
     return commits
 
 
@@ -60,10 +60,10 @@ def with_recorded_commits(config: "Config", commits: Mapping[str, str]) -> "Conf
         commit = commits.get(f"{key}: {name}")
         return name if commit is None else f"{name}@{commit}"
 
-    return _with_models(config, pinned, judges=True)
+    return with_models(config, pinned, judges=True)
 
 
-def _with_models(config: "Config", change: Callable[[str, str], str], *, judges: bool) -> "Config":
+def with_models(config: "Config", change: Callable[[str, str], str], *, judges: bool) -> "Config":
     """Return the configuration with another name for each of its models; `change` gets the name and its key."""
     changed: dict[str, Any] = {"model": replace(config.model, path=change(config.model.path, "model.path"))}
     for role in ("reference", "teacher", "critic", "reward_model"):

@@ -1,6 +1,7 @@
 """Mistakes are told in one line with the remedy, before anything is started: exit code 2."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -184,7 +185,9 @@ def test_empty_data_set(error_of: Callable[..., str], tmp_path: Path) -> None:
 
 def test_config_json_missing(error_of: Callable[..., str], model: Path) -> None:
     (model / "config.json").unlink()
-    assert f"{model}/config.json does not exist; give a Hugging Face model directory" in error_of()
+    line = error_of()
+    assert f"model.path: {model}/config.json: no such file, expected the configuration of a Hugging" in line
+    assert line.endswith("; correct model.path")
 
 
 def test_safetensors_missing(error_of: Callable[..., str], model: Path) -> None:
@@ -253,7 +256,7 @@ def test_exit_codes(
     def fail(*_: object, **__: object) -> None:
         raise error("gloo said:\n  connection closed")
 
-    monkeypatch.setattr("megarl.run.start.train", fail)
+    monkeypatch.setattr("megarl.run.first_checks.check_start", fail)
     with pytest.raises(SystemExit) as exit_info:
         main(["train", str(TRAIN_FILE)])
     assert exit_info.value.code == exit_code
@@ -284,7 +287,7 @@ def test_a_signal_decides_the_exit_code(signum: int, exit_code: int, monkeypatch
         except SystemExit:
             raise SystemExit(1) from None
 
-    monkeypatch.setattr("megarl.run.start.train", interrupted)
+    monkeypatch.setattr("megarl.run.first_checks.check_start", interrupted)
     with pytest.raises(SystemExit) as exit_info:
         main(["train", str(TRAIN_FILE)])
     assert exit_info.value.code == exit_code
@@ -298,6 +301,62 @@ def test_report_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert "nowhere" in line
+
+
+# Overrides of a working command, and what its one line must say. The files are those of `mistaken`.
+FIRST_MISTAKES = (
+    ("model.path=modle", "model.path: modle/config.json: no such file in {here}, .*; correct model.path"),
+    ("model.path=adapters", "model.path: adapters holds adapters .* and no model; set .* actor.lora.path"),
+    ("model.path=m.txt", "model.path: m.txt/config.json: Not a directory, expected .*; correct model.path"),
+    ("logging.wandb_project=p", "logging.wandb_project: needs the package wandb, .*; run pip install wandb"),
+    ("rollout.engine.kv_cache_mib=900000000", "kv_cache_mib: got 900000000, .* has [0-9,]+ MiB of memory; lower it"),
+    ("run.dir=/proc/runs", "/proc/runs/run/lock: no directory can be made there; choose another one"),
+    ("run.name=used", "used already holds a run; choose another run.name, or pass --resume or --overwrite"),
+    ("data.train=[modle.jsonl]", "modle.jsonl: no such file in {here}, expected .*; check data.train"),
+    ("data.train=[openai/gsm8k]", "openai/gsm8k: no such file in {here}, expected Parquet or JSON lines"),
+    ("data.train=[t.csv]", "t.csv: got file type '.csv', expected one of: .jsonl, .parquet; convert it"),
+    ("data.train=[t.jsonl]", "column 'prompt' is missing; there are: question; set data.prompt_key and data.label_key"),
+    ("data.train=t.jsonl", "data.train: got 't.jsonl' .str., .*; put it in brackets, as in data.train=.t.jsonl."),
+    ("rewards.custom.path=broken.py", "broken.py:1: not Python: expected ':' .*; correct it"),
+    ("rewards.custom.path=named.py", "named.py: has no function 'reward_func', only mine; set its name"),
+    ("trainer=null", "trainer: got null, expected a mapping; give its settings, or leave it out"),
+    ("use.algo=grop", "use.algo: no file grop.yaml in .*; did you mean 'grpo'"),
+    ("trainer.total_steps=-1", "trainer.total_steps: got -1, expected >= 0"),
+)
+
+
+@pytest.fixture
+def mistaken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in {
+        "adapters/adapter_config.json": "{}",
+        "m.txt": "",
+        "runs/used/metrics.jsonl": "",
+        "t.csv": "prompt\n1",
+        "t.jsonl": '{"question": "1+1="}',
+        "broken.py": "def reward_func()\n    return 1",
+        "named.py": "raise SystemExit\ndef mine(): ...",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("override", "said"), FIRST_MISTAKES)
+def test_mistakes_that_need_no_model_are_told_before_libraries_load(
+    override: str, said: str, error_of: Callable[..., str], mistaken: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with what was found and what to do; nothing of a user's file has run."""
+    monkeypatch.setitem(sys.modules, "megarl.run.start", None)
+    assert re.search(said.replace("{here}", str(mistaken)), error_of(override))
+
+
+def test_a_disk_without_room_for_the_model(error_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.run.first_checks.free_bytes", lambda _: 1000.0)
+    assert re.search(
+        "run.dir: .* the trained model alone takes .* MiB; free space there, or choose another", error_of()
+    )
 
 
 def test_console_script(tmp_path: Path) -> None:

@@ -10,16 +10,20 @@ import sys
 def found(*names):
     return sorted(sys.modules.keys() & set(names))
 
+import megarl.cli, megarl.config.load, megarl.run.first_checks, megarl.rewards.custom.load
+first = found("torch", "transformers", "ray", "scipy", "sympy", "matplotlib")
 import megarl.plan.render
 plan = found("ray", "sympy", "math_verify")
 import megarl.cli, megarl.run.start, megarl.train.wiring, megarl.train.supervised
 import megarl.recipes.quickstart, megarl.run.study
 import megarl.run.evaluation.run
-print(plan, found("megatron", "megatron.core", "vllm", "matplotlib", "math_verify"))
+print(first, plan, found("megatron", "megatron.core", "vllm", "matplotlib", "math_verify"))
 """
 
 
 def test_driver_modules_import_nothing_that_only_others_need() -> None:
-    """A plan needs no Ray, and judging alone needs math-verify, in processes of its own."""
+    """The first checks need no library that takes seconds, a plan needs no Ray, and judging alone needs math-verify, in
+    processes of its own.
+    """
     out = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True, timeout=120)
-    assert out.stdout.strip() == "[] []"
+    assert out.stdout.strip() == "[] [] []"

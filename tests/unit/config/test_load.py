@@ -261,7 +261,8 @@ def test_override_below_a_value(configs: Path) -> None:
 
 def test_missing_group_file_lists_what_exists(configs: Path) -> None:
     assert message(configs / "run/common.yaml", "use.algo=gpro") == (
-        f"use.algo: no file gpro.yaml in {configs}/algo or {REPO_CONFIGS}/algo; there are: {', '.join(ALGORITHMS)}"
+        f"use.algo: no file gpro.yaml in {configs}/algo or {REPO_CONFIGS}/algo; did you mean 'gspo'? "
+        f"there are: {', '.join(ALGORITHMS)}"
     )
 
 
@@ -293,7 +294,8 @@ def test_a_run_file_anywhere_finds_the_files_that_come_with_megarl(
     assert config.model.config_path is not None
     assert packaged(config.model.config_path) == str(REPO_CONFIGS / "model/hf/qwen3-8b")
     assert message(run_file, "use.model=qwen4").startswith(
-        f"use.model: no file qwen4.yaml in {tmp_path.parent}/model or {REPO_CONFIGS}/model; there are: deepseek-v3, "
+        f"use.model: no file qwen4.yaml in {tmp_path.parent}/model or {REPO_CONFIGS}/model; did you mean 'qwen3-4b'? "
+        "there are: deepseek-v3, "
     )
 
 

@@ -93,7 +93,7 @@ def test_key_that_is_not_a_string() -> None:
         ({"actor": {"layout": {"tp": 2.5}}}, "actor.layout.tp: got 2.5 (float), expected int"),
         ({"actor": {"layout": {"tp": None}}}, "actor.layout.tp: got null, expected int"),
         ({"actor": {"layout": 4}}, "actor.layout: got 4 (int), expected a mapping"),
-        ({"rollout": None}, "rollout: got null, expected a mapping"),
+        ({"rollout": None}, "rollout: got null, expected a mapping; give its settings, or leave it out"),
         ([1], "configuration: got [1] (list), expected a mapping"),
         ({"sync": {"verify": 1}}, "sync.verify: got 1 (int), expected true or false"),
         ({"run": {"name": 7}}, "run.name: got 7 (int), expected str"),
@@ -109,11 +109,15 @@ def test_key_that_is_not_a_string() -> None:
             {"model": {"dtype": "fp16"}},
             "model.dtype: got 'fp16' (str), expected one of 'float32', 'bfloat16'",
         ),
-        ({"data": {"val": "a.parquet"}}, "data.val: got 'a.parquet' (str), expected a list of str"),
+        (
+            {"data": {"val": "a.parquet"}},
+            "data.val: got 'a.parquet' (str), expected a list of str; put it in brackets, as in data.val=[a.parquet]",
+        ),
         ({"data": {"val": ["a", 3]}}, "data.val[1]: got 3 (int), expected str"),
         (
             {"data": {"train": "a.parquet"}},
-            "data.train: got 'a.parquet' (str), expected a list of str or {path, weight}",
+            "data.train: got 'a.parquet' (str), expected a list of str or {path, weight}; "
+            "put it in brackets, as in data.train=[a.parquet]",
         ),
         ({"data": {"train": ["a", 3]}}, "data.train[1]: got 3 (int), expected str or {path, weight}"),
         (

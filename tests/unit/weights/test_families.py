@@ -943,7 +943,7 @@ def test_a_missing_key_is_named(tmp_path: Path, config: dict[str, Any], key: str
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json does not exist"):
+    with pytest.raises(ConfigError, match=r"config\.json: no such file"):
         read_model_spec(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json: not JSON"):
