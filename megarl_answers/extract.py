@@ -5,10 +5,10 @@ import re
 from megarl_answers.grammar import is_supposed
 from megarl_answers.options import AnswerOptions
 from megarl_answers.statement import last_number
+from megarl_answers.thoughts import after_thoughts
 
 # The answer stands at the end, so the search is limited to it, which keeps it fast for any text.
 SEARCH_CHARS = 4096
-_THINK_END = "</think>"
 _STATED = re.compile(r"he (?:final |correct )?answer is\s*:?", re.IGNORECASE)
 _STATED_REF = re.compile(r"he answer is")
 # A full stop ends an answer's sentence, unless it is between digits.
@@ -29,7 +29,7 @@ def extract_answer(response: str, options: AnswerOptions) -> str | None:
     This is the content of the last box, or else the text after the last "the answer is", or else what `options` allow.
     """
     if options.skip_thinking:
-        response = response.rpartition(_THINK_END)[2]
+        response = after_thoughts(response)
     found, answer = _boxed(response, options)
     if found:
         return answer

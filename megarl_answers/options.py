@@ -35,7 +35,7 @@ class AnswerOptions:
     join_boxes: boxes with nothing but commas and the like between them are one answer, a list.
     join_lines: a boxed answer may span lines; otherwise only its first line is used.
     last_math, last_number: use the last formula, or number, if there is neither a box nor "the answer is".
-    skip_thinking: only text after the last `</think>` counts.
+    skip_thinking: only text after the last thought counts.
     textual: drop units, percent signs and the like from the text (see `spelling.normalise`), and compare all numbers
         except integers, fractions included, within the tolerance.
     normalise_gold: the gold answer is normalised like other answers.

@@ -128,7 +128,7 @@ class JudgeConfig:
     # Jinja2 template of the user message; null: one that suits the other settings, see docs/rewards/judges.md.
     template: str | None = None
     criteria: Mapping[str, CriterionConfig] = field(default_factory=dict)  # A rubric, by name; {}: a single score.
-    # Show the judge only what follows the last </think> of a response.
+    # Show the judge only what follows the last thought of a response, such as what follows </think>.
     hide_thinking: bool = True
     # With mode=pairwise: with how many others a response is compared; null: with all of its group.
     opponents: int | None = setting(None, Range(expected=">= 2 and even", at_least=2))

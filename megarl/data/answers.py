@@ -180,16 +180,16 @@ class Answers:
         """Return the text that the policy writes after the prompt `opening`; DataError if there is none."""
         if not content.strip() or self.ends.tails[0].strip() in content:
             raise self._target_error(content, where)
-        text, name = after_prompt(content, opening), unended_thought(content, opening)
+        text, mark = after_prompt(content, opening), unended_thought(content, opening)
         problem = f"{where}: the answer is {content[:80]!r}, but the chat template's prompt ends with {opening[-20:]!r}"
         if text is None:
             raise DataError(
                 f"{problem}, a thought that is closed already; remove the thought from the answer, or let the template "
                 "open one, with an argument in data.chat_template such as enable_thinking=true"
             )
-        if name:
+        if mark:
             raise DataError(
-                f"{problem}, so that the answer would be trained as a thought that never ends; begin it with </{name}> "
+                f"{problem}, so that the answer would be trained as a thought that never ends; begin it with {mark} "
                 "or with a thought that ends, or let the template open none, with an argument in data.chat_template "
                 "such as enable_thinking=false"
             )

@@ -2,13 +2,13 @@
 
 import re
 
-# The names that reasoning models give their thoughts.
-_NAME = r"(?:[a-z]+:)?(?:think(?:ing)?|thoughts?|reasoning)"
-_BEGINNING = re.compile(rf"\s*<({_NAME})>", re.IGNORECASE)
-_MARK = re.compile(rf"</?{_NAME}>", re.IGNORECASE)
-_TWICE = re.compile(rf"<({_NAME})>\s*<\1>", re.IGNORECASE)
-_OPENED = re.compile(rf"<({_NAME})>(\s*)\Z", re.IGNORECASE)
-_CLOSED = re.compile(rf"</({_NAME})>\s*\Z", re.IGNORECASE)
+from megarl_answers.thoughts import CLOSING, OPENING, partner
+
+_BEGINNING = re.compile(rf"\s*({OPENING})", re.IGNORECASE)
+_MARK = re.compile(f"{OPENING}|{CLOSING}", re.IGNORECASE)
+_TWICE = re.compile(rf"({OPENING})\s*\1", re.IGNORECASE)
+_OPENED = re.compile(rf"({OPENING})(\s*)\Z", re.IGNORECASE)
+_CLOSED = re.compile(rf"({CLOSING})\s*\Z", re.IGNORECASE)
 
 
 def begins_thought(text: str) -> bool:
@@ -27,11 +27,13 @@ def opens_twice(text: str) -> bool:
 
 
 def unended_thought(answer: str, prompt: str) -> str:
-    """Return the name of the thought that a prompt opens, if the answer neither begins with a thought nor ends it."""
+    """Return the mark that an answer lacks: the end of the thought that a prompt opens, "" if the answer begins with a
+    thought or ends it.
+    """
     opened = _OPENED.search(prompt[-200:])
-    name = opened[1] if opened else ""
-    has_end = re.search(rf"\A\s*<{re.escape(name)}>|</{re.escape(name)}>", answer, re.IGNORECASE)
-    return "" if has_end else name
+    mark = partner(opened[1]) if opened else ""
+    has_end = opened and re.search(rf"\A\s*{re.escape(opened[1])}|{re.escape(mark)}", answer, re.IGNORECASE)
+    return "" if has_end else mark
 
 
 def after_prompt(answer: str, prompt: str) -> str | None:
@@ -42,16 +44,16 @@ def after_prompt(answer: str, prompt: str) -> str | None:
     # Templates end prompts with at most an empty thought.
     end = prompt[-200:]
     if opened := _OPENED.search(end):
-        found = re.match(rf"\s*<{re.escape(opened[1])}>", answer, re.IGNORECASE)
+        found = re.match(rf"\s*{re.escape(opened[1])}", answer, re.IGNORECASE)
         if found is None:
             return answer
         rest, spaces = answer[found.end() :], opened[2]
         return rest.removeprefix(spaces) if not spaces or rest.startswith(spaces) else rest.lstrip()
     if closed := _CLOSED.search(end):
-        name = re.escape(closed[1])
-        empty = re.match(rf"\s*(?:<{name}>\s*)?</{name}>\s*", answer, re.IGNORECASE)
+        opening, closing = re.escape(partner(closed[1])), re.escape(closed[1])
+        empty = re.match(rf"\s*(?:{opening}\s*)?{closing}\s*", answer, re.IGNORECASE)
         rest = answer[empty.end() :] if empty else answer
-        marks = re.search(rf"<(/?){name}>", rest, re.IGNORECASE)
+        marks = re.search(f"{opening}|({closing})", rest, re.IGNORECASE)
         thinks = marks is not None and (marks[1] or not rest[: marks.start()].strip())
         return None if thinks else rest
     return answer

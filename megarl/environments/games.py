@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply
 from megarl.environments.tools import ToolEnvironment
 from megarl.types import Message, Prompt
+from megarl_answers import after_thoughts
 
 
 def calc(a: str, b: str) -> str:
@@ -69,7 +70,7 @@ class RunningTotal(Environment):
     async def reply(self, action: Action) -> Reply:
         number = action.turn + 1
         total = sum(map(int, re.findall(r"\d+", "".join(self._messages[:number]))))
-        is_right = action.text.rpartition("</think>")[2] == str(total)
+        is_right = after_thoughts(action.text) == str(total)
         is_last = number == len(self._messages)
         reward = is_right / len(self._messages)
         if is_last or not is_right:

@@ -8,9 +8,7 @@ from typing import Any, Literal
 from megarl.rewards.mathematics import compare_either, gold_answer, reward_of_answer, score_math_verify
 from megarl.rewards.scorers import IN_BOX, SCORERS, Scorer, reward_of
 from megarl.types import Reward
-from megarl_answers import MODES, last_boxed
-
-_THINK_END = "</think>"
+from megarl_answers import MODES, after_thoughts, last_boxed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +35,9 @@ LUFFY_VERSIONS: Mapping[int, LuffyVersion] = {
 def score_luffy(response: str, ground_truth: str, extra_info: Mapping[str, Any], *, version: LuffyVersion) -> Reward:
     """Score 1 if the answer after the thoughts equals the ground truth, else 0, comparing as the LUFFY version says."""
     gold = gold_answer(ground_truth)
-    if version.needs_thinking and _THINK_END not in response:
+    if version.needs_thinking and "</think>" not in response:
         return reward_of(False, parse_failed=True)
-    solution = response.rpartition(_THINK_END)[2]
+    solution = after_thoughts(response)
     if version.judge == "math_verify":
         return score_math_verify(solution, gold, extra_info)
     return reward_of_answer(last_boxed(solution, MODES["fix"]), gold, compare_either, MODES["fix"])

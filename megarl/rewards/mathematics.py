@@ -16,6 +16,7 @@ from megarl_answers import (
     MODES,
     AnswerOptions,
     Equality,
+    after_thoughts,
     compare_answers,
     extract_answer,
     is_equiv,
@@ -137,7 +138,7 @@ def score_math_verify(response: str, ground_truth: str, extra_info: Mapping[str,
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     gold = _parse_gold(gold_answer(ground_truth))
-    text = response.rpartition("</think>")[2]
+    text = after_thoughts(response)
     boxed = last_boxed(text, MODES["fix"])
     text = text[-MAX_ANSWER_CHARS:] if boxed is None else rf"\boxed{{{boxed}}}"
     refused = boxed is not None and (len(boxed) > MAX_ANSWER_CHARS or _TWO_NUMBERS.search(canonical(boxed)))

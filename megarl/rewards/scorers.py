@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from megarl.registry import FunctionRegistry, Registry
 from megarl.rewards.truths import TruthReader, any_answer, any_mathematics, as_it_stands
 from megarl.types import Reward
+from megarl_answers import after_thoughts
 
 # The key of `Reward.details` that is 1 if no answer could be parsed, which is counted separately from wrong answers.
 PARSE_FAILED = "parse_failed"
@@ -30,7 +31,7 @@ class RegisteredScorer:
     """A scorer, and what its registration declares: how it reads ground truths, and how a response states an answer.
 
     states: None if it wants more than an answer, such as a program. after_thoughts: whether it is given only what
-    follows the last `</think>`, if there is one.
+    follows the last thought, if there is one.
     """
 
     scorer: Callable[..., Reward]
@@ -40,7 +41,7 @@ class RegisteredScorer:
     after_thoughts: bool = False
 
     def __call__(self, response: str, ground_truth: str, extra_info: Mapping[str, Any], **arguments: Any) -> Reward:
-        read = response.rpartition("</think>")[2] if self.after_thoughts else response
+        read = after_thoughts(response) if self.after_thoughts else response
         return self.scorer(read, ground_truth, extra_info, **arguments)
 
 

@@ -14,6 +14,7 @@ from megarl.rewards.code.formats import TEST_FORMATS, parse_tests
 from megarl.rewards.code.tests import Test
 from megarl.rewards.scorers import PARSE_FAILED, SCORERS
 from megarl.types import Reward
+from megarl_answers import after_thoughts
 from megarl_sandbox import Ending, SandboxOptions
 
 # The name of this scorer, which reads tests of any form; `code/FORM` reads those of one form.
@@ -130,9 +131,9 @@ def run_tests(code: str, tests: Sequence[Test], options: CodeOptions) -> list[Te
 
 
 def extract_code(response: str) -> str | None:
-    """Return the last code block fenced as Python, after `</think>` if there is one; None if there is no such block.
+    """Return the last code block fenced as Python, after the last thought; None if there is no such block.
 
     A block without an end counts, because the response may have been cut after a complete program.
     """
-    blocks = _BLOCK.findall(response.rpartition("</think>")[2])
+    blocks = _BLOCK.findall(after_thoughts(response))
     return textwrap.dedent(blocks[-1]) if blocks else None

@@ -11,6 +11,7 @@ from megarl.config.judges import JudgeConfig
 from megarl.errors import ConfigError
 from megarl.rewards.judge import FinishedSample
 from megarl.types import Message
+from megarl_answers import after_thoughts
 
 # Variables of a template that compares two responses.
 _PAIR = ("response_a", "response_b")
@@ -109,8 +110,8 @@ class QuestionWriter:
         responses = []
         for item in items:
             said = item.response
-            if self._cfg.hide_thinking and "</think>" in said:
-                said = said.rpartition("</think>")[2].lstrip("\n")
+            if self._cfg.hide_thinking and (shown := after_thoughts(said)) != said:
+                said = shown.lstrip("\n")
             # It cannot close the tag that it stands in.
             responses.append(said.replace("</response", "< /response"))
         values: dict[str, Any] = {

@@ -1,0 +1,47 @@
+"""Know the marks that reasoning models put around their thoughts, and find what follows the thoughts."""
+
+import re
+
+_NAME = r"(?:[a-z]+[:_])?(?:think(?:ing)?|thoughts?|reasoning)(?::[a-z]+)?"
+# Marks that are no tags, in order: Mistral, Kimi, Cohere, Open Thoughts, Gemma (twice), gpt-oss, Apertus, PLaMo.
+_PAIRS = {
+    "[THINK]": "[/THINK]",
+    "◁think▷": "◁/think▷",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|begin_of_thought|>": "<|end_of_thought|>",
+    "<|channel>thought": "<channel|>",
+    "<unused94>": "<unused95>",
+    "<|channel|>analysis<|message|>": "<|channel|>final<|message|>",
+    "<|inner_prefix|>": "<|inner_suffix|>",
+    "<|plamo:begin_think:plamo|>": "<|plamo:end_think:plamo|>",
+    "<|open|>think<|sep|>": "<|close|>think<|sep|>",
+}
+_PARTNERS = {mark.casefold(): other for pair in _PAIRS.items() for mark, other in (pair, pair[::-1])}
+# Patterns, to be used without regard to case.
+OPENING = "|".join([rf"<{_NAME}>", *map(re.escape, _PAIRS)])
+CLOSING = "|".join([rf"</{_NAME}>", *map(re.escape, _PAIRS.values())])
+_CLOSING = re.compile(CLOSING, re.IGNORECASE)
+# Texts without these, as most are, have no closing mark.
+_SIGNS = ("</", "[/", "|>", "◁", "<u")
+
+
+def partner(mark: str) -> str:
+    """Return the mark that closes the thought which a mark opens, or opens the one that it closes.
+
+    >>> partner("<think>"), partner("[/THINK]"), partner("</seed:think>")
+    ('</think>', '[THINK]', '<seed:think>')
+    """
+    if known := _PARTNERS.get(mark.casefold()):
+        return known
+    return f"<{mark[2:]}" if mark.startswith("</") else f"</{mark[1:]}"
+
+
+def after_thoughts(text: str) -> str:
+    """Return what follows the last thought of a text, the text itself if it closes none.
+
+    >>> after_thoughts("<think>7?</think>8"), after_thoughts("[THINK]7?[/THINK]8"), after_thoughts("8")
+    ('8', '8', '8')
+    """
+    if not any(sign in text for sign in _SIGNS):
+        return text
+    return text[max((found.end() for found in _CLOSING.finditer(text)), default=0) :]
