@@ -1,6 +1,6 @@
 """Fit the constants of `megarl plan` to published times, and print predicted beside published.
 
-    python -m tools.fit_forecast            # the tables of docs/forecast.md, with the constants that megarl has
+    python -m tools.fit_forecast            # tables, with the constants that megarl has
     python -m tools.fit_forecast --fit      # fits the constants first, and prints them: seconds
 
 Every row of tools/published.yaml counts the same. The fit minimizes the sum of squares of ln(predicted/published).

@@ -39,7 +39,7 @@ _HEADER = """# Every message
 
 These are the errors and warnings of a run and the advice of
 `megarl doctor`, by the package that gives them; `…` stands for what varies. Errors of settings are not listed: they
-begin with the name of the setting and end with the remedy. [troubleshooting.md](troubleshooting.md) explains the
+begin with the name of the setting and end with the remedy. [failures.md](failures.md) explains the
 messages whose cause or remedy needs more words.
 """
 

@@ -30,7 +30,7 @@ train.
 
 Links within a node are NVLink, those between nodes the network: of a group that spans nodes, the share of its members
 on other nodes. The four constants of `Constants` are fitted to published runs on H100s by tools/fit_forecast.py, or to
-a run of yours (`--calibration`); docs/forecast.md has predicted beside published.
+a run of yours (`--calibration`); `python -m tools.fit_forecast` prints predicted beside published.
 """
 
 import math

@@ -51,7 +51,7 @@ def to_lines(search: LayoutSearch, choices: Sequence[LayoutChoice]) -> Iterator[
         f"step       {counts.rows_per_step:,} rows of {row:,} tokens, {counts.rows_per_optimizer_step:,} per optimizer "
         "step; other rows: trainer.prompts_per_step=…, rollout.max_response_tokens=…"
     )
-    yield "seconds    forecast for H100 nodes; docs/forecast.md says how far published runs are from it"
+    yield "seconds    forecast for H100 nodes; docs/dry-run.md says how far published runs are from it"
     yield ""
     head = ("trainer", "recompute", "placement", "engines", "GiB", "in", "host GiB", "rows/engine")
     yield from align(

@@ -207,7 +207,7 @@ def _engine_lines(plan: RunPlan) -> Iterator[str]:
         yield f"sync time  estimate {seconds:.2g} s, of which the busiest link takes {bound:.2g} s"
     if plan.seconds:
         phases = ", ".join(f"{name} {seconds:,.3g}" for name, seconds in plan.seconds.items() if name != "total")
-        yield f"step time  forecast {plan.seconds['total']:,.0f} s: {phases} (how sure: docs/forecast.md)"
+        yield f"step time  forecast {plan.seconds['total']:,.0f} s: {phases} (how sure: docs/dry-run.md)"
 
 
 def shard_lines(shards: Sequence[ShardPlan]) -> Iterator[str]:

@@ -10,7 +10,7 @@ import pytest
 from megarl.cli import main
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = [REPOSITORY / "docs" / name for name in ("dry-run.md", "troubleshooting.md")]
+PAGES = [REPOSITORY / "docs" / name for name in ("dry-run.md", "failures.md")]
 
 
 def transcripts() -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""Every message that users see explains itself or has an entry in docs/troubleshooting.md, which has no others."""
+"""Every message that users see explains itself or has an entry in docs/failures.md, which has no others."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ import pytest
 
 from tools.messages import GAP, LEAST, ROOT, MessageCollector, messages, render, sources, telling
 
-GUIDE = ROOT / "docs" / "troubleshooting.md"
+GUIDE = ROOT / "docs" / "failures.md"
 
 
 @cache

@@ -1,19 +1,9 @@
-"""The forecast against published times: the table of docs/forecast.md, and the constants, are what the fit gives."""
-
-from pathlib import Path
+"""The forecast against published times: how far it is off, as docs/dry-run.md says, and that constants are fitted."""
 
 import pytest
 
 from megarl.forecast.costs import Constants
-from tools.fit_forecast import FITTED, fit, left_out, read_cases, table
-
-ROOT = Path(__file__).parents[3]
-LINES = (ROOT / "docs/forecast.md").read_text(encoding="utf-8").splitlines()
-
-
-def test_the_page_has_predicted_beside_published() -> None:
-    missing = [line for line in table(read_cases(), Constants()) if line not in LINES]
-    assert not missing, "docs/forecast.md is stale; python -m tools.fit_forecast prints\n" + "\n".join(missing)
+from tools.fit_forecast import FITTED, fit, left_out, read_cases
 
 
 def test_most_forecasts_are_within_one_and_a_half_times() -> None:
@@ -30,4 +20,6 @@ def test_the_constants_are_those_of_a_fit() -> None:
     fitted = fit(cases, Constants(step_s=20.0, decode_s=0.02, half_tokens=500.0, stage_s=0.1))
     for name in FITTED:
         assert getattr(constants, name) == pytest.approx(getattr(fitted, name), rel=0.03)
-    assert [line for line in left_out(cases, constants) if line not in LINES] == []
+    # As docs/dry-run.md says: how far it is off for a source that was not part of the fit.
+    apart = {row.split("|")[1].strip(): row.split("|")[4].strip() for row in [*left_out(cases, constants)][2:]}
+    assert apart == {"nemo-rl-0.6": "× 1.62", "nemo-rl-0.4": "× 1.39", "megatron-bridge": "× 1.63", "miles": "× 7.93"}
