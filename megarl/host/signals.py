@@ -21,7 +21,7 @@ from typing import NoReturn
 _LEAVING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # Signals that come so soon after the first one are the same request.
-_SAME_REQUEST_S = 2.0
+SAME_REQUEST_S = 2.0
 
 
 @dataclass(slots=True)
@@ -115,7 +115,7 @@ def stop_on_signals() -> Iterator[StopRequest]:
         if request.signum is None:
             request.signum, first_s = signal.Signals(signum), time.monotonic()
             _leave_terminal(signum)
-        elif time.monotonic() - first_s >= _SAME_REQUEST_S:
+        elif time.monotonic() - first_s >= SAME_REQUEST_S:
             restore()
             signal.raise_signal(signum)
 

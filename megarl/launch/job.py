@@ -77,7 +77,7 @@ def run_job(argv: Sequence[str], arguments: Namespace, *, max_restarts: int) -> 
     attempts = AttemptLog(logs)
     driver = _Driver()
     with keep_handlers(), shared_with(command.share, command.directory):
-        for each in (signal.SIGUSR1, signal.SIGTERM):
+        for each in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP):
             signal.signal(each, driver.forward)
         while True:
             started = time.time()

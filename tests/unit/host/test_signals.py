@@ -93,7 +93,7 @@ finally:
 def test_in_training_the_first_signal_is_a_request_and_the_second_ends(
     first: int, second: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signals, "_SAME_REQUEST_S", 0.0)
+    monkeypatch.setattr(signals, "SAME_REQUEST_S", 0.0)
     with stop_on_signals() as stop:
         assert stop.signum is None
         send(first)
