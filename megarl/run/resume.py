@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from megarl.algos.advantages import estimator_of
+from megarl.config.batches import batch_counts, num_actor_steps
 from megarl.config.load import masked_config
 from megarl.config.schema import Config, role_settings
 from megarl.config.setting import differences
@@ -16,12 +17,14 @@ from megarl.train.checkpoint import (
     Checkpoint,
     Command,
     Resume,
+    RunState,
     checkpoint_dir,
     complete_steps,
     last_checkpoint,
     torn_steps,
 )
 from megarl.train.export import exported
+from megarl.train.passes import learning_rate
 from megarl.types.messages import Role
 from megarl.weights.hub import with_recorded_commits
 
@@ -198,9 +201,21 @@ def resume_notes(checkpoint: Checkpoint, config: Config, files: RunInputs) -> li
     later = [step for step in torn_steps(checkpoint.path.parent) if step > checkpoint.state.step]
     notes += [f"{checkpoint_dir(checkpoint.path.parent, step)}: was not completed, and is not used" for step in later]
     notes += [f"changed since the checkpoint: {change}" for change in changed_settings(checkpoint.state.config, config)]
+    before, now = (_next_rate(checkpoint.state, each, like=config) for each in (checkpoint.state.config, config))
+    if before != now:
+        notes.append(f"changed by that: the learning rate of the next step: {before:.3g} → {now:.3g}")
     changed, _, untold = files.changes_since(checkpoint.state.inputs)
     notes += [f"changed since the checkpoint: {key}: {', '.join(names)}" for key, names in changed.items()]
     notes += [f"written anew since the checkpoint, perhaps the same: {name}" for name in untold]
     if len(checkpoint.same_layout(config)) < len(Role):
         notes.append("another layout: random number generators are seeded anew")
     return notes
+
+
+def _next_rate(state: RunState, config: Config, *, like: Config) -> float:
+    """Return the learning rate of the step after `state` under `config`; `like` says if there is a critic."""
+    _, total = _TOTAL_STEPS[state.command](config)
+    if state.command == "train":
+        total = num_actor_steps(config, has_critic=estimator_of(like.algo).needs_values)
+        total *= batch_counts(config).optimizer_steps_per_step
+    return learning_rate(config.actor.optimizer, state.num_optimizer_steps, total)

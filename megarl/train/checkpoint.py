@@ -19,7 +19,7 @@ from megarl.config.schema import CheckpointConfig, Config, role_settings
 from megarl.errors import DataError, RunStopped
 from megarl.host.signals import StopRequest
 from megarl.host.streams import print_lines
-from megarl.host.writing import dispensable, free_bytes, fsync, writing
+from megarl.host.writing import dispensable, free_bytes, fsync, replacing, writing
 from megarl.record.metrics import MARKER
 from megarl.train.manifest import Manifest, damage_of
 from megarl.types import AlgoState, EntropyState
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from megarl.cluster.workers import RoleWorkers
 
 STATE_FILE = "state.json"
+# The score of a checkpoint that was complete before its step was validated; not one of the files that its marker lists.
+_LATE_SCORE = f"{MARKER}.score"
 # Weights of 2 bytes per parameter, and 12 of the optimizer.
 _CHECKPOINT_TO_MODEL = 7
 
@@ -122,7 +124,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise DataError(f"{path}: is damaged: {damage}; use another checkpoint, or put a copy of it back")
     require_plain_data(path)
     try:
-        return Checkpoint(path=path, state=RunState.from_json((path / STATE_FILE).read_text(encoding="utf-8")))
+        state = RunState.from_json((path / STATE_FILE).read_text(encoding="utf-8"))
+        return Checkpoint(path=path, state=replace(state, score=_score(path)))
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path / STATE_FILE}: cannot be read ({error}); continue with the version of megarl that wrote it"
@@ -240,6 +243,13 @@ class CheckpointManager:
                 f"pass --resume to continue (its settings are in {run / 'config.yaml'})"
             )
 
+    def add_score(self, step: int, score: float | None) -> None:
+        """Keep the score of a step whose checkpoint was complete before its validation, which a signal had put off."""
+        path = checkpoint_dir(self._root, step)
+        if score is not None and (path / MARKER).exists():
+            with dispensable(str(path / _LATE_SCORE)), replacing(path / _LATE_SCORE) as file:
+                file.write_text(json.dumps({"score": score}), encoding="utf-8")
+
     def _is_due_by_time(self, *, is_validated: bool) -> bool:
         every_s = 60 * self._config.every_minutes
         if not every_s or self._clock() - self._last_s < every_s or (self._config.keep_best and not is_validated):
@@ -302,7 +312,10 @@ def _tidy_up(path: Path) -> None:
 def _score(path: Path) -> float | None:
     """Return the score of a checkpoint, None also if its state cannot be read: that must not end a run."""
     try:
-        score: float | None = json.loads((path / STATE_FILE).read_bytes())["score"]
+        late = path / _LATE_SCORE
+        score: float | None = json.loads(late.read_bytes() if late.exists() else (path / STATE_FILE).read_bytes())[
+            "score"
+        ]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return score

@@ -120,7 +120,7 @@ class Trainer:
             # A signal may have kept the validation of the checkpoint's step.
             is_kept = start > 0 and is_due(start) and not self.recorder.paths.validation(start).exists()
             if is_kept or (start == 0 and (config.validation.before_train or total == 0)):
-                self._validate(start, log, progress)
+                self.checkpoints.add_score(start, self._validate(start, log, progress))
             # A collection would look at each of the objects of imported modules, at a time that it chooses.
             gc.collect()
             gc.freeze()

@@ -122,7 +122,7 @@ class SupervisedTrainer:
         ):
             # A signal may have kept the validation of the checkpoint's step.
             if checkpoint is None or checkpoint.state.score is None:
-                self._validate(start, log, progress)
+                self.checkpoints.add_score(start, self._validate(start, log, progress))
             for step in range(start + 1, task.total_steps + 1):
                 with doing(f"step {step}"):
                     self._train_step(step, log, progress)

@@ -182,6 +182,7 @@ def test_a_change_of_where_and_how_it_computes_is_noted(tmp_path: Path) -> None:
         "changed since the checkpoint: actor.layout.tp: 1 → 2",
         "changed since the checkpoint: actor.optimizer.lr: 1e-06 → 0.5",
         "changed since the checkpoint: trainer.total_steps: 100 → 200",
+        "changed by that: the learning rate of the next step: 1e-06 → 0.5",
         "another layout: random number generators are seeded anew",
     ]
 
@@ -377,3 +378,21 @@ def test_plugins_that_lie_in_the_run_are_not_overwritten(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"my_losses\.py lies in .*, which --overwrite removes"):
         RunRecorder(config(tmp_path, algo={"plugins": [str(kept)]}), overwrite=True)
     assert kept.exists()
+
+
+def test_a_longer_run_is_told_the_jump_of_its_learning_rate(tmp_path: Path) -> None:
+    """After 99 of 100 steps a cosine is near its end, after 99 of 200 near its middle: lr · (1 − cos(π · rest)) / 2."""
+    optimizer = {"lr": 1.0, "schedule": "cosine", "decay_frac": 1.0, "min_lr_frac": 0.0, "warmup_steps": 0}
+
+    def lasting(steps: int, **more: Any) -> Config:
+        return config(tmp_path, trainer={"total_steps": steps}, actor={"optimizer": {**optimizer, **more}})
+
+    save(lasting(100), step=99)
+    found = find_checkpoint(lasting(200), "train")
+    assert found is not None
+    # 1 of 100 steps is left: 0.000247; 101 of 200: 0.508.
+    (note,) = [note for note in resume_notes(found, lasting(200), RunInputs({})) if "learning rate" in note]
+    assert note.endswith(": 0.000247 → 0.508")
+    assert not any("learning rate" in note for note in resume_notes(found, lasting(100), RunInputs({})))
+    (note,) = [n for n in resume_notes(found, lasting(100, schedule="constant"), RunInputs({})) if "learning rate" in n]
+    assert note.endswith(": 0.000247 → 1")

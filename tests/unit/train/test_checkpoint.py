@@ -431,3 +431,23 @@ def test_a_link_to_storage_that_is_away_is_no_reason_to_begin_anew(tmp_path: Pat
     last = last_checkpoint(root)
     assert last is not None
     assert last.state.step == 6
+
+
+def test_a_validation_that_a_signal_put_off_counts_for_keep_best(tmp_path: Path) -> None:
+    """Step 1 has its score only once the resumed run has validated it; what its marker lists is not touched."""
+    ranks = FakeRanks()
+    settings = CheckpointConfig(every_steps=1, keep_last=1, keep_best=1, async_save=False)
+    after_step(CheckpointManager(tmp_path, settings, ranks), 1)
+    assert read_checkpoint(checkpoint_dir(tmp_path, 1)).state.score is None
+    resumed = CheckpointManager(tmp_path, settings, ranks)
+    resumed.add_score(1, 0.5)
+    for step in (2, 3):
+        after_step(resumed, step, score=0.1 * step)
+    assert complete_steps(tmp_path) == [1, 3]
+    assert read_checkpoint(checkpoint_dir(tmp_path, 1)).state.score == 0.5
+
+
+def test_a_late_score_of_a_step_without_a_checkpoint_is_nothing(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, CheckpointConfig(), FakeRanks())
+    manager.add_score(1, 0.5)
+    assert list(tmp_path.iterdir()) == []
