@@ -3,9 +3,16 @@
 import os
 import sys
 
-if sys.path[0] == os.getcwd():
-    # As in `search_here_last`, but before anything else is imported.
+if sys.path[0] == (here := os.getcwd()):
+    # As in `search_here_last`, but before anything else is imported. Python has looked there itself until now.
     sys.path.append(sys.path.pop(0))
+    for name in sys.stdlib_module_names & sys.modules.keys():
+        file = getattr(sys.modules[name], "__file__", None) or ""
+        if file.startswith(here + os.sep):
+            raise SystemExit(
+                f"error: {file} takes the place of Python's own module {name}; rename it, or run megarl in place of "
+                "python -m megarl"
+            )
 try:
     from megarl.cli import main
 

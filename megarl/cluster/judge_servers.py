@@ -2,7 +2,6 @@
 
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 
@@ -15,7 +14,7 @@ from megarl.cluster.ending import END_TIMEOUT_S, end_run_processes
 from megarl.cluster.judge_key import KEY_VARIABLE, RequireKey
 from megarl.config.judges import JudgeServerConfig
 from megarl.errors import WorkerError
-from megarl.host.child_environment import SAFE_PATH, child_environment
+from megarl.host.child_environment import SAFE_PATH, child_environment, python_module
 from megarl.host.clock import awake_s
 from megarl.host.device.platform import platform
 from megarl.host.listeners import LOOPBACK
@@ -134,8 +133,11 @@ def server_command(cfg: JudgeServerConfig, address: str, port: int) -> Sequence[
         **_DEFAULTS[platform().name],
         **cfg.args,
     }
-    words = [sys.executable, "-m", "megarl.rollout.judge_process"]
-    words += ["--middleware", f"{RequireKey.__module__}.{RequireKey.__qualname__}"]
+    words = [
+        *python_module("megarl.rollout.judge_process"),
+        "--middleware",
+        f"{RequireKey.__module__}.{RequireKey.__qualname__}",
+    ]
     for name, value in flags.items():
         if value is True:
             words.append(f"--{name}")

@@ -7,6 +7,7 @@ needs besides.
 
 import os
 import re
+import sys
 from collections.abc import Collection
 from fnmatch import fnmatchcase
 
@@ -40,6 +41,11 @@ ALLOWED = (
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 # A pattern must not let these through, as in VLLM_API_KEY.
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH")
+
+
+def python_module(name: str) -> list[str]:
+    """Return the command that runs a module with this Python, whatever files lie in the current directory."""
+    return [sys.executable, "-P", "-m", name]
 
 
 def without_proxy_here() -> dict[str, str]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Self
 
 from megarl.host import fork_client
+from megarl.host.child_environment import python_module
 
 _NUM_LENGTH_BYTES, _NUM_STATUS_BYTES = 8, 4
 # A client that does not tell what it wants within this time is dropped.
@@ -67,7 +68,7 @@ class ForkServers:
                 listener.listen(128)
             numbers = {kind: listener.fileno() for kind, listener in listeners.items()}
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *(f"{kind}={number}" for kind, number in numbers.items())],
+                [*python_module(module), *(f"{kind}={number}" for kind, number in numbers.items())],
                 pass_fds=list(numbers.values()),
                 stdin=subprocess.PIPE,
                 env={**os.environ, **environment},
@@ -204,6 +205,4 @@ def serve_forks(listener: int) -> None:
     os.environ.clear()
     os.environ.update(request.environment)
     sys.argv[:] = request.argv
-    if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(request.argv[0])
     runpy.run_path(request.argv[0], run_name="__main__")

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.host.child_environment import SAFE_PATH
+from megarl.host.child_environment import python_module
 from megarl.host.temp_dir import make_temp_dir, temp_dirs
 
 RUN_ID_VARIABLE = "MEGARL_RUN_ID"
@@ -136,9 +136,9 @@ class Janitor:
         # The id is set before any child exists, so that every child inherits it.
         os.environ[RUN_ID_VARIABLE] = self.scope.run_id
         read_end, self._write_end = os.pipe()
-        environment = {k: v for k, v in os.environ.items() if k != RUN_ID_VARIABLE} | SAFE_PATH
+        environment = {k: v for k, v in os.environ.items() if k != RUN_ID_VARIABLE}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "megarl.host.janitor", str(read_end), self.scope.run_id],
+            [*python_module("megarl.host.janitor"), str(read_end), self.scope.run_id],
             pass_fds=[read_end],
             start_new_session=True,
             env=environment,

@@ -7,7 +7,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from megarl.errors import ConfigError
+from megarl.host.child_environment import python_module
 from megarl.host.clock import awake_s
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.exit_codes import EXIT_BAD_INPUT, EXIT_STOPPED
@@ -126,7 +126,7 @@ def _attempt(command: JobCommand, allocation: Allocation, logs: Path, driver: _D
     line = _srun(command, allocation, run_id, address, here)
     hosts = subprocess.Popen(line, env=environment, stdin=subprocess.DEVNULL)
     driver.process = subprocess.Popen(
-        [sys.executable, "-m", "megarl.cli", *command.on(address, allocation.hosts)],
+        [*python_module("megarl.cli"), *command.on(address, allocation.hosts)],
         env=environment | {HOSTED_RUN_VARIABLE: run_id, "MEGARL_HOST_ADDRESS": head},
         stdin=subprocess.DEVNULL,
     )
@@ -171,9 +171,7 @@ def _srun(command: JobCommand, allocation: Allocation, run_id: str, address: str
             f"--output={str(logs).replace('%', '%%')}/%N.log",
             *([f"--exclude={','.join(allocation.lost)}"] if allocation.lost else []),
             *users,
-            sys.executable,
-            "-m",
-            "megarl.launch.host",
+            *python_module("megarl.launch.host"),
             f"--run-id={run_id}",
             f"--job-id={allocation.job_id}",
             f"--head={address}",

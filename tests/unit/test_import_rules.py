@@ -170,6 +170,12 @@ def limits_have_one_clock(source: Source) -> list[str]:
     ]
 
 
+def modules_start_safely(source: Source) -> list[str]:
+    """`python_module` alone starts `python -m`, so that no file of the current directory is taken for a module."""
+    words = [n for n in ast.walk(source.tree) if isinstance(n, ast.Constant) and n.value == "-m"]
+    return ["-m" for _ in words if source.path.as_posix() != "host/child_environment.py"]
+
+
 def nothing_imports_upward(source: Source) -> list[str]:
     own = FLOOR_OF.get(source.path.parts[0].removesuffix(".py"))
     if own is None:
@@ -204,6 +210,7 @@ RULES: list[Callable[[Source], list[str]]] = [
     nothing_imports_upward,
     core_knows_no_shell,
     limits_have_one_clock,
+    modules_start_safely,
     prints_texts_by_one_function,
 ]
 
@@ -278,6 +285,7 @@ def test_package_follows_the_rule(rule: Callable[[Source], list[str]]) -> None:
         (core_knows_no_shell, "config/x.py", "import megarl.migrate.aliases", ["megarl.migrate.aliases"]),
         (core_knows_no_shell, "forecast/x.py", "import megarl.recipes.tasks, megarl.plan", []),
         (limits_have_one_clock, "cluster/x.py", "import time\nend = time.monotonic() + 1", ["time.monotonic"]),
+        (modules_start_safely, "cluster/x.py", "command = [sys.executable, '-m', 'megarl.cli']", ["-m"]),
         (nothing_imports_upward, "attic/x.py", "import math", ["no floor for attic"]),
     ],
 )

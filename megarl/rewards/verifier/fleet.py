@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from megarl.errors import WorkerError
-from megarl.host.child_environment import SAFE_PATH, child_environment
+from megarl.host.child_environment import child_environment, python_module
 from megarl.host.clock import awake_s
 from megarl.rewards.verifier.messages import WorkerChannel, write_message
 from megarl.rewards.verifier.types import JobResult, VerifierOptions
@@ -79,12 +79,11 @@ class Fleet:
         """
         self._stop_server()
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", _SERVER, str(theirs.fileno()), str(os.getpid())]
+        command = [*python_module(_SERVER), str(theirs.fileno()), str(os.getpid())]
         single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         environment = {
             **child_environment(self._options.pass_env, key="rewards.custom.pass_env"),
             **single,
-            **SAFE_PATH,
             "CUDA_VISIBLE_DEVICES": "",
             # Sets then have the same order in every process, and with it the results of computer algebra.
             "PYTHONHASHSEED": "0",

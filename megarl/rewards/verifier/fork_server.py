@@ -17,7 +17,6 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from megarl.host.child_environment import SAFE_PATH
 from megarl.rewards.verifier.messages import read_message
 from megarl.rewards.verifier.types import VerifierOptions
 from megarl.rewards.verifier.worker import adopt_orphans, die_with_parent, resolve, work
@@ -93,9 +92,6 @@ def main(argv: list[str]) -> None:
     control, parent = socket.socket(fileno=int(argv[0])), int(argv[1])
     die_with_parent(parent)
     adopt_orphans()
-    # For this process alone.
-    for name in SAFE_PATH:
-        os.environ.pop(name, None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     message = read_message(control)
     if message is None:

@@ -80,3 +80,17 @@ def test_as_a_module() -> None:
     assert done.returncode == 1
     assert "cannot run megarl: No module named" in done.stderr
     assert "; use the Python of the environment in which megarl is installed" in done.stderr
+
+
+def test_as_a_module_where_a_file_has_the_name_of_pythons_own(tmp_path: Path) -> None:
+    """`python -m` itself imports `warnings` before any code of megarl runs, and `types` if nothing has done so."""
+    own = Path(os.__file__).with_name("warnings.py")
+    (tmp_path / "warnings.py").write_bytes(own.read_bytes())
+    (tmp_path / "secrets.py").write_text("raise ImportError('mine')\n")
+    command = [sys.executable, "-m", "megarl", "--help"]
+    environment = {"PATH": os.defpath, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {tmp_path}/warnings.py takes the place of Python's own module warnings; ")
+    (tmp_path / "warnings.py").unlink()
+    subprocess.run(command, cwd=tmp_path, capture_output=True, check=True, env=environment)
