@@ -16,7 +16,7 @@ import tempfile
 from typing import TYPE_CHECKING
 
 from megarl.errors import WorkerError
-from megarl.host.clock import awake_s
+from megarl.host.clock import MOST_S, awake_s
 from megarl.host.listeners import LOOPBACK
 
 if TYPE_CHECKING:
@@ -43,20 +43,24 @@ def connect_peers(store: "dist.Store", rank: int, size: int, timeout_s: float) -
 
     Raises WorkerError if this rank has not reached all others after `timeout_s`.
     """
+    # It imports torch, which the driver does not need for a secret.
+    from megarl.host.store import read_value
+
     deadline, peers, answers = awake_s() + timeout_s, dict[int, socket.socket](), dict[int, bytes]()
     with contextlib.ExitStack() as stack:
         door = _Door(stack, rank, size)
         store.set(str(rank), door.place)
         try:
             for other in range(rank):
-                place = store.get(str(other)).decode()
-                peers[other] = _connect(place, deadline)
+                if (found := read_value(store, str(other), deadline - awake_s())) is None:
+                    raise TimeoutError(f"rank {other} has not come")
+                peers[other] = _connect(place := found.decode(), deadline)
                 head = rank.to_bytes(_RANK_BYTES, "big") + secrets.token_bytes(_NONCE_BYTES)
                 peers[other].sendall(head + _proof("asks", place, other, head))
                 answers[other] = _proof("answers", place, other, head)
             peers |= door.accept(deadline)
             for other, answer in answers.items():
-                if not hmac.compare_digest(peers[other].recv(_PROOF_BYTES), answer):
+                if not hmac.compare_digest(_answer_of(peers[other], deadline), answer):
                     raise PermissionError(f"what answers in the place of rank {other} is not of this run")
         except OSError as error:
             for peer in peers.values():
@@ -74,6 +78,15 @@ def _connect(place: str, deadline: float) -> socket.socket:
     peer.settimeout(max(0.01, deadline - awake_s()))
     peer.connect((address, int(port[0])) if port else place)
     return peer
+
+
+def _answer_of(peer: socket.socket, deadline: float) -> bytes:
+    """Wait for a proof; the socket's own time limit counts the time for which this process is stopped."""
+    while (left_s := deadline - awake_s()) > 0:
+        peer.settimeout(min(MOST_S, left_s))
+        with contextlib.suppress(TimeoutError):
+            return peer.recv(_PROOF_BYTES)
+    raise TimeoutError("it does not answer")
 
 
 def _proof(what: str, place: str, rank: int, head: bytes) -> bytes:
@@ -106,8 +119,9 @@ class _Door:
     def accept(self, deadline: float) -> dict[int, socket.socket]:
         """Accept the ranks above this one, and nobody else, in whatever order and company they come."""
         while left := self._size - 1 - self._rank - len(self._peers):
-            ready = {key.fileobj for key, _ in self._selector.select(max(0.0, deadline - awake_s()))}
-            if not ready:
+            left_s = deadline - awake_s()
+            ready = {key.fileobj for key, _ in self._selector.select(min(MOST_S, max(0.0, left_s)))}
+            if not ready and left_s <= 0:
                 raise TimeoutError(f"{left} of the ranks above it have not come")
             for caller in self._hellos.keys() & ready:
                 self._hear(caller)

@@ -8,11 +8,16 @@ own there, as those of weight syncs have (`megarl.sync.transport.signed_store`).
 import os
 import socket
 import tempfile
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from megarl.host.clock import awake_s
 from megarl.host.listeners import LOOPBACK
+
+# The shortest and the longest time between two looks for a value.
+_LOOK_S, _REST_S = 0.002, 0.01
 
 
 def open_store(address: str) -> dist.TCPStore:
@@ -58,3 +63,17 @@ def connect_store(address: str, *, world_size: int, timeout_s: float) -> dist.St
         store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
+
+
+def read_value(store: dist.Store, key: str, timeout_s: float) -> bytes | None:
+    """Wait until a key is set; return its value, or None after `timeout_s`.
+
+    torch's own waits count the time for which this process is stopped, and look into a file once a second.
+    """
+    deadline, look_s = awake_s() + timeout_s, _LOOK_S
+    while not store.check([key]):
+        if awake_s() > deadline:
+            return None
+        time.sleep(look_s)
+        look_s = min(1.2 * look_s, _REST_S)
+    return bytes(store.get(key))

@@ -107,6 +107,7 @@ wait = datetime.timedelta(seconds=30)
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=int(sys.argv[2]), world_size=2, timeout=wait)
 for source in (0, 1, 0, 1):
     dist.broadcast_object_list([source], src=source)
+dist.destroy_process_group()
 """
 _CLONE_NEWNET = 0x40000000
 SETTINGS = (
@@ -129,7 +130,7 @@ def leave_the_network() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The outcome of a start: its exit codes, the ports that the stranger called, and the messages it got from groups."""
+    """The outcome of a start: exit codes, the ports that the stranger called, and the messages it got from groups."""
 
     exit_codes: list[int]
     num_ports: int

@@ -5,19 +5,15 @@ secret knows where to write. Waiting for a signal so takes no more round trips t
 """
 
 import hmac
-import time
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from megarl.errors import WeightSyncError
-from megarl.host.clock import awake_s
+from megarl.host.store import read_value
 
 _CODE_CHARS = 64
 # How long a value that is known to be there may take.
 _READ_S = 30.0
-# Between two looks for a value in a file.
-_LOOK_S = 0.002
 
 
 class SignedStore:
@@ -35,17 +31,9 @@ class SignedStore:
 
     def get(self, key: str, timeout_s: float) -> str | None:
         """Wait until a key is set; return its value, None after `timeout_s`; WeightSyncError if it is forged."""
-        deadline = awake_s() + timeout_s
-        # torch looks into a file once a second.
-        while isinstance(self._store, dist.FileStore) and not self._store.check([key]):
-            if awake_s() > deadline:
-                return None
-            time.sleep(_LOOK_S)
-        self._store.set_timeout(timedelta(seconds=timeout_s))
-        try:
-            text = self._store.get(key).decode(errors="replace")
-        except dist.DistStoreError:
+        if (found := read_value(self._store, key, timeout_s)) is None:
             return None
+        text = found.decode(errors="replace")
         code, value = text[:_CODE_CHARS], text[_CODE_CHARS:]
         if not hmac.compare_digest(code.encode(), self._code(key, value).encode()):
             raise WeightSyncError(
