@@ -23,7 +23,7 @@ from megarl.cluster.ray_session import open_ray
 from megarl.cluster.remotes import A_co, Process, results
 from megarl.cluster.reservation import Reservation
 from megarl.cluster.roles import actor_role, by_layout, check_serves
-from megarl.cluster.sync_plan import ends_of, engine_ranks, sent_spec
+from megarl.cluster.sync_plan import engine_ranks, plan_input_of, sent_spec
 from megarl.cluster.workers import RankGroup, RoleWorkers
 from megarl.config.derived import Derived, filled
 from megarl.config.schema import Config
@@ -93,7 +93,7 @@ class Cluster:
         shared: Sequence[Sequence[int]] = ()
         if with_engine and self._roles and self._config.placement.mode == "colocated":
             # Engines share the devices of the ranks that make the transfer smallest.
-            shared = engine_ranks(self._config, ends_of(self._config, read_model_spec(self._config.model.path)))
+            shared = engine_ranks(self._config, plan_input_of(self._config, read_model_spec(self._config.model.path)))
         plan = plan_placement(
             self._config,
             device,

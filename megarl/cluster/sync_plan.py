@@ -62,7 +62,7 @@ def _holding_at(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ends:
+class PlanInput:
     """The input for a sync plan: all tensors, the slices that ranks hold, and the slices that engine workers need."""
 
     specs: Mapping[str, TensorSpec]
@@ -76,24 +76,24 @@ def sent_spec(config: Config, spec: ModelSpec) -> ModelSpec:
     return spec if lora is None else adapter_spec(spec, lora)
 
 
-def ends_of(config: Config, spec: ModelSpec) -> Ends:
+def plan_input_of(config: Config, spec: ModelSpec) -> PlanInput:
     """Compute which slices of the weights the trainer's ranks hold, and which slices the engine workers need."""
     engine, sent = config.rollout.engine, sent_spec(config, spec)
-    return Ends(
+    return PlanInput(
         specs=sent_specs(sent, weight_specs(sent, config.model.dtype, by_expert=True), config.sync.dtype),
         held=rank_holdings(sent, config.actor.layout, vocab_multiple=config.model.vocab_multiple),
         needs=engine_needs(sent, engine.tp, stages=engine.pp, expert_parallel=engine.expert_parallel),
     )
 
 
-def engine_ranks(config: Config, ends: Ends) -> list[tuple[int, ...]]:
+def engine_ranks(config: Config, plan_input: PlanInput) -> list[tuple[int, ...]]:
     """Choose the trainer ranks whose devices each colocated engine shares, so that a weight sync sends few bytes.
 
     Every worker stays on its node. Engines get consecutive ranks unless another choice saves bytes.
     """
-    in_order, size = list(itertools.chain(*ranks_in_order(config.rollout.engine))), len(ends.needs)
+    in_order, size = list(itertools.chain(*ranks_in_order(config.rollout.engine))), len(plan_input.needs)
     per_node = devices_per_node(config.placement.trainer, config.actor.layout.world_size)
-    shared = overlaps(ends.specs, dict(enumerate(ends.held)), dict(enumerate(ends.needs)))
+    shared = overlaps(plan_input.specs, dict(enumerate(plan_input.held)), dict(enumerate(plan_input.needs)))
     chosen = list[int]()
     for first in range(0, len(in_order), per_node):
         here = [rank - first for rank in in_order[first : first + per_node]]
@@ -108,18 +108,21 @@ def engine_ranks(config: Config, ends: Ends) -> list[tuple[int, ...]]:
 
 def bridge_plan(config: Config, spec: ModelSpec) -> Plan:
     """Plan which rank sends which slices of weights to which engine worker; workers are numbered after the ranks."""
-    ends, first = ends_of(config, spec), config.actor.layout.world_size
-    colocated, num_workers = config.placement.mode == "colocated", config.rollout.engine.num_engines * len(ends.needs)
-    workers = [rank for ranks in engine_ranks(config, ends) for rank in ranks] if colocated else []
+    plan_input, first = plan_input_of(config, spec), config.actor.layout.world_size
+    colocated, num_workers = (
+        config.placement.mode == "colocated",
+        config.rollout.engine.num_engines * len(plan_input.needs),
+    )
+    workers = [rank for ranks in engine_ranks(config, plan_input) for rank in ranks] if colocated else []
     per_node = devices_per_node(config.placement.trainer, first)
     hosts = [("trainer", rank // per_node) for rank in [*range(first), *workers]]
     if not colocated:
         per_node = devices_per_node(config.placement.engines, num_workers)
         hosts += [("engines", i // per_node) for i in range(num_workers)]
     return build_plan(
-        ends.specs,
-        dict(enumerate(ends.held)),
-        dict(enumerate(list(ends.needs) * config.rollout.engine.num_engines, start=first)),
+        plan_input.specs,
+        dict(enumerate(plan_input.held)),
+        dict(enumerate(list(plan_input.needs) * config.rollout.engine.num_engines, start=first)),
         neighbours={first + i: [rank] for i, rank in enumerate(workers)},
         hosts=dict(enumerate(hosts)),
     )

@@ -10,8 +10,8 @@ from jinja2 import TemplateError
 
 from megarl.config.schema import Config
 from megarl.data.chat import render_row
-from megarl.data.ends import ANSWER, QUESTION, answer_ends, answer_form, declared_ends, ends_in
 from megarl.data.pieces import encode, encode_pieces
+from megarl.data.stop_tokens import ANSWER, QUESTION, answer_form, declared_stop_tokens, stop_tokens_in, stop_tokens_of
 from megarl.data.thoughts import after_prompt, unended_thought
 from megarl.errors import DataError
 from megarl.types import Message
@@ -35,13 +35,13 @@ class Answers:
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
     ) -> None:
-        """Decide how answers end; for the arguments and errors see `answer_ends`.
+        """Decide how answers end; for the arguments and errors see `stop_tokens_of`.
 
         further: the ends that config.json names, besides those that engines read.
         """
         self._tokenizer, self._form = tokenizer, answer_form(tokenizer)
         self._lead = self._form.lead or ""
-        self.ends = answer_ends(
+        self.stop_tokens = stop_tokens_of(
             tokenizer, self._form, declared=(*declared, *further), stop=stop, stop_token_ids=stop_token_ids
         )
         # The ends that engines read in the model's files beside the template.
@@ -53,8 +53,8 @@ class Answers:
         rollout, model = config.rollout, Path(config.model.path)
         return cls(
             tokenizer,
-            declared=declared_ends(model),
-            further=ends_in(model / "config.json"),
+            declared=declared_stop_tokens(model),
+            further=stop_tokens_in(model / "config.json"),
             stop=rollout.stop,
             stop_token_ids=rollout.stop_token_ids,
         )
@@ -95,7 +95,7 @@ class Answers:
                 "model.path: the chat template writes the day's date into prompts, so that a run that is resumed, or "
                 "evaluated, on another day has others; set it, for Llama in data.chat_template.date_string"
             )
-        show, (end, *_) = self._tokenizer.convert_ids_to_tokens, self.ends.token_ids
+        show, (end, *_) = self._tokenizer.convert_ids_to_tokens, self.stop_tokens.token_ids
         if self._form.end_id is not None and end not in self._named:
             yield (
                 f"model.path: answers end with {show(end)!r}, as the chat template writes them, but the model's other "
@@ -104,7 +104,7 @@ class Answers:
             )
         prompt = self._form.before.removesuffix(self._lead)
         for probe in _PROBES if self._form.lead is not None else ():
-            answer = self._lead + probe + self.ends.tails[0]
+            answer = self._lead + probe + self.stop_tokens.tails[0]
             before, ids = encode_pieces(self._tokenizer, [prompt, answer])
             whole = encode(self._tokenizer, prompt + answer)
             if whole != [*before, *ids]:
@@ -130,7 +130,7 @@ class Answers:
         (opening,) = render_row(self._tokenizer, [messages], where, prefill=True)
         text = self._text(answer.content, opening, where)
         if messages[-1].role == "assistant":
-            text += self.ends.tails[0]
+            text += self.stop_tokens.tails[0]
         else:
             text = self._last(text, opening, self._closed([*messages, answer], where))
         ids = encode_pieces(self._tokenizer, [opening, text])[1]
@@ -148,7 +148,7 @@ class Answers:
         chat = [replace(m, content=self._without_end(m.content)) if m.role == "assistant" else m for m in messages]
         openings = render_row(self._tokenizer, [chat[:i] for i in trained], where)
         # If the next speaker's mark ends an answer, it depends on the next turn.
-        closed = self._closed(chat[: trained[-1] + (1 if len(self.ends.tails) == 1 else 2)], where)
+        closed = self._closed(chat[: trained[-1] + (1 if len(self.stop_tokens.tails) == 1 else 2)], where)
         pieces: list[str] = []
         for i, opening, following in zip(trained, openings, [*openings[1:], None], strict=True):
             text = self._text(chat[i].content, opening, f"{where}: turn {i}")
@@ -172,13 +172,13 @@ class Answers:
 
     def _without_end(self, content: str) -> str:
         """Return an answer without the end that its author may have written already."""
-        names = self._tokenizer.convert_ids_to_tokens(list(self.ends.declared))
-        ends = (self.ends.tails[0].strip(), *(name for name in names if name))
+        names = self._tokenizer.convert_ids_to_tokens(list(self.stop_tokens.declared))
+        ends = (self.stop_tokens.tails[0].strip(), *(name for name in names if name))
         return content.removesuffix(next((end for end in ends if content.endswith(end)), ""))
 
     def _text(self, content: str, opening: str, where: str) -> str:
         """Return the text that the policy writes after the prompt `opening`; DataError if there is none."""
-        if not content.strip() or self.ends.tails[0].strip() in content:
+        if not content.strip() or self.stop_tokens.tails[0].strip() in content:
             raise self._target_error(content, where)
         text, mark = after_prompt(content, opening), unended_thought(content, opening)
         problem = f"{where}: the answer is {content[:80]!r}, but the chat template's prompt ends with {opening[-20:]!r}"
@@ -199,7 +199,7 @@ class Answers:
 
     def _last(self, text: str, opening: str, closed: str) -> str:
         """Return the last answer with its end, as the template has it in the chat `closed` if it repeats the answer."""
-        tails = self.ends.tails
+        tails = self.stop_tokens.tails
         # Many templates strip the answers that they repeat.
         for answer in (self._lead + text, self._lead + text.strip()):
             for tail in (*tails, self._form.tail):
@@ -216,23 +216,25 @@ class Answers:
                 f"from {following[: len(opening)][-80:]!r}; {remedy}"
             )
         for answer in (self._lead + text, self._lead + text.strip()):
-            for tail in self.ends.tails:
+            for tail in self.stop_tokens.tails:
                 if following.startswith(opening + answer + tail):
                     return answer + tail
         raise DataError(
             f"{where}: before the next answer, the chat template renders turn {turn} as "
-            f"{following[len(opening) :][:80]!r}, expected {text[:40]!r} and {self.ends.tails[0]!r}; {remedy}"
+            f"{following[len(opening) :][:80]!r}, expected {text[:40]!r} and {self.stop_tokens.tails[0]!r}; {remedy}"
         )
 
     def _require_one_end(self, ids: Sequence[int], target: str, where: str) -> None:
-        found = next((token for token in ids[: -len(self.ends.token_ids)] if token in self.ends.declared), None)
+        found = next(
+            (token for token in ids[: -len(self.stop_tokens.token_ids)] if token in self.stop_tokens.declared), None
+        )
         if found is not None:
             raise self._target_error(target, where, str(self._tokenizer.convert_ids_to_tokens(found)))
 
     def _target_error(self, target: str, where: str, end: str | None = None) -> DataError:
         return DataError(
-            f"{where}: the target is {target[:80]!r}, expected text with {end or self.ends.tails[0]!r} nowhere but at "
-            "its end"
+            f"{where}: the target is {target[:80]!r}, expected text with {end or self.stop_tokens.tails[0]!r} nowhere "
+            "but at its end"
         )
 
 

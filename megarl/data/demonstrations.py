@@ -11,8 +11,8 @@ from megarl.config.schema import DataConfig, SftConfig
 from megarl.data.answers import Answers
 from megarl.data.chat import long_prompt_error, render_row, require_system_turn
 from megarl.data.files import RowFiles
-from megarl.data.marks import SpelledMarks
 from megarl.data.records import demonstration_columns, parse_demonstration
+from megarl.data.special_tokens import SpelledSpecialTokens
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
 from megarl.types import Row
@@ -50,7 +50,7 @@ class SftDataset:
         self._tokens: list[array[int]] = []
         self._masks: list[bytes] = []
         self.num_dropped = self.num_cut = 0
-        self.spelled = SpelledMarks(tokenizer)
+        self.spelled = SpelledSpecialTokens(tokenizer)
         files = RowFiles(paths, columns=demonstration_columns(form, settings))
         for i, row in enumerate(files):
             where = files.where(i)

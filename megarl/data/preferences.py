@@ -12,8 +12,8 @@ from megarl.config.schema import DataConfig
 from megarl.data.answers import Answers
 from megarl.data.chat import encode_chats, long_prompt_error, require_system_turn
 from megarl.data.files import READ_ROWS, RowFiles
-from megarl.data.marks import SpelledMarks
 from megarl.data.records import PREFERENCE_COLUMNS, PREFERENCE_SIDES, PreferenceRecord, parse_preference
+from megarl.data.special_tokens import SpelledSpecialTokens
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
 from megarl.types import Row, row_read_at_end
@@ -46,7 +46,7 @@ class PreferenceDataset:
         self._sides: dict[str, list[array[int]]] = {side: [] for side in PREFERENCE_SIDES}
         self._margins = array("d")
         self.num_dropped = 0
-        self.spelled = SpelledMarks(tokenizer)
+        self.spelled = SpelledSpecialTokens(tokenizer)
         for chunk in _chunks(paths, tokenizer, form):
             encoded = [
                 encode_chats(
@@ -121,7 +121,7 @@ class ResponsePairDataset:
         self._prompts: list[array[int]] = []
         self._sides: dict[str, list[array[int]]] = {side: [] for side in PREFERENCE_SIDES}
         self.num_dropped = 0
-        self.spelled = SpelledMarks(tokenizer)
+        self.spelled = SpelledSpecialTokens(tokenizer)
         for chunk in _chunks(paths, tokenizer, form):
             prompts = encode_chats(
                 tokenizer, [record.chosen[:-1] for _, record in chunk], places=[where for where, _ in chunk]

@@ -16,7 +16,6 @@ from megarl.config.schema import DataConfig
 from megarl.data.answers import Answers
 from megarl.data.chat import encode_chats, long_prompt_error, require_system_turn
 from megarl.data.files import READ_ROWS, RowFiles
-from megarl.data.marks import SpelledMarks
 from megarl.data.messages import read_answer
 from megarl.data.records import (
     NAME_COLUMNS,
@@ -28,6 +27,7 @@ from megarl.data.records import (
     required_columns,
 )
 from megarl.data.roles import require_words
+from megarl.data.special_tokens import SpelledSpecialTokens
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
 from megarl.types import Message, Prompt
@@ -87,7 +87,7 @@ class PromptDataset:
         self._demonstrations: list[array[int]] = []
         self._kept, self.num_target_probs = array("q"), 0
         self.by_roles: dict[tuple[str, ...], int] = {}
-        self.spelled = SpelledMarks(tokenizer)
+        self.spelled = SpelledSpecialTokens(tokenizer)
         encoder = None if demonstrations is None else answers or Answers(tokenizer)
         sources, environments = set[str](), set[str]()
         rows = ((i, row, self._checked(row, self._files.where(i))) for i, row in enumerate(self._files))

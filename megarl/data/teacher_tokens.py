@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer, render_chats
-from megarl.data.ends import QUESTION, declared_ends
+from megarl.data.stop_tokens import QUESTION, declared_stop_tokens
 from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,18 +54,18 @@ def compare_tokens(tokenizer: "PreTrainedTokenizerBase", answers: Answers, path:
             f"{key}: {len(lost)} added tokens, such as {lost[0]!r}, are not those of model.path; divergences are over "
             f"the {common} tokens that both have"
         )
-    ends, its = answers.ends, Answers(own, declared=declared_ends(Path(path))).ends
+    stop_tokens, its = answers.stop_tokens, Answers(own, declared=declared_stop_tokens(Path(path))).stop_tokens
     known = set(its.declared) if common is None else {id for id in its.declared if id < common}
-    if not known & set(ends.stop_token_ids):
+    if not known & set(stop_tokens.stop_token_ids):
         raise ConfigError(
             f"{key}: the model in {path} ends answers with {', '.join(map(repr, its.names))}, and the policy with "
-            f"{', '.join(map(repr, ends.names))}, so that it would teach never to end; give model.path the teacher's "
-            "chat template and generation_config.json, or set rollout.stop_token_ids to its end"
+            f"{', '.join(map(repr, stop_tokens.names))}, so that it would teach never to end; give model.path the "
+            "teacher's chat template and generation_config.json, or set rollout.stop_token_ids to its end"
         )
-    if ends.token_ids and ends.token_ids[-1] not in known:
+    if stop_tokens.token_ids and stop_tokens.token_ids[-1] not in known:
         warnings.append(
-            f"{key}: the policy's template ends answers with {ends.names[0]!r}, which is no end for the teacher; "
-            "answers may be taught to go on after it"
+            f"{key}: the policy's template ends answers with {stop_tokens.names[0]!r}, which is no end for the "
+            "teacher; answers may be taught to go on after it"
         )
     if render_chats(tokenizer, [[QUESTION]]) != render_chats(own, [[QUESTION]]):
         warnings.append(

@@ -1,8 +1,8 @@
 """Write what stands between two turns of the policy: token ids that only ever follow those of the conversation so far.
 
-Nothing that an engine wrote is tokenised again. *Turn glue* is what the chat template writes between the end token of
-an answer and the next place where the assistant speaks. It begins with a special token, with which no text before it
-merges.
+Nothing that an engine wrote is tokenised again. *Inter-turn tokens* is what the chat template writes between the end
+token of an answer and the next place where the assistant speaks. It begins with a special token, with which no text
+before it merges.
 """
 
 import re
@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.chat import TemplateRefusal, encode_chats, render_chats
-from megarl.data.ends import ANSWER, QUESTION, answer_form
-from megarl.data.marks import marks_of
 from megarl.data.pieces import encode_pieces
+from megarl.data.special_tokens import special_tokens_of
+from megarl.data.stop_tokens import ANSWER, QUESTION, answer_form
 from megarl.errors import ConfigError, DataError
 from megarl.texts.unicode import readable
 from megarl.types import Message
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 _REPLY = Message(role="user", content="Zq3 reply")
 
 
-class TurnGlue:
-    """The turn glue of one tokenizer's chat template.
+class InterTurnTokens:
+    """The inter-turn tokens of one tokenizer's chat template.
 
     It is the same whatever the conversation: it is taken from a chat of one fixed question and answer. A
-    template that drops or changes earlier turns, as some do with thoughts, therefore has no say in it: after turn glue
-    the policy reads its own earlier turns as it wrote them.
+    template that drops or changes earlier turns, as some do with thoughts, therefore has no say in it: after inter-turn
+    tokens the policy reads its own earlier turns as it wrote them.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Check the template with a user's reply; ConfigError if it writes no special token after an answer."""
         self._tokenizer, self._end = tokenizer, answer_form(tokenizer).end_id
-        self._marks = re.compile(r"(?!)")
+        self._special_tokens = re.compile(r"(?!)")
         before, after = self._around_end([QUESTION])
-        self._marks = marks_of(tokenizer, after)
+        self._special_tokens = special_tokens_of(tokenizer, after)
         first = encode_pieces(tokenizer, [before, after])[1][0]
         if first not in tokenizer.all_special_ids and first not in tokenizer.added_tokens_decoder:
             raise ConfigError(
@@ -54,7 +54,7 @@ class TurnGlue:
         """
         if not isinstance(message.content, str):
             raise TypeError(f"a reply's content is {type(message.content).__name__}, expected a text")
-        content = self._marks.sub(lambda found: f"{found[0][0]} {found[0][1:]}", readable(message.content))
+        content = self._special_tokens.sub(lambda found: f"{found[0][0]} {found[0][1:]}", readable(message.content))
         return replace(message, content=content)
 
     def between(self, replies: Sequence[Message], *, last_token: int) -> list[int]:
@@ -105,5 +105,5 @@ class TurnGlue:
                 "follows; conversations of several turns need a template that keeps all of them"
             )
         # Some templates pad answers with spaces.
-        glue = after.lstrip(" ")
-        return text.removesuffix(glue), glue
+        between = after.lstrip(" ")
+        return text.removesuffix(between), between

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megarl.data.chat import render_chats
-from megarl.data.ends import ANSWER, QUESTION
+from megarl.data.stop_tokens import ANSWER, QUESTION
 from megarl.data.tokenizer_files import read_tokenizer
 from megarl.errors import ConfigError, DataError
 

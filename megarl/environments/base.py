@@ -43,13 +43,13 @@ class Action:
 class Reply:
     """An environment's reply to a turn: messages for the policy to read, and whether the conversation ends here.
 
-    Messages are text, whatever they spell: the policy reads `< |im_end|>` for `<|im_end|>`, see `TurnGlue.plain`. They
-    follow the turn, or an earlier one with the number `after_turn`, which then has a further branch.
-    context: instead of `messages`, all that the policy reads next, from the first message on.
-    reward: the reward of the turn; of several tries, that of `after_turn`, or else of the last. rewards: those of any
-    turns so far, by their numbers; they add up with what these turns have. num_calls: the tools that the turn called.
-    details: further findings; numbers among them become metrics `environment/detail/…`, as means; later replies
-    override earlier ones of the same name.
+    Messages are text, whatever they spell: the policy reads `< |im_end|>` for `<|im_end|>`, see
+    `InterTurnTokens.plain`. They follow the turn, or an earlier one with the number `after_turn`, which then has a
+    further branch. context: instead of `messages`, all that the policy reads next, from the first message on. reward:
+    the reward of the turn; of several tries, that of `after_turn`, or else of the last. rewards: those of any turns so
+    far, by their numbers; they add up with what these turns have. num_calls: the tools that the turn called. details:
+    further findings; numbers among them become metrics `environment/detail/…`, as means; later replies override earlier
+    ones of the same name.
     """
 
     messages: tuple[Message, ...] = ()

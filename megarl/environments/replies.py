@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from megarl.config.environments import EnvironmentConfig
-from megarl.data.turns import TurnGlue
+from megarl.data.turns import InterTurnTokens
 from megarl.environments.base import open_environments
 from megarl.environments.tools import ToolEnvironment
 
@@ -19,7 +19,7 @@ def check_replies(cfg: EnvironmentConfig, names: Collection[str], tokenizer: "Pr
     """
     if not names:
         return
-    glue = TurnGlue(tokenizer)
+    inter_turn = InterTurnTokens(tokenizer)
     makers = open_environments(cfg, sorted(names)).values()
     if any(isinstance(maker.made_in_time(), ToolEnvironment) for maker in makers):
-        glue.require_reply(cfg.tool_role)
+        inter_turn.require_reply(cfg.tool_role)

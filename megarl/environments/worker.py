@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.config.environments import EnvironmentConfig
 from megarl.data.answers import response_decoder
 from megarl.data.chat import load_tokenizer
-from megarl.data.turns import TurnGlue
+from megarl.data.turns import InterTurnTokens
 from megarl.environments.base import MOST_REPLY_CHARS, Action, Environment, Reply, open_environments
 from megarl.environments.calls import THREADS, LateError, attempt, causes_of, describe, is_exhaustion, late_calls
 from megarl.host.clock import awake_s
@@ -148,7 +148,7 @@ class EnvironmentWorker:
         self._config, self._max_prompt_tokens = spec.config, spec.max_prompt_tokens
         self._makers = open_environments(spec.config, spec.names)
         tokenizer = tokenizer or load_tokenizer(spec.model_path, arguments=spec.chat_template)
-        self._glue, self._decode = TurnGlue(tokenizer), response_decoder(tokenizer)
+        self._inter_turn, self._decode = InterTurnTokens(tokenizer), response_decoder(tokenizer)
         self._live: dict[int, _Conversation] = {}
         self._num_exhausted = 0
 
@@ -168,10 +168,10 @@ class EnvironmentWorker:
                 if await environment.resume(request.prompt, actions):
                     live.recall([ids[-1] for ids in request.turns], [each.text for each in actions], request.chat)
                     return EpisodeReply(**self._next_turn(environment))
-            opening = [self._glue.plain(each) for each in _short(await environment.start(request.prompt))]
+            opening = [self._inter_turn.plain(each) for each in _short(await environment.start(request.prompt))]
             if opening:
                 live.hear(opening if environment.owns_prompt else [*live.chat, *opening], None)
-            ids = self._glue.opening(live.chat, environment.tools) if opening else []
+            ids = self._inter_turn.opening(live.chat, environment.tools) if opening else []
             if self._max_prompt_tokens is not None and len(ids) > self._max_prompt_tokens:
                 most = f"data.max_prompt_tokens is {self._max_prompt_tokens}"
                 raise ValueError(f"the opening makes a prompt of {len(ids)} tokens, {most}")
@@ -228,10 +228,10 @@ class EnvironmentWorker:
         """Return the tokens that the policy reads after a turn or its tries, and where they stand."""
         if not said.messages and not said.context:
             raise ValueError("the reply has no messages, and does not end the conversation; set done=True")
-        role, glue, tools = self._config.tool_role, self._glue, live.environment.tools
+        role, inter_turn, tools = self._config.tool_role, self._inter_turn, live.environment.tools
         messages = [replace(m, role=role) if m.role == "tool" else m for m in _short(said.context or said.messages)]
         # The policy's own turns spell no special token.
-        plain = [each if each.role == "assistant" else glue.plain(each) for each in messages]
+        plain = [each if each.role == "assistant" else inter_turn.plain(each) for each in messages]
         after = said.after_turn
         if after is None and len(actions) == 1 and not said.context:
             after = actions[0].turn
@@ -239,15 +239,17 @@ class EnvironmentWorker:
             raise ValueError(f"after_turn is {after}, expected a turn so far: {sorted(live.turns)}")
         if said.context:
             live.hear(plain, None)
-            return EpisodeReply(token_ids=tuple(glue.opening(plain, tools)), is_context=True, after_turn=after)
+            return EpisodeReply(token_ids=tuple(inter_turn.opening(plain, tools)), is_context=True, after_turn=after)
         assert after is not None, "messages follow a turn"
         last_token, chat = live.turns[after]
         live.hear(plain, after)
         if self._config.history == "rendered":
-            read = glue.text(chat[:-1], tools) + chat[-1].content
-            if not glue.text(live.chat, tools).startswith(read):
-                return EpisodeReply(token_ids=tuple(glue.opening(live.chat, tools)), is_context=True, after_turn=after)
-        return EpisodeReply(token_ids=tuple(glue.between(messages, last_token=last_token)), after_turn=after)
+            read = inter_turn.text(chat[:-1], tools) + chat[-1].content
+            if not inter_turn.text(live.chat, tools).startswith(read):
+                return EpisodeReply(
+                    token_ids=tuple(inter_turn.opening(live.chat, tools)), is_context=True, after_turn=after
+                )
+        return EpisodeReply(token_ids=tuple(inter_turn.between(messages, last_token=last_token)), after_turn=after)
 
     async def close(self, key: int) -> None:
         """End a conversation; nothing that its environment does counts any more."""

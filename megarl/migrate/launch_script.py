@@ -46,7 +46,7 @@ class StartedCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class Execution:
     """One run of a script.
 
     is_first: with the first of two sets of numbers for what is not known. decisions: the places whose outcome was
@@ -66,24 +66,24 @@ class Followed:
     default. assumptions: what else the runs rest on.
     """
 
-    worlds: tuple[World, ...]
+    executions: tuple[Execution, ...]
     places: Mapping[str, str]
-    holes: Mapping[str, str]
+    unknowns: Mapping[str, str]
     unset: tuple[str, ...]
     assumptions: tuple[str, ...]
 
     def show(self, text: str) -> str:
         """Return a text of a run with the first numbers, in which names stand for these."""
-        return shown(text, self.holes)
+        return shown(text, self.unknowns)
 
     def unknown_in(self, text: str) -> list[str]:
         """Name what is not known in a text of a run with the first numbers."""
-        return [self.holes[number] for number in re.findall(r"\d+", text) if number in self.holes]
+        return [self.unknowns[number] for number in re.findall(r"\d+", text) if number in self.unknowns]
 
 
-def shown(text: str, holes: Mapping[str, str]) -> str:
+def shown(text: str, unknowns: Mapping[str, str]) -> str:
     """Return a text in which names stand for numbers."""
-    return re.sub(r"\d+", lambda match: holes.get(match[0], match[0]), text)
+    return re.sub(r"\d+", lambda match: unknowns.get(match[0], match[0]), text)
 
 
 def follow(
@@ -211,49 +211,51 @@ def _record_here(source: str, request: str) -> dict[str, Any]:
 
 
 def _followed(path: Path, answer: Mapping[str, Any], used: list[str], unset: list[str], absent: list[str]) -> Followed:
-    worlds = answer["worlds"]
-    first = worlds[0]
+    executions = answer["executions"]
+    first = executions[0]
     if found := re.search(r"line (\d+): (syntax error.*|unexpected EOF.*)", first["stderr"]):
         raise ConfigError(f"{path}: line {found[1]}: {found[2]}; bash -n {path} checks its syntax")
-    holes = {str(41000 + number): f"${name}" for number, name in enumerate(unset)}
-    for world in worlds:
-        for kind, _, line, _, *words in world["events"]:
+    unknowns = {str(41000 + number): f"${name}" for number, name in enumerate(unset)}
+    for execution in executions:
+        for kind, _, line, _, *words in execution["events"]:
             if kind == "run":
-                holes.setdefault(str(70000 + int(line)), f"$({words[0]})")
-    holes.setdefault("70000", "$(<file)")
-    assumptions = [f"There is no {shown(each, holes)}, as on this machine." for each in absent]
-    cases = [{(event[2], *event[4:]) for event in world["events"] if event[0] == "case"} for world in worlds[:2]]
+                unknowns.setdefault(str(70000 + int(line)), f"$({words[0]})")
+    unknowns.setdefault("70000", "$(<file)")
+    assumptions = [f"There is no {shown(each, unknowns)}, as on this machine." for each in absent]
+    cases = [
+        {(event[2], *event[4:]) for event in execution["events"] if event[0] == "case"} for execution in executions[:2]
+    ]
 
     assumptions += [
-        f"line {line}: case {shown(' '.join(words), holes)} takes the branch for any text."
+        f"line {line}: case {shown(' '.join(words), unknowns)} takes the branch for any text."
         for line, *words in cases[0] - cases[1]
     ]
     return Followed(
-        worlds=tuple(
-            World(
-                is_first=world["numbers"] == "first",
-                decisions=tuple(world["flips"]),
+        executions=tuple(
+            Execution(
+                is_first=execution["numbers"] == "first",
+                decisions=tuple(execution["flips"]),
                 commands=tuple(
                     StartedCommand(file=file, line=int(line), words=tuple(words))
-                    for kind, file, line, _, *words in world["events"]
+                    for kind, file, line, _, *words in execution["events"]
                     if kind == "run"
                 ),
-                status=world["status"],
-                ended=_ended(world),
+                status=execution["status"],
+                ended=_ended(execution),
             )
-            for world in worlds
+            for execution in executions
         ),
         places=answer["places"],
-        holes=holes,
+        unknowns=unknowns,
         unset=tuple(used),
         assumptions=tuple(assumptions),
     )
 
 
-def _ended(world: Mapping[str, Any]) -> str:
+def _ended(execution: Mapping[str, Any]) -> str:
     """Say where the script ended itself, or else the last error of bash if it failed."""
-    for event in world["events"]:
+    for event in execution["events"]:
         if event[0] == "exit":
             return f"line {event[2]}: exit {event[4]}"
-    errors = re.findall(r"line \d+: [^\n]+", world["stderr"])
-    return errors[-1] if world["status"] and errors else ""
+    errors = re.findall(r"line \d+: [^\n]+", execution["stderr"])
+    return errors[-1] if execution["status"] and errors else ""

@@ -12,7 +12,7 @@ from typing import Any
 from megarl.errors import ConfigError
 from megarl.migrate.aliases import RENAMED, RENAMED_AS_HERE
 from megarl.migrate.hydra_values import option_value
-from megarl.migrate.launch_script import Followed, World, follow
+from megarl.migrate.launch_script import Execution, Followed, follow
 
 # By the word that starts a run, its framework; the first that matches counts.
 _LAUNCHERS: Mapping[str, str] = {
@@ -130,9 +130,9 @@ def read_script(path: Path, given: Sequence[str], command: int | None, *, run_an
     variables = {match[1]: match[2] for each in given if (match := _VARIABLE.fullmatch(each))}
     arguments = [each for each in given if not _VARIABLE.fullmatch(each)]
     followed = follow(path, variables=variables, arguments=arguments, run_anyway=run_anyway)
-    runs = [_Run(world=world, commands=_trainings(world)) for world in followed.worlds]
-    # A world that fails before training is none of a run.
-    runs = [run for run in runs if run.commands or not run.world.status]
+    runs = [_Run(execution=execution, commands=_trainings(execution)) for execution in followed.executions]
+    # A execution that fails before training is none of a run.
+    runs = [run for run in runs if run.commands or not run.execution.status]
     sites = _sites(runs)
     if not sites:
         raise ConfigError(_nothing(path, followed, given))
@@ -148,7 +148,7 @@ def read_script(path: Path, given: Sequence[str], command: int | None, *, run_an
 class _Run:
     """A run of the script, and the commands in it that start training, each with its place and its words."""
 
-    world: World
+    execution: Execution
     commands: Sequence[tuple["_Site", tuple[str, ...]]]
 
 
@@ -156,10 +156,10 @@ class _Run:
 _Site = tuple[str, int, int]
 
 
-def _trainings(world: World) -> list[tuple[_Site, tuple[str, ...]]]:
+def _trainings(execution: Execution) -> list[tuple[_Site, tuple[str, ...]]]:
     """Return the commands of a run that start training; the same command again counts once."""
     found: dict[tuple[str, ...], _Site] = {}
-    for command in world.commands:
+    for command in execution.commands:
         if _launcher(command.words) and command.words not in found:
             number = sum(site[:2] == (command.file, command.line) for site in found.values())
             found[command.words] = (command.file, command.line, number)
@@ -172,7 +172,7 @@ def _sites(runs: Sequence[_Run]) -> list[_Site]:
 
 def _merged(runs: Sequence[_Run], site: _Site, followed: Followed, given: Sequence[str]) -> ScriptOptions:
     """Return the options on which all runs agree; the others are `Open`."""
-    found: list[tuple[World, dict[str, Any]]] = []
+    found: list[tuple[Execution, dict[str, Any]]] = []
     framework, unreadable = "", dict[str, str]()
     for run in runs:
         words = dict(run.commands).get(site)
@@ -182,30 +182,30 @@ def _merged(runs: Sequence[_Run], site: _Site, followed: Followed, given: Sequen
         options = dict[str, Any]()
         for name, value in (_flags if framework == "OpenRLHF" else _overrides)(words[start:]):
             options[option_name(name, framework)] = value
-        found.append((run.world, options))
+        found.append((run.execution, options))
     merged = dict[str, Any]()
-    others = {name for world, options in found if not world.is_first for name in options}
-    for name in dict.fromkeys(name for world, options in found if world.is_first for name in options):
+    others = {name for execution, options in found if not execution.is_first for name in options}
+    for name in dict.fromkeys(name for execution, options in found if execution.is_first for name in options):
         if name not in others and (unknown := followed.unknown_in(name)):
             unreadable[followed.show(name)] = f"{unknown[0]} is not known; it may set any option"
             continue
-        values = [(world, options.get(name, _NOT_GIVEN)) for world, options in found]
+        values = [(execution, options.get(name, _NOT_GIVEN)) for execution, options in found]
         first = values[0][1]
         if all(repr(value) == repr(first) for _, value in values):
             merged[name] = first
         else:
             merged[name] = _open(values, followed)
     assumed = [_circumstances(followed, given), *followed.assumptions]
-    without = [run.world for run in runs if site not in dict(run.commands)]
+    without = [run.execution for run in runs if site not in dict(run.commands)]
     if without:
-        starts = [(world, True) for world, _ in found] + [(world, False) for world in without]
+        starts = [(execution, True) for execution, _ in found] + [(execution, False) for execution in without]
         assumed.append(f"The training starts at all: {_open(starts, followed).why}.")
     orphans = {
         " ".join(
             command.words
         ): f"line {command.line} runs it as a command of its own, so the training does not get it; "
         "the line before ends in no backslash, or is a comment"
-        for command in followed.worlds[0].commands
+        for command in followed.executions[0].commands
         if _ORPHAN.fullmatch(command.words[0])
     }
     return ScriptOptions(
@@ -216,9 +216,9 @@ def _merged(runs: Sequence[_Run], site: _Site, followed: Followed, given: Sequen
 _NOT_GIVEN = Open("(not given)", "")
 
 
-def _open(values: Sequence[tuple[World, Any]], followed: Followed) -> Open:
+def _open(values: Sequence[tuple[Execution, Any]], followed: Followed) -> Open:
     """Return the option whose value differs between runs, with what it depends on."""
-    texts = {world.decisions: _shown(value) for world, value in values if world.is_first}
+    texts = {execution.decisions: _shown(value) for execution, value in values if execution.is_first}
     unknown = [name for text in texts.values() for name in followed.unknown_in(text)]
     # Each run turns one more decision than another one.
     turned = [at[-1] for at, text in texts.items() if at and text != texts.get(at[:-1], text)]
@@ -246,9 +246,9 @@ def _circumstances(followed: "Followed", given: Sequence[str]) -> str:
 
 def _nothing(path: Path, followed: "Followed", given: Sequence[str]) -> str:
     """Say why no command starts training."""
-    if any(_is_slime(command.words) for command in followed.worlds[0].commands):
+    if any(_is_slime(command.words) for command in followed.executions[0].commands):
         return f"{path}: starts slime or vime, which is not read; give a script of verl, OpenRLHF or LUFFY"
-    ended = next((world.ended for world in followed.worlds if world.ended), "")
+    ended = next((execution.ended for execution in followed.executions if execution.ended), "")
     if ended:
         return (
             f"{path}: no command that starts training is reached: {ended}. {_circumstances(followed, given)} Give what "

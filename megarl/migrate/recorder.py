@@ -160,7 +160,7 @@ class Recorder:
 
     def explore(self) -> dict[str, Any]:
         """Run the script for both outcomes of each place whose outcome the script does not decide itself."""
-        worlds: list[dict[str, Any]] = []
+        executions: list[dict[str, Any]] = []
         known: dict[str, str] = {}
         pending: list[tuple[str, ...]] = [()]
         while pending:
@@ -168,11 +168,11 @@ class Recorder:
             pair = [self.run(numbers, flips) for numbers in _NUMBERS]
             if wanted := self._wanted(pair):
                 return {"wanted": wanted}
-            worlds += pair
+            executions += pair
             new = {key: text for key, text in _undecided(*pair).items() if key not in known}
             known |= new
             pending += [(*flips, key) for key in new]
-        return {"worlds": worlds, "places": known}
+        return {"executions": executions, "places": known}
 
     def _wanted(self, pair: list[dict[str, Any]]) -> list[str]:
         """Return the names and paths that the script asked for and nobody has told of yet."""
@@ -187,7 +187,7 @@ class Recorder:
 
 def _undecided(first: dict[str, Any], second: dict[str, Any]) -> dict[str, str]:
     """Return the places of stubs, and of conditions on files or on what differs between runs, each with its text."""
-    seen = [[event for event in world["events"] if event[0] == "if"] for world in (first, second)]
+    seen = [[event for event in execution["events"] if event[0] == "if"] for execution in (first, second)]
     values = [
         {key: [event[5:] for event in events if event[3] == key] for key in {e[3] for e in events}} for events in seen
     ]
@@ -200,7 +200,7 @@ def _undecided(first: dict[str, Any], second: dict[str, Any]) -> dict[str, str]:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Return `worlds` (the runs) and `places` (texts of what was flipped), or what else is `wanted`, or an `error`.
+    """Return `executions` (the runs) and `places` (texts of what was flipped), or what else is `wanted`, or an `error`.
 
     The request: `bash`, `stubs`, `script` (its path), `files` (texts by path), `absent` (paths that are not there),
     `arguments`, `variables`, `unset` (names of variables), `given`, `directory`, `seconds`, `max_runs`, `may_write`.

@@ -85,7 +85,7 @@ class _Losses:
 
     def gradients(self, pack: Pack, indices: Sequence[int]) -> LossGradients:
         """Return what computes the gradients of a token-local loss from a micro-batch's outputs."""
-        # The batch is built only when a head asks for it; on other stages and in other regimes none does.
+        # The batch is built only when a head asks for it; on other stages and in other memory modes none does.
         batch = functools.cache(lambda: row_batch([self.rows[i] for i in indices], device=self.device))
         return lambda *outputs: _loss_gradients(self.request, batch(), pack, outputs)
 

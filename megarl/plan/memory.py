@@ -27,7 +27,7 @@ with full recompute of n of a chunk's L layers, or of units of u layers
                  width)/tp; moe_act b·T·e·(width)/tp; layernorm b·T·h/s for the norm before experts, and as much with
                  latent attention; mla_up_proj b·T·(2q + 3k)/tp; core_attn nothing
     head         b·c·V/tp + b·T·h
-                 c rows of logits (all T where the regime keeps them for backward), and the hidden states that
+                 c rows of logits (all T where the memory mode keeps them for backward), and the hidden states that
                  the head reads, which their gradients overwrite; those of the output weight are summed where the others
                  are, or, without grad_reduce_in_fp32, apart in float32 (4·h·V/tp more)
     checkpoint   on the hosts of a parameter's D replicas, until it is written: b·P on the first, 12·P / D on each:
@@ -50,7 +50,7 @@ from math import ceil
 
 from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import HeadConfig, LayoutConfig, OptimizerConfig
-from megarl.parallel.head.regime import Regime, automatic_chunk, choose_regime
+from megarl.parallel.head.memory_mode import HeadMemoryMode, automatic_chunk, choose_memory_mode
 from megarl.weights.families import Dims
 from megarl.weights.shards import num_stage_layers, padded_vocab
 
@@ -196,11 +196,13 @@ def head_bytes(
     chunk = head.chunk_tokens or automatic_chunk(num_tokens, hidden=dims.hidden, num_logits=rows, itemsize=dtype_bytes)
     chunk = min(chunk, num_tokens // 2) * 2 if paired else min(chunk, num_tokens)
     logits = dtype_bytes * chunk * rows
-    # `token_local` only decides between two regimes that take the same memory, so either value does.
-    regime = choose_regime(head.regime, logits_bytes=kept, memory_bytes=head.memory_mib << 20, token_local=False)
+    # `token_local` only decides between two memory modes that take the same memory, so either value does.
+    memory_mode = choose_memory_mode(
+        head.regime, logits_bytes=kept, memory_bytes=head.memory_mib << 20, token_local=False
+    )
     hidden_rows = dtype_bytes * num_tokens * dims.hidden
     apart = GRADIENT_BYTES * rows * dims.hidden if sums_apart else 0
-    return (kept if backward and regime is Regime.KEEP else logits) + hidden_rows + apart
+    return (kept if backward and memory_mode is HeadMemoryMode.KEEP else logits) + hidden_rows + apart
 
 
 def kv_bytes_per_token(dims: Dims, *, tp: int, layers: Collection[int], row_tokens: int, dtype_bytes: int) -> int:

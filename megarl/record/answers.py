@@ -174,7 +174,7 @@ def _result(
     counts = [(len(group), sum(answer.correct for answer in group)) for group in by_prompt.values()]
     shares = [correct / total for total, correct in counts]
     greedy = [float(answer.correct) for answer in answers if answer.greedy]
-    talks = [answer for answer in sampled if answer.turns]
+    conversations = [answer for answer in sampled if answer.turns]
     return SourceResult(
         data=data,
         data_source=source,
@@ -188,8 +188,10 @@ def _result(
         reward=_mean([answer.reward for answer in sampled]),
         response_tokens=_mean([float(answer.num_response_tokens) for answer in sampled]),
         truncated_frac=_mean([float(answer.finish_reason == FinishReason.LENGTH) for answer in sampled]),
-        turns=_mean([1.0 + sum(turn.is_read for turn in answer.turns) for answer in talks]) if talks else None,
-        tool_calls=_mean([float(answer.num_calls) for answer in talks]) if talks else None,
+        turns=_mean([1.0 + sum(turn.is_read for turn in answer.turns) for answer in conversations])
+        if conversations
+        else None,
+        tool_calls=_mean([float(answer.num_calls) for answer in conversations]) if conversations else None,
         num_unjudged=num_unjudged,
     )
 

@@ -13,7 +13,7 @@ _EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Raw:
+class UntransformedRewards:
     """The rewards that one part of a mixture gave, before its transform: `values` of the rows it judged, and their
     `groups`.
     """
@@ -31,55 +31,55 @@ class Summand:
     clip: tuple[float, float] | None = None
 
 
-Transform = Callable[[Raw, Summand], list[float]]
+Transform = Callable[[UntransformedRewards, Summand], list[float]]
 TRANSFORMS: Registry[Transform] = Registry("transform", key="rewards.hybrid.parts.NAME.transform")
 
 
 @TRANSFORMS.register("identity")
-def identity(raw: Raw, summand: Summand) -> list[float]:
+def identity(untransformed: UntransformedRewards, summand: Summand) -> list[float]:
     """Return the rewards r unchanged."""
-    return list(raw.values)
+    return list(untransformed.values)
 
 
 @TRANSFORMS.register("sigmoid")
-def sigmoid(raw: Raw, summand: Summand) -> list[float]:
+def sigmoid(untransformed: UntransformedRewards, summand: Summand) -> list[float]:
     """Return 1 / (1 + e^−r); for a reward model, that is the probability of preference over an answer of reward 0."""
     # e^|r| would overflow.
-    small = [math.exp(-abs(value)) for value in raw.values]
-    return [1 / (1 + s) if value >= 0 else s / (1 + s) for value, s in zip(raw.values, small, strict=True)]
+    small = [math.exp(-abs(value)) for value in untransformed.values]
+    return [1 / (1 + s) if value >= 0 else s / (1 + s) for value, s in zip(untransformed.values, small, strict=True)]
 
 
 @TRANSFORMS.register("clip")
-def clip(raw: Raw, summand: Summand) -> list[float]:
+def clip(untransformed: UntransformedRewards, summand: Summand) -> list[float]:
     """Return the rewards clamped to the bounds of the summand, min(max(r, low), high)."""
     assert summand.clip is not None, "the configuration was checked"
     low, high = summand.clip
-    return [min(max(value, low), high) for value in raw.values]
+    return [min(max(value, low), high) for value in untransformed.values]
 
 
 @TRANSFORMS.register("batch_zscore")
-def batch_zscore(raw: Raw, summand: Summand) -> list[float]:
+def batch_zscore(untransformed: UntransformedRewards, summand: Summand) -> list[float]:
     """Return (r − mean) / (std + 1e-6) over all rows that this judge rewarded, with n − 1 in the std; 0 for a single
     row.
     """
-    return group_zscore(replace(raw, groups=[None] * len(raw.values)), summand)
+    return group_zscore(replace(untransformed, groups=[None] * len(untransformed.values)), summand)
 
 
 @TRANSFORMS.register("group_zscore")
-def group_zscore(raw: Raw, summand: Summand) -> list[float]:
-    """Return z-scores of the raw rewards, as `batch_zscore` does, but over the rows of each group."""
+def group_zscore(untransformed: UntransformedRewards, summand: Summand) -> list[float]:
+    """Return z-scores of the untransformed rewards, as `batch_zscore` does, but over the rows of each group."""
     rows: dict[Hashable, list[int]] = defaultdict(list)
-    for row, group in enumerate(raw.groups):
+    for row, group in enumerate(untransformed.groups):
         rows[group].append(row)
-    scores = [0.0] * len(raw.values)
+    scores = [0.0] * len(untransformed.values)
     for members in rows.values():
         n = len(members)
         if n < 2:
             continue
-        mean = math.fsum(raw.values[row] for row in members) / n
-        std = math.sqrt(math.fsum((raw.values[row] - mean) ** 2 for row in members) / (n - 1))
+        mean = math.fsum(untransformed.values[row] for row in members) / n
+        std = math.sqrt(math.fsum((untransformed.values[row] - mean) ** 2 for row in members) / (n - 1))
         for row in members:
-            scores[row] = (raw.values[row] - mean) / (std + _EPS)
+            scores[row] = (untransformed.values[row] - mean) / (std + _EPS)
     return scores
 
 
@@ -90,7 +90,7 @@ def mix(
     total: dict[int, float] = defaultdict(float)
     for name, judged in rewards.items():
         summand, rows = summands[name], list(judged)
-        raw = Raw(values=[judged[row] for row in rows], groups=[groups[row] for row in rows])
-        for row, value in zip(rows, TRANSFORMS.get(summand.transform)(raw, summand), strict=True):
+        untransformed = UntransformedRewards(values=[judged[row] for row in rows], groups=[groups[row] for row in rows])
+        for row, value in zip(rows, TRANSFORMS.get(summand.transform)(untransformed, summand), strict=True):
             total[row] += summand.weight * value
     return dict(total)

@@ -85,7 +85,7 @@ class SessionInputs:
     ) -> SamplingPlan:
         """Return how a call samples: as the run's settings say, but for what the call changes."""
         rollout = self.config.rollout
-        sampling = rollout.sampling(self.answers.ends.stop_token_ids)
+        sampling = rollout.sampling(self.answers.stop_tokens.stop_token_ids)
         limit = rollout.max_response_tokens if max_tokens is None else max_tokens
         if not 1 <= limit <= rollout.max_response_tokens:
             raise ConfigError(

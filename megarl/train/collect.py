@@ -18,8 +18,8 @@ from megarl.algos.advantages import estimator_of
 from megarl.algos.filters import filter_scores
 from megarl.cluster import offloading
 from megarl.config.schema import Config
-from megarl.data.ends import AnswerEnds
 from megarl.data.prompts import PromptDataset
+from megarl.data.stop_tokens import StopTokens
 from megarl.errors import RunError
 from megarl.host import loop
 from megarl.host.signals import last_stop_signal
@@ -69,8 +69,8 @@ class Rollouts:
     """The stages of a step that admit prompts, sample and judge them, and take `trainer.prompts_per_step` groups.
 
     scheduler: decides when prompts are admitted and which groups are taken. prompts: indexed by what `queue` yields.
-    ends: those of responses. record_file: returns the file that takes a step's rollout if `rollout.record` is set.
-    enter: called with the phase before each generation, so that the engines are on their devices.
+    stop_tokens: those of responses. record_file: returns the file that takes a step's rollout if `rollout.record` is
+    set. enter: called with the phase before each generation, so that the engines are on their devices.
     """
 
     config: Config
@@ -79,7 +79,7 @@ class Rollouts:
     prompts: Sequence[Prompt] | PromptDataset
     source: RolloutSource
     rewards: RewardManager
-    ends: AnswerEnds
+    stop_tokens: StopTokens
     record_file: Callable[[int], Path]
     enter: Callable[[offloading.Phase], None]
     timers: Timers
@@ -248,12 +248,12 @@ class Rollouts:
             step=step,
             num_samples=rollout.num_samples,
             run_seed=self.config.run.seed,
-            end_token_ids=self.ends.token_ids,
+            end_token_ids=self.stop_tokens.token_ids,
         )
         return SamplingPlan(
             step=step,
             num_samples=rollout.num_samples + has_greedy,
-            sampling=rollout.sampling(self.ends.stop_token_ids),
+            sampling=rollout.sampling(self.stop_tokens.stop_token_ids),
             max_response_tokens=rollout.max_response_tokens,
             run_seed=self.config.run.seed,
             prefixes=prefixes,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.data.ends import answer_form, declared_ends
+from megarl.data.stop_tokens import answer_form, declared_stop_tokens
 from megarl.data.tokenizer_files import read_tokenizer
 from megarl.errors import WeightSyncError
 from megarl.host.reading import read_object
@@ -114,7 +114,7 @@ def name_end_of_answers(directory: Path) -> None:
         return
     tokenizer = read_tokenizer(directory, "model.path")
     end = answer_form(tokenizer).end_id if tokenizer.chat_template else None
-    declared, file = declared_ends(directory), directory / "generation_config.json"
+    declared, file = declared_stop_tokens(directory), directory / "generation_config.json"
     if end is not None and end not in declared:
         known = read_object(file) if file.is_file() else {}
         write_config(file, {**known, "eos_token_id": [end, *declared]})

@@ -206,7 +206,7 @@ class Trainer:
             is_judged=is_judged,
             read=lambda sample: self.rollouts.rewards.decode(sample.last_turn_ids.tolist()),
             of_cut=lambda frac: cut_warning(
-                frac, self.inputs.config.rollout.max_response_tokens, self.inputs.answers.ends.names
+                frac, self.inputs.config.rollout.max_response_tokens, self.inputs.answers.stop_tokens.names
             ),
         ):
             progress.note(warning)

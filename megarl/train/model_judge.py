@@ -34,7 +34,7 @@ class ConversationEncoder:
         alike = own.get_vocab() == policy.get_vocab() and own.chat_template == policy.chat_template
         answers = answers or Answers(policy)
         ending = answers.ending if alike and own.eos_token_id == policy.eos_token_id else None
-        self._are_at_end_of = answers.ends.are_at_end_of
+        self._are_at_end_of = answers.stop_tokens.are_at_end_of
         self._ending = None if ending is None else np.asarray(ending, dtype=np.int32)
 
     @property

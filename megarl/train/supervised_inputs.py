@@ -14,9 +14,9 @@ from megarl.config.schema import Config, SftConfig, TrainPreferenceConfig, Train
 from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer
 from megarl.data.demonstrations import SftDataset
-from megarl.data.marks import SpelledMarks
 from megarl.data.preferences import PreferenceDataset, ResponsePairDataset
 from megarl.data.sampler import require_batch
+from megarl.data.special_tokens import SpelledSpecialTokens
 from megarl.data.vocabulary import Vocabulary
 from megarl.errors import DataError
 from megarl.train.inputs import check_role_models, open_model
@@ -33,7 +33,7 @@ class Examples(Protocol):
     """
 
     num_dropped: int
-    spelled: SpelledMarks
+    spelled: SpelledSpecialTokens
 
     def __len__(self) -> int:
         """Return the number of examples."""

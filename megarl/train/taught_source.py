@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from megarl.algos.prefixes import keeps_demonstration, prefix_ratios
 from megarl.config.schema import Config
-from megarl.data.ends import AnswerEnds
+from megarl.data.stop_tokens import StopTokens
 from megarl.rollout.prefixes import plan_prefixes
 from megarl.rollout.source import Doing, Group, RolloutSource, generating
 from megarl.seeds import sample_seed
@@ -25,7 +25,7 @@ class TaughtSource:
     config: Config
     live: RolloutSource
     writer_of: Callable[[Prompt], TeacherWriter]
-    ends: AnswerEnds
+    stop_tokens: StopTokens
 
     async def sample(self, group: Group) -> None:
         """Have the teacher write, unless all samples that start with a demonstration are under way, and sample."""
@@ -41,7 +41,7 @@ class TaughtSource:
                 # No sample of the policy has this seed.
                 seed=sample_seed(plan.run_seed, plan.step, uid, -1),
             )
-            is_cut = not self.ends.are_at_end_of(ids)
+            is_cut = not self.stop_tokens.are_at_end_of(ids)
             group.prompt = replace(group.prompt, demonstration_ids=() if is_cut and cfg.on_long == "drop" else ids)
             prefixes = plan_prefixes(
                 [group.prompt],
@@ -49,7 +49,7 @@ class TaughtSource:
                 step=plan.step,
                 num_samples=count,
                 run_seed=plan.run_seed,
-                end_token_ids=self.ends.token_ids,
+                end_token_ids=self.stop_tokens.token_ids,
             )
             group.plan = replace(plan, prefixes={**plan.prefixes, **prefixes})
         await self.live.sample(group)

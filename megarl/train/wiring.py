@@ -66,7 +66,7 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         prompts=inputs.train,
         source=source,
         rewards=rewards,
-        ends=inputs.answers.ends,
+        stop_tokens=inputs.answers.stop_tokens,
         record_file=recorder.owned(partial(record_path, paths.records)),
         enter=memory.enter,
         timers=timers,
@@ -131,7 +131,7 @@ def _open_validator(
         config=inputs.config,
         data=inputs.val,
         tokenizer=inputs.tokenizer,
-        stop_token_ids=inputs.answers.ends.stop_token_ids,
+        stop_token_ids=inputs.answers.stop_tokens.stop_token_ids,
         source=source,
         rewards=rewards,
         answers=recorder.owned(recorder.paths.validation),
@@ -162,13 +162,13 @@ def _open_source(config: Config, supervisor: EngineSupervisor, live: VllmSource)
 
 def _taught(inputs: TrainInputs, live: RolloutSource) -> TaughtSource:
     """Return a source that samples with the teachers of a run, whose servers write demonstrations."""
-    config, ends = inputs.config, inputs.answers.ends
+    config, stop_tokens = inputs.config, inputs.answers.stop_tokens
     writers = {
         key: TeacherWriter(
             each,
             key=key,
-            sampling=config.rollout.sampling(ends.stop_token_ids),
-            end_ids=ends.token_ids,
+            sampling=config.rollout.sampling(stop_tokens.stop_token_ids),
+            end_ids=stop_tokens.token_ids,
             num_common=inputs.common_tokens,
         )
         for key, each in teachers_of(config).items()
@@ -177,7 +177,7 @@ def _taught(inputs: TrainInputs, live: RolloutSource) -> TaughtSource:
         config=config,
         live=live,
         writer_of=lambda prompt: writers[teacher_of(config, prompt.data_source, prompt.environment)],
-        ends=ends,
+        stop_tokens=stop_tokens,
     )
 
 
@@ -247,7 +247,7 @@ def _completions(
         inputs.tokenizer,
         cfg.sampling,
         max_tokens=rollout.engine.max_model_tokens or inputs.spec.max_positions,
-        stop_token_ids=inputs.answers.ends.declared,
+        stop_token_ids=inputs.answers.stop_tokens.declared,
         run_seed=inputs.config.run.seed,
         timeout_s=rollout.timeout_s,
         enter=memory.enter,

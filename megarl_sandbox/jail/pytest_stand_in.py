@@ -73,7 +73,7 @@ class approx:  # noqa: N801 - pytest's name
         return bool(math.isfinite(difference) and difference <= max(self._relative * abs(expected), self._absolute))
 
 
-class _Marks:
+class _PytestMarks:
     """The decorators of `pytest.mark`."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -94,7 +94,7 @@ class _Marks:
         return mark
 
 
-mark = _Marks()
+mark = _PytestMarks()
 
 
 def param(*values: Any, **_: Any) -> Any:

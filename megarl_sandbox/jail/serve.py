@@ -14,7 +14,7 @@ from megarl_sandbox.jail.usual import USUAL
 from megarl_sandbox.jail.values import array, attributes_of, is_builtin_class, pack, unpack
 
 
-class Lent:
+class LentObject:
     """A function or iterator of the test code that was passed to the program."""
 
     def __init__(self, server: "Server", number: int) -> None:
@@ -23,7 +23,7 @@ class Lent:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._server.ask(self._number, "call", args, kwargs)
 
-    def __iter__(self) -> "Lent":
+    def __iter__(self) -> "LentObject":
         return self
 
     def __next__(self) -> Any:
@@ -75,7 +75,7 @@ class Server:
 
     def _describe(self, value: Any) -> list[Any]:
         """Write an object: by value if both sides have its class, else as a number under which it is kept."""
-        if isinstance(value, Lent):
+        if isinstance(value, LentObject):
             return ["lent", value._number]
         if value is NotImplemented:
             return ["not implemented"]
@@ -104,7 +104,7 @@ class Server:
                 return array(*words)
             case "builtin":
                 return getattr(builtins, words[0])
-        return Lent(self, words[0])
+        return LentObject(self, words[0])
 
     def names(self) -> list[str]:
         """Return the global names that the program itself defines."""

@@ -63,13 +63,15 @@ def update_costs(
     )
 
 
-@pytest.mark.parametrize("regime", ["in_chunk", pytest.param("keep", marks=pytest.mark.long), "recompute"])
-def test_frozen_weights_have_neither_gradients_nor_moments(rank_pool: GetPool, regime: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory_mode", ["in_chunk", pytest.param("keep", marks=pytest.mark.long), "recompute"])
+def test_frozen_weights_have_neither_gradients_nor_moments(
+    rank_pool: GetPool, memory_mode: str, tmp_path: Path
+) -> None:
     model = make_model(tmp_path / "model", "qwen2", tied=True)
     rows = with_advantages(random_rows([(5, 9), (4, 7)]))
     found = {}
     for lora in (None, LoraConfig(rank=RANK)):
-        actor = ActorConfig(layout=LayoutConfig(), lora=lora, head=HeadConfig(regime=regime))  # type: ignore[arg-type]
+        actor = ActorConfig(layout=LayoutConfig(), lora=lora, head=HeadConfig(regime=memory_mode))  # type: ignore[arg-type]
         config = ModelConfig(path=str(model), dtype="float32", vocab_multiple=1)
         found[lora is None] = rank_pool(1).run(update_costs, actor, config, rows, update_request(rows))[0]
     full, adapters = found[True], found[False]

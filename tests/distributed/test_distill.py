@@ -141,20 +141,22 @@ EXACT_LAYOUTS = {
     **{name: LAYOUTS[name] for name in ("tp2-sp", "cp2", "pp2")},
 }
 EXACT_CASES = [
-    pytest.param(name, regime, id=f"{name} {regime}", marks=() if (name, regime) == QUICK else pytest.mark.long)
+    pytest.param(
+        name, memory_mode, id=f"{name} {memory_mode}", marks=() if (name, memory_mode) == QUICK else pytest.mark.long
+    )
     for name in EXACT_LAYOUTS
-    for regime in ("recompute", "keep", "in_chunk")
+    for memory_mode in ("recompute", "keep", "in_chunk")
 ]
 
 
-@pytest.mark.parametrize(("name", "regime"), EXACT_CASES)
+@pytest.mark.parametrize(("name", "memory_mode"), EXACT_CASES)
 def test_divergences_over_the_vocabulary_have_the_gradients_of_float64(
-    rank_pool: Pools, checkpoint: Callable[..., Path], teacher: Path, name: str, regime: str
+    rank_pool: Pools, checkpoint: Callable[..., Path], teacher: Path, name: str, memory_mode: str
 ) -> None:
     layout, student = EXACT_LAYOUTS[name], checkpoint(tied=False)
     rows, pool = taught_rows(), rank_pool(layout.world_size)
     actor, teaching = roles_of(student, teacher, layout)
-    head = HeadConfig(regime=regime, chunk_tokens=5)  # type: ignore[arg-type]
+    head = HeadConfig(regime=memory_mode, chunk_tokens=5)  # type: ignore[arg-type]
     actor = replace(actor, settings=replace(actor.settings, head=head))
     case = DistillCase(
         roles=(actor, teaching),
@@ -233,8 +235,8 @@ def asks_hinted(rows: Sequence[Row], role: Role) -> list[UpdateRequest]:
 
 
 HINTED_CASES = [
-    pytest.param(name, regime, role, id=f"{name} {regime} {role}", marks=marks)
-    for name, regime, role, marks in (
+    pytest.param(name, memory_mode, role, id=f"{name} {memory_mode} {role}", marks=marks)
+    for name, memory_mode, role, marks in (
         (*QUICK, Role.ACTOR, ()),
         ("tp2", "keep", Role.TEACHER, pytest.mark.long),
         ("tp2-sp", "recompute", Role.TEACHER, pytest.mark.long),
@@ -247,14 +249,14 @@ HINTED_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "regime", "role"), HINTED_CASES)
+@pytest.mark.parametrize(("name", "memory_mode", "role"), HINTED_CASES)
 def test_a_teacher_that_reads_other_prompts_has_the_gradients_of_float64(
-    rank_pool: Pools, checkpoint: Callable[..., Path], teacher: Path, name: str, regime: str, role: Role
+    rank_pool: Pools, checkpoint: Callable[..., Path], teacher: Path, name: str, memory_mode: str, role: Role
 ) -> None:
     layout, student = {**LAYOUTS, **EXACT_LAYOUTS}[name], checkpoint(tied=False)
     rows, pool = hinted(taught_rows()), rank_pool(layout.world_size)
     actor, teaching = roles_of(student, teacher, layout)
-    head = HeadConfig(regime=regime, chunk_tokens=5)  # type: ignore[arg-type]
+    head = HeadConfig(regime=memory_mode, chunk_tokens=5)  # type: ignore[arg-type]
     actor = replace(actor, settings=replace(actor.settings, head=head))
     case = DistillCase(
         roles=(actor,) if role is Role.ACTOR else (actor, teaching),

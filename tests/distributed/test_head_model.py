@@ -1,4 +1,4 @@
-"""An update of a model is the same in each regime of the log-prob head, and the one that plain torch computes."""
+"""An update of a model is the same in each memory mode of the log-prob head, and the one that plain torch computes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,12 +39,12 @@ Dtype: TypeAlias = Literal["float32", "bfloat16"]
 
 # Two chunks and more in each micro-batch.
 CHUNK_TOKENS = 7
-# Every regime by name, and what `auto` takes of them without memory for logits.
+# Every memory mode by name, and what `auto` takes of them without memory for logits.
 SETTINGS = {
-    **{regime: HeadConfig(regime=regime, chunk_tokens=CHUNK_TOKENS) for regime in REGIMES},
+    **{memory_mode: HeadConfig(regime=memory_mode, chunk_tokens=CHUNK_TOKENS) for memory_mode in REGIMES},
     "auto": HeadConfig(memory_mib=0, chunk_tokens=CHUNK_TOKENS),
 }
-CHOSEN = {**{regime: regime for regime in REGIMES}, "auto": "in_chunk"}
+CHOSEN = {**{memory_mode: memory_mode for memory_mode in REGIMES}, "auto": "in_chunk"}
 
 TP2_SP = LayoutConfig(tp=2, sequence_parallel=True)
 CASES = {
@@ -154,7 +154,7 @@ def outcome_of(ranks: Sequence[HeadUpdate], num_rows: int) -> Outcome:
         metrics=dict(results[0].metrics),
         before=merge([result.before for result in results], num_rows),
         after=merge([each.quantities["logprobs"] for each in passes], num_rows),
-        regimes={regime for rank in ranks for regime in rank.regimes},
+        regimes={memory_mode for rank in ranks for memory_mode in rank.regimes},
     )
 
 
@@ -169,7 +169,7 @@ def assert_same_update(got: Outcome, expected: Expected) -> None:
 
 
 @pytest.mark.parametrize(("case", "algorithm"), PAIRS)
-def test_every_regime_is_the_same_update(
+def test_every_memory_mode_is_the_same_update(
     rank_pool: GetPool, expected: Callable[..., Expected], case: str, algorithm: str
 ) -> None:
     exact = expected(algorithm)
@@ -188,7 +188,7 @@ def test_every_regime_is_the_same_update(
     "case",
     [pytest.param(case, marks=pytest.mark.long) for case in ("tp1", "tp2-sp", "pp2", "cp2", "tp2-sp cp2")],
 )
-def test_every_regime_is_the_same_update_on_nuclei(
+def test_every_memory_mode_is_the_same_update_on_nuclei(
     rank_pool: GetPool, checkpoint: GetCheckpoint, tmp_path: Path, case: str
 ) -> None:
     """Response tokens that were sampled from two to 41 tokens, or from all; their old log-probs too."""
@@ -254,7 +254,7 @@ def distance(got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float
 def test_bfloat16(rank_pool: GetPool, expected: Callable[..., Expected]) -> None:
     """As near to float64 as transformers in bfloat16; the regimes see the same logits, and agree."""
     exact = expected(TIED_ALGORITHM, "bfloat16")
-    settings = [SETTINGS[regime] for regime in REGIMES]
+    settings = [SETTINGS[memory_mode] for memory_mode in REGIMES]
     outcomes = run_updates(rank_pool(2), exact.replay, CASES["tp2-sp"], settings, "bfloat16")
     error = distance(logprobs_of_transformers(exact.replay.path, exact.replay.rows), exact.step.before)
     print(f"transformers: {error:.2e}")

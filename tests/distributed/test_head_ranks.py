@@ -40,7 +40,7 @@ def joined(case: HeadCase, results: Sequence[HeadResult]) -> HeadResult:
 def assert_exact(pool: RankPool, cases: Sequence[HeadCase], *, atol: float = 1e-12) -> None:
     for case, got in zip(cases, run_heads(pool, cases), strict=True):
         expected = dense_token_loss(case.problem)
-        print(f"{case.regime}, {len(case.problem.labels)} rows: {case.row_counts}")
+        print(f"{case.memory_mode}, {len(case.problem.labels)} rows: {case.row_counts}")
         for name in ("logprobs", "entropy", "grad_hidden", "grad_weight"):
             assert_within(name, getattr(got, name), getattr(expected, name), atol=atol)
 
@@ -52,14 +52,14 @@ RANKS = [(2, 8), (2, 16), (4, 4)]
 ROW_COUNTS = {2: [None, (4, 3), (1, 6), (0, 7), (7, 0)], 4: [None, (2, 0, 4, 1), (0, 0, 0, 7)]}
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("memory_mode", REGIMES)
 @pytest.mark.parametrize(("num_ranks", "rows_per_rank"), RANKS)
-def test_values_and_gradients(rank_pool: GetPool, num_ranks: int, rows_per_rank: int, regime: str) -> None:
+def test_values_and_gradients(rank_pool: GetPool, num_ranks: int, rows_per_rank: int, memory_mode: str) -> None:
     cases = [
         HeadCase(
             problem=head_problem(with_entropy=with_entropy),
             rows_per_rank=rows_per_rank,
-            regime=regime,
+            memory_mode=memory_mode,
             chunk_tokens=chunk_tokens,
             row_counts=row_counts,
         )
@@ -75,10 +75,10 @@ def test_nuclei_across_shards(rank_pool: GetPool) -> None:
         HeadCase(
             problem=nucleus_problem(with_entropy=with_entropy),
             rows_per_rank=rows_per_rank,
-            regime=regime,
+            memory_mode=memory_mode,
             row_counts=row_counts,
         )
-        for regime in REGIMES
+        for memory_mode in REGIMES
         for rows_per_rank, row_counts, with_entropy in ((8, None, True), (8, (4, 3), False), (16, (0, 7), True))
     ]
     assert_exact(rank_pool(2), cases)
@@ -107,7 +107,7 @@ def random_case(seed: int) -> HeadCase:
     return HeadCase(
         problem=problem,
         rows_per_rank=-(-vocab_size // 2) + integer(0, 3),
-        regime=REGIMES[integer(0, 2)],
+        memory_mode=REGIMES[integer(0, 2)],
         chunk_tokens=integer(1, 13),
         row_counts=(first, num_rows - first) if integer(0, 2) else None,
     )
@@ -118,46 +118,52 @@ def test_any_shape(rank_pool: GetPool) -> None:
     assert_exact(rank_pool(2), [random_case(seed) for seed in range(40)], atol=1e-10)
 
 
-@pytest.mark.parametrize("regime", REGIMES)
-def test_few_rows(rank_pool: GetPool, regime: str) -> None:
+@pytest.mark.parametrize("memory_mode", REGIMES)
+def test_few_rows(rank_pool: GetPool, memory_mode: str) -> None:
     cases = [
-        HeadCase(problem=head_problem(num_rows=num_rows), rows_per_rank=8, regime=regime, row_counts=row_counts)
+        HeadCase(
+            problem=head_problem(num_rows=num_rows), rows_per_rank=8, memory_mode=memory_mode, row_counts=row_counts
+        )
         for num_rows, counts in ((0, [None, (0, 0)]), (1, [None, (1, 0), (0, 1)]))
         for row_counts in counts
     ]
     assert_exact(rank_pool(2), cases)
 
 
-@pytest.mark.parametrize("regime", REGIMES)
-def test_float32(rank_pool: GetPool, regime: str) -> None:
+@pytest.mark.parametrize("memory_mode", REGIMES)
+def test_float32(rank_pool: GetPool, memory_mode: str) -> None:
     cases = [
-        HeadCase(problem=head_problem(dtype=torch.float32), rows_per_rank=8, regime=regime, row_counts=row_counts)
+        HeadCase(
+            problem=head_problem(dtype=torch.float32), rows_per_rank=8, memory_mode=memory_mode, row_counts=row_counts
+        )
         for row_counts in (None, (1, 6))
     ]
     assert_exact(rank_pool(2), cases, atol=1e-5)
 
 
-@pytest.mark.parametrize("regime", REGIMES)
-def test_all_logits_very_negative(rank_pool: GetPool, regime: str) -> None:
+@pytest.mark.parametrize("memory_mode", REGIMES)
+def test_all_logits_very_negative(rank_pool: GetPool, memory_mode: str) -> None:
     problem = head_problem()
     problem.hidden[:, 0] = 1e3
     problem.weight[:, 0] = -100.0
     cases = [
-        HeadCase(problem=problem, rows_per_rank=8, regime=regime, row_counts=row_counts)
+        HeadCase(problem=problem, rows_per_rank=8, memory_mode=memory_mode, row_counts=row_counts)
         for row_counts in (None, (5, 2))
     ]
     # Logits of 2e5 have float64 steps of 3e-11, and gradients multiply their errors by up to 1e3.
     assert_exact(rank_pool(2), cases, atol=1e-7)
 
 
-@pytest.mark.parametrize("regime", REGIMES)
-def test_bfloat16_inputs_keep_float32_statistics(rank_pool: GetPool, regime: str) -> None:
+@pytest.mark.parametrize("memory_mode", REGIMES)
+def test_bfloat16_inputs_keep_float32_statistics(rank_pool: GetPool, memory_mode: str) -> None:
     """Statistics are those of bfloat16 logits to float32; gradients are partial sums of bfloat16, added up in it."""
     problem = replace(head_problem(num_rows=12, vocab_size=2000, dtype=torch.bfloat16), temperature=torch.ones(12))
     log_p = (problem.hidden @ problem.weight.t()).double().log_softmax(-1)
     expected = dense_token_loss(problem)
     for row_counts in (None, (3, 9)):
-        case = HeadCase(problem=problem, rows_per_rank=1024, regime=regime, chunk_tokens=5, row_counts=row_counts)
+        case = HeadCase(
+            problem=problem, rows_per_rank=1024, memory_mode=memory_mode, chunk_tokens=5, row_counts=row_counts
+        )
         (got,) = run_heads(rank_pool(2), [case])
         assert got.logprobs.dtype == got.entropy.dtype == torch.float32
         assert got.grad_hidden.dtype == got.grad_weight.dtype == torch.bfloat16
@@ -179,11 +185,14 @@ def collectives(name: str, *rows: int, hidden_size: int = 6) -> list[Collective]
 
 
 def exchanged(
-    rank_pool: GetPool, regime: str, row_counts: tuple[int, ...] | None = None, *, num_ranks: int = 2
+    rank_pool: GetPool, memory_mode: str, row_counts: tuple[int, ...] | None = None, *, num_ranks: int = 2
 ) -> HeadCollectives:
     """Of seven float32 rows in chunks of three; all ranks exchange the same."""
     case = HeadCase(
-        problem=head_problem(dtype=torch.float32), rows_per_rank=16 // num_ranks, regime=regime, row_counts=row_counts
+        problem=head_problem(dtype=torch.float32),
+        rows_per_rank=16 // num_ranks,
+        memory_mode=memory_mode,
+        row_counts=row_counts,
     )
     seen = rank_pool(num_ranks).run(head_ranks.head_collectives, case, 4)
     assert all(other == seen[0] for other in seen)
@@ -192,9 +201,9 @@ def exchanged(
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("regime", ["recompute", "keep"])
-def test_one_all_gather_of_three_floats_a_row(rank_pool: GetPool, regime: str, num_ranks: int) -> None:
-    found = exchanged(rank_pool, regime, num_ranks=num_ranks)
+@pytest.mark.parametrize("memory_mode", ["recompute", "keep"])
+def test_one_all_gather_of_three_floats_a_row(rank_pool: GetPool, memory_mode: str, num_ranks: int) -> None:
+    found = exchanged(rank_pool, memory_mode, num_ranks=num_ranks)
     assert found.without_graph == [all_gather(7)]
     assert found.forward == [all_gather(7)]
     assert found.backward == collectives("allreduce_", 3, 3, 1)
@@ -211,16 +220,16 @@ def test_one_all_gather_a_chunk_of_a_loss_in_its_chunks(rank_pool: GetPool) -> N
     assert found.backward == []
 
 
-@pytest.mark.parametrize("regime", ["recompute", "keep"])
+@pytest.mark.parametrize("memory_mode", ["recompute", "keep"])
 @pytest.mark.parametrize(
     ("row_counts", "gathered", "reduced"),
     [((4, 3), [4, 3], [3, 1, 2, 1]), ((0, 7), [7], [3, 3, 1]), ((7, 0), [7], [3, 3, 1])],
 )
 def test_sequence_parallelism_adds_a_gather_of_kept_rows_and_its_reduction(
-    rank_pool: GetPool, row_counts: tuple[int, int], gathered: list[int], reduced: list[int], regime: str
+    rank_pool: GetPool, row_counts: tuple[int, int], gathered: list[int], reduced: list[int], memory_mode: str
 ) -> None:
     """As many elements as there are rows, however uneven."""
-    found = exchanged(rank_pool, regime, row_counts)
+    found = exchanged(rank_pool, memory_mode, row_counts)
     assert found.without_graph == found.forward == [*collectives("broadcast_", *gathered), all_gather(7)]
     assert found.backward == collectives("reduce_", *reduced)
 

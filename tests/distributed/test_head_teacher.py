@@ -24,7 +24,7 @@ def assert_taught(pool: RankPool, cases: Sequence[TaughtCase], *, atol: float = 
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
         results = [result for result, _ in ranks]
         expected, vocab_size = dense_taught(case.problem), case.problem.student.vocab_size
-        print(case.problem.divergence, case.regime, case.problem.common, case.problem.top_k, case.row_counts)
+        print(case.problem.divergence, case.memory_mode, case.problem.common, case.problem.top_k, case.row_counts)
         for name, value in expected.values.items():
             assert all(torch.equal(result.values[name], results[0].values[name]) for result in results)
             assert_within(name, results[0].values[name], value, atol=atol)
@@ -39,34 +39,34 @@ def assert_taught(pool: RankPool, cases: Sequence[TaughtCase], *, atol: float = 
     return found
 
 
-def spread(problem: TaughtProblem, regime: str) -> list[TaughtCase]:
+def spread(problem: TaughtProblem, memory_mode: str) -> list[TaughtCase]:
     """A problem of 11 tokens over two ranks: uneven shards, one of padding alone, and hidden states in parts."""
     return [
-        TaughtCase(problem=problem, rows_per_rank=8, regime=regime),
-        TaughtCase(problem=problem, rows_per_rank=16, regime=regime, row_counts=(4, 3)),
+        TaughtCase(problem=problem, rows_per_rank=8, memory_mode=memory_mode),
+        TaughtCase(problem=problem, rows_per_rank=16, memory_mode=memory_mode, row_counts=(4, 3)),
     ]
 
 
-def test_every_divergence_and_regime(rank_pool: GetPool) -> None:
+def test_every_divergence_and_memory_mode(rank_pool: GetPool) -> None:
     problems = [taught_problem(divergence=kind) for kind in Divergence]
-    assert_taught(rank_pool(2), [case for p in problems for regime in REGIMES for case in spread(p, regime)])
+    assert_taught(rank_pool(2), [case for p in problems for memory_mode in REGIMES for case in spread(p, memory_mode)])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("memory_mode", REGIMES)
 @pytest.mark.parametrize("kind", list(Divergence))
-def test_four_ranks_other_shapes_and_float32(rank_pool: GetPool, kind: Divergence, regime: str) -> None:
+def test_four_ranks_other_shapes_and_float32(rank_pool: GetPool, kind: Divergence, memory_mode: str) -> None:
     problem = taught_problem(divergence=kind)
     cases = [
-        TaughtCase(problem=problem, rows_per_rank=4, regime=regime, row_counts=counts)
+        TaughtCase(problem=problem, rows_per_rank=4, memory_mode=memory_mode, row_counts=counts)
         for counts in (None, (2, 0, 4, 1), (0, 0, 0, 7))
     ]
     assert_taught(rank_pool(4), cases)
     nucleus = taught_problem(divergence=kind, student=nucleus_problem())
-    cases = [*spread(nucleus, regime), *spread(taught_problem(num_rows=1, divergence=kind), regime)[:1]]
-    cases += [TaughtCase(problem=taught_problem(num_rows=0, divergence=kind), rows_per_rank=8, regime=regime)]
+    cases = [*spread(nucleus, memory_mode), *spread(taught_problem(num_rows=1, divergence=kind), memory_mode)[:1]]
+    cases += [TaughtCase(problem=taught_problem(num_rows=0, divergence=kind), rows_per_rank=8, memory_mode=memory_mode)]
     assert_taught(rank_pool(2), cases)
-    assert_taught(rank_pool(2), spread(problem.to(torch.float32), regime), atol=2e-5)
+    assert_taught(rank_pool(2), spread(problem.to(torch.float32), memory_mode), atol=2e-5)
 
 
 def test_the_likeliest_tokens(rank_pool: GetPool) -> None:
@@ -79,8 +79,8 @@ def test_the_likeliest_tokens(rank_pool: GetPool) -> None:
 SPLITS = [(11, 15, 11, 6, 8), (11, 8, 8, 6, 4), (11, 11, 9, 6, 6), (11, 11, None, 8, 6), (11, 20, 11, 12, 10)]
 
 
-@pytest.mark.parametrize("regime", REGIMES)
-def test_vocabularies_of_other_sizes_and_splits(rank_pool: GetPool, regime: str) -> None:
+@pytest.mark.parametrize("memory_mode", REGIMES)
+def test_vocabularies_of_other_sizes_and_splits(rank_pool: GetPool, memory_mode: str) -> None:
     """The teacher's weight is split anew as the student's, and tokens beyond the common part are left out."""
     cases = [
         TaughtCase(
@@ -93,7 +93,7 @@ def test_vocabularies_of_other_sizes_and_splits(rank_pool: GetPool, regime: str)
             ),
             rows_per_rank=rows,
             teacher_rows=teacher_rows,
-            regime=regime,
+            memory_mode=memory_mode,
         )
         for i, (size, teacher_vocab, common, rows, teacher_rows) in enumerate(SPLITS)
         for top_k in (None, 3)
@@ -113,7 +113,7 @@ def test_a_student_is_not_taught_by_itself(rank_pool: GetPool) -> None:
             grad_entropy=None,
         )
         itself = replace(problem, student=student, teacher_hidden=student.hidden, teacher_weight=student.weight)
-        cases += [TaughtCase(problem=itself, rows_per_rank=8, regime=regime) for regime in REGIMES]
+        cases += [TaughtCase(problem=itself, rows_per_rank=8, memory_mode=memory_mode) for memory_mode in REGIMES]
     for results in rank_pool(2).run(teacher_heads.taught_heads, cases):
         for result, _ in results:
             for name in ("divergence", "reverse_kl", "forward_kl"):
@@ -128,9 +128,9 @@ def test_what_is_exchanged(rank_pool: GetPool) -> None:
     problems = [taught_problem(divergence=kind) for kind in kinds]
     problems += [taught_problem(common=9), taught_problem(top_k=5)]
     cases = [
-        TaughtCase(problem=problem.to(torch.float32), rows_per_rank=8, regime=regime)
+        TaughtCase(problem=problem.to(torch.float32), rows_per_rank=8, memory_mode=memory_mode)
         for problem in problems
-        for regime in ("recompute", "keep")
+        for memory_mode in ("recompute", "keep")
     ]
     floats = [10, 10, 10, 10, 12, 12, 9, 9]
     jsd = taught_problem(divergence=Divergence.JSD).to(torch.float32)

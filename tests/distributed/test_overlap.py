@@ -15,7 +15,7 @@ from tests.helpers.rows import random_rows
 
 ROWS = random_rows([(5, 12), (3, 20), (9, 7), (4, 15), (6, 9), (2, 18)])
 NUM_STEPS = 3
-RECOMPUTE, IN_CHUNK = (HeadConfig(regime=regime, chunk_tokens=16) for regime in ("recompute", "in_chunk"))
+RECOMPUTE, IN_CHUNK = (HeadConfig(regime=memory_mode, chunk_tokens=16) for memory_mode in ("recompute", "in_chunk"))
 
 
 @pytest.mark.parametrize(

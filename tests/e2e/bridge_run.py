@@ -14,7 +14,7 @@ import psutil
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.processes import wait_all
 from megarl.cluster.roles import actor_role
-from megarl.cluster.sync_plan import ends_of, engine_ranks
+from megarl.cluster.sync_plan import engine_ranks, plan_input_of
 from megarl.parallel.worker import RankWorker
 from megarl.sync.plan.build import Holding
 from megarl.train.export import export_model
@@ -68,7 +68,7 @@ def run(_: RankContext, model: str, settings: Sequence[str], export: str) -> Rep
         plan = sync.plan
         shapes = {name: spec.shape for name, spec in plan.specs.items()}
         # Colocated: each worker is on the device of a rank.
-        near = itertools.chain(*engine_ranks(config, ends_of(config, read_model_spec(model))))
+        near = itertools.chain(*engine_ranks(config, plan_input_of(config, read_model_spec(model))))
         widths = {name: spec.dtype.itemsize for name, spec in plan.specs.items()}
         minimum = [
             sum(widths[name] * count for name, count in lacking)

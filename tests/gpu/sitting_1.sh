@@ -4,7 +4,7 @@
 # Nothing is downloaded. A step that fails does not keep the next ones from running; OUT/summary.txt says how each ended.
 # On an H200 its tests have passed, ipc in an older form (docs/cuda.md). Expected:
 #   kernels     16 passed: Triton chosen, statistics and gradients against float64, with a teacher and without
-#   head        a table of times, memory and errors; nothing is expected of it but that every regime runs
+#   head        a table of times, memory and errors; nothing is expected of it but that every memory_mode runs
 #   distill     a table of times with a teacher and without, at most 1.8 times as long
 #   copies      a table of GB/s, every copy equal to its source
 #   ipc         3 passed: bit for bit, also beside expandable segments, and over page-locked shared memory

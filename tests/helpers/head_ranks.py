@@ -59,7 +59,7 @@ class HeadCase:
 
     problem: HeadProblem
     rows_per_rank: int
-    regime: str = "recompute"
+    memory_mode: str = "recompute"
     chunk_tokens: int | None = 3
     row_counts: tuple[int, ...] | None = None
 
@@ -70,9 +70,9 @@ class HeadCase:
         """The head on a rank's rows; `options` go to it."""
         # Imported late: a rank prepares its platform first.
         from megarl.parallel.head.logprobs import HeadOptions, vocab_parallel_logprobs
-        from megarl.parallel.head.regime import Regime
+        from megarl.parallel.head.memory_mode import HeadMemoryMode
 
-        regime = Regime(self.regime)
+        memory_mode = HeadMemoryMode(self.memory_mode)
         return vocab_parallel_logprobs(
             hidden,
             weight,
@@ -80,12 +80,12 @@ class HeadCase:
             shard=shard,
             options=HeadOptions(
                 temperature=self.problem.temperature,
-                regime=regime,
+                memory_mode=memory_mode,
                 chunk_tokens=self.chunk_tokens,
                 entropy_needs_grad=self.problem.grad_entropy is not None,
                 row_counts=self.row_counts,
                 logit_cap=self.problem.logit_cap,
-                loss_gradients=token_gradients(self.problem) if regime is Regime.IN_CHUNK else None,
+                loss_gradients=token_gradients(self.problem) if memory_mode is HeadMemoryMode.IN_CHUNK else None,
                 **options,
             ),
             nucleus=self.problem.nucleus,
@@ -263,5 +263,5 @@ def _head_update(context: RankContext, case: HeadUpdates, settings: HeadConfig) 
     temperature = case.request.temperature
     after = worker.forward(case.rows, mine, ForwardRequest(role=Role.ACTOR, temperature=temperature, step=0))
     return HeadUpdate(
-        result=result, after=after, regimes=[str(call.kwargs["options"].regime) for call in head.call_args_list]
+        result=result, after=after, regimes=[str(call.kwargs["options"].memory_mode) for call in head.call_args_list]
     )

@@ -143,7 +143,7 @@ class TaughtCase:
     problem: TaughtProblem
     rows_per_rank: int = 16
     teacher_rows: int | None = None
-    regime: str = "recompute"
+    memory_mode: str = "recompute"
     chunk_tokens: int = 3
     row_counts: tuple[int, ...] | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -178,9 +178,9 @@ class TaughtCase:
         """The head with its teacher."""
         from megarl.parallel.head.distill import TeacherLogits, TopLogits, vocab_parallel_divergence
         from megarl.parallel.head.logprobs import HeadOptions
-        from megarl.parallel.head.regime import Regime
+        from megarl.parallel.head.memory_mode import HeadMemoryMode
 
-        problem, regime = self.problem, Regime(self.regime)
+        problem, memory_mode = self.problem, HeadMemoryMode(self.memory_mode)
         teacher: TeacherLogits | TopLogits = TeacherLogits(
             hidden=taught, weight=other, shard=other_shard, temperature=TEACHER_TEMPERATURE, common=problem.common
         )
@@ -197,12 +197,12 @@ class TaughtCase:
             beta=problem.beta,
             options=HeadOptions(
                 temperature=problem.student.temperature,
-                regime=regime,
+                memory_mode=memory_mode,
                 chunk_tokens=self.chunk_tokens,
                 entropy_needs_grad=problem.student.grad_entropy is not None,
                 row_counts=self.row_counts,
                 logit_cap=problem.student.logit_cap,
-                loss_gradients=taught_gradients(problem) if regime is Regime.IN_CHUNK else None,
+                loss_gradients=taught_gradients(problem) if memory_mode is HeadMemoryMode.IN_CHUNK else None,
                 **self.options,
             ),
             nucleus=problem.student.nucleus,

@@ -6,9 +6,9 @@
 Every contender takes hidden states to the gradients of hidden states and weight. Counted are products, in those that
 make one row of logits for every token, and the logits that kernels read, in those of one model for every token. Memory
 is the peak over inputs, gradients included, of the rank with most. Seconds are CPU time where the device is the CPU, so
-that other processes on the machine count little. A ratio is to the plain head of the same regime in the same round, and
-TRL's is to recompute. Exits with 1 if the exact head takes more than --at-most times the plain one, or more than a
-chunk of logits beside it, or if a gradient differs from dense float64.
+that other processes on the machine count little. A ratio is to the plain head of the same memory mode in the same
+round, and TRL's is to recompute. Exits with 1 if the exact head takes more than --at-most times the plain one, or more
+than a chunk of logits beside it, or if a gradient differs from dense float64.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from megarl.host.device.platform import PLATFORMS, apply_environment, platform
 from megarl.parallel.head.divergence import Divergence
 from megarl.record.text_table import align
 
-REGIMES = ("recompute", "keep", "in_chunk")
+MEMORY_MODES = ("recompute", "keep", "in_chunk")
 MIB = 1 << 20
 # Relative to the largest element of the gradient.
 TOLERANCES: Mapping[str, float] = MappingProxyType({"float32": 1e-5, "bfloat16": 3e-2})
@@ -98,19 +98,19 @@ class Inputs:
 Contender = Callable[[Inputs, Any, int | None], Any]
 
 
-def head(regime: str, divergence: Divergence | None) -> Contender:
-    """Return the head in a regime, with a teacher or without one."""
+def head(memory_mode: str, divergence: Divergence | None) -> Contender:
+    """Return the head in a memory mode, with a teacher or without one."""
 
     def run(x: Inputs, group: Any, chunk: int | None) -> Any:
         from megarl.parallel.head.distill import TeacherLogits, vocab_parallel_divergence
         from megarl.parallel.head.logprobs import HeadOptions, vocab_parallel_logprobs
-        from megarl.parallel.head.regime import Regime
+        from megarl.parallel.head.memory_mode import HeadMemoryMode
         from megarl.parallel.head.statistics import vocab_shard
 
         shard = vocab_shard(group, len(x.weight), len(x.weight) * group.size())
-        options = HeadOptions(regime=Regime(regime), chunk_tokens=chunk)
+        options = HeadOptions(memory_mode=HeadMemoryMode(memory_mode), chunk_tokens=chunk)
         given = (x.by_logprobs, None) if divergence is None else (x.by_logprobs, None, x.by_divergence)
-        if options.regime is Regime.IN_CHUNK:
+        if options.memory_mode is HeadMemoryMode.IN_CHUNK:
             options = replace(options, loss_gradients=lambda *_: given)
         if divergence is None:
             plain = vocab_parallel_logprobs(x.hidden, x.weight, x.labels, shard=shard, options=options)
@@ -182,14 +182,14 @@ def gathered(logits: Any, group: Any) -> Any:
 
 CONTENDERS: Mapping[str, Contender] = MappingProxyType(
     {
-        **{f"plain {regime}": head(regime, None) for regime in REGIMES},
-        **{f"{kind} {regime}": head(regime, kind) for kind in Divergence for regime in REGIMES},
+        **{f"plain {memory_mode}": head(memory_mode, None) for memory_mode in MEMORY_MODES},
+        **{f"{kind} {memory_mode}": head(memory_mode, kind) for kind in Divergence for memory_mode in MEMORY_MODES},
         **{f"{kind} trl": trl(kind) for kind in Divergence},
     }
 )
 DEFAULTS = (
-    *(f"plain {regime}" for regime in REGIMES),
-    *(f"reverse {regime}" for regime in REGIMES),
+    *(f"plain {memory_mode}" for memory_mode in MEMORY_MODES),
+    *(f"reverse {memory_mode}" for memory_mode in MEMORY_MODES),
     *("forward recompute", "jsd recompute", "reverse trl", "jsd trl"),
 )
 
@@ -345,8 +345,8 @@ def measure(run: DistillRun) -> list[DistillResult]:
     size, itemsize = run.size, getattr(torch, run.dtype).itemsize
     chunk_bytes = (size.chunk or min(size.rows, size.hidden // 2)) * size.vocab // run.world_size * itemsize
     for name in run.names:
-        kind, regime = name.split()
-        plain = f"plain {regime if regime in REGIMES else 'recompute'}"
+        kind, memory_mode = name.split()
+        plain = f"plain {memory_mode if memory_mode in MEMORY_MODES else 'recompute'}"
         divergence = None if kind == "plain" else Divergence(kind)
         expected = dense_gradients(divergence, run.world_size, run.dtype, run.device)
         got = first["gradients"][name][0], torch.cat([each["gradients"][name][1] for each in ranks])
@@ -386,7 +386,9 @@ def main(argv: list[str] | None = None) -> None:
     size = replace(FULL[arguments.device], **{name: value for name, value in given.items() if value is not None})
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as directory:
         run = DistillRun(
-            names=[*dict.fromkeys([f"plain {regime}" for regime in REGIMES] + list(arguments.contenders))],
+            names=[
+                *dict.fromkeys([f"plain {memory_mode}" for memory_mode in MEMORY_MODES] + list(arguments.contenders))
+            ],
             size=size,
             dtype=arguments.dtype or ("float32" if on_cpu else "bfloat16"),
             device=arguments.device,

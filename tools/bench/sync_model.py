@@ -113,8 +113,8 @@ def make_model(case: str, width: int, num_layers: int) -> Model:
         return model
     held, wanted = ({rank: one_each(of(rank)) for rank in range(NUM_RANKS)} for of in (model.held, model.wanted))
     # Sink i of the layout in order goes to the rank that it overlaps most with.
-    seats = best_neighbours(overlaps(specs, held, wanted))
-    groups = tuple(tuple(seats[receiver] for receiver in group) for group in chosen.receiver.groups)
+    slots = best_neighbours(overlaps(specs, held, wanted))
+    groups = tuple(tuple(slots[receiver] for receiver in group) for group in chosen.receiver.groups)
     return Model(specs=specs, axes=axes, layers=layers, source=chosen.source, receiver=RankLayout(groups=groups))
 
 

@@ -129,7 +129,7 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ends:
+class _PlanInput:
     """Sources by rank, receivers counted on from the last; devices are the ranks'."""
 
     specs: Mapping[str, TensorSpec]
@@ -147,33 +147,33 @@ def plan_scenario(scenario: Scenario) -> Planned:
     workers = engine_needs(spec, scenario.tp)
     times.append(time.process_time())
     needed = {scenario.size + i: workers[i % scenario.tp] for i in range(scenario.size)}
-    ends = _Ends(specs=specs, held=dict(enumerate(holdings)), needed=needed)
+    ends = _PlanInput(specs=specs, held=dict(enumerate(holdings)), needed=needed)
     shared = overlaps(ends.specs, ends.held, ends.needed)
-    seats = _slots(shared, scenario.tp)
+    slots = _slots(shared, scenario.tp)
     times.append(time.process_time())
-    hosts = {i: device // _DEVICES_PER_HOST for i, device in enumerate([*range(scenario.size), *seats])}
-    neighbours = {scenario.size + i: [seat] for i, seat in enumerate(seats)}
+    hosts = {i: device // _DEVICES_PER_HOST for i, device in enumerate([*range(scenario.size), *slots])}
+    neighbours = {scenario.size + i: [slot] for i, slot in enumerate(slots)}
     plan = build_plan(specs, ends.held, needed, neighbours=neighbours, hosts=hosts)
     times.append(time.process_time())
-    return _describe(scenario, ends, plan, shared, seats, times)
+    return _describe(scenario, ends, plan, shared, slots, times)
 
 
 def _slots(shared: np.ndarray, tp: int) -> list[int]:
     """Of each worker a device; engines stay on the devices that they have in order."""
     blocks = range(0, len(shared), tp)
     return [
-        start + seat for start in blocks for seat in best_neighbours(shared[start : start + tp, start : start + tp])
+        start + slot for start in blocks for slot in best_neighbours(shared[start : start + tp, start : start + tp])
     ]
 
 
 def _describe(
-    scenario: Scenario, ends: _Ends, plan: Plan, shared: np.ndarray, seats: Sequence[int], times: Sequence[float]
+    scenario: Scenario, ends: _PlanInput, plan: Plan, shared: np.ndarray, slots: Sequence[int], times: Sequence[float]
 ) -> Planned:
-    size, beside = scenario.size, {scenario.size + i: seat for i, seat in enumerate(seats)}
+    size, beside = scenario.size, {scenario.size + i: slot for i, slot in enumerate(slots)}
     workers = {id(holding): holding for holding in ends.needed.values()}
     needs = {key: _num_bytes(ends.specs, holding) for key, holding in workers.items()}
     wanted = [needs[id(holding)] for holding in ends.needed.values()]
-    lacking = [want - int(shared[i, seat]) for i, (want, seat) in enumerate(zip(wanted, seats, strict=True))]
+    lacking = [want - int(shared[i, slot]) for i, (want, slot) in enumerate(zip(wanted, slots, strict=True))]
     received = [plan.received_bytes(size + i) for i in range(size)]
     sent = [sum(message.num_bytes for message in plan.of_source(i) if not message.local) for i in range(size)]
     return Planned(
@@ -185,7 +185,7 @@ def _describe(
         received=_spread(received),
         sent=_spread(sent),
         saved_in_order=float(np.trace(shared)) / sum(wanted),
-        saved=float(shared[np.arange(size), seats].sum()) / sum(wanted),
+        saved=float(shared[np.arange(size), slots].sum()) / sum(wanted),
         bytes_are_least=received == lacking,
         num_messages=sum(not message.local for message in plan.messages),
         bound_seconds=_least_seconds(ends, beside, plan.hosts),
@@ -203,7 +203,7 @@ def _spread(values: Sequence[int]) -> RankSpread:
     return RankSpread(least=min(values), mean=sum(values) / len(values), most=max(values))
 
 
-def _least_seconds(ends: _Ends, beside: Mapping[int, int], hosts: Mapping[int, Any]) -> float:
+def _least_seconds(ends: _PlanInput, beside: Mapping[int, int], hosts: Mapping[int, Any]) -> float:
     """The bound: see above."""
     replicas, rates = replicas_of(ends.needed), Rates()
     wanted = [Counter[frozenset[int]]() for _ in replicas]

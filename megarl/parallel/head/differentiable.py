@@ -1,4 +1,4 @@
-"""Define the log-prob head's autograd functions for three memory regimes, which trade memory for recomputation.
+"""Define the log-prob head's autograd functions for three memory memory modes, which trade memory for recomputation.
 
 recompute   keeps only statistics; backward computes the logits again, chunk by chunk        8·N·H·V FLOP
 keep        keeps the raw logits [N, V/tp]; backward overwrites them with their gradient      6·N·H·V FLOP
@@ -78,7 +78,7 @@ def overwrite_by_gradient(
 
 
 class DeferredGradients(torch.autograd.Function):
-    """The autograd function (own hidden states, weight) → (log p, H) of the regimes recompute and keep."""
+    """The autograd function (own hidden states, weight) → (log p, H) of the memory modes recompute and keep."""
 
     @staticmethod
     def forward(
@@ -196,7 +196,7 @@ class GradientsInChunk(torch.autograd.Function):
         require_same_gradient("log-probs", used_logprobs, grad_logprobs)
         require_same_gradient("entropy", used_entropy, grad_entropy)
         if ctx.gradients is None:
-            raise RuntimeError("log-prob head, regime in_chunk: a second backward, but gradients are made once")
+            raise RuntimeError("log-prob head, memory_mode in_chunk: a second backward, but gradients are made once")
         # Drop our references, or autograd would copy the gradients.
         (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
         return grad_hidden, grad_weight, None, None, None
@@ -208,7 +208,7 @@ def require_same_gradient(name: str, used: torch.Tensor, actual: torch.Tensor | 
     if len(used) and not difference.max() <= SAME_GRADIENT * used.abs().max():
         row = int(difference.argmax())
         raise ValueError(
-            f"log-prob head, regime in_chunk: the loss's gradient with respect to the {name} of kept row {row} is "
+            f"log-prob head, memory_mode in_chunk: the loss's gradient with respect to the {name} of kept row {row} is "
             f"{0.0 if actual is None else float(actual[row])}, but was {float(used[row])} when that row's chunk was "
-            f"computed; the loss is no sum over tokens: use the regime recompute or keep"
+            f"computed; the loss is no sum over tokens: use the memory mode recompute or keep"
         )

@@ -1,7 +1,7 @@
 """Compute log-probs, entropies and the divergence from a teacher in one pass over chunks of sharded logits.
 
-The regimes are those of the log-prob head. The teacher's logits take one more chunk of memory, and one product of its
-hidden states with its output weight for each time that they are needed (recompute and keep: twice, in_chunk: once).
+The memory modes are those of the log-prob head. The teacher's logits take one more chunk of memory, and one product of
+its hidden states with its output weight for each time that they are needed (recompute and keep: twice, in_chunk: once).
 """
 
 import functools
@@ -16,7 +16,7 @@ from megarl.parallel.head.differentiable import LossGradients, overwrite_by_grad
 from megarl.parallel.head.divergence import Divergence
 from megarl.parallel.head.gradients import GradientSinks, HiddenGradient, WeightGradient
 from megarl.parallel.head.logprobs import HeadOptions, head_inputs, prepare_head
-from megarl.parallel.head.regime import Regime
+from megarl.parallel.head.memory_mode import HeadMemoryMode
 from megarl.parallel.head.statistics import HeadInputs, RowStatistics, VocabShard, gather_parts
 from megarl.parallel.head.teacher_kernels import TeacherKernels
 from megarl.parallel.head.teachers import Teacher, TeacherComparison, WholeTeacher
@@ -104,7 +104,7 @@ def vocab_parallel_divergence(
         nucleus: log-probs are normalised over it; entropies and divergences are not.
 
     Raises:
-        ValueError: shapes or shards do not agree, β is none, or an option that the regime requires is missing.
+        ValueError: shapes or shards do not agree, β is none, or an option that the memory mode requires is missing.
     """
     if divergence is Divergence.JSD and not 0 < beta < 1:
         raise ValueError(f"beta is {beta}, expected a number between 0 and 1; the ends are forward and reverse KL")
@@ -232,7 +232,7 @@ def compare_rows(
 
 
 class DistilledGradients(torch.autograd.Function):
-    """The autograd function (own hidden states, weight) → (log p, H, divergence, all values) of the three regimes."""
+    """The autograd function (hidden states, weight) → (log p, H, divergence, all values) of the three memory modes."""
 
     @staticmethod
     def forward(
@@ -248,7 +248,7 @@ class DistilledGradients(torch.autograd.Function):
         entropy_needs_grad = options.entropy_needs_grad
         used: list[torch.Tensor] = []
         if options.loss_gradients is None:
-            ctx.kept = x.buffer(len(x.hidden)) if options.regime is Regime.KEEP else None
+            ctx.kept = x.buffer(len(x.hidden)) if options.memory_mode is HeadMemoryMode.KEEP else None
             table = compare_rows(x, teacher, kept=ctx.kept)
         else:
             wanted = ctx.needs_input_grad[1]

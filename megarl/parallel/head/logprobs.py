@@ -6,7 +6,7 @@ For a token's hidden state h, temperature T and label y:  z = h·Wᵀ/T,  lse = 
 With a nucleus S, the tokens that y was sampled from:  log p(y) = z_y − log Σ_{v∈S} e^{z_v},  H as above.
 
 Each rank holds V/tp rows of W and works on a chunk of tokens at a time. Its logits need O(chunk · V/tp) memory, besides
-what the regime (recompute, keep, in_chunk) keeps for backward.
+what the memory mode (recompute, keep, in_chunk) keeps for backward.
 
 Method: streaming log-sum-exp over vocabulary shards, as in Megatron's vocab-parallel cross entropy (Shoeybi et al.
 2019) and Cut Cross-Entropy (Wijmans et al. 2024).
@@ -22,7 +22,7 @@ from megarl.parallel.head.choose import choose_kernels
 from megarl.parallel.head.differentiable import DeferredGradients, GradientsInChunk, LossGradients
 from megarl.parallel.head.gradients import GradientSinks
 from megarl.parallel.head.kernels import ChunkKernels
-from megarl.parallel.head.regime import Regime, automatic_chunk
+from megarl.parallel.head.memory_mode import HeadMemoryMode, automatic_chunk
 from megarl.parallel.head.rows import RowOwners
 from megarl.parallel.head.statistics import NOT_OWNED, HeadInputs, TopLogprobs, VocabShard, row_statistics
 
@@ -44,7 +44,7 @@ class HeadOptions:
 
     Attributes:
         temperature: a float, or one per token [N], > 0.
-        regime: what is kept for backward (see `Regime`); irrelevant without gradients.
+        memory_mode: what is kept for backward (see `HeadMemoryMode`); irrelevant without gradients.
         chunk_tokens: tokens whose logits are computed at a time; None: `automatic_chunk` decides.
         kernels: computations on a chunk of logits; None: the best for the device.
         fp32_logits: multiply in float32 (a float32 copy of the weight shard lives from forward to backward).
@@ -58,7 +58,7 @@ class HeadOptions:
     """
 
     temperature: torch.Tensor | float = 1.0
-    regime: Regime = Regime.RECOMPUTE
+    memory_mode: HeadMemoryMode = HeadMemoryMode.RECOMPUTE
     chunk_tokens: int | None = None
     kernels: ChunkKernels | None = None
     fp32_logits: bool = False
@@ -92,7 +92,7 @@ def vocab_parallel_logprobs(
         nucleus: normalise log-probs over the tokens that each label was sampled from (see `HeadInputs`).
 
     Raises:
-        ValueError: shapes do not agree, or an option that the regime requires is missing.
+        ValueError: shapes do not agree, or an option that the memory mode requires is missing.
     """
     x, sinks, hidden, weight = prepare_head(hidden, weight, labels, shard=shard, options=options, nucleus=nucleus)
     if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
@@ -101,7 +101,7 @@ def vocab_parallel_logprobs(
     if options.loss_gradients is not None:
         logprobs, entropy = GradientsInChunk.apply(hidden, weight, x, sinks, options.loss_gradients)
     else:
-        needs_grad, keep = options.entropy_needs_grad, options.regime is Regime.KEEP
+        needs_grad, keep = options.entropy_needs_grad, options.memory_mode is HeadMemoryMode.KEEP
         logprobs, entropy = DeferredGradients.apply(hidden, weight, x, sinks, needs_grad, keep)
     return TokenLogprobs(logprobs=logprobs, entropy=entropy)
 
@@ -120,8 +120,12 @@ def prepare_head(
     Return the head's inputs, where gradients go, and the two tensors that autograd differentiates by.
     """
     owners = _row_owners(len(hidden), len(labels), shard.group, options.row_counts)
-    if (options.regime is Regime.IN_CHUNK) != (options.loss_gradients is not None) and torch.is_grad_enabled():
-        raise ValueError(f"regime {options.regime}: loss_gradients belong to {Regime.IN_CHUNK}, which needs them")
+    if (options.memory_mode is HeadMemoryMode.IN_CHUNK) != (
+        options.loss_gradients is not None
+    ) and torch.is_grad_enabled():
+        raise ValueError(
+            f"memory_mode {options.memory_mode}: loss_gradients belong to {HeadMemoryMode.IN_CHUNK}, which needs them"
+        )
     hidden, weight = (hidden.float(), weight.float()) if options.fp32_logits else (hidden, weight)
     states = owners.gather(hidden.detach())
     x = head_inputs(states, weight, labels, shard=shard, options=options, nucleus=nucleus)

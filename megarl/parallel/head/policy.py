@@ -1,4 +1,4 @@
-"""Apply the log-prob head to a packed model: choose the labels to compute, the memory regime, and the gradient
+"""Apply the log-prob head to a packed model: choose the labels to compute, the memory memory_mode, and the gradient
 buffers.
 """
 
@@ -18,8 +18,8 @@ from megarl.parallel.head.logprobs import (
     vocab_parallel_logprobs,
     vocab_parallel_top_logprobs,
 )
+from megarl.parallel.head.memory_mode import HeadMemoryMode, choose_memory_mode
 from megarl.parallel.head.pairs import TokenPairs, pair_statistics
-from megarl.parallel.head.regime import Regime, choose_regime
 from megarl.parallel.head.rows import RowOwners, uneven_owners
 from megarl.parallel.head.statistics import VocabShard
 from megarl.parallel.packing import Pack
@@ -115,10 +115,10 @@ class PolicyHead:
             return self._likeliest(own, counts, pack, request, request.top_k)
         if request.paired:
             return self._pairs(own, counts, pack, request)
-        regime = Regime.RECOMPUTE
+        memory_mode = HeadMemoryMode.RECOMPUTE
         if torch.is_grad_enabled():
             itemsize = 4 if request.fp32_logits else self.weight.element_size()
-            regime = choose_regime(
+            memory_mode = choose_memory_mode(
                 request.settings.regime,
                 logits_bytes=len(pack.labels) * len(self.weight) * itemsize,
                 memory_bytes=request.settings.memory_mib << 20,
@@ -126,8 +126,8 @@ class PolicyHead:
             )
         options = replace(
             self._options(request),
-            regime=regime,
-            loss_gradients=loss_gradients if regime is Regime.IN_CHUNK else None,
+            memory_mode=memory_mode,
+            loss_gradients=loss_gradients if memory_mode is HeadMemoryMode.IN_CHUNK else None,
             main_grad=getattr(self.weight, "main_grad", None) if torch.is_grad_enabled() else None,
             # Picking positions has made a copy, which may be overwritten.
             overwrite_hidden=True,

@@ -28,7 +28,7 @@ class _Call:
 
 
 @dataclass(slots=True)
-class _Heard:
+class _Verdicts:
     """The judge's verdicts on a response: votes by criterion, and the text of its last reply.
 
     outcome, reason: if that reply had no verdict, the kind of failure and its explanation.
@@ -88,10 +88,10 @@ class LlmJudge:
                         calls += self.compare(rows[i], rows[j])
         self.completions.flush()
         completions = [call.pending.result() for call in calls]
-        heard = {item: _Heard() for item in items}
-        num_unread = self._read(calls, completions, heard)
+        by_item = {item: _Verdicts() for item in items}
+        num_unread = self._read(calls, completions, by_item)
         rewards, troubles = list[Reward](), list[Trouble]()
-        for item, each in heard.items():
+        for item, each in by_item.items():
             reward = self._reward(each)
             rewards.append(reward or self._without_verdict(item, each))
             if reward is None:
@@ -113,9 +113,12 @@ class LlmJudge:
         return Judged(rewards=rewards, tallies=tallies, troubles=troubles)
 
     def _read(
-        self, calls: Sequence[_Call], completions: Sequence[JudgeCompletion], heard: Mapping[FinishedSample, _Heard]
+        self,
+        calls: Sequence[_Call],
+        completions: Sequence[JudgeCompletion],
+        by_item: Mapping[FinishedSample, _Verdicts],
     ) -> int:
-        """Add what completions say of each response to `heard`; return how many have an unread verdict."""
+        """Add what completions say of each response to `by_item`; return how many have an unread verdict."""
         num_read = num_unread = 0
         unread = ""
         for call, completion in zip(calls, completions, strict=True):
@@ -131,7 +134,7 @@ class LlmJudge:
             num_unread += is_unread
             unread = completion.text or "" if is_unread else unread
             for place, item in enumerate(call.items):
-                each = heard[item]
+                each = by_item[item]
                 for key, verdict in verdicts.items():
                     each.votes[key].append(verdict if place == 0 else 1 - verdict)
                 if completion.text is None:
@@ -141,21 +144,21 @@ class LlmJudge:
                     if is_unread:
                         each.outcome = "unread"
                         each.reason = completion.unread or "no verdict was found in what the judge wrote"
-        if num_unread and not num_read and len({item.prompt.uid for item in heard}) > 1:
+        if num_unread and not num_read and len({item.prompt.uid for item in by_item}) > 1:
             raise RunError(
                 f"rewards.judges.{self.section}: no verdict was found in any of {num_unread} answers, the last: "
                 f"{unread[-300:]!r}; correct its verdict or template, raise sampling.max_tokens, and --resume"
             )
         return num_unread
 
-    def _reward(self, heard: _Heard) -> Reward | None:
+    def _reward(self, verdicts: _Verdicts) -> Reward | None:
         """Return the reward of a row, None if the verdict on a criterion is missing."""
         cfg = self.cfg
         keys = [key for asked in self.questions for key in asked.keys]
-        if any(not heard.votes[key] for key in keys):
+        if any(not verdicts.votes[key] for key in keys):
             return None
         how = cfg.sampling.combine if cfg.mode == "pointwise" else "mean"
-        scores = {key: combine(heard.votes[key], how) for key in keys}
+        scores = {key: combine(verdicts.votes[key], how) for key in keys}
         details: Mapping[str, float] = scores if cfg.criteria else {}
         weights = {name: criterion.weight for name, criterion in cfg.criteria.items()}
         score = sum(weights.get(key, 1.0) * value for key, value in scores.items())
@@ -163,15 +166,15 @@ class LlmJudge:
             score=score,
             correct=score > cfg.correct_from,
             details=details,
-            notes={f"{self.name}_said": heard.text},
+            notes={f"{self.name}_said": verdicts.text},
         )
 
-    def _without_verdict(self, item: FinishedSample, heard: _Heard) -> Reward:
+    def _without_verdict(self, item: FinishedSample, verdicts: _Verdicts) -> Reward:
         """Return the reward of a row without a verdict, as `on_error` says."""
         cfg = self.cfg
         if cfg.on_error == "raise":
             raise RunError(
-                f"rewards.judges.{self.section}: no verdict on sample {item.label}: {heard.reason}; --resume, or "
+                f"rewards.judges.{self.section}: no verdict on sample {item.label}: {verdicts.reason}; --resume, or "
                 f"set rewards.judges.{self.section}.on_error"
             )
         return DROPPED if cfg.value is None else Reward(score=cfg.value, correct=False)

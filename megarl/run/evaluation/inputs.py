@@ -114,8 +114,8 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
                 f"{adapter}: has {VALUE_HEAD}, so it is a reward model's or critic's; evaluate a policy's"
             )
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
-    ends = Answers.of(config, tokenizer).ends
-    config = replace(config, rollout=replace(config.rollout, stop_token_ids=ends.stop_token_ids))
+    stop_tokens = Answers.of(config, tokenizer).stop_tokens
+    config = replace(config, rollout=replace(config.rollout, stop_token_ids=stop_tokens.stop_token_ids))
     vocabulary = Vocabulary.of(tokenizer, num_rows, "MODEL")
     data = PromptDataset(
         config.data.val,

@@ -144,7 +144,7 @@ def _with_signal(
     encoder = Answers.of(config, tokenizer)
     by_uid = {prompt.uid: prompt for prompt in prompts}
     if request.answers == "sampled":
-        samples = _sample(model, config, encoder.ends.stop_token_ids, prompts)
+        samples = _sample(model, config, encoder.stop_tokens.stop_token_ids, prompts)
     else:
         samples = [
             _as_sample(prompt, encoder.demonstration(prompt.messages, hint, where=f"prompt {prompt.uid}: hint"), 0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.cluster.sync_plan import bridge_plan, ends_of, engine_ranks, gloo_warning, rank_holdings
+from megarl.cluster.sync_plan import bridge_plan, engine_ranks, gloo_warning, plan_input_of, rank_holdings
 from megarl.config.generation import SyncConfig
 from megarl.config.load import from_dict
 from megarl.config.schema import Config, LayoutConfig
@@ -104,7 +104,7 @@ def slots_of(path: Path, layout: dict[str, int], *, num_nodes: int = 1, **engine
         "placement": {"trainer": {"num_nodes": num_nodes}},
     }
     config = from_dict(Config, tree)
-    return engine_ranks(config, ends_of(config, spec))
+    return engine_ranks(config, plan_input_of(config, spec))
 
 
 @pytest.mark.parametrize(("dp", "num_nodes", "nodes"), [(1, 1, [{0, 1, 2, 3}]), (2, 2, [{0, 1, 2, 3}, {4, 5, 6, 7}])])
@@ -131,14 +131,14 @@ def test_an_engine_over_nodes_stays_on_them_and_is_cut_as_the_trainer(tmp_path: 
         "placement": {"trainer": {"num_nodes": 2}},
     }
     config, spec = from_dict(Config, tree), read_model_spec(model)
-    assert engine_ranks(config, ends_of(config, spec)) == [(0, 1, 2, 3)]
+    assert engine_ranks(config, plan_input_of(config, spec)) == [(0, 1, 2, 3)]
     plan = bridge_plan(config, spec)
     assert plan.wire_bytes == 0
     assert sum(plan.received_bytes(receiver, local=True) for receiver in plan.needs) > 0
     # Without stages in the trainer, each node's first rank lends its device to the worker that has its slices.
     layout = {"layout": {"tp": 2, "dp": 2}}
     config = from_dict(Config, tree | {"actor": layout})
-    assert engine_ranks(config, ends_of(config, spec)) == [(0, 1, 2, 3)]
+    assert engine_ranks(config, plan_input_of(config, spec)) == [(0, 1, 2, 3)]
     assert bridge_plan(config, spec).wire_bytes == 0
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.data.answers import Answers, response_decoder
 from megarl.data.chat import encode_chats
-from megarl.data.turns import TurnGlue
+from megarl.data.turns import InterTurnTokens
 from megarl.errors import DataError
 from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.types import Message
@@ -97,7 +97,7 @@ def test_an_answer_that_merges_with_the_prompt_leaves_the_prompts_tokens(kind: s
         whole = ids_of(tokenizer, whole_chat(tokenizer, QUESTION.content, target))
         ids = answers.demonstration([QUESTION], target)
         assert tokenizer.decode(prompt + ids) == tokenizer.decode(whole)
-        assert ids[-1] == answers.ends.token_ids[0]
+        assert ids[-1] == answers.stop_tokens.token_ids[0]
         if whole[: len(prompt)] == prompt:
             assert prompt + ids == whole
 
@@ -149,7 +149,7 @@ def test_one_end_for_all_that_trains() -> None:
     assert ids == ids_of(tokenizer, whole_chat(tokenizer, *(message.content for message in chat)))
     with pytest.raises(DataError, match=r"row 3: the target is .* expected text with '<\|endoftext\|>' nowhere but"):
         answers.demonstration([QUESTION], "2<|endoftext|>3", where="row 3")
-    assert answers.ends.stop_token_ids == (2, 0)
+    assert answers.stop_tokens.stop_token_ids == (2, 0)
     (warning,) = answers.warnings()
     assert re.match(r"model\.path: answers end with '<\|im_end\|>', .* other files name '<\|endoftext\|>'; ", warning)
 
@@ -190,11 +190,11 @@ def test_a_conversation_goes_on_after_the_end_of_a_last_answer() -> None:
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     assert Answers(tokenizer).demonstration([QUESTION], "2")[-1] == last
-    glue = TurnGlue(tokenizer)
-    following = glue.between([QUESTION], last_token=end)
+    inter_turn = InterTurnTokens(tokenizer)
+    following = inter_turn.between([QUESTION], last_token=end)
     assert following == ids_of(tokenizer, f"<|im_start|>user\n{QUESTION.content}<|end|><|im_start|>assistant\n")
-    assert glue.between([QUESTION], last_token=last) == following
-    assert glue.between([QUESTION], last_token=40) == [end, *following]
+    assert inter_turn.between([QUESTION], last_token=last) == following
+    assert inter_turn.between([QUESTION], last_token=40) == [end, *following]
 
 
 @pytest.mark.parametrize("kind", KINDS)

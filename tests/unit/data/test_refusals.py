@@ -12,7 +12,7 @@ from megarl.data.chat import TemplateRefusal, render_chats, require_system_turn
 from megarl.data.demonstrations import SftDataset
 from megarl.data.preferences import PreferenceDataset, ResponsePairDataset
 from megarl.data.prompts import PromptDataset
-from megarl.data.turns import TurnGlue
+from megarl.data.turns import InterTurnTokens
 from megarl.errors import ConfigError, DataError
 from megarl.types import Message
 
@@ -103,15 +103,15 @@ def test_the_setting_is_named_that_makes_a_system_turn(tokenizer: PreTrainedToke
 
 
 def test_replies_of_tools_are_tried_before_a_run(tokenizer: PreTrainedTokenizerBase) -> None:
-    TurnGlue(tokenizer).require_reply("tool")
+    InterTurnTokens(tokenizer).require_reply("tool")
     for template, said in ((STRICT, "the chat template refuses replies of the roles"), (NO_TOOL, "leaves out turns")):
         tokenizer.chat_template = template
         with pytest.raises(ConfigError, match=rf"^environment\.tool_role: .*{said}.*set .*user"):
-            TurnGlue(tokenizer).require_reply("tool")
-        TurnGlue(tokenizer).require_reply("user")
+            InterTurnTokens(tokenizer).require_reply("tool")
+        InterTurnTokens(tokenizer).require_reply("user")
 
 
 def test_half_an_emoji_of_a_tool_reaches_the_policy_mended(tokenizer: PreTrainedTokenizerBase) -> None:
-    glue = TurnGlue(tokenizer)
-    ids = glue.between([Message(role="tool", content="so \ud83d")], last_token=0)
+    inter_turn = InterTurnTokens(tokenizer)
+    ids = inter_turn.between([Message(role="tool", content="so \ud83d")], last_token=0)
     assert "so \ufffd" in tokenizer.decode(ids)

@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.data.answers import Answers
 from megarl.data.chat import render_chats
-from megarl.data.marks import SpelledMarks
 from megarl.data.roles import RoleCheck
+from megarl.data.special_tokens import SpelledSpecialTokens
 from megarl.errors import DataError
 from megarl.types import Message
 
@@ -118,7 +118,7 @@ def chat(roles: tuple[str, ...], content: str = "Some words.") -> list[Message]:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_turn_is_written_or_its_row_is_refused(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.chat_template, written = TEMPLATES[name]
-    looks = SpelledMarks(tokenizer)
+    looks = SpelledSpecialTokens(tokenizer)
     for form, role, answered in product((BEFORE, BETWEEN), OTHERS, (False, True)):
         roles = tuple(each.format(role) for each in form)
         turns = chat((*roles, "assistant") if answered else roles)
@@ -179,12 +179,12 @@ def test_blank_turns_and_thoughts_of_earlier_answers_may_be_left_out(tokenizer: 
     tokenizer.chat_template = by_role({"user": IM, "assistant": UNTHOUGHT}, IM_PROMPT)
     turns = [Message(role="system", content=" "), *chat(("user", "assistant", "user", "assistant"))]
     turns[2] = Message(role="assistant", content="<think>Zq</think>so")
-    SpelledMarks(tokenizer).look(turns, "row 0", whole=True)
+    SpelledSpecialTokens(tokenizer).look(turns, "row 0", whole=True)
 
 
 def test_whole_chats_open_a_thought_once(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.chat_template = by_role({"user": IM, "assistant": IM.replace("\n{{", "\n<think>\n{{")}, IM_PROMPT)
-    looks, thought = SpelledMarks(tokenizer), Message(role="assistant", content="<think>a</think>b")
+    looks, thought = SpelledSpecialTokens(tokenizer), Message(role="assistant", content="<think>a</think>b")
     looks.look(chat(("user", "assistant")), "row 0", whole=True)
     with pytest.raises(DataError, match=r"^row 1: turn 1: the chat template opens a thought before the answer"):
         looks.look([*chat(("user",)), thought], "row 1", whole=True)

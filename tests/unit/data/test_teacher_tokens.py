@@ -8,7 +8,7 @@ import pytest
 
 from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer
-from megarl.data.ends import declared_ends
+from megarl.data.stop_tokens import declared_stop_tokens
 from megarl.data.teacher_tokens import TeacherTokens, compare_tokens
 from megarl.errors import ConfigError
 from megarl.recipes.tiny_model import make_byte_tokenizer
@@ -33,7 +33,7 @@ def model(tmp_path: Path) -> Callable[..., Path]:
 
 def compared(policy: Path, teacher: Path) -> TeacherTokens:
     tokenizer = load_tokenizer(policy)
-    answers = Answers(tokenizer, declared=declared_ends(policy))
+    answers = Answers(tokenizer, declared=declared_stop_tokens(policy))
     return compare_tokens(tokenizer, answers, str(teacher), "teacher.model_path")
 
 

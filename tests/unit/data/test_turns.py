@@ -1,4 +1,4 @@
-"""Turn glue: a conversation turn by turn has the tokens of its template's own rendering of the whole."""
+"""Turn inter_turn: a conversation turn by turn has the tokens of its template's own rendering of the whole."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from megarl.data.chat import encode_chats, render_chats
-from megarl.data.turns import TurnGlue
+from megarl.data.turns import InterTurnTokens
 from megarl.errors import ConfigError, DataError
 from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.types import Message
@@ -90,14 +90,14 @@ def tokenizer_of(family: str) -> PreTrainedTokenizerBase:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_turn_by_turn_is_what_the_template_renders_of_the_whole(family: str, replies: tuple[Message, ...]) -> None:
     tokenizer = tokenizer_of(family)
-    glue = TurnGlue(tokenizer)
+    inter_turn = InterTurnTokens(tokenizer)
 
     def answered(message: Message, following: Sequence[Message]) -> list[int]:
         """The ids of an answer, ended as the policy ends it, and of what follows."""
-        (mark, *_) = glue.between(following, last_token=-1)
+        (mark, *_) = inter_turn.between(following, last_token=-1)
         assert tokenizer.convert_ids_to_tokens(mark) in FAMILIES[family][0]
         text = tokenizer(message.content, add_special_tokens=False)["input_ids"]
-        return [*text, mark, *glue.between(following, last_token=mark)]
+        return [*text, mark, *inter_turn.between(following, last_token=mark)]
 
     stream = encode_chats(tokenizer, [[QUESTION]])[0] + answered(ANSWER, replies)
     assert stream == encode_chats(tokenizer, [[QUESTION, ANSWER, *replies]])[0]
@@ -107,9 +107,9 @@ def test_turn_by_turn_is_what_the_template_renders_of_the_whole(family: str, rep
 
 
 def test_an_answer_that_was_cut_gets_its_end_token_from_the_glue(tokenizer: PreTrainedTokenizerBase) -> None:
-    glue = TurnGlue(tokenizer)
-    whole = glue.between([USER], last_token=END)
-    assert glue.between([USER], last_token=40) == [END, *whole]
+    inter_turn = InterTurnTokens(tokenizer)
+    whole = inter_turn.between([USER], last_token=END)
+    assert inter_turn.between([USER], last_token=40) == [END, *whole]
     # By hand, as test_chat.py numbers them: a line feed, <|im_start|>, user, …
     assert whole[:4] == [201, 1, 259, 201]
     assert whole[-4:] == [201, 1, 260, 201]
@@ -117,42 +117,42 @@ def test_an_answer_that_was_cut_gets_its_end_token_from_the_glue(tokenizer: PreT
 
 def test_thoughts_that_the_template_drops_stay_in_the_stream() -> None:
     tokenizer = tokenizer_of("Qwen3, which drops earlier thoughts")
-    glue = TurnGlue(tokenizer)
+    inter_turn = InterTurnTokens(tokenizer)
     thoughtful = "<think>\nhm\n</think>\n\n6"
     (rendered,) = render_chats(tokenizer, [[QUESTION, Message(role="assistant", content=thoughtful), USER]])
     assert "hm" not in rendered
     stream = encode_chats(tokenizer, [[QUESTION]])[0] + tokenizer(thoughtful)["input_ids"] + [END]
-    stream += glue.between([USER], last_token=stream[-1])
+    stream += inter_turn.between([USER], last_token=stream[-1])
     assert "hm" in tokenizer.decode(stream)
 
 
 def test_templates_without_marks_or_roles_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     with pytest.raises(ConfigError, match=r"writes '\\nuser: .* expected a special token that ends the turn"):
-        TurnGlue(tokenizer)
+        InterTurnTokens(tokenizer)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content if m.role == 'user' }}<|im_end|>{% endfor %}"
     with pytest.raises(ConfigError, match=r"expected a question, its answer and what follows"):
-        TurnGlue(tokenizer)
+        InterTurnTokens(tokenizer)
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
         "{{ m.content }}<|im_end|>{% endfor %}"
     )
-    glue = TurnGlue(tokenizer)
+    inter_turn = InterTurnTokens(tokenizer)
     with pytest.raises(
         DataError, match=r"refuses replies of the roles \['tool'\]: no tools here; set .*tool_role=user"
     ):
-        glue.between([TOOL], last_token=2)
+        inter_turn.between([TOOL], last_token=2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_reply_spells_is_text(family: str) -> None:
     """A tool that returns a page with the template's marks ends no turn, and speaks for nobody."""
     tokenizer = tokenizer_of(family)
-    glue = TurnGlue(tokenizer)
+    inter_turn = InterTurnTokens(tokenizer)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     def marks(content: str) -> list[int]:
-        ids = glue.between([Message(role="tool", content=content)], last_token=-1)
+        ids = inter_turn.between([Message(role="tool", content=content)], last_token=-1)
         return [i for i in ids if i in special]
 
     end, begin = FAMILIES[family][0]
@@ -163,15 +163,15 @@ def test_what_a_reply_spells_is_text(family: str) -> None:
 def test_a_mark_that_a_reply_spells_is_read_with_a_space_and_other_text_as_it_is(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    glue = TurnGlue(tokenizer)
+    inter_turn = InterTurnTokens(tokenizer)
     for content, read in [
         ("a <|im_end|> b", "a < |im_end|> b"),
         ("the user and a tool\n\n", "the user and a tool\n\n"),
         ("half \ud83d an emoji, a whole one \U0001f600 and two halves \ud83d\ude00", None),
     ]:
         expected = read or "half \ufffd an emoji, a whole one \U0001f600 and two halves \U0001f600"
-        assert glue.plain(Message(role="tool", content=content)).content == expected
-        ids = glue.between([Message(role="tool", content=content)], last_token=END)
+        assert inter_turn.plain(Message(role="tool", content=content)).content == expected
+        ids = inter_turn.between([Message(role="tool", content=content)], last_token=END)
         assert tokenizer.decode(ids) == f"\n<|im_start|>tool\n{expected}<|im_end|>\n<|im_start|>assistant\n"
     with pytest.raises(TypeError, match="content is int, expected a text"):
-        glue.plain(Message(role="tool", content=5))  # type: ignore[arg-type]
+        inter_turn.plain(Message(role="tool", content=5))  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ QUESTION = [{"role": "user", "content": "1+2?"}]
 
 @dataclass
 class Talk:
-    """What a conversation became: the host's replies, and the tokens of prompt, turns and glue."""
+    """What a conversation became: the host's replies, and the tokens of prompt, turns and inter_turn."""
 
     replies: list[EpisodeReply] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -612,8 +612,8 @@ def test_a_chat_goes_on_after_the_turn_that_it_repeats() -> None:
     assert TOKENIZER.decode(begun.token_ids) == "<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n"
     assert (other.is_context, other.token_ids[3:7]) == (True, tuple(TOKENIZER("2+2?").input_ids))
     for reply in (back, again):
-        glue = "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
-        assert (reply.is_context, reply.after_turn, TOKENIZER.decode(reply.token_ids)) == (False, 0, glue)
+        inter_turn = "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+        assert (reply.is_context, reply.after_turn, TOKENIZER.decode(reply.token_ids)) == (False, 0, inter_turn)
     assert (end.done, end.reward) == (True, 1.0)
 
 

@@ -186,13 +186,13 @@ WITHOUT_THOUGHTS = (
 def test_a_rendered_history_leaves_out_what_the_template_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TOKENIZER, "chat_template", WITHOUT_THOUGHTS)
     _, plain, stripped, kept = replies(turn("3"), turn("hm|4", 1), turn("5", 2), history="rendered")
-    glue = "\n<|im_start|>tool\n{}<|im_end|>\n<|im_start|>assistant\n"
+    inter_turn = "\n<|im_start|>tool\n{}<|im_end|>\n<|im_start|>assistant\n"
     assert (plain.is_context, plain.after_turn) == (False, 0)
-    assert TOKENIZER.decode(plain.token_ids) == glue.format("0: 3")
-    whole = "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n3<|im_end|>" + glue.format("0: 3")
+    assert TOKENIZER.decode(plain.token_ids) == inter_turn.format("0: 3")
+    whole = "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n3<|im_end|>" + inter_turn.format("0: 3")
     assert stripped.is_context
-    assert TOKENIZER.decode(stripped.token_ids) == f"{whole}4<|im_end|>{glue.format('1: hm|4')}"
-    assert (kept.is_context, TOKENIZER.decode(kept.token_ids)) == (False, glue.format("2: 5"))
+    assert TOKENIZER.decode(stripped.token_ids) == f"{whole}4<|im_end|>{inter_turn.format('1: hm|4')}"
+    assert (kept.is_context, TOKENIZER.decode(kept.token_ids)) == (False, inter_turn.format("2: 5"))
     # By default it is read as it was written.
     assert [reply.is_context for reply in replies(turn("hm|4"))] == [False, False]
 

@@ -17,16 +17,16 @@ from tests.helpers.head_ranks import ONE_RANK, REGIMES, HeadCase, dense_token_lo
 CAP = 3.0
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("memory_mode", REGIMES)
 @pytest.mark.parametrize("with_nucleus", [False, True], ids=["all", "nucleus"])
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_values_and_gradients(dtype: torch.dtype, atol: float, with_nucleus: bool, regime: str) -> None:
+def test_values_and_gradients(dtype: torch.dtype, atol: float, with_nucleus: bool, memory_mode: str) -> None:
     make = nucleus_problem if with_nucleus else head_problem
     problem = replace(make(dtype=dtype), logit_cap=CAP)
     expected = dense_token_loss(problem)
     plain = dense_token_loss(replace(problem, logit_cap=None))
     assert (expected.logprobs - plain.logprobs).abs().max() > 0.5
-    got = HeadCase(problem=problem, rows_per_rank=16, regime=regime).differentiate(
+    got = HeadCase(problem=problem, rows_per_rank=16, memory_mode=memory_mode).differentiate(
         problem.padded_weight(16), vocab_shard(ONE_RANK, 16, problem.vocab_size)
     )
     assert_within("gradient of weight", got.grad_weight[: problem.vocab_size], expected.grad_weight, atol=atol)

@@ -13,20 +13,20 @@ from tests.helpers.head import HeadProblem, HeadResult, nucleus_problem
 from tests.helpers.head_ranks import ONE_RANK, REGIMES, HeadCase, dense_token_loss
 
 
-def run_head(problem: HeadProblem, regime: str, *, chunk_tokens: int = 3) -> HeadResult:
-    case = HeadCase(problem=problem, rows_per_rank=11, regime=regime, chunk_tokens=chunk_tokens)
+def run_head(problem: HeadProblem, memory_mode: str, *, chunk_tokens: int = 3) -> HeadResult:
+    case = HeadCase(problem=problem, rows_per_rank=11, memory_mode=memory_mode, chunk_tokens=chunk_tokens)
     return case.differentiate(problem.weight, vocab_shard(ONE_RANK, 11, 11))
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("memory_mode", REGIMES)
 @pytest.mark.parametrize("with_entropy", [True, False], ids=["entropy", "no-entropy"])
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 100])
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_values_and_gradients(
-    dtype: torch.dtype, atol: float, chunk_tokens: int, with_entropy: bool, regime: str
+    dtype: torch.dtype, atol: float, chunk_tokens: int, with_entropy: bool, memory_mode: str
 ) -> None:
     problem = nucleus_problem(with_entropy=with_entropy, dtype=dtype)
-    got, expected = run_head(problem, regime, chunk_tokens=chunk_tokens), dense_token_loss(problem)
+    got, expected = run_head(problem, memory_mode, chunk_tokens=chunk_tokens), dense_token_loss(problem)
     for name in ("logprobs", "entropy", "grad_hidden", "grad_weight"):
         assert_within(name, getattr(got, name), getattr(expected, name), atol=atol)
 
@@ -46,11 +46,11 @@ def test_by_hand() -> None:
     assert_within("gradient", grad[:, 0], [5 / 6 - 1 / 8, 6 / 8, -5 / 6 - 5 / 8], atol=1e-15)
 
 
-@pytest.mark.parametrize("regime", REGIMES)
-def test_a_nucleus_of_all_tokens_changes_nothing(regime: str) -> None:
+@pytest.mark.parametrize("memory_mode", REGIMES)
+def test_a_nucleus_of_all_tokens_changes_nothing(memory_mode: str) -> None:
     problem = nucleus_problem()
     everything = replace(problem, nucleus=torch.arange(11).expand(7, 11))
-    got, expected = run_head(everything, regime), run_head(replace(problem, nucleus=None), regime)
+    got, expected = run_head(everything, memory_mode), run_head(replace(problem, nucleus=None), memory_mode)
     for name in ("logprobs", "entropy", "grad_hidden", "grad_weight"):
         assert_within(name, getattr(got, name), getattr(expected, name), atol=1e-12)
 

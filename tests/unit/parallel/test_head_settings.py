@@ -1,4 +1,4 @@
-"""What the log-prob head refuses, and which regime and chunk it takes."""
+"""What the log-prob head refuses, and which memory_mode and chunk it takes."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megarl.parallel.head.logprobs import vocab_parallel_logprobs
-from megarl.parallel.head.regime import Regime, automatic_chunk, choose_regime
+from megarl.parallel.head.memory_mode import HeadMemoryMode, automatic_chunk, choose_memory_mode
 from megarl.parallel.head.statistics import vocab_shard
 from tests.helpers.head import head_problem
 from tests.helpers.head_ranks import one_rank_arguments
@@ -50,7 +50,7 @@ def test_a_loss_that_is_no_sum_over_tokens_is_refused(
     out = vocab_parallel_logprobs(
         problem.hidden.clone().requires_grad_(),
         problem.padded_weight(PADDED_ROWS),
-        **one_rank_arguments(problem, PADDED_ROWS, regime=Regime.IN_CHUNK, loss_gradients=gradients),
+        **one_rank_arguments(problem, PADDED_ROWS, memory_mode=HeadMemoryMode.IN_CHUNK, loss_gradients=gradients),
     )
     with pytest.raises(ValueError, match=r"in_chunk.*log-probs of kept row \d.*no sum over tokens.*recompute or keep"):
         loss(out.logprobs).backward()
@@ -65,7 +65,7 @@ def test_a_loss_of_the_entropy_that_is_no_sum_over_tokens_is_refused() -> None:
     out = vocab_parallel_logprobs(
         problem.hidden.clone().requires_grad_(),
         problem.padded_weight(PADDED_ROWS),
-        **one_rank_arguments(problem, PADDED_ROWS, regime=Regime.IN_CHUNK, loss_gradients=gradients),
+        **one_rank_arguments(problem, PADDED_ROWS, memory_mode=HeadMemoryMode.IN_CHUNK, loss_gradients=gradients),
     )
     with pytest.raises(ValueError, match="with respect to the entropy"):
         out.entropy.mean().backward()
@@ -81,15 +81,19 @@ def test_a_loss_of_the_entropy_that_is_no_sum_over_tokens_is_refused() -> None:
             id="own rows",
         ),
         pytest.param({"row_counts": (7, 0)}, r"hidden has 7 rows on rank 0 of 1, .* \(7, 0\)", id="other ranks"),
-        pytest.param({"regime": Regime.IN_CHUNK}, "loss_gradients belong to in_chunk, which needs them", id="missing"),
+        pytest.param(
+            {"memory_mode": HeadMemoryMode.IN_CHUNK},
+            "loss_gradients belong to in_chunk, which needs them",
+            id="missing",
+        ),
         pytest.param(
             {"loss_gradients": lambda logprobs, entropy: (logprobs, None)},
-            "regime recompute: loss_gradients belong to in_chunk",
+            "memory_mode recompute: loss_gradients belong to in_chunk",
             id="recompute",
         ),
         pytest.param(
-            {"regime": Regime.KEEP, "loss_gradients": lambda logprobs, entropy: (logprobs, None)},
-            "regime keep: loss_gradients belong to in_chunk",
+            {"memory_mode": HeadMemoryMode.KEEP, "loss_gradients": lambda logprobs, entropy: (logprobs, None)},
+            "memory_mode keep: loss_gradients belong to in_chunk",
             id="keep",
         ),
     ],
@@ -108,23 +112,25 @@ def test_arguments_that_do_not_agree(options: dict[str, Any], message: str) -> N
     ("setting", "logits_bytes", "token_local", "expected"),
     [
         # Named: whatever there is room for.
-        ("recompute", 0, True, Regime.RECOMPUTE),
-        ("keep", 101, True, Regime.KEEP),
-        ("in_chunk", 0, True, Regime.IN_CHUNK),
-        ("auto", 0, False, Regime.KEEP),
-        ("auto", 100, True, Regime.KEEP),
-        ("auto", 101, True, Regime.IN_CHUNK),
-        ("auto", 101, False, Regime.RECOMPUTE),
+        ("recompute", 0, True, HeadMemoryMode.RECOMPUTE),
+        ("keep", 101, True, HeadMemoryMode.KEEP),
+        ("in_chunk", 0, True, HeadMemoryMode.IN_CHUNK),
+        ("auto", 0, False, HeadMemoryMode.KEEP),
+        ("auto", 100, True, HeadMemoryMode.KEEP),
+        ("auto", 101, True, HeadMemoryMode.IN_CHUNK),
+        ("auto", 101, False, HeadMemoryMode.RECOMPUTE),
     ],
 )
-def test_choice_of_the_regime(setting: str, logits_bytes: int, token_local: bool, expected: Regime) -> None:
-    got = choose_regime(setting, logits_bytes=logits_bytes, memory_bytes=100, token_local=token_local)
+def test_choice_of_the_memory_mode(
+    setting: str, logits_bytes: int, token_local: bool, expected: HeadMemoryMode
+) -> None:
+    got = choose_memory_mode(setting, logits_bytes=logits_bytes, memory_bytes=100, token_local=token_local)
     assert got is expected
 
 
-def test_no_regime_of_that_name() -> None:
-    with pytest.raises(ValueError, match="'all' is not a valid Regime"):
-        choose_regime("all", logits_bytes=0, memory_bytes=0, token_local=True)
+def test_no_memory_mode_of_that_name() -> None:
+    with pytest.raises(ValueError, match="'all' is not a valid HeadMemoryMode"):
+        choose_memory_mode("all", logits_bytes=0, memory_bytes=0, token_local=True)
 
 
 @pytest.mark.parametrize(

@@ -36,22 +36,22 @@ def assert_taught(case: TaughtCase, *, atol: float = 1e-12) -> None:
     assert_within("weight", got.grad_weight[:vocab_size], expected.grad_weight, atol=atol)
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("memory_mode", REGIMES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-12), (torch.float32, 2e-5)], ids=str)
-def test_values_and_gradients(dtype: torch.dtype, atol: float, kind: Divergence, regime: str) -> None:
+def test_values_and_gradients(dtype: torch.dtype, atol: float, kind: Divergence, memory_mode: str) -> None:
     for with_entropy, num_rows in ((True, 7), (False, 7), (True, 0), (True, 1)):
         student = head_problem(num_rows=num_rows, with_entropy=with_entropy)
         problem = taught_problem(num_rows=num_rows, student=student, divergence=kind)
-        assert_taught(TaughtCase(problem=problem.to(dtype), regime=regime), atol=atol)
+        assert_taught(TaughtCase(problem=problem.to(dtype), memory_mode=memory_mode), atol=atol)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_students_have_beside(kind: Divergence) -> None:
     """Capped logits, and labels that were sampled from a few tokens."""
     for student in (replace(head_problem(), logit_cap=5.0), nucleus_problem()):
-        for regime in REGIMES:
-            assert_taught(TaughtCase(problem=taught_problem(student=student, divergence=kind), regime=regime))
+        for memory_mode in REGIMES:
+            assert_taught(TaughtCase(problem=taught_problem(student=student, divergence=kind), memory_mode=memory_mode))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -62,19 +62,19 @@ def test_vocabularies_with_a_common_part(kind: Divergence, vocab_size: int, teac
         problem = taught_problem(
             vocab_size=vocab_size, teacher_vocab=teacher_vocab, common=common, divergence=kind, top_k=top_k
         )
-        for regime in REGIMES:
-            assert_taught(TaughtCase(problem=problem, regime=regime))
+        for memory_mode in REGIMES:
+            assert_taught(TaughtCase(problem=problem, memory_mode=memory_mode))
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("memory_mode", REGIMES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("top_k", "gap"), [(1, False), (4, True), (11, False)])
 def test_the_likeliest_tokens_and_one_outcome_for_the_rest(
-    top_k: int, gap: bool, kind: Divergence, regime: str
+    top_k: int, gap: bool, kind: Divergence, memory_mode: str
 ) -> None:
     problem = taught_problem(top_k=top_k, gap=gap, divergence=kind)
-    assert_taught(TaughtCase(problem=problem, regime=regime))
-    assert_taught(TaughtCase(problem=problem.to(torch.float32), regime=regime), atol=3e-5)
+    assert_taught(TaughtCase(problem=problem, memory_mode=memory_mode))
+    assert_taught(TaughtCase(problem=problem.to(torch.float32), memory_mode=memory_mode), atol=3e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

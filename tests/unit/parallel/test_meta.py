@@ -15,7 +15,7 @@ from megarl.algos import build_algorithm
 from megarl.config import load_config
 from megarl.parallel.head import differentiable
 from megarl.parallel.head.logprobs import HeadOptions, vocab_parallel_logprobs
-from megarl.parallel.head.regime import Regime
+from megarl.parallel.head.memory_mode import HeadMemoryMode
 from megarl.parallel.head.statistics import vocab_shard
 from megarl.types import PolicyOutputs, RowBatch
 from tests.helpers.steps import MAX_RESPONSE_TOKENS, VOCAB_SIZE, problem_of, random_step
@@ -40,9 +40,9 @@ def tensor_parallel() -> Iterator[dist.ProcessGroup]:
 @pytest.mark.parametrize("own_rows", [False, True], ids=["all rows", "own rows"])
 @pytest.mark.parametrize("with_main_grad", [False, True], ids=["autograd", "main_grad"])
 @pytest.mark.parametrize("entropy", [False, True], ids=["no-entropy", "entropy"])
-@pytest.mark.parametrize("regime", Regime)
+@pytest.mark.parametrize("memory_mode", HeadMemoryMode)
 def test_the_head_leaves_no_device(
-    tensor_parallel: dist.ProcessGroup, regime: Regime, entropy: bool, with_main_grad: bool, own_rows: bool
+    tensor_parallel: dist.ProcessGroup, memory_mode: HeadMemoryMode, entropy: bool, with_main_grad: bool, own_rows: bool
 ) -> None:
     counts = (10, 9, 9, 9) if own_rows else None
     hidden = torch.empty(counts[RANK] if counts else NUM_TOKENS, HIDDEN, dtype=torch.bfloat16, device=META)
@@ -60,16 +60,17 @@ def test_the_head_leaves_no_device(
         shard=vocab_shard(tensor_parallel, ROWS_PER_RANK, VOCAB),
         options=HeadOptions(
             temperature=0.7,
-            regime=regime,
+            memory_mode=memory_mode,
             chunk_tokens=16,
             entropy_needs_grad=entropy,
             row_counts=counts,
             main_grad=main_grad,
-            loss_gradients=gradients if regime is Regime.IN_CHUNK else None,
+            loss_gradients=gradients if memory_mode is HeadMemoryMode.IN_CHUNK else None,
         ),
     )
     loss = out.logprobs.sin().sum() + (out.entropy.sin().sum() if entropy else 0)
-    # The regime in_chunk compares its gradients with the loss's, once in a micro-batch; the comparison needs values.
+    # The memory mode in_chunk compares its gradients with the loss's, once in a micro-batch; the comparison needs
+    # values.
     with mock.patch.object(differentiable, "require_same_gradient"):
         loss.backward()
     assert {out.logprobs.device, out.entropy.device} == {META}

@@ -45,14 +45,14 @@ def pack_of(problem: HeadProblem) -> SimpleNamespace:
     )
 
 
-@pytest.mark.parametrize("regime", ["recompute", "keep"])
-def test_logits_are_divided_in_log_probs_entropies_and_gradients(regime: Literal["recompute", "keep"]) -> None:
+@pytest.mark.parametrize("memory_mode", ["recompute", "keep"])
+def test_logits_are_divided_in_log_probs_entropies_and_gradients(memory_mode: Literal["recompute", "keep"]) -> None:
     """Logits of deviation 32, so that a sixteenth of them is far from uniform, at a temperature besides."""
     problem = head_problem()
     problem = replace(problem, hidden=problem.hidden * DIVISOR)
     expected = dense_head(replace(problem, temperature=torch.full((7,), DIVISOR * TEMPERATURE, dtype=torch.float64)))
     hidden, weight = problem.hidden.clone().requires_grad_(), problem.padded_weight(16).requires_grad_()
-    request = HeadRequest(temperature=TEMPERATURE, settings=HeadConfig(regime=regime), entropy_needs_grad=True)
+    request = HeadRequest(temperature=TEMPERATURE, settings=HeadConfig(regime=memory_mode), entropy_needs_grad=True)
     out = policy_head(problem, weight)(hidden[:, None], pack_of(problem), request, None)  # type: ignore[arg-type]
     assert not isinstance(out, TokenPairs)
     assert problem.grad_entropy is not None

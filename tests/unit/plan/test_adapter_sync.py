@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.sync_plan import bridge_plan, ends_of
+from megarl.cluster.sync_plan import bridge_plan, plan_input_of
 from megarl.config import from_dict
 from megarl.config.schema import Config
 from megarl.plan.build import plan_run
@@ -68,4 +68,4 @@ def test_workers_get_all_and_only_what_they_need(targets: list[str], tmp_path: P
     of_attention, of_experts = 2 * 4 * RANK * 56, 2 * 4 * 6 * (2 * (8 + 10) + (10 + 8))
     expected = of_attention * ("attention" in targets) + of_experts * ("experts" in targets)
     assert plan_statistics(plan).wire_bytes == 4 * expected
-    assert all(".lora_" in name for name in ends_of(config, read_model_spec(tmp_path)).specs)
+    assert all(".lora_" in name for name in plan_input_of(config, read_model_spec(tmp_path)).specs)

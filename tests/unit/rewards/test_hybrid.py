@@ -5,13 +5,13 @@ import math
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.rewards.hybrid import TRANSFORMS, Raw, Summand, mix
+from megarl.rewards.hybrid import TRANSFORMS, Summand, UntransformedRewards, mix
 
 GROUPS = ["a", "a", "a", "b", "b"]
 
 
 def transformed(name: str, values: list[float], *, groups: list[str] | None = None, **options: object) -> list[float]:
-    raw = Raw(values=values, groups=groups or ["a"] * len(values))
+    raw = UntransformedRewards(values=values, groups=groups or ["a"] * len(values))
     return TRANSFORMS.get(name)(raw, Summand(transform=name, **options))  # type: ignore[arg-type]
 
 

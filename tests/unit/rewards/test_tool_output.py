@@ -1,4 +1,6 @@
-"""An answer that only a tool's output states scores nothing: real turn glue, real rules, real functions of users."""
+"""An answer that only a tool's output states scores nothing: real inter-turn tokens, real rules, real functions of
+users.
+"""
 
 from contextlib import closing
 from pathlib import Path
@@ -7,7 +9,7 @@ import pytest
 
 from megarl.config.rewards import CustomConfig, RewardsConfig, SourceConfig
 from megarl.data.chat import encode_chats
-from megarl.data.turns import TurnGlue
+from megarl.data.turns import InterTurnTokens
 from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.rewards.build import open_rewards
 from megarl.types import Episode, FinishReason, Message, Prompt, Sample, environment_segment, prompt_segment
@@ -37,7 +39,7 @@ def conversation(index: int, last: str) -> Sample:
     """A call, a reply that states the answer in every form that a rule may look for, and a last turn."""
     reply = Message(role="tool", content="1776\n#### 1776\n\\boxed{1776}")
     call = [*ids_of("calc 37*48"), END]
-    glue = TurnGlue(TOKENIZER).between([reply], last_token=END)
+    glue = InterTurnTokens(TOKENIZER).between([reply], last_token=END)
     return Sample(
         uid="a",
         sample_index=index,

@@ -25,8 +25,8 @@ from megarl.cluster.offloading import Phase
 from megarl.config.algo import AdvantageConfig, AlgoConfig, FilterConfig
 from megarl.config.generation import RolloutConfig, ScheduleConfig
 from megarl.config.schema import Config, TrainerConfig
-from megarl.data.ends import AnswerEnds
 from megarl.data.sampler import MixtureSampler, PromptSampler
+from megarl.data.stop_tokens import StopTokens
 from megarl.errors import RunError, WorkerError
 from megarl.host import loop
 from megarl.record.metrics import Timers
@@ -132,7 +132,7 @@ def test_a_mixture_of_which_a_part_is_passed_over_again_and_again_does_not_grow(
 
 # --- groups
 
-ENDS = AnswerEnds(token_ids=(0,), tails=("",), declared=(0, 3), stop_token_ids=(0, 3, 9), names=("",))
+ENDS = StopTokens(token_ids=(0,), tails=("",), declared=(0, 3), stop_token_ids=(0, 3, 9), names=("",))
 
 
 class World(RolloutSource):

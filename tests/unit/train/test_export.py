@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data.ends import declared_ends
+from megarl.data.stop_tokens import declared_stop_tokens
 from megarl.errors import WeightSyncError
 from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.train.export import check_complete, copy_companions, name_end_of_answers
@@ -48,7 +48,7 @@ def test_an_export_names_the_end_that_was_trained(
     name_end_of_answers(tmp_path)
     file = tmp_path / "generation_config.json"
     assert (json.loads(file.read_text()) if file.is_file() else None) == expected
-    assert 2 in declared_ends(tmp_path)
+    assert 2 in declared_stop_tokens(tmp_path)
 
 
 def test_all_that_a_model_needs_goes_along(tmp_path: Path) -> None:

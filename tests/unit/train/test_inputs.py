@@ -184,8 +184,8 @@ def test_the_end_of_answers_is_the_templates_and_engines_stop_at_all(models: Pat
         file = base / "policy" / f"{name}.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     inputs = opened(base, tmp_path, rollout={**LENGTHS["rollout"], "stop_token_ids": [7]})
-    assert inputs.answers.ends.token_ids == (2,)
-    assert inputs.answers.ends.stop_token_ids == (2, 0, 7)
+    assert inputs.answers.stop_tokens.token_ids == (2,)
+    assert inputs.answers.stop_tokens.stop_token_ids == (2, 0, 7)
     assert any("answers end with '<|im_end|>'" in warning for warning in inputs.warnings)
     turns = {"prompt": "3+5=?", "chosen": "8", "rejected": "9", "response": "8"}
     (tmp_path / "pairs.jsonl").write_text(json.dumps(turns) + "\n")

@@ -11,7 +11,7 @@ from megarl.config.algo import AlgoConfig, DemonstrationConfig
 from megarl.config.generation import RolloutConfig, Sampling
 from megarl.config.schema import Config
 from megarl.config.teacher import TeacherConfig
-from megarl.data.ends import AnswerEnds
+from megarl.data.stop_tokens import StopTokens
 from megarl.errors import RunError
 from megarl.host import loop
 from megarl.rollout.prefixes import Prefix
@@ -22,7 +22,7 @@ from megarl.types import FinishReason, Prompt, Sample, prompt_segment
 from tests.helpers.reward_server import RewardServer, reply
 
 END = 9
-ENDS = AnswerEnds(token_ids=(END,), tails=("",), declared=(END,), stop_token_ids=(END, 8), names=("end",))
+ENDS = StopTokens(token_ids=(END,), tails=("",), declared=(END,), stop_token_ids=(END, 8), names=("end",))
 PROMPT = Prompt(uid="a", token_ids=(1, 2), data_source="s", ground_truth="")
 SAMPLING = Sampling(temperature=0.7, stop_token_ids=(END, 8))
 PLAN = SamplingPlan(step=3, num_samples=2, sampling=SAMPLING, max_response_tokens=6, run_seed=0)

@@ -75,21 +75,21 @@ def _head(regime: str, kernels: Callable[[], Any] | None = None) -> Callable[[di
     """The head in one regime; `kernels` None is its own choice."""
 
     def load(group: dist.ProcessGroup) -> Head:
-        from megarl.parallel.head.logprobs import HeadOptions, Regime, vocab_parallel_logprobs
+        from megarl.parallel.head.logprobs import HeadMemoryMode, HeadOptions, vocab_parallel_logprobs
         from megarl.parallel.head.statistics import vocab_shard
 
         made = None if kernels is None else kernels()
 
         def head(problem: HeadProblem) -> Outputs:
             rows_per_rank = problem.weight.shape[0]
-            in_chunk = Regime[regime] is Regime.IN_CHUNK
+            in_chunk = HeadMemoryMode[regime] is HeadMemoryMode.IN_CHUNK
             result = vocab_parallel_logprobs(
                 problem.hidden,
                 problem.weight,
                 problem.labels,
                 shard=vocab_shard(group, rows_per_rank, rows_per_rank * group.size()),
                 options=HeadOptions(
-                    regime=Regime[regime],
+                    memory_mode=HeadMemoryMode[regime],
                     entropy_needs_grad=True,
                     # As in training, where the rows are a copy of those that are trained.
                     overwrite_hidden=True,

@@ -10,9 +10,9 @@ import pytest
 from megarl.config.algo import DemonstrationConfig
 from megarl.config.schema import DataConfig
 from megarl.data.demonstrations import SftDataset
-from megarl.data.marks import SpelledMarks
 from megarl.data.preferences import PreferenceDataset, ResponsePairDataset
 from megarl.data.prompts import PromptDataset
+from megarl.data.special_tokens import SpelledSpecialTokens
 from megarl.recipes.tiny_model import make_byte_tokenizer
 
 TOKENIZER = make_byte_tokenizer()
@@ -25,7 +25,7 @@ def warnings_of(directory: Path, *rows: Mapping[str, Any]) -> list[str]:
     """What is said of rows, whatever kind of data they are."""
     path = directory / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    spelled: SpelledMarks
+    spelled: SpelledSpecialTokens
     if "chosen" in rows[0]:
         sides = PreferenceDataset([path], TOKENIZER, max_tokens=200, on_long="error").spelled
         spelled = ResponsePairDataset(

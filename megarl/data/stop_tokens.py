@@ -110,17 +110,17 @@ def _up_to_mark(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[str, i
     return text[: start + len(mark)], marks[mark]
 
 
-def declared_ends(directory: Path) -> tuple[int, ...]:
+def declared_stop_tokens(directory: Path) -> tuple[int, ...]:
     """Return the tokens that end a response by generation_config.json or, without it, config.json, as vLLM reads them.
 
     Raises ConfigError if the file is damaged, or has something other than numbers of tokens there.
     """
     file = directory / "generation_config.json"
-    return ends_in(file if file.is_file() else directory / "config.json")
+    return stop_tokens_in(file if file.is_file() else directory / "config.json")
 
 
-def ends_in(file: Path) -> tuple[int, ...]:
-    """Return the tokens that end a response by a file, if there is one. For errors see `declared_ends`."""
+def stop_tokens_in(file: Path) -> tuple[int, ...]:
+    """Return the tokens that end a response by a file, if there is one. For errors see `declared_stop_tokens`."""
     if not file.is_file():
         return ()
     found = read_object(file, remedy=MODEL_REMEDY, error=ConfigError).get("eos_token_id")
@@ -134,7 +134,7 @@ def ends_in(file: Path) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerEnds:
+class StopTokens:
     """The ends of a policy's answers.
 
     token_ids: what answers that are trained end with, which is one token, unless `rollout.stop` names a text. tails:
@@ -154,20 +154,20 @@ class AnswerEnds:
         return tuple(token_ids[-len(self.token_ids) :]) == self.token_ids
 
 
-def answer_ends(
+def stop_tokens_of(
     tokenizer: "PreTrainedTokenizerBase",
     form: AnswerForm,
     *,
     declared: Sequence[int] = (),
     stop: Sequence[str] = (),
     stop_token_ids: Sequence[int] = (),
-) -> AnswerEnds:
+) -> StopTokens:
     """Decide how answers end: with what the chat template writes after them.
 
     If it writes nothing, they end with the mark of the next speaker, provided that it is declared an end (as GLM does),
     or else with the tokenizer's eos token.
 
-    declared: see `declared_ends`. stop, stop_token_ids: the settings of `rollout`.
+    declared: see `declared_stop_tokens`. stop, stop_token_ids: the settings of `rollout`.
 
     Raises ConfigError if the template ends answers with a text that is no token, unless `stop` has it, or a token that
     is declared an end stands for a piece of text.
@@ -202,7 +202,7 @@ def answer_ends(
         tails, own = [tokenizer.eos_token], [eos]
     ends = tuple(dict.fromkeys([*(own if len(own) == 1 else ()), *known]))
     stops = tuple(dict.fromkeys([*ends, *stop_token_ids]))
-    return AnswerEnds(
+    return StopTokens(
         token_ids=tuple(own),
         tails=tuple(tails),
         declared=ends,

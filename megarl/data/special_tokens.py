@@ -7,15 +7,15 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megarl.data.ends import answer_form
 from megarl.data.roles import RoleCheck
+from megarl.data.stop_tokens import answer_form
 from megarl.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def marks_of(tokenizer: "PreTrainedTokenizerBase", written: str) -> re.Pattern[str]:
+def special_tokens_of(tokenizer: "PreTrainedTokenizerBase", written: str) -> re.Pattern[str]:
     """Return a pattern of a tokenizer's marks. `written`: what its chat template writes between turns."""
     added = tokenizer.added_tokens_decoder.values()
     # Some tokenizers do not call all marks of their template special. Words and spaces are none.
@@ -25,12 +25,12 @@ def marks_of(tokenizer: "PreTrainedTokenizerBase", written: str) -> re.Pattern[s
     return re.compile("|".join(re.escape(mark) for mark in found if len(mark) > 1) or r"(?!)")
 
 
-class SpelledMarks:
+class SpelledSpecialTokens:
     """The rows of a data set whose texts spell marks. Data may mean that, so it is said, and not changed."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         form = answer_form(tokenizer)
-        self._marks = marks_of(tokenizer, form.before + form.tail + form.rest + form.next_tail)
+        self._special_tokens = special_tokens_of(tokenizer, form.before + form.tail + form.rest + form.next_tail)
         self._roles = RoleCheck(tokenizer)
         self.num_rows, self._first = 0, ""
 
@@ -46,7 +46,7 @@ class SpelledMarks:
         for chat in (messages, rejected) if rejected else (messages,):
             self._roles.require(chat, where, whole=whole)
         for number, message in enumerate((*messages, *rejected[-1:])):
-            for found in self._marks.finditer(message.content):
+            for found in self._special_tokens.finditer(message.content):
                 if message.role != "assistant" or found.end() < len(message.content):
                     self.num_rows += 1
                     self._first = self._first or f"{where}: turn {number} of the role {message.role} has {found[0]!r}"

@@ -1,4 +1,5 @@
-"""Choose how much memory the log-prob head trades for speed: its regime, and how many tokens it processes at a time.
+"""Choose how much memory the log-prob head trades for speed: its memory_mode, and how many tokens it processes at a
+time.
 
 This module does not import torch, so that `--dry-run` can use it quickly.
 """
@@ -12,7 +13,7 @@ MAX_CHUNK_BYTES = 512 << 20
 AUTO = "auto"
 
 
-class Regime(StrEnum):
+class HeadMemoryMode(StrEnum):
     """The tensors that the log-prob head keeps from forward to backward: none (recompute), the logits (keep), or the
     finished gradients of its inputs (in_chunk).
     """
@@ -22,17 +23,17 @@ class Regime(StrEnum):
     IN_CHUNK = "in_chunk"
 
 
-def choose_regime(setting: str, *, logits_bytes: int, memory_bytes: int, token_local: bool) -> Regime:
-    """Return the memory regime that the setting names, or the fastest possible one if the setting is `auto`.
+def choose_memory_mode(setting: str, *, logits_bytes: int, memory_bytes: int, token_local: bool) -> HeadMemoryMode:
+    """Return the memory memory_mode that the setting names, or the fastest possible one if the setting is `auto`.
 
     The fastest is keep if the logits fit into `memory_bytes`, else in_chunk if `token_local`, else recompute. All ranks
-    that share a pack must choose the same regime.
+    that share a pack must choose the same memory_mode.
     """
     if setting != AUTO:
-        return Regime(setting)
+        return HeadMemoryMode(setting)
     if logits_bytes <= memory_bytes:
-        return Regime.KEEP
-    return Regime.IN_CHUNK if token_local else Regime.RECOMPUTE
+        return HeadMemoryMode.KEEP
+    return HeadMemoryMode.IN_CHUNK if token_local else HeadMemoryMode.RECOMPUTE
 
 
 def automatic_chunk(num_rows: int, *, hidden: int, num_logits: int, itemsize: int) -> int:

@@ -12,7 +12,7 @@ from megarl.config.generation import RolloutConfig
 from megarl.config.models import ModelConfig
 from megarl.config.schema import Config
 from megarl.data.answers import Answers
-from megarl.data.ends import AnswerEnds, answer_ends, answer_form, declared_ends
+from megarl.data.stop_tokens import StopTokens, answer_form, declared_stop_tokens, stop_tokens_of
 from megarl.errors import ConfigError
 from megarl.recipes.tiny_model import make_byte_tokenizer
 
@@ -178,17 +178,17 @@ def test_the_end_of_a_family(name: str) -> None:
     family = FAMILIES[name]
     tokenizer = tokenizer_of(family)
     declared = tokenizer.convert_tokens_to_ids(list(family.declared))
-    ends = answer_ends(tokenizer, answer_form(tokenizer), declared=declared)
+    ends = stop_tokens_of(tokenizer, answer_form(tokenizer), declared=declared)
     assert ends.token_ids == (tokenizer.convert_tokens_to_ids(family.end),)
     assert ends.tails[0] == (family.tail or family.end)
     assert tuple(tokenizer.convert_ids_to_tokens(list(ends.stop_token_ids))) == family.stops
     assert ends.names == family.stops
 
 
-def ends_of(template: str, **settings: tuple[str, ...] | tuple[int, ...]) -> AnswerEnds:
+def by_template(template: str, **settings: tuple[str, ...] | tuple[int, ...]) -> StopTokens:
     tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = template
-    return answer_ends(tokenizer, answer_form(tokenizer), **settings)  # type: ignore[arg-type]
+    return stop_tokens_of(tokenizer, answer_form(tokenizer), **settings)  # type: ignore[arg-type]
 
 
 def test_an_end_that_is_no_token_needs_a_setting() -> None:
@@ -200,10 +200,10 @@ def test_an_end_that_is_no_token_needs_a_setting() -> None:
         r"such as '<\|im_end\|>'$"
     )
     with pytest.raises(ConfigError, match=message):
-        ends_of(template)
+        by_template(template)
     with pytest.raises(ConfigError, match=message):
-        ends_of(template, stop=("</answer>",), stop_token_ids=(7,))
-    ends = ends_of(template, stop=("</answer>", "<|done|>"), stop_token_ids=(7,))
+        by_template(template, stop=("</answer>",), stop_token_ids=(7,))
+    ends = by_template(template, stop=("</answer>", "<|done|>"), stop_token_ids=(7,))
     # Printable ASCII characters are numbered from 3 on.
     assert ends.token_ids == tuple(ord(c) - 30 for c in "<|done|>")
     assert (ends.tails, ends.declared, ends.stop_token_ids) == (("<|done|>",), (2,), (2, 7))
@@ -214,17 +214,17 @@ def test_an_end_that_is_no_token_needs_a_setting() -> None:
 
 
 def test_what_the_user_sets_ends_responses_too() -> None:
-    ends = ends_of(CHATML, stop_token_ids=(7, 2))
+    ends = by_template(CHATML, stop_token_ids=(7, 2))
     assert (ends.token_ids, ends.declared, ends.stop_token_ids) == ((2,), (2,), (2, 7))
     # A next speaker's mark that no file declares.
     tokenizer = tokenizer_of(FAMILIES["GLM 4"])
     user = tokenizer.convert_tokens_to_ids("<|user|>")
-    assert answer_ends(tokenizer, answer_form(tokenizer), stop_token_ids=(user,)).token_ids == (user,)
+    assert stop_tokens_of(tokenizer, answer_form(tokenizer), stop_token_ids=(user,)).token_ids == (user,)
 
 
 def test_an_end_beyond_the_vocabulary_is_kept() -> None:
     """Some configurations name tokens that their tokenizer lacks; engines cannot write them either."""
-    assert ends_of(CHATML, declared=(151645,)).names == ("<|im_end|>", "token 151645")
+    assert by_template(CHATML, declared=(151645,)).names == ("<|im_end|>", "token 151645")
 
 
 @pytest.mark.parametrize(
@@ -247,27 +247,27 @@ def test_engines_stop_at_the_ends_of_both_files(
     (tmp_path / "tokenizer_config.json").touch()
     rollout = RolloutConfig(stop_token_ids=(9,))
     answers = Answers.of(Config(model=ModelConfig(path=str(tmp_path)), rollout=rollout), make_byte_tokenizer())
-    assert answers.ends.stop_token_ids == (2, *expected, 9)
+    assert answers.stop_tokens.stop_token_ids == (2, *expected, 9)
 
 
 def test_an_end_that_is_a_piece_of_text_is_refused() -> None:
     """A configuration's end is that of another tokenizer: engines would stop at each such piece, without a word."""
     (hash_sign,) = make_byte_tokenizer()("#", add_special_tokens=False)["input_ids"]
     with pytest.raises(ConfigError, match=r"eos_token_id .* is \d+, which stands for the text '#' in this tokenizer"):
-        ends_of(CHATML, declared=(2, hash_sign))
+        by_template(CHATML, declared=(2, hash_sign))
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 6')
     with pytest.raises(ConfigError, match=r"^.*/generation_config\.json: not JSON: .*; copy the model again$"):
-        declared_ends(tmp_path)
+        declared_stop_tokens(tmp_path)
 
 
 @pytest.mark.parametrize("declared", ["</s>", ["<|im_end|>"], [[1]], True, 1.0, -1, {"a": 1}, [1, None], 2**40])
 def test_ends_that_are_no_numbers_of_tokens_are_refused(declared: object, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": declared}))
     with pytest.raises(ConfigError, match=r"^.*/generation_config\.json: eos_token_id is .*, expected the number of a"):
-        declared_ends(tmp_path)
+        declared_stop_tokens(tmp_path)
 
 
 def test_a_template_that_leaves_out_questions_is_refused() -> None:
@@ -279,7 +279,7 @@ def test_a_template_that_leaves_out_questions_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"^model\.path: the chat template leaves out a user's words and writes .user: "
     ):
-        ends_of(template)
+        by_template(template)
 
 
 def test_what_a_template_inserts_before_an_answer_is_said() -> None:

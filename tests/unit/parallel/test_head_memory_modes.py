@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.parallel.head.logprobs import vocab_parallel_logprobs
-from megarl.parallel.head.regime import Regime
+from megarl.parallel.head.memory_mode import HeadMemoryMode
 from megarl.parallel.head.statistics import vocab_shard
 from tests.helpers.compare import assert_within
 from tests.helpers.head import HeadProblem, HeadResult, head_problem
@@ -29,9 +29,9 @@ DEFERRED = ("recompute", "keep")
 
 
 def run_head(
-    problem: HeadProblem, regime: str, *, chunk_tokens: int | None = 3, padded_rows: int = PADDED_ROWS
+    problem: HeadProblem, memory_mode: str, *, chunk_tokens: int | None = 3, padded_rows: int = PADDED_ROWS
 ) -> HeadResult:
-    case = HeadCase(problem=problem, rows_per_rank=padded_rows, regime=regime, chunk_tokens=chunk_tokens)
+    case = HeadCase(problem=problem, rows_per_rank=padded_rows, memory_mode=memory_mode, chunk_tokens=chunk_tokens)
     shard = vocab_shard(ONE_RANK, padded_rows, problem.vocab_size)
     result = case.differentiate(problem.padded_weight(padded_rows), shard)
     assert not result.grad_weight[problem.vocab_size :].any()
@@ -44,35 +44,35 @@ def assert_exact(got: HeadResult, problem: HeadProblem, *, atol: float) -> None:
         assert_within(name, getattr(got, name), getattr(expected, name), atol=atol)
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("memory_mode", REGIMES)
 @pytest.mark.parametrize("with_entropy", [True, False], ids=["entropy", "no-entropy"])
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 7, None])
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_values_and_gradients(
-    dtype: torch.dtype, atol: float, chunk_tokens: int | None, with_entropy: bool, regime: str
+    dtype: torch.dtype, atol: float, chunk_tokens: int | None, with_entropy: bool, memory_mode: str
 ) -> None:
     problem = head_problem(with_entropy=with_entropy, dtype=dtype)
-    got = run_head(problem, regime, chunk_tokens=chunk_tokens)
+    got = run_head(problem, memory_mode, chunk_tokens=chunk_tokens)
     assert got.logprobs.dtype == got.entropy.dtype == got.grad_hidden.dtype == got.grad_weight.dtype == dtype
     assert_exact(got, problem, atol=atol)
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("memory_mode", REGIMES)
 @pytest.mark.parametrize("num_rows", [0, 1])
-def test_few_rows(num_rows: int, regime: str) -> None:
+def test_few_rows(num_rows: int, memory_mode: str) -> None:
     problem = head_problem(num_rows=num_rows)
-    got = run_head(problem, regime)
+    got = run_head(problem, memory_mode)
     assert got.logprobs.shape == got.entropy.shape == (num_rows,)
     assert_exact(got, problem, atol=1e-12)
 
 
-@pytest.mark.parametrize("regime", REGIMES)
-def test_all_logits_very_negative(regime: str) -> None:
+@pytest.mark.parametrize("memory_mode", REGIMES)
+def test_all_logits_very_negative(memory_mode: str) -> None:
     problem = head_problem()
     problem.hidden[:, 0] = 1e3
     problem.weight[:, 0] = -100.0
     # Logits of 2e5 have float64 steps of 3e-11, and gradients multiply their errors by up to 1e3.
-    assert_exact(run_head(problem, regime), problem, atol=1e-7)
+    assert_exact(run_head(problem, memory_mode), problem, atol=1e-7)
 
 
 @given(
@@ -82,7 +82,7 @@ def test_all_logits_very_negative(regime: str) -> None:
     padding=st.integers(0, 5),
     chunk_tokens=st.one_of(st.none(), st.integers(1, 12)),
     temperature=st.floats(0.25, 4.0),
-    regime=st.sampled_from(REGIMES),
+    memory_mode=st.sampled_from(REGIMES),
     with_entropy=st.booleans(),
     seed=st.integers(0, 1000),
 )
@@ -93,7 +93,7 @@ def test_any_shape(
     padding: int,
     chunk_tokens: int | None,
     temperature: float,
-    regime: str,
+    memory_mode: str,
     with_entropy: bool,
     seed: int,
 ) -> None:
@@ -110,20 +110,22 @@ def test_any_shape(
         grad_logprobs=randn(num_rows),
         grad_entropy=randn(num_rows) if with_entropy else None,
     )
-    got = run_head(problem, regime, chunk_tokens=chunk_tokens, padded_rows=vocab_size + padding)
+    got = run_head(problem, memory_mode, chunk_tokens=chunk_tokens, padded_rows=vocab_size + padding)
     # Logits of up to ~50, over a temperature of ¼, and as large factors in the gradients.
     assert_exact(got, problem, atol=1e-10)
 
 
-@pytest.mark.parametrize("regime", DEFERRED)
-def test_gradcheck(regime: str) -> None:
+@pytest.mark.parametrize("memory_mode", DEFERRED)
+def test_gradcheck(memory_mode: str) -> None:
     problem = head_problem(num_rows=4, vocab_size=5)
 
     def function(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out = vocab_parallel_logprobs(
             hidden,
             weight,
-            **one_rank_arguments(problem, PADDED_ROWS, regime=Regime(regime), entropy_needs_grad=True),
+            **one_rank_arguments(
+                problem, PADDED_ROWS, memory_mode=HeadMemoryMode(memory_mode), entropy_needs_grad=True
+            ),
         )
         return out.logprobs, out.entropy
 
@@ -137,7 +139,7 @@ def test_differences_of_a_loss_in_its_chunks() -> None:
     problem = head_problem(num_rows=4, vocab_size=5)
 
     def loss(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        given = {"regime": Regime.IN_CHUNK, "loss_gradients": token_gradients(problem)}
+        given = {"memory_mode": HeadMemoryMode.IN_CHUNK, "loss_gradients": token_gradients(problem)}
         out = vocab_parallel_logprobs(hidden, weight, **one_rank_arguments(problem, PADDED_ROWS, **given))
         return token_loss(problem, out.logprobs, out.entropy)
 
@@ -157,14 +159,14 @@ def test_differences_of_a_loss_in_its_chunks() -> None:
             assert_within("gradient", grad, differences, atol=1e-7)
 
 
-@pytest.mark.parametrize("regime", REGIMES)
-def test_bfloat16_inputs_keep_float32_statistics(regime: str) -> None:
+@pytest.mark.parametrize("memory_mode", REGIMES)
+def test_bfloat16_inputs_keep_float32_statistics(memory_mode: str) -> None:
     """A vocabulary of 4096: bfloat16 sums would stall, and their log-probs be off by tenths."""
     problem = replace(
         head_problem(num_rows=40, vocab_size=4096, dtype=torch.bfloat16),
         temperature=torch.ones(40, dtype=torch.float32),
     )
-    got = run_head(problem, regime, chunk_tokens=16, padded_rows=4096)
+    got = run_head(problem, memory_mode, chunk_tokens=16, padded_rows=4096)
     assert got.logprobs.dtype == got.entropy.dtype == torch.float32
     assert got.grad_hidden.dtype == got.grad_weight.dtype == torch.bfloat16
     # The logits themselves are a bfloat16 matrix product, as in the sampling engine.
@@ -186,12 +188,12 @@ def test_bfloat16_inputs_keep_float32_statistics(regime: str) -> None:
         assert_within(f"gradient of {name}", grad.double() / scale, expected / scale, atol=2**-7)
 
 
-@pytest.mark.parametrize("regime", REGIMES)
-def test_logits_in_float32_of_bfloat16_inputs(regime: str) -> None:
+@pytest.mark.parametrize("memory_mode", REGIMES)
+def test_logits_in_float32_of_bfloat16_inputs(memory_mode: str) -> None:
     """`fp32_logits`: the head is that of the rounded inputs, to float32; bfloat16 logits are not."""
     problem = head_problem(num_rows=40, vocab_size=300, dtype=torch.bfloat16)
     hidden, weight = problem.hidden.clone().requires_grad_(), problem.weight.clone().requires_grad_()
-    case = HeadCase(problem=problem, rows_per_rank=300, regime=regime, chunk_tokens=16)
+    case = HeadCase(problem=problem, rows_per_rank=300, memory_mode=memory_mode, chunk_tokens=16)
     shard = vocab_shard(ONE_RANK, 300, 300)
     out = case.forward(hidden, weight, shard, fp32_logits=True)
     token_loss(problem, out.logprobs, out.entropy).backward()
@@ -212,15 +214,15 @@ def test_logits_in_float32_of_bfloat16_inputs(regime: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("regime", REGIMES)
-def test_main_gradient_is_added_to(regime: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("memory_mode", REGIMES)
+def test_main_gradient_is_added_to(memory_mode: str, dtype: torch.dtype) -> None:
     problem = head_problem(dtype=dtype)
     hidden = problem.hidden.clone().requires_grad_()
     weight = problem.padded_weight(PADDED_ROWS).requires_grad_()
     there = torch.randn(PADDED_ROWS, 6, generator=torch.Generator().manual_seed(5))
     main_grad = there.clone()
     address = main_grad.data_ptr()
-    case = HeadCase(problem=problem, rows_per_rank=PADDED_ROWS, regime=regime)
+    case = HeadCase(problem=problem, rows_per_rank=PADDED_ROWS, memory_mode=memory_mode)
     shard = vocab_shard(ONE_RANK, PADDED_ROWS, problem.vocab_size)
     # The logits of bfloat16 inputs in float32, so that the gradient is known to float32.
     out = case.forward(hidden, weight, shard, main_grad=main_grad, fp32_logits=True)
@@ -234,8 +236,8 @@ def test_main_gradient_is_added_to(regime: str, dtype: torch.dtype) -> None:
     assert not torch.equal(main_grad[:11], there[:11])
 
 
-@pytest.mark.parametrize("regime", REGIMES)
-def test_bfloat16_main_gradient_is_summed_in_float32(regime: str) -> None:
+@pytest.mark.parametrize("memory_mode", REGIMES)
+def test_bfloat16_main_gradient_is_summed_in_float32(memory_mode: str) -> None:
     """300 rows that are alike, one at a time: a bfloat16 sum would stall at a 256th of its next term."""
     row = head_problem(num_rows=1, dtype=torch.bfloat16)
     problem = replace(
@@ -247,7 +249,7 @@ def test_bfloat16_main_gradient_is_summed_in_float32(regime: str) -> None:
         grad_entropy=None,
     )
     main_grad = torch.zeros(11, 6)
-    case = HeadCase(problem=problem, rows_per_rank=11, regime=regime, chunk_tokens=1)
+    case = HeadCase(problem=problem, rows_per_rank=11, memory_mode=memory_mode, chunk_tokens=1)
     hidden, weight = problem.hidden.clone().requires_grad_(), problem.weight.clone().requires_grad_()
     out = case.forward(hidden, weight, vocab_shard(ONE_RANK, 11, 11), main_grad=main_grad)
     token_loss(problem, out.logprobs, out.entropy).backward()
@@ -261,11 +263,11 @@ def test_bfloat16_main_gradient_is_summed_in_float32(regime: str) -> None:
     assert_within("main gradient", main_grad.double() / scale, expected / scale, atol=1e-3)
 
 
-@pytest.mark.parametrize("regime", REGIMES)
-def test_frozen_weight_or_hidden_states(regime: str) -> None:
+@pytest.mark.parametrize("memory_mode", REGIMES)
+def test_frozen_weight_or_hidden_states(memory_mode: str) -> None:
     problem = head_problem()
     expected = dense_token_loss(problem)
-    case = HeadCase(problem=problem, rows_per_rank=PADDED_ROWS, regime=regime)
+    case = HeadCase(problem=problem, rows_per_rank=PADDED_ROWS, memory_mode=memory_mode)
     shard = vocab_shard(ONE_RANK, PADDED_ROWS, problem.vocab_size)
 
     def differentiate(*, hidden: bool, weight: bool, main_grad: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
@@ -289,13 +291,13 @@ def test_frozen_weight_or_hidden_states(regime: str) -> None:
     assert_within("gradient of weight", grad_weight[:11], expected.grad_weight, atol=1e-12)
 
 
-@pytest.mark.parametrize("regime", ["recompute", "keep"])
-def test_backward_twice(regime: str) -> None:
+@pytest.mark.parametrize("memory_mode", ["recompute", "keep"])
+def test_backward_twice(memory_mode: str) -> None:
     """The first backward of keep overwrites its logits; the second has the same gradients all the same."""
     problem = head_problem()
     expected = dense_token_loss(problem)
     hidden, weight = problem.hidden.clone().requires_grad_(), problem.weight.clone().requires_grad_()
-    case = HeadCase(problem=problem, rows_per_rank=11, regime=regime)
+    case = HeadCase(problem=problem, rows_per_rank=11, memory_mode=memory_mode)
     out = case.forward(hidden, weight, vocab_shard(ONE_RANK, 11, 11))
     loss = token_loss(problem, out.logprobs, out.entropy)
     for retain_graph in (True, False):
@@ -305,11 +307,11 @@ def test_backward_twice(regime: str) -> None:
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, None])
-@pytest.mark.parametrize("regime", REGIMES)
-def test_gradient_in_place_of_the_hidden_states(regime: str, chunk_tokens: int | None) -> None:
+@pytest.mark.parametrize("memory_mode", REGIMES)
+def test_gradient_in_place_of_the_hidden_states(memory_mode: str, chunk_tokens: int | None) -> None:
     problem = head_problem()
     expected = dense_token_loss(problem)
-    case = HeadCase(problem=problem, rows_per_rank=11, regime=regime, chunk_tokens=chunk_tokens)
+    case = HeadCase(problem=problem, rows_per_rank=11, memory_mode=memory_mode, chunk_tokens=chunk_tokens)
     source = problem.hidden.clone().requires_grad_()
     hidden, weight = source * 1.0, problem.weight.clone().requires_grad_()
     out = case.forward(hidden, weight, vocab_shard(ONE_RANK, 11, 11), overwrite_hidden=True)
@@ -319,10 +321,10 @@ def test_gradient_in_place_of_the_hidden_states(regime: str, chunk_tokens: int |
     assert torch.equal(hidden.detach(), source.grad)
 
 
-@pytest.mark.parametrize("regime", DEFERRED)
-def test_no_second_backward_from_overwritten_hidden_states(regime: str) -> None:
+@pytest.mark.parametrize("memory_mode", DEFERRED)
+def test_no_second_backward_from_overwritten_hidden_states(memory_mode: str) -> None:
     problem = head_problem()
-    case = HeadCase(problem=problem, rows_per_rank=11, regime=regime)
+    case = HeadCase(problem=problem, rows_per_rank=11, memory_mode=memory_mode)
     hidden = problem.hidden.clone().requires_grad_() * 1.0
     out = case.forward(hidden, problem.weight, vocab_shard(ONE_RANK, 11, 11), overwrite_hidden=True)
     loss = token_loss(problem, out.logprobs, out.entropy)
@@ -331,22 +333,22 @@ def test_no_second_backward_from_overwritten_hidden_states(regime: str) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("regime", REGIMES)
-def test_entropy_has_no_graph_if_the_loss_needs_none(regime: str) -> None:
+@pytest.mark.parametrize("memory_mode", REGIMES)
+def test_entropy_has_no_graph_if_the_loss_needs_none(memory_mode: str) -> None:
     for with_entropy in (True, False):
         problem = head_problem(with_entropy=with_entropy)
         hidden = problem.hidden.clone().requires_grad_()
-        case = HeadCase(problem=problem, rows_per_rank=11, regime=regime)
+        case = HeadCase(problem=problem, rows_per_rank=11, memory_mode=memory_mode)
         out = case.forward(hidden, problem.weight, vocab_shard(ONE_RANK, 11, 11))
         assert out.logprobs.requires_grad
         assert out.entropy.requires_grad == with_entropy
 
 
-@pytest.mark.parametrize("regime", REGIMES)
-def test_without_a_graph(regime: str) -> None:
+@pytest.mark.parametrize("memory_mode", REGIMES)
+def test_without_a_graph(memory_mode: str) -> None:
     problem = head_problem()
     expected = dense_token_loss(problem)
-    case = HeadCase(problem=problem, rows_per_rank=11, regime=regime)
+    case = HeadCase(problem=problem, rows_per_rank=11, memory_mode=memory_mode)
     shard = vocab_shard(ONE_RANK, 11, 11)
     with torch.no_grad():
         scored = case.forward(problem.hidden.clone().requires_grad_(), problem.weight, shard)
