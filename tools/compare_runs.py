@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 
 from megarl.cli import exit_on_errors
-from megarl.report.comparison import GROUPINGS, compare, group_runs
-from megarl.report.comparison_figure import write_comparison_png
-from megarl.report.comparison_table import comparison_text
 from megarl.report.run import load_runs
+from megarl_lab.comparison.figure import write_comparison_png
+from megarl_lab.comparison.groups import GROUPINGS, compare, group_runs
+from megarl_lab.comparison.table import comparison_text
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
+from megarl_lab.recipes.tiny_model import TinyModelConfig, make_tiny_model
 
 
 def main() -> None:

@@ -125,7 +125,7 @@ def sources() -> dict[str, str]:
     """Return the text of each module, by its path below megarl, or else below the repository."""
     paths = [
         path
-        for package in ("megarl", "megarl_answers", "megarl_sandbox")
+        for package in ("megarl", "megarl_answers", "megarl_lab", "megarl_sandbox")
         for path in sorted((ROOT / package).rglob("*.py"))
     ]
     texts = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}

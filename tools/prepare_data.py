@@ -17,12 +17,15 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from megarl.recipes.gsm8k import convert_gsm8k
-from megarl.recipes.hendrycks_math import TEST_SOURCE, TRAIN_SOURCE, convert_math
-from megarl.recipes.public_files import convert_countdown, write_distinct
-from megarl.recipes.reasoning_gym import write_reasoning_gym
-from megarl.recipes.tasks import TASKS, LevelMix
-from megarl.recipes.tasks.generate import (
+from megarl.rewards import score
+from megarl_answers.extract import last_boxed
+from megarl_answers.options import AnswerOptions
+from megarl_lab.recipes.gsm8k import convert_gsm8k
+from megarl_lab.recipes.hendrycks_math import TEST_SOURCE, TRAIN_SOURCE, convert_math
+from megarl_lab.recipes.public_files import convert_countdown, write_distinct
+from megarl_lab.recipes.reasoning_gym import write_reasoning_gym
+from megarl_lab.recipes.tasks import TASKS, LevelMix
+from megarl_lab.recipes.tasks.generate import (
     ChatConfig,
     GenerateConfig,
     PreferenceConfig,
@@ -30,9 +33,6 @@ from megarl.recipes.tasks.generate import (
     generate_chats,
     generate_preferences,
 )
-from megarl.rewards import score
-from megarl_answers.extract import last_boxed
-from megarl_answers.options import AnswerOptions
 
 
 def parse_mix(text: str) -> LevelMix:

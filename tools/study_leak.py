@@ -1,6 +1,6 @@
 """How far do algorithms that score with a hint drift into using it where there is none: policies over steps.
 
-python tools/run_queue.py configs/study/leak.yaml
+megarl study configs/study/leak.yaml
 python tools/study_leak.py runs/leak-study/*-seed* --task sums --out runs/leak-study/leak
 
 Every checkpoint of a run is converted, answers held-out problems without a hint, and is scored with the hint that the
@@ -24,8 +24,8 @@ def main() -> None:
     with exit_on_errors():
         import torch
 
-        from tools.study.leak import LeakStudy, measure
-        from tools.study.leak_output import write_results
+        from megarl_lab.study.leak import LeakStudy, measure
+        from megarl_lab.study.leak_output import write_results
 
         # Models this small gain nothing from more, and threads that wait for each other slow a busy machine down.
         torch.set_num_threads(1)

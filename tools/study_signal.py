@@ -23,8 +23,8 @@ def main() -> None:
         apply_environment()
         import torch
 
-        from tools.study.signal import load_signal_study, measure
-        from tools.study.signal_output import write_results
+        from megarl_lab.study.signal import load_signal_study, measure
+        from megarl_lab.study.signal_output import write_results
 
         # Models this small gain nothing from more, and threads that wait for each other slow a busy machine down.
         torch.set_num_threads(1)

@@ -7,8 +7,8 @@ import numpy as np
 
 from megarl.config.schema import Config
 from megarl.errors import DataError
-from megarl.forecast.async_fit import COUNTERS, column, recorded_steps
 from megarl.forecast.costs import Constants
+from megarl.forecast.recorded import COUNTERS, column, recorded_steps
 from megarl.forecast.step import DEVICE_BYTES, planned_step
 from megarl.record.metrics import RunPaths
 

@@ -1,11 +1,11 @@
-"""Define the commands that forecast a run before it starts."""
+"""Define the command that forecasts a run before it starts."""
 
 import argparse
 from pathlib import Path
 
 
-def add_plans(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `plan` and `plan-async`."""
+def add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `plan`."""
     command = commands.add_parser("plan", help="rank the layouts of a model that fit a number of GPUs, by a cost model")
     command.add_argument("overrides", nargs="*", help="settings such as rollout.max_response_tokens=8192")
     command.add_argument("--model", required=True, metavar="MODEL", help="a directory with config.json, or qwen3-32b")
@@ -18,14 +18,6 @@ def add_plans(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     command.add_argument("--most", type=int, default=5, metavar="N", help="layouts to print; default: 5")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=_plan)
-    command = commands.add_parser("plan-async", help="simulate a run with asynchronous rollouts, and recommend a split")
-    command.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run, whose costs count")
-    command.add_argument("--devices", type=int, metavar="N", help="devices to split; default: as many as the run has")
-    command.add_argument(
-        "--staleness", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="to compare in flight"
-    )
-    command.add_argument("--window-frac", type=float, default=0.0, help="rollout.schedule.window_frac in flight")
-    command.set_defaults(run=_plan_async)
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -41,14 +33,3 @@ def _plan(arguments: argparse.Namespace) -> None:
         calibration=arguments.calibration,
     )
     print_layouts(search, most=arguments.most, as_json=arguments.json)
-
-
-def _plan_async(arguments: argparse.Namespace) -> None:
-    from megarl.forecast.plan_async import print_async_plan
-
-    print_async_plan(
-        arguments.run_dir,
-        num_devices=arguments.devices,
-        staleness=arguments.staleness,
-        window_frac=arguments.window_frac,
-    )

@@ -29,8 +29,8 @@ train.
     fixed       step_s where trainer and engines take turns
 
 Links within a node are NVLink, those between nodes the network: of a group that spans nodes, the share of its members
-on other nodes. The four constants of `Constants` are fitted to published runs on H100s by tools/fit_forecast.py, or to
-a run of yours (`--calibration`); `python -m tools.fit_forecast` prints predicted beside published.
+on other nodes. The four constants of `Constants` are fitted to published runs on H100s, or to a run of yours
+(`--calibration`); `python -m megarl_lab.fit_forecast` prints predicted beside published.
 """
 
 import math

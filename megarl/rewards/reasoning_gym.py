@@ -14,7 +14,7 @@ from megarl.types import Reward
 def score_reasoning_gym(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
     """Score the last `<answer>…</answer>` from 0 to 1 as the problem's dataset does; 1 is correct.
 
-    `ground_truth` is the dataset's entry, as `megarl.recipes.reasoning_gym` writes it. Raises DataError for any
+    `ground_truth` is the dataset's entry, as `megarl_lab.recipes.reasoning_gym` writes it. Raises DataError for any
     other, and ConfigError without the package.
     """
     factory = import_optional("reasoning_gym.factory", package="reasoning-gym", key="data_source=reasoning_gym")

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
+from megarl_lab.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from tests.helpers.checkpoint_ranks import (
     count_gathered,
     load_attacked,

@@ -12,10 +12,10 @@ from megarl.algos.sft import SftAlgorithm
 from megarl.config.schema import LayoutConfig
 from megarl.data.demonstrations import SftDataset
 from megarl.data.packing import plan_micro_batches
-from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.train.passes import RolePasses
 from megarl.train.supervised import validate_sft
 from megarl.types import FloatArray, Row
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 from tests.helpers import layout_training
 from tests.helpers.compare import assert_within
 from tests.helpers.critic_ranks import CriticCase

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.cluster import Cluster
-from megarl.recipes.tasks import TASKS
-from megarl.recipes.tasks.generate import GenerateConfig, TaskFiles, generate
+from megarl_lab.recipes.tasks import TASKS
+from megarl_lab.recipes.tasks.generate import GenerateConfig, TaskFiles, generate
 from tests.e2e.support import small_config
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.rank_pool import RankPool

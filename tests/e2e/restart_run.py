@@ -16,9 +16,9 @@ from megarl.rollout.source import Group
 from megarl.train.inputs import open_train_inputs
 from megarl.train.wiring import build_trainer
 from megarl.types import Row, Sample
+from megarl_lab.bench.kill_resume import MEASURED
 from tests.e2e.support import RUN_FILE, TP2, move_apart
 from tests.helpers.rank_pool import RankContext
-from tools.bench.kill_resume import MEASURED
 
 DEADLY_STEP, NUM_STEPS = 2, 3
 # In this time a sync comes to where it waits for an engine that does not go on.

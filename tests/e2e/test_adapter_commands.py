@@ -10,11 +10,11 @@ from transformers import AutoModelForSequenceClassification
 
 from megarl.convert.models import open_model
 from megarl.errors import ConfigError
-from megarl.recipes.tasks import TASKS
-from megarl.recipes.tasks.generate import PreferenceConfig, TaskFiles, generate_preferences
 from megarl.record.metrics import RunPaths, read_metrics
 from megarl.rewards import score
 from megarl.weights.dist_index import read_index
+from megarl_lab.recipes.tasks import TASKS
+from megarl_lab.recipes.tasks.generate import PreferenceConfig, TaskFiles, generate_preferences
 from tests.e2e.cli_run import run_to_end
 from tests.e2e.support import REPOSITORY, SMALL
 from tests.helpers.checkpoints import load_hf, make_checkpoint

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.recipes.tasks.generate import TaskFiles
 from megarl.record.metrics import RunPaths
+from megarl_lab.recipes.tasks.generate import TaskFiles
 from tests.e2e.algorithms import write_prompts
 from tests.e2e.test_adapter_commands import command, metrics_of
 from tests.helpers.checkpoints import make_checkpoint

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megarl.cluster.cluster import Cluster
-from megarl.recipes.tasks.generate import TaskFiles
 from megarl.types import FloatArray, RolloutBatch, Row, row_from_sample
+from megarl_lab.recipes.tasks.generate import TaskFiles
 from tests.e2e import bridge_run, restart_run
 from tests.e2e.support import (
     Policy,

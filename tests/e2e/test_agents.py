@@ -14,7 +14,6 @@ from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.config.generation import Sampling
 from megarl.data.chat import encode_chats, load_tokenizer
 from megarl.environments.worker import WorkerSpec
-from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.rollout.engine_spec import engine_spec
 from megarl.rollout.replay import read_record, record_path
 from megarl.rollout.source import SamplingPlan
@@ -22,13 +21,14 @@ from megarl.seeds import try_seed
 from megarl.types import FinishReason, Message, Prompt, Sample, SegmentSource, row_from_sample
 from megarl.types.forks import path_before
 from megarl.types.rows import paths_of
+from megarl_lab.bench.kill_resume import SmallRun, make_inputs
+from megarl_lab.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from tests.e2e.agent_run import Outcome, converse
 from tests.e2e.support import small_config
 from tests.helpers.chat_agent import MAX_TOKENS, NUM_TURNS
 from tests.helpers.family_parity import load_transformers
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.verifiers_venv import verifiers_command
-from tools.bench.kill_resume import SmallRun, make_inputs
 
 SIZES = TinyModelConfig(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=96)
 HELPERS = Path(__file__).parents[1] / "helpers"

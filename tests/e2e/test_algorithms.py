@@ -6,10 +6,10 @@ import pytest
 
 from megarl.cluster.cluster import Cluster
 from megarl.config import load_config
-from megarl.recipes.tasks.generate import TaskFiles
 from megarl.record.recorder import RunRecorder
 from megarl.train.inputs import open_train_inputs
 from megarl.train.wiring import build_trainer
+from megarl_lab.recipes.tasks.generate import TaskFiles
 from tests.e2e.algorithms import RUN, Result, check, write_prompts
 from tests.e2e.support import REPOSITORY, RUN_FILE, tied_head
 from tests.helpers.checkpoints import make_checkpoint

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.recipes.tasks.generate import TaskFiles
 from megarl.record.metrics import RunPaths
 from megarl.rollout.replay import read_record, record_path
 from megarl.types import SegmentSource
+from megarl_lab.recipes.tasks.generate import TaskFiles
 from tests.e2e.algorithms import RUN, Result, check, write_prompts
 from tests.e2e.support import REPOSITORY, RUN_FILE, tied_head
 from tests.helpers.talk import talk_settings

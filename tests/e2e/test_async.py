@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM
 from megarl.rollout.replay import read_record, record_path
 from megarl.train.checkpoint import last_checkpoint
 from megarl.types import Sample, SegmentSource
+from megarl_lab.bench.kill_resume import SCHEDULES, SmallRun, asynchronous_faults, differences, make_inputs
+from megarl_lab.bench.killed import command_of, kill
+from megarl_lab.bench.rewriting import rewriting_settings
 from tests.helpers.expert_checkpoint import make_moe
 from tests.helpers.talk import talk_settings
 from tests.helpers.waiting import wait_until
-from tools.bench.kill_resume import SCHEDULES, SmallRun, asynchronous_faults, differences, make_inputs
-from tools.bench.killed import command_of, kill
-from tools.bench.rewriting import rewriting_settings
 
 NUM_STEPS = 12
 ASYNC = (*SCHEDULES["async"], f"trainer.total_steps={NUM_STEPS}", "data.val=[]", "checkpoint.every_steps=0")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.recipes.tasks.generate import TaskFiles
+from megarl_lab.recipes.tasks.generate import TaskFiles
 from tests.e2e import restart_run
 from tests.e2e.restart_run import Death
 from tests.e2e.support import SMALL

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.recipes.tasks import TASKS
-from megarl.recipes.tasks.generate import GenerateConfig, TaskFiles, generate
 from megarl.rewards import score
+from megarl_lab.recipes.tasks import TASKS
+from megarl_lab.recipes.tasks.generate import GenerateConfig, TaskFiles, generate
 from tests.e2e import cli_run
 from tests.e2e.cli_run import leftovers, run_to_end
 from tests.e2e.support import SFT_FILE, SMALL

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.recipes.tasks.generate import TaskFiles
 from megarl.record.metrics import read_metrics
 from megarl.weights.families import read_model_spec
+from megarl_lab.recipes.tasks.generate import TaskFiles
 from tests.e2e.support import TP2
 from tests.e2e.test_family_engines import MODELS, make_engine_model
 from tests.e2e.test_moe_run import TP2_EP2, Runs

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from megarl.recipes.tasks.generate import TaskFiles
 from megarl.record.metrics import RunPaths, read_metrics
 from megarl.record.rollouts import read_rollouts
 from megarl.rewards import score
+from megarl_lab.recipes.tasks.generate import TaskFiles
 from tests.e2e import cli_run
 from tests.e2e.cli_run import run_to_end
 from tests.e2e.support import RUN_FILE, SMALL

@@ -10,10 +10,10 @@ import psutil
 import pytest
 import yaml
 
-from megarl.recipes.tasks.generate import TaskFiles
 from megarl.record.metrics import RunPaths, read_metrics
 from megarl.record.rollouts import read_rollouts
 from megarl.rewards import score
+from megarl_lab.recipes.tasks.generate import TaskFiles
 from tests.e2e.cli_run import START_S, leftovers, processes, start
 from tests.e2e.support import RUN_FILE, SMALL
 from tests.helpers.checkpoints import make_checkpoint

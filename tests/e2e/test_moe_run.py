@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from megarl.recipes.tasks.generate import TaskFiles
 from megarl.record.metrics import RunPaths, read_metrics
+from megarl_lab.recipes.tasks.generate import TaskFiles
 from tests.e2e import cli_run
 from tests.e2e.support import RUN_FILE, TP2
 from tests.helpers.expert_checkpoint import make_moe

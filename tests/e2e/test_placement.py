@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from megarl.host.janitor import RunScope
-from megarl.recipes.tasks import TASKS
-from megarl.recipes.tasks.generate import GenerateConfig, generate
 from megarl.record.metrics import read_metrics
 from megarl.rollout.replay import read_record, record_path
+from megarl_lab.recipes.tasks import TASKS
+from megarl_lab.recipes.tasks.generate import GenerateConfig, generate
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.waiting import wait_until
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.recipes.tasks.generate import TaskFiles
+from megarl_lab.recipes.tasks.generate import TaskFiles
 from tests.e2e import cli_run
 from tests.e2e.cli_run import CliRun
 from tests.e2e.support import RUN_FILE, SMALL

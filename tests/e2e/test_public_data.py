@@ -13,13 +13,13 @@ from megarl.cluster.cluster import Cluster
 from megarl.config import load_config
 from megarl.config.generation import Sampling
 from megarl.config.schema import DataConfig
-from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.record.metrics import read_metrics
 from megarl.record.recorder import RunRecorder
 from megarl.rollout.source import SamplingPlan, collect
 from megarl.rollout.vllm_source import VllmSource
 from megarl.train.inputs import open_train_inputs
 from megarl.train.wiring import build_trainer
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 from tests.e2e.support import RUN_FILE, SMALL, UnattendedEngines, random_prompts, tied_head
 from tests.helpers.loops import begin_groups
 from tests.helpers.public_rows import PUBLIC_FORMS

@@ -17,10 +17,10 @@ from megarl.launch.status import read_status
 from megarl.rollout.replay import read_record
 from megarl.train.checkpoint import complete_steps, last_checkpoint
 from megarl.train.collect import SAMPLES_FILE
+from megarl_lab.bench.kill_resume import SmallRun, differences, make_inputs
+from megarl_lab.bench.killed import kill
 from tests.helpers.talk import talk_settings
 from tests.helpers.waiting import wait_until
-from tools.bench.kill_resume import SmallRun, differences, make_inputs
-from tools.bench.killed import kill
 
 SETTINGS = ("trainer.total_steps=6", "checkpoint.every_steps=2", "checkpoint.keep_last=1")
 START_TIMEOUT_S = 120.0

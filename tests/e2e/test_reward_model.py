@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from megarl.recipes.tasks import TASKS
-from megarl.recipes.tasks.generate import PreferenceConfig, TaskFiles, generate_preferences
 from megarl.record.metrics import RunPaths, read_metrics
 from megarl.record.rollouts import read_rollouts
 from megarl.rewards import score
 from megarl.rollout.replay import read_record, record_path
 from megarl.types import Sample
+from megarl_lab.recipes.tasks import TASKS
+from megarl_lab.recipes.tasks.generate import PreferenceConfig, TaskFiles, generate_preferences
 from tests.e2e.cli_run import run_to_end
 from tests.e2e.support import REPOSITORY, RUN_FILE, SMALL
 from tests.helpers.checkpoints import make_checkpoint

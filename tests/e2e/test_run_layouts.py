@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.recipes.tasks.generate import TaskFiles
 from megarl.record.metrics import RunPaths, read_metrics
 from megarl.types import FloatArray
+from megarl_lab.recipes.tasks.generate import TaskFiles
 from tests.e2e import cli_run
 from tests.e2e.checked_trainer import Seen, compared_rows
 from tests.e2e.support import REPOSITORY, RUN_FILE, TP2

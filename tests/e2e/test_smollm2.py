@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
-from megarl.recipes.gguf_model import SMOLLM2, make_gguf_model
-from megarl.recipes.tasks.arithmetic import generate_arithmetic
-from megarl.recipes.tasks.generate import GenerateConfig, SplitFiles
 from megarl.record.metrics import MetricsRecord, RunPaths, read_metrics
 from megarl.types import FloatArray, Row
+from megarl_lab.recipes.gguf_model import SMOLLM2, make_gguf_model
+from megarl_lab.recipes.tasks.arithmetic import generate_arithmetic
+from megarl_lab.recipes.tasks.generate import GenerateConfig, SplitFiles
 from tests.e2e.cli_run import MEGARL, run_to_end
 from tests.e2e.support import REPOSITORY
 from tests.helpers import ranks

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarl.recipes.tasks import TASKS
-from megarl.recipes.tasks.generate import GenerateConfig, generate
 from megarl.record.metrics import RunPaths, read_metrics
-from megarl.run.study import load_study, plan_study, run_config, run_study
+from megarl_lab.bench.kill_resume import MEASURED
+from megarl_lab.recipes.tasks import TASKS
+from megarl_lab.recipes.tasks.generate import GenerateConfig, generate
+from megarl_lab.study.queue import load_study, plan_study, run_config, run_study
 from tests.e2e.support import RUN_FILE, SMALL
 from tests.helpers.checkpoints import make_checkpoint
-from tools.bench.kill_resume import MEASURED
 
 SETTINGS = (
     "run.deterministic=true",

@@ -24,11 +24,12 @@ from megarl.config import load_config
 from megarl.config.load import from_dict
 from megarl.config.schema import Config
 from megarl.data.demonstrations import SftDataset
-from megarl.recipes.tasks import TASKS
-from megarl.recipes.tasks.generate import ChatConfig, TaskFiles, generate_chats
 from megarl.record.metrics import RunPaths, read_metrics
 from megarl.record.rollouts import read_rollouts
 from megarl.record.timeline import read_timeline
+from megarl_lab.bench.kill_resume import MEASURED
+from megarl_lab.recipes.tasks import TASKS
+from megarl_lab.recipes.tasks.generate import ChatConfig, TaskFiles, generate_chats
 from tests.e2e import cli_run
 from tests.e2e.support import (
     RUN_FILE,
@@ -41,7 +42,6 @@ from tests.e2e.support import (
     small_config,
     tied_head,
 )
-from tools.bench.kill_resume import MEASURED
 
 LR = 1e-3
 # Two optimizer steps for each of three batches. The entropy's gradient moves the policy whatever the rewards are.

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.recipes.tasks import TASKS
-from megarl.recipes.tasks.generate import PreferenceConfig, generate_preferences
 from megarl.record.metrics import RunPaths, read_metrics
 from megarl.rewards import score
+from megarl_lab.recipes.tasks import TASKS
+from megarl_lab.recipes.tasks.generate import PreferenceConfig, generate_preferences
 from tests.e2e.cli_run import run_to_end
 from tests.e2e.support import REPOSITORY, SMALL
 from tests.helpers.checkpoints import load_hf, make_checkpoint

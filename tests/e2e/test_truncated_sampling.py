@@ -7,13 +7,13 @@ import torch
 
 from megarl.cluster.cluster import Cluster
 from megarl.config import load_config
-from megarl.recipes.tasks.generate import TaskFiles
 from megarl.record.metrics import read_metrics
 from megarl.record.recorder import RunRecorder
 from megarl.rollout.replay import read_record, record_path
 from megarl.train.inputs import open_train_inputs
 from megarl.train.wiring import build_trainer
 from megarl.types import row_from_sample
+from megarl_lab.recipes.tasks.generate import TaskFiles
 from tests.e2e.support import RUN_FILE, SMALL, tied_head
 from tests.helpers.checkpoints import load_hf
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.recipes.tasks import TASKS
-from megarl.recipes.tasks.generate import GenerateConfig, generate
-from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
+from megarl_lab.recipes.tasks import TASKS
+from megarl_lab.recipes.tasks.generate import GenerateConfig, generate
+from megarl_lab.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from tests.e2e.support import REPOSITORY
 
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', flags=re.MULTILINE | re.DOTALL)

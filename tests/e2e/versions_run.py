@@ -23,8 +23,8 @@ from megarl.train import wiring  # noqa: E402
 from megarl.train.export import export_model  # noqa: E402
 from megarl.train.inputs import TrainInputs  # noqa: E402
 from megarl.train.loop import Trainer  # noqa: E402
+from megarl_lab.bench.paced import set_up_workers  # noqa: E402
 from tests.helpers.loops import turns  # noqa: E402
-from tools.bench.paced import set_up_workers  # noqa: E402
 
 
 def main(argv: Sequence[str]) -> None:

@@ -20,11 +20,11 @@ contenders=(recompute_triton keep_triton in_chunk_triton recompute_torch)
 contenders+=(megatron_verl megatron_fused liger_fallback liger_linear cut_cross_entropy gemms)
 step kernels 120 "${pytest[@]}" tests/gpu/test_kernels.py
 requires "megatron.core liger_kernel matplotlib" step head 300 \
-    "$python" -m tools.bench.logprobs --device cuda --out "$out/head" --contenders "${contenders[@]}"
+    "$python" -m megarl_lab.bench.logprobs --device cuda --out "$out/head" --contenders "${contenders[@]}"
 show 70
-step distill 150 "$python" -m tools.bench.distill --device cuda --out "$out/distill.json"
+step distill 150 "$python" -m megarl_lab.bench.distill --device cuda --out "$out/distill.json"
 show 14
-step copies 60 "$python" -m tools.bench.copies --device cuda --out "$out/copies.json"
+step copies 60 "$python" -m megarl_lab.bench.copies --device cuda --out "$out/copies.json"
 show 8
 step ipc 90 "${pytest[@]}" tests/gpu/test_cuda_ipc.py
 step layouts 150 "${pytest[@]}" tests/gpu/test_layouts.py

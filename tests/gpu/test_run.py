@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.recipes.tasks import TASKS
-from megarl.recipes.tasks.generate import GenerateConfig, generate
 from megarl.record.metrics import RunPaths, read_metrics
+from megarl_lab.recipes.tasks import TASKS
+from megarl_lab.recipes.tasks.generate import GenerateConfig, generate
 from tests.e2e import cli_run
 from tests.e2e.support import RUN_FILE, SMALL
 from tests.helpers.cuda import needs_devices

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
+from megarl_lab.recipes.tiny_model import TinyModelConfig, make_tiny_model
 
 # Transformers' models are imported in the functions alone: every process of a parallel session imports this module.
 if TYPE_CHECKING:

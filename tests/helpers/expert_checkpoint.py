@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from megarl.recipes.tiny_model import make_byte_tokenizer
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 from tests.helpers.checkpoints import VOCAB_SIZE
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl_lab.bench.kill_resume import make_inputs
 from tests.slurm.lab import SlurmLab, install, missing
 from tests.slurm.runs import SlurmRun, finish_here
-from tools.bench.kill_resume import make_inputs
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl_lab.bench.kill_resume import MEGARL, SmallRun
+from megarl_lab.bench.rewriting import NOTES
 from tests.helpers.waiting import wait_until
 from tests.slurm.lab import CPUS_PER_NODE, SlurmLab
-from tools.bench.kill_resume import MEGARL, SmallRun
-from tools.bench.rewriting import NOTES
 
 REPOSITORY = Path(__file__).parents[2]
 # Two replicas of one rank each: on two nodes one each.

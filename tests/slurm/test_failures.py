@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from megarl.train.checkpoint import last_checkpoint
+from megarl_lab.bench.kill_resume import differences, differing_metrics
 from tests.helpers.waiting import wait_until
 from tests.slurm.lab import SlurmLab
 from tests.slurm.runs import JOB_S, SlurmRun, left_behind, mid_run, noticed
-from tools.bench.kill_resume import differences, differing_metrics
 
 pytestmark = pytest.mark.timeout(400)
 # A host counts as lost well before its link is up again.

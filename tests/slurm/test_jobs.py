@@ -7,12 +7,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.train.checkpoint import complete_steps
+from megarl_lab.bench.kill_resume import differences
 from tests.helpers.listeners import listeners_of
 from tests.helpers.strangers import REFUSED, answers_to_strangers
 from tests.helpers.waiting import wait_until
 from tests.slurm.lab import SlurmLab
 from tests.slurm.runs import JOB_S, REPOSITORY, VENV, SlurmRun, job_options, left_behind, mid_run
-from tools.bench.kill_resume import differences
 
 pytestmark = pytest.mark.timeout(400)
 MANY_STEPS = 3600

@@ -24,8 +24,8 @@ from megarl.errors import (
     WeightSyncError,
     WorkerError,
 )
-from megarl.recipes.tasks import TASKS
-from megarl.recipes.tasks.generate import GenerateConfig, TaskFiles, generate
+from megarl_lab.recipes.tasks import TASKS
+from megarl_lab.recipes.tasks.generate import GenerateConfig, TaskFiles, generate
 from tests.helpers.checkpoints import make_checkpoint
 
 REPOSITORY = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ first = found("torch", "transformers", "ray", "scipy", "sympy", "matplotlib")
 import megarl.plan.render
 plan = found("ray", "sympy", "math_verify")
 import megarl.cli, megarl.run.start, megarl.train.wiring, megarl.train.supervised
-import megarl.recipes.quickstart, megarl.run.study
+import megarl_lab.recipes.quickstart, megarl_lab.study.queue
 import megarl.run.evaluation.run
 print(first, plan, found("megatron", "megatron.core", "vllm", "matplotlib", "math_verify"))
 """

@@ -35,7 +35,7 @@ def unspecified(source: str) -> Iterator[int]:
             yield call.lineno
 
 
-@pytest.mark.parametrize("room", ["megarl", "megarl_answers", "megarl_sandbox", "tools"])
+@pytest.mark.parametrize("room", ["megarl", "megarl_answers", "megarl_lab", "megarl_sandbox", "tools"])
 def test_every_text_has_an_encoding(room: str) -> None:
     files = sorted((ROOT / room).rglob("*.py"))
     missing = [f"{file}:{line}" for file in files for line in unspecified(file.read_text(encoding="utf-8"))]

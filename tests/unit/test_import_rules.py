@@ -18,6 +18,9 @@ ALONE = {
     "megarl_answers": ("latex2sympy2_extended", "math_verify", "sympy"),
     "megarl_sandbox": ("<computed>", "numpy"),
 }
+# What is built on them; its commands are found by entry points.
+LAB = "megarl_lab"
+PACKAGES = ("megarl", *ALONE, LAB)
 ALGOS_MAY_IMPORT = (
     "torch",
     "numpy",
@@ -33,7 +36,7 @@ DEVICE_FILES = ("host/device/*.py", "parallel/cpu_shim.py")
 # Rooms, and modules outside of one, from the top: what stands here may import its own floor and those below.
 FLOORS = (
     ("__main__", "cli"),
-    ("recipes", "migrate", "forecast"),
+    ("migrate", "forecast"),
     ("run", "convert"),
     ("train", "plan"),
     ("report", "launch", "cluster"),
@@ -47,8 +50,8 @@ FLOORS = (
     ("errors",),
 )
 FLOOR_OF = {room: height for height, floor in enumerate(FLOORS) for room in floor}
-# What is about one data set, other trainers' names, or predictions; only the command line knows these rooms.
-SHELL = ("recipes", "migrate", "forecast")
+# What is about other trainers' names, or predictions; only the command line knows these rooms.
+SHELL = ("migrate", "forecast")
 # The function that prints lines, and what prints texts of its own that are whole: the shell's completion, run files,
 # job scripts, and pages with colours.
 PRINTS = (
@@ -191,6 +194,10 @@ def core_knows_no_shell(source: Source) -> list[str]:
     return [name for name in imported_names(source) if _is_within(name, tuple(f"megarl.{room}" for room in SHELL))]
 
 
+def nothing_imports_the_lab(source: Source) -> list[str]:
+    return [name for name in imported_names(source) if source.root != LAB and _is_within(name, (LAB,))]
+
+
 def prints_texts_by_one_function(source: Source) -> list[str]:
     """`print_lines` keeps texts in their lines; `PRINTS` has what is made to be printed whole."""
     if source.path.as_posix() in PRINTS:
@@ -209,6 +216,7 @@ RULES: list[Callable[[Source], list[str]]] = [
     rooms_apart,
     nothing_imports_upward,
     core_knows_no_shell,
+    nothing_imports_the_lab,
     limits_have_one_clock,
     modules_start_safely,
     prints_texts_by_one_function,
@@ -281,9 +289,11 @@ def test_package_follows_the_rule(rule: Callable[[Source], list[str]]) -> None:
         (nothing_imports_upward, "doctor/x.py", "def f():\n    from ..cli import main", ["megarl.cli.main"]),
         (nothing_imports_upward, "parallel/x.py", "import megarl.rollout.engine, torch\nfrom megarl import types", []),
         (nothing_imports_upward, "doctor/x.py", "import megarl\nfrom megarl import __version__", []),
-        (core_knows_no_shell, "run/x.py", "def f():\n    from megarl import recipes", ["megarl.recipes"]),
+        (core_knows_no_shell, "run/x.py", "def f():\n    from megarl import forecast", ["megarl.forecast"]),
         (core_knows_no_shell, "config/x.py", "import megarl.migrate.aliases", ["megarl.migrate.aliases"]),
-        (core_knows_no_shell, "forecast/x.py", "import megarl.recipes.tasks, megarl.plan", []),
+        (core_knows_no_shell, "forecast/x.py", "import megarl.forecast.costs, megarl.plan", []),
+        (nothing_imports_the_lab, "cli.py", "def f():\n    import megarl_lab.recipes", ["megarl_lab.recipes"]),
+        (nothing_imports_the_lab, "cli.py", "import megarl.host", []),
         (limits_have_one_clock, "cluster/x.py", "import time\nend = time.monotonic() + 1", ["time.monotonic"]),
         (modules_start_safely, "cluster/x.py", "command = [sys.executable, '-m', 'megarl.cli']", ["-m"]),
         (nothing_imports_upward, "attic/x.py", "import math", ["no floor for attic"]),
@@ -294,7 +304,7 @@ def test_rule_on_a_snippet(rule: Callable[[Source], list[str]], path: str, code:
 
 
 def test_rooms_are_few() -> None:
-    assert len(FLOOR_OF) <= 29
+    assert len(FLOOR_OF) <= 28
 
 
 @pytest.mark.parametrize("package", ALONE)
@@ -317,7 +327,9 @@ def circles(imports: Mapping[str, Collection[str]]) -> list[str]:
 def test_no_modules_import_one_another() -> None:
     """Not for their types, and not inside functions either."""
     modules = {
-        ".".join((*source.package, source.path.stem)).removesuffix(".__init__"): source for source in read_sources()
+        ".".join((*source.package, source.path.stem)).removesuffix(".__init__"): source
+        for package in PACKAGES
+        for source in read_sources(package)
     }
     imports = {
         module: {
@@ -340,7 +352,7 @@ def test_a_circle_is_found() -> None:
 
 def test_files_and_functions_stay_short() -> None:
     """And few: what is used once and short stands in its caller."""
-    sources = [source for package in ("megarl", *ALONE) for source in read_sources(package)]
+    sources = [source for package in PACKAGES for source in read_sources(package)]
     functions = [
         (source.path, node)
         for source in sources

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from megarl.host.device.platform import TESTED_MEGATRON
-from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
+from megarl_lab.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from tools import install
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -365,7 +365,7 @@ def test_a_clone_beside_the_work_does_not_hide_the_package(tmp_path: Path) -> No
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A copy to build from, so that nothing is left in the source tree."""
-    for name in ("megarl", "megarl_answers", "megarl_sandbox", "configs", "slurm"):
+    for name in ("megarl", "megarl_answers", "megarl_lab", "megarl_sandbox", "configs", "slurm"):
         shutil.copytree(ROOT / name, tmp_path / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "source" / "docs").mkdir()
     shutil.copy(ROOT / "docs" / "config.schema.json", tmp_path / "source" / "docs")

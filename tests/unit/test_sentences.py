@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 MODULES = [
     path
-    for package in ("megarl", "megarl_answers", "megarl_sandbox", "tools")
+    for package in ("megarl", "megarl_answers", "megarl_lab", "megarl_sandbox", "tools")
     for path in sorted((ROOT / package).rglob("*.py"))
 ]
 SENTENCE = re.compile(r"\S.*?(?:[.!?](?=\s|\Z)|\Z)", re.DOTALL)

@@ -45,7 +45,7 @@ def test_examples(name: str) -> None:
 
 
 def test_examples_of_other_packages() -> None:
-    assert "megarl.forecast.simulate" in ELSEWHERE
+    assert "megarl_lab.schedules.simulate" in ELSEWHERE
     for name in ELSEWHERE:
         tried = doctest.testmod(importlib.import_module(name))
         assert (tried.failed, tried.attempted > 0) == (0, True), name

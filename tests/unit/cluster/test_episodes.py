@@ -21,9 +21,9 @@ from megarl.environments import worker as environments_worker
 from megarl.environments.worker import EpisodeReply, StartRequest, TurnRequest, WorkerSpec
 from megarl.errors import ConfigError, WorkerError
 from megarl.host import loop
-from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.rollout.conversations import Conversation, WorkerLostError
 from megarl.types import Message, Prompt
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 from tests.helpers.remote_processes import attend_until
 
 END = 2

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from megarl.recipes.tiny_model import make_byte_tokenizer
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
 
 @pytest.fixture(scope="session")

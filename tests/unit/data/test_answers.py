@@ -15,8 +15,8 @@ from megarl.data.answers import Answers, response_decoder
 from megarl.data.chat import encode_chats
 from megarl.data.turns import InterTurnTokens
 from megarl.errors import DataError
-from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.types import Message
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 from tests.helpers.tokenizers import ALPHABET, KINDS, make_tokenizer
 
 # How the prompt ends where the answer begins: after a line, after a mark, with the answer's own space, within a text.

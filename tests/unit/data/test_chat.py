@@ -25,7 +25,7 @@ from megarl.data.chat import (
 from megarl.data.records import Message
 from megarl.data.vocabulary import check_vocabulary
 from megarl.errors import ConfigError, DataError
-from megarl.recipes.tiny_model import make_byte_tokenizer
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
 QUESTION = (Message(role="user", content="1+1=?"),)
 LINE_FEED = 201

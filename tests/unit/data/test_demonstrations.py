@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.config.schema import DataConfig, SftConfig
 from megarl.data.demonstrations import SftDataset
 from megarl.errors import DataError
-from megarl.recipes.tiny_model import make_byte_tokenizer
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
 # <|im_start|>user\n … <|im_end|>\n<|im_start|>assistant\n around a question of one token per character.
 NUM_TEMPLATE_TOKENS = 8

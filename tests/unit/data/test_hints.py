@@ -27,8 +27,8 @@ from megarl.data.hints import (
 )
 from megarl.data.records import Message
 from megarl.errors import DataError
-from megarl.recipes.tiny_model import CHAT_TEMPLATE, SPECIAL_TOKENS, make_byte_tokenizer
 from megarl.types import IntArray, Prompt, Row
+from megarl_lab.recipes.tiny_model import CHAT_TEMPLATE, SPECIAL_TOKENS, make_byte_tokenizer
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "algos.json"
 LINE = HintConfig(template="Hint: {hint}\n")

@@ -13,7 +13,7 @@ from megarl.data.demonstrations import SftDataset
 from megarl.data.preferences import PreferenceDataset, ResponsePairDataset
 from megarl.data.prompts import PromptDataset
 from megarl.data.special_tokens import SpelledSpecialTokens
-from megarl.recipes.tiny_model import make_byte_tokenizer
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
 TOKENIZER = make_byte_tokenizer()
 LABEL = {"data_source": "mine", "reward_model": {"ground_truth": "2"}}

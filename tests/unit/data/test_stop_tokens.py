@@ -14,7 +14,7 @@ from megarl.config.schema import Config
 from megarl.data.answers import Answers
 from megarl.data.stop_tokens import StopTokens, answer_form, declared_stop_tokens, stop_tokens_of
 from megarl.errors import ConfigError
-from megarl.recipes.tiny_model import make_byte_tokenizer
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
 ASSISTANT = "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 

@@ -11,7 +11,7 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.stop_tokens import declared_stop_tokens
 from megarl.data.teacher_tokens import TeacherTokens, compare_tokens
 from megarl.errors import ConfigError
-from megarl.recipes.tiny_model import make_byte_tokenizer
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from megarl.data.chat import load_tokenizer
 from megarl.data.tokenizer_files import read_tokenizer
 from megarl.errors import ConfigError
-from megarl.recipes.tiny_model import make_byte_tokenizer
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
 
 def test_a_tokenizer_that_brings_code_is_refused_without_a_question(

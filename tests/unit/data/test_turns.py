@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from megarl.data.chat import encode_chats, render_chats
 from megarl.data.turns import InterTurnTokens
 from megarl.errors import ConfigError, DataError
-from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.types import Message
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
 # By family: the marks that end a turn, and a template that writes chats as the family's does.
 FAMILIES = {

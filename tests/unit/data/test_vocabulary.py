@@ -15,8 +15,8 @@ from megarl.data.preferences import PreferenceDataset, ResponsePairDataset
 from megarl.data.prompts import PromptDataset
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import ConfigError, DataError
-from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.types import Message, Prompt
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
 LABEL = {"data_source": "mine", "reward_model": {"ground_truth": "2"}}
 QUESTION, USE = [{"role": "user", "content": "1+1=?"}], [{"role": "user", "content": "Use <search>."}]

@@ -36,8 +36,8 @@ from megarl.environments.worker import (
     WorkerSpec,
 )
 from megarl.errors import ConfigError
-from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.types import Message, Prompt
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 from tests.helpers.second_user import needs_second_user
 from tests.helpers.strangers import ways_to_take
 from tests.helpers.verifier import wait_for_end

@@ -11,10 +11,17 @@ import pytest
 
 from megarl.config import load_config
 from megarl.environments import Action, Environment, open_environments, tools_of
-from megarl.recipes.tasks.conversations import CONVERSATIONS, HIGH, LOW, NUM_GUESSES, NUM_TESTS, generate_conversations
-from megarl.recipes.tasks.generate import GenerateConfig
 from megarl.rewards import score
 from megarl.types import Prompt
+from megarl_lab.recipes.tasks.conversations import (
+    CONVERSATIONS,
+    HIGH,
+    LOW,
+    NUM_GUESSES,
+    NUM_TESTS,
+    generate_conversations,
+)
+from megarl_lab.recipes.tasks.generate import GenerateConfig
 
 RUNS = Path(__file__).parents[3] / "configs" / "run"
 NUM_ROWS = 300

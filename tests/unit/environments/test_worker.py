@@ -30,8 +30,8 @@ from megarl.environments.worker import (
     WorkerSpec,
 )
 from megarl.errors import ConfigError
-from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.types import Message, Prompt
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
 TOKENIZER = make_byte_tokenizer()
 END = 2

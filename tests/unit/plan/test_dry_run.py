@@ -25,10 +25,10 @@ from megarl.plan.build import plan_run
 from megarl.plan.derive import usable_bytes
 from megarl.plan.render import ranges, to_json, to_text
 from megarl.plan.run_plan import RunPlan
-from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.record.performance import forward_flops
 from megarl.train.inputs import open_train_inputs
 from megarl.weights.families import read_model_spec
+from megarl_lab.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from tests.helpers.small_model import write_config
 
 ROOT = Path(__file__).parents[3]

@@ -11,7 +11,7 @@ import pytest
 from megarl.config.load import PACKAGED, load_config
 from megarl.errors import ConfigError, DataError
 from megarl.plan.init import InitRequest, ask_missing, init_run
-from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
+from megarl_lab.recipes.tiny_model import TinyModelConfig, make_tiny_model
 
 
 def request(directory: Path, *, model: str, gpus: int, algo: str = "grpo") -> InitRequest:

@@ -12,11 +12,11 @@ from megarl.config import load_config
 from megarl.config.algo import AlgoConfig, DistillConfig
 from megarl.config.schema import Config, DataConfig, ModelConfig, RunConfig, WeightedFile
 from megarl.errors import ConfigError
-from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.record.metrics import MARKER
 from megarl.record.recorder import RunRecorder, batch_metrics
 from megarl.record.rollouts import read_rollouts
 from megarl.types import FinishReason, Prompt, Reward, RolloutBatch, Sample, prompt_segment, row_from_sample
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 from tests.helpers.rollouts import random_rollout
 from tests.helpers.segments import demonstration_segment, policy_segment
 

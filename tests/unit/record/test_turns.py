@@ -6,11 +6,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.record.answers import JudgedAnswer, read_answers, write_answers
 from megarl.record.turns import Turn, last_turn, read_turns, turns_of
 from megarl.types import Episode, FinishReason, Prompt, Reward, Sample, environment_segment, prompt_segment
 from megarl.types.forks import Fork
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 from tests.helpers.segments import demonstration_segment, policy_segment
 
 TOKENIZER = make_byte_tokenizer()

@@ -14,7 +14,6 @@ from megarl.config.rewards import RewardsConfig
 from megarl.config.schema import DataConfig
 from megarl.data.prompts import PromptDataset
 from megarl.errors import ConfigError
-from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.rewards.build import check_ground_truths, open_rewards
 from megarl.rewards.hybrid import Summand
 from megarl.rewards.judge import Judged, JudgeSession
@@ -22,6 +21,7 @@ from megarl.rewards.llm import Completions, EndpointCompletions, LlmJudge
 from megarl.rewards.manager import RULE
 from megarl.rewards.remote import RemoteJudge
 from megarl.rewards.routes import check_sources, route_of, summands_of, without_training
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
 TOKENIZER = make_byte_tokenizer()
 URL = "http://127.0.0.1:9/get_reward"

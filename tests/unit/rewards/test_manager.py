@@ -9,7 +9,6 @@ import pytest
 
 from megarl.data.answers import response_decoder
 from megarl.errors import RunError
-from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.rewards.environment import EnvironmentJudge
 from megarl.rewards.hybrid import Summand
 from megarl.rewards.judge import FinishedSample, Gathered, Judged, Tally, Trouble, mean_of, tally_metrics
@@ -28,6 +27,7 @@ from megarl.types import (
     prompt_segment,
     version_spans,
 )
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
 TOKENIZER = make_byte_tokenizer()
 

@@ -19,7 +19,7 @@ PACKAGES = (
 SCRIPT = """
 import ast, json, sys
 import pyarrow.parquet as pq
-from megarl.recipes.reasoning_gym import write_reasoning_gym
+from megarl_lab.recipes.reasoning_gym import write_reasoning_gym
 from megarl.errors import ConfigError, DataError
 from megarl.rewards import score
 

@@ -11,7 +11,6 @@ import pytest
 from megarl.config.rewards import CustomConfig, RewardsConfig, SourceConfig, VerifierConfig
 from megarl.config.schema import Config, ModelConfig, RunConfig
 from megarl.errors import ConfigError, DataError
-from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.record.recorder import RunRecorder
 from megarl.record.rollouts import read_rollouts
 from megarl.rewards.build import open_rewards
@@ -30,6 +29,7 @@ from megarl.types import (
     prompt_segment,
     version_spans,
 )
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 from tests.helpers.reward_items import item
 
 FILE = """

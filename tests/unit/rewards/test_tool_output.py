@@ -10,9 +10,9 @@ import pytest
 from megarl.config.rewards import CustomConfig, RewardsConfig, SourceConfig
 from megarl.data.chat import encode_chats
 from megarl.data.turns import InterTurnTokens
-from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.rewards.build import open_rewards
 from megarl.types import Episode, FinishReason, Message, Prompt, Sample, environment_segment, prompt_segment
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 from tests.helpers.segments import policy_segment
 
 TOKENIZER = make_byte_tokenizer()

@@ -200,7 +200,7 @@ def test_engines_stop_at_texts_that_are_special_tokens() -> None:
     from tokenizers import AddedToken
     from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
-    from megarl.recipes.tiny_model import make_byte_tokenizer
+    from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
     tokenizer = make_byte_tokenizer()
     tokenizer.add_tokens([AddedToken("[END]", special=True)])

@@ -16,12 +16,13 @@ from megarl.host.directory_lock import DirectoryLock, read_claims
 from megarl.launch import job
 from megarl.launch.command import JobCommand
 from megarl.launch.status import Heartbeat, read_status
-from megarl.recipes import quickstart as quickstarts
 from megarl.record.recorder import RunRecorder
-from megarl.run import start, study
+from megarl.run import start
 from megarl.run.evaluation import run as evaluations
 from megarl.run.evaluation.inputs import EvalRequest
 from megarl.train.checkpoint import CheckpointManager, complete_steps
+from megarl_lab.recipes import quickstart as quickstarts
+from megarl_lab.study import queue
 from tests.unit.train.test_checkpoint import FakeRanks, after_step
 
 
@@ -43,7 +44,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(start, "open_train_inputs", nothing_may_happen)
     monkeypatch.setattr(start, "SUPERVISED", dict.fromkeys(start.SUPERVISED, nothing_may_happen))
     monkeypatch.setattr(evaluations, "open_eval_inputs", nothing_may_happen)
-    monkeypatch.setattr(study, "plan_study", nothing_may_happen)
+    monkeypatch.setattr(queue, "plan_study", nothing_may_happen)
     monkeypatch.setattr(quickstarts, "generate", nothing_may_happen)
     monkeypatch.setattr(job, "_attempt", nothing_may_happen)
     monkeypatch.setattr(job, "read_command", lambda *_: JobCommand(argv=(), directory=root, cluster=None))  # type: ignore[arg-type]
@@ -67,7 +68,7 @@ COMMANDS: dict[str, Callable[[Path], object]] = {
     "train-reward": lambda root: start.train_supervised("train-reward", in_run(root), resume="newest-whole"),
     "train-preference": lambda root: start.train_supervised("train-preference", in_run(root)),
     "eval": lambda root: evaluations.evaluate(EvalRequest(model=root, data=(), out=root, overwrite=True)),
-    "a study": lambda root: study.run_study(study.Study(base="", dir=str(root), runs=())),
+    "a study": lambda root: queue.run_study(queue.Study(base="", dir=str(root), runs=())),
     "quickstart": lambda root: quickstarts.quickstart(algo="grpo", task="sums", seed=0),
     "a Slurm job": lambda root: job.run_job([], Namespace(command="train"), max_restarts=3),
 }

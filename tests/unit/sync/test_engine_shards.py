@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.sync.plan.assign import Holding
 from megarl.sync.plan.build import build_plan
 from megarl.sync.plan.engine_shards import engine_needs, expert_ranges, stage_range
@@ -16,6 +15,7 @@ from megarl.weights.families import Dims, Experts, ModelSpec, read_model_spec
 from megarl.weights.rope import DefaultRope
 from megarl.weights.safetensors_map import TensorSpec
 from megarl.weights.tables import FAMILIES
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 from tests.helpers.boxes import covered
 from tests.helpers.hf_models import MODELS, make_model
 from tests.helpers.rank_pool import RankPool

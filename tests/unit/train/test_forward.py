@@ -20,13 +20,13 @@ from megarl.data.chat import encode_chats
 from megarl.data.hints import hinted_rows
 from megarl.data.records import Message
 from megarl.errors import DataError
-from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.record.metrics import Timers
 from megarl.train.forward import ForwardStage, needed_quantities
 from megarl.train.hinted import HintWriter
 from megarl.train.passes import RolePasses
 from megarl.types import FloatArray, Prompt, Row, TokenQuantity
 from megarl.types.messages import Role
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
 HINTED = frozenset({TokenQuantity.OLD_LOGPROBS, TokenQuantity.HINT_LOGPROBS})
 

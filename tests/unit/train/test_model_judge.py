@@ -12,7 +12,6 @@ from megarl.cluster.offloading import Phase
 from megarl.data.answers import Answers
 from megarl.data.chat import encode_chats
 from megarl.errors import DataError
-from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.rewards.judge import FinishedSample
 from megarl.train.model_judge import ConversationEncoder, ModelJudge, ModelRewards
 from megarl.types import (
@@ -27,6 +26,7 @@ from megarl.types import (
     prompt_segment,
 )
 from megarl.types.messages import Role
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 from tests.helpers.segments import policy_segment
 
 TOKENIZER = make_byte_tokenizer()

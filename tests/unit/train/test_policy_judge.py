@@ -10,11 +10,11 @@ from megarl.config.judges import JudgeConfig, SamplingConfig
 from megarl.config.load import from_dict
 from megarl.data.chat import encode_chats
 from megarl.host import loop
-from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.rewards.llm import LlmJudge, Request
 from megarl.rollout.source import Doing, Group, SamplingPlan, generating
 from megarl.train.policy_judge import PolicyCompletions
 from megarl.types import FinishReason, Message, Sample, prompt_segment
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 from tests.helpers.loops import answered
 from tests.helpers.reward_items import item
 from tests.helpers.segments import policy_segment

@@ -12,11 +12,11 @@ from megarl.config.schema import SftConfig, TrainRewardConfig
 from megarl.data.demonstrations import SftDataset
 from megarl.data.sampler import PromptSampler
 from megarl.errors import ConfigError
-from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.train.passes import RolePasses
 from megarl.train.supervised import validate_sft
 from megarl.train.supervised_inputs import in_steps
 from megarl.types import FloatArray, Row
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
 
 class HalvesAndQuarters:

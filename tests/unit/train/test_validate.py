@@ -11,12 +11,12 @@ from megarl.config.generation import Sampling, ValidationConfig
 from megarl.config.schema import Config
 from megarl.errors import RunError
 from megarl.host import loop
-from megarl.recipes.tiny_model import make_byte_tokenizer
 from megarl.record.answers import read_answers
 from megarl.rewards.judge import Judged
 from megarl.rollout.source import Doing, Group, RolloutSource, SamplingPlan, SamplingStopped, generating
 from megarl.train.validate import Validator
 from megarl.types import DROPPED, FinishReason, Prompt, Reward, Sample, prompt_segment
+from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 from tests.helpers.segments import policy_segment
 
 TOKENIZER = make_byte_tokenizer()

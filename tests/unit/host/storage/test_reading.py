@@ -23,8 +23,6 @@ from megarl.errors import ConfigError, DataError
 from megarl.host.reading import read_object, reading
 from megarl.launch.restarts import AttemptLog
 from megarl.launch.status import read_status
-from megarl.recipes.public_files import write_distinct
-from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.record.answers import read_answers
 from megarl.record.metrics import read_metrics
 from megarl.record.problems import read_problems
@@ -35,6 +33,8 @@ from megarl.rollout.replay import read_record
 from megarl.weights.dist_index import read_index
 from megarl.weights.families import read_hf_config
 from megarl.weights.safetensors_map import model_files, read_specs
+from megarl_lab.recipes.public_files import write_distinct
+from megarl_lab.recipes.tiny_model import TinyModelConfig, make_tiny_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

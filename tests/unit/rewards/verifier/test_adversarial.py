@@ -1,10 +1,10 @@
-"""Answers made to hang, crash or bloat a verifier: the first few of `tools.bench.verify_adversarial`."""
+"""Answers made to hang, crash or bloat a verifier: the first few of `megarl_lab.bench.verify_adversarial`."""
 
 from dataclasses import replace
 
 from megarl.rewards.verifier import VerifierPool
+from megarl_lab.bench.verify_adversarial import KINDS, OPTIONS, checkpoint, fork_server, run
 from tests.helpers.waiting import wait_until
-from tools.bench.verify_adversarial import KINDS, OPTIONS, checkpoint, fork_server, run
 
 COUNT = 96
 

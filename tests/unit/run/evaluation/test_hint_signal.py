@@ -12,9 +12,9 @@ from megarl.config.algo import HintConfig
 from megarl.data.chat import encode_chats
 from megarl.data.hints import HintPlacer, donors, hinted_rows
 from megarl.data.records import Message
-from megarl.recipes.tiny_model import TinyModelConfig, make_byte_tokenizer, make_tiny_model
 from megarl.run.evaluation.hint_signal import hint_inputs, mutual_information
 from megarl.types import Prompt, Row
+from megarl_lab.recipes.tiny_model import TinyModelConfig, make_byte_tokenizer, make_tiny_model
 
 
 @pytest.fixture(scope="module")

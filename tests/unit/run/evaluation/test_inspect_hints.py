@@ -9,10 +9,10 @@ import pytest
 
 from megarl.cli import main
 from megarl.errors import DataError
-from megarl.recipes.tasks import TASKS
-from megarl.recipes.tasks.generate import GenerateConfig, generate
-from megarl.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.run.evaluation.inspect_hints import InspectRequest, inspect_hints
+from megarl_lab.recipes.tasks import TASKS
+from megarl_lab.recipes.tasks.generate import GenerateConfig, generate
+from megarl_lab.recipes.tiny_model import TinyModelConfig, make_tiny_model
 
 RUN_FILE = Path(__file__).parents[4] / "configs" / "run" / "sums-rl.yaml"
 

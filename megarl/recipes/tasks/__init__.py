@@ -1,7 +1,0 @@
-"""Define the built-in tasks (arithmetic puzzles whose answers a rule can check); `TASKS` holds them by name."""
-
-from megarl.recipes.tasks.base import TASKS, BuiltinTask, LevelMix, Problem
-from megarl.recipes.tasks.countdown import COUNTDOWN
-from megarl.recipes.tasks.sums import SUMS
-
-__all__ = ["COUNTDOWN", "SUMS", "TASKS", "BuiltinTask", "LevelMix", "Problem"]

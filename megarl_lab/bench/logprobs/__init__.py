@@ -1,0 +1,1 @@
+"""Compare heads that compute log-probs: time, memory and exactness."""

@@ -1,0 +1,1 @@
+"""Compare runs of several algorithms and seeds."""

@@ -1,0 +1,1 @@
+"""Simulate the schedules of asynchronous runs, from the costs that a run recorded."""

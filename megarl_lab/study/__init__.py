@@ -1,0 +1,1 @@
+"""Ask what an algorithm does to a policy, by many runs."""
