@@ -30,15 +30,18 @@ def encode_pieces(tokenizer: "PreTrainedTokenizerBase", pieces: Sequence[str], *
     mark: the text of an added token. The text after it is encoded without regard to the text before it, so that
     long chats take time in proportion to their length.
     """
-    found: list[list[int]] = []
-    context = ""
+    contexts = [""]
     for piece in pieces:
-        before, whole = encode(tokenizer, context), encode(tokenizer, context + piece)
+        context = contexts[-1] + piece
+        contexts.append(context[max(context.rfind(mark), 0) :] if mark else context)
+    texts = list(dict.fromkeys([*contexts[:-1], *map("".join, zip(contexts, pieces, strict=False))]))
+    # One call for all texts, as a call costs more than a text.
+    ids = dict(zip(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True))
+    found: list[list[int]] = []
+    for context, piece in zip(contexts, pieces, strict=False):
+        before, whole = ids[context], ids[context + piece]
         joins = whole[: len(before)] == before
         found.append(whole[len(before) :] if joins else _encode_apart(tokenizer, before, piece, whole))
-        context += piece
-        if mark:
-            context = context[max(context.rfind(mark), 0) :]
     return found
 
 

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -189,10 +190,11 @@ def mismatched_rows(rows: Sequence[Row]) -> list[Row]:
 def _chunks(
     paths: Sequence[str | Path], tokenizer: "PreTrainedTokenizerBase", form: DataConfig | None
 ) -> Iterator[list[tuple[str, PreferenceRecord]]]:
-    """Read and check all rows, then yield them with the places they come from, some at a time."""
+    """Read and check rows, and yield them with the places they come from, some at a time."""
     form = form or DataConfig()
     require_system_turn(tokenizer, form.system_prompt)
     files = RowFiles(paths, columns=PREFERENCE_COLUMNS, required=PREFERENCE_SIDES)
-    records = [(files.where(i), parse_preference(row, files.where(i), form)) for i, row in enumerate(files)]
-    for start in range(0, len(records), READ_ROWS):
-        yield records[start : start + READ_ROWS]
+    places = map(files.where, range(len(files)))
+    rows = ((where, parse_preference(row, where, form)) for where, row in zip(places, files, strict=True))
+    while chunk := list(islice(rows, READ_ROWS)):
+        yield chunk
