@@ -6,6 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -215,8 +216,9 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
             sink.write(record)
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        for sink in self._sinks:
-            sink.close(outcome_of(error))
+        # At once: services that do not answer are waited for together.
+        with ThreadPoolExecutor(max(1, len(self._sinks))) as threads:
+            list(threads.map(lambda sink: sink.close(outcome_of(error)), self._sinks))
 
 
 def read_metrics(path: Path) -> list[MetricsRecord]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.errors import DataError
+from megarl.errors import DataError, RunStopped
 from megarl.host.exit_codes import RunOutcome
 from megarl.record.json_lines import truncate_lines
 from megarl.record.metrics import (
@@ -268,3 +269,19 @@ def test_files_that_are_no_rollouts_are_named(tmp_path: Path) -> None:
     for path in (text, other, tmp_path / "missing.parquet"):
         with pytest.raises(DataError, match=path.name):
             read_rollouts(path)
+
+
+def test_the_ends_of_all_destinations_are_waited_for_together() -> None:
+    """Each ends only once the other does: two trackers whose services do not answer keep a run no longer than one."""
+    both, ended = threading.Barrier(2, timeout=10), []
+
+    class Waiting:
+        def write(self, record: MetricsRecord) -> None: ...
+
+        def close(self, outcome: RunOutcome) -> None:
+            both.wait()
+            ended.append(outcome.state)
+
+    with pytest.raises(RunStopped), MetricsLogger([Waiting(), Waiting()]):
+        raise RunStopped("by a signal")
+    assert ended == ["stopped", "stopped"]
