@@ -1,11 +1,17 @@
 """Jobs on a real Slurm of two nodes: side by side, at their time limit, and the other scripts of slurm/."""
 
+import os
+import signal
+import time
 from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
+from megarl.host.exit_codes import EXIT_STOPPED
+from megarl.host.signals import SAME_REQUEST_S
+from megarl.launch.status import read_status
 from megarl.train.checkpoint import complete_steps
 from megarl_lab.bench.kill_resume import differences
 from tests.helpers.listeners import listeners_of
@@ -64,8 +70,7 @@ def test_of_two_jobs_at_once_one_is_cancelled(lab: SlurmLab, inputs: Path, refer
 def test_at_its_time_limit_a_job_goes_back_into_the_queue_and_continues(lab: SlurmLab, inputs: Path) -> None:
     """A limit of two minutes. Slurm looks at limits every half minute, and signals a check too early: after one."""
     # Longer than that at 35 steps a second, and without checkpoints but those that a signal asks for.
-    more = (f"sft.total_steps={MANY_STEPS}", f"checkpoint.every_steps={MANY_STEPS}")
-    run = SlurmRun(inputs=inputs, name="limited", command="sft", more=more)
+    run = _many_steps(inputs, "limited")
     job = run.submit(lab, "--time=2", "--signal=B:USR1@31")
     ended = lab.wait(job, timeout_s=2 * JOB_S)
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), run.log()
@@ -74,6 +79,44 @@ def test_at_its_time_limit_a_job_goes_back_into_the_queue_and_continues(lab: Slu
     assert "continuing after step" in run.log()
     assert [record.step for record in run.records()] == list(range(1, MANY_STEPS + 1))
     assert left_behind(lab) == []
+
+
+@pytest.mark.parametrize("signal_name", ["HUP", "TERM"])
+def test_a_signal_of_a_user_stops_a_job_after_its_step(lab: SlurmLab, inputs: Path, signal_name: str) -> None:
+    """With a checkpoint, and not back into the queue."""
+    run = _many_steps(inputs, f"stopped-{signal_name}")
+    job = run.submit(lab)
+    mid_run(run)
+    lab.query("scancel", "--batch", f"--signal={signal_name}", str(job))
+    ended = lab.wait(job, timeout_s=JOB_S)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", f"{EXIT_STOPPED}:0", "0"), run.log()
+    assert f"stopped by SIG{signal_name} after step" in run.log()
+    assert complete_steps(run.paths.checkpoints) == [run.last_step()]
+    assert read_status(run.paths.root).state == "stopped"
+    assert left_behind(lab) == []
+
+
+def test_a_second_signal_ends_a_job_whose_step_does_not_end(lab: SlurmLab, inputs: Path) -> None:
+    """A rank hangs, so that the first signal waits for ever; the status tells the end."""
+    run = _many_steps(inputs, "forced")
+    job = run.submit(lab)
+    mid_run(run)
+    os.kill(lab.actors("node2", "RankActor")[0], signal.SIGSTOP)
+    for num_signals in (1, 2):
+        lab.query("scancel", "--batch", "--signal=TERM", str(job))
+        wait_until(lambda n=num_signals: run.log().count("got SIGTERM") == n, "the signal", timeout_s=30.0)
+        time.sleep(2 * SAME_REQUEST_S)
+        assert lab.job(job)["JobState"] == "RUNNING" or num_signals == 2
+    ended = lab.wait(job, timeout_s=JOB_S)
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", f"{128 + signal.SIGTERM}:0"), run.log()
+    assert read_status(run.paths.root).state == "stopped"
+    assert left_behind(lab) == []
+
+
+def _many_steps(inputs: Path, name: str) -> SlurmRun:
+    """A run that writes no checkpoint but those that a signal asks for."""
+    more = (f"sft.total_steps={MANY_STEPS}", f"checkpoint.every_steps={MANY_STEPS}")
+    return SlurmRun(inputs=inputs, name=name, command="sft", more=more)
 
 
 def test_conversion_and_evaluation(lab: SlurmLab, inputs: Path) -> None:
