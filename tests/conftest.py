@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
+from tests.helpers.budget import Budget
 from tests.helpers.rank_pool import RankPool
 
 # torch's stores look up the names of addresses. Where a name server loses a question, each such look-up took 5 s.
@@ -17,12 +18,27 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Several tests and their processes share the cores, where threads of one would spin while they wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How long an example takes says more of the machine's load than of the code. Every session draws other examples.
-settings.register_profile("megarl", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("megarl")
+for name, max_examples in {"few": 10, "long": 100}.items():
+    settings.register_profile(
+        name, deadline=None, max_examples=max_examples, suppress_health_check=[HealthCheck.too_slow]
+    )
 # What these compare with is installed apart: make test-conformance.
 collect_ignore = ["conformance"]
 # What imports and collection leave in memory stays there: looking through it for garbage took a twelfth of a session.
 gc.disable()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("long" if config.option.markexpr == "long" else "few")
+    config.pluginmanager.register(Budget(config))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Properties belong to the default tests and, with more examples, to the long ones too."""
+    for item in items if config.option.markexpr == "long" else ():
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker("long")
 
 
 def pytest_collection_finish() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -83,7 +83,6 @@ def inputs(draw: st.DrawFn) -> Inputs:
 
 
 @pytest.mark.parametrize("cfg", CONFIGS, ids=str)
-@settings(max_examples=25)
 @given(given_inputs=inputs(), data=st.data())
 def test_properties(make_scored: MakeScored, cfg: AdvantageConfig, given_inputs: Inputs, data: st.DataObject) -> None:
     mask = given_inputs.mask

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -295,7 +295,6 @@ def test_equal_engines_need_no_correction(
     assert_same_algorithm(step, corrected, plain)
 
 
-@settings(max_examples=20)
 @given(steps, st.sampled_from(["gspo", "gspo_token"]))
 def test_a_ratio_of_rows_to_equal_engines(step: Step, name: str) -> None:
     loss = PolicyLossConfig(name=name, clip_low=3e-3, clip_high=4e-3)
@@ -435,7 +434,6 @@ def make_step(cfg: AlgoConfig, sizes: list[int], seed: int) -> Step:
 
 
 @every_algorithm
-@settings(max_examples=15)
 @given(sizes=group_sizes, seed=seeds, data=st.data())
 def test_split_order_and_padding_do_not_matter(
     config_of: Callable[[str], AlgoConfig], name: str, sizes: list[int], seed: int, data: st.DataObject

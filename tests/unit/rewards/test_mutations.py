@@ -2,7 +2,7 @@
 
 import re
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.rewards import score
@@ -53,7 +53,6 @@ def test_another_digit_is_another_answer(gold: str, data: st.DataObject) -> None
     assert not is_right(answer, gold), (answer, gold)
 
 
-@settings(max_examples=25)
 @given(st.one_of(numbers(), formulas().filter(lambda text: text[0].isdigit())))
 def test_another_sign_is_another_answer(gold: str) -> None:
     assert not is_right(f"-{gold}", gold)
@@ -62,7 +61,6 @@ def test_another_sign_is_another_answer(gold: str) -> None:
         assert not is_right(gold.replace("+", "-"), gold)
 
 
-@settings(max_examples=25)
 @given(numbers(), st.permutations(UNITS))
 def test_another_unit_is_another_answer(number: str, units: list[str]) -> None:
     gold, answer = (rf"{number} \text{{ {unit}}}" for unit in units[:2])
@@ -73,7 +71,6 @@ def test_another_unit_is_another_answer(number: str, units: list[str]) -> None:
     assert not is_right(rf"{number} \text{{ nonsense}}", number)
 
 
-@settings(max_examples=25)
 @given(SMALL, st.permutations(CONSTANTS))
 def test_another_constant_is_another_answer(factor: int, constants: list[str]) -> None:
     gold, answer = (f"{factor}{constant}" for constant in constants[:2])
@@ -81,7 +78,6 @@ def test_another_constant_is_another_answer(factor: int, constants: list[str]) -
     assert not is_right(answer, gold)
 
 
-@settings(max_examples=25)
 @given(st.lists(numbers(), min_size=2, max_size=4), st.data())
 def test_elements_may_not_be_missing_more_or_others(elements: list[str], data: st.DataObject) -> None:
     gold = "; ".join(elements)
