@@ -13,10 +13,14 @@ from tests.slurm.lab import SlurmLab, install, missing
 from tests.slurm.runs import SlurmRun, finish_here
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """All of them are among the long tests too, since CI leaves them out where `tools/affected.py` says so."""
     for item in items:
         if "tests/slurm/" in item.path.as_posix():
-            item.add_marker(pytest.mark.slurm)
+            item.add_marker("slurm")
+            if config.option.markexpr == "long":
+                item.add_marker("long")
 
 
 @pytest.fixture(scope="session")
