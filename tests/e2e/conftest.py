@@ -40,9 +40,35 @@ def _process_id(_: object) -> int:
     return os.getpid()
 
 
-# Of a file, not of the package: files of tests that open a cluster of their own may come next in the same process.
+class HeldCluster:
+    """The live cluster of several files: as long as tests of `SHARING` follow each other, on the same model."""
+
+    def __init__(self) -> None:
+        self._open: tuple[Path, Cluster] | None = None
+
+    def on(self, model: Path) -> Cluster:
+        if self._open is None or self._open[0] != model:
+            self.close()
+            self._open = model, Cluster(small_config(model))
+        return self._open[1]
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
+
+
+HELD = HeldCluster()
+SHARING = {f"test_{name}.py" for name in ("algorithms", "public_data", "sync", "train", "truncated_sampling")}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    if nextitem is None or nextitem.path.name not in SHARING:
+        HELD.close()
+
+
 @pytest.fixture(scope="module")
-def cluster(model: Path, engine_process: RankPool) -> Iterator[Cluster]:
+def cluster(model: Path, engine_process: RankPool) -> Cluster:
     """A live cluster whose engine was started on `model`."""
-    with Cluster(small_config(model)) as cluster:
-        yield cluster
+    return HELD.on(model)
