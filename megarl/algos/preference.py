@@ -22,8 +22,8 @@ from megarl.types import (
     TokenQuantity,
     ValueOutputs,
 )
+from megarl.types.rows import MARGIN
 
-MARGIN = "margin"
 # KL(policy ‖ reference) of a whole batch, estimated on prompts with responses of other rows; the same in each token.
 BATCH_KL = "batch_kl"
 # Mean log-probs nearer to 0 count as this in `orpo_losses`: the odds of a certain response are infinite.

@@ -9,8 +9,8 @@ from megarl.config.batches import longest_row, max_row_tokens, mini_batch_prompt
 from megarl.config.derived import Derived
 from megarl.config.load import packaged
 from megarl.config.schema import Config
-from megarl.doctor.machine import memory_limits
 from megarl.host.janitor import SHM_DIR
+from megarl.host.memory import memory_limits
 from megarl.weights.families import read_model_spec
 
 # What everything but rows takes: requests to engines, completions, the results of small calls.

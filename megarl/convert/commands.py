@@ -20,7 +20,7 @@ from megarl.errors import ConfigError, DataError
 from megarl.host.streams import print_lines
 from megarl.host.writing import free_bytes
 from megarl.record.text_table import align
-from megarl.train.export import copy_companions, exported_config, write_config
+from megarl.weights.companions import copy_companions, exported_config, write_config
 from megarl.weights.safetensors_map import (
     INDEX_NAME,
     UNTRAINED_NAME,

@@ -10,7 +10,7 @@ from megarl.convert.dequantize import MXFP4, Mxfp4Reader
 from megarl.convert.mapping import model_parameters
 from megarl.convert.readers import DistReader, SafetensorsReader, TensorReader
 from megarl.errors import ConfigError, DataError
-from megarl.train.checkpoint import STATE_FILE, read_checkpoint
+from megarl.record.checkpoints import STATE_FILE, read_checkpoint
 from megarl.types.messages import Role
 from megarl.weights.dist_index import METADATA, read_index
 from megarl.weights.families import ModelSpec, read_model_spec

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
-from megarl.algos.preference import MARGIN
 from megarl.config.schema import DataConfig
 from megarl.data.answers import Answers
 from megarl.data.chat import encode_chats, long_prompt_error, require_system_turn
@@ -18,6 +17,7 @@ from megarl.data.special_tokens import SpelledSpecialTokens
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
 from megarl.types import Row, row_read_at_end
+from megarl.types.rows import MARGIN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,6 +12,7 @@ from megarl.doctor.finding import Finding, Severity
 from megarl.host.device.accelerators import FP8_RECIPES, Device, torch_build
 from megarl.host.device.platform import Platform
 from megarl.host.janitor import SHM_DIR, RunScope
+from megarl.host.memory import memory_limits
 from megarl.host.temp_dir import ADVICE, TempChoice, choose_temp_root
 from megarl_sandbox import Isolation, LostError, OptionError, Sandbox
 
@@ -23,7 +24,6 @@ SMALLEST_SHM_GIB = 0.5
 # Ray opens a file per worker connection; it recommends this limit.
 RECOMMENDED_FILES = 65536
 SMALLEST_FILES = 4096
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def check_machine(platform: Platform) -> Iterator[Finding]:
@@ -92,12 +92,6 @@ def available_bytes(meminfo: str) -> int:
     """Return the memory in bytes that new processes may take, from the text of /proc/meminfo."""
     rows = dict(line.split(":", 1) for line in meminfo.splitlines())
     return int(rows["MemAvailable"].split()[0]) << 10
-
-
-def memory_limits() -> list[int]:
-    """Return the limit of this container's memory in bytes, if it has one."""
-    limits = [file.read_text(encoding="utf-8").strip() for file in map(Path, CGROUP_LIMITS) if file.is_file()]
-    return [int(limit) for limit in limits if limit.isdigit()][:1]
 
 
 def memory_finding(available: int) -> Finding:

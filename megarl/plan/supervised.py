@@ -15,7 +15,7 @@ from megarl.plan.build import role_plan
 from megarl.plan.devices import plan_shard
 from megarl.plan.render import derived_lines, role_lines, shard_lines
 from megarl.plan.run_plan import RolePlan, ShardPlan
-from megarl.train.checkpoint import Command
+from megarl.record.checkpoints import Command
 from megarl.train.rehearsal import rehearse
 from megarl.train.supervised_inputs import Examples
 from megarl.train.tasks import SUPERVISED

@@ -10,7 +10,6 @@ from megarl.config.schema import Config
 from megarl.data.prefixes import count_shared, family_order
 from megarl.host.device.accelerators import peak_tflops
 from megarl.host.device.platform import platform
-from megarl.parallel.backend import shares_prefixes
 from megarl.types import Row
 from megarl.weights.families import Dims
 
@@ -95,11 +94,11 @@ def peak_of(config: Config) -> float | None:
 class PerformanceMeter:
     """A meter of the throughput of a run's optimizer steps."""
 
-    def __init__(self, config: Config, dims: Dims) -> None:
+    def __init__(self, config: Config, dims: Dims, *, shares_prefixes: bool = False) -> None:
         self._dims, self._num_ranks = dims, config.actor.layout.world_size
         self._num_epochs = config.trainer.num_epochs
         self._peak_tflops = peak_of(config)
-        self._shares_prefixes = shares_prefixes(config.actor)
+        self._shares_prefixes = shares_prefixes
 
     def metrics(self, rows: Sequence[Row], update_s: float) -> dict[str, float]:
         """Return `perf/tflops_per_rank` (TFLOP/s) of the updates on these rows, all epochs in `update_s` seconds.

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from megarl.record.json_lines import append_lines, open_lines, read_lines
-from megarl.rewards.judge import Trouble
 from megarl.texts.masking import masked_text
+from megarl.types.judged import Trouble
 
 # A prompt is kept from its start, a response from its end, where its answer is.
 MAX_PROMPT_CHARS, MAX_RESPONSE_CHARS = 2_000, 4_000

@@ -42,9 +42,9 @@ from megarl.record.rollouts import RolloutRecord, write_rollouts
 from megarl.record.timeline import append_timeline, idle_metrics, step_intervals
 from megarl.record.trackers import TrackedRun, open_trackers, require_trackers
 from megarl.record.turns import turns_of
-from megarl.rewards.judge import Trouble
 from megarl.texts.unicode import plain
 from megarl.types import FinishReason, FloatArray, Reward, RolloutBatch, Row, Sample, SegmentSource, TokenQuantity
+from megarl.types.judged import Trouble
 from megarl.weights.hub import commits_of
 
 if TYPE_CHECKING:

@@ -9,24 +9,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from megarl.types import Prompt, Reward, Sample
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class FinishedSample:
-    """A finished sample in the form that judges read; the text `response` has no special tokens. Each is a key of its
-    own.
-    """
-
-    prompt: Prompt
-    sample: Sample
-    prompt_text: str
-    response: str
-
-    @property
-    def label(self) -> str:
-        """Return a name of the sample for log and error messages."""
-        return f"{self.sample.uid}/{self.sample.sample_index}"
+from megarl.types import Reward
+from megarl.types.judged import FinishedSample, Trouble
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,22 +44,6 @@ def tally_metrics(tallies: Iterable[Mapping[str, Tally]]) -> dict[str, float]:
             over = None if so_far.over is None else so_far.over + (tally.over or 0)
             sums[name] = Tally(total=so_far.total + tally.total, over=over)
     return {name: tally.value for name, tally in sums.items() if tally.over != 0}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trouble:
-    """A sample that a judge could not judge, or in which it found no answer.
-
-    outcome: `parse_failed` (no answer was found), `timed_out`, `crashed`, `failed` (an exception), `abstained` (no
-    function has an opinion), `unanswered` (no service or model gave a verdict) or `unread` (a model wrote
-    none). reason: why, in one line. output: what the judge printed or wrote.
-    """
-
-    item: FinishedSample
-    outcome: str
-    reason: str
-    output: str = ""
-    judge: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megarl.rewards.hybrid import Summand, mix
-from megarl.rewards.judge import FinishedSample, Judge, Judged, JudgeSession, Tally, Trouble, mean_of
+from megarl.rewards.judge import Judge, Judged, JudgeSession, Tally, mean_of
 from megarl.types import DROPPED, FinishReason, Prompt, Reward, Sample
+from megarl.types.judged import FinishedSample, Trouble
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

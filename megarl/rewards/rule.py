@@ -9,12 +9,13 @@ from megarl.config.rewards import RewardsConfig
 from megarl.errors import DataError
 from megarl.rewards.code.scorer import CODE, CodeOptions, Credit
 from megarl.rewards.custom import CustomFunctions, CustomSession
-from megarl.rewards.judge import FinishedSample, Judged, Tally, Trouble, mean_of
+from megarl.rewards.judge import Judged, Tally, mean_of
 from megarl.rewards.question import Question, Verdict
 from megarl.rewards.scorers import PARSE_FAILED, SCORERS
 from megarl.rewards.sources import SOURCES, SourceSpec, judge_by_source, source_spec
 from megarl.rewards.verifier import JobResult, VerifierJob, VerifierOptions, VerifierPool
 from megarl.types import DROPPED, Reward
+from megarl.types.judged import FinishedSample, Trouble
 from megarl_sandbox import Isolation, SandboxOptions
 
 # The detail of a scorer's reward that holds what the user's functions add to it.

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.rewards.judge import FinishedSample
 from megarl.types import DROPPED, Reward
+from megarl.types.judged import FinishedSample
 
 # The entry of "extra_logs" that says for each row why it has no reward.
 UNJUDGED = "unjudged"

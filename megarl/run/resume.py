@@ -10,10 +10,7 @@ from megarl.config.schema import Config, role_settings
 from megarl.config.setting import differences
 from megarl.errors import ConfigError
 from megarl.host.reading import RESTORE, read_object
-from megarl.record.inputs import RunInputs
-from megarl.record.metrics import RunPaths
-from megarl.record.plugins import require_same_plugins
-from megarl.train.checkpoint import (
+from megarl.record.checkpoints import (
     Checkpoint,
     Command,
     Resume,
@@ -23,6 +20,9 @@ from megarl.train.checkpoint import (
     last_checkpoint,
     torn_steps,
 )
+from megarl.record.inputs import RunInputs
+from megarl.record.metrics import RunPaths
+from megarl.record.plugins import require_same_plugins
 from megarl.train.export import exported
 from megarl.train.passes import learning_rate
 from megarl.types.messages import Role

@@ -15,11 +15,11 @@ from megarl.errors import ConfigError, WorkerError
 from megarl.host.writing import writing
 from megarl.plan.build import derive_run
 from megarl.record.activity import doing
+from megarl.record.checkpoints import STATE_FILE, RunState, mark_complete, read_checkpoint
 from megarl.record.inputs import RunInputs
 from megarl.record.metrics import RunPaths
 from megarl.run.resume import require_same_files
 from megarl.run.session_inputs import SessionInputs
-from megarl.train.checkpoint import STATE_FILE, RunState, mark_complete, read_checkpoint
 from megarl.train.inputs import open_sampler
 from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
 from megarl.train.prompt_queue import PromptQueue

@@ -16,12 +16,12 @@ from megarl.host.writing import dispensable, writing
 from megarl.launch.status import Heartbeat
 from megarl.plan.build import derive_run
 from megarl.record.activity import current_activity, doing
+from megarl.record.checkpoints import Checkpoint, Command, Resume, forget_after
 from megarl.record.inputs import RunInputs
 from megarl.record.metrics import RunPaths
 from megarl.record.recorder import RunRecorder
 from megarl.report import write_report
 from megarl.run.resume import find_checkpoint, require_plugins_of_run, resume_notes, with_models_of_run
-from megarl.train.checkpoint import Checkpoint, Command, Resume, forget_after
 from megarl.train.export import exported
 from megarl.train.inputs import open_train_inputs
 from megarl.train.tasks import SUPERVISED

@@ -25,7 +25,7 @@ from megarl.host import loop
 from megarl.host.signals import last_stop_signal
 from megarl.record.episodes import episode_metrics
 from megarl.record.metrics import Timers
-from megarl.rewards.judge import Trouble, tally_metrics
+from megarl.rewards.judge import tally_metrics
 from megarl.rewards.manager import Judging, RewardManager
 from megarl.rollout.prefixes import plan_prefixes
 from megarl.rollout.replay import read_record, write_record
@@ -44,6 +44,7 @@ from megarl.train.groups import JudgedGroup, all_heard, filter_groups, judge_gro
 from megarl.train.outcome import StepOutcome
 from megarl.train.prompt_queue import PromptQueue
 from megarl.types import Prompt, Reward, RolloutBatch
+from megarl.types.judged import Trouble
 
 # The samples of the pipeline in a checkpoint's directory.
 SAMPLES_FILE = "rollouts.parquet"

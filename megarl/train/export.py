@@ -1,11 +1,10 @@
 """Write a role's model as a Hugging Face model directory, each rank its own slices."""
 
-import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megarl.data.stop_tokens import answer_form, declared_stop_tokens
 from megarl.data.tokenizer_files import read_tokenizer
@@ -17,8 +16,8 @@ from megarl.record.metrics import RunPaths
 from megarl.types.messages import Head, RoleSpec
 from megarl.weights.adapter_files import create_adapter_files
 from megarl.weights.adapters import adapter_spec, lost_in_peft
+from megarl.weights.companions import copy_companions, exported_config, write_config
 from megarl.weights.families import read_hf_config, read_model_spec
-from megarl.weights.hub import SMALL_FILES
 from megarl.weights.safetensors_map import (
     TensorSpec,
     create_model_files,
@@ -26,12 +25,9 @@ from megarl.weights.safetensors_map import (
     untrained_tensors,
     weight_specs,
 )
-from megarl.weights.tables import Family
 
 if TYPE_CHECKING:
     from megarl.cluster.workers import RoleWorkers
-
-_WEIGHT_FILES = ("*.index.json",)
 
 
 def export_role(workers: "RoleWorkers", role: RoleSpec, directory: Path) -> None:
@@ -96,16 +92,6 @@ def export_adapters(workers: "RoleWorkers", role: RoleSpec, directory: Path) -> 
         )
 
 
-def copy_companions(source: Path, target: Path, *, skipped: Sequence[str] = _WEIGHT_FILES) -> None:
-    """Copy a model directory's files that are not weights, such as tokenizer files, except those like `skipped`."""
-    unwanted = {file for pattern in skipped for file in source.glob(pattern)}
-    for file in sorted({file for pattern in SMALL_FILES for file in source.glob(pattern)} - unwanted):
-        copy = target / file.relative_to(source)
-        copy.parent.mkdir(exist_ok=True)
-        # Not with its mode: who may read the copy is the run's to say.
-        shutil.copyfile(file, copy)
-
-
 def name_end_of_answers(directory: Path) -> None:
     """Add the token with which the chat template ends answers, which were trained to end so, to `eos_token_id` of
     generation_config.json, unless the files name it: other programs do not stop at what a template writes.
@@ -118,25 +104,6 @@ def name_end_of_answers(directory: Path) -> None:
     if end is not None and end not in declared:
         known = read_object(file) if file.is_file() else {}
         write_config(file, {**known, "eos_token_id": [end, *declared]})
-
-
-def exported_config(config: Mapping[str, Any], family: Family, *, dtype: str, scalar_head: bool) -> dict[str, Any]:
-    """Return a model's config.json with the exported dtype and, for a critic, the architecture with a scalar head."""
-    changed = {**config, "dtype": dtype}
-    changed.pop("torch_dtype", None)
-    if scalar_head:
-        changed |= {
-            "architectures": list(family.value_architectures),
-            # One label: transformers counts them.
-            "id2label": {"0": "value"},
-            "label2id": {"value": 0},
-        }
-    return changed
-
-
-def write_config(file: Path, config: Mapping[str, Any]) -> None:
-    """Write a model's config.json or generation_config.json as indented JSON."""
-    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def check_complete(expected: Mapping[str, int], written: Mapping[str, int]) -> None:

@@ -17,13 +17,13 @@ from megarl.cluster.supervisor import EngineSupervisor
 from megarl.config.setting import affected
 from megarl.host.signals import stop_on_signals
 from megarl.record.activity import doing
+from megarl.record.checkpoints import Checkpoint, CheckpointManager, RunState
 from megarl.record.metrics import MetricsLogger, Timers
 from megarl.record.performance import PerformanceMeter, StepProfiler, token_times
 from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import DIVERGENCE, TRAINER_LOGPROBS, RunRecorder, batch_metrics, resident_memory
 from megarl.rollout.source import SamplingStopped
 from megarl.seeds import batch_seed
-from megarl.train.checkpoint import Checkpoint, CheckpointManager, RunState
 from megarl.train.collect import Collected, Rollouts
 from megarl.train.export import export_role
 from megarl.train.forward import ForwardStage, needed_quantities, with_advantages

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megarl.errors import RunError
-from megarl.rewards.judge import Trouble
 from megarl.train.groups import JudgedGroup
 from megarl.types import FinishReason, Prompt, Reward, Sample
+from megarl.types.judged import Trouble
 
 # If so large a share of the first responses is cut, engines probably do not know how the model ends an answer.
 MANY_CUT = 0.95

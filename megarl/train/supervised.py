@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from megarl.algos.preference import MARGIN, BradleyTerry
+from megarl.algos.preference import BradleyTerry
 from megarl.algos.sft import SftAlgorithm
 from megarl.cluster.roles import actor_role, reward_role, teacher_roles
 from megarl.config.schema import Config
@@ -18,10 +18,10 @@ from megarl.data.preferences import PreferenceDataset
 from megarl.data.sampler import PromptSampler
 from megarl.host.signals import stop_on_signals
 from megarl.record.activity import doing
+from megarl.record.checkpoints import Checkpoint, CheckpointManager, Command, RunState
 from megarl.record.metrics import MetricsLogger, Timers
 from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import RunRecorder, resident_memory
-from megarl.train.checkpoint import Checkpoint, CheckpointManager, Command, RunState
 from megarl.train.export import export_role
 from megarl.train.forward import with_likely_tokens
 from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
@@ -30,6 +30,7 @@ from megarl.train.teachers import teaching_of
 from megarl.train.validate import Validation
 from megarl.types import AlgoState, FloatArray, Row
 from megarl.types.messages import LoadRequest, Role, RoleSpec, Teaching
+from megarl.types.rows import MARGIN
 from megarl.weights.families import read_model_spec
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megarl.config.schema import Config
-from megarl.train.checkpoint import Command
+from megarl.record.checkpoints import Command
 from megarl.train.preference import train_preference_task
 from megarl.train.rehearsal import rehearse
 from megarl.train.supervised import SupervisedTask, sft_task, train_reward_task

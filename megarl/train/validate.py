@@ -10,11 +10,11 @@ from megarl.config.generation import Sampling
 from megarl.config.schema import Config
 from megarl.data.prompts import PromptDataset
 from megarl.record.answers import JudgedAnswer, SourceResult, results_by_source, write_answers
-from megarl.rewards.judge import Trouble
 from megarl.rewards.manager import RewardManager
 from megarl.rollout.source import Group, RolloutSource, SamplingPlan, begin, collect
 from megarl.train.outcome import FAILURES, all_failed_error
 from megarl.types import Prompt, Sample
+from megarl.types.judged import Trouble
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,6 +12,8 @@ from megarl.config.batches import batch_counts, num_actor_steps
 from megarl.config.check_distill import teacher_of, teachers_of
 from megarl.config.judges import JudgeConfig
 from megarl.config.schema import Config
+from megarl.parallel.backend import shares_prefixes
+from megarl.record.checkpoints import CheckpointManager
 from megarl.record.metrics import Timers
 from megarl.record.performance import PerformanceMeter, StepProfiler
 from megarl.record.recorder import RunRecorder
@@ -23,7 +25,6 @@ from megarl.rollout.replay import ReplaySource, record_path
 from megarl.rollout.scheduler import Scheduler
 from megarl.rollout.source import RolloutSource
 from megarl.rollout.vllm_source import VllmSource
-from megarl.train.checkpoint import CheckpointManager
 from megarl.train.collect import Rollouts
 from megarl.train.forward import ForwardStage
 from megarl.train.gate import MismatchGate
@@ -96,7 +97,7 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
             paths.checkpoints, config.checkpoint, workers, inputs.roles, recorder.require_owned
         ),
         profiler=StepProfiler(workers, config.logging.profile_steps, paths.profile),
-        meter=PerformanceMeter(config, inputs.spec.dims),
+        meter=PerformanceMeter(config, inputs.spec.dims, shares_prefixes=shares_prefixes(config.actor)),
         timers=timers,
         first_steps=FirstSteps(total_steps=config.trainer.total_steps),
     )

@@ -21,6 +21,9 @@ from megarl.types.arrays import (
 from megarl.types.forks import Fork, Indices, after_other_prompt, branches, path_to, require_forks
 from megarl.types.samples import Sample
 
+# The name of the quantity of chosen rows that says by how much they are to be preferred at least.
+MARGIN = "margin"
+
 
 class TokenQuantity(StrEnum):
     """The names of quantities per token that a forward pass can compute before the update, such as log-probs."""

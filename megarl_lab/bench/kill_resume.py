@@ -29,9 +29,9 @@ from pathlib import Path
 import numpy as np
 
 from megarl.config import load_config
+from megarl.record.checkpoints import complete_steps
 from megarl.record.metrics import MetricsRecord, RunPaths, read_metrics
 from megarl.rollout.replay import read_record, record_path
-from megarl.train.checkpoint import complete_steps
 from megarl.types import SegmentSource
 from megarl_lab.bench.killed import Killed, kill
 from megarl_lab.bench.rewriting import NOTES, num_open_branches, rewriting_settings

@@ -18,8 +18,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megarl.record.checkpoints import last_checkpoint
 from megarl.rollout.replay import read_record, record_path
-from megarl.train.checkpoint import last_checkpoint
 from megarl.types import Sample, SegmentSource
 from megarl_lab.bench.kill_resume import SCHEDULES, SmallRun, asynchronous_faults, differences, make_inputs
 from megarl_lab.bench.killed import command_of, kill

@@ -14,8 +14,8 @@ import pytest
 from megarl.host.exit_codes import EXIT_STOPPED
 from megarl.host.janitor import RUN_ID_VARIABLE, RunScope
 from megarl.launch.status import read_status
+from megarl.record.checkpoints import complete_steps, last_checkpoint
 from megarl.rollout.replay import read_record
-from megarl.train.checkpoint import complete_steps, last_checkpoint
 from megarl.train.collect import SAMPLES_FILE
 from megarl_lab.bench.kill_resume import SmallRun, differences, make_inputs
 from megarl_lab.bench.killed import kill

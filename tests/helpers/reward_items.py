@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.rewards.judge import FinishedSample
 from megarl.types import FinishReason, Prompt, Sample, prompt_segment
+from megarl.types.judged import FinishedSample
 
 
 def item(

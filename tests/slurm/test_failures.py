@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.train.checkpoint import last_checkpoint
+from megarl.record.checkpoints import last_checkpoint
 from megarl_lab.bench.kill_resume import differences, differing_metrics
 from tests.helpers.waiting import wait_until
 from tests.slurm.lab import SlurmLab

@@ -74,14 +74,17 @@ OTHER_CLOCKS = (
     "record/*.py",
     "rollout/stepping.py",
     "run/*",
-    "train/checkpoint.py",
+    "record/checkpoints.py",
     "sync/transport/flags.py",
 )
 # Of each room, those that it must do without on any floor.
 APART = {
+    "cluster": ("doctor",),
     "config": ("parallel",),
+    "convert": ("train",),
     "rewards": ("train",),
-    "data": ("rewards",),
+    "record": ("parallel", "rewards"),
+    "data": ("rewards", "algos"),
     "sync": ("cluster",),
 }
 

@@ -8,11 +8,12 @@ from itertools import combinations
 
 from megarl.config.judges import JudgeConfig
 from megarl.errors import RunError
-from megarl.rewards.judge import FinishedSample, Judged, Tally, Trouble, mean_of
+from megarl.rewards.judge import Judged, Tally, mean_of
 from megarl.rewards.llm.completions import Completions, JudgeCompletion, Request
 from megarl.rewards.llm.templates import Asked, QuestionWriter, questions_of
 from megarl.rewards.llm.verdict import VerdictReader, combine
 from megarl.types import DROPPED, Reward
+from megarl.types.judged import FinishedSample, Trouble
 
 # A judge's text is kept from its end, in the rollout files and in the record of problems.
 MAX_TEXT_CHARS = 4_000

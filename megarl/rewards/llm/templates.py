@@ -9,8 +9,8 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from megarl.config.judges import JudgeConfig
 from megarl.errors import ConfigError
-from megarl.rewards.judge import FinishedSample
 from megarl.types import Message
+from megarl.types.judged import FinishedSample
 from megarl_answers import after_thoughts
 
 # Variables of a template that compares two responses.

@@ -1,9 +1,9 @@
 """Ask judges about one prompt before a run starts, so that mistakes in their settings cost nothing."""
 
 from megarl.errors import ConfigError, RunError
-from megarl.rewards.judge import FinishedSample
 from megarl.rewards.llm.judge import LlmJudge
 from megarl.types import FinishReason, Prompt, Sample, prompt_segment
+from megarl.types.judged import FinishedSample
 
 
 def try_judge(judge: LlmJudge, prompt: Prompt) -> None:

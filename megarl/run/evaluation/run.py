@@ -25,7 +25,7 @@ from megarl.record.answers import JudgedAnswer, results_by_source
 from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import write_settings
 from megarl.rewards.build import open_rewards
-from megarl.rewards.judge import Judged, Trouble
+from megarl.rewards.judge import Judged
 from megarl.rewards.manager import Judging, RewardManager
 from megarl.rewards.routes import without_training
 from megarl.rollout.source import Group, SamplingPlan, begin, collect
@@ -36,6 +36,7 @@ from megarl.run.start import starting
 from megarl.train.outcome import FAILURES, all_failed_error
 from megarl.train.wiring import open_supervisor
 from megarl.types import Prompt, RolloutBatch
+from megarl.types.judged import Trouble
 from megarl.types.messages import LoadRequest
 
 if TYPE_CHECKING:

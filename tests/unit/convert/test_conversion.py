@@ -18,7 +18,7 @@ from megarl.convert.commands import hf_to_mcore, mcore_to_hf
 from megarl.convert.dist_format import write_index
 from megarl.convert.engine import ConvertSettings
 from megarl.errors import ConfigError, DataError
-from megarl.train.checkpoint import RunState
+from megarl.record.checkpoints import RunState
 from megarl.types import AlgoState
 from megarl.weights.dist_index import read_index
 from tests.helpers.hf_models import DENSE, WITH_EXPERTS, assert_same_tensors, make_model, read_tensors

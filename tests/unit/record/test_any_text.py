@@ -10,9 +10,9 @@ import numpy as np
 from megarl.record.json_lines import append_lines, open_lines
 from megarl.record.metrics import JsonlSink, MetricsLogger, TensorBoardSink, read_metrics
 from megarl.record.problems import ProblemRecord, append_problems, read_problems
-from megarl.rewards.judge import Trouble
 from megarl.rollout.replay import read_record, write_record
 from megarl.types import Episode, RolloutBatch
+from megarl.types.judged import Trouble
 from tests.helpers.reward_items import item
 from tests.helpers.rollouts import random_rollout
 

@@ -12,9 +12,9 @@ import pytest
 from megarl.config import Config, from_dict
 from megarl.errors import ConfigError
 from megarl.record import inputs
+from megarl.record.checkpoints import Command, RunState, checkpoint_dir, mark_complete
 from megarl.record.inputs import FILES, FREE, RunInputs, _is_in
 from megarl.run.resume import find_checkpoint, resume_notes
-from megarl.train.checkpoint import Command, RunState, checkpoint_dir, mark_complete
 from megarl.types import AlgoState
 
 # Texts that name no file that a run reads, by reason.

@@ -8,6 +8,7 @@ import pytest
 from megarl.config.schema import ActorConfig, Config, LayoutConfig, LoggingConfig, ModelConfig, TrainerConfig
 from megarl.host.device.accelerators import Device
 from megarl.host.device.platform import CpuPlatform
+from megarl.parallel.backend import shares_prefixes
 from megarl.record import performance
 from megarl.record.performance import PerformanceMeter, forward_flops, token_times, update_flops
 from megarl.types import Row
@@ -91,7 +92,9 @@ def test_shared_prefixes_count_once() -> None:
     assert update_flops(DIMS, rows, shares_prefixes=True) == expected
     # On CPUs, the meter counts so, unless the settings say otherwise.
     sharing, apart = (
-        PerformanceMeter(replace(config(), actor=ActorConfig(share_prefixes=shares)), DIMS).metrics(rows, update_s=1.0)
+        PerformanceMeter(config(), DIMS, shares_prefixes=shares_prefixes(ActorConfig(share_prefixes=shares))).metrics(
+            rows, update_s=1.0
+        )
         for shares in (None, False)
     )
     ratio = sharing["perf/tflops_per_rank"] / apart["perf/tflops_per_rank"]

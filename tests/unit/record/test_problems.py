@@ -5,7 +5,7 @@ from pathlib import Path
 from megarl.config.schema import Config, LoggingConfig, ModelConfig, RunConfig
 from megarl.record.problems import MAX_RESPONSE_CHARS, pick_problems, read_problems
 from megarl.record.recorder import RunRecorder
-from megarl.rewards.judge import Trouble
+from megarl.types.judged import Trouble
 from tests.helpers.reward_items import item
 
 

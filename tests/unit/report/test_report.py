@@ -33,7 +33,7 @@ from megarl.report.summary import (
     validation_change,
     validation_curve,
 )
-from megarl.rewards.judge import Trouble
+from megarl.types.judged import Trouble
 from tests.helpers.recorded_run import write_validation
 from tests.helpers.reward_items import item
 

@@ -11,9 +11,10 @@ import pytest
 from megarl.config.judges import JudgeConfig
 from megarl.config.load import from_dict
 from megarl.errors import ConfigError, RunError
-from megarl.rewards.judge import FinishedSample, Judged
+from megarl.rewards.judge import Judged
 from megarl.rewards.llm import EndpointCompletions, LlmJudge, try_judge
 from megarl.types import Message, Prompt, Reward
+from megarl.types.judged import FinishedSample
 from tests.helpers.chat_server import TOKENS_PER_REQUEST, ChatServer
 from tests.helpers.reward_items import item
 

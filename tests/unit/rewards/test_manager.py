@@ -11,7 +11,7 @@ from megarl.data.answers import response_decoder
 from megarl.errors import RunError
 from megarl.rewards.environment import EnvironmentJudge
 from megarl.rewards.hybrid import Summand
-from megarl.rewards.judge import FinishedSample, Gathered, Judged, Tally, Trouble, mean_of, tally_metrics
+from megarl.rewards.judge import Gathered, Judged, Tally, mean_of, tally_metrics
 from megarl.rewards.manager import RULE, RewardManager
 from megarl.types import (
     DROPPED,
@@ -27,6 +27,7 @@ from megarl.types import (
     prompt_segment,
     version_spans,
 )
+from megarl.types.judged import FinishedSample, Trouble
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
 TOKENIZER = make_byte_tokenizer()

@@ -16,14 +16,14 @@ from megarl.host.directory_lock import DirectoryLock, read_claims
 from megarl.launch import job
 from megarl.launch.command import JobCommand
 from megarl.launch.status import Heartbeat, read_status
+from megarl.record.checkpoints import CheckpointManager, complete_steps
 from megarl.record.recorder import RunRecorder
 from megarl.run import start
 from megarl.run.evaluation import run as evaluations
 from megarl.run.evaluation.inputs import EvalRequest
-from megarl.train.checkpoint import CheckpointManager, complete_steps
 from megarl_lab.recipes import quickstart as quickstarts
 from megarl_lab.study import queue
-from tests.unit.train.test_checkpoint import FakeRanks, after_step
+from tests.unit.record.test_checkpoints import FakeRanks, after_step
 
 
 def config(root: Path) -> Config:

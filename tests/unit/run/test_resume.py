@@ -14,6 +14,7 @@ from megarl.config.lora import LoraConfig
 from megarl.config.plugins import use_plugins
 from megarl.config.schema import ActorConfig, LayoutConfig
 from megarl.errors import ConfigError, DataError
+from megarl.record.checkpoints import RunState, checkpoint_dir, mark_complete
 from megarl.record.inputs import RunInputs
 from megarl.record.metrics import JsonlSink, MetricsRecord, read_metrics
 from megarl.record.recorder import RunRecorder, write_settings
@@ -25,7 +26,6 @@ from megarl.run.resume import (
     resume_notes,
     with_models_of_run,
 )
-from megarl.train.checkpoint import RunState, checkpoint_dir, mark_complete
 from megarl.types import AlgoState
 from tests.helpers.hostile_pickles import ATTACKS, write_role
 

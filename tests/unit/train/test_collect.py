@@ -30,7 +30,7 @@ from megarl.data.stop_tokens import StopTokens
 from megarl.errors import RunError, WorkerError
 from megarl.host import loop
 from megarl.record.metrics import Timers
-from megarl.rewards.judge import Judged, Tally, Trouble
+from megarl.rewards.judge import Judged, Tally
 from megarl.rollout.scheduler import Scheduler
 from megarl.rollout.source import Doing, Group, RolloutSource, SamplingPlan, SamplingStopped, generating
 from megarl.train.collect import Collected, Rollouts
@@ -39,6 +39,7 @@ from megarl.train.outcome import cut_warning
 from megarl.train.prompt_queue import PromptQueue
 from megarl.train.rows import training_rows
 from megarl.types import DROPPED, FinishReason, Prompt, Reward, Sample, prompt_segment, scored_batch
+from megarl.types.judged import Trouble
 from tests.helpers.loops import answered, turns
 from tests.helpers.reward_items import item
 from tests.helpers.segments import demonstration_segment, policy_segment

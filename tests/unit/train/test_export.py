@@ -7,7 +7,8 @@ import pytest
 
 from megarl.data.stop_tokens import declared_stop_tokens
 from megarl.errors import WeightSyncError
-from megarl.train.export import check_complete, copy_companions, name_end_of_answers
+from megarl.train.export import check_complete, name_end_of_answers
+from megarl.weights.companions import copy_companions
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
 NUM_ELEMENTS = {"a": 6, "b": 4}

@@ -12,7 +12,6 @@ from megarl.cluster.offloading import Phase
 from megarl.data.answers import Answers
 from megarl.data.chat import encode_chats
 from megarl.errors import DataError
-from megarl.rewards.judge import FinishedSample
 from megarl.train.model_judge import ConversationEncoder, ModelJudge, ModelRewards
 from megarl.types import (
     FinishReason,
@@ -25,6 +24,7 @@ from megarl.types import (
     environment_segment,
     prompt_segment,
 )
+from megarl.types.judged import FinishedSample
 from megarl.types.messages import Role
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 from tests.helpers.segments import policy_segment

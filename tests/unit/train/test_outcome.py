@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from megarl.errors import RunError
-from megarl.rewards.judge import FinishedSample, Trouble
 from megarl.rollout.source import Group
 from megarl.train.groups import JudgedGroup
 from megarl.train.outcome import FirstSteps, StepOutcome, all_failed_error, cut_warning
 from megarl.train.watch import WeightWatch
 from megarl.types import FinishReason, Message, Prompt, Reward, Row, Sample, prompt_segment
+from megarl.types.judged import FinishedSample, Trouble
 from megarl.types.messages import Role, UpdateResult
 
 

@@ -16,9 +16,8 @@ from megarl.config import Config, from_dict
 from megarl.config.schema import CheckpointConfig, RunConfig
 from megarl.errors import DataError, RunStopped, StorageError
 from megarl.host.signals import StopRequest
-from megarl.record.metrics import MARKER
-from megarl.train import checkpoint
-from megarl.train.checkpoint import (
+from megarl.record import checkpoints
+from megarl.record.checkpoints import (
     Checkpoint,
     CheckpointManager,
     RunState,
@@ -31,6 +30,7 @@ from megarl.train.checkpoint import (
     remove_checkpoint,
     steps_to_keep,
 )
+from megarl.record.metrics import MARKER
 from megarl.types import AlgoState
 from megarl.types.messages import Role
 
@@ -160,7 +160,7 @@ def test_the_marker_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     def die(_: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("megarl.train.checkpoint.shutil.rmtree", die)
+    monkeypatch.setattr("megarl.record.checkpoints.shutil.rmtree", die)
     with pytest.raises(KeyboardInterrupt):
         remove_checkpoint(path)
     assert path.exists()
@@ -227,7 +227,7 @@ def test_a_checkpoint_by_time_needs_room_and_a_signal_does_not_write_one_twice(
     ranks = FakeRanks()
     config = CheckpointConfig(every_minutes=1)
     manager = CheckpointManager(tmp_path / "c", config, ranks, [role], clock=lambda: now)  # type: ignore[arg-type]
-    monkeypatch.setattr("megarl.train.checkpoint.shutil.disk_usage", lambda _: free)
+    monkeypatch.setattr("megarl.record.checkpoints.shutil.disk_usage", lambda _: free)
     for now in (60.0, 120.0):
         after_step(manager, int(now))
     assert complete_steps(tmp_path / "c") == []
@@ -378,8 +378,8 @@ def test_a_removal_that_fails_ends_no_run_and_is_tried_again(
         (os, "fsync", errno.ENOTSUP),
         (shutil, "disk_usage", errno.ESTALE),
         (shutil, "disk_usage", errno.EACCES),
-        (checkpoint, "complete_steps", errno.EACCES),
-        (checkpoint, "torn_steps", errno.ESTALE),
+        (checkpoints, "complete_steps", errno.EACCES),
+        (checkpoints, "torn_steps", errno.ESTALE),
     ],
 )
 def test_storage_that_cannot_tidy_up_or_tell_its_space_ends_no_run(

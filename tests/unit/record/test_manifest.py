@@ -12,12 +12,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megarl.errors import ConfigError, DataError
 from megarl.host.directory_lock import DirectoryLock
-from megarl.record.inputs import RunInputs
-from megarl.record.metrics import MARKER, JsonlSink, MetricsRecord, RunPaths, read_metrics
-from megarl.run import start
-from megarl.run.resume import find_checkpoint, resume_notes
-from megarl.train import manifest
-from megarl.train.checkpoint import (
+from megarl.record import manifest
+from megarl.record.checkpoints import (
     CheckpointManager,
     checkpoint_dir,
     complete_steps,
@@ -26,9 +22,13 @@ from megarl.train.checkpoint import (
     read_checkpoint,
     torn_steps,
 )
-from megarl.train.manifest import Manifest, damage_of
+from megarl.record.inputs import RunInputs
+from megarl.record.manifest import Manifest, damage_of
+from megarl.record.metrics import MARKER, JsonlSink, MetricsRecord, RunPaths, read_metrics
+from megarl.run import start
+from megarl.run.resume import find_checkpoint, resume_notes
+from tests.unit.record.test_checkpoints import FakeRanks, after_step
 from tests.unit.run.test_resume import config, save
-from tests.unit.train.test_checkpoint import FakeRanks, after_step
 
 SHARD = "actor/__0_0.distcp"
 

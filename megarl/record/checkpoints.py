@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Protocol, Self, TypeAlias
 
 from megarl.config.load import masked_settings, saved_config
 from megarl.config.schema import CheckpointConfig, Config, role_settings
@@ -20,14 +20,11 @@ from megarl.errors import DataError, RunStopped
 from megarl.host.signals import StopRequest
 from megarl.host.streams import print_lines
 from megarl.host.writing import dispensable, free_bytes, fsync, replacing, writing
+from megarl.record.manifest import Manifest, damage_of
 from megarl.record.metrics import MARKER
-from megarl.train.manifest import Manifest, damage_of
 from megarl.types import AlgoState, EntropyState
 from megarl.types.messages import Role, RoleSpec
 from megarl.weights.dist_index import require_plain_data
-
-if TYPE_CHECKING:
-    from megarl.cluster.workers import RoleWorkers
 
 STATE_FILE = "state.json"
 # The score of a checkpoint that was complete before its step was validated; not one of the files that its marker lists.
@@ -185,6 +182,14 @@ def steps_to_keep(scores: Mapping[int, float | None], *, keep_last: int, keep_be
     return {*last, *best}
 
 
+class SavedWorkers(Protocol):
+    """The ranks as a checkpoint needs them; see `cluster.workers.RoleWorkers`."""
+
+    def start_checkpoint(self, directory: Path, *, portable: bool) -> None: ...
+
+    def finish_checkpoint(self, *, wait: bool) -> bool: ...
+
+
 class CheckpointManager:
     """A writer of a run's checkpoints, one at a time; it removes those that the configuration does not keep.
 
@@ -197,7 +202,7 @@ class CheckpointManager:
         self,
         root: Path,
         config: CheckpointConfig,
-        workers: "RoleWorkers",
+        workers: SavedWorkers,
         roles: Sequence[RoleSpec] = (),
         require_owned: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,

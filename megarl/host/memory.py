@@ -1,0 +1,11 @@
+"""Ask how much memory this host gives to a run."""
+
+from pathlib import Path
+
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def memory_limits() -> list[int]:
+    """Return the limit of this container's memory in bytes, if it has one."""
+    limits = [file.read_text(encoding="utf-8").strip() for file in map(Path, _CGROUP_LIMITS) if file.is_file()]
+    return [int(limit) for limit in limits if limit.isdigit()][:1]
