@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -19,10 +21,13 @@ from megarl.texts.masking import masked_text, require_no_secrets
 from megarl.types import Message, Prompt
 
 if TYPE_CHECKING:
+    from anyio.streams.text import TextReceiveStream
     from mcp import Client
     from mcp_types import ContentBlock
 
 T = TypeVar("T")
+# Images come as text, too.
+MOST_LINE_CHARS = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,8 @@ class _Session:
     _task: "asyncio.Task[None] | None" = None
     _check: "asyncio.Task[None] | None" = None
     _listed: "asyncio.Future[Client] | None" = None
+    # Why it broke, if this client broke it.
+    fault: str = ""
 
     async def use(self, request: "Callable[[Client], Awaitable[T]]") -> T:
         """Make a request. Raises ConfigError if the server cannot be reached, and else what the request raises."""
@@ -68,7 +75,7 @@ class _Session:
             cause: BaseException = error
             while isinstance(cause, BaseExceptionGroup):
                 cause = cause.exceptions[0]
-            why = f"{type(cause).__name__}: {masked_text(str(cause))}"
+            why = self.fault or f"{type(cause).__name__}: {masked_text(str(cause))}"
             raise ConfigError(
                 f"{KEY}.server: got {self.server}, which does not answer as an MCP server within "
                 f"{self.timeout_s:g} s: {why}; give a URL of streamable HTTP, or a command that serves on its standard "
@@ -80,6 +87,8 @@ class _Session:
             if isinstance(error, MCPError):
                 if _is_over(error):
                     self.end(opened)
+                    if self.fault:
+                        raise ToolError(f"error: {self.server} {self.fault}") from error
             elif self._check is None or self._check.done():
                 # Nobody has answered: in time, or in a way that can be read.
                 self._check = asyncio.create_task(self._end_unless_alive(opened, client))
@@ -110,9 +119,13 @@ class _Session:
     async def _hold(self, client: "asyncio.Future[Client]", over: asyncio.Event) -> None:
         import httpx2
         from mcp import Client, StdioServerParameters
+        from mcp.client import stdio
         from mcp.client.streamable_http import streamable_http_client
 
         where, details = self.server.where, dict(self.server.details)
+        self.fault = ""
+        _OPENING.set(self)
+        stdio.TextReceiveStream = _bounded_lines()  # type: ignore[misc]
         try:
             async with contextlib.AsyncExitStack() as stack:
                 if isinstance(where, str):
@@ -128,6 +141,33 @@ class _Session:
         except Exception as error:
             if not client.done():
                 client.set_exception(error)
+
+
+# The session whose task this is, or has started this one.
+_OPENING: ContextVar[_Session] = ContextVar("_OPENING")
+
+
+@functools.cache
+def _bounded_lines() -> "type[TextReceiveStream]":
+    """Return the stream by which the client shall read what a command writes: its own keeps a line of any length."""
+    import anyio
+    from anyio.streams.text import TextReceiveStream
+
+    class BoundedLines(TextReceiveStream):
+        _held = 0
+
+        async def receive(self) -> str:
+            text = await super().receive()
+            _, newline, last = text.rpartition("\n")
+            self._held = len(last) if newline else self._held + len(text)
+            if self._held > MOST_LINE_CHARS:
+                # Else the client would read on until the server ends.
+                _OPENING.get().end()
+                _OPENING.get().fault = f"wrote a line of over {MOST_LINE_CHARS} characters; let it write less at a time"
+                raise anyio.BrokenResourceError
+            return text
+
+    return BoundedLines
 
 
 def _is_over(error: Exception) -> bool:

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from megarl.host.clock import awake_s
+from megarl.host.streams import print_lines
 
 # Time for a request's head, for its body, and between the requests of a client that has shown no key.
 HEAD_S, BODY_S = 10.0, 60.0
@@ -69,7 +70,8 @@ class BoundedServer(uvicorn.Server):
                 **settings,
             )
         )
-        self.server_state = _Connections(max_strangers)
+        self._shared = self.server_state = _Connections(max_strangers)
+        self._num_told = 0
 
     async def _close_overdue(self) -> None:
         now = awake_s()
@@ -77,6 +79,10 @@ class BoundedServer(uvicorn.Server):
             assert isinstance(connection, _Connection), "the server was configured so"
             if connection.deadline < now:
                 connection.give_up()
+        # A line for each would let clients fill the log.
+        if (count := self._shared.num_foreign) > 2 * self._num_told:
+            self._num_told = count
+            print_lines(f"closed {count} connections of clients that showed no key")
 
 
 def trust(request: Request) -> None:
@@ -146,6 +152,8 @@ class _Connections(ServerState):
         super().__init__()
         self.max_strangers, self.max_connections = max_strangers, descriptor_limit() // 2
         self.strangers: dict[_Connection, None] = {}
+        # Those that have ended and were never trusted.
+        self.num_foreign = 0
 
 
 class _Connection(HttpToolsProtocol):
@@ -185,6 +193,7 @@ class _Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.server_state.strangers.pop(self, None)
+        self.server_state.num_foreign += not self._is_trusted
         super().connection_lost(exc)
         # Its scope refers to the connection, which would else wait for the garbage collector.
         self.cycle = None  # type: ignore[assignment]

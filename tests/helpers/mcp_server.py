@@ -46,6 +46,12 @@ def freeze() -> str:
 
 
 @server.tool()
+def chatter(count: int) -> str:
+    """Return so many MiB."""
+    return "x" * (count << 20)
+
+
+@server.tool()
 def die() -> str:
     """End the server."""
     os._exit(1)

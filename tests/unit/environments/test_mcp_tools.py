@@ -17,7 +17,7 @@ from mcp import MCPError
 from mcp_types import ListToolsResult, Tool, ToolAnnotations
 
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
-from megarl.environments import Action, Environment, Reply, open_environments, tools_of
+from megarl.environments import Action, Environment, Reply, mcp_tools, open_environments, tools_of
 from megarl.environments.mcp_tools import _SHARED, McpEnvironment, _Session
 from megarl.errors import ConfigError
 from megarl.types import Prompt
@@ -62,7 +62,7 @@ def test_the_policy_is_told_of_the_tools() -> None:
     }
     config = EnvironmentConfig(entries=entries)
     names = [tool["function"]["name"] for tool in tools_of(config, "all")]
-    assert names == ["add", "note", "doze", "whoami", "freeze", "die", "parts"]
+    assert names == ["add", "note", "doze", "whoami", "freeze", "chatter", "die", "parts"]
     (schema,) = tools_of(config, "one")
     assert schema["type"] == "function"
     assert schema["function"]["description"] == "Add two numbers."
@@ -86,7 +86,10 @@ def test_calls_are_answered_side_by_side_and_errors_told() -> None:
         assert (sums.num_calls, sums.details) == (3, {"tool_errors": 0})
         assert text(error).startswith("error: Error executing tool add: 2 validation errors")
         assert error.details == {"tool_errors": 1}
-        assert text(unknown) == "error: there is no tool 'ad'; there are: add, note, doze, whoami, freeze, die, parts"
+        assert (
+            text(unknown)
+            == "error: there is no tool 'ad'; there are: add, note, doze, whoami, freeze, chatter, die, parts"
+        )
         assert text(late) == "error: doze took longer than 5 s"
         assert last.done
 
@@ -134,6 +137,21 @@ def test_samples_share_a_session_or_have_their_own() -> None:
     )
     assert len(set(processes)) == 2
     assert psutil.wait_procs(processes, timeout=20)[1] == []
+
+
+def test_a_line_without_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session ends, the policy is told by whom and why, and the next call has a new one."""
+    monkeypatch.setattr(mcp_tools, "MOST_LINE_CHARS", 2 << 20)
+
+    async def talk(environments: Sequence[McpEnvironment]) -> None:
+        (tools,) = environments
+        whole, after = await say(tools, call("chatter", count=8), call("add", a=1, b=2))
+        assert text(whole) == (
+            f"error: {tuple(SERVER)!r} wrote a line of over {2 << 20} characters; let it write less at a time"
+        )
+        assert text(after) == "3"
+
+    together(talk, McpEnvironment(server=SERVER, start_timeout_s=START_S, timeout_s=60))
 
 
 def test_a_server_that_died_is_started_again() -> None:

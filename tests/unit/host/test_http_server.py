@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ from starlette.routing import Route
 
 from megarl.host import http_server
 from megarl.host.http_server import BoundedServer, JsonReader, RequestRefusedError, trust
+from tests.helpers.waiting import wait_until
 
 MAX_BYTES, MAX_STRANGERS = 300_000, 5
 WAIT_S = 60.0
@@ -158,6 +160,27 @@ def test_the_oldest_stranger_gives_way_and_no_other(connect: Callable[[], Client
         assert client.rest() == b""
     for client in (mine, *strangers[2:]):
         assert client.post(b"[1]") == (200, b"1")
+
+
+def test_connections_that_showed_no_key_are_counted(
+    connect: Callable[[], Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line says at least half of their number: it comes when the number has doubled."""
+    lines = list[object]()
+    monkeypatch.setattr(http_server, "print_lines", lines.append)
+    mine = connect()
+    assert mine.post(b"[1]", "key: 1") == (200, b"1")
+    for said in (b"", bytes(100), b"POST / HTTP/1.1\r\nx: ", head(length=2) + b"[1]"):
+        stranger = connect()
+        stranger.sendall(said)
+        stranger.close()
+    mine.close()
+    wait_until(lambda: len(lines) > 0, "the first line", timeout_s=WAIT_S)
+    for _ in range(9):
+        connect().close()
+    number = re.compile(r"closed (\d+) connections of clients that showed no key")
+    wait_until(lambda: int(number.fullmatch(str(lines[-1]))[1]) >= 7, "the next", timeout_s=WAIT_S)
+    assert int(number.fullmatch(str(lines[-1]))[1]) <= 13
 
 
 def test_a_size_is_refused_before_it_is_sent_and_while_it_is(connect: Callable[[], Client]) -> None:
