@@ -36,7 +36,7 @@ def test_flags_of_a_server() -> None:
     args = {"max-model-len": 512, "block-size": 16, "enforce-eager": False, "trust-remote-code": True, "seed": None}
     command = server_command(JudgeServerConfig(model="m", tp=2, args=args), "10.0.0.1", 81)
     assert command == [
-        *(sys.executable, "-m", "megarl.rollout.judge_process"),
+        *(sys.executable, "-P", "-m", "megarl.rollout.judge_process"),
         *("--middleware", "megarl.cluster.judge_key.RequireKey"),
         *("--model", "m", "--host", "10.0.0.1", "--port", "81", "--tensor-parallel-size", "2"),
         *("--worker-extension-cls", "megarl.rollout.judge_process.JudgeWorker"),
