@@ -2,10 +2,11 @@
 
 import contextlib
 import difflib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Generic, TypeVar
 
 from megarl.errors import ConfigError
@@ -46,21 +47,27 @@ class FunctionRegistry(Generic[F, T]):
         self._declarable = [each.name for each in named if each.kind is each.KEYWORD_ONLY]
         self._entries: dict[str, T] = {}
 
-    def register(self, name: str, *aliases: str, **declared: Any) -> Callable[[F], F]:
-        """Return a decorator that stores its target and what is declared about it under `name` and `aliases`."""
+    def register(
+        self, name: str, *aliases: str, settings: type[Any] | None = None, **declared: Any
+    ) -> Callable[[F], F]:
+        """Return a decorator that stores its target and what is declared about it under `name` and `aliases`.
+
+        settings: a frozen dataclass with defaults. Its target is called with one more argument, an instance with what
+        the configuration sets.
+        """
 
         def add(target: F) -> F:
-            what = f"{self.kind} {name!r}"
+            what, own = f"{self.kind} {name!r}", _own_settings(self, name, settings)
             if self._parameters:
-                _require_parameters(what, target, self._parameters)
+                _require_parameters(what, target, (*self._parameters, *(["settings"] if own else [])))
             for unknown in (each for each in declared if each not in self._declarable):
                 known = ", ".join(self._declarable) or "none"
                 raise RegistrationError(f"{what}: declares {unknown!r}, expected names among {known}; correct it")
             try:
-                entry = self._entry(target, **declared)
+                entry = self._entry(own.bind(target) if own else target, **declared)
             except (TypeError, ValueError) as error:
                 raise RegistrationError(f"{what}: {error}") from error
-            registration = Registration(registry=self, names=(name, *aliases), entry=entry, target=target)
+            registration = Registration(registry=self, names=(name, *aliases), entry=entry, target=target, own=own)
             registration.register_again()
             _note(registration)
             return target
@@ -91,6 +98,36 @@ class Registry(FunctionRegistry[T, T]):
         super().__init__(kind, key=key, entry=lambda value: value)
 
 
+class OwnSettings:
+    """The settings that a part declares for itself, and their values in force in this process."""
+
+    def __init__(self, declared: type[Any]) -> None:
+        self.declared, self.value = declared, declared()
+
+    def bind(self, function: Any) -> Any:
+        """Return the function with the values in force as its last argument."""
+
+        @functools.wraps(function)
+        def call(*arguments: object) -> object:
+            return function(*arguments, self.value)
+
+        return call
+
+
+def _own_settings(registry: FunctionRegistry[Any, Any], name: str, declared: type[Any] | None) -> OwnSettings | None:
+    if declared is None:
+        return None
+    what = f"{registry.kind} {name!r}: settings"
+    if not registry._parameters:
+        raise RegistrationError(f"{what}: got some, but nothing would pass them on; leave them out")
+    if not is_dataclass(declared) or not getattr(declared, "__dataclass_params__").frozen:  # noqa: B009 - not typed
+        raise RegistrationError(f"{what}: got {declared!r}, expected a class under @dataclass(frozen=True)")
+    try:
+        return OwnSettings(declared)
+    except TypeError as error:
+        raise RegistrationError(f"{what}: {error}; give every field a default") from error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
     """An entry of a registry, its names, and what was registered; it can be taken out of the registry and put back."""
@@ -99,6 +136,7 @@ class Registration:
     names: tuple[str, ...]
     entry: Any
     target: Any
+    own: OwnSettings | None = None
 
     def register_again(self) -> None:
         """Put the entry into its registry; raise RegistrationError if one of its names is taken."""

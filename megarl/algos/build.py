@@ -9,7 +9,7 @@ from megarl.algos.prefixes import num_prefixed
 from megarl.config.algo import AlgoConfig
 from megarl.config.batches import batch_counts
 from megarl.config.models import CriticConfig
-from megarl.config.plugins import use_plugins
+from megarl.config.part_settings import use_plugins_of
 from megarl.config.schema import Config
 from megarl.config.setting import differences
 from megarl.errors import ConfigError
@@ -35,7 +35,7 @@ def build_algorithm(cfg: AlgoConfig, *, max_response_tokens: int, vocab_size: in
 
 def algorithm_of(config: Config, *, vocab_size: int | None = None) -> Algorithm:
     """Build the algorithm of a run; raise ConfigError also for settings that contradict the run's sampling settings."""
-    use_plugins(config.algo.plugins)
+    use_plugins_of(config)
     check_filter(config.algo.filter, num_samples=config.rollout.num_samples)
     num_prefixed(config.algo.demonstrations, config.rollout.num_samples)
     _check_group(config)

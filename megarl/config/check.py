@@ -32,7 +32,7 @@ from megarl.config.check_rows import (
     check_sft_row_fits_micro_batch,
 )
 from megarl.config.check_written import check_written
-from megarl.config.plugins import use_plugins
+from megarl.config.part_settings import use_plugins_of
 from megarl.config.schema import (
     CheckpointConfig,
     Config,
@@ -62,7 +62,7 @@ class CommandCheck:
     def __call__(self, config: Config) -> None:
         """Raise ConfigError for the first thing that is wrong; its message says what to change."""
         require_unmasked(asdict(config))
-        use_plugins(config.algo.plugins)
+        use_plugins_of(config)
         # Values come first: rules across sections divide by these numbers.
         check_values(config, self.sections)
         for rule in self.rules:

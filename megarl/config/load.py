@@ -29,6 +29,7 @@ from typing import Any, TypeAlias, cast
 import yaml
 
 from megarl.config.parse import from_dict
+from megarl.config.part_settings import gathered
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError
 from megarl.host.reading import RESTORE, instead, reading
@@ -57,11 +58,11 @@ def load_config(run_file: Path, overrides: Sequence[str] = ()) -> Config:
 
 def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
     """Return a copy of a configuration with overrides of the form `dotted.key=value`; `use` is not allowed."""
-    changes = _parse_overrides(overrides)
+    changes, before = _parse_overrides(overrides), asdict(config)
     if use := _take_use(changes, "overrides"):
         group = next(iter(use))
         raise ConfigError(f"override 'use.{group}': this command has no run file to use others; give their settings")
-    return from_dict(Config, merge(asdict(config), changes))
+    return from_dict(Config, merge(before, gathered(changes, merge(before, changes))))
 
 
 def overridden(overrides: Sequence[str]) -> frozenset[str]:
@@ -112,7 +113,8 @@ def compose(run_file: Path, overrides: Sequence[str] = ()) -> Tree:
     groups = [_read_group_file(path) for path in group_files.values()]
     algo = group_files.get("algo")
     layers = [layer for body in bodies for layer in (body, *_take_for_algo(body, algo))]
-    return reduce(merge, [*groups, *layers, changes], {})
+    tree: Tree = reduce(merge, [*groups, *layers, changes], {})
+    return gathered(tree, tree)
 
 
 def _take_for_algo(body: Tree, algo: Path | None) -> list[Tree]:

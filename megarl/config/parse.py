@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -31,15 +31,17 @@ def _hints(section: Any) -> Mapping[str, Any]:
     return get_type_hints(section)
 
 
-def from_dict(cls: type[T], mapping: Mapping[str, object], path: str = "") -> T:
+def from_dict(cls: type[T], mapping: Mapping[str, object], path: str = "", beside: Sequence[str] = ()) -> T:
     """Build the dataclass tree `cls` from a mapping; keys that are absent keep their defaults.
 
-    `path` is the dotted key of `mapping` itself, for messages. Numbers may be written 1e-6 or 1e6. An int field accepts
-    a float with an integral value, and a float field accepts an int. Neither accepts a bool, NaN or infinity. No text
-    may hold what UTF-8 cannot. Paths are read as `expanded` reads them.
+    `path` is the dotted key of `mapping` itself, for messages, and `beside` are further keys to suggest. Numbers may be
+    written 1e-6 or 1e6. An int field accepts a float with an integral value, and a float field accepts an int. Neither
+    accepts a bool, NaN or infinity. No text may hold what UTF-8 cannot. Paths are read as `expanded` reads them.
     """
     if found := find_surrogate(mapping, path):
         raise ConfigError(f"{found}; complete or remove it")
+    if beside:
+        _refuse_unknown_keys(cls, mapping, path, (*_dotted_keys(cls, path), *beside))
     return cast(T, _convert(cls, mapping, path))
 
 
@@ -54,14 +56,17 @@ def _dotted_keys(cls: type, path: str) -> Iterator[str]:
             yield from _dotted_keys(cast(type, hint), _join(path, key))
 
 
-def _refuse_unknown_keys(cls: type, mapping: object, path: str, known: Iterator[str]) -> None:
+def _refuse_unknown_keys(cls: type, mapping: object, path: str, known: Iterable[str]) -> None:
     """Raise UnknownKeyError for a key that no section has, with one of `known` that is like it."""
     if not isinstance(mapping, Mapping):
         return  # The conversion reports the wrong type.
     hints = _hints(cls)
     for key, value in mapping.items():
         if key not in hints:
-            advice = _advice(str(key), path, list(hints), tuple(known))
+            every = tuple(known)
+            names = (dotted.rpartition(".") for dotted in every)
+            siblings = dict.fromkeys([*hints, *(name for section, _, name in names if section == path)])
+            advice = _advice(str(key), path, list(siblings), every)
             raise UnknownKeyError(f"unknown key '{_join(path, key)}'; {advice}", _join(path, key), value)
         if is_dataclass(hints[key]):
             _refuse_unknown_keys(hints[key], value, _join(path, key), known)
@@ -102,7 +107,11 @@ def _convert(hint: Any, value: object, path: str) -> object:
 
 
 def _parse(hint: Any, value: object, path: str) -> object:
-    parser = _parse_section if is_dataclass(hint) else _PARSERS[get_origin(hint) or hint]
+    parser = _parse_section if is_dataclass(hint) else _PARSERS.get(get_origin(hint) or hint)
+    if parser is None:  # of a plugin
+        raise ConfigError(
+            f"{path}: is declared as {hint}, which a run file cannot express; declare a tuple or a Mapping"
+        )
     return parser(hint, value, path)
 
 

@@ -9,28 +9,37 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from megarl.config.moved import MovedModules
+from megarl.config.parse import from_dict
 from megarl.errors import ConfigError
 from megarl.host.reading import reason_of, require_file
 from megarl.host.user_code import mistake, note_user_file, run_file
 from megarl.registry import Registration, RegistrationError, noting
 
-KEY = "algo.plugins"
+KEY, SETTINGS = "algo.plugins", "algo.settings"
 sys.meta_path.append(MovedModules())
+
+# The settings of parts, by a part's name.
+PartSettings: TypeAlias = Mapping[str, Mapping[str, Any]]
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plugin:
-    """A file or module that registers parts of algorithms: its name in `algo.plugins`, its path, and what it holds."""
+    """A file or module that registers parts of algorithms: its name in `algo.plugins`, its path, and what it holds.
+
+    settings: those of the run for all its parts, which every process of the run is to have.
+    """
 
     name: str
     path: str
     source: bytes
+    settings: PartSettings = field(default_factory=dict, compare=False)
 
     @property
     def is_file(self) -> bool:
@@ -75,17 +84,22 @@ def use_plugins(names: Sequence[str]) -> None:
 
 def activate(plugins: Sequence[Plugin]) -> None:
     """Have the parts of these plugins in force in this process, and no others; each text is run once."""
-    if list(plugins) == _active:
-        return
-    while _active:
-        for registration in _registered[_active.pop()]:
-            registration.undo()
+    if list(plugins) != _active:
+        while _active:
+            for registration in _registered[_active.pop()]:
+                registration.undo()
+        for plugin in plugins:
+            if plugin not in _registered:
+                _registered[plugin] = _run(plugin)
+            else:
+                _register_again(plugin)
+            _active.append(plugin)
+    _active[:] = plugins
     for plugin in plugins:
-        if plugin not in _registered:
-            _registered[plugin] = _run(plugin)
-        else:
-            _register_again(plugin)
-        _active.append(plugin)
+        for each in _registered[plugin]:
+            if each.own:
+                given = {key: value for name in each.names for key, value in plugin.settings.get(name, {}).items()}
+                each.own.value = from_dict(each.own.declared, given, f"{SETTINGS}.{each.names[0]}")
 
 
 def _register_again(plugin: Plugin) -> None:

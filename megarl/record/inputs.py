@@ -28,7 +28,7 @@ FILES = (
     *("algo.plugins", "rewards.custom.path", "rewards.custom.functions.*.path"),
 )
 FREE = (
-    *("environment.entries.*.type", "environment.entries.*.arguments*", "data.chat_template*"),
+    *("environment.entries.*.type", "environment.entries.*.arguments*", "data.chat_template*", "algo.settings*"),
     *("rewards.custom.arguments*", "rewards.custom.functions.*.arguments*", "rewards.judge_servers.*.args*"),
 )
 # Sections that some commands alone read.

@@ -107,7 +107,8 @@ def rehearse_episodes(
         if len(firsts) == len(wanted):
             break
     # Neither plugins nor rewards take part.
-    own = replace(config, algo=replace(config.algo, plugins=()), rewards=replace(config.rewards, custom=_NO_FUNCTIONS))
+    algo, rewards = replace(config.algo, plugins=(), settings={}), replace(config.rewards, custom=_NO_FUNCTIONS)
+    own = replace(config, algo=algo, rewards=rewards)
     return _passed(Trial(config=own, prompts=tuple(firsts.values())), afresh=afresh)
 
 

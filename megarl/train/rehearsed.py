@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import psutil
 
-from megarl.config.plugins import registrations, use_plugins
+from megarl.config.part_settings import chosen_by, use_plugins_of, value_of
+from megarl.config.plugins import registrations
 from megarl.errors import RehearsalError
 from megarl.host.user_code import is_users_file, place_of, told
 from megarl.types import Message, Prompt
@@ -83,28 +84,19 @@ def try_parts(trial: "Trial", teller: Teller) -> None:
     from megarl.config.load import with_overrides
 
     with teller.trying("algo.plugins"):
-        use_plugins(trial.config.algo.plugins)
+        use_plugins_of(trial.config)
     for each in registrations():
-        chosen = [name for name in each.names if name in _values(trial.config, each.registry.key)]
+        chosen = [name for name in each.names if name in chosen_by(trial.config, each.registry.key)]
         if not chosen and not trial.every:
             continue
         name = (chosen or each.names)[0]
-        with teller.trying(f"{each.registry.kind} {name!r}", each.target):
+        shown = f" with {each.own.value}" if each.own else ""
+        with teller.trying(f"{each.registry.kind} {name!r}{shown}", each.target):
             config = trial.config
             if not chosen and each.registry in REHEARSALS:
-                value = f"[{name}]" if isinstance(_value(config, each.registry.key), tuple) else name
+                value = f"[{name}]" if isinstance(value_of(config, each.registry.key), tuple) else name
                 config = with_overrides(config, [f"{each.registry.key}={value}"])
             rehearse_part(each.registry, each.entry, made_up(config))
-
-
-def _value(config: object, key: str) -> object:
-    """Return the value of a setting by its dotted key; None if the configuration has none of this name."""
-    return functools.reduce(lambda value, name: getattr(value, name, None), key.split("."), config)
-
-
-def _values(config: object, key: str) -> tuple[object, ...]:
-    value = _value(config, key)
-    return value if isinstance(value, tuple) else (value,)
 
 
 def try_functions(trial: "Trial", teller: Teller) -> None:

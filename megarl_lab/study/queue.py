@@ -25,7 +25,7 @@ from megarl.cluster.roles import by_layout, check_serves
 from megarl.config import from_dict, load_config
 from megarl.config.derived import Derived
 from megarl.config.load import read_saved, read_yaml, saved_config
-from megarl.config.plugins import use_plugins
+from megarl.config.part_settings import use_plugins_of
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, RunError, RunStopped
 from megarl.host.directory_lock import DirectoryLock
@@ -154,7 +154,7 @@ def is_finished(config: Config) -> bool:
     if exported(paths) is None or not paths.metrics.is_file():
         return False
     require_same_plugins(paths, config.algo.plugins)
-    use_plugins(config.algo.plugins)
+    use_plugins_of(config)
     saved = saved_config(read_saved(paths.config))
     # The study's directory may have been moved.
     saved = replace(saved, run=replace(saved.run, dir=config.run.dir))

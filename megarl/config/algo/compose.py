@@ -1,7 +1,8 @@
 """Define the section `algo:`, which composes an RL algorithm from advantages, policy loss, KL penalty and more."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 from megarl.config.algo.cpo import CpoConfig
 from megarl.config.algo.distill import DistillConfig
@@ -107,6 +108,9 @@ class AlgoConfig:
     # Python files, or modules by dotted names, that register parts of algorithms by names of yours, as in
     # [my_losses.py]; a run records them, and continues only with the same ones.
     plugins: tuple[str, ...] = setting((), needs_trust=True)
+    # Settings that plugins declare for their parts, by a part's name, as in {mine: {width: 0.3}}; they may also stand
+    # beside the name, as algo.policy_loss.width.
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     reward: RewardConfig = field(default_factory=RewardConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)

@@ -194,7 +194,7 @@ ONLY_DATA = {
         "algo.cpo.difficulty_field",
     ),
     *("algo.demonstrations.strategy", "algo.kl.estimator", "algo.kl.loss_estimator", "algo.policy_loss.name"),
-    *("algo.filter.names", "algo.shapers"),  # of what algo.plugins registers
+    *("algo.filter.names", "algo.shapers", "algo.settings.*.*"),  # of what algo.plugins registers
     *("algo.off_policy.reshape", "algo.off_policy.on_policy_reshape", "environment.key", "rewards.sources.*.scorer"),
     *("reference.model_path", "critic.model_path", "reward_model.model_path"),
     *("teacher.model_path", "teacher.served_name", "teacher.sources"),
