@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from megarl.config.check_distill import check_distill, check_distill_of_sft
 from megarl.config.check_engines import (
+    check_cache,
     check_drafts,
     check_engines,
     check_quantization,
@@ -257,7 +258,7 @@ def _require_validated_checkpoints(
 _SECTIONS = ("run", "model", "actor", "cluster")
 _RULES: tuple[Rule, ...] = (check_precision, check_batch_invariance, check_lora, check_optimizers, check_trainer_nodes)
 _ROWS: tuple[Rule, ...] = (check_row_fits_micro_batch, check_row_fits_engine)
-_ENGINES: tuple[Rule, ...] = (check_engines, check_drafts, check_sync)
+_ENGINES: tuple[Rule, ...] = (check_engines, check_cache, check_drafts, check_sync)
 
 check_train = CommandCheck(
     sections=(

@@ -20,6 +20,7 @@ from megarl.config.load import packaged
 from megarl.config.lora import sent_alone
 from megarl.config.schema import ActorConfig, Config
 from megarl.data.packing import plan_micro_batches
+from megarl.errors import ConfigError
 from megarl.plan import memory as bytes_of
 from megarl.plan.derive import derive
 from megarl.plan.devices import plan_shard
@@ -152,6 +153,9 @@ def plan_engine(config: Config, dims: Dims, stage_bytes: int, device_bytes: int 
     dtype_bytes, engine = DTYPE_BYTES[config.model.dtype], config.rollout.engine
     weights = -(-stage_bytes // engine.tp)
     kv_cache = None if engine.kv_cache_mib is None else engine.kv_cache_mib << 20
+    if kv_cache is not None and device_bytes is not None and kv_cache > device_bytes:
+        room = f"a device has {device_bytes >> 20:,} MiB"
+        raise ConfigError(f"rollout.engine.kv_cache_mib: got {engine.kv_cache_mib}, but {room}; lower it")
     if kv_cache is None and device_bytes is not None and engine.gpu_memory_utilization is not None:
         kv_cache = max(0, int(engine.gpu_memory_utilization * device_bytes) - weights)
     row_tokens = max_path_tokens(config)

@@ -2,15 +2,12 @@
 
 from pathlib import Path
 
-import psutil
-
 from megarl.config.check import TRAINING_CHECKS
 from megarl.config.schema import Config
 from megarl.data.files import columns_of, require_columns
 from megarl.data.records import NAME_COLUMNS, required_columns
 from megarl.data.sampler import train_files
 from megarl.errors import ConfigError
-from megarl.host.device.platform import platform
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.writing import free_bytes, room
 from megarl.record.metrics import RunPaths
@@ -37,7 +34,7 @@ def check_start(config: Config, command: str, *, overwrite: bool, resumes: bool)
     if not (overwrite or resumes):
         paths.require_unused()
     require_trackers(config.logging)
-    _require_room(config, command, paths.root)
+    _require_room(config, paths.root)
     # A resumed run pins the commits of models that it began with.
     if not resumes:
         with_models(config, _has_model, judges=False)
@@ -57,18 +54,8 @@ def _has_model(name: str, key: str) -> str:
     return name
 
 
-def _require_room(config: Config, command: str, root: Path) -> None:
-    """Raise ConfigError for engines' caches that exceed this host's memory, and for a disk that cannot take the export
-    of the trained model.
-    """
-    engine = config.rollout.engine
-    needed = (engine.kv_cache_mib or 0) * engine.num_engines * engine.num_workers
-    total = psutil.virtual_memory().total / 2**20
-    if command == "train" and config.cluster.address is None and platform().name == "cpu" and needed > total:
-        raise ConfigError(
-            f"rollout.engine.kv_cache_mib: got {engine.kv_cache_mib}, for all engines {needed:,} MiB, but this host "
-            f"has {total:,.0f} MiB of memory; lower it"
-        )
+def _require_room(config: Config, root: Path) -> None:
+    """Raise ConfigError for a disk that cannot take the export of the trained model."""
     weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     if config.actor.lora is None and config.trainer.total_steps and weights > free_bytes(root):
         raise ConfigError(

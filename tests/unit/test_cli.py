@@ -309,7 +309,10 @@ FIRST_MISTAKES = (
     ("model.path=adapters", "model.path: adapters holds adapters .* and no model; set .* actor.lora.path"),
     ("model.path=m.txt", "model.path: m.txt/config.json: Not a directory, expected .*; correct model.path"),
     ("logging.wandb_project=p", "logging.wandb_project: needs the package wandb, .*; run pip install wandb"),
-    ("rollout.engine.kv_cache_mib=900000000", "kv_cache_mib: got 900000000, .* has [0-9,]+ MiB of memory; lower it"),
+    (
+        "rollout.engine.kv_cache_mib=900000000",
+        "kv_cache_mib: got 900000000, .* has [0-9,]+ MiB of memory; lower it, or",
+    ),
     ("run.dir=/proc/runs", "/proc/runs/run/lock: no directory can be made there; choose another one"),
     ("run.name=used", "used already holds a run; choose another run.name, or pass --resume or --overwrite"),
     ("data.train=[modle.jsonl]", "modle.jsonl: no such file in {here}, expected .*; check data.train"),

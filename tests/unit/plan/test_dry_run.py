@@ -15,11 +15,12 @@ from megarl.config.algo import CpoConfig, DistillConfig, HintConfig
 from megarl.config.batches import max_row_tokens
 from megarl.config.generation import SyncConfig
 from megarl.config.judges import JudgeConfig, JudgeServerConfig
+from megarl.config.load import with_overrides
 from megarl.config.lora import LoraConfig
 from megarl.config.schema import Config, LayoutConfig, ReferenceConfig
 from megarl.data.records import write_parquet
 from megarl.errors import ConfigError, DataError
-from megarl.host.device.platform import PLATFORMS
+from megarl.host.device.platform import PLATFORMS, assuming
 from megarl.plan import build, derive
 from megarl.plan.build import plan_run
 from megarl.plan.derive import usable_bytes
@@ -697,3 +698,14 @@ def test_published_runs_show_their_hinted_passes(run: str, capsys: pytest.Captur
     main(["train", str(ROOT / "configs/run" / run), "use.algo=cpo", "--dry-run"])
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("scoring    actor")]
     assert " rows with their hint of up to " in line
+
+
+@pytest.mark.parametrize(("mib", "device"), [(900_000, "GPU"), (900_000_000, "host")])
+def test_a_cache_that_no_device_or_host_can_hold_is_refused(tmp_path: Path, mib: int, device: str) -> None:
+    config = with_overrides(small_config(tmp_path), [f"rollout.engine.kv_cache_mib={mib}"])
+    if device == "host":
+        with pytest.raises(ConfigError, match=r"kv_cache_mib: got 900000000, for all engines [0-9,]+ MiB, but"):
+            plan_run(config)
+    else:
+        with assuming("cuda"), pytest.raises(ConfigError, match="got 900000, but a device has 81,920 MiB; lower it"):
+            plan_run(config, device_bytes=80 << 30)
