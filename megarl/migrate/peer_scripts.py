@@ -133,7 +133,7 @@ def read_script(path: Path, given: Sequence[str], command: int | None, *, run_an
     runs = [_Run(execution=execution, commands=_trainings(execution)) for execution in followed.executions]
     # A execution that fails before training is none of a run.
     runs = [run for run in runs if run.commands or not run.execution.status]
-    sites = _sites(runs)
+    sites = sorted({site for run in runs for site, _ in run.commands}, key=lambda site: site[1:])
     if not sites:
         raise ConfigError(_nothing(path, followed, given))
     if command is None and len(sites) > 1:
@@ -164,10 +164,6 @@ def _trainings(execution: Execution) -> list[tuple[_Site, tuple[str, ...]]]:
             number = sum(site[:2] == (command.file, command.line) for site in found.values())
             found[command.words] = (command.file, command.line, number)
     return [(site, words) for words, site in found.items()]
-
-
-def _sites(runs: Sequence[_Run]) -> list[_Site]:
-    return sorted({site for run in runs for site, _ in run.commands}, key=lambda site: site[1:])
 
 
 def _merged(runs: Sequence[_Run], site: _Site, followed: Followed, given: Sequence[str]) -> ScriptOptions:

@@ -201,10 +201,6 @@ def _packing(a: WeightRule, b: WeightRule, dims: Dims, tp: ProcessGroup) -> tupl
     return groups, [(num_rows, names.index(each.name)) for num_rows, each in zip(rows, b.tensors, strict=True)]
 
 
-def adapters_of(chunks: Sequence[PackedModel]) -> list[Adapter]:
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)]
-
-
 def adapter_slices(chunks: Sequence[PackedModel], adapters: ModelSpec) -> Iterator[Slice]:
     """Yield this rank's slices of the adapters' tensors, as views of live parameters."""
     shards = itertools.chain.from_iterable(named_shards(chunk, of_adapters=True) for chunk in chunks)
@@ -262,7 +258,7 @@ def _parts(
 @contextlib.contextmanager
 def without_adapters(chunks: Sequence[PackedModel]) -> Iterator[None]:
     """Compute as the base model does, meanwhile."""
-    found = adapters_of(chunks)
+    found = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)]
     for each in found:
         each.enabled = False
     try:

@@ -28,13 +28,11 @@ def _check_plugin(arguments: argparse.Namespace) -> None:
     config = with_overrides(Config(), [f"algo.plugins=[{file!r}]", f"run.rehearsal_s={arguments.limit_s}"])
     found = try_out(Trial(config=config, every=not name, file=file, name=name))
     # A mistake begins with the file, and names the part.
-    mistaken = [about for about in found.tried if any(_part(about) in mistake for mistake in found.mistakes)]
+    mistaken = [
+        about for about in found.tried if any(about.rpartition(": ")[2] in mistake for mistake in found.mistakes)
+    ]
     lines = [f"{about}: well" for about in found.tried[1:] if about not in mistaken]
     for line in (*lines, *(f"mistake: {mistake}" for mistake in found.mistakes)):
         print_lines(line)
     if found.mistakes:
         raise SystemExit(EXIT_FAILED)
-
-
-def _part(about: str) -> str:
-    return about.rpartition(": ")[2]

@@ -36,17 +36,14 @@ def read_topology(addresses: Collection[str], root: Path = Path("/sys")) -> Numa
     """Read the NUMA nodes of this host, and those of devices at addresses such as 0000:19:00.0, as far as they are
     known.
     """
-    lists = {file.parent.name: file for file in root.glob("devices/system/node/node[0-9]*/cpulist")}
+    files = root.glob("devices/system/node/node[0-9]*/cpulist")
+    lists = {file.parent.name: parse_cpus(file.read_text(encoding="ascii")) for file in files}
     # Nodes without CPUs are memory of devices.
-    cpus = {int(name.removeprefix("node")): found for name, file in lists.items() if (found := _cpus_of(file))}
-    files = {address: root / "bus/pci/devices" / address / "numa_node" for address in addresses}
+    cpus = {int(name.removeprefix("node")): found for name, found in lists.items() if found}
+    nodes = {address: root / "bus/pci/devices" / address / "numa_node" for address in addresses}
     return NumaTopology(
-        cpus=cpus, nodes={a: int(f.read_text(encoding="ascii")) for a, f in files.items() if f.is_file()}
+        cpus=cpus, nodes={a: int(f.read_text(encoding="ascii")) for a, f in nodes.items() if f.is_file()}
     )
-
-
-def _cpus_of(file: Path) -> frozenset[int]:
-    return parse_cpus(file.read_text(encoding="ascii"))
 
 
 def choose_binding(topology: NumaTopology, addresses: Collection[str], allowed: Collection[int]) -> NumaBinding | None:
