@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
 
-from megarl_answers import bound, notation, structure
+from megarl_answers import bound, choices, notation, structure
+from megarl_answers.grammar import is_supposed
 from megarl_answers.guard import COMPUTATION, refusal
 from megarl_answers.numbers import REL_TOLERANCE, Number, are_close, parse_number
 from megarl_answers.options import MAX_ANSWER_CHARS, AnswerOptions, Equality
@@ -32,7 +33,7 @@ _NUMBER_IS_MISSING = re.compile(r"(?<!\\)[a-zA-Z]")
 _EQUALS = r"=|\\approx(?![a-zA-Z])|\\equiv(?![a-zA-Z])"
 _OR = r"(?<![a-zA-Z\\])(?:or|或|или)(?![a-zA-Z])|\\lor(?![a-zA-Z])|,(?=[^,]*[<>])"
 _NAME_OF_VALUE = re.compile(r"^\\?[a-zA-Z]{1,2}\s*=(?=[^=]+$)")
-_NUMBER_IN_BRACKETS = re.compile(r"^\(\s*(-?[\d.,]+)\s*\)$")
+_IN_BRACKETS = re.compile(r"^\(\s*(-?[\d.,]+|[A-Z])\s*\)$")
 _NAMED_SET = r"\mathbb"
 
 
@@ -42,7 +43,7 @@ def same_string(answer: str, gold: str) -> bool:
     This suits answers with only one way to write them. `(073)`, `73.0` and `73` are equal.
     """
     plain = [_NAME_OF_VALUE.sub("", plain_answer(canonical(text))).strip() for text in (answer, gold)]
-    plain = [_NUMBER_IN_BRACKETS.sub(r"\1", text) for text in plain]
+    plain = [_IN_BRACKETS.sub(r"\1", text) for text in plain]
     if plain[0] == plain[1] and plain[0][:1].isalnum():
         return True
     a, g = (split_unit(text) for text in plain)
@@ -263,7 +264,7 @@ def same_equation(answer: str, gold: str, compare: Compare, options: AnswerOptio
     parts, value = (a, gold) if len(a) > 1 else (g, answer)
     if len(parts) == 2 and _LETTER.fullmatch(parts[1]) and not _NAME.fullmatch(parts[0]):
         parts = parts[::-1]
-    if any(DENYING & set(part.lower().split()) for part in parts):
+    if is_supposed(parts[0]) or any(DENYING & set(part.lower().split()) for part in parts):
         return Equality.DIFFERENT
     # What asks for a computation only names its value.
     named = [part for part in parts[:-1] if not _NAME.fullmatch(part) and refusal(part) != COMPUTATION]
@@ -312,11 +313,14 @@ def _same_multiset(a: Sequence[str], g: Sequence[str], compare: Compare) -> Equa
 
 
 RULES: Sequence[Rule] = (
+    choices.same_choice,
     same_text,
     bound.same_renamed,
+    notation.same_time,
+    notation.same_date,
     same_words,
     notation.same_base,
-    notation.same_time,
+    notation.same_compound,
     notation.same_ratio,
     notation.same_angle,
     same_quantity,

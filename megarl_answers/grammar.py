@@ -13,7 +13,7 @@ CONTEXT_CHARS = 120
 _FINITE = r"(?:is|are|was|were|equals?|has|have|gives?|leaves?|makes?|gets?|totals?)\b(?!\s+(?:not|never)\b|n't)"
 DENIED = re.compile(
     rf"(?:\b(?:is|are|was|were|do|does|did|can|could|will|would|should|must|has|have|had|be)\s+(?:not|never)\b|n't\b"
-    rf"|\bcannot\b|\b(?:it|that|this|they)\s+never\b|\bneither\b|\bexcept\b)(?:(?!\b{_FINITE}).)*$"
+    rf"|\bcannot\b|\b(?:it|that|this|they)\s+never\b|\bneither\b|\bexcept\b)(?:\s+\w+)?(?:(?!\b{_FINITE}).)*$"
     r"|\b(?:not|n't|never|cannot)\s+(?:think|believe|agree|mean|say|know|convinced|certain)\b"
     r"|\b(?:doubt|deny|lie|wrong(?:ly)?|incorrect(?:ly)?|false(?:ly)?|mistake(?:n(?:ly)?)?|impossible|maybe|perhaps|possibly|suppose|assum(?:e|ing)|unsure|not\s+sure|might\s+think)\b",
     re.IGNORECASE,

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 
 from megarl_answers import structure
 from megarl_answers.guard import numbers_side_by_side
+from megarl_answers.numbers import Number, are_close, parse_number
 from megarl_answers.options import AnswerOptions, Equality
-from megarl_answers.units import split_unit
+from megarl_answers.units import split_unit, unit_of
 from megarl_answers.words import CHANGING
 
 Compare = Callable[[str, str], Equality]
@@ -18,13 +19,28 @@ Compare = Callable[[str, str], Equality]
 _BASES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 _BASE_OF_WORD: Mapping[str, int] = {word: base for base, word in enumerate(_BASES, 2)} | {"sixteen": 16}
 _DIGITS = r"-?[\dA-F]*\d[\dA-F]*(?:\.[\dA-F]+)?"
-_IN_BASE = re.compile(rf"(\()?\s*({_DIGITS})\s*(?(1)\))\s*_\s*\{{?\s*({'|'.join(_BASE_OF_WORD)}|\d{{1,2}})\s*\}}?")
+_IN_BASE = re.compile(
+    rf"(\()?\s*({_DIGITS})\s*(?(1)\))\s*_\s*\{{?\s*\(?({'|'.join(_BASE_OF_WORD)}|\d{{1,2}})\)?\s*\}}?"
+)
 _TUPLE_OF_NAMES = re.compile(r"(\((?:\s*\\?[a-zA-Z]\w*\s*,)+\s*\\?[a-zA-Z]\w*\s*\))\s*=\s*(\(.*\))")
 _POINT = re.compile(r"[A-Z]\s*(\([^()]*,.*\))")
 _ASSIGNMENT = re.compile(r"(\\?[a-zA-Z]\w*)\s*=\s*([^=]+)")
 _CLOSING_WORDS = re.compile(r".*[\d)}\]]\s+([^\W\d_]+(?:[\s'-]+[^\W\d_]+)*)")
 _RATIO = r":|(?<![a-zA-Z\\])to(?![a-zA-Z])"
 _TIME = re.compile(r"(\d{1,2})(?::(\d\d))?(?::(\d\d))?(?:\s*([ap])\.?\s?m\.?)?", re.IGNORECASE)
+
+_TIMES_OF_DAY = {"noon": "12 pm", "12 noon": "12 pm", "midnight": "12 am", "12 midnight": "12 am"}
+_MONTH = (
+    "jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?"
+    "|nov(?:ember)?|dec(?:ember)?"
+)
+_DAY = r"(?:the\s+)?(\d{1,2})(?:st|nd|rd|th)?"
+_DATE = re.compile(
+    rf"(?:[a-z]+day,?\s+)?(?:({_MONTH})\.?\s+{_DAY}|{_DAY}\s+(?:of\s+)?({_MONTH})\.?)(?:,?\s+(\d{{3,4}}))?",
+    re.IGNORECASE,
+)
+_AMOUNT = re.compile(r"\s*(?:,|and\b)?\s*(\d[\d.,]*(?<![.,]))\s*([^\W\d_]+(?<!and)|'{1,2}|\")\.?")
+_PRIMES = {"'": "foot", "''": "inch", '"': "inch"}
 
 
 def same_base(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
@@ -126,7 +142,8 @@ def same_closing_words(answer: str, gold: str, compare: Compare, options: Answer
 
 def same_time(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
     """Compare times of day if one is with am or pm: `7 p.m.` equals `7:00 PM` and `19:00`, and not `7:00`."""
-    times = [_TIME.fullmatch(text.rpartition("=")[2].strip()) for text in (answer, gold)]
+    plain = [text.rpartition("=")[2].strip() for text in (answer, gold)]
+    times = [_TIME.fullmatch(_TIMES_OF_DAY.get(text.casefold(), text)) for text in plain]
     if not any(time is not None and time[4] for time in times):
         return None
     seconds = []
@@ -137,6 +154,34 @@ def same_time(answer: str, gold: str, compare: Compare, options: AnswerOptions) 
         hour = int(time[1]) % 12 + 12 * (time[4].lower() == "p") if time[4] else int(time[1])
         seconds.append(3600 * hour + 60 * int(time[2] or 0) + int(time[3] or 0))
     return Equality.of(seconds[0] == seconds[1])
+
+
+def same_date(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
+    """Compare days of a year, `July 4, 1776` and `the 4th of July 1776`."""
+    dates = [_DATE.fullmatch(text) for text in (answer, gold)]
+    if dates[0] is None or dates[1] is None:
+        return None
+    a, g = (((d[1] or d[4])[:3].casefold(), int(d[2] or d[3]), d[5]) for d in dates if d)
+    return Equality.of(a == g)
+
+
+def same_compound(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
+    """Compare amounts in several units, `2 hours 30 minutes` and `2 h, 30 min`."""
+    a, g = _amounts(answer), _amounts(gold)
+    if a is None or g is None:
+        return None
+    return Equality.of(a.keys() == g.keys() and all(are_close(a[unit], g[unit]) for unit in a))
+
+
+def _amounts(text: str) -> Mapping[str, Number] | None:
+    """Return the numbers of an amount by their units, None unless it has several units."""
+    found, end, amounts = dict[str, Number](), 0, 0
+    while match := _AMOUNT.match(text, end):
+        number, unit = parse_number(match[1]), _PRIMES.get(match[2]) or unit_of(match[2])
+        if number is None or not unit:
+            return None
+        found[unit], end, amounts = number, match.end(), amounts + 1
+    return found if end == len(text) and 1 < amounts == len(found) else None
 
 
 def same_ratio(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:

@@ -84,7 +84,7 @@ _EMPHASIS = re.compile(r"(\*{1,3}|__|_|`|\")(?=\S)((?:(?!\1).)+)(?<=\S)\1", re.D
 _FUNCTIONS = r"arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|ln|log|exp"
 _GREEK = r"pi|theta|alpha|beta|gamma|lambda|infty"
 _SIZES = r"left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|limits|large|Large|LARGE|huge|Huge|bf|bfseries"
-_UNWRAPPED = re.compile(rf"\\(?:{_WRAPPERS})\s*\{{([^{{}}]*)\}}")
+_UNWRAPPED = re.compile(rf"\\(?:{_WRAPPERS})\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
 # Upright, a single letter after a number, root or π is a unit's symbol, not a variable.
 _UPRIGHT_UNIT = re.compile(
     rf"(?:(?<=[\d)}}])|(?<=\\pi))\s*\\(?:text|textrm|textnormal|mathrm|mbox)\s*\{{\s*([{''.join(UNIT_OF_LETTER)}])\s*\}}"
@@ -176,7 +176,10 @@ _DELIMITERS = _marked(
     ("√", r"\\sqrt "),
     (r"∛\s*(\d+|[a-zA-Z])", r"\\sqrt[3]{\1}"),
     (r"(?<=\d)\s*‰", r" \\cdot 10^{-3}"),
+    # A bracket that is not printed, and a line that ends the answer.
+    (r"\\(?:left|right)\s*\.|\\\\\s*$", " "),
     (rf"\\(?:{_SIZES})(?![a-zA-Z])", ""),
+    (r"\\big(cup|cap)(?![a-zA-Z]|\s*_)", r"\\\1"),
     (_COLOURS, ""),
 )
 _SYMBOLS = _marked(
@@ -185,6 +188,8 @@ _SYMBOLS = _marked(
     (r"\\[dt]?binom\s*(\d)\s*(\d)", r"\\binom{\1}{\2}"),
     (r"\\log\s*_\s*(?:\{\s*e\s*\}|e)(?![a-zA-Z])", r"\\ln "),
     (r"\\%", "%"),
+    (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
+    (r"\\pmod\s*(?:\{([^{}]*)\}|(\w))", r" (mod \1\2)"),
     (
         r"\^\s*(?:\{\s*(?:\\(?:circ|degree)|o)\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])|\\circ(?![a-zA-Z])",
         " degree ",

@@ -16,7 +16,7 @@ _GROUPED_NUMBER = re.compile(rf"{_FRACTION}|(?:[1-9]\d{{0,2}}(?:,\d{{3}})+|\d*)(
 _SIGN = re.compile(r"(?<![\d)}\]])(?<![\d)}\]]\s)(?<!\b[a-zA-Z])(?<!\b[a-zA-Z]\s)[-−]\s?\$?$")
 # Before or after a number, these make it a part of another one, or one of two answers: 2^42, 41 or 42, 42½, 42nd.
 _PART_OF_NUMBER = re.compile(
-    r"[\w.,'^_/*·×÷√)}]$|[\^_/*·×÷√]\s*$|\d\s*(?:[-–−+,]|\\[a-z]+\b)?\s*$|\d\D{0,9}\b(?:or|to|through|and)\s*$"
+    r"[\w.,'^_/*·×÷√)}]$|[\^_/*·×÷√]\s*$|\d\s*(?:[-–−+,]|\\[a-z]+\b)?\s*$|\d:$|\d\D{0,9}\b(?:or|to|through|and)\s*$"
     r"|\}\s*\{\s*$|\\(?:times|cdot|sqrt|frac|pm|neq|not)\b\W*$|[±≠~<>≤≥⩽⩾≦≧]\s*$"
     r"|[\^_]\s*\{\s*$|\\(?!text|math|bold|boxed|fbox|frame|sim|approx|equiv|\w*[Rr]ightarrow|implies|to\b|l?eq?\b|geq?\b)[a-zA-Z]+\s*(?:\[[^\]]*\])?\{[^{}]*$|[a-zA-Z]\(\s*$|\|-?$",
     re.IGNORECASE,
@@ -140,7 +140,8 @@ _HEAD = re.compile(
 )
 _ANNOUNCING_WORDS = (
     "is are was were equals has have had get gets takes took costs earns pays needs makes made answer total "
-    "sum result therefore thus hence so there he she it they we i you both the all approximately about ans"
+    "sum result therefore thus hence so there he she it they we i you both the all approximately about ans "
+    "exactly precisely"
 )
 _ANNOUNCING = frozenset(_ANNOUNCING_WORDS.split())
 _STATES = frozenset(["is", "are", "was", "were"])
@@ -156,7 +157,8 @@ _VALUE_AND_WORDS = re.compile(
     r"(?P<value>(?:(?:[a-zA-Z]+|\\[a-z]+)\s*=)?\s*-?[$€£]?\s*(?:\d[\d.,/ ]*)?"
     r"(?:\\frac\s*\{\d+\}\s*\{\d+\})?(?<=[\d}.])\s?%?)"
     r"(?:\s*(?P<words>(?!(?:st|nd|rd|th)\b)[a-zA-Z][a-zA-Z\s'.-]*(?:\d+ [a-z]+)?))?(?P<repeat>\s*\((?P<said>[^()]*)\))?"
-    r"(?P<clause>,\s*(?:as|which|since|because|so|for)\b[^\d]*)?[.\s]*"
+    r"(?P<clause>,?\s+(?:since|because)\b[^,;]*|,\s*(?:(?:as|which\s+is\s+(?:less|more|[a-z]+er)\s+than)\b[^,;=]*"
+    r"|(?:which|so|for)\b[^\d]*))?[.\s]*"
 )
 
 

@@ -113,7 +113,7 @@ SCALES: Mapping[str, int] = {
 }
 MEASURES = frozenset(_SPELLINGS.values())
 _STANDARD = frozenset({*_SPELLINGS.values(), *_COUNTED.values()})
-_NOT_UNITS = frozenset({"in", "an"})
+NOT_UNITS = frozenset({"in", "an"})
 # The degrees of sin 60° belong to the angle.
 _ANGLE_OF_FUNCTION = re.compile(
     r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])(?:\s*\^\s*(?:\{[^{}]*\}|\d))?\s*\(?-?[\d.]+$"
@@ -163,7 +163,7 @@ def _trailing_unit(body: str, words: str) -> str:
     if not words.isascii() or words in "%$":
         return unit
     # A single letter may be a variable, and symbols of physics products of variables.
-    if words.casefold() in _NOT_UNITS or (len(words) == 1 and not (is_spaced and is_number)):
+    if words.casefold() in NOT_UNITS or (len(words) == 1 and not (is_spaced and is_number)):
         return ""
     return unit if is_spaced or is_known(unit) else ""
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 
 from megarl_answers.options import Equality
-from megarl_answers.units import MEASURES, unit_of
+from megarl_answers.units import MEASURES, NOT_UNITS, unit_of
 
 # Words with a meaning: after a number or the letter of a choice they make another answer, several, or none.
 _MEANINGS: Mapping[str, str] = {
@@ -65,8 +65,11 @@ def counted_unit(words: str) -> str | None:
     found = text.split()
     if not found or not all(re.fullmatch("[a-z]+(?:'s)?", word) for word in found):
         return None
-    known = next((end for end in range(min(len(found), 5), 0, -1) if unit_of(" ".join(found[:end]))), 0)
-    noun = known or next((index for index, word in enumerate(found, 1) if is_noun(word)), 0)
+    # `in total` counts no inches.
+    ends = range(0 if found[0] in NOT_UNITS else min(len(found), 5), 0, -1)
+    known = next((end for end in ends if unit_of(" ".join(found[:end]))), 0)
+    nouns = (index for index, word in enumerate(found, 1) if is_noun(word) and word not in NOT_UNITS)
+    noun = known or next(nouns, 0)
     rest = found[noun:]
     stated = set(rest[:1]) & _STATES if noun and len(rest) > 1 else set()
     allowed = _WORDS["link"] | stated
@@ -84,6 +87,7 @@ def is_noun(word: str) -> bool:
     return word not in CHANGING and (_PLURAL.fullmatch(word) is not None or unit_of(word) != "")
 
 
+_ARTICLE = re.compile(r"^(?:an?|the)\s+(?=[a-z]{3})")
 _ONLY_WORDS = re.compile(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*")
 # Words whose case does not matter, unlike that of commands, products of two variables, and units such as mHz.
 _CASELESS = re.compile(
@@ -117,10 +121,11 @@ def same_words(answer: str, gold: str, _compare: object, _options: object) -> Eq
         return Equality.DIFFERENT
     a, g = (_CASELESS.sub(lambda word: word[0].casefold(), " ".join(text.split())) for text in (answer, gold))
     a, g = (next((same for words, same in _SAME_WORDS.items() if words.fullmatch(text)), text) for text in (a, g))
+    a, g = (_ARTICLE.sub("", text) for text in (a, g))
     is_text = [
         text in _SHORT_WORDS or (_ONLY_WORDS.fullmatch(text) is not None and (len(text) > 3 or not text.isascii()))
         for text in (a, g)
     ]
     if a == g and (any(is_text) or len(a) > 2):
         return Equality.EQUAL
-    return Equality.DIFFERENT if any(is_text) and not any(re.search("[=<>,;]", text) for text in (a, g)) else None
+    return Equality.DIFFERENT if any(is_text) and not any(re.search("[=<>,;]| and ", text) for text in (a, g)) else None

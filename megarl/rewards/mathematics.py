@@ -31,7 +31,7 @@ from megarl_answers.structure import is_balanced
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 ANSWER_LINE_CHARS = 300
-ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+ANSWER_LINE = re.compile(r"answer\s*(?:\*\*|__)?\s*:\s*(?:(?:\*\*|__)\s+)?([^\n]+)", re.IGNORECASE)
 # Numbers, names and words, but not LaTeX commands.
 _TOKEN = re.compile(r"\d+|(?<![a-zA-Z\\])[a-zA-Z]+")
 # math-verify takes them for a mixed fraction, and adds them.
@@ -115,6 +115,8 @@ def score_answer_line(response: str, ground_truth: str, extra_info: Mapping[str,
     """Score 1 if the last `Answer: …` in the last 300 characters is spelled like the ground truth, otherwise 0."""
     found = ANSWER_LINE.findall(response[-ANSWER_LINE_CHARS:])
     answer = found[-1] if found else None
+    if answer and answer.count("**") == 1:  # It closes the emphasis of the whole line.
+        answer = answer.replace("**", "")
     boxed = last_boxed(answer, MODES["fix"]) if answer else None
     return reward_of_answer(boxed or answer, gold_answer(ground_truth), compare_strings, MODES["fix"])
 

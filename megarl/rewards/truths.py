@@ -103,11 +103,12 @@ def _unread(ground_truth: str, expected: str) -> DataError:
 
 def _written(answer: str) -> list[str]:
     """Return the ways to write an answer: numbers without the digits that only their type has, `true` as `True` too."""
-    if answer.isdecimal():
-        return [answer]
-    answer = without_stop(answer) or answer
     if answer in ("true", "false"):
         return [answer, answer.capitalize()]
+    if answer.isalnum():
+        return [answer]
+    if (plain := without_stop(answer) or answer) != answer:
+        return _written(plain)
     if not _FLOAT.fullmatch(answer):
         return [answer]
     if "e" in answer:

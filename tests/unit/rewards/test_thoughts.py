@@ -56,6 +56,19 @@ def test_a_prompt_that_opens_a_thought_is_continued(opening: str, closing: str) 
     assert after_prompt(f"{opening}7{closing}8", f"Q{opening}{closing}") is None
 
 
+def test_the_letter_of_a_thought_is_no_answer() -> None:
+    assert score("letters", "[THINK]Answer: B[/THINK]Answer: C", "C", {}).correct
+    assert not score("letters", "<think>\nAnswer: C\n</think>\nhm", "C", {}).correct
+
+
+@pytest.mark.parametrize(
+    "line", ["**Answer:** 40", "**Answer**: 40", "**Answer: 40**", "Answer: **40**", "__Answer:__ 40"]
+)
+def test_a_line_with_the_answer_may_be_emphasised(line: str) -> None:
+    assert score("answer_line", line, "40", {}).correct
+    assert not score("answer_line", line.replace("40", "41"), "40", {}).correct
+
+
 def test_what_only_looks_like_the_end_of_a_thought_stays() -> None:
     for text in (r"\boxed{8}", "<b>7</b>8", "[7, 8] [/INST]", "7 <|im_end|>", "x < y </thinks>", "a|>b", "[think] 8"):
         assert after_thoughts(text) == text
