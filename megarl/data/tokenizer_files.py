@@ -54,27 +54,35 @@ def check_copies(directory: Path) -> None:
     """
     file, others = directory / "tokenizer_config.json", directory / "special_tokens_map.json"
     config = read_object(file, remedy=MODEL_REMEDY, error=ConfigError)
-    inside = config.get("chat_template")
-    named = {each["name"]: each["template"] for each in inside} if isinstance(inside, list) else {"default": inside}
-    paths = {"default": directory / "chat_template.jinja"}
-    paths |= {path.stem: path for path in directory.glob("additional_chat_templates/*.jinja")}
-    for name, path in paths.items():
-        # By lines: Jinja writes line feeds alone, and none for one at the end.
-        if (
-            isinstance(own := named.get(name), str)
-            and path.is_file()
-            and own.splitlines() != path.read_text(encoding="utf-8").splitlines()
-        ):
-            raise ConfigError(
-                f"{file}: its chat template differs from that in {path.relative_to(directory)}, and programs read "
-                "different ones; remove the one that the model was not trained with"
-            )
+    found: dict[str, tuple[Path, str]] = {}
+    for path in (file, directory / "chat_template.json", directory / "processor_config.json"):
+        inside = read_object(path, remedy=MODEL_REMEDY, error=ConfigError) if path.is_file() else {}
+        own = inside.get("chat_template")
+        for each in own if isinstance(own, list) else [{"name": "default", "template": own}]:
+            _compare_copies(found, str(each["name"]), path, each["template"])
+    for path in (directory / "chat_template.jinja", *directory.glob("additional_chat_templates/*.jinja")):
+        if path.is_file():
+            name = "default" if path.parent == directory else path.stem
+            _compare_copies(found, name, path, path.read_text(encoding="utf-8"))
     special = read_object(others, remedy=MODEL_REMEDY, error=ConfigError) if others.is_file() else {}
     ends = [end.get("content") if isinstance(end := each.get("eos_token"), dict) else end for each in (config, special)]
     if None not in ends and ends[0] != ends[1]:
         raise ConfigError(
             f"{file}: eos_token: got {ends[0]!r}, but {others.name} says {ends[1]!r}, and programs read different "
             "ones; correct the one that is wrong"
+        )
+
+
+def _compare_copies(found: dict[str, tuple[Path, str]], name: str, path: Path, template: object) -> None:
+    """Note a template, if it is one; ConfigError if another file has a different one of its name."""
+    if not isinstance(template, str):
+        return
+    other, known = found.setdefault(name, (path, template))
+    # By lines: Jinja writes line feeds alone, and none for one at the end.
+    if known.splitlines() != template.splitlines():
+        raise ConfigError(
+            f"{other}: its chat template differs from that in {path.relative_to(other.parent)}, and programs read "
+            "different ones; remove the one that the model was not trained with"
         )
 
 
