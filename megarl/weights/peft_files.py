@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from megarl.config.lora import LoraConfig
 from megarl.errors import ConfigError
 from megarl.host.reading import read_object, reading
 from megarl.weights.adapters import adapter_spec
-from megarl.weights.families import ModelSpec
+from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.safetensors_map import map_tensors, same_bytes
 from megarl.weights.tables import OUTPUT_HEAD
 
@@ -36,6 +37,11 @@ _VARIANTS: Mapping[str, str] = {
 }
 # LinkSettings to begin that leave the base's weights as they are; others take the adapter's first product out of them.
 _BEGINNINGS = (None, True, False, "", "gaussian", "eva", "orthogonal")
+# What the base of adapters must have in common with that which they were trained on; shapes are compared one by one.
+_OF_BASE = (
+    *("dims", "rope_theta", "rope_scaling", "norm_eps", "multipliers"),
+    *("local_rope", "score_scale", "score_cap", "logit_cap"),
+)
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<letter>[AB])(?(kind)(\.default)?|\.weight)")
 # What data parallelism, compilation and FSDP put before the names of the modules that they wrap.
 _WRAPPERS = re.compile(r"^module\.|\b(_orig_mod|_fsdp_wrapped_module)\.")
@@ -171,6 +177,15 @@ def _check_base(adapters: PeftAdapters, base: ModelSpec, tied: Collection[str]) 
     shapes |= base.expected_tensors() | base.expected_tensors(scalar_head=True)
     named = str(options.get("base_model_name_or_path"))
     is_same = Path(named).is_dir() and Path(named).samefile(base.path)
+    # Without one here, or one that megarl reads, such as one in four bits, only shapes are compared.
+    trained_on = base
+    with suppress(ConfigError):
+        trained_on = read_model_spec(named) if Path(named).is_dir() and not is_same else base
+    if fields := [each for each in _OF_BASE if getattr(trained_on, each) != getattr(base, each)]:
+        raise ConfigError(
+            f"{path}: was trained on {named!r}, whose config.json has other {', '.join(fields)} than that of "
+            f"{base.path}; name that base"
+        )
     remedy = _MERGE_ELSEWHERE if is_same else f"name the base that they were trained on, {named!r}"
     found: dict[str, tuple[int, ...]] = {
         name: (update.b.shape[0], update.a.shape[1]) for name, update in adapters.updates.items()

@@ -234,6 +234,18 @@ def test_what_a_run_exports_is_read_again(target: Target, tmp_path: Path) -> Non
     assert lost_in_peft(spec, ("attention", target)) == ("mlp" if target == "mlp" else None)
 
 
+def test_the_base_must_compute_as_that_of_the_training(base: ModelSpec, write: Write, tmp_path: Path) -> None:
+    config = json.loads((base.path / "config.json").read_text())
+    other = tmp_path / "other"
+    other.mkdir()
+    path = write(base_model_name_or_path=str(other))
+    (other / "config.json").write_text(json.dumps({**config, "transformers_version": "1", "use_cache": False}))
+    read_adapters(base, at(path))
+    (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    with pytest.raises(ConfigError, match=r"other' *, whose config.json has other norm_eps than.*; name that base"):
+        read_adapters(base, at(path))
+
+
 def test_files_that_are_not_there(base: ModelSpec, write: Write) -> None:
     path = write()
     (path / "adapter_model.safetensors").rename(path / "adapter_model.bin")
