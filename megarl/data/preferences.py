@@ -12,7 +12,7 @@ from megarl.config.schema import DataConfig
 from megarl.data.answers import Answers
 from megarl.data.chat import encode_chats, long_prompt_error, require_system_turn
 from megarl.data.files import READ_ROWS, RowFiles
-from megarl.data.records import PREFERENCE_COLUMNS, PREFERENCE_SIDES, PreferenceRecord, parse_preference
+from megarl.data.records import PREFERENCE_SIDES, PreferenceRecord, parse_preference, preference_columns
 from megarl.data.special_tokens import SpelledSpecialTokens
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
@@ -193,7 +193,7 @@ def _chunks(
     """Read and check rows, and yield them with the places they come from, some at a time."""
     form = form or DataConfig()
     require_system_turn(tokenizer, form.system_prompt)
-    files = RowFiles(paths, columns=PREFERENCE_COLUMNS, required=PREFERENCE_SIDES)
+    files = RowFiles(paths, columns=preference_columns(form), required=PREFERENCE_SIDES)
     places = map(files.where, range(len(files)))
     rows = ((where, parse_preference(row, where, form)) for where, row in zip(places, files, strict=True))
     while chunk := list(islice(rows, READ_ROWS)):

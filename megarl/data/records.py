@@ -6,8 +6,8 @@ or in `extra_info`; `ability`: not read; `reward_model`: {style, ground_truth}; 
 section `data` of a configuration can name other columns.
 
 Preference rows have `chosen` and `rejected`: texts, or lists of {role, content} that end with the assistant's
-answer; `prompt` (or `messages`): a text or such a list, which may be left out if chosen starts with it;
-and `margin`, an optional number.
+answer; `prompt` (or `messages`, or what `data.prompt_key` names): a text or such a list, which may be left out if
+chosen starts with it; and `margin`, an optional number.
 
 Where a list or an object is expected, a text that is JSON of one, or Python's notation, is read as such.
 """
@@ -38,7 +38,6 @@ CHAT_COLUMNS = ("messages", "conversations")
 _SWITCHES = ("train", "training", "trainable", "weight", "loss", "loss_weight", "loss_mask", "step_loss_mask", "masked")
 _MAX_MARGIN = 3.4e38  # of numbers of 32 bits
 PREFERENCE_SIDES = ("chosen", "rejected")
-PREFERENCE_COLUMNS = (*PREFERENCE_SIDES, "prompt", "messages", "system", "margin")
 
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 SCHEMA = pa.schema(
@@ -239,10 +238,23 @@ def _parse_chat(row: Mapping[str, Any], name: str, where: str) -> tuple[tuple[Me
     return messages, tuple(i for i, message in enumerate(messages) if message.role == "assistant" and i not in left_out)
 
 
+def preference_columns(form: DataConfig) -> tuple[str, ...]:
+    """Return the columns that `parse_preference` reads."""
+    return (*PREFERENCE_SIDES, *_question_columns(form), "system", "margin")
+
+
+def _question_columns(form: DataConfig) -> tuple[str, ...]:
+    return ("prompt", "messages") if form.prompt_key == "prompt" else (form.prompt_key,)
+
+
 def parse_preference(row: Mapping[str, Any], where: str, form: DataConfig | None = None) -> PreferenceRecord:
-    """Parse a preference row; DataError names `where` and what is wrong. `form` may give a chat a system turn."""
+    """Parse a preference row; DataError names `where` and what is wrong.
+
+    `form` may name the column with the prompt, and give a chat a system turn.
+    """
+    form = form or DataConfig()
     sides = {side: read_messages(row, side, where, text_role="assistant") for side in PREFERENCE_SIDES}
-    questions = (name for name in ("prompt", "messages") if row.get(name))
+    questions = (name for name in _question_columns(form) if row.get(name))
     prompt = next((read_messages(row, name, where, text_role="user") for name in questions), ())
     openings = {side: turns[:-1] for side, turns in sides.items()}
     opening = prompt or openings["chosen"]
@@ -254,10 +266,10 @@ def parse_preference(row: Mapping[str, Any], where: str, form: DataConfig | None
         if openings[side] not in ((), opening) or not opening:
             raise DataError(
                 f"{where}: {side} answers {[m.as_dict() for m in openings[side]]!s:.200}, expected the same prompt in "
-                "chosen, rejected and prompt, in at least one of these"
+                f"chosen, rejected and {form.prompt_key} (data.prompt_key), in at least one of these"
             )
     require_question(opening, "the prompt", where)
-    opening = _with_system(row, opening, where, form or DataConfig())
+    opening = _with_system(row, opening, where, form)
     if sides["chosen"][-1] == sides["rejected"][-1]:
         raise DataError(f"{where}: chosen and rejected are the same answer, expected two; remove the row")
     margin = row.get("margin")

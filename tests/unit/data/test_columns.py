@@ -133,6 +133,17 @@ def test_a_column_that_a_setting_names_is_read(tmp_path: Path) -> None:
     assert list(RowFiles([path], columns=("image",))) == [{"image": "a picture in words"}]
 
 
+def test_the_column_of_prompts_has_the_name_that_a_setting_gives_it(
+    command: tuple[Reader, dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    (read, row), path = command, tmp_path / "x.jsonl"
+    plain = read(written(path, {**row, "prompt": "1+1"}), tokenizer, DataConfig())
+    named = DataConfig(prompt_key="question")
+    assert read(written(path, {**row, "question": "1+1", "prompt": "2+2"}), tokenizer, named) == plain
+    with pytest.raises(DataError, match="question"):
+        read(written(path, {**row, "prompt": "2+2"}), tokenizer, named)
+
+
 def test_system_turns_of_columns_and_settings(
     command: tuple[Reader, dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
