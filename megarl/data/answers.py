@@ -128,7 +128,8 @@ class Answers:
         """
         answer = Message(role="assistant", content=self._without_end(target))
         (opening,) = render_row(self._tokenizer, [messages], where, prefill=True)
-        text = self._text(answer.content, opening, where)
+        begun = messages[-1].content if messages[-1].role == "assistant" else ""
+        text = self._text(answer.content, opening, where, begun)
         if messages[-1].role == "assistant":
             text += self.stop_tokens.tails[0]
         else:
@@ -176,11 +177,14 @@ class Answers:
         ends = (self.stop_tokens.tails[0].strip(), *(name for name in names if name))
         return content.removesuffix(next((end for end in ends if content.endswith(end)), ""))
 
-    def _text(self, content: str, opening: str, where: str) -> str:
-        """Return the text that the policy writes after the prompt `opening`; DataError if there is none."""
+    def _text(self, content: str, opening: str, where: str, begun: str = "") -> str:
+        """Return the text that the policy writes after the prompt `opening`; DataError if there is none.
+
+        begun: the beginning of the answer that the prompt ends with.
+        """
         if not content.strip() or self.stop_tokens.tails[0].strip() in content:
             raise self._target_error(content, where)
-        text, mark = after_prompt(content, opening), unended_thought(content, opening)
+        text, mark = after_prompt(content, opening), unended_thought(content, opening, begun)
         problem = f"{where}: the answer is {content[:80]!r}, but the chat template's prompt ends with {opening[-20:]!r}"
         if text is None:
             raise DataError(

@@ -26,11 +26,18 @@ def opens_twice(text: str) -> bool:
     return _TWICE.search(text) is not None
 
 
-def unended_thought(answer: str, prompt: str) -> str:
+def unended_thought(answer: str, prompt: str, begun: str = "") -> str:
     """Return the mark that an answer lacks: the end of the thought that a prompt opens, "" if the answer begins with a
     thought or ends it.
+
+    begun: the beginning of the answer, with which the prompt ends; a thought that goes on in it has to be ended first.
     """
     opened = _OPENED.search(prompt[-200:])
+    # Templates open thoughts right before an answer.
+    marks = [mark[0] for mark in _MARK.finditer(prompt[-len(begun) - 20 :])] if begun and not opened else []
+    if marks and _BEGINNING.match(marks[-1]):
+        following, mark = _MARK.search(answer), partner(marks[-1])
+        return "" if following and following[0].lower() == mark.lower() else mark
     mark = partner(opened[1]) if opened else ""
     has_end = opened and re.search(rf"\A\s*{re.escape(opened[1])}|{re.escape(mark)}", answer, re.IGNORECASE)
     return "" if has_end else mark

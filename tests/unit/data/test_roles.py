@@ -1,5 +1,6 @@
 """Every turn of a data set reaches the model: sequences of roles under templates in the manner of published ones."""
 
+from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -227,6 +228,27 @@ def test_an_answer_goes_on_with_the_thought_that_the_prompt_opens(
             Answers(tokenizer).demonstration(question, answer, where="row 5")
         with pytest.raises(DataError, match=r"^row 5: turn 1: the answer is .*, so that "):
             Answers(tokenizer).turns([*question, Message(role="assistant", content=answer)], [1], where="row 5")
+
+
+@pytest.mark.parametrize("ending", ["", "<think>\n", "<reasoning>"])
+def test_a_target_ends_the_thought_within_which_the_prefill_stops(
+    ending: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    tokenizer.chat_template = looped(IM, IM_PROMPT + ending)
+    name = ending.strip() or "<think>"
+    closing = name.replace("<", "</")
+    begun = Message(role="assistant", content=f"{name}\nLet me see")
+    # A closed thought leaves nothing to end, and neither does a question that speaks of thoughts.
+    asked = [Message(role="user", content="Write <think> first"), Message(role="assistant", content="Well")]
+    for prompt, answer in (
+        ([*chat(("user",)), begun], f": 3.{closing}3"),
+        ([*chat(("user",)), replace(begun, content=f"{name}1{closing}It")], " is 3"),
+        *([(asked, " is 3")] if not ending else []),
+    ):
+        assert tokenizer.decode(Answers(tokenizer).demonstration(prompt, answer)) == answer + "<|im_end|>"
+    for answer in (": 3", f"{name}3{closing}3"):
+        with pytest.raises(DataError, match=rf"^row 6: the answer is .* never ends; begin it with {closing}"):
+            Answers(tokenizer).demonstration([*chat(("user",)), begun], answer, where="row 6")
 
 
 @pytest.mark.parametrize("ending", ["</think>", "<think>\n\n</think>\n\n"])
