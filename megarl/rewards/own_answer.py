@@ -4,6 +4,7 @@ that nobody can answer."""
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+from megarl.data.answer_span import final_answer
 from megarl.errors import DataError
 from megarl.rewards.scorers import FORMATS, SCORERS
 from megarl.rewards.sources import SourceSpec, score
@@ -61,7 +62,7 @@ def _is_right(prompt: Prompt, spec: SourceSpec) -> bool:
     """Return whether every answer that a ground truth stands for is right, and the text of one as it is in the file."""
     scorer, truth = SCORERS.get(spec.variant), prompt.ground_truth
     answers = scorer.truths(truth, prompt.label)
-    plain = [] if truth.startswith(("[", "{")) else [without_stop(truth)]
+    plain = [] if truth.startswith(("[", "{")) or final_answer(truth) else [without_stop(truth)]
     return scorer.states is None or all(
         score(prompt.data_source, scorer.states(answer), truth, prompt.extra_info, source=spec).correct
         for answer in dict.fromkeys([*plain, *answers])

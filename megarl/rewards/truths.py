@@ -10,9 +10,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megarl.data.answer_span import final_answer
 from megarl.errors import DataError
 
 _FLOAT = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]\d\d+)?")
+# What marks the answer in a worked solution; scorers of mathematics read boxes themselves.
+_MARKED = re.compile(r"^\s*####|</answer>", re.MULTILINE)
+_BOXED = re.compile(r"\\boxed\s*\{")
 # A full stop that ends a sentence, and spaces.
 _END = re.compile(r"(?<![.\s])\.?\s*$")
 _FIELDS = ("value", "target", "answer", "ground_truth")
@@ -36,15 +40,17 @@ def as_it_stands(ground_truth: str, label: object = None) -> Sequence[str]:
 def any_answer(ground_truth: str, label: object = None) -> Sequence[str]:
     """Return each answer of a list, in JSON or Python's notation, or the one answer in another ground truth.
 
-    >>> any_answer('["a", 5]'), any_answer("72.0"), any_answer('{"target": ["a", "b"]}')
-    (['a', '5'], ['72.0', '72'], ['a', 'b'])
+    >>> any_answer('["a", 5]'), any_answer("72.0"), any_answer('{"target": ["a", "b"]}'), any_answer("6*7=42\\n#### 42")
+    (['a', '5'], ['72.0', '72'], ['a', 'b'], ['42'])
     """
     found = _structure(ground_truth)
     # Search-R1 has other fields beside it.
     found = found["target"] if isinstance(found, dict) and "target" in found else _value(found, ground_truth)
     if isinstance(found, list) and not found:
         raise _unread(ground_truth, "an answer, or a list of accepted answers")
-    return _each(found if isinstance(found, list) else [found], ground_truth)
+    found = found if isinstance(found, list) else [found]
+    boxed = [isinstance(each, str) and _BOXED.search(each) and final_answer(each) for each in found]
+    return _each([inner or each for inner, each in zip(boxed, found, strict=True)], ground_truth)
 
 
 def any_mathematics(ground_truth: str, label: object = None) -> Sequence[str]:
@@ -94,7 +100,11 @@ def _value(found: Any, ground_truth: str) -> Any:
 def _each(found: Sequence[Any], ground_truth: str) -> list[str]:
     if not all(isinstance(each, str | int | float) for each in found):
         raise _unread(ground_truth, "an answer, or a list of accepted answers")
-    return [text for each in found for text in _written(each if isinstance(each, str) else json.dumps(each))]
+    texts = [each if isinstance(each, str) else json.dumps(each) for each in found]
+    stated = [final_answer(text) if _MARKED.search(text) else text for text in texts]
+    if None in stated:
+        raise _unread(ground_truth, "the answer after its mark")
+    return [text for answer in stated for text in _written(answer or "")]
 
 
 def _unread(ground_truth: str, expected: str) -> DataError:
