@@ -23,6 +23,7 @@ from megarl.parallel.head.triton_teacher_kernels import KINDS, TritonTeacherKern
 from tests.helpers.chunk_kernels import ChunkProblem, chunk_problem, run_chunk
 
 BLOCK = 256  # fewer than most problems' columns, so that maxima change between blocks
+TEACHER_BLOCK = 1024  # five to the wider half of the cases; the interpreter takes its time for every block
 CPU = torch.device("cpu")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -105,7 +106,7 @@ def interpret() -> dict[str, Any]:
         "results": {name: (problem, run_chunk(kernels, problem)) for name, problem in problems().items()},
         "self-tests": [self_test(TritonKernels(), CPU, dtype) for dtype in (*DTYPES.values(), torch.float16)],
         "teacher self-tests": [
-            teacher_self_test(TritonTeacherKernels(block=BLOCK), CPU, dtype) for dtype in DTYPES.values()
+            teacher_self_test(TritonTeacherKernels(block=TEACHER_BLOCK), CPU, dtype) for dtype in DTYPES.values()
         ],
         "chosen": choose_on_cpu(),
         "beside NaN": statistics_beside_nan(),
