@@ -62,7 +62,7 @@ class HeadConfig:
 class MoeConfig:
     """Configure the training of mixture-of-experts models; other models require the defaults."""
 
-    # Weight of the load-balancing loss of every MoE layer, which is added to the policy loss; see docs/moe.md.
+    # Weight of the load-balancing loss of every MoE layer, which is added to the policy loss; see docs/models.md.
     aux_loss_coef: float = setting(0.0, AT_LEAST_0)
     freeze_router: bool = False  # Train everything except the routers.
     # Send each token to the experts that it went to during the rollout (Sample.routed_experts), with weights from the

@@ -66,7 +66,7 @@ class CustomConfig:
     on_error: Literal["raise", "drop_rows", "value"] = "drop_rows"
     value: float | None = setting(None, ANY_NUMBER)  # Reward by a function that failed, with on_error=value.
     dry_run: bool = True  # Call each function at the start with a prompt of each data source; false: do not.
-    # Names of environment variables that the functions get besides the usual ones (docs/rewards/custom.md).
+    # Names of environment variables that the functions get besides the usual ones (docs/rewards.md).
     pass_env: tuple[str, ...] = setting((), needs_trust=True)
     workers: int = setting(2, AT_LEAST_1)  # Number of processes that the functions run in.
     timeout_s: float = setting(30.0, POSITIVE)  # Time after which a call is killed.

@@ -208,7 +208,7 @@ class CheckpointConfig:
     every_minutes: float = setting(30.0, AT_LEAST_0)
     async_save: bool = True  # Write checkpoints while training continues.
     # Write every checkpoint so that a run can be continued from it under any layout; the one after the last step always
-    # is. Others allow only another dp, but need no communication and less host memory; see docs/resume.md.
+    # is. Others allow only another dp, but need no communication and less host memory; see docs/failures.md.
     portable: bool = False
     keep_last: int = setting(2, AT_LEAST_1)  # Number of most recent checkpoints to keep.
     # Number of checkpoints with the best validation scores to keep in addition.

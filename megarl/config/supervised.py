@@ -69,7 +69,7 @@ class TrainPreferenceConfig(PairsConfig):
     and, for the reference model, of `reference`.
     """
 
-    objective: str = "dpo"  # Name of the loss: dpo, ipo, kto or orpo; see docs/algorithms/preferences.md.
+    objective: str = "dpo"  # Name of the loss: dpo, ipo, kto or orpo; see docs/sft.md.
     # dpo, ipo, kto: strength of the tie to the reference model, which smaller values loosen. orpo: weight of the term
     # of odds.
     beta: float = setting(0.1, POSITIVE)

@@ -22,7 +22,7 @@ DOCS = REPOSITORY / "docs"
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "\n```bash" in page.read_text(encoding="utf-8")]
 FIRST = "quickstart"
 # What these do before they train, unit tests do too.
-LONG = ("async", "environments", "own-algorithm", "own-data", "own-loop")
+LONG = ("async", "environments", "own-data", "own-loop")
 TIMEOUT_S = 1500.0
 
 

@@ -35,7 +35,7 @@ class AdvantageConfig:
     # gae, critic_value: normalise advantages to mean 0 and variance 1 over the batch's loss tokens.
     whiten: bool = True
     # gae, turn_returns: which rewards a token of a conversation that branches gets. written: all that came later;
-    # path: those of the turns that go on from it. See docs/algorithms/trees.md.
+    # path: those of the turns that go on from it. See docs/algorithms/advantages.md.
     credit: Literal["written", "path"] = "written"
 
 

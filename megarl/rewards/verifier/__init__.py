@@ -1,4 +1,4 @@
-"""Judge responses in a pool of worker processes, so that no text can stall or end a run. See docs/rewards/verifier.md.
+"""Judge responses in a pool of worker processes, so that no text can stall or end a run. See docs/rewards.md.
 
     with VerifierPool(VerifierOptions(num_workers=4)) as pool:
         job = VerifierJob(data_source="math", response="…", ground_truth="1/2", function="module:function")

@@ -34,7 +34,7 @@ from megarl.registry import FunctionRegistry
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs" / "algo"
 INDEX = ROOT / "docs" / "algorithms.md"
-DETAILS = sorted((ROOT / "docs" / "algorithms").glob("*.md"))
+DETAILS = [*sorted((ROOT / "docs" / "algorithms").glob("*.md")), ROOT / "docs" / "sft.md"]
 PAGES = [INDEX, *DETAILS]
 
 REGISTRIES: list[tuple[str, FunctionRegistry[Any, Any]]] = [

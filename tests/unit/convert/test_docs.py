@@ -76,7 +76,7 @@ def test_the_page_shows_what_is_printed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shown = transcripts()
-    assert len(shown) == 6
+    assert len(shown) == 5
     for command, expected in shown:
         run(command, monkeypatch)
         output = capsys.readouterr()

@@ -1,0 +1,29 @@
+"""The documentation stays short: words and pages by hand, and where the front page leads."""
+
+import re
+from pathlib import Path
+
+from megarl.algos.rehearsal import REHEARSALS
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+# Written from the code, beside what the site makes.
+GENERATED = {DOCS / "configuration.md"}
+BY_HAND = [ROOT / "README.md", *sorted(set(DOCS.rglob("*.md")) - GENERATED)]
+MAX_WORDS, MAX_PAGES, MAX_LINKS = 41_500, 34, 14
+
+
+def test_pages_by_hand_are_few_and_short() -> None:
+    words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in BY_HAND}
+    assert len(BY_HAND) <= MAX_PAGES
+    assert sum(words.values()) <= MAX_WORDS, words
+
+
+def test_the_front_page_leads_to_few_pages() -> None:
+    front = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert 1 < len(set(re.findall(r"\]\(([^)#:]+\.md)[#)]", front))) <= MAX_LINKS
+
+
+def test_every_part_that_can_be_tried_is_a_seam() -> None:
+    seams = (DOCS / "seams.md").read_text(encoding="utf-8")
+    assert [registry.key for registry in REHEARSALS if f"`{registry.key}`" not in seams] == []
