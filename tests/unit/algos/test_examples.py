@@ -20,12 +20,13 @@ MODULES = [
     for package in (megarl.algos, megarl.types)
     for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
 ]
-ROOT = Path(megarl.__file__).parent
+ROOT = Path(megarl.__file__).parents[1]
 ELSEWHERE = [
-    ".".join(("megarl", *path.relative_to(ROOT).with_suffix("").parts))
-    for path in sorted(ROOT.rglob("*.py"))
-    if re.search("^ *>>> ", path.read_text(), re.MULTILINE)
-    and path.relative_to(ROOT).parts[0] not in ("algos", "types")
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for package in ("megarl", "megarl_lab")
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if re.search("^ *>>> ", path.read_text(encoding="utf-8"), re.MULTILINE)
+    and path.relative_to(ROOT).parts[:2] not in (("megarl", "algos"), ("megarl", "types"))
 ]
 # They take a whole run's configuration.
 WITHOUT = {"algorithm_of", "made_up", "rehearse_part"}
