@@ -50,7 +50,9 @@ def affects_slurm(changed: Iterable[str]) -> bool:
 
 
 def git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, encoding="utf-8", check=True
+    ).stdout.strip()
 
 
 def changed_since(base: str) -> list[str] | None:

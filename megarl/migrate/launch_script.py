@@ -124,7 +124,12 @@ def follow(
         for each in answer["wanted"]:
             if not each.startswith("/"):
                 unset.append(each)
-            elif Path(each).is_file() and Path(each).stat().st_size <= _MAX_FILE:
+            # Those of /dev and /proc are this process's own.
+            elif (
+                not each.startswith(("/dev/", "/proc/"))
+                and Path(each).is_file()
+                and Path(each).stat().st_size <= _MAX_FILE
+            ):
                 files[each] = _text(Path(each))
                 used, unset = _variables(files.values(), variables, unset)
             else:

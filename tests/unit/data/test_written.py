@@ -9,14 +9,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megarl.config.schema import DataConfig
 from megarl.data.files import RowFiles
 from megarl.data.messages import read_answer
 from megarl.data.records import (
-    PREFERENCE_COLUMNS,
     parse_demonstration,
     parse_preference,
     parse_prompt,
     parse_target_probs,
+    preference_columns,
 )
 from megarl.errors import DataError
 from megarl.types import Message
@@ -144,7 +145,7 @@ def test_arrow_types_of_turns(tmp_path: Path) -> None:
         "prompt": pa.array(["1+1=?"]).dictionary_encode(),
     }
     pq.write_table(pa.table(columns), tmp_path / "x.parquet")
-    (row,) = RowFiles([tmp_path / "x.parquet"], columns=PREFERENCE_COLUMNS)
+    (row,) = RowFiles([tmp_path / "x.parquet"], columns=preference_columns(DataConfig()))
     assert [turn.content for turn in parse_preference(row, "x").chosen] == ["1+1=?", "2"]
 
 

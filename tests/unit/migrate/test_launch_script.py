@@ -74,6 +74,13 @@ def test_what_the_script_decides_is_known(text: str, expected: object, tmp_path:
     assert _read(tmp_path, f"{text}\n{_START} trainer.x=$A").options == {"trainer.x": expected}
 
 
+def test_open_files_of_the_process_that_reads_a_script_are_not_the_scripts(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\x00")
+    with (tmp_path / "binary").open("rb") as file:
+        text = f". /dev/fd/{file.fileno()}\n. /proc/self/fd/{file.fileno()}\nA=3\n{_START} trainer.x=$A"
+        assert _read(tmp_path, text).options == {"trainer.x": 3}
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -472,7 +472,7 @@ def test_errors_are_those_of_a_run(
 
     assert "actor.layout.tp: got 3, which does not divide" in error("actor.layout.tp=3", "rollout.engine.num_engines=6")
     assert "rollout.top_p: got 0.9, but rollout.top_k=-1 does not limit" in error("rollout.top_p=0.9")
-    assert "model.path: nowhere/config.json does not exist" in error("model.path=nowhere", "model.config_path=null")
+    assert "model.path: nowhere/config.json: no such file" in error("model.path=nowhere", "model.config_path=null")
     assert "model architecture ['GPT2LMHeadModel'] is not supported" in error(
         f"model.config_path={write_config(tmp_path, architectures=['GPT2LMHeadModel'])}"
     )
@@ -530,7 +530,7 @@ def test_a_dry_run_fetches_a_config_from_the_hub_and_no_weights(
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.path: .*config\.json does not exist"):
+    with pytest.raises(ConfigError, match=r"model\.path: .*config\.json: no such file"):
         plan_run(load_config(ROOT / "configs/run/sums-rl.yaml", [f"model.path={tmp_path}"]))
 
 

@@ -228,7 +228,7 @@ class World(RolloutSource):
             prompts=self.prompts,
             source=self,
             rewards=self,  # type: ignore[arg-type]
-            ends=ENDS,
+            stop_tokens=ENDS,
             record_file=lambda step: Path("nowhere", str(step)),
             enter=self.phases.append,
             timers=timers or Timers(),

@@ -111,7 +111,7 @@ def test_a_frozen_critic_needs_a_value_head(models: Path) -> None:
 
 
 def test_a_model_that_is_not_there_is_named_by_its_key(models: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^critic\.model_path: .*/nothing/config\.json does not exist"):
+    with pytest.raises(ConfigError, match=r"^critic\.model_path: .*/nothing/config\.json: no such file"):
         checked(models, Role.CRITIC, "nothing")
 
 

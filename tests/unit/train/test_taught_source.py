@@ -91,7 +91,7 @@ class Live:
 
 def taught(cfg: DemonstrationConfig, writer: Writer, group: Group) -> Group:
     config = Config(algo=AlgoConfig(demonstrations=cfg), rollout=RolloutConfig(num_samples=2))
-    source = TaughtSource(config=config, live=Live(), writer_of=lambda _: writer, ends=ENDS)  # type: ignore[arg-type, return-value]
+    source = TaughtSource(config=config, live=Live(), writer_of=lambda _: writer, stop_tokens=ENDS)  # type: ignore[arg-type, return-value]
     loop.wait(source.sample(group))
     return group
 
