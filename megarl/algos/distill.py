@@ -53,7 +53,7 @@ def token_share(batch: ScoredBatch, cfg: DistillConfig) -> Tensor | None:
     >>> token_share(step("a", [0.0], cpo_excluded=[[0.0, 1.0]]), cfg).tolist()
     [[1.0, 0.0]]
     """
-    # Of a teacher without hints, no token is excluded.
+    # Only a teacher with hints excludes tokens.
     excluded = batch.quantities.get(EXCLUDED) if cfg.teacher == "hint" else None
     if not cfg.decay_steps and excluded is None:
         return None

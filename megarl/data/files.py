@@ -179,7 +179,7 @@ class JsonlFile:
             # An empty file cannot be mapped.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if starts else None
         self._starts = np.asarray(starts, dtype=np.int64)
-        self._columns: frozenset[str] | None = None
+        self._columns: frozenset[str] | None = None  # all keys, for the first row
         self.present: Sequence[str] = list(self[0]) if starts else columns
         self._columns = frozenset(columns) | self._unread
 

@@ -79,7 +79,7 @@ def defined(function: object) -> str:
 
 
 def try_parts(trial: "Trial", teller: Teller) -> None:
-    """Call the parts of algorithms that plugins register."""
+    """Call the parts of algorithms that plugins register: those that the configuration chooses, or every one."""
     from megarl.algos.rehearsal import REHEARSALS, made_up, rehearse_part
     from megarl.config.load import with_overrides
 
@@ -207,7 +207,7 @@ def _play_agent(trial: "Trial", name: str, agent: UsersObject) -> None:
 
 
 def made_up_prompt(environment: str) -> Prompt:
-    """Return a row of data that nobody has: a question with the answer 1."""
+    """Return a made-up row of data: a question with the answer 1."""
     return Prompt(
         uid="made-up",
         token_ids=(),

@@ -41,10 +41,10 @@ class TurnPlace(NamedTuple):
 
 
 def turn_places(num_turns: int, tries: Sequence[Tries]) -> list[TurnPlace]:
-    """Return the places of all turns; one that `tries` do not name follows the turn before it.
+    """Return the places of all turns; a turn that no entry of `tries` has follows the one before it.
 
-    If that is one of several tries, nobody said which of them it goes on from. It may then depend on all of them, so
-    these count as written one after the other.
+    If the one before it is the last of several tries, nothing says which of them it goes on from. It may depend on all,
+    so these tries then count as written one after the other.
 
     >>> turn_places(4, [Tries(1, 2, 0), Tries(3, 1, 1)])
     [TurnPlace(after=-1, first_try=0), TurnPlace(after=0, first_try=1), TurnPlace(after=0, first_try=1), \

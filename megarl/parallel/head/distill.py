@@ -304,7 +304,7 @@ def _in_chunk(
     *,
     wanted: bool,
 ) -> tuple[Any, ...]:
-    """Return the values, the three gradients of the loss, whether it depends on entropies, and those of the inputs."""
+    """Return values, the loss's gradients by them, whether it needs entropies, and gradients of hidden and weight."""
     table = torch.zeros(_NUM_VALUES, len(x.hidden), dtype=x.statistics_dtype, device=x.hidden.device)
     used = torch.zeros_like(table[:3])
     grad_hidden, grad_weight = HiddenGradient(x.hidden, sinks), WeightGradient(weight, sinks.main_grad, wanted=wanted)

@@ -168,9 +168,9 @@ def in_order(layers: Iterable[Layer], receivers: Sequence[int]) -> Iterator[Tran
 def scheduled(
     layers: Sequence[Layer], sources: Sequence[int], receivers: Sequence[int], *, hosts: Hosts
 ) -> Iterator[Transfer]:
-    """Yield all transfers by their time if each source sends one at a time and each receiver receives one at a time.
+    """Yield all transfers in the order of their starts: each source and each receiver takes part in one at a time.
 
-    Sinks receive whole layers one after another, because engines hold back a layer's weights until it is complete.
+    Receivers take whole layers one after another, because engines hold back a layer's weights until it is complete.
     Receiver i of n starts at i/n of the model. Free receivers choose among free sources, and free sources among free
     receivers, in turn, which soon lets them take turns without conflicts.
     """
