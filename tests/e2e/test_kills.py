@@ -14,8 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from megarl.train.checkpoint import checkpoint_dir, complete_steps, last_checkpoint
 
+from megarl.record.checkpoints import checkpoint_dir, complete_steps, last_checkpoint
 from megarl.record.metrics import MARKER
 from megarl_lab.bench.kill_resume import SmallRun, differences, draw_moment, kill_at, make_inputs
 
