@@ -1,6 +1,5 @@
 """Derive the size of Ray's object store from the rows that pass through it in a step."""
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from megarl.config.derived import Derived
 from megarl.config.load import packaged
 from megarl.config.schema import Config
 from megarl.host.janitor import SHM_DIR
-from megarl.host.memory import memory_limits
+from megarl.host.memory import memory_limits, physical_memory
 from megarl.weights.families import read_model_spec
 
 # What everything but rows takes: requests to engines, completions, the results of small calls.
@@ -42,7 +41,7 @@ def object_store(config: Config, command: str = "train", *, room: int | None = N
     if config.cluster.address is not None:
         return None
     if room is None:
-        memory = min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *memory_limits()])
+        memory = min([physical_memory(), *memory_limits()])
         room = int(min(_MEMORY_SHARE * memory, _SHM_SHARE * shutil.disk_usage(SHM_DIR).total))
     rows, num_bytes = pass_bytes(config, command)
     needed = (LEAST_MIB << 20) + 2 * num_bytes

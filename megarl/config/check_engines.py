@@ -1,10 +1,9 @@
 """Check what engines and trainer must agree on: devices and nodes, the schedule, weight syncs, and what engines say."""
 
-import os
-
 from megarl.config.schema import Config, NodesConfig
 from megarl.errors import ConfigError
 from megarl.host.device.platform import ALLOCATOR_VARIABLES, allocator_settings, platform
+from megarl.host.memory import physical_memory
 
 
 def check_trainer_nodes(config: Config) -> None:
@@ -17,7 +16,7 @@ def check_cache(config: Config) -> None:
     """Raise ConfigError for caches of engines that this host cannot hold; `plan_engine` checks those on devices."""
     engine = config.rollout.engine
     needed = (engine.kv_cache_mib or 0) * engine.num_engines * engine.num_workers
-    total = (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) >> 20
+    total = physical_memory() >> 20
     if config.cluster.address is None and platform().name == "cpu" and needed > total:
         raise ConfigError(
             f"rollout.engine.kv_cache_mib: got {engine.kv_cache_mib}, for all engines {needed:,} MiB, but this host "

@@ -1,8 +1,14 @@
 """Ask how much memory this host gives to a run."""
 
+import os
 from pathlib import Path
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def physical_memory() -> int:
+    """Return this host's memory in bytes, whatever its containers may use of it."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def memory_limits() -> list[int]:
