@@ -32,7 +32,7 @@ MOST_EXHAUSTED = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """The settings with which a environment worker starts; `names` are the environments that rows use.
+    """The settings with which an environment worker starts; `names` are the environments that rows use.
 
     max_prompt_tokens: a conversation that an environment opens with more tokens fails; None: there is no limit.
     """
@@ -140,7 +140,7 @@ class _Conversation:
 
 
 class EnvironmentWorker:
-    """A environment worker; it is used from one event loop. Every request has one reply, whatever the environment
+    """An environment worker; it is used from one event loop. Every request has one reply, whatever the environment
     raises, returns or never ends, except that code which blocks the loop delays all others.
     """
 

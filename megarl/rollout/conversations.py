@@ -41,7 +41,7 @@ class WorkerLostError(Exception):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Conversation:
-    """A conversation at a environment worker. reply: the latest that the worker owes or gave. is_lost: it has died."""
+    """A conversation at an environment worker. reply: the latest that the worker owes or gave. is_lost: it has died."""
 
     key: int
     worker: int

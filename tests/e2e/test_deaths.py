@@ -29,7 +29,7 @@ SETTINGS = (
     f"cluster.heartbeat_timeout_s={HEARTBEAT_S}",
     f"rollout.timeout_s={ANSWER_S}",
 )
-HOST = "a environment worker dies"
+HOST = "an environment worker dies"
 # From a death to the line that names it; a machine with two cores is busy then.
 NAMED_S = 2.0
 

@@ -48,7 +48,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 @pytest.mark.timeout(600)
 def test_files_in_the_current_directory_take_no_modules_place_but_users_modules_are_found(tmp_path: Path) -> None:
-    """Ranks, an engine of two workers, verifier workers and a environment worker; a user's program finds its own."""
+    """Ranks, an engine of two workers, verifier workers and an environment worker; a user's program finds its own."""
     inputs, here = make_inputs(tmp_path), tmp_path / "project"
     (here / "tool").mkdir(parents=True)
     for name in (*sys.stdlib_module_names, *LIBRARIES):

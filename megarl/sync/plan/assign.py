@@ -66,7 +66,7 @@ Shares: TypeAlias = Mapping[int, tuple[Block, ...]]
 
 
 class Layer(NamedTuple):
-    """Parts of a layer that every receiver receives: transport, from each source over the wire; local, from sources
+    """Parts of a layer that every receiver receives: remote, from each source over the wire; local, from sources
     beside it.
 
     Tensors between layers, such as embeddings, make up a layer too. size: bytes of its full tensors. holders: all
@@ -75,7 +75,7 @@ class Layer(NamedTuple):
 
     size: int
     holders: frozenset[int]
-    transport: Mapping[int, Shares]
+    remote: Mapping[int, Shares]
     local: Mapping[int, Shares]
 
 
@@ -154,7 +154,7 @@ def assign(
     for layer, group in alike_tensors(specs, held, dict(enumerate(holding for holding, _ in replicas))):
         every = _portions(layer, group, [receivers for _, receivers in replicas])
         holders = frozenset[int]().union(*(portion.candidates for portions in every for portion in portions))
-        transport, local = dict[int, Shares](), dict[int, Shares]()
+        remote, local = dict[int, Shares](), dict[int, Shares]()
         for portions, (_, receivers) in zip(every, replicas, strict=True):
             beside = {receiver: holders.intersection(neighbours.get(receiver, ())) for receiver in receivers}
             # Most receivers get the same portions from a source.
@@ -164,10 +164,10 @@ def assign(
                 )
             )
             for receiver, far, near in _choose(portions, beside, load, hosts, joins=bool(layer)):
-                transport[receiver] = {source: blocks(numbers) for source, numbers in far.items()}
+                remote[receiver] = {source: blocks(numbers) for source, numbers in far.items()}
                 if near:
                     local[receiver] = {source: blocks(numbers) for source, numbers in near.items()}
-        yield Layer(sum(len(group.tensors) * group.spec.num_bytes for group in group), holders, transport, local)
+        yield Layer(sum(len(group.tensors) * group.spec.num_bytes for group in group), holders, remote, local)
 
 
 def _portions(layer: str, group: Iterable[TensorGroup], replicas: Sequence[tuple[int, ...]]) -> list[list[Portion]]:

@@ -93,7 +93,7 @@ class _Switch:
 
         def wait(item: tuple[_Stage, deque[Layer]]) -> tuple[bool, float, int]:
             stage, layers = item
-            some = list(itertools.islice(layers[0].transport[receiver.number], _SAMPLE))
+            some = list(itertools.islice(layers[0].remote[receiver.number], _SAMPLE))
             waiting = sum(map(int.bit_count, map(waiting_for, some))) / max(1, len(some))
             return receiver.near.isdisjoint(some) is wants_near, waiting / stage.left / len(layers), -len(layers)
 
@@ -112,7 +112,7 @@ class _Switch:
             layer = self.next_layer(receiver)
             for source, blocks in layer.local.get(number, {}).items():
                 yield from ((source, number, True, receiver.num_layers, block) for block in blocks)
-            receiver.shares = dict(layer.transport[number])
+            receiver.shares = dict(layer.remote[number])
             for source in receiver.shares:
                 wanted[source] |= bit
             receiver.needs = sum(map((1).__lshift__, receiver.shares))
@@ -145,9 +145,7 @@ class _Switch:
 def _num_near_and_far(receiver: _Receiver) -> tuple[int, int]:
     """Count the layers that a receiver lacks from stages on its host, and from others."""
     near = sum(
-        len(each)
-        for each in receiver.layers.values()
-        if not receiver.near.isdisjoint(each[0].transport[receiver.number])
+        len(each) for each in receiver.layers.values() if not receiver.near.isdisjoint(each[0].remote[receiver.number])
     )
     return near, sum(map(len, receiver.layers.values())) - near
 
@@ -157,7 +155,7 @@ def in_order(layers: Iterable[Layer], receivers: Sequence[int]) -> Iterator[Tran
     for number, layer in enumerate(layers):
         shares = [
             (source, receiver, local, blocks)
-            for local, by_receiver in ((True, layer.local), (False, layer.transport))
+            for local, by_receiver in ((True, layer.local), (False, layer.remote))
             for receiver in receivers
             for source, blocks in by_receiver.get(receiver, {}).items()
         ]
