@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
@@ -34,7 +33,7 @@ from megarl.types import Prompt
 
 # To import torch takes long on a busy machine, and is no fault of the user's code.
 START_S = 600.0
-_MOST_PRINTED, _TAIL_CHUNKS = 1_000_000, 16
+_MOST_PRINTED, _TAIL_BYTES = 1_000_000, 1 << 20
 _ROOT = str(Path(__file__).parents[2])
 _BOOT = "import sys; sys.path.append(sys.argv.pop(1)); from megarl.train.rehearsed import main; main()"
 REMEDY = "raise run.rehearsal_s, or set it to null for no trial"
@@ -180,18 +179,19 @@ class _Printed(threading.Thread):
 
     def __init__(self, stream: IO[bytes]) -> None:
         super().__init__(daemon=True)
-        self._stream, self._tail = stream, deque[bytes](maxlen=_TAIL_CHUNKS)
+        self._stream, self._tail = stream, b""
         self.num_bytes = 0
         self.start()
 
     def run(self) -> None:
         while chunk := os.read(self._stream.fileno(), 1 << 16):
-            self._tail.append(chunk)
+            # By bytes, not by chunks: faulthandler writes a stack in hundreds of small pieces.
+            self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
             self.num_bytes += len(chunk)
 
     @property
     def text(self) -> str:
-        return b"".join(self._tail).decode(errors="replace")
+        return self._tail.decode(errors="replace")
 
 
 def _death(trial: Trial, about: str, code: int, printed: _Printed) -> str:
