@@ -44,7 +44,7 @@ from megarl.config.setting import check_values
 from megarl.config.supervised import PairsConfig, SftConfig
 from megarl.errors import ConfigError
 from megarl.host.device.platform import platform
-from megarl.texts.masking import require_unmasked
+from megarl.host.masking import require_unmasked
 
 Rule: TypeAlias = Callable[[Config], None]
 

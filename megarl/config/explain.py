@@ -12,7 +12,7 @@ from megarl.config.load import PACKAGED, masked_config, read_yaml
 from megarl.config.parse import from_dict
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
-from megarl.texts.unicode import visible
+from megarl.host.unicode import visible
 
 _WIDTH = 100
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from megarl.config.setting import ANY_NUMBER, AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, URL, Range, section, setting
 from megarl.errors import ConfigError
-from megarl.texts.masking import require_no_secrets
+from megarl.host.masking import require_no_secrets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

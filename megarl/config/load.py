@@ -32,8 +32,8 @@ from megarl.config.parse import from_dict
 from megarl.config.part_settings import gathered
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError
+from megarl.host.masking import masked, masked_text
 from megarl.host.reading import RESTORE, instead, reading
-from megarl.texts.masking import masked, masked_text
 
 __all__ = ["compose", "dump", "from_dict", "load_config", "saved_config"]
 

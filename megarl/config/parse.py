@@ -10,10 +10,10 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 
 from megarl.config.suggest import suggest_keys
 from megarl.errors import ConfigError, UnknownKeyError
+from megarl.host.masking import masked
 from megarl.host.paths import expanded
 from megarl.host.programs import settings_of
-from megarl.texts.masking import masked
-from megarl.texts.unicode import find_surrogate
+from megarl.host.unicode import find_surrogate
 
 T = TypeVar("T")
 

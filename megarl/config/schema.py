@@ -33,7 +33,7 @@ from megarl.config.supervised import SftConfig, TrainPreferenceConfig, TrainRewa
 from megarl.config.teacher import TeacherConfig
 from megarl.errors import ConfigError
 from megarl.host.sharing import Share
-from megarl.texts.unicode import visible
+from megarl.host.unicode import visible
 
 __all__ = [
     "ActorConfig",

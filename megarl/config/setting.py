@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, runtime_che
 from urllib.parse import urlsplit
 
 from megarl.errors import ConfigError
-from megarl.texts.masking import masked
+from megarl.host.masking import masked
 
 T = TypeVar("T")
 

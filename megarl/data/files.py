@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from megarl.data.written import read_structure
 from megarl.errors import DataError
 from megarl.host.reading import damage, reading, reason_of, require_file
-from megarl.texts.unicode import find_surrogate
+from megarl.host.unicode import find_surrogate
 
 # Columns that change what the model is to read, or how, and what to do with them.
 UNREAD_COLUMNS: Mapping[str, str] = {

@@ -15,7 +15,7 @@ from megarl.data.pieces import encode_pieces
 from megarl.data.special_tokens import special_tokens_of
 from megarl.data.stop_tokens import ANSWER, QUESTION, answer_form
 from megarl.errors import ConfigError, DataError
-from megarl.texts.unicode import readable
+from megarl.host.unicode import readable
 from megarl.types import Message
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.errors import DataError
-from megarl.texts.unicode import find_surrogate
+from megarl.host.unicode import find_surrogate
 
 # The text of a structure begins with one of these, and so does a JSON text of such a text.
 _OPENING = re.compile(r'\ufeff?\s*(?:[\[{"]|\(\s*\{|array\()')

@@ -15,9 +15,9 @@ from megarl.doctor.machine import check_sandbox
 from megarl.errors import DataError
 from megarl.host.janitor import SHM_DIR
 from megarl.host.listeners import Listener, listeners
+from megarl.host.masking import masked
 from megarl.host.reading import reading
 from megarl.host.temp_dir import PREFIX
-from megarl.texts.masking import masked
 from megarl_sandbox.places import candidates, loose_place
 
 _OTHERS_READ = stat.S_IRGRP | stat.S_IROTH | stat.S_IXGRP | stat.S_IXOTH

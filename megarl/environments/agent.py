@@ -17,7 +17,7 @@ from megarl.environments.chat import Chat, TurnAsked
 from megarl.environments.endpoint import chat_server
 from megarl.environments.parsers import PARSERS
 from megarl.errors import ConfigError
-from megarl.texts.masking import require_no_secrets
+from megarl.host.masking import require_no_secrets
 from megarl.types import Message, Prompt
 
 KEY = "environment.entries.*.arguments"

@@ -13,10 +13,10 @@ from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.environments.calls import THREADS
 from megarl.errors import ConfigError
 from megarl.host.child_environment import child_environment
+from megarl.host.masking import masked
 from megarl.host.reading import require_file
 from megarl.host.user_code import run_file
 from megarl.registry import Registry, unknown_name
-from megarl.texts.masking import masked
 from megarl.types import Message, Prompt
 
 # Characters of all messages of a reply. No conversation has room for so many, and to tokenise megabytes would hold up

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from megarl.host.clock import awake_s, finished
-from megarl.texts.masking import masked_text
+from megarl.host.masking import masked_text
 
 T = TypeVar("T")
 # Calls that may run at once in a process.

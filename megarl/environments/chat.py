@@ -17,7 +17,7 @@ from typing import Any
 
 from megarl.environments.base import Action
 from megarl.environments.parsers import Parser
-from megarl.texts.unicode import readable
+from megarl.host.unicode import readable
 from megarl.types import Message
 
 # Fields of a request, vLLM's among them, that ask for what a policy in training cannot have, with the values that do

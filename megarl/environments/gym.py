@@ -11,7 +11,7 @@ from megarl.config.optional import import_optional
 from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, load_object
 from megarl.environments.calls import in_thread
 from megarl.errors import ConfigError
-from megarl.texts.masking import masked_text
+from megarl.host.masking import masked_text
 from megarl.types import Message, Prompt
 
 KEY = "environment.entries.*.arguments"

@@ -17,7 +17,7 @@ from megarl.environments.calls import AGENT_THREADS, LateError, attempt
 from megarl.environments.tools import KEY, ToolEnvironment, ToolError
 from megarl.errors import ConfigError
 from megarl.host.clock import finished
-from megarl.texts.masking import masked_text, require_no_secrets
+from megarl.host.masking import masked_text, require_no_secrets
 from megarl.types import Message, Prompt
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from megarl.environments.base import MOST_REPLY_CHARS, Action, Environment, Repl
 from megarl.environments.calls import THREADS, LateError, attempt, causes_of, describe, is_exhaustion, late_calls
 from megarl.host.clock import awake_s
 from megarl.host.streams import print_lines
+from megarl.host.unicode import readable
 from megarl.host.user_code import place_of
-from megarl.texts.unicode import readable
 from megarl.types import ChatPart, Message, Prompt
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""Handle what concerns the process on its host: signals, exit codes, and the janitor that cleans up after a run."""
+"""Handle what concerns the process on its host: signals, exit codes, texts that it writes, the janitor after a run."""

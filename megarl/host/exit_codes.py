@@ -31,11 +31,11 @@ from megarl.errors import (
     WeightSyncError,
     WorkerError,
 )
+from megarl.host.masking import masked_text
 from megarl.host.signals import leave_on_signals
 from megarl.host.streams import print_lines
 from megarl.host.user_code import place_of, told
 from megarl.host.writing import problem, storage_cause
-from megarl.texts.masking import masked_text
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.host.temp_dir import PREFIX, is_private
-from megarl.texts.unicode import visible
+from megarl.host.unicode import visible
 
 # The directory of these files, below the run's temporary directory on each host.
 DIRECTORY = "processes"

@@ -6,7 +6,7 @@ import sys
 import traceback
 from typing import TextIO
 
-from megarl.texts.unicode import visible
+from megarl.host.unicode import visible
 
 _VARIABLE = "PYTHONIOENCODING"
 # Handlers by which a character that the encoding lacks, or half of one from a file's name, ends the process.

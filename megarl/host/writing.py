@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megarl.errors import StorageError
+from megarl.host.masking import masked_text
 from megarl.host.streams import print_lines
-from megarl.texts.masking import masked_text
 
 _MIB = 2**20
 # The remedy for each error of a storage.

@@ -15,8 +15,8 @@ from megarl.config.load import PACKAGED
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, WorkerError
 from megarl.host.streams import print_lines
+from megarl.host.unicode import visible
 from megarl.launch.allocation import slurm_says
-from megarl.texts.unicode import visible
 
 TEMPLATES = PACKAGED.parent / "slurm"
 # In a template, the line between the options of two components of a heterogeneous job, and the first line after all.

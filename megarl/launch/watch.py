@@ -11,9 +11,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from megarl.host.unicode import visible
 from megarl.launch.status import SHOWN_METRICS, describe_status, read_status
 from megarl.record.metrics import RunPaths, read_metrics
-from megarl.texts.unicode import visible
 
 REFRESH_S = 2.0
 _BARS = "▁▂▃▄▅▆▇█"

@@ -17,12 +17,12 @@ from megarl.config.load import merge
 from megarl.config.parse import from_dict
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
+from megarl.host.masking import masked_text
 from megarl.host.streams import print_lines
+from megarl.host.unicode import visible
 from megarl.migrate.aliases import DEFAULTS, SAME, Alias, find_alias
 from megarl.migrate.peer_files import PeerOptions, read_peer_file
 from megarl.migrate.rules import UNSET, elsewhere
-from megarl.texts.masking import masked_text
-from megarl.texts.unicode import visible
 
 # Settings that only act with others: what a key starts with, the key that decides, and its values (empty: any).
 _ONLY_WITH: tuple[tuple[str, str, frozenset[Any]], ...] = (

@@ -17,10 +17,10 @@ from megarl.data.files import columns_of
 from megarl.errors import ConfigError, DataError
 from megarl.host.device.accelerators import nvidia_devices
 from megarl.host.streams import print_lines
+from megarl.host.unicode import visible
 from megarl.host.writing import replacing
 from megarl.plan.build import plan_run
 from megarl.plan.derive import FILL
-from megarl.texts.unicode import visible
 from megarl.weights.families import read_model_spec
 from megarl.weights.hub import local_model
 

@@ -9,10 +9,10 @@ from megarl.config.derived import Derived
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 from megarl.host.streams import print_lines
+from megarl.host.unicode import visible
 from megarl.plan.build import plan_run
 from megarl.plan.derive import smallest_device, usable_bytes
 from megarl.plan.run_plan import RolePlan, RunPlan, ShardPlan
-from megarl.texts.unicode import visible
 from megarl.train.rehearsal import rehearse
 
 GIB = 2**30

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from megarl.host.device.platform import apply_environment
 from megarl.host.streams import print_lines
-from megarl.texts.unicode import visible
+from megarl.host.unicode import visible
 
 # How often the live line is renewed, and after what silence a plain one is printed; the first comes sooner.
 LIVE_S, SILENCE_S, FIRST_S = 0.5, 4.0, 1.0

@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 
 from megarl.data.answer_span import final_answer
 from megarl.host.reading import RESTORE, reading
+from megarl.host.unicode import plain
 from megarl.host.writing import replacing
 from megarl.record.rollouts import ARROW_TYPES
 from megarl.record.turns import Turn, last_turn, read_turns, turns_of
-from megarl.texts.unicode import plain
 from megarl.types import FinishReason, Prompt, Reward, Sample
 
 if TYPE_CHECKING:

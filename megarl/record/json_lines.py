@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from megarl.errors import DataError
 from megarl.host.reading import RESTORE, instead, reading, reason_of
 from megarl.host.streams import print_lines
+from megarl.host.unicode import plain
 from megarl.host.writing import replacing, writing
-from megarl.texts.unicode import plain
 
 T = TypeVar("T")
 

@@ -18,9 +18,9 @@ from megarl.errors import ConfigError, DataError
 from megarl.host.directory_lock import PLACE
 from megarl.host.exit_codes import RunOutcome, outcome_of
 from megarl.host.streams import warnings
+from megarl.host.unicode import readable, visible
 from megarl.host.writing import dispensable, writing
 from megarl.record.json_lines import append_lines, open_lines, read_lines
-from megarl.texts.unicode import readable, visible
 
 # The file that makes a checkpoint complete.
 MARKER = "COMPLETE"

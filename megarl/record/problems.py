@@ -8,8 +8,8 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Literal
 
+from megarl.host.masking import masked_text
 from megarl.record.json_lines import append_lines, open_lines, read_lines
-from megarl.texts.masking import masked_text
 from megarl.types.judged import Trouble
 
 # A prompt is kept from its start, a response from its end, where its answer is.

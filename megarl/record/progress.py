@@ -11,8 +11,8 @@ from typing import TextIO
 from tqdm import tqdm
 
 from megarl.host.streams import print_lines, shown
+from megarl.host.unicode import visible
 from megarl.record.activity import printed
-from megarl.texts.unicode import visible
 
 # Steps whose mean duration predicts the rest: enough to even out validation, few enough to follow changes.
 ETA_WINDOW_STEPS = 10

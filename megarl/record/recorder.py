@@ -21,6 +21,7 @@ from megarl.data.chat import token_texts
 from megarl.data.sampler import train_files
 from megarl.errors import ConfigError
 from megarl.host.directory_lock import DirectoryLock
+from megarl.host.unicode import plain
 from megarl.host.writing import dispensable, problem, replacing
 from megarl.record.inputs import RunInputs
 from megarl.record.json_lines import truncate_lines
@@ -42,7 +43,6 @@ from megarl.record.rollouts import RolloutRecord, write_rollouts
 from megarl.record.timeline import append_timeline, idle_metrics, step_intervals
 from megarl.record.trackers import TrackedRun, open_trackers, require_trackers
 from megarl.record.turns import turns_of
-from megarl.texts.unicode import plain
 from megarl.types import FinishReason, FloatArray, Reward, RolloutBatch, Row, Sample, SegmentSource, TokenQuantity
 from megarl.types.judged import Trouble
 from megarl.weights.hub import commits_of

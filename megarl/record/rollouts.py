@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 
 from megarl.errors import DataError
 from megarl.host.reading import RESTORE, reading
+from megarl.host.unicode import plain
 from megarl.host.writing import replacing
 from megarl.record.turns import TURNS_TYPE, Turn, read_turns
-from megarl.texts.unicode import plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from megarl.texts.unicode import visible
+from megarl.host.unicode import visible
 
 
 def align(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import DataError
+from megarl.host.unicode import visible
 from megarl.record.json_lines import append_lines, open_lines, read_lines
 from megarl.record.metrics import Stage
-from megarl.texts.unicode import visible
 
 # Lanes of one run: its steps, the stages of the trainer, and engines by name, such as "engine 0".
 STEP_LANE, TRAINER_LANE, ENGINE_PREFIX = "step", "trainer", "engine "

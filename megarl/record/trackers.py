@@ -15,9 +15,9 @@ from megarl.config.optional import import_optional
 from megarl.config.schema import LoggingConfig
 from megarl.host.exit_codes import RunOutcome
 from megarl.host.streams import print_lines
+from megarl.host.unicode import visible
 from megarl.host.writing import dispensable
 from megarl.record.metrics import MetricsRecord
-from megarl.texts.unicode import visible
 
 # Between two tries of what a tracker has not taken; after so many tries, a record is left out.
 RETRY_S, TRIES = 30.0, 120

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megarl.host.unicode import visible
 from megarl.record.text_table import align
 from megarl.report.html import render_html
 from megarl.report.marked_text import FULL_GAIN, gain_text, visible_text
 from megarl.report.template import STYLE
-from megarl.texts.unicode import visible
 
 # Answers of each verdict that a terminal shows; the page shows all.
 NUM_SHOWN = 2

@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from megarl.texts.unicode import Shown
+from megarl.host.unicode import Shown
 
 # C0 controls have pictures from U+2400 on, and DEL has U+2421; lines and tabs stay.
 _SHOWN = Shown({code: chr(0x2400 + code) for code in range(32)} | {127: "␡", ord("\n"): "\n", ord("\t"): "\t"})

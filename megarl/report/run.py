@@ -9,14 +9,14 @@ from typing import Any
 
 from megarl.config.load import read_saved
 from megarl.errors import DataError
+from megarl.host.masking import masked
 from megarl.host.reading import RESTORE, read_object
+from megarl.host.unicode import visible
 from megarl.record.json_lines import read_lines
 from megarl.record.metrics import MetricsRecord, RunPaths, read_metrics
 from megarl.record.problems import ProblemRecord, read_problems
 from megarl.record.rollouts import RolloutRecord, read_rollouts
 from megarl.record.timeline import Interval, read_timeline
-from megarl.texts.masking import masked
-from megarl.texts.unicode import visible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,11 +14,11 @@ import httpx
 from megarl.config.mixture import RemoteConfig
 from megarl.errors import DataError, RunError
 from megarl.host.clock import awake_s
+from megarl.host.masking import masked_text
 from megarl.rewards.background import BackgroundLoop
 from megarl.rewards.judge import Judged, Tally, mean_of
 from megarl.rewards.service_key import read_service_key
 from megarl.rewards.wire import UNJUDGED, BadReplyError, ServiceReply, decode_reply, encode_request
-from megarl.texts.masking import masked_text
 from megarl.types import DROPPED, Reward
 from megarl.types.judged import FinishedSample, Trouble
 

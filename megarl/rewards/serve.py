@@ -19,11 +19,11 @@ from megarl.config.rewards import RewardsConfig
 from megarl.errors import ConfigError, DataError, NonFiniteError, RunError
 from megarl.host.http_server import BoundedServer, JsonReader, RequestRefusedError, descriptor_limit, trust
 from megarl.host.streams import print_lines
+from megarl.host.unicode import plain
 from megarl.rewards.question import Question, Verdict
 from megarl.rewards.rule import RuleJudge
 from megarl.rewards.service_key import read_service_key
 from megarl.rewards.wire import NO_OPINION, UNJUDGED
-from megarl.texts.unicode import plain
 
 PATH = "/get_reward"
 MAX_REQUEST_BYTES = 256 << 20

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 from megarl.errors import DataError
 from megarl.host import loop
 from megarl.host.reading import reading
+from megarl.host.unicode import plain
 from megarl.host.writing import replacing
 from megarl.rollout.source import Doing, Group, RolloutSource, generating
-from megarl.texts.unicode import plain
 from megarl.types import (
     ChatPart,
     Episode,

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megarl.errors import ConfigError, DataError
+from megarl.host.unicode import visible
 from megarl.report.run import Run
 from megarl.report.summary import REWARD_EDGE_STEPS, SAMPLED, MeanScore, validation_curve
-from megarl.texts.unicode import visible
 from megarl_lab.comparison.statistics import Difference, Spread, difference_of, holm, paired_difference, spread_of
 
 # Holm-corrected p-value below which a difference is called clear.

@@ -1,8 +1,8 @@
 """Format a comparison as text."""
 
+from megarl.host.unicode import visible
 from megarl.record.text_table import align
 from megarl.report.summary import REWARD_EDGE_STEPS
-from megarl.texts.unicode import visible
 from megarl_lab.comparison.groups import CLEAR_P_VALUE, Comparison, GroupResult
 
 _NONE = "-"

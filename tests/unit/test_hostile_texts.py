@@ -18,6 +18,7 @@ from megarl.errors import RunError
 from megarl.host.exit_codes import exit_on_errors
 from megarl.host.stage import logged_stages
 from megarl.host.streams import print_lines
+from megarl.host.unicode import readable, visible
 from megarl.launch import watch
 from megarl.launch.status import Heartbeat, print_status
 from megarl.migrate.convert_config import Converted, to_run_file
@@ -31,7 +32,6 @@ from megarl.record.trace import write_trace
 from megarl.record.trackers import OpenedRun, TrackerSink
 from megarl.report import write_report
 from megarl.report.hint_page import HintedAnswer, HintedExample, HintedToken, HintReport, Table, to_html, to_text
-from megarl.texts.unicode import readable, visible
 from tests.helpers.hostile_texts import HIDDEN, escaped, hostile_texts
 from tests.helpers.recorded_run import evil, write_recorded_run
 

@@ -48,7 +48,7 @@ FLOORS = (
     ("algos", "weights"),
     ("types",),
     ("config", "doctor"),
-    ("registry", "seeds", "texts", "host"),
+    ("registry", "seeds", "host"),
     ("errors",),
 )
 FLOOR_OF = {room: height for height, floor in enumerate(FLOORS) for room in floor}
@@ -104,7 +104,7 @@ MOST_LINES = {
     "environments": 2600,
     "errors": 100,
     "forecast": 1100,
-    "host": 3500,
+    "host": 3750,
     "launch": 1250,
     "migrate": 1850,
     "parallel": 8350,
@@ -117,7 +117,6 @@ MOST_LINES = {
     "run": 2250,
     "seeds": 50,
     "sync": 3100,
-    "texts": 300,
     "train": 4600,
     "types": 1750,
     "weights": 4050,
@@ -126,7 +125,7 @@ MOST_LINES = {
     "megarl_sandbox": 3250,
 }
 MOST_LINES_TOGETHER = 93_100
-MOST_ARROWS = 175
+MOST_ARROWS = 161
 MOST_ANY_PER_1000 = 11.2
 MOST_TAKERS = 49
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from megarl.config.judges import JudgeConfig
 from megarl.errors import ConfigError, RunError
 from megarl.host.clock import awake_s
+from megarl.host.masking import masked_text
+from megarl.host.unicode import readable
 from megarl.rewards.background import BackgroundLoop
 from megarl.rewards.llm.cache import AnswerCache
 from megarl.rewards.llm.completions import JudgeCompletion, Request
-from megarl.texts.masking import masked_text
-from megarl.texts.unicode import readable
 from megarl.types import FinishReason
 
 if TYPE_CHECKING:

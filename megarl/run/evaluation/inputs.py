@@ -18,12 +18,12 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.vocabulary import Vocabulary
 from megarl.environments import check_replies, tools_of
 from megarl.errors import ConfigError
+from megarl.host.masking import masked
 from megarl.record.checkpoints import STATE_FILE, Checkpoint, read_checkpoint
 from megarl.record.metrics import RunPaths
 from megarl.report.run import path_labels
 from megarl.rewards.build import check_ground_truths
 from megarl.run.evaluation.output import TABLE
-from megarl.texts.masking import masked
 from megarl.train.export import exported
 from megarl.train.inputs import open_model
 from megarl.weights.families import read_hf_config, read_model_spec

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from megarl.host.unicode import readable
 from megarl.record.metrics import RunPaths
 from megarl.record.rollouts import write_rollouts
 from megarl.report import rollouts, write_report
-from megarl.texts.unicode import readable
 from tests.helpers.beside import install_beside
 from tests.helpers.hostile_texts import escaped, hostile_texts
 from tests.helpers.recorded_run import evil, forked, talk, write_recorded_run, write_validation

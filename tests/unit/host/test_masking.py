@@ -13,12 +13,12 @@ from megarl.config.document import entries
 from megarl.config.explain import explain
 from megarl.config.load import from_dict, load_config, masked_config, saved_config
 from megarl.errors import ConfigError
+from megarl.host.masking import MASK, is_secret_name, masked, masked_text, require_no_secrets
 from megarl.record.checkpoints import RunState
 from megarl.record.metrics import JsonlSink, MetricsLogger
 from megarl.record.recorder import RunRecorder
 from megarl.report import write_report
 from megarl.run.resume import changed_settings
-from megarl.texts.masking import MASK, is_secret_name, masked, masked_text, require_no_secrets
 from megarl.types import AlgoState
 
 # A secret of each sort; none may be in anything that is written.

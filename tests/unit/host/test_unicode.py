@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.texts.unicode import find_surrogate, plain, readable
+from megarl.host.unicode import find_surrogate, plain, readable
 
 HALF = "\ud83d"
 

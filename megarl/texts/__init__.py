@@ -1,1 +1,0 @@
-"""Look for what is dangerous in texts: secrets, hidden characters, and what UTF-8 cannot hold."""
