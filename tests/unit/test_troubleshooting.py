@@ -13,9 +13,11 @@ GUIDE = ROOT / "docs" / "failures.md"
 
 @cache
 def entries() -> tuple[str, ...]:
-    """What the page quotes in the first column of its tables; `…` stands for what varies."""
-    rows = [line for line in GUIDE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
-    return tuple(quoted for row in rows for quoted in re.findall(r"`([^`]+)`", row.split(" | ")[0]))
+    """What the page quotes at the beginning of an item about messages; `…` stands for what varies."""
+    page = GUIDE.read_text(encoding="utf-8")
+    sections = (page.split(f"\n## {name}\n")[1].split("\n## ")[0] for name in ("Before the start", "During the run"))
+    heads = (head for text in sections for head in re.findall(r"^- (`.+?`): ", text, re.M | re.S))
+    return tuple(" ".join(quoted.split()) for head in heads for quoted in re.findall(r"`([^`]+)`", head))
 
 
 def quotes(entry: str, text: str) -> bool:

@@ -1,4 +1,4 @@
-"""The scripts of tests/gpu: each test file has its sitting, none passes without a device, files are carried whole."""
+"""The scripts of tests/gpu: each test file has its session, none passes without a device, files are carried whole."""
 
 import re
 import subprocess
@@ -6,23 +6,23 @@ import sys
 from pathlib import Path
 
 GPU = Path(__file__).resolve().parents[1] / "gpu"
-SITTINGS = sorted(GPU.glob("sitting_*.sh"))
+SESSIONS = sorted(GPU.glob("session_*.sh"))
 MIB = 1 << 20
 
 
-def test_every_file_of_tests_belongs_to_one_sitting() -> None:
-    named = [name for script in SITTINGS for name in re.findall(r"tests/gpu/(test_\w+\.py)", script.read_text())]
+def test_every_file_of_tests_belongs_to_one_session() -> None:
+    named = [name for script in SESSIONS for name in re.findall(r"tests/gpu/(test_\w+\.py)", script.read_text())]
     assert sorted(named) == sorted(path.name for path in GPU.glob("test_*.py"))
 
 
-def test_no_sitting_takes_more_than_15_minutes() -> None:
-    """By what their headers promise; the time of a sitting as a whole ends a step that hangs."""
-    promised = [re.search(r"of about (\d+) minutes", script.read_text()) for script in SITTINGS]
+def test_no_session_takes_more_than_15_minutes() -> None:
+    """By what their headers promise; the time of a session as a whole ends a step that hangs."""
+    promised = [re.search(r"of about (\d+) minutes", script.read_text()) for script in SESSIONS]
     assert [int(found[1]) for found in promised if found] == [8, 12]
 
 
-def test_a_sitting_without_a_device_says_so(tmp_path: Path) -> None:
-    for script in SITTINGS:
+def test_a_session_without_a_device_says_so(tmp_path: Path) -> None:
+    for script in SESSIONS:
         done = subprocess.run([script, sys.executable, tmp_path / "out"], capture_output=True, text=True)
         assert done.returncode == 2
         assert done.stderr.endswith("torch finds no CUDA device, so every test would be skipped\n")
@@ -31,9 +31,9 @@ def test_a_sitting_without_a_device_says_so(tmp_path: Path) -> None:
 
 def test_steps_end_in_time_or_say_why_they_were_not_run(tmp_path: Path) -> None:
     """On a pretended device: what passes, fails, lacks a package, hangs, and comes after the time is over."""
-    script = tmp_path / "sitting.sh"
+    script = tmp_path / "session.sh"
     script.write_text(
-        f"""source {GPU / "sitting.sh"}
+        f"""source {GPU / "session.sh"}
         step good 60 echo done
         show 1
         step bad 60 sh -c 'echo broken; exit 3'

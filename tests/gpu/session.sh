@@ -1,4 +1,4 @@
-# Read by the scripts of both sittings.
+# Read by the scripts of both sessions.
 # shellcheck shell=bash
 usage="usage: $0 PYTHON OUT [SECONDS]; PYTHON has megarl's requirements (containers/install.sh), SECONDS is the most it takes"
 python="$(command -v "${1:?$usage}")"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The first sitting on one H100, of about 8 minutes: what needs neither engines nor Transformer Engine. From the checkout:
-#   tests/gpu/sitting_1.sh PYTHON OUT [SECONDS]
+# The first session on one H100, of about 8 minutes: what needs neither engines nor Transformer Engine. From the checkout:
+#   tests/gpu/session_1.sh PYTHON OUT [SECONDS]
 # Nothing is downloaded. A step that fails does not keep the next ones from running; OUT/summary.txt says how each ended.
 # On an H200 its tests have passed, ipc in an older form (docs/cuda.md). Expected:
 #   kernels     16 passed: Triton chosen, statistics and gradients against float64, with a teacher and without
@@ -14,8 +14,8 @@
 #   delta       3 passed: gated delta nets in float32 and bfloat16
 #   gpt_oss     2 passed: sinks and windows in bfloat16
 set -uo pipefail
-# shellcheck source=tests/gpu/sitting.sh
-source "$(dirname "${BASH_SOURCE[0]}")/sitting.sh"
+# shellcheck source=tests/gpu/session.sh
+source "$(dirname "${BASH_SOURCE[0]}")/session.sh"
 contenders=(recompute_triton keep_triton in_chunk_triton recompute_torch)
 contenders+=(megatron_verl megatron_fused liger_fallback liger_linear cut_cross_entropy gemms)
 step kernels 120 "${pytest[@]}" tests/gpu/test_kernels.py

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The second sitting on one H100, of about 12 minutes: Transformer Engine, engines and whole runs. From the checkout:
-#   tests/gpu/sitting_2.sh PYTHON OUT [SECONDS]
+# The second session on one H100, of about 12 minutes: Transformer Engine, engines and whole runs. From the checkout:
+#   tests/gpu/session_2.sh PYTHON OUT [SECONDS]
 # Nothing is downloaded. A step that fails does not keep the next ones from running, and one whose packages are missing is
 # skipped; OUT/summary.txt says how each ended. On an H200 its tests have passed, but for the trainer of invariance, which
 # was skipped (docs/cuda.md); the longest, run, took 165 s beside others. Expected:
@@ -14,8 +14,8 @@
 #   run         1 passed on one device (2 skipped): colocated and offloaded, weights by CUDA IPC, every sync compared
 #   invariance  2 passed with FlashAttention installed: the same bits alone and in a batch, in engine and trainer
 set -uo pipefail
-# shellcheck source=tests/gpu/sitting.sh
-source "$(dirname "${BASH_SOURCE[0]}")/sitting.sh"
+# shellcheck source=tests/gpu/session.sh
+source "$(dirname "${BASH_SOURCE[0]}")/session.sh"
 requires "vllm ray" step doctor 60 "$(dirname "$python")/megarl" doctor
 requires transformer_engine step parity 150 "${pytest[@]}" tests/gpu/test_parity.py
 step forest 300 "${pytest[@]}" tests/gpu/test_forest.py
